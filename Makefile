@@ -1,0 +1,47 @@
+# Each target does all its own set-up; what is installed already is not installed again.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+CONFIG ?= configs/digits_linear.yaml
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint bench clean
+
+help:  ## Show what can be made.
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(VENV)/.installed  ## Make .venv and install lit-effattn into it.
+
+demo: $(VENV)/.installed  ## Train on real digits, test, and draw samples (about 5 minutes on 2 cores).
+	$(BIN)/python -m lit_effattn.demo --config $(CONFIG)
+
+test: lint  ## Lint, check types, run the tests.
+	$(BIN)/pytest -n 2 -m "not processes" -q
+	$(BIN)/pytest -m processes -q
+
+lint: $(VENV)/.installed-dev  ## Lint with ruff and check types with mypy.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.installed-dev  ## Measure training steps and generation, linear against softmax.
+	$(BIN)/python -m benchmarks
+
+clean:  ## Delete .venv and the caches (runs/ and data/ stay).
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "make: $(PYTHON) is older than Python 3.10; name a newer one: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "make: no virtual environment could be made; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
+
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --editable '.[dev]'
+	@touch $@ $(VENV)/.installed

@@ -1,0 +1,8 @@
+"""lit-effattn: train, resume, test and sample models whose attention costs less than N², on PyTorch Lightning."""
+
+from importlib.metadata import version
+
+from lit_effattn.transformer import Transformer
+
+__version__ = version("lit-effattn")
+__all__ = ["Transformer", "__version__"]

@@ -1,0 +1,144 @@
+"""Linear attention: softmax's exponential replaced by a feature map, so that sums can be kept."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lit_effattn.attention.base import Attention
+from lit_effattn.ops.linear import causal_linear_attention, linear_attention, linear_attention_step
+from lit_effattn.recorded import Recorded
+from lit_effattn.sequence import accumulator, may_overwrite, valid_positions
+
+
+class FeatureMap(Recorded, nn.Module, ABC):
+    """Maps (…, D) queries or keys to (…, n_features) numbers that are not negative.
+
+    Args:
+        head_dim: D.
+    """
+
+    n_features: int
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        self.n_features = head_dim
+
+    @abstractmethod
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `x`."""
+
+
+class EluFeatureMap(FeatureMap):
+    """φ(x) = elu(x) + 1 (Katharopoulos et al. 2020, equation 7)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `x`."""
+        return F.elu(x) + 1
+
+
+class ReluFeatureMap(FeatureMap):
+    """φ(x) = relu(x) + floor; the floor keeps a query that no key answers from dividing 0 by 0.
+
+    Args:
+        head_dim: D.
+        floor: What is added.
+    """
+
+    def __init__(self, head_dim: int, floor: float = 1e-3) -> None:
+        super().__init__(head_dim)
+        if floor < 0:
+            raise ValueError(f"floor={floor} is negative, and so would the attention's weights be")
+        self.floor = floor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `x`."""
+        return F.relu(x) + self.floor
+
+
+class LinearState(NamedTuple):
+    """The sums of everything seen, in float32 or more: its size does not depend on how much that was."""
+
+    s: Tensor  # (B, H, F, D), Σ φ(k) vᵀ
+    z: Tensor  # (B, H, F), Σ φ(k)
+    length: Tensor  # (B,)
+
+
+class LinearAttention(Attention):
+    """Attention with a feature map φ.
+
+        y_i = φ(q_i)ᵀ S_i / (φ(q_i)ᵀ z_i + 1e-6),  S_i = Σ_j φ(k_j) v_jᵀ,  z_i = Σ_j φ(k_j),  j ≤ i if causal
+
+    Katharopoulos et al. 2020, equations 9 to 12. Queries are not scaled by 1/√D. Time O(N (C + F) D) with chunks of C
+    positions; state O(F D), constant. Splitting a stream changes nothing: the memory reaches back to the start.
+    Feature map, sums and division are computed in float32 at least, whatever the autocast: in float16 the
+    denominator overflows near N = 1024, and a running sum in bfloat16 drifts by a quarter.
+
+    Args:
+        d_model: Width E.
+        n_heads: Heads H.
+        causal: Whether a position sees only itself and earlier ones.
+        feature_map: Makes φ from the heads' dimension D.
+        chunk_size: Positions computed at once when causal; no effect on the result.
+        bias: Whether the projections have a bias.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        causal: bool = True,
+        *,
+        feature_map: Callable[[int], FeatureMap] = EluFeatureMap,
+        chunk_size: int = 128,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(d_model, n_heads, causal, bias=bias)
+        if chunk_size < 1:
+            raise ValueError(f"chunk_size={chunk_size} is not positive; 64 to 256 are fast")
+        self.feature_map = feature_map(self.head_dim)
+        self.chunk_size = chunk_size
+
+    def initial_state(
+        self,
+        batch_size: int,
+        *,
+        max_len: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> LinearState:
+        """Return empty sums: see `SequenceModule.initial_state`."""
+        device, dtype = self.default(device, dtype)
+        h, f, d = self.n_heads, self.feature_map.n_features, self.head_dim
+        return LinearState(
+            torch.zeros(batch_size, h, f, d, device=device, dtype=accumulator(dtype)),
+            torch.zeros(batch_size, h, f, device=device, dtype=accumulator(dtype)),
+            torch.zeros(batch_size, dtype=torch.long, device=device),
+        )
+
+    def attend(  # type: ignore[override]
+        self, q: Tensor, k: Tensor, v: Tensor, state: LinearState | None, lengths: Tensor | None
+    ) -> tuple[Tensor, LinearState | None]:
+        """Combine queries, keys and values: see `Attention.attend`."""
+        b, _, n, _ = q.shape
+        with torch.autocast(q.device.type, enabled=False):
+            full = accumulator(q.dtype)
+            phi_q, phi_k = self.feature_map(q.to(full)), self.feature_map(k.to(full))
+            if lengths is not None:
+                # φ(0) is not 0, so it is φ(k) that must be masked; masking v would leave the denominator wrong.
+                phi_k = phi_k.masked_fill(~valid_positions(lengths, n)[:, None, :, None], 0)
+            if not self.causal:
+                return linear_attention(phi_q, phi_k, v.to(full)).to(v.dtype), None
+            if state is None:
+                state = self.initial_state(b, device=q.device, dtype=full)
+            s, z = state.s.to(full), state.z.to(full)
+            if n == 1:
+                y, s, z = linear_attention_step(phi_q, phi_k, v.to(full), s, z, in_place=may_overwrite())
+            else:
+                y, s, z = causal_linear_attention(phi_q, phi_k, v.to(full), s, z, chunk_size=self.chunk_size)
+            return y.to(v.dtype), LinearState(s, z, state.length + (n if lengths is None else lengths))

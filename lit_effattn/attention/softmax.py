@@ -1,0 +1,187 @@
+"""Softmax attention: the measure of all others."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lit_effattn.attention.base import Attention
+from lit_effattn.ops.window import windowed_attention
+from lit_effattn.sequence import may_overwrite, reads_values, valid_positions
+
+
+class KeyValueCache(NamedTuple):
+    """All keys and values so far; slot t holds position t, and slots from `length` on hold nothing of meaning."""
+
+    keys: Tensor  # (B, H, M, D)
+    values: Tensor  # (B, H, M, D)
+    length: Tensor  # (B,)
+
+
+class FixedCache(NamedTuple):
+    """A `KeyValueCache` whose M slots are all there will ever be."""
+
+    keys: Tensor  # (B, H, M, D)
+    values: Tensor  # (B, H, M, D)
+    length: Tensor  # (B,)
+
+
+class WindowCache(NamedTuple):
+    """The newest window − 1 keys and values, the newest last."""
+
+    keys: Tensor  # (B, H, window − 1, D)
+    values: Tensor  # (B, H, window − 1, D)
+    length: Tensor  # (B,), positions seen in all
+
+
+class SoftmaxAttention(Attention):
+    """Scaled dot-product attention.
+
+        y_i = Σ_j softmax_j(q_i · k_j / √D) v_j,  j ≤ i if causal               Vaswani et al. 2017, equation 1
+
+    Time O(N²), or O(N · window); state: all keys and values, or the newest window − 1. Through
+    `torch.nn.functional.scaled_dot_product_attention`, so memory is O(N) wherever a fused kernel applies. With a
+    `window`, splitting a stream changes nothing: every position sees the `window` newest, itself included.
+
+    Args:
+        d_model: Width E.
+        n_heads: Heads H.
+        causal: Whether a position sees only itself and earlier ones.
+        window: Number of keys a position sees, its own included; None: all. Needs `causal`. Bounds the state.
+        dropout: Probability with which an attention weight is dropped in training.
+        bias: Whether the projections have a bias.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        causal: bool = True,
+        *,
+        window: int | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(d_model, n_heads, causal, bias=bias)
+        if window is not None and window < 1:
+            raise ValueError(f"window={window} sees nothing; it counts a position itself, so it is at least 1")
+        if window is not None and not causal:
+            raise ValueError(f"window={window} needs causal=True; without, leave it out")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout={dropout} is not a probability from 0 to below 1")
+        self.window = window
+        self.dropout = dropout
+
+    @property
+    def growth(self) -> str | None:
+        """The cache grows with every position, unless a window bounds it."""
+        return "window" if self.window is None else None
+
+    def initial_state(
+        self,
+        batch_size: int,
+        *,
+        max_len: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> KeyValueCache | FixedCache | WindowCache:
+        """Return an empty cache: see `SequenceModule.initial_state`."""
+        device, dtype = self.default(device, dtype)
+        length = torch.zeros(batch_size, dtype=torch.long, device=device)
+
+        def empty(slots: int) -> Tensor:
+            return torch.zeros(batch_size, self.n_heads, slots, self.head_dim, device=device, dtype=dtype)
+
+        if self.window is not None:
+            return WindowCache(empty(self.window - 1), empty(self.window - 1), length)
+        if max_len is not None:
+            return FixedCache(empty(max_len), empty(max_len), length)
+        return KeyValueCache(empty(0), empty(0), length)
+
+    def attend(  # type: ignore[override]
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: KeyValueCache | FixedCache | WindowCache | None,
+        lengths: Tensor | None,
+    ) -> tuple[Tensor, KeyValueCache | FixedCache | WindowCache | None]:
+        """Combine queries, keys and values: see `Attention.attend`."""
+        n = q.size(2)
+        if not self.causal:
+            return self._softmax(q, k, v, None if lengths is None else _key_mask(lengths, n)), None
+        seen = torch.full(q.shape[:1], n, device=q.device) if lengths is None else lengths
+        if self.window is not None:
+            assert state is None or isinstance(state, WindowCache)
+            return self._attend_window(q, k, v, state, seen, self.window)
+        if state is None:
+            # A padded key stands after every valid query, so that the causal mask hides it.
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self._dropout_now)
+            return y, KeyValueCache(k, v, seen)
+        cache = _append(state, k, v)
+        position = state.length[:, None] + torch.arange(n, device=q.device)  # (B, N)
+        keys, values = cache.keys, cache.values
+        if reads_values(state.length):
+            used = int(state.length.max()) + n  # no need to look at slots that no row has reached
+            keys, values = keys[:, :, :used], values[:, :, :used]
+        mask = torch.arange(keys.size(2), device=q.device) <= position[..., None]  # (B, N, M)
+        y = self._softmax(q, keys.to(q.dtype), values.to(q.dtype), mask[:, None])
+        return y, cache._replace(length=state.length + seen)
+
+    def _attend_window(
+        self, q: Tensor, k: Tensor, v: Tensor, state: WindowCache | None, seen: Tensor, window: int
+    ) -> tuple[Tensor, WindowCache]:
+        past, before = None, torch.zeros_like(seen)
+        m = 0
+        if state is not None:
+            before, m = state.length, state.keys.size(2)
+            past = before.clamp(max=m)
+            k = torch.cat([state.keys.to(k.dtype), k], 2)  # (B, H, M + N, D)
+            v = torch.cat([state.values.to(v.dtype), v], 2)
+        y = windowed_attention(q, k, v, window, past=past, dropout=self._dropout_now)
+        newest = [_newest(t, seen + m, window - 1) for t in (k, v)]
+        return y, WindowCache(newest[0], newest[1], before + seen)
+
+    def _softmax(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=self._dropout_now)
+
+    @property
+    def _dropout_now(self) -> float:
+        return self.dropout if self.training else 0.0
+
+
+def _append(cache: KeyValueCache | FixedCache, k: Tensor, v: Tensor) -> KeyValueCache | FixedCache:
+    """Write `k` and `v` (B, H, N, D) behind each row's `length`, which stays; padding is overwritten by the next."""
+    n, room = k.size(2), cache.keys.size(2)
+    keys, values = cache.keys, cache.values
+    if isinstance(cache, KeyValueCache):
+        keys, values = (F.pad(t, (0, 0, 0, n)) for t in (keys, values))
+    elif reads_values(cache.length) and int(cache.length.max()) + n > room:
+        raise ValueError(
+            f"the cache is full: it was made with max_len={room}, holds {int(cache.length.max())} positions and is "
+            f"given {n} more; raise max_len"
+        )
+    index = cache.length[:, None] + torch.arange(n, device=k.device)  # (B, N)
+    index = index[:, None, :, None].expand_as(k)
+    if may_overwrite():
+        return cache._replace(
+            keys=keys.scatter_(2, index, k.to(keys.dtype)), values=values.scatter_(2, index, v.to(values.dtype))
+        )
+    return cache._replace(
+        keys=keys.scatter(2, index, k.to(keys.dtype)), values=values.scatter(2, index, v.to(values.dtype))
+    )
+
+
+def _newest(t: Tensor, end: Tensor, count: int) -> Tensor:
+    """Return the `count` entries of `t` (B, H, M, D) before each row's `end`, zeros where there are fewer."""
+    t = F.pad(t, (0, 0, count, 0))
+    index = end[:, None] + torch.arange(count, device=t.device)  # (B, count)
+    return t.gather(2, index[:, None, :, None].expand(-1, t.size(1), -1, t.size(3)))
+
+
+def _key_mask(lengths: Tensor, n: int) -> Tensor:
+    """Return (B, 1, 1, N): which keys are there. A row without any sees the first, lest its softmax be 0 / 0."""
+    return valid_positions(lengths.clamp(min=1), n)[:, None, None]

@@ -1,0 +1,54 @@
+"""Softmax attention to the last few positions, at the cost of those alone."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def windowed_attention(
+    q: Tensor, k: Tensor, v: Tensor, window: int, *, past: Tensor | None = None, dropout: float = 0.0
+) -> Tensor:
+    """Let each query see the `window` newest keys, its own included: key j for query i if i − window < j ≤ i.
+
+    Blocks of `window` queries attend to their own block of keys and the one before, so time and memory are
+    O(N · window), not O(N²).
+
+    Args:
+        q: (B, H, N, D).
+        k: (B, H, M + N, D): the keys of the M positions before the first query, then its own.
+        v: (B, H, M + N, D).
+        window: Number of keys that a query sees, at least 1. M is at most window − 1.
+        past: (B,), how many of the M earlier positions are there (the last ones); None: all M.
+        dropout: Probability with which an attention weight is dropped.
+
+    Returns:
+        (B, H, N, D).
+    """
+    b, h, n, d = q.shape
+    m = k.size(2) - n
+    size = min(window, n)  # queries in a block
+    reach = window - 1  # keys before a block that its queries can see
+    blocks = -(-n // size)
+
+    # A key at index c of its block's keys and a query at index r of the block are r + reach − c positions apart.
+    right = blocks * size - n
+    q = F.pad(q, (0, 0, 0, right)).unflatten(2, (blocks, size))  # (B, H, N/S, S, D)
+    k, v = (
+        F.pad(t, (0, 0, reach - m, right)).unfold(2, size + reach, size).transpose(-1, -2) for t in (k, v)
+    )  # (B, H, N/S, S + reach, D)
+    r = torch.arange(size, device=q.device)[:, None]
+    c = torch.arange(size + reach, device=q.device)
+    seen = (c >= r) & (c <= r + reach)  # (S, S + reach)
+
+    # Index c of block i is position i·S + c − reach; those before the first are there only as far as `past` says.
+    position = torch.arange(blocks, device=q.device)[:, None] * size + c - reach  # (N/S, S + reach)
+    first = -m if past is None else -past[:, None, None]
+    there = (position >= first).expand(1 if past is None else b, blocks, -1)
+    mask = (seen & there[:, :, None]).expand(b, -1, -1, -1)  # (B, N/S, S, S + reach)
+
+    # Blocks go to the batch: (B, H, N/S, S, D) -> (B·N/S, H, S, D)
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
+    y = F.scaled_dot_product_attention(q, k, v, mask.flatten(0, 1)[:, None], dropout_p=dropout)
+    return y.unflatten(0, (b, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :n]  # (B, H, N, D)

@@ -1,0 +1,173 @@
+"""How a model knows where a token stands."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lit_effattn.recorded import Recorded
+from lit_effattn.sequence import accumulator, reads_values
+
+
+class Positions(Recorded, nn.Module, ABC):
+    """Maps positions to vectors: (B or 1, N) integers -> (B or 1, N, width).
+
+    Positions count from the start of each row's stream, so rows that were reset or had longer prompts differ.
+
+    Args:
+        width: Dimensions of a vector.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    @abstractmethod
+    def forward(self, position: Tensor) -> Tensor:
+        """Return the vectors of `position`."""
+
+    def bind(self, shape: Sequence[int]) -> None:
+        """Learn the shape of the data, where it was not given: `(length,)`, or `(height, width, channels)`."""
+
+
+class SinusoidalPositions(Positions):
+    """Fixed waves (Vaswani et al. 2017, section 3.5), for streams of any length.
+
+        p(t)_{2i} = sin(t / 10000^{2i/width}),  p(t)_{2i+1} = cos(t / 10000^{2i/width})
+
+    Args:
+        width: Dimensions of a vector, even.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        if width % 2:
+            raise ValueError(f"width={width} is odd; sinusoidal positions come in pairs of sine and cosine")
+
+    def forward(self, position: Tensor) -> Tensor:
+        """Return the vectors of `position`."""
+        angle = _angles(position, self.width, 10000.0)  # (B, N, width / 2)
+        return torch.stack([angle.sin(), angle.cos()], -1).flatten(-2).to(torch.get_default_dtype())
+
+
+class LearnedPositions(Positions):
+    """One learned vector a position.
+
+    Args:
+        width: Dimensions of a vector.
+        max_len: Number of positions; None: as many as the data has.
+    """
+
+    def __init__(self, width: int, max_len: int | None = None) -> None:
+        super().__init__(width)
+        self.table: nn.Embedding | None = None
+        if max_len is not None:
+            self.bind([max_len])
+
+    def bind(self, shape: Sequence[int]) -> None:
+        """Make the table, unless `max_len` made it."""
+        if self.table is None:
+            self.table = _table(math.prod(shape), self.width)
+
+    def forward(self, position: Tensor) -> Tensor:
+        """Return the vectors of `position`."""
+        if self.table is None:
+            raise ValueError("LearnedPositions: max_len is not known; give it, or use a task that binds it to its data")
+        _check_range(position, self.table.num_embeddings, "LearnedPositions", "max_len")
+        return self.table(position)
+
+
+class GridPositions(Positions):
+    """Learned vectors for row, column and channel of an image in raster order, added (Child et al. 2019, section 5.3).
+
+        p(t) = row[t div (W C)] + column[(t div C) mod W] + channel[t mod C]
+
+    Args:
+        width: Dimensions of a vector.
+        shape: Height H, width W, channels C of the image; None: those of the data.
+    """
+
+    def __init__(self, width: int, shape: tuple[int, int, int] | None = None) -> None:
+        super().__init__(width)
+        self.tables: nn.ModuleList | None = None
+        if shape is not None:
+            self.bind(shape)
+
+    def bind(self, shape: Sequence[int]) -> None:
+        """Make the tables, unless `shape` made them."""
+        if len(shape) != 3:
+            raise ValueError(f"GridPositions: shape={tuple(shape)} is not (height, width, channels)")
+        if self.tables is None:
+            self.tables = nn.ModuleList(_table(size, self.width) for size in shape)
+
+    def forward(self, position: Tensor) -> Tensor:
+        """Return the vectors of `position`."""
+        if self.tables is None:
+            raise ValueError("GridPositions: shape is not known; give it, or use a task that binds it to its data")
+        rows, columns, channels = self.tables
+        w, c = columns.num_embeddings, channels.num_embeddings
+        _check_range(position, rows.num_embeddings * w * c, "GridPositions", "shape")
+        return rows(position // (w * c)) + columns(position // c % w) + channels(position % c)
+
+
+class RotaryPositions(Positions):
+    """Turns pairs of dimensions of queries and keys by an angle that grows with the position (Su et al. 2021, eq. 34).
+
+        (x_i, x_{i+D/2}) -> (x_i cos a − x_{i+D/2} sin a, x_i sin a + x_{i+D/2} cos a),  a = t · base^{−2i/D}
+
+    A scalar product of a query and a key then depends on the difference of their positions alone. Not added to
+    anything: a `Transformer` hands it to its attentions, which turn q and k before any feature map.
+
+    Args:
+        width: Dimensions D of a head, even.
+        base: Of the geometric series of frequencies.
+    """
+
+    def __init__(self, width: int, base: float = 10000.0) -> None:
+        super().__init__(width)
+        if width % 2:
+            raise ValueError(f"rotary positions turn pairs of dimensions, but a head has {width}, an odd number")
+        self.base = base
+
+    def forward(self, position: Tensor) -> Tensor:
+        """Return cosines and sines of the angles, (B or 1, N, D): the D / 2 cosines first."""
+        angle = _angles(position, self.width, self.base)  # (B, N, D / 2)
+        return torch.cat([angle.cos(), angle.sin()], -1)
+
+    def turn(self, x: Tensor, position: Tensor) -> Tensor:
+        """Turn `x` (B, H, N, D) by `position` (B or 1, N)."""
+        cos, sin = self(position)[:, None].chunk(2, dim=-1)  # (B, 1, N, D / 2)
+        a, b = x.to(accumulator(x.dtype)).chunk(2, dim=-1)
+        return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
+
+
+PositionsFactory = Callable[[int], Positions]
+"""Makes positions from their width: a class, or `functools.partial(Class, option=…)`."""
+
+
+def bind(module: nn.Module, shape: Sequence[int]) -> None:
+    """Tell all positions in `module` the shape of the data: what the data fixes is never typed twice."""
+    for part in module.modules():
+        if isinstance(part, Positions):
+            part.bind(shape)
+
+
+def _angles(position: Tensor, width: int, base: float) -> Tensor:
+    """(B, N) -> (B, N, width / 2), in float64: float32 is off by 0.06 at position 10⁶. No buffer, so `.half()` is harmless."""
+    exponent = torch.arange(0, width, 2, dtype=torch.float64, device=position.device) / width
+    return position[..., None] * base**-exponent
+
+
+def _table(size: int, width: int) -> nn.Embedding:
+    table = nn.Embedding(size, width)
+    nn.init.normal_(table.weight, std=0.02)
+    return table
+
+
+def _check_range(position: Tensor, size: int, kind: str, option: str) -> None:
+    if reads_values(position) and int(position.max()) >= size:
+        raise ValueError(f"{kind}: position {int(position.max())} is beyond the last, {size - 1}; raise `{option}`")

@@ -1,0 +1,70 @@
+"""What an object was built from, as plain data, so that a checkpoint can build it again."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any, TypeVar
+
+T = TypeVar("T", bound="Recorded")
+
+
+class Recorded:
+    """Remembers the arguments its class was called with.
+
+    `spec(object)` gives them as nested `{"class_path": …, "init_args": …}`, the form that YAML configurations have
+    and that jsonargparse instantiates. Checkpoints carry it, so that `load_from_checkpoint` builds the same model
+    from it under `weights_only=True`, whether the model came from YAML or from Python.
+    """
+
+    _call: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls: type[T], *args: Any, **kwargs: Any) -> T:
+        """Take down the call, before any `__init__` runs."""
+        self = super().__new__(cls)
+        object.__setattr__(self, "_call", (args, kwargs))  # past nn.Module.__setattr__, which is not ready yet
+        return self
+
+
+def init_args(module: Recorded) -> dict[str, Any]:
+    """Return the arguments that `module` was built with, as plain data, without those left at their defaults.
+
+    Raises:
+        TypeError: An argument can't be told in plain data (a lambda, a module that is not `Recorded`).
+    """
+    args, kwargs = module._call
+    bound = inspect.signature(type(module).__init__).bind(module, *args, **kwargs)
+    given = list(bound.arguments.items())[1:]  # without self
+    owner = type(module).__name__
+    return {name: _plain(value, f"{owner}({name}=…)") for name, value in given}
+
+
+def spec(module: Recorded) -> dict[str, Any]:
+    """Return `{"class_path": …, "init_args": …}`, from which jsonargparse builds an equal (untrained) `module`."""
+    return {"class_path": _path(type(module)), "init_args": init_args(module)}
+
+
+def _path(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _plain(value: Any, where: str) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(v, where) for v in value]
+    if isinstance(value, dict):
+        return {str(k): _plain(v, where) for k, v in value.items()}
+    if isinstance(value, Recorded):
+        return spec(value)
+    if isinstance(value, type):
+        return {"class_path": _path(value)}
+    if isinstance(value, partial):
+        # partial(Kind, …) as a person writes it, or partial(instantiator, Kind, …) as jsonargparse does
+        kind, *rest = [value.func, *value.args] if isinstance(value.func, type) else value.args
+        if isinstance(kind, type) and not rest:
+            return {"class_path": _path(kind), "init_args": _plain(value.keywords, where)}
+    raise TypeError(
+        f"{where} is {value!r}, which a checkpoint can't hold as plain data: "
+        "give a class, functools.partial(Class, option=…), or an object of a class derived from lit_effattn's"
+    )

@@ -1,0 +1,221 @@
+"""The contract of everything that mixes a sequence, `y, state = module(x, state, lengths)`, and what may be done to a state.
+
+Here, and nowhere else, it is said how a state is detached, moved, selected, counted and saved. What is *in* a state
+belongs to each kind of module; nothing outside that module looks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_effattn.recorded import Recorded
+
+State = Any
+"""A tensor whose first dimension is the batch, a NamedTuple or tuple of states, or None (nothing remembered)."""
+
+
+class SequenceModule(Recorded, nn.Module, ABC):
+    """A module that mixes a sequence: `y, state = module(x, state, lengths)`.
+
+    Attributes:
+        d_input: Width of `x`; equal to `d_model` unless the module adds dimensions of its own (concatenated positions).
+        d_model: Width of `y`.
+        causal: Whether `y` at a position depends on that and earlier positions alone. Only causal modules have a state.
+    """
+
+    d_input: int
+    d_model: int
+    causal: bool
+
+    @abstractmethod
+    def forward(
+        self, x: Tensor, state: State | None = None, lengths: Tensor | None = None
+    ) -> tuple[Tensor, State | None]:
+        """Mix `x`, going on from `state`.
+
+        Args:
+            x: (B, N, d_input).
+            state: What an earlier call returned for the positions before `x`; None: there are none. It is not
+                changed, except inside `donated()`.
+            lengths: (B,) integers in 0 … N, the valid positions of each row; the rest, on the right, is padding:
+                it changes no output, no gradient and no state, and its own outputs are 0. None: all are valid.
+
+        Returns:
+            y: (B, N, d_model), and the state after `x` (None for a module that is not causal).
+        """
+
+    @abstractmethod
+    def initial_state(
+        self,
+        batch_size: int,
+        *,
+        max_len: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> State:
+        """Return the state that None stands for.
+
+        Args:
+            batch_size: Number of rows.
+            max_len: The most positions that will ever be fed; all shapes are then final, as compiled generation
+                wants them. None: states that grow, grow.
+            device: Default: the parameters'.
+            dtype: Type of what is stored (what accumulates has at least float32). Default: the parameters'.
+        """
+
+    def reset(self, state: State, rows: Tensor) -> State:
+        """Return `state` with the rows where `rows` (B,) is True as in `initial_state`.
+
+        This default zeroes them. A kind whose empty state is not all zeros (a running maximum) overrides it.
+        """
+        return map_tensors(lambda t: t.masked_fill(_as_column(rows, t), 0), state)
+
+    @property
+    def growth(self) -> str | None:
+        """None if the state's size has a bound, else the option that gives it one, as in "window"."""
+        return None
+
+    def check(self, x: Tensor, state: State | None, lengths: Tensor | None) -> None:
+        """Refuse arguments of `forward` that are not what it takes.
+
+        Raises:
+            ValueError: names the argument, its value and what was expected.
+        """
+        name = type(self).__name__
+        if x.dim() != 3 or x.size(-1) != self.d_input:
+            raise ValueError(f"{name}: x has shape {tuple(x.shape)}; expected (batch, length, {self.d_input})")
+        if x.size(1) == 0:
+            raise ValueError(f"{name}: x has shape {tuple(x.shape)}; a sequence has at least one position")
+        if state is not None and not self.causal:
+            raise ValueError(f"{name}: state was given, but causal=False; only a causal module has a state")
+        if lengths is None:
+            return
+        if lengths.shape != x.shape[:1] or lengths.is_floating_point():
+            raise ValueError(
+                f"{name}: lengths is {lengths.dtype} of shape {tuple(lengths.shape)}; expected integers of shape "
+                f"({x.size(0)},)"
+            )
+        if reads_values(lengths) and not 0 <= int(lengths.min()) <= int(lengths.max()) <= x.size(1):
+            raise ValueError(f"{name}: lengths is {lengths.tolist()}; expected values from 0 to {x.size(1)}")
+
+    def default(self, device: torch.device | None, dtype: torch.dtype | None) -> tuple[torch.device, torch.dtype]:
+        """Fill in a device and type that were not given, from the parameters."""
+        parameter = next(self.parameters())
+        return device or parameter.device, dtype or parameter.dtype
+
+
+def reads_values(tensor: Tensor) -> bool:
+    """Whether looking at `tensor`'s values is free: on the CPU, outside torch.compile (a GPU would have to wait)."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def valid_positions(lengths: Tensor, n: int) -> Tensor:
+    """Return (B, n) booleans, True at the positions before `lengths`."""
+    return torch.arange(n, device=lengths.device) < lengths[:, None]
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """Return the type to accumulate `dtype` in: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+# ------------------------------------------------------------------------------------------------ the state as a tree
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], state: State) -> State:
+    """Apply `function` to every tensor of `state`."""
+    if state is None:
+        return None
+    if isinstance(state, Tensor):
+        return function(state)
+    if isinstance(state, tuple):
+        parts = [map_tensors(function, part) for part in state]
+        return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
+    raise TypeError(f"a state holds tensors, tuples and None, not {type(state).__name__}")
+
+
+def tensors(state: State) -> Iterator[Tensor]:
+    """Yield every tensor of `state`."""
+    if isinstance(state, Tensor):
+        yield state
+    elif state is not None:
+        for part in state:
+            yield from tensors(part)
+
+
+def detach(state: State) -> State:
+    """Cut `state` from the graph: truncated back-propagation through time is this, between two batches."""
+    return map_tensors(Tensor.detach, state)
+
+
+def to(state: State, device: torch.device | str) -> State:
+    """Move `state` to `device`."""
+    return map_tensors(lambda t: t.to(device), state)
+
+
+def select(state: State, rows: Tensor) -> State:
+    """Return the rows of `state` that `rows` (integers) names, in that order; a row may be named many times."""
+    return map_tensors(lambda t: t.index_select(0, rows.to(t.device)), state)
+
+
+def nbytes(state: State) -> int:
+    """Count the bytes that `state` takes."""
+    return sum(t.numel() * t.element_size() for t in tensors(state))
+
+
+def losses(state: State) -> Tensor | None:
+    """Sum the auxiliary losses of the last call, (B,), over all fields named `loss` in the tree; None without any."""
+    total: Tensor | None = None
+    if isinstance(state, tuple):
+        for name, part in zip(getattr(state, "_fields", [""] * len(state)), state, strict=True):
+            loss = part if name == "loss" else losses(part)
+            if loss is not None:
+                total = loss if total is None else total + loss
+    return total
+
+
+def pack(state: State) -> Any:
+    """Turn `state` into plain tuples of tensors, which `torch.load(weights_only=True)` reads."""
+    return tuple(pack(part) for part in state) if isinstance(state, tuple) else state
+
+
+def unpack(packed: Any, like: State) -> State:
+    """Undo `pack`. `like` is any state of the same module: its `initial_state(1)` will do."""
+    if not isinstance(like, tuple):
+        return packed
+    parts = [unpack(part, example) for part, example in zip(packed, like, strict=True)]
+    return type(like)(*parts) if hasattr(like, "_fields") else tuple(parts)
+
+
+def _as_column(rows: Tensor, t: Tensor) -> Tensor:
+    return rows.view(-1, *[1] * (t.dim() - 1))
+
+
+# ------------------------------------------------------------------------------------------------- giving states away
+
+_donated: ContextVar[bool] = ContextVar("donated", default=False)
+
+
+@contextmanager
+def donated() -> Iterator[None]:
+    """Give away every state passed to a module inside: it may be overwritten in place and must not be used again.
+
+    Copying a key/value cache for every new token costs more than the attention itself; inside, it is written to.
+    """
+    token = _donated.set(True)
+    try:
+        yield
+    finally:
+        _donated.reset(token)
+
+
+def may_overwrite() -> bool:
+    """Whether the state at hand may be written in place: given away, and no gradient wants its old value."""
+    return not torch.is_grad_enabled() and _donated.get()

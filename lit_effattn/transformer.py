@@ -1,0 +1,285 @@
+"""The Transformer: blocks of any attention, and what goes around them."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lit_effattn.attention.base import Attention, AttentionFactory
+from lit_effattn.attention.softmax import SoftmaxAttention
+from lit_effattn.positions import PositionsFactory, RotaryPositions, SinusoidalPositions
+from lit_effattn.sequence import SequenceModule, State
+
+Activation = Literal["relu", "gelu", "swiglu"]
+Initialisation = Literal["pytorch", "xavier", "gpt2"]
+
+
+class FeedForward(nn.Module):
+    """Two matrices around a non-linearity, at every position alone (Vaswani et al. 2017, equation 2).
+
+        relu, gelu: W₂ f(W₁ x + b₁) + b₂;  swiglu: W₂ (silu(W_g x) ⊙ W₁ x), without biases (Shazeer 2020, equation 6)
+
+    Args:
+        d_model: Width.
+        d_ff: Width between the matrices.
+        activation: f.
+    """
+
+    def __init__(self, d_model: int, d_ff: int, activation: Activation = "gelu") -> None:
+        super().__init__()
+        gated = activation == "swiglu"
+        self.activation = activation
+        self.up = nn.Linear(d_model, d_ff, bias=not gated)
+        self.gate = nn.Linear(d_model, d_ff, bias=False) if gated else None
+        self.down = nn.Linear(d_ff, d_model, bias=not gated)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, N, d_model) -> (B, N, d_model)."""
+        if self.gate is not None:
+            return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(F.relu(self.up(x)) if self.activation == "relu" else F.gelu(self.up(x)))
+
+
+class Block(SequenceModule):
+    """Attention, then feed-forward, each with a residual and a LayerNorm.
+
+        pre:  x ← x + f(norm(x))      post:  x ← norm(x + f(x))
+
+    Its state is its attention's.
+
+    Args:
+        attention: Mixes the sequence.
+        feed_forward: What follows, at every position alone.
+        norm: LayerNorm before each branch, or after each residual.
+        dropout: On the output of each branch.
+    """
+
+    def __init__(
+        self,
+        attention: SequenceModule,
+        feed_forward: nn.Module,
+        norm: Literal["pre", "post"] = "pre",
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.d_input = self.d_model = attention.d_model
+        self.causal = attention.causal
+        self.attention = attention
+        self.feed_forward = feed_forward
+        self.norm = norm
+        self.norm_1 = nn.LayerNorm(self.d_model)
+        self.norm_2 = nn.LayerNorm(self.d_model)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self, x: Tensor, state: State | None = None, lengths: Tensor | None = None
+    ) -> tuple[Tensor, State | None]:
+        """See `SequenceModule.forward`; only the attention looks at `lengths`, the rest mixes no positions."""
+        if self.norm == "pre":
+            y, state = self.attention(self.norm_1(x), state, lengths)
+            x = x + self.dropout(y)
+            return x + self.dropout(self.feed_forward(self.norm_2(x))), state
+        y, state = self.attention(x, state, lengths)
+        x = self.norm_1(x + self.dropout(y))
+        return self.norm_2(x + self.dropout(self.feed_forward(x))), state
+
+    def initial_state(
+        self,
+        batch_size: int,
+        *,
+        max_len: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> State:
+        """Return the attention's: see `SequenceModule.initial_state`."""
+        return self.attention.initial_state(batch_size, max_len=max_len, device=device, dtype=dtype)
+
+    def reset(self, state: State, rows: Tensor) -> State:
+        """Reset the attention's: see `SequenceModule.reset`."""
+        return self.attention.reset(state, rows)
+
+    @property
+    def growth(self) -> str | None:
+        """The attention's."""
+        return self.attention.growth
+
+
+class TransformerState(NamedTuple):
+    """Where each row stands, and what each layer remembers."""
+
+    length: Tensor  # (B,), positions seen
+    layers: tuple[State, ...]
+
+
+class Transformer(SequenceModule):
+    """A stack of blocks around any attention (Vaswani et al. 2017, section 3.1).
+
+    Args:
+        d_model: Width E of the stack.
+        n_heads: Heads of every attention.
+        n_layers: Number of blocks.
+        d_ff: Width inside the feed-forward. Default: 4 E, or 8/3 E for swiglu, which has three matrices.
+        attention: The kind of attention, or several, dealt over the layers in turn.
+        causal: Whether a position sees only itself and earlier ones.
+        positions: How the model knows where a token stands; null: it does not.
+        position_width: None: positions are added to the input. Else this many of the `d_model` dimensions hold the
+            position, concatenated to an input of the others (Katharopoulos et al. 2020 use half and half).
+        norm: LayerNorm before each branch ("pre") or after each residual ("post", as in the 2017 paper).
+        final_norm: A LayerNorm on the output. Default: with "pre" only.
+        activation: Of the feed-forward.
+        dropout: On the input and on the output of each branch.
+        init: "pytorch": as each module does by itself. "xavier": uniform Xavier matrices and zero biases (2017).
+            "gpt2": N(0, 0.02), zero biases, and 1/√(2 n_layers) of that for the last matrix of each branch, so that
+            the residual's variance does not grow with depth (Child et al. 2019, section 5.2; Radford et al. 2019).
+        gradient_checkpointing: Keep only the blocks' inputs for the backward pass, and compute the rest again: memory
+            for about a third more time.
+
+    Example:
+        >>> from lit_effattn.attention import LinearAttention
+        >>> model = Transformer(d_model=32, n_heads=4, n_layers=2, attention=LinearAttention)
+        >>> y, state = model(torch.zeros(1, 10, 32))
+        >>> y, state = model(torch.zeros(1, 1, 32), state)  # the eleventh position
+        >>> y.shape, state.length
+        (torch.Size([1, 1, 32]), tensor([11]))
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        n_layers: int,
+        d_ff: int | None = None,
+        # The list first: in the other order a list is saved as a string that can't be read again.
+        attention: list[AttentionFactory] | AttentionFactory = SoftmaxAttention,
+        causal: bool = True,
+        positions: PositionsFactory | None = SinusoidalPositions,
+        position_width: int | None = None,
+        norm: Literal["pre", "post"] = "pre",
+        final_norm: bool | None = None,
+        activation: Activation = "gelu",
+        dropout: float = 0.0,
+        init: Initialisation = "gpt2",
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        kinds = attention if isinstance(attention, list) else [attention]
+        if n_layers < 1:
+            raise ValueError(f"n_layers={n_layers}; a Transformer has at least one layer")
+        if not 0 < len(kinds) <= n_layers:
+            raise ValueError(
+                f"attention lists {len(kinds)} kinds for n_layers={n_layers}; name between 1 and {n_layers}, "
+                "they are dealt over the layers in turn"
+            )
+        if position_width is not None and (positions is None or not 0 < position_width < d_model):
+            raise ValueError(
+                f"position_width={position_width} with d_model={d_model} and "
+                f"{'no positions' if positions is None else 'positions'}: it takes that many of the d_model dimensions "
+                "for the position, so it lies between 1 and d_model − 1 and needs `positions`"
+            )
+        self.d_model = d_model
+        self.d_input = d_model - (position_width or 0)
+        self.causal = causal
+        self.gradient_checkpointing = gradient_checkpointing
+        d_ff = d_ff or (round(8 * d_model / 3) if activation == "swiglu" else 4 * d_model)
+        self.blocks = nn.ModuleList(
+            Block(
+                kinds[i % len(kinds)](d_model, n_heads, causal),
+                FeedForward(d_model, d_ff, activation),
+                norm=norm,
+                dropout=dropout,
+            )
+            for i in range(n_layers)
+        )
+        self.dropout = nn.Dropout(dropout)
+        self.norm = nn.LayerNorm(d_model) if (norm == "pre" if final_norm is None else final_norm) else nn.Identity()
+        self.positions = None if positions is None else self._place(positions, position_width)
+        _initialise(self.blocks, init)
+
+    def _place(self, positions: PositionsFactory, width: int | None) -> nn.Module | None:
+        """Make the positions; rotary ones go to the attentions."""
+        made = positions(width or self.d_model)
+        if not isinstance(made, RotaryPositions):
+            return made
+        if width is not None:
+            raise ValueError(f"position_width={width}: rotary positions turn queries and keys, nothing is concatenated")
+        for block in self.blocks:
+            if not isinstance(block.attention, Attention):
+                raise ValueError(f"{type(block.attention).__name__} does not take rotary positions")
+            block.attention.rotary = positions(block.attention.head_dim)  # type: ignore[assignment]
+        return None
+
+    def forward(
+        self, x: Tensor, state: TransformerState | None = None, lengths: Tensor | None = None
+    ) -> tuple[Tensor, TransformerState | None]:
+        """See `SequenceModule.forward`."""
+        self.check(x, state, lengths)
+        b, n, _ = x.shape
+        x = self.dropout(self._with_positions(x, state))
+        states = [None] * len(self.blocks) if state is None else state.layers
+        after = []
+        for block, before in zip(self.blocks, states, strict=True):
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                x, new = checkpoint(block, x, before, lengths, use_reentrant=False)
+            else:
+                x, new = block(x, before, lengths)
+            after.append(new)
+        y = self.norm(x)
+        if lengths is not None:
+            y = y.masked_fill(~(torch.arange(n, device=x.device) < lengths[:, None])[..., None], 0)
+        if not self.causal:
+            return y, None
+        length = torch.full((b,), n, device=x.device) if lengths is None else lengths
+        return y, TransformerState(length if state is None else state.length + length, tuple(after))
+
+    def _with_positions(self, x: Tensor, state: TransformerState | None) -> Tensor:
+        if self.positions is None:
+            return x
+        position = torch.arange(x.size(1), device=x.device)[None]  # (1, N)
+        if state is not None:
+            position = position + state.length[:, None]  # (B, N)
+        p = self.positions(position).to(x.dtype)  # (B or 1, N, E or position_width)
+        return x + p if self.d_input == self.d_model else torch.cat([x, p.expand(x.size(0), -1, -1)], -1)
+
+    def initial_state(
+        self,
+        batch_size: int,
+        *,
+        max_len: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> TransformerState:
+        """Return every layer's: see `SequenceModule.initial_state`."""
+        device, dtype = self.default(device, dtype)
+        return TransformerState(
+            torch.zeros(batch_size, dtype=torch.long, device=device),
+            tuple(b.initial_state(batch_size, max_len=max_len, device=device, dtype=dtype) for b in self.blocks),
+        )
+
+    def reset(self, state: TransformerState, rows: Tensor) -> TransformerState:
+        """Reset every layer's: see `SequenceModule.reset`."""
+        layers = tuple(block.reset(s, rows) for block, s in zip(self.blocks, state.layers, strict=True))
+        return TransformerState(state.length.masked_fill(rows, 0), layers)
+
+    @property
+    def growth(self) -> str | None:
+        """That of the first layer that grows."""
+        return next((block.growth for block in self.blocks if block.growth), None)
+
+
+def _initialise(blocks: nn.ModuleList, init: Initialisation) -> None:
+    if init == "pytorch":
+        return
+    last = 1 / math.sqrt(2 * len(blocks))
+    for name, module in blocks.named_modules():
+        if isinstance(module, nn.Linear):
+            if init == "xavier":
+                nn.init.xavier_uniform_(module.weight)
+            else:
+                nn.init.normal_(module.weight, std=0.02 * (last if name.endswith(("out_proj", "down")) else 1))
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)

@@ -2,7 +2,8 @@
 
 from importlib.metadata import version
 
+from lit_effattn.tasks import PixelModel
 from lit_effattn.transformer import Transformer
 
 __version__ = version("lit-effattn")
-__all__ = ["Transformer", "__version__"]
+__all__ = ["PixelModel", "Transformer", "__version__"]

@@ -59,12 +59,18 @@ def _plain(value: Any, where: str) -> Any:
         return spec(value)
     if isinstance(value, type):
         return {"class_path": _path(value)}
-    if isinstance(value, partial):
-        # partial(Kind, …) as a person writes it, or partial(instantiator, Kind, …) as jsonargparse does
-        kind, *rest = [value.func, *value.args] if isinstance(value.func, type) else value.args
-        if isinstance(kind, type) and not rest:
-            return {"class_path": _path(kind), "init_args": _plain(value.keywords, where)}
+    if isinstance(value, partial) and (kind := _kind_of(value)) is not None:
+        return {"class_path": _path(kind), "init_args": _plain(value.keywords, where)}
     raise TypeError(
         f"{where} is {value!r}, which a checkpoint can't hold as plain data: "
         "give a class, functools.partial(Class, option=…), or an object of a class derived from lit_effattn's"
     )
+
+
+def _kind_of(factory: partial[Any]) -> type | None:
+    """Return the class that `factory` makes: of partial(Kind, …), or of what jsonargparse makes, partial(its own, Kind, …)."""
+    given = [factory.func, *factory.args]
+    kinds = [part for part in given if isinstance(part, type)]
+    others = [part for part in given if not isinstance(part, type)]
+    ours = all(getattr(part, "__module__", "").startswith("jsonargparse.") for part in others)
+    return kinds[0] if len(kinds) == 1 and ours else None

@@ -1,0 +1,9 @@
+"""What happens around training, as Lightning callbacks. They know a model by what it can do, never by its class."""
+
+from callbacks.checkpoints import AtomicCheckpointIO, LastCheckpoint
+from callbacks.progress import ProgressBar
+from callbacks.random_states import RandomStates
+from callbacks.sample_grid import SampleGrid
+from callbacks.stop_on_signal import StopOnSignal, Stopped
+
+__all__ = ["AtomicCheckpointIO", "LastCheckpoint", "ProgressBar", "RandomStates", "SampleGrid", "StopOnSignal", "Stopped"]

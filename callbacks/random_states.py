@@ -1,0 +1,79 @@
+"""The state of every random generator, in the checkpoint."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+KEY = "random_states"
+
+
+class RandomStates(pl.Callback):
+    """Saves the random state of every process (Python, NumPy, torch, its GPU), and restores it on resuming.
+
+    Dropout then goes on where it was: a resumed run equals one that was never stopped. Resumed with another number of
+    processes, each goes on from its own seed, and a warning says so.
+
+    Args:
+        restore: Whether to restore; False where the user asked for another seed.
+    """
+
+    def __init__(self, restore: bool = True) -> None:
+        self.restore = restore
+        self._loaded: dict[str, Any] | None = None
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Gather the states; called on every process, unlike `state_dict`."""
+        states: list[Any] = [_capture(pl_module.device)]
+        if trainer.world_size > 1:
+            states = [None] * trainer.world_size
+            torch.distributed.all_gather_object(states, _capture(pl_module.device))
+        checkpoint[KEY] = states
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Take this process's state out of the checkpoint."""
+        states = checkpoint.get(KEY)
+        if not self.restore or states is None:
+            return
+        if len(states) == trainer.world_size:
+            self._loaded = states[trainer.global_rank]
+        else:
+            rank_zero_warn(
+                f"The checkpoint was saved by {len(states)} processes and is resumed by {trainer.world_size}: random "
+                "states start from the seed again, and the run won't repeat the uninterrupted one exactly."
+            )
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        """Restore at the last moment: setting up loaders and progress bars draws numbers too."""
+        if self._loaded is not None:
+            _restore(self._loaded, pl_module.device)
+            self._loaded = None
+
+
+def _capture(device: torch.device) -> dict[str, Any]:
+    """Return plain containers, which load under `weights_only=True`."""
+    version, internal, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 (what libraries draw from)
+    states = {
+        "python": [version, list(internal), gauss],
+        "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _restore(states: dict[str, Any], device: torch.device) -> None:
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, position, has_gauss, cached = states["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    torch.set_rng_state(states["torch"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)

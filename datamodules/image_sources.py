@@ -1,0 +1,317 @@
+"""Where the images come from: uint8 arrays of shape (n, H, W, C), or the paths of files, split once and for all."""
+
+import hashlib
+import math
+import struct
+import threading
+import urllib.request
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".webp")
+PATCH = 32  # side of the crops from photographs, that of CIFAR-10's images
+_TIMEOUT = 3.0  # seconds until a mirror counts as out of reach
+
+
+def fixed_order(keys: Iterable[str]) -> list[int]:
+    """An order as good as random that is the same on every machine, with every version of every library."""
+    digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+    return sorted(range(len(digests)), key=digests.__getitem__)
+
+
+def _split_off(images: Tensor, **counts: int) -> dict[str, Tensor]:
+    """Splits of the given names and sizes; the rest is "train"."""
+    order = fixed_order(str(i) for i in range(len(images)))
+    splits = {}
+    for name, count in counts.items():
+        splits[name], order = images[order[:count]], order[count:]
+    return {"train": images[order], **splits}
+
+
+# What comes with scikit-learn
+
+
+def digits() -> dict[str, Tensor]:
+    """The 1797 digits of 8 × 8 × 1 at levels 0 to 16: 1437 train, 180 validate, 180 test."""
+    from sklearn.datasets import load_digits
+
+    images = torch.from_numpy(load_digits().images.astype(np.uint8)).unsqueeze(-1)  # (1797, 8, 8, 1)
+    return _split_off(images, val=180, test=180)
+
+
+def photos(stride: int) -> dict[str, Tensor]:
+    """Crops of two photographs: the left 5/6 of one train, its right 1/6 validates, the other tests."""
+    from sklearn.datasets import load_sample_images
+
+    china, flower = (torch.tensor(image) for image in load_sample_images().images)  # (427, 640, 3) each
+    border = china.shape[1] * 5 // 6
+    return {
+        "train": _crops(china[:, :border], stride),
+        "val": _crops(china[:, border:], PATCH),
+        "test": _crops(flower, PATCH),
+    }
+
+
+def _crops(photo: Tensor, stride: int) -> Tensor:
+    crops = photo.unfold(0, PATCH, stride).unfold(1, PATCH, stride)  # (H, W, 3) -> (rows, columns, 3, 32, 32)
+    return crops.permute(0, 1, 3, 4, 2).reshape(-1, PATCH, PATCH, 3)
+
+
+# What torchvision downloads
+
+
+@dataclass(frozen=True)
+class _Archive:
+    """A file to download, and the files it unpacks to."""
+
+    urls: tuple[str, ...]
+    md5: str
+    path: Path
+    files: tuple[Path, ...]
+
+    def is_unpacked(self) -> bool:
+        return all(file.is_file() for file in self.files)
+
+    def is_here(self) -> bool:
+        from torchvision.datasets.utils import check_integrity
+
+        return check_integrity(self.path, self.md5)
+
+    def fetch(self) -> None:
+        """Download unless it is here, and unpack.
+
+        Raises:
+            OSError: If no mirror could deliver it.
+        """
+        from torchvision.datasets.utils import download_and_extract_archive
+
+        failures = []
+        for url in self.urls:
+            try:
+                return download_and_extract_archive(url, self.path.parent, filename=self.path.name, md5=self.md5)
+            except (OSError, RuntimeError) as error:
+                failures.append(f"{url}: {error}")
+        raise OSError("; ".join(failures))
+
+
+def _mnist_archives(root: Path) -> list[_Archive]:
+    from torchvision.datasets import MNIST
+
+    raw = root / "MNIST" / "raw"
+    return [
+        _Archive(
+            urls=tuple(mirror + name for mirror in MNIST.mirrors),
+            md5=md5,
+            path=raw / name,
+            files=(raw / name.removesuffix(".gz"),),
+        )
+        for name, md5 in MNIST.resources
+    ]
+
+
+def _cifar10_archives(root: Path) -> list[_Archive]:
+    from torchvision.datasets import CIFAR10
+
+    files = tuple(path for path, _ in _cifar10_files(root))
+    return [_Archive(urls=(CIFAR10.url,), md5=CIFAR10.tgz_md5, path=root / CIFAR10.filename, files=files)]
+
+
+def _cifar10_files(root: Path) -> list[tuple[Path, str]]:
+    from torchvision.datasets import CIFAR10
+
+    listed = [*CIFAR10.train_list, *CIFAR10.test_list, [CIFAR10.meta["filename"], CIFAR10.meta["md5"]]]
+    return [(root / CIFAR10.base_folder / name, md5) for name, md5 in listed]
+
+
+def prepare_mnist(root: Path, download: bool) -> None:
+    """See that MNIST's files lie under ``root``; raise FileNotFoundError if they neither do nor can be had."""
+    _prepare("MNIST", _mnist_archives(root), download)
+
+
+def prepare_cifar10(root: Path, download: bool) -> None:
+    """See that CIFAR-10's files lie under ``root``; raise FileNotFoundError if they neither do nor can be had."""
+    _prepare("CIFAR-10", _cifar10_archives(root), download)
+
+
+def _prepare(title: str, archives: list[_Archive], download: bool) -> None:
+    packed = [archive for archive in archives if not archive.is_unpacked()]
+    absent = [archive for archive in packed if not archive.is_here()]
+    if absent and not download:
+        raise _not_found(title, absent, "download=False forbids a download")
+    if absent and (failure := _unreachable(absent[0].urls)):
+        raise _not_found(title, absent, f"the download failed ({failure})")
+    try:
+        for archive in packed:
+            archive.fetch()
+    except OSError as error:
+        raise _not_found(title, packed, f"fetching it failed ({error})") from error
+
+
+def _not_found(title: str, absent: list[_Archive], reason: str) -> FileNotFoundError:
+    folder = absent[0].path.parent.resolve()
+    names = ", ".join(archive.path.name for archive in absent)
+    unpacked = ", ".join(str(file.resolve().relative_to(folder)) for archive in absent for file in archive.files)
+    return FileNotFoundError(
+        f"{title} is not in {folder}, and {reason}. Put {names} there, or what they unpack to: {unpacked}. "
+        "configs/digits_linear.yaml and configs/photos_linear.yaml need no download."
+    )
+
+
+def _unreachable(urls: Sequence[str]) -> str:
+    """Why none of the mirrors answers; empty if one does. torchvision's own attempt may hang for minutes."""
+    failures = []
+    for url in urls:
+        if not (failure := _no_answer(url)):
+            return ""
+        failures.append(f"{url}: {failure}")
+    return "; ".join(failures)
+
+
+def _no_answer(url: str) -> str:
+    failure = [f"no answer within {_TIMEOUT:g} s"]
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=_TIMEOUT).close()
+            failure[0] = ""
+        except OSError as error:
+            failure[0] = str(error)
+
+    # In a thread: the timeout of a socket does not bound the time its host's name takes to be looked up.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_TIMEOUT)
+    return failure[0]
+
+
+def mnist(root: Path, test: bool) -> dict[str, Tensor]:
+    """MNIST's training images as "train" and "val" (of 60,000: 55,000 and 5,000), or its own test images as "test"."""
+    from torchvision.datasets import MNIST
+
+    part = "t10k" if test else "train"
+    files = root / "MNIST" / "raw"
+    n_images = _idx_shape(files / f"{part}-images-idx3-ubyte", (28, 28))
+    n_labels = _idx_shape(files / f"{part}-labels-idx1-ubyte", ())
+    if n_images != n_labels:
+        raise ValueError(
+            f"{files / f'{part}-labels-idx1-ubyte'}: {n_labels} labels for {n_images} images; "
+            f"delete the files of {files} and run again"
+        )
+    images = MNIST(root, train=not test).data.unsqueeze(-1)  # (n, 28, 28, 1)
+    return {"test": images} if test else _split_off(images, val=len(images) // 12)
+
+
+def _idx_shape(path: Path, item: tuple[int, ...]) -> int:
+    """How many items of shape ``item`` an IDX file of bytes holds; ValueError if its size belies its header."""
+    n_dims = 1 + len(item)
+    with path.open("rb") as file:
+        header = file.read(4 + 4 * n_dims)
+    if len(header) < 4 + 4 * n_dims or header[:4] != bytes((0, 0, 8, n_dims)):
+        raise ValueError(f"{path}: not an IDX file of {n_dims}-dimensional bytes; delete it and run again")
+    shape = struct.unpack(f">{n_dims}I", header[4:])
+    held = path.stat().st_size - len(header)
+    if held != math.prod(shape):
+        raise ValueError(
+            f"{path}: holds {held} bytes, but its header promises {math.prod(shape)}; delete it and run again"
+        )
+    if shape[1:] != item:
+        raise ValueError(f"{path}: items of shape {shape[1:]} instead of {item}; delete it and run again")
+    return shape[0]
+
+
+def cifar10(root: Path, test: bool) -> dict[str, Tensor]:
+    """CIFAR-10's training images as "train" and "val" (of 50,000: 48,000 and 2,000), or its own test images as "test".
+
+    Each file must have the MD5 sum it was published with, so counts cannot differ.
+    """
+    from torchvision.datasets import CIFAR10
+    from torchvision.datasets.utils import calculate_md5
+
+    for path, md5 in _cifar10_files(root):
+        if (found := calculate_md5(path)) != md5:
+            raise ValueError(f"{path}: damaged (its MD5 is {found} instead of {md5}); delete it and run again")
+    images = torch.from_numpy(CIFAR10(root, train=not test).data)  # (n, 32, 32, 3)
+    return {"test": images} if test else _split_off(images, val=len(images) // 25)
+
+
+# Folders of images
+
+
+def folder(root: Path) -> dict[str, list[Path]]:
+    """The images of a folder: by its subfolders train, val and test, or a fixed 80, 10 and 10 %.
+
+    Raises:
+        FileNotFoundError: If there is no such folder, or not one image in it.
+        ValueError: If one or two of the three subfolders are missing, or there are too few images to split.
+    """
+    names = ("train", "val", "test")
+    missing = [name for name in names if not (root / name).is_dir()]
+    if not missing:
+        return {name: _images_in(root / name) for name in names}
+    if len(missing) < len(names):
+        raise ValueError(
+            f"{root}: has subfolders train, val or test, but not {' and '.join(missing)}; "
+            "add what is missing, or put all images into one folder to have them split"
+        )
+    paths = _images_in(root)
+    if len(paths) < 10:
+        raise ValueError(f"{root}: {len(paths)} images are too few to split 80/10/10; add some to have at least 10")
+    # By the hash of its name: an image keeps its place among the others when some are added or removed.
+    paths = [paths[i] for i in fixed_order(path.relative_to(root).as_posix() for path in paths)]
+    held_out = len(paths) // 10
+    return {"test": paths[:held_out], "val": paths[held_out : 2 * held_out], "train": paths[2 * held_out :]}
+
+
+def _images_in(root: Path) -> list[Path]:
+    wanted = " ".join(EXTENSIONS)
+    if not root.is_dir():
+        raise FileNotFoundError(f"{root.resolve()}: no such folder; root must name one with images ({wanted})")
+    # Names that begin with a dot are what file managers leave behind, not images.
+    paths = [p for p in root.rglob("*") if p.suffix.lower() in EXTENSIONS and not p.name.startswith(".")]
+    if not paths:
+        raise FileNotFoundError(f"{root.resolve()}: not one image in it or below it ({wanted})")
+    return sorted(paths, key=lambda path: path.relative_to(root).as_posix())
+
+
+def read_image(path: Path, image_size: int, channels: int) -> Tensor:
+    """The centre square of an image, resized with antialiasing, its transparency ignored: (size, size, channels)."""
+    from PIL import Image
+
+    image = _decode(path, channels)
+    side = min(image.size)
+    left, top = (image.width - side) // 2, (image.height - side) // 2
+    square = image.resize((image_size, image_size), Image.Resampling.BICUBIC, box=(left, top, left + side, top + side))
+    return torch.from_numpy(np.array(square)).view(image_size, image_size, channels)
+
+
+def _decode(path: Path, channels: int) -> "Image":
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path) as file:
+            image = ImageOps.exif_transpose(file)
+            if image.mode.startswith("I"):  # 16 bits: `convert` would clip at 255
+                image = Image.fromarray((np.asarray(image) // 256).astype(np.uint8))
+            return image.convert("L" if channels == 1 else "RGB")
+    except Exception as error:  # Pillow's decoders raise almost anything on a broken file
+        raise ValueError(f"{path}: not a readable image ({error}); remove it or replace it") from error
+
+
+def verify_images(paths: Sequence[Path]) -> None:
+    """Decode every image once; ValueError names the first broken one. A bar shows progress over 2000 and more."""
+    from rich.progress import track
+
+    with ThreadPoolExecutor() as pool:
+        decoded = pool.map(lambda path: _decode(path, 3).size, paths)
+        for _ in track(decoded, "Checking images", total=len(paths), disable=len(paths) <= 2000):
+            pass

@@ -1,0 +1,150 @@
+"""Which samples are in which batch, on which process, and where an interrupted epoch goes on."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+
+
+class ShardedBatches(DistributedSampler[list[int]]):
+    """Whole batches of indices, each process its own share, as a pure function of (seed, epoch).
+
+    Give it to a loader as ``sampler=`` with ``batch_size=None``: the data set's ``__getitem__`` then gets a list of
+    indices and returns the whole batch. Being a ``DistributedSampler``, it is left alone by Lightning, which
+    otherwise wraps samplers in one that shuffles and repeats samples.
+
+    With ``drop_last`` (training) all batches are equal and the ragged rest of the epoch is dropped. The samples of the
+    t-th batch of all processes together depend on their number and their batch size by the product alone.
+
+    Without it (evaluation) every sample comes exactly once over all processes, none is repeated, and still all
+    processes have the same number of batches, since DDP's exchange of buffers hangs where one process has a batch more.
+    Shards are divided as evenly as possible, so batches are a little smaller than ``batch_size``; where a process has
+    fewer samples than another has batches, one of them is larger by one.
+
+    Args:
+        n_samples: Size of the data set.
+        batch_size: Samples a process takes at a time.
+        num_replicas: Number of processes.
+        rank: This process, 0 to ``num_replicas - 1``.
+        shuffle: Draw a new order every epoch.
+        seed: Seed of the order, 0 or more.
+        variants: Each epoch draws for every sample one of its variants 0, 1, …; variant v of sample i is the index
+            ``i + v * n_samples``.
+        drop_last: Drop what does not fill a batch on every process.
+
+    Raises:
+        ValueError: If there are too few samples for the processes.
+
+    Example:
+        >>> list(ShardedBatches(5, 2, num_replicas=1, rank=0, shuffle=False, seed=0, drop_last=False))
+        [[0, 1], [2, 3], [4]]
+    """
+
+    def __init__(
+        self,
+        n_samples: int,
+        batch_size: int,
+        *,
+        num_replicas: int,
+        rank: int,
+        shuffle: bool,
+        seed: int,
+        variants: int = 1,
+        drop_last: bool,
+    ) -> None:
+        for name, value, least in (("batch_size", batch_size, 1), ("variants", variants, 1), ("seed", seed, 0)):
+            if value < least:
+                raise ValueError(f"{name}={value} must be at least {least}")
+        needed = num_replicas * batch_size if drop_last else num_replicas
+        if n_samples < needed:
+            each = f"a batch of batch_size={batch_size}" if drop_last else "a sample"
+            remedy = "use a smaller batch_size or fewer processes" if drop_last else "use fewer processes"
+            raise ValueError(
+                f"n_samples={n_samples} cannot give each of {num_replicas} processes {each}; {remedy}, or more samples"
+            )
+        super().__init__(
+            range(n_samples),  # type: ignore[arg-type]  # of the data set, only its length is asked
+            num_replicas=num_replicas,
+            rank=rank,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+        )
+        self.n_samples = n_samples
+        self.batch_size = batch_size
+        self.variants = variants
+        self.start = 0  # batches that `ResumableLoader` skips, trained on before the interruption
+
+    def __len__(self) -> int:
+        if self.drop_last:
+            return self.n_samples // (self.num_replicas * self.batch_size)
+        smallest, extra = divmod(self.n_samples, self.num_replicas)
+        largest = smallest + (extra > 0)
+        return min(-(-largest // self.batch_size), smallest)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (batch.tolist() for batch in self._batches()[self.start :])
+
+    def _batches(self) -> list[np.ndarray]:
+        order = self._order()
+        if not self.drop_last:
+            return np.array_split(order[self.rank :: self.num_replicas], len(self))
+        used = len(self) * self.num_replicas * self.batch_size
+        return list(order[:used].reshape(len(self), self.num_replicas, self.batch_size)[:, self.rank])
+
+    def _order(self) -> np.ndarray:
+        # A pair as the seed: with a sum, epoch 1 of seed 0 would be epoch 0 of seed 1.
+        rng = np.random.default_rng((self.seed, self.epoch))
+        order = rng.permutation(self.n_samples) if self.shuffle else np.arange(self.n_samples)
+        return order + self.n_samples * rng.integers(self.variants, size=self.n_samples)
+
+
+class ResumableLoader(DataLoader[Tensor]):
+    """A loader over `ShardedBatches` that goes on, after an interruption, with exactly the next batch.
+
+    Its state is the epoch and the number of batches it gave out, whatever the number of workers, which may change.
+    It is the same on every process, so that the one Lightning saves, of the first process, fits all.
+
+    Lightning makes the iterator before it says which epoch it is for, and stops at the last batch without asking for
+    one more. A loader whose workers fetch ahead at once, or which takes an epoch for unfinished until then (torchdata's
+    ``StatefulDataLoader``), thus repeats or loses batches from the second epoch on. Hence ``__iter__`` is a generator:
+    nothing happens before the first batch is asked for; and a state belongs to its epoch: for another it is void.
+
+    Raises:
+        ValueError: On the first batch, if the interrupted epoch had another number of batches than this one.
+    """
+
+    sampler: ShardedBatches
+    _epoch = 0  # of the latest iteration, whose next batch is number `_batches`
+    _batches = 0
+    _loaded: dict[str, int] | None = None
+
+    def __iter__(self) -> Iterator[Tensor]:  # type: ignore[override]
+        self._epoch, self._batches = self.sampler.epoch, self._first_batch()
+        self.sampler.start = self._batches
+        for batch in super().__iter__():
+            self._batches += 1
+            yield batch
+
+    def _first_batch(self) -> int:
+        state, self._loaded = self._loaded, None
+        if state is None or state["epoch"] != self.sampler.epoch:
+            return 0
+        if state["n_batches"] != len(self):
+            raise ValueError(
+                f"epoch {state['epoch']} was interrupted after {state['batches']} of {state['n_batches']} batches, but "
+                f"has {len(self)} now; resume with the batch_size, processes and data it was started with"
+            )
+        return state["batches"]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch, the batches given out in it, and how many it has."""
+        return {"epoch": self._epoch, "batches": self._batches, "n_batches": len(self)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken."""
+        self._loaded = dict(state_dict)
+        self._epoch, self._batches = state_dict["epoch"], state_dict["batches"]
+        self.sampler.set_epoch(self._epoch)

@@ -1,0 +1,376 @@
+"""What the `lit-effattn` command does: LightningCLI, with runs in folders of their own and checkpoints that bring their
+configuration."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import yaml
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+
+# Imported for their classes, which YAML and flags may then name without their modules.
+import callbacks
+import datamodules
+import lit_effattn.attention
+import lit_effattn.heads
+import lit_effattn.positions
+import lit_effattn.schedules
+from callbacks.checkpoints import read_checkpoint
+from lit_effattn.runs import discard_if_empty, find_checkpoint, new_folder, new_run, run_of
+from lit_effattn.tasks import Task
+from lit_effattn.trainer import Trainer
+
+__all__ = ["CLI", "callbacks", "datamodules", "lit_effattn", "run"]
+
+ROOT = "runs"
+RUN = "LIT_EFFATTN_RUN"
+CHECKPOINT = "LIT_EFFATTN_CKPT_PATH"
+"""How the process that a user started tells those that it starts itself (DDP) which run and checkpoint are meant."""
+
+KEY = "lit_effattn"
+"""Where in a checkpoint the configuration lies."""
+
+
+def run(args: list[str]) -> None:
+    """Parse `args` and do what they say."""
+    _quieten()
+    try:
+        CLI(args)
+    finally:
+        if not _is_child():
+            if RUN in os.environ:
+                discard_if_empty(Path(os.environ.pop(RUN)))
+            os.environ.pop(CHECKPOINT, None)
+
+
+def _quieten() -> None:
+    """Silence what users of the command can't act upon; see the comment at each."""
+    for message in (
+        ".*LightningCLI's args parameter is intended to run from within Python.*",  # it is
+        ".*does not have many workers.*",  # images in memory need none; `num_workers` is documented
+        ".*Checkpoint directory .* exists and is not empty.*",  # a continued run's
+        ".*will be duplicated and evaluated twice.*|.*DistributedSampler.*recommended to use.*",  # ours pads nothing
+        ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",  # Lightning's own call
+    ):
+        warnings.filterwarnings("ignore", message)
+    # Advertisements, and a remark at every checkpoint.
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda r: "litlogger" not in r.getMessage())
+    logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector").addFilter(
+        lambda r: "`weights_only` was not set" not in r.getMessage()
+    )
+
+
+class CLI(LightningCLI):
+    """LightningCLI with a folder a run, and checkpoints whose configuration comes first and flags over it."""
+
+    def __init__(self, args: list[str]) -> None:
+        self.wanted = _Wanted.parse(args)
+        super().__init__(
+            model_class=Task,
+            datamodule_class=pl.LightningDataModule,
+            trainer_class=Trainer,
+            trainer_defaults={"default_root_dir": ROOT, "log_every_n_steps": 10},
+            seed_everything_default=0,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            auto_configure_optimizers=False,
+            save_config_callback=None,
+            load_from_checkpoint_support=False,  # tasks know their own arguments: see lit_effattn.recorded
+            args=self.wanted.args,
+        )
+
+    # -------------------------------------------------------------------------------------------------------- parsing
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Return the commands, with the arguments that are not for the user."""
+        return {**LightningCLI.subcommands(), "generate": {"model", "datamodule"}}
+
+    def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
+        """Build the parser of the command at hand only: each takes a third of a second."""
+        commands = self.subcommands()
+        self.subcommands = lambda: {self.wanted.command: commands[self.wanted.command]}  # type: ignore[method-assign]
+        super()._add_subcommands(parser, **kwargs)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add our options, and hand what the data fixes to the model."""
+        parser.add_lightning_class_args(callbacks.LastCheckpoint, "checkpoint")
+        parser.set_defaults({"checkpoint.dirpath": None})
+        if self.wanted.command == "fit":
+            parser.add_argument(
+                "--init_weights",
+                type=str | None,
+                default=None,
+                help="Start from the weights of this checkpoint (a path, `last` or `best`), with everything else new: "
+                "fine-tuning, where --ckpt_path resumes.",
+            )
+        for name in ("image_shape", "n_levels"):
+            parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
+
+    def _parse_ckpt_path(self) -> None:
+        """Do nothing: Lightning would lay the checkpoint's hyper-parameters over the user's flags, silently."""
+
+    # -------------------------------------------------------------------------------------------------- instantiation
+
+    def before_instantiate_classes(self) -> None:
+        """Refuse what a resumed run would drop."""
+        saved = self.wanted.saved
+        if self.wanted.command == "fit" and saved is not None:
+            _refuse_dropped(saved, self.settings())
+
+    def settings(self) -> dict[str, Any]:
+        """Return everything that is set, as YAML would have it, without what the data fixes."""
+        text = self._parser(self.subcommand).dump(self.config[self.subcommand], skip_none=False)
+        return yaml.safe_load(text)
+
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        """Make the trainer, whose root is the run's folder, with the callbacks that every run has."""
+        config = self.config_init[self.subcommand].trainer
+        quiet = bool(config.fast_dev_run)
+        root = Path(config.default_root_dir or ROOT)
+        folder = root if quiet else self._run_folder(root)
+        kwargs["default_root_dir"] = str(folder)
+        kwargs["plugins"] = [*_as_list(config.plugins), callbacks.AtomicCheckpointIO()]
+        if config.logger in (None, True):
+            kwargs["logger"] = False if quiet else [
+                TensorBoardLogger(folder, name="tensorboard", version=""),
+                CSVLogger(folder, name="csv"),
+            ]
+        trainer_callbacks = _as_list(config.callbacks)
+        kwargs["callbacks"] = [*trainer_callbacks, *self._standard_callbacks(config, folder, quiet, kwargs)]
+        return super().instantiate_trainer(**kwargs)
+
+    def _standard_callbacks(self, config: Any, folder: Path, quiet: bool, kwargs: dict[str, Any]) -> list[pl.Callback]:
+        given = {type(callback) for callback in _as_list(config.callbacks)}
+        standard: list[pl.Callback] = []
+        if config.enable_progress_bar is not False and not any(issubclass(t, pl.callbacks.ProgressBar) for t in given):
+            standard.append(callbacks.ProgressBar())
+        if self.subcommand != "fit":
+            return standard
+        saved = self.wanted.saved
+        seed_kept = saved is None or saved.get("seed_everything") == self.settings().get("seed_everything")
+        standard += [callbacks.StopOnSignal(), callbacks.RandomStates(restore=seed_kept), Configuration(self.settings())]
+        if kwargs.get("logger", config.logger) and LearningRateMonitor not in given:
+            standard.append(LearningRateMonitor("step"))
+        if config.enable_checkpointing is not False and not quiet:
+            standard.append(self.config_init[self.subcommand].checkpoint)
+            if config.limit_val_batches != 0:
+                standard.append(
+                    ModelCheckpoint(
+                        folder / "checkpoints",
+                        filename="best",
+                        monitor=self.model.monitor,
+                        save_on_train_epoch_end=False,
+                        enable_version_counter=False,
+                    )
+                )
+        return standard
+
+    def _run_folder(self, root: Path) -> Path:
+        """Return the folder that this process writes to.
+
+        Going on from a run's last checkpoint continues that run; scoring and sampling write beside what they look at.
+        All else begins a new one.
+        """
+        if RUN in os.environ and _is_child():
+            return Path(os.environ[RUN])
+        of = run_of(self.wanted.checkpoint) if self.wanted.checkpoint else None
+        if of is None or (self.subcommand == "fit" and self.wanted.checkpoint.name != "last.ckpt"):
+            # Where another program started all processes (torchrun), only the first makes the folder, and only it writes.
+            of = new_run(root) if rank_zero_only.rank == 0 else root / "of another process"
+        os.environ[RUN] = str(of)
+        return of
+
+    # --------------------------------------------------------------------------------------------------- the commands
+
+    def before_fit(self) -> None:
+        """Load the weights to start from."""
+        path = self.config[self.subcommand].init_weights
+        if path is None:
+            return
+        if self.wanted.checkpoint is not None:
+            raise ValueError("--init_weights and --ckpt_path were both given; one starts anew, the other resumes")
+        found = find_checkpoint(path, Path(self.config[self.subcommand].trainer.default_root_dir or ROOT))
+        checkpoint = read_checkpoint(found)
+        self.model.on_load_checkpoint(checkpoint)
+        self.model.load_state_dict(checkpoint["state_dict"])
+        rank_zero_info(f"Starting from the weights of {found}")
+
+    def after_fit(self) -> None:
+        """Say where things are."""
+        best = next((c for c in self.trainer.callbacks if isinstance(c, ModelCheckpoint)), None)
+        if best is not None and best.best_model_path:
+            rank_zero_info(f"{best.monitor} {best.best_model_score:.4f} is the best, in {_short(best.best_model_path)}")
+
+    def after_test(self) -> None:
+        """Say the result in one line."""
+        self._say_result("test")
+
+    def after_validate(self) -> None:
+        """Say the result in one line."""
+        self._say_result("val")
+
+    def _say_result(self, stage: str) -> None:
+        for name, value in self.trainer.callback_metrics.items():
+            if name.startswith(f"{stage}/"):
+                rank_zero_only(print)(f"{name.replace('/', ' ').replace('bits_per_dim', 'bits/dim')}: {value:.4f}")
+
+    def predict(self, **kwargs: Any) -> None:
+        """Score every item by itself and write the scores as CSV."""
+        if self.trainer.world_size > 1:
+            raise ValueError(f"predict runs on one process, not {self.trainer.world_size}: give --trainer.devices 1")
+        predictions = self.trainer.predict(**{**kwargs, "return_predictions": True})
+        path = new_folder(Path(self.trainer.default_root_dir) / "predictions", "predictions") / "predictions.csv"
+        with path.open("w") as file:
+            rows = _rows(predictions)
+            print("index", *predictions[0], sep=",", file=file)
+            for i, row in enumerate(rows):
+                print(i, *row, sep=",", file=file)
+        print(f"scores of {len(rows)} items: {_short(path)}")
+
+    def generate(self, **kwargs: Any) -> None:
+        """Draw samples."""
+        if self.trainer.world_size > 1:
+            raise ValueError(f"generate runs on one process, not {self.trainer.world_size}: give --trainer.devices 1")
+        path = self.trainer.generate(**kwargs)
+        print(f"picture: {_short(path)}\nlevels:  {_short(path.with_name('samples.npy'))}")
+
+
+class Configuration(pl.Callback):
+    """Puts everything that was set into the run's folder, and into its checkpoints.
+
+    Args:
+        settings: As `CLI.settings` gives them.
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.settings = settings
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Write `config.yaml`; that of a resumed run beside the one before."""
+        if not trainer.is_global_zero or trainer.fast_dev_run:
+            return
+        folder = Path(trainer.default_root_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        path, attempt = folder / "config.yaml", 0
+        while path.exists():
+            attempt += 1
+            path = folder / f"config_resumed_{attempt}.yaml"
+        path.write_text(yaml.safe_dump(self.settings, sort_keys=False))
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Add the settings."""
+        checkpoint[KEY] = {"version": lit_effattn.__version__, "config": self.settings}
+
+
+class _Wanted(NamedTuple):
+    """The command, the checkpoint that is meant, and the arguments with what that checkpoint brings."""
+
+    command: str
+    args: list[str]
+    checkpoint: Path | None
+    saved: dict[str, Any] | None
+
+    @classmethod
+    def parse(cls, args: list[str]) -> _Wanted:
+        command, rest = args[0], args[1:]
+        if {"-h", "--help"} & set(rest):
+            return cls(command, args, None, None)
+        quick = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        quick.add_argument("-c", "--config", action="append", default=[])
+        quick.add_argument("--ckpt_path")
+        quick.add_argument("--trainer.default_root_dir", dest="root")
+        said, others = quick.parse_known_args(rest)
+        files = [_read_yaml(name) for name in said.config]
+        name = said.ckpt_path or _last(f.get("ckpt_path") for f in files)
+        root = said.root or _last(_section(f, "trainer").get("default_root_dir") for f in files) or ROOT
+        if name is None:
+            if command != "fit":
+                raise ValueError(f"{command} needs a trained model: give --ckpt_path best, last, or a path")
+            return cls(command, args, None, None)
+        checkpoint = Path(os.environ[CHECKPOINT]) if CHECKPOINT in os.environ and _is_child() else None
+        checkpoint = checkpoint or find_checkpoint(name, Path(root))
+        os.environ[CHECKPOINT] = str(checkpoint)
+        saved = _saved_settings(checkpoint)
+        rank_zero_info(f"{command} from {_short(checkpoint)}")
+        base = _temporary_yaml(saved)
+        configs = [arg for file in said.config for arg in ("--config", file)]
+        root_args = [] if said.root is None else ["--trainer.default_root_dir", said.root]
+        args = [command, "--config", base, *configs, *root_args, *others, "--ckpt_path", str(checkpoint)]
+        return cls(command, args, checkpoint, saved)
+
+
+def _saved_settings(checkpoint: Path) -> dict[str, Any]:
+    """Return what the checkpoint says of how it was made, of the parts that every command has."""
+    content = read_checkpoint(checkpoint)
+    if KEY in content:
+        config = content[KEY]["config"]
+        return {k: config[k] for k in ("seed_everything", "trainer", "model", "data") if config.get(k) is not None}
+    arguments = dict(content.get("hyper_parameters", {}))
+    arguments.pop("_instantiator", None)
+    if "_class_path" not in arguments:
+        raise ValueError(f"{checkpoint} does not say what model it holds: it was not saved by lit-effattn")
+    return {"model": {"class_path": arguments.pop("_class_path"), "init_args": arguments}}
+
+
+def _refuse_dropped(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse settings of the optimiser that resuming would overwrite with the checkpoint's."""
+    for name in ("optimizer", "lr_scheduler"):
+        before, after = (_section(_section(s, "model"), "init_args").get(name) for s in (saved, now))
+        if "model" in saved and before != after:
+            raise ValueError(
+                f"model.{name} is {after} here and {before} in the checkpoint, whose {name} resuming goes on with. "
+                "Leave it as it was, or start anew from the checkpoint's weights: --init_weights in place of --ckpt_path"
+            )
+
+
+def _rows(predictions: list[dict[str, Any]]) -> list[tuple[float, ...]]:
+    return [row for batch in predictions for row in zip(*(values.tolist() for values in batch.values()), strict=True)]
+
+
+def _temporary_yaml(content: dict[str, Any]) -> str:
+    with tempfile.NamedTemporaryFile("w", prefix="lit-effattn-", suffix=".yaml", delete=False) as file:
+        yaml.safe_dump(content, file)
+    return file.name
+
+
+def _read_yaml(name: str) -> dict[str, Any]:
+    """Read a configuration for a first look; what is wrong with it, jsonargparse will say better."""
+    try:
+        content = yaml.safe_load(Path(name).read_text())
+    except (OSError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
+    section = config.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def _last(values: Any) -> Any:
+    return next(reversed([value for value in values if value is not None]), None)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, list) else [value]
+
+
+def _is_child() -> bool:
+    """Whether another process of this run started this one."""
+    return int(os.environ.get("LOCAL_RANK", 0)) > 0
+
+
+def _short(path: str | Path) -> str:
+    path = Path(path)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

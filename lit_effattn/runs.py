@@ -1,0 +1,73 @@
+"""Where runs live, and which checkpoint is meant.
+
+A run has one folder, named by the time it began (UTC), somewhere under the root that `trainer.default_root_dir` names:
+
+    runs/digits_linear/2026-11-21_09-40-12/
+        config.yaml         everything that was set
+        checkpoints/        last.ckpt, best.ckpt
+        tensorboard/  csv/  samples/  generated/  predictions/
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from datetime import datetime, timezone
+from pathlib import Path
+
+_RUN = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(_\d+)?")
+
+
+def new_run(root: Path) -> Path:
+    """Make the folder of a new run under `root`: never one that exists."""
+    return new_folder(root, datetime.now(timezone.utc).strftime("%Y-%m-%d_%H-%M-%S"))
+
+
+def new_folder(parent: Path, name: str) -> Path:
+    """Make `parent/name`, or `name_1`, `name_2`, … where that exists. Two processes never get the same."""
+    attempt = 0
+    while True:
+        folder = parent / (f"{name}_{attempt}" if attempt else name)
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            attempt += 1
+        else:
+            return folder
+
+
+def run_of(checkpoint: Path) -> Path | None:
+    """Return the run that `checkpoint` belongs to; None if it lies outside any."""
+    run = checkpoint.resolve().parent.parent
+    return run if checkpoint.parent.name == "checkpoints" and _RUN.fullmatch(run.name) else None
+
+
+def find_checkpoint(name: str, root: Path) -> Path:
+    """Return the checkpoint that `name` means: a path, or `last` or `best` of the newest run under `root` that has one.
+
+    Raises:
+        FileNotFoundError: there is none; says where it was looked for.
+    """
+    if name not in ("last", "best"):
+        path = Path(name)
+        if path.is_file():
+            return path.resolve()
+        raise FileNotFoundError(f"--ckpt_path {name}: there is no such file (and it is neither `last` nor `best`)")
+    found = [path for path in root.rglob(f"checkpoints/{name}.ckpt") if run_of(path)]
+    if not found:
+        raise FileNotFoundError(
+            f"--ckpt_path {name}: no run under {root.resolve()} has a {name}.ckpt; train one first, name another root "
+            "with --trainer.default_root_dir, or give the checkpoint's path"
+        )
+    return max(found, key=_age).resolve()
+
+
+def _age(checkpoint: Path) -> tuple[str, int]:
+    started, _, attempt = checkpoint.parent.parent.name.partition("_")[2].partition("_")
+    return checkpoint.parent.parent.name[:10] + started, int(attempt or 0)
+
+
+def discard_if_empty(run: Path) -> None:
+    """Delete the folder of a run that failed before it wrote anything."""
+    if run.is_dir() and not any(path.is_file() for path in run.rglob("*")):
+        shutil.rmtree(run)

@@ -1,0 +1,85 @@
+"""What every task shares: the optimiser, and checkpoints that hold all it takes to build the model again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchReduceLROnPlateau
+
+from lit_effattn.recorded import Recorded, init_args
+
+
+class Task(Recorded, pl.LightningModule):
+    """A LightningModule that knows what it was built from, whether YAML or Python built it.
+
+    Args:
+        optimizer: Makes the optimiser from the parameters.
+        lr_scheduler: Makes the schedule from the optimiser; it steps once an optimiser step (one that watches a
+            metric, once a validation).
+    """
+
+    monitor: str
+    """The metric whose lowest value makes the best checkpoint."""
+
+    def __init__(self, optimizer: OptimizerCallable, lr_scheduler: LRSchedulerCallable | None) -> None:
+        super().__init__()
+        self._optimizer = optimizer
+        self._lr_scheduler = lr_scheduler
+        try:
+            arguments = init_args(self)
+        except TypeError as error:
+            rank_zero_warn(f"Checkpoints of this model won't rebuild it by themselves: {error}")
+            return
+        kind = type(self)
+        # The form in which LightningCLI saves its own models, and which load_from_checkpoint instantiates.
+        self.save_hyperparameters(
+            {
+                "_class_path": f"{kind.__module__}.{kind.__qualname__}",
+                "_instantiator": "lightning.pytorch.cli.instantiate_module",
+                **arguments,
+            },
+            logger=False,
+        )
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Make the optimiser and its schedule."""
+        optimizer = self._optimizer(self.parameters())
+        if self._lr_scheduler is None:
+            return optimizer
+        scheduler: Any = self._lr_scheduler(optimizer)
+        if isinstance(scheduler, TorchReduceLROnPlateau):
+            monitor = scheduler.monitor if isinstance(scheduler, ReduceLROnPlateau) else self.monitor
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": monitor}}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint of another model, in a few words.
+
+        Raises:
+            ValueError: names the first parameters that differ.
+        """
+        mine = {name: tuple(t.shape) for name, t in self.state_dict().items()}
+        theirs = {name: tuple(t.shape) for name, t in checkpoint["state_dict"].items()}
+        if mine == theirs:
+            return
+        differences = [
+            f"{name} is {_shape(theirs.get(name))} there, {_shape(mine.get(name))} here"
+            for name in dict.fromkeys([*mine, *theirs])
+            if mine.get(name) != theirs.get(name)
+        ]
+        more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
+        raise ValueError(
+            f"the checkpoint holds another model than this {type(self).__name__}: {'; '.join(differences[:3])}{more}. "
+            "A checkpoint brings its own configuration: leave out the options that change the model's shape"
+        )
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else "×".join(map(str, shape)) or "a number"
+
+

@@ -1,0 +1,180 @@
+"""Autoregressive models of images: a pixel's value, given all before it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+
+from datamodules.pixels import levels_to_images
+from lit_effattn.generation import generate
+from lit_effattn.heads import CategoricalHead, HeadFactory
+from lit_effattn.metrics import BitsPerDim
+from lit_effattn.positions import bind
+from lit_effattn.sequence import SequenceModule
+from lit_effattn.tasks.base import Task
+
+
+class PixelModel(Task):
+    """Models an image as the product of its dimensions' conditionals, in raster order (van den Oord et al. 2016).
+
+        p(x) = Π_t p(x_t | x_1 … x_{t−1}),  bits/dim = −log2 p(x) / (H W C)
+
+    The dimensions are the H·W·C values of an image, the channels of a pixel in turn. A start token predicts the first,
+    so all H·W·C of them are scored; `score_first=False` leaves the first out, as Katharopoulos et al. 2020 did.
+
+    Args:
+        backbone: Causal; mixes the sequence.
+        image_shape: Height, width, channels. From the command: those of the data.
+        n_levels: Number of values of a dimension. From the command: that of the data.
+        head: Makes the distribution over the levels.
+        optimizer: Makes the optimiser from the parameters.
+        lr_scheduler: Makes the schedule from the optimiser; it steps once an optimiser step.
+        embedding_std: Standard deviation of the initial embedding. 1 suits sinusoidal positions, whose values are of
+            that size (the 2017 paper scales its embedding to it by √E); 0.02 suits learned ones.
+        score_first: Whether the first dimension counts, in the loss and in bits/dim.
+
+    Raises:
+        ValueError: the backbone is not causal.
+    """
+
+    monitor = "val/bits_per_dim"
+
+    def __init__(
+        self,
+        backbone: SequenceModule,
+        image_shape: tuple[int, int, int],
+        n_levels: int = 256,
+        head: HeadFactory = CategoricalHead,
+        optimizer: OptimizerCallable = torch.optim.RAdam,
+        lr_scheduler: LRSchedulerCallable | None = None,
+        embedding_std: float = 1.0,
+        score_first: bool = True,
+    ) -> None:
+        super().__init__(optimizer, lr_scheduler)
+        if not backbone.causal:
+            raise ValueError("backbone has causal=False; a pixel must not see those it predicts, so set causal=True")
+        self.image_shape = tuple(image_shape)
+        self.n_levels = n_levels
+        self.n_dims = image_shape[0] * image_shape[1] * image_shape[2]
+        self.score_first = score_first
+        bind(backbone, image_shape)
+        self.embedding = nn.Embedding(n_levels + 1, backbone.d_input)  # the last is the start token
+        nn.init.normal_(self.embedding.weight, std=embedding_std)
+        self.backbone = backbone
+        self.head = head(backbone.d_model, n_levels)
+        self.bits_per_dim = nn.ModuleDict({"val": BitsPerDim(), "test": BitsPerDim()})
+
+    def nll(self, levels: Tensor) -> Tensor:
+        """Return −log p in nats of every dimension scored: (B, H·W·C) integer levels -> (B, H·W·C), or one less.
+
+        Raises:
+            ValueError: the images are of another size than the model's, or have values that it does not know.
+        """
+        self._check(levels)
+        levels = levels.long()
+        hidden, _ = self.backbone(self.embedding(self._prompt(levels[:, :-1])))
+        nll = self.head.nll(hidden, levels)
+        return nll if self.score_first else nll[:, 1:]
+
+    def forward(self, levels: Tensor) -> Tensor:
+        """Return bits/dim of each image: (B, H·W·C) -> (B,)."""
+        nll = self.nll(levels)
+        return nll.mean(1) / math.log(2)
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        """Return the mean over the batch's dimensions, in nats."""
+        loss = self.nll(batch).mean()
+        self.log("train/bits_per_dim", loss.detach() / math.log(2), prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Tensor) -> None:
+        """Score a batch."""
+        self._score("val", batch)
+
+    def test_step(self, batch: Tensor) -> None:
+        """Score a batch."""
+        self._score("test", batch)
+
+    def predict_step(self, batch: Tensor) -> dict[str, Tensor]:
+        """Return bits/dim of each image, (B,)."""
+        return {"bits_per_dim": self(batch)}
+
+    def _score(self, stage: str, batch: Tensor) -> None:
+        metric = self.bits_per_dim[stage]
+        metric(self.nll(batch))
+        # The metric itself, not its value: Lightning then adds the sums of all processes before it divides.
+        self.log(f"{stage}/bits_per_dim", metric, on_step=False, on_epoch=True, prog_bar=True, batch_size=len(batch))
+
+    @torch.no_grad()
+    def sample(
+        self,
+        n: int = 1,
+        *,
+        given: Tensor | None = None,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+    ) -> Tensor:
+        """Draw images.
+
+        Args:
+            n: How many.
+            given: (n, P) levels of the first P dimensions of each, which the model completes. `n` is then ignored.
+            temperature: Divides the log-probabilities; 0 takes the likeliest level.
+            top_k: Draw among the k likeliest levels only.
+            top_p: Draw among the likeliest levels whose probabilities add up to p.
+            seed: Equal seeds draw equal images.
+            progress: Wraps the iterable of steps, to show how far it is.
+
+        Returns:
+            (n, H·W·C) levels, `given` included.
+        """
+        if given is None:
+            given = torch.empty(n, 0, dtype=torch.long)
+        given = given.to(self.device).long()
+        if given.size(1) >= self.n_dims:
+            raise ValueError(f"given holds {given.size(1)} dimensions of an image's {self.n_dims}: none is left to draw")
+        training = self.training
+        self.eval()
+        drawn = generate(
+            self.backbone,
+            self.embedding,
+            self.head,
+            self._prompt(given),
+            self.n_dims - given.size(1),
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            progress=progress,
+        )
+        self.train(training)
+        return torch.cat([given, drawn], 1)
+
+    def to_images(self, levels: Tensor) -> Tensor:
+        """(n, H·W·C) levels -> (n, C, H, W) uint8, 0 black and 255 white."""
+        h, w, c = self.image_shape
+        return levels_to_images(levels, (h, w, c), self.n_levels)
+
+    def _prompt(self, levels: Tensor) -> Tensor:
+        """Put the start token before `levels`: (B, P) -> (B, P + 1)."""
+        return nn.functional.pad(levels, (1, 0), value=self.n_levels)
+
+    def _check(self, levels: Tensor) -> None:
+        if levels.dim() != 2 or levels.size(1) != self.n_dims:
+            h, w, c = self.image_shape
+            raise ValueError(
+                f"images of shape {tuple(levels.shape)} were given to a model of {h}×{w}×{c} images: expected "
+                f"(batch, {self.n_dims})"
+            )
+        if levels.device.type == "cpu" and int(levels.max()) >= self.n_levels:
+            raise ValueError(
+                f"an image holds level {int(levels.max())}, but the model has n_levels={self.n_levels}: 0 … "
+                f"{self.n_levels - 1}; give data and model the same n_levels"
+            )

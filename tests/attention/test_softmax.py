@@ -1,0 +1,102 @@
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from lit_effattn import sequence
+from lit_effattn.attention import SoftmaxAttention
+
+E, H = 12, 3
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+def test_equals_multihead_attention_of_torch(causal: bool, bias: bool):
+    ours = SoftmaxAttention(E, H, causal, bias=bias).double()
+    theirs = nn.MultiheadAttention(E, H, bias=bias, batch_first=True).double()
+    with torch.no_grad():
+        theirs.in_proj_weight.copy_(torch.cat([p.weight for p in (ours.q_proj, ours.k_proj, ours.v_proj)]))
+        theirs.out_proj.weight.copy_(ours.out_proj.weight)
+        if bias:
+            theirs.in_proj_bias.copy_(torch.cat([p.bias for p in (ours.q_proj, ours.k_proj, ours.v_proj)]))
+            theirs.out_proj.bias.copy_(ours.out_proj.bias)
+    x = torch.randn(2, 9, E, dtype=torch.float64)
+    hidden = torch.ones(9, 9).triu(1).bool() if causal else None
+    expected, _ = theirs(x, x, x, attn_mask=hidden, need_weights=False)
+    torch.testing.assert_close(ours(x)[0], expected)
+
+    lengths = torch.tensor([9, 4])
+    padding = torch.arange(9) >= lengths[:, None]
+    expected, _ = theirs(x, x, x, attn_mask=hidden, key_padding_mask=padding, need_weights=False)
+    torch.testing.assert_close(ours(x, None, lengths)[0], expected.masked_fill(padding[..., None], 0))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"d_model": 10, "n_heads": 3}, ["n_heads=3", "d_model=10"]),
+        ({"n_heads": 0}, ["n_heads=0"]),
+        ({"d_model": 0}, ["d_model=0"]),
+        ({"window": 0}, ["window=0"]),
+        ({"window": 4, "causal": False}, ["window=4", "causal"]),
+        ({"dropout": 1.0}, ["dropout=1.0"]),
+        ({"dropout": -0.1}, ["dropout=-0.1"]),
+    ],
+)
+def test_bad_options_are_named(options: dict, words: list[str]):
+    with pytest.raises(ValueError, match=".*".join(map(re.escape, words))):
+        SoftmaxAttention(**{"d_model": E, "n_heads": H, **options})
+
+
+def test_a_full_cache_says_so():
+    attention = SoftmaxAttention(E, H)
+    state = attention.initial_state(1, max_len=4)
+    _, state = attention(torch.zeros(1, 3, E), state)
+    with pytest.raises(ValueError, match=r"max_len=4.*3 positions.*2 more"):
+        attention(torch.zeros(1, 2, E), state)
+    attention(torch.zeros(1, 1, E), state)
+
+
+def test_dropout_in_training_alone():
+    x = torch.randn(2, 20, E)
+    for window in (None, 4):
+        attention = SoftmaxAttention(E, H, window=window, dropout=0.5)
+        assert not torch.equal(attention(x)[0], attention(x)[0])
+        attention.eval()
+        assert torch.equal(attention(x)[0], attention(x)[0])
+
+
+def test_a_window_longer_than_the_stream_changes_nothing():
+    full, windowed = SoftmaxAttention(E, H), SoftmaxAttention(E, H, window=50)
+    windowed.load_state_dict(full.state_dict())
+    x = torch.randn(2, 20, E)
+    torch.testing.assert_close(windowed(x)[0], full(x)[0])
+
+
+def test_a_donated_cache_is_written_in_place():
+    """A copy of the cache for every new position would cost more than the attention."""
+    attention = SoftmaxAttention(E, H)
+    with torch.no_grad(), sequence.donated():
+        state = attention.initial_state(2, max_len=8)
+        _, after = attention(torch.randn(2, 3, E), state)
+        assert after.keys.data_ptr() == state.keys.data_ptr()
+        assert after.values.data_ptr() == state.values.data_ptr()
+    with sequence.donated():
+        _, after = attention(torch.randn(2, 3, E), state)
+        assert after.keys.data_ptr() != state.keys.data_ptr(), "a gradient may want what was there"
+
+
+def test_bytes_of_the_cache():
+    attention = SoftmaxAttention(E, H)
+    _, state = attention(torch.zeros(2, 5, E))
+    assert sequence.nbytes(state) == 2 * (2 * 5 * E) * 4 + 2 * 8  # keys and values in float32, lengths in int64
+    _, state = attention(torch.zeros(2, 1, E), state)
+    assert sequence.nbytes(state) == 2 * (2 * 6 * E) * 4 + 2 * 8
+    _, state = SoftmaxAttention(E, H, window=4)(torch.zeros(2, 50, E))
+    assert sequence.nbytes(state) == 2 * (2 * 3 * E) * 4 + 2 * 8
+    assert attention.initial_state(2, max_len=9, dtype=torch.float16).keys.dtype == torch.float16
+
+
+def test_it_says_what_it_is():
+    assert "n_heads=3, causal=False" in repr(SoftmaxAttention(E, H, causal=False))

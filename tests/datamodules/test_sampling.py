@@ -1,0 +1,210 @@
+import itertools
+import math
+
+import pytest
+import torch
+from torch.utils.data import Dataset, DistributedSampler
+
+from datamodules import ResumableLoader, ShardedBatches
+
+COMBINATIONS = list(itertools.product((1, 2, 3, 7, 8, 9, 31, 64), (1, 2, 3, 8, 100), (1, 2, 3, 4)))
+
+
+def sampler(
+    n_samples, batch_size, *, num_replicas=1, rank=0, shuffle=True, seed=0, variants=1, drop_last=True, epoch=0
+):
+    made = ShardedBatches(
+        n_samples,
+        batch_size,
+        num_replicas=num_replicas,
+        rank=rank,
+        shuffle=shuffle,
+        seed=seed,
+        variants=variants,
+        drop_last=drop_last,
+    )
+    made.set_epoch(epoch)
+    return made
+
+
+def ranks(n_samples, batch_size, world, **options):
+    return [list(sampler(n_samples, batch_size, num_replicas=world, rank=r, **options)) for r in range(world)]
+
+
+def flat(nested):
+    return [index for batches in nested for batch in batches for index in batch]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_evaluation_sees_every_sample_once_in_equally_many_batches(shuffle):
+    for n, batch_size, world in COMBINATIONS:
+        if n < world:
+            continue
+        shards = ranks(n, batch_size, world, shuffle=shuffle, drop_last=False)
+        assert sorted(flat(shards)) == list(range(n))
+        assert len({len(batches) for batches in shards}) == 1
+        assert len(shards[0]) == len(sampler(n, batch_size, num_replicas=world, drop_last=False))
+        for batches in shards:
+            sizes = [len(batch) for batch in batches]
+            assert min(sizes) >= 1
+            assert max(sizes) - min(sizes) <= 1
+            short_rank = math.ceil(math.ceil(n / world) / batch_size) > n // world
+            assert max(sizes) <= batch_size + short_rank
+
+
+def test_evaluation_takes_no_more_batches_than_needed():
+    for n, batch_size in itertools.product(range(1, 40), (1, 4, 5)):
+        assert len(sampler(n, batch_size, drop_last=False)) == math.ceil(n / batch_size)
+
+
+def test_training_batches_are_full_disjoint_and_as_many_as_fit():
+    for n, batch_size, world in COMBINATIONS:
+        if n < batch_size * world:
+            continue
+        shards = ranks(n, batch_size, world)
+        assert {len(batches) for batches in shards} == {n // (batch_size * world)}
+        assert {len(batch) for batches in shards for batch in batches} == {batch_size}
+        assert len(set(flat(shards))) == len(flat(shards))
+        assert set(flat(shards)) <= set(range(n))
+        assert len(sampler(n, batch_size, num_replicas=world)) == n // (batch_size * world)
+
+
+def test_global_batches_do_not_depend_on_the_number_of_processes():
+    one = ranks(50, 12, 1)[0]
+    four = ranks(50, 3, 4)
+    for step, batch in enumerate(one):
+        assert batch == [index for shard in four for index in shard[step]]
+
+
+def test_order_is_a_function_of_seed_and_epoch():
+    orders = {(s, e): tuple(flat([list(sampler(30, 5, seed=s, epoch=e))])) for s in range(4) for e in range(4)}
+    assert len(set(orders.values())) == 16  # neither may stand in for the other
+    again = sampler(30, 5, seed=2)
+    for epoch in (3, 0, 3):
+        again.set_epoch(epoch)
+        assert tuple(flat([list(again)])) == orders[2, epoch]
+
+
+def test_global_random_state_is_neither_read_nor_moved():
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = list(sampler(30, 5, variants=2))
+    assert torch.equal(before, torch.get_rng_state())
+    torch.manual_seed(2)
+    assert list(sampler(30, 5, variants=2)) == first
+
+
+def test_variants_are_drawn_anew_each_epoch_for_each_sample():
+    n, variants = 200, 3
+    drawn = []
+    for epoch in range(2):
+        indices = flat(ranks(n, 10, 2, variants=variants, epoch=epoch))
+        assert sorted(i % n for i in indices) == list(range(n))
+        assert max(indices) < n * variants
+        drawn.append({i % n: i // n for i in indices})
+    for draw in drawn:
+        assert all(40 < list(draw.values()).count(v) < 95 for v in range(variants))
+    assert drawn[0] != drawn[1]
+
+
+def test_unshuffled_order_is_the_data_sets():
+    assert list(sampler(5, 2, shuffle=False, drop_last=False)) == [[0, 1], [2, 3], [4]]
+
+
+def test_too_few_samples_are_refused():
+    with pytest.raises(ValueError, match=r"n_samples=7 .*2 processes.*batch_size=4.*smaller batch_size"):
+        sampler(7, 4, num_replicas=2)
+    with pytest.raises(ValueError, match=r"n_samples=2 .*3 processes.*fewer processes"):
+        sampler(2, 4, num_replicas=3, drop_last=False)
+    for options in ({"batch_size": 0}, {"batch_size": 1, "seed": -1}, {"batch_size": 1, "variants": 0}):
+        name, value = list(options.items())[-1]
+        with pytest.raises(ValueError, match=f"{name}={value}"):
+            sampler(5, **options)
+
+
+def test_lightning_takes_it_for_a_distributed_sampler():
+    assert isinstance(sampler(5, 1), DistributedSampler)
+
+
+class Echo(Dataset):
+    def __getitem__(self, indices):
+        return torch.tensor(indices)
+
+
+def loader(num_workers=0, n_samples=26, batch_size=4):
+    return ResumableLoader(
+        Echo(),
+        batch_size=None,
+        sampler=sampler(n_samples, batch_size, variants=2),
+        num_workers=num_workers,
+        persistent_workers=num_workers > 0,
+        generator=torch.Generator(),
+    )
+
+
+def stop(*loaders):
+    for made in loaders:
+        if made.num_workers:
+            made._iterator._shutdown_workers()  # as Lightning does; at garbage collection it may wait for 10 s
+
+
+def epoch_of(made, epoch):
+    made.sampler.set_epoch(epoch)
+    return [batch.tolist() for batch in made]
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 0), (2, 2), (0, 2), (2, 0)])
+@pytest.mark.parametrize("taken", [1, 3, 6])
+def test_resumes_with_the_next_batch_whatever_the_workers(before, after, taken):
+    whole = [epoch_of(loader(), epoch) for epoch in range(4)]
+    first = loader(before)
+    assert epoch_of(first, 0) == whole[0]
+    first.sampler.set_epoch(2)
+    batches = iter(first)
+    assert [next(batches).tolist() for _ in range(taken)] == whole[2][:taken]
+    state = first.state_dict()
+
+    second = loader(after)
+    second.load_state_dict(state)
+    assert second.state_dict() == state  # a checkpoint before the next batch
+    assert [batch.tolist() for batch in second] == whole[2][taken:]
+    assert epoch_of(second, 3) == whole[3]
+    assert epoch_of(second, 2) == whole[2]
+    stop(first, second)
+
+
+def test_state_of_a_finished_epoch_is_void_in_the_next():
+    first = loader()
+    epoch_of(first, 0)
+    first.sampler.set_epoch(1)  # Lightning may save between the epochs
+    for resumed_at in (0, 1):
+        second = loader()
+        second.load_state_dict(first.state_dict())
+        expected = [] if resumed_at == 0 else epoch_of(loader(), 1)
+        assert epoch_of(second, resumed_at) == expected
+
+
+def test_an_epoch_cut_short_is_void_in_the_next():
+    first = loader()
+    next(iter(first))  # limit_train_batches=1
+    second = loader()
+    second.load_state_dict(first.state_dict())
+    assert epoch_of(second, 1) == epoch_of(loader(), 1)
+
+
+def test_resuming_with_other_batches_is_refused():
+    first = loader()
+    next(iter(first))
+    second = loader(batch_size=8)
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match=r"after 1 of 6 batches.* has 3 now.*batch_size"):
+        next(iter(second))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_iterating_leaves_the_global_random_state_alone(num_workers):
+    made = loader(num_workers)
+    before = torch.get_rng_state()
+    assert len(epoch_of(made, 0)) == len(made) == 6
+    assert torch.equal(before, torch.get_rng_state())
+    stop(made)

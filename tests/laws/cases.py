@@ -1,0 +1,121 @@
+"""Who keeps the laws: every attention kind, with the options that matter, and what is built of them.
+
+A new kind of attention is enrolled by a line in `ATTENTIONS` and its definition in `definitions.py`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_effattn.attention import Attention, LinearAttention, ReluFeatureMap, SoftmaxAttention
+from lit_effattn.positions import LearnedPositions, RotaryPositions
+from lit_effattn.sequence import SequenceModule
+from lit_effattn.transformer import Block, FeedForward, Transformer
+from tests.laws import definitions
+
+D_MODEL, N_HEADS = 8, 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A module that keeps the laws.
+
+    Attributes:
+        name: What a failing test is called.
+        make: Builds it from width, heads and causality.
+        unit: Its chunk, window, stride or memory: the lengths at which something may go wrong are around it.
+        causal: Whether it is.
+        definition: The O(N²) definition that it equals, or None.
+        rotary: Whether it is an attention that turns queries and keys.
+    """
+
+    name: str
+    make: Callable[[int, int, bool], SequenceModule]
+    unit: int
+    causal: bool = True
+    definition: Callable[[Any, Tensor], Tensor] | None = None
+    rotary: bool = False
+
+    def build(
+        self, dtype: torch.dtype = torch.float64, d_model: int = D_MODEL, n_heads: int = N_HEADS
+    ) -> SequenceModule:
+        """Build it, always the same, in evaluation mode."""
+        torch.manual_seed(1)
+        module = self.make(d_model, n_heads, self.causal)
+        if self.rotary:
+            module.rotary = RotaryPositions(d_model // n_heads)
+        return module.to(dtype).eval()
+
+    @property
+    def long(self) -> int:
+        """A length of many units, and not a multiple of one."""
+        return 4 * self.unit + 3
+
+
+def kind(
+    cls: type[Attention],
+    definition: Callable[[Any, Tensor], Tensor],
+    unit: int,
+    *,
+    causal: Sequence[bool] = (True, False),
+    rotary: Sequence[bool] = (False, True),
+    **options: Any,
+) -> list[Case]:
+    """Return the cases of an attention with these options: causal or not, with rotary positions or without."""
+    said = [f"{name}={getattr(value, '__name__', value)}" for name, value in options.items()]
+    return [
+        Case(
+            "-".join([cls.__name__, *said, *([] if c else ["bidirectional"]), *(["rotary"] if r else [])]),
+            partial(cls, **options),
+            unit,
+            c,
+            definition,
+            r,
+        )
+        for c in causal
+        for r in rotary
+    ]
+
+
+ATTENTIONS = [
+    *kind(SoftmaxAttention, definitions.softmax, 5),
+    *kind(SoftmaxAttention, definitions.softmax, 5, window=5, causal=[True]),
+    *kind(SoftmaxAttention, definitions.softmax, 3, window=1, causal=[True], rotary=[False], bias=False),
+    *kind(LinearAttention, definitions.linear, 4, chunk_size=4),
+    *kind(LinearAttention, definitions.linear, 3, chunk_size=3, feature_map=ReluFeatureMap, rotary=[False], bias=False),
+    *kind(LinearAttention, definitions.linear, 3, chunk_size=1, causal=[True], rotary=[False]),
+]
+
+
+def stack(attention: Any, **options: Any) -> Callable[[int, int, bool], SequenceModule]:
+    """Return what makes a Transformer of two layers."""
+
+    def make(d_model: int, n_heads: int, causal: bool) -> SequenceModule:
+        options.setdefault("init", "pytorch")  # with that of GPT-2 so small a model hardly attends
+        return Transformer(d_model, n_heads, 2, attention=attention, causal=causal, **options)
+
+    return make
+
+
+def block(d_model: int, n_heads: int, causal: bool) -> SequenceModule:
+    """Make a block, alone."""
+    return Block(LinearAttention(d_model, n_heads, causal, chunk_size=4), FeedForward(d_model, 16), norm="post")
+
+
+LINEAR, SOFTMAX, WINDOW = partial(LinearAttention, chunk_size=4), SoftmaxAttention, partial(SoftmaxAttention, window=5)
+
+STACKS = [
+    Case("Transformer-dealt", stack([SOFTMAX, LINEAR]), 4),
+    Case("Transformer-dealt-bidirectional", stack([SOFTMAX, LINEAR]), 4, causal=False),
+    Case("Transformer-rotary-post", stack([LINEAR, WINDOW], positions=RotaryPositions, norm="post"), 5),
+    Case("Transformer-concatenated", stack(LINEAR, positions=partial(LearnedPositions, max_len=8192), position_width=3), 4),
+    Case("Transformer-checkpointed", stack([WINDOW], gradient_checkpointing=True, positions=None), 5),
+    Case("Block", block, 4),
+]
+
+CASES = [*ATTENTIONS, *STACKS]
+CAUSAL = [case for case in CASES if case.causal]

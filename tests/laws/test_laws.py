@@ -1,0 +1,500 @@
+"""The laws that every module with the shape `y, state = module(x, state, lengths)` keeps.
+
+One suite for all of them: `cases.py` says who keeps them. Sequences are several chunks, windows and memories long, for
+a law held within one chunk is not held.
+"""
+
+import io
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+import lit_effattn.attention
+from lit_effattn import sequence
+from lit_effattn.attention import Attention
+from tests.laws.cases import ATTENTIONS, CASES, CAUSAL, Case
+from tests.laws.tools import assert_close, assert_same, copied, each, gradients, inputs, splits, stream
+
+
+def test_every_attention_kind_is_enrolled():
+    exported = {name: getattr(lit_effattn.attention, name) for name in lit_effattn.attention.__all__}
+    kinds = {name for name, k in exported.items() if isinstance(k, type) and issubclass(k, Attention)} - {"Attention"}
+    enrolled = {type(case.build()).__name__ for case in ATTENTIONS}
+    assert kinds <= enrolled, f"{kinds - enrolled} keep no laws: add them to ATTENTIONS in tests/laws/cases.py"
+    assert all(case.definition is not None for case in ATTENTIONS)
+
+
+def test_every_file_of_attention_exports_a_kind():
+    """Else an attention that is not exported escapes the test above."""
+    pending = [Attention]
+    for cls in pending:
+        pending += [c for c in cls.__subclasses__() if c.__module__.startswith("lit_effattn.")]
+    assert {c.__name__ for c in pending} <= set(lit_effattn.attention.__all__)
+
+
+# ------------------------------------------------------------------------------------------------------- 1. segments
+
+
+STARTS = {
+    "none": lambda module, n: None,
+    "initial": lambda module, n: module.initial_state(2),
+    "max_len": lambda module, n: module.initial_state(2, max_len=n),
+}
+
+
+@each(CAUSAL)
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("given_away", [False, True], ids=["kept", "donated"])
+def test_segments_equal_one_pass(case: Case, start: str, given_away: bool):
+    module = case.build()
+    n = case.long
+    x = inputs(module, 2, n + 4)
+    with torch.no_grad():
+        whole, _ = module(x)
+    for way in splits(n, case.unit):
+        with torch.no_grad(), sequence.donated() if given_away else nullcontext():
+            y, state = stream(module, x[:, :n], way, STARTS[start](module, n + 4))
+            after, _ = module(x[:, n:], state)
+        assert_close(y, whole[:, :n])
+        assert_close(after, whole[:, n:])
+
+
+@each(CAUSAL)
+def test_gradients_flow_through_the_state(case: Case):
+    """Modules never detach their state; whoever carries it does."""
+    module = case.build()
+    x = inputs(module, 2, case.long).requires_grad_()
+    expected = gradients(module, module(x)[0], x)
+    for way in splits(case.long, case.unit)[1:4]:
+        y, _ = stream(module, x, way, module.initial_state(2))
+        assert_close(gradients(module, y, x), expected)
+    with sequence.donated():  # a gradient wants the old values: nothing may be overwritten
+        y, _ = stream(module, x, [1] * case.long, module.initial_state(2, max_len=case.long))
+        assert_close(gradients(module, y, x), expected)
+
+
+@each(CAUSAL)
+@pytest.mark.parametrize("start", ["initial", "max_len"])
+@pytest.mark.parametrize("graph", [False, True], ids=["no_grad", "grad"])
+@pytest.mark.parametrize("seen", [0, 1])
+def test_a_state_is_not_changed(case: Case, start: str, graph: bool, seen: int):
+    module = case.build()
+    x = inputs(module, 2, case.long)
+    state = STARTS[start](module, 2 * case.long)
+    with torch.set_grad_enabled(graph):
+        if seen:
+            _, state = module(x, state)
+        before = copied(state)
+        for n in (1, case.unit + 1):
+            first, after = module(x[:, :n], state)
+            kept = copied(after)
+            second, again = module(x[:, :n], state)
+            assert_same(state, before)
+            assert_same(after, kept)
+            assert_same(again, after)
+            assert_close(second, first, rtol=0, atol=0)
+
+
+@each(CAUSAL)
+def test_donating_ends_with_the_block(case: Case):
+    module = case.build()
+    x = inputs(module, 2, 3)
+    with torch.no_grad():
+        with sequence.donated():
+            _, state = module(x, module.initial_state(2, max_len=9))
+        before = copied(state)
+        module(x[:, :1], state)
+    assert_same(state, before)
+
+
+@each(CAUSAL)
+def test_sizes_are_final_with_max_len(case: Case):
+    module = case.build()
+    state = module.initial_state(2, max_len=case.long)
+    before = [(t.shape, t.dtype) for t in sequence.tensors(state)]
+    with torch.no_grad():
+        for x in inputs(module, 2, case.long).split(case.unit + 1, 1):
+            _, state = module(x, state)
+            assert [(t.shape, t.dtype) for t in sequence.tensors(state)] == before
+
+
+@each(CAUSAL)
+def test_growth_says_whether_the_state_grows(case: Case):
+    module = case.build()
+    state, sizes = module.initial_state(2), []
+    with torch.no_grad():
+        for x in inputs(module, 2, 6 * case.unit).split(case.unit, 1):
+            _, state = module(x, state)
+            sizes.append(sequence.nbytes(state))
+    if module.growth is None:
+        _, from_none = module(inputs(module, 2, case.unit))
+        assert {*sizes, sequence.nbytes(from_none)} == {sequence.nbytes(module.initial_state(2))}
+    else:
+        assert sizes[0] < sizes[2] < sizes[-1]
+
+
+@each([case for case in ATTENTIONS if case.causal])
+def test_growth_names_an_option_that_ends_it(case: Case):
+    module = case.build()
+    if module.growth is not None:
+        bounded = type(module)(8, 2, True, **{module.growth: 4})
+        assert bounded.growth is None
+
+
+# ------------------------------------------------------------------------------------------------------ 2. no future
+
+
+@each(CAUSAL)
+def test_no_output_depends_on_the_future(case: Case):
+    module = case.build()
+    n, c = case.long, case.unit
+    x = inputs(module, 1, n)
+    with torch.no_grad():
+        y, _ = module(x)
+        for t in {0, 1, c - 1, c, c + 1, 2 * c - 1, 2 * c, 3 * c, n - 1}:
+            for change in (lambda v: v + 1e-3, lambda v: 12 * v):
+                changed = x.clone()
+                changed[:, t] = change(x[:, t])
+                z, _ = module(changed)
+                assert torch.equal(z[:, :t], y[:, :t]), f"position {t} changed an earlier output"
+                assert not torch.equal(z[:, t], y[:, t]), f"position {t} did not change its own output"
+
+
+# ------------------------------------------------------------------------------------------------ 3. rows are strangers
+
+
+@each(CASES)
+@pytest.mark.parametrize("strange", ["others", "nan"])
+def test_a_row_does_not_depend_on_its_mates(case: Case, strange: str):
+    module = case.build()
+    x = inputs(module, 3, case.long)
+    mates = inputs(module, 3, case.long, seed=1) if strange == "others" else torch.full_like(x, torch.nan)
+    mates[1] = x[1]
+    lengths, other_lengths = torch.tensor([case.long, case.long - 2, 3]), torch.tensor([1, case.long - 2, case.long])
+    with torch.no_grad():
+        for a, b in ((None, None), (lengths, lengths), (lengths, other_lengths)):
+            y, state = module(x, lengths=a)
+            z, other = module(mates, lengths=b)
+            assert_close(z[1], y[1])
+            if case.causal:
+                assert_close(module(x, other)[0][1], module(x, state)[0][1])
+
+
+@each(CAUSAL)
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("given_away", [False, True], ids=["kept", "donated"])
+def test_rows_go_on_from_where_each_stands(case: Case, start: str, given_away: bool):
+    """Prompts of different lengths, then all go on, one step and several at a time."""
+    module = case.build()
+    c = case.unit
+    lengths = [1, 2 * c + 1, 0, 3 * c]
+    prompt, rest = inputs(module, 4, 3 * c), inputs(module, 4, 2 * c + 3, seed=1)
+    ways = [[1] * 3 + [c + 1, c - 1], [2 * c + 3]]
+    with torch.no_grad():
+        alone = [module(torch.cat([p[:n], r])[None])[0][0, n:] for p, r, n in zip(prompt, rest, lengths, strict=True)]
+        for way in ways:
+            with sequence.donated() if given_away else nullcontext():
+                state = None if start == "none" else module.initial_state(4, max_len=6 * c if start == "max_len" else None)
+                _, state = module(prompt, state, torch.tensor(lengths))
+                y, _ = stream(module, rest, way, state)
+            assert_close(y, torch.stack(alone))
+
+
+@each(CAUSAL)
+@pytest.mark.parametrize("start", STARTS)
+def test_reset_rows_are_fresh_and_others_go_on(case: Case, start: str):
+    module = case.build()
+    n = case.long
+    x, after = inputs(module, 3, n), inputs(module, 3, n, seed=1)
+    x[2] = torch.nan  # what diverged is forgotten too
+    rows = torch.tensor([False, True, True])
+    state = None if start == "none" else module.initial_state(3, max_len=2 * n if start == "max_len" else None)
+    with torch.no_grad():
+        _, state = module(x, state)
+        before = copied(state)
+        reset = module.reset(state, rows)
+        assert_same(state, before)
+        assert type(reset) is type(state)
+        assert_same(sequence.select(reset, torch.tensor([0])), sequence.select(state, torch.tensor([0])))
+        y, state = stream(module, after, [1, n - 1], reset)
+        assert_close(y[1:], module(after)[0][1:])
+        assert_close(y[0], module(torch.cat([x, after], 1)[:1])[0][0, n:])
+
+
+@each(CAUSAL)
+def test_selected_rows_go_on(case: Case):
+    module = case.build()
+    n, rows = case.long, torch.tensor([2, 0, 0, 1])
+    x, after = inputs(module, 3, n), inputs(module, 4, n, seed=1)
+    lengths = torch.tensor([n, 2, case.unit])
+    with torch.no_grad():
+        _, state = module(x, None, lengths)
+        y, _ = stream(module, after, [1, n - 1], sequence.select(state, rows))
+        for i, row in enumerate(rows):
+            alone, _ = module(torch.cat([x[row, : lengths[row]], after[i]])[None])
+            assert_close(y[i], alone[0, lengths[row] :])
+
+
+# ----------------------------------------------------------------------------------------------- 4. padding is nothing
+
+
+GARBAGE = [100.0, float("nan"), float("inf")]
+
+
+def _padded(case: Case, garbage: float) -> tuple:
+    """Return a module, rows of several lengths with `garbage` behind them, and these lengths."""
+    module = case.build()
+    c = case.unit
+    lengths = torch.tensor([0, 1, c, c + 1, 3 * c, 3 * c + 1])
+    x = inputs(module, len(lengths), 3 * c + 1)
+    padding = ~sequence.valid_positions(lengths, x.size(1))
+    x[padding] = garbage * torch.rand_like(x[padding])
+    return module, x, lengths, padding
+
+
+@each(CASES)
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_padded_equals_trimmed(case: Case, garbage: float):
+    _compare_trimmed(case, garbage, carried=False)
+
+
+@each(CAUSAL)
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_padded_equals_trimmed_after_a_state(case: Case, garbage: float):
+    _compare_trimmed(case, garbage, carried=True)
+
+
+def _compare_trimmed(case: Case, garbage: float, carried: bool) -> None:
+    module, x, lengths, padding = _padded(case, garbage)
+    before = None
+    if carried:
+        with torch.no_grad():
+            _, before = module(inputs(module, len(x), len(x), seed=1), None, torch.arange(len(x)))
+    x.requires_grad_()
+    y, state = module(x, before, lengths)
+    found = gradients(module, y, x)
+
+    assert (y[padding] == 0).all()
+    assert (found["wanted[0]"][padding] == 0).all()
+    total: dict[str, torch.Tensor] = {}
+    for i, n in enumerate(lengths.tolist()):
+        if n == 0:
+            continue
+        row = None if before is None else sequence.select(before, torch.tensor([i]))
+        alone = x[i : i + 1, :n].detach().requires_grad_()
+        z, after = module(alone, row)
+        assert_close(y[i, :n], z[0])
+        for name, gradient in gradients(module, z, alone).items():
+            if name == "wanted[0]":
+                assert_close(found[name][i, :n], gradient[0])
+            else:
+                total[name] = total.get(name, 0) + gradient
+        if case.causal:
+            _goes_on_the_same(module, sequence.select(state, torch.tensor([i])), after)
+    if case.causal:  # the row of length 0 is where it was
+        row = None if before is None else sequence.select(before, torch.tensor([0]))
+        _goes_on_the_same(module, sequence.select(state, torch.tensor([0])), row)
+    assert_close({name: found[name] for name in total}, total)
+
+
+def _goes_on_the_same(module, state, expected) -> None:
+    more = inputs(module, 1, 3, seed=2)
+    with torch.no_grad():
+        assert_close(module(more, state)[0], module(more, expected)[0])
+
+
+@each(CASES)
+def test_all_rows_empty(case: Case):
+    module = case.build()
+    x = torch.full((2, case.unit + 1, module.d_input), torch.nan, dtype=torch.float64, requires_grad=True)
+    y, _ = module(x, None, torch.zeros(2, dtype=torch.long))
+    assert (y == 0).all()
+    assert all((g == 0).all() for g in gradients(module, y, x).values())
+
+
+@each(CASES)
+def test_full_lengths_are_no_lengths(case: Case):
+    module = case.build()
+    x = inputs(module, 2, case.long)
+    with torch.no_grad():
+        y, state = module(x, None, torch.full((2,), case.long))
+        z, other = module(x)
+    assert_close(y, z)
+    if case.causal:
+        _goes_on_the_same(module, sequence.select(state, torch.tensor([0])), sequence.select(other, torch.tensor([0])))
+
+
+# --------------------------------------------------------------------------------------------------- 5. the definition
+
+
+@each(ATTENTIONS)
+def test_equals_the_definition(case: Case):
+    module = case.build()
+    c = case.unit
+    for n in sorted({1, c - 1, c, c + 1, 2 * c + 1, 5 * c} - {0}):
+        x = inputs(module, 2, n).requires_grad_()
+        y, _ = module(x)
+        expected = case.definition(module, x)
+        assert_close(y, expected)
+        assert_close(gradients(module, y, x), gradients(module, expected, x))
+
+
+@each(CASES)
+def test_gradcheck(case: Case):
+    """Of outputs, and of outputs that came through a state, with respect to inputs and parameters."""
+    module = case.build(d_model=4, n_heads=1)
+    parameters = {name: p.detach().requires_grad_() for name, p in module.named_parameters()}
+
+    def outputs(x, *values):
+        given = dict(zip(parameters, values, strict=True))
+        call = torch.func.functional_call
+        if not case.causal:
+            return call(module, given, (x,))[0]
+        first, state = call(module, given, (x[:, :3],))
+        return torch.cat([first, call(module, given, (x[:, 3:], state))[0]], 1)
+
+    x = inputs(module, 1, case.unit + 2).requires_grad_()
+    assert torch.autograd.gradcheck(outputs, (x, *parameters.values()), fast_mode=True)
+
+
+# --------------------------------------------------------------------------------------------------------- 6. precision
+
+LONG = 8192
+# The spacing of numbers near 1 is 2⁻⁷ in bfloat16 and 2⁻¹⁰ in float16; an output is rounded to half of it, and so are x,
+# the weights, q, k and v before, whose errors add at random. Four spacings are few; a drifting sum or an overflow is far more.
+SPACINGS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+
+
+def _narrow(case: Case, dtype: torch.dtype) -> tuple:
+    """Return the module in float32, the module that computes in `dtype`, and the context to call it in."""
+    exact, narrow = case.build(torch.float32, 32, 2), case.build(torch.float32, 32, 2)
+    if dtype == torch.float16:
+        narrow.half()
+        exact.load_state_dict({k: v.float() for k, v in narrow.state_dict().items()})
+        return exact, narrow, nullcontext()
+    return exact, narrow, torch.autocast("cpu", dtype)
+
+
+def _error(y: torch.Tensor, exact: torch.Tensor) -> float:
+    """The worst position's error, relative to its length."""
+    return ((y.float() - exact).norm(dim=-1) / exact.norm(dim=-1)).max().item()
+
+
+@each(CASES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16_autocast", "float16"])
+def test_long_sequences_in_half_the_bits(case: Case, dtype: torch.dtype):
+    exact, narrow, context = _narrow(case, dtype)
+    x = (torch.randn(1, LONG, exact.d_input) + torch.randn(exact.d_input)).half()  # the mean of the values is not 0
+    with torch.no_grad():
+        expected, _ = exact(x.float())
+        with context:
+            y, _ = narrow(x if dtype == torch.float16 else x.float())
+    assert y.isfinite().all()
+    assert _error(y, expected) < 4 * SPACINGS[dtype]
+
+
+@each(CAUSAL)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16_autocast", "float16"])
+def test_streaming_in_half_the_bits(case: Case, dtype: torch.dtype):
+    """A sum kept in bfloat16 stops growing after 256 steps."""
+    exact, narrow, context = _narrow(case, dtype)
+    n = 600 if case in ATTENTIONS else 200
+    x = (torch.randn(1, n, exact.d_input) + torch.randn(exact.d_input)).half()
+    with torch.no_grad(), sequence.donated():
+        expected, _ = exact(x.float())
+        with context:
+            x = x if dtype == torch.float16 else x.float()
+            y, _ = stream(narrow, x, [n // 2] + [1] * (n - n // 2), narrow.initial_state(1, max_len=n))
+    assert y.isfinite().all()
+    assert _error(y, expected) < 4 * SPACINGS[dtype]
+
+
+# -------------------------------------------------------------------------------------------------------- 7. round trip
+
+
+INDUCTOR = {"SoftmaxAttention", "LinearAttention-chunk_size=4", "Transformer-rotary-post"}
+# Rotary positions are compiled once, in a Transformer: compiling is slow.
+COMPILED = [case for case in CASES if not case.rotary]
+
+
+def _saved(thing):
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@each(CASES)
+def test_parameters_survive_a_checkpoint(case: Case):
+    module = case.build()
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+        x = inputs(module, 2, case.long)
+        fresh = case.build()
+        assert not torch.equal(fresh(x)[0], module(x)[0])
+        fresh.load_state_dict(_saved(module.state_dict()))
+        assert_close(fresh(x)[0], module(x)[0], rtol=0, atol=0)
+
+
+@each(CAUSAL)
+@pytest.mark.parametrize("start", STARTS)
+def test_a_state_survives_a_checkpoint(case: Case, start: str):
+    module = case.build()
+    n = case.long
+    x = inputs(module, 2, n)
+    with torch.no_grad():
+        _, state = module(x, STARTS[start](module, 2 * n), torch.tensor([n, n - 2]))
+        example = module.initial_state(1, max_len=5 if start == "max_len" else None)
+        loaded = sequence.unpack(_saved(sequence.pack(state)), like=example)
+        assert_same(loaded, state)
+        assert_close(module(x, loaded)[0], module(x, state)[0], rtol=0, atol=0)
+
+
+@each(COMPILED)
+def test_compiled_equals_eager(case: Case):
+    _compare_compiled(case, "aot_eager")
+
+
+@pytest.mark.slow
+@each([case for case in CASES if case.name in INDUCTOR])
+def test_compiled_by_inductor_equals_eager(case: Case):
+    _compare_compiled(case, "inductor")
+
+
+def _compare_compiled(case: Case, backend: str) -> None:
+    torch._dynamo.reset()
+    module = case.build()
+    compiled = torch.compile(module, backend=backend, fullgraph=True)
+    n = case.long
+    x = inputs(module, 2, n).requires_grad_()
+    lengths = torch.tensor([n, case.unit])
+
+    y, state = compiled(x, None, lengths)
+    expected, after = module(x, None, lengths)
+    assert_close(y, expected)
+    assert_close(gradients(module, y, x), gradients(module, expected, x))
+    if not case.causal:
+        return
+    assert_close(compiled(x, sequence.detach(state))[0], module(x, sequence.detach(after))[0])
+
+
+@each([case for case in COMPILED if case.causal])
+def test_compiled_generation_equals_eager(case: Case):
+    """Single steps into a state of final size, given away or kept; what was compiled for one is not run for the other."""
+    torch._dynamo.reset()
+    module = case.build()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=False)
+    n = case.unit + 2
+    x = inputs(module, 2, n)
+    with torch.no_grad():
+        expected, _ = module(x)
+        with sequence.donated():
+            y, _ = stream(compiled, x, [1] * n, module.initial_state(2, max_len=n))
+        assert_close(y, expected)
+        _, state = module(x[:, :2], module.initial_state(2, max_len=n))
+        before = copied(state)
+        z, _ = compiled(x[:, 2:3], state)
+        assert_close(z, expected[:, 2:3])
+        assert_same(state, before)

@@ -1,0 +1,69 @@
+import math
+
+import pytest
+import torch
+
+from lit_effattn.ops import windowed_attention
+from tests.ops.allocated import largest_in_training
+
+B, H, D = 2, 3, 4
+
+
+def by_hand(q, k, v, window, past):
+    """One query after the other: the softmax over the keys that it sees."""
+    n, m = q.size(2), k.size(2) - q.size(2)
+    y = torch.empty_like(q)
+    for b in range(q.size(0)):
+        for i in range(n):
+            first = max(i - window + 1, -past[b])
+            keys, values = k[b, :, m + first : m + i + 1], v[b, :, m + first : m + i + 1]
+            weights = torch.softmax(torch.einsum("hd,hjd->hj", q[b, :, i], keys) / math.sqrt(q.size(-1)), -1)
+            y[b, :, i] = torch.einsum("hj,hjd->hd", weights, values)
+    return y
+
+
+def random(n: int, m: int):
+    q = 2 * torch.randn(B, H, n, D, dtype=torch.float64)
+    k, v = (2 * torch.randn(B, H, m + n, D, dtype=torch.float64) for _ in range(2))
+    return q, k, v
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 30])
+@pytest.mark.parametrize("n", [1, 4, 5, 6, 17, 20])
+def test_equals_one_query_after_the_other(window: int, n: int):
+    for m in {0, min(1, window - 1), window - 1}:
+        q, k, v = random(n, m)
+        torch.testing.assert_close(windowed_attention(q, k, v, window), by_hand(q, k, v, window, [m, m]))
+        past = [0, m // 2]
+        y = windowed_attention(q, k, v, window, past=torch.tensor(past))
+        torch.testing.assert_close(y, by_hand(q, k, v, window, past))
+
+
+def test_what_is_not_in_the_past_is_not_seen():
+    q, k, v = random(3, 4)
+    y = windowed_attention(q, k, v, 5, past=torch.tensor([0, 2]))
+    k[0, :, :4] += 100
+    v[0, :, :4] += 100
+    k[1, :, :2] += 100
+    v[1, :, :2] += 100
+    assert torch.equal(windowed_attention(q, k, v, 5, past=torch.tensor([0, 2])), y)
+
+
+def test_gradients():
+    q, k, v = (t[:1, :1].requires_grad_() for t in random(7, 2))
+    assert torch.autograd.gradcheck(lambda *a: windowed_attention(*a, 3, past=torch.tensor([1])), (q, k, v))
+
+
+def test_dropout_drops_and_keeps_the_mean():
+    q, k = (torch.zeros(1, 1, 4000, 1) for _ in range(2))
+    v = torch.ones(1, 1, 4000, 1)
+    y = windowed_attention(q, k, v, 4, dropout=0.5)
+    assert y.std() > 0.3
+    assert y.mean().item() == pytest.approx(1, abs=0.05)
+    assert torch.equal(windowed_attention(q, k, v, 4), torch.ones_like(y))
+
+
+def test_nothing_of_size_n_squared_is_made():
+    n, window, d = 1024, 16, 8
+    q, k, v = (torch.rand(1, 1, n, d) for _ in range(3))
+    assert largest_in_training(lambda *a: windowed_attention(*a, window), q, k, v) <= n * 2 * window * d < n * n

@@ -6,4 +6,12 @@ from callbacks.random_states import RandomStates
 from callbacks.sample_grid import SampleGrid
 from callbacks.stop_on_signal import StopOnSignal, Stopped
 
-__all__ = ["AtomicCheckpointIO", "LastCheckpoint", "ProgressBar", "RandomStates", "SampleGrid", "StopOnSignal", "Stopped"]
+__all__ = [
+    "AtomicCheckpointIO",
+    "LastCheckpoint",
+    "ProgressBar",
+    "RandomStates",
+    "SampleGrid",
+    "StopOnSignal",
+    "Stopped",
+]

@@ -118,6 +118,6 @@ class LastCheckpoint(Checkpoint):
             self._save(trainer)
 
     def _save(self, trainer: pl.Trainer) -> None:
-        if not trainer.sanity_checking and not trainer.fast_dev_run:
+        if not trainer.sanity_checking and not getattr(trainer, "fast_dev_run", False):
             trainer.save_checkpoint(self.path(trainer))
             self._saved_step = trainer.global_step

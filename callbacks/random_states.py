@@ -27,7 +27,9 @@ class RandomStates(pl.Callback):
         self.restore = restore
         self._loaded: dict[str, Any] | None = None
 
-    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         """Gather the states; called on every process, unlike `state_dict`."""
         states: list[Any] = [_capture(pl_module.device)]
         if trainer.world_size > 1:
@@ -35,7 +37,9 @@ class RandomStates(pl.Callback):
             torch.distributed.all_gather_object(states, _capture(pl_module.device))
         checkpoint[KEY] = states
 
-    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         """Take this process's state out of the checkpoint."""
         states = checkpoint.get(KEY)
         if not self.restore or states is None:

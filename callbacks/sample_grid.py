@@ -41,7 +41,7 @@ class SampleGrid(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Draw, on the first process."""
         epoch = trainer.current_epoch + 1
-        if not trainer.is_global_zero or trainer.fast_dev_run or epoch % self.every_n_epochs:
+        if not trainer.is_global_zero or getattr(trainer, "fast_dev_run", False) or epoch % self.every_n_epochs:
             return
         model: Any = pl_module
         images: Tensor = model.to_images(model.sample(self.n_samples, temperature=self.temperature, seed=self.seed))

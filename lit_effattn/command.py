@@ -1,5 +1,6 @@
 """What the `lit-effattn` command does: LightningCLI, with runs in folders of their own and checkpoints that bring their
-configuration."""
+configuration.
+"""
 
 from __future__ import annotations
 
@@ -142,10 +143,14 @@ class CLI(LightningCLI):
         kwargs["default_root_dir"] = str(folder)
         kwargs["plugins"] = [*_as_list(config.plugins), callbacks.AtomicCheckpointIO()]
         if config.logger in (None, True):
-            kwargs["logger"] = False if quiet else [
-                TensorBoardLogger(folder, name="tensorboard", version=""),
-                CSVLogger(folder, name="csv"),
-            ]
+            kwargs["logger"] = (
+                False
+                if quiet
+                else [
+                    TensorBoardLogger(folder, name="tensorboard", version=""),
+                    CSVLogger(folder, name="csv"),
+                ]
+            )
         trainer_callbacks = _as_list(config.callbacks)
         kwargs["callbacks"] = [*trainer_callbacks, *self._standard_callbacks(config, folder, quiet, kwargs)]
         return super().instantiate_trainer(**kwargs)
@@ -159,7 +164,11 @@ class CLI(LightningCLI):
             return standard
         saved = self.wanted.saved
         seed_kept = saved is None or saved.get("seed_everything") == self.settings().get("seed_everything")
-        standard += [callbacks.StopOnSignal(), callbacks.RandomStates(restore=seed_kept), Configuration(self.settings())]
+        standard += [
+            callbacks.StopOnSignal(),
+            callbacks.RandomStates(restore=seed_kept),
+            Configuration(self.settings()),
+        ]
         if kwargs.get("logger", config.logger) and LearningRateMonitor not in given:
             standard.append(LearningRateMonitor("step"))
         if config.enable_checkpointing is not False and not quiet:
@@ -184,12 +193,17 @@ class CLI(LightningCLI):
         """
         if RUN in os.environ and _is_child():
             return Path(os.environ[RUN])
-        of = run_of(self.wanted.checkpoint) if self.wanted.checkpoint else None
-        if of is None or (self.subcommand == "fit" and self.wanted.checkpoint.name != "last.ckpt"):
+        checkpoint = self.wanted.checkpoint
+        of = run_of(checkpoint) if checkpoint else None
+        if checkpoint is None or of is None or (self.subcommand == "fit" and checkpoint.name != "last.ckpt"):
             # Where another program started all processes (torchrun), only the first makes the folder, and only it writes.
-            of = new_run(root) if rank_zero_only.rank == 0 else root / "of another process"
+            of = new_run(root) if self._is_first() else root / "of another process"
         os.environ[RUN] = str(of)
         return of
+
+    @staticmethod
+    def _is_first() -> bool:
+        return getattr(rank_zero_only, "rank", 0) == 0  # Lightning sets it from what launchers put in the environment
 
     # --------------------------------------------------------------------------------------------------- the commands
 
@@ -208,7 +222,7 @@ class CLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Say where things are."""
-        best = next((c for c in self.trainer.callbacks if isinstance(c, ModelCheckpoint)), None)
+        best = next((c for c in self.trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)), None)
         if best is not None and best.best_model_path:
             rank_zero_info(f"{best.monitor} {best.best_model_score:.4f} is the best, in {_short(best.best_model_path)}")
 
@@ -229,7 +243,7 @@ class CLI(LightningCLI):
         """Score every item by itself and write the scores as CSV."""
         if self.trainer.world_size > 1:
             raise ValueError(f"predict runs on one process, not {self.trainer.world_size}: give --trainer.devices 1")
-        predictions = self.trainer.predict(**{**kwargs, "return_predictions": True})
+        predictions: Any = self.trainer.predict(**{**kwargs, "return_predictions": True})
         path = new_folder(Path(self.trainer.default_root_dir) / "predictions", "predictions") / "predictions.csv"
         with path.open("w") as file:
             rows = _rows(predictions)
@@ -242,6 +256,7 @@ class CLI(LightningCLI):
         """Draw samples."""
         if self.trainer.world_size > 1:
             raise ValueError(f"generate runs on one process, not {self.trainer.world_size}: give --trainer.devices 1")
+        assert isinstance(self.trainer, Trainer)
         path = self.trainer.generate(**kwargs)
         print(f"picture: {_short(path)}\nlevels:  {_short(path.with_name('samples.npy'))}")
 
@@ -258,7 +273,7 @@ class Configuration(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write `config.yaml`; that of a resumed run beside the one before."""
-        if not trainer.is_global_zero or trainer.fast_dev_run:
+        if not trainer.is_global_zero or getattr(trainer, "fast_dev_run", False):
             return
         folder = Path(trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
@@ -268,7 +283,9 @@ class Configuration(pl.Callback):
             path = folder / f"config_resumed_{attempt}.yaml"
         path.write_text(yaml.safe_dump(self.settings, sort_keys=False))
 
-    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         """Add the settings."""
         checkpoint[KEY] = {"version": lit_effattn.__version__, "config": self.settings}
 

@@ -26,7 +26,12 @@ def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -
 
 
 def draw(
-    log_probs: Tensor, uniform: Tensor, *, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
+    log_probs: Tensor,
+    uniform: Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
 ) -> Tensor:
     """Draw one level a row, by inverting the cumulative distribution at `uniform`.
 
@@ -44,7 +49,7 @@ def draw(
         return log_probs.argmax(-1)
     p = (log_probs.double() / temperature).softmax(-1)
     if top_k is not None or top_p is not None:
-        ordered, index = p.sort(-1, descending=True, stable=True)
+        ordered, index = p.sort(dim=-1, descending=True, stable=True)
         if top_k is not None:
             ordered[:, top_k:] = 0
         if top_p is not None:
@@ -103,9 +108,9 @@ def generate(
     with donated():
         for step in progress(range(n_tokens)):
             y, state = backbone(embed(tokens), state)
-            tokens = draw(
-                head.log_probs(y[:, -1]), uniform[step], temperature=temperature, top_k=top_k, top_p=top_p
-            )[:, None]
+            tokens = draw(head.log_probs(y[:, -1]), uniform[step], temperature=temperature, top_k=top_k, top_p=top_p)[
+                :, None
+            ]
             drawn[:, step] = tokens[:, 0]
     return drawn
 

@@ -124,5 +124,3 @@ class MixtureOfLogisticsHead(Head):
 
 HeadFactory = Callable[[int, int], Head]
 """Makes a head from the width of the hidden state and the number of levels."""
-
-

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-
 from typing import TYPE_CHECKING
 
 import torch

@@ -93,7 +93,7 @@ class GridPositions(Positions):
 
     def __init__(self, width: int, shape: tuple[int, int, int] | None = None) -> None:
         super().__init__(width)
-        self.tables: nn.ModuleList | None = None
+        self.row: nn.Embedding | None = None
         if shape is not None:
             self.bind(shape)
 
@@ -101,17 +101,16 @@ class GridPositions(Positions):
         """Make the tables, unless `shape` made them."""
         if len(shape) != 3:
             raise ValueError(f"GridPositions: shape={tuple(shape)} is not (height, width, channels)")
-        if self.tables is None:
-            self.tables = nn.ModuleList(_table(size, self.width) for size in shape)
+        if self.row is None:
+            self.row, self.column, self.channel = (_table(size, self.width) for size in shape)
 
     def forward(self, position: Tensor) -> Tensor:
         """Return the vectors of `position`."""
-        if self.tables is None:
+        if self.row is None:
             raise ValueError("GridPositions: shape is not known; give it, or use a task that binds it to its data")
-        rows, columns, channels = self.tables
-        w, c = columns.num_embeddings, channels.num_embeddings
-        _check_range(position, rows.num_embeddings * w * c, "GridPositions", "shape")
-        return rows(position // (w * c)) + columns(position // c % w) + channels(position % c)
+        w, c = self.column.num_embeddings, self.channel.num_embeddings
+        _check_range(position, self.row.num_embeddings * w * c, "GridPositions", "shape")
+        return self.row(position // (w * c)) + self.column(position // c % w) + self.channel(position % c)
 
 
 class RotaryPositions(Positions):
@@ -157,7 +156,7 @@ def bind(module: nn.Module, shape: Sequence[int]) -> None:
 
 
 def _angles(position: Tensor, width: int, base: float) -> Tensor:
-    """(B, N) -> (B, N, width / 2), in float64: float32 is off by 0.06 at position 10⁶. No buffer, so `.half()` is harmless."""
+    """(B, N) -> (B, N, width / 2), in float64: float32 is off by 0.06 at position 10⁶. No buffer that .half() reaches."""
     exponent = torch.arange(0, width, 2, dtype=torch.float64, device=position.device) / width
     return position[..., None] * base**-exponent
 

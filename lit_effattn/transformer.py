@@ -186,7 +186,7 @@ class Transformer(SequenceModule):
         self.causal = causal
         self.gradient_checkpointing = gradient_checkpointing
         d_ff = d_ff or (round(8 * d_model / 3) if activation == "swiglu" else 4 * d_model)
-        self.blocks = nn.ModuleList(
+        self.blocks: list[Block] = nn.ModuleList(  # type: ignore[assignment]
             Block(
                 kinds[i % len(kinds)](d_model, n_heads, causal),
                 FeedForward(d_model, d_ff, activation),
@@ -198,7 +198,7 @@ class Transformer(SequenceModule):
         self.dropout = nn.Dropout(dropout)
         self.norm = nn.LayerNorm(d_model) if (norm == "pre" if final_norm is None else final_norm) else nn.Identity()
         self.positions = None if positions is None else self._place(positions, position_width)
-        _initialise(self.blocks, init)
+        _initialise(self, init)
 
     def _place(self, positions: PositionsFactory, width: int | None) -> nn.Module | None:
         """Make the positions; rotary ones go to the attentions."""
@@ -271,11 +271,11 @@ class Transformer(SequenceModule):
         return next((block.growth for block in self.blocks if block.growth), None)
 
 
-def _initialise(blocks: nn.ModuleList, init: Initialisation) -> None:
+def _initialise(transformer: Transformer, init: Initialisation) -> None:
     if init == "pytorch":
         return
-    last = 1 / math.sqrt(2 * len(blocks))
-    for name, module in blocks.named_modules():
+    last = 1 / math.sqrt(2 * len(transformer.blocks))
+    for name, module in transformer.named_modules():
         if isinstance(module, nn.Linear):
             if init == "xavier":
                 nn.init.xavier_uniform_(module.weight)

@@ -121,7 +121,7 @@ class LinearAttention(Attention):
             torch.zeros(batch_size, dtype=torch.long, device=device),
         )
 
-    def attend(  # type: ignore[override]
+    def attend(
         self, q: Tensor, k: Tensor, v: Tensor, state: LinearState | None, lengths: Tensor | None
     ) -> tuple[Tensor, LinearState | None]:
         """Combine queries, keys and values: see `Attention.attend`."""

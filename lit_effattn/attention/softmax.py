@@ -101,7 +101,7 @@ class SoftmaxAttention(Attention):
             return FixedCache(empty(max_len), empty(max_len), length)
         return KeyValueCache(empty(0), empty(0), length)
 
-    def attend(  # type: ignore[override]
+    def attend(
         self,
         q: Tensor,
         k: Tensor,
@@ -121,6 +121,7 @@ class SoftmaxAttention(Attention):
             # A padded key stands after every valid query, so that the causal mask hides it.
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self._dropout_now)
             return y, KeyValueCache(k, v, seen)
+        assert not isinstance(state, WindowCache)
         cache = _append(state, k, v)
         position = state.length[:, None] + torch.arange(n, device=q.device)  # (B, N)
         keys, values = cache.keys, cache.values

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -81,5 +80,3 @@ class Task(Recorded, pl.LightningModule):
 
 def _shape(shape: tuple[int, ...] | None) -> str:
     return "absent" if shape is None else "×".join(map(str, shape)) or "a number"
-
-

@@ -104,7 +104,7 @@ class PixelModel(Task):
         return {"bits_per_dim": self(batch)}
 
     def _score(self, stage: str, batch: Tensor) -> None:
-        metric = self.bits_per_dim[stage]
+        metric: BitsPerDim = self.bits_per_dim[stage]  # type: ignore[assignment]
         metric(self.nll(batch))
         # The metric itself, not its value: Lightning then adds the sums of all processes before it divides.
         self.log(f"{stage}/bits_per_dim", metric, on_step=False, on_epoch=True, prog_bar=True, batch_size=len(batch))
@@ -139,7 +139,9 @@ class PixelModel(Task):
             given = torch.empty(n, 0, dtype=torch.long)
         given = given.to(self.device).long()
         if given.size(1) >= self.n_dims:
-            raise ValueError(f"given holds {given.size(1)} dimensions of an image's {self.n_dims}: none is left to draw")
+            raise ValueError(
+                f"given holds {given.size(1)} dimensions of an image's {self.n_dims}: none is left to draw"
+            )
         training = self.training
         self.eval()
         drawn = generate(

@@ -87,20 +87,18 @@ class LastCheckpoint(Checkpoint):
 
     Args:
         every_n_train_steps: Save every so many optimiser steps too, which bounds what a killed run loses.
-        dirpath: Folder; by default `checkpoints` in the run's.
     """
 
-    def __init__(self, every_n_train_steps: int | None = None, dirpath: str | None = None) -> None:
+    def __init__(self, every_n_train_steps: int | None = None) -> None:
         super().__init__()
         if every_n_train_steps is not None and every_n_train_steps < 1:
             raise ValueError(f"every_n_train_steps={every_n_train_steps} is not positive; leave it out for every epoch")
         self.every_n_train_steps = every_n_train_steps
-        self.dirpath = dirpath
         self._saved_step = -1
 
     def path(self, trainer: pl.Trainer) -> Path:
-        """Where `last.ckpt` is."""
-        return Path(self.dirpath or Path(trainer.default_root_dir) / "checkpoints") / "last.ckpt"
+        """Where `last.ckpt` is: in `checkpoints`, in the run's folder."""
+        return Path(trainer.default_root_dir) / "checkpoints" / "last.ckpt"
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Save, if it is time."""

@@ -1,4 +1,4 @@
-"""The `lit-effattn` command: help, version, and how errors are told. What it does is in `command`, which is slower to load."""
+"""The `lit-effattn` command: its help, and how errors are told. What it does is in `command`, which loads slowly."""
 
 from __future__ import annotations
 

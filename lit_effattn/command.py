@@ -38,6 +38,15 @@ RUN = "LIT_EFFATTN_RUN"
 CHECKPOINT = "LIT_EFFATTN_CKPT_PATH"
 """How the process that a user started tells those that it starts itself (DDP) which run and checkpoint are meant."""
 
+_USAGE = "lit-effattn {} [--config FILE] [--GROUP.OPTION VALUE ...]"
+_ABOUT = {
+    "fit": "Train a model; with --ckpt_path, go on from a checkpoint as if it had never stopped.",
+    "validate": "Score a checkpoint on the validation data.",
+    "test": "Score a checkpoint on the test data.",
+    "predict": "Score every test item by itself, into a CSV file.",
+    "generate": "Draw samples from a checkpoint.",
+}
+
 KEY = "lit_effattn"
 """Where in a checkpoint the configuration lies."""
 
@@ -87,6 +96,7 @@ class CLI(LightningCLI):
             auto_configure_optimizers=False,
             save_config_callback=None,
             load_from_checkpoint_support=False,  # tasks know their own arguments: see lit_effattn.recorded
+            parser_kwargs={name: {"usage": _USAGE.format(name), "description": text} for name, text in _ABOUT.items()},
             args=self.wanted.args,
         )
 
@@ -106,7 +116,6 @@ class CLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add our options, and hand what the data fixes to the model."""
         parser.add_lightning_class_args(callbacks.LastCheckpoint, "checkpoint")
-        parser.set_defaults({"checkpoint.dirpath": None})
         if self.wanted.command == "fit":
             parser.add_argument(
                 "--init_weights",
@@ -196,7 +205,7 @@ class CLI(LightningCLI):
         checkpoint = self.wanted.checkpoint
         of = run_of(checkpoint) if checkpoint else None
         if checkpoint is None or of is None or (self.subcommand == "fit" and checkpoint.name != "last.ckpt"):
-            # Where another program started all processes (torchrun), only the first makes the folder, and only it writes.
+            # Where another program started all processes (torchrun), the first makes the folder; only it writes.
             of = new_run(root) if self._is_first() else root / "of another process"
         os.environ[RUN] = str(of)
         return of
@@ -346,8 +355,8 @@ def _refuse_dropped(saved: dict[str, Any], now: dict[str, Any]) -> None:
         before, after = (_section(_section(s, "model"), "init_args").get(name) for s in (saved, now))
         if "model" in saved and before != after:
             raise ValueError(
-                f"model.{name} is {after} here and {before} in the checkpoint, whose {name} resuming goes on with. "
-                "Leave it as it was, or start anew from the checkpoint's weights: --init_weights in place of --ckpt_path"
+                f"model.{name} is {after} here and {before} in the checkpoint, whose {name} resuming goes on with: "
+                "leave it as it was, or start anew from these weights with --init_weights in place of --ckpt_path"
             )
 
 

@@ -1,4 +1,4 @@
-"""What turns hidden states into a distribution over levels: the last layer of a model, its loss, and its sampler's table."""
+"""What turns hidden states into a distribution over levels: last layer, loss, and the table that is sampled from."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def _plain(value: Any, where: str) -> Any:
 
 
 def _kind_of(factory: partial[Any]) -> type | None:
-    """Return the class that `factory` makes: of partial(Kind, …), or of what jsonargparse makes, partial(its own, Kind, …)."""
+    """Return the class of partial(Kind, …), or of what jsonargparse makes, partial(its own functions, Kind, …)."""
     given = [factory.func, *factory.args]
     kinds = [part for part in given if isinstance(part, type)]
     others = [part for part in given if not isinstance(part, type)]

@@ -1,4 +1,4 @@
-"""The contract of everything that mixes a sequence, `y, state = module(x, state, lengths)`, and what may be done to a state.
+"""The contract of everything that mixes a sequence, `y, state = module(x, state, lengths)`, and what a state allows.
 
 Here, and nowhere else, it is said how a state is detached, moved, selected, counted and saved. What is *in* a state
 belongs to each kind of module; nothing outside that module looks.
@@ -119,6 +119,11 @@ def reads_values(tensor: Tensor) -> bool:
 def valid_positions(lengths: Tensor, n: int) -> Tensor:
     """Return (B, n) booleans, True at the positions before `lengths`."""
     return torch.arange(n, device=lengths.device) < lengths[:, None]
+
+
+def without_padding(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """Put 0 where `x` (B, N, …) is padding, whatever stands there, NaN included."""
+    return x if lengths is None else x.masked_fill(~valid_positions(lengths, x.size(1))[..., None], 0)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from lit_effattn.attention.base import Attention, AttentionFactory
 from lit_effattn.attention.softmax import SoftmaxAttention
 from lit_effattn.positions import PositionsFactory, RotaryPositions, SinusoidalPositions
-from lit_effattn.sequence import SequenceModule, State
+from lit_effattn.sequence import SequenceModule, State, without_padding
 
 Activation = Literal["relu", "gelu", "swiglu"]
 Initialisation = Literal["pytorch", "xavier", "gpt2"]
@@ -79,14 +79,16 @@ class Block(SequenceModule):
     def forward(
         self, x: Tensor, state: State | None = None, lengths: Tensor | None = None
     ) -> tuple[Tensor, State | None]:
-        """See `SequenceModule.forward`; only the attention looks at `lengths`, the rest mixes no positions."""
+        """See `SequenceModule.forward`."""
+        self.check(x, state, lengths)
+        x = without_padding(x, lengths)  # a NaN in padding would reach the LayerNorm's gradients as 0 · NaN
         if self.norm == "pre":
             y, state = self.attention(self.norm_1(x), state, lengths)
             x = x + self.dropout(y)
-            return x + self.dropout(self.feed_forward(self.norm_2(x))), state
+            return without_padding(x + self.dropout(self.feed_forward(self.norm_2(x))), lengths), state
         y, state = self.attention(x, state, lengths)
         x = self.norm_1(x + self.dropout(y))
-        return self.norm_2(x + self.dropout(self.feed_forward(x))), state
+        return without_padding(self.norm_2(x + self.dropout(self.feed_forward(x))), lengths), state
 
     def initial_state(
         self,
@@ -167,6 +169,13 @@ class Transformer(SequenceModule):
         gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
+        for name, value, known in (
+            ("norm", norm, ("pre", "post")),
+            ("activation", activation, get_args(Activation)),
+            ("init", init, get_args(Initialisation)),
+        ):
+            if value not in known:
+                raise ValueError(f"{name}={value!r} is none of {known}")
         kinds = attention if isinstance(attention, list) else [attention]
         if n_layers < 1:
             raise ValueError(f"n_layers={n_layers}; a Transformer has at least one layer")
@@ -228,9 +237,7 @@ class Transformer(SequenceModule):
             else:
                 x, new = block(x, before, lengths)
             after.append(new)
-        y = self.norm(x)
-        if lengths is not None:
-            y = y.masked_fill(~(torch.arange(n, device=x.device) < lengths[:, None])[..., None], 0)
+        y = without_padding(self.norm(x), lengths)
         if not self.causal:
             return y, None
         length = torch.full((b,), n, device=x.device) if lengths is None else lengths

@@ -63,7 +63,7 @@ def test_beyond_the_last_position():
 def test_grid_adds_row_column_and_channel():
     h, w, c = 3, 4, 2
     positions = GridPositions(5, (h, w, c))
-    rows, columns, channels = (table.weight for table in positions.tables)
+    rows, columns, channels = (table.weight for table in (positions.row, positions.column, positions.channel))
     assert (len(rows), len(columns), len(channels)) == (h, w, c)
     p = positions(torch.arange(h * w * c)[None])[0]
     t = 0
@@ -81,7 +81,7 @@ def test_grid_takes_its_shape_from_the_data():
     with pytest.raises(ValueError, match=r"\(12,\)"):
         positions.bind((12,))
     positions.bind((2, 3, 1))
-    assert [len(table.weight) for table in positions.tables] == [2, 3, 1]
+    assert [len(table.weight) for table in (positions.row, positions.column, positions.channel)] == [2, 3, 1]
 
 
 def test_bind_reaches_all_positions_in_a_module():
@@ -89,7 +89,7 @@ def test_bind_reaches_all_positions_in_a_module():
     other = GridPositions(4)
     bind(nn.ModuleList([model, other]), (2, 3, 2))
     assert model.positions.table.num_embeddings == 12
-    assert len(other.tables) == 3
+    assert len(other.column.weight) == 3
     model(torch.zeros(1, 12, 8))
     with pytest.raises(ValueError, match="position 12"):
         model(torch.zeros(1, 13, 8))

@@ -178,7 +178,9 @@ def test_donated_ends_with_an_error():
         (torch.zeros(2, 3, 4), torch.tensor([-1, 2]), "[-1, 2]"),
     ],
 )
-@pytest.mark.parametrize("module", [Running(4), LinearAttention(4, 2), SoftmaxAttention(4, 2)], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize(
+    "module", [Running(4), LinearAttention(4, 2), SoftmaxAttention(4, 2)], ids=lambda m: type(m).__name__
+)
 def test_bad_arguments_are_named_with_their_value(module, x, lengths, words: str):
     what = "lengths" if lengths is not None else "x has shape"
     with pytest.raises(ValueError, match=f"{type(module).__name__}: {what}.*{re.escape(words)}"):

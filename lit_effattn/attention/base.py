@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_effattn.positions import RotaryPositions
-from lit_effattn.sequence import SequenceModule, State, valid_positions
+from lit_effattn.sequence import SequenceModule, State, without_padding
 
 
 class Attention(SequenceModule):
@@ -69,9 +69,7 @@ class Attention(SequenceModule):
     ) -> tuple[Tensor, State | None]:
         """See `SequenceModule.forward`."""
         self.check(x, state, lengths)
-        valid = None if lengths is None else valid_positions(lengths, x.size(1))[..., None]  # (B, N, 1)
-        if valid is not None:
-            x = x.masked_fill(~valid, 0)  # whatever stands in padding, NaN included
+        x = without_padding(x, lengths)
         q, k, v = (self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.rotary is not None:
             position = torch.arange(x.size(1), device=x.device)[None]  # (1, N)
@@ -80,7 +78,7 @@ class Attention(SequenceModule):
             q, k = self.rotary.turn(q, position), self.rotary.turn(k, position)
         y, state = self.attend(q, k, v, state, lengths)
         y = self.out_proj(y.transpose(1, 2).flatten(2))  # (B, H, N, D) -> (B, N, E)
-        return (y if valid is None else y.masked_fill(~valid, 0)), state
+        return without_padding(y, lengths), state
 
     def _heads(self, x: Tensor) -> Tensor:
         """(B, N, E) -> (B, H, N, D)."""

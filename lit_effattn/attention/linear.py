@@ -39,7 +39,8 @@ class EluFeatureMap(FeatureMap):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `x`."""
-        return F.elu(x) + 1
+        # F.elu(x) + 1 is 0 in float32 from x = −17 on, and its backward fails under torch.compile(backend="aot_eager").
+        return F.relu(x) + x.clamp(max=0).exp()
 
 
 class ReluFeatureMap(FeatureMap):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -68,8 +69,8 @@ def linear_attention_step(
 
     With `in_place` the sums are added to where they are, and nothing of their size is allocated.
     """
-    kv = k.transpose(-1, -2) @ v  # (B, H, F, D)
-    s = s.add_(kv) if in_place else s + kv
+    column = k.transpose(-1, -2)  # (B, H, F, 1), times v (B, H, 1, D)
+    s = s.addcmul_(column, v) if in_place else torch.addcmul(s, column, v)
     z = z.add_(k[:, :, 0]) if in_place else z + k[:, :, 0]
     return (q @ s) / ((q @ z[..., None]) + eps), s, z
 

@@ -26,7 +26,7 @@ def windowed_attention(
     Returns:
         (B, H, N, D).
     """
-    b, h, n, d = q.shape
+    b, _, n, _ = q.shape
     m = k.size(2) - n
     size = min(window, n)  # queries in a block
     reach = window - 1  # keys before a block that its queries can see

@@ -140,7 +140,7 @@ class PixelModel(Task):
         given = given.to(self.device).long()
         if given.size(1) >= self.n_dims:
             raise ValueError(
-                f"given holds {given.size(1)} dimensions of an image's {self.n_dims}: none is left to draw"
+                f"given holds {given.size(1)} of an image's {self.n_dims} dimensions: none is left to draw"
             )
         training = self.training
         self.eval()

@@ -112,7 +112,11 @@ STACKS = [
     Case("Transformer-dealt", stack([SOFTMAX, LINEAR]), 4),
     Case("Transformer-dealt-bidirectional", stack([SOFTMAX, LINEAR]), 4, causal=False),
     Case("Transformer-rotary-post", stack([LINEAR, WINDOW], positions=RotaryPositions, norm="post"), 5),
-    Case("Transformer-concatenated", stack(LINEAR, positions=partial(LearnedPositions, max_len=8192), position_width=3), 4),
+    Case(
+        "Transformer-concatenated",
+        stack(LINEAR, positions=partial(LearnedPositions, max_len=8192), position_width=3),
+        4,
+    ),
     Case("Transformer-checkpointed", stack([WINDOW], gradient_checkpointing=True, positions=None), 5),
     Case("Block", block, 4),
 ]

@@ -18,8 +18,7 @@ def by_hand(q, k, v, s, z, eps=1e-6):
         s = s + torch.einsum("bhf,bhd->bhfd", k[:, :, i], v[:, :, i])
         z = z + k[:, :, i]
         out.append(
-            torch.einsum("bhf,bhfd->bhd", q[:, :, i], s)
-            / (torch.einsum("bhf,bhf->bh", q[:, :, i], z) + eps)[..., None]
+            torch.einsum("bhf,bhfd->bhd", q[:, :, i], s) / (torch.einsum("bhf,bhf->bh", q[:, :, i], z) + eps)[..., None]
         )
     return torch.stack(out, 2), s, z
 

@@ -1,0 +1,172 @@
+"""Bits per dimension of PNG, WebP and simple statistics on the images that models are tested on."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from benchmarks.measuring import Spread
+from benchmarks.report import Report, Row
+from datamodules import PixelSequences
+from lit_effattn import PixelModel
+
+CODERS: dict[str, dict[str, Any]] = {
+    "PNG": {"format": "PNG", "optimize": True},
+    "WebP, lossless": {"format": "WEBP", "lossless": True, "quality": 100, "method": 6},
+}
+
+NOTES = [
+    "bits/dim: 8 · bytes / (H W C), or the mean of −log2 p; over the test split of `PixelSequences`. Per image: median "
+    "(min–max) over its images.",
+    "a file each: headers are included, and weigh much in images so small. One grid: all images side by side in one "
+    "file, in shuffled order, so that a coder gains nothing from neighbours that a model does not see.",
+    "Digits are coded as 8-bit grey, their 17 levels spread over 0 … 255.",
+    "Statistics are counted on the training split, with one added to every count.",
+]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--datasets", nargs="+", choices=("photos", "digits"), default=["photos", "digits"], help="default: both"
+    )
+    parser.add_argument("--ckpt_path", type=Path, nargs="+", default=[], help="checkpoints of models to score as well")
+
+
+def run(args: argparse.Namespace) -> Report:
+    loaded = [PixelModel.load_from_checkpoint(path, map_location=args.device).eval() for path in args.ckpt_path]
+    rows: list[Row] = []
+    unused = set(range(len(loaded)))
+    for name in args.datasets:
+        data = PixelSequences(name)
+        data.setup("fit")
+        data.setup("test")
+        rows += _coders(name, data) + _statistics(name, data)
+        for i, model in enumerate(loaded):
+            if (model.image_shape, model.n_levels) == (data.image_shape, data.n_levels):
+                rows.append(_model_row(name, args.ckpt_path[i], model, data))
+                unused.discard(i)
+    if unused:
+        i = min(unused)
+        raise ValueError(
+            f"ckpt_path={args.ckpt_path[i]}: a model of {loaded[i].image_shape} images at {loaded[i].n_levels} levels, "
+            f"which none of datasets={args.datasets} has"
+        )
+    return Report("compression", rows, NOTES)
+
+
+# ------------------------------------------------------------------------------------------------------- image coders
+
+
+def encode(image: Tensor, options: dict[str, Any]) -> bytes:
+    """Return the file that Pillow makes of an image (C, H, W) of uint8.
+
+    Raises:
+        RuntimeError: decoding it gives another image.
+    """
+    pixels = image.permute(1, 2, 0).numpy()  # (C, H, W) -> (H, W, C)
+    picture = Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
+    file = io.BytesIO()
+    picture.save(file, **options)
+    if not np.array_equal(np.asarray(Image.open(file).convert(picture.mode)), np.asarray(picture)):
+        raise RuntimeError(f"Pillow's {options} did not keep the image: its bytes can't be compared")
+    return file.getvalue()
+
+
+def grid(images: Tensor) -> Tensor:
+    """Lay images in shuffled order side by side: (n, C, H, W) -> (C, rows · H, columns · W), all places filled."""
+    n = len(images)
+    rows = max(r for r in range(1, math.isqrt(n) + 1) if n % r == 0)
+    images = images[torch.randperm(n, generator=torch.Generator().manual_seed(0))]
+    # (rows, columns, C, H, W) -> (C, rows, H, columns, W)
+    return images.unflatten(0, (rows, n // rows)).permute(2, 0, 3, 1, 4).flatten(3, 4).flatten(1, 2)
+
+
+def _coders(name: str, data: PixelSequences) -> list[Row]:
+    images = data.to_images(split(data, "test"))  # (n, C, H, W)
+    rows = []
+    for coder, options in CODERS.items():
+        sizes = torch.tensor([len(encode(image, options)) for image in images])
+        rows.append(_row(name, f"{coder}, a file each", data, 8 * sizes / images[0].numel(), int(sizes.sum())))
+    for coder, options in CODERS.items():
+        size = len(encode(grid(images), options))
+        rows.append(_row(name, f"{coder}, one grid", data, torch.tensor([8 * size / images.numel()]), size))
+    return rows
+
+
+# --------------------------------------------------------------------------------------------------------- statistics
+
+
+def histogram_bits(train: Tensor, test: Tensor, n_levels: int) -> Tensor:
+    """Return bits/dim of each image under a histogram a position: (m, N) and (n, N) levels -> (n,)."""
+    position = torch.arange(train.size(1))  # (N,), which is each dimension's context
+    return _context_bits(position.expand_as(train), train, position.expand_as(test), test, n_levels)
+
+
+def neighbour_bits(train: Tensor, test: Tensor, n_levels: int) -> Tensor:
+    """Return bits/dim of each image given its left and upper pixel: (m, H, W) and (n, H, W) levels -> (n,)."""
+    return _context_bits(_neighbours(train, n_levels), train, _neighbours(test, n_levels), test, n_levels)
+
+
+def _neighbours(levels: Tensor, n_levels: int) -> Tensor:
+    """Number each pixel's pair of left and upper neighbour, (n, H, W); outside the image is a level of its own."""
+    padded = torch.nn.functional.pad(levels, (1, 0, 1, 0), value=n_levels)  # (n, H + 1, W + 1)
+    return padded[:, 1:, :-1] * (n_levels + 1) + padded[:, :-1, 1:]
+
+
+def _context_bits(train_context: Tensor, train: Tensor, context: Tensor, test: Tensor, n_levels: int) -> Tensor:
+    """Return the mean −log2 p(level | context) of each test image, p = (count + 1) / (context's count + n_levels)."""
+    n_contexts = 1 + int(max(train_context.max(), context.max()))
+    seen = torch.bincount((train_context * n_levels + train).flatten(), minlength=n_contexts * n_levels)
+    counts = seen.view(n_contexts, n_levels).double() + 1
+    bits = -(counts / counts.sum(1, keepdim=True)).log2()
+    return bits[context, test].flatten(1).mean(1)
+
+
+def _statistics(name: str, data: PixelSequences) -> list[Row]:
+    train, test = split(data, "train").long(), split(data, "test").long()
+    uniform = torch.full((len(test),), math.log2(data.n_levels))
+    rows = [_row(name, "uniform", data, uniform)]
+    height, width, channels = data.image_shape
+    if data.n_levels**3 * channels > len(train) * train.size(1):
+        return rows  # more entries in a table than training pixels: it would say nothing
+    rows.append(_row(name, "histogram of each position", data, histogram_bits(train, test, data.n_levels)))
+    train, test = (levels.view(-1, height, width) for levels in (train, test))  # (n, H · W) -> (n, H, W)
+    rows.append(_row(name, "table of left and upper pixel", data, neighbour_bits(train, test, data.n_levels)))
+    return rows
+
+
+# -------------------------------------------------------------------------------------------------------------- models
+
+
+@torch.no_grad()
+def _model_row(name: str, path: Path, model: PixelModel, data: PixelSequences) -> Row:
+    bits = torch.cat([model(batch.to(model.device)).cpu() for batch in split(data, "test").split(32)])
+    first = "" if model.score_first else ", without the first dimension"
+    return _row(name, f"model {path.name}{first}", data, bits)
+
+
+def split(data: PixelSequences, name: str) -> Tensor:
+    """Return all levels of a split, (n, H · W · C) of uint8."""
+    images = data.splits[name]
+    return images[list(range(len(images)))]
+
+
+def _row(name: str, coder: str, data: PixelSequences, bits: Tensor, n_bytes: int | None = None) -> Row:
+    """Make a row from the bits/dim of each image, (n,), or of all of them, (1,)."""
+    mean = float(bits.double().mean())
+    return {
+        "data": f"{name}, {len(data.splits['test'])} images",
+        "coder": coder,
+        "bytes": "—" if n_bytes is None else n_bytes,
+        "bits/dim": f"{mean:.3f}",
+        "per image": Spread(tuple(bits.tolist())) if len(bits) > 1 else "—",
+        "÷ uniform": mean / math.log2(data.n_levels),
+    }

@@ -1,0 +1,115 @@
+"""How time and memory are measured: interleaved rounds, their spread, and the bytes alive in a computation."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+T = TypeVar("T")
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One figure, measured once a round (or once an image)."""
+
+    samples: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The middle one."""
+        return statistics.median(self.samples)
+
+    def map(self, function: Callable[[float], float]) -> Spread:
+        """Return `function` of every sample."""
+        return Spread(tuple(function(x) for x in self.samples))
+
+    def __truediv__(self, other: Spread) -> Spread:
+        """Divide round by round: what slowed a whole round down cancels."""
+        return Spread(tuple(a / b for a, b in zip(self.samples, other.samples, strict=True)))
+
+
+def now(device: torch.device) -> float:
+    """Return the time in seconds, after all that `device` was given to do is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def seconds_of(function: Callable[[], Any], device: torch.device) -> float:
+    """Time one call."""
+    start = now(device)
+    function()
+    return now(device) - start
+
+
+def interleaved(title: str, measures: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
+    """Measure A B A B …, not A A B B: a machine that becomes slower meanwhile does so for all."""
+    results: dict[str, list[T]] = {name: [] for name in measures}
+    for i in range(repeats):
+        for name, measure in measures.items():
+            print(f"{title}: round {i + 1} of {repeats}, {name}", file=sys.stderr, flush=True)
+            results[name].append(measure())
+    return results
+
+
+def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
+    """Return the most bytes of tensors alive at once in `function`, above those alive before it.
+
+    CUDA: by the allocator, so that scratch memory inside kernels counts too. Elsewhere: of the tensors that operators
+    return, each storage once, until it is freed; scratch memory inside an operator is not seen.
+    """
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        function()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    with _AliveBytes() as alive:
+        function()
+    return alive.peak
+
+
+class _AliveBytes(TorchDispatchMode):
+    """Follows the storages that operators make inside, the backward pass's included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = self.peak = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        known = {_identity(t) for t in _tensors((args, kwargs))}  # a view, or an argument changed in place
+        for t in _tensors(out):
+            if _identity(t) not in known:
+                known.add(_identity(t))
+                self._follow(t.untyped_storage())
+        return out
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        self.alive += storage.nbytes()
+        self.peak = max(self.peak, self.alive)
+        weakref.finalize(storage, self._freed, storage.nbytes()).atexit = False
+
+    def _freed(self, nbytes: int) -> None:
+        self.alive -= nbytes
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _identity(t: Tensor) -> int:
+    return t.untyped_storage()._cdata

@@ -1,0 +1,71 @@
+"""The models that are measured: the same `PixelModel` around either attention."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NamedTuple
+
+import torch
+
+from lit_effattn import PixelModel, Transformer
+from lit_effattn.attention import LinearAttention, SoftmaxAttention
+from lit_effattn.heads import MixtureOfLogisticsHead
+
+KINDS = {"linear": LinearAttention, "softmax": SoftmaxAttention}
+
+IMAGES = {784: "784 (MNIST, 28×28×1)", 3072: "3072 (CIFAR-10, 32×32×3)"}
+
+
+class Size(NamedTuple):
+    """Of a Transformer."""
+
+    n_layers: int
+    n_heads: int
+    d_model: int
+
+    def __str__(self) -> str:
+        return f"{self.n_layers} layers, {self.n_heads} heads, E {self.d_model}"
+
+
+MNIST = Size(8, 8, 256)
+CIFAR = Size(16, 8, 256)
+SMALL = Size(4, 4, 128)
+
+
+def size_for(length: int, small: bool) -> Size:
+    """Return the recipe of Katharopoulos et al. 2020 for images of `length` dimensions, or the small one."""
+    if small:
+        return SMALL
+    return CIFAR if length >= 3072 else MNIST
+
+
+def build(kind: str, length: int, size: Size, device: torch.device) -> PixelModel:
+    """Make a model of images with `length` dimensions; equal weights whatever the kind, for both have the same."""
+    torch.manual_seed(0)
+    backbone = Transformer(
+        size.d_model, size.n_heads, size.n_layers, attention=KINDS[kind], position_width=size.d_model // 2
+    )
+    # As in the paper, the first dimension is not scored. The image's shape is of no consequence: positions are 1-D.
+    return PixelModel(backbone, (length, 1, 1), head=MixtureOfLogisticsHead, score_first=False).to(device)
+
+
+def random_levels(rows: int, length: int, device: torch.device) -> torch.Tensor:
+    """Return (rows, length) levels; what an image shows does not change what it costs."""
+    return torch.randint(0, 256, (rows, length), generator=torch.Generator().manual_seed(0)).to(device)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, lengths: list[int], repeats: int) -> None:
+    """Add the options that all measurements of a model share."""
+    parser.add_argument(
+        "--lengths", type=positive, nargs="+", default=lengths, help="tokens of a sequence; default: %(default)s"
+    )
+    parser.add_argument("--repeats", type=positive, default=repeats, help="rounds; default: %(default)s")
+    parser.add_argument("--small", action="store_true", help=f"{SMALL} instead of the paper's sizes")
+
+
+def positive(text: str) -> int:
+    """Read a positive integer."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return number

@@ -1,0 +1,127 @@
+"""Tables as Markdown and JSON, each behind what one needs to know to repeat it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.measuring import Spread
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Value = str | int | float | Spread | None
+"""What stands in a table. None: it was not measured."""
+
+Row = dict[str, Value]
+
+
+@dataclass(frozen=True)
+class Report:
+    """One benchmark's results.
+
+    Attributes:
+        name: Of the benchmark and of its files.
+        rows: All with the same columns.
+        notes: What a reader must know to read the table.
+        plot: Draws the picture, where one says more.
+    """
+
+    name: str
+    rows: list[Row]
+    notes: list[str] = field(default_factory=list)
+    plot: Callable[[Figure], None] | None = None
+
+
+def publish(report: Report, settings: Mapping[str, Any], command: str, output: Path | None) -> None:
+    """Print `report`, and write its files into the folder `output`."""
+    header = _header(settings, command)
+    text = markdown(report, header)
+    print(text, flush=True)
+    if output is None:
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    (output / f"{report.name}.md").write_text(text, encoding="utf-8")
+    rows = [{column: _plain(value) for column, value in row.items()} for row in report.rows]
+    whole = {"name": report.name, **header, "settings": _words(settings), "rows": rows, "notes": report.notes}
+    (output / f"{report.name}.json").write_text(json.dumps(whole, indent=2, ensure_ascii=False), encoding="utf-8")
+    if report.plot is not None:
+        _picture(report.plot, output / f"{report.name}.png")
+
+
+def markdown(report: Report, header: Mapping[str, str]) -> str:
+    """Return the header as a list, the table and the notes."""
+    columns = list(report.rows[0])
+    lines = [f"## {report.name}", "", *(f"- {name}: {value}" for name, value in header.items()), ""]
+    lines += [_line(columns), _line(["---"] * len(columns))]
+    lines += [_line([cell(row[column]) for column in columns]) for row in report.rows]
+    lines += ["", *(f"- {note}" for note in report.notes), ""]
+    return "\n".join(lines)
+
+
+def cell(value: Value) -> str:
+    """Return what a table shows: of a spread its median, and its ends in brackets."""
+    if value is None:
+        return "not measured"
+    if isinstance(value, Spread):
+        return f"{_number(value.median)} ({_number(min(value.samples))}–{_number(max(value.samples))})"
+    return value if isinstance(value, str) else _number(value)
+
+
+def _number(x: float) -> str:
+    return f"{x:,.0f}" if isinstance(x, int) or abs(x) >= 100 else f"{x:.3g}"
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _plain(value: Value) -> Any:
+    if not isinstance(value, Spread):
+        return value
+    low, high = min(value.samples), max(value.samples)
+    return {"median": value.median, "min": low, "max": high, "samples": list(value.samples)}
+
+
+def _header(settings: Mapping[str, Any], command: str) -> dict[str, str]:
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "lit-effattn", "pillow"))
+    return {
+        "machine": f"{_cpu()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads; GPU: {gpu}",
+        "versions": f"python {platform.python_version()}, {versions}",
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="minutes"),
+        "settings": ", ".join(f"{name} {value}" for name, value in _words(settings).items()),
+        "command": f"`{command}`",
+    }
+
+
+def _words(settings: Mapping[str, Any]) -> dict[str, str]:
+    return {k: " ".join(map(str, v)) if isinstance(v, list) else str(v) for k, v in settings.items()}
+
+
+def _cpu() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _picture(draw: Callable[[Figure], None], path: Path) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print(f"no {path.name}: pip install 'lit-effattn[bench]' brings matplotlib", file=sys.stderr)
+        return
+    figure = Figure(layout="constrained")
+    draw(figure)
+    figure.savefig(path, dpi=150)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import NoReturn
 
 # Lightning 2.6 itself calls what jsonargparse deprecates; a user can do nothing about it.
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
@@ -47,7 +48,7 @@ def main(args: list[str] | None = None) -> None:
         print(f"lit-effattn {version('lit-effattn')}")
         return
     if args[0] not in COMMANDS:
-        _fail(f"{args[0]!r} is not a command; there are {', '.join(COMMANDS)}", code=2)
+        fail(f"{args[0]!r} is not a command; there are {', '.join(COMMANDS)}", code=2)
     from lit_effattn.command import run
 
     if os.environ.get(DEBUG):
@@ -55,11 +56,13 @@ def main(args: list[str] | None = None) -> None:
         return
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+    from lit_effattn.complaints import plain
+
     try:
         run(args)
     # What our own checks raise, and those below us: their messages name the culprit, their tracebacks don't help.
     except (ValueError, OSError, MisconfigurationException) as error:
-        _fail(_message(error))
+        fail(plain(_message(error)))
 
 
 def _message(error: BaseException) -> str:
@@ -70,7 +73,8 @@ def _message(error: BaseException) -> str:
     return text
 
 
-def _fail(message: str, code: int = 1) -> None:
+def fail(message: str, code: int = 1) -> NoReturn:
+    """End the command with a message; code 2 is for what was said wrong, 1 for what went wrong."""
     print(f"lit-effattn: error: {message}", file=sys.stderr)
     if code == 1:
         print(f"(with {DEBUG}=1 in the environment you see where)", file=sys.stderr)

@@ -10,7 +10,7 @@ import os
 import tempfile
 import warnings
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import lightning.pytorch as pl
 import yaml
@@ -27,6 +27,8 @@ import lit_effattn.heads
 import lit_effattn.positions
 import lit_effattn.schedules
 from callbacks.checkpoints import read_checkpoint
+from lit_effattn.cli import DEBUG, fail
+from lit_effattn.complaints import plain
 from lit_effattn.runs import discard_if_empty, find_checkpoint, new_folder, new_run, run_of
 from lit_effattn.tasks import Task
 from lit_effattn.trainer import Trainer
@@ -80,6 +82,16 @@ def _quieten() -> None:
     )
 
 
+class _Parser(LightningArgumentParser):
+    """A parser that says what is wrong in a line."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """End the command; with LIT_EFFATTN_DEBUG, with all that jsonargparse has to say."""
+        if os.environ.get(DEBUG) or not self.exit_on_error:  # a nested parser, whose parent will tell
+            super().error(message, ex)
+        fail(plain(message), code=2)
+
+
 class CLI(LightningCLI):
     """LightningCLI with a folder a run, and checkpoints whose configuration comes first and flags over it."""
 
@@ -91,6 +103,7 @@ class CLI(LightningCLI):
             trainer_class=Trainer,
             trainer_defaults={"default_root_dir": ROOT, "log_every_n_steps": 10},
             seed_everything_default=0,
+            parser_class=_Parser,
             subclass_mode_model=True,
             subclass_mode_data=True,
             auto_configure_optimizers=False,

@@ -68,6 +68,11 @@ def _age(checkpoint: Path) -> tuple[str, int]:
 
 
 def discard_if_empty(run: Path) -> None:
-    """Delete the folder of a run that failed before it wrote anything."""
-    if run.is_dir() and not any(path.is_file() for path in run.rglob("*")):
-        shutil.rmtree(run)
+    """Delete the folder of a run that failed before it wrote anything, and those above that were made for it."""
+    if not run.is_dir() or any(path.is_file() for path in run.rglob("*")):
+        return
+    shutil.rmtree(run)
+    for folder in run.parents:
+        if folder == Path.cwd() or any(folder.iterdir()):
+            return
+        folder.rmdir()

@@ -1,0 +1,103 @@
+"""What is wrong with a configuration, in a line or two.
+
+jsonargparse tells of every type of a union that did not fit, level by level. Here its report is boiled down to the
+option, the value and what would have been right; what is not understood is passed on, without the noise.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lit_effattn.attention import Attention
+from lit_effattn.heads import Head
+from lit_effattn.positions import Positions
+from lit_effattn.sequence import SequenceModule
+from lit_effattn.tasks import Task
+
+_BASES: dict[str, type] = {
+    "model": Task,
+    "data": pl.LightningDataModule,
+    "backbone": SequenceModule,
+    "attention": Attention,
+    "positions": Positions,
+    "head": Head,
+    "optimizer": torch.optim.Optimizer,
+    "lr_scheduler": torch.optim.lr_scheduler.LRScheduler,
+    "callbacks": pl.Callback,
+}
+_NOISE = re.compile(
+    r"^\s*(-\s)?(Does not validate against|Subtypes: |Errors:|Given value|Expected a <class 'NoneType'>|$)"
+)
+
+
+def plain(report: str) -> str:
+    """Boil a report of jsonargparse down; any other text comes back as it is."""
+    if "required: fit.data, fit.model" in report:
+        return "fit needs to know what to train: give --config with one of the files in configs/, or --model and --data"
+    if "Parser key" not in report and "Does not validate" not in report:
+        return report
+    option = ".".join(re.findall(r'Parser key "([^"]+)"', report))
+    value = _value(report)
+    if match := re.search(r"Option '([^']+)' is not accepted", report):
+        return _unknown_option(option, match[1], re.findall(r"class_path[ =]'([^']+)'", report))
+    if match := re.search(r"Expected a dot import path string: (\S+)", report):
+        return _unknown_class(option, match[1])
+    expected = [_readable(e) for e in re.findall(r"^\s*(?:- )?Expected a (.+?)(?:\. Got value: .*)?$", report, re.M)]
+    expected = list(dict.fromkeys(e for e in expected if e != "NoneType"))
+    if option and value is not None and expected:
+        return f"{option}={value} is not {' or '.join(expected)}"
+    kept = [line.strip().removeprefix("- ") for line in report.splitlines() if not _NOISE.match(line)]
+    return "; ".join(dict.fromkeys(kept))
+
+
+def _value(report: str) -> str | None:
+    found = re.search(r"Got value: (.*)", report) or re.search(r"^\s*Given value: (.*)", report, re.M)
+    return found[1] if found else None
+
+
+def _readable(expected: str) -> str:
+    """typing.Literal['pre', 'post'] -> one of 'pre', 'post'; <class 'int'> -> int."""
+    if match := re.fullmatch(r"typing\.Literal\[(.*)\]", expected):
+        return f"one of {match[1]}"
+    return re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", expected)
+
+
+def _unknown_option(path: str, name: str, class_paths: list[str]) -> str:
+    kind = _find(class_paths[-1]) if class_paths else None
+    if kind is None:
+        return f"{path}: there is no option {name!r}"
+    known = [p for p in inspect.signature(kind).parameters if p not in ("self", "params", "optimizer")]
+    return f"{path}: {kind.__name__} has no option {name!r}; {_instead(name, known)}"
+
+
+def _unknown_class(path: str, name: str) -> str:
+    base = _BASES.get(path.rpartition(".")[2])
+    known = sorted({kind.__name__ for kind in _concrete(base)}) if base else []
+    return f"{path}: there is no class {name!r}" + (f"; {_instead(name, known)}" if known else "")
+
+
+def _instead(name: str, known: list[str]) -> str:
+    close = get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+
+
+def _concrete(base: type) -> Iterable[type]:
+    for kind in base.__subclasses__():
+        if not inspect.isabstract(kind) and not kind.__name__.startswith("_"):
+            yield kind
+        yield from _concrete(kind)
+
+
+def _find(class_path: str) -> Any:
+    module, _, name = class_path.rpartition(".")
+    try:
+        return getattr(__import__(module, fromlist=[name]), name)
+    except (ImportError, AttributeError, ValueError):
+        return None

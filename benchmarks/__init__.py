@@ -1,1 +1,1 @@
-"""What linear attention costs beside softmax attention, measured side by side in the same run: `python -m benchmarks`."""
+"""What linear attention costs beside softmax attention, measured in the same run: `python -m benchmarks`."""

@@ -41,24 +41,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Report:
-    loaded = [PixelModel.load_from_checkpoint(path, map_location=args.device).eval() for path in args.ckpt_path]
+    models = [PixelModel.load_from_checkpoint(path, map_location=args.device).eval() for path in args.ckpt_path]
+    sets = {name: PixelSequences(name) for name in args.datasets}
+    for path, model in zip(args.ckpt_path, models, strict=True):
+        if not any(_fits(model, data) for data in sets.values()):
+            raise ValueError(
+                f"ckpt_path={path}: a model of {model.image_shape} images at {model.n_levels} levels, which none of "
+                f"datasets={args.datasets} has"
+            )
     rows: list[Row] = []
-    unused = set(range(len(loaded)))
-    for name in args.datasets:
-        data = PixelSequences(name)
+    for name, data in sets.items():
         data.setup("fit")
         data.setup("test")
         rows += _coders(name, data) + _statistics(name, data)
-        for i, model in enumerate(loaded):
-            if (model.image_shape, model.n_levels) == (data.image_shape, data.n_levels):
-                rows.append(_model_row(name, args.ckpt_path[i], model, data))
-                unused.discard(i)
-    if unused:
-        i = min(unused)
-        raise ValueError(
-            f"ckpt_path={args.ckpt_path[i]}: a model of {loaded[i].image_shape} images at {loaded[i].n_levels} levels, "
-            f"which none of datasets={args.datasets} has"
-        )
+        for path, model in zip(args.ckpt_path, models, strict=True):
+            if _fits(model, data):
+                rows.append(_model_row(name, path, model, data))
     return Report("compression", rows, NOTES)
 
 
@@ -135,8 +133,8 @@ def _statistics(name: str, data: PixelSequences) -> list[Row]:
     uniform = torch.full((len(test),), math.log2(data.n_levels))
     rows = [_row(name, "uniform", data, uniform)]
     height, width, channels = data.image_shape
-    if data.n_levels**3 * channels > len(train) * train.size(1):
-        return rows  # more entries in a table than training pixels: it would say nothing
+    if channels > 1:
+        return rows  # with 256 levels a table of contexts has more entries than there are training pixels
     rows.append(_row(name, "histogram of each position", data, histogram_bits(train, test, data.n_levels)))
     train, test = (levels.view(-1, height, width) for levels in (train, test))  # (n, H · W) -> (n, H, W)
     rows.append(_row(name, "table of left and upper pixel", data, neighbour_bits(train, test, data.n_levels)))
@@ -144,6 +142,10 @@ def _statistics(name: str, data: PixelSequences) -> list[Row]:
 
 
 # -------------------------------------------------------------------------------------------------------------- models
+
+
+def _fits(model: PixelModel, data: PixelSequences) -> bool:
+    return (model.image_shape, model.n_levels) == (data.image_shape, data.n_levels)
 
 
 @torch.no_grad()
@@ -166,7 +168,7 @@ def _row(name: str, coder: str, data: PixelSequences, bits: Tensor, n_bytes: int
         "data": f"{name}, {len(data.splits['test'])} images",
         "coder": coder,
         "bytes": "—" if n_bytes is None else n_bytes,
-        "bits/dim": f"{mean:.3f}",
+        "bits/dim": mean,
         "per image": Spread(tuple(bits.tolist())) if len(bits) > 1 else "—",
         "÷ uniform": mean / math.log2(data.n_levels),
     }

@@ -7,6 +7,7 @@ import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measuring import MIB, Spread, interleaved
-from benchmarks.models import KINDS, MNIST, SMALL, Size, add_model_arguments, build, positive
+from benchmarks.models import KINDS, MNIST, SMALL, Size, add_model_arguments, at_least, build
 from benchmarks.report import Report, Row
 from lit_effattn.generation import generate
 from lit_effattn.sequence import SequenceModule, State, nbytes
@@ -40,7 +41,7 @@ class Probe(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, lengths=[256, 512, 1024, 2048, 4096], repeats=3)
-    parser.add_argument("--batch_size", type=positive, default=1, help="images at once; default: %(default)s")
+    parser.add_argument("--batch_size", type=at_least(1), default=1, help="images at once; default: %(default)s")
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -63,11 +64,17 @@ def _probes(length: int, size: Size, args: argparse.Namespace) -> dict[str, list
 
 def _in_fresh_process(function: Callable[[], Probe]) -> Probe:
     """Call `function` where nothing that was done before counts."""
-    # A fork server: its children are fresh, yet find the libraries imported.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.memory"])
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
+    with ProcessPoolExecutor(1, mp_context=_fresh()) as pool:
         return pool.submit(function).result()
+
+
+def _fresh() -> BaseContext:
+    """Return what starts processes that inherit nothing measured so far."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")  # Windows
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.memory"])  # its children then find the libraries imported
+    return context
 
 
 def probe(kind: str, length: int, size: Size, batch_size: int, device: torch.device) -> Probe:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -42,8 +43,17 @@ def size_for(length: int, small: bool) -> Size:
 def build(kind: str, length: int, size: Size, device: torch.device) -> PixelModel:
     """Make a model of images with `length` dimensions; equal weights whatever the kind, for both have the same."""
     torch.manual_seed(0)
+    # All but the sizes is the paper's, as in configs/mnist_linear.yaml.
     backbone = Transformer(
-        size.d_model, size.n_heads, size.n_layers, attention=KINDS[kind], position_width=size.d_model // 2
+        size.d_model,
+        size.n_heads,
+        size.n_layers,
+        attention=KINDS[kind],
+        position_width=size.d_model // 2,
+        norm="post",
+        final_norm=True,
+        activation="relu",
+        init="pytorch",
     )
     # As in the paper, the first dimension is not scored. The image's shape is of no consequence: positions are 1-D.
     return PixelModel(backbone, (length, 1, 1), head=MixtureOfLogisticsHead, score_first=False).to(device)
@@ -57,15 +67,19 @@ def random_levels(rows: int, length: int, device: torch.device) -> torch.Tensor:
 def add_model_arguments(parser: argparse.ArgumentParser, lengths: list[int], repeats: int) -> None:
     """Add the options that all measurements of a model share."""
     parser.add_argument(
-        "--lengths", type=positive, nargs="+", default=lengths, help="tokens of a sequence; default: %(default)s"
+        "--lengths", type=at_least(3), nargs="+", default=lengths, help="tokens of a sequence; default: %(default)s"
     )
-    parser.add_argument("--repeats", type=positive, default=repeats, help="rounds; default: %(default)s")
+    parser.add_argument("--repeats", type=at_least(1), default=repeats, help="rounds; default: %(default)s")
     parser.add_argument("--small", action="store_true", help=f"{SMALL} instead of the paper's sizes")
 
 
-def positive(text: str) -> int:
-    """Read a positive integer."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return number
+def at_least(least: int) -> Callable[[str], int]:
+    """Return what reads an integer for argparse and refuses a smaller one."""
+
+    def integer(text: str) -> int:
+        number = int(text)
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
+        return number
+
+    return integer

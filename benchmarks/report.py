@@ -6,7 +6,6 @@ import datetime
 import json
 import os
 import platform
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -117,11 +116,8 @@ def _cpu() -> str:
 
 
 def _picture(draw: Callable[[Figure], None], path: Path) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print(f"no {path.name}: pip install 'lit-effattn[bench]' brings matplotlib", file=sys.stderr)
-        return
+    from matplotlib.figure import Figure  # of the extra "bench": nothing else needs it
+
     figure = Figure(layout="constrained")
     draw(figure)
     figure.savefig(path, dpi=150)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from benchmarks.measuring import MIB, Spread, interleaved, peak_bytes, seconds_of
-from benchmarks.models import IMAGES, KINDS, add_model_arguments, build, positive, random_levels, size_for
+from benchmarks.models import IMAGES, KINDS, add_model_arguments, at_least, build, random_levels, size_for
 from benchmarks.report import Report, Row
 from lit_effattn import PixelModel
 
@@ -25,7 +26,7 @@ NOTES = [
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, lengths=[784, 3072], repeats=7)
     parser.add_argument(
-        "--tokens", type=positive, default=3072, help="about as many a step, in whole images; default: %(default)s"
+        "--tokens", type=at_least(1), default=3072, help="about as many a step, in whole images; default: %(default)s"
     )
 
 
@@ -63,11 +64,7 @@ def _compare(length: int, args: argparse.Namespace) -> list[Row]:
     for training in trainings.values():
         training.step()
     peaks = {kind: training.peak() for kind, training in trainings.items()}
-
-    def timer(training: _Training) -> float:
-        return seconds_of(training.step, args.device)
-
-    measures = {kind: lambda t=training: timer(t) for kind, training in trainings.items()}
+    measures = {kind: partial(seconds_of, training.step, args.device) for kind, training in trainings.items()}
     results = interleaved(f"steps, length {length}", measures, args.repeats)
     seconds = {kind: Spread(tuple(samples)) for kind, samples in results.items()}
     return [

@@ -62,7 +62,7 @@ def read_checkpoint(path: str | Path, *, weights_only: bool = True) -> dict[str,
         raise FileNotFoundError(f"there is no checkpoint {path}")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=weights_only)
-    except (RuntimeError, EOFError, pickle.UnpicklingError, KeyError) as error:
+    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError, KeyError) as error:
         raise ValueError(
             f"{path} ({path.stat().st_size:,} bytes) can't be read as a checkpoint: it is cut off, damaged, or of "
             f"another program ({str(error).splitlines()[0] if str(error) else type(error).__name__})"

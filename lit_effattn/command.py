@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -56,6 +57,7 @@ KEY = "lit_effattn"
 def run(args: list[str]) -> None:
     """Parse `args` and do what they say."""
     _quieten()
+    sys.path.append(str(Path.cwd()))  # classes of the user's own: --model.backbone.attention my_module.MyAttention
     try:
         CLI(args)
     finally:
@@ -70,6 +72,7 @@ def _quieten() -> None:
     for message in (
         ".*LightningCLI's args parameter is intended to run from within Python.*",  # it is
         ".*does not have many workers.*",  # images in memory need none; `num_workers` is documented
+        ".*callbacks used to create the checkpoint need to be provided.*",  # scoring needs none
         ".*Checkpoint directory .* exists and is not empty.*",  # a continued run's
         ".*will be duplicated and evaluated twice.*|.*DistributedSampler.*recommended to use.*",  # ours pads nothing
         ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",  # Lightning's own call
@@ -293,8 +296,8 @@ class Configuration(pl.Callback):
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write `config.yaml`; that of a resumed run beside the one before."""
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Write `config.yaml`, now that there is something to train; that of a resumed run beside the one before."""
         if not trainer.is_global_zero or getattr(trainer, "fast_dev_run", False):
             return
         folder = Path(trainer.default_root_dir)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from callbacks.checkpoints import read_checkpoint
+from lit_effattn.generation import check_sampling
 from lit_effattn.pictures import grid, labelled_rows, save_png
 from lit_effattn.runs import new_folder
 
@@ -51,6 +52,8 @@ class Trainer(pl.Trainer):
         """
         if n < 1:
             raise ValueError(f"--n {n}: draw at least one sample")
+        check_sampling(temperature, top_k, top_p)
+        _refuse_used(output)
         if not callable(getattr(model, "sample", None)):
             raise ValueError(f"{type(model).__name__} can't generate: it has no `sample`")
         task: Any = model
@@ -63,7 +66,6 @@ class Trainer(pl.Trainer):
         originals = None if complete is None else _test_images(datamodule, n, complete)
         kept = None if originals is None else originals[:, : _kept(complete or 0.0, task.image_shape)]
 
-        folder = _output_folder(output, Path(self.default_root_dir))
         levels = task.sample(
             n,
             given=kept,
@@ -73,6 +75,7 @@ class Trainer(pl.Trainer):
             seed=seed,
             progress=_track,
         ).cpu()
+        folder = _output_folder(output, Path(self.default_root_dir))
         images = task.to_images(levels)
         np.save(folder / "samples.npy", levels.view(-1, *task.image_shape).to(torch.int16).numpy())
         if originals is None or kept is None:
@@ -122,11 +125,15 @@ def _kept(complete: float, image_shape: tuple[int, int, int]) -> int:
     return rows * w * c if 0 < rows < h else max(0, min(h * w * c - 1, round(h * w * c * (1 - complete))))
 
 
+def _refuse_used(output: str | None) -> None:
+    folder = None if output is None else Path(output)
+    if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"--output {output} exists and is not an empty folder; name another")
+
+
 def _output_folder(output: str | None, run: Path) -> Path:
     if output is None:
         return new_folder(run / "generated", "samples")
     folder = Path(output)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"--output {output} exists and is not an empty folder; name another")
     folder.mkdir(parents=True, exist_ok=True)
     return folder

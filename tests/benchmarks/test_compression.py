@@ -1,0 +1,119 @@
+import json
+import math
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from PIL import Image
+
+from benchmarks import __main__ as command
+from benchmarks.compression import _coders, encode, grid, histogram_bits, neighbour_bits
+from datamodules import PixelSequences
+from datamodules.pixels import ImageArray
+from lit_effattn import PixelModel, Transformer
+
+SAVED = {
+    "PNG": (".png", {"optimize": True}),
+    "WebP, lossless": (".webp", {"lossless": True, "quality": 100, "method": 6}),
+}
+
+
+@pytest.fixture
+def six_images():
+    """Six grey images of 8×8 at 17 levels, in place of the digits."""
+    data = PixelSequences("digits")
+    images = torch.randint(0, 17, (6, 8, 8, 1), dtype=torch.uint8)
+    images[0] = 3
+    data.splits = {"test": ImageArray(images, 17, 17)}
+    return data, images
+
+
+@pytest.mark.parametrize("coder", SAVED)
+def test_bytes_are_those_of_files(coder, six_images, tmp_path):
+    data, images = six_images
+    suffix, options = SAVED[coder]
+    row = {row["coder"]: row for row in _coders("digits", data)}[f"{coder}, a file each"]
+
+    sizes = []
+    for i, image in enumerate(images[..., 0]):
+        grey = Image.new("L", (8, 8))
+        grey.putdata([int(255 * int(level) / 16 + 0.5) for level in image.flatten()])
+        path = tmp_path / f"{i}{suffix}"
+        grey.save(path, **options)
+        sizes.append(path.stat().st_size)
+
+    assert row["bytes"] == sum(sizes)
+    assert row["bits/dim"] == pytest.approx(8 * sum(sizes) / (6 * 64))
+    assert row["per image"].samples == pytest.approx([8 * size / 64 for size in sizes])
+    assert row["÷ uniform"] == pytest.approx(row["bits/dim"] / math.log2(17))
+
+
+@pytest.mark.parametrize("coder", SAVED)
+def test_grid_is_counted_once(coder, six_images):
+    data, _ = six_images
+    rows = {row["coder"]: row for row in _coders("digits", data)}
+    row = rows[f"{coder}, one grid"]
+    assert row["bytes"] < rows[f"{coder}, a file each"]["bytes"]
+    assert row["bits/dim"] == pytest.approx(8 * row["bytes"] / (6 * 64))
+
+
+def test_grid_holds_every_image_once():
+    images = torch.randint(0, 256, (6, 3, 4, 5), dtype=torch.uint8)
+    laid = grid(images)
+    assert laid.shape == (3, 2 * 4, 3 * 5)
+    tiles = [laid[:, r : r + 4, c : c + 5] for r in (0, 4) for c in (0, 5, 10)]
+    assert sorted(t.flatten().tolist() for t in tiles) == sorted(i.flatten().tolist() for i in images)
+
+
+def test_coder_that_loses_something_is_refused():
+    with pytest.raises(RuntimeError, match="did not keep the image"):
+        encode(torch.randint(0, 256, (3, 8, 8), dtype=torch.uint8), {"format": "JPEG"})
+
+
+def test_histogram_by_hand():
+    train = torch.tensor([[0, 1], [0, 0], [1, 0]])
+    test = torch.tensor([[0, 1], [1, 1]])
+    # (count + 1) / (3 + 2): at the first position 3/5 and 2/5, at the second the same
+    expected = [(-math.log2(3 / 5) - math.log2(2 / 5)) / 2, -math.log2(2 / 5)]
+    torch.testing.assert_close(histogram_bits(train, test, 2), torch.tensor(expected).double())
+
+
+def test_neighbours_by_hand():
+    train = torch.tensor([[[0, 1], [0, 1]]])
+    test = torch.tensor([[[0, 1], [1, 1]]])
+    # The contexts (left, up) of `test`, "-" being outside, what followed them in `train`, and so what is likely:
+    # (-, -): 0 seen, 0 comes, 2/3.   (0, -): 1 seen, 1 comes, 2/3.
+    # (-, 0): 0 seen, 1 comes, 1/3.   (1, 1): nothing seen, 1 comes, 1/2.
+    expected = -(2 * math.log2(2 / 3) + math.log2(1 / 3) + math.log2(1 / 2)) / 4
+    torch.testing.assert_close(neighbour_bits(train, test, 2), torch.tensor([expected]).double())
+
+
+def saved_model(path, shape, n_levels):
+    model = PixelModel(Transformer(16, 2, 1), shape, n_levels)
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer.strategy.connect(model)
+    trainer.save_checkpoint(path)
+    return model
+
+
+def test_checkpoint_is_scored_on_the_test_split(tmp_path):
+    model = saved_model(tmp_path / "a.ckpt", (8, 8, 1), 17)
+    words = ["compression", "--datasets", "digits", "--device", "cpu", "--output", str(tmp_path)]
+    command.main([*words, "--ckpt_path", str(tmp_path / "a.ckpt")])
+    row = json.loads((tmp_path / "compression.json").read_text(encoding="utf-8"))["rows"][-1]
+    data = PixelSequences("digits", batch_size=180)
+    data.setup("test")
+    (batch,) = data.test_dataloader()
+    with torch.no_grad():
+        expected = model(batch).mean().item()
+    assert row["coder"] == f"model {tmp_path / 'a.ckpt'}"
+    assert row["bits/dim"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_checkpoint_of_other_images_is_refused(tmp_path):
+    saved_model(tmp_path / "a.ckpt", (4, 4, 1), 17)
+    words = ["compression", "--datasets", "digits", "--device", "cpu"]
+    with pytest.raises(ValueError, match=r"a\.ckpt: a model of \(4, 4, 1\) images"):
+        command.main(
+            ["compression", "--datasets", "digits", "--device", "cpu", "--ckpt_path", str(tmp_path / "a.ckpt")]
+        )

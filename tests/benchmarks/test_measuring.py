@@ -1,0 +1,54 @@
+import pytest
+import torch
+
+from benchmarks.measuring import Spread, interleaved, peak_bytes
+from benchmarks.report import cell
+
+CPU = torch.device("cpu")
+
+
+def test_ratio_of_spreads_is_taken_round_by_round():
+    slow_second_round = Spread((2.0, 20.0)) / Spread((1.0, 10.0))
+    assert slow_second_round.samples == (2.0, 2.0)
+
+
+def test_cells():
+    assert cell(Spread((1.0, 3.0, 2.0))) == "2 (1–3)"
+    assert cell(None) == "not measured"
+    assert cell(1234567) == "1,234,567"
+    assert cell(0.01234) == "0.0123"
+    assert cell("—") == "—"
+
+
+def test_measures_take_turns():
+    order = []
+    results = interleaved("", {"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 2)
+    assert order == ["a", "b", "a", "b"]
+    assert results == {"a": [None, None], "b": [None, None]}
+
+
+def test_peak_counts_what_is_alive_at_once():
+    x = torch.zeros(1000)
+
+    def function():
+        for _ in range(5):
+            y = x + 1  # 4000 bytes; the one before is freed when `y` is bound again
+            y.add_(1)
+            y.view(10, 100)
+        del y
+        return x + 1
+
+    assert peak_bytes(function, CPU) == 8000
+
+
+def test_peak_counts_what_the_backward_pass_keeps():
+    x = torch.zeros(1000, requires_grad=True)
+
+    def chain(length):
+        y = x
+        for _ in range(length):
+            y = y.exp()  # keeps its output
+        y.sum().backward()
+        x.grad = None
+
+    assert peak_bytes(lambda: chain(12), CPU) - peak_bytes(lambda: chain(2), CPU) == pytest.approx(10 * 4000, abs=100)

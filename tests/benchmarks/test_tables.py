@@ -1,0 +1,68 @@
+"""Every benchmark makes a table at tiny sizes. Nothing is said about how fast anything is."""
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from benchmarks import __main__ as command
+
+TINY = {
+    "steps": "steps --small --lengths 8 12 --repeats 2 --tokens 24",
+    "generation": "generation --small --lengths 12 --repeats 2 --batch_sizes 1 2 --prefixes 3",
+    "generation, windows": "generation --small --lengths 24 --repeats 2 --batch_sizes 2 --prefixes 3 --windows 2",
+    "memory": "memory --small --lengths 8 16 --repeats 1",
+    "compression": "compression --datasets digits",
+}
+
+
+def numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, dict):
+        yield from (value["median"], value["min"], value["max"], *value["samples"])
+    elif not isinstance(value, str):
+        yield value
+
+
+@pytest.mark.parametrize("words", [pytest.param(TINY[name], id=name) for name in TINY if name != "memory"])
+def test_table(words, tmp_path, capsys):
+    check(words, tmp_path, capsys)
+
+
+@pytest.mark.processes
+def test_table_of_memory(tmp_path, capsys):
+    rows = check(TINY["memory"], tmp_path, capsys)
+    states = {(row["length"], row["attention"]): row["state, bytes"] for row in rows}
+    assert states[8, "linear"] == states[16, "linear"]
+    assert states[8, "softmax"] < states[16, "softmax"]
+
+
+def check(words, tmp_path, capsys) -> list[dict[str, Any]]:
+    command.main([*words.split(), "--device", "cpu", "--output", str(tmp_path)])
+    name = words.split()[0]
+    text = (tmp_path / f"{name}.md").read_text(encoding="utf-8")
+    assert capsys.readouterr().out.strip() == text.strip()
+    for fact in ("machine", "versions", "date", "settings", "command"):
+        assert f"- {fact}: " in text
+    assert f"`python -m benchmarks {words}" in text or f" python -m benchmarks {words}" in text
+
+    report = json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))
+    assert text.count("\n| ") == len(report["rows"]) + 2  # two lines of head
+    for row in report["rows"]:
+        assert row.keys() == report["rows"][0].keys()
+        for column, value in row.items():
+            for number in numbers(value):
+                assert math.isfinite(number), (column, row)
+                assert number > 0 or (column == "grown, MiB" and number == 0), (column, row)
+    return report["rows"]
+
+
+def test_no_name_runs_the_short_version(monkeypatch):
+    ran = []
+    monkeypatch.setattr(command, "_run", ran.append)
+    command.main(["--output", "folder"])
+    assert [words[0] for words in ran] == ["steps", "generation", "memory"]
+    assert all(words[-2:] == ["--output", "folder"] for words in ran)
+    for words in ran:
+        command._parser().parse_args(words)  # the short version's own options are ones that there are

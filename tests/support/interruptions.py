@@ -1,0 +1,28 @@
+"""Callbacks with which tests of the command interrupt a run; named in its configuration."""
+
+import os
+import resource
+
+import lightning.pytorch as pl
+
+
+class SignalAt(pl.Callback):
+    """Sends this process a signal when a step begins; `every_rank=False`: on the first process only."""
+
+    def __init__(self, step: int, number: int, every_rank: bool = True) -> None:
+        self.step, self.number, self.every_rank = step, number, every_rank
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: object) -> None:
+        if trainer.global_step == self.step and (self.every_rank or trainer.is_global_zero):
+            os.kill(os.getpid(), self.number)
+
+
+class FullDiskAt(pl.Callback):
+    """Lets no file grow beyond 10 kB from a step on: writing more fails, as on a full disk."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: object) -> None:
+        if trainer.global_step == self.step:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))

@@ -1,0 +1,100 @@
+import doctest
+import math
+
+import pytest
+import torch
+
+from lit_effattn import metrics
+from lit_effattn.metrics import BitsPerDim
+
+
+def test_sums_are_divided_once():
+    """Where batches are uneven, the mean of their means is another number."""
+    batches = [torch.rand(8, 4), torch.rand(1, 4) + 5, torch.rand(3, 2) * 9]
+    metric = BitsPerDim()
+    for batch in batches:
+        metric.update(batch)
+    everything = [value for batch in batches for value in batch.double().flatten().tolist()]
+    expected = sum(everything) / len(everything) / math.log(2)
+    assert metric.compute().item() == pytest.approx(expected, rel=1e-12)
+    mean_of_means = sum(batch.mean().item() for batch in batches) / len(batches) / math.log(2)
+    assert abs(mean_of_means - expected) > 0.5
+
+
+def test_calling_it_adds_too():
+    """`metric(batch)` returns the batch's figure and keeps the whole."""
+    metric = BitsPerDim()
+    assert metric(torch.full((4,), math.log(2))).item() == pytest.approx(1)
+    assert metric(torch.full((12,), 3 * math.log(2))).item() == pytest.approx(3)
+    assert metric.compute().item() == pytest.approx((4 * 1 + 12 * 3) / 16)
+
+
+def test_small_numbers_are_not_lost_in_large_sums():
+    """A float32 sum of 2²⁴ + 1 + 1 + … stays at 2²⁴."""
+    metric = BitsPerDim()
+    metric.update(torch.tensor([2.0**24]))
+    for _ in range(1000):
+        metric.update(torch.tensor([1.0]))
+    assert metric.nats.item() == 2**24 + 1000
+    assert metric.compute().dtype == torch.float64
+    within = BitsPerDim()  # within one batch as well
+    within.update(torch.tensor([2.0**24, *[1.0] * 1000]))
+    assert within.nats.item() == 2**24 + 1000
+
+
+@pytest.mark.parametrize("cast", [lambda m: m.bfloat16(), lambda m: m.half(), lambda m: m.to(torch.bfloat16)])
+def test_a_model_cast_to_half_precision_keeps_exact_sums(cast):
+    model = cast(torch.nn.ModuleDict({"val": BitsPerDim()}))
+    metric = model["val"]
+    metric.update(torch.full((5000,), 1.0, dtype=torch.bfloat16))
+    metric.update(torch.ones(1, dtype=torch.bfloat16))
+    assert metric.nats.item() == metric.count.item() == 5001
+    metric.reset()
+    metric.update(torch.full((5001,), 1.0))
+    assert metric.nats.item() == 5001
+
+
+def test_processes_add_their_sums():
+    one, other, whole = BitsPerDim(), BitsPerDim(), BitsPerDim()
+    for metric, shape, size in ((one, (7, 3), 1.0), (one, (2, 3), 4.0), (other, (1, 3), 20.0)):
+        nll = size * torch.rand(shape)
+        metric.update(nll)
+        whole.update(nll)
+    one.merge_state(other)
+    assert one.compute().item() == pytest.approx(whole.compute().item(), rel=1e-14)
+
+
+def test_the_states_are_sums_over_processes():
+    """What torchmetrics does in DDP: gather every state, then reduce it as declared."""
+    ranks = [BitsPerDim(), BitsPerDim()]
+    ranks[0].update(torch.full((6,), math.log(2)))
+    ranks[1].update(torch.full((2,), 5 * math.log(2)))
+    metric = BitsPerDim()
+    metric.update(torch.zeros(1))
+    metric.distributed_available_fn = lambda: True
+    metric.dist_sync_fn = lambda state, group: [getattr(rank, name_of(metric, state)) for rank in ranks]
+    assert metric.compute().item() == pytest.approx((6 * 1 + 2 * 5) / 8)
+
+
+def name_of(metric: BitsPerDim, state: torch.Tensor) -> str:
+    return next(name for name in ("nats", "count") if getattr(metric, name) is state)
+
+
+def test_reset_forgets():
+    metric = BitsPerDim()
+    metric.update(torch.full((9,), 100.0))
+    metric.reset()
+    metric.update(torch.full((4,), 2 * math.log(2)))
+    assert metric.compute().item() == pytest.approx(2)
+
+
+def test_no_graph_is_kept():
+    metric = BitsPerDim()
+    metric.update(torch.ones(3, requires_grad=True) * 2)
+    assert not metric.nats.requires_grad
+
+
+def test_the_example_of_the_docstring():
+    result = doctest.testmod(metrics, extraglobs={"torch": torch, "math": math})
+    assert result.attempted >= 3
+    assert result.failed == 0

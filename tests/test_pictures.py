@@ -1,0 +1,111 @@
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lit_effattn.pictures import MIN_SIDE, grid, labelled_rows, save_png
+
+BORDER, GREY = 4, 64
+
+
+def random_images(n: int, c: int, h: int, w: int) -> torch.Tensor:
+    return torch.randint(256, (n, c, h, w), dtype=torch.uint8)
+
+
+def cell(picture: torch.Tensor, row: int, column: int, h: int, w: int) -> torch.Tensor:
+    """Cut the image at that place of the grid out."""
+    top, left = BORDER + row * (h + BORDER), BORDER + column * (w + BORDER)
+    return picture[:, top : top + h, left : left + w]
+
+
+@pytest.mark.parametrize(("n", "rows", "columns"), [(2, 1, 2), (4, 2, 2), (5, 2, 3), (9, 3, 3), (10, 3, 4)])
+def test_images_lie_in_a_nearly_square_grid(n: int, rows: int, columns: int):
+    images = random_images(n, 3, 50, 60)
+    picture = grid(images)
+    assert picture.dtype == torch.uint8
+    assert picture.shape == (3, BORDER + rows * (50 + BORDER), BORDER + columns * (60 + BORDER))
+    for i in range(n):
+        assert torch.equal(cell(picture, i // columns, i % columns, 50, 60), images[i])
+    for i in range(n, rows * columns):
+        assert (cell(picture, i // columns, i % columns, 50, 60) == GREY).all()
+    assert (picture[:, :BORDER] == GREY).all()
+    assert (picture[:, :, :BORDER] == GREY).all()
+
+
+def test_as_many_columns_as_asked_for():
+    assert grid(random_images(6, 3, 48, 48), columns=6).shape == (3, 48 + 2 * BORDER, BORDER + 6 * (48 + BORDER))
+
+
+def test_small_images_are_enlarged_pixel_by_pixel():
+    images = random_images(2, 3, 8, 5)
+    picture = grid(images)
+    scale = MIN_SIDE // 8
+    for i in range(2):
+        shown = cell(picture, 0, i, 8 * scale, 5 * scale)
+        for y in range(8):
+            for x in range(5):
+                pixel = shown[:, y * scale : (y + 1) * scale, x * scale : (x + 1) * scale]
+                assert (pixel == images[i, :, y, x, None, None]).all()
+
+
+@pytest.mark.parametrize(("side", "shown"), [(28, 56), (32, 64), (47, 94), (48, 48), (200, 200)])
+def test_by_whole_factors(side: int, shown: int):
+    assert grid(random_images(2, 3, side, side)).shape[1] == shown + 2 * BORDER
+
+
+def test_grey_images_are_shown_in_three_equal_channels():
+    images = random_images(2, 1, 50, 50)
+    picture = grid(images)
+    assert picture.shape[0] == 3
+    assert torch.equal(cell(picture, 0, 1, 50, 50), images[1].expand(3, -1, -1))
+
+
+def test_png_holds_the_picture(tmp_path: Path):
+    picture = random_images(1, 3, 20, 30)[0]
+    path = save_png(picture, tmp_path / "new" / "folder" / "picture.png")
+    image = Image.open(path)
+    assert image.format == "PNG"
+    assert torch.equal(torch.from_numpy(np.array(image)).permute(2, 0, 1), picture)
+
+
+def test_rows_have_their_names_before_them(tmp_path: Path):
+    rows = {name: random_images(3, 1, 16, 16) for name in ("given", "completed", "original")}
+    sheet = torch.from_numpy(np.array(Image.open(labelled_rows(rows, tmp_path / "rows.png")))).permute(2, 0, 1)
+    strips = [grid(images, columns=3) for images in rows.values()]
+    _, height, width = strips[0].shape
+    margin = sheet.shape[2] - width
+    assert sheet.shape[1] == 3 * height
+    assert margin > 40
+    for i, strip in enumerate(strips):
+        assert torch.equal(sheet[:, i * height : (i + 1) * height, margin:], strip)
+    texts = [sheet[:, i * height : (i + 1) * height, :margin] for i in range(3)]
+    assert all((text == 255).any() for text in texts)
+    assert not torch.equal(texts[0], texts[1])
+    assert all((text[:, :, -4:] == GREY).all() for text in texts)  # no name runs into the images
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_pictures_of_images_on_the_gpu(tmp_path: Path):
+    """As a model that trains there draws them."""
+    images = random_images(4, 3, 8, 8)
+    here, there = (save_png(grid(i), tmp_path / f"{i.device.type}.png") for i in (images, images.cuda()))
+    assert here.read_bytes() == there.read_bytes()
+
+
+def test_a_picture_is_copied_from_wherever_it_is(tmp_path: Path):
+    """A tensor without memory on this machine stands in for one on a GPU: `save_png` asks for it to be brought here."""
+
+    class Elsewhere(torch.Tensor):
+        def numpy(self, *args, **kwargs):
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+        def cpu(self, *args, **kwargs):
+            return self.as_subclass(torch.Tensor)
+
+    picture = random_images(1, 3, 4, 4)[0]
+    path = save_png(picture.as_subclass(Elsewhere), tmp_path / "picture.png")
+    assert re.match(rb"\x89PNG", path.read_bytes())

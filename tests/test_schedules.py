@@ -1,0 +1,82 @@
+import math
+from io import BytesIO
+
+import pytest
+import torch
+from torch import nn
+
+from lit_effattn.schedules import WarmupCosine
+
+
+def optimiser(*rates: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates or (1.0,)])
+
+
+def rates(schedule: WarmupCosine, n: int) -> list[float]:
+    """Return the rate that each of `n` steps is taken with."""
+    taken = []
+    for _ in range(n):
+        taken.append(schedule.optimizer.param_groups[0]["lr"])
+        schedule.optimizer.step()
+        schedule.step()
+    return taken
+
+
+def test_rise_and_fall_by_hand():
+    """A quarter, half, three quarters, the peak; then half a cosine: 1, (1 + √½) / 2, ½, (1 − √½) / 2, 0."""
+    taken = rates(WarmupCosine(optimiser(0.8), total_steps=8, warmup_steps=4), 11)
+    half = math.sqrt(0.5)
+    fall = [1, (1 + half) / 2, 0.5, (1 - half) / 2, 0, 0, 0]
+    assert taken == pytest.approx([0.2, 0.4, 0.6, 0.8, *[0.8 * f for f in fall]], abs=1e-12)
+
+
+def test_without_a_rise_it_starts_at_the_peak():
+    taken = rates(WarmupCosine(optimiser(), total_steps=2), 4)
+    assert taken == pytest.approx([1, 0.5, 0, 0], abs=1e-12)
+
+
+def test_it_ends_at_a_fraction_of_the_peak():
+    taken = rates(WarmupCosine(optimiser(2.0), total_steps=5, warmup_steps=1, final=0.1), 9)
+    assert taken[0] == taken[1] == 2.0
+    assert taken[3] == pytest.approx(2 * (0.1 + 0.9 / 2))
+    assert taken[5:] == pytest.approx([0.2] * 4)
+
+
+def test_a_final_fraction_of_1_never_falls():
+    assert rates(WarmupCosine(optimiser(), 4, 2, final=1.0), 6) == pytest.approx([0.5, 1, 1, 1, 1, 1])
+
+
+def test_every_group_keeps_its_own_peak():
+    schedule = WarmupCosine(optimiser(1.0, 10.0), total_steps=4, warmup_steps=2)
+    assert schedule.get_last_lr() == pytest.approx([0.5, 5.0])
+
+
+@pytest.mark.parametrize("after", [1, 3, 6])
+def test_it_goes_on_where_it_was_saved(after: int):
+    """Through a file that holds nothing but plain data."""
+    whole = rates(WarmupCosine(optimiser(0.3), 8, 3, final=0.2), 10)
+    first = WarmupCosine(optimiser(0.3), 8, 3, final=0.2)
+    rates(first, after)
+    file = BytesIO()
+    torch.save((first.state_dict(), first.optimizer.state_dict()), file)
+    file.seek(0)
+    schedule_state, optimiser_state = torch.load(file, weights_only=True)
+    second = WarmupCosine(optimiser(0.3), 8, 3, final=0.2)
+    second.load_state_dict(schedule_state)
+    second.optimizer.load_state_dict(optimiser_state)
+    assert rates(second, 10 - after) == pytest.approx(whole[after:], abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"total_steps": 5, "warmup_steps": 5}, "warmup_steps=5.*total_steps=5"),
+        ({"total_steps": 5, "warmup_steps": -1}, "warmup_steps=-1"),
+        ({"total_steps": 0}, "total_steps=0"),
+        ({"total_steps": 5, "final": 1.1}, r"final=1\.1"),
+        ({"total_steps": 5, "final": -0.1}, r"final=-0\.1"),
+    ],
+)
+def test_bad_options_are_named(options: dict, words: str):
+    with pytest.raises(ValueError, match=words):
+        WarmupCosine(optimiser(), **options)

@@ -93,10 +93,11 @@ def _plain(value: Value) -> Any:
 
 
 def _header(settings: Mapping[str, Any], command: str) -> dict[str, str]:
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    device: torch.device = settings["device"]
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "not used"
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "lit-effattn", "pillow"))
     return {
-        "machine": f"{_cpu()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads; GPU: {gpu}",
+        "machine": f"{_cpu()}, cores: {os.cpu_count()}, threads: {torch.get_num_threads()}, GPU: {gpu}",
         "versions": f"python {platform.python_version()}, {versions}",
         "date": datetime.datetime.now().astimezone().isoformat(timespec="minutes"),
         "settings": ", ".join(f"{name} {value}" for name, value in _words(settings).items()),

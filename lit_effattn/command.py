@@ -5,10 +5,10 @@ configuration.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import sys
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -345,10 +345,9 @@ class _Wanted(NamedTuple):
         os.environ[CHECKPOINT] = str(checkpoint)
         saved = _saved_settings(checkpoint)
         rank_zero_info(f"{command} from {_short(checkpoint)}")
-        base = _temporary_yaml(saved)
         configs = [arg for file in said.config for arg in ("--config", file)]
         root_args = [] if said.root is None else ["--trainer.default_root_dir", said.root]
-        args = [command, "--config", base, *configs, *root_args, *others, "--ckpt_path", str(checkpoint)]
+        args = [command, "--config", json.dumps(saved), *configs, *root_args, *others, "--ckpt_path", str(checkpoint)]
         return cls(command, args, checkpoint, saved)
 
 
@@ -378,12 +377,6 @@ def _refuse_dropped(saved: dict[str, Any], now: dict[str, Any]) -> None:
 
 def _rows(predictions: list[dict[str, Any]]) -> list[tuple[float, ...]]:
     return [row for batch in predictions for row in zip(*(values.tolist() for values in batch.values()), strict=True)]
-
-
-def _temporary_yaml(content: dict[str, Any]) -> str:
-    with tempfile.NamedTemporaryFile("w", prefix="lit-effattn-", suffix=".yaml", delete=False) as file:
-        yaml.safe_dump(content, file)
-    return file.name
 
 
 def _read_yaml(name: str) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def test_an_unknown_option(args: list[str], place: str, owner: str, name: str, s
 
 def test_an_unknown_option_like_none_lists_those_there_are():
     said = complaint(*MODEL, "--model.backbone.attention=LinearAttention", "--model.backbone.attention.zzz=1")
-    for option in ("chunk_size", "feature_map", "eps"):
+    for option in ("chunk_size", "feature_map", "bias"):
         assert option in said
     assert "self" not in said
 
@@ -169,7 +169,7 @@ def test_a_value_of_the_wrong_kind(args: list[str], place: str, value: str, expe
         ("--trainer.gradient_clip_val=[", ["trainer.gradient_clip_val"]),
         ("--trainer.callbacks=[{class_path: SampleGrid, init_args: {n_sample: 3}}]", ["SampleGrid", "n_sample"]),
         ("--trainer.callbacks=[SampleGrit]", ["SampleGrit", "did you mean SampleGrid?"]),
-        ("--trainer.max_epoch=3", ["max_epoch"]),
+        ("--trainer.max_epox=3", ["--trainer.max_epox"]),
     ],
 )
 def test_options_of_the_trainer(arg: str, words: list[str]):

@@ -82,7 +82,7 @@ def test_rows_have_their_names_before_them(tmp_path: Path):
     for i, strip in enumerate(strips):
         assert torch.equal(sheet[:, i * height : (i + 1) * height, margin:], strip)
     texts = [sheet[:, i * height : (i + 1) * height, :margin] for i in range(3)]
-    assert all((text == 255).any() for text in texts)
+    assert all((text > 200).any() for text in texts)
     assert not torch.equal(texts[0], texts[1])
     assert all((text[:, :, -4:] == GREY).all() for text in texts)  # no name runs into the images
 

@@ -59,7 +59,8 @@ def causal_linear_attention(
     numerator = scores @ v + q @ s[:, :, :-1]
     denominator = scores.sum(-1, keepdim=True) + q @ z[:, :, :-1, :, None]
     out = numerator / (denominator + eps)
-    return out.flatten(2, 3)[:, :, :n], s[:, :, -1], z[:, :, -1]
+    # Copies: as views they would keep the sums of every chunk alive for as long as the state lives.
+    return out.flatten(2, 3)[:, :, :n], s[:, :, -1].clone(), z[:, :, -1].clone()
 
 
 def linear_attention_step(

@@ -114,6 +114,4 @@ def test_checkpoint_of_other_images_is_refused(tmp_path):
     saved_model(tmp_path / "a.ckpt", (4, 4, 1), 17)
     words = ["compression", "--datasets", "digits", "--device", "cpu"]
     with pytest.raises(ValueError, match=r"a\.ckpt: a model of \(4, 4, 1\) images"):
-        command.main(
-            ["compression", "--datasets", "digits", "--device", "cpu", "--ckpt_path", str(tmp_path / "a.ckpt")]
-        )
+        command.main([*words, "--ckpt_path", str(tmp_path / "a.ckpt")])

@@ -134,6 +134,16 @@ def test_growth_says_whether_the_state_grows(case: Case):
         assert sizes[0] < sizes[2] < sizes[-1]
 
 
+@each(CAUSAL)
+def test_a_state_holds_no_more_than_it_counts(case: Case):
+    """A view into something larger keeps all of that alive, uncounted, for as long as the state is carried."""
+    module = case.build()
+    with torch.no_grad():
+        _, state = module(inputs(module, 2, case.long))
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in sequence.tensors(state)}
+    assert sum(held.values()) <= sequence.nbytes(state)
+
+
 @each([case for case in ATTENTIONS if case.causal])
 def test_growth_names_an_option_that_ends_it(case: Case):
     module = case.build()

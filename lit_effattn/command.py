@@ -4,14 +4,12 @@ configuration.
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import yaml
@@ -30,16 +28,15 @@ import lit_effattn.schedules
 from callbacks.checkpoints import read_checkpoint
 from lit_effattn.cli import DEBUG, fail
 from lit_effattn.complaints import plain
-from lit_effattn.runs import discard_if_empty, find_checkpoint, new_folder, new_run, run_of
+from lit_effattn.runs import discard_if_empty, find_checkpoint, new_folder, new_run, run_of, short
 from lit_effattn.tasks import Task
 from lit_effattn.trainer import Trainer
+from lit_effattn.wanted import CHECKPOINT, KEY, ROOT, Wanted, is_child, refuse_dropped
 
 __all__ = ["CLI", "callbacks", "datamodules", "lit_effattn", "run"]
 
-ROOT = "runs"
 RUN = "LIT_EFFATTN_RUN"
-CHECKPOINT = "LIT_EFFATTN_CKPT_PATH"
-"""How the process that a user started tells those that it starts itself (DDP) which run and checkpoint are meant."""
+"""How the process that a user started tells those that it starts itself (DDP) which run's folder is theirs."""
 
 _USAGE = "lit-effattn {} [--config FILE] [--GROUP.OPTION VALUE ...]"
 _ABOUT = {
@@ -50,9 +47,6 @@ _ABOUT = {
     "generate": "Draw samples from a checkpoint.",
 }
 
-KEY = "lit_effattn"
-"""Where in a checkpoint the configuration lies."""
-
 
 def run(args: list[str]) -> None:
     """Parse `args` and do what they say."""
@@ -61,7 +55,7 @@ def run(args: list[str]) -> None:
     try:
         CLI(args)
     finally:
-        if not _is_child():
+        if not is_child():
             if RUN in os.environ:
                 discard_if_empty(Path(os.environ.pop(RUN)))
             os.environ.pop(CHECKPOINT, None)
@@ -99,7 +93,7 @@ class CLI(LightningCLI):
     """LightningCLI with a folder a run, and checkpoints whose configuration comes first and flags over it."""
 
     def __init__(self, args: list[str]) -> None:
-        self.wanted = _Wanted.parse(args)
+        self.wanted = Wanted.parse(args)
         super().__init__(
             model_class=Task,
             datamodule_class=pl.LightningDataModule,
@@ -131,8 +125,8 @@ class CLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add our options, and hand what the data fixes to the model."""
-        parser.add_lightning_class_args(callbacks.LastCheckpoint, "checkpoint")
         if self.wanted.command == "fit":
+            parser.add_class_arguments(callbacks.LastCheckpoint, "checkpoint")
             parser.add_argument(
                 "--init_weights",
                 type=str | None,
@@ -152,7 +146,7 @@ class CLI(LightningCLI):
         """Refuse what a resumed run would drop."""
         saved = self.wanted.saved
         if self.wanted.command == "fit" and saved is not None:
-            _refuse_dropped(saved, self.settings())
+            refuse_dropped(saved, self.settings())
 
     def settings(self) -> dict[str, Any]:
         """Return everything that is set, as YAML would have it, without what the data fixes."""
@@ -216,7 +210,7 @@ class CLI(LightningCLI):
         Going on from a run's last checkpoint continues that run; scoring and sampling write beside what they look at.
         All else begins a new one.
         """
-        if RUN in os.environ and _is_child():
+        if RUN in os.environ and is_child():
             return Path(os.environ[RUN])
         checkpoint = self.wanted.checkpoint
         of = run_of(checkpoint) if checkpoint else None
@@ -249,7 +243,7 @@ class CLI(LightningCLI):
         """Say where things are."""
         best = next((c for c in self.trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)), None)
         if best is not None and best.best_model_path:
-            rank_zero_info(f"{best.monitor} {best.best_model_score:.4f} is the best, in {_short(best.best_model_path)}")
+            rank_zero_info(f"{best.monitor} {best.best_model_score:.4f} is the best, in {short(best.best_model_path)}")
 
     def after_test(self) -> None:
         """Say the result in one line."""
@@ -275,7 +269,7 @@ class CLI(LightningCLI):
             print("index", *predictions[0], sep=",", file=file)
             for i, row in enumerate(rows):
                 print(i, *row, sep=",", file=file)
-        print(f"scores of {len(rows)} items: {_short(path)}")
+        print(f"scores of {len(rows)} items: {short(path)}")
 
     def generate(self, **kwargs: Any) -> None:
         """Draw samples."""
@@ -283,7 +277,7 @@ class CLI(LightningCLI):
             raise ValueError(f"generate runs on one process, not {self.trainer.world_size}: give --trainer.devices 1")
         assert isinstance(self.trainer, Trainer)
         path = self.trainer.generate(**kwargs)
-        print(f"picture: {_short(path)}\nlevels:  {_short(path.with_name('samples.npy'))}")
+        print(f"picture: {short(path)}\nlevels:  {short(path.with_name('samples.npy'))}")
 
 
 class Configuration(pl.Callback):
@@ -315,97 +309,9 @@ class Configuration(pl.Callback):
         checkpoint[KEY] = {"version": lit_effattn.__version__, "config": self.settings}
 
 
-class _Wanted(NamedTuple):
-    """The command, the checkpoint that is meant, and the arguments with what that checkpoint brings."""
-
-    command: str
-    args: list[str]
-    checkpoint: Path | None
-    saved: dict[str, Any] | None
-
-    @classmethod
-    def parse(cls, args: list[str]) -> _Wanted:
-        command, rest = args[0], args[1:]
-        if {"-h", "--help"} & set(rest):
-            return cls(command, args, None, None)
-        quick = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        quick.add_argument("-c", "--config", action="append", default=[])
-        quick.add_argument("--ckpt_path")
-        quick.add_argument("--trainer.default_root_dir", dest="root")
-        said, others = quick.parse_known_args(rest)
-        files = [_read_yaml(name) for name in said.config]
-        name = said.ckpt_path or _last(f.get("ckpt_path") for f in files)
-        root = said.root or _last(_section(f, "trainer").get("default_root_dir") for f in files) or ROOT
-        if name is None:
-            if command != "fit":
-                raise ValueError(f"{command} needs a trained model: give --ckpt_path best, last, or a path")
-            return cls(command, args, None, None)
-        checkpoint = Path(os.environ[CHECKPOINT]) if CHECKPOINT in os.environ and _is_child() else None
-        checkpoint = checkpoint or find_checkpoint(name, Path(root))
-        os.environ[CHECKPOINT] = str(checkpoint)
-        saved = _saved_settings(checkpoint)
-        rank_zero_info(f"{command} from {_short(checkpoint)}")
-        configs = [arg for file in said.config for arg in ("--config", file)]
-        root_args = [] if said.root is None else ["--trainer.default_root_dir", said.root]
-        args = [command, "--config", json.dumps(saved), *configs, *root_args, *others, "--ckpt_path", str(checkpoint)]
-        return cls(command, args, checkpoint, saved)
-
-
-def _saved_settings(checkpoint: Path) -> dict[str, Any]:
-    """Return what the checkpoint says of how it was made, of the parts that every command has."""
-    content = read_checkpoint(checkpoint)
-    if KEY in content:
-        config = content[KEY]["config"]
-        return {k: config[k] for k in ("seed_everything", "trainer", "model", "data") if config.get(k) is not None}
-    arguments = dict(content.get("hyper_parameters", {}))
-    arguments.pop("_instantiator", None)
-    if "_class_path" not in arguments:
-        raise ValueError(f"{checkpoint} does not say what model it holds: it was not saved by lit-effattn")
-    return {"model": {"class_path": arguments.pop("_class_path"), "init_args": arguments}}
-
-
-def _refuse_dropped(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse settings of the optimiser that resuming would overwrite with the checkpoint's."""
-    for name in ("optimizer", "lr_scheduler"):
-        before, after = (_section(_section(s, "model"), "init_args").get(name) for s in (saved, now))
-        if "model" in saved and before != after:
-            raise ValueError(
-                f"model.{name} is {after} here and {before} in the checkpoint, whose {name} resuming goes on with: "
-                "leave it as it was, or start anew from these weights with --init_weights in place of --ckpt_path"
-            )
-
-
 def _rows(predictions: list[dict[str, Any]]) -> list[tuple[float, ...]]:
     return [row for batch in predictions for row in zip(*(values.tolist() for values in batch.values()), strict=True)]
 
 
-def _read_yaml(name: str) -> dict[str, Any]:
-    """Read a configuration for a first look; what is wrong with it, jsonargparse will say better."""
-    try:
-        content = yaml.safe_load(Path(name).read_text())
-    except (OSError, yaml.YAMLError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
-    section = config.get(name)
-    return section if isinstance(section, dict) else {}
-
-
-def _last(values: Any) -> Any:
-    return next(reversed([value for value in values if value is not None]), None)
-
-
 def _as_list(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, list) else [value]
-
-
-def _is_child() -> bool:
-    """Whether another process of this run started this one."""
-    return int(os.environ.get("LOCAL_RANK", 0)) > 0
-
-
-def _short(path: str | Path) -> str:
-    path = Path(path)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

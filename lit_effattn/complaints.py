@@ -70,7 +70,7 @@ def _readable(expected: str) -> str:
 
 
 def _unknown_option(path: str, name: str, class_paths: list[str]) -> str:
-    kind = _find(class_paths[-1]) if class_paths else None
+    kind: Any = _find(class_paths[-1]) if class_paths else None
     if kind is None:
         return f"{path}: there is no option {name!r}"
     known = [p for p in inspect.signature(kind).parameters if p not in ("self", "params", "optimizer")]
@@ -89,7 +89,8 @@ def _instead(name: str, known: list[str]) -> str:
 
 
 def _concrete(base: type) -> Iterable[type]:
-    for kind in base.__subclasses__():
+    kinds: list[type] = base.__subclasses__()
+    for kind in kinds:
         if not inspect.isabstract(kind) and not kind.__name__.startswith("_"):
             yield kind
         yield from _concrete(kind)

@@ -76,3 +76,9 @@ def discard_if_empty(run: Path) -> None:
         if folder == Path.cwd() or any(folder.iterdir()):
             return
         folder.rmdir()
+
+
+def short(path: str | Path) -> str:
+    """Return `path` as seen from the current folder, if it lies below."""
+    path = Path(path)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,0 +1,115 @@
+"""Which checkpoint the command is about, and the configuration that it brings."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from callbacks.checkpoints import read_checkpoint
+from lit_effattn.runs import find_checkpoint, short
+
+ROOT = "runs"
+"""Where runs lie, unless `trainer.default_root_dir` says otherwise."""
+
+KEY = "lit_effattn"
+"""Where in a checkpoint the configuration lies."""
+
+CHECKPOINT = "LIT_EFFATTN_CKPT_PATH"
+"""How the process that a user started tells those that it starts itself (DDP) which checkpoint is meant."""
+
+
+class Wanted(NamedTuple):
+    """The command, the checkpoint that is meant, and the arguments with what that checkpoint brings."""
+
+    command: str
+    args: list[str]
+    checkpoint: Path | None
+    saved: dict[str, Any] | None
+
+    @classmethod
+    def parse(cls, args: list[str]) -> Wanted:
+        """Have a first look at `args`.
+
+        Raises:
+            ValueError: a command that needs a checkpoint was given none.
+            FileNotFoundError: the checkpoint does not exist.
+        """
+        command, rest = args[0], args[1:]
+        if {"-h", "--help"} & set(rest):
+            return cls(command, args, None, None)
+        quick = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        quick.add_argument("-c", "--config", action="append", default=[])
+        quick.add_argument("--ckpt_path")
+        quick.add_argument("--trainer.default_root_dir", dest="root")
+        said, others = quick.parse_known_args(rest)
+        files = [_read_yaml(name) for name in said.config]
+        name = said.ckpt_path or _last(f.get("ckpt_path") for f in files)
+        root = said.root or _last(_section(f, "trainer").get("default_root_dir") for f in files) or ROOT
+        if name is None:
+            if command != "fit":
+                raise ValueError(f"{command} needs a trained model: give --ckpt_path best, last, or a path")
+            return cls(command, args, None, None)
+        checkpoint = Path(os.environ[CHECKPOINT]) if CHECKPOINT in os.environ and is_child() else None
+        checkpoint = checkpoint or find_checkpoint(name, Path(root))
+        os.environ[CHECKPOINT] = str(checkpoint)
+        saved = _saved_settings(checkpoint, command)
+        rank_zero_info(f"{command} from {short(checkpoint)}")
+        configs = [arg for file in said.config for arg in ("--config", file)]
+        root_args = [] if said.root is None else ["--trainer.default_root_dir", said.root]
+        args = [command, "--config", json.dumps(saved), *configs, *root_args, *others, "--ckpt_path", str(checkpoint)]
+        return cls(command, args, checkpoint, saved)
+
+
+def _saved_settings(checkpoint: Path, command: str) -> dict[str, Any]:
+    """Return what the checkpoint says of how it was made, as far as `command` has such options."""
+    content = read_checkpoint(checkpoint)
+    if KEY in content:
+        config = content[KEY]["config"]
+        parts = ["seed_everything", "trainer", "model", "data", *(["checkpoint"] if command == "fit" else [])]
+        return {part: config[part] for part in parts if config.get(part) is not None}
+    arguments = dict(content.get("hyper_parameters", {}))
+    arguments.pop("_instantiator", None)
+    if "_class_path" not in arguments:
+        raise ValueError(f"{checkpoint} does not say what model it holds: it was not saved by lit-effattn")
+    return {"model": {"class_path": arguments.pop("_class_path"), "init_args": arguments}}
+
+
+def refuse_dropped(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse settings of the optimiser that resuming would overwrite with the checkpoint's."""
+    for name in ("optimizer", "lr_scheduler"):
+        before, after = (_section(_section(s, "model"), "init_args").get(name) for s in (saved, now))
+        if "model" in saved and before != after:
+            raise ValueError(
+                f"model.{name} is {after} here and {before} in the checkpoint, whose {name} resuming goes on with: "
+                "leave it as it was, or start anew from these weights with --init_weights in place of --ckpt_path"
+            )
+
+
+def is_child() -> bool:
+    """Whether another process of this run started this one."""
+    return int(os.environ.get("LOCAL_RANK", 0)) > 0
+
+
+def _read_yaml(name: str) -> dict[str, Any]:
+    """Read a configuration for a first look; what is wrong with it, jsonargparse will say better."""
+    try:
+        content = yaml.safe_load(Path(name).read_text())
+    except (OSError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
+    section = config.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def _last(values: Iterable[Any]) -> Any:
+    return next(reversed([value for value in values if value is not None]), None)

@@ -1,0 +1,138 @@
+import random
+import warnings
+from io import BytesIO
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from callbacks import LastCheckpoint, RandomStates
+from callbacks.random_states import KEY
+from tests.callbacks.tiny import Tiny, loader, trainer
+
+CPU = SimpleNamespace(device=torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def _leave_generators_alone():
+    """Other tests draw too."""
+    before = random.getstate(), np.random.get_state()
+    yield
+    random.setstate(before[0])
+    np.random.set_state(before[1])
+
+
+def one_process(rank: int = 0, world_size: int = 1) -> SimpleNamespace:
+    return SimpleNamespace(world_size=world_size, global_rank=rank)
+
+
+def draw() -> list[float]:
+    """Numbers of every generator, and of the normal ones, which keep a second number for the next time."""
+    return [
+        random.random(),
+        random.gauss(0, 1),
+        np.random.rand(),
+        np.random.randn(),
+        torch.rand(()).item(),
+        torch.randn(()).item(),
+    ]
+
+
+def seeded(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def through_a_file(checkpoint: dict) -> dict:
+    file = BytesIO()
+    torch.save(checkpoint, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def test_every_generator_goes_on_where_it_was():
+    seeded(1)
+    draw()  # leaves a second normal number behind, in Python's and NumPy's generators
+    checkpoint: dict = {}
+    RandomStates().on_save_checkpoint(one_process(), CPU, checkpoint)
+    expected = [draw() for _ in range(3)]
+    assert len(set(sum(expected, []))) == 18
+
+    seeded(2)
+    resumed = RandomStates()
+    resumed.on_load_checkpoint(one_process(), CPU, through_a_file(checkpoint))
+    draw()  # whatever happens between loading and the first step changes nothing
+    resumed.on_train_batch_start(one_process(), CPU)
+    assert [draw() for _ in range(3)] == expected
+    resumed.on_train_batch_start(one_process(), CPU)  # only once
+    assert draw() not in expected
+
+
+def test_saving_draws_nothing():
+    seeded(3)
+    expected = draw()
+    seeded(3)
+    RandomStates().on_save_checkpoint(one_process(), CPU, {})
+    assert draw() == expected
+
+
+@pytest.mark.parametrize("checkpoint", ["with states", "without"])
+def test_where_another_seed_was_asked_for_it_is_kept(checkpoint: str):
+    saved: dict = {}
+    RandomStates().on_save_checkpoint(one_process(), CPU, saved)
+    callback = RandomStates(restore=checkpoint == "without")
+    callback.on_load_checkpoint(one_process(), CPU, saved if checkpoint == "with states" else {})
+    seeded(4)
+    expected = draw()
+    seeded(4)
+    callback.on_train_batch_start(one_process(), CPU)
+    assert draw() == expected
+
+
+def test_every_process_gets_its_own():
+    states = []
+    for rank in range(2):
+        seeded(10 + rank)
+        saved: dict = {}
+        RandomStates().on_save_checkpoint(one_process(), CPU, saved)
+        states += saved[KEY]
+        if rank == 1:
+            expected = draw()
+    callback = RandomStates()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        callback.on_load_checkpoint(one_process(1, 2), CPU, {KEY: states})
+    callback.on_train_batch_start(one_process(1, 2), CPU)
+    assert draw() == expected
+
+
+@pytest.mark.parametrize(("saved_by", "resumed_by"), [(2, 1), (1, 2)])
+def test_another_number_of_processes_is_told(saved_by: int, resumed_by: int):
+    saved: dict = {}
+    RandomStates().on_save_checkpoint(one_process(), CPU, saved)
+    callback = RandomStates()
+    with pytest.warns(UserWarning, match=f"saved by {saved_by} processes and is resumed by {resumed_by}"):
+        callback.on_load_checkpoint(one_process(0, resumed_by), CPU, {KEY: saved[KEY] * saved_by})
+    seeded(5)
+    expected = draw()
+    seeded(5)
+    callback.on_train_batch_start(one_process(), CPU)
+    assert draw() == expected
+
+
+def test_a_resumed_run_draws_what_the_uninterrupted_one_draws(tmp_path: Path):
+    def fit(epochs: int, seed: int, **options) -> Tiny:
+        seeded(seed)
+        model = Tiny()
+        run = trainer(tmp_path, [RandomStates(), LastCheckpoint()], max_epochs=epochs)
+        run.fit(model, loader(3), loader(1), weights_only=True, **options)
+        return model
+
+    whole = fit(2, 1)
+    fit(1, 1)
+    resumed = fit(2, 99, ckpt_path=tmp_path / "checkpoints" / "last.ckpt")
+    assert len(resumed.drawn) == 3
+    assert resumed.drawn == whole.drawn[3:]

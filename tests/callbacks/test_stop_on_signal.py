@@ -1,0 +1,145 @@
+import os
+import signal
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+
+from callbacks import LastCheckpoint, StopOnSignal, Stopped
+from callbacks.checkpoints import read_checkpoint
+from tests.callbacks.tiny import Tiny, loader, trainer
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@pytest.fixture(autouse=True)
+def _leave_handlers_alone():
+    before = [signal.getsignal(number) for number in SIGNALS]
+    yield
+    for number, handler in zip(SIGNALS, before, strict=True):
+        signal.signal(number, handler)
+
+
+def marked(number: int, frame: object) -> None:
+    """A handler that was there before."""
+    raise AssertionError("the handler from before was called")
+
+
+class Send(pl.Callback):
+    """Sends this process a signal while the batch that follows `step` steps is at work."""
+
+    def __init__(self, step: int, *numbers: int, hook: str = "on_before_optimizer_step") -> None:
+        self.step, self.numbers, self.hook = step, numbers, hook
+
+    def _send(self, trainer: pl.Trainer, hook: str) -> None:
+        if trainer.global_step == self.step and hook == self.hook:
+            for number in self.numbers:
+                os.kill(os.getpid(), number)
+
+    def on_before_optimizer_step(self, trainer, *_):
+        self._send(trainer, "on_before_optimizer_step")
+
+    def on_validation_batch_start(self, trainer, *_):
+        self._send(trainer, "on_validation_batch_start")
+
+
+def stopped(folder: Path, send: Send, *validation, **options) -> tuple[SystemExit, Tiny, pl.Trainer]:
+    """Train for two epochs of 4 steps, or until stopped."""
+    for number in SIGNALS:
+        signal.signal(number, marked)
+    model = Tiny()
+    run = trainer(folder, [StopOnSignal(), send, LastCheckpoint()], max_epochs=2, **options)
+    with pytest.raises(SystemExit) as caught:
+        run.fit(model, loader(4), *validation)
+    return caught.value, model, run
+
+
+def last(folder: Path) -> dict:
+    return read_checkpoint(folder / "checkpoints" / "last.ckpt")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_the_run_ends_after_the_step_with_everything_saved(number: int, code: int, tmp_path: Path):
+    exit_, model, run = stopped(tmp_path, Send(5, number))
+    assert isinstance(exit_, Stopped)
+    assert exit_.code == code
+    assert len(model.drawn) == run.global_step == 6  # the step at work was finished, and none begun
+    saved = last(tmp_path)
+    assert saved["global_step"] == 6
+    assert saved["state_dict"]["weight"].item() == model.weight.item()
+    assert [signal.getsignal(n) for n in SIGNALS] == [marked, marked]
+
+
+def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path):
+    whole = Tiny()
+    trainer(tmp_path / "whole", [], max_epochs=2).fit(whole, loader(4))
+    stopped(tmp_path, Send(3, signal.SIGTERM))  # with the last step of the first epoch
+    resumed = Tiny()
+    run = trainer(tmp_path, [LastCheckpoint()], max_epochs=2)
+    run.fit(resumed, loader(4), ckpt_path=tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
+    assert run.global_step == 8
+    assert len(resumed.drawn) == 4
+    assert resumed.weight.item() == whole.weight.item()
+
+
+def test_a_second_request_to_terminate_changes_nothing(tmp_path: Path):
+    exit_, _, run = stopped(tmp_path, Send(2, signal.SIGTERM, signal.SIGTERM))
+    assert (exit_.code, run.global_step, last(tmp_path)["global_step"]) == (143, 3, 3)
+
+
+def test_a_second_ctrl_c_stops_at_once(tmp_path: Path):
+    exit_, model, run = stopped(tmp_path, Send(5, signal.SIGINT, signal.SIGINT))
+    assert exit_.code != 0
+    assert run.global_step == 5  # the step was not finished
+    assert last(tmp_path)["global_step"] == 4  # and nothing of it saved: that of the epoch before is there
+
+
+def test_a_validation_is_not_waited_for(tmp_path: Path):
+    """Which may be long: of its 50 batches the first is the last."""
+    seen = []
+
+    class Count(Send):
+        def on_validation_batch_end(self, *_, **__):
+            seen.append(1)
+
+    send = Count(4, signal.SIGTERM, hook="on_validation_batch_start")
+    exit_, _, run = stopped(tmp_path, send, loader(50))
+    assert exit_.code == 143
+    assert len(seen) <= 1
+    assert run.global_step == 4
+
+
+def test_handlers_are_given_back_when_training_ends(tmp_path: Path):
+    for number in SIGNALS:
+        signal.signal(number, marked)
+    during = []
+
+    class Look(pl.Callback):
+        def on_train_batch_start(self, *_):
+            during.append([signal.getsignal(n) for n in SIGNALS])
+
+    trainer(tmp_path, [StopOnSignal(), Look()], max_epochs=1).fit(Tiny(), loader(2))
+    assert all(handler != marked for handlers in during for handler in handlers)
+    assert [signal.getsignal(n) for n in SIGNALS] == [marked, marked]
+
+
+def test_handlers_are_given_back_after_a_crash(tmp_path: Path):
+    for number in SIGNALS:
+        signal.signal(number, marked)
+
+    class Crash(pl.Callback):
+        def on_train_batch_start(self, *_):
+            raise RuntimeError("crashed")
+
+    with pytest.raises(RuntimeError, match="crashed"):
+        trainer(tmp_path, [StopOnSignal(), Crash()], max_epochs=1).fit(Tiny(), loader(2))
+    assert [signal.getsignal(n) for n in SIGNALS] == [marked, marked]
+
+
+def test_the_next_run_is_not_stopped_by_an_old_signal(tmp_path: Path):
+    callback = StopOnSignal()
+    with pytest.raises(Stopped):
+        trainer(tmp_path, [callback, Send(1, signal.SIGTERM)], max_epochs=1).fit(Tiny(), loader(4))
+    again = trainer(tmp_path, [callback], max_epochs=1)
+    again.fit(Tiny(), loader(4))
+    assert again.global_step == 4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import pickle
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 file.flush()
                 os.fsync(file.fileno())  # the bytes before the name: a power cut must not leave an empty file
             part.replace(path)
-        except (OSError, RuntimeError) as error:
-            part.unlink(missing_ok=True)
+        except BaseException as error:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+            if not isinstance(error, (OSError, RuntimeError)):
+                raise
             reason = _os_error(error)
             if reason is None and isinstance(error, RuntimeError) and "inline_container" not in str(error):
                 raise
@@ -62,10 +65,11 @@ def read_checkpoint(path: str | Path, *, weights_only: bool = True) -> dict[str,
         raise FileNotFoundError(f"there is no checkpoint {path}")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=weights_only)
-    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError, KeyError) as error:
+    except Exception as error:  # what is no pickle fails in every way there is
+        reason = str(error).partition("\n")[0].partition(". ")[0]  # what torch adds is advice to trust the file
         raise ValueError(
             f"{path} ({path.stat().st_size:,} bytes) can't be read as a checkpoint: it is cut off, damaged, or of "
-            f"another program ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+            f"another program ({reason or type(error).__name__})"
         ) from error
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise ValueError(f"{path} holds no Lightning checkpoint: it has no `state_dict`")
@@ -99,6 +103,10 @@ class LastCheckpoint(Checkpoint):
     def path(self, trainer: pl.Trainer) -> Path:
         """Where `last.ckpt` is: in `checkpoints`, in the run's folder."""
         return Path(trainer.default_root_dir) / "checkpoints" / "last.ckpt"
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Take down where the run begins: within the first step there is nothing to save."""
+        self._saved_step = trainer.global_step
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Save, if it is time."""

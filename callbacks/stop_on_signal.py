@@ -32,6 +32,10 @@ class StopOnSignal(pl.Callback):
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
 
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Listen no more; before Lightning gives back what it had found, lest its own handlers be put there again."""
+        self.teardown(trainer, pl_module, "fit")
+
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Listen no more."""
         for number, handler in self._before.items():

@@ -43,12 +43,14 @@ def plain(report: str) -> str:
         return "fit needs to know what to train: give --config with one of the files in configs/, or --model and --data"
     if "Parser key" not in report and "Does not validate" not in report:
         return report
-    option = ".".join(re.findall(r'Parser key "([^"]+)"', report))
+    option = _option(report)
     value = _value(report)
     if match := re.search(r"Option '([^']+)' is not accepted", report):
         return _unknown_option(option, match[1], re.findall(r"class_path[ =]'([^']+)'", report))
     if match := re.search(r"Expected a dot import path string: (\S+)", report):
         return _unknown_class(option, match[1])
+    if match := re.search(r"Dict must include a class_path.*?but got NestedArg\(key='([^']+)'", report):
+        return _classless_option(option, match[1])
     expected = [_readable(e) for e in re.findall(r"^\s*(?:- )?Expected a (.+?)(?:\. Got value: .*)?$", report, re.M)]
     expected = list(dict.fromkeys(e for e in expected if e != "NoneType"))
     if option and value is not None and expected:
@@ -57,8 +59,20 @@ def plain(report: str) -> str:
     return "; ".join(dict.fromkeys(kept))
 
 
+def _option(report: str) -> str:
+    """Return the keys from the outermost to the innermost; the same ones come again for every type that was tried."""
+    keys: list[str] = []
+    depth = -1
+    for match in re.finditer(r'^(\s*).*Parser key "([^"]+)"', report, re.M):
+        if len(match[1]) > depth:
+            depth = len(match[1])
+            keys.append(match[2])
+    return ".".join(keys)
+
+
 def _value(report: str) -> str | None:
-    found = re.search(r"Got value: (.*)", report) or re.search(r"^\s*Given value: (.*)", report, re.M)
+    """Return the innermost value, which is told first."""
+    found = re.search(r"(?:Got|Given) value: (.*?)(?:\. Got value: .*)?$", report, re.M)
     return found[1] if found else None
 
 
@@ -75,6 +89,13 @@ def _unknown_option(path: str, name: str, class_paths: list[str]) -> str:
         return f"{path}: there is no option {name!r}"
     known = [p for p in inspect.signature(kind).parameters if p not in ("self", "params", "optimizer")]
     return f"{path}: {kind.__name__} has no option {name!r}; {_instead(name, known)}"
+
+
+def _classless_option(path: str, name: str) -> str:
+    base = _BASES.get(path.rpartition(".")[2])
+    known = sorted({kind.__name__ for kind in _concrete(base)}) if base else []
+    named = f" (there are {', '.join(known)})" if 0 < len(known) < 10 else ""
+    return f"{path}.{name}: name the class that option {name!r} belongs to first, --{path} CLASS{named}"
 
 
 def _unknown_class(path: str, name: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +34,10 @@ class BitsPerDim(Metric):
         super().__init__()
         self.add_state("nats", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("count", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> BitsPerDim:
+        """Go where the model goes, but stay float64 where it becomes bfloat16 (`precision="bf16-true"`)."""
+        return super()._apply(lambda t: t.to(fn(t).device), *args, **kwargs)  # type: ignore[return-value]
 
     def update(self, nll: Tensor) -> None:
         """Add negative log-likelihoods in nats, one for each dimension scored."""

@@ -51,4 +51,4 @@ def labelled_rows(rows: dict[str, Tensor], path: Path) -> Path:
 def _to_pil(picture: Tensor) -> Image.Image:
     from PIL import Image
 
-    return Image.fromarray(picture.to(torch.uint8).permute(1, 2, 0).contiguous().numpy())
+    return Image.fromarray(picture.to(torch.uint8).permute(1, 2, 0).contiguous().cpu().numpy())

@@ -38,8 +38,8 @@ def new_folder(parent: Path, name: str) -> Path:
 
 def run_of(checkpoint: Path) -> Path | None:
     """Return the run that `checkpoint` belongs to; None if it lies outside any."""
-    run = checkpoint.resolve().parent.parent
-    return run if checkpoint.parent.name == "checkpoints" and _RUN.fullmatch(run.name) else None
+    folder = checkpoint.resolve().parent
+    return folder.parent if folder.name == "checkpoints" and _RUN.fullmatch(folder.parent.name) else None
 
 
 def find_checkpoint(name: str, root: Path) -> Path:
@@ -69,6 +69,7 @@ def _age(checkpoint: Path) -> tuple[str, int]:
 
 def discard_if_empty(run: Path) -> None:
     """Delete the folder of a run that failed before it wrote anything, and those above that were made for it."""
+    run = run.resolve()  # the parents of a relative path end in ".", which can't be deleted
     if not run.is_dir() or any(path.is_file() for path in run.rglob("*")):
         return
     shutil.rmtree(run)

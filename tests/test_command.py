@@ -1,5 +1,4 @@
-"""The `lit-effattn` command, as a user runs it: in this process where one suffices, in processes of its own where a run is
-killed or has several."""
+"""The `lit-effattn` command, as a user runs it: in this process where one suffices, in others where a run is killed."""
 
 import os
 import re
@@ -216,6 +215,15 @@ def test_every_configuration_is_named_after_its_runs():
 def test_flags_of_lightning_work():
     flags = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor", "val/bits_per_dim"]
     fit(*flags, "--trainer.precision", "bf16-mixed", "--trainer.deterministic", "true")
+
+
+def test_a_class_keeps_its_own_defaults(capsys: pytest.CaptureFixture[str]):
+    """RAdam, which is the default, has no weight decay."""
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", "tiny.yaml", "--model.optimizer", "torch.optim.AdamW", "--print_config"])
+    assert (
+        yaml.safe_load(capsys.readouterr().out)["model"]["init_args"]["optimizer"]["init_args"]["weight_decay"] == 0.01
+    )
 
 
 def test_printing_the_configuration_trains_nothing(capsys: pytest.CaptureFixture[str]):

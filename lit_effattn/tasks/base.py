@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -17,7 +18,7 @@ class Task(Recorded, pl.LightningModule):
     """A LightningModule that knows what it was built from, whether YAML or Python built it.
 
     Args:
-        optimizer: Makes the optimiser from the parameters.
+        optimizer: Makes the optimiser from the parameters. Default: torch.optim.RAdam.
         lr_scheduler: Makes the schedule from the optimiser; it steps once an optimiser step (one that watches a
             metric, once a validation).
     """
@@ -25,9 +26,10 @@ class Task(Recorded, pl.LightningModule):
     monitor: str
     """The metric whose lowest value makes the best checkpoint."""
 
-    def __init__(self, optimizer: OptimizerCallable, lr_scheduler: LRSchedulerCallable | None) -> None:
+    def __init__(self, optimizer: OptimizerCallable | None, lr_scheduler: LRSchedulerCallable | None) -> None:
         super().__init__()
-        self._optimizer = optimizer
+        # Not as the argument's default: jsonargparse would lay RAdam's defaults over those of the class that is named.
+        self._optimizer = optimizer or torch.optim.RAdam
         self._lr_scheduler = lr_scheduler
         try:
             arguments = init_args(self)

@@ -30,8 +30,8 @@ class PixelModel(Task):
         backbone: Causal; mixes the sequence.
         image_shape: Height, width, channels. From the command: those of the data.
         n_levels: Number of values of a dimension. From the command: that of the data.
-        head: Makes the distribution over the levels.
-        optimizer: Makes the optimiser from the parameters.
+        head: Makes the distribution over the levels. Default: CategoricalHead.
+        optimizer: Makes the optimiser from the parameters. Default: torch.optim.RAdam.
         lr_scheduler: Makes the schedule from the optimiser; it steps once an optimiser step.
         embedding_std: Standard deviation of the initial embedding. 1 suits sinusoidal positions, whose values are of
             that size (the 2017 paper scales its embedding to it by √E); 0.02 suits learned ones.
@@ -48,8 +48,8 @@ class PixelModel(Task):
         backbone: SequenceModule,
         image_shape: tuple[int, int, int],
         n_levels: int = 256,
-        head: HeadFactory = CategoricalHead,
-        optimizer: OptimizerCallable = torch.optim.RAdam,
+        head: HeadFactory | None = None,
+        optimizer: OptimizerCallable | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
         embedding_std: float = 1.0,
         score_first: bool = True,
@@ -65,7 +65,8 @@ class PixelModel(Task):
         self.embedding = nn.Embedding(n_levels + 1, backbone.d_input)  # the last is the start token
         nn.init.normal_(self.embedding.weight, std=embedding_std)
         self.backbone = backbone
-        self.head = head(backbone.d_model, n_levels)
+        # Not as the argument's default: see `Task`.
+        self.head = (head or CategoricalHead)(backbone.d_model, n_levels)
         self.bits_per_dim = nn.ModuleDict({"val": BitsPerDim(), "test": BitsPerDim()})
 
     def nll(self, levels: Tensor) -> Tensor:
@@ -137,26 +138,30 @@ class PixelModel(Task):
         """
         if given is None:
             given = torch.empty(n, 0, dtype=torch.long)
+        self._check_levels(given)
         given = given.to(self.device).long()
         if given.size(1) >= self.n_dims:
             raise ValueError(
                 f"given holds {given.size(1)} of an image's {self.n_dims} dimensions: none is left to draw"
             )
-        training = self.training
+        training = [module for module in self.modules() if module.training]  # parts may be frozen
         self.eval()
-        drawn = generate(
-            self.backbone,
-            self.embedding,
-            self.head,
-            self._prompt(given),
-            self.n_dims - given.size(1),
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            progress=progress,
-        )
-        self.train(training)
+        try:
+            drawn = generate(
+                self.backbone,
+                self.embedding,
+                self.head,
+                self._prompt(given),
+                self.n_dims - given.size(1),
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                seed=seed,
+                progress=progress,
+            )
+        finally:
+            for module in training:
+                module.training = True
         return torch.cat([given, drawn], 1)
 
     def to_images(self, levels: Tensor) -> Tensor:
@@ -175,8 +180,14 @@ class PixelModel(Task):
                 f"images of shape {tuple(levels.shape)} were given to a model of {h}×{w}×{c} images: expected "
                 f"(batch, {self.n_dims})"
             )
-        if levels.device.type == "cpu" and int(levels.max()) >= self.n_levels:
-            raise ValueError(
-                f"an image holds level {int(levels.max())}, but the model has n_levels={self.n_levels}: 0 … "
-                f"{self.n_levels - 1}; give data and model the same n_levels"
-            )
+        self._check_levels(levels)
+
+    def _check_levels(self, levels: Tensor) -> None:
+        if levels.device.type != "cpu" or levels.numel() == 0:
+            return
+        for level in (int(levels.min()), int(levels.max())):  # as Python's integers: 256 does not fit into uint8
+            if not 0 <= level < self.n_levels:
+                raise ValueError(
+                    f"an image holds level {level}, but the model has n_levels={self.n_levels}: 0 … "
+                    f"{self.n_levels - 1}; give data and model the same n_levels"
+                )

@@ -18,10 +18,10 @@ CPU = SimpleNamespace(device=torch.device("cpu"))
 @pytest.fixture(autouse=True)
 def _leave_generators_alone():
     """Other tests draw too."""
-    before = random.getstate(), np.random.get_state()
+    before = random.getstate(), np.random.get_state()  # noqa: NPY002
     yield
     random.setstate(before[0])
-    np.random.set_state(before[1])
+    np.random.set_state(before[1])  # noqa: NPY002
 
 
 def one_process(rank: int = 0, world_size: int = 1) -> SimpleNamespace:
@@ -33,8 +33,8 @@ def draw() -> list[float]:
     return [
         random.random(),
         random.gauss(0, 1),
-        np.random.rand(),
-        np.random.randn(),
+        np.random.rand(),  # noqa: NPY002
+        np.random.randn(),  # noqa: NPY002
         torch.rand(()).item(),
         torch.randn(()).item(),
     ]
@@ -42,7 +42,7 @@ def draw() -> list[float]:
 
 def seeded(seed: int) -> None:
     random.seed(seed)
-    np.random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
     torch.manual_seed(seed)
 
 
@@ -59,7 +59,7 @@ def test_every_generator_goes_on_where_it_was():
     checkpoint: dict = {}
     RandomStates().on_save_checkpoint(one_process(), CPU, checkpoint)
     expected = [draw() for _ in range(3)]
-    assert len(set(sum(expected, []))) == 18
+    assert len({number for drawn in expected for number in drawn}) == 18
 
     seeded(2)
     resumed = RandomStates()

@@ -88,14 +88,17 @@ def test_a_second_request_to_terminate_changes_nothing(tmp_path: Path):
 
 
 def test_a_second_ctrl_c_stops_at_once(tmp_path: Path):
-    exit_, model, run = stopped(tmp_path, Send(5, signal.SIGINT, signal.SIGINT))
+    exit_, _, run = stopped(tmp_path, Send(5, signal.SIGINT, signal.SIGINT))
     assert exit_.code != 0
     assert run.global_step == 5  # the step was not finished
     assert last(tmp_path)["global_step"] == 4  # and nothing of it saved: that of the epoch before is there
 
 
 def test_a_validation_is_not_waited_for(tmp_path: Path):
-    """Which may be long: of its 50 batches the first is the last."""
+    """Which may be long: of its 50 batches the first is the last.
+
+    It is not saved there: Lightning would go on after the validation, and never finish it.
+    """
     seen = []
 
     class Count(Send):
@@ -107,6 +110,7 @@ def test_a_validation_is_not_waited_for(tmp_path: Path):
     assert exit_.code == 143
     assert len(seen) <= 1
     assert run.global_step == 4
+    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_handlers_are_given_back_when_training_ends(tmp_path: Path):

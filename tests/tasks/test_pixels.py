@@ -243,7 +243,7 @@ def test_nothing_left_to_draw():
 
 
 def test_a_backbone_that_sees_the_future():
-    with pytest.raises(ValueError, match="causal=False.*causal=True"):
+    with pytest.raises(ValueError, match=r"causal=False.*causal=True"):
         PixelModel(Transformer(8, 2, 1, causal=False), SHAPE, LEVELS)
 
 

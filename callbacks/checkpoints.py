@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.trainer.states import TrainerFn
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -119,8 +120,12 @@ class LastCheckpoint(Checkpoint):
         self._save(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Save if a signal stopped the run, which happens between two steps only."""
-        if isinstance(exception, SystemExit) and trainer.training:
+        """Save if a signal stopped the run, which happens between two steps, or in a validation.
+
+        Resumed, the run goes on after that validation, with the training that it would have done.
+        """
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if isinstance(exception, SystemExit) and fitting and not trainer.sanity_checking:
             self._save(trainer)
 
     def _save(self, trainer: pl.Trainer) -> None:

@@ -35,6 +35,8 @@ class PixelModel(Task):
         lr_scheduler: Makes the schedule from the optimiser; it steps once an optimiser step.
         embedding_std: Standard deviation of the initial embedding. 1 suits sinusoidal positions, whose values are of
             that size (the 2017 paper scales its embedding to it by √E); 0.02 suits learned ones.
+        ordinal_embedding: Start with waves of the level (see `ordinal_waves`) in place of noise, so that neighbouring
+            levels start alike, and levels that the training images hardly have are not strangers.
         score_first: Whether the first dimension counts, in the loss and in bits/dim.
 
     Raises:
@@ -52,6 +54,7 @@ class PixelModel(Task):
         optimizer: OptimizerCallable | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
         embedding_std: float = 1.0,
+        ordinal_embedding: bool = False,
         score_first: bool = True,
     ) -> None:
         super().__init__(optimizer, lr_scheduler)
@@ -64,6 +67,8 @@ class PixelModel(Task):
         bind(backbone, image_shape)
         self.embedding = nn.Embedding(n_levels + 1, backbone.d_input)  # the last is the start token
         nn.init.normal_(self.embedding.weight, std=embedding_std)
+        if ordinal_embedding:
+            self.embedding.weight.data[:n_levels] = embedding_std * ordinal_waves(n_levels, backbone.d_input)
         self.backbone = backbone
         # Not as the argument's default: see `Task`.
         self.head = (head or CategoricalHead)(backbone.d_model, n_levels)
@@ -191,3 +196,17 @@ class PixelModel(Task):
                     f"an image holds level {level}, but the model has n_levels={self.n_levels}: 0 … "
                     f"{self.n_levels - 1}; give data and model the same n_levels"
                 )
+
+
+def ordinal_waves(n_levels: int, width: int) -> Tensor:
+    """Return (n_levels, width) smooth functions of the level, of mean square 1.
+
+        √2 sin(2π f_i x), √2 cos(2π f_i x),  x = level / (n_levels − 1)
+
+    with frequencies f_i from a quarter of a wave over all levels to one wave over eight of them, in geometric series.
+    """
+    x = torch.linspace(0, 1, n_levels)[:, None]
+    highest = max(1.0, n_levels / 8)
+    f = 0.25 * (4 * highest) ** torch.linspace(0, 1, -(-width // 2))
+    angle = 2 * math.pi * f * x  # (n_levels, width / 2)
+    return math.sqrt(2) * torch.cat([angle.sin(), angle.cos()], 1)[:, :width]

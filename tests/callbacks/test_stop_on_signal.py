@@ -4,6 +4,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
+import torch
 
 from callbacks import LastCheckpoint, StopOnSignal, Stopped
 from callbacks.checkpoints import read_checkpoint
@@ -95,10 +96,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path):
 
 
 def test_a_validation_is_not_waited_for(tmp_path: Path):
-    """Which may be long: of its 50 batches the first is the last.
-
-    It is not saved there: Lightning would go on after the validation, and never finish it.
-    """
+    """Which may be long: of its 50 batches the first is the last. Training goes on after it as if it had been whole."""
     seen = []
 
     class Count(Send):
@@ -110,7 +108,13 @@ def test_a_validation_is_not_waited_for(tmp_path: Path):
     assert exit_.code == 143
     assert len(seen) <= 1
     assert run.global_step == 4
-    assert not (tmp_path / "checkpoints").exists()
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    assert torch.load(last, weights_only=True)["global_step"] == 4
+
+    resumed, whole = Tiny(), Tiny()
+    trainer(tmp_path, [LastCheckpoint()], max_epochs=3).fit(resumed, loader(4), loader(50), ckpt_path=last)
+    trainer(tmp_path / "whole", [LastCheckpoint()], max_epochs=3).fit(whole, loader(4), loader(50))
+    assert torch.equal(resumed.weight, whole.weight)
 
 
 def test_handlers_are_given_back_when_training_ends(tmp_path: Path):

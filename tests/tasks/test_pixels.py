@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lit_effattn import Transformer
 from lit_effattn.attention import LinearAttention, SoftmaxAttention
 from lit_effattn.heads import CategoricalHead, MixtureOfLogisticsHead
-from lit_effattn.positions import GridPositions
+from lit_effattn.positions import GridPositions, LearnedPositions
 from lit_effattn.schedules import WarmupCosine
 from lit_effattn.tasks import PixelModel
 
@@ -488,3 +488,17 @@ def test_a_plateau_watches_what_the_model_names_or_what_it_names_itself():
 def test_parts_are_modules():
     assert {name for name, _ in model().named_children()} == {"embedding", "backbone", "head", "bits_per_dim"}
     assert isinstance(model().embedding, nn.Embedding)
+
+
+@pytest.mark.parametrize(("n_levels", "width"), [(2, 4), (17, 15), (256, 128)])
+def test_neighbouring_levels_start_alike(n_levels: int, width: int):
+    backbone = Transformer(2 * width, 2, 1, position_width=width, positions=LearnedPositions)
+    model = PixelModel(backbone, (2, 2, 1), n_levels, embedding_std=0.5, ordinal_embedding=True)
+    table = model.embedding.weight[:n_levels].detach()
+    distance = torch.cdist(table, table)
+    if n_levels > 2:
+        near, far = distance.diagonal(1), distance.diagonal(n_levels // 2)
+        assert near.max() < far.min()
+    # sines and cosines of an angle square to 1 together: the mean square is that of the option
+    even = table[:, : width - width % 2]
+    assert even.pow(2).mean(1).sub(0.25).abs().max() < (1e-5 if width % 2 == 0 else 0.25)

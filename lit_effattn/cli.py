@@ -49,7 +49,7 @@ def main(args: list[str] | None = None) -> None:
         return
     if args[0] not in COMMANDS:
         fail(f"{args[0]!r} is not a command; there are {', '.join(COMMANDS)}", code=2)
-    from lit_effattn.command import run
+    from lit_effattn.command import UsageError, run
 
     if os.environ.get(DEBUG):
         run(args)
@@ -60,6 +60,8 @@ def main(args: list[str] | None = None) -> None:
 
     try:
         run(args)
+    except UsageError as error:
+        fail(plain(str(error)), code=2)
     # What our own checks raise, and those below us: their messages name the culprit, their tracebacks don't help.
     except (ValueError, OSError, MisconfigurationException) as error:
         fail(plain(_message(error)))

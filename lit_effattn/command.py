@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
+import torch
 import yaml
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -26,8 +27,6 @@ import lit_effattn.heads
 import lit_effattn.positions
 import lit_effattn.schedules
 from callbacks.checkpoints import read_checkpoint
-from lit_effattn.cli import DEBUG, fail
-from lit_effattn.complaints import plain
 from lit_effattn.runs import discard_if_empty, find_checkpoint, new_folder, new_run, run_of, short
 from lit_effattn.tasks import Task
 from lit_effattn.trainer import Trainer
@@ -79,14 +78,18 @@ def _quieten() -> None:
     )
 
 
+class UsageError(Exception):
+    """What was said makes no sense; in the words of jsonargparse."""
+
+
 class _Parser(LightningArgumentParser):
-    """A parser that says what is wrong in a line."""
+    """A parser that leaves it to others to end the command."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """End the command; with LIT_EFFATTN_DEBUG, with all that jsonargparse has to say."""
-        if os.environ.get(DEBUG) or not self.exit_on_error:  # a nested parser, whose parent will tell
+        """Say what is wrong."""
+        if not self.exit_on_error:  # a nested parser, whose parent will tell
             super().error(message, ex)
-        fail(plain(message), code=2)
+        raise UsageError(message) from ex
 
 
 class CLI(LightningCLI):
@@ -160,6 +163,8 @@ class CLI(LightningCLI):
         root = Path(config.default_root_dir or ROOT)
         folder = root if quiet else self._run_folder(root)
         kwargs["default_root_dir"] = str(folder)
+        if config.accelerator == "auto" and torch.backends.mps.is_available():
+            kwargs["accelerator"] = "cpu"  # Apple's GPUs have no float64, in which losses are summed
         kwargs["plugins"] = [*_as_list(config.plugins), callbacks.AtomicCheckpointIO()]
         if config.logger in (None, True):
             kwargs["logger"] = (

@@ -82,7 +82,7 @@ def _saved_settings(checkpoint: Path, command: str) -> dict[str, Any]:
 
 
 def refuse_dropped(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse settings of the optimiser that resuming would overwrite with the checkpoint's."""
+    """Refuse settings that resuming would drop: Lightning lays the checkpoint's over them, silently."""
     for name in ("optimizer", "lr_scheduler"):
         before, after = (_section(_section(s, "model"), "init_args").get(name) for s in (saved, now))
         if "model" in saved and before != after:
@@ -90,6 +90,18 @@ def refuse_dropped(saved: dict[str, Any], now: dict[str, Any]) -> None:
                 f"model.{name} is {after} here and {before} in the checkpoint, whose {name} resuming goes on with: "
                 "leave it as it was, or start anew from these weights with --init_weights in place of --ckpt_path"
             )
+    before, after = (_early_stopping(s) for s in (saved, now))
+    if before and after and before != after:
+        raise ValueError(
+            f"EarlyStopping is {after} here and {before} in the checkpoint, whose patience resuming goes on with: "
+            "leave it as it was, or start anew from these weights with --init_weights in place of --ckpt_path"
+        )
+
+
+def _early_stopping(settings: dict[str, Any]) -> list[dict[str, Any]]:
+    given = _section(settings, "trainer").get("callbacks") or []
+    given = given if isinstance(given, list) else [given]
+    return [_section(c, "init_args") for c in given if str(c.get("class_path")).endswith("EarlyStopping")]
 
 
 def is_child() -> bool:

@@ -296,6 +296,14 @@ def test_a_flag_that_resuming_would_drop_is_refused(flags: list[str], words: str
     assert (run / "checkpoints" / "last.ckpt").read_bytes() == before
 
 
+def test_a_patience_that_resuming_would_drop_is_refused(capsys: pytest.CaptureFixture[str]):
+    stop = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor", "val/bits_per_dim"]
+    fit(*stop, "--trainer.callbacks.patience", "5")
+    main(["fit", "--ckpt_path", "last", "--trainer.max_epochs", "2"])
+    again = ["fit", "--ckpt_path", "last", "--trainer.callbacks.patience", "9"]
+    assert "EarlyStopping" in fails(capsys, *again)
+
+
 def test_fine_tuning_starts_from_another_kinds_weights():
     first = fit("--model.backbone.attention", "SoftmaxAttention")
     second = fit("--init_weights", "last", "--model.optimizer.lr", "0.0")  # which leaves the weights as they are

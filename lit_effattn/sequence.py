@@ -79,7 +79,7 @@ class SequenceModule(Recorded, nn.Module, ABC):
 
     @property
     def growth(self) -> str | None:
-        """None if the state's size has a bound, else the option that gives it one, as in "window"."""
+        """None if the state's size has a bound, else the option that gives it one, as in "window"; "" if none does."""
         return None
 
     def check(self, x: Tensor, state: State | None, lengths: Tensor | None) -> None:

@@ -275,7 +275,7 @@ class Transformer(SequenceModule):
     @property
     def growth(self) -> str | None:
         """That of the first layer that grows."""
-        return next((block.growth for block in self.blocks if block.growth), None)
+        return next((block.growth for block in self.blocks if block.growth is not None), None)
 
 
 def _initialise(transformer: Transformer, init: Initialisation) -> None:

@@ -31,6 +31,8 @@ class Case:
         causal: Whether it is.
         definition: The O(N²) definition that it equals, or None.
         rotary: Whether it is an attention that turns queries and keys.
+        spacings: How far half precision may be off, in spacings of its numbers near 1.
+        jumps: Whether it decides by comparing numbers (hashes), so that rounding makes single outputs jump.
     """
 
     name: str
@@ -39,6 +41,8 @@ class Case:
     causal: bool = True
     definition: Callable[[Any, Tensor], Tensor] | None = None
     rotary: bool = False
+    spacings: float = 4
+    jumps: bool = False
 
     def build(
         self, dtype: torch.dtype = torch.float64, d_model: int = D_MODEL, n_heads: int = N_HEADS
@@ -63,6 +67,8 @@ def kind(
     *,
     causal: Sequence[bool] = (True, False),
     rotary: Sequence[bool] = (False, True),
+    spacings: float = 4,
+    jumps: bool = False,
     **options: Any,
 ) -> list[Case]:
     """Return the cases of an attention with these options: causal or not, with rotary positions or without."""
@@ -75,6 +81,8 @@ def kind(
             c,
             definition,
             r,
+            spacings,
+            jumps,
         )
         for c in causal
         for r in rotary

@@ -147,7 +147,7 @@ def test_a_state_holds_no_more_than_it_counts(case: Case):
 @each([case for case in ATTENTIONS if case.causal])
 def test_growth_names_an_option_that_ends_it(case: Case):
     module = case.build()
-    if module.growth is not None:
+    if module.growth:
         bounded = type(module)(8, 2, True, **{module.growth: 4})
         assert bounded.growth is None
 
@@ -388,9 +388,10 @@ def _narrow(case: Case, dtype: torch.dtype) -> tuple:
     return exact, narrow, torch.autocast("cpu", dtype)
 
 
-def _error(y: torch.Tensor, exact: torch.Tensor) -> float:
-    """The worst position's error, relative to its length."""
-    return ((y.float() - exact).norm(dim=-1) / exact.norm(dim=-1)).max().item()
+def _error(case: Case, y: torch.Tensor, exact: torch.Tensor) -> float:
+    """The worst position's error, relative to its length; the median one's, where rounding makes outputs jump."""
+    errors = (y.float() - exact).norm(dim=-1) / exact.norm(dim=-1)
+    return (errors.median() if case.jumps else errors.max()).item()
 
 
 @each(CASES)
@@ -403,7 +404,7 @@ def test_long_sequences_in_half_the_bits(case: Case, dtype: torch.dtype):
         with context:
             y, _ = narrow(x if dtype == torch.float16 else x.float())
     assert y.isfinite().all()
-    assert _error(y, expected) < 4 * SPACINGS[dtype]
+    assert _error(case, y, expected) < case.spacings * SPACINGS[dtype]
 
 
 @each(CAUSAL)
@@ -424,7 +425,7 @@ def test_streaming_in_half_the_bits(case: Case, dtype: torch.dtype):
                 z, _ = stream(narrow, x[:, 2 * third :], [1] * third, state)
     y = torch.cat([y, z], 1)
     assert y.isfinite().all()
-    assert _error(y, expected) < 4 * SPACINGS[dtype]
+    assert _error(case, y, expected) < case.spacings * SPACINGS[dtype]
 
 
 # -------------------------------------------------------------------------------------------------------- 7. round trip

@@ -1,6 +1,7 @@
 """What happens around training, as Lightning callbacks. They know a model by what it can do, never by its class."""
 
 from callbacks.checkpoints import AtomicCheckpointIO, LastCheckpoint
+from callbacks.memory_carry import MemoryCarry
 from callbacks.progress import ProgressBar
 from callbacks.random_states import RandomStates
 from callbacks.sample_grid import SampleGrid
@@ -9,6 +10,7 @@ from callbacks.stop_on_signal import StopOnSignal, Stopped
 __all__ = [
     "AtomicCheckpointIO",
     "LastCheckpoint",
+    "MemoryCarry",
     "ProgressBar",
     "RandomStates",
     "SampleGrid",

@@ -73,6 +73,7 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+    on_tokens: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """Continue `prompt` by `n_tokens` tokens.
 
@@ -90,6 +91,7 @@ def generate(
         top_p: See `draw`.
         seed: Of the random streams.
         progress: Wraps the iterable of steps (rich's or tqdm's `track`).
+        on_tokens: Is shown each step's tokens (B,) as they are drawn.
 
     Returns:
         (B, n_tokens), the tokens drawn.
@@ -112,6 +114,8 @@ def generate(
                 :, None
             ]
             drawn[:, step] = tokens[:, 0]
+            if on_tokens is not None:
+                on_tokens(tokens[:, 0])
     return drawn
 
 

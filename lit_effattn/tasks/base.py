@@ -9,9 +9,12 @@ import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchReduceLROnPlateau
 
+from lit_effattn import sequence
 from lit_effattn.recorded import Recorded, init_args
+from lit_effattn.sequence import State
 
 
 class Task(Recorded, pl.LightningModule):
@@ -57,6 +60,14 @@ class Task(Recorded, pl.LightningModule):
             monitor = scheduler.monitor if isinstance(scheduler, ReduceLROnPlateau) else self.monitor
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": monitor}}
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def with_auxiliary(self, loss: Tensor, state: State, weight: float = 1.0) -> Tensor:
+        """Add the auxiliary losses that `state` carries, the mean over the rows, and log them by themselves."""
+        auxiliary = sequence.losses(state)
+        if auxiliary is None:
+            return loss
+        self.log("train/auxiliary_loss", auxiliary.detach().mean())
+        return loss + weight * auxiliary.mean()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another model, in a few words.

@@ -14,7 +14,7 @@ from lit_effattn.generation import generate
 from lit_effattn.heads import CategoricalHead, HeadFactory
 from lit_effattn.metrics import BitsPerDim
 from lit_effattn.positions import bind
-from lit_effattn.sequence import SequenceModule
+from lit_effattn.sequence import SequenceModule, State
 from lit_effattn.tasks.base import Task
 
 
@@ -80,11 +80,14 @@ class PixelModel(Task):
         Raises:
             ValueError: the images are of another size than the model's, or have values that it does not know.
         """
+        return self._nll(levels)[0]
+
+    def _nll(self, levels: Tensor) -> tuple[Tensor, State]:
         self._check(levels)
         levels = levels.long()
-        hidden, _ = self.backbone(self.embedding(self._prompt(levels[:, :-1])))
+        hidden, state = self.backbone(self.embedding(self._prompt(levels[:, :-1])))
         nll = self.head.nll(hidden, levels)
-        return nll if self.score_first else nll[:, 1:]
+        return nll if self.score_first else nll[:, 1:], state
 
     def forward(self, levels: Tensor) -> Tensor:
         """Return bits/dim of each image: (B, H·W·C) -> (B,)."""
@@ -93,9 +96,10 @@ class PixelModel(Task):
 
     def training_step(self, batch: Tensor) -> Tensor:
         """Return the mean over the batch's dimensions, in nats."""
-        loss = self.nll(batch).mean()
+        nll, state = self._nll(batch)
+        loss = nll.mean()
         self.log("train/bits_per_dim", loss.detach() / math.log(2), prog_bar=True)
-        return loss
+        return self.with_auxiliary(loss, state)
 
     def validation_step(self, batch: Tensor) -> None:
         """Score a batch."""

@@ -1,0 +1,149 @@
+"""Truncated back-propagation through time: the state of one batch, handed to the next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lit_effattn import sequence
+from lit_effattn.sequence import SequenceModule, State
+
+KEY = "memory_carry"
+
+
+class MemoryCarry(pl.Callback):
+    """Lets every batch go on where the one before ended: each stream's state is kept, detached, between batches.
+
+    Gradients end at a segment's border, the context does not (Dai et al. 2019, section 3.2). Training, validation and
+    test have memories of their own; a validation in mid-epoch leaves that of training alone. A memory starts empty
+    with every epoch, and row by row where the batch's `fresh` says that a new document starts. It lies in the
+    checkpoint for every process, so that a resumed run goes on with the memories it had.
+
+    For models with `carries_memory`, `memory` and `reader` (see `LanguageModel`), on data in contiguous streams:
+    row i of a batch follows row i of the one before.
+
+    Args:
+        training: Whether memories are carried in training.
+        evaluation: Whether they are in validation, test and prediction.
+
+    Raises:
+        ValueError: on setting up, the model can't, or its state would grow without bound.
+    """
+
+    def __init__(self, training: bool = True, evaluation: bool = True) -> None:
+        if not training and not evaluation:
+            raise ValueError("training=False and evaluation=False: MemoryCarry then does nothing; leave it out")
+        self.training = training
+        self.evaluation = evaluation
+        self._aside: State | None = None  # the training's memory while the model is evaluated
+        self._evaluating = False
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse what can't be carried, before anything is trained."""
+        if not hasattr(pl_module, "carries_memory"):
+            raise ValueError(f"MemoryCarry: {type(pl_module).__name__} carries no memory between batches; leave it out")
+        if stage == "fit" and self.training:
+            _refuse_growth(pl_module.backbone)  # type: ignore[arg-type]
+        if self.evaluation:
+            pl_module.eval()
+            _refuse_growth(pl_module.reader)  # type: ignore[arg-type]
+            pl_module.train()
+
+    # ------------------------------------------------------------------------------------------------------- training
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Carry from here on."""
+        pl_module.carries_memory = self.training
+        if pl_module.memory is not None:  # of a checkpoint: it was read to the CPU
+            pl_module.memory = sequence.to(pl_module.memory, pl_module.device)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Begin the streams again. Not called where a run resumes in mid-epoch: its memory stays."""
+        pl_module.memory = None
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Forget what the rows that start anew remember."""
+        if self.training:
+            _start_rows(pl_module, batch)
+
+    # ----------------------------------------------------------------------------------------------------- evaluation
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Put the training's memory aside."""
+        self._aside, pl_module.memory = pl_module.memory, None
+        self._evaluating = True
+        pl_module.carries_memory = self.evaluation
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Go on with the training's memory."""
+        pl_module.memory, self._aside = self._aside, None
+        self._evaluating = False
+        pl_module.carries_memory = self.training
+
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Begin the streams with the first batch; forget what the rows that start anew remember."""
+        if batch_idx == 0:
+            pl_module.memory = None
+        if self.evaluation:
+            _start_rows(pl_module, batch)
+
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+
+    # ----------------------------------------------------------------------------------------------------- checkpoints
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Add the training's memory of every process."""
+        memory = self._aside if self._evaluating else pl_module.memory
+        mine = sequence.pack(sequence.to(sequence.detach(memory), "cpu"))
+        everyone: list[Any] = [mine]
+        if trainer.world_size > 1:
+            everyone = [None] * trainer.world_size
+            dist.all_gather_object(everyone, mine)
+        checkpoint[KEY] = everyone
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Take this process's memory up again; with another number of processes the streams are others."""
+        everyone = checkpoint.get(KEY)
+        if everyone is None or not self.training:
+            return
+        if len(everyone) != trainer.world_size:
+            rank_zero_warn(
+                f"the checkpoint's memories are of {len(everyone)} processes, this run has {trainer.world_size}: the "
+                "streams are cut otherwise, and memories start empty"
+            )
+            return
+        packed = everyone[trainer.global_rank]
+        pl_module.memory = None if packed is None else sequence.unpack(packed, pl_module.backbone.initial_state(1))
+
+
+def _start_rows(pl_module: Any, batch: Any) -> None:
+    """Make sure there is a memory for every row, empty in those that start anew."""
+    module: SequenceModule = pl_module.reader
+    fresh = batch.fresh
+    rows = len(batch.inputs)
+    memory = pl_module.memory
+    if memory is None or fresh is None:
+        pl_module.memory = module.initial_state(rows, device=batch.inputs.device)
+        return
+    had = len(next(sequence.tensors(memory)))
+    if had != rows:
+        raise ValueError(
+            f"a batch has {rows} rows and the one before had {had}: memories go from row to row, so the batches of an "
+            "epoch need equally many; use data in contiguous streams (TextStream)"
+        )
+    pl_module.memory = module.reset(memory, fresh)
+
+
+def _refuse_growth(module: SequenceModule) -> None:
+    if module.growth is None:
+        return
+    how = f"set its option `{module.growth}`" if module.growth else "take another attention, which has a bounded one"
+    raise ValueError(f"MemoryCarry: the model's state grows with every segment, without bound; {how}")
+

@@ -1,0 +1,185 @@
+"""The copy task: say again what was said (Kitaev et al. 2020; Katharopoulos et al. 2020, section 4.1)."""
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from datamodules.sampling import ResumableLoader, ShardedBatches
+from datamodules.tokens import IGNORE, TokenBatch
+
+SEPARATOR = 0
+
+_DRAWS = 2**20  # of a training word: every epoch draws another of that many, so hardly any ever comes again
+
+
+class CopyTask(LightningDataModule):
+    """Sequences `0 w 0 w`: a separator, a word of random symbols, a separator, the word again.
+
+    A batch is a `TokenBatch` of sequences padded on the right; only the second word is scored, for only it can be
+    known. A model that does not look back scores ln n_symbols nats, one that copies, 0.
+
+    Args:
+        max_len: Most tokens of a sequence, separators included; words have at most ⌊max_len / 2⌋ − 1 symbols. The
+            paper's is 128.
+        min_len: Fewest tokens of a sequence. Default: one symbol a word. Equal to `max_len`: all words equally long.
+        n_symbols: Symbols of a word, 1 … n_symbols.
+        batch_size: Sequences a step and process.
+        eval_batch_size: The same in validation, test and prediction. Default: `batch_size`.
+        n_train: Sequences of an epoch; every epoch draws new ones.
+        n_val: Sequences of validation, always the same.
+        n_test: Sequences of the test, always the same.
+        seed: Of the training sequences; those of validation and test do not depend on it.
+        num_workers: Processes that draw ahead; 0: none.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    Example:
+        >>> data = CopyTask(max_len=8, min_len=8, batch_size=1, n_train=1)
+        >>> data.setup("fit")
+        >>> batch = next(iter(data.val_dataloader()))
+        >>> batch.inputs.shape, int(batch.lengths[0]), int((batch.targets[0] != IGNORE).sum())
+        (torch.Size([1, 7]), 7, 3)
+    """
+
+    def __init__(
+        self,
+        max_len: int = 128,
+        *,
+        min_len: int | None = None,
+        n_symbols: int = 10,
+        batch_size: int = 64,
+        eval_batch_size: int | None = None,
+        n_train: int = 64_000,
+        n_val: int = 1000,
+        n_test: int = 1000,
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters(logger=False)
+        least = {"max_len": 4, "n_symbols": 2, "batch_size": 1, "n_train": 1, "n_val": 1, "n_test": 1, "seed": 0}
+        given = {
+            "max_len": max_len,
+            "n_symbols": n_symbols,
+            "batch_size": batch_size,
+            "n_train": n_train,
+            "n_val": n_val,
+            "n_test": n_test,
+            "seed": seed,
+        }
+        for name, value in given.items():
+            if value < least[name]:
+                raise ValueError(f"{name}={value} must be at least {least[name]}")
+        if eval_batch_size is not None and eval_batch_size < 1:
+            raise ValueError(f"eval_batch_size={eval_batch_size} must be at least 1")
+        min_len = 4 if min_len is None else min_len
+        if not 4 <= min_len <= max_len:
+            raise ValueError(
+                f"min_len={min_len} must be from 4, two separators and a word twice, to max_len={max_len}"
+            )
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size or batch_size
+        self.sizes = {"train": n_train, "val": n_val, "test": n_test}
+        self.words = (min_len // 2 - 1, max_len // 2 - 1)
+        self.n_symbols = n_symbols
+        self.seed = seed
+        self.num_workers = num_workers
+
+    @property
+    def vocab_size(self) -> int:
+        """Symbols and separator."""
+        return self.n_symbols + 1
+
+    @property
+    def unit(self) -> str:
+        """What a token is."""
+        return "token"
+
+    @property
+    def tokenizer(self) -> None:
+        """The tokens stand for no text."""
+        return None
+
+    def train_dataloader(self) -> ResumableLoader:
+        """Equal batches of new sequences each epoch."""
+        sampler = self._sampler("train", self.batch_size, shuffle=True, variants=_DRAWS, drop_last=True)
+        return ResumableLoader(self._split("train"), sampler=sampler, **self._loader_options())  # type: ignore[arg-type]
+
+    def val_dataloader(self) -> DataLoader[TokenBatch]:
+        """Every validation sequence once."""
+        return self._eval_dataloader("val")
+
+    def test_dataloader(self) -> DataLoader[TokenBatch]:
+        """Every test sequence once."""
+        return self._eval_dataloader("test")
+
+    def predict_dataloader(self) -> DataLoader[TokenBatch]:
+        """Every test sequence once."""
+        return self._eval_dataloader("test")
+
+    def _eval_dataloader(self, split: str) -> DataLoader[TokenBatch]:
+        sampler = self._sampler(split, self.eval_batch_size, shuffle=False, variants=1, drop_last=False)
+        return DataLoader(self._split(split), sampler=sampler, **self._loader_options())  # type: ignore[arg-type]
+
+    def _split(self, name: str) -> "CopySequences":
+        number = list(self.sizes).index(name)
+        return CopySequences(self.words, self.n_symbols, stream=number if number else 3 + self.seed)
+
+    def _sampler(self, split: str, batch_size: int, *, shuffle: bool, variants: int, drop_last: bool) -> ShardedBatches:
+        return ShardedBatches(
+            self.sizes[split],
+            batch_size,
+            num_replicas=1 if self.trainer is None else self.trainer.world_size,
+            rank=0 if self.trainer is None else self.trainer.global_rank,
+            shuffle=shuffle,
+            seed=self.seed,
+            variants=variants,
+            drop_last=drop_last,
+        )
+
+    def _loader_options(self) -> dict[str, object]:
+        return {
+            "batch_size": None,  # the sampler forms the batches
+            "num_workers": self.num_workers,
+            "persistent_workers": self.num_workers > 0,
+            "pin_memory": torch.cuda.is_available(),
+            # Its own: loaders draw a number at each start, which would shift torch's global random state.
+            "generator": torch.Generator().manual_seed(self.seed),
+        }
+
+
+class CopySequences(Dataset[TokenBatch]):
+    """As many sequences as there are integers; the i-th is always the same.
+
+    Args:
+        words: Fewest and most symbols of a word.
+        n_symbols: Number of symbols.
+        stream: Different streams have different sequences.
+    """
+
+    def __init__(self, words: tuple[int, int], n_symbols: int, stream: int) -> None:
+        self.words = words
+        self.n_symbols = n_symbols
+        self.stream = stream
+
+    def __getitem__(self, indices: list[int]) -> TokenBatch:
+        words = [self._word(i) for i in indices]
+        longest = max(map(len, words))
+        inputs = torch.zeros(len(words), 2 * longest + 1, dtype=torch.long)
+        targets = torch.full_like(inputs, IGNORE)
+        for row, word in enumerate(words):
+            m = len(word)
+            inputs[row, 1 : m + 1] = word
+            inputs[row, m + 2 : 2 * m + 1] = word[:-1]
+            targets[row, m + 1 : 2 * m + 1] = word
+        return TokenBatch(inputs, targets, torch.tensor([2 * len(word) + 1 for word in words]))
+
+    def _word(self, i: int) -> Tensor:
+        # Mixed by multiplication with odd constants, so that neither (stream, i) pairs nor neighbours collide.
+        mixed = (self.stream * 0x9E3779B97F4A7C15 + i * 0xD1B54A32D192ED03) % 2**63
+        generator = torch.Generator().manual_seed(mixed)
+        least, most = self.words
+        m = int(torch.randint(least, most + 1, (), generator=generator))
+        return torch.randint(1, self.n_symbols + 1, (m,), generator=generator)

@@ -1,0 +1,100 @@
+"""The evaluation that memory makes unnecessary: a fresh context for every single position."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lit_effattn.sequence import SequenceModule, valid_positions, without_padding
+
+
+class SlidingState(NamedTuple):
+    """The newest window − 1 inputs, the newest last."""
+
+    inputs: Tensor  # (B, window − 1, d_input)
+    length: Tensor  # (B,), positions seen
+
+
+class SlidingWindow(SequenceModule):
+    """Shows a module of fixed segments the `window` newest positions, for every position anew.
+
+        y_i = module(x_{i−w+1} … x_i), its last output
+
+    So Al-Rfou et al. (2018, section 3) evaluate a Transformer that has no memory: each prediction has the longest
+    context that the model was trained with, at the price of a whole segment for every single token. Splitting a
+    stream changes nothing. `module` begins at its position 0 in each window.
+
+    Args:
+        module: Causal; its own state is not used.
+        window: Positions it sees, the last included.
+        windows_at_once: How many windows go through `module` in one call; no effect on the result.
+    """
+
+    def __init__(self, module: SequenceModule, window: int, *, windows_at_once: int = 256) -> None:
+        super().__init__()
+        if not module.causal:
+            raise ValueError(f"{type(module).__name__} has causal=False; a window slides over a causal module")
+        for name, value in (("window", window), ("windows_at_once", windows_at_once)):
+            if value < 1:
+                raise ValueError(f"{name}={value}; it is at least 1")
+        self.d_input, self.d_model, self.causal = module.d_input, module.d_model, True
+        self.module = module
+        self.window = window
+        self.windows_at_once = windows_at_once
+
+    def initial_state(
+        self,
+        batch_size: int,
+        *,
+        max_len: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> SlidingState:
+        """Return no inputs: see `SequenceModule.initial_state`."""
+        device, dtype = self.default(device, dtype)
+        return SlidingState(
+            torch.zeros(batch_size, self.window - 1, self.d_input, device=device, dtype=dtype),
+            torch.zeros(batch_size, dtype=torch.long, device=device),
+        )
+
+    def forward(
+        self, x: Tensor, state: SlidingState | None = None, lengths: Tensor | None = None
+    ) -> tuple[Tensor, SlidingState]:
+        """See `SequenceModule.forward`."""
+        self.check(x, state, lengths)
+        b, n, _ = x.shape
+        x = without_padding(x, lengths)
+        state = state or self.initial_state(b, device=x.device, dtype=x.dtype)
+        seen = torch.full((b,), n, device=x.device) if lengths is None else lengths
+        reach = self.window - 1
+        stream = torch.cat([state.inputs.to(x.dtype), x], 1)  # (B, window − 1 + N, E)
+
+        # Window i holds the inputs i … i + window − 1 of `stream`, of which as many are there as the row has seen.
+        position = state.length[:, None] + torch.arange(n, device=x.device)  # (B, N)
+        there = (position + 1).clamp(max=self.window)
+        shift = self.window - there
+        index = torch.arange(n, device=x.device)[:, None] + torch.arange(self.window, device=x.device)  # (N, window)
+        index = (index + shift[..., None]).clamp(max=reach + n - 1)  # what is there comes first
+        y = [
+            self._last_of_each(stream, i, t)
+            for i, t in zip(index.split(self._columns(b), 1), there.split(self._columns(b), 1), strict=True)
+        ]
+        newest = seen[:, None] + torch.arange(reach, device=x.device)  # (B, window − 1)
+        inputs = stream.gather(1, newest[..., None].expand(-1, -1, x.size(2)))
+        return without_padding(torch.cat(y, 1), lengths), SlidingState(inputs, state.length + seen)
+
+    def _columns(self, batch_size: int) -> int:
+        return max(1, self.windows_at_once // batch_size)
+
+    def _last_of_each(self, stream: Tensor, index: Tensor, there: Tensor) -> Tensor:
+        """Run some windows: (B, n, window) indices into `stream`, (B, n) valid positions -> (B, n, d_model)."""
+        b, n, w = index.shape
+        windows = stream.gather(1, index.reshape(b, n * w, 1).expand(-1, -1, stream.size(2)))
+        windows = windows.view(b * n, w, -1)
+        lengths = there.reshape(b * n)
+        windows = windows.masked_fill(~valid_positions(lengths, w)[..., None], 0)
+        y, _ = self.module(windows, None, lengths)
+        last = (lengths - 1)[:, None, None].expand(-1, 1, y.size(2))
+        return y.gather(1, last).view(b, n, -1)

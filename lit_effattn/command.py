@@ -30,7 +30,7 @@ from callbacks.checkpoints import read_checkpoint
 from lit_effattn.runs import discard_if_empty, find_checkpoint, new_folder, new_run, run_of, short
 from lit_effattn.tasks import Task
 from lit_effattn.trainer import Trainer
-from lit_effattn.wanted import CHECKPOINT, KEY, ROOT, Wanted, is_child, refuse_dropped
+from lit_effattn.wanted import CHECKPOINT, FIXED_BY_DATA, KEY, ROOT, Wanted, is_child, refuse_dropped
 
 __all__ = ["CLI", "callbacks", "datamodules", "lit_effattn", "run"]
 
@@ -99,7 +99,7 @@ class CLI(LightningCLI):
         self.wanted = Wanted.parse(args)
         super().__init__(
             model_class=Task,
-            datamodule_class=pl.LightningDataModule,
+            datamodule_class=pl.LightningDataModule if self.wanted.uses_data else None,
             trainer_class=Trainer,
             trainer_defaults={"default_root_dir": ROOT, "log_every_n_steps": 10},
             seed_everything_default=0,
@@ -137,7 +137,7 @@ class CLI(LightningCLI):
                 help="Start from the weights of this checkpoint (a path, `last` or `best`), with everything else new: "
                 "fine-tuning, where --ckpt_path resumes.",
             )
-        for name in ("image_shape", "n_levels"):
+        for name in FIXED_BY_DATA if self.wanted.uses_data else ():
             parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
 
     def _parse_ckpt_path(self) -> None:
@@ -261,7 +261,8 @@ class CLI(LightningCLI):
     def _say_result(self, stage: str) -> None:
         for name, value in self.trainer.callback_metrics.items():
             if name.startswith(f"{stage}/"):
-                rank_zero_only(print)(f"{name.replace('/', ' ').replace('bits_per_dim', 'bits/dim')}: {value:.4f}")
+                shown = name.replace("/", " ").replace("bits_per_", "bits/")
+                rank_zero_only(print)(f"{shown}: {value:.4f}" if value.is_floating_point() else f"{shown}: {value:,}")
 
     def predict(self, **kwargs: Any) -> None:
         """Score every item by itself and write the scores as CSV."""
@@ -282,7 +283,10 @@ class CLI(LightningCLI):
             raise ValueError(f"generate runs on one process, not {self.trainer.world_size}: give --trainer.devices 1")
         assert isinstance(self.trainer, Trainer)
         path = self.trainer.generate(**kwargs)
-        print(f"picture: {short(path)}\nlevels:  {short(path.with_name('samples.npy'))}")
+        if path.suffix == ".txt":
+            print(f"text: {short(path)}")
+        else:
+            print(f"picture: {short(path)}\nlevels:  {short(path.with_name('samples.npy'))}")
 
 
 class Configuration(pl.Callback):

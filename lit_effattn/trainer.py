@@ -25,56 +25,102 @@ class Trainer(pl.Trainer):
         model: pl.LightningModule,
         datamodule: pl.LightningDataModule | None = None,
         ckpt_path: str | None = None,
-        n: int = 16,
+        n: int | None = None,
         seed: int = 0,
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
         complete: float | None = None,
+        prompt: str | None = None,
+        prompt_file: str | None = None,
+        n_tokens: int | None = None,
         output: str | None = None,
     ) -> Path:
         """Draw samples from a trained model; its configuration is found in the checkpoint.
 
-        Writes `samples.png`, a grid, and `samples.npy`, the levels as integers (n, height, width, channels). With
-        `complete`, `completed.png` has the erased, completed and original images in three rows.
+        Of images: writes `samples.png`, a grid, and `samples.npy`, the levels as integers (n, height, width,
+        channels). With `complete`, `completed.png` has the erased, completed and original images in three rows.
+
+        Of text: shows each sample, a single one while it is drawn, and writes them, prompt included, to `samples.txt`.
 
         Args:
             model: The model.
             datamodule: Where images to complete come from.
             ckpt_path: The checkpoint: its path, or `last` or `best` of the newest run.
-            n: How many samples.
+            n: How many samples. Default: 16 images, 1 text.
             seed: Equal seeds draw equal samples.
             temperature: Below 1 draws likelier samples, 0 the likeliest, 1 as the model was trained.
-            top_k: Draw among the k likeliest levels only.
-            top_p: Draw among the likeliest levels whose probabilities add up to p.
-            complete: Erase this fraction of test images, from the bottom, and let the model complete them.
+            top_k: Draw among the k likeliest levels or tokens only.
+            top_p: Draw among the likeliest whose probabilities add up to p.
+            complete: Images: erase this fraction of test images, from the bottom, and let the model complete them.
+            prompt: Text: how it begins.
+            prompt_file: Text: a file with its beginning.
+            n_tokens: Text: tokens to draw. Default: 500.
             output: Folder to write to, which must not exist or be empty. Default: a new one in the run's `generated`.
         """
-        if n < 1:
+        if n is not None and n < 1:
             raise ValueError(f"--n {n}: draw at least one sample")
         check_sampling(temperature, top_k, top_p)
         _refuse_used(output)
         if not callable(getattr(model, "sample", None)):
             raise ValueError(f"{type(model).__name__} can't generate: it has no `sample`")
         task: Any = model
+        images = callable(getattr(model, "to_images", None))
+        for name, value, wanted in (
+            ("complete", complete, images),
+            ("prompt", prompt, not images),
+            ("prompt_file", prompt_file, not images),
+            ("n_tokens", n_tokens, not images),
+        ):
+            if value is not None and not wanted:
+                raise ValueError(f"--{name} {value}: {type(model).__name__} draws {'images' if images else 'text'}")
         if ckpt_path is not None:
             checkpoint = read_checkpoint(ckpt_path)
             task.on_load_checkpoint(checkpoint)
             task.load_state_dict(checkpoint["state_dict"])
-        device = self.strategy.root_device
-        task.to(device).eval()
+        task.to(self.strategy.root_device).eval()
+        how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+        if images:
+            return self._draw_images(task, datamodule, 16 if n is None else n, complete, output, how)
+        begin = _prompt(prompt, prompt_file)
+        return self._draw_text(task, begin, n or 1, 500 if n_tokens is None else n_tokens, output, how)
+
+    def _draw_text(
+        self, task: Any, prompt: str, n: int, n_tokens: int, output: str | None, how: dict[str, Any]
+    ) -> Path:
+        if n_tokens < 1:
+            raise ValueError(f"--n_tokens {n_tokens}: draw at least one")
+        tokenizer = task.text
+        tokens = torch.from_numpy(tokenizer.prompt(prompt)).long().expand(n, -1)
+        shown = Decoded(tokenizer) if n == 1 else None
+        if shown is not None:
+            print(prompt, end="", flush=True)
+        drawn = task.sample(
+            tokens, n_tokens, progress=_track if shown is None else iter, on_tokens=shown, **how
+        ).cpu()
+        if shown is not None:
+            shown.finish()
+        texts = [prompt + tokenizer.decode(row.numpy()) for row in drawn]
+        if shown is None:
+            for i, text in enumerate(texts):
+                print(f"--- {i}\n{text}")
+        path = _output_folder(output, Path(self.default_root_dir)) / "samples.txt"
+        path.write_text("\n\n".join(f"--- {i}\n{text}" for i, text in enumerate(texts)), encoding="utf-8")
+        return path
+
+    def _draw_images(
+        self,
+        task: Any,
+        datamodule: pl.LightningDataModule | None,
+        n: int,
+        complete: float | None,
+        output: str | None,
+        how: dict[str, Any],
+    ) -> Path:
         originals = None if complete is None else _test_images(datamodule, n, complete)
         kept = None if originals is None else originals[:, : _kept(complete or 0.0, task.image_shape)]
 
-        levels = task.sample(
-            n,
-            given=kept,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            progress=_track,
-        ).cpu()
+        levels = task.sample(n, given=kept, progress=_track, **how).cpu()
         folder = _output_folder(output, Path(self.default_root_dir))
         images = task.to_images(levels)
         np.save(folder / "samples.npy", levels.view(-1, *task.image_shape).to(torch.int16).numpy())
@@ -90,6 +136,47 @@ class Trainer(pl.Trainer):
             }
             path = labelled_rows(rows, folder / "completed.png")
         return path
+
+
+class Decoded:
+    """Shows tokens as text while they come: as much of it as no further token can change.
+
+    Args:
+        tokenizer: Turns tokens into text.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._shown = 0
+
+    def __call__(self, tokens: Tensor) -> None:
+        """Show what (1,) more tokens add."""
+        self._tokens.append(int(tokens))
+        text = self._text()
+        if not text.endswith("\ufffd"):  # the first bytes of a character
+            self._show(text)
+
+    def finish(self) -> None:
+        """Show the rest."""
+        self._show(self._text())
+        print(flush=True)
+
+    def _text(self) -> str:
+        text: str = self._tokenizer.decode(np.array(self._tokens))
+        return text
+
+    def _show(self, text: str) -> None:
+        print(text[self._shown :], end="", flush=True)
+        self._shown = len(text)
+
+
+def _prompt(prompt: str | None, prompt_file: str | None) -> str:
+    if prompt_file is None:
+        return prompt or ""
+    if prompt is not None:
+        raise ValueError("--prompt and --prompt_file were both given; a text has one beginning")
+    return Path(prompt_file).read_text(encoding="utf-8")
 
 
 def _track(steps: Iterable[int]) -> Iterable[int]:

@@ -21,6 +21,9 @@ ROOT = "runs"
 KEY = "lit_effattn"
 """Where in a checkpoint the configuration lies."""
 
+FIXED_BY_DATA = ("image_shape", "n_levels", "vocab_size", "unit", "tokenizer")
+"""Arguments of models that are handed over from the data."""
+
 CHECKPOINT = "LIT_EFFATTN_CKPT_PATH"
 """How the process that a user started tells those that it starts itself (DDP) which checkpoint is meant."""
 
@@ -32,6 +35,7 @@ class Wanted(NamedTuple):
     args: list[str]
     checkpoint: Path | None
     saved: dict[str, Any] | None
+    uses_data: bool = True
 
     @classmethod
     def parse(cls, args: list[str]) -> Wanted:
@@ -59,21 +63,28 @@ class Wanted(NamedTuple):
         checkpoint = Path(os.environ[CHECKPOINT]) if CHECKPOINT in os.environ and is_child() else None
         checkpoint = checkpoint or find_checkpoint(name, Path(root))
         os.environ[CHECKPOINT] = str(checkpoint)
-        saved = _saved_settings(checkpoint, command)
+        # What is drawn from nothing, or from a prompt, needs no data on disk: the checkpoint says what data fixed.
+        uses_data = command != "generate" or any(arg.split("=")[0] == "--complete" for arg in rest)
+        saved = _saved_settings(checkpoint, command, uses_data)
         rank_zero_info(f"{command} from {short(checkpoint)}")
         configs = [arg for file in said.config for arg in ("--config", file)]
         root_args = [] if said.root is None else ["--trainer.default_root_dir", said.root]
         args = [command, "--config", json.dumps(saved), *configs, *root_args, *others, "--ckpt_path", str(checkpoint)]
-        return cls(command, args, checkpoint, saved)
+        return cls(command, args, checkpoint, saved, uses_data)
 
 
-def _saved_settings(checkpoint: Path, command: str) -> dict[str, Any]:
+def _saved_settings(checkpoint: Path, command: str, uses_data: bool) -> dict[str, Any]:
     """Return what the checkpoint says of how it was made, as far as `command` has such options."""
     content = read_checkpoint(checkpoint)
     if KEY in content:
         config = content[KEY]["config"]
         parts = ["seed_everything", "trainer", "model", "data", *(["checkpoint"] if command == "fit" else [])]
-        return {part: config[part] for part in parts if config.get(part) is not None}
+        saved = {part: config[part] for part in parts if config.get(part) is not None}
+        if not uses_data:
+            saved.pop("data", None)
+            built = content.get("hyper_parameters", {})
+            saved["model"]["init_args"].update({name: built[name] for name in FIXED_BY_DATA if name in built})
+        return saved
     arguments = dict(content.get("hyper_parameters", {}))
     arguments.pop("_instantiator", None)
     if "_class_path" not in arguments:

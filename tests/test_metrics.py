@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lit_effattn import metrics
-from lit_effattn.metrics import BitsPerDim
+from lit_effattn.metrics import Accuracy, BitsPerByte, BitsPerCharacter, BitsPerDim, Perplexity
 
 
 def test_sums_are_divided_once():
@@ -35,11 +35,11 @@ def test_small_numbers_are_not_lost_in_large_sums():
     metric.update(torch.tensor([2.0**24]))
     for _ in range(1000):
         metric.update(torch.tensor([1.0]))
-    assert metric.nats.item() == 2**24 + 1000
+    assert metric.total.item() == 2**24 + 1000
     assert metric.compute().dtype == torch.float64
     within = BitsPerDim()  # within one batch as well
     within.update(torch.tensor([2.0**24, *[1.0] * 1000]))
-    assert within.nats.item() == 2**24 + 1000
+    assert within.total.item() == 2**24 + 1000
 
 
 @pytest.mark.parametrize("cast", [lambda m: m.bfloat16(), lambda m: m.half(), lambda m: m.to(torch.bfloat16)])
@@ -48,10 +48,10 @@ def test_a_model_cast_to_half_precision_keeps_exact_sums(cast):
     metric = model["val"]
     metric.update(torch.full((5000,), 1.0, dtype=torch.bfloat16))
     metric.update(torch.ones(1, dtype=torch.bfloat16))
-    assert metric.nats.item() == metric.count.item() == 5001
+    assert metric.total.item() == metric.count.item() == 5001
     metric.reset()
     metric.update(torch.full((5001,), 1.0))
-    assert metric.nats.item() == 5001
+    assert metric.total.item() == 5001
 
 
 def test_processes_add_their_sums():
@@ -77,7 +77,7 @@ def test_the_states_are_sums_over_processes():
 
 
 def name_of(metric: BitsPerDim, state: torch.Tensor) -> str:
-    return next(name for name in ("nats", "count") if getattr(metric, name) is state)
+    return next(name for name in ("total", "count") if getattr(metric, name) is state)
 
 
 def test_reset_forgets():
@@ -91,10 +91,45 @@ def test_reset_forgets():
 def test_no_graph_is_kept():
     metric = BitsPerDim()
     metric.update(torch.ones(3, requires_grad=True) * 2)
-    assert not metric.nats.requires_grad
+    assert not metric.total.requires_grad
 
 
-def test_the_example_of_the_docstring():
+FIGURES = {
+    BitsPerDim: lambda mean: mean / math.log(2),
+    BitsPerByte: lambda mean: mean / math.log(2),
+    BitsPerCharacter: lambda mean: mean / math.log(2),
+    Perplexity: math.exp,
+}
+
+
+@pytest.mark.parametrize("kind", FIGURES)
+def test_every_figure_by_hand(kind: type):
+    """Uneven batches, only some positions scored."""
+    metric = kind()
+    nll = torch.tensor([[1.0, 2.0, 50.0], [4.0, 60.0, 70.0]])
+    metric.update(nll[torch.tensor([[True, True, False], [True, False, False]])])
+    metric.update(torch.tensor([9.0]))
+    metric.update(torch.empty(0))  # nothing was scored
+    assert metric.compute().item() == pytest.approx(FIGURES[kind]((1 + 2 + 4 + 9) / 4), rel=1e-12)
+    assert metric.compute().dtype == torch.float64
+    assert metric.higher_is_better is False
+
+
+def test_the_perplexity_of_even_odds():
+    metric = Perplexity()
+    metric.update(torch.full((7, 3), math.log(50), dtype=torch.float64))
+    assert metric.compute().item() == pytest.approx(50, rel=1e-12)
+
+
+def test_accuracy_counts_what_is_right():
+    metric = Accuracy()
+    assert metric(torch.tensor([[True, False], [True, True]])).item() == 0.75
+    assert metric(torch.tensor([False])).item() == 0
+    assert metric.compute().item() == pytest.approx(3 / 5, rel=1e-15)
+    assert metric.higher_is_better is True
+
+
+def test_the_examples_of_the_docstrings():
     result = doctest.testmod(metrics, extraglobs={"torch": torch, "math": math})
-    assert result.attempted >= 3
+    assert result.attempted >= 9
     assert result.failed == 0

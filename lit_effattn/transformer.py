@@ -217,8 +217,8 @@ class Transformer(SequenceModule):
         if width is not None:
             raise ValueError(f"position_width={width}: rotary positions turn queries and keys, nothing is concatenated")
         for block in self.blocks:
-            if not isinstance(block.attention, Attention):
-                raise ValueError(f"{type(block.attention).__name__} does not take rotary positions")
+            if not isinstance(block.attention, Attention) or not block.attention.takes_rotary:
+                raise ValueError(f"{type(block.attention).__name__} does not take rotary positions; choose others")
             block.attention.rotary = positions(block.attention.head_dim)  # type: ignore[assignment]
         return None
 

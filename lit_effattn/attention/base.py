@@ -29,6 +29,9 @@ class Attention(SequenceModule):
         ValueError: `n_heads` does not divide `d_model`.
     """
 
+    takes_rotary = True
+    """Whether rotary positions mean something to this kind."""
+
     def __init__(self, d_model: int, n_heads: int, causal: bool = True, *, bias: bool = True) -> None:
         super().__init__()
         if n_heads < 1 or d_model < 1 or d_model % n_heads:

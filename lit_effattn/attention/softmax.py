@@ -112,15 +112,14 @@ class SoftmaxAttention(Attention):
         """Combine queries, keys and values: see `Attention.attend`."""
         n = q.size(2)
         if not self.causal:
-            return self._softmax(q, k, v, None if lengths is None else _key_mask(lengths, n)), None
+            return self._see(q, k, v, None if lengths is None else _key_mask(lengths, n)), None
         seen = torch.full(q.shape[:1], n, device=q.device) if lengths is None else lengths
         if self.window is not None:
             assert state is None or isinstance(state, WindowCache)
             return self._attend_window(q, k, v, state, seen, self.window)
         if state is None:
             # A padded key stands after every valid query, so that the causal mask hides it.
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self._dropout_now)
-            return y, KeyValueCache(k, v, seen)
+            return self._see(q, k, v), KeyValueCache(k, v, seen)
         assert not isinstance(state, WindowCache)
         cache = _append(state, k, v)
         position = state.length[:, None] + torch.arange(n, device=q.device)  # (B, N)
@@ -129,7 +128,7 @@ class SoftmaxAttention(Attention):
             used = int(state.length.max()) + n  # no need to look at slots that no row has reached
             keys, values = keys[:, :, :used], values[:, :, :used]
         mask = torch.arange(keys.size(2), device=q.device) <= position[..., None]  # (B, N, M)
-        y = self._softmax(q, keys.to(q.dtype), values.to(q.dtype), mask[:, None])
+        y = self._see(q, keys.to(q.dtype), values.to(q.dtype), mask[:, None], position)
         return y, cache._replace(length=state.length + seen)
 
     def _attend_window(
@@ -142,12 +141,24 @@ class SoftmaxAttention(Attention):
             past = before.clamp(max=m)
             k = torch.cat([state.keys.to(k.dtype), k], 2)  # (B, H, M + N, D)
             v = torch.cat([state.values.to(v.dtype), v], 2)
-        y = windowed_attention(q, k, v, window, past=past, dropout=self._dropout_now)
+        y = self._see_window(q, k, v, window, past)
         newest = [_newest(t, seen + m, window - 1) for t in (k, v)]
         return y, WindowCache(newest[0], newest[1], before + seen)
 
-    def _softmax(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=self._dropout_now)
+    def _see(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, position: Tensor | None = None
+    ) -> Tensor:
+        """Let queries see keys where `mask` (B, 1, N or 1, M) says; None: all, or those up to themselves if causal.
+
+        `position` (B, N) is where among the keys the queries stand; None: at their start. It matters to a kind that
+        looks at distances.
+        """
+        is_causal = self.causal and mask is None
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, dropout_p=self._dropout_now)
+
+    def _see_window(self, q: Tensor, k: Tensor, v: Tensor, window: int, past: Tensor | None) -> Tensor:
+        """Let queries see the `window` newest keys: see `windowed_attention`."""
+        return windowed_attention(q, k, v, window, past=past, dropout=self._dropout_now)
 
     @property
     def _dropout_now(self) -> float:

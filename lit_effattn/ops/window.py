@@ -27,12 +27,25 @@ def windowed_attention(
         (B, H, N, D).
     """
     b, _, n, _ = q.shape
+    q, k, v, mask = window_tiles(q, k, v, window, past)
+    return untiled(F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout), b, n)
+
+
+def window_tiles(
+    q: Tensor, k: Tensor, v: Tensor, window: int, past: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cut what `windowed_attention` takes into blocks of S = min(window, N) queries that are each dense attention.
+
+    Returns:
+        Queries (B·⌈N/S⌉, H, S, D), keys and values (B·⌈N/S⌉, H, S + window − 1, D), and which of these the queries see,
+        (B·⌈N/S⌉, 1, S, S + window − 1). Query r and key c of a block are r + window − 1 − c positions apart.
+    """
+    b, _, n, _ = q.shape
     m = k.size(2) - n
     size = min(window, n)  # queries in a block
     reach = window - 1  # keys before a block that its queries can see
     blocks = -(-n // size)
 
-    # A key at index c of its block's keys and a query at index r of the block are r + reach − c positions apart.
     right = blocks * size - n
     q = F.pad(q, (0, 0, 0, right)).unflatten(2, (blocks, size))  # (B, H, N/S, S, D)
     k, v = (
@@ -50,5 +63,9 @@ def windowed_attention(
 
     # Blocks go to the batch: (B, H, N/S, S, D) -> (B·N/S, H, S, D)
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
-    y = F.scaled_dot_product_attention(q, k, v, mask.flatten(0, 1)[:, None], dropout_p=dropout)
-    return y.unflatten(0, (b, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :n]  # (B, H, N, D)
+    return q, k, v, mask.flatten(0, 1)[:, None]
+
+
+def untiled(y: Tensor, b: int, n: int) -> Tensor:
+    """Put blocks together again: (B·⌈N/S⌉, H, S, D) -> (B, H, N, D)."""
+    return y.unflatten(0, (b, -1)).transpose(1, 2).flatten(2, 3)[:, :, :n]

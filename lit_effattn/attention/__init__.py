@@ -2,7 +2,10 @@
 
 from lit_effattn.attention.base import Attention, AttentionFactory
 from lit_effattn.attention.linear import EluFeatureMap, FeatureMap, LinearAttention, ReluFeatureMap
+from lit_effattn.attention.performer import PerformerAttention
+from lit_effattn.attention.shaw import ShawAttention
 from lit_effattn.attention.softmax import SoftmaxAttention
+from lit_effattn.attention.transformer_xl import TransformerXLAttention
 
 __all__ = [
     "Attention",
@@ -10,6 +13,9 @@ __all__ = [
     "EluFeatureMap",
     "FeatureMap",
     "LinearAttention",
+    "PerformerAttention",
     "ReluFeatureMap",
+    "ShawAttention",
     "SoftmaxAttention",
+    "TransformerXLAttention",
 ]

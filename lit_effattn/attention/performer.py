@@ -1,0 +1,224 @@
+"""Performer: softmax attention estimated by random features, at linear attention's cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from lit_effattn.attention.base import Attention
+from lit_effattn.ops.favor import (
+    Norms,
+    causal_favor,
+    draw_omega,
+    favor,
+    favor_step,
+    log_hyperbolic_features,
+    log_positive_features,
+    relu_features,
+    trigonometric_features,
+)
+from lit_effattn.ops.linear import causal_linear_attention, linear_attention, linear_attention_step
+from lit_effattn.sequence import accumulator, may_overwrite, reads_values, valid_positions
+
+Features = Literal["positive", "hyperbolic", "trigonometric", "relu"]
+
+_LOG_MAPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "positive": log_positive_features,
+    "hyperbolic": log_hyperbolic_features,
+}
+_MAPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "trigonometric": trigonometric_features,
+    "relu": relu_features,
+}
+_PAIRED = ("hyperbolic", "trigonometric")
+_NOTHING_SEEN = 1e-30  # a denominator without any key is this, not 0; beside any other it is nothing
+
+
+class PerformerState(NamedTuple):
+    """The sums of everything seen, in float32 or more, and the features that they are sums of."""
+
+    s: Tensor  # (B, H, F, D), Σ e^{log φ(k) − m} vᵀ
+    z: Tensor  # (B, H, F), Σ e^{log φ(k) − m}
+    m: Tensor  # (B, H, F), max log φ(k), −∞ before the first key; (B, H, 0) for features that are not in log space
+    length: Tensor  # (B,)
+    drawn: Tensor  # (B,), how often the features had been redrawn when the sums were gathered
+
+
+class PerformerAttention(Attention):
+    """Softmax attention, its exponential estimated by random features φ (FAVOR+).
+
+        y_i = Σ_j φ(q_i)ᵀφ(k_j) v_j / Σ_j φ(q_i)ᵀφ(k_j),  j ≤ i if causal           Choromanski et al. 2020, equation 5
+
+        positive:       φ(x) = F^(−½) exp(ωᵀx̃ − ‖x̃‖²/2)                                               (lemma 1)
+        hyperbolic:     φ(x) = F^(−½) exp(±ωᵀx̃ − ‖x̃‖²/2), F/2 vectors ω                                 (lemma 1)
+        trigonometric:  φ(x) = (F/2)^(−½) exp(‖x̃‖²/2) (sin ωᵀx̃, cos ωᵀx̃), F/2 vectors ω             (section 2.3)
+        relu:           φ(x) = F^(−½) (relu(ωᵀx) + 10⁻³), a kernel of its own                       (section 2.2)
+
+    with x̃ = D^(−¼) x and ω ~ N(0, I), so that E φ(q)ᵀφ(k) = exp(q·k / √D) for the first three. The parameters are those
+    of `SoftmaxAttention`: a model trained with it can go on with this. Every exponential's estimate is unbiased, their
+    ratio not quite. Positive and hyperbolic features are summed in log space with a running maximum a feature, exact
+    and finite for all norms: see `lit_effattn.ops.favor.causal_favor`. Trigonometric features are there to be compared
+    with: they may be negative, so that a denominator may be near 0, or cross it, and exp(‖k̃‖²/2) may overflow.
+
+    Time O(N F (C + D)), state O(F D), constant. Splitting a stream changes nothing: the memory reaches back to the
+    start, or to the last redraw. Features, sums and division are computed in float32 at least, whatever the autocast.
+
+    The vectors ω are a buffer, drawn for each head by itself (heads then err independently, at no cost) from torch's
+    random generator, and saved in checkpoints; it keeps at least float32 in a module that is cast to fewer bits.
+    `redraw` draws new ones, say by the callback `FeatureRedraw`. Sums of the old features mean nothing under the new: a
+    state from before counts as empty, row by row, while its positions go on.
+
+    Args:
+        d_model: Width E.
+        n_heads: Heads H.
+        causal: Whether a position sees only itself and earlier ones.
+        n_features: F, even for hyperbolic and trigonometric features. Default: D ln D, which suffices whatever the
+            sequence's length (theorem 4), rounded up to a multiple of 8; the paper's experiments have 256.
+        features: Which φ.
+        orthogonal: Whether the ω of a block of D are orthogonal: less variance, still unbiased (theorem 2).
+        norms: Of the ω: "gaussian", those of Gaussian vectors, or "sqrt_d", all √D, which is slightly biased.
+        chunk_size: Positions computed at once when causal, a power of 2; no effect on the result.
+        bias: Whether the projections have a bias.
+    """
+
+    omega: Tensor
+    draws: Tensor
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        causal: bool = True,
+        *,
+        n_features: int | None = None,
+        features: Features = "positive",
+        orthogonal: bool = True,
+        norms: Norms = "gaussian",
+        chunk_size: int = 64,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(d_model, n_heads, causal, bias=bias)
+        for name, value, known in (("features", features, get_args(Features)), ("norms", norms, get_args(Norms))):
+            if value not in known:
+                raise ValueError(f"{name}={value!r} is none of {known}")
+        if n_features is None:
+            n_features = 8 * max(1, math.ceil(self.head_dim * math.log(self.head_dim) / 8))
+        if n_features < 1:
+            raise ValueError(f"n_features={n_features}; it takes at least 1, and D ln D or more to be accurate")
+        if features in _PAIRED and n_features % 2:
+            raise ValueError(f"n_features={n_features} is odd; features={features!r} come in pairs: make it even")
+        if chunk_size < 1 or chunk_size & (chunk_size - 1):
+            raise ValueError(f"chunk_size={chunk_size} is not a power of 2, so it can't be halved; 32 to 128 are fast")
+        self.n_features = n_features
+        self.features = features
+        self.orthogonal = orthogonal
+        self.norms: Norms = norms
+        self.chunk_size = chunk_size
+        self.register_buffer("omega", self._draw(None).to(torch.get_default_dtype()))  # (H, F or F/2, D)
+        self.register_buffer("draws", torch.zeros((), dtype=torch.long))
+
+    @torch.no_grad()
+    def redraw(self, generator: torch.Generator) -> None:
+        """Draw new features from `generator`, in place; states from before count as empty from now on."""
+        self.omega.copy_(self._draw(generator))
+        self.draws.add_(1)
+
+    def _draw(self, generator: torch.Generator | None) -> Tensor:
+        n = self.n_features // 2 if self.features in _PAIRED else self.n_features
+        return draw_omega(
+            self.n_heads, n, self.head_dim, orthogonal=self.orthogonal, norms=self.norms, generator=generator
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PerformerAttention:
+        """Keep at least float32 where the parameters are cast to fewer bits, by `half` and its like."""
+        before = self.omega
+        super()._apply(fn, recurse)
+        wide = accumulator(self.omega.dtype)
+        if self.omega.dtype != wide:
+            self.omega = before.to(self.omega.device, wide)
+        return self
+
+    def initial_state(
+        self,
+        batch_size: int,
+        *,
+        max_len: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> PerformerState:
+        """Return empty sums: see `SequenceModule.initial_state`."""
+        device, dtype = self.default(device, dtype)
+        h, f, d = self.n_heads, self.n_features, self.head_dim
+        full = accumulator(dtype)
+        maxima = (batch_size, h, f if self._in_log_space else 0)
+        return PerformerState(
+            torch.zeros(batch_size, h, f, d, device=device, dtype=full),
+            torch.zeros(batch_size, h, f, device=device, dtype=full),
+            torch.full(maxima, -torch.inf, device=device, dtype=full),
+            torch.zeros(batch_size, dtype=torch.long, device=device),
+            self.draws.to(device).repeat(batch_size),
+        )
+
+    def reset(self, state: PerformerState, rows: Tensor) -> PerformerState:
+        """Empty the sums of the rows where `rows` is True: see `SequenceModule.reset`."""
+        return PerformerState(
+            state.s.masked_fill(rows[:, None, None, None], 0),
+            state.z.masked_fill(rows[:, None, None], 0),
+            state.m.masked_fill(rows[:, None, None], -torch.inf),
+            state.length.masked_fill(rows, 0),
+            torch.where(rows, self.draws, state.drawn),
+        )
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: PerformerState | None, lengths: Tensor | None
+    ) -> tuple[Tensor, PerformerState | None]:
+        """Combine queries, keys and values: see `Attention.attend`."""
+        b, _, n, _ = q.shape
+        with torch.autocast(q.device.type, enabled=False):
+            full = accumulator(q.dtype)
+            phi_q, phi_k = self._map(q.to(full)), self._map(k.to(full))
+            if lengths is not None:
+                nothing = -torch.inf if self._in_log_space else 0.0
+                phi_k = phi_k.masked_fill(~valid_positions(lengths, n)[:, None, :, None], nothing)
+            if not self.causal:
+                if self._in_log_space:
+                    return favor(phi_q, phi_k, v.to(full)).to(v.dtype), None
+                return linear_attention(phi_q, phi_k, v.to(full), eps=_NOTHING_SEEN).to(v.dtype), None
+            state = self.initial_state(b, device=q.device, dtype=full) if state is None else self._current(state)
+            y, s, z, m = self._sum(phi_q, phi_k, v.to(full), *(t.to(full) for t in state[:3]))
+            length = state.length + (n if lengths is None else lengths)
+            return y.to(v.dtype), PerformerState(s, z, m, length, state.drawn)
+
+    def _sum(
+        self, q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, m: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Go on from the sums, over one position or many."""
+        if self._in_log_space:
+            if q.size(2) == 1:
+                return favor_step(q, k, v, s, z, m, in_place=may_overwrite())
+            return causal_favor(q, k, v, s, z, m, chunk_size=self.chunk_size)
+        if q.size(2) == 1:
+            return *linear_attention_step(q, k, v, s, z, eps=_NOTHING_SEEN, in_place=may_overwrite()), m
+        return *causal_linear_attention(q, k, v, s, z, eps=_NOTHING_SEEN, chunk_size=self.chunk_size), m
+
+    @property
+    def _in_log_space(self) -> bool:
+        return self.features in _LOG_MAPS
+
+    def _map(self, x: Tensor) -> Tensor:
+        """Map (B, H, N, D) queries or keys to features (B, H, N, F), or to their logarithms."""
+        omega = self.omega.to(x.dtype)
+        if self.features == "relu":
+            return relu_features(x, omega)
+        return {**_LOG_MAPS, **_MAPS}[self.features](x * self.head_dim**-0.25, omega)
+
+    def _current(self, state: PerformerState) -> PerformerState:
+        """Empty the rows whose sums are of features that have been redrawn since; their positions go on."""
+        stale = state.drawn != self.draws
+        if reads_values(stale) and not stale.any():
+            return state
+        return self.reset(state, stale)._replace(length=state.length)

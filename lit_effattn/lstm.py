@@ -1,0 +1,179 @@
+"""The recurrent baseline."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lit_effattn.sequence import SequenceModule, accumulator, valid_positions, without_padding
+
+# cuDNN wants a layer's weights side by side in one block. Ours may be cast to float32, or widened by a column (see
+# `_Layer`), so they are copied there at every call: little beside the recurrence, and nothing the reader can mend.
+warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk of memory")
+
+
+class LSTMState(NamedTuple):
+    """What every layer remembers, in float32 or more, and how many positions it has seen."""
+
+    h: Tensor  # (B, n_layers, d_model)
+    c: Tensor  # (B, n_layers, d_model)
+    length: Tensor  # (B,)
+
+
+class LSTM(SequenceModule):
+    """Layers of long short-term memory.
+
+        i, f, o = σ(W_i [x_t, h_{t−1}] + b_i), σ(W_f [x_t, h_{t−1}] + b_f), σ(W_o [x_t, h_{t−1}] + b_o)
+        c_t = f ⊙ c_{t−1} + i ⊙ tanh(W_g [x_t, h_{t−1}] + b_g),  h_t = o ⊙ tanh(c_t)
+
+    Zaremba et al. 2014, section 3.1. Time O(N d_model²), one position after the other; state: h and c of each layer.
+    Splitting a stream changes nothing. Everything is computed in float32 at least, whatever the autocast. The forget
+    gates' bias starts at 1, so that a new model remembers (Jozefowicz et al. 2015, section 2); other biases at 0, and
+    matrices uniform within ±1/√hidden.
+
+    `torch.compile` unrolls the recurrence, which takes it about a tenth of a second a position and layer: compile
+    single steps, as in generation, not whole sequences.
+
+    Args:
+        d_model: Width of the output. Both directions together if not causal, each then has half of it.
+        n_layers: Number of layers.
+        d_input: Width of the input. Default: `d_model`.
+        causal: One direction, with a state; else two, concatenated after every layer (Bi-LSTM).
+        dropout: On the input and on the output of each layer (Zaremba et al. 2014, section 3.2).
+
+    Raises:
+        ValueError: a size is not positive, `d_model` is odd and there are two directions, `dropout` is none.
+
+    Example:
+        >>> model = LSTM(d_model=32, n_layers=2)
+        >>> y, state = model(torch.zeros(1, 10, 32))
+        >>> y, state = model(torch.zeros(1, 1, 32), state)  # the eleventh position
+        >>> y.shape, state.c.shape, state.length
+        (torch.Size([1, 1, 32]), torch.Size([1, 2, 32]), tensor([11]))
+    """
+
+    def __init__(
+        self, d_model: int, n_layers: int, *, d_input: int | None = None, causal: bool = True, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        d_input = d_model if d_input is None else d_input
+        for name, value in (("d_model", d_model), ("n_layers", n_layers), ("d_input", d_input)):
+            if value < 1:
+                raise ValueError(f"{name}={value} is not positive")
+        if not causal and d_model % 2:
+            raise ValueError(f"d_model={d_model} is odd, but with causal=False each direction has half of it")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout={dropout} is not a probability from 0 to below 1")
+        self.d_input, self.d_model, self.causal, self.dropout = d_input, d_model, causal, dropout
+        widths = [d_input] + [d_model] * (n_layers - 1)
+        hidden = d_model if causal else d_model // 2
+        self.layers = nn.ModuleList(_Layer(width, hidden) for width in widths)
+        self.backward_layers = nn.ModuleList(_Layer(width, hidden) for width in widths if not causal)
+
+    def forward(
+        self, x: Tensor, state: LSTMState | None = None, lengths: Tensor | None = None
+    ) -> tuple[Tensor, LSTMState | None]:
+        """See `SequenceModule.forward`."""
+        self.check(x, state, lengths)
+        with torch.autocast(x.device.type, enabled=False):
+            y = self._drop(without_padding(x, lengths).to(accumulator(x.dtype)))
+            y, state = self._one_way(y, state, lengths) if self.causal else (self._both_ways(y, lengths), None)
+            return without_padding(y, lengths).to(x.dtype), state
+
+    def _one_way(self, x: Tensor, state: LSTMState | None, lengths: Tensor | None) -> tuple[Tensor, LSTMState]:
+        b, n, _ = x.shape
+        if state is None:
+            state = self.initial_state(b, device=x.device, dtype=x.dtype)
+        hs, cs = [], []
+        for i, layer in enumerate(self.layers):
+            x, h, c = layer(x, state.h[:, i].to(x.dtype), state.c[:, i].to(x.dtype), lengths)
+            x = self._drop(x)
+            hs.append(h)
+            cs.append(c)
+        return x, LSTMState(torch.stack(hs, 1), torch.stack(cs, 1), state.length + (n if lengths is None else lengths))
+
+    def _both_ways(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+        zero = x.new_zeros(x.size(0), self.d_model // 2)
+        for forward, backward in zip(self.layers, self.backward_layers, strict=True):
+            # Padding stays on the right of what is turned round, so neither direction has seen any before its end.
+            there, *_ = forward(x, zero, zero)
+            back, *_ = backward(_turned(x, lengths), zero, zero)
+            x = self._drop(torch.cat([there, _turned(back, lengths)], -1))  # (B, N, d_model)
+        return x
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training)
+
+    def initial_state(
+        self,
+        batch_size: int,
+        *,
+        max_len: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> LSTMState:
+        """Return zeros: see `SequenceModule.initial_state`."""
+        device, dtype = self.default(device, dtype)
+        shape = batch_size, len(self.layers), self.d_model
+        return LSTMState(
+            torch.zeros(shape, device=device, dtype=accumulator(dtype)),
+            torch.zeros(shape, device=device, dtype=accumulator(dtype)),
+            torch.zeros(batch_size, dtype=torch.long, device=device),
+        )
+
+    def extra_repr(self) -> str:
+        """Show what the layers do not."""
+        return f"causal={self.causal}, dropout={self.dropout}"
+
+
+class _Layer(nn.Module):
+    """One layer in one direction; the gates i, f, g, o stand in this order, as in `torch.lstm`."""
+
+    keep: Tensor
+
+    def __init__(self, d_input: int, hidden: int) -> None:
+        super().__init__()
+        self.weight_ih = nn.Parameter(torch.empty(4 * hidden, d_input))
+        self.weight_hh = nn.Parameter(torch.empty(4 * hidden, hidden))
+        self.bias = nn.Parameter(torch.zeros(4 * hidden))
+        for weight in (self.weight_ih, self.weight_hh):
+            nn.init.uniform_(weight, -1 / math.sqrt(hidden), 1 / math.sqrt(hidden))
+        nn.init.ones_(self.bias[hidden : 2 * hidden])
+        # What padding adds to the gates: there σ is 0 or 1 to the last bit, and flat. (It takes 746 in float64; float16
+        # ends at 65504.)
+        keep = torch.tensor([-1e4, 1e4, 0, 0]).repeat_interleave(hidden)[:, None]  # (4 hidden, 1)
+        self.register_buffer("keep", keep, persistent=False)
+
+    def forward(self, x: Tensor, h: Tensor, c: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Go over `x` (B, N, d_input) from `h` and `c` (B, hidden); return all outputs, and h and c after `lengths`.
+
+        The fused recurrence gives c after the last position only. So padding keeps c as it is: one more input is 1
+        there, and shuts the input gate and opens the forget gate.
+        """
+        w = self.weight_ih.to(x.dtype)
+        if lengths is not None:
+            padding = ~valid_positions(lengths, x.size(1))
+            x = torch.cat([x, padding[..., None].to(x.dtype)], -1)  # (B, N, d_input + 1)
+            w = torch.cat([w, self.keep.to(x.dtype)], 1)
+        b = self.bias.to(x.dtype)
+        weights = [w, self.weight_hh.to(x.dtype), b, torch.zeros_like(b)]
+        # cuDNN computes gradients only after a forward pass in training mode.
+        y, after, c = torch.lstm(x, (h[None], c[None]), weights, True, 1, 0.0, torch.is_grad_enabled(), False, True)
+        if lengths is None:
+            return y, after[0], c[0]
+        last = y.gather(1, (lengths - 1).clamp(min=0)[:, None, None].expand(-1, 1, h.size(1)))[:, 0]  # (B, hidden)
+        return y, torch.where(lengths[:, None] > 0, last, h), c[0]
+
+
+def _turned(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """Reverse each row's valid positions of `x` (B, N, D) and leave its padding where it is."""
+    if lengths is None:
+        return x.flip(1)
+    t = torch.arange(x.size(1), device=x.device)
+    index = torch.where(valid_positions(lengths, x.size(1)), lengths[:, None] - 1 - t, t)  # (B, N)
+    return x.gather(1, index[..., None].expand_as(x))

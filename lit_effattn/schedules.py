@@ -33,3 +33,28 @@ class WarmupCosine(LambdaLR):
             return (step + 1) / self.warmup_steps
         done = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
         return self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+class InverseSquareRoot(LambdaLR):
+    """Rises linearly over `warmup_steps`, then falls with one over the square root of the steps taken.
+
+        rate(step) = peak · min(step / warmup_steps, √(warmup_steps / step)),  step = 1, 2, …
+
+    Vaswani et al. 2017, equation 3, by its peak, which is reached at step `warmup_steps`. There the rate is
+    d_model^−½ · min(step^−½, step · warmup_steps^−1.5), so its peak is (d_model · warmup_steps)^−½: 7·10⁻⁴ for the base
+    model's 512 and 4000. Counts optimiser steps.
+
+    Args:
+        optimizer: Its learning rate is the peak.
+        warmup_steps: Steps of the rise.
+    """
+
+    def __init__(self, optimizer: Optimizer, warmup_steps: int = 4000) -> None:
+        if warmup_steps < 1:
+            raise ValueError(f"warmup_steps={warmup_steps} is not positive; 1 starts at the peak")
+        self.warmup_steps = warmup_steps
+        super().__init__(optimizer, self._factor)
+
+    def _factor(self, steps_taken: int) -> float:
+        step = steps_taken + 1
+        return min(step / self.warmup_steps, math.sqrt(self.warmup_steps / step))

@@ -4,15 +4,16 @@ from io import BytesIO
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
-from lit_effattn.schedules import WarmupCosine
+from lit_effattn.schedules import InverseSquareRoot, WarmupCosine
 
 
 def optimiser(*rates: float) -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates or (1.0,)])
 
 
-def rates(schedule: WarmupCosine, n: int) -> list[float]:
+def rates(schedule: LambdaLR, n: int) -> list[float]:
     """Return the rate that each of `n` steps is taken with."""
     taken = []
     for _ in range(n):
@@ -51,17 +52,41 @@ def test_every_group_keeps_its_own_peak():
     assert schedule.get_last_lr() == pytest.approx([0.5, 5.0])
 
 
+@pytest.mark.parametrize(("d_model", "warmup"), [(512, 4000), (64, 10), (128, 1)])
+def test_the_rate_of_the_2017_paper(d_model: int, warmup: int):
+    """Equation 3: d_model^−½ · min(step^−½, step · warmup^−1.5), whose peak is (d_model · warmup)^−½."""
+    n = 3 * warmup + 5
+    taken = rates(InverseSquareRoot(optimiser((d_model * warmup) ** -0.5), warmup), n)
+    expected = [d_model**-0.5 * min(step**-0.5, step * warmup**-1.5) for step in range(1, n + 1)]
+    assert taken == pytest.approx(expected, rel=1e-12)
+    assert max(taken) == taken[warmup - 1]
+
+
+def test_inverse_square_root_by_hand():
+    """Half, the peak, then √(2/3), √(2/4), …; an eighth of the steps gives √⅛ of the rate."""
+    taken = rates(InverseSquareRoot(optimiser(0.8), warmup_steps=2), 16)
+    assert taken[:4] == pytest.approx([0.4, 0.8, 0.8 * math.sqrt(2 / 3), 0.8 * math.sqrt(0.5)])
+    assert taken[15] == pytest.approx(0.8 * math.sqrt(1 / 8))
+
+
+SCHEDULES = {
+    "cosine": lambda: WarmupCosine(optimiser(0.3), 8, 3, final=0.2),
+    "inverse square root": lambda: InverseSquareRoot(optimiser(0.3), 3),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("after", [1, 3, 6])
-def test_it_goes_on_where_it_was_saved(after: int):
+def test_it_goes_on_where_it_was_saved(name: str, after: int):
     """Through a file that holds nothing but plain data."""
-    whole = rates(WarmupCosine(optimiser(0.3), 8, 3, final=0.2), 10)
-    first = WarmupCosine(optimiser(0.3), 8, 3, final=0.2)
+    whole = rates(SCHEDULES[name](), 10)
+    first = SCHEDULES[name]()
     rates(first, after)
     file = BytesIO()
     torch.save((first.state_dict(), first.optimizer.state_dict()), file)
     file.seek(0)
     schedule_state, optimiser_state = torch.load(file, weights_only=True)
-    second = WarmupCosine(optimiser(0.3), 8, 3, final=0.2)
+    second = SCHEDULES[name]()
     second.load_state_dict(schedule_state)
     second.optimizer.load_state_dict(optimiser_state)
     assert rates(second, 10 - after) == pytest.approx(whole[after:], abs=1e-15)
@@ -80,3 +105,8 @@ def test_it_goes_on_where_it_was_saved(after: int):
 def test_bad_options_are_named(options: dict, words: str):
     with pytest.raises(ValueError, match=words):
         WarmupCosine(optimiser(), **options)
+
+
+def test_a_rise_takes_a_step_at_least():
+    with pytest.raises(ValueError, match="warmup_steps=0"):
+        InverseSquareRoot(optimiser(), warmup_steps=0)

@@ -3,5 +3,17 @@
 from datamodules.copy_task import CopyTask
 from datamodules.pixels import PixelSequences, images_to_levels, levels_to_images
 from datamodules.sampling import ResumableLoader, ShardedBatches
+from datamodules.text import TextStream
+from datamodules.tokens import IGNORE, TokenBatch
 
-__all__ = ["CopyTask", "PixelSequences", "ResumableLoader", "ShardedBatches", "images_to_levels", "levels_to_images"]
+__all__ = [
+    "IGNORE",
+    "CopyTask",
+    "PixelSequences",
+    "ResumableLoader",
+    "ShardedBatches",
+    "TextStream",
+    "TokenBatch",
+    "images_to_levels",
+    "levels_to_images",
+]

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 
@@ -101,8 +100,8 @@ class ShardedBatches(DistributedSampler[list[int]]):
         return order + self.n_samples * rng.integers(self.variants, size=self.n_samples)
 
 
-class ResumableLoader(DataLoader[Tensor]):
-    """A loader over `ShardedBatches` that goes on, after an interruption, with exactly the next batch.
+class ResumableLoader(DataLoader[Any]):
+    """A loader over `ShardedBatches`, or `InOrder`, that goes on, after an interruption, with exactly the next batch.
 
     Its state is the epoch and the number of batches it gave out, whatever the number of workers, which may change.
     It is the same on every process, so that the one Lightning saves, of the first process, fits all.
@@ -121,7 +120,7 @@ class ResumableLoader(DataLoader[Tensor]):
     _batches = 0
     _loaded: dict[str, int] | None = None
 
-    def __iter__(self) -> Iterator[Tensor]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._epoch, self._batches = self.sampler.epoch, self._first_batch()
         self.sampler.start = self._batches
         for batch in super().__iter__():

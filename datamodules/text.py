@@ -1,0 +1,306 @@
+"""Text without end, in parallel streams, for models that remember what they read."""
+
+import hashlib
+import os
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.utils.data import DataLoader
+
+from datamodules import text_sources
+from datamodules.streams import InOrder, StreamLoader, TokenStreams
+from datamodules.text_sources import TextSource
+from datamodules.token_store import TokenStore, tokenized
+from datamodules.tokenizers import KINDS, ByteTokenizer, Tokenizer
+
+
+class _Source(NamedTuple):
+    tokens: str  # unless the arguments say otherwise
+    root: str | None  # the same
+    options: tuple[str, ...]  # arguments that other sources refuse
+
+
+_SOURCES = {
+    "stdlib": _Source("bytes", None, ("max_bytes",)),
+    "enwik8": _Source("bytes", "data", ("root", "max_bytes")),
+    "text8": _Source("characters", "data", ("root", "max_bytes")),
+    "wikitext103": _Source("words", "data/wikitext-103", ("root",)),
+    "files": _Source("bytes", None, ("root", "glob")),
+    "huggingface": _Source("bytes", None, ("path", "subset", "column")),
+}
+_LEAST_VOCABULARY = {"words": 3, "bpe": 257}  # a word, <unk> and <start>; all bytes and <start>
+
+
+class TextStream(LightningDataModule):
+    """Text as contiguous streams of tokens, read segment by segment: batch t holds segment t of every stream.
+
+    A batch is a `TokenBatch` (B, N). The text of a split is divided into B · processes contiguous streams, of which
+    each process has B; a stream keeps its row, so that a memory carried from batch to batch belongs to it. Every
+    epoch has the same streams. What training leaves over at the end, less than a segment of every stream, is dropped.
+
+    Every document is read from ``<start>``, which the vocabulary has in addition, so its first token is predicted too:
+    in validation and test every token of the text is scored exactly once, whatever the batch size and the number of
+    processes, and ``<start>`` never. Where a stream starts in the middle of a document, its first token is predicted
+    from the one before it, with a shorter context; eval_batch_size=1 on one process gives every token its full one.
+
+    ``predict`` sees the test text.
+
+    Args:
+        source: stdlib: the sources of the running Python's standard library, about 11 MB, each file a document;
+            needs no network. enwik8, text8: the file of that name, divided 90/5/5, each part one document.
+            wikitext103: wiki.train.tokens and so on, each one document. files: a text file, divided 90/5/5; or a
+            folder, each file a document; its subfolders train, val and test are the splits, otherwise names decide,
+            90/5/5. huggingface: a data set, each row a document; its splits train, validation and test, or every 20th
+            row of train.
+        tokens: bytes: 256 of them, of anything. characters: those of the training text. words: between white
+            space, line ends being ``<eos>``. bpe: byte-pair encoding, learnt from the training text. What training does
+            not have is ``<unk>`` (bytes and bpe know all). Default: bytes; text8 characters, wikitext103 words.
+        segment_len: N in training.
+        eval_segment_len: N in validation, test and prediction; default: ``segment_len``.
+        batch_size: B in training: streams of each process.
+        eval_batch_size: B in validation, test and prediction; default: ``batch_size``.
+        vocab_size: words, bpe: tokens at most, special ones included. Default for words: no limit; bpe needs it.
+        documents: apart: each starts a segment, and is `fresh`: no memory crosses to it; the segment before may be
+            short. joined: segments run on over their borders, without padding, and memory is kept.
+        num_workers: Processes that read ahead; 0: none.
+        root: enwik8, text8, wikitext103: folder of the files; default: data, data, data/wikitext-103.
+            files: the folder or file; required.
+        glob: files: which ones of a folder; default: ``**/*.txt``.
+        path: huggingface: name or folder of the data set; required.
+        subset: huggingface: which of its configurations, if it has several.
+        column: huggingface: where the text is; default: text.
+        max_bytes: stdlib, enwik8, text8: use no more of the text than this.
+        cache: Folder for the tokens and vocabularies, made once for a source and its settings, and again when one has
+            changed; may be deleted at any time. Default: lit-effattn in $XDG_CACHE_HOME, that is in ~/.cache.
+
+    Raises:
+        ValueError: If an argument is out of its range or does not apply to the source.
+    """
+
+    def __init__(
+        self,
+        source: Literal["stdlib", "enwik8", "text8", "wikitext103", "files", "huggingface"] = "stdlib",
+        *,
+        tokens: Literal["bytes", "characters", "words", "bpe"] | None = None,
+        segment_len: int = 64,
+        eval_segment_len: int | None = None,
+        batch_size: int = 32,
+        eval_batch_size: int | None = None,
+        vocab_size: int | None = None,
+        documents: Literal["apart", "joined"] = "apart",
+        num_workers: int = 0,
+        root: str | None = None,
+        glob: str | None = None,
+        path: str | None = None,
+        subset: str | None = None,
+        column: str | None = None,
+        max_bytes: int | None = None,
+        cache: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters(logger=False)
+        options = {"root": root, "glob": glob, "path": path, "subset": subset, "column": column, "max_bytes": max_bytes}
+        _check_options(source, **options)
+        _check_at_least(1, segment_len=segment_len, eval_segment_len=eval_segment_len, max_bytes=max_bytes)
+        _check_at_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size)
+        _check_at_least(0, num_workers=num_workers)
+        if documents not in ("apart", "joined"):
+            raise ValueError(f"documents={documents!r} is not known; choose apart or joined")
+        self.source = source
+        self.tokens = _SOURCES[source].tokens if tokens is None else tokens
+        _check_vocabulary(self.tokens, vocab_size)
+        self.segment_len = segment_len
+        self.eval_segment_len = segment_len if eval_segment_len is None else eval_segment_len
+        self.batch_size = batch_size
+        self.eval_batch_size = batch_size if eval_batch_size is None else eval_batch_size
+        self.documents = documents
+        self.num_workers = num_workers
+        self.cache = _default_cache() if cache is None else Path(cache)
+        self._vocab_size = vocab_size
+        self._options: dict[str, Any] = options | {"root": root or _SOURCES[source].root}
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary, ``<start>``, the last one, included. Unless these are bytes, it is made if need be.
+
+        Raises:
+            FileNotFoundError: If the source is not there.
+            ValueError: If it cannot be tokenized.
+        """
+        return self._tokenizer.n_tokens
+
+    @property
+    def tokenizer(self) -> str:
+        """The vocabulary in JSON, which `datamodules.tokenizers.Tokenizer.from_spec` reads; like `vocab_size`."""
+        return self._tokenizer.to_json()
+
+    @property
+    def unit(self) -> str:
+        """What a token is: byte, character or token."""
+        return KINDS[self.tokens].unit
+
+    @property
+    def n_scored(self) -> dict[str, int]:
+        """How many tokens each of "val" and "test" has: all are scored, once."""
+        return {split: self._store.n_tokens(split) for split in ("val", "test")}
+
+    @property
+    def n_bytes(self) -> dict[str, int]:
+        """How many bytes of text each of "val" and "test" has, of which bits per byte are the mean."""
+        return {split: self._store.n_bytes(split) for split in ("val", "test")}
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return ByteTokenizer() if self.tokens == "bytes" else self._store.tokenizer
+
+    @cached_property
+    def _store(self) -> TokenStore:
+        return tokenized(self._text(), KINDS[self.tokens], self._vocab_size, self.cache)
+
+    def _text(self) -> TextSource:
+        options, whole = self._options, self.tokens != "bytes"
+        if self.source == "stdlib":
+            return text_sources.stdlib(options["max_bytes"])
+        if self.source == "wikitext103":
+            return text_sources.wikitext103(Path(options["root"]))
+        if self.source == "files":
+            return text_sources.files(Path(options["root"]), options["glob"] or "**/*.txt", whole_characters=whole)
+        if self.source == "huggingface":
+            return text_sources.huggingface(options["path"], options["subset"], options["column"] or "text")
+        return text_sources.benchmark(
+            self.source, Path(options["root"]), whole_characters=whole, max_bytes=options["max_bytes"]
+        )
+
+    def prepare_data(self) -> None:
+        """Tokenize the text, unless an earlier run did.
+
+        Raises:
+            FileNotFoundError: If it is not there.
+            ValueError: If it cannot be tokenized.
+        """
+        _ = self._store
+
+    def setup(self, stage: str) -> None:
+        """Open the tokens and say how many there are."""
+        if overfit_batches := getattr(self.trainer, "overfit_batches", 0):
+            raise ValueError(
+                f"overfit_batches={overfit_batches} would replace the sampler that keeps the streams in order; "
+                "use limit_train_batches, or a smaller max_bytes"
+            )
+        counts = [
+            f"{self._store.n_tokens(split):,} {name}" for split, name in _SPLITS_OF.get(stage, _SPLITS_OF["test"])
+        ]
+        rank_zero_info(f"{self.source}: {', '.join(counts)}; vocabulary of {self.vocab_size:,} {self.tokens}")
+
+    def train_dataloader(self) -> StreamLoader:
+        """Segment after segment of equally long streams."""
+        streams = self._streams("train", self.segment_len, self.batch_size)
+        return StreamLoader(streams, sampler=InOrder(streams), **self._loader_options())
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """Every token of the validation text once."""
+        return self._eval_dataloader("val")
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """Every token of the test text once."""
+        return self._eval_dataloader("test")
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """Every token of the test text once."""
+        return self._eval_dataloader("test")
+
+    def _eval_dataloader(self, split: str) -> DataLoader[Any]:
+        streams = self._streams(split, self.eval_segment_len, self.eval_batch_size)
+        return DataLoader(streams, sampler=InOrder(streams), **self._loader_options())
+
+    def _streams(self, split: str, segment_len: int, batch_size: int) -> TokenStreams:
+        tokens, borders = self._store.split(split)
+        return TokenStreams(
+            tokens,
+            borders,
+            start=self._tokenizer.start,
+            segment_len=segment_len,
+            batch_size=batch_size,
+            num_replicas=1 if self.trainer is None else self.trainer.world_size,
+            rank=0 if self.trainer is None else self.trainer.global_rank,
+            joined=self.documents == "joined",
+            drop_last=split == "train",
+        )
+
+    def _loader_options(self) -> dict[str, Any]:
+        return {
+            "batch_size": None,  # an item is a batch
+            "num_workers": self.num_workers,
+            "persistent_workers": self.num_workers > 0,
+            "pin_memory": torch.cuda.is_available(),
+            # Its own: loaders draw a number at each start, which would shift torch's global random state.
+            "generator": torch.Generator(),
+        }
+
+    def state_dict(self) -> dict[str, str]:
+        """What the vocabulary is, to be told from others."""
+        return {"vocabulary": repr(self._tokenizer), "digest": self._vocabulary_digest()}
+
+    def load_state_dict(self, state_dict: dict[str, str]) -> None:
+        """Refuse a checkpoint of another vocabulary.
+
+        Raises:
+            ValueError: describes both.
+        """
+        if state_dict["digest"] != self._vocabulary_digest():
+            raise ValueError(
+                f"the checkpoint's tokens are {state_dict['vocabulary']} (digest {state_dict['digest']}), but those of "
+                f"source={self.source!r} are {self._tokenizer!r} (digest {self._vocabulary_digest()}): the same number "
+                "means another token; use the text and the settings that the checkpoint was trained with"
+            )
+
+    def _vocabulary_digest(self) -> str:
+        return hashlib.sha256(self.tokenizer.encode()).hexdigest()[:16]
+
+
+_TRAIN, _VAL, _TEST = ("train", "to train on"), ("val", "to validate"), ("test", "to test")
+_SPLITS_OF = {"fit": (_TRAIN, _VAL), "validate": (_VAL,), "test": (_TEST,)}
+
+
+def _default_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lit-effattn"
+
+
+def _check_options(source: str, **options: Any) -> None:
+    if source not in _SOURCES:
+        raise ValueError(f"source={source!r} is not known; choose one of {', '.join(_SOURCES)}")
+    for name, value in options.items():
+        if value is not None and name not in _SOURCES[source].options:
+            others = " or ".join(other for other, known in _SOURCES.items() if name in known.options)
+            raise ValueError(
+                f"{name}={value!r} does not apply to source={source!r}; leave it out, or choose source {others}"
+            )
+    if source == "files" and options["root"] is None:
+        raise ValueError("root=None: source='files' needs the folder or file of the text, such as root=data/books")
+    if source == "huggingface" and options["path"] is None:
+        raise ValueError("path=None: source='huggingface' needs the data set's name, such as path=Salesforce/wikitext")
+
+
+def _check_vocabulary(tokens: str, vocab_size: int | None) -> None:
+    if tokens not in KINDS:
+        raise ValueError(f"tokens={tokens!r} is not known; choose one of {', '.join(KINDS)}")
+    if tokens == "bpe" and vocab_size is None:
+        raise ValueError("vocab_size=None: tokens='bpe' needs the size of the vocabulary to learn, such as 8192")
+    if vocab_size is None:
+        return
+    if tokens not in _LEAST_VOCABULARY:
+        raise ValueError(
+            f"vocab_size={vocab_size} does not apply to tokens={tokens!r}, whose number the text decides; leave it out"
+        )
+    if vocab_size < _LEAST_VOCABULARY[tokens]:
+        raise ValueError(f"vocab_size={vocab_size} must be at least {_LEAST_VOCABULARY[tokens]} for tokens={tokens!r}")
+
+
+def _check_at_least(least: int, **values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise ValueError(f"{name}={value} must be at least {least}")

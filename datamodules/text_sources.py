@@ -1,0 +1,257 @@
+"""Where the texts come from: documents, split into training, validation and test once and for all."""
+
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from importlib.util import find_spec
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from datamodules.image_sources import fixed_order
+
+SPLITS = ("train", "val", "test")
+HELD_OUT = 20  # one part in so many validates, another one tests: 90/5/5 %
+_BLOCK = 1 << 20  # bytes read at a time
+
+# Tests repeat what they test, pydoc_data is prose made by a program, and the rest differs between builds of a Python.
+_NO_SOURCES = {"__pycache__", "dist-packages", "idle_test", "pydoc_data", "site-packages", "test", "tests"}
+_OF_THE_BUILD = ("_sysconfigdata", "config-", "sitecustomize", "usercustomize")
+
+
+class Document(NamedTuple):
+    """A text to be read from its beginning, which may lie in the midst of a file.
+
+    Attributes:
+        name: To name in errors.
+        start: The byte of the file that it begins with.
+        blocks: Gives its bytes, some at a time.
+    """
+
+    name: str
+    start: int
+    blocks: Callable[[], Iterator[bytes]]
+
+
+class TextSource(NamedTuple):
+    """Documents, by split.
+
+    Attributes:
+        name: A short one, for files made from it.
+        splits: Documents of "train", "val" and "test".
+        identity: Plain data that change when the texts do.
+        n_bytes: Of each split; None: not known before they are read.
+    """
+
+    name: str
+    splits: dict[str, Iterable[Document]]
+    identity: Any
+    n_bytes: dict[str, int] | None
+
+
+class _Part(NamedTuple):
+    """A part of a file, and what the file is called among others."""
+
+    path: Path
+    name: str
+    start: int
+    stop: int
+
+    def read(self) -> Iterator[bytes]:
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            left = self.stop - self.start
+            while left and (block := file.read(min(_BLOCK, left))):
+                left -= len(block)
+                yield block
+
+
+def stdlib(max_bytes: int | None = None) -> TextSource:
+    """The sources of the running Python's standard library, without tests; each file is a document."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [file for file in _files(root, "**/*.py") if not _is_no_source(Path(file.name))]
+    return _source("stdlib", root, _split_by_name(files, max_bytes))
+
+
+def _is_no_source(name: Path) -> bool:
+    return bool(_NO_SOURCES.intersection(name.parts)) or name.parts[0].startswith(_OF_THE_BUILD)
+
+
+def one_file(name: str, path: Path, *, whole_characters: bool, max_bytes: int | None = None) -> TextSource:
+    """The first 90 % of a file train, the next 5 % validate, the last 5 % test; each is one document.
+
+    Args:
+        name: Of the source.
+        path: The file.
+        whole_characters: Part between characters of UTF-8, where necessary up to three bytes further on.
+        max_bytes: Take no more than the beginning of the file.
+
+    Raises:
+        ValueError: If the file is too short to be divided.
+    """
+    size = path.stat().st_size
+    size = size if max_bytes is None else min(size, max_bytes)
+    borders = [0, size * (HELD_OUT - 2) // HELD_OUT, size * (HELD_OUT - 1) // HELD_OUT, size]
+    if whole_characters:
+        borders = [_next_character(path, border) for border in borders]
+    if size < HELD_OUT:
+        raise ValueError(f"{path.resolve()}: {size} bytes of text are too few to divide 90/5/5; name a longer file")
+    parts = [_Part(path, f"{path.name}[{start}:{stop}]", start, stop) for start, stop in pairwise(borders)]
+    return _source(name, path, {split: [part] for split, part in zip(SPLITS, parts, strict=True)})
+
+
+def _next_character(path: Path, position: int) -> int:
+    with path.open("rb") as file:
+        file.seek(position)
+        following = file.read(3)
+    return position + next((i for i, byte in enumerate(following) if byte & 0xC0 != 0x80), len(following))
+
+
+def benchmark(name: str, root: Path, *, whole_characters: bool, max_bytes: int | None = None) -> TextSource:
+    """enwik8 or text8: a file of that name in ``root``, divided 90/5/5 as in the literature.
+
+    Raises:
+        FileNotFoundError: If it is not there; says where it can be had.
+    """
+    if not (root / name).is_file():
+        raise FileNotFoundError(
+            f"{name} is not in {root.resolve()}: get http://mattmahoney.net/dc/{name}.zip, unpack it, and put the file "
+            f"{name} there (or name its folder with root). source='stdlib' needs no download."
+        )
+    return one_file(name, root / name, whole_characters=whole_characters, max_bytes=max_bytes)
+
+
+def wikitext103(root: Path) -> TextSource:
+    """WikiText-103: wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens (or .raw), each one document.
+
+    Raises:
+        FileNotFoundError: If they are not there.
+    """
+    for end in ("tokens", "raw"):
+        paths = {name: root / f"wiki.{'valid' if name == 'val' else name}.{end}" for name in SPLITS}
+        if all(path.is_file() for path in paths.values()):
+            return _source("wikitext103", root, {name: [_whole(path, root)] for name, path in paths.items()})
+    raise FileNotFoundError(
+        f"WikiText-103 is not in {root.resolve()}: put wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens there "
+        "(or all three ending in .raw), or name their folder with root. source='stdlib' needs no download."
+    )
+
+
+def files(root: Path, glob: str, *, whole_characters: bool) -> TextSource:
+    """One file, divided 90/5/5; or a folder, each of its files a document.
+
+    A folder's subfolders train, val and test are the splits, otherwise its files are divided by their names, 90/5/5 %,
+    with at least one file to validate and one to test.
+
+    Raises:
+        FileNotFoundError: If nothing is there.
+        ValueError: If there is too little to divide.
+    """
+    if root.is_file():
+        return one_file("files", root, whole_characters=whole_characters)
+    if not root.is_dir():
+        raise FileNotFoundError(f"root={str(root)!r}: there is no such folder or file ({root.resolve()})")
+    own = [name for name in SPLITS if (root / name).is_dir()]
+    if len(own) == len(SPLITS):
+        return _source("files", root, {name: _some_files(root / name, glob, name) for name in SPLITS})
+    if own:
+        missing = " and ".join(name for name in SPLITS if name not in own)
+        raise ValueError(
+            f"{root.resolve()}: has a subfolder {' and '.join(own)}, but not {missing}; add what is missing, or rename "
+            "what is there to have all files divided"
+        )
+    return _source("files", root, _split_by_name(_some_files(root, glob)))
+
+
+def _some_files(root: Path, glob: str, under: str = "") -> list[_Part]:
+    found = _files(root, glob, under)
+    if not found:
+        raise FileNotFoundError(
+            f"{root.resolve()}: no file with text in it matches glob={glob!r}; '**/*.txt' finds all that end in .txt"
+        )
+    return found
+
+
+def _files(root: Path, glob: str, under: str = "") -> list[_Part]:
+    """Files that are not empty; names that begin with a dot are what file managers and version control leave behind."""
+    parts = [_whole(path, root, under) for path in root.glob(glob) if path.is_file()]
+    hidden = [any(name.startswith(".") for name in part.path.relative_to(root).parts) for part in parts]
+    return sorted(part for part, hides in zip(parts, hidden, strict=True) if part.stop and not hides)
+
+
+def _whole(path: Path, root: Path, under: str = "") -> _Part:
+    return _Part(path, (under / path.relative_to(root)).as_posix(), 0, path.stat().st_size)
+
+
+def _split_by_name(files: list[_Part], max_bytes: int | None = None) -> dict[str, list[_Part]]:
+    order = [files[i] for i in fixed_order(file.name for file in files)]
+    if max_bytes is not None:
+        order = [
+            file for file, total in zip(order, accumulate(f.stop for f in order), strict=True) if total <= max_bytes
+        ]
+    if len(order) < len(SPLITS):
+        limit = "" if max_bytes is None else f" within max_bytes={max_bytes}"
+        raise ValueError(
+            f"{len(order)} files{limit} cannot be divided into training, validation and test; "
+            + ("name one file to have it divided 90/5/5, or add some" if max_bytes is None else "allow more")
+        )
+    held_out = max(len(order) // HELD_OUT, 1)
+    splits = {"test": order[:held_out], "val": order[held_out : 2 * held_out], "train": order[2 * held_out :]}
+    return {name: sorted(part) for name, part in splits.items()}
+
+
+def _source(name: str, root: Path, splits: dict[str, list[_Part]]) -> TextSource:
+    changed = {part.path: part.path.stat().st_mtime_ns for split in splits.values() for part in split}
+    identity = {name: [(p.name, p.start, p.stop, changed[p.path]) for p in split] for name, split in splits.items()}
+    return TextSource(
+        name=name,
+        splits={name: [Document(str(p.path), p.start, p.read) for p in split] for name, split in splits.items()},
+        identity=[str(root.resolve()), identity],
+        n_bytes={name: sum(p.stop - p.start for p in split) for name, split in splits.items()},
+    )
+
+
+def huggingface(path: str, subset: str | None, column: str) -> TextSource:
+    """A data set of Hugging Face, each row a document.
+
+    Splits are those named train, validation and test; where one of the latter is missing, every 20th row of train.
+
+    Raises:
+        ValueError: If ``datasets`` is not installed, or there is no such column.
+    """
+    if find_spec("datasets") is None:
+        raise ValueError("source='huggingface' needs the package datasets: pip install 'lit-effattn[huggingface]'")
+    import datasets
+
+    loaded = datasets.load_dataset(path, subset)
+    if "train" not in loaded or column not in loaded["train"].column_names:
+        found = {name: rows.column_names for name, rows in loaded.items()}
+        raise ValueError(f"path={path!r} has no column={column!r} in a split 'train'; it has {found}")
+    splits = {name: loaded.get("validation" if name == "val" else name) for name in SPLITS}
+    return TextSource(
+        name="huggingface",
+        splits={name: _Rows(path, name, splits, column) for name in SPLITS},
+        identity=[path, subset, column, {name: rows._fingerprint for name, rows in loaded.items()}],
+        n_bytes=None,
+    )
+
+
+class _Rows:
+    """The rows of a split, of which those missing of others are left out."""
+
+    def __init__(self, path: str, name: str, splits: dict[str, Any], column: str) -> None:
+        held_out = {split: i for i, split in enumerate(("test", "val")) if splits[split] is None}
+        self.title = f"{path} {name}"
+        self.rows = splits["train"] if splits[name] is None else splits[name]
+        self.column = column
+        taken = set(range(HELD_OUT))
+        if name in held_out:
+            taken = {held_out[name]}
+        elif name == "train":
+            taken -= set(held_out.values())
+        self.taken = taken
+
+    def __iter__(self) -> Iterator[Document]:
+        for i, row in enumerate(self.rows):
+            if i % HELD_OUT in self.taken and row[self.column]:
+                yield Document(f"{self.title}[{i}]", 0, partial(iter, (row[self.column].encode(),)))

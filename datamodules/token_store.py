@@ -1,0 +1,185 @@
+"""Texts as tokens in files, made once: numpy maps them, so that processes share them and memory stays free."""
+
+import hashlib
+import json
+import os
+import shutil
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from datamodules.text_sources import SPLITS, Document, TextSource
+from datamodules.tokenizers import ByteTokenizer, Tokenizer
+
+FORMAT = 1
+"""Raised when the same texts would give other files."""
+
+_QUICK = 20_000_000  # bytes of text that need no progress bar
+_Advance = Callable[[int], None]
+
+
+class SplitTokens(NamedTuple):
+    """The tokens of a split.
+
+    Attributes:
+        tokens: (n,), mapped from a file; the smallest unsigned type that holds them. Without ``<start>``.
+        borders: (documents + 1,): document i is ``tokens[borders[i] : borders[i + 1]]``, never empty.
+    """
+
+    tokens: np.ndarray
+    borders: np.ndarray
+
+
+class TokenStore:
+    """A folder with the vocabulary of a source and the tokens of its splits."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._about: dict[str, Any] = json.loads((folder / "about.json").read_text())
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """What made the tokens."""
+        return Tokenizer.from_spec((self.folder / "tokenizer.json").read_text(encoding="utf-8"))
+
+    def n_tokens(self, split: str) -> int:
+        """How many tokens a split has."""
+        return self._about[split]["n_tokens"]
+
+    def n_bytes(self, split: str) -> int:
+        """How many bytes of text they stand for."""
+        return self._about[split]["n_bytes"]
+
+    def split(self, name: str) -> SplitTokens:
+        """Open the tokens of a split."""
+        dtype = np.dtype(self._about["dtype"])
+        tokens = np.memmap(self.folder / f"{name}.bin", dtype, mode="r")
+        return SplitTokens(tokens, np.load(self.folder / f"{name}.npy"))
+
+    def is_whole(self) -> bool:
+        """Whether every file has the size it was written with."""
+        sizes = self._about["sizes"]
+        return all((self.folder / n).is_file() and (self.folder / n).stat().st_size == sizes[n] for n in sizes)
+
+
+def tokenized(source: TextSource, kind: type[Tokenizer], vocab_size: int | None, cache: Path) -> TokenStore:
+    """The tokens of a source: those of an earlier run, if neither it nor the settings have changed.
+
+    Of several processes that ask, one makes them, the others wait. They come into being under another name, and get
+    theirs when they are whole.
+
+    Raises:
+        ValueError: If a text is not UTF-8, though ``kind`` needs it, or a split has no tokens.
+    """
+    from filelock import FileLock
+
+    folder = cache / f"{source.name}-{kind.kind}-{_digest(source, kind, vocab_size)}"
+    if (store := _whole(folder)) is not None:
+        return store
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_suffix(".lock")):
+        if (store := _whole(folder)) is not None:
+            return store
+        unfinished = folder.with_suffix(".unfinished")
+        for left in (unfinished, folder):  # of a run that was interrupted, or damaged since
+            shutil.rmtree(left, ignore_errors=True)
+        unfinished.mkdir()
+        try:
+            _make(source, kind, vocab_size, unfinished)
+            unfinished.rename(folder)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        return TokenStore(folder)
+
+
+def _digest(source: TextSource, kind: type[Tokenizer], vocab_size: int | None) -> str:
+    identity = json.dumps([FORMAT, source.name, source.identity, kind.kind, vocab_size])
+    return hashlib.sha256(identity.encode(errors="surrogateescape")).hexdigest()[:16]
+
+
+def _whole(folder: Path) -> TokenStore | None:
+    if not (folder / "about.json").is_file():
+        return None
+    store = TokenStore(folder)
+    return store if store.is_whole() else None
+
+
+def _make(source: TextSource, kind: type[Tokenizer], vocab_size: int | None, folder: Path) -> None:
+    sizes = source.n_bytes
+    with _progress("Reading the vocabulary", sizes["train"] if sizes else None) as advance:
+        tokenizer = kind.learn(_train_texts(source, kind, advance), vocab_size)
+    dtype = np.min_scalar_type(tokenizer.start - 1)  # the largest token but <start>, which is not stored
+    about: dict[str, Any] = {"dtype": dtype.name}
+    with _progress("Tokenizing", sum(sizes.values()) if sizes else None) as advance:
+        for name in SPLITS:
+            about[name] = _write(source, name, tokenizer, dtype, folder, advance)
+    (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
+    about["sizes"] = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    (folder / "about.json").write_text(json.dumps(about))
+
+
+def _train_texts(source: TextSource, kind: type[Tokenizer], advance: _Advance) -> Iterator[str]:
+    for document in source.splits["train"]:
+        for offset, chunk in _chunks(document, kind):
+            yield _decoded(document, offset, chunk)
+            advance(len(chunk))
+
+
+def _write(
+    source: TextSource, name: str, tokenizer: Tokenizer, dtype: np.dtype, folder: Path, advance: _Advance
+) -> dict[str, int]:
+    n_bytes, borders = 0, array("q", [0])
+    with (folder / f"{name}.bin").open("wb") as file:
+        for document in source.splits[name]:
+            n_tokens = borders[-1]
+            for offset, chunk in _chunks(document, type(tokenizer)):
+                is_bytes = isinstance(tokenizer, ByteTokenizer)
+                ids = tokenizer.encode(chunk if is_bytes else _decoded(document, offset, chunk))
+                file.write(ids.astype(dtype, copy=False).data)
+                n_tokens, n_bytes = n_tokens + len(ids), n_bytes + len(chunk)
+                advance(len(chunk))
+            if n_tokens > borders[-1]:
+                borders.append(n_tokens)
+        file.flush()
+        os.fsync(file.fileno())
+    if len(borders) == 1:
+        raise ValueError(f"source={source.name!r}: its split {name!r} holds no text, so there is nothing to score")
+    np.save(folder / f"{name}.npy", np.asarray(borders))
+    return {"n_tokens": borders[-1], "n_bytes": n_bytes}
+
+
+def _chunks(document: Document, kind: type[Tokenizer]) -> Iterator[tuple[int, bytes]]:
+    """Where they begin, and pieces of a document that the tokenizer may encode one by one."""
+    offset, rest = document.start, b""
+    for block in document.blocks():
+        rest += block
+        if cut := kind.cut(rest):
+            yield offset, rest[:cut]
+            offset, rest = offset + cut, rest[cut:]
+    if rest:
+        yield offset, rest
+
+
+def _decoded(document: Document, offset: int, chunk: bytes) -> str:
+    try:
+        return chunk.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{document.name}: byte {offset + error.start} is {chunk[error.start]:#04x}, which is "
+            "not UTF-8; convert the file, or choose tokens='bytes', which takes any"
+        ) from error
+
+
+@contextmanager
+def _progress(title: str, n_bytes: int | None) -> Iterator[_Advance]:
+    """A bar, if it takes more than a moment."""
+    from rich.progress import Progress
+
+    with Progress(transient=True, disable=n_bytes is not None and n_bytes < _QUICK) as bar:
+        task = bar.add_task(title, total=n_bytes)
+        yield partial(bar.advance, task)

@@ -1,0 +1,348 @@
+"""How text becomes tokens, and tokens text."""
+
+import json
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import tokenizers
+
+EOS = "<eos>"
+UNK = "<unk>"
+_UNKNOWN_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+
+
+class Tokenizer(ABC):
+    """A vocabulary, and what it makes of a text.
+
+    Every vocabulary ends with ``<start>``: the token that is read before the first one of a document, so that this one
+    is predicted, and counted, like any other. It is never predicted itself, no text contains it, and it decodes to
+    nothing.
+
+    A long text may be encoded piece by piece: cut where `cut` says, the pieces give the tokens of the whole.
+
+    Attributes:
+        kind: What ``tokens=`` calls it: bytes, characters, words or bpe.
+        unit: What a token is, for reports: byte, character or token.
+        n_tokens: Size of the vocabulary, ``<start>`` included.
+    """
+
+    kind: ClassVar[str]
+    unit: ClassVar[str]
+    n_tokens: int
+
+    @property
+    def start(self) -> int:
+        """The token before a document's first one."""
+        return self.n_tokens - 1
+
+    @abstractmethod
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """The tokens of a text, one-dimensional; bytes are UTF-8 (for bytes as tokens: anything)."""
+
+    @abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of tokens."""
+
+    @abstractmethod
+    def spec(self) -> dict[str, Any]:
+        """All of it as plain data; `from_spec` undoes it."""
+
+    @staticmethod
+    @abstractmethod
+    def cut(block: bytes) -> int:
+        """How much of the beginning of a text can be encoded whatever follows; 0: none."""
+
+    @classmethod
+    @abstractmethod
+    def learn(cls, texts: Iterable[str], vocab_size: int | None) -> "Tokenizer":
+        """Make the vocabulary of a text that comes in pieces, of at most ``vocab_size`` tokens."""
+
+    def to_json(self) -> str:
+        """`spec` as one line of JSON, the same for the same vocabulary."""
+        return json.dumps(self.spec(), ensure_ascii=False, sort_keys=True)
+
+    def __repr__(self) -> str:
+        return f"{self.kind}, a vocabulary of {self.n_tokens}"
+
+    @staticmethod
+    def from_spec(spec: str | dict[str, Any]) -> "Tokenizer":
+        """The tokenizer that said ``spec()`` or ``to_json()``.
+
+        Raises:
+            ValueError: If no tokenizer says so.
+        """
+        content = json.loads(spec) if isinstance(spec, str) else spec
+        name = content.get("tokens") if isinstance(content, dict) else None
+        if name not in KINDS:
+            raise ValueError(f"spec={str(spec)[:80]!r} describes no tokenizer; its tokens must be one of {[*KINDS]}")
+        return KINDS[name]._from(content.get("vocabulary"))
+
+    @classmethod
+    @abstractmethod
+    def _from(cls, vocabulary: Any) -> "Tokenizer": ...
+
+
+class ByteTokenizer(Tokenizer):
+    """Bytes, 0 to 255: 257 tokens, whatever the text."""
+
+    kind, unit = "bytes", "byte"
+    n_tokens = 257
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """The bytes of a text, UTF-8 unless they are given."""
+        return np.frombuffer(text.encode() if isinstance(text, str) else text, np.uint8)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of bytes; what is not UTF-8 becomes U+FFFD."""
+        return bytes(i for i in ids if i != self.start).decode(errors="replace")
+
+    def spec(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return {"tokens": self.kind}
+
+    @staticmethod
+    def cut(block: bytes) -> int:
+        """Anywhere."""
+        return len(block)
+
+    @classmethod
+    def learn(cls, texts: Iterable[str], vocab_size: int | None) -> "ByteTokenizer":
+        """There is nothing to learn."""
+        return cls()
+
+    @classmethod
+    def _from(cls, vocabulary: None) -> "ByteTokenizer":
+        return cls()
+
+
+class CharacterTokenizer(Tokenizer):
+    """Unicode characters: those of the training text in their order, ``<unk>`` for all others, ``<start>``.
+
+    Args:
+        characters: The known ones, each once.
+    """
+
+    kind, unit = "characters", "character"
+
+    def __init__(self, characters: str) -> None:
+        self.characters = characters
+        self._shown = [*characters, _UNKNOWN_CHARACTER, ""]
+        self.n_tokens = len(characters) + 2
+        self._ids = np.full(0x110000, len(characters), np.uint32)  # by code point; <unk> unless it is said otherwise
+        self._ids[_code_points(characters)] = np.arange(len(characters))
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """The characters' numbers."""
+        return self._ids[_code_points(_as_str(text))]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text; ``<unk>`` becomes U+FFFD."""
+        return "".join(self._shown[i] for i in ids)
+
+    def spec(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return {"tokens": self.kind, "vocabulary": self.characters}
+
+    @staticmethod
+    def cut(block: bytes) -> int:
+        """Before a character that may be incomplete, which has at most four bytes."""
+        for length in range(1, min(4, len(block)) + 1):
+            byte = block[-length]
+            if byte < 0x80:
+                return len(block)
+            if byte >= 0xC0:  # a character's first byte
+                return len(block) - length
+        return len(block)  # no UTF-8: decoding will say so
+
+    @classmethod
+    def learn(cls, texts: Iterable[str], vocab_size: int | None) -> "CharacterTokenizer":
+        """All characters that occur."""
+        seen: set[str] = set()
+        for text in texts:
+            seen.update(text)
+        return cls("".join(sorted(seen)))
+
+    @classmethod
+    def _from(cls, vocabulary: str) -> "CharacterTokenizer":
+        return cls(vocabulary)
+
+
+class WordTokenizer(Tokenizer):
+    """Words between white space, and ``<eos>`` for every line end, as WikiText-103 is read in the literature.
+
+    The vocabulary is that of the training text, the most frequent first, as adaptive softmax wants it; words beyond
+    ``vocab_size`` and unknown ones are ``<unk>``; ``<start>`` comes last.
+
+    Args:
+        words: The known ones, ``<unk>`` among them.
+    """
+
+    kind, unit = "words", "token"
+
+    def __init__(self, words: list[str]) -> None:
+        self.words = words
+        self.n_tokens = len(words) + 1
+        self._ids = {word: i for i, word in enumerate(words)}
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """The words' numbers."""
+        unknown = self._ids[UNK]
+        words = _words(_as_str(text))
+        return np.fromiter((self._ids.get(word, unknown) for word in words), np.uint32, len(words))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The words, a space between two, and lines."""
+        lines: list[list[str]] = [[]]
+        for word in (self.words[i] for i in ids if i != self.start):
+            if word == EOS:
+                lines.append([])
+            else:
+                lines[-1].append(word)
+        return "\n".join(" ".join(line) for line in lines)
+
+    def spec(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return {"tokens": self.kind, "vocabulary": self.words}
+
+    @staticmethod
+    def cut(block: bytes) -> int:
+        """After a line, or else between words."""
+        return _line_or_word_end(block)
+
+    @classmethod
+    def learn(cls, texts: Iterable[str], vocab_size: int | None) -> "WordTokenizer":
+        """The most frequent words; equally frequent ones by the alphabet."""
+        counts: Counter[str] = Counter()
+        for text in texts:
+            counts.update(_words(text))
+        unknown = counts.pop(UNK, 0)
+        kept, rare = _ranked(counts), []
+        if vocab_size is not None:
+            kept, rare = kept[: vocab_size - 2], kept[vocab_size - 2 :]  # leaving room for <unk> and <start>
+        ranks = {word: counts[word] for word in kept} | {UNK: unknown + sum(counts[word] for word in rare)}
+        return cls(_ranked(ranks))
+
+    @classmethod
+    def _from(cls, vocabulary: list[str]) -> "WordTokenizer":
+        return cls(vocabulary)
+
+
+class BPETokenizer(Tokenizer):
+    """Byte-pair encoding over bytes (Sennrich et al. 2016; Radford et al. 2019), learnt from the training text.
+
+    No text has unknown tokens. No token reaches over a line end, so that lines can be encoded one by one.
+
+    Args:
+        model: As the package ``tokenizers`` saves it, in JSON.
+
+    Raises:
+        ValueError: If ``tokenizers`` is not installed.
+    """
+
+    kind, unit = "bpe", "token"
+
+    def __init__(self, model: str) -> None:
+        _need_tokenizers()
+        import tokenizers
+
+        self._model = tokenizers.Tokenizer.from_str(model)
+        self.n_tokens = self._model.get_vocab_size() + 1
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """The tokens' numbers."""
+        lines = _as_str(text).split("\n")
+        whole = [line + "\n" for line in lines[:-1]] + lines[-1:]
+        ids = [encoded.ids for encoded in self._model.encode_batch(whole)]
+        return np.fromiter((i for line in ids for i in line), np.uint32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text; what is not UTF-8 becomes U+FFFD."""
+        return self._model.decode([int(i) for i in ids if i != self.start])
+
+    def spec(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return {"tokens": self.kind, "vocabulary": json.loads(self._model.to_str())}
+
+    @staticmethod
+    def cut(block: bytes) -> int:
+        """After a line, or else before the space of a word."""
+        return _line_or_word_end(block)
+
+    @classmethod
+    def learn(cls, texts: Iterable[str], vocab_size: int | None) -> "BPETokenizer":
+        """Merge the most frequent pairs until there are ``vocab_size`` tokens."""
+        assert vocab_size is not None
+        _need_tokenizers()
+        from tokenizers import trainers
+
+        model = _untrained_bpe()
+        # All 256 bytes, whether or not they occur in the training text.
+        trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=_byte_alphabet(), show_progress=False)
+        model.train_from_iterator(texts, trainer)
+        return cls(model.to_str())
+
+    @classmethod
+    def _from(cls, vocabulary: dict[str, Any]) -> "BPETokenizer":
+        return cls(json.dumps(vocabulary))
+
+
+KINDS: dict[str, type[Tokenizer]] = {
+    kind.kind: kind for kind in (ByteTokenizer, CharacterTokenizer, WordTokenizer, BPETokenizer)
+}
+
+
+def _need_tokenizers() -> None:
+    if find_spec("tokenizers") is None:
+        raise ValueError("tokens='bpe' needs the package tokenizers: pip install 'lit-effattn[bpe]'")
+
+
+def _untrained_bpe() -> "tokenizers.Tokenizer":
+    from tokenizers import Tokenizer as Model
+    from tokenizers import decoders, models, pre_tokenizers
+
+    model = Model(models.BPE())
+    lines = pre_tokenizers.Split("\n", "merged_with_previous")
+    model.pre_tokenizer = pre_tokenizers.Sequence([lines, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    model.decoder = decoders.ByteLevel()
+    return model
+
+
+def _byte_alphabet() -> list[str]:
+    from tokenizers import pre_tokenizers
+
+    return pre_tokenizers.ByteLevel.alphabet()
+
+
+def _as_str(text: str | bytes) -> str:
+    return text if isinstance(text, str) else text.decode()
+
+
+def _code_points(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-32-le"), "<u4")
+
+
+def _words(text: str) -> list[str]:
+    return text.replace("\n", f" {EOS} ").split()
+
+
+def _ranked(counts: dict[str, int]) -> list[str]:
+    return sorted(counts, key=lambda word: (-counts[word], word))
+
+
+def _line_or_word_end(block: bytes) -> int:
+    """The last place after a line end, else before a space that follows a visible ASCII character; 0: there is none.
+
+    Other white space than the space may be in two bytes, or belong to the token before it.
+    """
+    if line := block.rfind(b"\n") + 1:
+        return line
+    space = block.rfind(b" ")
+    while space > 0 and not 0x20 < block[space - 1] < 0x7F:
+        space = block.rfind(b" ", 0, space)
+    return max(space, 0)

@@ -15,7 +15,7 @@ from lit_effattn.attention.softmax import SoftmaxAttention
 from lit_effattn.positions import PositionsFactory, RotaryPositions, SinusoidalPositions
 from lit_effattn.sequence import SequenceModule, State, without_padding
 
-Activation = Literal["relu", "gelu", "swiglu"]
+Activation = Literal["relu", "gelu", "quick_gelu", "swiglu"]
 Initialisation = Literal["pytorch", "xavier", "gpt2"]
 
 
@@ -23,6 +23,8 @@ class FeedForward(nn.Module):
     """Two matrices around a non-linearity, at every position alone (Vaswani et al. 2017, equation 2).
 
         relu, gelu: W₂ f(W₁ x + b₁) + b₂;  swiglu: W₂ (silu(W_g x) ⊙ W₁ x), without biases (Shazeer 2020, equation 6)
+
+    quick_gelu is gelu with f(x) = x σ(1.702 x) (Hendrycks & Gimpel 2016, section 2; Child et al. 2019, section 5.2).
 
     Args:
         d_model: Width.
@@ -42,7 +44,12 @@ class FeedForward(nn.Module):
         """(B, N, d_model) -> (B, N, d_model)."""
         if self.gate is not None:
             return self.down(F.silu(self.gate(x)) * self.up(x))
-        return self.down(F.relu(self.up(x)) if self.activation == "relu" else F.gelu(self.up(x)))
+        return self.down(self._activate(self.up(x)))
+
+    def _activate(self, x: Tensor) -> Tensor:
+        if self.activation == "quick_gelu":
+            return F.silu(1.702 * x) / 1.702
+        return F.relu(x) if self.activation == "relu" else F.gelu(x)
 
 
 class Block(SequenceModule):
@@ -140,6 +147,7 @@ class Transformer(SequenceModule):
             the residual's variance does not grow with depth (Child et al. 2019, section 5.2; Radford et al. 2019).
         gradient_checkpointing: Keep only the blocks' inputs for the backward pass, and compute the rest again: memory
             for about a third more time.
+        tied: Names of the attention's parameters that all layers share, as Transformer-XL does with [u, v].
 
     Example:
         >>> from lit_effattn.attention import LinearAttention
@@ -167,6 +175,7 @@ class Transformer(SequenceModule):
         dropout: float = 0.0,
         init: Initialisation = "gpt2",
         gradient_checkpointing: bool = False,
+        tied: list[str] | None = None,
     ) -> None:
         super().__init__()
         for name, value, known in (
@@ -208,6 +217,17 @@ class Transformer(SequenceModule):
         self.norm = nn.LayerNorm(d_model) if (norm == "pre" if final_norm is None else final_norm) else nn.Identity()
         self.positions = None if positions is None else self._place(positions, position_width)
         _initialise(self, init)
+        for name in tied or []:
+            self._tie(name)
+
+    def _tie(self, name: str) -> None:
+        """Let all layers' attentions share the first one's parameter `name`."""
+        attentions = [block.attention for block in self.blocks]
+        if any(name not in attention._parameters for attention in attentions):
+            kinds = ", ".join(sorted({type(attention).__name__ for attention in attentions}))
+            raise ValueError(f"tied names {name!r}, which is no parameter of every attention ({kinds})")
+        for attention in attentions[1:]:
+            setattr(attention, name, getattr(attentions[0], name))
 
     def _place(self, positions: PositionsFactory, width: int | None) -> nn.Module | None:
         """Make the positions; rotary ones go to the attentions."""
@@ -219,7 +239,7 @@ class Transformer(SequenceModule):
         for block in self.blocks:
             if not isinstance(block.attention, Attention) or not block.attention.takes_rotary:
                 raise ValueError(f"{type(block.attention).__name__} does not take rotary positions; choose others")
-            block.attention.rotary = positions(block.attention.head_dim)  # type: ignore[assignment]
+            block.attention.rotary = positions(block.attention.qk_dim)  # type: ignore[assignment]
         return None
 
     def forward(

@@ -24,27 +24,35 @@ class Attention(SequenceModule):
         n_heads: Heads H; each has D = E / H dimensions.
         causal: Whether a position sees only itself and earlier ones.
         bias: Whether the four projections have a bias.
+        d_qk: Width of all heads' queries and keys together. Default: E.
 
     Raises:
-        ValueError: `n_heads` does not divide `d_model`.
+        ValueError: `n_heads` does not divide `d_model`, or `d_qk`.
     """
 
     takes_rotary = True
     """Whether rotary positions mean something to this kind."""
 
-    def __init__(self, d_model: int, n_heads: int, causal: bool = True, *, bias: bool = True) -> None:
+    def __init__(
+        self, d_model: int, n_heads: int, causal: bool = True, *, bias: bool = True, d_qk: int | None = None
+    ) -> None:
         super().__init__()
         if n_heads < 1 or d_model < 1 or d_model % n_heads:
             raise ValueError(
                 f"n_heads={n_heads} does not divide d_model={d_model}: each head has d_model / n_heads dimensions; "
                 "change one of them"
             )
+        width = d_model if d_qk is None else d_qk
+        if width < 1 or width % n_heads:
+            raise ValueError(f"d_qk={d_qk}: queries and keys have d_qk / n_heads dimensions, and n_heads={n_heads}")
         self.d_input = self.d_model = d_model
         self.n_heads = n_heads
         self.head_dim = d_model // n_heads
+        self.qk_dim = width // n_heads
+        """Dimensions of a head's queries and keys; its values have `head_dim`."""
         self.causal = causal
-        self.q_proj = nn.Linear(d_model, d_model, bias=bias)
-        self.k_proj = nn.Linear(d_model, d_model, bias=bias)
+        self.q_proj = nn.Linear(d_model, width, bias=bias)
+        self.k_proj = nn.Linear(d_model, width, bias=bias)
         self.v_proj = nn.Linear(d_model, d_model, bias=bias)
         self.out_proj = nn.Linear(d_model, d_model, bias=bias)
         self.rotary: RotaryPositions | None = None
@@ -73,19 +81,25 @@ class Attention(SequenceModule):
         """See `SequenceModule.forward`."""
         self.check(x, state, lengths)
         x = without_padding(x, lengths)
-        q, k, v = (self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = self.project(x)
         if self.rotary is not None:
             position = torch.arange(x.size(1), device=x.device)[None]  # (1, N)
             if state is not None:
                 position = position + state.length[:, None]  # (B, N)
-            q, k = self.rotary.turn(q, position), self.rotary.turn(k, position)
+            shared = k is q
+            q = self.rotary.turn(q, position)
+            k = q if shared else self.rotary.turn(k, position)
         y, state = self.attend(q, k, v, state, lengths)
         y = self.out_proj(y.transpose(1, 2).flatten(2))  # (B, H, N, D) -> (B, N, E)
         return without_padding(y, lengths), state
 
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, (B, N, E) -> (B, H, N, D) each."""
+        return self._heads(self.q_proj(x)), self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
+
     def _heads(self, x: Tensor) -> Tensor:
         """(B, N, E) -> (B, H, N, D)."""
-        return x.unflatten(2, (self.n_heads, self.head_dim)).transpose(1, 2)
+        return x.unflatten(2, (self.n_heads, -1)).transpose(1, 2)
 
     def extra_repr(self) -> str:
         """Show what the projections do not."""

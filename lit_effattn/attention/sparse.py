@@ -1,0 +1,360 @@
+"""Sparse attention: a query sees keys near it, and far ones in a fixed pattern."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lit_effattn.attention.base import Attention
+from lit_effattn.attention.cache import append
+from lit_effattn.attention.softmax import FixedCache, KeyValueCache, WindowCache, _newest
+from lit_effattn.ops.sparse import fixed_attention, strided_attention, summary_positions, take
+from lit_effattn.ops.window import windowed_attention
+from lit_effattn.sequence import may_overwrite, reads_values
+
+Pattern = Literal["strided", "fixed"]
+Combination = Literal["merged", "heads", "local", "distant"]
+
+
+class SummaryCache(NamedTuple):
+    """Each row's current block and all its summary columns, each of the heads that see them."""
+
+    block_keys: Tensor  # (B, H_local, stride, D), position p in slot p mod stride
+    block_values: Tensor  # (B, H_local, stride, D)
+    summary_keys: Tensor  # (B, H_distant, blocks · summary, D), in the order of positions
+    summary_values: Tensor  # (B, H_distant, blocks · summary, D)
+    length: Tensor  # (B,)
+
+
+class FixedSummaryCache(NamedTuple):
+    """A `SummaryCache` whose slots are all there will ever be."""
+
+    block_keys: Tensor  # (B, H_local, stride, D)
+    block_values: Tensor  # (B, H_local, stride, D)
+    summary_keys: Tensor  # (B, H_distant, blocks · summary, D)
+    summary_values: Tensor  # (B, H_distant, blocks · summary, D)
+    length: Tensor  # (B,)
+
+
+SparseState = KeyValueCache | FixedCache | WindowCache | SummaryCache | FixedSummaryCache
+
+
+class SparseAttention(Attention):
+    """Softmax attention to a fixed pattern of keys.
+
+        y_i = Σ_j softmax_j(q_i · k_j / √D) v_j,  j ∈ A_i                           Child et al. 2019, equations 2 to 4
+
+                     local                        distant
+        strided:     i − l < j ≤ i                j ≤ i, (i − j) mod l = 0
+        fixed:       j ≤ i, ⌊j/l⌋ = ⌊i/l⌋         j ≤ i, j mod l ≥ l − c
+
+    with l = `stride` and c = `summary`. The strided local set holds l keys, i's own included, as in the authors' code
+    (the paper's formula has l + 1). Fixed distant sets hold i too: they would be empty before the first summary column.
+    Without `causal`, j ≤ i is left out, and strided local is |i − j| < l: the pattern on both sides.
+
+    Time and memory O(N (l + N/l)) strided, O(N (l + c N/l)) fixed: O(N √N) for l = √N, training included. State:
+    strided, all keys and values (local alone: the newest l − 1); fixed, the current block and the summary columns.
+    One more position costs O(l + N/l) or O(l + c N/l) where the state is made with `max_len` and given away; a state
+    that grows is copied each time. Fixed ones grow by whole blocks: off the CPU, each call then waits for the device.
+    Splitting a stream changes nothing; the pattern follows each row's position.
+
+    Args:
+        d_model: Width E.
+        n_heads: Heads H.
+        causal: Whether a position sees only itself and earlier ones.
+        pattern: "strided" suits data with a period (images: a row, or √N), "fixed" data without (text).
+        stride: l.
+        summary: c, of the fixed pattern only. Default: 1.
+        combine: "merged": every head sees the union. "heads": the first ⌈H/2⌉ heads see local keys, the others distant
+            ones. "local", "distant": one set alone; a `Transformer` that lists both deals them over its layers in turn
+            ("interleaved").
+        distinct: Whether each head has summary columns of its own: head h = 0 … H − 1 those with
+            l − (h + 1) c ≤ j mod l < l − h c. Needs H c ≤ l. Fixed only.
+        dropout: Probability with which an attention weight is dropped in training.
+        bias: Whether the projections have a bias.
+        d_qk: Width of all heads' queries and keys together. Default: E.
+
+    Raises:
+        ValueError: An option that is out of range, or has no meaning beside another.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        causal: bool = True,
+        *,
+        pattern: Pattern = "strided",
+        stride: int = 128,
+        summary: int | None = None,
+        combine: Combination = "merged",
+        distinct: bool = False,
+        dropout: float = 0.0,
+        bias: bool = True,
+        d_qk: int | None = None,
+    ) -> None:
+        super().__init__(d_model, n_heads, causal, bias=bias, d_qk=d_qk)
+        for name, value, known in (
+            ("pattern", pattern, get_args(Pattern)),
+            ("combine", combine, get_args(Combination)),
+        ):
+            if value not in known:
+                raise ValueError(f"{name}={value!r} is none of {known}")
+        if stride < 1:
+            raise ValueError(f"stride={stride} is not positive; about √N costs least")
+        if pattern == "strided" and (summary is not None or distinct):
+            raise ValueError(
+                f"summary={summary}, distinct={distinct} with pattern='strided', which has no summary columns; "
+                "leave them out, or choose pattern='fixed'"
+            )
+        columns = summary if summary is not None else 1
+        if not 1 <= columns <= stride:
+            raise ValueError(
+                f"summary={summary} of the stride={stride} positions in a block; choose from 1 to {stride}"
+            )
+        if distinct and n_heads * columns > stride:
+            raise ValueError(
+                f"distinct=True with n_heads={n_heads}, summary={columns}, stride={stride}: the heads' summary columns "
+                f"take {n_heads * columns} positions of a block of {stride}; lower summary or raise stride"
+            )
+        if combine == "heads" and n_heads < 2:
+            raise ValueError(f"combine='heads' with n_heads={n_heads}; it deals two sets of keys over at least 2 heads")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout={dropout} is not a probability from 0 to below 1")
+        self.pattern, self.stride, self.summary = pattern, stride, columns
+        self.combine, self.distinct, self.dropout = combine, distinct, dropout
+        head = torch.arange(n_heads if distinct else 1)[:, None]
+        # (H or 1, c), which positions of a block summarise it
+        self.register_buffer("columns", stride - (head + 1) * columns + torch.arange(columns), persistent=False)
+        self.columns: Tensor
+
+        half = (n_heads + 1) // 2
+        everyone, nobody = slice(0, n_heads), slice(0, 0)
+        self._local, self._distant = {
+            "merged": (everyone, everyone),
+            "heads": (slice(0, half), slice(half, n_heads)),
+            "local": (everyone, nobody),
+            "distant": (nobody, everyone),
+        }[combine]
+        """The heads that see each set."""
+
+    @property
+    def growth(self) -> str | None:
+        """Local sets are bounded; distant ones are not, by any option."""
+        return None if self.combine == "local" else ""
+
+    @property
+    def _columns(self) -> Tensor:
+        """(H_distant or 1, c)."""
+        return self.columns[self._distant] if self.distinct else self.columns
+
+    def initial_state(
+        self,
+        batch_size: int,
+        *,
+        max_len: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> SparseState:
+        """Return an empty state: see `SequenceModule.initial_state`."""
+        device, dtype = self.default(device, dtype)
+        length = torch.zeros(batch_size, dtype=torch.long, device=device)
+
+        def empty(heads: slice, slots: int) -> tuple[Tensor, Tensor]:
+            shape = (batch_size, heads.stop - heads.start, slots)
+            return (
+                torch.zeros(*shape, self.qk_dim, device=device, dtype=dtype),
+                torch.zeros(*shape, self.head_dim, device=device, dtype=dtype),
+            )
+
+        everyone = slice(0, self.n_heads)
+        if self.pattern == "fixed":
+            slots = -(-(max_len or 0) // self.stride) * self.summary
+            kind = SummaryCache if max_len is None else FixedSummaryCache
+            return kind(*empty(self._local, self.stride), *empty(self._distant, slots), length)
+        if self.combine == "local":
+            return WindowCache(*empty(everyone, self.stride - 1), length)
+        if max_len is None:
+            return KeyValueCache(*empty(everyone, 0), length)
+        return FixedCache(*empty(everyone, max_len), length)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: SparseState | None, lengths: Tensor | None
+    ) -> tuple[Tensor, SparseState | None]:
+        """Combine queries, keys and values: see `Attention.attend`."""
+        with torch.autocast(q.device.type, enabled=False):
+            if not self.causal:
+                see = self._see_strided if self.pattern == "strided" else self._see_fixed
+                return see(q, k, v, lengths=lengths), None
+            seen = torch.full(q.shape[:1], q.size(2), device=q.device) if lengths is None else lengths
+            if self.pattern == "fixed":
+                assert state is None or isinstance(state, SummaryCache | FixedSummaryCache)
+                return self._attend_fixed(q, k, v, state, seen)
+            if self.combine == "local":
+                assert state is None or isinstance(state, WindowCache)
+                return self._attend_window(q, k, v, state, seen)
+            assert state is None or isinstance(state, KeyValueCache | FixedCache)
+            return self._attend_strided(q, k, v, state, seen)
+
+    def _attend_window(
+        self, q: Tensor, k: Tensor, v: Tensor, state: WindowCache | None, seen: Tensor
+    ) -> tuple[Tensor, WindowCache]:
+        past, before, m = None, torch.zeros_like(seen), 0
+        if state is not None:
+            before, m = state.length, state.keys.size(2)
+            past = before.clamp(max=m)
+            k = torch.cat([state.keys.to(k.dtype), k], 2)  # (B, H, M + N, D)
+            v = torch.cat([state.values.to(v.dtype), v], 2)
+        y = windowed_attention(q, k, v, self.stride, past=past, dropout=self._dropout_now)
+        keys, values = (_newest(t, seen + m, self.stride - 1) for t in (k, v))
+        return y, WindowCache(keys, values, before + seen)
+
+    def _attend_strided(
+        self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueCache | FixedCache | None, seen: Tensor
+    ) -> tuple[Tensor, KeyValueCache | FixedCache]:
+        if state is None:
+            return self._see_strided(q, k, v), KeyValueCache(k, v, seen)
+        grows = isinstance(state, KeyValueCache)
+        keys, values = append((state.keys, state.values), (k, v), state.length, grows=grows)
+        after = type(state)(keys, values, state.length + seen)
+        if reads_values(state.length):
+            used = int(state.length.max()) + q.size(2)  # no need to look at slots that no row has reached
+            keys, values = keys[:, :, :used], values[:, :, :used]
+        y = self._see_strided(q, keys.to(q.dtype), values.to(q.dtype), state.length)
+        return y, after
+
+    def _see_strided(
+        self, q: Tensor, k: Tensor, v: Tensor, start: Tensor | None = None, lengths: Tensor | None = None
+    ) -> Tensor:
+        return torch.cat(
+            [
+                strided_attention(
+                    q[:, heads],
+                    k[:, heads],
+                    v[:, heads],
+                    self.stride,
+                    local=local,
+                    distant=distant,
+                    causal=self.causal,
+                    start=start,
+                    lengths=lengths,
+                    dropout=self._dropout_now,
+                )
+                for heads, local, distant in self._groups
+            ],
+            1,
+        )
+
+    def _attend_fixed(
+        self, q: Tensor, k: Tensor, v: Tensor, state: SummaryCache | FixedSummaryCache | None, seen: Tensor
+    ) -> tuple[Tensor, SummaryCache | FixedSummaryCache]:
+        start = None if state is None else state.length
+        before = self.initial_state(q.size(0), device=q.device, dtype=k.dtype) if state is None else state
+        assert isinstance(before, SummaryCache | FixedSummaryCache)
+        cache = self._with_room(before, q.size(2))
+        summary = [
+            _with_summaries(stored, new[:, self._distant], before.length, self.stride, self._columns)
+            for stored, new in ((cache.summary_keys, k), (cache.summary_values, v))
+        ]
+        y = self._see_fixed(q, k, v, start, (cache.block_keys, cache.block_values), (summary[0], summary[1]))
+        block = [
+            _with_block(stored, new[:, self._local], before.length, seen)
+            for stored, new in ((cache.block_keys, k), (cache.block_values, v))
+        ]
+        return y, type(cache)(block[0], block[1], summary[0], summary[1], before.length + seen)
+
+    def _with_room(self, cache: SummaryCache | FixedSummaryCache, n: int) -> SummaryCache | FixedSummaryCache:
+        """Add summary slots, or check that there are enough, for `n` more positions."""
+        if cache.summary_keys.size(1) == 0:
+            return cache
+        room = cache.summary_keys.size(2) // self.summary  # blocks
+        if isinstance(cache, FixedSummaryCache):
+            if reads_values(cache.length) and int(cache.length.max()) + n > room * self.stride:
+                raise ValueError(
+                    f"the cache is full: it was made with a max_len of at most {room * self.stride}, holds "
+                    f"{int(cache.length.max())} positions and is given {n} more; raise max_len"
+                )
+            return cache
+        if torch.compiler.is_compiling():
+            more = -(-n // self.stride)  # no row can need more, wherever it stands
+        else:
+            more = max(0, -(-(int(cache.length.max()) + n) // self.stride) - room)
+        more *= self.summary
+        return cache._replace(
+            summary_keys=F.pad(cache.summary_keys, (0, 0, 0, more)),
+            summary_values=F.pad(cache.summary_values, (0, 0, 0, more)),
+        )
+
+    def _see_fixed(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        start: Tensor | None = None,
+        block: tuple[Tensor, Tensor] | None = None,
+        summary: tuple[Tensor, Tensor] | None = None,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
+        return torch.cat(
+            [
+                fixed_attention(
+                    q[:, heads],
+                    k[:, heads],
+                    v[:, heads],
+                    self.stride,
+                    self._columns,
+                    local=local,
+                    distant=distant,
+                    causal=self.causal,
+                    start=start,
+                    block=block,
+                    summary=summary,
+                    lengths=lengths,
+                    dropout=self._dropout_now,
+                )
+                for heads, local, distant in self._groups
+            ],
+            1,
+        )
+
+    @property
+    def _groups(self) -> list[tuple[slice, bool, bool]]:
+        """Heads that see the same: which, whether local keys, whether distant ones."""
+        if self.combine == "heads":
+            return [(self._local, True, False), (self._distant, False, True)]
+        return [(slice(0, self.n_heads), self.combine != "distant", self.combine != "local")]
+
+    @property
+    def _dropout_now(self) -> float:
+        return self.dropout if self.training else 0.0
+
+
+def _with_block(stored: Tensor, new: Tensor, start: Tensor, seen: Tensor) -> Tensor:
+    """Return each row's block (B, H, stride, D) after the first `seen` (B,) of `new` (B, H, N, D) came at `start`."""
+    stride, n = stored.size(2), new.size(2)
+    new = new.to(stored.dtype)
+    if n == 1 and may_overwrite():
+        # A row that has not seen it has nothing in that slot yet.
+        return stored.scatter_(2, (start % stride)[:, None, None, None].expand_as(new), new)
+    last = (start + seen - 1)[:, None]  # (B, 1)
+    position = last - (last - torch.arange(stride, device=new.device)) % stride  # (B, stride), each slot's newest
+    offset = position - start[:, None]
+    fresh = (offset >= 0)[:, None, :, None]  # (B, 1, stride, 1)
+    return torch.where(fresh, take(new, offset.clamp(0, n - 1)[:, None]), stored)
+
+
+def _with_summaries(stored: Tensor, new: Tensor, start: Tensor, stride: int, columns: Tensor) -> Tensor:
+    """Return the summary columns (B, H, S, D) after `new` (B, H, N, D) at `start`; padding is overwritten later."""
+    c, n = columns.size(1), new.size(2)
+    new = new.to(stored.dtype)
+    if n == 1 and may_overwrite():
+        slot = (start // stride * c)[:, None, None] + torch.arange(c, device=new.device)  # (B, 1, C)
+        fresh = (start % stride)[:, None, None] == columns  # (B, H or 1, C)
+        index = slot[..., None].expand(-1, new.size(1), -1, new.size(3))  # (B, H, C, D)
+        return stored.scatter_(2, index, torch.where(fresh[..., None], new, stored.gather(2, index)))
+    offset = summary_positions(columns, stride, stored.size(2) // c) - start[:, None, None]  # (B, H or 1, S)
+    fresh = (offset >= 0) & (offset < n)
+    return torch.where(fresh[..., None], take(new, offset.clamp(0, n - 1)), stored)

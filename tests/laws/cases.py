@@ -11,9 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_effattn.attention import Attention, LinearAttention, ReluFeatureMap, SoftmaxAttention
+from lit_effattn.attention import (
+    Attention,
+    LinearAttention,
+    LSHAttention,
+    PerformerAttention,
+    ReluFeatureMap,
+    ShawAttention,
+    SoftmaxAttention,
+    SparseAttention,
+    TransformerXLAttention,
+)
+from lit_effattn.lstm import LSTM
 from lit_effattn.positions import LearnedPositions, RotaryPositions
 from lit_effattn.sequence import SequenceModule
+from lit_effattn.sliding import SlidingWindow
 from lit_effattn.transformer import Block, FeedForward, Transformer
 from tests.laws import definitions
 
@@ -89,13 +101,61 @@ def kind(
     ]
 
 
+XL = partial(kind, TransformerXLAttention, definitions.transformer_xl, rotary=[False])
+
 ATTENTIONS = [
     *kind(SoftmaxAttention, definitions.softmax, 5),
     *kind(SoftmaxAttention, definitions.softmax, 5, window=5, causal=[True]),
     *kind(SoftmaxAttention, definitions.softmax, 3, window=1, causal=[True], rotary=[False], bias=False),
+    *kind(ShawAttention, definitions.shaw, 3, max_distance=3, rotary=[False]),
+    *kind(ShawAttention, definitions.shaw, 5, max_distance=3, window=5, causal=[True], rotary=[False]),
+    *kind(ShawAttention, definitions.shaw, 2, max_distance=5, window=2, causal=[True], rotary=[False], bias=False),
+    *kind(SparseAttention, definitions.sparse, 4, stride=4),
+    *kind(SparseAttention, definitions.sparse, 4, stride=4, combine="heads", rotary=[False]),
+    *kind(SparseAttention, definitions.sparse, 3, stride=3, combine="local", rotary=[False]),
+    *kind(SparseAttention, definitions.sparse, 4, stride=4, combine="distant", rotary=[False], bias=False),
+    *kind(SparseAttention, definitions.sparse, 5, stride=5, pattern="fixed", summary=2),
+    *kind(SparseAttention, definitions.sparse, 5, stride=5, pattern="fixed", combine="heads", rotary=[False]),
+    *kind(SparseAttention, definitions.sparse, 3, stride=3, pattern="fixed", combine="local", rotary=[False]),
+    *kind(SparseAttention, definitions.sparse, 4, stride=4, pattern="fixed", combine="distant", rotary=[False]),
+    *kind(SparseAttention, definitions.sparse, 5, stride=5, pattern="fixed", summary=2, distinct=True, rotary=[False]),
+    *kind(
+        SparseAttention,
+        definitions.sparse,
+        4,
+        stride=4,
+        pattern="fixed",
+        combine="distant",
+        distinct=True,
+        rotary=[False],
+    ),
+    *kind(LSHAttention, definitions.lsh, 6, n_hashes=2, n_buckets=4, chunk_size=2, jumps=True),
+    *kind(
+        LSHAttention, definitions.lsh, 5, n_hashes=3, n_buckets=2, chunk_size=3, rotary=[False], bias=False, jumps=True
+    ),
     *kind(LinearAttention, definitions.linear, 4, chunk_size=4),
     *kind(LinearAttention, definitions.linear, 3, chunk_size=3, feature_map=ReluFeatureMap, rotary=[False], bias=False),
     *kind(LinearAttention, definitions.linear, 3, chunk_size=1, causal=[True], rotary=[False]),
+    *kind(PerformerAttention, definitions.performer, 4, chunk_size=4),
+    *kind(PerformerAttention, definitions.performer, 8, features="hyperbolic", n_features=6, chunk_size=8),
+    *kind(PerformerAttention, definitions.performer, 4, features="relu", chunk_size=4, rotary=[False], bias=False),
+    # Features of either sign: some denominators of 8192 are near 0 and magnify rounding, so single outputs jump.
+    *kind(
+        PerformerAttention,
+        definitions.performer,
+        4,
+        features="trigonometric",
+        n_features=256,
+        chunk_size=4,
+        rotary=[False],
+        jumps=True,
+    ),
+    *kind(PerformerAttention, definitions.performer, 3, chunk_size=1, causal=[True], rotary=[False]),
+    # What a segment sees depends on the split, unless the memory holds all the past.
+    *XL(4, mem_len=700, chunk_size=4),
+    *XL(3, mem_len=700, clamp_len=4, bias=True, causal=[True]),
+    *XL(5, mem_len=5, same_length=True, clamp_len=3, chunk_size=3, causal=[True]),
+    *XL(2, mem_len=1, same_length=True, causal=[True]),
 ]
 
 
@@ -114,7 +174,18 @@ def block(d_model: int, n_heads: int, causal: bool) -> SequenceModule:
     return Block(LinearAttention(d_model, n_heads, causal, chunk_size=4), FeedForward(d_model, 16), norm="post")
 
 
+def lstm(d_model: int, n_heads: int, causal: bool) -> SequenceModule:
+    """Make an LSTM of two layers, whose first has another width."""
+    return LSTM(d_model, 2, d_input=d_model + 3, causal=causal)
+
+
+def sliding(d_model: int, n_heads: int, causal: bool) -> SequenceModule:
+    """Make a window that slides over a Transformer."""
+    return SlidingWindow(stack(SoftmaxAttention)(d_model, n_heads, causal), 5, windows_at_once=20)
+
+
 LINEAR, SOFTMAX, WINDOW = partial(LinearAttention, chunk_size=4), SoftmaxAttention, partial(SoftmaxAttention, window=5)
+XL_WINDOW = partial(TransformerXLAttention, mem_len=3, same_length=True, chunk_size=2)
 
 STACKS = [
     Case("Transformer-dealt", stack([SOFTMAX, LINEAR]), 4),
@@ -126,7 +197,11 @@ STACKS = [
         4,
     ),
     Case("Transformer-checkpointed", stack([WINDOW], gradient_checkpointing=True, positions=None), 5),
+    Case("Transformer-XL-tied", stack([XL_WINDOW], positions=None, norm="post", tied=["u", "v"]), 3),
     Case("Block", block, 4),
+    Case("SlidingWindow", sliding, 5),
+    Case("LSTM", lstm, 3),
+    Case("LSTM-bidirectional", lstm, 3, causal=False),
 ]
 
 CASES = [*ATTENTIONS, *STACKS]

@@ -4,6 +4,7 @@ Nothing here calls the code under test; of a module, only its parameters and its
 `(module, x)`, with `x` (B, N, E) without padding, and returns (B, N, E).
 """
 
+import itertools
 import math
 
 import torch
@@ -18,11 +19,55 @@ def softmax(module, x: Tensor) -> Tensor:
     return heads_together(module, exponential / exponential.sum(-1, keepdim=True) @ v)
 
 
+def shaw(module, x: Tensor) -> Tensor:
+    """Shaw et al. 2018, equations 3 and 4, with the (N, N, D) vectors aᵏ_ij and aᵛ_ij written out."""
+    q, k, v = queries_keys_values(module, x)
+    n, most = x.size(1), module.max_distance
+    ahead = 0 if module.causal else most
+    row = torch.tensor([[min(max(j - i, -most), ahead) + most for j in range(n)] for i in range(n)])
+    a_k, a_v = module.key_table[row], module.value_table[row]
+    scores = torch.einsum("bhid,bhijd->bhij", q, k[:, :, None] + a_k) / math.sqrt(module.head_dim)
+    exponential = scores.exp() * sees(module, n)
+    weights = exponential / exponential.sum(-1, keepdim=True)
+    return heads_together(module, torch.einsum("bhij,bhijd->bhid", weights, v[:, :, None] + a_v))
+
+
 def linear(module, x: Tensor) -> Tensor:
     """φ(Q) φ(K)ᵀ V over its row sums, Katharopoulos et al. 2020, equations 4 to 9; `+ 1e-6` as in the authors' code."""
     q, k, v = queries_keys_values(module, x)
     weights = phi(module, q) @ phi(module, k).transpose(-1, -2) * sees(module, x.size(1))
     return heads_together(module, weights / (weights.sum(-1, keepdim=True) + 1e-6) @ v)
+
+
+def lsh(module, x: Tensor) -> Tensor:
+    """Softmax attention to the union of what the rounds see, Kitaev et al. 2020, equation 2 and appendix A.
+
+    Chunks are of a bucket's positions if causal (the rank among the earlier ones div C), else of all, sorted by bucket.
+    """
+    b, n, _ = x.shape
+    h, c = module.n_heads, module.chunk_size
+    shared, v = (
+        (x @ p.weight.T + (0 if p.bias is None else p.bias)).reshape(b, n, h, -1).permute(0, 2, 1, 3)
+        for p in (module.q_proj, module.v_proj)
+    )
+    if module.rotary is not None:
+        shared = rotated(shared, module.rotary.base)
+    sees = torch.zeros(b, h, n, n, dtype=torch.bool)
+    for row, head, r in itertools.product(range(b), range(h), range(module.n_hashes)):
+        turned = [shared[row, head, i] @ module.rotations[r, head] for i in range(n)]
+        bucket = [max(range(2 * len(t)), key=torch.cat([t, -t]).tolist().__getitem__, default=0) for t in turned]
+        if module.causal:
+            chunk = [bucket[:i].count(bucket[i]) // c for i in range(n)]
+        else:
+            chunk = [sum((bucket[j], j) < (bucket[i], i) for j in range(n)) // c for i in range(n)]
+        for i, j in itertools.product(range(n), range(n)):
+            if bucket[i] == bucket[j] and chunk[i] - 1 <= chunk[j] <= chunk[i] and not (module.causal and j > i):
+                sees[row, head, i, j] = True
+    others = sees & ~torch.eye(n, dtype=torch.bool)
+    sees = torch.where(others.any(-1, keepdim=True), others, sees)
+    keys = shared / shared.norm(dim=-1, keepdim=True)
+    exponential = (shared @ keys.transpose(-1, -2) / math.sqrt(module.head_dim)).exp() * sees
+    return heads_together(module, exponential / exponential.sum(-1, keepdim=True) @ v)
 
 
 def phi(module, x: Tensor) -> Tensor:
@@ -33,6 +78,83 @@ def phi(module, x: Tensor) -> Tensor:
     if name == "ReluFeatureMap":
         return torch.where(x > 0, x, 0) + module.feature_map.floor
     raise NotImplementedError(f"write the definition of {name} here")
+
+
+def performer(module, x: Tensor) -> Tensor:
+    """φ(Q) φ(K)ᵀ V over its row sums, Choromanski et al. 2020, section 2.2, with the module's own random vectors."""
+    q, k, v = queries_keys_values(module, x)
+    weights = random_features(module, q) @ random_features(module, k).transpose(-1, -2) * sees(module, x.size(1))
+    return heads_together(module, weights / weights.sum(-1, keepdim=True) @ v)
+
+
+def random_features(module, x: Tensor) -> Tensor:
+    """Lemma 1 and sections 2.2 and 2.3: (B, H, N, D) -> (B, H, N, F), but for a factor that all features share."""
+    if module.features == "relu":
+        u = torch.einsum("bhnd,hfd->bhnf", x, module.omega)
+        return torch.where(u > 0, u, 0) + 1e-3
+    x = x / module.head_dim**0.25
+    u = torch.einsum("bhnd,hfd->bhnf", x, module.omega)
+    half = (x * x).sum(-1, keepdim=True) / 2
+    if module.features == "positive":
+        return (u - half).exp()
+    if module.features == "hyperbolic":
+        return torch.cat([(u - half).exp(), (-u - half).exp()], -1)
+    if module.features == "trigonometric":
+        return half.exp() * torch.cat([u.sin(), u.cos()], -1)
+    raise NotImplementedError(f"write the definition of features={module.features!r} here")
+
+
+def transformer_xl(module, x: Tensor) -> Tensor:
+    """Dai et al. 2019, section 3.3: the four terms (a) to (d), for each pair of positions; one segment, no memory."""
+    q, k, v = queries_keys_values(module, x)
+    n = x.size(1)
+    r = relative_vectors(module, [[i - j for j in range(n)] for i in range(n)]).reshape(n, n, module.n_heads, -1)
+    u, w = module.u[:, None], module.v[:, None]
+    scores = (q + u) @ k.transpose(-1, -2) + torch.einsum("bhid,ijhd->bhij", q + w, r)
+    window = module.mem_len if module.same_length else n
+    seen = torch.tensor([[not module.causal or i - window < j <= i for j in range(n)] for i in range(n)])
+    exponential = (scores / math.sqrt(module.head_dim)).exp() * seen
+    return heads_together(module, exponential / exponential.sum(-1, keepdim=True) @ v)
+
+
+def relative_vectors(module, distances: list[list[int]]) -> Tensor:
+    """W_r R_d of rows of distances d, R_d = [sin(d ω_0), sin(d ω_1), …, cos(d ω_0), …], ω_i = 10000^(−2i/E)."""
+    e, most = module.d_model, math.inf if module.clamp_len is None else module.clamp_len
+
+    def vector(d: float) -> list[float]:
+        angles = [max(-most, min(d, most)) / 10000 ** (2 * i / e) for i in range(e // 2)]
+        return [*map(math.sin, angles), *map(math.cos, angles)]
+
+    r = torch.tensor([[vector(d) for d in row] for row in distances], dtype=module.r_proj.weight.dtype)
+    return r @ module.r_proj.weight.T
+
+
+def sparse(module, x: Tensor) -> Tensor:
+    """Softmax over the keys in A_i, Child et al. 2019, equations 2 to 4, with an (N, N) mask a head."""
+    q, k, v = queries_keys_values(module, x)
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.size(-1))
+    exponential = scores.exp() * torch.stack([sees_sparsely(module, x.size(1), h) for h in range(module.n_heads)])
+    return heads_together(module, exponential / exponential.sum(-1, keepdim=True) @ v)
+
+
+def sees_sparsely(module, n: int, head: int) -> Tensor:
+    """Return (N, N) booleans: section 4.3's sets, query by query and key by key."""
+    length, c = module.stride, module.summary
+    first = length - c * (head + 1 if module.distinct else 1)
+    kinds = {"merged": ["local", "distant"], "local": ["local"], "distant": ["distant"]}
+    kinds["heads"] = ["local"] if 2 * head < module.n_heads else ["distant"]
+    mask = torch.zeros(n, n, dtype=torch.bool)
+    for i in range(n):
+        for j in range(i + 1 if module.causal else n):
+            if module.pattern == "strided":
+                seen = {"local": abs(i - j) < length, "distant": (i - j) % length == 0}
+            else:
+                seen = {
+                    "local": j // length == i // length,
+                    "distant": first <= j % length < first + c or j == i,
+                }
+            mask[i, j] = any(seen[kind] for kind in kinds[module.combine])
+    return mask
 
 
 # ------------------------------------------------------------------------------------------------- what they share
@@ -46,7 +168,7 @@ def queries_keys_values(module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         y = x @ projection.weight.T
         if projection.bias is not None:
             y = y + projection.bias
-        return y.reshape(b, n, module.n_heads, module.head_dim).permute(0, 2, 1, 3)
+        return y.reshape(b, n, module.n_heads, -1).permute(0, 2, 1, 3)
 
     q, k, v = heads(module.q_proj), heads(module.k_proj), heads(module.v_proj)
     if module.rotary is not None:

@@ -1,0 +1,306 @@
+"""Transformer-XL's attention: relative positions, and a memory of the inputs before this segment."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lit_effattn.attention.base import Attention
+from lit_effattn.ops.relative import attention_by_distance, furthest, relative_attention, sinusoids
+from lit_effattn.sequence import State, may_overwrite, reads_values, valid_positions, without_padding
+
+
+class InputMemory(NamedTuple):
+    """The newest inputs of the layer, the newest last."""
+
+    inputs: Tensor  # (B, M, E)
+    length: Tensor  # (B,), positions seen in all
+
+
+class ProjectedMemory(NamedTuple):
+    """The newest keys and values; slot t mod M holds position t, so that a step writes one slot and moves none."""
+
+    keys: Tensor  # (B, H, M, D)
+    values: Tensor  # (B, H, M, D)
+    length: Tensor  # (B,), positions seen in all
+
+
+class TransformerXLAttention(Attention):
+    """Attention with relative positions to a segment and the `mem_len` inputs before it.
+
+        y_i = W_o concat_h Σ_j softmax_j(((q_i + u) · k_j + (q_i + v) · W_r R_{i−j}) / √D) v_j
+        q = W_q x,  k = W_k [memory; x],  v = W_v [memory; x],  R_d = [sin(d ω), cos(d ω)],  ω_i = 10000^{−2i/E}
+
+    Dai et al. 2019, sections 3.2 and 3.3. Its positions are its own: give the `Transformer` none (`positions: null`).
+
+    A position sees the whole segment (call) before it and `mem_len` positions more, so that by its definition the
+    outputs depend on how a stream is split, until the memory holds all the past. With `same_length` a position sees
+    `mem_len` keys, its own included, as the paper evaluates: splitting a stream then changes nothing, and a call much
+    longer than the memory costs O(N · mem_len). In a stack of L layers information comes from L · mem_len back.
+
+    The state holds inputs, so that W_k and W_v learn from the memory too, even where its carrier detaches it. A state
+    made with `max_len` holds their keys and values instead: a generated token then costs O(mem_len · E), not
+    O(mem_len · E²). The outputs are the same, and so are gradients through a state that was not detached.
+
+    With causal=False (an encoder) the distances are negative too, and there is no memory.
+
+    Args:
+        d_model: Width E, even.
+        n_heads: Heads H.
+        causal: Whether a position sees only itself and earlier ones.
+        mem_len: Positions remembered; no parameter depends on it, and `set_memory` changes it.
+        clamp_len: Distances beyond it look like it; None: none do. For memories longer than in training.
+        same_length: Whether each position sees `mem_len` keys, its own included. Needs `causal`.
+        dropout: Probability with which an attention weight is dropped in training.
+        position_dropout: Probability with which a number of R is dropped in training.
+        chunk_size: Queries computed at once; no effect on the result.
+        bias: Whether q_proj, k_proj, v_proj and out_proj have a bias; not in the paper.
+    """
+
+    takes_rotary = False
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        causal: bool = True,
+        *,
+        mem_len: int = 512,
+        clamp_len: int | None = None,
+        same_length: bool = False,
+        dropout: float = 0.0,
+        position_dropout: float = 0.0,
+        chunk_size: int = 128,
+        bias: bool = False,
+    ) -> None:
+        super().__init__(d_model, n_heads, causal, bias=bias)
+        if d_model % 2:
+            raise ValueError(f"d_model={d_model} is odd; sinusoidal positions come in pairs of sine and cosine")
+        for name, p in (("dropout", dropout), ("position_dropout", position_dropout)):
+            if not 0 <= p < 1:
+                raise ValueError(f"{name}={p} is not a probability from 0 to below 1")
+        if chunk_size < 1:
+            raise ValueError(f"chunk_size={chunk_size} is not positive; 64 to 512 are fast")
+        self.dropout = dropout
+        self.position_dropout = position_dropout
+        self.chunk_size = chunk_size
+        self.r_proj = nn.Linear(d_model, d_model, bias=False)
+        self.u = nn.Parameter(0.02 * torch.randn(n_heads, self.head_dim))
+        self.v = nn.Parameter(0.02 * torch.randn(n_heads, self.head_dim))
+        self.set_memory(mem_len, clamp_len, same_length)
+
+    def set_memory(self, mem_len: int, clamp_len: int | None = None, same_length: bool = False) -> None:
+        """Choose another memory than that of training, as evaluation may; the options are those of the constructor.
+
+        States made before do not fit any more, unless `mem_len` and `same_length` stay what they were.
+        """
+        if mem_len < 0:
+            raise ValueError(f"mem_len={mem_len} is negative; 0 remembers nothing")
+        if same_length and mem_len < 1:
+            raise ValueError(f"same_length=True with mem_len={mem_len}: a position sees itself, so it is at least 1")
+        if same_length and not self.causal:
+            raise ValueError("same_length=True needs causal=True; without, leave it out")
+        if clamp_len is not None and clamp_len < 0:
+            raise ValueError(f"clamp_len={clamp_len} is negative; None clamps nothing")
+        self.mem_len = mem_len
+        self.clamp_len = clamp_len
+        self.same_length = same_length
+
+    @property
+    def _reach(self) -> int:
+        """Earlier positions that the first of a segment sees: what a state has to hold."""
+        return self.mem_len - 1 if self.same_length else self.mem_len
+
+    def initial_state(
+        self,
+        batch_size: int,
+        *,
+        max_len: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> InputMemory | ProjectedMemory:
+        """Return an empty memory, of keys and values if `max_len` is given: see `SequenceModule.initial_state`."""
+        device, dtype = self.default(device, dtype)
+        length = torch.zeros(batch_size, dtype=torch.long, device=device)
+        if max_len is None:
+            return InputMemory(torch.zeros(batch_size, self._reach, self.d_model, device=device, dtype=dtype), length)
+        shape = (batch_size, self.n_heads, min(self._reach + 1, max_len), self.head_dim)
+        keys, values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
+        return ProjectedMemory(keys, values, length)
+
+    def check(self, x: Tensor, state: State | None, lengths: Tensor | None) -> None:
+        """See `SequenceModule.check`; the state has to be one of this `mem_len`."""
+        super().check(x, state, lengths)
+        if isinstance(state, InputMemory) and state.inputs.size(1) != self._reach:
+            raise ValueError(
+                f"the state remembers {state.inputs.size(1)} positions, but mem_len={self.mem_len} with "
+                f"same_length={self.same_length} wants {self._reach}: it was made before set_memory; start afresh"
+            )
+        if isinstance(state, ProjectedMemory):
+            self._check_room(state, x.size(1))
+
+    def _check_room(self, state: ProjectedMemory, n: int) -> None:
+        slots = state.keys.size(2)
+        if slots > self._reach + 1:
+            raise ValueError(
+                f"the state has {slots} slots, but mem_len={self.mem_len} with same_length={self.same_length} wants "
+                f"{self._reach + 1} at most: it was made before set_memory; start afresh"
+            )
+        if slots <= self._reach and reads_values(state.length) and int(state.length.max()) + n > slots:
+            raise ValueError(
+                f"the memory is full: it was made with max_len={slots}, holds {int(state.length.max())} positions and "
+                f"is given {n} more; raise max_len"
+            )
+
+    def forward(
+        self, x: Tensor, state: State | None = None, lengths: Tensor | None = None
+    ) -> tuple[Tensor, State | None]:
+        """See `SequenceModule.forward`."""
+        if not self.causal or isinstance(state, ProjectedMemory):
+            return super().forward(x, state, lengths)
+        self.check(x, state, lengths)
+        x = without_padding(x, lengths)
+        if state is None:
+            before = InputMemory(x[:, :0], torch.zeros(len(x), dtype=torch.long, device=x.device))
+        else:
+            before = InputMemory(_used(state.inputs, state.length, 1), state.length)
+        m, n = before.inputs.size(1), x.size(1)
+        inputs = torch.cat([before.inputs.to(x.dtype), x], 1)  # (B, M + N, E)
+        q, k, v = self._heads(self.q_proj(x)), self._heads(self.k_proj(inputs)), self._heads(self.v_proj(inputs))
+        y = self.out_proj(self._mix(q, k, v, before.length).transpose(1, 2).flatten(2))  # (B, H, N, D) -> (B, N, E)
+
+        seen = torch.full_like(before.length, n) if lengths is None else lengths
+        memory = newest(inputs, m + seen, self._reach)
+        memory = memory if state is None else memory.to(state.inputs.dtype)
+        return without_padding(y, lengths), InputMemory(memory, before.length + seen)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: ProjectedMemory | None, lengths: Tensor | None
+    ) -> tuple[Tensor, ProjectedMemory | None]:
+        """Combine queries, keys and values, where `forward` needs no inputs: see `Attention.attend`."""
+        n = q.size(2)
+        if state is None:
+            # A row without any key sees the first, lest its softmax be 0 / 0.
+            there = None if lengths is None else valid_positions(lengths.clamp(min=1), n)
+            r = self._relative_keys(n - 1, 1 - n)
+            return self._relative(q, k, v, r, there), None
+        seen = torch.full_like(state.length, n) if lengths is None else lengths
+        return self._step(q, k, v, state, seen) if n == 1 else self._prompt(q, k, v, state, seen)
+
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
+        """Let queries see the M earlier keys in front of theirs, of which the last `length` (B,) hold something."""
+        n, m = q.size(2), k.size(2) - q.size(2)
+        there = None if m == 0 else torch.arange(m + n, device=q.device) >= m - length[:, None]  # (B, M + N)
+        window = self.mem_len if self.same_length else None
+        r = self._relative_keys(furthest(n, m, window, self.chunk_size), 0)
+        return self._relative(q, k, v, r, there, window)
+
+    def _relative(
+        self, q: Tensor, k: Tensor, v: Tensor, r: Tensor, there: Tensor | None, window: int | None = None
+    ) -> Tensor:
+        return relative_attention(
+            q,
+            k,
+            v,
+            r.to(q.dtype),
+            self.u.to(q.dtype),
+            self.v.to(q.dtype),
+            causal=self.causal,
+            window=window,
+            there=there,
+            chunk_size=self.chunk_size,
+            dropout=self._dropout_now,
+        )
+
+    def _prompt(
+        self, q: Tensor, k: Tensor, v: Tensor, state: ProjectedMemory, seen: Tensor
+    ) -> tuple[Tensor, ProjectedMemory]:
+        """Several positions after a memory of keys and values."""
+        slots, length = state.keys.size(2), state.length
+        earlier = torch.arange(-_in_use(length, slots - 1), 0, device=q.device) + length[:, None]  # (B, M), positions
+        k = torch.cat([_gather(state.keys, earlier % slots).to(k.dtype), k], 2)  # (B, H, M + N, D)
+        v = torch.cat([_gather(state.values, earlier % slots).to(v.dtype), v], 2)
+        y = self._mix(q, k, v, length)
+
+        # Each slot takes the newest position that belongs there; where there is none, it matters not what it takes.
+        newest = length[:, None] + seen[:, None] - 1  # (B, 1)
+        held = newest - (newest - torch.arange(slots, device=q.device)) % slots  # (B, slots), positions
+        index = (held - length[:, None] + earlier.size(1)).clamp(min=0)
+        keys, values = (_gather(t, index).to(state.keys.dtype) for t in (k, v))
+        return y, ProjectedMemory(keys, values, length + seen)
+
+    def _step(
+        self, q: Tensor, k: Tensor, v: Tensor, state: ProjectedMemory, seen: Tensor
+    ) -> tuple[Tensor, ProjectedMemory]:
+        """Attend one position where the keys lie. The oldest, which it does not see, makes room for its own."""
+        slots, length = state.keys.size(2), state.length[:, None]  # (B, 1)
+        # A padded position is written too: into a slot that the next one will overwrite before it looks.
+        index = (length % slots)[:, None, :, None].expand_as(k)
+        k, v = k.to(state.keys.dtype), v.to(state.values.dtype)
+        if may_overwrite():
+            keys, values = state.keys.scatter_(2, index, k), state.values.scatter_(2, index, v)
+        else:
+            keys, values = state.keys.scatter(2, index, k), state.values.scatter(2, index, v)
+
+        used = _in_use(state.length + 1, slots)
+        slot = torch.arange(used, device=q.device)
+        distance = (length - slot) % slots  # (B, M)
+        y = attention_by_distance(
+            q + self.u.to(q.dtype)[:, None],
+            keys[:, :, :used].to(q.dtype),
+            values[:, :, :used].to(q.dtype),
+            self._scores_by_distance(q, used),
+            (used - 1 - distance)[:, None],
+            (slot <= length)[:, None],
+            dropout=self._dropout_now,
+        )
+        return y, ProjectedMemory(keys, values, state.length + seen)
+
+    def _relative_keys(self, first: int, last: int) -> Tensor:
+        """Return W_r R of the distances first, first − 1, …, last: (H, L, D)."""
+        return self.r_proj(self._sinusoids(first, last)).unflatten(1, (self.n_heads, -1)).transpose(0, 1)
+
+    def _sinusoids(self, first: int, last: int) -> Tensor:
+        weight = self.r_proj.weight
+        r = sinusoids(first, last, self.d_model, clamp=self.clamp_len, dtype=weight.dtype, device=weight.device)
+        return F.dropout(r, self.position_dropout, self.training)
+
+    def _scores_by_distance(self, q: Tensor, count: int) -> Tensor:
+        """Return (q + v) · W_r R / √D for the distances count − 1, …, 0: (B, H, N, count)."""
+        q = (q + self.v.to(q.dtype)[:, None]) * self.head_dim**-0.5
+        b, h, n, d = q.shape
+        if b * n * h > self.d_model:
+            return torch.einsum("bhnd,hld->bhnl", q, self._relative_keys(count - 1, 0).to(q.dtype))
+        # Few queries: to bring them to R costs less than to bring R to them, which is count · E².
+        q = torch.einsum("bhnd,hde->bhne", q, self.r_proj.weight.view(h, d, -1).to(q.dtype))
+        return q @ self._sinusoids(count - 1, 0).to(q.dtype).T
+
+    @property
+    def _dropout_now(self) -> float:
+        return self.dropout if self.training else 0.0
+
+
+def newest(t: Tensor, end: Tensor, count: int) -> Tensor:
+    """Return the `count` entries of `t` (B, M, E) before each row's `end` (B,), zeros where there are fewer."""
+    index = end[:, None] - count + torch.arange(count, device=t.device)  # (B, count)
+    taken = t.gather(1, index.clamp(min=0)[..., None].expand(-1, -1, t.size(2)))
+    return taken.masked_fill((index < 0)[..., None], 0)
+
+
+def _gather(t: Tensor, index: Tensor) -> Tensor:
+    """Take the entries `index` (B, K) of `t` (B, H, M, D)."""
+    return t.gather(2, index[:, None, :, None].expand(-1, t.size(1), -1, t.size(3)))
+
+
+def _in_use(length: Tensor, slots: int) -> int:
+    """Return how many of `slots` any row has filled, where it costs nothing to look."""
+    return min(slots, int(length.max())) if reads_values(length) else slots
+
+
+def _used(t: Tensor, length: Tensor, dim: int) -> Tensor:
+    """Return the end of `t` that any row has filled."""
+    used = _in_use(length, t.size(dim))
+    return t.narrow(dim, t.size(dim) - used, used)

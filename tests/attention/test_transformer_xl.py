@@ -1,0 +1,242 @@
+import math
+import re
+
+import pytest
+import torch
+
+from lit_effattn import Transformer, sequence
+from lit_effattn.attention import SoftmaxAttention, TransformerXLAttention
+from lit_effattn.attention.transformer_xl import InputMemory, ProjectedMemory
+from lit_effattn.positions import RotaryPositions
+
+E, H, D = 12, 3, 4
+
+
+def make(**options) -> TransformerXLAttention:
+    torch.manual_seed(0)
+    attention = TransformerXLAttention(E, H, **options).double().eval()
+    with torch.no_grad():
+        for bias in (attention.u, attention.v):
+            bias.copy_(torch.randn_like(bias))  # as they are after training, not near 0
+    return attention
+
+
+def by_hand(attention, keys, x):
+    """Queries `x` (N, E) at the end of `keys` (M + N, E), one pair after the other, each R_{i−j} by itself."""
+    heads = lambda projection, t: (t @ projection.weight.T).unflatten(-1, (H, D))  # noqa: E731
+    q, k, v = heads(attention.q_proj, x), heads(attention.k_proj, keys), heads(attention.v_proj, keys)
+    m, out = len(keys) - len(x), []
+    for i in range(len(x)):
+        scores = []
+        for j in range(m + i + 1):
+            d = min(m + i - j, attention.clamp_len or 10**9)
+            angles = [d / 10000 ** (2 * e / E) for e in range(E // 2)]
+            r = torch.tensor([*map(math.sin, angles), *map(math.cos, angles)], dtype=torch.float64)
+            r = heads(attention.r_proj, r)
+            a, b = (q[i] * k[j]).sum(-1), (q[i] * r).sum(-1)
+            c, e = (attention.u * k[j]).sum(-1), (attention.v * r).sum(-1)
+            scores.append((a + b + c + e) / D**0.5)
+        out.append(torch.einsum("jh,jhd->hd", torch.stack(scores).softmax(0), v[: m + i + 1]).flatten())
+    return torch.stack(out) @ attention.out_proj.weight.T
+
+
+@pytest.mark.parametrize("mem_len", [0, 1, 4, 100])
+@pytest.mark.parametrize("clamp_len", [None, 3])
+def test_a_segment_sees_itself_and_mem_len_more(mem_len: int, clamp_len: int | None):
+    attention = make(mem_len=mem_len, clamp_len=clamp_len, chunk_size=3)
+    x = 2 * torch.randn(1, 14, E, dtype=torch.float64)
+    state, done = None, 0
+    for n in (4, 1, 7, 2):
+        y, state = attention(x[:, done : done + n], state)
+        expected = by_hand(attention, x[0, max(0, done - mem_len) : done + n], x[0, done : done + n])
+        torch.testing.assert_close(y[0], expected)
+        done += n
+
+
+def test_gradients_of_a_segment_and_of_its_memory():
+    """What W_k and W_v learn from the memory, too."""
+    attention = make(mem_len=5)
+    x = torch.randn(1, 9, E, dtype=torch.float64)
+    with torch.no_grad():
+        _, state = attention(x[:, :6])
+    weights = torch.randn(3, E, dtype=torch.float64)
+    wanted = list(attention.parameters())
+    found = torch.autograd.grad((attention(x[:, 6:], state)[0][0] * weights).sum(), wanted)
+    expected = torch.autograd.grad((by_hand(attention, x[0, 1:], x[0, 6:]) * weights).sum(), wanted)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("start", ["none", "max_len"])
+def test_generating_sees_mem_len_positions_and_its_own(start: str):
+    attention = make(mem_len=4)
+    x = torch.randn(1, 15, E, dtype=torch.float64)
+    state = None if start == "none" else attention.initial_state(1, max_len=15)
+    with torch.no_grad(), sequence.donated():
+        for i in range(15):
+            y, state = attention(x[:, i : i + 1], state)
+            torch.testing.assert_close(y[0], by_hand(attention, x[0, max(0, i - 4) : i + 1], x[0, i : i + 1]))
+
+
+def test_many_rows_and_few_take_different_ways_to_the_same_scores():
+    attention = make(mem_len=6)
+    x = torch.randn(40, 9, E, dtype=torch.float64)
+    state = attention.initial_state(40, max_len=20)
+    _, state = attention(x[:, :8], state)
+    y, _ = attention(x[:, 8:], state)
+    for row in (0, 39):
+        alone, _ = attention(x[row : row + 1, 8:], sequence.select(state, torch.tensor([row])))
+        torch.testing.assert_close(alone[0], y[row])
+
+
+@pytest.mark.parametrize("splits", [[1] * 24, [5, 7, 1, 11], [10, 14]])
+def test_a_memory_of_all_the_past_is_one_pass_at_any_depth(splits: list[int]):
+    model = Transformer(E, H, 3, attention=lambda e, h, c: make(mem_len=24), positions=None, norm="post").double()
+    check_splits(model, splits)
+
+
+@pytest.mark.parametrize("splits", [[1] * 24, [5, 7, 1, 11], [10, 14]])
+def test_same_length_is_one_pass_with_that_window_at_any_depth(splits: list[int]):
+    model = Transformer(
+        E, H, 3, attention=lambda e, h, c: make(mem_len=4, same_length=True), positions=None, norm="post"
+    ).double()
+    check_splits(model, splits)
+
+
+def check_splits(model, splits: list[int]):
+    x = torch.randn(2, sum(splits), E, dtype=torch.float64)
+    whole, _ = model(x)
+    state, out = None, []
+    for segment in x.split(splits, 1):
+        y, state = model(segment, state)
+        out.append(y)
+    torch.testing.assert_close(torch.cat(out, 1), whole)
+
+
+def test_same_length_equals_full_attention_with_a_mask():
+    attention = make(mem_len=4, same_length=True, chunk_size=3)
+    x = torch.randn(1, 12, E, dtype=torch.float64)
+    y, _ = attention(x)
+    for i in range(12):
+        torch.testing.assert_close(y[0, i], by_hand(attention, x[0, max(0, i - 3) : i + 1], x[0, i : i + 1])[0])
+
+
+def test_evaluation_with_another_memory_is_that_memory_from_the_start():
+    changed, fresh = make(mem_len=3), make(mem_len=9, clamp_len=5, same_length=True)
+    changed.set_memory(9, 5, True)
+    assert changed.initial_state(2).inputs.shape == fresh.initial_state(2).inputs.shape == (2, 8, E)
+    x = torch.randn(2, 30, E, dtype=torch.float64)
+    assert torch.equal(changed(x)[0], fresh(x)[0])
+    changed.set_memory(3)
+    assert torch.equal(changed(x)[0], make(mem_len=3)(x)[0])
+    assert changed.state_dict().keys() == fresh.state_dict().keys()
+
+
+@pytest.mark.parametrize("max_len", [None, 20])
+def test_a_state_of_another_memory_is_refused(max_len: int | None):
+    attention = make(mem_len=8)
+    x = torch.zeros(1, 2, E, dtype=torch.float64)
+    state = attention.initial_state(1, max_len=max_len)
+    attention.set_memory(4)
+    with pytest.raises(ValueError, match=r"mem_len=4.*start afresh"):
+        attention(x, state)
+
+
+def test_a_full_memory_says_so():
+    attention = make(mem_len=8)
+    state = attention.initial_state(1, max_len=4)
+    _, state = attention(torch.zeros(1, 3, E, dtype=torch.float64), state)
+    with pytest.raises(ValueError, match=r"max_len=4.*3 positions.*2 more"):
+        attention(torch.zeros(1, 2, E, dtype=torch.float64), state)
+
+
+def test_what_states_hold():
+    attention = make(mem_len=6).float()
+    x = torch.randn(2, 9, E)
+    _, state = attention(x, None, torch.tensor([9, 4]))
+    assert isinstance(state, InputMemory)
+    assert state.length.tolist() == [9, 4]
+    assert torch.equal(state.inputs[0], x[0, 3:])
+    assert torch.equal(state.inputs[1], torch.cat([torch.zeros(2, E), x[1, :4]]))
+    assert sequence.nbytes(state) == 2 * 6 * E * 4 + 2 * 8
+
+    projected = attention.initial_state(2, max_len=100, dtype=torch.float16)
+    assert isinstance(projected, ProjectedMemory)
+    assert projected.keys.shape == projected.values.shape == (2, H, 7, D)
+    assert attention.initial_state(2, max_len=5).keys.shape[2] == 5
+    _, after = attention(x, projected)
+    assert after.keys.dtype == torch.float16
+    assert attention.growth is None
+
+
+def test_a_donated_step_writes_one_slot_in_place():
+    attention = make(mem_len=6)
+    with torch.no_grad(), sequence.donated():
+        _, state = attention(torch.randn(2, 9, E, dtype=torch.float64), attention.initial_state(2, max_len=50))
+        before = state.keys.clone()
+        _, after = attention(torch.randn(2, 1, E, dtype=torch.float64), state)
+    assert after.keys.data_ptr() == state.keys.data_ptr()
+    assert after.values.data_ptr() == state.values.data_ptr()
+    assert (before != after.keys).any(-1).any(1).sum().item() == 2  # one a row
+
+
+@pytest.mark.parametrize("option", ["dropout", "position_dropout"])
+def test_dropout_in_training_alone(option: str):
+    x = torch.randn(2, 20, E, dtype=torch.float64)
+    attention = make(**{option: 0.5})
+    assert torch.equal(attention(x)[0], make()(x)[0])
+    attention.train()
+    assert not torch.equal(attention(x)[0], attention(x)[0])
+
+
+def test_the_paper_has_no_biases():
+    names = {name for name, _ in TransformerXLAttention(E, H).named_parameters()}
+    assert names == {"u", "v", *(f"{p}_proj.weight" for p in ("q", "k", "v", "out", "r"))}
+    assert TransformerXLAttention(E, H, bias=True).k_proj.bias is not None
+
+
+def test_tied_layers_share_u_and_v():
+    def build() -> Transformer:
+        return Transformer(E, H, 3, attention=TransformerXLAttention, positions=None, tied=["u", "v"])
+
+    model, other = build(), build()
+    first, *rest = [block.attention for block in model.blocks]
+    assert all(a.u is first.u and a.v is first.v for a in rest)
+    untied = Transformer(E, H, 3, attention=TransformerXLAttention, positions=None)
+    assert sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in model.parameters()) == 2 * 2 * E
+
+    with torch.no_grad():
+        first.u.add_(1)
+    other.load_state_dict(model.state_dict())
+    assert all(torch.equal(block.attention.u, first.u) for block in other.blocks)
+    assert other.blocks[2].attention.u is other.blocks[0].attention.u
+
+    model(torch.randn(2, 5, E))[0].sum().backward()
+    assert first.u.grad is not None
+
+
+def test_only_a_parameter_of_every_attention_can_be_tied():
+    with pytest.raises(ValueError, match=r"tied names 'u'.*SoftmaxAttention"):
+        Transformer(E, H, 2, attention=[TransformerXLAttention, SoftmaxAttention], tied=["u"])
+
+
+def test_rotary_positions_are_refused():
+    with pytest.raises(ValueError, match="TransformerXLAttention does not take rotary positions"):
+        Transformer(E, H, 2, attention=TransformerXLAttention, positions=RotaryPositions)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"d_model": 9}, ["d_model=9", "odd"]),
+        ({"mem_len": -1}, ["mem_len=-1"]),
+        ({"mem_len": 0, "same_length": True}, ["same_length=True", "mem_len=0"]),
+        ({"same_length": True, "causal": False}, ["same_length=True", "causal"]),
+        ({"clamp_len": -2}, ["clamp_len=-2"]),
+        ({"dropout": 1.0}, ["dropout=1.0"]),
+        ({"position_dropout": -0.1}, ["position_dropout=-0.1"]),
+        ({"chunk_size": 0}, ["chunk_size=0"]),
+    ],
+)
+def test_bad_options_are_named(options: dict, words: list[str]):
+    with pytest.raises(ValueError, match=".*".join(map(re.escape, words))):
+        TransformerXLAttention(**{"d_model": E, "n_heads": H, **options})

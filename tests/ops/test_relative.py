@@ -1,0 +1,132 @@
+import math
+
+import pytest
+import torch
+
+from lit_effattn.ops.relative import attention_by_distance, furthest, relative_attention, relative_shift, sinusoids
+from tests.ops.allocated import largest_in_training
+
+B, H, D = 2, 3, 4
+
+
+def wave(d: int, width: int) -> list[float]:
+    angles = [d / 10000 ** (2 * i / width) for i in range(width // 2)]
+    return [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 0), (1, 0), (8, 0), (9, 0), (40, 0), (0, -6), (7, -9)])
+@pytest.mark.parametrize("clamp", [None, 0, 5])
+def test_sinusoids(first: int, last: int, clamp: int | None):
+    found = sinusoids(first, last, 6, clamp=clamp, dtype=torch.float64, device=torch.device("cpu"))
+    most = 10**9 if clamp is None else clamp
+    expected = [wave(max(-most, min(d, most)), 6) for d in range(first, last - 1, -1)]
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+
+
+def test_sinusoids_of_large_distances_are_exact_to_float32():
+    found = sinusoids(10**6, 0, 2, dtype=torch.float32, device=torch.device("cpu"))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found[0], torch.tensor(wave(10**6, 2)), rtol=0, atol=1e-6)
+    assert sinusoids(4, 0, 2, dtype=torch.bfloat16, device=torch.device("cpu")).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("n", "width"), [(1, 1), (1, 4), (3, 3), (3, 7), (4, 5)])
+def test_relative_shift(n: int, width: int):
+    scores = torch.rand(B, H, n, width)
+    shifted = relative_shift(scores)
+    assert shifted.shape == scores.shape
+    for i in range(n):
+        for j in range(width):
+            if n - 1 - i + j < width:
+                assert torch.equal(shifted[..., i, j], scores[..., i, n - 1 - i + j])
+
+
+def random(n: int, m: int, distances: int):
+    q = 2 * torch.randn(B, H, n, D, dtype=torch.float64)
+    k, v = (2 * torch.randn(B, H, m + n, D, dtype=torch.float64) for _ in range(2))
+    r = torch.randn(H, distances, D, dtype=torch.float64)
+    u, w = torch.randn(2, H, D, dtype=torch.float64)
+    return q, k, v, r, u, w
+
+
+def by_hand(q, k, v, r, u, w, causal, window, there):
+    """One query after the other; r[h, 0 − 1 − d] (causal) is of distance d."""
+    n, m = q.size(2), k.size(2) - q.size(2)
+    zero = r.size(1) - (1 if causal else n)
+    y = torch.empty_like(q)
+    for b in range(B):
+        for i in range(n):
+            keys = [j for j in range(m + n) if there[b, j] and (j <= m + i or not causal) and j > m + i - window]
+            scores = [
+                ((q[b, :, i] + u) * k[b, :, j] + (q[b, :, i] + w) * r[:, zero - (m + i - j)]).sum(-1) / D**0.5
+                for j in keys
+            ]
+            y[b, :, i] = torch.einsum("jh,hjd->hd", torch.stack(scores).softmax(0), v[b][:, keys])
+    return y
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 100])
+@pytest.mark.parametrize("n", [1, 2, 7])
+@pytest.mark.parametrize("m", [0, 1, 5])
+@pytest.mark.parametrize("window", [None, 1, 4, 50])
+def test_causal_equals_one_query_after_the_other(n: int, m: int, window: int | None, chunk_size: int):
+    first = furthest(n, m, window, chunk_size)
+    assert first < m + n
+    given = random(n, m, first + 1)
+    there = torch.ones(B, m + n, dtype=torch.bool)
+    for hidden in {0, m // 2, m}:
+        there[0, :hidden] = False
+        y = relative_attention(*given, window=window, there=there, chunk_size=chunk_size)
+        torch.testing.assert_close(y, by_hand(*given, True, window or 99, there))
+    y = relative_attention(*given, window=window, chunk_size=chunk_size)
+    torch.testing.assert_close(y, by_hand(*given, True, window or 99, torch.ones_like(there)))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 100])
+@pytest.mark.parametrize("n", [1, 2, 7])
+def test_bidirectional_equals_one_query_after_the_other(n: int, chunk_size: int):
+    given = random(n, 0, 2 * n - 1)
+    there = torch.arange(n) < torch.tensor([[n], [n // 2 + 1]])
+    y = relative_attention(*given, causal=False, there=there, chunk_size=chunk_size)
+    torch.testing.assert_close(y, by_hand(*given, False, 99, there))
+
+
+def test_gradients():
+    given = [t.requires_grad_() for t in random(5, 2, 7)]
+    assert torch.autograd.gradcheck(lambda *a: relative_attention(*a, chunk_size=2), given, fast_mode=True)
+
+
+def test_by_distance_equals_in_order():
+    """Keys in any order, each with the score of its distance, are the attention to keys in their order."""
+    n, m = 3, 4
+    q, k, v, r, u, w = random(n, m, m + n)
+    distance = m + torch.arange(n)[:, None] - torch.arange(m + n)  # (N, M + N)
+    order = torch.stack([torch.randperm(m + n) for _ in range(B)])
+    index = torch.stack([m + n - 1 - distance[:, o] for o in order])
+    seen = torch.stack([distance[:, o] >= 0 for o in order])
+    index = index.masked_fill(~seen, 10**6)  # of what is not seen, any
+    shuffled = [torch.stack([t[b][:, order[b]] for b in range(B)]) for t in (k, v)]
+    by_distance = torch.einsum("bhnd,hld->bhnl", q + w[:, None], r) / D**0.5
+    y = attention_by_distance(q + u[:, None], *shuffled, by_distance, index, seen)
+    torch.testing.assert_close(y, relative_attention(q, k, v, r, u, w))
+
+
+def test_dropout_drops_and_keeps_the_mean():
+    zeros = torch.zeros(1, 1, 1000, 1)
+    r, u = torch.zeros(1, 1000, 1), torch.zeros(1, 1)
+    y = relative_attention(zeros, zeros, zeros + 1, r, u, u, dropout=0.5)
+    assert y.std() > 0.03
+    assert y.mean().item() == pytest.approx(1, abs=0.05)
+
+
+def test_no_vector_for_each_pair():
+    """Nor, with a window, a score for each."""
+    n, window, chunk, d = 512, 16, 32, 64
+    q, k, v = (torch.rand(1, 1, n, d) for _ in range(3))
+    r, u, w = torch.rand(1, n, d), torch.rand(1, d), torch.rand(1, d)
+    assert largest_in_training(lambda *a: relative_attention(*a, chunk_size=n), q, k, v, r, u, w) <= n * (n + 1)
+    short = r[:, -furthest(n, 0, window, chunk) - 1 :]
+    largest = largest_in_training(
+        lambda *a: relative_attention(*a, window=window, chunk_size=chunk), q, k, v, short, u, w
+    )
+    assert largest <= n * d

@@ -37,6 +37,36 @@ class Head(Recorded, nn.Module, ABC):
         """Return −log p(target) in nats: (…, d_model), (…) -> (…)."""
         return -self.log_probs(h).gather(-1, target[..., None])[..., 0]
 
+    def loss(self, h: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
+        """Return `nll` with a share ε of the target spread over all levels: (…, d_model), (…) -> (…).
+
+            −(1 − ε) log p(target) − ε / n_levels Σ_level log p(level)          Szegedy et al. 2016, section 7
+
+        Args:
+            h: (…, d_model).
+            target: (…), levels.
+            label_smoothing: ε. If it is not 0, all the log-probabilities are computed.
+
+        Raises:
+            ValueError: `label_smoothing` is no share.
+        """
+        if not 0 <= label_smoothing < 1:
+            raise ValueError(f"label_smoothing={label_smoothing} is not a share of the target, from 0 to below 1")
+        return self._smoothed(h, target, label_smoothing) if label_smoothing else self.nll(h, target)
+
+    def _smoothed(self, h: Tensor, target: Tensor, share: float) -> Tensor:
+        log_probs = self.log_probs(h)
+        of_target = log_probs.gather(-1, target[..., None])[..., 0]
+        return -(1 - share) * of_target - share * log_probs.mean(-1)
+
+    def tie(self, embedding: nn.Module) -> None:
+        """Have one matrix with `embedding`, and its values (Press & Wolf 2017).
+
+        Raises:
+            ValueError: its shape is not the head's, or the head has no matrix that an embedding could have.
+        """
+        raise ValueError(f"{type(self).__name__} can't be tied: it has no vector for each level")
+
 
 class CategoricalHead(Head):
     """One logit a value: p = softmax(W h + b).
@@ -64,8 +94,24 @@ class CategoricalHead(Head):
 
     def nll(self, h: Tensor, target: Tensor) -> Tensor:
         """Return −log p(target) in nats, without keeping all the log-probabilities for the backward pass."""
-        loss = F.cross_entropy(self._logits(h).flatten(0, -2), target.flatten(), reduction="none")
+        return self._smoothed(h, target, 0.0)
+
+    def _smoothed(self, h: Tensor, target: Tensor, share: float) -> Tensor:
+        logits = self._logits(h).flatten(0, -2)
+        loss = F.cross_entropy(logits, target.flatten(), reduction="none", label_smoothing=share)
         return loss.view(target.shape)
+
+    def tie(self, embedding: nn.Module) -> None:
+        """Have one matrix with a `torch.nn.Embedding`: see `Head.tie`."""
+        if not isinstance(embedding, nn.Embedding):
+            raise ValueError(f"CategoricalHead is tied to a torch.nn.Embedding, not to {type(embedding).__name__}")
+        mine, other = tuple(self.proj.weight.shape), tuple(embedding.weight.shape)
+        if mine != other:
+            raise ValueError(
+                f"the head's matrix is {mine} (n_levels, d_model) and the embedding's {other}: to tie them, give the "
+                "backbone a d_input equal to its d_model, and both as many levels"
+            )
+        self.proj.weight = embedding.weight
 
 
 class MixtureOfLogisticsHead(Head):

@@ -2,9 +2,11 @@
 
 from lit_effattn.attention.base import Attention, AttentionFactory
 from lit_effattn.attention.linear import EluFeatureMap, FeatureMap, LinearAttention, ReluFeatureMap
+from lit_effattn.attention.lsh import LSHAttention
 from lit_effattn.attention.performer import PerformerAttention
 from lit_effattn.attention.shaw import ShawAttention
 from lit_effattn.attention.softmax import SoftmaxAttention
+from lit_effattn.attention.sparse import SparseAttention
 from lit_effattn.attention.transformer_xl import TransformerXLAttention
 
 __all__ = [
@@ -12,10 +14,12 @@ __all__ = [
     "AttentionFactory",
     "EluFeatureMap",
     "FeatureMap",
+    "LSHAttention",
     "LinearAttention",
     "PerformerAttention",
     "ReluFeatureMap",
     "ShawAttention",
     "SoftmaxAttention",
+    "SparseAttention",
     "TransformerXLAttention",
 ]

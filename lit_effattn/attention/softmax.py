@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lit_effattn.attention.base import Attention
+from lit_effattn.attention.cache import append
 from lit_effattn.ops.window import windowed_attention
-from lit_effattn.sequence import may_overwrite, reads_values, valid_positions
+from lit_effattn.sequence import reads_values, valid_positions
 
 
 class KeyValueCache(NamedTuple):
@@ -166,25 +167,10 @@ class SoftmaxAttention(Attention):
 
 
 def _append(cache: KeyValueCache | FixedCache, k: Tensor, v: Tensor) -> KeyValueCache | FixedCache:
-    """Write `k` and `v` (B, H, N, D) behind each row's `length`, which stays; padding is overwritten by the next."""
-    n, room = k.size(2), cache.keys.size(2)
-    keys, values = cache.keys, cache.values
-    if isinstance(cache, KeyValueCache):
-        keys, values = (F.pad(t, (0, 0, 0, n)) for t in (keys, values))
-    elif reads_values(cache.length) and int(cache.length.max()) + n > room:
-        raise ValueError(
-            f"the cache is full: it was made with max_len={room}, holds {int(cache.length.max())} positions and is "
-            f"given {n} more; raise max_len"
-        )
-    index = cache.length[:, None] + torch.arange(n, device=k.device)  # (B, N)
-    index = index[:, None, :, None].expand_as(k)
-    if may_overwrite():
-        return cache._replace(
-            keys=keys.scatter_(2, index, k.to(keys.dtype)), values=values.scatter_(2, index, v.to(values.dtype))
-        )
-    return cache._replace(
-        keys=keys.scatter(2, index, k.to(keys.dtype)), values=values.scatter(2, index, v.to(values.dtype))
-    )
+    """Write `k` and `v` (B, H, N, D) behind each row's `length`, which stays."""
+    grows = isinstance(cache, KeyValueCache)
+    keys, values = append((cache.keys, cache.values), (k, v), cache.length, grows=grows)
+    return cache._replace(keys=keys, values=values)
 
 
 def _newest(t: Tensor, end: Tensor, count: int) -> Tensor:

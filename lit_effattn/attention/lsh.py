@@ -1,0 +1,217 @@
+"""Reformer's attention: of all keys, those that hash like the query."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lit_effattn.attention.base import Attention
+from lit_effattn.attention.cache import append
+from lit_effattn.ops.lsh import (
+    attend_in_chunks,
+    attend_recent,
+    earlier_slots,
+    hash_buckets,
+    ranked_chunks,
+    recent_of,
+    sorted_chunks,
+)
+from lit_effattn.sequence import accumulator, may_overwrite, valid_positions
+
+
+class LSHCache(NamedTuple):
+    """All vectors so far and where they hashed; slot t holds position t, those from `length` on nothing of meaning."""
+
+    shared: Tensor  # (B, H, M, D), queries and keys in one
+    values: Tensor  # (B, H, M, D)
+    places: Tensor  # (B, H, M, R), chunk and bucket in each round
+    recent: Tensor  # (B, H, R, n_buckets · 2C), the newest 2C positions of each bucket: all that a next one can see
+    counts: Tensor  # (B, H, R, n_buckets), positions that each bucket has had
+    drawn: Tensor  # (B,), how often the rotations had been redrawn
+    length: Tensor  # (B,)
+
+
+class FixedLSHCache(NamedTuple):
+    """An `LSHCache` whose M slots are all there will ever be."""
+
+    shared: Tensor  # (B, H, M, D)
+    values: Tensor  # (B, H, M, D)
+    places: Tensor  # (B, H, M, R)
+    recent: Tensor  # (B, H, R, n_buckets · 2C)
+    counts: Tensor  # (B, H, R, n_buckets)
+    drawn: Tensor  # (B,)
+    length: Tensor  # (B,)
+
+
+class LSHAttention(Attention):
+    """Attention among positions whose shared queries and keys fall into the same bucket of a random hash.
+
+        y_i = Σ_{j ∈ P_i} softmax_j(x_i · x_j / (|x_j| √D)) v_j,  P_i = ∪_r P_i^r without i, or i where that is empty,
+        P_i^r = {j: h_r(x_j) = h_r(x_i), chunk_r(i) − 1 ≤ chunk_r(j) ≤ chunk_r(i), j ≤ i if causal},
+        h_r(x) = argmax [x R_r; −x R_r]                               Kitaev et al. 2020, section 2 and appendix A
+
+    with x the shared queries and keys, and chunks of C positions. A key seen in several of the rounds r counts once, as
+    in the paper. Not causal, chunks are cut from all positions sorted by bucket, as published. There later positions
+    move the borders; so if causal, each bucket is cut by itself, chunk_r(i) being the number of i's earlier fellows
+    div C. Splitting a stream then changes nothing.
+
+    Time O(R N (C + n_buckets C² / N) (C + D)) for R rounds, memory likewise: linear in N with these fixed, though
+    what is seen is then an ever smaller part. State: all shared vectors and values; a single position looks up the at
+    most 2 R C that it sees. Hashes, scores and sums are computed in float32 at least, whatever the autocast. The first
+    positions of a stream see one other or none, so their outputs may not depend on what they ask.
+
+    The rotations R_r are a buffer, drawn for each round and head from torch's random numbers. `redraw` draws others,
+    say by the callback `FeatureRedraw`. Old hashes mean nothing under new rotations: a row whose state is of another
+    draw sees nothing earlier than the call, its positions going on.
+
+    Args:
+        d_model: Width E.
+        n_heads: Heads H.
+        causal: Whether a position sees only itself and earlier ones.
+        n_hashes: Rounds R: each more finds more of the keys that matter, at the same price again.
+        n_buckets: Even; 1: no hashing, all fall together. About N / C fills each bucket with one chunk.
+        chunk_size: C.
+        bias: Whether the projections have a bias.
+
+    Raises:
+        ValueError: an option is out of its range.
+    """
+
+    rotations: Tensor
+    draws: Tensor
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        causal: bool = True,
+        *,
+        n_hashes: int = 4,
+        n_buckets: int = 16,
+        chunk_size: int = 64,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(d_model, n_heads, causal, bias=bias)
+        if n_hashes < 1:
+            raise ValueError(f"n_hashes={n_hashes} is no round of hashing; 1 is the fastest, 4 to 8 are usual")
+        if n_buckets < 1 or (n_buckets % 2 and n_buckets != 1):
+            raise ValueError(
+                f"n_buckets={n_buckets}: buckets come in pairs, one for each direction of a rotated axis; choose an "
+                "even number, or 1 for no hashing"
+            )
+        if chunk_size < 1:
+            raise ValueError(f"chunk_size={chunk_size} is not positive; 16 to 128 are fast")
+        del self.k_proj  # keys are the queries
+        self.n_hashes = n_hashes
+        self.n_buckets = n_buckets
+        self.chunk_size = chunk_size
+        self.register_buffer("rotations", torch.randn(n_hashes, n_heads, self.head_dim, n_buckets // 2))
+        self.register_buffer("draws", torch.zeros((), dtype=torch.long))
+
+    def redraw(self, generator: torch.Generator) -> None:
+        """Draw other rotations, from `generator` on the CPU: they are then the same on every device and process."""
+        self.rotations.copy_(torch.randn(self.rotations.shape, generator=generator))
+        self.draws.add_(1)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the shared vectors as queries and as keys, and the values: see `Attention.project`."""
+        shared = self._heads(self.q_proj(x))
+        return shared, shared, self._heads(self.v_proj(x))
+
+    @property
+    def growth(self) -> str:
+        """The state grows with every position, and nothing bounds it."""
+        return ""
+
+    def initial_state(
+        self,
+        batch_size: int,
+        *,
+        max_len: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> LSHCache | FixedLSHCache:
+        """Return an empty cache: see `SequenceModule.initial_state`."""
+        device, dtype = self.default(device, dtype)
+
+        def empty(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
+            return torch.zeros(batch_size, *shape, device=device, dtype=dtype)
+
+        h, r, slots = self.n_heads, self.n_hashes, max_len or 0
+        return (LSHCache if max_len is None else FixedLSHCache)(
+            empty(h, slots, self.head_dim, dtype=dtype),
+            empty(h, slots, self.head_dim, dtype=dtype),
+            empty(h, slots, r, dtype=torch.int32),
+            empty(h, r, self.n_buckets * 2 * self.chunk_size),
+            empty(h, r, self.n_buckets),
+            empty(),
+            empty(),
+        )
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: LSHCache | FixedLSHCache | None, lengths: Tensor | None
+    ) -> tuple[Tensor, LSHCache | FixedLSHCache | None]:
+        """Combine the shared vectors `q`, which are `k`, and values: see `Attention.attend`."""
+        with torch.autocast(q.device.type, enabled=False):
+            full = accumulator(q.dtype)
+            buckets = hash_buckets(q.to(full), self.rotations.to(full))  # (B, H, R, N)
+            if lengths is not None:
+                buckets = buckets.masked_fill(~valid_positions(lengths, q.size(2))[:, None, None], self.n_buckets)
+            if self.causal:
+                y, state = self._attend_causal(q, v, state, buckets, lengths)
+                return y.to(v.dtype), state
+            chunks = sorted_chunks(buckets, self.n_buckets, self.chunk_size)
+            y = attend_in_chunks(q, v, chunks.places, chunks, self.n_buckets, self.chunk_size, causal=False)
+            return y.to(v.dtype), None
+
+    def _attend_causal(
+        self, x: Tensor, v: Tensor, state: LSHCache | FixedLSHCache | None, buckets: Tensor, lengths: Tensor | None
+    ) -> tuple[Tensor, LSHCache | FixedLSHCache]:
+        b, _, n, _ = x.shape
+        seen = torch.full((b,), n, device=x.device) if lengths is None else lengths
+        drawn = self.draws.repeat(b)
+        if state is None:
+            chunks, ranks, _, counts = ranked_chunks(buckets, self.n_buckets, self.chunk_size)
+            y = attend_in_chunks(x, v, chunks.places, chunks, self.n_buckets, self.chunk_size, causal=True)
+            newest = buckets.new_zeros(*buckets.shape[:3], self.n_buckets * 2 * self.chunk_size)
+            newest = self._remember(newest, buckets, ranks, torch.zeros_like(seen))
+            return y, LSHCache(x, v, chunks.places, newest, counts, drawn, seen)
+
+        # What was hashed under other rotations is in no bucket.
+        before = state.counts.masked_fill((state.drawn != drawn)[:, None, None, None], 0)
+        chunks, ranks, first, counts = ranked_chunks(buckets, self.n_buckets, self.chunk_size, before)
+        old, new = (state.shared, state.values, state.places), (x, v, chunks.places)
+        shared, values, places = append(old, new, state.length, grows=isinstance(state, LSHCache))
+        positions = state.recent.unflatten(-1, (self.n_buckets, -1))  # (B, H, R, n_buckets, 2C)
+        if n == 1:
+            bucket = buckets.clamp(max=self.n_buckets - 1)  # (B, H, R, 1)
+            positions = positions.take_along_dim(bucket[..., None], 3).squeeze(3)  # (B, H, R, 2C)
+            recent = recent_of(positions, before.gather(-1, bucket).squeeze(-1))
+            y = attend_recent(shared, values, places, state.length, recent, self.n_buckets)
+        else:
+            slots = earlier_slots(recent_of(positions, before), before, first)
+            y = attend_in_chunks(
+                shared,
+                values,
+                places,
+                chunks,
+                self.n_buckets,
+                self.chunk_size,
+                causal=True,
+                before=state.length,
+                earlier=(slots, positions),
+            )
+        newest = self._remember(state.recent, buckets, ranks, state.length)
+        return y, type(state)(shared, values, places, newest, counts, drawn, state.length + seen)
+
+    def _remember(self, recent: Tensor, buckets: Tensor, ranks: Tensor, before: Tensor) -> Tensor:
+        """Write the new positions into their buckets' newest 2C, over older ones."""
+        twice = 2 * self.chunk_size
+        positions = before[:, None, None, None] + torch.arange(buckets.size(-1), device=before.device)
+        padding = buckets == self.n_buckets
+        positions = positions.expand_as(buckets).masked_fill(padding, -1)  # older than all, and so not written
+        index = buckets.masked_fill(padding, 0) * twice + ranks % twice
+        write = Tensor.scatter_reduce_ if may_overwrite() else Tensor.scatter_reduce
+        return write(recent, -1, index, positions, "amax")

@@ -1,4 +1,4 @@
-"""The entry point: `python -m benchmarks [steps | generation | memory | compression] [options]`."""
+"""The entry point: `python -m benchmarks [steps | generation | memory | compression | features] [options]`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,19 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import compression, generation, memory, steps
+from benchmarks import compression, features, generation, memory, steps, training
 from benchmarks.report import Report, publish
 
-BENCHMARKS = {"steps": steps, "generation": generation, "memory": memory, "compression": compression}
+BENCHMARKS = {
+    "steps": steps,
+    "generation": generation,
+    "memory": memory,
+    "compression": compression,
+    "features": features,
+    "training": training,
+}
 
-PICTURED = ("generation", "memory")
+PICTURED = ("features", "generation", "memory", "training")
 """Those whose folder gets a picture as well."""
 
 SHORT = (

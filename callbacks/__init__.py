@@ -1,6 +1,7 @@
 """What happens around training, as Lightning callbacks. They know a model by what it can do, never by its class."""
 
 from callbacks.checkpoints import AtomicCheckpointIO, LastCheckpoint
+from callbacks.feature_redraw import FeatureRedraw
 from callbacks.memory_carry import MemoryCarry
 from callbacks.progress import ProgressBar
 from callbacks.random_states import RandomStates
@@ -9,6 +10,7 @@ from callbacks.stop_on_signal import StopOnSignal, Stopped
 
 __all__ = [
     "AtomicCheckpointIO",
+    "FeatureRedraw",
     "LastCheckpoint",
     "MemoryCarry",
     "ProgressBar",

@@ -146,4 +146,3 @@ def _refuse_growth(module: SequenceModule) -> None:
         return
     how = f"set its option `{module.growth}`" if module.growth else "take another attention, which has a bounded one"
     raise ValueError(f"MemoryCarry: the model's state grows with every segment, without bound; {how}")
-

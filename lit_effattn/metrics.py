@@ -104,3 +104,18 @@ class Accuracy(_Mean):
     def compute(self) -> Tensor:
         """Return the fraction."""
         return self.total / self.count
+
+
+class Count(_Mean):
+    """How many values there were.
+
+    Example:
+        >>> metric = Count()
+        >>> metric.update(torch.zeros(2, 8))
+        >>> int(metric.compute())
+        16
+    """
+
+    def compute(self) -> Tensor:
+        """Return it, an integer."""
+        return self.count.long()

@@ -91,13 +91,11 @@ class Trainer(pl.Trainer):
         if n_tokens < 1:
             raise ValueError(f"--n_tokens {n_tokens}: draw at least one")
         tokenizer = task.text
-        tokens = torch.from_numpy(tokenizer.prompt(prompt)).long().expand(n, -1)
+        tokens = torch.tensor([tokenizer.start, *tokenizer.encode(prompt).tolist()]).expand(n, -1)
         shown = Decoded(tokenizer) if n == 1 else None
         if shown is not None:
             print(prompt, end="", flush=True)
-        drawn = task.sample(
-            tokens, n_tokens, progress=_track if shown is None else iter, on_tokens=shown, **how
-        ).cpu()
+        drawn = task.sample(tokens, n_tokens, progress=_track if shown is None else iter, on_tokens=shown, **how).cpu()
         if shown is not None:
             shown.finish()
         texts = [prompt + tokenizer.decode(row.numpy()) for row in drawn]

@@ -1,6 +1,7 @@
 """One LightningModule a task."""
 
 from lit_effattn.tasks.base import Task
+from lit_effattn.tasks.language import LanguageModel
 from lit_effattn.tasks.pixels import PixelModel
 
-__all__ = ["PixelModel", "Task"]
+__all__ = ["LanguageModel", "PixelModel", "Task"]

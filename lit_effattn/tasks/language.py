@@ -14,7 +14,7 @@ from datamodules.tokens import IGNORE, TokenBatch
 from lit_effattn import sequence
 from lit_effattn.generation import generate
 from lit_effattn.heads import CategoricalHead, HeadFactory
-from lit_effattn.metrics import Accuracy, BitsPerByte, BitsPerCharacter, Perplexity
+from lit_effattn.metrics import Accuracy, BitsPerByte, BitsPerCharacter, Count, Perplexity
 from lit_effattn.sequence import SequenceModule, State
 from lit_effattn.sliding import SlidingWindow
 from lit_effattn.tasks.base import Task
@@ -112,12 +112,14 @@ class LanguageModel(Task):
         self.monitor = f"val/{self.metric_name}"
         self.scores = nn.ModuleDict({stage: kind() for stage in ("val", "test")})
         self.accuracies = nn.ModuleDict({stage: Accuracy() for stage in ("val", "test")}) if accuracy else None
-        self._eval_memory = {"mem_len": eval_mem_len, "clamp_len": eval_clamp_len, "same_length": eval_same_length}
-        self._with_memory = [m for m in backbone.modules() if callable(getattr(m, "set_memory", None))]
-        given = {f"eval_{name}": value for name, value in self._eval_memory.items() if value is not None}
-        if given and not self._with_memory:
-            name, value = next(iter(given.items()))
-            raise ValueError(f"{name}={value}, but nothing in the backbone has a memory whose length could be changed")
+        self.count = Count()
+        wanted = {"mem_len": eval_mem_len, "clamp_len": eval_clamp_len, "same_length": eval_same_length}
+        self._eval_memory = {name: value for name, value in wanted.items() if value is not None}
+        self._with_memory: list[Any] = [m for m in backbone.modules() if callable(getattr(m, "set_memory", None))]
+        self._in_training: list[dict[str, Any]] = []
+        for name, value in self._eval_memory.items():
+            if not any(hasattr(module, name) for module in self._with_memory):
+                raise ValueError(f"eval_{name}={value}, but nothing in the backbone has a `{name}` that can be changed")
         self._sliding = None if eval_window is None else [SlidingWindow(backbone, eval_window)]  # not a submodule again
 
         self.carries_memory = False
@@ -178,7 +180,11 @@ class LanguageModel(Task):
         scored = batch.targets != IGNORE
         hidden, targets = hidden[scored], batch.targets[scored]
         metrics: dict[str, Any] = {self.metric_name: self.scores[stage]}
-        metrics[self.metric_name](self.head.nll(hidden, targets))
+        nll = self.head.nll(hidden, targets)
+        metrics[self.metric_name](nll)
+        if stage == "test":
+            metrics[f"{self.unit}s"] = self.count
+            metrics[f"{self.unit}s"](nll)
         if self.accuracies is not None:
             metrics["accuracy"] = self.accuracies[stage]
             metrics["accuracy"](self.head.log_probs(hidden).argmax(-1) == targets)
@@ -190,9 +196,12 @@ class LanguageModel(Task):
 
     def on_validation_start(self) -> None:
         """Give the memories the length they have in evaluation."""
-        self._in_training = [module.memory_settings() for module in self._with_memory]
-        for module in self._with_memory:
-            module.set_memory(**{name: value for name, value in self._eval_memory.items() if value is not None})
+        self._in_training = [
+            {name: getattr(module, name) for name in self._eval_memory if hasattr(module, name)}
+            for module in self._with_memory
+        ]
+        for module, settings in zip(self._with_memory, self._in_training, strict=True):
+            module.set_memory(**{**settings, **self._eval_memory})
 
     def on_validation_end(self) -> None:
         """Give the memories the length they have in training."""

@@ -1,0 +1,234 @@
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from datamodules import CopyTask
+from datamodules.tokenizers import ByteTokenizer
+from datamodules.tokens import IGNORE, TokenBatch
+from lit_effattn import Transformer
+from lit_effattn.attention import LinearAttention, SoftmaxAttention
+from lit_effattn.tasks import LanguageModel
+from tests.callbacks.tiny import trainer
+
+V = 6
+
+
+def model(attention: Any = SoftmaxAttention, **options: Any) -> LanguageModel:
+    """Return a small model far from uniform, always the same, in float64 and without dropout."""
+    torch.manual_seed(5)
+    backbone = Transformer(8, 2, 2, attention=attention, init="pytorch")
+    made = LanguageModel(backbone, V, embedding_std=1.0, **options)
+    with torch.no_grad():
+        made.head.proj.weight.mul_(4)
+    return made.double().eval()
+
+
+def batch(rows: int = 3, n: int = 5, seed: int = 0) -> TokenBatch:
+    """Return sequences of several lengths of which some targets are not scored."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(V, (rows, n + 1), generator=generator)
+    lengths = torch.tensor([n, 2, n - 1][:rows])
+    targets = tokens[:, 1:].clone()
+    targets[torch.arange(n) >= lengths[:, None]] = IGNORE
+    targets[0, 1] = IGNORE
+    return TokenBatch(tokens[:, :-1], targets, lengths)
+
+
+def conditionals(made: LanguageModel, given: TokenBatch) -> list[list[float]]:
+    """−ln p(target | inputs so far) of every target scored, each from a sequence that ends before it."""
+    costs = []
+    for inputs, targets in zip(given.inputs, given.targets, strict=True):
+        costs.append([])
+        for t, target in enumerate(targets.tolist()):
+            if target != IGNORE:
+                h, _ = made.backbone(made.embedding_scale * made.embedding.weight[inputs[None, : t + 1]])
+                logits = h[0, -1] @ made.head.proj.weight.T + made.head.proj.bias
+                costs[-1].append((logits.exp().sum().log() - logits[target]).item())
+    return costs
+
+
+@torch.no_grad()
+def test_costs_are_those_of_the_conditionals():
+    made, given = model(), batch()
+    nats = made(given)
+    assert nats.shape == (3, 5)
+    for row, targets, expected in zip(nats, given.targets, conditionals(made, given), strict=True):
+        assert row[targets != IGNORE].tolist() == pytest.approx(expected)
+        assert (row[targets == IGNORE] == 0).all()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_training_loss_is_the_mean_over_the_targets(smoothing: float):
+    made, given = model(label_smoothing=smoothing), batch()
+    h, _ = made.backbone(made.embedding(given.inputs), None, given.lengths)
+    log_p = made.head.log_probs(h)
+    scored = given.targets != IGNORE
+    right = -log_p[scored].gather(-1, given.targets[scored][:, None])[:, 0]
+    expected = (1 - smoothing) * right.mean() - smoothing * log_p[scored].mean()
+    torch.testing.assert_close(made.training_step(given), expected)
+
+
+def test_a_batch_without_targets_costs_nothing():
+    given = batch()
+    made = model()
+    loss = made.training_step(given._replace(targets=torch.full_like(given.targets, IGNORE)))
+    assert loss == 0
+    loss.backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in made.parameters())
+
+
+@pytest.mark.parametrize(
+    ("unit", "name", "figure"),
+    [
+        ("byte", "bits_per_byte", lambda nats: nats / math.log(2)),
+        ("character", "bits_per_character", lambda nats: nats / math.log(2)),
+        ("token", "perplexity", math.exp),
+    ],
+)
+def test_what_is_reported_is_sums_divided_once(tmp_path, unit: str, name: str, figure):
+    """Batches of unequal weight: a mean of means is another number."""
+    made = model(unit=unit, accuracy=True)
+    given = [batch(3, 5), batch(1, 9, seed=1)]
+    costs = [cost for b in given for row in conditionals(made, b) for cost in row]
+    right = sum(
+        int(made.head.log_probs(made.backbone(made.embedding(b.inputs))[0])[i, t].argmax()) == int(b.targets[i, t])
+        for b in given
+        for i, t in (b.targets != IGNORE).nonzero().tolist()
+    )
+    for stage, run in (("val", "validate"), ("test", "test")):
+        (found,) = getattr(trainer(tmp_path, []), run)(made, DataLoader(given, batch_size=None), verbose=False)
+        assert found[f"{stage}/{name}"] == pytest.approx(figure(sum(costs) / len(costs)), rel=1e-6)
+        assert found[f"{stage}/accuracy"] == pytest.approx(right / len(costs))
+    assert found[f"test/{unit}s"] == len(costs)
+    assert made.monitor == f"val/{name}"
+
+
+def test_predictions_are_a_line_a_sequence():
+    made, given = model(), batch()
+    with torch.no_grad():
+        found = made.predict_step(given)
+    expected = conditionals(made, given)
+    assert found["targets"].tolist() == [len(row) for row in expected]
+    bits = [sum(row) / len(row) / math.log(2) for row in expected]
+    assert found["bits_per_target"].tolist() == pytest.approx(bits)
+
+
+@torch.no_grad()
+def test_a_sliding_window_shows_each_position_the_newest():
+    made, given = model(eval_window=3), batch(2, 9)
+    given = given._replace(lengths=None)
+    nats = made(given)
+    for row, inputs, targets in zip(nats, given.inputs, given.targets, strict=True):
+        for t, target in enumerate(targets.tolist()):
+            if target != IGNORE:
+                seen = inputs[max(0, t - 2) : t + 1]
+                h, _ = made.backbone(made.embedding(seen[None]))
+                assert row[t].item() == pytest.approx(-made.head.log_probs(h[0, -1])[target].item())
+    assert made.train().reader is made.backbone
+
+
+def test_head_and_embedding_can_be_one_matrix():
+    made = model(tie=True)
+    assert made.head.proj.weight is made.embedding.weight
+    assert not model().head.proj.weight.equal(model().embedding.weight)
+
+
+def test_the_embedding_is_scaled():
+    given = batch()
+    for scale in (1.0, 3.0):
+        made = model(embedding_scale=scale)
+        assert made(given)[0, 0].item() == pytest.approx(conditionals(made, given)[0][0])
+
+
+# --------------------------------------------------------------------------------------------------------- generation
+
+
+@pytest.mark.parametrize("attention", [SoftmaxAttention, partial(LinearAttention, chunk_size=2)])
+def test_the_likeliest_continuation(attention):
+    made = model(attention)
+    prompt = torch.tensor([[1, 2, 3], [0, 5, 4]])
+    shown: list[torch.Tensor] = []
+    drawn = made.sample(prompt, 4, temperature=0, on_tokens=shown.append)
+    sequences = prompt
+    with torch.no_grad():
+        for _ in range(4):
+            h, _ = made.backbone(made.embedding(sequences))
+            sequences = torch.cat([sequences, made.head.log_probs(h[:, -1]).argmax(-1, keepdim=True)], 1)
+    assert drawn.tolist() == sequences[:, 3:].tolist()
+    assert torch.stack(shown, 1).tolist() == drawn.tolist()
+
+
+def test_drawing_leaves_a_training_model_training():
+    made = model().train()
+    made.backbone.blocks[0].eval()  # frozen
+    made.sample(torch.zeros(1, 1, dtype=torch.long), 2)
+    assert made.training
+    assert not made.backbone.blocks[0].training
+
+
+def test_a_tokenizer_comes_with_the_model():
+    spec = ByteTokenizer().to_json()
+    assert model(tokenizer=spec).text.encode("ab").tolist() == [97, 98]
+    with pytest.raises(ValueError, match="stand for no text"):
+        _ = model().text
+
+
+# ----------------------------------------------------------------------------------------------------------- training
+
+
+def test_copying_is_learned(tmp_path):
+    """The loss falls far below ln 3 = 1.0986, which is what a model that does not look back scores."""
+    torch.manual_seed(0)
+    backbone = Transformer(32, 4, 2, attention=SoftmaxAttention, norm="post", activation="relu", init="pytorch")
+    made = LanguageModel(backbone, 4, embedding_std=1.0, accuracy=True, optimizer=partial(torch.optim.Adam, lr=3e-3))
+    data = CopyTask(max_len=8, min_len=8, n_symbols=3, batch_size=64, n_train=64 * 150, n_val=100)
+    fit = trainer(tmp_path, [], max_epochs=1)
+    fit.fit(made, data)
+    assert fit.callback_metrics["val/perplexity"] < math.exp(0.3)
+    assert fit.callback_metrics["val/accuracy"] > 0.9
+
+
+def test_a_checkpoint_builds_the_model_again(tmp_path):
+    made = model(partial(LinearAttention, chunk_size=2), unit="byte", tie=True, optimizer=torch.optim.Adam).float()
+    data = CopyTask(max_len=8, n_symbols=5, batch_size=4, n_train=8, n_val=4)
+    fit = trainer(tmp_path, [], max_epochs=1)
+    fit.fit(made, data)
+    fit.save_checkpoint(tmp_path / "model.ckpt")
+    again = LanguageModel.load_from_checkpoint(tmp_path / "model.ckpt").eval()
+    with torch.no_grad():
+        assert torch.equal(again(batch()), made.eval()(batch()))
+    assert again.monitor == "val/bits_per_byte"
+    assert again.head.proj.weight is again.embedding.weight
+
+
+# ------------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"unit": "bit"}, "unit='bit' is none of"),
+        ({"label_smoothing": 1.0}, "label_smoothing=1.0"),
+        ({"eval_mem_len": 3}, "eval_mem_len=3, but nothing in the backbone has a `mem_len`"),
+        ({"eval_window": 0}, "window=0"),
+    ],
+)
+def test_wrong_settings_are_named(options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        model(**options)
+
+
+def test_a_backbone_that_sees_the_future_is_refused():
+    with pytest.raises(ValueError, match="causal=False"):
+        LanguageModel(Transformer(8, 2, 1, causal=False), V)
+
+
+def test_a_token_of_another_vocabulary_is_named():
+    given = batch()
+    given.inputs[1, 0] = V
+    with pytest.raises(ValueError, match=f"token {V}, but the model has vocab_size={V}"):
+        model()(given)

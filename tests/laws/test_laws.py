@@ -168,7 +168,9 @@ def test_no_output_depends_on_the_future(case: Case):
                 changed[:, t] = change(x[:, t])
                 z, _ = module(changed)
                 assert torch.equal(z[:, :t], y[:, :t]), f"position {t} changed an earlier output"
-                assert not torch.equal(z[:, t], y[:, t]), f"position {t} did not change its own output"
+                # A hash may let a position see a single other one, and then all of it, whatever it asks for.
+                end = n if case.jumps else t + 1
+                assert not torch.equal(z[:, t:end], y[:, t:end]), f"position {t} did not change its own output"
 
 
 # ------------------------------------------------------------------------------------------------ 3. rows are strangers
@@ -355,7 +357,7 @@ def test_equals_the_definition(case: Case):
 @each(CASES)
 def test_gradcheck(case: Case):
     """Of outputs, and of outputs that came through a state, with respect to inputs and parameters."""
-    module = case.build(d_model=4, n_heads=1)
+    module = case.build(d_model=4, n_heads=2)
     parameters = {name: p.detach().requires_grad_() for name, p in module.named_parameters()}
 
     def outputs(x, *values):

@@ -1,5 +1,6 @@
 """Where the texts come from: documents, split into training, validation and test once and for all."""
 
+import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -69,12 +70,14 @@ class _Part(NamedTuple):
 def stdlib(max_bytes: int | None = None) -> TextSource:
     """The sources of the running Python's standard library, without tests; each file is a document."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = [file for file in _files(root, "**/*.py") if not _is_no_source(Path(file.name))]
-    return _source("stdlib", root, _split_by_name(files, max_bytes))
+    return _source("stdlib", root, _split_by_name(_non_empty(_library_files(root), root), max_bytes))
 
 
-def _is_no_source(name: Path) -> bool:
-    return bool(_NO_SOURCES.intersection(name.parts)) or name.parts[0].startswith(_OF_THE_BUILD)
+def _library_files(root: Path) -> Iterator[Path]:
+    for folder, subfolders, names in os.walk(root):
+        # Not even looked into: site-packages may be vast.
+        subfolders[:] = [name for name in subfolders if name not in _NO_SOURCES and not name.startswith(_OF_THE_BUILD)]
+        yield from (Path(folder, n) for n in names if n.endswith(".py") and not n.startswith(_OF_THE_BUILD))
 
 
 def one_file(name: str, path: Path, *, whole_characters: bool, max_bytes: int | None = None) -> TextSource:
@@ -173,10 +176,13 @@ def _some_files(root: Path, glob: str, under: str = "") -> list[_Part]:
 
 
 def _files(root: Path, glob: str, under: str = "") -> list[_Part]:
-    """Files that are not empty; names that begin with a dot are what file managers and version control leave behind."""
-    parts = [_whole(path, root, under) for path in root.glob(glob) if path.is_file()]
-    hidden = [any(name.startswith(".") for name in part.path.relative_to(root).parts) for part in parts]
-    return sorted(part for part, hides in zip(parts, hidden, strict=True) if part.stop and not hides)
+    # Names that begin with a dot are what file managers and version control leave behind.
+    found = [path for path in root.glob(glob) if not any(n.startswith(".") for n in path.relative_to(root).parts)]
+    return _non_empty(found, root, under)
+
+
+def _non_empty(paths: Iterable[Path], root: Path, under: str = "") -> list[_Part]:
+    return sorted(part for path in paths if path.is_file() and (part := _whole(path, root, under)).stop)
 
 
 def _whole(path: Path, root: Path, under: str = "") -> _Part:

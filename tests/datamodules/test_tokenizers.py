@@ -1,0 +1,116 @@
+import json
+import sys
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+
+from datamodules.tokenizers import BPETokenizer, ByteTokenizer, CharacterTokenizer, Tokenizer, WordTokenizer
+
+TEXT = "Ein Haus,\n  zwei  Häuser\t– drei\n\n\nHäuser; \u3000 vier 屋 \N{PILE OF POO}\r\n it 's  \u00a0x  end"
+needs_bpe = pytest.mark.skipif(find_spec("tokenizers") is None, reason="needs the package tokenizers")
+BPE = pytest.param(BPETokenizer, marks=needs_bpe)
+KINDS = [ByteTokenizer, CharacterTokenizer, WordTokenizer, BPE]
+
+
+def learnt(kind, text=TEXT, vocab_size=None):
+    if kind is BPETokenizer:
+        return kind.learn([text] * 20, 340)  # tokens of several characters, white space among them
+    return kind.learn([text], vocab_size)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_start_is_the_last_token_never_encoded_and_decodes_to_nothing(kind):
+    made = learnt(kind)
+    ids = made.encode(TEXT).tolist()
+    assert made.start == made.n_tokens - 1
+    assert 0 <= min(ids) <= max(ids) < made.start
+    assert made.decode([made.start, *ids, made.start]) == made.decode(ids)
+    assert made.decode([]) == ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_spec_rebuilds_it(kind):
+    made = learnt(kind)
+    for spec in (made.spec(), made.to_json(), json.loads(json.dumps(made.spec()))):
+        again = Tokenizer.from_spec(spec)
+        assert type(again) is kind
+        assert (again.n_tokens, again.to_json()) == (made.n_tokens, made.to_json())
+        assert np.array_equal(again.encode(TEXT + " neu"), made.encode(TEXT + " neu"))
+
+
+@pytest.mark.parametrize("kind", [ByteTokenizer, CharacterTokenizer, BPE])
+def test_decoding_undoes_encoding(kind):
+    made = learnt(kind)
+    assert made.decode(made.encode(TEXT)) == made.decode(made.encode(TEXT.encode())) == TEXT
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_cut_where_it_says_give_the_tokens_of_the_whole(kind):
+    made, text = learnt(kind), TEXT.encode()
+    whole = made.encode(TEXT).tolist()
+    cuts = set()
+    for end in range(1, len(text) + 1):
+        cut = kind.cut(text[:end])
+        assert 0 <= cut <= end
+        cuts.add(cut)
+        first, second = text[:cut].decode(errors="surrogateescape"), text[cut:].decode(errors="surrogateescape")
+        if kind is ByteTokenizer:
+            first, second = text[:cut], text[cut:]
+        assert [*made.encode(first), *made.encode(second)] == whole
+    assert len(cuts) > 5
+
+
+def test_bytes_take_anything():
+    made = ByteTokenizer()
+    assert made.n_tokens == 257
+    assert made.encode(bytes(range(256))).tolist() == list(range(256))
+    assert made.encode("é").tolist() == [0xC3, 0xA9]
+    assert made.decode([0x61, 0xC3]) == "a\ufffd"
+
+
+def test_characters_are_those_of_the_training_text():
+    made = CharacterTokenizer.learn(["cab", "屋a"], None)
+    assert made.characters == "abc屋"
+    assert made.n_tokens == 6
+    assert made.encode("屋bxc\U0010ffff").tolist() == [3, 1, 4, 2, 4]
+    assert made.decode([0, 4, 3]) == "a\ufffd屋"
+
+
+def test_words_are_ranked_by_frequency_and_rare_ones_unknown():
+    text = "b a b\nc  b a\n\nd <unk> e\n"
+    whole = WordTokenizer.learn([text], None)
+    assert whole.words == ["<eos>", "b", "a", "<unk>", "c", "d", "e"]
+    assert whole.n_tokens == 8
+    assert whole.encode("a\nzebra b").tolist() == [2, 0, 3, 1]
+    assert whole.decode([2, 0, 0, 3, 1]) == "a\n\n<unk> b"
+    few = WordTokenizer.learn([text[:6], text[6:]], 5)
+    assert few.words == ["<eos>", "<unk>", "b", "a"]  # <unk> stands for <unk>, c, d, e: 4 times, like <eos>
+    assert few.n_tokens == 5
+    assert few.encode("c d a").tolist() == [1, 1, 3]
+
+
+def test_words_never_known_have_a_place():
+    assert WordTokenizer.learn(["a a"], None).words == ["a", "<unk>"]
+
+
+@needs_bpe
+def test_bpe_merges_the_most_frequent_pairs_up_to_its_size():
+    made = BPETokenizer.learn(["abab abab\n" * 20], 259)
+    assert made.n_tokens == 259
+    assert len(made.encode("abab")) == 1  # merged: ab, then abab
+    assert made.encode("\x00\x7fé").size == 4  # all bytes are known
+
+
+def test_bpe_without_its_package_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    monkeypatch.setattr("datamodules.tokenizers.find_spec", lambda name: None)
+    for ask in (lambda: BPETokenizer.learn([TEXT], 300), lambda: Tokenizer.from_spec({"tokens": "bpe"})):
+        with pytest.raises(ValueError, match=r"tokens='bpe'.*pip install 'lit-effattn\[bpe\]'"):
+            ask()
+
+
+@pytest.mark.parametrize("spec", ["[]", "{}", '{"tokens": "runes"}', {"tokens": None}])
+def test_what_is_no_tokenizer_is_refused(spec):
+    with pytest.raises(ValueError, match=r"spec=.*'bytes', 'characters', 'words', 'bpe'"):
+        Tokenizer.from_spec(spec)

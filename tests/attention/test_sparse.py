@@ -1,0 +1,222 @@
+import re
+from functools import partial
+
+import pytest
+import torch
+
+from lit_effattn import PixelModel, Transformer, sequence
+from lit_effattn.attention import SoftmaxAttention, SparseAttention
+from lit_effattn.heads import CategoricalHead
+from lit_effattn.positions import GridPositions, RotaryPositions
+from tests.laws import definitions
+from tests.ops.allocated import Largest
+
+E, H = 12, 3
+FIXED = {"pattern": "fixed", "stride": 6, "summary": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"n_heads": 5}, ["n_heads=5", "d_model=12"]),
+        ({"pattern": "random"}, ["pattern='random'", "strided"]),
+        ({"combine": "both"}, ["combine='both'", "merged"]),
+        ({"stride": 0}, ["stride=0"]),
+        ({"summary": 2}, ["summary=2", "pattern='strided'", "pattern='fixed'"]),
+        ({"distinct": True}, ["distinct=True", "pattern='strided'"]),
+        ({**FIXED, "summary": 0}, ["summary=0", "stride=6"]),
+        ({**FIXED, "summary": 7}, ["summary=7", "stride=6"]),
+        ({**FIXED, "summary": 3, "distinct": True}, ["distinct=True", "n_heads=3", "summary=3", "stride=6"]),
+        ({"combine": "heads", "n_heads": 1}, ["combine='heads'", "n_heads=1"]),
+        ({"dropout": 1.0}, ["dropout=1.0"]),
+        ({"d_qk": 7}, ["d_qk=7", "n_heads=3"]),
+        ({"d_qk": 0}, ["d_qk=0"]),
+    ],
+)
+def test_bad_options_are_named(options: dict, words: list[str]):
+    with pytest.raises(ValueError, match=".*".join(map(re.escape, words))):
+        SparseAttention(**{"d_model": E, "n_heads": H, **options})
+
+
+@pytest.mark.parametrize("options", [{"stride": 50}, {"pattern": "fixed", "stride": 50}, {"stride": 1}])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_pattern_that_holds_all_keys_is_softmax(causal: bool, options: dict):
+    full, sparse = SoftmaxAttention(E, H, causal), SparseAttention(E, H, causal, **options)
+    sparse.load_state_dict(full.state_dict())
+    x = torch.randn(2, 20, E)
+    torch.testing.assert_close(sparse(x)[0], full(x)[0])
+
+
+def test_heads_are_dealt_and_see_nothing_else():
+    """Three heads: two see the last 4 keys, the third those 4 apart."""
+    attention = SparseAttention(E, H, stride=4, combine="heads").double()
+    x = torch.randn(1, 20, E, dtype=torch.float64)
+    with torch.no_grad():
+        attention.out_proj.weight.copy_(torch.eye(E))  # dimensions 4 h … 4 h + 3 are those of head h
+        y, changed = attention(x)[0], x.clone()
+        changed[0, 9] += 1
+        differs = (attention(changed)[0] != y).any(0).view(20, H, -1).any(-1)
+    expected = [[9, 10, 11, 12], [9, 10, 11, 12], [9, 13, 17]]
+    assert [differs[:, h].nonzero().flatten().tolist() for h in range(H)] == expected
+
+
+def test_heads_have_distinct_summary_columns():
+    attention = SparseAttention(E, H, **FIXED, combine="distant", distinct=True).double()
+    assert attention.columns.tolist() == [[4, 5], [2, 3], [0, 1]]
+    assert SparseAttention(E, H, **FIXED).columns.tolist() == [[4, 5]]
+    x = torch.randn(1, 20, E, dtype=torch.float64)
+    with torch.no_grad():
+        attention.out_proj.weight.copy_(torch.eye(E))
+        y = attention(x)[0]
+        for j in range(6):
+            changed = x.clone()
+            changed[0, j] += 1
+            later = (attention(changed)[0] != y)[0, 6:].view(14, H, -1).any(-1)
+            assert later.all(0).tolist() == later.any(0).tolist() == [j in (4, 5), j in (2, 3), j in (0, 1)]
+
+
+def test_interleaved_over_layers():
+    """Two layers, and what separates positions is some steps below the stride and some strides."""
+    kinds = [partial(SparseAttention, stride=4, combine=part) for part in ("local", "distant")]
+    model = Transformer(8, 2, 2, attention=kinds, init="pytorch").double()
+    assert [block.attention.combine for block in model.blocks] == ["local", "distant"]
+    x = torch.randn(1, 40, 8, dtype=torch.float64)
+    with torch.no_grad():
+        y, changed = model(x)[0], x.clone()
+        changed[0, 0] *= -1
+        assert (model(changed)[0] != y).any(-1).all()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("options", [{"stride": 4}, {"stride": 4, "combine": "local"}, FIXED])
+@pytest.mark.parametrize("rotary", [False, True])
+def test_queries_and_keys_of_half_the_width(causal: bool, options: dict, rotary: bool):
+    model = Transformer(
+        E,
+        H,
+        1,
+        attention=partial(SparseAttention, **options, d_qk=6),
+        causal=causal,
+        positions=RotaryPositions if rotary else None,
+        init="pytorch",
+    )
+    attention = model.blocks[0].attention.double()
+    assert attention.q_proj.weight.shape == attention.k_proj.weight.shape == (6, E)
+    x = torch.randn(2, 17, E, dtype=torch.float64)
+    with torch.no_grad():
+        expected = definitions.sparse(attention, x)
+        torch.testing.assert_close(attention(x)[0], expected)
+        if causal:
+            for max_len in (None, 17):
+                state, outputs = attention.initial_state(2, max_len=max_len), []
+                for segment in x.split([5, 1, 1, 10], 1):
+                    y, state = attention(segment, state)
+                    outputs.append(y)
+                torch.testing.assert_close(torch.cat(outputs, 1), expected)
+
+
+def bytes_of(attention, n: int, **initial) -> int:
+    state = attention.initial_state(2, **initial) if initial else None
+    return sequence.nbytes(attention(torch.zeros(2, n, E), state)[1])
+
+
+def test_bytes_of_the_state():
+    """Keys and values in float32, lengths in int64: the block of 6 and 2 summary columns a block."""
+    counts = 2 * 8
+    assert bytes_of(SparseAttention(E, H, stride=4), 25) == 2 * (2 * 25 * E) * 4 + counts
+    assert bytes_of(SparseAttention(E, H, stride=4, combine="local"), 25) == 2 * (2 * 3 * E) * 4 + counts
+    assert bytes_of(SparseAttention(E, H, **FIXED), 25) == 2 * (2 * (6 + 5 * 2) * E) * 4 + counts
+    assert bytes_of(SparseAttention(E, H, **FIXED, combine="local"), 25) == 2 * (2 * 6 * E) * 4 + counts
+    assert bytes_of(SparseAttention(E, H, **FIXED, combine="distant"), 25) == 2 * (2 * 5 * 2 * E) * 4 + counts
+    by_heads = 2 * (2 * (6 * 8 + 5 * 2 * 4)) * 4 + counts  # two heads have blocks, the third has summaries
+    assert bytes_of(SparseAttention(E, H, **FIXED, combine="heads"), 25) == by_heads
+    assert bytes_of(SparseAttention(E, H, **FIXED), 5, max_len=25) == bytes_of(SparseAttention(E, H, **FIXED), 25)
+    assert SparseAttention(E, H, **FIXED).initial_state(2, dtype=torch.float16).block_keys.dtype == torch.float16
+
+
+def test_a_fixed_state_grows_by_blocks_also_in_steps():
+    attention = SparseAttention(E, H, **FIXED)
+    state, slots = None, []
+    for _ in range(14):
+        _, state = attention(torch.zeros(1, 1, E), state)
+        slots.append(state.summary_keys.size(2))
+    assert slots == [2] * 6 + [4] * 6 + [6] * 2
+
+
+@pytest.mark.parametrize("options", [{"stride": 4}, {**FIXED, "stride": 4}])
+def test_a_full_cache_says_so(options: dict):
+    attention = SparseAttention(E, H, **options)
+    _, state = attention(torch.zeros(1, 7, E), attention.initial_state(1, max_len=8))
+    with pytest.raises(ValueError, match=r"max_len.*8.*7 positions.*2 more"):
+        attention(torch.zeros(1, 2, E), state)
+    attention(torch.zeros(1, 1, E), state)
+
+
+@pytest.mark.parametrize("options", [{"stride": 4}, FIXED, {**FIXED, "combine": "heads"}])
+def test_a_donated_state_is_written_in_place(options: dict):
+    attention = SparseAttention(E, H, **options)
+    with torch.no_grad(), sequence.donated():
+        state = attention.initial_state(2, max_len=20)
+        where = [t.data_ptr() for t in state[:-1]]
+        for _ in range(9):
+            _, state = attention(torch.randn(2, 1, E), state)
+    assert [t.data_ptr() for t in state[:-1]] == where
+
+
+@pytest.mark.parametrize("options", [{"stride": 32}, {"pattern": "fixed", "stride": 32}])
+def test_a_step_costs_what_it_sees(options: dict):
+    n = 1024
+    attention = SparseAttention(E, H, **options)
+    with torch.no_grad(), sequence.donated():
+        _, state = attention(torch.randn(1, n - 1, E), attention.initial_state(1, max_len=n))
+        with Largest() as largest:
+            attention(torch.randn(1, 1, E), state)
+    assert largest.elements <= (32 + 32 + 1) * E
+
+
+@pytest.mark.parametrize("pattern", ["strided", "fixed"])
+@pytest.mark.parametrize("combine", ["merged", "heads", "local", "distant"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_dropout_in_training_alone(pattern: str, combine: str, causal: bool):
+    attention = SparseAttention(E, H, causal, pattern=pattern, combine=combine, stride=4, dropout=0.5)
+    x = torch.randn(2, 20, E)
+    assert not torch.equal(attention(x)[0], attention(x)[0])
+    attention.eval()
+    assert torch.equal(attention(x)[0], attention(x)[0])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_compiled_equals_eager(causal: bool):
+    """The fixed pattern: the laws take one of a kind, and it is strided."""
+    torch._dynamo.reset()
+    attention = SparseAttention(E, H, causal, **FIXED, distinct=True).double()
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True, dynamic=False)
+    x = torch.randn(2, 15, E, dtype=torch.float64)
+    lengths = torch.tensor([15, 8])
+    with torch.no_grad():
+        y, state = compiled(x, None, lengths)
+        expected, after = attention(x, None, lengths)
+        torch.testing.assert_close(y, expected)
+        if causal:
+            torch.testing.assert_close(compiled(x, state)[0], attention(x, after)[0])
+            with sequence.donated():
+                fixed = attention.initial_state(2, max_len=20)
+                for i in range(8):
+                    y, fixed = compiled(x[:, i : i + 1], fixed)
+                    torch.testing.assert_close(y[1], expected[1, i : i + 1])
+
+
+def test_the_papers_model_starts_at_8_bits():
+    """Child et al. 2019, section 5.2: no logit prefers any of 256 values."""
+    backbone = Transformer(
+        8,
+        2,
+        2,
+        attention=partial(SparseAttention, stride=4, d_qk=4),
+        positions=GridPositions,
+        activation="quick_gelu",
+        gradient_checkpointing=True,
+    )
+    model = PixelModel(backbone, (4, 4, 3), 256, head=partial(CategoricalHead, zero_init=True)).double()
+    bits = model(torch.randint(256, (3, 48)))
+    torch.testing.assert_close(bits, torch.full((3,), 8.0, dtype=torch.float64), rtol=1e-14, atol=0)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.measuring import Spread
 from benchmarks.models import at_least
@@ -25,12 +26,15 @@ from lit_effattn.ops.linear import linear_attention
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+NORM = 0.6  # of the kernel's x and y; errors of larger ones have tails too heavy to be measured by their mean
+
 NOTES = [
-    "output: mean squared error of non-causal attention's output against softmax attention's, queries, keys and values "
-    "from N(0, 1), float32; median (min–max) over the draws, each of new inputs and features, the same inputs for all "
-    "kinds and F (figure 4 of Choromanski et al. 2020).",
-    "kernel: mean squared error of φ(x)·φ(y) as an estimate of exp(x·y) for one pair of x and y with ‖x‖ = ‖y‖ = 1, "
-    "float64; its standard error is behind ±.",
+    "output (figure 4 of Choromanski et al. 2020): squared error of non-causal attention's output against softmax "
+    "attention's, ÷ the latter's mean square, so that 1 is what an output of 0 would cost; float32, values from "
+    "N(0, 1), queries and keys from N(0, scale²). Median (min–max) over the draws, each of new inputs and features, "
+    "the same inputs for all kinds and F.",
+    f"kernel: mean squared error of φ(x)·φ(y) as an estimate of exp(x·y), ‖x‖ = ‖y‖ = {NORM}, for three angles, "
+    "float64, F = D random vectors; its standard error is behind ±.",
     "F: features, what an estimate costs. Hyperbolic and trigonometric ones come in pairs, from F/2 random vectors, "
     "which is what the closed forms count.",
     "closed form: lemma 2 for independent vectors; ≤: theorem 2's upper bound for positive orthogonal ones, F ≤ D. "
@@ -60,18 +64,21 @@ KINDS = {
 DIRECTIONS = {"orthogonal": True, "iid": False}
 COLORS = {"positive": "C0", "hyperbolic": "C2", "trigonometric": "C3"}
 
-Errors = dict[tuple[str, str, int], Spread]  # by features, directions, F
+Errors = dict[tuple[float, str, str, int], Spread]  # by scale, features, directions, F
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=at_least(1), default=4096, help="default: %(default)s, the paper's")
-    parser.add_argument("--head_dim", type=at_least(1), default=16, help="D; default: %(default)s, the paper's")
+    parser.add_argument("--head_dim", type=at_least(2), default=16, help="D; default: %(default)s, the paper's")
     parser.add_argument(
         "--n_features",
         type=_even,
         nargs="+",
         default=[16, 32, 64, 128, 256, 512],
         help="F, even numbers; default: %(default)s",
+    )
+    parser.add_argument(
+        "--scales", type=float, nargs="+", default=[0.5, 1.0], help="of queries and keys; default: %(default)s"
     )
     parser.add_argument("--draws", type=at_least(1), default=15, help="default: %(default)s, the paper's")
     parser.add_argument(
@@ -87,9 +94,11 @@ def _even(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> Report:
-    errors = output_errors(args.length, args.head_dim, sorted(args.n_features), args.draws, args.device)
+    errors: Errors = {}
+    for scale in args.scales:
+        errors |= output_errors(scale, args.length, args.head_dim, sorted(args.n_features), args.draws, args.device)
     rows = [_output_row(errors, *key) for key in errors]
-    for cosine in (0.5, 0.0, -0.5):
+    for cosine in (0.9, 0.0, -0.9):
         rows += _kernel_rows(cosine, args.head_dim, args.kernel_draws, args.device)
     return Report("features", rows, NOTES, lambda figure: _plot(figure, errors, args))
 
@@ -97,20 +106,23 @@ def run(args: argparse.Namespace) -> Report:
 # ----------------------------------------------------------------------------------------------- the attention's output
 
 
-def output_errors(length: int, dim: int, n_features: list[int], draws: int, device: torch.device) -> Errors:
+def output_errors(
+    scale: float, length: int, dim: int, n_features: list[int], draws: int, device: torch.device
+) -> Errors:
     """Measure every kind of features on the same inputs, draw after draw."""
-    samples: dict[tuple[str, str, int], list[float]] = {}
+    samples: dict[tuple[float, str, str, int], list[float]] = {}
     for seed in range(draws):
         generator = torch.Generator().manual_seed(seed)
         q, k, v = (torch.randn(1, 1, length, dim, generator=generator).to(device) for _ in range(3))
-        exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        q, k = scale * q, scale * k
+        exact = scaled_dot_product_attention(q, k, v)
         q, k = q * dim**-0.25, k * dim**-0.25
         for n in n_features:
             for name, kind in KINDS.items():
                 for directions, orthogonal in DIRECTIONS.items():
                     omega = draw_omega(1, n // kind.per_omega, dim, orthogonal=orthogonal, generator=generator)
-                    y = _attention(kind, q, k, v, omega.to(q))
-                    samples.setdefault((name, directions, n), []).append((y - exact).square().mean().item())
+                    error = (_attention(kind, q, k, v, omega.to(q)) - exact).square().mean() / exact.square().mean()
+                    samples.setdefault((scale, name, directions, n), []).append(error.item())
     return {key: Spread(tuple(values)) for key, values in samples.items()}
 
 
@@ -119,9 +131,9 @@ def _attention(kind: Kind, q: Tensor, k: Tensor, v: Tensor, omega: Tensor) -> Te
     return favor(phi_q, phi_k, v) if kind.in_log_space else linear_attention(phi_q, phi_k, v, eps=0)
 
 
-def _output_row(errors: Errors, name: str, directions: str, n: int) -> Row:
-    error = errors[name, directions, n]
-    return _row("output", name, directions, n, error, error / errors[name, "iid", n])
+def _output_row(errors: Errors, scale: float, name: str, directions: str, n: int) -> Row:
+    error = errors[scale, name, directions, n]
+    return _row(f"output, scale {scale:g}", name, directions, n, error, error / errors[scale, name, "iid", n])
 
 
 # ----------------------------------------------------------------------------------------------------------- the kernel
@@ -155,11 +167,8 @@ def orthogonal_bound(x: Tensor, y: Tensor, n: int) -> float:
 
 
 def _kernel_rows(cosine: float, dim: int, draws: int, device: torch.device) -> list[Row]:
-    if dim == 1:
-        cosine = 1.0
     x, y = torch.zeros(2, dim, dtype=torch.float64, device=device)
-    x[0], y[0] = 1, cosine
-    y[-1] = math.sqrt(1 - cosine**2) if dim > 1 else y[-1]
+    x[0], y[0], y[1] = NORM, NORM * cosine, NORM * math.sqrt(1 - cosine**2)
     rows = []
     for name, kind in KINDS.items():
         found = {key: squared_errors(kind, x, y, dim, draws, o) for key, o in DIRECTIONS.items()}
@@ -171,7 +180,7 @@ def _kernel_rows(cosine: float, dim: int, draws: int, device: torch.device) -> l
             bound = "≤ " if directions == "orthogonal" else ""
             rows.append(
                 _row(
-                    f"kernel, x·y = {cosine:g}",
+                    f"kernel, x·y = {x @ y:.2g}",
                     name,
                     directions,
                     dim * kind.per_omega,
@@ -210,7 +219,7 @@ def _row(
         "features": name,
         "ω": directions,
         "F": n,
-        "mean squared error": error,
+        "squared error": error,
         "÷ iid": to_iid,
         "closed form": expected,
         "÷ closed form": to_expected,
@@ -221,18 +230,21 @@ def _row(
 
 
 def _plot(figure: Figure, errors: Errors, args: argparse.Namespace) -> None:
-    axes = figure.subplots()
-    for name in KINDS:
-        for directions in DIRECTIONS:
-            spreads = {n: errors[name, directions, n] for n in sorted(args.n_features)}
-            style = "-" if directions == "orthogonal" else "--"
-            medians = [spread.median for spread in spreads.values()]
-            axes.plot(list(spreads), medians, style, color=COLORS[name], marker="o", label=f"{name}, {directions}")
-            low, high = ([end(spread.samples) for spread in spreads.values()] for end in (min, max))
-            axes.fill_between(list(spreads), low, high, color=COLORS[name], alpha=0.12, linewidth=0)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("features F")
-    axes.set_ylabel("mean squared error of the output")
-    axes.set_title(f"Estimates of softmax attention, L = {args.length}, D = {args.head_dim}, {args.draws} draws")
-    axes.legend(title="median, band: min to max", fontsize="small")
+    figure.set_size_inches(5 * len(args.scales), 4.5)
+    panels = figure.subplots(1, len(args.scales), squeeze=False)[0]
+    for axes, scale in zip(panels, args.scales, strict=True):
+        for name in KINDS:
+            for directions in DIRECTIONS:
+                style = "o-" if directions == "orthogonal" else "o--"
+                spreads = {n: errors[scale, name, directions, n] for n in sorted(args.n_features)}
+                medians = [spread.median for spread in spreads.values()]
+                low, high = ([end(spread.samples) for spread in spreads.values()] for end in (min, max))
+                axes.plot(list(spreads), medians, style, color=COLORS[name], label=f"{name}, {directions}")
+                axes.fill_between(list(spreads), low, high, color=COLORS[name], alpha=0.12, linewidth=0)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("features F")
+        axes.set_title(f"queries and keys from N(0, {scale:g}²)", fontsize="medium")
+    panels[0].set_ylabel("squared error of the output ÷ its mean square")
+    panels[0].legend(title="median; band: min to max", fontsize="small")
+    figure.suptitle(f"Estimates of softmax attention: L = {args.length}, D = {args.head_dim}, {args.draws} draws")

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -240,9 +241,12 @@ class CLI(LightningCLI):
             raise ValueError("--init_weights and --ckpt_path were both given; one starts anew, the other resumes")
         found = find_checkpoint(path, Path(self.config[self.subcommand].trainer.default_root_dir or ROOT))
         checkpoint = read_checkpoint(found)
+        kept = _keep_buffers(self.model, checkpoint["state_dict"])
         self.model.on_load_checkpoint(checkpoint)
         self.model.load_state_dict(checkpoint["state_dict"])
         rank_zero_info(f"Starting from the weights of {found}")
+        if kept:
+            rank_zero_info(f"Not in it, and left as this model drew them: {', '.join(kept)}")
 
     def after_fit(self) -> None:
         """Say where things are."""
@@ -316,6 +320,19 @@ class Configuration(pl.Callback):
     ) -> None:
         """Add the settings."""
         checkpoint[KEY] = {"version": lit_effattn.__version__, "config": self.settings}
+
+
+def _keep_buffers(model: torch.nn.Module, weights: dict[str, Any]) -> list[str]:
+    """Add to `weights` the buffers of `model` that are absent: random features, in a checkpoint of softmax attention.
+
+    Returns:
+        Their names, each with how many have it.
+    """
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    absent = {name: t for name, t in model.state_dict().items() if name in buffers and name not in weights}
+    weights.update(absent)
+    counts = Counter(name.rpartition(".")[2] for name in absent)
+    return [f"{name} ({n}×)" for name, n in counts.items()]
 
 
 def _rows(predictions: list[dict[str, Any]]) -> list[tuple[float, ...]]:

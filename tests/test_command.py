@@ -312,6 +312,23 @@ def test_fine_tuning_starts_from_another_kinds_weights():
     assert isinstance(model.backbone.blocks[0].attention, LinearAttention)
 
 
+def test_a_softmax_models_weights_start_its_performer_twin(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+):
+    twin_flags = ["--model.backbone.attention", "PerformerAttention"]
+    first = fit("--model.backbone.attention", "SoftmaxAttention")
+    caplog.clear()
+    second = fit("--init_weights", "last", *twin_flags, "--model.optimizer.lr", "0.0")
+    assert "Not in it, and left as this model drew them: omega (2×), draws (2×)" in caplog.messages
+    trained, twin = (weights(run / "checkpoints" / "last.ckpt") for run in (first, second))
+    features = {name for name in twin if name.endswith(("omega", "draws"))}
+    assert len(features) == 4
+    assert same(trained, {name: t for name, t in twin.items() if name not in features})
+    # To resume is to have everything.
+    resume = ["fit", "--ckpt_path", str(first / "checkpoints" / "last.ckpt"), *twin_flags]
+    assert "another model" in fails(capsys, *resume)
+
+
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict", "generate"])
 @pytest.mark.parametrize("name", ["last", "best", "nowhere.ckpt"])
 def test_a_checkpoint_that_does_not_exist_is_an_error(command: str, name: str, capsys: pytest.CaptureFixture[str]):

@@ -51,7 +51,7 @@ class PerformerState(NamedTuple):
 class PerformerAttention(Attention):
     """Softmax attention, its exponential estimated by random features φ (FAVOR+).
 
-        y_i = Σ_j φ(q_i)ᵀφ(k_j) v_j / Σ_j φ(q_i)ᵀφ(k_j),  j ≤ i if causal           Choromanski et al. 2020, equation 5
+        y_i = Σ_j φ(q_i)ᵀφ(k_j) v_j / Σ_j φ(q_i)ᵀφ(k_j),  j ≤ i if causal           Choromanski et al. 2020, section 2.2
 
         positive:       φ(x) = F^(−½) exp(ωᵀx̃ − ‖x̃‖²/2)                                               (lemma 1)
         hyperbolic:     φ(x) = F^(−½) exp(±ωᵀx̃ − ‖x̃‖²/2), F/2 vectors ω                                 (lemma 1)

@@ -157,6 +157,34 @@ def sees_sparsely(module, n: int, head: int) -> Tensor:
     return mask
 
 
+def compressive(module, x: Tensor) -> Tensor:
+    """Rae et al. 2019, algorithm 1, one position at a time: keys are [summaries; inputs that are not compressed]."""
+    c, out = module.compression_rate, []
+    summaries = [summary(module, x[:, i : i + c]) for i in range(0, x.size(1) - c + 1, c)]
+    for t in range(x.size(1)):
+        n = max(0, t - module.mem_len) // c
+        keys = torch.stack([*summaries[:n][-module.compressed_len :], *x[:, n * c : t + 1].unbind(1)], 1)
+        q, _, _ = queries_keys_values(module, x[:, t : t + 1])
+        _, k, v = queries_keys_values(module, keys)
+        r = relative_vectors(module, [list(range(keys.size(1) - 1, -1, -1))])
+        r = r.reshape(-1, module.n_heads, module.head_dim).transpose(0, 1)
+        scores = (q + module.u[:, None]) @ k.transpose(-1, -2) + (q + module.v[:, None]) @ r.transpose(-1, -2)
+        exponential = (scores / math.sqrt(module.head_dim)).exp()
+        out.append(exponential / exponential.sum(-1, keepdim=True) @ v)
+    return heads_together(module, torch.cat(out, 2))
+
+
+def summary(module, window: Tensor) -> Tensor:
+    """The strided convolution, mean or maximum of c inputs (B, c, E)."""
+    if module.compression == "mean":
+        return window.mean(1)
+    if module.compression == "max":
+        return window.max(1).values
+    weights = module.compressor.weight.chunk(module.compression_rate, 1)  # one matrix for each of the c
+    y = sum(window[:, i] @ weight.T for i, weight in enumerate(weights))
+    return y if module.compressor.bias is None else y + module.compressor.bias
+
+
 # ------------------------------------------------------------------------------------------------- what they share
 
 

@@ -1,0 +1,219 @@
+import math
+import re
+
+import pytest
+import torch
+
+from lit_effattn import sequence
+from lit_effattn.attention import PerformerAttention, SoftmaxAttention
+
+E, H = 12, 3
+MAPS = ["positive", "hyperbolic", "trigonometric", "relu"]
+LOG_SPACE = ["positive", "hyperbolic"]
+
+
+def inputs(n: int, b: int = 2, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(b, n, E, dtype=dtype)
+
+
+def redraw(attention: PerformerAttention, seed: int = 9) -> None:
+    attention.redraw(torch.Generator().manual_seed(seed))
+
+
+# ------------------------------------------------------------------------------------------------- estimates of softmax
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("features", LOG_SPACE)
+@pytest.mark.parametrize("orthogonal", [True, False])
+def test_it_nears_softmax_with_more_features(causal: bool, features: str, orthogonal: bool):
+    softmax = SoftmaxAttention(E, H, causal).double()
+    x = inputs(40, 1)
+    errors = []
+    for n_features in (16, 16384):
+        twin = PerformerAttention(
+            E, H, causal, n_features=n_features, features=features, orthogonal=orthogonal
+        ).double()
+        missing = twin.load_state_dict(softmax.state_dict(), strict=False)
+        assert sorted(missing.missing_keys) == ["draws", "omega"]
+        assert missing.unexpected_keys == []
+        errors.append((twin(x)[0] - softmax(x)[0]).square().mean().sqrt().item())
+    # √1024 times fewer; the expected ratio is 1/32, and chance moves it.
+    assert errors[1] < errors[0] / 8
+    assert errors[1] < 0.01
+
+
+def test_the_number_of_features():
+    def n_features(d: int) -> int:
+        return PerformerAttention(d, 1).initial_state(1).z.size(-1)
+
+    assert [n_features(d) for d in (1, 2, 16, 32, 64)] == [8, 8, 48, 112, 272]
+    for d in (16, 32, 64):
+        assert 0 <= n_features(d) - d * math.log(d) < 8
+    for features in MAPS:
+        attention = PerformerAttention(E, H, n_features=10, features=features)
+        assert attention(inputs(3, dtype=torch.float32))[1].s.shape == (2, H, 10, E // H)
+        assert attention.omega.size(1) == (5 if features in ("hyperbolic", "trigonometric") else 10)
+
+
+@pytest.mark.parametrize("features", LOG_SPACE)
+@pytest.mark.parametrize("causal", [True, False])
+def test_large_inputs_stay_finite(features: str, causal: bool):
+    attention = PerformerAttention(E, H, causal, features=features, chunk_size=16)
+    x = (30 * inputs(50, dtype=torch.float32)).requires_grad_()
+    y, state = attention(x)
+    assert y.isfinite().all()
+    assert all(g.isfinite().all() for g in torch.autograd.grad(y.sum(), [x, *attention.parameters()]))
+    if causal:
+        after, _ = attention(30 * inputs(1, dtype=torch.float32), sequence.detach(state))
+        assert after.isfinite().all()
+
+
+# ------------------------------------------------------------------------------------------------------------ the state
+
+
+@pytest.mark.parametrize("features", MAPS)
+def test_the_state_does_not_grow(features: str):
+    attention = PerformerAttention(E, H, features=features, n_features=8)
+    sizes = {sequence.nbytes(attention(inputs(n, dtype=torch.float32))[1]) for n in (1, 10, 1000)}
+    maxima = 8 if features in LOG_SPACE else 0
+    assert sizes == {2 * H * (8 * 4 + 8 + maxima) * 4 + 2 * 2 * 8}
+    assert attention.growth is None
+
+
+@pytest.mark.parametrize("n", [1, 5])
+@pytest.mark.parametrize("features", MAPS)
+def test_sums_have_at_least_float32(n: int, features: str):
+    def types(attention, state=None):
+        y, state = attention(torch.randn(1, n, E, dtype=attention.out_proj.weight.dtype), state)
+        return y.dtype, state.s.dtype, state.z.dtype, state.m.dtype
+
+    wide = (torch.float32,) * 3
+    with torch.autocast("cpu", torch.bfloat16):
+        attention = PerformerAttention(E, H, features=features)
+        assert types(attention) == types(attention, attention.initial_state(1)) == (torch.bfloat16, *wide)
+    for dtype in (torch.float16, torch.bfloat16):
+        attention = PerformerAttention(E, H, features=features).to(dtype)
+        assert types(attention) == types(attention, attention.initial_state(1)) == (dtype, *wide)
+    assert types(PerformerAttention(E, H, features=features).double()) == (torch.float64,) * 4
+
+
+@pytest.mark.parametrize("cast", [torch.nn.Module.half, torch.nn.Module.bfloat16, lambda m: m.to(torch.float16)])
+def test_features_keep_float32(cast):
+    attention = PerformerAttention(E, H)
+    before = attention.omega.clone()
+    cast(attention)
+    assert attention.q_proj.weight.dtype != torch.float32
+    assert torch.equal(attention.omega, before)
+    assert "omega" in attention.state_dict()
+    assert attention.double().omega.dtype == torch.float64
+    assert attention.half().omega.dtype == torch.float32
+
+
+@pytest.mark.parametrize("features", MAPS)
+def test_a_donated_step_adds_in_place(features: str):
+    attention = PerformerAttention(E, H, features=features)
+    with torch.no_grad(), sequence.donated():
+        state = attention.initial_state(2)
+        _, after = attention(inputs(1, dtype=torch.float32), state)
+    assert after.s is state.s
+    assert after.z is state.z
+    assert after.m is state.m
+
+
+# ------------------------------------------------------------------------------------------------------------ redrawing
+
+
+def test_redrawing_changes_the_features_in_place():
+    attention = PerformerAttention(E, H)
+    omega, before = attention.omega, attention.omega.clone()
+    redraw(attention)
+    assert attention.omega is omega
+    assert not torch.equal(omega, before)
+    other = PerformerAttention(E, H)
+    redraw(other)
+    assert torch.equal(other.omega, omega)
+    assert attention.draws.item() == 1
+
+
+def test_a_forward_draws_nothing():
+    attention = PerformerAttention(E, H)
+    x = inputs(5, dtype=torch.float32)
+    before = torch.get_rng_state()
+    attention(x)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("features", MAPS)
+@pytest.mark.parametrize("n", [1, 6])
+@pytest.mark.parametrize("given_away", [False, True], ids=["kept", "donated"])
+def test_redrawing_empties_a_carried_state(features: str, n: int, given_away: bool):
+    attention = PerformerAttention(E, H, features=features, chunk_size=4).double()
+    x, more = inputs(7), inputs(n)
+    with torch.no_grad():
+        _, state = attention(x)
+        redraw(attention)
+        expected, fresh = attention(more)
+        with sequence.donated() if given_away else torch.no_grad():
+            y, after = attention(more, state)
+    torch.testing.assert_close(y, expected)
+    assert after.length.tolist() == [7 + n] * 2  # positions go on
+    for name in ("s", "z", "m", "drawn"):
+        torch.testing.assert_close(getattr(after, name), getattr(fresh, name))
+
+
+def test_only_rows_from_before_the_redraw_are_emptied():
+    attention = PerformerAttention(E, H, chunk_size=4).double()
+    x, more = inputs(7), inputs(3)
+    with torch.no_grad():
+        _, old = attention(x)
+        redraw(attention)
+        _, new = attention(x)
+        mixed = type(old)(*(torch.stack([a[0], b[1]]) for a, b in zip(old, new, strict=True)))
+        y, after = attention(more, mixed)
+        torch.testing.assert_close(y[0], attention(more)[0][0])
+        torch.testing.assert_close(y[1], attention(more, new)[0][1])
+        assert after.drawn.tolist() == [1, 1]
+
+
+def test_compiled_code_sees_a_redraw():
+    attention = PerformerAttention(E, H, chunk_size=4).double()
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    x = inputs(5)
+    with torch.no_grad():
+        _, state = compiled(x)
+        torch.testing.assert_close(compiled(x, state)[0], attention(x, state)[0])
+        redraw(attention)
+        torch.testing.assert_close(compiled(x, state)[0], attention(x)[0])
+
+
+# ------------------------------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"n_heads": 5}, ["n_heads=5", "d_model=12"]),
+        ({"n_features": 0}, ["n_features=0"]),
+        ({"n_features": 7, "features": "hyperbolic"}, ["n_features=7", "hyperbolic", "even"]),
+        ({"n_features": 7, "features": "trigonometric"}, ["n_features=7", "trigonometric", "even"]),
+        ({"features": "cosine"}, ["features='cosine'", "positive"]),
+        ({"norms": "one"}, ["norms='one'", "sqrt_d"]),
+        ({"chunk_size": 0}, ["chunk_size=0"]),
+        ({"chunk_size": 48}, ["chunk_size=48", "power of 2"]),
+    ],
+)
+def test_bad_options_are_named(options: dict, words: list[str]):
+    with pytest.raises(ValueError, match=".*".join(map(re.escape, words))):
+        PerformerAttention(**{"d_model": E, "n_heads": H, **options})
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_chunk_size_has_no_effect_on_the_result(causal: bool):
+    x = inputs(23)
+    results = []
+    for chunk_size in (1, 2, 8, 64):
+        torch.manual_seed(0)
+        results.append(PerformerAttention(E, H, causal, chunk_size=chunk_size).double()(x)[0])
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0])

@@ -1,6 +1,7 @@
 """The attention kinds. Each is one file: a class, its state, its equation."""
 
 from lit_effattn.attention.base import Attention, AttentionFactory
+from lit_effattn.attention.compressive import CompressiveAttention
 from lit_effattn.attention.linear import EluFeatureMap, FeatureMap, LinearAttention, ReluFeatureMap
 from lit_effattn.attention.lsh import LSHAttention
 from lit_effattn.attention.performer import PerformerAttention
@@ -12,6 +13,7 @@ from lit_effattn.attention.transformer_xl import TransformerXLAttention
 __all__ = [
     "Attention",
     "AttentionFactory",
+    "CompressiveAttention",
     "EluFeatureMap",
     "FeatureMap",
     "LSHAttention",

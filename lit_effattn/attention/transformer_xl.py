@@ -121,7 +121,7 @@ class TransformerXLAttention(Attention):
         max_len: int | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
-    ) -> InputMemory | ProjectedMemory:
+    ) -> State:
         """Return an empty memory, of keys and values if `max_len` is given: see `SequenceModule.initial_state`."""
         device, dtype = self.default(device, dtype)
         length = torch.zeros(batch_size, dtype=torch.long, device=device)
@@ -252,7 +252,7 @@ class TransformerXLAttention(Attention):
             q + self.u.to(q.dtype)[:, None],
             keys[:, :, :used].to(q.dtype),
             values[:, :, :used].to(q.dtype),
-            self._scores_by_distance(q, used),
+            self._scores_by_distance(q, self._positions_for(q, used)),
             (used - 1 - distance)[:, None],
             (slot <= length)[:, None],
             dropout=self._dropout_now,
@@ -268,15 +268,21 @@ class TransformerXLAttention(Attention):
         r = sinusoids(first, last, self.d_model, clamp=self.clamp_len, dtype=weight.dtype, device=weight.device)
         return F.dropout(r, self.position_dropout, self.training)
 
-    def _scores_by_distance(self, q: Tensor, count: int) -> Tensor:
-        """Return (q + v) · W_r R / √D for the distances count − 1, …, 0: (B, H, N, count)."""
+    def _positions_for(self, q: Tensor, count: int) -> Tensor:
+        """Return what `_scores_by_distance` takes for the distances count − 1, …, 0.
+
+        W_r R, (H, count, D), costs count · E². For few queries it costs less to bring them to R itself, (count, E).
+        """
+        few = q.size(0) * q.size(1) * q.size(2) <= self.d_model
+        return (self._sinusoids(count - 1, 0) if few else self._relative_keys(count - 1, 0)).to(q.dtype)
+
+    def _scores_by_distance(self, q: Tensor, r: Tensor) -> Tensor:
+        """Return (q + v) · W_r R / √D: (B, H, N, count)."""
         q = (q + self.v.to(q.dtype)[:, None]) * self.head_dim**-0.5
-        b, h, n, d = q.shape
-        if b * n * h > self.d_model:
-            return torch.einsum("bhnd,hld->bhnl", q, self._relative_keys(count - 1, 0).to(q.dtype))
-        # Few queries: to bring them to R costs less than to bring R to them, which is count · E².
-        q = torch.einsum("bhnd,hde->bhne", q, self.r_proj.weight.view(h, d, -1).to(q.dtype))
-        return q @ self._sinusoids(count - 1, 0).to(q.dtype).T
+        if r.dim() == 3:
+            return torch.einsum("bhnd,hld->bhnl", q, r)
+        weight = self.r_proj.weight.view(self.n_heads, self.head_dim, -1).to(q.dtype)  # (H, D, E)
+        return torch.einsum("bhnd,hde->bhne", q, weight) @ r.T
 
     @property
     def _dropout_now(self) -> float:

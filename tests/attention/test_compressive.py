@@ -1,0 +1,225 @@
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lit_effattn import Transformer, sequence
+from lit_effattn.attention import CompressiveAttention, TransformerXLAttention
+
+E, H, D = 12, 3, 4
+
+
+def make(**options) -> CompressiveAttention:
+    torch.manual_seed(0)
+    return CompressiveAttention(E, H, **{"mem_len": 4, "compressed_len": 5, "compression_rate": 3, **options}).double()
+
+
+def by_content(attention, x, inputs):
+    """Softmax attention of `x` (N, E) to `inputs` (M, E), without positions: (N, H, D)."""
+    q, k, v = (
+        (t @ p.weight.T).unflatten(-1, (H, D))
+        for p, t in ((attention.q_proj, x), (attention.k_proj, inputs), (attention.v_proj, inputs))
+    )
+    weights = (torch.einsum("nhd,mhd->nhm", q, k) / math.sqrt(D)).softmax(-1)
+    return torch.einsum("nhm,mhd->nhd", weights, v)
+
+
+def summaries(attention, inputs):
+    """The convolution, by torch's own."""
+    c = attention.compression_rate
+    kernel = attention.compressor.weight.unflatten(1, (c, E)).transpose(1, 2)  # (E out, E in, c)
+    return F.conv1d(inputs.T[None], kernel, stride=c)[0].T
+
+
+def test_what_the_memories_hold():
+    """After 4 + 3 · 6 + 2 inputs: the last 6 as they are, of 6 summaries the last 5."""
+    attention = make()
+    x = torch.randn(1, 24, E, dtype=torch.float64)
+    for ways in ([24], [1] * 24, [5, 8, 11]):
+        state = None
+        for segment in x.split(ways, 1):
+            _, state = attention(segment, state)
+        torch.testing.assert_close(state.inputs[0], x[0, -6:])
+        torch.testing.assert_close(state.compressed[0], summaries(attention, x[0, :18])[-5:])
+        assert state.length.tolist() == [24]
+
+
+def test_waiting_inputs_stay_as_they_are_until_there_are_c():
+    attention = make()
+    x = torch.randn(1, 7, E, dtype=torch.float64)
+    _, state = attention(x[:, :6])
+    assert torch.equal(state.inputs[0], x[0, :6])
+    assert (state.compressed == 0).all()
+    _, state = attention(x[:, 6:], state)
+    torch.testing.assert_close(state.compressed[0, -1], summaries(attention, x[0, :3])[0])
+    assert (state.compressed[0, :-1] == 0).all()
+
+
+def test_until_something_is_compressed_it_is_transformer_xl():
+    attention, xl = make(), TransformerXLAttention(E, H, mem_len=20).double()
+    xl.load_state_dict({k: v for k, v in attention.state_dict().items() if not k.startswith("compressor")})
+    x = torch.randn(2, 12, E, dtype=torch.float64)
+    y, expected = attention(x)[0], xl(x)[0]
+    torch.testing.assert_close(y[:, :7], expected[:, :7])  # position 7 is the first with 4 + 3 before it
+    assert not torch.allclose(y[:, 7], expected[:, 7])
+
+
+def test_a_summary_of_one_that_is_its_input_is_a_longer_memory():
+    """With c = 1 and f the identity, the two memories are one of Transformer-XL's with mem_len + compressed_len."""
+    attention = make(compression_rate=1, compression="mean")
+    xl = TransformerXLAttention(E, H, mem_len=10, same_length=True).double()
+    xl.load_state_dict(attention.state_dict())
+    x = torch.randn(2, 30, E, dtype=torch.float64)
+    torch.testing.assert_close(attention(x)[0], xl(x)[0])
+
+
+@pytest.mark.parametrize("lengths", [None, [11, 6, 1]])
+def test_the_loss_is_the_difference_that_compression_makes(lengths: list[int] | None):
+    attention = make()
+    past, x = torch.randn(3, 9, E, dtype=torch.float64), torch.randn(3, 11, E, dtype=torch.float64)
+    _, state = attention(past, None, torch.tensor([9, 2, 5]))
+    _, state = attention(x, state, None if lengths is None else torch.tensor(lengths))
+    for row, before in enumerate([9, 2, 5]):
+        n = 11 if lengths is None else lengths[row]
+        stream = torch.cat([past[row, :before], x[row, :n]])
+        first, last = (max(0, (t - 4) // 3) * 3 for t in (before, before + n))
+        expected = 0.0
+        if first < last:
+            old = stream[first:last]
+            new = summaries(attention, old)
+            expected = (by_content(attention, x[row, :n], new) - by_content(attention, x[row, :n], old)).square().mean()
+        torch.testing.assert_close(state.loss[row], torch.as_tensor(expected, dtype=torch.float64), check_device=False)
+    if lengths is not None:
+        assert state.loss[2] == 0 < state.loss[0]
+    assert torch.equal(sequence.losses((state, state)), 2 * state.loss)
+
+
+def test_the_loss_of_a_long_call_is_that_of_its_chunks():
+    """The mean over the queries of all chunks that push something out."""
+    attention = make()
+    x = torch.randn(1, 20, E, dtype=torch.float64)
+    state, losses = None, []
+    for segment in x.split(6, 1):  # 6, 6, 6 and 2; the first pushes nothing out
+        _, state = attention(segment, state)
+        losses.append(state.loss)
+    assert losses[0] == 0 < losses[3]
+    expected = (6 * losses[1] + 6 * losses[2] + 2 * losses[3]) / 14
+    torch.testing.assert_close(make(chunk_size=6)(x)[1].loss, expected)
+
+
+def test_the_loss_reaches_the_compressor_alone():
+    attention = make(bias=True)
+    x = torch.randn(2, 15, E, dtype=torch.float64, requires_grad=True)
+    _, state = attention(x[:, :8])
+    _, state = attention(x[:, 8:], state)
+    assert (state.loss > 0).all()
+    state.loss.sum().backward()
+    for name, p in attention.named_parameters():
+        if name.startswith("compressor"):
+            assert (p.grad != 0).any(), name
+        else:
+            assert p.grad is None, name
+    assert x.grad is None
+
+
+def test_the_task_still_trains_what_the_loss_does_not():
+    """Detaching in place would freeze W_k and W_v for the task, too."""
+    attention = make()
+    y, state = attention(torch.randn(2, 15, E, dtype=torch.float64))
+    (y.square().sum() + sequence.losses(state).sum()).backward()
+    assert all(p.grad is not None and (p.grad != 0).any() for p in attention.parameters())
+    assert all(p.requires_grad for p in attention.parameters())
+
+
+def test_the_compressor_learns_from_the_loss_alone():
+    attention = make(mem_len=8, compressed_len=8).float()
+    x = torch.randn(4, 40, E).cumsum(1) / 3  # neighbours are alike
+    optimizer = torch.optim.Adam(attention.compressor.parameters(), lr=0.01)
+    losses = []
+    for _ in range(60):
+        _, state = attention(x)
+        loss = sequence.losses(state).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.3 * losses[0]
+
+
+def test_no_loss_where_none_is_of_use():
+    x = torch.randn(2, 15, E, dtype=torch.float64)
+    attention = make()
+    with torch.no_grad():
+        assert (attention(x)[1].loss == 0).all()
+    for compression in ("mean", "max"):
+        assert (make(compression=compression)(x)[1].loss == 0).all()
+    _, state = attention(x)
+    assert (state.loss > 0).all()
+    _, state = attention(x[:, :1], state)  # the 16th completes a window: 4 + 4 · 3
+    assert (state.loss > 0).all()
+    _, state = attention(x[:, :2], state)
+    assert (state.loss == 0).all()
+
+
+def test_the_loss_goes_through_a_transformer():
+    model = Transformer(E, H, 2, attention=make_float, positions=None, gradient_checkpointing=True)
+    _, state = model(torch.randn(2, 15, E))
+    assert sequence.losses(state).shape == (2,)
+    sequence.losses(state).sum().backward()
+    trained = {name for name, p in model.named_parameters() if p.grad is not None and (p.grad != 0).any()}
+    assert trained == {f"blocks.{i}.attention.compressor.weight" for i in range(2)}
+
+
+def make_float(d_model: int, n_heads: int, causal: bool) -> CompressiveAttention:
+    return CompressiveAttention(d_model, n_heads, causal, mem_len=4, compressed_len=5, compression_rate=3)
+
+
+def test_the_loss_has_at_least_float32():
+    for attention in (make().half(), make().float()):
+        x = torch.randn(2, 15, E, dtype=attention.out_proj.weight.dtype)
+        assert attention(x)[1].loss.dtype == attention.initial_state(2).loss.dtype == torch.float32
+
+
+def test_evaluation_with_another_memory():
+    changed, fresh = make(), make(mem_len=7, clamp_len=5)
+    state = changed.initial_state(2)
+    changed.set_memory(7, 5)
+    x = torch.randn(2, 30, E, dtype=torch.float64)
+    assert torch.equal(changed(x)[0], fresh(x)[0])
+    with pytest.raises(ValueError, match=r"mem_len=7.*start afresh"):
+        changed(x, state)
+    with pytest.raises(ValueError, match="same_length=True"):
+        changed.set_memory(7, None, True)
+
+
+def test_the_state_does_not_grow():
+    attention = make().float()
+    sizes = {sequence.nbytes(attention(torch.zeros(2, n, E))[1]) for n in (1, 10, 300)}
+    assert sizes == {2 * (6 * E + 5 * E) * 4 + 2 * 8 + 2 * 4}
+    assert attention.growth is None
+
+
+def test_dropout_in_training_alone():
+    x = torch.randn(2, 20, E, dtype=torch.float64)
+    for option in ("dropout", "position_dropout"):
+        attention = make(**{option: 0.5})
+        assert not torch.equal(attention(x)[0], attention(x)[0])
+        assert torch.equal(attention.eval()(x)[0], make()(x)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"causal": False}, ["causal=False"]),
+        ({"compressed_len": 0}, ["compressed_len=0", "TransformerXLAttention"]),
+        ({"compression_rate": 0}, ["compression_rate=0"]),
+        ({"compression": "median"}, ["compression='median'", "conv"]),
+        ({"mem_len": -1}, ["mem_len=-1"]),
+        ({"dropout": 1.0}, ["dropout=1.0"]),
+    ],
+)
+def test_bad_options_are_named(options: dict, words: list[str]):
+    with pytest.raises(ValueError, match=".*".join(map(re.escape, words))):
+        CompressiveAttention(**{"d_model": E, "n_heads": H, **options})

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_effattn.sequence import accumulator
+from lit_effattn.sequence import accumulator, reads_values
 
 NOWHERE = -(2**30)
 """The place of what is not there: no difference to a place is 0 or `n_buckets`."""
@@ -100,6 +100,8 @@ def ranked_chunks(buckets: Tensor, n_buckets: int, chunk_size: int, before: Tens
     first = (n_chunks.cumsum(-1) - n_chunks) * chunk_size
     most = lead * n_buckets + (n + (1 + lead) * n_buckets * (chunk_size - 1)) // chunk_size
     most = most if lead else min(most, n)
+    if reads_values(n_chunks):
+        most = max(int(n_chunks.sum(-1).max()), 1)  # fewer than there might be
 
     slots = _of_bucket(first + lead * chunk_size + begun, buckets) + ranks
     ranks = ranks + _of_bucket(before, buckets)

@@ -1,0 +1,158 @@
+import itertools
+
+import pytest
+import torch
+
+from lit_effattn.ops.lsh import (
+    NOWHERE,
+    attend_in_chunks,
+    earlier_slots,
+    hash_buckets,
+    ranked_chunks,
+    recent_of,
+    rows,
+    sorted_chunks,
+)
+from tests.ops.allocated import largest_in_training
+
+B, H, R = 2, 2, 3
+HEADS_AND_ROUNDS = list(itertools.product(range(B), range(H), range(R)))
+
+
+def random_buckets(n: int, n_buckets: int, lengths: list[int]) -> torch.Tensor:
+    buckets = torch.randint(n_buckets, (B, H, R, n))
+    for row, length in enumerate(lengths):
+        buckets[row, ..., length:] = n_buckets  # padding
+    return buckets
+
+
+# ------------------------------------------------------------------------------------------------------------ hashing
+
+
+def test_a_bucket_is_the_nearest_of_the_rotated_axes():
+    x, rotations = torch.randn(B, H, 5, 4, dtype=torch.float64), torch.randn(R, H, 4, 3, dtype=torch.float64)
+    buckets = hash_buckets(x, rotations)
+    assert buckets.shape == (B, H, R, 5)
+    for b, h, r in HEADS_AND_ROUNDS:
+        for i in range(5):
+            along = [float(x[b, h, i] @ rotations[r, h, :, a]) for a in range(3)]
+            both = along + [-a for a in along]
+            assert buckets[b, h, r, i] == both.index(max(both))
+
+
+def test_only_the_direction_counts_and_the_opposite_one_falls_into_the_other_of_a_pair():
+    x, rotations = torch.randn(1, H, 50, 4), torch.randn(R, H, 4, 3)
+    buckets = hash_buckets(x, rotations)
+    assert torch.equal(hash_buckets(12 * x, rotations), buckets)
+    assert torch.equal(hash_buckets(-x, rotations), (buckets + 3) % 6)
+
+
+def test_without_columns_all_fall_together():
+    assert torch.equal(hash_buckets(torch.randn(1, H, 5, 4), torch.empty(R, H, 4, 0)), torch.zeros(1, H, R, 5).long())
+
+
+def test_near_vectors_fall_together_more_often():
+    x = torch.nn.functional.normalize(torch.randn(1, 1, 2000, 16), dim=-1)
+    together = []
+    for noise in (0.1, 1.0, 100.0):
+        other = x + noise * torch.randn_like(x) / 4
+        rotations = torch.randn(1, 1, 16, 4)
+        together.append((hash_buckets(x, rotations) == hash_buckets(other, rotations)).float().mean().item())
+    assert together[0] > 0.85
+    assert together[0] > together[1] + 0.2 > together[2] + 0.4
+    assert together[2] == pytest.approx(1 / 8, abs=0.05)
+
+
+# ------------------------------------------------------------------------------------------------------------- chunks
+
+
+@pytest.mark.parametrize("lengths", [[13, 13], [13, 5], [0, 1]])
+@pytest.mark.parametrize("c", [1, 3, 20])
+def test_sorted_chunks_one_position_after_the_other(lengths: list[int], c: int):
+    buckets = random_buckets(13, 4, lengths)
+    chunks = sorted_chunks(buckets, 4, c)
+    for b, h, r in HEADS_AND_ROUNDS:
+        row = buckets[b, h, r].tolist()
+        order = sorted(range(13), key=lambda i: (row[i], i))
+        for i in range(13):
+            there = i < lengths[b]
+            slot = order.index(i)
+            assert chunks.slots[b, h, r, i] == (slot if there else chunks.n_chunks * c)
+            assert chunks.places[b, h, i, r] == (slot // c * 4 + row[i] if there else NOWHERE)
+
+
+@pytest.mark.parametrize("lengths", [[13, 13], [13, 5], [0, 1]])
+@pytest.mark.parametrize("c", [1, 3, 20])
+@pytest.mark.parametrize("begun", [False, True])
+def test_ranked_chunks_one_position_after_the_other(lengths: list[int], c: int, begun: bool):
+    buckets = random_buckets(13, 4, lengths)
+    before = torch.randint(8, (B, H, R, 4)) if begun else None
+    chunks, ranks, first, counts = ranked_chunks(buckets, 4, c, before)
+    for b, h, r in HEADS_AND_ROUNDS:
+        row = buckets[b, h, r].tolist()
+        count = [0] * 4 if before is None else before[b, h, r].tolist()
+        taken = set()
+        for i in range(13):
+            slot = int(chunks.slots[b, h, r, i])
+            if i >= lengths[b]:
+                assert chunks.places[b, h, i, r] == NOWHERE
+                assert slot == chunks.n_chunks * c
+                continue
+            bucket = row[i]
+            assert ranks[b, h, r, i] == count[bucket]
+            assert chunks.places[b, h, i, r] == count[bucket] // c * 4 + bucket
+            assert slot % c == count[bucket] % c
+            start = 0 if before is None else int(before[b, h, r, bucket]) // c - 1
+            assert slot // c == first[b, h, r, bucket] // c + count[bucket] // c - start
+            assert slot // c < chunks.n_chunks
+            taken.add(slot)
+            count[bucket] += 1
+        assert len(taken) == lengths[b], "two positions in one slot"
+        assert counts[b, h, r].tolist() == count
+
+
+def test_a_later_position_moves_no_border():
+    buckets = random_buckets(30, 4, [30, 30])
+    places = ranked_chunks(buckets, 4, 3)[0].places
+    for t in (0, 7, 29):
+        changed = buckets.clone()
+        changed[..., t] = (changed[..., t] + 1) % 4
+        assert torch.equal(ranked_chunks(changed, 4, 3)[0].places[:, :, :t], places[:, :, :t])
+
+
+@pytest.mark.parametrize("c", [1, 3])
+def test_the_newest_of_a_bucket(c: int):
+    for count in range(5 * c):
+        ring = [-7] * (2 * c)
+        for rank in range(count):
+            ring[rank % (2 * c)] = 100 + rank
+        recent = recent_of(torch.tensor(ring), torch.tensor(count))
+        seen = {int(p): int(r) for p, r, s in zip(*recent, strict=True) if s}
+        assert seen == {100 + r: r for r in range(count) if r // c >= count // c - 1}
+        slots = earlier_slots(recent, torch.tensor(count), torch.tensor(4 * c))
+        assert sorted(slots[slots >= 0].tolist()) == [
+            4 * c + r - (count // c - 1) * c for r in range(count) if r // c >= count // c - 1
+        ]
+
+
+# ---------------------------------------------------------------------------------------------------------- attention
+
+
+def test_rows():
+    t, index = torch.randn(B, H, 7, 5), torch.randint(7, (B, H, 2, 3))
+    for b, h, i, j in itertools.product(range(B), range(H), range(2), range(3)):
+        assert torch.equal(rows(t, index)[b, h, i, j], t[b, h, index[b, h, i, j]])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_nothing_of_size_n_squared_is_made(causal: bool):
+    n, c, n_buckets, d = 2048, 16, 128, 8
+    x, v = (torch.randn(1, 1, n, d) for _ in range(2))
+    buckets = hash_buckets(x, torch.randn(1, 1, d, n_buckets // 2))
+    chunks = ranked_chunks(buckets, n_buckets, c)[0] if causal else sorted_chunks(buckets, n_buckets, c)
+
+    def attend(x, v):
+        return attend_in_chunks(x, v, chunks.places, chunks, n_buckets, c, causal=causal)
+
+    assert chunks.n_chunks <= n // c + n_buckets
+    assert largest_in_training(attend, x, v) <= 2 * n * 2 * c < n * n // 10

@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 # Imported for their classes, which YAML and flags may then name without their modules.
 import callbacks
 import datamodules
+import lit_effattn.adaptive
 import lit_effattn.attention
 import lit_effattn.heads
 import lit_effattn.positions

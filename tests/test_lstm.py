@@ -103,6 +103,7 @@ def test_it_equals_torch_with_packed_sequences(causal: bool, dtype: torch.dtype)
     if causal:
         torch.testing.assert_close(state.h, h.transpose(0, 1))
         torch.testing.assert_close(state.c, c.transpose(0, 1))
+        assert state.length.tolist() == [2, 9, 5, 1]
         loss, other = loss + (state.h * state.c).sum(), other + (h * c).sum()
     (found,), (wanted,) = (
         torch.autograd.grad(loss, x, retain_graph=True),

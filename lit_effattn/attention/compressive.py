@@ -8,9 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_effattn.attention.transformer_xl import TransformerXLAttention, newest
+from lit_effattn.attention.transformer_xl import TransformerXLAttention, latest, newest, take
 from lit_effattn.ops.relative import attention_by_distance
-from lit_effattn.sequence import State, accumulator, valid_positions, without_padding
+from lit_effattn.sequence import (
+    SequenceModule,
+    State,
+    accumulator,
+    may_overwrite,
+    reads_values,
+    valid_positions,
+    without_padding,
+)
 
 Compression = Literal["conv", "mean", "max"]
 
@@ -20,6 +28,19 @@ class CompressiveMemory(NamedTuple):
 
     inputs: Tensor  # (B, mem_len + c − 1, E)
     compressed: Tensor  # (B, compressed_len, E)
+    length: Tensor  # (B,), positions seen in all
+    loss: Tensor  # (B,), the reconstruction loss of the last call
+
+
+class ProjectedCompressiveMemory(NamedTuple):
+    """The same as keys and values, in slots that are written where they are.
+
+    Of the first M slots, t mod M holds position t; behind them, R summaries likewise.
+    """
+
+    keys: Tensor  # (B, H, M + R, D)
+    values: Tensor  # (B, H, M + R, D)
+    inputs: Tensor  # (B, M, E), which are yet to be compressed
     length: Tensor  # (B,), positions seen in all
     loss: Tensor  # (B,), the reconstruction loss of the last call
 
@@ -37,7 +58,8 @@ class CompressiveAttention(TransformerXLAttention):
     summary, and the `compressed_len` newest summaries are seen. So x_{b(t)}, …, x_t are seen uncompressed, with
     b(t) = c ⌊(t − mem_len) / c⌋, at least 0. Nothing depends on where a call begins: splitting a stream changes
     nothing. As in the paper, a summary takes one place in the row of keys, so i − j counts one for each summary
-    between. The reach of one layer is mem_len + c · compressed_len; time O(N (mem_len + compressed_len)).
+    between. The reach of one layer is mem_len + c · compressed_len; time O(N (mem_len + compressed_len)). As in
+    `TransformerXLAttention`, a state made with `max_len` holds keys and values.
 
     f learns from the reconstruction loss (section 3.2, algorithm 2), in the state's field `loss`: the mean squared
     difference between attention, by content alone, to the inputs that a call compresses and to their summaries, for
@@ -119,60 +141,150 @@ class CompressiveAttention(TransformerXLAttention):
         max_len: int | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
-    ) -> CompressiveMemory:
-        """Return empty memories: see `SequenceModule.initial_state`."""
+    ) -> CompressiveMemory | ProjectedCompressiveMemory:
+        """Return empty memories, of keys and values if `max_len` is given: see `SequenceModule.initial_state`."""
         device, dtype = self.default(device, dtype)
-        return CompressiveMemory(
-            torch.zeros(batch_size, self._slots, self.d_model, device=device, dtype=dtype),
-            torch.zeros(batch_size, self.compressed_len, self.d_model, device=device, dtype=dtype),
-            torch.zeros(batch_size, dtype=torch.long, device=device),
-            torch.zeros(batch_size, device=device, dtype=accumulator(dtype)),
-        )
+
+        def empty(*shape: int) -> Tensor:
+            return torch.zeros(batch_size, *shape, device=device, dtype=dtype)
+
+        length = torch.zeros(batch_size, dtype=torch.long, device=device)
+        loss = torch.zeros(batch_size, device=device, dtype=accumulator(dtype))
+        if max_len is None:
+            return CompressiveMemory(
+                empty(self._reach, self.d_model), empty(self.compressed_len, self.d_model), length, loss
+            )
+        slots = min(self._reach + 1, max_len)
+        shape = (self.n_heads, slots + self.compressed_len, self.head_dim)
+        return ProjectedCompressiveMemory(empty(*shape), empty(*shape), empty(slots, self.d_model), length, loss)
 
     @property
-    def _slots(self) -> int:
+    def _reach(self) -> int:
         """Earlier inputs that a position may see uncompressed: S."""
         return self.mem_len + self.compression_rate - 1
 
     def check(self, x: Tensor, state: State | None, lengths: Tensor | None) -> None:
-        """See `SequenceModule.check`; the state has to be one of this `mem_len`."""
-        super().check(x, state, lengths)
-        if state is not None and state.inputs.size(1) != self._slots:
-            raise ValueError(
-                f"the state has {state.inputs.size(1)} inputs, but mem_len={self.mem_len} with "
-                f"compression_rate={self.compression_rate} wants {self._slots}: it was made before set_memory; "
-                "start afresh"
-            )
+        """See `SequenceModule.check`; the state has to be one of this memory."""
+        SequenceModule.check(self, x, state, lengths)
+        if isinstance(state, CompressiveMemory):
+            self._check_slots(state.inputs.size(1), self._reach)
+        elif state is not None:
+            self._check_room(state.inputs.size(1), state.length, x.size(1))
 
     def forward(
         self, x: Tensor, state: State | None = None, lengths: Tensor | None = None
-    ) -> tuple[Tensor, CompressiveMemory]:
+    ) -> tuple[Tensor, CompressiveMemory | ProjectedCompressiveMemory]:
         """See `SequenceModule.forward`."""
         self.check(x, state, lengths)
         x = without_padding(x, lengths)
-        before = self.initial_state(len(x), device=x.device, dtype=x.dtype) if state is None else state
-        seen = torch.full_like(before.length, x.size(1)) if lengths is None else lengths
-        inputs = torch.cat([before.inputs.to(x.dtype), x], 1)  # (B, S + N, E)
-        windows = self._windows(inputs, before.length, x.size(1))  # (B, K, c, E)
-        compressed = torch.cat([before.compressed.to(x.dtype), self._compress(windows).to(x.dtype)], 1)
-
-        remembered = torch.cat([compressed, inputs], 1)
-        q, k, v = (
-            self._heads(self.q_proj(x)),
-            self._heads(self.k_proj(remembered)),
-            self._heads(self.v_proj(remembered)),
-        )
-        y = self.out_proj(self._see(q, k, v, before.length).transpose(1, 2).flatten(2))  # (B, H, N, D) -> (B, N, E)
-
-        length = before.length + seen
-        fresh = self._summaries(length) - self._summaries(before.length)
-        after = CompressiveMemory(
-            newest(inputs, self._slots + seen, self._slots).to(before.inputs.dtype),
-            newest(compressed, self.compressed_len + fresh, self.compressed_len).to(before.compressed.dtype),
-            length,
-            self._reconstruction_loss(q, windows, before.length, seen).to(before.loss.dtype),
-        )
+        if state is None:
+            state = self.initial_state(len(x), device=x.device, dtype=x.dtype)
+        seen = torch.full_like(state.length, x.size(1)) if lengths is None else lengths
+        q = self._heads(self.q_proj(x))
+        after: CompressiveMemory | ProjectedCompressiveMemory
+        if isinstance(state, CompressiveMemory):
+            y, after = self._segment(q, x, state, seen)
+        else:
+            y, after = (self._one if x.size(1) == 1 else self._several)(q, x, state, seen)
+        y = self.out_proj(y.transpose(1, 2).flatten(2))  # (B, H, N, D) -> (B, N, E)
         return without_padding(y, lengths), after
+
+    def _segment(
+        self, q: Tensor, x: Tensor, state: CompressiveMemory, seen: Tensor
+    ) -> tuple[Tensor, CompressiveMemory]:
+        """Attend to memories of inputs."""
+        inputs = torch.cat([state.inputs.to(x.dtype), x], 1)  # (B, S + N, E)
+        windows = self._windows(inputs, state.length, x.size(1))  # (B, K, c, E)
+        compressed = torch.cat([state.compressed.to(x.dtype), self._compress(windows).to(x.dtype)], 1)
+        y = self._see(q, *self._keys_values(torch.cat([compressed, inputs], 1)), state.length)
+        length = state.length + seen
+        fresh = self._summaries(length) - self._summaries(state.length)
+        return y, CompressiveMemory(
+            newest(inputs, self._reach + seen, self._reach).to(state.inputs.dtype),
+            newest(compressed, self.compressed_len + fresh, self.compressed_len).to(state.compressed.dtype),
+            length,
+            self._reconstruction_loss(q, windows, state.length, seen).to(state.loss.dtype),
+        )
+
+    def _several(
+        self, q: Tensor, x: Tensor, state: ProjectedCompressiveMemory, seen: Tensor
+    ) -> tuple[Tensor, ProjectedCompressiveMemory]:
+        """Attend several positions to memories of keys and values."""
+        slots, length, far = state.inputs.size(1), state.length, self.compressed_len
+        made = self._summaries(length)
+        # In the order of `_see`: summaries, new ones, inputs, new ones.
+        earlier = (torch.arange(-self._reach, 0, device=x.device) + length[:, None]) % slots  # (B, S)
+        before = (torch.arange(-far, 0, device=x.device) + made[:, None]) % far + slots  # (B, R)
+        inputs = torch.cat([_take_inputs(state.inputs, earlier).to(x.dtype), x], 1)
+        windows = self._windows(inputs, length, x.size(1))
+        fresh = self._keys_values(torch.cat([self._compress(windows).to(x.dtype), x], 1))
+        n_new = windows.size(1)
+        keys, values = (
+            torch.cat(
+                [take(t, before).to(new.dtype), new[:, :, :n_new], take(t, earlier).to(new.dtype), new[:, :, n_new:]], 2
+            )
+            for t, new in zip((state.keys, state.values), fresh, strict=True)
+        )
+        y = self._see(q, keys, values, length)
+
+        after = length + seen
+        held = latest(after, slots) - length[:, None] + self._reach  # (B, M)
+        held_far = latest(self._summaries(after), far) - made[:, None] + far  # (B, R)
+        index = torch.cat([held.clamp(min=0) + far + n_new, held_far], 1)
+        return y, ProjectedCompressiveMemory(
+            take(keys, index).to(state.keys.dtype),
+            take(values, index).to(state.values.dtype),
+            _take_inputs(inputs, held).to(state.inputs.dtype),
+            after,
+            self._reconstruction_loss(q, windows, length, seen).to(state.loss.dtype),
+        )
+
+    def _one(
+        self, q: Tensor, x: Tensor, state: ProjectedCompressiveMemory, seen: Tensor
+    ) -> tuple[Tensor, ProjectedCompressiveMemory]:
+        """Attend one position where the keys lie, then compress what it pushed out."""
+        slots, length, c = state.inputs.size(1), state.length[:, None], self.compression_rate
+        # A padded position is written too: into a slot that the next one will overwrite before it looks.
+        k, v = self._keys_values(x)
+        keys, values = _written(state.keys, length % slots, k, 2), _written(state.values, length % slots, v, 2)
+        inputs = _written(state.inputs, length % slots, x, 1)
+
+        made = self._summaries(length)  # (B, 1)
+        waiting = length - c * made  # (B, 1), t − b(t)
+        # Where no row has more positions than slots, no row has a summary.
+        used = min(slots + self.compressed_len, int(state.length.max()) + 1) if reads_values(length) else keys.size(2)
+        slot = torch.arange(used, device=x.device)
+        back = (made - 1 - (slot - slots)) % self.compressed_len + 1  # (B, used), 1 for the nearest summary
+        near = (length - slot) % slots  # (B, used)
+        distance = torch.where(slot < slots, near, waiting + back)
+        sees = torch.where(slot < slots, near <= waiting, back <= made)
+        count = self.mem_len + c + self.compressed_len
+        y = attention_by_distance(
+            q + self.u.to(q.dtype)[:, None],
+            keys[:, :, :used].to(q.dtype),
+            values[:, :, :used].to(q.dtype),
+            self._scores_by_distance(q, self._positions_for(q, count)),
+            (count - 1 - distance)[:, None],
+            sees[:, None],
+            dropout=self._dropout_now,
+        )
+
+        window = (c * made + torch.arange(c, device=x.device)) % slots  # (B, c)
+        windows = _take_inputs(inputs, window)[:, None].to(x.dtype)  # (B, 1, c, E)
+        full = self._summaries(length + seen[:, None]) > made  # (B, 1)
+        if not reads_values(length) or full.any():
+            new = self._keys_values(self._compress(windows).to(x.dtype))
+            slot = slots + made % self.compressed_len
+            keys, values = (
+                _written(t, slot, torch.where(full[..., None, None], summary.to(t.dtype), take(t, slot)), 2)
+                for t, summary in zip((keys, values), new, strict=True)
+            )
+        loss = self._reconstruction_loss(q, windows, state.length, seen).to(state.loss.dtype)
+        return y, ProjectedCompressiveMemory(keys, values, inputs, state.length + seen, loss)
+
+    def _keys_values(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, M, E) -> two of (B, H, M, D)."""
+        return self._heads(self.k_proj(inputs)), self._heads(self.v_proj(inputs))
 
     def _summaries(self, position: Tensor) -> Tensor:
         """Return b(t) / c: how many summaries there are before each position t."""
@@ -181,7 +293,7 @@ class CompressiveAttention(TransformerXLAttention):
     def _windows(self, inputs: Tensor, length: Tensor, n: int) -> Tensor:
         """Return what is next compressed, and as many times c as this call can fill: (B, K, c, E)."""
         c = self.compression_rate
-        oldest = self._slots - (length - c * self._summaries(length))  # (B,), where x_{b(length)} lies
+        oldest = self._reach - (length - c * self._summaries(length))  # (B,), where x_{b(length)} lies
         index = oldest[:, None] + torch.arange((n + c - 1) // c * c, device=inputs.device)  # (B, K c)
         # Beyond the end nothing is compressed yet, and what stands there is not seen.
         index = index.clamp(max=inputs.size(1) - 1)
@@ -199,7 +311,7 @@ class CompressiveAttention(TransformerXLAttention):
         `k` and `v` (B, H, compressed_len + K + S + N, D) are of the state's summaries, of this call's, of the state's
         inputs, and of this call's.
         """
-        c, reach, n, device = self.compression_rate, self._slots, q.size(2), q.device
+        c, reach, n, device = self.compression_rate, self._reach, q.size(2), q.device
         summaries = k.size(2) - reach - n  # compressed_len + K
         count = self.mem_len + c + self.compressed_len  # the largest distance, and 0
         r, u = self._positions_for(q, count), self.u.to(q.dtype)[:, None]
@@ -274,3 +386,14 @@ class CompressiveAttention(TransformerXLAttention):
         )
         chosen = chosen | ~chosen.any(1, keepdim=True)  # a row without any sees all, lest its softmax be 0 / 0
         return F.scaled_dot_product_attention(q, k, v, chosen[:, None, None])
+
+
+def _take_inputs(t: Tensor, index: Tensor) -> Tensor:
+    """Take the entries `index` (B, K) of `t` (B, M, E), the first where that is negative."""
+    return t.gather(1, index.clamp(min=0)[..., None].expand(-1, -1, t.size(2)))
+
+
+def _written(t: Tensor, slot: Tensor, new: Tensor, dim: int) -> Tensor:
+    """Write `new`, of one position, to each row's `slot` (B, 1) of `t` along `dim`; in place where that is allowed."""
+    index = slot.view(-1, *[1] * (t.dim() - 1)).expand_as(new)
+    return t.scatter_(dim, index, new.to(t.dtype)) if may_overwrite() else t.scatter(dim, index, new.to(t.dtype))

@@ -132,26 +132,27 @@ class TransformerXLAttention(Attention):
         return ProjectedMemory(keys, values, length)
 
     def check(self, x: Tensor, state: State | None, lengths: Tensor | None) -> None:
-        """See `SequenceModule.check`; the state has to be one of this `mem_len`."""
+        """See `SequenceModule.check`; the state has to be one of this memory."""
         super().check(x, state, lengths)
-        if isinstance(state, InputMemory) and state.inputs.size(1) != self._reach:
-            raise ValueError(
-                f"the state remembers {state.inputs.size(1)} positions, but mem_len={self.mem_len} with "
-                f"same_length={self.same_length} wants {self._reach}: it was made before set_memory; start afresh"
-            )
-        if isinstance(state, ProjectedMemory):
-            self._check_room(state, x.size(1))
+        if isinstance(state, InputMemory):
+            self._check_slots(state.inputs.size(1), self._reach)
+        elif state is not None:
+            self._check_room(state.keys.size(2), state.length, x.size(1))
 
-    def _check_room(self, state: ProjectedMemory, n: int) -> None:
-        slots = state.keys.size(2)
-        if slots > self._reach + 1:
+    def _check_slots(self, slots: int, wanted: int) -> None:
+        if slots != wanted:
             raise ValueError(
-                f"the state has {slots} slots, but mem_len={self.mem_len} with same_length={self.same_length} wants "
-                f"{self._reach + 1} at most: it was made before set_memory; start afresh"
+                f"the state has room for {slots} positions, but with mem_len={self.mem_len} "
+                f"{type(self).__name__} remembers {wanted}: it was made before set_memory; start afresh"
             )
-        if slots <= self._reach and reads_values(state.length) and int(state.length.max()) + n > slots:
+
+    def _check_room(self, slots: int, length: Tensor, n: int) -> None:
+        """Check a state that may have fewer slots than the memory, since all that is ever fed fits in them."""
+        if slots > self._reach + 1:
+            self._check_slots(slots, self._reach + 1)
+        if slots <= self._reach and reads_values(length) and int(length.max()) + n > slots:
             raise ValueError(
-                f"the memory is full: it was made with max_len={slots}, holds {int(state.length.max())} positions and "
+                f"the memory is full: it was made with max_len={slots}, holds {int(length.max())} positions and "
                 f"is given {n} more; raise max_len"
             )
 
@@ -166,9 +167,9 @@ class TransformerXLAttention(Attention):
         if state is None:
             before = InputMemory(x[:, :0], torch.zeros(len(x), dtype=torch.long, device=x.device))
         else:
-            before = InputMemory(_used(state.inputs, state.length, 1), state.length)
-        m, n = before.inputs.size(1), x.size(1)
-        inputs = torch.cat([before.inputs.to(x.dtype), x], 1)  # (B, M + N, E)
+            before = state
+        m, n = in_use(before.length, before.inputs.size(1)), x.size(1)
+        inputs = torch.cat([before.inputs[:, before.inputs.size(1) - m :].to(x.dtype), x], 1)  # (B, M + N, E)
         q, k, v = self._heads(self.q_proj(x)), self._heads(self.k_proj(inputs)), self._heads(self.v_proj(inputs))
         y = self.out_proj(self._mix(q, k, v, before.length).transpose(1, 2).flatten(2))  # (B, H, N, D) -> (B, N, E)
 
@@ -220,16 +221,13 @@ class TransformerXLAttention(Attention):
     ) -> tuple[Tensor, ProjectedMemory]:
         """Several positions after a memory of keys and values."""
         slots, length = state.keys.size(2), state.length
-        earlier = torch.arange(-_in_use(length, slots - 1), 0, device=q.device) + length[:, None]  # (B, M), positions
-        k = torch.cat([_gather(state.keys, earlier % slots).to(k.dtype), k], 2)  # (B, H, M + N, D)
-        v = torch.cat([_gather(state.values, earlier % slots).to(v.dtype), v], 2)
+        m = in_use(length, slots - 1)
+        earlier = (torch.arange(-m, 0, device=q.device) + length[:, None]) % slots  # (B, M)
+        k = torch.cat([take(state.keys, earlier).to(k.dtype), k], 2)  # (B, H, M + N, D)
+        v = torch.cat([take(state.values, earlier).to(v.dtype), v], 2)
         y = self._mix(q, k, v, length)
-
-        # Each slot takes the newest position that belongs there; where there is none, it matters not what it takes.
-        newest = length[:, None] + seen[:, None] - 1  # (B, 1)
-        held = newest - (newest - torch.arange(slots, device=q.device)) % slots  # (B, slots), positions
-        index = (held - length[:, None] + earlier.size(1)).clamp(min=0)
-        keys, values = (_gather(t, index).to(state.keys.dtype) for t in (k, v))
+        index = latest(length + seen, slots) - length[:, None] + m
+        keys, values = (take(t, index).to(state.keys.dtype) for t in (k, v))
         return y, ProjectedMemory(keys, values, length + seen)
 
     def _step(
@@ -245,7 +243,7 @@ class TransformerXLAttention(Attention):
         else:
             keys, values = state.keys.scatter(2, index, k), state.values.scatter(2, index, v)
 
-        used = _in_use(state.length + 1, slots)
+        used = in_use(state.length + 1, slots)
         slot = torch.arange(used, device=q.device)
         distance = (length - slot) % slots  # (B, M)
         y = attention_by_distance(
@@ -296,17 +294,20 @@ def newest(t: Tensor, end: Tensor, count: int) -> Tensor:
     return taken.masked_fill((index < 0)[..., None], 0)
 
 
-def _gather(t: Tensor, index: Tensor) -> Tensor:
-    """Take the entries `index` (B, K) of `t` (B, H, M, D)."""
-    return t.gather(2, index[:, None, :, None].expand(-1, t.size(1), -1, t.size(3)))
+def take(t: Tensor, index: Tensor) -> Tensor:
+    """Take the entries `index` (B, K) of `t` (B, H, M, D), the first where that is negative."""
+    return t.gather(2, index.clamp(min=0)[:, None, :, None].expand(-1, t.size(1), -1, t.size(3)))
 
 
-def _in_use(length: Tensor, slots: int) -> int:
+def latest(end: Tensor, slots: int) -> Tensor:
+    """Return the newest position before `end` (B,) that each slot holds, t in slot t mod slots: (B, slots).
+
+    It is negative where there is none yet; what stands there is not seen, whatever it is.
+    """
+    newest = end[:, None] - 1
+    return newest - (newest - torch.arange(slots, device=end.device)) % slots
+
+
+def in_use(length: Tensor, slots: int) -> int:
     """Return how many of `slots` any row has filled, where it costs nothing to look."""
     return min(slots, int(length.max())) if reads_values(length) else slots
-
-
-def _used(t: Tensor, length: Tensor, dim: int) -> Tensor:
-    """Return the end of `t` that any row has filled."""
-    used = _in_use(length, t.size(dim))
-    return t.narrow(dim, t.size(dim) - used, used)

@@ -184,12 +184,13 @@ def test_the_loss_has_at_least_float32():
 
 def test_evaluation_with_another_memory():
     changed, fresh = make(), make(mem_len=7, clamp_len=5)
-    state = changed.initial_state(2)
+    states = [make(mem_len=8).initial_state(2, max_len=max_len) for max_len in (None, 50)]
     changed.set_memory(7, 5)
     x = torch.randn(2, 30, E, dtype=torch.float64)
     assert torch.equal(changed(x)[0], fresh(x)[0])
-    with pytest.raises(ValueError, match=r"mem_len=7.*start afresh"):
-        changed(x, state)
+    for state in states:
+        with pytest.raises(ValueError, match=r"mem_len=7.*start afresh"):
+            changed(x, state)
     with pytest.raises(ValueError, match="same_length=True"):
         changed.set_memory(7, None, True)
 
@@ -199,6 +200,41 @@ def test_the_state_does_not_grow():
     sizes = {sequence.nbytes(attention(torch.zeros(2, n, E))[1]) for n in (1, 10, 300)}
     assert sizes == {2 * (6 * E + 5 * E) * 4 + 2 * 8 + 2 * 4}
     assert attention.growth is None
+
+
+def test_a_step_writes_where_the_keys_lie():
+    attention = make()
+    x = torch.randn(2, 16, E, dtype=torch.float64)
+    with torch.no_grad(), sequence.donated():
+        _, state = attention(x[:, :14], attention.initial_state(2, max_len=50))
+        assert state.keys.shape == state.values.shape == (2, H, 7 + 5, D)
+        for i, written in ((14, 1), (15, 2)):  # the 16th position completes a window, too
+            before = state.keys.clone()
+            _, after = attention(x[:, i : i + 1], state)
+            assert after.keys.data_ptr() == state.keys.data_ptr()
+            assert after.inputs.data_ptr() == state.inputs.data_ptr()
+            assert (before != after.keys).any(-1).any(1).sum(-1).tolist() == [written, written]
+            state = after
+    assert attention.initial_state(2, max_len=3).inputs.shape == (2, 3, E)
+
+
+def test_generating_has_the_loss_of_feeding_one_at_a_time():
+    attention = make()
+    state, generated = attention.initial_state(1), attention.initial_state(1, max_len=20)
+    losses = []
+    for x in torch.randn(20, 1, 1, E, dtype=torch.float64):
+        _, state = attention(x, state)
+        _, generated = attention(x, generated)
+        torch.testing.assert_close(generated.loss, state.loss)
+        losses.append(state.loss.item())
+    assert sum(loss > 0 for loss in losses) == 5
+
+
+def test_a_full_memory_says_so():
+    attention = make()
+    _, state = attention(torch.zeros(1, 3, E, dtype=torch.float64), attention.initial_state(1, max_len=4))
+    with pytest.raises(ValueError, match=r"max_len=4.*3 positions.*2 more"):
+        attention(torch.zeros(1, 2, E, dtype=torch.float64), state)
 
 
 def test_dropout_in_training_alone():

@@ -164,7 +164,7 @@ ATTENTIONS = [
     *XL(3, mem_len=700, clamp_len=4, bias=True, causal=[True]),
     *XL(5, mem_len=5, same_length=True, clamp_len=3, chunk_size=3, causal=[True]),
     *XL(2, mem_len=1, same_length=True, causal=[True]),
-    *COMPRESSIVE(3, mem_len=3, compressed_len=2, compression_rate=2, chunk_size=7),
+    *COMPRESSIVE(3, mem_len=3, compressed_len=2, compression_rate=2, chunk_size=8),
     *COMPRESSIVE(4, mem_len=0, compressed_len=3, compression_rate=3, chunk_size=2, bias=True),
     *COMPRESSIVE(4, mem_len=2, compressed_len=1, compression_rate=4, compression="mean", clamp_len=4),
     *COMPRESSIVE(3, mem_len=1, compressed_len=3, compression_rate=1, compression="max"),

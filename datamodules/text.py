@@ -69,7 +69,7 @@ class TextStream(LightningDataModule):
         num_workers: Processes that read ahead; 0: none.
         root: enwik8, text8, wikitext103: folder of the files; default: data, data, data/wikitext-103.
             files: the folder or file; required.
-        glob: files: which ones of a folder; default: ``**/*.txt``.
+        glob: files: which ones of a folder; default: ``**/*.txt``. Empty and hidden ones are left out.
         path: huggingface: name or folder of the data set; required.
         subset: huggingface: which of its configurations, if it has several.
         column: huggingface: where the text is; default: text.
@@ -281,6 +281,8 @@ def _check_options(source: str, **options: Any) -> None:
             )
     if source == "files" and options["root"] is None:
         raise ValueError("root=None: source='files' needs the folder or file of the text, such as root=data/books")
+    if Path(options["glob"] or "").is_absolute():
+        raise ValueError(f"glob={options['glob']!r} must be relative to root={options['root']!r}, such as **/*.md")
     if source == "huggingface" and options["path"] is None:
         raise ValueError("path=None: source='huggingface' needs the data set's name, such as path=Salesforce/wikitext")
 

@@ -144,7 +144,7 @@ def files(root: Path, glob: str, *, whole_characters: bool) -> TextSource:
     """One file, divided 90/5/5; or a folder, each of its files a document.
 
     A folder's subfolders train, val and test are the splits, otherwise its files are divided by their names, 90/5/5 %,
-    with at least one file to validate and one to test.
+    with at least one file to validate and one to test. Empty and hidden files are left out.
 
     Raises:
         FileNotFoundError: If nothing is there.
@@ -248,7 +248,7 @@ class _Rows:
     def __init__(self, path: str, name: str, splits: dict[str, Any], column: str) -> None:
         held_out = {split: i for i, split in enumerate(("test", "val")) if splits[split] is None}
         self.title = f"{path} {name}"
-        self.rows = splits["train"] if splits[name] is None else splits[name]
+        self.rows = (splits["train"] if splits[name] is None else splits[name]).select_columns([column])
         self.column = column
         taken = set(range(HELD_OUT))
         if name in held_out:

@@ -256,9 +256,7 @@ class BPETokenizer(Tokenizer):
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """The tokens' numbers."""
-        lines = _as_str(text).split("\n")
-        whole = [line + "\n" for line in lines[:-1]] + lines[-1:]
-        ids = [encoded.ids for encoded in self._model.encode_batch(whole)]
+        ids = [encoded.ids for encoded in self._model.encode_batch(_lines(_as_str(text)))]
         return np.fromiter((i for line in ids for i in line), np.uint32)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -284,7 +282,8 @@ class BPETokenizer(Tokenizer):
         model = _untrained_bpe()
         # All 256 bytes, whether or not they occur in the training text.
         trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=_byte_alphabet(), show_progress=False)
-        model.train_from_iterator(texts, trainer)
+        # Line by line: it takes 256 of what it is given at a time.
+        model.train_from_iterator((line for text in texts for line in _lines(text)), trainer)
         return cls(model.to_str())
 
     @classmethod
@@ -325,6 +324,11 @@ def _as_str(text: str | bytes) -> str:
 
 def _code_points(text: str) -> np.ndarray:
     return np.frombuffer(text.encode("utf-32-le"), "<u4")
+
+
+def _lines(text: str) -> list[str]:
+    lines = text.split("\n")
+    return [line + "\n" for line in lines[:-1]] + lines[-1:]
 
 
 def _words(text: str) -> list[str]:

@@ -73,6 +73,7 @@ def scored(loader):
         ({"source": "enwik8", "glob": "*"}, "glob='\\*'.*choose source files"),
         ({"source": "files", "root": "x", "max_bytes": 5}, "max_bytes=5.*stdlib or enwik8 or text8"),
         ({"source": "files"}, "root=None.*source='files'"),
+        ({"source": "files", "root": "x", "glob": "/y/*"}, "glob='/y/\\*'.*relative to root='x'"),
         ({"source": "huggingface"}, "path=None.*source='huggingface'"),
         ({"vocab_size": 99}, "vocab_size=99.*tokens='bytes'"),
         ({"source": "text8", "vocab_size": 99}, "vocab_size=99.*tokens='characters'"),
@@ -304,6 +305,7 @@ def test_the_byte_of_a_long_file_is_named(tmp_path):
 
 
 def write_rows(folder, names, n=50):
+    folder.mkdir()
     for name in names:
         rows = [json.dumps({"story": f"{name} {i}" if i % 7 else ""}) for i in range(n)]
         (folder / f"{name}.jsonl").write_text("\n".join(rows))
@@ -311,6 +313,9 @@ def write_rows(folder, names, n=50):
 
 class Rows(list):
     column_names = ("story",)
+
+    def select_columns(self, names):
+        return Rows({name: row[name] for name in names} for row in self)
 
     @property
     def _fingerprint(self):
@@ -337,8 +342,8 @@ def test_huggingface_rows_are_documents(tmp_path, monkeypatch, names, real):
             pytest.skip("needs the package datasets")
     else:
         fake_datasets(monkeypatch)
-    write_rows(tmp_path, names)
-    data = ready(source="huggingface", path=str(tmp_path), column="story", segment_len=4, batch_size=2)
+    write_rows(tmp_path / "rows", names)
+    data = ready(source="huggingface", path=str(tmp_path / "rows"), column="story", segment_len=4, batch_size=2)
     rows = {name: [f"{name} {i}" for i in range(50) if i % 7] for name in names}
     missing = {name: k for k, name in enumerate(("test", "validation")) if name not in names}
     for name, k in missing.items():
@@ -348,7 +353,7 @@ def test_huggingface_rows_are_documents(tmp_path, monkeypatch, names, real):
     for split, name in (("train", "train"), ("val", "validation"), ("test", "test")):
         assert documents(data, split) == rows[name]
     with pytest.raises(ValueError, match=r"path=.* has no column='text' in a split 'train'; it has .*story"):
-        ready(source="huggingface", path=str(tmp_path))
+        ready(source="huggingface", path=str(tmp_path / "rows"))
 
 
 def test_huggingface_without_its_package_names_the_extra(monkeypatch):

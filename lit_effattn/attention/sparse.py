@@ -356,5 +356,5 @@ def _with_summaries(stored: Tensor, new: Tensor, start: Tensor, stride: int, col
         index = slot[..., None].expand(-1, new.size(1), -1, new.size(3))  # (B, H, C, D)
         return stored.scatter_(2, index, torch.where(fresh[..., None], new, stored.gather(2, index)))
     offset = summary_positions(columns, stride, stored.size(2) // c) - start[:, None, None]  # (B, H or 1, S)
-    fresh = (offset >= 0) & (offset < n)
+    fresh = offset >= 0  # slots that are not reached yet too: they are overwritten when they are
     return torch.where(fresh[..., None], take(new, offset.clamp(0, n - 1)), stored)

@@ -154,12 +154,14 @@ def test_a_full_cache_says_so(options: dict):
 
 @pytest.mark.parametrize("options", [{"stride": 4}, FIXED, {**FIXED, "combine": "heads"}])
 def test_a_donated_state_is_written_in_place(options: dict):
-    attention = SparseAttention(E, H, **options)
+    attention = SparseAttention(E, H, **options).double()
+    x = torch.randn(2, 20, E, dtype=torch.float64)
     with torch.no_grad(), sequence.donated():
         state = attention.initial_state(2, max_len=20)
         where = [t.data_ptr() for t in state[:-1]]
-        for _ in range(9):
-            _, state = attention(torch.randn(2, 1, E), state)
+        for i in range(20):
+            y, state = attention(x[:, i : i + 1], state)
+            torch.testing.assert_close(y, attention(x[:, : i + 1])[0][:, i:])
     assert [t.data_ptr() for t in state[:-1]] == where
 
 

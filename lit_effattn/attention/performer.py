@@ -80,7 +80,7 @@ class PerformerAttention(Attention):
             sequence's length (theorem 4), rounded up to a multiple of 8; the paper's experiments have 256.
         features: Which φ.
         orthogonal: Whether the ω of a block of D are orthogonal: less variance, still unbiased (theorem 2).
-        norms: Of the ω: "gaussian", those of Gaussian vectors, or "sqrt_d", all √D, which is slightly biased.
+        norms: Of the ω: "gaussian", those of Gaussian vectors, or "sqrt_d", all √D: biased, less so the larger D.
         chunk_size: Positions computed at once when causal, a power of 2; no effect on the result.
         bias: Whether the projections have a bias.
     """

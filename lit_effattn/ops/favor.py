@@ -35,7 +35,7 @@ def draw_omega(
         dim: Their dimension D.
         orthogonal: Whether the vectors of a block are orthogonal; else all are independent.
         norms: "gaussian": those of Gaussian vectors, so that each ω is one, and softmax-kernel estimates unbiased.
-            "sqrt_d": √D, which E ‖ω‖² = D allows: less variance, a small bias.
+            "sqrt_d": √D, the root of E ‖ω‖²: less variance, but a bias, which shrinks with D.
         generator: Where to draw from, on any device; None: torch's default one.
 
     Returns:

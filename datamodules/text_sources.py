@@ -177,7 +177,7 @@ def _some_files(root: Path, glob: str, under: str = "") -> list[_Part]:
 
 def _files(root: Path, glob: str, under: str = "") -> list[_Part]:
     # Names that begin with a dot are what file managers and version control leave behind.
-    found = [path for path in root.glob(glob) if not any(n.startswith(".") for n in path.relative_to(root).parts)]
+    found = {path for path in root.glob(glob) if not any(n.startswith(".") for n in path.relative_to(root).parts)}
     return _non_empty(found, root, under)
 
 

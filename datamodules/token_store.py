@@ -99,13 +99,14 @@ def tokenized(source: TextSource, kind: type[Tokenizer], vocab_size: int | None,
 
 def _digest(source: TextSource, kind: type[Tokenizer], vocab_size: int | None) -> str:
     identity = json.dumps([FORMAT, source.name, source.identity, kind.kind, vocab_size])
-    return hashlib.sha256(identity.encode(errors="surrogateescape")).hexdigest()[:16]
+    return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 
 def _whole(folder: Path) -> TokenStore | None:
-    if not (folder / "about.json").is_file():
+    try:
+        store = TokenStore(folder)
+    except (FileNotFoundError, ValueError):  # ValueError: no JSON, such as after a loss of power
         return None
-    store = TokenStore(folder)
     return store if store.is_whole() else None
 
 

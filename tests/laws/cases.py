@@ -104,9 +104,9 @@ def kind(
 
 XL = partial(kind, TransformerXLAttention, definitions.transformer_xl, rotary=[False])
 
-# Rounding moves vectors to other buckets, and with each of them the border of every later chunk there: of 8,192 outputs
-# most see somewhat other keys, and are off by up to 0.18 (23 spacings of bfloat16; not causal, 174 of float16). With one
-# bucket nothing moves, and the usual bound holds.
+# Rounding moves vectors to other buckets, and with each of them the border of every later chunk there: of 8,192
+# outputs most see somewhat other keys, the median being off by up to 0.18 (23 spacings of bfloat16; not causal, 174 of
+# float16). With one bucket nothing moves, and the usual bound holds.
 HASHED = partial(kind, LSHAttention, definitions.lsh, jumps=True)
 COMPRESSIVE = partial(kind, CompressiveAttention, definitions.compressive, causal=[True], rotary=[False])
 

@@ -1,4 +1,4 @@
-"""The entry point: `python -m benchmarks [steps | generation | memory | compression | features] [options]`."""
+"""The entry point: `python -m benchmarks [NAME] [options]`; `--help` lists the names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import compression, features, generation, memory, steps, training
+from benchmarks import compression, features, generation, memory, scaling, steps, swap, training
 from benchmarks.report import Report, publish
 
 BENCHMARKS = {
@@ -20,10 +20,12 @@ BENCHMARKS = {
     "memory": memory,
     "compression": compression,
     "features": features,
+    "scaling": scaling,
+    "swap": swap,
     "training": training,
 }
 
-PICTURED = ("features", "generation", "memory", "training")
+PICTURED = ("features", "generation", "memory", "scaling", "training")
 """Those whose folder gets a picture as well."""
 
 SHORT = (

@@ -76,9 +76,7 @@ class CopyTask(LightningDataModule):
             raise ValueError(f"eval_batch_size={eval_batch_size} must be at least 1")
         min_len = 4 if min_len is None else min_len
         if not 4 <= min_len <= max_len:
-            raise ValueError(
-                f"min_len={min_len} must be from 4, two separators and a word twice, to max_len={max_len}"
-            )
+            raise ValueError(f"min_len={min_len} must be from 4, two separators and a word twice, to max_len={max_len}")
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size or batch_size
         self.sizes = {"train": n_train, "val": n_val, "test": n_test}

@@ -27,6 +27,8 @@ _METRICS = {
     "token": ("perplexity", Perplexity),
 }
 
+_MEMORY = ("mem_len", "clamp_len", "same_length")
+
 EmbeddingFactory = Callable[[int, int], nn.Module]
 """Makes an embedding from the number of tokens and its width."""
 
@@ -197,7 +199,7 @@ class LanguageModel(Task):
     def on_validation_start(self) -> None:
         """Give the memories the length they have in evaluation."""
         self._in_training = [
-            {name: getattr(module, name) for name in self._eval_memory if hasattr(module, name)}
+            {name: getattr(module, name) for name in _MEMORY if hasattr(module, name)}
             for module in self._with_memory
         ]
         for module, settings in zip(self._with_memory, self._in_training, strict=True):

@@ -10,7 +10,7 @@ from datamodules import CopyTask
 from datamodules.tokenizers import ByteTokenizer
 from datamodules.tokens import IGNORE, TokenBatch
 from lit_effattn import Transformer
-from lit_effattn.attention import LinearAttention, SoftmaxAttention
+from lit_effattn.attention import LinearAttention, SoftmaxAttention, TransformerXLAttention
 from lit_effattn.tasks import LanguageModel
 from tests.callbacks.tiny import trainer
 
@@ -129,6 +129,20 @@ def test_a_sliding_window_shows_each_position_the_newest():
                 h, _ = made.backbone(made.embedding(seen[None]))
                 assert row[t].item() == pytest.approx(-made.head.log_probs(h[0, -1])[target].item())
     assert made.train().reader is made.backbone
+
+
+def test_evaluation_may_have_another_memory_than_training(tmp_path):
+    made = model(partial(TransformerXLAttention, mem_len=2, clamp_len=9), eval_mem_len=5, eval_same_length=True)
+    same = model(partial(TransformerXLAttention, mem_len=5, clamp_len=9, same_length=True))
+    given = DataLoader([batch(2, 9)], batch_size=None)
+    for run in ("validate", "test"):
+        figures = [getattr(trainer(tmp_path, []), run)(m, given, verbose=False)[0] for m in (made, same)]
+        assert figures[0] == pytest.approx(figures[1])
+    attention = made.backbone.blocks[1].attention
+    assert (attention.mem_len, attention.clamp_len, attention.same_length) == (2, 9, False)
+    drawn = [m.sample(torch.tensor([[1, 2, 3]]), 9, temperature=0).tolist() for m in (made, same)]
+    assert drawn[0] == drawn[1]
+    assert (attention.mem_len, attention.same_length) == (2, False)
 
 
 def test_head_and_embedding_can_be_one_matrix():

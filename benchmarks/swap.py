@@ -1,0 +1,101 @@
+"""What it costs to replace a trained model's softmax attention by Performer's, and what fine-tuning recovers."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from benchmarks.models import at_least
+from benchmarks.report import Report, Row
+from callbacks import FeatureRedraw
+from datamodules import PixelSequences
+from lit_effattn import PixelModel
+from lit_effattn.attention import PerformerAttention
+from lit_effattn.runs import find_checkpoint
+from lit_effattn.schedules import WarmupCosine
+
+NOTES = [
+    "bits/dim on the test images. swapped: the softmax model's weights, its attention replaced, nothing trained. "
+    "fine-tuned: that, trained on with Adam at the given rate, a cosine to 0, and features redrawn every 100 steps.",
+    "The same can be said to the command: `lit-effattn fit --config configs/digits_performer.yaml --init_weights "
+    "SOFTMAX.ckpt`.",
+]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ckpt_path", default=None, help="a PixelModel with softmax attention; default: best of runs/digits_softmax"
+    )
+    parser.add_argument(
+        "--n_features", type=at_least(1), nargs="+", default=[32, 112, 256], help="default: %(default)s"
+    )
+    parser.add_argument("--epochs", type=at_least(1), nargs="+", default=[1, 5], help="default: %(default)s")
+    parser.add_argument("--lr", type=float, default=3e-4, help="of the fine-tuning; default: %(default)s")
+    parser.add_argument("--seeds", type=at_least(1), default=3, help="draws of the features; default: %(default)s")
+
+
+def run(args: argparse.Namespace) -> Report:
+    path = Path(args.ckpt_path) if args.ckpt_path else find_checkpoint("best", Path("runs/digits_softmax"))
+    softmax = PixelModel.load_from_checkpoint(path)
+    data = PixelSequences("digits", batch_size=32, eval_batch_size=90)
+    trained = _bits(softmax, data, args.device)
+    rows: list[Row] = []
+    for f in args.n_features:
+        swapped = [_bits(_twin(path, f, seed), data, args.device) for seed in range(args.seeds)]
+        row: Row = {
+            "n_features": f,
+            "softmax": f"{trained:.4f}",
+            f"swapped, {args.seeds} draws": ", ".join(f"{bits:.3f}" for bits in sorted(swapped)),
+        }
+        for epochs in args.epochs:
+            twin = _twin(path, f, 0)
+            _fine_tune(twin, data, epochs, args.lr, args.device)
+            row[f"fine-tuned, {epochs} epochs"] = f"{_bits(twin, data, args.device):.4f}"
+        rows.append(row)
+    return Report("swap", rows, NOTES)
+
+
+def _twin(path: Path, n_features: int, seed: int) -> PixelModel:
+    """Return the model with Performer's attention and the same parameters."""
+    torch.manual_seed(seed)
+    model = PixelModel.load_from_checkpoint(path)
+    backbone: Any = model.backbone
+    for block in backbone.blocks:
+        old = block.attention
+        new = PerformerAttention(old.d_model, old.n_heads, old.causal, n_features=n_features)
+        new.load_state_dict(old.state_dict(), strict=False)  # all but the features, which it has just drawn
+        assert {name for name, _ in new.named_parameters()} == set(old.state_dict())
+        block.attention = new
+    return model
+
+
+def _fine_tune(model: PixelModel, data: PixelSequences, epochs: int, lr: float, device: torch.device) -> None:
+    data.setup("fit")
+    steps = epochs * (len(data.splits["train"]) // data.batch_size)
+    model._optimizer = partial(torch.optim.Adam, lr=lr)
+    model._lr_scheduler = partial(WarmupCosine, total_steps=steps, warmup_steps=min(20, steps - 1))
+    _trainer(device, max_epochs=epochs, callbacks=[FeatureRedraw(100)]).fit(model, data.train_dataloader())
+
+
+def _bits(model: PixelModel, data: PixelSequences, device: torch.device) -> float:
+    data.setup("test")
+    (result,) = _trainer(device).test(model, data.test_dataloader(), verbose=False)
+    return result["test/bits_per_dim"]
+
+
+def _trainer(device: torch.device, **options: Any) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="gpu" if device.type == "cuda" else "cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+        gradient_clip_val=1.0,
+        **options,
+    )

@@ -167,7 +167,7 @@ ATTENTIONS = [
     *COMPRESSIVE(3, mem_len=3, compressed_len=2, compression_rate=2, chunk_size=8),
     *COMPRESSIVE(4, mem_len=0, compressed_len=3, compression_rate=3, chunk_size=2, bias=True),
     *COMPRESSIVE(4, mem_len=2, compressed_len=1, compression_rate=4, compression="mean", clamp_len=4),
-    *COMPRESSIVE(3, mem_len=1, compressed_len=3, compression_rate=1, compression="max"),
+    *COMPRESSIVE(3, mem_len=1, compressed_len=3, compression_rate=2, compression="max"),
 ]
 
 

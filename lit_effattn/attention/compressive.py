@@ -8,13 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_effattn.attention.transformer_xl import TransformerXLAttention, latest, newest, take
+from lit_effattn.attention.transformer_xl import TransformerXLAttention, latest, newest, take, written
 from lit_effattn.ops.relative import attention_by_distance
 from lit_effattn.sequence import (
     SequenceModule,
     State,
     accumulator,
-    may_overwrite,
     reads_values,
     valid_positions,
     without_padding,
@@ -62,11 +61,11 @@ class CompressiveAttention(TransformerXLAttention):
     `TransformerXLAttention`, a state made with `max_len` holds keys and values.
 
     f learns from the reconstruction loss (section 3.2, algorithm 2), in the state's field `loss`: the mean squared
-    difference between attention, by content alone, to the inputs that a call compresses and to their summaries, for
-    the queries of that call, at most `chunk_size` at a time. Its gradient reaches f alone. Like any training on
-    segments it depends on how the stream is split, and is best with calls of many c. It is 0 where no gradient is
-    wanted, nothing was compressed, or f has no parameters. The task's gradient reaches f, too, where a call sees
-    summaries that it made itself: modules never detach.
+    difference (the paper's is a norm) between attention, by content alone, to the inputs that a call compresses and to
+    their summaries, for the queries of that call, at most `chunk_size` at a time. Its gradient reaches f alone. Like
+    any training on segments it depends on how the stream is split, and is best with calls of many c. It is 0 where no
+    gradient is wanted, nothing was compressed, or f has no parameters. The task's gradient reaches f, too, where a
+    call sees summaries that it made itself: modules never detach.
 
     Args:
         d_model: Width E, even.
@@ -246,8 +245,8 @@ class CompressiveAttention(TransformerXLAttention):
         slots, length, c = state.inputs.size(1), state.length[:, None], self.compression_rate
         # A padded position is written too: into a slot that the next one will overwrite before it looks.
         k, v = self._keys_values(x)
-        keys, values = _written(state.keys, length % slots, k, 2), _written(state.values, length % slots, v, 2)
-        inputs = _written(state.inputs, length % slots, x, 1)
+        keys, values = written(state.keys, length % slots, k, 2), written(state.values, length % slots, v, 2)
+        inputs = written(state.inputs, length % slots, x, 1)
 
         made = self._summaries(length)  # (B, 1)
         waiting = length - c * made  # (B, 1), t − b(t)
@@ -276,7 +275,7 @@ class CompressiveAttention(TransformerXLAttention):
             new = self._keys_values(self._compress(windows).to(x.dtype))
             slot = slots + made % self.compressed_len
             keys, values = (
-                _written(t, slot, torch.where(full[..., None, None], summary.to(t.dtype), take(t, slot)), 2)
+                written(t, slot, torch.where(full[..., None, None], summary.to(t.dtype), take(t, slot)), 2)
                 for t, summary in zip((keys, values), new, strict=True)
             )
         loss = self._reconstruction_loss(q, windows, state.length, seen).to(state.loss.dtype)
@@ -391,9 +390,3 @@ class CompressiveAttention(TransformerXLAttention):
 def _take_inputs(t: Tensor, index: Tensor) -> Tensor:
     """Take the entries `index` (B, K) of `t` (B, M, E), the first where that is negative."""
     return t.gather(1, index.clamp(min=0)[..., None].expand(-1, -1, t.size(2)))
-
-
-def _written(t: Tensor, slot: Tensor, new: Tensor, dim: int) -> Tensor:
-    """Write `new`, of one position, to each row's `slot` (B, 1) of `t` along `dim`; in place where that is allowed."""
-    index = slot.view(-1, *[1] * (t.dim() - 1)).expand_as(new)
-    return t.scatter_(dim, index, new.to(t.dtype)) if may_overwrite() else t.scatter(dim, index, new.to(t.dtype))

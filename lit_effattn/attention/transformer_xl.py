@@ -236,13 +236,7 @@ class TransformerXLAttention(Attention):
         """Attend one position where the keys lie. The oldest, which it does not see, makes room for its own."""
         slots, length = state.keys.size(2), state.length[:, None]  # (B, 1)
         # A padded position is written too: into a slot that the next one will overwrite before it looks.
-        index = (length % slots)[:, None, :, None].expand_as(k)
-        k, v = k.to(state.keys.dtype), v.to(state.values.dtype)
-        if may_overwrite():
-            keys, values = state.keys.scatter_(2, index, k), state.values.scatter_(2, index, v)
-        else:
-            keys, values = state.keys.scatter(2, index, k), state.values.scatter(2, index, v)
-
+        keys, values = written(state.keys, length % slots, k, 2), written(state.values, length % slots, v, 2)
         used = in_use(state.length + 1, slots)
         slot = torch.arange(used, device=q.device)
         distance = (length - slot) % slots  # (B, M)
@@ -311,3 +305,9 @@ def latest(end: Tensor, slots: int) -> Tensor:
 def in_use(length: Tensor, slots: int) -> int:
     """Return how many of `slots` any row has filled, where it costs nothing to look."""
     return min(slots, int(length.max())) if reads_values(length) else slots
+
+
+def written(t: Tensor, slot: Tensor, new: Tensor, dim: int) -> Tensor:
+    """Write `new`, of one position, to each row's `slot` (B, 1) of `t` along `dim`; in place where that is allowed."""
+    index, new = slot.view(-1, *[1] * (t.dim() - 1)).expand_as(new), new.to(t.dtype)
+    return t.scatter_(dim, index, new) if may_overwrite() else t.scatter(dim, index, new)

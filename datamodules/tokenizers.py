@@ -236,7 +236,7 @@ class WordTokenizer(Tokenizer):
 class BPETokenizer(Tokenizer):
     """Byte-pair encoding over bytes (Sennrich et al. 2016; Radford et al. 2019), learnt from the training text.
 
-    No text has unknown tokens. No token reaches over a line end, so that lines can be encoded one by one.
+    No text has unknown tokens. Lines are learnt from and encoded one by one, so no token reaches over a line end.
 
     Args:
         model: As the package ``tokenizers`` saves it, in JSON.
@@ -306,8 +306,7 @@ def _untrained_bpe() -> "tokenizers.Tokenizer":
     from tokenizers import decoders, models, pre_tokenizers
 
     model = Model(models.BPE())
-    lines = pre_tokenizers.Split("\n", "merged_with_previous")
-    model.pre_tokenizer = pre_tokenizers.Sequence([lines, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
     return model
 

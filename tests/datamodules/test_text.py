@@ -3,6 +3,7 @@ import json
 import sys
 import sysconfig
 import threading
+import time
 import tracemalloc
 from importlib.util import find_spec
 from itertools import pairwise
@@ -293,9 +294,10 @@ def test_a_file_that_is_not_utf8_is_named(tmp_path, kind):
     ready(source="files", root=str(root), glob="2/*.txt", tokens="characters", batch_size=2, segment_len=8)
 
 
-def test_the_byte_of_a_long_file_is_named(tmp_path):
-    content = b"bird \n" * 800_000
-    position = len(content) - 100  # in the last split, in none of the first blocks
+def test_the_byte_of_a_long_file_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_sources, "_BLOCK", 1 << 10)
+    content = b"bird \n" * 20_000
+    position = len(content) - 100  # in the last split, in none of its first blocks
     (tmp_path / "a.txt").write_bytes(content[:position] + b"\xe5" + content[position + 1 :])
     with pytest.raises(ValueError, match=f"a.txt: byte {position} is 0xe5"):
         ready(source="files", root=str(tmp_path / "a.txt"), tokens="words")
@@ -371,6 +373,7 @@ def counted(monkeypatch):
 
     def counting(source, kind, *rest):
         made.append(kind.kind)
+        time.sleep(0.1)  # until the others ask
         make(source, kind, *rest)
 
     monkeypatch.setattr(token_store, "_make", counting)
@@ -447,14 +450,14 @@ def test_damaged_tokens_are_made_again(tmp_path, monkeypatch):
 
 def test_one_makes_the_tokens_and_the_others_wait(tmp_path, monkeypatch):
     made = counted(monkeypatch)
-    root = write_folder(tmp_path / "texts")
+    source = text_sources.files(write_folder(tmp_path / "texts"), "**/*.txt", whole_characters=True)
     sizes = []
     barrier = threading.Barrier(4)
 
     def ask():
-        data = TextStream("files", root=str(root), tokens="words")
         barrier.wait()
-        sizes.append(data.vocab_size)
+        store = token_store.tokenized(source, tokenizers.WordTokenizer, None, tmp_path / "cache")
+        sizes.append(store.tokenizer.n_tokens)
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for thread in threads:
@@ -475,6 +478,19 @@ def test_tokens_take_the_smallest_type(tmp_path, kind, dtype):
     data = ready(source="files", root=str(tmp_path / "a.txt"), tokens=kind, segment_len=8, batch_size=2)
     assert data._store.split("train").tokens.dtype == dtype
     assert isinstance(data._store.split("train").tokens, np.memmap)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "characters", "words", "bpe"])
+def test_read_in_blocks_the_tokens_are_those_of_the_whole(tmp_path, monkeypatch, kind):
+    if kind == "bpe":
+        pytest.importorskip("tokenizers")
+    monkeypatch.setattr(text_sources, "_BLOCK", 7)
+    (tmp_path / "a.txt").write_text("".join(SENTENCES) * 2, encoding="utf-8")
+    options = {"source": "files", "root": str(tmp_path / "a.txt"), "tokens": kind}
+    data = ready(**options, vocab_size=300 if kind == "bpe" else None)
+    n = data._store.n_bytes("train")
+    content = (tmp_path / "a.txt").read_bytes()[:n]
+    assert data._store.split("train").tokens.tolist() == data._tokenizer.encode(content).tolist()
 
 
 @pytest.mark.parametrize("kind", ["bytes", "characters", "words"])
@@ -519,7 +535,9 @@ def test_every_token_is_scored_once(tmp_path, batch_size, world, segment_len):
         found, expected = [], []
         for rank in range(world):
             data = as_process(ready(**options), rank, world)
-            found += scored(getattr(data, f"{split}_dataloader")())
+            batches = list(getattr(data, f"{split}_dataloader")())
+            assert {batch.inputs.shape for batch in batches} == {(batch_size, segment_len)}
+            found += scored(batches)
             expected = data._store.split(split).tokens.tolist()
         assert sorted(found) == sorted(expected)
         assert len(found) == data.n_scored[split]

@@ -7,7 +7,10 @@ import pytest
 
 from datamodules.tokenizers import BPETokenizer, ByteTokenizer, CharacterTokenizer, Tokenizer, WordTokenizer
 
-TEXT = "Ein Haus,\n  zwei  Häuser\t– drei\n\n\nHäuser; \u3000 vier 屋 \N{PILE OF POO}\r\n it 's  \u00a0x\u3000 \u00a0y  end"
+TEXT = (
+    "Ein Haus,\n  zwei  Häuser\t– drei\n\n\nHäuser; \u3000 vier 屋 \N{PILE OF POO}\r\n"
+    " it 's  \u00a0x\u3000 \u00a0y  end"
+)
 needs_bpe = pytest.mark.skipif(find_spec("tokenizers") is None, reason="needs the package tokenizers")
 BPE = pytest.param(BPETokenizer, marks=needs_bpe)
 KINDS = [ByteTokenizer, CharacterTokenizer, WordTokenizer, BPE]

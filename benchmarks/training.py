@@ -126,12 +126,16 @@ class _Step:
         checkpoint = run.folder / "checkpoints" / "best.ckpt"
         name = read_checkpoint(checkpoint)["hyper_parameters"]["_class_path"].rpartition(".")[2]
         self.model: Any = getattr(tasks, name).load_from_checkpoint(checkpoint, map_location=device).train()
-        data = yaml.safe_load((run.folder / "config.yaml").read_text())["data"]
+        config = yaml.safe_load((run.folder / "config.yaml").read_text())
+        data = config["data"]
         made = getattr(datamodules, data["class_path"].rpartition(".")[2])(**(data.get("init_args") or {}))
         made.prepare_data()
         made.setup("fit")
         batch = next(iter(made.train_dataloader()))
         self.batch = type(batch)(*sequence.to(tuple(batch), device)) if isinstance(batch, tuple) else batch.to(device)
+        if "MemoryCarry" in str(config["trainer"]["callbacks"]):
+            self.model.carries_memory = True
+            self.model.memory = self.model.backbone.initial_state(len(batch[0]), device=device)
         configured = self.model.configure_optimizers()
         self.optimizer = configured["optimizer"] if isinstance(configured, dict) else configured
 

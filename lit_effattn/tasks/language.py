@@ -199,8 +199,7 @@ class LanguageModel(Task):
     def on_validation_start(self) -> None:
         """Give the memories the length they have in evaluation."""
         self._in_training = [
-            {name: getattr(module, name) for name in _MEMORY if hasattr(module, name)}
-            for module in self._with_memory
+            {name: getattr(module, name) for name in _MEMORY if hasattr(module, name)} for module in self._with_memory
         ]
         for module, settings in zip(self._with_memory, self._in_training, strict=True):
             module.set_memory(**{**settings, **self._eval_memory})

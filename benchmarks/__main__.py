@@ -11,7 +11,19 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import compression, features, generation, memory, scaling, steps, swap, training
+from benchmarks import (
+    compression,
+    evaluation,
+    features,
+    generation,
+    loader,
+    memory,
+    recl,
+    scaling,
+    steps,
+    swap,
+    training,
+)
 from benchmarks.report import Report, publish
 
 BENCHMARKS = {
@@ -23,6 +35,9 @@ BENCHMARKS = {
     "scaling": scaling,
     "swap": swap,
     "training": training,
+    "evaluation": evaluation,
+    "recl": recl,
+    "loader": loader,
 }
 
 PICTURED = ("features", "generation", "memory", "scaling", "training")

@@ -1,12 +1,17 @@
-"""Bits per dimension of PNG, WebP and simple statistics on the images that models are tested on."""
+"""What compressors and simple statistics make of the images, or the text, that models are tested on."""
 
 from __future__ import annotations
 
 import argparse
+import bz2
+import gzip
 import io
+import lzma
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,8 +19,11 @@ from PIL import Image
 from torch import Tensor
 
 from benchmarks.measuring import Spread
+from benchmarks.models import quiet_trainer
 from benchmarks.report import Report, Row
-from datamodules import PixelSequences
+from benchmarks.text import Trained, class_of, load, read_documents
+from callbacks import MemoryCarry
+from datamodules import PixelSequences, TextStream
 from lit_effattn import PixelModel
 
 CODERS: dict[str, dict[str, Any]] = {
@@ -23,7 +31,23 @@ CODERS: dict[str, dict[str, Any]] = {
     "WebP, lossless": {"format": "WEBP", "lossless": True, "quality": 100, "method": 6},
 }
 
-NOTES = [
+IMAGES, TEXTS = ("photos", "digits"), ("stdlib",)
+
+
+class Compressor(NamedTuple):
+    """Of bytes."""
+
+    compress: Callable[[bytes], bytes]
+    decompress: Callable[[bytes], bytes]
+
+
+COMPRESSORS = {
+    "gzip -9": Compressor(partial(gzip.compress, compresslevel=9), gzip.decompress),
+    "bzip2 -9": Compressor(partial(bz2.compress, compresslevel=9), bz2.decompress),
+    "xz -9": Compressor(partial(lzma.compress, preset=9), lzma.decompress),
+}
+
+IMAGE_NOTES = [
     "bits/dim: 8 · bytes / (H W C), or the mean of −log2 p; over the test split of `PixelSequences`. Per image: median "
     "(min–max) over its images.",
     "a file each: headers are included, and weigh much in images so small. One grid: all images side by side in one "
@@ -34,23 +58,47 @@ NOTES = [
 ]
 
 
+TEXT_NOTES = [
+    "bits/byte: 8 · bytes / bytes of the text, or the mean of −log2 p. Text: the test split of `TextStream`, its files "
+    "laid end to end and compressed as one.",
+    "A model is tested as `lit-effattn test` does, on the streams that it was trained with; its memory is carried from "
+    "segment to segment if it was in training. Its own size is not counted.",
+]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--datasets", nargs="+", choices=("photos", "digits"), default=["photos", "digits"], help="default: both"
+        "--datasets", nargs="+", choices=IMAGES + TEXTS, default=list(IMAGES), help="default: photos digits"
     )
     parser.add_argument("--ckpt_path", type=Path, nargs="+", default=[], help="checkpoints of models to score as well")
 
 
 def run(args: argparse.Namespace) -> Report:
-    sets = {name: PixelSequences(name) for name in args.datasets}
-    models = {path: _load(path, sets, args.device) for path in args.ckpt_path}
+    images = {name: PixelSequences(name) for name in args.datasets if name in IMAGES}
+    texts = {name: _text(name) for name in args.datasets if name in TEXTS}
+    written = {path: load(path, args.device) for path in args.ckpt_path if class_of(path) == "LanguageModel"}
+    drawn = {path: _load(path, images, args.device) for path in args.ckpt_path if path not in written}
+    for path, trained in written.items():
+        _check_text(path, trained, texts)
     rows: list[Row] = []
-    for name, data in sets.items():
+    for name, data in images.items():
         data.setup("fit")
         data.setup("test")
         rows += _coders(name, data) + _statistics(name, data)
-        rows += [_model_row(name, path, model, data) for path, model in models.items() if _fits(model, data)]
-    return Report("compression", rows, NOTES)
+        rows += [_model_row(name, path, model, data) for path, model in drawn.items() if _fits(model, data)]
+    for name, text in texts.items():
+        rows += _compressors(name, text)
+        rows += [
+            _text_model_row(name, path, t, text, args.device) for path, t in written.items() if _is_of(t, name, text)
+        ]
+    notes = (IMAGE_NOTES if images else []) + (TEXT_NOTES if texts else [])
+    return Report("compression", _with_all_columns(rows), notes)
+
+
+def _with_all_columns(rows: list[Row]) -> list[Row]:
+    """Give images and text one table."""
+    columns = dict.fromkeys(column for row in rows for column in row)
+    return [{column: row.get(column, "—") for column in columns} for row in rows]
 
 
 # ------------------------------------------------------------------------------------------------------- image coders
@@ -174,4 +222,67 @@ def _row(name: str, coder: str, data: PixelSequences, bits: Tensor, n_bytes: int
         "bits/dim": mean,
         "per image": Spread(tuple(bits.tolist())) if len(bits) > 1 else "—",
         "÷ uniform": mean / math.log2(data.n_levels),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------- text
+
+
+def compressed_size(text: bytes, compressor: Compressor) -> int:
+    """Return how many bytes the compressor makes of `text`.
+
+    Raises:
+        RuntimeError: they are not those of `text`.
+    """
+    file = compressor.compress(text)
+    if compressor.decompress(file) != text:
+        raise RuntimeError(f"{compressor.compress} did not keep the text: its bytes can't be compared")
+    return len(file)
+
+
+def _text(source: str) -> bytes:
+    """Return the test text whose bytes a `TextStream` scores."""
+    return torch.cat(read_documents({"source": source})).to(torch.uint8).numpy().tobytes()
+
+
+def _compressors(name: str, text: bytes) -> list[Row]:
+    rows = []
+    for coder, compressor in COMPRESSORS.items():
+        size = compressed_size(text, compressor)
+        rows.append(_text_row(name, coder, text, 8 * size / len(text), size))
+    return rows
+
+
+def _is_of(trained: Trained, name: str, text: bytes) -> bool:
+    if trained.data["source"] != name or trained.model.unit != "byte":
+        return False
+    data = TextStream(**trained.data)
+    data.prepare_data()
+    return data.n_bytes["test"] == len(text)
+
+
+def _check_text(path: Path, trained: Trained, texts: dict[str, bytes]) -> None:
+    if not any(_is_of(trained, name, text) for name, text in texts.items()):
+        options = ", ".join(f"{name}={value!r}" for name, value in trained.data.items() if value is not None)
+        raise ValueError(
+            f"ckpt_path={path}: a model of the {trained.model.unit}s of {options}; datasets={list(texts)} has no such "
+            "text, all of it in bytes"
+        )
+
+
+def _text_model_row(name: str, path: Path, trained: Trained, text: bytes, device: torch.device) -> Row:
+    callbacks = [MemoryCarry()] if trained.carried else []
+    trainer = quiet_trainer(device, callbacks=callbacks)
+    (result,) = trainer.test(trained.model, TextStream(**trained.data).test_dataloader(), verbose=False)
+    memory = "memory carried" if trained.carried else "no memory"
+    return _text_row(name, f"model {path}, {memory}", text, result["test/bits_per_byte"])
+
+
+def _text_row(name: str, coder: str, text: bytes, bits: float, n_bytes: int | None = None) -> Row:
+    return {
+        "data": f"{name}, {len(text):,} bytes",
+        "coder": coder,
+        "bytes": "—" if n_bytes is None else n_bytes,
+        "bits/byte": bits,
+        "÷ uniform": bits / 8,
     }

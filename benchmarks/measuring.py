@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import statistics
 import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.context import BaseContext
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -113,3 +117,42 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 def _identity(t: Tensor) -> int:
     return t.untyped_storage()._cdata
+
+
+# ----------------------------------------------------------------------------------------- a whole process's memory
+
+
+def in_fresh_process(function: Callable[[], T], module: str) -> T:
+    """Call `function`, which can be pickled and needs `module`, where nothing that was done before counts."""
+    with ProcessPoolExecutor(1, mp_context=_fresh(module)) as pool:
+        return pool.submit(function).result()
+
+
+def _fresh(module: str) -> BaseContext:
+    """Return what starts processes that inherit nothing measured so far."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")  # Windows
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([module])  # its children then find the libraries imported
+    return context
+
+
+def reset_peak(device: torch.device) -> int | None:
+    """Let the peak start anew, and return where it does; None where the system can't (Linux and CUDA can)."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak resident set size
+    except OSError:
+        return None
+    return resident_peak(device)
+
+
+def resident_peak(device: torch.device) -> int:
+    """Return the most bytes that were resident in this process, or allocated on the GPU, since `reset_peak`."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith("VmHWM:")]  # "VmHWM:    1234 kB"
+    return 1024 * int(line.split()[1])

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing.context import BaseContext
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.measuring import MIB, Spread, interleaved
+from benchmarks.measuring import MIB, Spread, in_fresh_process, interleaved, reset_peak, resident_peak
 from benchmarks.models import KINDS, MNIST, SMALL, Size, add_model_arguments, at_least, build
 from benchmarks.report import Report, Row
 from lit_effattn.generation import generate
@@ -56,25 +51,10 @@ def run(args: argparse.Namespace) -> Report:
 
 def _probes(length: int, size: Size, args: argparse.Namespace) -> dict[str, list[Probe]]:
     def probed(kind: str) -> Probe:
-        return _in_fresh_process(partial(probe, kind, length, size, args.batch_size, args.device))
+        return in_fresh_process(partial(probe, kind, length, size, args.batch_size, args.device), __name__)
 
     measures = {kind: partial(probed, kind) for kind in KINDS}
     return interleaved(f"memory, length {length}", measures, args.repeats)
-
-
-def _in_fresh_process(function: Callable[[], Probe]) -> Probe:
-    """Call `function` where nothing that was done before counts."""
-    with ProcessPoolExecutor(1, mp_context=_fresh()) as pool:
-        return pool.submit(function).result()
-
-
-def _fresh() -> BaseContext:
-    """Return what starts processes that inherit nothing measured so far."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")  # Windows
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.memory"])  # its children then find the libraries imported
-    return context
 
 
 def probe(kind: str, length: int, size: Size, batch_size: int, device: torch.device) -> Probe:
@@ -83,9 +63,9 @@ def probe(kind: str, length: int, size: Size, batch_size: int, device: torch.dev
     prompt = torch.full((batch_size, 1), model.n_levels, device=device)
     generate(model.backbone, model.embedding, model.head, prompt, 4)  # what is allocated once, whatever the length
     watched = Watched(model.backbone)
-    before = _reset_peak(device)
+    before = reset_peak(device)
     generate(watched, model.embedding, model.head, prompt, length)
-    return Probe(nbytes(watched.state), before, None if before is None else _peak(device))
+    return Probe(nbytes(watched.state), before, None if before is None else resident_peak(device))
 
 
 class Watched(SequenceModule):
@@ -112,26 +92,6 @@ class Watched(SequenceModule):
     ) -> State:
         """Return the backbone's: see `SequenceModule.initial_state`."""
         return self.backbone.initial_state(batch_size, max_len=max_len, device=device, dtype=dtype)
-
-
-def _reset_peak(device: torch.device) -> int | None:
-    """Let the peak start anew, and return where it does; None where the system can't (Linux and CUDA can)."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return torch.cuda.memory_allocated(device)
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak resident set size
-    except OSError:
-        return None
-    return _peak(device)
-
-
-def _peak(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = [line for line in lines if line.startswith("VmHWM:")]  # "VmHWM:    1234 kB"
-    return 1024 * int(line.split()[1])
 
 
 def _row(length: int, kind: str, size: Size, probes: dict[str, list[Probe]], shortest: dict[str, list[Probe]]) -> Row:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import lightning.pytorch as pl
 import torch
 
 from lit_effattn import PixelModel, Transformer
@@ -62,6 +63,19 @@ def build(kind: str, length: int, size: Size, device: torch.device) -> PixelMode
 def random_levels(rows: int, length: int, device: torch.device) -> torch.Tensor:
     """Return (rows, length) levels; what an image shows does not change what it costs."""
     return torch.randint(0, 256, (rows, length), generator=torch.Generator().manual_seed(0)).to(device)
+
+
+def quiet_trainer(device: torch.device, **options: Any) -> pl.Trainer:
+    """Make a trainer that shows and writes nothing."""
+    return pl.Trainer(
+        accelerator="gpu" if device.type == "cuda" else "cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+        **options,
+    )
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, lengths: list[int], repeats: int) -> None:

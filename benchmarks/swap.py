@@ -7,10 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 
-from benchmarks.models import at_least
+from benchmarks.models import at_least, quiet_trainer
 from benchmarks.report import Report, Row
 from callbacks import FeatureRedraw
 from datamodules import PixelSequences
@@ -79,23 +78,12 @@ def _fine_tune(model: PixelModel, data: PixelSequences, epochs: int, lr: float, 
     steps = epochs * (len(data.splits["train"]) // data.batch_size)
     model._optimizer = partial(torch.optim.Adam, lr=lr)
     model._lr_scheduler = partial(WarmupCosine, total_steps=steps, warmup_steps=min(20, steps - 1))
-    _trainer(device, max_epochs=epochs, callbacks=[FeatureRedraw(100)]).fit(model, data.train_dataloader())
+    quiet_trainer(device, max_epochs=epochs, gradient_clip_val=1.0, callbacks=[FeatureRedraw(100)]).fit(
+        model, data.train_dataloader()
+    )
 
 
 def _bits(model: PixelModel, data: PixelSequences, device: torch.device) -> float:
     data.setup("test")
-    (result,) = _trainer(device).test(model, data.test_dataloader(), verbose=False)
+    (result,) = quiet_trainer(device).test(model, data.test_dataloader(), verbose=False)
     return result["test/bits_per_dim"]
-
-
-def _trainer(device: torch.device, **options: Any) -> pl.Trainer:
-    return pl.Trainer(
-        accelerator="gpu" if device.type == "cuda" else "cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-        gradient_clip_val=1.0,
-        **options,
-    )

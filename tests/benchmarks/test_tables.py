@@ -15,7 +15,13 @@ TINY = {
     "generation, windows": "generation --small --lengths 24 --repeats 2 --batch_sizes 2 --prefixes 3 --windows 2",
     "memory": "memory --small --lengths 8 16 --repeats 1",
     "compression": "compression --datasets digits",
+    "compression of text": "compression --datasets stdlib",
+    "evaluation": "evaluation --lengths 8 800 --n_layers 1 --d_model 8 --n_heads 2 --segment_len 4 --repeats 2",
+    "loader": "loader --max_bytes 50000 --segment_len 8 --batch_size 2 --steps 1 --repeats 1",
 }
+
+PROCESSES = ("memory", "loader")
+"""Those that start some of their own."""
 
 
 def numbers(value: Any) -> Iterator[float]:
@@ -25,7 +31,7 @@ def numbers(value: Any) -> Iterator[float]:
         yield value
 
 
-@pytest.mark.parametrize("words", [pytest.param(TINY[name], id=name) for name in TINY if name != "memory"])
+@pytest.mark.parametrize("words", [pytest.param(TINY[name], id=name) for name in TINY if name not in PROCESSES])
 def test_table(words, tmp_path, capsys):
     check(words, tmp_path, capsys)
 
@@ -36,6 +42,13 @@ def test_table_of_memory(tmp_path, capsys):
     states = {(row["length"], row["attention"]): row["state, bytes"] for row in rows}
     assert states[8, "linear"] == states[16, "linear"]
     assert states[8, "softmax"] < states[16, "softmax"]
+
+
+@pytest.mark.processes
+def test_table_of_the_loader(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    tokenized, read, trained = check(TINY["loader"], tmp_path, capsys)
+    assert tokenized["tokens"] > read["tokens"] > trained["tokens"] > 0
 
 
 def check(words, tmp_path, capsys) -> list[dict[str, Any]]:

@@ -1,0 +1,206 @@
+"""How much context language models make use of: their relative effective context length."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.models import at_least
+from benchmarks.report import Report, Row
+from benchmarks.text import Trained, load, read_documents
+from datamodules import TextStream, TokenBatch
+
+NOTES = [
+    "RECL (Dai et al. 2019, section 4.3 and appendix C): the first context c that the next one, c', is no gain over. "
+    "g = 1 − exp(f(c, c') − f(c, c)), f(c, c') the mean of min(b(c, t), l(c', t)) over the share r of the positions t "
+    "where b(c, t), the least loss of all models at context c, is largest. ≤, ≥: the shortest or longest one tested.",
+    "It is relative: figures of one table compare; those of models that were not run together, or with other contexts, "
+    "do not. min(b, l) counts what improves and not what gets worse, so that g is never negative.",
+    "l(c, t): −ln p of the token t of the test text, after the c tokens before it, all of one document, were read from "
+    "an empty state. They are read in segments, the state handed along; the last segment may be short.",
+    "gain: 100 g ± its standard error over the positions, T and the models being given. nats: the mean of l.",
+]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ckpt_path", type=Path, nargs="+", required=True, help="checkpoints of language models: the group"
+    )
+    parser.add_argument(
+        "--lengths",
+        type=at_least(1),
+        nargs="+",
+        default=list(range(100, 1001, 100)),
+        help="contexts c, each one's c' being the next; the paper has them 100 apart; default: %(default)s",
+    )
+    parser.add_argument(
+        "--ratios", type=_share, nargs="+", default=[0.1, 0.5, 1.0], help="shares r; default: %(default)s"
+    )
+    parser.add_argument(
+        "--positions", type=at_least(2), default=1000, help="how many of the test text, drawn; default: %(default)s"
+    )
+    parser.add_argument("--threshold", type=_share, default=0.01, help="least gain that counts; default: %(default)s")
+    parser.add_argument(
+        "--segment_len", type=at_least(1), help="tokens read at once; default: as in each one's evaluation"
+    )
+    parser.add_argument("--batch_size", type=at_least(1), default=64, help="positions at once; default: %(default)s")
+
+
+def run(args: argparse.Namespace) -> Report:
+    contexts = sorted(set(args.lengths))
+    if len(contexts) < 2:
+        raise ValueError(f"lengths={args.lengths}: a gain is one of a context over a shorter one; name two or more")
+    group = {str(path): load(path, args.device) for path in args.ckpt_path}
+    data = next(iter(group.values())).data
+    _check_tokens(group, TextStream(**data))
+    tokens, positions = _drawn(read_documents(data), contexts[-1], args.positions)
+    of_each = []
+    for trained in group.values():
+        segment_len = args.segment_len or trained.data["eval_segment_len"] or trained.data["segment_len"]
+        of_each.append(losses(trained, tokens, positions, contexts, segment_len, args.batch_size))
+    rows = _rows(list(group), torch.stack(of_each), contexts, args.ratios, args.threshold)
+    drawn = f"{len(positions):,} positions of the test text of source {data['source']}, the same for all."
+    return Report("recl", rows, [*NOTES, drawn])
+
+
+# ------------------------------------------------------------------------------------------- the measure, on losses
+
+
+def gains(losses: Tensor, ratio: float) -> tuple[Tensor, Tensor]:
+    """Return the relative gain of each context over the one before (Dai et al. 2019, appendix C).
+
+        b(c, t) = min_i l_i(c, t),  T(c) = the r · |t| positions t with the largest b(c, t)
+        f_i(c, c') = 1/|T(c)| Σ_{t ∈ T(c)} min(b(c, t), l_i(c', t))
+        g_i(c, c') = (exp f_i(c, c) − exp f_i(c, c')) / exp f_i(c, c)
+
+    c' = c + Δ in the paper; here, the next context. r · |t| is rounded, and at least 1; among equals the first are in
+    T. f_i(c, c) is the mean of b, the same for all models, since b is the least of them.
+
+    Args:
+        losses: (models, contexts, positions), l_i(c, t) in nats, contexts ascending.
+        ratio: r, from above 0 to 1.
+
+    Returns:
+        g_i(c, c') and its standard error, that of the mean over T (delta method): (models, contexts − 1) each.
+    """
+    losses = losses.double()
+    baseline = losses.amin(0)[:-1]  # (contexts − 1, positions)
+    count = max(1, round(ratio * losses.size(2)))
+    hardest = baseline.sort(dim=1, descending=True, stable=True).indices[:, :count]  # (contexts − 1, count)
+    improved = torch.minimum(baseline, losses[:, 1:]) - baseline  # (models, contexts − 1, positions), ≤ 0
+    improved = improved.gather(2, hardest.expand(len(losses), -1, -1))  # (models, contexts − 1, count)
+    ratio_of_perplexities = improved.mean(2).exp()
+    return 1 - ratio_of_perplexities, ratio_of_perplexities * improved.std(2, correction=0) / math.sqrt(count)
+
+
+def effective_length(gains: Sequence[float], contexts: Sequence[int], threshold: float) -> int:
+    """Return the first context c whose gain g(c, c') is below `threshold`; the last context if none is.
+
+    Args:
+        gains: g(c, c') of every context but the last.
+        contexts: Ascending.
+        threshold: 0.01 in the paper.
+    """
+    return next((c for c, g in zip(contexts, gains, strict=False) if g < threshold), contexts[-1])
+
+
+# ------------------------------------------------------------------------------------------------------- the losses
+
+
+@torch.no_grad()
+def losses(
+    trained: Trained, tokens: Tensor, positions: Tensor, contexts: Sequence[int], segment_len: int, batch_size: int
+) -> Tensor:
+    """Return l(c, t): −ln p of tokens[t], t in `positions`, after the c tokens before it alone.
+
+    The model reads them with the memory that it has in evaluation, from an empty state.
+
+    Returns:
+        (contexts, positions) of float64.
+    """
+    model = trained.model
+    model.on_validation_start()
+    try:
+        rows = [
+            torch.cat([_loss(trained, tokens, at, c, segment_len) for at in positions.split(batch_size)])
+            for c in contexts
+        ]
+    finally:
+        model.on_validation_end()
+        model.carries_memory, model.memory = False, None
+    return torch.stack(rows)
+
+
+def _loss(trained: Trained, tokens: Tensor, at: Tensor, context: int, segment_len: int) -> Tensor:
+    model = trained.model
+    model.carries_memory, model.memory = True, None
+    window = tokens[at[:, None] + torch.arange(-context, 0)].to(model.device)  # (P,) -> (P, context)
+    for inputs in window.split(segment_len, 1):
+        hidden, _ = model.hidden(TokenBatch(inputs, inputs))  # (P, segment_len, E); targets play no part in it
+    return model.head.nll(hidden[:, -1], tokens[at].to(model.device)).double().cpu()
+
+
+def _drawn(documents: list[Tensor], longest: int, count: int) -> tuple[Tensor, Tensor]:
+    """Lay the documents end to end, (n,), and draw positions that have `longest` tokens of their own before them."""
+    reaches = torch.cat([torch.arange(len(document)) for document in documents])
+    possible = (reaches >= longest).nonzero()[:, 0]
+    if len(possible) < count:
+        raise ValueError(
+            f"positions={count}: only {len(possible)} of the test text have the longest of lengths, {longest}, before "
+            "them in their document; choose fewer, or shorter lengths"
+        )
+    chosen = torch.randperm(len(possible), generator=torch.Generator().manual_seed(0))[:count]
+    return torch.cat(documents), possible[chosen].sort().values
+
+
+# --------------------------------------------------------------------------------------------------------- the table
+
+
+def _rows(
+    names: list[str], losses: Tensor, contexts: Sequence[int], ratios: Sequence[float], threshold: float
+) -> list[Row]:
+    rows: list[Row] = []
+    means = losses.mean(2)  # (models, contexts)
+    for ratio in ratios:
+        gain, error = gains(losses, ratio)
+        for i, name in enumerate(names):
+            found = effective_length(gain[i].tolist(), contexts, threshold)
+            bound = {contexts[0]: "≤ ", contexts[-1]: "≥ "}.get(found, "")
+            rows.append(
+                {
+                    "model": name,
+                    "r": ratio,
+                    "RECL": f"{bound}{found}",
+                    **{
+                        f"gain {c} → {longer}, %": f"{100 * g:.2f} ± {100 * e:.2f}"
+                        for (c, longer), g, e in zip(
+                            pairwise(contexts), gain[i].tolist(), error[i].tolist(), strict=True
+                        )
+                    },
+                    f"nats, c {contexts[0]}": float(means[i, 0]),
+                    f"nats, c {contexts[-1]}": float(means[i, -1]),
+                }
+            )
+    return rows
+
+
+def _check_tokens(group: dict[str, Trained], data: TextStream) -> None:
+    for path, trained in group.items():
+        if trained.model.tokenizer != data.tokenizer:
+            raise ValueError(
+                f"ckpt_path={path}: its tokens are not those of the first checkpoint's text, so that their losses do "
+                "not compare; choose models of one vocabulary"
+            )
+
+
+def _share(text: str) -> float:
+    number = float(text)
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not from above 0 to 1")
+    return number

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +16,7 @@ from benchmarks.measuring import (
     Spread,
     in_fresh_process,
     interleaved,
+    mapped_bytes,
     now,
     reset_peak,
     resident_peak,
@@ -35,8 +35,8 @@ NOTES = [
     "configs/stdlib_linear.yaml, which carries its memory.",
     "Each is measured in a fresh process; median (min–max) over the rounds, in which they take turns; ratios are taken "
     "round by round. The model's own are above 1 where the loader is not the bottleneck.",
-    "peak: of the process's resident memory, libraries included; grown: above what it held before. Pages of the mapped "
-    "tokens count as soon as they are read, though the system takes them back whenever it wants.",
+    "peak: of the process's resident memory, libraries included; grown: above what it held before. mapped: pages of "
+    "files, at the end above the beginning: tokens that were read, which the system takes back whenever it wants to.",
 ]
 
 CPU = torch.device("cpu")
@@ -47,8 +47,9 @@ class Probe(NamedTuple):
 
     tokens: int
     seconds: float
-    before: int | None
+    before: int | None  # resident
     peak: int | None
+    mapped: int | None  # more of files than before
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,8 +85,9 @@ def run(args: argparse.Namespace) -> Report:
             "seconds": Spread(tuple(p.seconds for p in of)),
             "tokens/s": speeds[name],
             "÷ training's": speeds[name] / speeds["train"],
-            "grown, MiB": _spread([p.peak - p.before for p in of if p.peak and p.before]),
-            "peak, MiB": _spread([p.peak for p in of if p.peak]),
+            "grown, MiB": _spread([p.peak - p.before if p.peak and p.before else None for p in of]),
+            "of that mapped, MiB": _spread([p.mapped for p in of]),
+            "peak, MiB": _spread([p.peak for p in of]),
         }
         for name, of in probes.items()
     ]
@@ -96,20 +98,19 @@ def tokenize(options: dict[str, Any]) -> Probe:
     """Make the tokens of all splits, with nothing cached."""
     with tempfile.TemporaryDirectory() as cache:
         data = TextStream(**options, cache=cache)
-        before, start = reset_peak(CPU), time.perf_counter()
+        watch = _Watch(CPU)
         data.prepare_data()
-        seconds, peak = time.perf_counter() - start, _peak(before)
-        n_tokens = len(data.train_dataloader().dataset.tokens) + sum(data.n_scored.values())
-    return Probe(n_tokens, seconds, before, peak)
+        probe = watch.stop()
+        return probe._replace(tokens=len(data.train_dataloader().dataset.tokens) + sum(data.n_scored.values()))
 
 
 def read(options: dict[str, Any]) -> Probe:
     """Read one epoch of training batches."""
     loader = TextStream(**options).train_dataloader()
-    before, start, n_tokens = reset_peak(CPU), time.perf_counter(), 0
+    watch, n_tokens = _Watch(CPU), 0
     for batch in loader:
         n_tokens += _scored(batch)
-    return Probe(n_tokens, time.perf_counter() - start, before, _peak(before))
+    return watch.stop()._replace(tokens=n_tokens)
 
 
 def train(options: dict[str, Any], steps: int, device: torch.device) -> Probe:
@@ -118,11 +119,26 @@ def train(options: dict[str, Any], steps: int, device: torch.device) -> Probe:
     batch = next(iter(data.train_dataloader()))
     step = _Step(data.vocab_size, TokenBatch(*sequence.to(tuple(batch), device)), device)
     step()  # what is allocated once
-    before, start = reset_peak(CPU), now(device)
+    watch = _Watch(device)
     for _ in range(steps):
         step()
-    seconds = now(device) - start
-    return Probe(steps * _scored(batch), seconds, before, _peak(before))
+    return watch.stop()._replace(tokens=steps * _scored(batch))
+
+
+class _Watch:
+    """Begins to measure as soon as it is made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.before, self.mapped = reset_peak(CPU), mapped_bytes()
+        self.start = now(device)
+
+    def stop(self) -> Probe:
+        """Return what it took, the tokens aside."""
+        seconds = now(self.device) - self.start
+        peak, mapped = None if self.before is None else resident_peak(CPU), mapped_bytes()
+        more = None if mapped is None or self.mapped is None else max(0, mapped - self.mapped)
+        return Probe(0, seconds, self.before, peak, more)
 
 
 class _Step:
@@ -153,9 +169,6 @@ def _scored(batch: TokenBatch) -> int:
     return int((batch.targets != IGNORE).sum())
 
 
-def _peak(before: int | None) -> int | None:
-    return None if before is None else resident_peak(CPU)
-
-
-def _spread(sizes: list[int]) -> Spread | None:
-    return Spread(tuple(size / MIB for size in sizes)) if sizes else None
+def _spread(sizes: list[int | None]) -> Spread | None:
+    known = [size / MIB for size in sizes if size is not None]
+    return Spread(tuple(known)) if len(known) == len(sizes) else None

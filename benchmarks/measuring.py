@@ -153,6 +153,15 @@ def resident_peak(device: torch.device) -> int:
     """Return the most bytes that were resident in this process, or allocated on the GPU, since `reset_peak`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    return _status("VmHWM")
+
+
+def mapped_bytes() -> int | None:
+    """Return the bytes of mapped files that are resident now, libraries included; None where the system hides it."""
+    return _status("RssFile") if Path("/proc/self/status").exists() else None
+
+
+def _status(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = [line for line in lines if line.startswith("VmHWM:")]  # "VmHWM:    1234 kB"
+    (line,) = [line for line in lines if line.startswith(f"{name}:")]  # "VmHWM:    1234 kB"
     return 1024 * int(line.split()[1])

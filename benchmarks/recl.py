@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +16,7 @@ from benchmarks.models import at_least
 from benchmarks.report import Report, Row
 from benchmarks.text import Trained, load, read_documents
 from datamodules import TextStream, TokenBatch
+from lit_effattn.tasks import LanguageModel
 
 NOTES = [
     "RECL (Dai et al. 2019, section 4.3 and appendix C): the first context c that the next one, c', is no gain over. "
@@ -63,7 +65,7 @@ def run(args: argparse.Namespace) -> Report:
     of_each = []
     for trained in group.values():
         segment_len = args.segment_len or trained.data["eval_segment_len"] or trained.data["segment_len"]
-        of_each.append(losses(trained, tokens, positions, contexts, segment_len, args.batch_size))
+        of_each.append(losses(trained.model, tokens, positions, contexts, segment_len, args.batch_size))
     rows = _rows(list(group), torch.stack(of_each), contexts, args.ratios, args.threshold)
     drawn = f"{len(positions):,} positions of the test text of source {data['source']}, the same for all."
     return Report("recl", rows, [*NOTES, drawn])
@@ -115,7 +117,7 @@ def effective_length(gains: Sequence[float], contexts: Sequence[int], threshold:
 
 @torch.no_grad()
 def losses(
-    trained: Trained, tokens: Tensor, positions: Tensor, contexts: Sequence[int], segment_len: int, batch_size: int
+    model: LanguageModel, tokens: Tensor, positions: Tensor, contexts: Sequence[int], segment_len: int, batch_size: int
 ) -> Tensor:
     """Return l(c, t): −ln p of tokens[t], t in `positions`, after the c tokens before it alone.
 
@@ -124,21 +126,19 @@ def losses(
     Returns:
         (contexts, positions) of float64.
     """
-    model = trained.model
+    rows = []
     model.on_validation_start()
     try:
-        rows = [
-            torch.cat([_loss(trained, tokens, at, c, segment_len) for at in positions.split(batch_size)])
-            for c in contexts
-        ]
+        for c in contexts:
+            print(f"recl: context {c} of {contexts[-1]}", file=sys.stderr, flush=True)
+            rows.append(torch.cat([_loss(model, tokens, at, c, segment_len) for at in positions.split(batch_size)]))
     finally:
         model.on_validation_end()
         model.carries_memory, model.memory = False, None
     return torch.stack(rows)
 
 
-def _loss(trained: Trained, tokens: Tensor, at: Tensor, context: int, segment_len: int) -> Tensor:
-    model = trained.model
+def _loss(model: LanguageModel, tokens: Tensor, at: Tensor, context: int, segment_len: int) -> Tensor:
     model.carries_memory, model.memory = True, None
     window = tokens[at[:, None] + torch.arange(-context, 0)].to(model.device)  # (P,) -> (P, context)
     for inputs in window.split(segment_len, 1):

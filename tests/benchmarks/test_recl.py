@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks import __main__ as command
 from benchmarks.recl import effective_length, gains, losses
-from benchmarks.text import Trained, load, read_documents
+from benchmarks.text import load, read_documents
 from datamodules import TextStream, TokenBatch
 from lit_effattn import LSTM, Transformer
 from lit_effattn.attention import SoftmaxAttention, TransformerXLAttention
@@ -87,7 +87,7 @@ def test_loss_is_of_exactly_so_much_context():
     data = TextStream(max_bytes=20_000)
     tokens = torch.randint(0, 256, (300,))
     model = language_model(Transformer(16, 2, 2, attention=SoftmaxAttention), data)
-    found = losses(Trained(model, {}, True), tokens, torch.tensor([60, 100, 299]), [1, 7, 33], 8, batch_size=2)
+    found = losses(model, tokens, torch.tensor([60, 100, 299]), [1, 7, 33], 8, batch_size=2)
     for row, c in zip(found, [1, 7, 33], strict=True):
         for loss, t in zip(row, [60, 100, 299], strict=True):
             batch = TokenBatch(tokens[None, t - c : t], tokens[None, t - c + 1 : t + 1])
@@ -99,8 +99,8 @@ def test_loss_is_of_exactly_so_much_context():
 def test_a_memory_of_five_makes_use_of_no_more():
     data = TextStream(max_bytes=20_000)
     attention = partial(TransformerXLAttention, mem_len=5, same_length=True)
-    trained = Trained(language_model(Transformer(16, 2, 1, attention=attention, positions=None), data), {}, True)
-    four, five, twenty = losses(trained, torch.randint(0, 256, (99,)), torch.arange(40, 80), [4, 5, 20], 3, 16)
+    model = language_model(Transformer(16, 2, 1, attention=attention, positions=None), data)
+    four, five, twenty = losses(model, torch.randint(0, 256, (99,)), torch.arange(40, 80), [4, 5, 20], 3, 16)
     torch.testing.assert_close(five, twenty, rtol=1e-4, atol=1e-5)
     assert (four - five).abs().max() > 1e-4
 

@@ -16,7 +16,7 @@ from lit_effattn.positions import PositionsFactory, RotaryPositions, SinusoidalP
 from lit_effattn.sequence import SequenceModule, State, without_padding
 
 Activation = Literal["relu", "gelu", "quick_gelu", "swiglu"]
-Initialisation = Literal["pytorch", "xavier", "gpt2"]
+Initialisation = Literal["pytorch", "xavier", "normal", "gpt2"]
 
 
 class FeedForward(nn.Module):
@@ -143,8 +143,9 @@ class Transformer(SequenceModule):
         activation: Of the feed-forward.
         dropout: On the input and on the output of each branch.
         init: "pytorch": as each module does by itself. "xavier": uniform Xavier matrices and zero biases (2017).
-            "gpt2": N(0, 0.02), zero biases, and 1/√(2 n_layers) of that for the last matrix of each branch, so that
-            the residual's variance does not grow with depth (Child et al. 2019, section 5.2; Radford et al. 2019).
+            "normal": N(0, 0.02) and zero biases, as Dai et al. 2019. "gpt2": the same, and 1/√(2 n_layers) of it for
+            the last matrix of each branch, so that the residual's variance does not grow with depth (Child et al. 2019,
+            section 5.2; Radford et al. 2019).
         gradient_checkpointing: Keep only the blocks' inputs for the backward pass, and compute the rest again: memory
             for about a third more time.
         tied: Names of the attention's parameters that all layers share, as Transformer-XL does with [u, v].
@@ -301,7 +302,7 @@ class Transformer(SequenceModule):
 def _initialise(transformer: Transformer, init: Initialisation) -> None:
     if init == "pytorch":
         return
-    last = 1 / math.sqrt(2 * len(transformer.blocks))
+    last = 1 / math.sqrt(2 * len(transformer.blocks)) if init == "gpt2" else 1.0
     for name, module in transformer.named_modules():
         if isinstance(module, nn.Linear):
             if init == "xavier":

@@ -188,11 +188,11 @@ def matrices(model: Transformer):
     return {n: m for n, m in model.blocks.named_modules() if isinstance(m, nn.Linear)}
 
 
-def test_initial_values_of_gpt2():
-    model = Transformer(128, 4, 8, init="gpt2")
+@pytest.mark.parametrize(("init", "last"), [("gpt2", 0.02 / math.sqrt(2 * 8)), ("normal", 0.02)])
+def test_initial_values_of_normal_and_gpt2(init: str, last: float):
+    model = Transformer(128, 4, 8, init=init)
     for name, linear in matrices(model).items():
-        ends_a_branch = name.endswith((".out_proj", ".down"))
-        expected = 0.02 / math.sqrt(2 * 8) if ends_a_branch else 0.02
+        expected = last if name.endswith((".out_proj", ".down")) else 0.02
         assert linear.weight.std().item() == pytest.approx(expected, rel=0.05), name
         assert (linear.bias == 0).all(), name
 

@@ -49,6 +49,10 @@ class Tokenizer(ABC):
     def decode(self, ids: Iterable[int]) -> str:
         """The text of tokens."""
 
+    def unknown(self, text: str) -> list[str]:
+        """What of a text becomes ``<unk>``, each once, in order. Bytes and bpe know all."""
+        return []
+
     @abstractmethod
     def spec(self) -> dict[str, Any]:
         """All of it as plain data; `from_spec` undoes it."""
@@ -145,6 +149,10 @@ class CharacterTokenizer(Tokenizer):
         """The text; ``<unk>`` becomes U+FFFD."""
         return "".join(self._shown[i] for i in ids)
 
+    def unknown(self, text: str) -> list[str]:
+        """The characters that the training text does not have."""
+        return [character for character in dict.fromkeys(text) if character not in self.characters]
+
     def spec(self) -> dict[str, Any]:
         """All of it as plain data."""
         return {"tokens": self.kind, "vocabulary": self.characters}
@@ -205,6 +213,10 @@ class WordTokenizer(Tokenizer):
             else:
                 lines[-1].append(word)
         return "\n".join(" ".join(line) for line in lines)
+
+    def unknown(self, text: str) -> list[str]:
+        """The words that the vocabulary does not have."""
+        return [word for word in dict.fromkeys(_words(text)) if word not in self._ids]
 
     def spec(self) -> dict[str, Any]:
         """All of it as plain data."""

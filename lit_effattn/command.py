@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import warnings
 from collections import Counter
@@ -92,6 +93,12 @@ class _Parser(LightningArgumentParser):
         if not self.exit_on_error:  # a nested parser, whose parent will tell
             super().error(message, ex)
         raise UsageError(message) from ex
+
+    def parse_args(self, args: Any = None, *more: Any, **options: Any) -> Any:
+        """Parse `args`; in a nested parser, what jsonargparse makes of `--a.b.c null` is `--c=None`."""
+        if not self.exit_on_error and args:
+            args = [re.sub(r"(?s)^(--[^=]+)=None$", r"\1=null", arg) for arg in args]
+        return super().parse_args(args, *more, **options)
 
 
 class CLI(LightningCLI):

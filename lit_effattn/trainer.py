@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from callbacks.checkpoints import read_checkpoint
@@ -91,6 +92,7 @@ class Trainer(pl.Trainer):
         if n_tokens < 1:
             raise ValueError(f"--n_tokens {n_tokens}: draw at least one")
         tokenizer = task.text
+        _check_known(tokenizer, prompt)
         tokens = torch.tensor([tokenizer.start, *tokenizer.encode(prompt).tolist()]).expand(n, -1)
         shown = Decoded(tokenizer) if n == 1 else None
         if shown is not None:
@@ -174,7 +176,21 @@ def _prompt(prompt: str | None, prompt_file: str | None) -> str:
         return prompt or ""
     if prompt is not None:
         raise ValueError("--prompt and --prompt_file were both given; a text has one beginning")
-    return Path(prompt_file).read_text(encoding="utf-8")
+    try:
+        return Path(prompt_file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompt_file {prompt_file} is not UTF-8: {error.reason} at byte {error.start}") from error
+
+
+def _check_known(tokenizer: Any, prompt: str) -> None:
+    """Refuse characters that the model never saw, whose embedding is noise; a word that it did not is `<unk>`."""
+    unknown = tokenizer.unknown(prompt)
+    if not unknown:
+        return
+    shown = ", ".join(map(repr, unknown[:5])) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
+    if tokenizer.unit == "character":
+        raise ValueError(f"the prompt has {shown}, of which the model's training text had none; leave it out")
+    rank_zero_warn(f"the prompt has {shown}, read as <unk>: not in the model's vocabulary")
 
 
 def _track(steps: Iterable[int]) -> Iterable[int]:

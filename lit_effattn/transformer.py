@@ -226,7 +226,9 @@ class Transformer(SequenceModule):
         attentions = [block.attention for block in self.blocks]
         if any(name not in attention._parameters for attention in attentions):
             kinds = ", ".join(sorted({type(attention).__name__ for attention in attentions}))
-            raise ValueError(f"tied names {name!r}, which is no parameter of every attention ({kinds})")
+            raise ValueError(
+                f"tied names {name!r}, which is no parameter of every attention ({kinds}); tied: null ties nothing"
+            )
         for attention in attentions[1:]:
             setattr(attention, name, getattr(attentions[0], name))
 

@@ -255,6 +255,22 @@ class LanguageModel(Task):
             for module in training:
                 module.training = True
 
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint of another vocabulary, or else of another model: see `Task.on_load_checkpoint`.
+
+        Raises:
+            ValueError: describes both.
+        """
+        built = checkpoint.get("hyper_parameters", {})
+        size, spec = built.get("vocab_size", self.vocab_size), built.get("tokenizer") or self.tokenizer
+        if size != self.vocab_size or spec != (self.tokenizer or spec):
+            raise ValueError(
+                f"the checkpoint's vocabulary ({_described(size, spec)}) is not this model's "
+                f"({_described(self.vocab_size, self.tokenizer)}): the same number means another token; use the text "
+                "and the settings that the checkpoint was trained with"
+            )
+        super().on_load_checkpoint(checkpoint)
+
     @property
     def text(self) -> Tokenizer:
         """How text becomes tokens.
@@ -275,3 +291,7 @@ class LanguageModel(Task):
                     f"the data hold token {token}, but the model has vocab_size={self.vocab_size}: 0 … "
                     f"{self.vocab_size - 1}; give both the same vocabulary"
                 )
+
+
+def _described(size: int, tokenizer: str | None) -> str:
+    return f"{size} tokens" if tokenizer is None else repr(Tokenizer.from_spec(tokenizer))

@@ -1,0 +1,64 @@
+"""Running the `lit-effattn` command in tests: in this process, or in others."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lit_effattn.cli import main
+
+REPOSITORY = Path(__file__).parent.parent.parent
+TWO = ["--trainer.devices", "2", "--trainer.accelerator", "cpu", "--trainer.strategy", "ddp"]
+
+
+def fails(capsys: pytest.CaptureFixture[str], *args: str, code: int = 1) -> str:
+    """Run a command that must fail; return what it says, which must be short."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        main(list(args))
+    said = capsys.readouterr().err
+    message = said[said.index("lit-effattn: error: ") :]
+    assert stopped.value.code == code
+    assert len(message.splitlines()) <= 3
+    assert "Traceback" not in said
+    return message
+
+
+def command(*args: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "tests" / "support"), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "lit_effattn.cli", *args],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+        check=False,
+    )
+
+
+def last(root: str) -> Path:
+    """Find the last checkpoint of the only run under `root`."""
+    (path,) = Path(root).rglob("last.ckpt")
+    return path
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return torch.load(path, weights_only=True)["state_dict"]
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def assert_same_end(a: Path, b: Path) -> None:
+    """Compare all that training has made, bit for bit."""
+    a, b = (torch.load(path, weights_only=True) for path in (a, b))
+    assert a["global_step"] == b["global_step"]
+    assert same(a["state_dict"], b["state_dict"])
+    assert a["lr_schedulers"] == b["lr_schedulers"]
+    for p, q in zip(*(c["optimizer_states"][0]["state"].values() for c in (a, b)), strict=True):
+        assert same(p, q)

@@ -1,0 +1,334 @@
+"""The command with text: memory from segment to segment, generation, resuming, and what is refused."""
+
+import csv
+import math
+import re
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from datamodules import TextStream
+from datamodules.tokens import IGNORE
+from lit_effattn.cli import main
+from lit_effattn.tasks import LanguageModel
+from tests.support.commands import TWO, assert_same_end, command, fails, last, same, weights
+
+TINY: dict[str, Any] = {
+    "seed_everything": 3,
+    "model": {
+        "class_path": "LanguageModel",
+        "init_args": {
+            "backbone": {
+                "class_path": "Transformer",
+                "init_args": {
+                    "d_model": 16,
+                    "n_heads": 2,
+                    "n_layers": 2,
+                    "attention": {"class_path": "TransformerXLAttention", "init_args": {"mem_len": 6}},
+                    "positions": None,
+                    "tied": ["u", "v"],
+                    "dropout": 0.2,
+                },
+            },
+            "tie": True,
+            "optimizer": {"class_path": "torch.optim.RAdam", "init_args": {"lr": 0.003}},
+            "lr_scheduler": {"class_path": "WarmupCosine", "init_args": {"total_steps": 40, "warmup_steps": 3}},
+        },
+    },
+    "data": {
+        "class_path": "TextStream",
+        "init_args": {"source": "files", "root": "texts", "segment_len": 8, "batch_size": 4, "cache": "cache"},
+    },
+    "trainer": {
+        "max_epochs": 1,
+        "enable_progress_bar": False,
+        "logger": False,
+        "callbacks": [{"class_path": "MemoryCarry"}],
+    },
+}
+UNTIED = ["--model.backbone.tied", "null"]
+CHARACTERS = ["--data.tokens", "characters"]
+
+
+def song(n: int, of: str = "birds") -> str:
+    return "".join(f"{i} {of} sit on {i * i} wires\nand {chr(0xE0 + i % 9)} sings.\n" for i in range(n))
+
+
+def write_texts(root: str = "texts", of: str = "birds") -> None:
+    """Write documents of several lengths, some shorter than a segment."""
+    for split, sizes in (("train", (6, 0, 1, 4)), ("val", (3, 0)), ("test", (2, 0, 1))):
+        for i, n in enumerate(sizes):
+            path = Path(root, split, f"{i}.txt")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(song(n, of) if n else "Bye\n", encoding="utf-8")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_with_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(yaml.safe_dump(TINY))
+    write_texts()
+
+
+def fit(*args: str) -> Path:
+    """Train and return the run's folder."""
+    before = set(Path("runs").glob("*"))
+    main(["fit", "--config", "tiny.yaml", *args])
+    (new,) = set(Path("runs").glob("*")) - before
+    return new
+
+
+def samples(run: Path) -> list[str]:
+    """Return the texts that the newest `generate` wrote."""
+    newest = max((run / "generated").glob("*"), key=lambda path: path.stat().st_mtime_ns)
+    return re.split(r"(?:^|\n\n)--- \d+\n", (newest / "samples.txt").read_text(encoding="utf-8"))[1:]
+
+
+# ------------------------------------------------------------------------------------------------ train, score, draw
+
+
+@torch.no_grad()
+def documents_cost(run: Path, texts: list[bytes], segment_len: int) -> list[float]:
+    """Cost in bits of every byte of some documents, read segment by segment with the memory handed on."""
+    model = LanguageModel.load_from_checkpoint(run / "checkpoints" / "best.ckpt").eval()
+    costs: list[float] = []
+    for text in texts:
+        tokens, state = torch.tensor([256, *text]), None
+        for begin in range(0, len(text), segment_len):
+            piece = tokens[begin : begin + segment_len + 1]
+            h, state = model.backbone(model.embedding(piece[None, :-1]), state)
+            log_p = (h[0] @ model.embedding.weight.T + model.head.proj.bias).log_softmax(-1)
+            costs += (-log_p.gather(-1, piece[1:, None])[:, 0] / math.log(2)).tolist()
+    return costs
+
+
+def test_testing_scores_every_byte_once_with_the_memory_handed_on(capsys: pytest.CaptureFixture[str]):
+    run = fit("--data.eval_batch_size", "1")
+    capsys.readouterr()
+    main(["test", "--ckpt_path", "best"])
+    said = capsys.readouterr().out
+    texts = [path.read_bytes() for path in sorted(Path("texts/test").iterdir())]
+    expected = np.mean(documents_cost(run, texts, 8))
+    assert float(re.search(r"^test bits/byte: (\S+)$", said, re.M)[1]) == pytest.approx(expected, abs=1e-4)
+    assert int(re.search(r"^test bytes: (\S+)$", said, re.M)[1]) == sum(map(len, texts))
+
+
+def test_predictions_are_a_line_a_segment_and_average_to_the_test_result(capsys: pytest.CaptureFixture[str]):
+    run = fit()
+    capsys.readouterr()
+    main(["test", "--ckpt_path", "last"])
+    said = re.search(r"test bits/byte: (\S+)", capsys.readouterr().out)[1]
+    main(["predict", "--ckpt_path", "last"])
+    (path,) = run.rglob("predictions.csv")
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    n = sum(path.stat().st_size for path in Path("texts/test").iterdir())
+    assert sum(int(row["targets"]) for row in rows) == n
+    bits = [(int(row["targets"]), float(row["bits_per_target"])) for row in rows]
+    assert sum(t * b for t, b in bits) / n == pytest.approx(float(said), abs=1e-4)
+
+
+def test_generating_continues_a_prompt_without_the_data(capsys: pytest.CaptureFixture[str]):
+    run = fit(*CHARACTERS)
+    shutil.rmtree("texts")
+    shutil.rmtree("cache")
+    capsys.readouterr()
+    main(["generate", "--ckpt_path", "last", "--prompt", "3 birds", "--n_tokens", "20"])
+    said = capsys.readouterr().out
+    (text,) = samples(run)
+    assert text.startswith("3 birds")
+    assert len("3 birds") < len(text) <= len("3 birds") + 20  # <start> may be drawn, and is no text
+    assert set(text) <= set(song(6) + "Bye\n\ufffd")
+    assert text in said  # as it was drawn
+
+
+def test_generating_again_draws_the_same_and_another_seed_others():
+    run = fit()
+    drawn = []
+    for flags in (["--seed", "5"], ["--seed", "5"], ["--seed", "6"], ["--seed", "5", "--temperature", "0.1"]):
+        main(["generate", "--ckpt_path", "last", "--n", "3", "--n_tokens", "12", *flags])
+        drawn.append(samples(run))
+        assert len(drawn[-1]) == 3
+    assert drawn[0] == drawn[1]
+    assert len({tuple(texts) for texts in drawn}) == 3
+    assert len(set(drawn[0])) == 3
+
+
+def test_the_likeliest_is_the_likeliest_however_it_is_asked_for():
+    run = fit()
+    drawn = []
+    for flags in (["--temperature", "0"], ["--top_k", "1"], ["--top_p", "1e-9"]):
+        main(["generate", "--ckpt_path", "last", "--prompt", "1 b", "--n_tokens", "15", *flags])
+        drawn += samples(run)
+    assert len(set(drawn)) == 1
+
+
+def test_a_prompt_may_be_a_file():
+    run = fit()
+    Path("begin.txt").write_text("2 birds sit à", encoding="utf-8")
+    main(["generate", "--ckpt_path", "last", "--prompt_file", "begin.txt", "--n_tokens", "5"])
+    assert samples(run)[0].startswith("2 birds sit à")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--n_tokens", "0"], "--n_tokens 0"),
+        (["--prompt", "a", "--prompt_file", "tiny.yaml"], "--prompt and --prompt_file"),
+        (["--prompt_file", "absent.txt"], "absent.txt"),
+        (["--prompt_file", "latin.txt"], "--prompt_file latin.txt is not UTF-8"),
+        (["--complete", "0.5"], "--complete 0.5"),
+        (["--prompt", "1 bird€"], "'€'"),
+    ],
+)
+def test_generating_refuses_what_it_cannot_do(args: list[str], words: str, capsys: pytest.CaptureFixture[str]):
+    run = fit(*CHARACTERS)
+    Path("latin.txt").write_bytes("à".encode("latin-1"))
+    assert words in fails(capsys, "generate", "--ckpt_path", "last", *args)
+    assert not (run / "generated").exists()
+
+
+def test_rare_words_from_the_checkpoint_alone(capsys: pytest.CaptureFixture[str]):
+    """Adaptive embedding and softmax, tied, survive the checkpoint."""
+    bands = {"cutoffs": [6, 12], "div_value": 2}
+    config = yaml.safe_load(Path("tiny.yaml").read_text())
+    embedding = {"class_path": "lit_effattn.adaptive.AdaptiveEmbedding", "init_args": bands}
+    config["model"]["init_args"] |= {"embedding": embedding, "head": {"class_path": "AdaptiveHead", "init_args": bands}}
+    Path("tiny.yaml").write_text(yaml.safe_dump(config))
+    run = fit("--data.tokens", "words", "--data.segment_len", "4", "--data.batch_size", "2")
+    capsys.readouterr()
+    main(["test", "--ckpt_path", "best"])
+    assert "test perplexity: " in capsys.readouterr().out
+    shutil.rmtree("texts")
+    main(["generate", "--ckpt_path", "best", "--prompt", "3 birds sit on never-seen", "--n_tokens", "4"])
+    assert samples(run)[0].startswith("3 birds sit on")
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--data.segment_len", "9000"], "segment_len=9000"),
+        (["--data.batch_size", "5000"], "batch_size=5000"),
+        ([*CHARACTERS, "--data.root", "latin"], "latin/train/0.txt"),
+        (["--data.root", "empty"], "empty"),
+        (["--data.root", "empty/a.txt"], "empty/a.txt"),
+        (["--data.root", "nowhere"], "nowhere"),
+        (["--data.tokens", "bpe"], "vocab_size=None"),
+        (["--model.backbone.attention", "SoftmaxAttention", *UNTIED], "`window`"),
+        (["--trainer.callbacks", "FeatureRedraw"], "FeatureRedraw"),
+        (["--model.backbone.attention", "LinearAttention", *UNTIED, "--model.eval_mem_len", "3"], "eval_mem_len=3"),
+        (["--model.backbone.attention", "LinearAttention"], "tied: null"),
+        (["--model.backbone.tied", "[w]"], "tied names 'w'"),
+        (["--model.backbone.causal", "false"], "causal"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_are_told_in_a_line(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]):
+    write_texts("latin")
+    Path("latin/train/0.txt").write_bytes("und à".encode("latin-1"))
+    Path("empty").mkdir()
+    Path("empty/a.txt").touch()
+    assert words in fails(capsys, "fit", "--config", "tiny.yaml", *flags)
+    assert not Path("runs").exists()
+
+
+def test_weights_of_another_vocabulary_are_no_start(capsys: pytest.CaptureFixture[str]):
+    run = fit(*CHARACTERS)
+    said = fails(capsys, "fit", "--config", "tiny.yaml", "--init_weights", "last")
+    assert "(characters, a vocabulary of 33) is not this model's (bytes, a vocabulary of 257)" in said
+    assert list(Path("runs").glob("*")) == [run]
+
+
+@pytest.mark.parametrize("command_", ["fit", "test", "predict"])
+def test_a_checkpoint_of_another_vocabulary_is_refused(command_: str, capsys: pytest.CaptureFixture[str]):
+    """Equally many characters, so that only their meaning differs; or another number."""
+    run = fit(*CHARACTERS)
+    last_bytes = (run / "checkpoints" / "last.ckpt").read_bytes()
+    write_texts("others", of="firds")
+    more = ["--trainer.max_epochs", "2"] if command_ == "fit" else []
+    said = fails(capsys, command_, "--ckpt_path", "last", "--data.root", "others", *more)
+    assert len(re.findall(r"\(characters, a vocabulary of 33\)", said)) == 2
+    said = fails(capsys, command_, "--ckpt_path", "last", "--data.tokens", "bytes", *more)
+    assert "(characters, a vocabulary of 33) is not this model's (bytes, a vocabulary of 257)" in said
+    assert (run / "checkpoints" / "last.ckpt").read_bytes() == last_bytes
+
+
+# ------------------------------------------------------------------------------------------------ processes
+
+LONG = ["--trainer.max_epochs", "2"]
+
+
+def interrupted(root: str, step: int, number: int, *args: str) -> Any:
+    flags = ["--trainer.callbacks+=interruptions.SignalAt", "--trainer.callbacks.step", str(step)]
+    flags += ["--trainer.callbacks.number", str(number)]
+    return command("fit", "--config", "tiny.yaml", "--trainer.default_root_dir", root, *LONG, *flags, *args)
+
+
+def resume(root: str, *args: str) -> Any:
+    flags = ["--ckpt_path", "last", "--trainer.default_root_dir", root, "--trainer.callbacks", "MemoryCarry"]
+    resumed = command("fit", *flags, *args)
+    assert resumed.returncode == 0, resumed.stderr
+    return resumed
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("processes", [[], TWO], ids=["one", "two"])
+def test_a_killed_run_goes_on_with_the_memory_it_had(processes: list[str]):
+    whole = command("fit", "--config", "tiny.yaml", "--trainer.default_root_dir", "whole", *LONG, *processes)
+    assert whole.returncode == 0, whole.stderr
+    saving = ["--checkpoint.every_n_train_steps", "2"]
+    killed = interrupted("killed", 5, signal.SIGKILL, *saving, *processes)
+    assert killed.returncode != 0
+    checkpoint = torch.load(last("killed"), weights_only=True)
+    assert checkpoint["global_step"] == 4  # in mid-epoch
+    memories = [m for m in checkpoint["memory_carry"] if m is not None]
+    assert len(memories) == (2 if processes else 1)
+    resume("killed")
+    assert_same_end(last("whole"), last("killed"))
+    # The memory mattered: without it the same run ends elsewhere.
+    checkpoint["memory_carry"] = [None] * len(memories)
+    path = last("killed").parent / "forgetful.ckpt"
+    torch.save(checkpoint, path)
+    if not processes:
+        flags = ["--ckpt_path", str(path), "--trainer.default_root_dir", "forgetful"]
+        forgetful = command("fit", *flags, "--trainer.callbacks", "MemoryCarry")
+        assert forgetful.returncode == 0, forgetful.stderr
+        assert not same(weights(last("forgetful")), weights(last("whole")))
+    else:
+        results = []
+        for flags in ([], ["--trainer.devices", "1", "--trainer.strategy", "auto", "--data.eval_batch_size", "8"]):
+            tested = command("test", "--ckpt_path", "best", "--trainer.default_root_dir", "whole", *flags)
+            results.append(re.findall(r"test \S+: \S+", tested.stdout))
+            assert len(results[-1]) == 2, tested.stderr
+        assert results[0] == results[1]  # two processes of 4 streams score what one of 8 does
+
+
+@pytest.mark.processes
+def test_sigterm_saves_and_leaves_and_another_number_of_processes_starts_afresh():
+    stopped = interrupted("stopped", 4, signal.SIGTERM)
+    assert stopped.returncode == 143, stopped.stderr
+    checkpoint = torch.load(last("stopped"), weights_only=True)
+    assert checkpoint["global_step"] == 5
+    assert checkpoint["memory_carry"][0] is not None
+    resumed = resume("stopped", *TWO)
+    assert "memories start empty" in resumed.stderr
+    assert "2 processes instead of 1" in resumed.stderr
+
+
+def test_streams_of_the_tiny_texts_have_more_than_one_document_and_padding():
+    """What the tests above rest on."""
+    data = TextStream("files", root="texts", segment_len=8, batch_size=4, cache="cache")
+    data.setup("fit")
+    batches = list(data.train_dataloader())
+    assert len(batches) > 8
+    assert any(batch.fresh.any() for batch in batches[1:])
+    assert any((batch.targets == IGNORE).any() for batch in batches)

@@ -2,6 +2,7 @@
 
 from lit_effattn.attention.base import Attention, AttentionFactory
 from lit_effattn.attention.compressive import CompressiveAttention
+from lit_effattn.attention.infinite import InfiniteAttention
 from lit_effattn.attention.linear import EluFeatureMap, FeatureMap, LinearAttention, ReluFeatureMap
 from lit_effattn.attention.lsh import LSHAttention
 from lit_effattn.attention.performer import PerformerAttention
@@ -16,6 +17,7 @@ __all__ = [
     "CompressiveAttention",
     "EluFeatureMap",
     "FeatureMap",
+    "InfiniteAttention",
     "LSHAttention",
     "LinearAttention",
     "PerformerAttention",

@@ -1,5 +1,6 @@
 """Pure functions on queries, keys and values: the mathematics, without parameters, projections or states."""
 
+from lit_effattn.ops.continuous import evaluate_signal, expected_basis, fit_matrix, normal_masses, quantiles
 from lit_effattn.ops.favor import causal_favor, favor, favor_step
 from lit_effattn.ops.linear import causal_linear_attention, linear_attention, linear_attention_step
 from lit_effattn.ops.relative import attention_by_distance, relative_attention, relative_shift, sinusoids
@@ -10,11 +11,16 @@ __all__ = [
     "attention_by_distance",
     "causal_favor",
     "causal_linear_attention",
+    "evaluate_signal",
+    "expected_basis",
     "favor",
     "favor_step",
+    "fit_matrix",
     "fixed_attention",
     "linear_attention",
     "linear_attention_step",
+    "normal_masses",
+    "quantiles",
     "relative_attention",
     "relative_shift",
     "sinusoids",

@@ -80,6 +80,7 @@ def relative_attention(
     causal: bool = True,
     window: int | None = None,
     there: Tensor | None = None,
+    first: Tensor | None = None,
     chunk_size: int = 128,
     dropout: float = 0.0,
 ) -> Tensor:
@@ -101,6 +102,7 @@ def relative_attention(
         causal: Whether a query sees only its own and earlier keys.
         window: Number of keys that a query sees, its own included; None: all. Needs `causal`.
         there: (B, M + N), False at keys that hold nothing; None: all hold something. Each query must see one.
+        first: (B, N), which key is the first that a query sees; None: the others say.
         chunk_size: C; no effect on the result.
         dropout: Probability with which an attention weight is dropped.
 
@@ -115,15 +117,17 @@ def relative_attention(
         end = min(start + chunk_size, n)
         low = 0 if window is None else max(0, m + start + 1 - window)
         high = m + end if causal else m + n
-        first, last = m + end - 1 - low, 0 if causal else start - (n - 1)
+        most, last = m + end - 1 - low, 0 if causal else start - (n - 1)
 
-        chunk, distances = q[:, :, start:end], r[:, zero - first : zero - last + 1]
+        chunk, distances = q[:, :, start:end], r[:, zero - most : zero - last + 1]
         scores = torch.einsum("bhnd,hld->bhnl", chunk + w[:, None], distances)
         scores = relative_shift(scores)[..., : high - low] * scale  # (B, H, C, K)
         distance = torch.arange(m + start, m + end, device=q.device)[:, None] - torch.arange(low, high, device=q.device)
         seen = (distance >= last) if window is None else (distance >= last) & (distance < window)  # (C, K)
         if there is not None:
             seen = seen & there[:, None, None, low:high]  # (B, 1, C, K)
+        if first is not None:
+            seen = seen & (torch.arange(low, high, device=q.device) >= first[:, None, start:end, None])
         scores = scores.masked_fill(~seen, -torch.inf)
         keys, values = k[:, :, low:high], v[:, :, low:high]
         out.append(F.scaled_dot_product_attention(chunk + u[:, None], keys, values, scores, dropout_p=dropout))

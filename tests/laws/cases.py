@@ -14,6 +14,7 @@ from torch import Tensor
 from lit_effattn.attention import (
     Attention,
     CompressiveAttention,
+    InfiniteAttention,
     LinearAttention,
     LSHAttention,
     PerformerAttention,
@@ -109,6 +110,7 @@ XL = partial(kind, TransformerXLAttention, definitions.transformer_xl, rotary=[F
 # float16). With one bucket nothing moves, and the usual bound holds.
 HASHED = partial(kind, LSHAttention, definitions.lsh, jumps=True)
 COMPRESSIVE = partial(kind, CompressiveAttention, definitions.compressive, causal=[True], rotary=[False])
+INFINITE = partial(kind, InfiniteAttention, definitions.infinite, causal=[True], rotary=[False])
 
 ATTENTIONS = [
     *kind(SoftmaxAttention, definitions.softmax, 5),
@@ -168,6 +170,12 @@ ATTENTIONS = [
     *COMPRESSIVE(4, mem_len=0, compressed_len=3, compression_rate=3, chunk_size=2, bias=True),
     *COMPRESSIVE(4, mem_len=2, compressed_len=1, compression_rate=4, compression="mean", clamp_len=4),
     *COMPRESSIVE(3, mem_len=1, compressed_len=3, compression_rate=2, compression="max"),
+    # The first is the one that is compiled.
+    *INFINITE(3, mem_len=4, segment_len=3, n_basis=10, widths=(0.1,), n_samples=7, sticky=True, n_bins=6, gate=True),
+    *INFINITE(4, mem_len=2, segment_len=4, n_basis=12, widths=(0.1, 0.2), n_samples=5, chunk_size=3, tau=0.7),
+    *INFINITE(3, mem_len=3, segment_len=3, n_basis=8, widths=(0.2,), n_samples=4, writes="segment", bias=True),
+    *INFINITE(4, mem_len=0, segment_len=4, n_basis=12, widths=(0.1, 0.3), n_samples=6, clamp_len=2, ridge=1.0),
+    *INFINITE(3, mem_len=3, segment_len=3, n_basis=0),
 ]
 
 

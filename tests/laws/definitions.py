@@ -185,6 +185,110 @@ def summary(module, window: Tensor) -> Tensor:
     return y if module.compressor.bias is None else y + module.compressor.bias
 
 
+def infinite(module, x: Tensor) -> Tensor:
+    """Martins et al. 2022, section 3, one position at a time: Transformer-XL's attention, and that to the signal."""
+    size, h, d = module.segment_len, module.n_heads, module.head_dim
+    delay = module.mem_len if module.writes == "evicted" else 0
+    signal, written, densities, near, far = None, 0, [], [], []
+    for t in range(x.size(1)):
+        first = size * max(0, (t - module.mem_len) // size)
+        q, _, _ = queries_keys_values(module, x[:, t : t + 1])
+        _, k, v = queries_keys_values(module, x[:, first : t + 1])
+        r = relative_vectors(module, [list(range(t - first, -1, -1))]).reshape(-1, h, d).transpose(0, 1)
+        scores = (q + module.u[:, None]) @ k.transpose(-1, -2) + (q + module.v[:, None]) @ r.transpose(-1, -2)
+        near.append((scores / math.sqrt(d)).softmax(-1) @ v)
+        if module.n_basis == 0:
+            continue
+        if max(0, (t - delay) // size) > written:
+            segment = gated(module, x[:, written * size : (written + 1) * size])
+            signal = updated_signal(module, signal, segment, densities)
+            written, densities = written + 1, []
+        if signal is None:
+            far.append(torch.zeros_like(x[:, t]))
+            continue
+        q, k, v = (
+            (y @ p.weight.T).reshape(len(x), -1, h, d).transpose(1, 2)
+            for y, p in ((x[:, t : t + 1], module.ltm_q_proj), (signal, module.ltm_k_proj), (signal, module.ltm_v_proj))
+        )
+        s = q @ k.transpose(-1, -2) / math.sqrt(d)  # (B, H, 1, n_basis)
+        m, w = (s @ module.ltm_density.weight.T + module.ltm_density.bias).unbind(-1)
+        mean, variance = 1 / (1 + (-m).exp()), (1 + w.exp()).log() + 1e-6  # (B, H, 1)
+        densities.append(torch.distributions.Normal(mean, variance.sqrt()))
+        centres, widths = centres_widths(module)
+        z = (-((mean[..., None] - centres) ** 2) / 2 / (variance[..., None] + widths**2)).exp()
+        z = z / (2 * math.pi * (variance[..., None] + widths**2)).sqrt()
+        far.append((z @ v).transpose(1, 2).reshape(len(x), -1) @ module.ltm_out_proj.weight.T)
+    y = heads_together(module, torch.cat(near, 2))
+    return y + torch.stack(far, 1) if far else y
+
+
+def centres_widths(module) -> tuple[Tensor, Tensor]:
+    """The basis functions' μ_j and σ_j, width after width."""
+    each = module.n_basis // len(module.widths)
+    centres = [i / (each - 1) for i in range(each)]
+    widths = [width for width in module.widths for _ in range(each)]
+    return torch.tensor(centres * len(module.widths), dtype=torch.float64), torch.tensor(widths, dtype=torch.float64)
+
+
+def basis(module, times: Tensor) -> Tensor:
+    """ψ_j(t): (T, n_basis)."""
+    centres, widths = centres_widths(module)
+    return torch.distributions.Normal(centres, widths).log_prob(times[:, None]).exp()
+
+
+def gated(module, segment: Tensor) -> Tensor:
+    """x_i σ(Σ_k W_k x_{i+k−1} + b), with zeros beyond the ends."""
+    if module.gate is None:
+        return segment
+    zeros = torch.zeros_like(segment[:, :1])
+    around = torch.cat([zeros, segment, zeros], 1)
+    n = segment.size(1)
+    conv = sum(around[:, k : k + n] @ module.gate.weight[:, :, k].T for k in range(3)) + module.gate.bias
+    return segment / (1 + (-conv).exp())
+
+
+def updated_signal(module, signal: Tensor | None, segment: Tensor, densities: list) -> Tensor:
+    """Fit Bᵀψ to samples of the old signal on [0, τ] and the segment on [τ, 1], or to the segment alone: (B, n, E)."""
+
+    def even(n: int) -> Tensor:
+        return torch.tensor([(i + 0.5) / n for i in range(n)], dtype=torch.float64)
+
+    rows = []
+    for row in range(len(segment)):
+        targets, times = segment[row], even(module.segment_len)
+        if signal is not None:
+            where = levels = even(module.n_samples)
+            if module.sticky:
+                where = quantiles(module, levels.tolist(), densities, row)
+            targets = torch.cat([basis(module, where) @ signal[row], targets])
+            times = torch.cat([module.tau * levels, module.tau + (1 - module.tau) * times])
+        beyond = even(len(times))
+        beyond = beyond[beyond <= 0.5]
+        psi = basis(module, torch.cat([times, -beyond, 1 + beyond]))
+        targets = torch.cat([targets, torch.zeros(2 * len(beyond), targets.size(1), dtype=torch.float64)])
+        gram = psi.T @ psi + module.ridge * torch.eye(module.n_basis, dtype=torch.float64)
+        rows.append(torch.linalg.solve(gram, psi.T @ targets))
+    return torch.stack(rows)
+
+
+def quantiles(module, levels: list[float], densities: list, row: int) -> Tensor:
+    """Where these parts of a row's histogram lie, of which a thousandth is even."""
+    n = module.n_bins
+    edges = torch.linspace(0, 1, n + 1, dtype=torch.float64)
+    mass = sum((p.cdf(edges[1:, None, None, None]) - p.cdf(edges[:-1, None, None, None]))[:, row] for p in densities)
+    mass = mass.sum((1, 2)) / mass.sum()
+    mass = 0.999 * mass + 0.001 / n
+    times = []
+    for level in levels:
+        before = torch.zeros((), dtype=torch.float64)
+        for i in range(n):
+            if i == n - 1 or before + mass[i] > level:
+                times.append((i + (level - before) / mass[i]) / n)
+                break
+            before = before + mass[i]
+    return torch.stack(times)
+
+
 # ------------------------------------------------------------------------------------------------- what they share
 
 

@@ -83,6 +83,19 @@ def test_causal_equals_one_query_after_the_other(n: int, m: int, window: int | N
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 100])
+def test_queries_that_each_have_a_first_key(chunk_size: int):
+    n, m = 6, 3
+    q, k, v, *others = random(n, m, m + n)
+    first = torch.tensor([[0, 0, 3, 3, 3, 6], [1, 4, 4, 4, 7, 8]])
+    y = relative_attention(q, k, v, *others, first=first, chunk_size=chunk_size)
+    for i in range(n):
+        end = m + i + 1
+        there = torch.arange(end) >= first[:, i : i + 1]
+        alone = by_hand(q[:, :, i : i + 1], k[:, :, :end], v[:, :, :end], *others, True, 99, there)
+        torch.testing.assert_close(y[:, :, i : i + 1], alone)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 100])
 @pytest.mark.parametrize("n", [1, 2, 7])
 def test_bidirectional_equals_one_query_after_the_other(n: int, chunk_size: int):
     given = random(n, 0, 2 * n - 1)

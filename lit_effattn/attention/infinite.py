@@ -1,0 +1,442 @@
+"""The ∞-former's attention: what leaves Transformer-XL's memory goes into a continuous signal of constant size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lit_effattn.attention.transformer_xl import TransformerXLAttention, in_use, newest, take
+from lit_effattn.ops.continuous import (
+    basis_of,
+    evaluate_signal,
+    expected_basis,
+    fit_matrix,
+    gaussian,
+    jitter,
+    midpoints,
+    normal_masses,
+    quantiles,
+    width_divergence,
+)
+from lit_effattn.ops.relative import furthest, relative_attention, relative_shift
+from lit_effattn.sequence import SequenceModule, State, accumulator, reads_values, without_padding
+
+Writes = Literal["evicted", "segment"]
+
+_LEAST_VARIANCE = 1e-6  # σ of 0.001: a density far narrower than any basis function is still one, and has a logarithm
+
+
+class InfiniteMemory(NamedTuple):
+    """The newest inputs, and the signal that the older ones became, as the last position saw it."""
+
+    inputs: Tensor  # (B, mem_len + segment_len, E), the newest last
+    coefficients: Tensor  # (B, n_basis, E), in float32 or more; zeros before the first segment is written
+    histogram: Tensor  # (B, n_bins), where this signal was attended to; (B, 0) unless sticky
+    counter: Tensor  # (B,), differs from update to update and from row to row: for the jitter of samples
+    length: Tensor  # (B,), positions seen in all
+    loss: Tensor  # (B,), the regulariser of the last call
+
+
+class InfiniteAttention(TransformerXLAttention):
+    """Transformer-XL's attention, and attention to a signal X̄(t) = Bᵀψ(t), t ∈ [0, 1], of all that was before.
+
+        y_i = XL_i + W_o' concat_h Σ_j E_{N(t; μ, σ²)}[ψ_j(t)] W_v' B_j
+        μ = sigmoid(w_μ · s + b_μ),  σ² = softplus(w_σ · s + b_σ),  s_j = (W_q' x_i) · (W_k' B_j) / √D, μ and σ a head
+
+    Martins, Marinho & Martins 2022, sections 2.2 and 3; XL is the equation of `TransformerXLAttention`, ψ_j are normal
+    densities. Per position the cost does not depend on how many there were, and nor does the size of the state.
+
+    Every `segment_len` positions a segment of so many inputs is written, at fixed positions of the stream: the old
+    signal is sampled at `n_samples` times, these samples are placed evenly on [0, τ] and the segment on [τ, 1], and B
+    is fitted to both by ridge regression (section 3.1). The first segment has all of [0, 1]; until then the term is 0.
+
+        "evicted": a segment is written when the memory has let go of it, that is before position t with L = segment_len
+            dividing t − mem_len. Until then its inputs wait, and are attended to as they are: t attends to
+            x_{b(t)}, …, x_t, b(t) = L ⌊(t − mem_len) / L⌋, at least 0, and to the signal of x_0, …, x_{b(t)−1}.
+        "segment": each segment is written when it is over, so that the newest inputs are in both: t attends to the
+            signal of x_0, …, x_{L⌊t/L⌋−1}.
+
+    Nothing depends on where a call begins: splitting a stream changes nothing. In calls of L positions from a multiple
+    of L on, with `mem_len` a multiple of L, XL sees what `TransformerXLAttention` sees.
+
+    With `sticky` (section 3.3) the old signal is sampled where it was attended to: at the quantiles of a histogram of
+    the densities, summed over the heads and over the positions since the last update, a thousandth of it spread evenly.
+    In evaluation these are the middles of `n_samples` equal parts; in training each is at another place of its part,
+    which a counter in the state says, so that a recomputation repeats it and rows and updates differ.
+
+    A module never detaches its state, so gradients flow through all updates of a call; whoever carries the state
+    detaches it (section 3.1's memories have no gradient). A segment is written by the call that first attends to it,
+    so that the gate learns even then.
+
+    The state's `loss` is `kl_weight` times the mean of ½ (σ²/σ₀² − ln(σ²/σ₀²) − 1) over the heads and positions of a
+    call that attend to a signal (section 3.2): it keeps densities from becoming uniform.
+
+    Args:
+        d_model: Width E, even.
+        n_heads: Heads H.
+        causal: True; there is no memory without.
+        mem_len: Inputs before a position that are always attended to as they are; 0: those since the last multiple of
+            `segment_len`.
+        segment_len: L, inputs written at once.
+        n_basis: Number of ψ_j, as many of each width, with even centres. 0: no signal, Transformer-XL's alone.
+        widths: Their standard deviations. The paper's are (0.01, 0.05) for sorting, these for language.
+        ridge: λ, the penalty on B. The paper's is 1 for sorting, this for language.
+        tau: τ, the part of [0, 1] that the old signal keeps. The paper's is 0.75 for sorting, this for language.
+        n_samples: Samples of the old signal.
+        writes: "evicted" or "segment".
+        gate: Write x ⊙ sigmoid(conv(x)), a convolution of width 3 over the segment, instead of x.
+        sticky: Sample the old signal where it was attended to.
+        n_bins: Of the histogram.
+        kl_weight: Of the regulariser.
+        sigma_0: σ₀, the width it draws densities to.
+        clamp_len: Distances beyond it look like it; None: none do.
+        dropout: Probability with which a weight of XL's attention is dropped in training.
+        position_dropout: Probability with which a number of R is dropped in training.
+        chunk_size: Queries computed at once; no effect on the result.
+        bias: Whether q_proj, k_proj, v_proj and out_proj have a bias; not in Transformer-XL.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        causal: bool = True,
+        *,
+        mem_len: int = 512,
+        segment_len: int = 512,
+        n_basis: int = 512,
+        widths: tuple[float, ...] = (0.005, 0.01),
+        ridge: float = 0.5,
+        tau: float = 0.5,
+        n_samples: int = 512,
+        writes: Writes = "evicted",
+        gate: bool = False,
+        sticky: bool = False,
+        n_bins: int = 128,
+        kl_weight: float = 1e-6,
+        sigma_0: float = 0.05,
+        clamp_len: int | None = None,
+        dropout: float = 0.0,
+        position_dropout: float = 0.0,
+        chunk_size: int = 128,
+        bias: bool = False,
+    ) -> None:
+        super().__init__(
+            d_model,
+            n_heads,
+            causal,
+            mem_len=mem_len,
+            clamp_len=clamp_len,
+            dropout=dropout,
+            position_dropout=position_dropout,
+            chunk_size=chunk_size,
+            bias=bias,
+        )
+        if not causal:
+            raise ValueError("causal=False leaves nothing to remember: InfiniteAttention is of the past alone")
+        least = {"segment_len": (segment_len, 1), "n_basis": (n_basis, 0), "n_samples": (n_samples, 1)}
+        for name, (value, fewest) in (least | {"n_bins": (n_bins, 1)}).items():
+            if value < fewest:
+                raise ValueError(f"{name}={value} must be at least {fewest}")
+        if not widths or min(widths) <= 0:
+            raise ValueError(f"widths={widths}: basis functions have at least one width, all above 0")
+        if n_basis % len(widths):
+            raise ValueError(f"n_basis={n_basis} is not divisible by the {len(widths)} widths {widths}; change one")
+        for name, positive in (("ridge", ridge), ("sigma_0", sigma_0)):
+            if positive <= 0:
+                raise ValueError(f"{name}={positive} must be above 0")
+        if kl_weight < 0:
+            raise ValueError(f"kl_weight={kl_weight} is negative; 0 leaves densities as they are")
+        if not 0 < tau < 1:
+            raise ValueError(f"tau={tau} leaves nothing to the old signal, or to the new segment: 0 < τ < 1")
+        if writes not in get_args(Writes):
+            raise ValueError(f"writes={writes!r} is none of {get_args(Writes)}")
+        self.segment_len = segment_len
+        self.n_basis = n_basis
+        self.widths = tuple(widths)
+        self.ridge = ridge
+        self.tau = tau
+        self.n_samples = n_samples
+        self.writes = writes
+        self.sticky = sticky
+        self.n_bins = n_bins
+        self.kl_weight = kl_weight
+        self.sigma_0 = sigma_0
+        if n_basis:
+            # Without biases the term is 0 where there is no signal, and so is its gradient, which yet is there.
+            self.ltm_q_proj, self.ltm_k_proj, self.ltm_v_proj, self.ltm_out_proj = (
+                nn.Linear(d_model, d_model, bias=False) for _ in range(4)
+            )
+            self.ltm_density = nn.Linear(n_basis, 2)
+            self.gate = nn.Conv1d(d_model, d_model, 3, padding=1) if gate else None
+            self._solve()
+
+    def _solve(self) -> None:
+        """Make the matrices that fit the signal: attributes, not buffers, lest `half()` rounds them."""
+        weight = self.ltm_density.weight
+        self._fit_first, self._fit_next = (
+            fit_matrix(
+                n_old,
+                self.segment_len,
+                self.tau,
+                self.n_basis,
+                self.widths,
+                self.ridge,
+                accumulator(weight.dtype),
+                weight.device,
+            )
+            for n_old in (0, self.n_samples)
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> InfiniteAttention:
+        """Follow the parameters to another device or type."""
+        super()._apply(fn, recurse)
+        if self.n_basis:
+            self._solve()
+        return self
+
+    def set_memory(self, mem_len: int, clamp_len: int | None = None, same_length: bool = False) -> None:
+        """See `TransformerXLAttention.set_memory`; what a position sees never depends on the split here."""
+        if same_length:
+            raise ValueError(
+                "same_length=True: InfiniteAttention sees the same however a stream is split; leave it out"
+            )
+        super().set_memory(mem_len, clamp_len)
+
+    @property
+    def _reach(self) -> int:
+        """Earlier inputs that a position may see as they are, or that may have to be written before it."""
+        return self.mem_len + self.segment_len
+
+    def initial_state(
+        self,
+        batch_size: int,
+        *,
+        max_len: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> InfiniteMemory:
+        """Return empty memories, whose size is final anyway: see `SequenceModule.initial_state`."""
+        device, dtype = self.default(device, dtype)
+        full = accumulator(dtype)
+
+        def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.zeros(batch_size, *shape, device=device, dtype=dtype)
+
+        return InfiniteMemory(
+            empty(dtype, self._reach, self.d_model),
+            empty(full, self.n_basis, self.d_model),
+            empty(full, self.n_bins if self.sticky and self.n_basis else 0),
+            2**20 * torch.arange(batch_size, device=device),
+            empty(torch.long),
+            empty(full),
+        )
+
+    def reset(self, state: InfiniteMemory, rows: Tensor) -> InfiniteMemory:
+        """See `SequenceModule.reset`; the counter goes on, so that the next document's samples have other jitter."""
+        return super().reset(state, rows)._replace(counter=state.counter)
+
+    def check(self, x: Tensor, state: State | None, lengths: Tensor | None) -> None:
+        """See `SequenceModule.check`; the state has to be one of this memory."""
+        SequenceModule.check(self, x, state, lengths)
+        if state is not None:
+            self._check_slots(state.inputs.size(1), self._reach)
+
+    def forward(
+        self, x: Tensor, state: State | None = None, lengths: Tensor | None = None
+    ) -> tuple[Tensor, InfiniteMemory]:
+        """See `SequenceModule.forward`."""
+        self.check(x, state, lengths)
+        x = without_padding(x, lengths)
+        before = self.initial_state(len(x), device=x.device, dtype=x.dtype) if state is None else state
+        seen = torch.full_like(before.length, x.size(1)) if lengths is None else lengths
+        m = in_use(before.length, self._reach)
+        inputs = torch.cat([before.inputs[:, self._reach - m :].to(x.dtype), x], 1)  # (B, M + N, E)
+        y = self.out_proj(self._near(x, inputs, before.length).transpose(1, 2).flatten(2))  # (B, H, N, D) -> (B, N, E)
+        after = before
+        if self.n_basis:
+            far, after = self._far(x, inputs, before, seen)
+            y = y + self.ltm_out_proj(far.transpose(1, 2).flatten(2).to(x.dtype))
+        memory = newest(inputs, m + seen, self._reach).to(before.inputs.dtype)
+        return without_padding(y, lengths), after._replace(inputs=memory, length=before.length + seen)
+
+    # ----------------------------------------------------------------------------------------- what lies in the signal
+
+    def signal(self, state: InfiniteMemory, times: Tensor) -> Tensor:
+        """Return X̄(t) at `times` (T,), as the last position saw it: (B, T, E)."""
+        return evaluate_signal(state.coefficients, times.to(state.coefficients), self._basis(state.coefficients))
+
+    def density(self, x: Tensor, state: InfiniteMemory, times: Tensor) -> Tensor:
+        """Return N(t; μ, σ²) at `times` (T,), the attention of inputs `x` (B, N, E) to that signal: (B, H, N, T)."""
+        full = state.coefficients.dtype
+        mean, variance = self._attended(self._heads(self.ltm_q_proj(x)).to(full), state.coefficients)
+        return gaussian(times.to(mean), mean[..., None], variance[..., None])
+
+    # ------------------------------------------------------------------------------------------- the short-term memory
+
+    @property
+    def _delay(self) -> int:
+        """Positions between the end of a segment and when it is written."""
+        return self.mem_len if self.writes == "evicted" else 0
+
+    def _writes_before(self, position: Tensor, delay: int) -> Tensor:
+        """Return how many whole segments there are `delay` positions before each `position`."""
+        return ((position - delay) // self.segment_len).clamp(min=0)
+
+    def _near(self, x: Tensor, inputs: Tensor, length: Tensor) -> Tensor:
+        """Attend to inputs as they are, x_{b(t)} to x_t: (B, N, E), (B, M + N, E) -> (B, H, N, D)."""
+        n, m = x.size(1), inputs.size(1) - x.size(1)
+        q = self._heads(self.q_proj(x))
+        position = length[:, None] + torch.arange(n, device=x.device)  # (B, N)
+        first = self.segment_len * self._writes_before(position, self.mem_len) - length[:, None] + m
+        if self._few(q):
+            return self._near_few(q, inputs, first)
+        return relative_attention(
+            q,
+            self._heads(self.k_proj(inputs)),
+            self._heads(self.v_proj(inputs)),
+            self._relative_keys(furthest(n, m, self._reach, self.chunk_size), 0).to(q.dtype),
+            self.u.to(q.dtype),
+            self.v.to(q.dtype),
+            window=self._reach,
+            first=first,
+            chunk_size=self.chunk_size,
+            dropout=self._dropout_now,
+        )
+
+    def _few(self, q: Tensor) -> bool:
+        """Whether it costs less to apply W_k and W_v to each head's queries (B, H, N, D) than to what they see."""
+        return q.size(1) * q.size(2) <= self.d_model
+
+    def _near_few(self, q: Tensor, inputs: Tensor, first: Tensor) -> Tensor:
+        """Do the same with (W_kᵀ q) · x for q · (W_k x), and W_v (Σ w x) for Σ w (W_v x), x being the inputs.
+
+        A generated token then costs O(H (mem_len + segment_len) E), not E² for each input, without a cache of keys.
+        """
+        n, slots = q.size(2), torch.arange(inputs.size(1), device=q.device)
+        seen = (slots >= first[..., None]) & (slots <= slots[-n:, None])  # (B, N, M + N)
+        scores = relative_shift(self._scores_by_distance(q, self._positions_for(q, len(slots))))  # (B, H, N, M + N)
+        content = q + self.u.to(q.dtype)[:, None]
+        key, value = (p.weight.to(q.dtype).unflatten(0, (self.n_heads, -1)) for p in (self.k_proj, self.v_proj))
+        if self.k_proj.bias is not None:
+            bias = self.k_proj.bias.to(q.dtype).view(self.n_heads, -1, 1)
+            scores = scores + content @ bias * self.head_dim**-0.5
+        x = inputs.to(q.dtype)[:, None].expand(-1, self.n_heads, -1, -1)  # (B, H, M + N, E)
+        found = F.scaled_dot_product_attention(
+            torch.einsum("bhnd,hde->bhne", content, key),
+            x,
+            x,
+            scores.masked_fill(~seen[:, None], -torch.inf),
+            dropout_p=self._dropout_now,
+            scale=self.head_dim**-0.5,
+        )
+        y = torch.einsum("bhne,hde->bhnd", found, value)
+        return y if self.v_proj.bias is None else y + self.v_proj.bias.to(y.dtype).view(self.n_heads, 1, -1)
+
+    # -------------------------------------------------------------------------------------------- the long-term memory
+
+    def _far(self, x: Tensor, inputs: Tensor, state: InfiniteMemory, seen: Tensor) -> tuple[Tensor, InfiniteMemory]:
+        """Attend to the signal, and write what is due: (B, H, N, D), and the state with what it is then.
+
+        A call of N positions has at most ⌈N / L⌉ updates a row, and so one more group of positions that see the same
+        signal. Rows stand at different positions: each has its own borders, and all groups have room for min(N, L).
+        """
+        n, m, size, full = x.size(1), inputs.size(1) - x.size(1), self.segment_len, accumulator(x.dtype)
+        written = self._writes_before(state.length - 1, self._delay)  # (B,)
+        due = self._delay + (written + 1) * size - state.length  # (B,), positions of this call before the next update
+        position = torch.arange(n, device=x.device)
+        room = min(n, size)
+        q = self._heads(self.ltm_q_proj(x)).to(full)
+        groups, attending = [], torch.zeros_like(seen)
+        with torch.autocast(x.device.type, enabled=False):
+            b = state.coefficients.to(full)
+            state = state._replace(
+                coefficients=b, histogram=state.histogram.to(full), loss=torch.zeros_like(state.loss, dtype=full)
+            )
+            for k in range(-(-n // size) + 1):
+                begin = due + (k - 1) * size if k else torch.zeros_like(due)
+                index = begin[:, None] + position[:room]  # (B, P)
+                there = index < (seen if k else torch.minimum(due, seen))[:, None]
+                if reads_values(there) and not there.any():
+                    groups.append(self._nothing(q[:, :, :room]))
+                    continue
+                if k > 0:
+                    end = (written + k) * size - state.length + m  # (B,), of the segment, among the inputs
+                    segment = newest(inputs, end.clamp(max=m + n), size).to(full)  # (B, L, E)
+                    state = self._write(state, segment, there.any(1), written + k == 1)
+                attends = there & (written + k > 0)[:, None]
+                y, state = self._recall(take(q, index.clamp(max=n - 1)), state, attends)
+                groups.append(y)
+                attending = attending + attends.sum(1)
+            state = state._replace(loss=self.kl_weight * state.loss / (self.n_heads * attending.clamp(min=1)))
+        since = position - due[:, None]  # (B, N)
+        index = torch.where(since < 0, position.clamp(max=room - 1), room + since)
+        return take(torch.cat(groups, 2), index), state
+
+    def _nothing(self, like: Tensor) -> Tensor:
+        """Return zeros from which every parameter here has a gradient, 0: DDP waits for one from each."""
+        parameters = [p for name, p in self.named_parameters() if name.startswith(("ltm_", "gate"))]
+        return torch.zeros_like(like) + 0 * sum(p.flatten()[0] for p in parameters)
+
+    def _write(self, state: InfiniteMemory, segment: Tensor, rows: Tensor, first: Tensor) -> InfiniteMemory:
+        """Write `segment` (B, L, E) after the signal, or alone where it is the `first`, in `rows`; others stay."""
+        segment = self._gated(segment)
+        old = evaluate_signal(state.coefficients, self._sample_times(state), self._basis(segment))  # (B, M, E)
+        after = self._fit_next.to(old.dtype) @ torch.cat([old, segment], 1)  # (B, n_basis, E)
+        alone = self._fit_first.to(old.dtype) @ segment
+        new = torch.where(first[:, None, None], alone, after)
+        return state._replace(
+            coefficients=torch.where(rows[:, None, None], new, state.coefficients),
+            histogram=state.histogram.masked_fill(rows[:, None], 0),
+            counter=state.counter + rows,
+        )
+
+    def _recall(self, q: Tensor, state: InfiniteMemory, attends: Tensor) -> tuple[Tensor, InfiniteMemory]:
+        """Attend to one signal: (B, H, P, D), and the state that knows of those that `attends` (B, P) counts."""
+        mean, variance = self._attended(q, state.coefficients)  # (B, H, P)
+        uncounted = ~attends[:, None]
+        loss = width_divergence(variance, self.sigma_0).masked_fill(uncounted, 0).sum((1, 2))
+        state = state._replace(loss=state.loss + loss)
+        if self.sticky:
+            masses = normal_masses(mean, variance, self.n_bins)  # (B, H, P, n_bins)
+            masses = masses.masked_fill(uncounted[..., None], 0).sum((1, 2))
+            state = state._replace(histogram=state.histogram + masses)
+        return self._read(mean, variance, state.coefficients), state
+
+    def _basis(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        return basis_of(self.n_basis, self.widths, dtype=like.dtype, device=like.device)
+
+    def _gated(self, segment: Tensor) -> Tensor:
+        """(B, L, E) -> (B, L, E)."""
+        if self.gate is None:
+            return segment
+        weight, bias = self.gate.weight.to(segment.dtype), self.gate.bias
+        openness = F.conv1d(segment.mT, weight, None if bias is None else bias.to(segment.dtype), padding=1)
+        return segment * openness.sigmoid().mT
+
+    def _sample_times(self, state: InfiniteMemory) -> Tensor:
+        """Return where the old signal is sampled: (M,), or (B, M) if sticky."""
+        n, histogram = self.n_samples, state.histogram
+        if not self.sticky:
+            return midpoints(n, dtype=histogram.dtype, device=histogram.device)
+        within = jitter(state.counter, n, histogram.dtype) if self.training else torch.full_like(histogram[:, :1], 0.5)
+        return quantiles(histogram, (torch.arange(n, device=histogram.device) + within) / n)
+
+    def _attended(self, q: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Return μ and σ² of queries (B, H, P, D) to the signal of `b` (B, n_basis, E): (B, H, P) each."""
+        # w · s = q · W_k' (Σ_j w_j B_j) / √D: no score of each query and basis function is needed.
+        key = F.linear(self.ltm_density.weight.to(b.dtype) @ b, self.ltm_k_proj.weight.to(b.dtype))  # (B, 2, E)
+        scores = q @ self._heads(key).mT * self.head_dim**-0.5 + self.ltm_density.bias.to(b.dtype)  # (B, H, P, 2)
+        return scores[..., 0].sigmoid(), F.softplus(scores[..., 1]) + _LEAST_VARIANCE
+
+    def _read(self, mean: Tensor, variance: Tensor, b: Tensor) -> Tensor:
+        """Return the expectation of W_v' X̄(t) under N(t; mean, variance): (B, H, P) -> (B, H, P, D)."""
+        weights = expected_basis(mean, variance, self._basis(b))  # (B, H, P, n_basis)
+        value = self.ltm_v_proj.weight.to(b.dtype)
+        if self._few(weights):
+            return torch.einsum("bhpe,hde->bhpd", weights @ b[:, None], value.unflatten(0, (self.n_heads, -1)))
+        return weights @ self._heads(F.linear(b, value))

@@ -1,0 +1,171 @@
+"""Continuous attention: a signal on [0, 1] instead of a row of vectors (Martins et al. 2020; Martins et al. 2022)."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+_FLOOR = 1e-3  # of all samples, the part that is spread evenly, so that every bin has one some time
+
+
+def gaussian(t: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    """Return the density N(t; mean, variance), with broadcasting."""
+    return torch.exp(-((t - mean) ** 2) / (2 * variance)) / torch.sqrt(2 * math.pi * variance)
+
+
+def basis_of(
+    n_basis: int, widths: tuple[float, ...], *, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return μ_j and σ_j² of the basis ψ_j(t) = N(t; μ_j, σ_j²), (n_basis,) each.
+
+    The centres are even on [0, 1], as many for each width, whose functions follow each other.
+    """
+    centres = torch.linspace(0, 1, n_basis // len(widths), dtype=torch.float64, device=device)
+    variances = [torch.full_like(centres, width**2) for width in widths]
+    return centres.repeat(len(widths)).to(dtype), torch.cat(variances).to(dtype)
+
+
+def expected_basis(mean: Tensor, variance: Tensor, basis: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the basis functions' expectations under normal densities of t.
+
+        E_{N(t; μ, σ²)}[ψ_j(t)] = N(μ; μ_j, σ² + σ_j²)                 Martins et al. 2022, section 2.1, of Gaussians
+
+    Args:
+        mean: μ, any shape.
+        variance: σ², of the same shape; 0 evaluates the basis at μ.
+        basis: What `basis_of` returns.
+
+    Returns:
+        (…, n_basis).
+    """
+    centres, variances = basis
+    return gaussian(mean[..., None], centres, variance[..., None] + variances)
+
+
+def evaluate_signal(coefficients: Tensor, times: Tensor, basis: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the signal X̄(t) = Bᵀ ψ(t) (Martins et al. 2022, equation 5).
+
+    Args:
+        coefficients: B, (B, n_basis, E).
+        times: (T,), or (B, T) for times of each row.
+        basis: What `basis_of` returns.
+
+    Returns:
+        (B, T, E).
+    """
+    return expected_basis(times, torch.zeros_like(times), basis) @ coefficients
+
+
+def midpoints(n: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the middles of n equal parts of [0, 1]: (n,)."""
+    return (torch.arange(n, dtype=dtype, device=device) + 0.5) / n
+
+
+def ridge(psi: Tensor, penalty: float) -> Tensor:
+    """Return the matrix that multivariate ridge regression multiplies its targets by.
+
+        B = G X = argmin_B ‖Ψ B − X‖² + λ ‖B‖²,  G = (ΨᵀΨ + λ I)⁻¹ Ψᵀ           Martins et al. 2022, equation 6
+
+    Args:
+        psi: Ψ, (T, n_basis), the basis at the targets' times. In float64: ΨᵀΨ is ill-conditioned.
+        penalty: λ, above 0.
+
+    Returns:
+        (n_basis, T).
+    """
+    gram = psi.T @ psi + penalty * torch.eye(psi.size(1), dtype=psi.dtype, device=psi.device)
+    return torch.cholesky_solve(psi.T, torch.linalg.cholesky(gram))
+
+
+@lru_cache(maxsize=64)
+def fit_matrix(
+    n_old: int,
+    n_new: int,
+    tau: float,
+    n_basis: int,
+    widths: tuple[float, ...],
+    penalty: float,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Return what turns n_old vectors, evenly on [0, τ], and n_new, evenly on [τ, 1], into coefficients.
+
+    As in the authors' code the signal is fitted to zeros on [−½, 0] and [1, 1½] too, as dense as the n_old + n_new
+    targets are on [0, 1]; their columns are left out, being multiplied by 0. Solved in float64, once for each choice of
+    arguments. Not to be changed in place, since all callers get the same, nor to be called in what is compiled.
+
+    Args:
+        n_old: Vectors on [0, τ]; 0: the others have all of [0, 1].
+        n_new: Vectors on [τ, 1].
+        tau: τ.
+        n_basis: Number of basis functions: see `basis_of`.
+        widths: Their widths.
+        penalty: λ of `ridge`.
+        dtype: Of the result.
+        device: Of the result.
+
+    Returns:
+        (n_basis, n_old + n_new).
+    """
+    # It is kept: made by the first call in inference mode, or in autocast, it has to be of use outside, too.
+    cpu = torch.device("cpu")
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False), cpu:
+        start = tau if n_old else 0.0
+        old, new = (midpoints(n, dtype=torch.float64, device=cpu) for n in (n_old, n_new))
+        n = n_old + n_new
+        outside = midpoints(n, dtype=torch.float64, device=cpu)[: (n + 1) // 2]
+        times = torch.cat([start * old, start + (1 - start) * new, -outside, 1 + outside])
+        psi = evaluate_signal(
+            torch.eye(n_basis, dtype=torch.float64)[None],
+            times,
+            basis_of(n_basis, widths, dtype=torch.float64, device=cpu),
+        )[0]
+        return ridge(psi, penalty)[:, :n].to(device, dtype).contiguous()
+
+
+def normal_masses(mean: Tensor, variance: Tensor, n_bins: int) -> Tensor:
+    """Return ∫ N(t; mean, variance) dt over each of n_bins equal parts of [0, 1]: (…,) -> (…, n_bins)."""
+    edges = torch.linspace(0, 1, n_bins + 1, dtype=mean.dtype, device=mean.device)
+    return torch.erf((edges - mean[..., None]) / torch.sqrt(2 * variance[..., None])).diff(dim=-1) / 2
+
+
+def quantiles(histogram: Tensor, levels: Tensor) -> Tensor:
+    """Return the times before which parts `levels` of a histogram's mass lie, as if it were even within each bin.
+
+    A thousandth of the mass is spread evenly over all bins, so that no time is impossible; of no mass, all.
+
+    Args:
+        histogram: (B, n_bins), not negative, of equal parts of [0, 1].
+        levels: (B, T), strictly between 0 and 1.
+
+    Returns:
+        (B, T), rising where `levels` is.
+    """
+    n_bins = histogram.size(1)
+    total = histogram.sum(1, keepdim=True)
+    share = histogram / torch.where(total > 0, total, 1)
+    share = torch.where(total > 0, (1 - _FLOOR) * share + _FLOOR / n_bins, 1 / n_bins)  # (B, n_bins)
+    end = share.cumsum(1)
+    # The last end is 1 but for rounding: what lies beyond is in the last bin.
+    number = torch.searchsorted(end.detach(), levels, right=True).clamp(max=n_bins - 1)  # (B, T)
+    end, share = end.gather(1, number), share.gather(1, number)
+    return (number + 1 + (levels - end) / share).clamp(0, n_bins) / n_bins
+
+
+def jitter(counter: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+    """Return n numbers in (0, 1) that differ with `counter` (B,), evenly spread over time: (B, n).
+
+    Multiples of two irrational numbers, modulo 1, in integers: a pure function, so that a recomputation has the same.
+    """
+    # 1/φ and 1/ρ, the golden and the plastic ratio, in units of 2⁻²²: the middles of those are exact in float32.
+    steps = counter[:, None] * 2_592_223 + torch.arange(n, device=counter.device) * 3_166_187
+    return ((steps % 2**22).to(dtype) + 0.5) / 2**22
+
+
+def width_divergence(variance: Tensor, width: float) -> Tensor:
+    """Return KL(N(μ, σ²) ‖ N(μ, σ₀²)) = ½ (σ²/σ₀² − ln(σ²/σ₀²) − 1), of σ² = `variance` and σ₀ = `width`."""
+    ratio = variance / width**2
+    return (ratio - torch.log(ratio) - 1) / 2

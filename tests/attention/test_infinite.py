@@ -1,0 +1,358 @@
+import copy
+import re
+
+import pytest
+import torch
+
+from lit_effattn import Transformer, sequence
+from lit_effattn.attention import InfiniteAttention, TransformerXLAttention
+from lit_effattn.ops.continuous import basis_of, normal_masses, width_divergence
+from tests.ops.allocated import Largest
+
+E, H, D = 12, 3, 4
+SIZES = {"mem_len": 4, "segment_len": 4, "n_basis": 10, "widths": (0.1, 0.2), "n_samples": 6, "n_bins": 8}
+
+
+def make(**options) -> InfiniteAttention:
+    torch.manual_seed(0)
+    return InfiniteAttention(E, H, **SIZES | options).double()
+
+
+def inputs(batch: int, n: int) -> torch.Tensor:
+    return torch.randn(batch, n, E, dtype=torch.float64, generator=torch.Generator().manual_seed(n))
+
+
+@pytest.mark.parametrize("mem_len", [0, 4, 8])
+def test_without_a_signal_it_is_transformer_xl(mem_len: int):
+    attention, xl = make(n_basis=0, mem_len=mem_len), TransformerXLAttention(E, H, mem_len=mem_len).double()
+    xl.load_state_dict(attention.state_dict())
+    ours, theirs = None, None
+    for segment in inputs(2, 24).split(4, 1):
+        y, ours = attention(segment, ours)
+        z, theirs = xl(segment, theirs)
+        torch.testing.assert_close(y, z)
+
+
+@pytest.mark.parametrize("writes", ["evicted", "segment"])
+def test_until_something_is_written_it_is_transformer_xl(writes: str):
+    attention, off = make(writes=writes), make(n_basis=0)
+    off.load_state_dict(attention.state_dict(), strict=False)
+    x = inputs(2, 20)
+    same = (attention(x)[0] == off(x)[0]).all(-1).all(0)
+    assert same.sum() == {"evicted": 8, "segment": 4}[writes]
+    assert same[: same.sum()].all()
+
+
+def test_what_is_remembered():
+    """Positions 8 and 12 are the first not to see the segments 0 … 3 and 4 … 7 as they are."""
+    attention = make()
+    x = inputs(1, 14)
+    states = []
+    state = None
+    for i in range(14):
+        _, state = attention(x[:, i : i + 1], state)
+        states.append(state)
+    changed = [i for i in range(1, 14) if not torch.equal(states[i].coefficients, states[i - 1].coefficients)]
+    assert changed == [8, 12]
+    assert (states[7].coefficients == 0).all()
+    torch.testing.assert_close(states[13].inputs, x[:, -8:])
+    assert states[13].counter.tolist() == [2]
+
+
+def test_the_signal_and_where_it_is_attended_to():
+    attention = make(n_basis=40, widths=(0.05, 0.1), ridge=1e-6, mem_len=0, segment_len=20, n_samples=40)
+    wave = torch.sin(torch.pi * (torch.arange(20, dtype=torch.float64) + 0.5) / 20) ** 3
+    x = torch.cat([wave, -wave, wave])[None, :, None].repeat(1, 1, E)
+    _, before = attention(x[:, :40])  # the second segment waits for who attends to it
+    _, after = attention(x[:, 40:41], before)
+    t = torch.linspace(0.1, 0.9, 9, dtype=torch.float64)
+    expected = torch.sin(torch.pi * t) ** 3
+    for state, times, sign in ((before, t, 1), (after, t / 2, 1), (after, 0.5 + t / 2, -1)):
+        torch.testing.assert_close(attention.signal(state, times)[0, :, 0], sign * expected, atol=0.02, rtol=0)
+
+    grid = torch.linspace(-20, 21, 41001, dtype=torch.float64)
+    density = attention.density(x[:, :3], after, grid)
+    assert density.shape == (1, H, 3, len(grid))
+    torch.testing.assert_close(density.sum(-1) / 1000, torch.ones(1, H, 3, dtype=torch.float64))
+    mean, variance = attention._attended(attention._heads(attention.ltm_q_proj(x[:, :3])), after.coefficients)
+    torch.testing.assert_close((density * grid).sum(-1) / 1000, mean)
+    torch.testing.assert_close((density * grid**2).sum(-1) / 1000 - mean**2, variance)
+    assert ((mean > 0) & (mean < 1)).all()
+
+
+def test_sticky_samples_are_quantiles_of_where_it_was_attended_to():
+    attention = make(sticky=True, n_samples=64).eval()
+    with torch.no_grad():
+        attention.ltm_density.bias.copy_(torch.tensor([1.5, -5.0]))  # narrow, around sigmoid(1.5) = 0.82
+        _, before = attention(inputs(1, 12))
+        mean, variance = attention._attended(
+            attention._heads(attention.ltm_q_proj(inputs(1, 12)[:, 8:])), before.coefficients
+        )
+        torch.testing.assert_close(before.histogram[0], normal_masses(mean, variance, 8).sum((0, 1, 2)))
+        times = attention._sample_times(before)
+        share = before.histogram[0] / before.histogram.sum()
+    count = torch.histc(times, 8, 0, 1)
+    assert ((count - 64 * share).abs() < 1.1).all()  # one at each border
+    assert (times.diff() > 0).all()
+    assert ((times > 0.7) & (times < 0.95)).sum() > 45
+    assert (make()._sample_times(before) - (torch.arange(6) + 0.5) / 6).abs().max() < 1e-12
+
+
+def test_the_histogram_is_of_the_positions_since_the_update():
+    attention = make(sticky=True)
+    x = inputs(1, 16)
+    _, state = attention(x[:, :10])
+    two = state.histogram.sum()
+    _, state = attention(x[:, 10:12], state)
+    torch.testing.assert_close(state.histogram.sum(), 2 * two, rtol=0.1, atol=0)
+    _, state = attention(x[:, 12:13], state)
+    assert state.histogram.sum() < two
+
+
+def test_jitter_in_training_comes_from_the_state_alone():
+    attention = make(sticky=True).train()
+    x = inputs(1, 24).expand(2, -1, -1)
+    torch.manual_seed(1)
+    y, state = attention(x)
+    torch.manual_seed(2)
+    z, again = attention(x)
+    assert torch.equal(y, z)
+    assert torch.equal(state.coefficients, again.coefficients)
+    same = (y[0] - y[1]).abs().amax(-1) < 1e-12
+    assert same[:12].all()  # until the second update, the first with samples
+    assert not same[12:].any()
+    _, carried = attention(x[:, :13])
+    parts = attention(x[:, 13:], carried)[0]
+    torch.testing.assert_close(torch.cat([attention(x[:, :13])[0], parts], 1), y)
+    assert not torch.equal(attention.eval()(x)[0], y)
+    torch.testing.assert_close(*attention(x)[0])
+
+    fresh = attention.reset(state, torch.tensor([True, False]))
+    assert torch.equal(fresh.counter, state.counter)
+    assert fresh.length.tolist() == [0, 24]
+
+
+def test_segments_in_both_memories():
+    """What is written at its end is attended to twice; the signal is that of the segment that has just ended."""
+    attention = make(writes="segment")
+    x = inputs(1, 9)
+    _, at_4 = attention(x[:, :5])
+    other = make(mem_len=0)
+    other.load_state_dict(attention.state_dict())
+    _, alone = other(x[:, :5])
+    torch.testing.assert_close(at_4.coefficients, alone.coefficients)
+    xl = make(n_basis=0)
+    xl.load_state_dict(attention.state_dict(), strict=False)
+    assert not torch.allclose(attention(x)[0][:, 4], xl(x)[0][:, 4])
+
+
+def test_the_gate():
+    gated, plain = make(gate=True), make()
+    plain.load_state_dict({k: v for k, v in gated.state_dict().items() if not k.startswith("gate")})
+    x = inputs(1, 9)
+    with torch.no_grad():
+        for p in gated.gate.parameters():
+            p.zero_()
+    torch.testing.assert_close(gated(x)[1].coefficients, plain(x)[1].coefficients / 2)  # sigmoid(0)
+    with torch.no_grad():
+        gated.gate.bias.fill_(50.0)
+    torch.testing.assert_close(gated(x)[1].coefficients, plain(x)[1].coefficients)
+
+
+def test_the_gate_learns_from_detached_memories():
+    """A segment is written by the call that attends to it first."""
+    attention = make(gate=True)
+    state = None
+    for segment in inputs(2, 16).split(4, 1):
+        y, state = attention(segment, sequence.detach(state))
+    y.square().sum().backward()
+    assert all((p.grad != 0).any() for p in attention.parameters())
+
+
+@pytest.mark.parametrize("lengths", [None, [3, 0]])
+def test_all_parameters_have_a_gradient_before_anything_is_remembered(lengths: list[int] | None):
+    """DDP waits for a gradient of each."""
+    attention = make(gate=True, sticky=True)
+    y, state = attention(inputs(2, 3), None, None if lengths is None else torch.tensor(lengths))
+    (y.sum() + sequence.losses(state).sum()).backward()
+    for name, p in attention.named_parameters():
+        assert p.grad is not None, name
+        assert name.startswith(("ltm", "gate")) == bool((p.grad == 0).all()), name
+
+
+@pytest.mark.parametrize("lengths", [None, [11, 6, 1]])
+def test_the_loss_is_the_mean_divergence(lengths: list[int] | None):
+    attention = make(kl_weight=0.3, sigma_0=0.2)
+    past, x = inputs(3, 9), inputs(3, 11)
+    before = [9, 2, 7]
+    _, state = attention(past, None, torch.tensor(before))
+    _, state = attention(x, state, None if lengths is None else torch.tensor(lengths))
+    for row in range(3):
+        n = 11 if lengths is None else lengths[row]
+        stream = torch.cat([past[row, : before[row]], x[row, :n]])[None]
+        divergences, alone = [], None
+        for t in range(stream.size(1)):
+            _, alone = attention(stream[:, t : t + 1], alone)
+            if t >= max(8, before[row]):
+                q = attention._heads(attention.ltm_q_proj(stream[:, t : t + 1]))
+                divergences.append(width_divergence(attention._attended(q, alone.coefficients)[1], 0.2).mean())
+        expected = 0.3 * torch.stack(divergences).mean() if divergences else torch.tensor(0.0).double()
+        torch.testing.assert_close(state.loss[row], expected)
+        assert (expected > 0) == (stream.size(1) > 8)
+    assert (make(kl_weight=0.0)(x)[1].loss == 0).all()
+
+
+def test_the_loss_makes_densities_narrow():
+    attention = make(kl_weight=1.0, sigma_0=0.05)
+    _, state = attention(inputs(2, 16))
+    sequence.losses(state).sum().backward()
+    assert attention.ltm_density.bias.grad[1] > 0
+    assert (attention.ltm_q_proj.weight.grad != 0).any()
+    assert attention.q_proj.weight.grad is None
+
+
+def test_gradients_flow_through_updates_unless_the_state_is_detached():
+    attention = make(sticky=True)
+    x = inputs(1, 20).requires_grad_()
+    (whole,) = torch.autograd.grad(attention(x)[0][:, 16:].sum(), x)
+    assert (whole[0, :4] != 0).any()
+    _, state = attention(x[:, :16])
+    (cut,) = torch.autograd.grad(attention(x[:, 16:], sequence.detach(state))[0].sum(), x)
+    assert (cut[:, :16] == 0).all()
+
+
+def test_size_and_cost_do_not_depend_on_the_tokens_seen():
+    attention = make(sticky=True).float()
+    sizes, largest = set(), []
+    with torch.no_grad():
+        state = None
+        for _ in range(30):
+            with Largest() as elements:
+                _, state = attention(torch.zeros(2, 10, E), state)
+            sizes.add(sequence.nbytes(state))
+            largest.append(elements.elements)
+        state = state._replace(length=state.length + 4_000_000)
+        with Largest() as elements:
+            _, state = attention(torch.zeros(2, 10, E), state)
+    assert sizes == {sequence.nbytes(attention.initial_state(2))} == {2 * (8 * E * 4 + 10 * E * 4 + 8 * 4 + 8 + 8 + 4)}
+    assert elements.elements <= max(largest)
+    assert attention.growth is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_signal_is_kept_in_float32(dtype: torch.dtype):
+    attention = make(sticky=True).to(dtype)
+    y, state = attention(inputs(2, 300).to(dtype))
+    assert y.dtype == state.inputs.dtype == dtype
+    assert state.coefficients.dtype == state.histogram.dtype == state.loss.dtype == torch.float32
+    exact = make(sticky=True)
+    exact.load_state_dict(attention.state_dict())
+    _, expected = exact(inputs(2, 300).to(dtype).double())
+    error = (state.coefficients - expected.coefficients).norm() / expected.coefficients.norm()
+    assert error < 8 * torch.finfo(dtype).eps  # of where samples are taken; the fit itself is float32's
+    assert attention._fit_next.dtype == torch.float32
+    assert attention.double()._fit_next.dtype == torch.float64
+
+
+def test_copies_and_moves_keep_the_fit():
+    attention = make()
+    x = inputs(1, 20)
+    assert torch.equal(copy.deepcopy(attention)(x)[0], attention(x)[0])
+    torch.testing.assert_close(make().half().double()._fit_next, make()._fit_next, rtol=0, atol=0)
+    assert not any("fit" in name for name in attention.state_dict())
+
+
+def test_in_inference_mode_first():
+    """Lightning validates in inference mode before it trains: what is made there must not stay."""
+    attention = InfiniteAttention(E, H, **SIZES | {"n_samples": 9})
+    x = torch.randn(1, 20, E)
+    with torch.inference_mode():
+        attention(x)
+    attention(x)[0].sum().backward()
+
+
+def test_evaluation_with_another_memory():
+    changed, fresh = make(), make(mem_len=7, clamp_len=5)
+    state = make(mem_len=8).initial_state(2)
+    changed.set_memory(7, 5)
+    x = inputs(2, 30)
+    assert torch.equal(changed(x)[0], fresh(x)[0])
+    with pytest.raises(ValueError, match=r"mem_len=7.*start afresh"):
+        changed(x, state)
+    with pytest.raises(ValueError, match="same_length=True"):
+        changed.set_memory(7, None, True)
+
+
+def test_few_queries_equal_many():
+    attention = make(bias=True, mem_len=8)
+    for p in attention.parameters():
+        torch.nn.init.normal_(p)
+    x = inputs(2, 30)
+    attention._few = lambda q: False
+    many = attention(x)[0]
+    attention._few = lambda q: True
+    torch.testing.assert_close(attention(x)[0], many)
+
+
+def test_a_generated_token_does_not_project_its_memory():
+    attention = InfiniteAttention(64, 2, mem_len=48, segment_len=48, n_basis=64, n_samples=48)
+    with torch.no_grad():
+        _, state = attention(torch.randn(1, 200, 64))
+        with Largest() as largest:
+            attention(torch.randn(1, 1, 64), state)
+    assert largest.elements <= 2 * 97 * 64  # two heads' views of the inputs
+
+
+def test_in_a_transformer():
+    model = Transformer(
+        E,
+        H,
+        2,
+        attention=lambda *a: InfiniteAttention(*a, **SIZES, gate=True, sticky=True),
+        positions=None,
+        gradient_checkpointing=True,
+    )
+    y, state = model(torch.randn(2, 15, E))
+    (y.sum() + sequence.losses(state).sum()).backward()
+    assert sequence.losses(state).shape == (2,)
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_dropout_in_training_alone():
+    x = inputs(2, 20)
+    for option in ("dropout", "position_dropout"):
+        attention = make(**{option: 0.5})
+        assert not torch.equal(attention(x)[0], attention(x)[0])
+        assert torch.equal(attention.eval()(x)[0], make()(x)[0])
+
+
+def test_the_basis_is_that_of_the_options():
+    centres, variances = basis_of(10, (0.1, 0.2), dtype=torch.float64, device=torch.device("cpu"))
+    found = make()._basis(torch.zeros((), dtype=torch.float64))
+    assert torch.equal(found[0], centres)
+    assert torch.equal(found[1], variances)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"causal": False}, ["causal=False"]),
+        ({"mem_len": -1}, ["mem_len=-1"]),
+        ({"segment_len": 0}, ["segment_len=0"]),
+        ({"n_basis": -2}, ["n_basis=-2"]),
+        ({"n_basis": 9}, ["n_basis=9", "2 widths"]),
+        ({"widths": ()}, ["widths=()"]),
+        ({"widths": (0.1, 0.0)}, ["widths=(0.1, 0.0)"]),
+        ({"ridge": 0.0}, ["ridge=0.0"]),
+        ({"tau": 1.0}, ["tau=1.0"]),
+        ({"n_samples": 0}, ["n_samples=0"]),
+        ({"n_bins": 0}, ["n_bins=0"]),
+        ({"sigma_0": 0.0}, ["sigma_0=0.0"]),
+        ({"kl_weight": -1.0}, ["kl_weight=-1.0"]),
+        ({"writes": "all"}, ["writes='all'", "evicted"]),
+        ({"dropout": 1.0}, ["dropout=1.0"]),
+    ],
+)
+def test_bad_options_are_named(options: dict, words: list[str]):
+    with pytest.raises(ValueError, match=".*".join(map(re.escape, words))):
+        InfiniteAttention(**{"d_model": E, "n_heads": H} | SIZES | options)

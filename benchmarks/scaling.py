@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> Report:
         )
         for kind, samples in timed.items():
             seconds[kind][n] = Spread(tuple(samples))
-    rows = [_row(kind, lengths, seconds, peaks) for kind in args.kinds]
+    rows = [_row(kind, lengths, seconds, peaks) for kind in args.kinds if seconds[kind]]  # not if all were too long
     return Report("scaling", rows, NOTES, partial(_plot, seconds, peaks))
 
 

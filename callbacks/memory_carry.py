@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_effattn import sequence
@@ -40,6 +41,7 @@ class MemoryCarry(pl.Callback):
         self.evaluation = evaluation
         self._aside: State | None = None  # the training's memory while the model is evaluated
         self._evaluating = False
+        self._carried = False  # before the evaluation
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse what can't be carried, before anything is trained."""
@@ -48,9 +50,11 @@ class MemoryCarry(pl.Callback):
         if stage == "fit" and self.training:
             _refuse_growth(pl_module.backbone)  # type: ignore[arg-type]
         if self.evaluation:
+            training = [module for module in pl_module.modules() if module.training]  # parts may be frozen
             pl_module.eval()
             _refuse_growth(pl_module.reader)  # type: ignore[arg-type]
-            pl_module.train()
+            for module in training:
+                module.training = True
 
     # ------------------------------------------------------------------------------------------------------- training
 
@@ -59,6 +63,10 @@ class MemoryCarry(pl.Callback):
         pl_module.carries_memory = self.training
         if pl_module.memory is not None:  # of a checkpoint: it was read to the CPU
             pl_module.memory = sequence.to(pl_module.memory, pl_module.device)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Carry no further: whoever calls the model now has other data. The memory stays, for a checkpoint."""
+        pl_module.carries_memory = False
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Begin the streams again. Not called where a run resumes in mid-epoch: its memory stays."""
@@ -74,14 +82,13 @@ class MemoryCarry(pl.Callback):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Put the training's memory aside."""
         self._aside, pl_module.memory = pl_module.memory, None
-        self._evaluating = True
+        self._evaluating, self._carried = True, pl_module.carries_memory
         pl_module.carries_memory = self.evaluation
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Go on with the training's memory."""
         pl_module.memory, self._aside = self._aside, None
-        self._evaluating = False
-        pl_module.carries_memory = self.training
+        self._evaluating, pl_module.carries_memory = False, self._carried
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -111,7 +118,7 @@ class MemoryCarry(pl.Callback):
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Take this process's memory up again; with another number of processes the streams are others."""
         everyone = checkpoint.get(KEY)
-        if everyone is None or not self.training:
+        if everyone is None or not self.training or trainer.state.fn != TrainerFn.FITTING:
             return
         if len(everyone) != trainer.world_size:
             rank_zero_warn(

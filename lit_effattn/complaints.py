@@ -28,6 +28,7 @@ _BASES: dict[str, type] = {
     "attention": Attention,
     "positions": Positions,
     "head": Head,
+    "embedding": torch.nn.Module,
     "optimizer": torch.optim.Optimizer,
     "lr_scheduler": torch.optim.lr_scheduler.LRScheduler,
     "callbacks": pl.Callback,
@@ -51,6 +52,8 @@ def plain(report: str) -> str:
         return _unknown_class(option, match[1])
     if match := re.search(r"Dict must include a class_path.*?but got NestedArg\(key='([^']+)'", report):
         return _classless_option(option, match[1])
+    if match := re.search(r"the following arguments are required: (.+)", report):
+        return f"{option} needs {match[1]}: give --{option}.{match[1].split(', ')[0]} VALUE, or its init_args in YAML"
     expected = [_readable(e) for e in re.findall(r"^\s*(?:- )?Expected a (.+?)(?:\. Got value: .*)?$", report, re.M)]
     expected = list(dict.fromkeys(e for e in expected if e != "NoneType"))
     if option and value is not None and expected:
@@ -87,6 +90,8 @@ def _unknown_option(path: str, name: str, class_paths: list[str]) -> str:
     kind: Any = _find(class_paths[-1]) if class_paths else None
     if kind is None:
         return f"{path}: there is no option {name!r}"
+    if kind in _BASES.values():  # no class was named, so only the base is known
+        return _classless_option(path, name)
     known = [p for p in inspect.signature(kind).parameters if p not in ("self", "params", "optimizer")]
     return f"{path}: {kind.__name__} has no option {name!r}; {_instead(name, known)}"
 
@@ -101,12 +106,16 @@ def _classless_option(path: str, name: str) -> str:
 def _unknown_class(path: str, name: str) -> str:
     base = _BASES.get(path.rpartition(".")[2])
     known = sorted({kind.__name__ for kind in _concrete(base)}) if base else []
-    return f"{path}: there is no class {name!r}" + (f"; {_instead(name, known)}" if known else "")
+    instead = _instead(name, known)
+    # Of modules there are hundreds, too many to list.
+    return f"{path}: there is no class {name!r}" + (f"; {instead}" if known and len(instead) < 1000 else "")
 
 
 def _instead(name: str, known: list[str]) -> str:
-    close = get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+    begun = [k for k in known if name.startswith(k) or k.startswith(name)]
+    if close := max(begun, key=len, default="") or "".join(get_close_matches(name, known, n=1)):
+        return f"did you mean {close}?"
+    return f"there are {', '.join(known)}"
 
 
 def _concrete(base: type) -> Iterable[type]:

@@ -162,8 +162,9 @@ class _Layer(nn.Module):
             w = torch.cat([w, self.keep.to(x.dtype)], 1)
         b = self.bias.to(x.dtype)
         weights = [w, self.weight_hh.to(x.dtype), b, torch.zeros_like(b)]
+        start = h[None].contiguous(), c[None].contiguous()  # cuDNN takes no view into the layers' states
         # cuDNN computes gradients only after a forward pass in training mode.
-        y, after, c = torch.lstm(x, (h[None], c[None]), weights, True, 1, 0.0, torch.is_grad_enabled(), False, True)
+        y, after, c = torch.lstm(x, start, weights, True, 1, 0.0, torch.is_grad_enabled(), False, True)
         if lengths is None:
             return y, after[0], c[0]
         last = y.gather(1, (lengths - 1).clamp(min=0)[:, None, None].expand(-1, 1, h.size(1)))[:, 0]  # (B, hidden)

@@ -95,6 +95,11 @@ class SequenceModule(Recorded, nn.Module, ABC):
             raise ValueError(f"{name}: x has shape {tuple(x.shape)}; a sequence has at least one position")
         if state is not None and not self.causal:
             raise ValueError(f"{name}: state was given, but causal=False; only a causal module has a state")
+        for t in tensors(state):
+            if t.size(0) != x.size(0):
+                raise ValueError(
+                    f"{name}: x has {x.size(0)} rows and the state {t.size(0)}; `select` repeats or drops rows"
+                )
         if lengths is None:
             return
         if lengths.shape != x.shape[:1] or lengths.is_floating_point():

@@ -198,7 +198,7 @@ def test_rare_words_from_the_checkpoint_alone(capsys: pytest.CaptureFixture[str]
     """Adaptive embedding and softmax, tied, survive the checkpoint."""
     bands = {"cutoffs": [6, 12], "div_value": 2}
     config = yaml.safe_load(Path("tiny.yaml").read_text())
-    embedding = {"class_path": "lit_effattn.adaptive.AdaptiveEmbedding", "init_args": bands}
+    embedding = {"class_path": "AdaptiveEmbedding", "init_args": bands}
     config["model"]["init_args"] |= {"embedding": embedding, "head": {"class_path": "AdaptiveHead", "init_args": bands}}
     Path("tiny.yaml").write_text(yaml.safe_dump(config))
     run = fit("--data.tokens", "words", "--data.segment_len", "4", "--data.batch_size", "2")

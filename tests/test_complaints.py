@@ -10,6 +10,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 # Imported for their classes, which the arguments name.
 import callbacks
 import datamodules
+import lit_effattn.adaptive
 import lit_effattn.attention
 import lit_effattn.heads
 import lit_effattn.positions
@@ -22,6 +23,8 @@ __all__ = ["callbacks", "datamodules", "lit_effattn"]
 
 MODEL = ["--model=PixelModel", "--model.backbone=Transformer"]
 DATA = ["--data=PixelSequences"]
+TEXT = ["--model=LanguageModel", "--model.backbone=Transformer"]
+XL = [*TEXT, "--model.backbone.attention=TransformerXLAttention"]
 
 
 def complaint(*args: str, trainer: bool = False) -> str:
@@ -34,7 +37,7 @@ def complaint(*args: str, trainer: bool = False) -> str:
     with pytest.raises(ArgumentError) as caught:
         parser.parse_args([*args])
     said = plain(str(caught.value))
-    assert len(said) < 200, said
+    assert len(said) < 400, said
     assert not re.search(r"Namespace|NestedArg|Parser key|Subtypes|Does not validate|<class|\n|typing\.", said), said
     return said
 
@@ -67,6 +70,14 @@ def complaint(*args: str, trainer: bool = False) -> str:
             "total_steps",
         ),
         ([*DATA, "--data.batchsize=9"], "data", "PixelSequences", "batchsize", "batch_size"),
+        ([*XL, "--model.backbone.attention.mem_length=9"], "model.backbone.attention", "", "mem_length", "mem_len"),
+        (
+            [*TEXT, "--model.embedding=AdaptiveEmbedding", "--model.embedding.cutofs=[5]"],
+            "model.embedding",
+            "AdaptiveEmbedding",
+            "cutofs",
+            "cutoffs",
+        ),
     ],
 )
 def test_an_unknown_option(args: list[str], place: str, owner: str, name: str, suggestion: str):
@@ -98,12 +109,13 @@ def test_an_unknown_option_like_none_lists_those_there_are():
         ),
         ("--model.backbone.positions=GridPosition", "model.backbone.positions", "GridPosition", "GridPositions"),
         ("--model.head=MixtureOfLogistics", "model.head", "MixtureOfLogistics", "MixtureOfLogisticsHead"),
+        ("--model.embedding=AdaptiveEmbeding", "model.embedding", "AdaptiveEmbeding", "AdaptiveEmbedding"),
         ("--model.optimizer=AdamX", "model.optimizer", "AdamX", "Adam"),
         ("--model.lr_scheduler=WarmupCos", "model.lr_scheduler", "WarmupCos", "WarmupCosine"),
     ],
 )
 def test_an_unknown_class(arg: str, place: str, name: str, suggestion: str):
-    said = complaint(*MODEL, arg)
+    said = complaint(*(TEXT if "embedding" in arg else MODEL), arg)
     assert said == f"{place}: there is no class '{name}'; did you mean {suggestion}?"
 
 
@@ -112,6 +124,7 @@ def test_an_unknown_class_like_none_lists_those_there_are():
     for name in ("GridPositions", "LearnedPositions", "RotaryPositions", "SinusoidalPositions"):
         assert name in said
     assert " Positions" not in said  # abstract: it can't be had
+    assert complaint(*TEXT, "--model.embedding=zzz") == "model.embedding: there is no class 'zzz'"  # of hundreds
     said = complaint(*MODEL, "--model.backbone.attention=zzz")
     assert "LinearAttention, SoftmaxAttention" in said
 
@@ -128,6 +141,8 @@ def test_an_unknown_class_like_none_lists_those_there_are():
         (["--model.image_shape=[2,2]"], "model.image_shape", "[2, 2]", ["3"]),
         ([*DATA, "--data.dataset=cats"], "data.dataset", "cats", ["one of", "'digits'", "'cifar10'"]),
         ([*DATA, "--data.eval_batch_size=many"], "data.eval_batch_size", "many", ["int"]),
+        ([*XL, "--model.backbone.attention.mem_len=x"], "model.backbone.attention.mem_len", "x", ["int"]),
+        ([*TEXT, "--model.unit=bit"], "model.unit", "bit", ["one of", "'byte'", "'character'", "'token'"]),
         ([*DATA, "--data.channels=2"], "data.channels", "2", ["one of", "1", "3"]),
         (
             ["--model.backbone.attention=SoftmaxAttention", "--model.backbone.attention.window=wide"],
@@ -184,6 +199,11 @@ def test_an_option_of_a_class_that_was_not_named():
     assert said.startswith("model.backbone.attention")
     assert "chunk_size" in said
     assert "class" in said
+    said = complaint(*TEXT, "--model.embedding.cutoffs=[5]")
+    assert (
+        said
+        == "model.embedding.cutoffs: name the class that option 'cutoffs' belongs to first, --model.embedding CLASS"
+    )
 
 
 def test_what_says_it_plainly_already_stays():

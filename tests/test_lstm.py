@@ -203,3 +203,16 @@ def test_the_example_of_the_docstring():
     result = doctest.testmod(lstm, extraglobs={"torch": torch})
     assert result.attempted >= 4
     assert result.failed == 0
+
+
+def test_what_cudnn_is_given_lies_side_by_side(monkeypatch):
+    """On a GPU "rnn: hx is not contiguous" is an error; the CPU does not mind."""
+    model, recurrence = LSTM(D, 2), torch.lstm
+
+    def strict(x, start, *rest):
+        assert all(t.is_contiguous() for t in start)
+        return recurrence(x, start, *rest)
+
+    monkeypatch.setattr(torch, "lstm", strict)
+    _, state = model(torch.randn(3, 4, D))
+    model(torch.randn(3, 1, D), state)

@@ -118,7 +118,8 @@ class PerformerAttention(Attention):
         self.orthogonal = orthogonal
         self.norms: Norms = norms
         self.chunk_size = chunk_size
-        self.register_buffer("omega", self._draw(None).to(torch.get_default_dtype()))  # (H, F or F/2, D)
+        omega = self._draw(None).to(accumulator(torch.get_default_dtype()))
+        self.register_buffer("omega", omega)  # (H, F or F/2, D)
         self.register_buffer("draws", torch.zeros((), dtype=torch.long))
 
     @torch.no_grad()

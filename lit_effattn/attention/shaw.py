@@ -73,7 +73,7 @@ class ShawAttention(SoftmaxAttention):
         q, k, v, mask = window_tiles(q, k, v, window, past)
         r = torch.arange(q.size(2), device=q.device)[:, None]
         c = torch.arange(k.size(2), device=q.device)
-        return untiled(self._relative(q, k, v, (c - r - (window - 1))[None], mask), b, n)
+        return untiled(self._relative(q, k, v, (c - r - (k.size(2) - q.size(2)))[None], mask), b, n)
 
     def _relative(self, q: Tensor, k: Tensor, v: Tensor, distance: Tensor, mask: Tensor | None) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):

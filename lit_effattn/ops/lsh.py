@@ -188,7 +188,7 @@ def attend_in_chunks(
     full = accumulator(x.dtype)
     q, v = rows(x, there).to(full), rows(v, there).to(full)  # (B, H, R, T, C, D)
     place = rows(places, there).masked_fill(grid[..., None] < 0, NOWHERE)  # (B, H, R, T, C, R)
-    k, v = _with_previous(F.normalize(q, dim=-1)), _with_previous(v)  # (B, H, R, T, 2C, D)
+    k, v = _with_previous(_unit(q)), _with_previous(v)  # (B, H, R, T, 2C, D)
     key_place, key_index = _with_previous(place, NOWHERE), _with_previous(grid, -1)
 
     own, key_own = (t.diagonal(dim1=2, dim2=-1).movedim(-1, 2) for t in (place, key_place))  # (B, H, R, T, C or 2C)
@@ -231,7 +231,7 @@ def attend_recent(x: Tensor, v: Tensor, places: Tensor, before: Tensor, recent: 
     seen = F.pad(recent.seen.flatten(2), (0, 1), value=True)
     full = accumulator(x.dtype)
     times = _sees(rows(places, own), rows(places, index), n_buckets).sum(-1)  # (B, H, 2C R + 1)
-    q, k = rows(x, own).to(full), F.normalize(rows(x, index).to(full), dim=-1)
+    q, k = rows(x, own).to(full), _unit(rows(x, index).to(full))
     scores = (k @ q.transpose(-1, -2)).squeeze(-1) / math.sqrt(x.size(-1))  # (B, H, 2C R + 1)
     scores = scores - times.clamp(min=1).to(full).log()
     scores = torch.cat([scores[..., :-1], torch.full_like(scores[..., -1:], SELF)], -1)
@@ -244,6 +244,12 @@ def rows(t: Tensor, index: Tensor) -> Tensor:
     b, h, m, _ = t.shape
     start = (torch.arange(b * h, device=t.device) * m).view(b, h, *[1] * (index.dim() - 2))
     return t.flatten(0, 2).index_select(0, (start + index).flatten()).unflatten(0, index.shape)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Divide by the length, but leave 0 alone: `F.normalize` would multiply its gradient by 10¹²."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x / length.masked_fill(length == 0, 1)
 
 
 def _count(t: Tensor) -> Tensor:

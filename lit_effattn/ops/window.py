@@ -37,13 +37,14 @@ def window_tiles(
     """Cut what `windowed_attention` takes into blocks of S = min(window, N) queries that are each dense attention.
 
     Returns:
-        Queries (B·⌈N/S⌉, H, S, D), keys and values (B·⌈N/S⌉, H, S + window − 1, D), and which of these the queries see,
-        (B·⌈N/S⌉, 1, S, S + window − 1). Query r and key c of a block are r + window − 1 − c positions apart.
+        Queries (B·⌈N/S⌉, H, S, D), keys and values (B·⌈N/S⌉, H, S + R, D), and which of these the queries see,
+        (B·⌈N/S⌉, 1, S, S + R), with R = window − 1, or less if there are fewer keys. Query r and key c of a block are
+        r + R − c positions apart.
     """
     b, _, n, _ = q.shape
     m = k.size(2) - n
     size = min(window, n)  # queries in a block
-    reach = window - 1  # keys before a block that its queries can see
+    reach = min(window, m + n) - 1  # keys before a block that its queries can see
     blocks = -(-n // size)
 
     right = blocks * size - n

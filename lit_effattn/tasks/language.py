@@ -118,7 +118,7 @@ class LanguageModel(Task):
         wanted = {"mem_len": eval_mem_len, "clamp_len": eval_clamp_len, "same_length": eval_same_length}
         self._eval_memory = {name: value for name, value in wanted.items() if value is not None}
         self._with_memory: list[Any] = [m for m in backbone.modules() if callable(getattr(m, "set_memory", None))]
-        self._in_training: list[dict[str, Any]] = []
+        self._outside: list[list[dict[str, Any]]] = []  # memories' settings before each evaluation
         for name, value in self._eval_memory.items():
             if not any(hasattr(module, name) for module in self._with_memory):
                 raise ValueError(f"eval_{name}={value}, but nothing in the backbone has a `{name}` that can be changed")
@@ -144,7 +144,8 @@ class LanguageModel(Task):
             ValueError: a token is not of this vocabulary.
         """
         self._check(batch.inputs)
-        hidden, state = self.reader(self._embed(batch.inputs), self.memory, batch.lengths)
+        memory = self.memory if self.carries_memory else None
+        hidden, state = self.reader(self._embed(batch.inputs), memory, batch.lengths)
         if self.carries_memory:
             self.memory = sequence.detach(state)
         return hidden, state
@@ -198,15 +199,16 @@ class LanguageModel(Task):
 
     def on_validation_start(self) -> None:
         """Give the memories the length they have in evaluation."""
-        self._in_training = [
+        before = [
             {name: getattr(module, name) for name in _MEMORY if hasattr(module, name)} for module in self._with_memory
         ]
-        for module, settings in zip(self._with_memory, self._in_training, strict=True):
+        self._outside.append(before)  # a callback may draw samples within a validation
+        for module, settings in zip(self._with_memory, before, strict=True):
             module.set_memory(**{**settings, **self._eval_memory})
 
     def on_validation_end(self) -> None:
         """Give the memories the length they have in training."""
-        for module, settings in zip(self._with_memory, self._in_training, strict=True):
+        for module, settings in zip(self._with_memory, self._outside.pop(), strict=True):
             module.set_memory(**settings)
 
     on_test_start, on_test_end = on_validation_start, on_validation_end

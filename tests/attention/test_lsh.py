@@ -179,3 +179,13 @@ def test_bytes_of_the_cache():
 def test_bad_options_are_named(options: dict, words: list[str]):
     with pytest.raises(ValueError, match=".*".join(map(re.escape, words))):
         LSHAttention(**{"d_model": E, "n_heads": H, **options})
+
+
+def test_a_zero_input_does_not_blow_up_the_gradient():
+    """Biases start at 0, so its shared vector is 0, which has no direction."""
+    attention = LSHAttention(8, 2, bias=False, n_buckets=1)
+    x = torch.randn(1, 6, 8)
+    x[:, 2] = 0
+    x.requires_grad_()
+    attention(x)[0].square().sum().backward()
+    assert x.grad.abs().max() < 100

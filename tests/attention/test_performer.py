@@ -217,3 +217,15 @@ def test_the_chunk_size_has_no_effect_on_the_result(causal: bool):
         results.append(PerformerAttention(E, H, causal, chunk_size=chunk_size).double()(x)[0])
     for result in results[1:]:
         torch.testing.assert_close(result, results[0])
+
+
+def test_the_features_have_float32_in_a_module_made_of_fewer_bits():
+    """As under `Trainer(precision="bf16-true").init_module()`."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        attention = PerformerAttention(E, H)
+    finally:
+        torch.set_default_dtype(before)
+    assert attention.q_proj.weight.dtype == torch.bfloat16
+    assert attention.omega.dtype == torch.float32

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader, Dataset
 
 from callbacks import MemoryCarry
@@ -174,9 +175,43 @@ class Rest:
 def test_memories_of_another_number_of_processes_start_empty(tmp_path):
     carry, made = MemoryCarry(), model()
     made.memory = "untouched"
+    fitting = trainer(tmp_path, [])
+    fitting.state.fn = TrainerFn.FITTING
     with pytest.warns(UserWarning, match="of 2 processes, this run has 1"):
-        carry.on_load_checkpoint(trainer(tmp_path, []), made, {"memory_carry": [None, None]})
+        carry.on_load_checkpoint(fitting, made, {"memory_carry": [None, None]})
     assert made.memory == "untouched"
+
+
+def test_evaluation_neither_takes_up_the_memories_of_a_checkpoint_nor_complains_about_them(tmp_path, recwarn):
+    path = tmp_path / "two.ckpt"
+    made, fit = model(), trainer(tmp_path, [MemoryCarry()], max_steps=2)
+    fit.fit(made, loader(6))
+    fit.save_checkpoint(path)
+    checkpoint = torch.load(path, weights_only=True)
+    torch.save({**checkpoint, "memory_carry": 2 * checkpoint["memory_carry"]}, path)  # as of two processes
+    recwarn.clear()
+    fresh = model()
+    trainer(tmp_path, [MemoryCarry()]).test(fresh, loader(2), ckpt_path=path, verbose=False)
+    assert not [w for w in recwarn if "memories" in str(w.message)]
+    assert fresh.memory is None
+    assert not fresh.carries_memory
+
+
+def test_after_training_the_model_is_called_without_its_memory(tmp_path):
+    made, data = model(), loader(6)
+    trainer(tmp_path, [MemoryCarry()], max_steps=2).fit(made, data)
+    batch = data.dataset[3]
+    with torch.no_grad():
+        assert torch.equal(made(batch), made(batch))
+        assert torch.equal(made(batch), model()(batch))
+
+
+def test_what_was_frozen_stays_so(tmp_path):
+    made = model()
+    made.embedding.eval()
+    MemoryCarry().setup(trainer(tmp_path, []), made, "fit")
+    assert not made.embedding.training
+    assert made.backbone.training
 
 
 def test_what_grows_is_refused_with_the_option_that_bounds_it(tmp_path):

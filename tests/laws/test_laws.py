@@ -518,3 +518,13 @@ def test_compiled_generation_equals_eager(case: Case):
         z, _ = compiled(x[:, 2:3], state)
         assert_close(z, expected[:, 2:3])
         assert_same(state, before)
+
+
+@each(CAUSAL)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_state_of_other_rows_is_refused(case: Case, rows: int):
+    """Broadcast, it would give every row the memory of one."""
+    module = case.build()
+    _, state = module(inputs(module, rows, 3))
+    with pytest.raises(ValueError, match=f"x has 2 rows and the state {rows}"):
+        module(inputs(module, 2, 3), state)

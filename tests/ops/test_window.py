@@ -67,3 +67,9 @@ def test_nothing_of_size_n_squared_is_made():
     n, window, d = 1024, 16, 8
     q, k, v = (torch.rand(1, 1, n, d) for _ in range(3))
     assert largest_in_training(lambda *a: windowed_attention(*a, window), q, k, v) <= n * 2 * window * d < n * n
+
+
+def test_a_window_beyond_all_keys_costs_no_more_than_they_do():
+    n, d = 8, 2
+    q, k, v = torch.randn(3, 1, 1, n, d)
+    assert largest_in_training(lambda *a: windowed_attention(*a, 10_000), q, k, v) <= 2 * n * max(n, d)

@@ -145,6 +145,15 @@ def test_evaluation_may_have_another_memory_than_training(tmp_path):
     assert (attention.mem_len, attention.same_length) == (2, False)
 
 
+def test_drawing_within_a_validation_leaves_the_memory_of_training_alone():
+    made = model(partial(TransformerXLAttention, mem_len=2), eval_mem_len=5)
+    made.on_validation_start()
+    made.sample(batch().inputs, 2)
+    assert made.backbone.blocks[0].attention.mem_len == 5
+    made.on_validation_end()
+    assert made.backbone.blocks[0].attention.mem_len == 2
+
+
 def test_head_and_embedding_can_be_one_matrix():
     made = model(tie=True)
     assert made.head.proj.weight is made.embedding.weight

@@ -3,6 +3,7 @@
 from datamodules.copy_task import CopyTask
 from datamodules.pixels import PixelSequences, images_to_levels, levels_to_images
 from datamodules.sampling import ResumableLoader, ShardedBatches
+from datamodules.sorting_task import SortingTask, counting_accuracy
 from datamodules.text import TextStream
 from datamodules.tokens import IGNORE, TokenBatch
 
@@ -12,8 +13,10 @@ __all__ = [
     "PixelSequences",
     "ResumableLoader",
     "ShardedBatches",
+    "SortingTask",
     "TextStream",
     "TokenBatch",
+    "counting_accuracy",
     "images_to_levels",
     "levels_to_images",
 ]

@@ -1,0 +1,290 @@
+"""The sorting task: name the types of a long stream by how frequent they were (Martins et al. 2022, section 4.1)."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from datamodules.sampling import ResumableLoader, ShardedBatches
+from datamodules.tokens import IGNORE, TokenBatch
+
+SEPARATOR = 0
+
+_DRAWS = 2**20  # of a training sequence: every epoch draws another of that many, so hardly any ever comes again
+_EMPTY = -1  # in place of a sequence's number: an empty row
+
+
+class SortingTask(LightningDataModule):
+    """Streams of types whose distribution drifts, a separator, and the types in falling order of frequency.
+
+        x_i ~ (1 − r) p_0 + r p_1,  r = i / length,  0 ≤ i < length
+
+    p_0 and p_1 are n_types whole numbers from 1 to 9 each, drawn anew for each sequence and normalised. Types of equal
+    frequency are named in the order of their first appearance, those that never appeared last, by their number. The
+    token of type k is k + 1, the separator's is 0.
+
+    A batch is a `TokenBatch` with one segment of each of `batch_size` sequences, all in step; `fresh` marks the first
+    of a sequence. The callback `MemoryCarry` takes the memory from segment to segment. Only the n_types answers are
+    scored. Where a sequence is not a multiple of `segment_len`, its *first* segment is shorter, so that the last is
+    full: under truncated back-propagation that one alone has a gradient. With as many `accumulate_grad_batches` as a
+    sequence has segments there is one optimiser step for each. For back-propagation through all, leave out
+    `segment_len`: then a batch has whole sequences.
+
+    A model that knows nothing gets 1/n Σ 1/k of the answers, .18 of 20, and one that counts what it can see gets what
+    `counting_accuracy` says.
+
+    Args:
+        length: Tokens of a stream, without separator and answers. The paper has 4k, 8k and 16k.
+        n_types: Types.
+        segment_len: Most tokens a segment has; null: all.
+        batch_size: Sequences a step and process.
+        eval_batch_size: The same in validation, test and prediction. Default: `batch_size`.
+        n_train: Sequences of an epoch; every epoch draws new ones.
+        n_val: Sequences of validation, always the same.
+        n_test: Sequences of the test, always the same.
+        seed: Of the training sequences; those of validation and test do not depend on it.
+        num_workers: Processes that draw ahead; 0: none.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    Example:
+        >>> data = SortingTask(length=6, n_types=3, segment_len=4, batch_size=1)
+        >>> batches = iter(data.test_dataloader())
+        >>> [(batch.inputs.tolist(), bool(batch.fresh)) for batch in (next(batches), next(batches))]
+        [([[1]], True), ([[1, 1, 2, 3]], False)]
+        >>> last = next(batches)
+        >>> last.inputs.tolist(), last.targets.tolist()
+        ([[2, 0, 1, 2]], [[-100, 1, 2, 3]])
+    """
+
+    def __init__(
+        self,
+        length: int = 4096,
+        *,
+        n_types: int = 20,
+        segment_len: int | None = 1024,
+        batch_size: int = 8,
+        eval_batch_size: int | None = None,
+        n_train: int = 8000,
+        n_val: int = 800,
+        n_test: int = 800,
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters(logger=False)
+        for name, value, least in (
+            ("length", length, 1),
+            ("n_types", n_types, 2),
+            ("segment_len", segment_len, 1),
+            ("batch_size", batch_size, 1),
+            ("eval_batch_size", eval_batch_size, 1),
+            ("n_train", n_train, 1),
+            ("n_val", n_val, 1),
+            ("n_test", n_test, 1),
+            ("seed", seed, 0),
+        ):
+            if value is not None and value < least:
+                raise ValueError(f"{name}={value} must be at least {least}")
+        self.length = length
+        self.n_types = n_types
+        self.segment_len = segment_len or length + n_types
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size or batch_size
+        self.sizes = {"train": n_train, "val": n_val, "test": n_test}
+        self.seed = seed
+        self.num_workers = num_workers
+
+    @property
+    def vocab_size(self) -> int:
+        """Types and separator."""
+        return self.n_types + 1
+
+    @property
+    def unit(self) -> str:
+        """What a token is."""
+        return "token"
+
+    @property
+    def tokenizer(self) -> None:
+        """The tokens stand for no text."""
+        return None
+
+    def train_dataloader(self) -> ResumableLoader:
+        """Equal batches of new sequences each epoch, segment after segment."""
+        sampler = self._sampler("train", self.batch_size, shuffle=True, variants=_DRAWS, drop_last=True)
+        return ResumableLoader(self.sequences("train"), sampler=sampler, **self._loader_options())  # type: ignore[arg-type]
+
+    def val_dataloader(self) -> DataLoader[TokenBatch]:
+        """Every validation sequence once."""
+        return self._eval_dataloader("val")
+
+    def test_dataloader(self) -> DataLoader[TokenBatch]:
+        """Every test sequence once."""
+        return self._eval_dataloader("test")
+
+    def predict_dataloader(self) -> DataLoader[TokenBatch]:
+        """Every test sequence once."""
+        return self._eval_dataloader("test")
+
+    def sequences(self, split: str) -> "SortingSequences":
+        """Return the sequences of "train", "val" or "test"."""
+        number = list(self.sizes).index(split)
+        return SortingSequences(
+            self.length, self.n_types, self.segment_len, stream=number if number else len(self.sizes) + self.seed
+        )
+
+    def _eval_dataloader(self, split: str) -> DataLoader[TokenBatch]:
+        sampler = self._sampler(split, self.eval_batch_size, shuffle=False, variants=1, drop_last=False)
+        return DataLoader(self.sequences(split), sampler=sampler, **self._loader_options())  # type: ignore[arg-type]
+
+    def _sampler(self, split: str, batch_size: int, *, shuffle: bool, variants: int, drop_last: bool) -> "Segments":
+        batches = ShardedBatches(
+            self.sizes[split],
+            batch_size,
+            num_replicas=1 if self.trainer is None else self.trainer.world_size,
+            rank=0 if self.trainer is None else self.trainer.global_rank,
+            shuffle=shuffle,
+            seed=self.seed,
+            variants=variants,
+            drop_last=drop_last,
+        )
+        return Segments(batches, self.sequences(split).n_segments)
+
+    def _loader_options(self) -> dict[str, object]:
+        return {
+            "batch_size": None,  # the sampler forms the batches
+            "num_workers": self.num_workers,
+            "persistent_workers": self.num_workers > 0,
+            "pin_memory": torch.cuda.is_available(),
+            # Its own: loaders draw a number at each start, which would shift torch's global random state.
+            "generator": torch.Generator().manual_seed(self.seed),
+        }
+
+
+class SortingSequences(Dataset[TokenBatch]):
+    """As many sequences as there are integers; the i-th is always the same.
+
+    Args:
+        length: Tokens of a stream.
+        n_types: Types.
+        segment_len: Most tokens a segment has.
+        stream: Different streams have different sequences.
+    """
+
+    def __init__(self, length: int, n_types: int, segment_len: int, stream: int) -> None:
+        self.length = length
+        self.n_types = n_types
+        self.segment_len = segment_len
+        self.stream = stream
+
+    @property
+    def n_segments(self) -> int:
+        """Segments of a sequence, which reads length + n_types tokens: the last answer is not read."""
+        return -(-(self.length + self.n_types) // self.segment_len)
+
+    def types(self, i: int) -> np.ndarray:
+        """Return the types of the i-th stream: (length,)."""
+        rng = np.random.default_rng((self.stream, i))
+        weights = rng.integers(1, 10, (2, self.n_types))
+        ends = weights.cumsum(1) / weights.sum(1, keepdims=True)
+        late = rng.random(self.length) < np.arange(self.length) / self.length
+        # The last end is exactly 1, which no draw reaches.
+        drawn = rng.random(self.length)
+        return np.where(late, *(np.searchsorted(end, drawn, side="right") for end in ends[::-1]))
+
+    def __getitem__(self, item: tuple[list[int], int]) -> TokenBatch:
+        """Return the segment item[1] of the sequences item[0]."""
+        indices, segment = item
+        end = self.length + self.n_types - (self.n_segments - 1 - segment) * self.segment_len
+        begin = max(0, end - self.segment_len)
+        inputs = np.zeros((len(indices), end - begin), np.int64)
+        targets = np.full_like(inputs, IGNORE)
+        for row, i in enumerate(indices):
+            if i == _EMPTY:
+                continue
+            types = self.types(i)
+            answers = by_frequency(types, self.n_types)
+            whole = np.concatenate([types + 1, [SEPARATOR], answers[:-1] + 1])
+            inputs[row] = whole[begin:end]
+            scored = np.concatenate([np.full(self.length, IGNORE), answers + 1])
+            targets[row] = scored[begin:end]
+        present = np.array(indices) != _EMPTY
+        return TokenBatch(
+            torch.from_numpy(inputs),
+            torch.from_numpy(targets),
+            None if present.all() else torch.from_numpy(present * (end - begin)),
+            torch.full((len(indices),), segment == 0),
+        )
+
+
+class Segments(DistributedSampler[tuple[list[int], int]]):
+    """Every batch of sequences, as many times as a sequence has segments; Lightning leaves such a sampler alone.
+
+    Memories go from row to row, so all batches have equally many rows: where one has fewer sequences than another, the
+    last rows are empty.
+    """
+
+    def __init__(self, batches: ShardedBatches, n_segments: int) -> None:
+        super().__init__(
+            range(batches.n_samples),  # type: ignore[arg-type]  # of the data set, only its length is asked
+            num_replicas=batches.num_replicas,
+            rank=batches.rank,
+            shuffle=batches.shuffle,
+        )
+        self.batches = batches
+        self.n_segments = n_segments
+        self.start = 0  # batches that `ResumableLoader` skips, trained on before the interruption
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the order of this epoch."""
+        super().set_epoch(epoch)
+        self.batches.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.batches) * self.n_segments
+
+    def __iter__(self) -> Iterator[tuple[list[int], int]]:
+        batches = list(self.batches)
+        rows = self.batches.batch_size
+        if not self.batches.drop_last:
+            most = -(-self.batches.n_samples // self.batches.num_replicas)  # sequences of a process
+            rows = -(-most // len(batches))
+        for number in range(self.start, len(self)):
+            batch, segment = divmod(number, self.n_segments)
+            yield batches[batch] + [_EMPTY] * (rows - len(batches[batch])), segment
+
+
+def by_frequency(types: np.ndarray, n_types: int) -> np.ndarray:
+    """Order all types by how often they are among `types`, the most frequent first: (n_types,).
+
+    Equally frequent ones are in the order of their first appearance, those that are absent in that of their numbers.
+    """
+    counts = np.bincount(types, minlength=n_types)
+    first = len(types) + np.arange(n_types)
+    present, where = np.unique(types, return_index=True)
+    first[present] = where
+    return np.lexsort((first, -counts))
+
+
+def counting_accuracy(streams: np.ndarray, n_types: int, last: int) -> float:
+    """Return how many answers are right if one counts the `last` tokens of each stream: what a short memory can reach.
+
+    As in the task, the answer after some right ones is sought: the type that is most frequent among the tokens seen, of
+    those that have not been named.
+
+    Args:
+        streams: (S, length) types.
+        n_types: Number of types.
+        last: Tokens seen before the separator; all, if there are fewer.
+    """
+    right = 0
+    for types in streams:
+        order = by_frequency(types, n_types)
+        rank = np.empty(n_types, np.int64)
+        rank[by_frequency(types[max(0, len(types) - last) :], n_types)] = np.arange(n_types)
+        right += sum(rank[answer] == rank[order[k:]].min() for k, answer in enumerate(order))
+    return float(right) / (len(streams) * n_types)

@@ -265,6 +265,7 @@ def test_a_checkpoint_of_another_vocabulary_is_refused(command_: str, capsys: py
 # ------------------------------------------------------------------------------------------------ processes
 
 LONG = ["--trainer.max_epochs", "2"]
+CARRY = ["--trainer.callbacks", "MemoryCarry"]  # without what interrupted the run
 
 
 def interrupted(root: str, step: int, number: int, *args: str) -> Any:
@@ -274,8 +275,7 @@ def interrupted(root: str, step: int, number: int, *args: str) -> Any:
 
 
 def resume(root: str, *args: str) -> Any:
-    flags = ["--ckpt_path", "last", "--trainer.default_root_dir", root, "--trainer.callbacks", "MemoryCarry"]
-    resumed = command("fit", *flags, *args)
+    resumed = command("fit", "--ckpt_path", "last", "--trainer.default_root_dir", root, *CARRY, *args)
     assert resumed.returncode == 0, resumed.stderr
     return resumed
 
@@ -294,22 +294,35 @@ def test_a_killed_run_goes_on_with_the_memory_it_had(processes: list[str]):
     assert len(memories) == (2 if processes else 1)
     resume("killed")
     assert_same_end(last("whole"), last("killed"))
+    if processes:
+        return
     # The memory mattered: without it the same run ends elsewhere.
-    checkpoint["memory_carry"] = [None] * len(memories)
-    path = last("killed").parent / "forgetful.ckpt"
-    torch.save(checkpoint, path)
-    if not processes:
-        flags = ["--ckpt_path", str(path), "--trainer.default_root_dir", "forgetful"]
-        forgetful = command("fit", *flags, "--trainer.callbacks", "MemoryCarry")
-        assert forgetful.returncode == 0, forgetful.stderr
-        assert not same(weights(last("forgetful")), weights(last("whole")))
-    else:
-        results = []
-        for flags in ([], ["--trainer.devices", "1", "--trainer.strategy", "auto", "--data.eval_batch_size", "8"]):
-            tested = command("test", "--ckpt_path", "best", "--trainer.default_root_dir", "whole", *flags)
-            results.append(re.findall(r"test \S+: \S+", tested.stdout))
-            assert len(results[-1]) == 2, tested.stderr
-        assert results[0] == results[1]  # two processes of 4 streams score what one of 8 does
+    checkpoint["memory_carry"] = [None]
+    Path("forgetful").mkdir()
+    torch.save(checkpoint, "forgetful/a.ckpt")
+    resumed = command("fit", "--ckpt_path", "forgetful/a.ckpt", "--trainer.default_root_dir", "forgetful", *CARRY)
+    assert resumed.returncode == 0, resumed.stderr
+    assert not same(weights(last("forgetful")), weights(last("whole")))
+
+
+@pytest.mark.processes
+def test_two_processes_train_and_score_as_one_with_as_many_streams(capsys: pytest.CaptureFixture[str]):
+    """Streams without padding, so that both weigh alike in the mean of their gradients, and no dropout."""
+    how = ["--data.documents", "joined", "--model.backbone.dropout", "0", "--model.optimizer", "torch.optim.SGD"]
+    how += ["--model.optimizer.lr", "1.0", "--trainer.default_root_dir"]
+    whole = command("fit", "--config", "tiny.yaml", *how, "two", *TWO)
+    assert whole.returncode == 0, whole.stderr
+    main(["fit", "--config", "tiny.yaml", *how, "one", "--data.batch_size", "8"])
+    one, two = weights(last("one")), weights(last("two"))
+    for name, expected in one.items():
+        torch.testing.assert_close(two[name], expected, rtol=1e-4, atol=1e-5, msg=name)
+    tested = command("test", "--ckpt_path", "best", "--trainer.default_root_dir", "two")
+    capsys.readouterr()
+    alone = ["--trainer.devices", "1", "--trainer.strategy", "auto", "--data.eval_batch_size", "8"]
+    main(["test", "--ckpt_path", "best", "--trainer.default_root_dir", "two", *alone])
+    figures = [re.findall(r"test \S+: \S+", said) for said in (tested.stdout, capsys.readouterr().out)]
+    assert len(figures[0]) == 2
+    assert figures[0] == figures[1]
 
 
 @pytest.mark.processes

@@ -186,6 +186,12 @@ def built(config: Path, *args: str) -> CLI:
         return CLI(["fit", "--config", str(config), "--trainer.fast_dev_run", "1", *args])
 
 
+def ask_for_data(config: Path, *args: str) -> None:
+    made = built(config, *args)
+    made.model.configure_optimizers()
+    made.datamodule.prepare_data()
+
+
 @pytest.mark.filterwarnings("ignore:LightningCLI's args")
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_every_configuration_works_as_far_as_it_needs_no_download(config: Path):
@@ -198,9 +204,7 @@ def test_every_configuration_works_as_far_as_it_needs_no_download(config: Path):
         main([*args, "--data.max_bytes", "200000"] if text else args)
     else:
         with pytest.raises(FileNotFoundError) as missing:
-            made = built(config, *([] if text else ["--data.download", "false"]))
-            made.model.configure_optimizers()
-            made.datamodule.prepare_data()
+            ask_for_data(config, *([] if text else ["--data.download", "false"]))
         assert ("source='stdlib'" if text else "configs/digits_linear.yaml") in str(missing.value)
         assert str(Path("data").resolve()) in str(missing.value)
     assert not Path("runs").exists()

@@ -100,6 +100,12 @@ def test_words_never_known_have_a_place():
 
 
 @needs_bpe
+def test_what_is_unknown_is_named():
+    assert CharacterTokenizer("ab").unknown("cabxc") == ["c", "x"]
+    assert WordTokenizer(["a", "<unk>", "<eos>"]).unknown("a b\na c b") == ["b", "c"]
+    assert ByteTokenizer().unknown("\u20ac") == []
+
+
 def test_bpe_merges_the_most_frequent_pairs_up_to_its_size():
     made = BPETokenizer.learn(["abab abab\n" * 20], 259)
     assert made.n_tokens == 259

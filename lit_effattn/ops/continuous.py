@@ -110,19 +110,19 @@ def fit_matrix(
     Returns:
         (n_basis, n_old + n_new).
     """
-    # It is kept: made by the first call in inference mode, or in autocast, it has to be of use outside, too.
     cpu = torch.device("cpu")
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False), cpu:
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):  # it is kept: made by a first call in validation, training uses it
         start = tau if n_old else 0.0
         old, new = (midpoints(n, dtype=torch.float64, device=cpu) for n in (n_old, n_new))
         n = n_old + n_new
         outside = midpoints(n, dtype=torch.float64, device=cpu)[: (n + 1) // 2]
         times = torch.cat([start * old, start + (1 - start) * new, -outside, 1 + outside])
-        psi = evaluate_signal(
-            torch.eye(n_basis, dtype=torch.float64)[None],
-            times,
-            basis_of(n_basis, widths, dtype=torch.float64, device=cpu),
-        )[0]
+        psi = expected_basis(
+            times, torch.zeros_like(times), basis_of(n_basis, widths, dtype=torch.float64, device=cpu)
+        )  # (T, n_basis)
         return ridge(psi, penalty)[:, :n].to(device, dtype).contiguous()
 
 

@@ -1,5 +1,6 @@
 import pickle
 from collections import Counter
+from functools import partial
 
 import lightning.pytorch as pl
 import numpy as np
@@ -155,11 +156,8 @@ class Memories(pl.Callback):
 
 
 def test_memories_go_from_segment_to_segment(tmp_path):
-    def attention(d_model: int, n_heads: int, causal: bool) -> InfiniteAttention:
-        return InfiniteAttention(
-            d_model, n_heads, causal, mem_len=8, segment_len=8, n_basis=8, widths=(0.1, 0.2), n_samples=8, sticky=True
-        )
-
+    sizes = {"mem_len": 8, "segment_len": 8, "n_basis": 8, "widths": (0.1, 0.2), "n_samples": 8}
+    attention = partial(InfiniteAttention, **sizes, sticky=True)
     data = SortingTask(20, n_types=4, segment_len=8, batch_size=2, n_train=4, n_val=2, n_test=5)
     model = LanguageModel(Transformer(8, 2, 1, attention=attention, positions=None), data.vocab_size, accuracy=True)
     memories = Memories()

@@ -52,7 +52,7 @@ class InfiniteAttention(TransformerXLAttention):
 
     Every `segment_len` positions a segment of so many inputs is written, at fixed positions of the stream: the old
     signal is sampled at `n_samples` times, these samples are placed evenly on [0, τ] and the segment on [τ, 1], and B
-    is fitted to both by ridge regression (section 3.1). The first segment has all of [0, 1]; until then the term is 0.
+    is fitted to both by ridge regression (section 3.2). The first segment has all of [0, 1]; until then the term is 0.
 
         "evicted": a segment is written when the memory has let go of it, that is before position t with L = segment_len
             dividing t − mem_len. Until then its inputs wait, and are attended to as they are: t attends to
@@ -69,11 +69,11 @@ class InfiniteAttention(TransformerXLAttention):
     which a counter in the state says, so that a recomputation repeats it and rows and updates differ.
 
     A module never detaches its state, so gradients flow through all updates of a call; whoever carries the state
-    detaches it (section 3.1's memories have no gradient). A segment is written by the call that first attends to it,
+    detaches it (the paper's memories have no gradient). A segment is written by the call that first attends to it,
     so that the gate learns even then.
 
     The state's `loss` is `kl_weight` times the mean of ½ (σ²/σ₀² − ln(σ²/σ₀²) − 1) over the heads and positions of a
-    call that attend to a signal (section 3.2): it keeps densities from becoming uniform.
+    call that attend to a signal: it keeps densities from becoming uniform.
 
     Args:
         d_model: Width E, even.

@@ -31,7 +31,7 @@ def basis_of(
 def expected_basis(mean: Tensor, variance: Tensor, basis: tuple[Tensor, Tensor]) -> Tensor:
     """Return the basis functions' expectations under normal densities of t.
 
-        E_{N(t; μ, σ²)}[ψ_j(t)] = N(μ; μ_j, σ² + σ_j²)                 Martins et al. 2022, section 2.1, of Gaussians
+        E_{N(t; μ, σ²)}[ψ_j(t)] = N(μ; μ_j, σ² + σ_j²)                 Martins et al. 2022, section 2.2
 
     Args:
         mean: μ, any shape.
@@ -46,7 +46,7 @@ def expected_basis(mean: Tensor, variance: Tensor, basis: tuple[Tensor, Tensor])
 
 
 def evaluate_signal(coefficients: Tensor, times: Tensor, basis: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the signal X̄(t) = Bᵀ ψ(t) (Martins et al. 2022, equation 5).
+    """Return the signal X̄(t) = Bᵀ ψ(t) (Martins et al. 2022, section 3.1).
 
     Args:
         coefficients: B, (B, n_basis, E).
@@ -67,7 +67,7 @@ def midpoints(n: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
 def ridge(psi: Tensor, penalty: float) -> Tensor:
     """Return the matrix that multivariate ridge regression multiplies its targets by.
 
-        B = G X = argmin_B ‖Ψ B − X‖² + λ ‖B‖²,  G = (ΨᵀΨ + λ I)⁻¹ Ψᵀ           Martins et al. 2022, equation 6
+        B = G X = argmin_B ‖Ψ B − X‖² + λ ‖B‖²,  G = (ΨᵀΨ + λ I)⁻¹ Ψᵀ           Martins et al. 2022, section 3.1
 
     Args:
         psi: Ψ, (T, n_basis), the basis at the targets' times. In float64: ΨᵀΨ is ill-conditioned.

@@ -20,7 +20,7 @@ from lit_effattn.schedules import WarmupCosine
 
 NOTES = [
     "bits/dim on the test images. swapped: the softmax model's weights, its attention replaced, nothing trained. "
-    "fine-tuned: that, trained on with Adam at the given rate, a cosine to 0, and features redrawn every 100 steps.",
+    "fine-tuned: that, trained on with Adam at the given rate and a cosine to 0; features redrawn as often as said.",
     "The same can be said to the command: `lit-effattn fit --config configs/digits_performer.yaml --init_weights "
     "SOFTMAX.ckpt`.",
 ]
@@ -35,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--epochs", type=at_least(1), nargs="+", default=[1, 5], help="default: %(default)s")
     parser.add_argument("--lr", type=float, default=3e-4, help="of the fine-tuning; default: %(default)s")
+    parser.add_argument(
+        "--redraw_every", type=at_least(1), default=None, help="steps from one redraw to the next; default: none"
+    )
     parser.add_argument("--seeds", type=at_least(1), default=3, help="draws of the features; default: %(default)s")
 
 
@@ -53,7 +56,7 @@ def run(args: argparse.Namespace) -> Report:
         }
         for epochs in args.epochs:
             twin = _twin(path, f, 0)
-            _fine_tune(twin, data, epochs, args.lr, args.device)
+            _fine_tune(twin, data, epochs, args)
             row[f"fine-tuned, {epochs} epochs"] = f"{_bits(twin, data, args.device):.4f}"
         rows.append(row)
     return Report("swap", rows, NOTES)
@@ -73,14 +76,14 @@ def _twin(path: Path, n_features: int, seed: int) -> PixelModel:
     return model
 
 
-def _fine_tune(model: PixelModel, data: PixelSequences, epochs: int, lr: float, device: torch.device) -> None:
+def _fine_tune(model: PixelModel, data: PixelSequences, epochs: int, args: argparse.Namespace) -> None:
     data.setup("fit")
     steps = epochs * (len(data.splits["train"]) // data.batch_size)
-    model._optimizer = partial(torch.optim.Adam, lr=lr)
+    model._optimizer = partial(torch.optim.Adam, lr=args.lr)
     model._lr_scheduler = partial(WarmupCosine, total_steps=steps, warmup_steps=min(20, steps - 1))
-    quiet_trainer(device, max_epochs=epochs, gradient_clip_val=1.0, callbacks=[FeatureRedraw(100)]).fit(
-        model, data.train_dataloader()
-    )
+    callbacks = [] if args.redraw_every is None else [FeatureRedraw(args.redraw_every)]
+    trainer = quiet_trainer(args.device, max_epochs=epochs, gradient_clip_val=1.0, callbacks=callbacks)
+    trainer.fit(model, data.train_dataloader())
 
 
 def _bits(model: PixelModel, data: PixelSequences, device: torch.device) -> float:

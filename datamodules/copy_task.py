@@ -5,7 +5,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from datamodules.sampling import ResumableLoader, ShardedBatches
+from datamodules.sampling import ResumableLoader, ShardedBatches, loader_options
 from datamodules.tokens import IGNORE, TokenBatch
 
 SEPARATOR = 0
@@ -103,7 +103,7 @@ class CopyTask(LightningDataModule):
     def train_dataloader(self) -> ResumableLoader:
         """Equal batches of new sequences each epoch."""
         sampler = self._sampler("train", self.batch_size, shuffle=True, variants=_DRAWS, drop_last=True)
-        return ResumableLoader(self._split("train"), sampler=sampler, **self._loader_options())  # type: ignore[arg-type]
+        return ResumableLoader(self._split("train"), sampler=sampler, **loader_options(self.num_workers, self.seed))
 
     def val_dataloader(self) -> DataLoader[TokenBatch]:
         """Every validation sequence once."""
@@ -119,7 +119,7 @@ class CopyTask(LightningDataModule):
 
     def _eval_dataloader(self, split: str) -> DataLoader[TokenBatch]:
         sampler = self._sampler(split, self.eval_batch_size, shuffle=False, variants=1, drop_last=False)
-        return DataLoader(self._split(split), sampler=sampler, **self._loader_options())  # type: ignore[arg-type]
+        return DataLoader(self._split(split), sampler=sampler, **loader_options(self.num_workers, self.seed))
 
     def _split(self, name: str) -> "CopySequences":
         number = list(self.sizes).index(name)
@@ -136,16 +136,6 @@ class CopyTask(LightningDataModule):
             variants=variants,
             drop_last=drop_last,
         )
-
-    def _loader_options(self) -> dict[str, object]:
-        return {
-            "batch_size": None,  # the sampler forms the batches
-            "num_workers": self.num_workers,
-            "persistent_workers": self.num_workers > 0,
-            "pin_memory": torch.cuda.is_available(),
-            # Its own: loaders draw a number at each start, which would shift torch's global random state.
-            "generator": torch.Generator().manual_seed(self.seed),
-        }
 
 
 class CopySequences(Dataset[TokenBatch]):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from datamodules import image_sources
-from datamodules.sampling import ResumableLoader, ShardedBatches
+from datamodules.sampling import ResumableLoader, ShardedBatches, loader_options
 
 
 class _Kind(NamedTuple):
@@ -172,7 +172,7 @@ class PixelSequences(LightningDataModule):
         """Equal batches in a new order each epoch."""
         data = self.splits["train"]
         sampler = self._sampler(data, self.batch_size, shuffle=True, variants=2 if self.flip else 1, drop_last=True)
-        return ResumableLoader(data, sampler=sampler, **self._loader_options())
+        return ResumableLoader(data, sampler=sampler, **loader_options(self.num_workers, self.seed))
 
     def val_dataloader(self) -> DataLoader[Tensor]:
         """Every validation image once."""
@@ -189,7 +189,7 @@ class PixelSequences(LightningDataModule):
     def _eval_dataloader(self, split: str) -> DataLoader[Tensor]:
         data = self.splits[split]
         sampler = self._sampler(data, self.eval_batch_size, shuffle=False, variants=1, drop_last=False)
-        return DataLoader(data, sampler=sampler, **self._loader_options())
+        return DataLoader(data, sampler=sampler, **loader_options(self.num_workers, self.seed))
 
     def _sampler(
         self, data: "PixelDataset", batch_size: int, *, shuffle: bool, variants: int, drop_last: bool
@@ -204,16 +204,6 @@ class PixelSequences(LightningDataModule):
             variants=variants,
             drop_last=drop_last,
         )
-
-    def _loader_options(self) -> dict[str, Any]:
-        return {
-            "batch_size": None,  # the sampler forms the batches
-            "num_workers": self.num_workers,
-            "persistent_workers": self.num_workers > 0,
-            "pin_memory": torch.cuda.is_available(),
-            # Its own: loaders draw a number at each start, which would shift torch's global random state.
-            "generator": torch.Generator().manual_seed(self.seed),
-        }
 
 
 class PixelDataset(Dataset[Tensor], ABC):

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 
@@ -147,3 +148,15 @@ class ResumableLoader(DataLoader[Any]):
         self._loaded = dict(state_dict)
         self._epoch, self._batches = state_dict["epoch"], state_dict["batches"]
         self.sampler.set_epoch(self._epoch)
+
+
+def loader_options(num_workers: int, seed: int = 0) -> dict[str, Any]:
+    """Options of every loader whose sampler forms whole batches."""
+    return {
+        "batch_size": None,  # the sampler forms the batches
+        "num_workers": num_workers,
+        "persistent_workers": num_workers > 0,
+        "pin_memory": torch.cuda.is_available(),
+        # Its own: loaders draw a number at each start, which would shift torch's global random state.
+        "generator": torch.Generator().manual_seed(seed),
+    }

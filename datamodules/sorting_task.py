@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from datamodules.sampling import ResumableLoader, ShardedBatches
+from datamodules.sampling import ResumableLoader, ShardedBatches, loader_options
 from datamodules.tokens import IGNORE, TokenBatch
 
 SEPARATOR = 0
@@ -116,7 +116,7 @@ class SortingTask(LightningDataModule):
     def train_dataloader(self) -> ResumableLoader:
         """Equal batches of new sequences each epoch, segment after segment."""
         sampler = self._sampler("train", self.batch_size, shuffle=True, variants=_DRAWS, drop_last=True)
-        return ResumableLoader(self.sequences("train"), sampler=sampler, **self._loader_options())  # type: ignore[arg-type]
+        return ResumableLoader(self.sequences("train"), sampler=sampler, **loader_options(self.num_workers, self.seed))
 
     def val_dataloader(self) -> DataLoader[TokenBatch]:
         """Every validation sequence once."""
@@ -139,7 +139,7 @@ class SortingTask(LightningDataModule):
 
     def _eval_dataloader(self, split: str) -> DataLoader[TokenBatch]:
         sampler = self._sampler(split, self.eval_batch_size, shuffle=False, variants=1, drop_last=False)
-        return DataLoader(self.sequences(split), sampler=sampler, **self._loader_options())  # type: ignore[arg-type]
+        return DataLoader(self.sequences(split), sampler=sampler, **loader_options(self.num_workers, self.seed))
 
     def _sampler(self, split: str, batch_size: int, *, shuffle: bool, variants: int, drop_last: bool) -> "Segments":
         batches = ShardedBatches(
@@ -153,16 +153,6 @@ class SortingTask(LightningDataModule):
             drop_last=drop_last,
         )
         return Segments(batches, self.sequences(split).n_segments)
-
-    def _loader_options(self) -> dict[str, object]:
-        return {
-            "batch_size": None,  # the sampler forms the batches
-            "num_workers": self.num_workers,
-            "persistent_workers": self.num_workers > 0,
-            "pin_memory": torch.cuda.is_available(),
-            # Its own: loaders draw a number at each start, which would shift torch's global random state.
-            "generator": torch.Generator().manual_seed(self.seed),
-        }
 
 
 class SortingSequences(Dataset[TokenBatch]):

@@ -6,12 +6,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader
 
 from datamodules import text_sources
+from datamodules.sampling import loader_options
 from datamodules.streams import InOrder, StreamLoader, TokenStreams
 from datamodules.text_sources import TextSource
 from datamodules.token_store import TokenStore, tokenized
@@ -199,7 +199,7 @@ class TextStream(LightningDataModule):
     def train_dataloader(self) -> StreamLoader:
         """Segment after segment of equally long streams."""
         streams = self._streams("train", self.segment_len, self.batch_size)
-        return StreamLoader(streams, sampler=InOrder(streams), **self._loader_options())
+        return StreamLoader(streams, sampler=InOrder(streams), **loader_options(self.num_workers))
 
     def val_dataloader(self) -> DataLoader[Any]:
         """Every token of the validation text once."""
@@ -215,7 +215,7 @@ class TextStream(LightningDataModule):
 
     def _eval_dataloader(self, split: str) -> DataLoader[Any]:
         streams = self._streams(split, self.eval_segment_len, self.eval_batch_size)
-        return DataLoader(streams, sampler=InOrder(streams), **self._loader_options())
+        return DataLoader(streams, sampler=InOrder(streams), **loader_options(self.num_workers))
 
     def _streams(self, split: str, segment_len: int, batch_size: int) -> TokenStreams:
         tokens, borders = self._store.split(split)
@@ -230,16 +230,6 @@ class TextStream(LightningDataModule):
             joined=self.documents == "joined",
             drop_last=split == "train",
         )
-
-    def _loader_options(self) -> dict[str, Any]:
-        return {
-            "batch_size": None,  # an item is a batch
-            "num_workers": self.num_workers,
-            "persistent_workers": self.num_workers > 0,
-            "pin_memory": torch.cuda.is_available(),
-            # Its own: loaders draw a number at each start, which would shift torch's global random state.
-            "generator": torch.Generator(),
-        }
 
     def state_dict(self) -> dict[str, str]:
         """What the vocabulary is, to be told from others."""

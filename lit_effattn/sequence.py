@@ -183,12 +183,20 @@ def nbytes(state: State) -> int:
 def losses(state: State) -> Tensor | None:
     """Sum the auxiliary losses of the last call, (B,), over all fields named `loss` in the tree; None without any."""
     total: Tensor | None = None
+    for loss in losses_by_kind(state).values():
+        total = loss if total is None else total + loss
+    return total
+
+
+def losses_by_kind(state: State) -> dict[str, Tensor]:
+    """Sum them, (B,), for each class of state that has such a field, under the class's name."""
+    found: dict[str, Tensor] = {}
     if isinstance(state, tuple):
         for name, part in zip(getattr(state, "_fields", [""] * len(state)), state, strict=True):
-            loss = part if name == "loss" else losses(part)
-            if loss is not None:
-                total = loss if total is None else total + loss
-    return total
+            of_part = {type(state).__name__: part} if name == "loss" else losses_by_kind(part)
+            for kind, loss in of_part.items():
+                found[kind] = found[kind] + loss if kind in found else loss
+    return found
 
 
 def pack(state: State) -> Any:

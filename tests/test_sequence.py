@@ -102,6 +102,16 @@ def test_losses_are_found_and_summed():
     assert sequence.losses(torch.zeros(2)) is None
 
 
+def test_losses_are_told_apart_by_the_state_that_has_them():
+    class Other(NamedTuple):
+        loss: torch.Tensor
+
+    inner, other = Inner(torch.tensor([1.0, 2.0]), torch.zeros(2)), Other(torch.tensor([5.0, 6.0]))
+    found = sequence.losses_by_kind(Outer(torch.zeros(2), ((inner, other), None, (inner,))))
+    assert {kind: loss.tolist() for kind, loss in found.items()} == {"Inner": [2, 4], "Other": [5, 6]}
+    assert sequence.losses_by_kind(torch.zeros(2)) == {}
+
+
 def test_losses_keep_their_gradient():
     loss = torch.ones(2, requires_grad=True)
     sequence.losses((Inner(loss * 3, torch.zeros(2)),)).sum().backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchReduceLROnPlateau
 
 from lit_effattn import sequence
 from lit_effattn.recorded import Recorded, init_args
+from lit_effattn.runs import short
 from lit_effattn.sequence import State
 
 
@@ -62,12 +64,27 @@ class Task(Recorded, pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def with_auxiliary(self, loss: Tensor, state: State, weight: float = 1.0) -> Tensor:
-        """Add the auxiliary losses that `state` carries, the mean over the rows, and log them by themselves."""
+        """Add the auxiliary losses that `state` carries, the mean over the rows.
+
+        Each kind's is logged by itself, unweighted, as `train/auxiliary_loss/` and its state's class.
+        """
+        for kind, of_kind in sequence.losses_by_kind(state).items():
+            self.log(f"train/auxiliary_loss/{kind}", of_kind.detach().mean())
         auxiliary = sequence.losses(state)
-        if auxiliary is None:
-            return loss
-        self.log("train/auxiliary_loss", auxiliary.detach().mean())
-        return loss + weight * auxiliary.mean()
+        return loss if auxiliary is None else loss + weight * auxiliary.mean()
+
+    def write_predictions(self, predictions: list[Any], folder: Path) -> str:
+        """Write what `predict_step` returned, batch by batch, into `folder`, and return what to say of it.
+
+        This default takes dictionaries of tensors, (B,) each, and writes `predictions.csv`, a row an item.
+        """
+        path = folder / "predictions.csv"
+        rows = [row for batch in predictions for row in zip(*(v.tolist() for v in batch.values()), strict=True)]
+        with path.open("w") as file:
+            print("index", *predictions[0], sep=",", file=file)
+            for i, row in enumerate(rows):
+                print(i, *row, sep=",", file=file)
+        return f"scores of {len(rows)} items: {short(path)}"
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another model, in a few words.

@@ -10,7 +10,13 @@ from datamodules import CopyTask
 from datamodules.tokenizers import ByteTokenizer
 from datamodules.tokens import IGNORE, TokenBatch
 from lit_effattn import Transformer
-from lit_effattn.attention import LinearAttention, SoftmaxAttention, TransformerXLAttention
+from lit_effattn.attention import (
+    CompressiveAttention,
+    InfiniteAttention,
+    LinearAttention,
+    SoftmaxAttention,
+    TransformerXLAttention,
+)
 from lit_effattn.tasks import LanguageModel
 from tests.callbacks.tiny import trainer
 
@@ -70,6 +76,27 @@ def test_the_training_loss_is_the_mean_over_the_targets(smoothing: float):
     right = -log_p[scored].gather(-1, given.targets[scored][:, None])[:, 0]
     expected = (1 - smoothing) * right.mean() - smoothing * log_p[scored].mean()
     torch.testing.assert_close(made.training_step(given), expected)
+
+
+def test_each_kinds_auxiliary_loss_is_logged_by_itself(monkeypatch: pytest.MonkeyPatch):
+    """Of four layers, whose sums over the layers of a kind are what the loss has more than without a weight."""
+    compressive = partial(CompressiveAttention, mem_len=2, compressed_len=2, compression_rate=2)
+    infinite = partial(
+        InfiniteAttention, mem_len=2, segment_len=2, n_basis=4, widths=(0.1,), n_samples=3, kl_weight=0.5
+    )
+    torch.manual_seed(5)
+    made = LanguageModel(Transformer(8, 2, 4, attention=[compressive, infinite]), V, auxiliary_weight=0.25).double()
+    logged: dict[str, float] = {}
+    monkeypatch.setattr(made, "log", lambda name, value, **_: logged.update({name: float(value)}))
+    given = batch(n=9)
+    loss = made.training_step(given)
+    _, state = made.backbone(made.embedding(given.inputs), None, given.lengths)
+    layers = [layer.loss.mean().item() for layer in state.layers]
+    assert min(layers) > 0
+    assert logged["train/auxiliary_loss/CompressiveMemory"] == pytest.approx(layers[0] + layers[2])
+    assert logged["train/auxiliary_loss/InfiniteMemory"] == pytest.approx(layers[1] + layers[3])
+    assert loss.item() == pytest.approx(logged["train/loss"] + 0.25 * sum(layers))
+    assert len(logged) == 3
 
 
 def test_a_batch_without_targets_costs_nothing():

@@ -16,6 +16,8 @@ import lightning.pytorch as pl
 import torch
 
 from lit_effattn.attention import Attention
+from lit_effattn.ctc import Decoder
+from lit_effattn.front_ends import FrontEnd
 from lit_effattn.heads import Head
 from lit_effattn.positions import Positions
 from lit_effattn.sequence import SequenceModule
@@ -29,6 +31,8 @@ _BASES: dict[str, type] = {
     "positions": Positions,
     "head": Head,
     "embedding": torch.nn.Module,
+    "front_end": FrontEnd,
+    "decoder": Decoder,
     "optimizer": torch.optim.Optimizer,
     "lr_scheduler": torch.optim.lr_scheduler.LRScheduler,
     "callbacks": pl.Callback,

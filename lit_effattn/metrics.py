@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torchaudio.functional import edit_distance
 from torchmetrics import Metric
 
 
-class _Mean(Metric, ABC):
-    """A function of the mean of everything given.
+class _Sums(Metric, ABC):
+    """A function of two sums.
 
-    Sums are float64 and are added over batches and processes before the one division, so the figure does not depend
-    on how the data was cut into batches or dealt to processes. To leave values out, do not give them.
+    They are float64, in which counts are exact, and are added over batches and processes before the one division, so
+    the figure does not depend on how the data was cut into batches or dealt to processes.
     """
 
     full_state_update = False
@@ -29,18 +30,22 @@ class _Mean(Metric, ABC):
         self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("count", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> _Mean:
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> _Sums:
         """Go where the model goes, but stay float64 where it becomes bfloat16 (`precision="bf16-true"`)."""
         return super()._apply(lambda t: t.to(fn(t).device), *args, **kwargs)  # type: ignore[return-value]
+
+    @abstractmethod
+    def compute(self) -> Tensor:
+        """Return the figure."""
+
+
+class _Mean(_Sums):
+    """A function of the mean of everything given. To leave values out, do not give them."""
 
     def update(self, values: Tensor) -> None:
         """Add values, of any shape."""
         self.total += values.detach().sum(dtype=torch.float64)
         self.count += values.numel()
-
-    @abstractmethod
-    def compute(self) -> Tensor:
-        """Return the figure."""
 
 
 class BitsPerDim(_Mean):
@@ -119,3 +124,50 @@ class Count(_Mean):
     def compute(self) -> Tensor:
         """Return it, an integer."""
         return self.count.long()
+
+
+class PhonemeErrorRate(_Sums):
+    """Σ edits / Σ phones of the references, over all utterances: a fraction, which may exceed 1.
+
+    Edits are the fewest insertions, deletions and substitutions that make the one of the other. Long utterances weigh
+    more: it is no mean of the utterances' rates.
+
+    Example:
+        >>> metric = PhonemeErrorRate()
+        >>> metric.update([["k", "ae", "t"], ["ah"]], [["k", "ah", "t", "s"], ["ah"]])
+        >>> float(metric.compute())
+        0.4
+    """
+
+    higher_is_better = False
+
+    def update(self, hypotheses: Sequence[Sequence[Any]], references: Sequence[Sequence[Any]]) -> None:
+        """Add utterances: what was recognised in each, and what was said."""
+        self.total += sum(edit_distance(h, r) for h, r in zip(hypotheses, references, strict=True))
+        self.count += sum(map(len, references))
+
+    def compute(self) -> Tensor:
+        """Return the fraction."""
+        return self.total / self.count
+
+
+class NatsPerPhone(_Sums):
+    """Σ −ln p(phones | sound) / Σ phones, over all utterances.
+
+    Example:
+        >>> metric = NatsPerPhone()
+        >>> metric.update(torch.tensor([6.0, 1.0]), torch.tensor([4, 10]))
+        >>> float(metric.compute())
+        0.5
+    """
+
+    higher_is_better = False
+
+    def update(self, nats: Tensor, phones: Tensor) -> None:
+        """Add utterances: −ln p of each, and how many phones it has."""
+        self.total += nats.detach().sum(dtype=torch.float64)
+        self.count += phones.sum()
+
+    def compute(self) -> Tensor:
+        """Return nats per phone."""
+        return self.total / self.count

@@ -1,4 +1,4 @@
-"""Pictures of images: grids, and rows with a name."""
+"""Pictures: grids of images, rows with a name, and what was recognised in a sound."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 MIN_SIDE = 48
 """Smaller images are enlarged, pixel by pixel, to at least this many pixels."""
+
+TICK = 0.5
+"""Seconds between two marks on an axis of time."""
 
 
 def grid(images: Tensor, columns: int | None = None) -> Tensor:
@@ -46,6 +49,59 @@ def labelled_rows(rows: dict[str, Tensor], path: Path) -> Path:
         draw.text((8, i * height + height // 2 - 6), name, fill=(255, 255, 255))
     sheet.save(path)
     return path
+
+
+def recognised(
+    features: Tensor,
+    probabilities: Tensor,
+    names: list[str],
+    path: Path,
+    *,
+    factor: int = 1,
+    frame_seconds: float = 0.01,
+) -> Path:
+    """Write, as PNG, an utterance's filterbank and below it, at the same times, each label's probability.
+
+    Args:
+        features: (T, F), the lowest frequency first; the loudest is white.
+        probabilities: (T', V), each frame's labels'; 1 is white.
+        names: V, what the labels are called.
+        path: Where to.
+        factor: Feature vectors to a frame.
+        frame_seconds: From one feature vector to the next.
+    """
+    from PIL import Image, ImageDraw
+
+    row, left, below, above = 12, 56, 20, 4  # pixels
+    across = max(1, min(4, 1600 // len(features)))
+    sound = _stretched(_brightness(features).T.flip(0), max(1, 160 // features.size(1)), across)  # (F·k, T·across)
+    labels = _stretched(255 * probabilities.T, row, across * factor)[:, : sound.size(1)]
+    height, width = len(sound), sound.size(1)
+    sheet = Image.new("RGB", (left + width + row, above + height + below + len(labels)), (64, 64, 64))
+    draw = ImageDraw.Draw(sheet)
+    for top, panel in ((above, sound), (above + height + below, labels)):
+        sheet.paste(_to_pil(panel.expand(3, -1, -1)), (left, top))
+    for i, name in enumerate(names):
+        draw.text((4, above + height + below + row * i), name, fill=(255, 255, 255))
+    pixels_per_tick = across * TICK / frame_seconds
+    for i in range(int(width / pixels_per_tick) + 1):
+        x = left + round(i * pixels_per_tick)
+        draw.line((x, above + height, x, above + height + 4), fill=(255, 255, 255))
+        draw.text((x + 3, above + height + 3), f"{i * TICK:g} s", fill=(255, 255, 255))
+    sheet.save(path)
+    return path
+
+
+def _brightness(features: Tensor) -> Tensor:
+    """Bring all but the extreme hundredths to 0 … 255."""
+    features = features.float()
+    low, high = (features.flatten().kthvalue(max(1, round(q * features.numel()))).values for q in (0.01, 0.99))
+    return ((features - low) / (high - low).clamp(min=1e-6)).clamp(0, 1) * 255
+
+
+def _stretched(picture: Tensor, down: int, across: int) -> Tensor:
+    """(height, width) -> (height · down, width · across)."""
+    return picture.repeat_interleave(down, 0).repeat_interleave(across, 1)
 
 
 def _to_pil(picture: Tensor) -> Image.Image:

@@ -3,9 +3,18 @@ import math
 
 import pytest
 import torch
+from torchmetrics.text import WordErrorRate
 
 from lit_effattn import metrics
-from lit_effattn.metrics import Accuracy, BitsPerByte, BitsPerCharacter, BitsPerDim, Perplexity
+from lit_effattn.metrics import (
+    Accuracy,
+    BitsPerByte,
+    BitsPerCharacter,
+    BitsPerDim,
+    NatsPerPhone,
+    Perplexity,
+    PhonemeErrorRate,
+)
 
 
 def test_sums_are_divided_once():
@@ -129,7 +138,58 @@ def test_accuracy_counts_what_is_right():
     assert metric.higher_is_better is True
 
 
+SPOKEN = [  # what was said, what was recognised, and the edits between, counted by hand
+    ("k ae t", "k ae t", 0),
+    ("k ae t", "k ah t", 1),  # a substitution
+    ("k ae t", "k t", 1),  # a deletion
+    ("k ae t", "k ae t s", 1),  # an insertion
+    ("k ae t s", "ae t s k", 2),  # one deleted and inserted elsewhere
+    ("", "k ae", 2),
+    ("k ae t", "", 3),
+    ("", "", 0),
+    ("ae", "k ae t s ih t", 5),  # more errors than phones
+    ("n m n n m", "m n m m", 2),
+]
+
+
+def test_the_phoneme_error_rate_by_hand():
+    metric = PhonemeErrorRate()
+    for said, recognised, edits in SPOKEN:
+        before = metric.total.item()
+        metric.update([recognised.split()], [said.split()])
+        assert metric.total.item() - before == edits
+    phones = sum(len(said.split()) for said, *_ in SPOKEN)
+    assert metric.compute().item() == pytest.approx(17 / phones, rel=1e-15)
+    whole = PhonemeErrorRate()
+    assert whole([r.split() for _, r, _ in SPOKEN], [s.split() for s, *_ in SPOKEN]).item() == metric.compute().item()
+    assert metric.higher_is_better is False
+
+
+def test_the_phoneme_error_rate_of_another_library():
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn() -> list[str]:
+        n = int(torch.randint(1, 40, (), generator=generator))
+        return [f"p{i}" for i in torch.randint(5, (n,), generator=generator).tolist()]
+
+    pairs = [(drawn(), drawn()) for _ in range(30)]
+    metric, theirs = PhonemeErrorRate(), WordErrorRate()
+    for hypothesis, reference in pairs:
+        metric.update([hypothesis], [reference])
+        theirs.update([" ".join(hypothesis)], [" ".join(reference)])
+    assert metric.compute().item() == pytest.approx(theirs.compute().item(), rel=1e-6)
+
+
+def test_nats_per_phone_are_divided_once():
+    one, other = NatsPerPhone(), NatsPerPhone()
+    one.update(torch.tensor([4.0, 3.0]), torch.tensor([2, 0]))
+    other.update(torch.tensor([8.0]), torch.tensor([7]))
+    other.update(torch.empty(0), torch.empty(0, dtype=torch.long))
+    one.merge_state(other)
+    assert one.compute().item() == pytest.approx(15 / 9, rel=1e-15)
+
+
 def test_the_examples_of_the_docstrings():
     result = doctest.testmod(metrics, extraglobs={"torch": torch, "math": math})
-    assert result.attempted >= 9
+    assert result.attempted >= 15
     assert result.failed == 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lit_effattn.pictures import MIN_SIDE, grid, labelled_rows, save_png
+from lit_effattn.pictures import MIN_SIDE, grid, labelled_rows, recognised, save_png
 
 BORDER, GREY = 4, 64
 
@@ -85,6 +85,31 @@ def test_rows_have_their_names_before_them(tmp_path: Path):
     assert all((text > 200).any() for text in texts)
     assert not torch.equal(texts[0], texts[1])
     assert all((text[:, :, -4:] == GREY).all() for text in texts)  # no name runs into the images
+
+
+@pytest.mark.parametrize("frames", [100, 101, 3000])
+def test_probabilities_lie_below_the_sound_they_are_of(frames: int, tmp_path: Path):
+    """A band of 40 that is loud in one quarter, and labels that are likely in one quarter each."""
+    features = torch.randn(frames, 40)
+    quarter = frames // 4
+    features[quarter : 2 * quarter, 5] += 50
+    probabilities = torch.zeros(-(-frames // 2), 5)  # of 2 frames each
+    for label in range(4):
+        probabilities[label * quarter // 2 : (label + 1) * quarter // 2, label] = 1
+    names = ["blank", "aa", "b", "tS", "@"]
+    path = recognised(features, probabilities, names, tmp_path / "it.png", factor=2)
+    sheet = torch.from_numpy(np.array(Image.open(path))).float().mean(-1)  # (height, width)
+    across = 4 if frames < 400 else 1
+    assert sheet.size(1) < 600 + 1.01 * across * frames
+    left, sound, labels = 56, 4, 4 + 160 + 20
+    middles = [left + round((i + 0.5) * across * quarter) for i in range(4)]
+    loud = sheet[sound + (39 - 5) * 4 + 2]  # low frequencies lie below
+    assert [loud[x].item() > 250 for x in middles] == [False, True, False, False]
+    for label in range(5):
+        shown = sheet[labels + 12 * label + 6]
+        assert [shown[x].item() for x in middles] == [255 * (i == label) for i in range(4)]
+        assert (sheet[labels + 12 * label : labels + 12 * (label + 1), :left] > 200).any()  # its name
+    assert (sheet[sound + 160 : labels] > 200).any()  # the axis
 
 
 @pytest.mark.gpu

@@ -3,5 +3,6 @@
 from lit_effattn.tasks.base import Task
 from lit_effattn.tasks.language import LanguageModel
 from lit_effattn.tasks.pixels import PixelModel
+from lit_effattn.tasks.speech import SpeechRecognizer
 
-__all__ = ["LanguageModel", "PixelModel", "Task"]
+__all__ = ["LanguageModel", "PixelModel", "SpeechRecognizer", "Task"]

@@ -1,0 +1,283 @@
+"""Recognition of phonemes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+
+from datamodules.utterances import SpeechBatch
+from lit_effattn.ctc import Decoder, GreedyDecoder, align, ctc_nll
+from lit_effattn.front_ends import FrontEndFactory, Projection
+from lit_effattn.metrics import Count, NatsPerPhone, PhonemeErrorRate
+from lit_effattn.pictures import recognised
+from lit_effattn.runs import short
+from lit_effattn.sequence import SequenceModule, State, accumulator, reads_values, valid_positions
+from lit_effattn.tasks.base import Task
+
+PICTURES = 4
+"""Of how many utterances of the first batch `predict` draws a picture."""
+
+
+class Transcript(NamedTuple):
+    """What was recognised in an utterance.
+
+    Attributes:
+        entry: What `transcripts.jsonl` has of it: see `SpeechRecognizer.predict_step`.
+        features: (T, F), to be drawn; None: it is not.
+        probabilities: (T', V), each frame's labels', to be drawn.
+    """
+
+    entry: dict[str, Any]
+    features: Tensor | None
+    probabilities: Tensor | None
+
+
+class SpeechRecognizer(Task):
+    """Recognises the phones of an utterance, by connectionist temporal classification.
+
+        −ln p(y|x) = −ln Σ_{π ∈ B⁻¹(y)} Π_t p_t(π_t),  p_t = softmax(W h_t + b)          Graves et al. 2006, equation 3
+        PER = Σ edits / Σ reference phones                        with h = backbone(front_end(x)); see `lit_effattn.ctc`
+
+    A batch is a `SpeechBatch`. Reported are the phoneme error rate, as a fraction, `per`; −ln p in nats a phone,
+    `loss`; how many `utterances` there were; and how many were `impossible`: their frames are fewer than their labels
+    need, so that they have no loss. The error rate counts them like any other.
+
+    Args:
+        backbone: Mixes the frames. Not causal, unless phones shall be known while they are said.
+        n_mels: Width of a feature vector. From the command: that of the data.
+        phones: What labels 1, 2, … are called; 0 is the blank. From the command: those of the data.
+        folded: What each counts as when errors are counted, "" as nothing, in hypothesis and reference alike. Default:
+            itself. From the command: as the data say.
+        frame_seconds: From one feature vector to the next. From the command: that of the data.
+        front_end: Makes the model's input of the feature vectors. Default: Projection.
+        decoder: Chooses the phones. Default: GreedyDecoder.
+        label_smoothing: ε, in training: (1 − ε) of the loss above, and ε of that of uniformly drawn alignments,
+            −Σ_t Σ_v ln p_t(v) / V.
+        auxiliary_weight: Of the auxiliary losses that attention kinds have.
+        optimizer: Makes the optimiser from the parameters. Default: torch.optim.RAdam.
+        lr_scheduler: Makes the schedule from the optimiser; it steps once an optimiser step (one that watches a
+            metric, once a validation).
+
+    Raises:
+        ValueError: an option is out of its range, or `phones` and `folded` do not match.
+    """
+
+    monitor = "val/per"
+
+    def __init__(
+        self,
+        backbone: SequenceModule,
+        n_mels: int,
+        phones: tuple[str, ...],
+        folded: tuple[str, ...] | None = None,
+        frame_seconds: float = 0.01,
+        front_end: FrontEndFactory | None = None,
+        decoder: Decoder | None = None,
+        label_smoothing: float = 0.0,
+        auxiliary_weight: float = 1.0,
+        optimizer: OptimizerCallable | None = None,
+        lr_scheduler: LRSchedulerCallable | None = None,
+    ) -> None:
+        super().__init__(optimizer, lr_scheduler)
+        self.phones = tuple(phones)
+        self.folded = self.phones if folded is None else tuple(folded)
+        _check_phones(self.phones, self.folded)
+        if n_mels < 1:
+            raise ValueError(f"n_mels={n_mels} is not positive; 40 and 80 are usual")
+        if not frame_seconds > 0:
+            raise ValueError(f"frame_seconds={frame_seconds} is not positive; 0.01 is usual")
+        if not 0 <= label_smoothing < 1:
+            raise ValueError(f"label_smoothing={label_smoothing} is not a fraction from 0 to below 1")
+        self.n_mels = n_mels
+        self.frame_seconds = frame_seconds
+        self.label_smoothing = label_smoothing
+        self.auxiliary_weight = auxiliary_weight
+        # Not as the arguments' defaults: see `Task`.
+        self.front_end = (front_end or Projection)(n_mels, backbone.d_input)
+        self.decoder = decoder or GreedyDecoder()
+        self.backbone = backbone
+        self.output = nn.Linear(backbone.d_model, len(self.phones) + 1)
+        self.scores = nn.ModuleDict(
+            {
+                stage: nn.ModuleDict(
+                    {"loss": NatsPerPhone(), "per": PhonemeErrorRate(), "utterances": Count(), "impossible": Count()}
+                )
+                for stage in ("val", "test")
+            }
+        )
+        self.impossible = Count()  # in training
+
+    def forward(self, batch: SpeechBatch) -> tuple[Tensor, Tensor]:
+        """Return ln p_t of the blank and every phone, (B, T', 1 + phones), and each row's frames T', (B,)."""
+        log_probs, lengths, _ = self._read(batch)
+        return log_probs, lengths
+
+    def _read(self, batch: SpeechBatch) -> tuple[Tensor, Tensor, State]:
+        self._check(batch)
+        x, lengths = self.front_end(batch.features, batch.lengths)
+        hidden, state = self.backbone(x, None, lengths)
+        logits = self.output(hidden)
+        return logits.to(accumulator(logits.dtype)).log_softmax(-1), lengths, state
+
+    def training_step(self, batch: SpeechBatch) -> Tensor:
+        """Return the batch's loss in nats a phone, and the auxiliary losses."""
+        log_probs, lengths, state = self._read(batch)
+        nats, possible = ctc_nll(log_probs, lengths, batch.phones, batch.phone_lengths)
+        self.impossible(nats[~possible])
+        self.log("train/impossible", self.impossible, on_step=False, on_epoch=True)
+        phones = batch.phone_lengths[possible].sum().clamp(min=1)
+        self.log("train/loss", nats.detach().sum() / phones, prog_bar=True)
+        if self.label_smoothing:
+            uniform = -log_probs.mean(-1).masked_fill(~valid_positions(lengths, log_probs.size(1)), 0).sum(1)  # (B,)
+            nats = (1 - self.label_smoothing) * nats + self.label_smoothing * uniform.masked_fill(~possible, 0)
+        return self.with_auxiliary(nats.sum() / phones, state, self.auxiliary_weight)
+
+    def validation_step(self, batch: SpeechBatch) -> None:
+        """Score a batch."""
+        self._score("val", batch)
+
+    def test_step(self, batch: SpeechBatch) -> None:
+        """Score a batch."""
+        self._score("test", batch)
+
+    def _score(self, stage: str, batch: SpeechBatch) -> None:
+        log_probs, lengths = self(batch)
+        nats, possible = ctc_nll(log_probs, lengths, batch.phones, batch.phone_lengths)
+        hypotheses = self.decoder(log_probs, lengths, self.phones)
+        metrics: Any = self.scores[stage]
+        metrics["loss"](nats[possible], batch.phone_lengths[possible])
+        metrics["per"]([self.fold(labels) for labels in hypotheses], [self.fold(r) for r in _references(batch)])
+        metrics["utterances"](nats)
+        metrics["impossible"](nats[~possible])
+        # The metrics themselves, not their values: Lightning then adds the sums of all processes before it divides.
+        for name, metric in metrics.items():
+            shown = name in ("loss", "per")
+            self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True, prog_bar=shown, batch_size=len(nats))
+
+    def fold(self, labels: list[int]) -> list[str]:
+        """Return what labels count as when errors are counted."""
+        return [self.folded[label - 1] for label in labels if self.folded[label - 1]]
+
+    # ------------------------------------------------------------------------------------------------- transcripts
+
+    def predict_step(self, batch: SpeechBatch, batch_idx: int = 0) -> list[Transcript]:
+        """Recognise each utterance.
+
+        Returns:
+            A `Transcript` each. Its entry has `id`; `seconds`, the utterance's length; `phones`, a list of `phone`, as
+            in the inventory, `start` and `end` in seconds and `confidence`; and `reference`, the phones said, where
+            they are known. Start and end are those of the phone's run of frames in the likeliest alignment, which is
+            within the phone, not all of it (see `ctc.align`); the confidence is its mean probability there.
+        """
+        log_probs, lengths = self(batch)
+        labels = self.decoder(log_probs, lengths, self.phones)
+        return [
+            self._transcript(batch, row, log_probs[row, :n].cpu(), labels[row], batch_idx == 0 and row < PICTURES)
+            for row, n in enumerate(lengths.tolist())
+        ]
+
+    def _transcript(
+        self, batch: SpeechBatch, row: int, log_probs: Tensor, labels: list[int], drawn: bool
+    ) -> Transcript:
+        n = int(batch.lengths[row])
+        entry: dict[str, Any] = {
+            "id": batch.ids[row],
+            "seconds": round(n * self.frame_seconds, 3),
+            "phones": [
+                {
+                    "phone": self.phones[span.token - 1],
+                    "start": self._seconds(span.start, n),
+                    "end": self._seconds(span.end, n),
+                    "confidence": round(span.score, 4),
+                }
+                for span in align(log_probs, labels)
+            ],
+        }
+        if batch.phone_lengths[row]:
+            entry["reference"] = [self.phones[label - 1] for label in _references(batch)[row]]
+        if not drawn:
+            return Transcript(entry, None, None)
+        return Transcript(entry, batch.features[row, :n].float().cpu(), log_probs.exp())
+
+    def _seconds(self, frame: int, n: int) -> float:
+        """Return when frame `frame` of the model begins, in an utterance of `n` feature vectors."""
+        return round(min(frame * self.front_end.factor, n) * self.frame_seconds, 3)
+
+    def write_predictions(self, predictions: list[Any], folder: Path) -> str:
+        """Write `transcripts.jsonl`, a line an utterance, and pictures of the first: see `Task.write_predictions`."""
+        transcripts: list[Transcript] = [transcript for batch in predictions for transcript in batch]
+        path = folder / "transcripts.jsonl"
+        with path.open("w", encoding="utf-8") as file:
+            for transcript in transcripts:
+                print(json.dumps(transcript.entry, ensure_ascii=False), file=file)
+        lines = [f"transcripts of {len(transcripts)} utterances: {short(path)}"]
+        for i, transcript in enumerate(t for t in transcripts if t.features is not None):
+            assert transcript.features is not None
+            assert transcript.probabilities is not None
+            picture = recognised(
+                transcript.features,
+                transcript.probabilities,
+                ["blank", *self.phones],
+                folder / f"utterance_{i + 1}.png",
+                factor=self.front_end.factor,
+                frame_seconds=self.frame_seconds,
+            )
+            lines.append(f"picture of {transcript.entry['id']}: {short(picture)}")
+        return "\n".join(lines)
+
+    # ------------------------------------------------------------------------------------------------- what fits what
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint of other phones, or else of another model: see `Task.on_load_checkpoint`.
+
+        Raises:
+            ValueError: describes both.
+        """
+        phones = tuple(checkpoint.get("hyper_parameters", {}).get("phones", self.phones))
+        if phones != self.phones:
+            raise ValueError(
+                f"the checkpoint's {len(phones)} phones ({_differing(phones, self.phones)}) are not this model's "
+                f"{len(self.phones)} ({_differing(self.phones, phones)}): the same number means another phone; use the "
+                "data that the checkpoint was trained with"
+            )
+        super().on_load_checkpoint(checkpoint)
+
+    def _check(self, batch: SpeechBatch) -> None:
+        if batch.features.size(-1) != self.n_mels:
+            raise ValueError(
+                f"features have width {batch.features.size(-1)}, but the model has n_mels={self.n_mels}; give both the "
+                "same"
+            )
+        if not reads_values(batch.phones):
+            return
+        labels = batch.phones[valid_positions(batch.phone_lengths, batch.phones.size(1))]
+        for label in (int(labels.min()), int(labels.max())) if len(labels) else ():
+            if not 1 <= label <= len(self.phones):
+                raise ValueError(
+                    f"the data hold label {label}, but the model has {len(self.phones)} phones: 1 … "
+                    f"{len(self.phones)}; give both the same inventory"
+                )
+
+
+def _references(batch: SpeechBatch) -> list[list[int]]:
+    return [labels[:n] for labels, n in zip(batch.phones.tolist(), batch.phone_lengths.tolist(), strict=True)]
+
+
+def _check_phones(phones: tuple[str, ...], folded: tuple[str, ...]) -> None:
+    if not phones:
+        raise ValueError("phones is empty; name those that there are to recognise")
+    twice = sorted({phone for phone in phones if phones.count(phone) > 1})
+    if twice:
+        raise ValueError(f"phones names {', '.join(twice)} more than once; each has one label")
+    if len(folded) != len(phones):
+        raise ValueError(f"folded has {len(folded)} entries for {len(phones)} phones; give one each")
+
+
+def _differing(phones: tuple[str, ...], others: tuple[str, ...]) -> str:
+    """Name the first that are not in `others`, or else the first."""
+    shown = [phone for phone in phones if phone not in others] or list(phones)
+    return ", ".join(shown[:5]) + (", …" if len(shown) > 5 else "")

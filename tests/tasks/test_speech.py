@@ -1,0 +1,316 @@
+import json
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from callbacks import FeatureRedraw
+from datamodules.utterances import SpeechBatch
+from lit_effattn import LSTM, SpeechRecognizer, Transformer
+from lit_effattn.attention import (
+    LinearAttention,
+    LSHAttention,
+    PerformerAttention,
+    ShawAttention,
+    SoftmaxAttention,
+    SparseAttention,
+    TransformerXLAttention,
+)
+from lit_effattn.ctc import Decoder, ctc_nll
+from lit_effattn.front_ends import ConvSubsampling, FrameStacking
+from tests.callbacks.tiny import trainer
+
+PHONES = ("aa", "b", "sil", "ch", "q")
+FOLDED = ("ah", "b", "", "sh", "")
+MELS = 6
+
+
+def transformer(attention: Any, causal: bool = False, **options: Any) -> Transformer:
+    return Transformer(8, 2, 2, attention=attention, causal=causal, init="pytorch", **options)
+
+
+BACKBONES = {
+    "softmax": lambda: transformer(SoftmaxAttention),
+    "shaw": lambda: transformer(partial(ShawAttention, max_distance=3), positions=None),
+    "xl": lambda: transformer(TransformerXLAttention, positions=None),
+    "linear": lambda: transformer(LinearAttention),
+    "performer": lambda: transformer(PerformerAttention),
+    "lsh": lambda: transformer(partial(LSHAttention, n_hashes=2, n_buckets=4, chunk_size=4)),
+    "sparse": lambda: transformer(partial(SparseAttention, stride=3)),
+    "bilstm": lambda: LSTM(8, 2, causal=False),
+    "causal linear": lambda: transformer(partial(LinearAttention, chunk_size=4), causal=True),
+    "lstm": lambda: LSTM(8, 2),
+}
+FRONT_ENDS = {
+    "none": None,
+    "stacking": partial(FrameStacking, factor=3),
+    "convolutions": partial(ConvSubsampling, factor=4, channels=2),
+}
+
+
+def model(backbone: str = "linear", phones: tuple[str, ...] = PHONES, **options: Any) -> SpeechRecognizer:
+    """Return a small model far from uniform, always the same, in float64 and without dropout."""
+    torch.manual_seed(5)
+    made = SpeechRecognizer(BACKBONES[backbone](), MELS, phones, **options)
+    with torch.no_grad():
+        made.output.weight.mul_(4)
+    return made.double().eval()
+
+
+def speech(
+    lengths: tuple[int, ...] = (23, 12, 17), phone_lengths: tuple[int, ...] = (3, 4, 2), seed: int = 0
+) -> SpeechBatch:
+    """Return utterances of several lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    b, t, u = len(lengths), max(lengths), max(phone_lengths)
+    n, m = torch.tensor(lengths), torch.tensor(phone_lengths)
+    features = torch.randn(b, t, MELS, generator=generator, dtype=torch.float64)
+    features[torch.arange(t) >= n[:, None]] = 0
+    phones = torch.randint(1, len(PHONES) + 1, (b, u), generator=generator)
+    phones[torch.arange(u) >= m[:, None]] = 0
+    return SpeechBatch(features, n, phones, m, [f"utterance-{i}" for i in range(b)])
+
+
+def row(batch: SpeechBatch, i: int) -> SpeechBatch:
+    """Return one utterance by itself, without padding."""
+    n, m = int(batch.lengths[i]), int(batch.phone_lengths[i])
+    rows = slice(i, i + 1)
+    return SpeechBatch(
+        batch.features[rows, :n], batch.lengths[rows], batch.phones[rows, :m], batch.phone_lengths[rows], [batch.ids[i]]
+    )
+
+
+class Fixed(Decoder):
+    """Says what it was told to, in turn."""
+
+    def __init__(self, *said: list[int]) -> None:
+        self.said = list(said)
+
+    def __call__(self, log_probs: Tensor, lengths: Tensor, phones: tuple[str, ...]) -> list[list[int]]:
+        return [self.said.pop(0) for _ in lengths]
+
+
+# ------------------------------------------------------------------------------------------------ padding
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_padded_equals_alone(backbone: str, front_end: str):
+    """An utterance's probabilities, and so its loss, do not depend on its batch-mates."""
+    made = model(backbone, front_end=FRONT_ENDS[front_end])
+    batch = speech((23, 5, 12, 1, 17), (3, 1, 2, 0, 2))
+    noise = torch.where(batch.features == 0, torch.nan, batch.features)
+    with torch.no_grad():
+        together, lengths = made(batch._replace(features=noise))
+        for i in range(5):
+            alone, (n,) = made(row(batch, i))
+            assert n == lengths[i] == alone.size(1) == math.ceil(batch.lengths[i] / made.front_end.factor)
+            torch.testing.assert_close(together[i, :n], alone[0])
+
+
+# ------------------------------------------------------------------------------------------------ training
+
+
+def test_training_minimises_nats_a_phone():
+    made = model().train()
+    batch = speech()
+    each = [made_loss(made, row(batch, i)) for i in range(3)]
+    assert made.training_step(batch).item() == pytest.approx(sum(each) / 9)
+
+
+def made_loss(made: SpeechRecognizer, utterance: SpeechBatch) -> float:
+    """−ln p of one utterance, with torch's own loss for one sequence."""
+    log_probs, lengths = made(utterance)
+    loss = torch.nn.functional.ctc_loss(
+        log_probs[0], utterance.phones[0], lengths, utterance.phone_lengths, reduction="sum"
+    )
+    return loss.item()
+
+
+def test_label_smoothing_mixes_in_uniform_alignments():
+    batch = speech()
+    plain = model().train().training_step(batch)
+    made = model(label_smoothing=0.3).train()
+    log_probs, lengths = made(batch)
+    uniform = 0.0
+    for i, n in enumerate(lengths.tolist()):
+        for t in range(n):
+            uniform -= log_probs[i, t].sum().item() / (len(PHONES) + 1)
+    assert made.training_step(batch).item() == pytest.approx(0.7 * plain.item() + 0.3 * uniform / 9)
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_what_is_impossible_teaches_nothing(label_smoothing: float):
+    """The middle one's 12 frames become 3, which have no room for its 4 phones."""
+    front_end = FRONT_ENDS["convolutions"]
+    made = model(front_end=front_end, label_smoothing=label_smoothing).train()
+    batch = speech()
+    loss = made.training_step(batch)
+    others = [batch.features[[0, 2]], batch.lengths[[0, 2]], batch.phones[[0, 2]], batch.phone_lengths[[0, 2]]]
+    expected = made.training_step(SpeechBatch(*others, ids=["0", "2"]))
+    assert loss.item() == pytest.approx(expected.item())
+    found, wanted = (torch.autograd.grad(x, list(made.parameters())) for x in (loss, expected))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+    assert made.impossible.compute().item() == 1
+    nothing = made.training_step(row(batch, 1))
+    assert nothing.item() == 0
+    gradients = torch.autograd.grad(nothing, list(made.parameters()))  # of all parameters, for DDP waits for them
+    assert all((g == 0).all() for g in gradients)
+
+
+@pytest.mark.parametrize("backbone", ["linear", "performer", "bilstm"])
+def test_it_learns_two_utterances_by_heart(backbone: str):
+    made = model(backbone).float().train()
+    batch = speech((23, 17), (3, 2))
+    batch = batch._replace(features=batch.features.float())
+    optimizer = torch.optim.Adam(made.parameters(), lr=0.02)
+    for _ in range(60):
+        optimizer.zero_grad()
+        made.training_step(batch).backward()
+        optimizer.step()
+    log_probs, lengths = made.eval()(batch)
+    assert made.decoder(log_probs, lengths, PHONES) == [batch.phones[0].tolist(), batch.phones[1, :2].tolist()]
+
+
+def test_the_loss_is_float32_under_autocast():
+    made = model().float()
+    batch = speech()
+    batch = batch._replace(features=batch.features.float())
+    exact, _ = made(batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        log_probs, lengths = made(batch)
+        nats, _ = ctc_nll(log_probs, lengths, batch.phones, batch.phone_lengths)
+    assert log_probs.dtype == nats.dtype == torch.float32
+    torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones(3, 23))
+    torch.testing.assert_close(log_probs, exact, atol=0.2, rtol=0.05)
+
+
+# ------------------------------------------------------------------------------------------------ scores
+
+
+def test_the_scores_by_hand(tmp_path: Path):
+    """Labels are 1 aa → ah, 2 b, 3 sil → nothing, 4 ch → sh, 5 q → nothing."""
+    first, second = speech((9, 6, 7), (4, 2, 0)), speech((2, 8), (3, 3), seed=1)
+    first.phones[:] = torch.tensor([[1, 2, 3, 4], [2, 5, 0, 0], [0, 0, 0, 0]])
+    second.phones[:] = torch.tensor([[1, 1, 2], [4, 5, 1]])
+    said = (
+        [1, 5, 2, 4, 4],  # ah b sh sh for ah b sh: 1 edit of 3
+        [3],  # nothing for b: 1 of 1
+        [1],  # ah for nothing: 1 of 0
+        [1, 2, 1],  # ah b ah for ah ah b: 2 of 3; it is impossible, too
+        [4, 1],  # sh ah for sh ah: 0 of 2
+    )
+    made = model(folded=FOLDED, decoder=Fixed(*said))
+    nats = [made_loss(made, row(batch, i)) for batch, i in ((first, 0), (first, 1), (first, 2), (second, 1))]
+    (results,) = trainer(tmp_path, []).test(made, DataLoader([first, second], batch_size=None), verbose=False)
+    assert results["test/per"] == pytest.approx(5 / 9)
+    assert results["test/loss"] == pytest.approx(sum(nats) / 9)  # 4 + 2 + 0 + 3 phones, unfolded
+    assert results["test/utterances"] == 5
+    assert results["test/impossible"] == 1
+
+
+def test_the_best_checkpoint_has_the_lowest_error_rate():
+    assert model().monitor == "val/per"
+
+
+def test_folded_phones_are_their_own_by_default():
+    assert model().fold([1, 3, 3]) == ["aa", "sil", "sil"]
+
+
+# ------------------------------------------------------------------------------------------------ transcripts
+
+
+def peaks(path: list[int], sharp: float = 9.0) -> Tensor:
+    """Log-probabilities (1, T, V) that are high along a path."""
+    one_hot = torch.nn.functional.one_hot(torch.tensor([path]), len(PHONES) + 1)
+    return (sharp * one_hot.double()).log_softmax(-1)
+
+
+def test_transcripts_say_what_when_and_how_surely(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    made = model(front_end=FRONT_ENDS["stacking"], frame_seconds=0.02)
+    path = [0, 2, 2, 0, 2, 4]
+    log_probs = torch.cat([peaks(path), peaks([0] * 6)])
+    monkeypatch.setattr(made, "forward", lambda batch: (log_probs, torch.tensor([6, 5])))
+    batch = speech((17, 15), (2, 0))
+    batch.phones[0] = torch.tensor([5, 1])
+    said = made.write_predictions([made.predict_step(batch, 0)], tmp_path)
+    first, second = (json.loads(line) for line in (tmp_path / "transcripts.jsonl").read_text().splitlines())
+    sure = round(math.exp(9) / (math.exp(9) + 5), 4)
+    assert first == {
+        "id": "utterance-0",
+        "seconds": 0.34,
+        "phones": [
+            {"phone": "b", "start": 0.06, "end": 0.18, "confidence": sure},
+            {"phone": "b", "start": 0.24, "end": 0.3, "confidence": sure},
+            {"phone": "ch", "start": 0.3, "end": 0.34, "confidence": sure},  # ends with the utterance, not with 18 / 3
+        ],
+        "reference": ["q", "aa"],
+    }
+    assert second == {"id": "utterance-1", "seconds": 0.3, "phones": []}
+    assert "transcripts of 2 utterances: " in said
+    for i in (1, 2):
+        with Image.open(tmp_path / f"utterance_{i}.png") as picture:
+            assert picture.width > 100
+
+
+def test_pictures_are_of_the_first_batch_alone(tmp_path: Path):
+    made = model()
+    predictions = [made.predict_step(speech((9, 9, 9, 9, 9, 9), (1,) * 6), 0), made.predict_step(speech(), 1)]
+    made.write_predictions(predictions, tmp_path)
+    assert len((tmp_path / "transcripts.jsonl").read_text().splitlines()) == 9
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == [f"utterance_{i}.png" for i in (1, 2, 3, 4)]
+
+
+# ------------------------------------------------------------------------------------------------ what fits what
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"phones": ()}, "phones is empty"),
+        ({"phones": ("a", "b", "a")}, "phones names a more than once"),
+        ({"folded": ("a",)}, "folded has 1 entries for 5 phones"),
+        ({"frame_seconds": 0.0}, "frame_seconds=0.0"),
+        ({"label_smoothing": 1.0}, "label_smoothing=1.0"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], words: str):
+    with pytest.raises(ValueError, match=words):
+        model(**options)
+
+
+def test_data_of_another_model_are_refused():
+    batch = speech()
+    with pytest.raises(ValueError, match="width 5, but the model has n_mels=6"):
+        model()(batch._replace(features=batch.features[..., :5]))
+    for label in (0, 6):
+        phones = batch.phones.clone()
+        phones[1, 3] = label
+        with pytest.raises(ValueError, match=f"label {label}, but the model has 5 phones"):
+            model()(batch._replace(phones=phones))
+
+
+def test_a_checkpoint_builds_the_model_and_refuses_other_phones(tmp_path: Path):
+    torch.manual_seed(0)
+    made = SpeechRecognizer(
+        BACKBONES["performer"](), MELS, PHONES, FOLDED, front_end=partial(ConvSubsampling, channels=2)
+    )
+    batches = DataLoader([speech()._replace(features=speech().features.float())], batch_size=None)
+    fit = trainer(tmp_path, [FeatureRedraw(1)], max_epochs=1)
+    fit.fit(made, batches, batches)
+    assert {"train/loss", "train/impossible", "val/per", "val/loss", "val/utterances"} <= set(fit.callback_metrics)
+    fit.save_checkpoint(tmp_path / "it.ckpt")
+    again = SpeechRecognizer.load_from_checkpoint(tmp_path / "it.ckpt")
+    assert (again.phones, again.folded, again.front_end.factor) == (PHONES, FOLDED, 4)
+    for name, t in made.state_dict().items():
+        assert torch.equal(again.state_dict()[name], t), name
+    other = model("performer", phones=("aa", "b", "zh", "ch", "q"), front_end=partial(ConvSubsampling, channels=2))
+    with pytest.raises(ValueError, match=r"5 phones \(sil\) are not this model's 5 \(zh\)"):
+        other.on_load_checkpoint(torch.load(tmp_path / "it.ckpt", weights_only=True))

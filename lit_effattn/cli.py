@@ -18,7 +18,7 @@ commands:
   fit        train a model, or resume with --ckpt_path last
   validate   score a checkpoint on the validation data
   test       score a checkpoint on the test data
-  predict    score every test item by itself, into a CSV file
+  predict    score every test item by itself, into a CSV file, or transcribe audio
   generate   draw samples from a checkpoint
 
 examples:

@@ -26,6 +26,8 @@ import callbacks
 import datamodules
 import lit_effattn.adaptive
 import lit_effattn.attention
+import lit_effattn.ctc
+import lit_effattn.front_ends
 import lit_effattn.heads
 import lit_effattn.positions
 import lit_effattn.schedules
@@ -45,7 +47,7 @@ _ABOUT = {
     "fit": "Train a model; with --ckpt_path, go on from a checkpoint as if it had never stopped.",
     "validate": "Score a checkpoint on the validation data.",
     "test": "Score a checkpoint on the test data.",
-    "predict": "Score every test item by itself, into a CSV file.",
+    "predict": "Score every test item by itself, into a CSV file; or transcribe audio, with --data.audio.",
     "generate": "Draw samples from a checkpoint.",
 }
 
@@ -146,7 +148,7 @@ class CLI(LightningCLI):
                 help="Start from the weights of this checkpoint (a path, `last` or `best`), with everything else new: "
                 "fine-tuning, where --ckpt_path resumes.",
             )
-        for name in FIXED_BY_DATA if self.wanted.uses_data else ():
+        for name in FIXED_BY_DATA if self.wanted.data_fixes else ():
             parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
 
     def _parse_ckpt_path(self) -> None:
@@ -272,22 +274,19 @@ class CLI(LightningCLI):
 
     def _say_result(self, stage: str) -> None:
         for name, value in self.trainer.callback_metrics.items():
-            if name.startswith(f"{stage}/"):
+            if name == f"{stage}/per":
+                rank_zero_only(print)(f"{stage} PER: {100 * value:.2f} %")
+            elif name.startswith(f"{stage}/"):
                 shown = name.replace("/", " ").replace("bits_per_", "bits/")
                 rank_zero_only(print)(f"{shown}: {value:.4f}" if value.is_floating_point() else f"{shown}: {value:,}")
 
     def predict(self, **kwargs: Any) -> None:
-        """Score every item by itself and write the scores as CSV."""
+        """Score or recognise every item by itself, and write that as the task does."""
         if self.trainer.world_size > 1:
             raise ValueError(f"predict runs on one process, not {self.trainer.world_size}: give --trainer.devices 1")
         predictions: Any = self.trainer.predict(**{**kwargs, "return_predictions": True})
-        path = new_folder(Path(self.trainer.default_root_dir) / "predictions", "predictions") / "predictions.csv"
-        with path.open("w") as file:
-            rows = _rows(predictions)
-            print("index", *predictions[0], sep=",", file=file)
-            for i, row in enumerate(rows):
-                print(i, *row, sep=",", file=file)
-        print(f"scores of {len(rows)} items: {short(path)}")
+        folder = new_folder(Path(self.trainer.default_root_dir) / "predictions", "predictions")
+        print(self.model.write_predictions(predictions, folder))
 
     def generate(self, **kwargs: Any) -> None:
         """Draw samples."""
@@ -341,10 +340,6 @@ def _keep_buffers(model: torch.nn.Module, weights: dict[str, Any]) -> list[str]:
     weights.update(absent)
     counts = Counter(name.rpartition(".")[2] for name in absent)
     return [f"{name} ({n}×)" for name, n in counts.items()]
-
-
-def _rows(predictions: list[dict[str, Any]]) -> list[tuple[float, ...]]:
-    return [row for batch in predictions for row in zip(*(values.tolist() for values in batch.values()), strict=True)]
 
 
 def _as_list(value: Any) -> list[Any]:

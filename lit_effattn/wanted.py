@@ -21,7 +21,11 @@ ROOT = "runs"
 KEY = "lit_effattn"
 """Where in a checkpoint the configuration lies."""
 
-FIXED_BY_DATA = ("image_shape", "n_levels", "vocab_size", "unit", "tokenizer")
+FIXED_BY_DATA = (
+    *("image_shape", "n_levels"),
+    *("vocab_size", "unit", "tokenizer"),
+    *("n_mels", "phones", "folded", "frame_seconds"),
+)
 """Arguments of models that are handed over from the data."""
 
 CHECKPOINT = "LIT_EFFATTN_CKPT_PATH"
@@ -29,13 +33,23 @@ CHECKPOINT = "LIT_EFFATTN_CKPT_PATH"
 
 
 class Wanted(NamedTuple):
-    """The command, the checkpoint that is meant, and the arguments with what that checkpoint brings."""
+    """The command, the checkpoint that is meant, and the arguments with what that checkpoint brings.
+
+    Attributes:
+        command: As in `lit-effattn COMMAND`.
+        args: All arguments, `command` first.
+        checkpoint: None: there is none.
+        saved: The settings that it brings.
+        uses_data: Whether the command takes data.
+        data_fixes: Whether the data tell the model what `FIXED_BY_DATA` names; else the checkpoint does.
+    """
 
     command: str
     args: list[str]
     checkpoint: Path | None
     saved: dict[str, Any] | None
     uses_data: bool = True
+    data_fixes: bool = True
 
     @classmethod
     def parse(cls, args: list[str]) -> Wanted:
@@ -63,17 +77,23 @@ class Wanted(NamedTuple):
         checkpoint = Path(os.environ[CHECKPOINT]) if CHECKPOINT in os.environ and is_child() else None
         checkpoint = checkpoint or find_checkpoint(name, Path(root))
         os.environ[CHECKPOINT] = str(checkpoint)
-        # What is drawn from nothing, or from a prompt, needs no data on disk: the checkpoint says what data fixed.
-        uses_data = command != "generate" or any(arg.split("=")[0] == "--complete" for arg in rest)
-        saved = _saved_settings(checkpoint, command, uses_data)
+        # What is drawn from nothing, or from a prompt, needs no data on disk, nor do recordings of the user's own need
+        # the corpus: the checkpoint says what data fixed.
+        uses_data = command != "generate" or _given(rest, "--complete")
+        data_fixes = uses_data and not _given(rest, "--data.audio", "--data.init_args.audio")
+        saved = _saved_settings(checkpoint, command, uses_data, data_fixes)
         rank_zero_info(f"{command} from {short(checkpoint)}")
         configs = [arg for file in said.config for arg in ("--config", file)]
         root_args = [] if said.root is None else ["--trainer.default_root_dir", said.root]
         args = [command, "--config", json.dumps(saved), *configs, *root_args, *others, "--ckpt_path", str(checkpoint)]
-        return cls(command, args, checkpoint, saved, uses_data)
+        return cls(command, args, checkpoint, saved, uses_data, data_fixes)
 
 
-def _saved_settings(checkpoint: Path, command: str, uses_data: bool) -> dict[str, Any]:
+def _given(args: list[str], *options: str) -> bool:
+    return any(arg.split("=")[0].rstrip("+") in options for arg in args)
+
+
+def _saved_settings(checkpoint: Path, command: str, uses_data: bool, data_fixes: bool) -> dict[str, Any]:
     """Return what the checkpoint says of how it was made, as far as `command` has such options."""
     content = read_checkpoint(checkpoint)
     if KEY in content:
@@ -82,6 +102,7 @@ def _saved_settings(checkpoint: Path, command: str, uses_data: bool) -> dict[str
         saved = {part: config[part] for part in parts if config.get(part) is not None}
         if not uses_data:
             saved.pop("data", None)
+        if not data_fixes:
             built = content.get("hyper_parameters", {})
             saved["model"]["init_args"].update({name: built[name] for name in FIXED_BY_DATA if name in built})
         return saved

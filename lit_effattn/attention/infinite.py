@@ -276,6 +276,14 @@ class InfiniteAttention(TransformerXLAttention):
         mean, variance = self._attended(self._heads(self.ltm_q_proj(x)).to(full), state.coefficients)
         return gaussian(times.to(mean), mean[..., None], variance[..., None])
 
+    def sample_times(self, state: InfiniteMemory) -> Tensor:
+        """Return where the next update samples the signal, to put that evenly on [0, τ]: (M,), or (B, M) if sticky."""
+        n, histogram = self.n_samples, state.histogram
+        if not self.sticky:
+            return midpoints(n, dtype=histogram.dtype, device=histogram.device)
+        within = jitter(state.counter, n, histogram.dtype) if self.training else torch.full_like(histogram[:, :1], 0.5)
+        return quantiles(histogram, (torch.arange(n, device=histogram.device) + within) / n)
+
     # ------------------------------------------------------------------------------------------- the short-term memory
 
     @property
@@ -385,7 +393,7 @@ class InfiniteAttention(TransformerXLAttention):
     def _write(self, state: InfiniteMemory, segment: Tensor, rows: Tensor, first: Tensor) -> InfiniteMemory:
         """Write `segment` (B, L, E) after the signal, or alone where it is the `first`, in `rows`; others stay."""
         segment = self._gated(segment)
-        old = evaluate_signal(state.coefficients, self._sample_times(state), self._basis(segment))  # (B, M, E)
+        old = evaluate_signal(state.coefficients, self.sample_times(state), self._basis(segment))  # (B, M, E)
         after = self._fit_next.to(old.dtype) @ torch.cat([old, segment], 1)  # (B, n_basis, E)
         alone = self._fit_first.to(old.dtype) @ segment
         new = torch.where(first[:, None, None], alone, after)
@@ -417,14 +425,6 @@ class InfiniteAttention(TransformerXLAttention):
         weight, bias = self.gate.weight.to(segment.dtype), self.gate.bias
         openness = F.conv1d(segment.mT, weight, None if bias is None else bias.to(segment.dtype), padding=1)
         return segment * openness.sigmoid().mT
-
-    def _sample_times(self, state: InfiniteMemory) -> Tensor:
-        """Return where the old signal is sampled: (M,), or (B, M) if sticky."""
-        n, histogram = self.n_samples, state.histogram
-        if not self.sticky:
-            return midpoints(n, dtype=histogram.dtype, device=histogram.device)
-        within = jitter(state.counter, n, histogram.dtype) if self.training else torch.full_like(histogram[:, :1], 0.5)
-        return quantiles(histogram, (torch.arange(n, device=histogram.device) + within) / n)
 
     def _attended(self, q: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """Return μ and σ² of queries (B, H, P, D) to the signal of `b` (B, n_basis, E): (B, H, P) each."""

@@ -90,13 +90,13 @@ def test_sticky_samples_are_quantiles_of_where_it_was_attended_to():
             attention._heads(attention.ltm_q_proj(inputs(1, 12)[:, 8:])), before.coefficients
         )
         torch.testing.assert_close(before.histogram[0], normal_masses(mean, variance, 8).sum((0, 1, 2)))
-        times = attention._sample_times(before)
+        times = attention.sample_times(before)
         share = before.histogram[0] / before.histogram.sum()
     count = torch.histc(times, 8, 0, 1)
     assert ((count - 64 * share).abs() < 1.1).all()  # one at each border
     assert (times.diff() > 0).all()
     assert ((times > 0.7) & (times < 0.95)).sum() > 45
-    assert make()._sample_times(before).tolist() == [(i + 0.5) / 6 for i in range(6)]
+    assert make().sample_times(before).tolist() == [(i + 0.5) / 6 for i in range(6)]
 
 
 def test_the_histogram_is_of_the_positions_since_the_update():

@@ -1,0 +1,234 @@
+"""What is in an ∞-former's long-term memories: where attention falls in them, and what an update does to them."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.models import at_least
+from benchmarks.report import Report, Row
+from benchmarks.text import class_of, read_documents
+from callbacks.checkpoints import read_checkpoint
+from datamodules import SortingTask
+from lit_effattn.attention import InfiniteAttention
+from lit_effattn.sequence import State
+from lit_effattn.tasks import LanguageModel
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_GRID = 1000  # times of [0, 1], as far apart as the narrowest density is wide
+_PARTS = 10  # of [0, 1], in the table
+
+NOTES = [
+    "A stream of the test data is read, its last positions one by one. density: N(t; μ, σ²), the mean over these "
+    "positions; 1 is the end of what was written last, 0 the beginning of the stream.",
+    "t .0–.1 …: the share of the attention, in %, that falls on that part of the signal; beyond: outside of [0, 1], "
+    "where there is nothing. before τ: on what was there before the last segment was written.",
+    "old signal lost: ‖X̄' − X̄‖ / ‖X̄‖ over the samples that the last update took, X̄ at its old times and X̄' at those "
+    "on [0, τ] that it has since: t → τ t or, if sticky, the quantiles' order. 0: nothing was lost.",
+    "In the picture: on the left the density of each head; on the right the number of the signal that varies most, "
+    "before the last update, at the times that its samples go to, and after it.",
+]
+
+
+class Reading(NamedTuple):
+    """What one layer did while the last positions were read."""
+
+    layer: str  # its name in the model
+    attention: InfiniteAttention
+    density: Tensor  # (H, _GRID), the mean over the positions
+    before: Tensor  # (M, E), the signal before its last update, where that sampled it
+    after: Tensor  # (M, E), the signal since, where the update put these samples
+    signal: Tensor  # (_GRID, E), the same, at all times
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ckpt_path", type=Path, required=True, help="checkpoint of an ∞-former on a TextStream or SortingTask"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=at_least(1),
+        default=4096,
+        help="how many of a text are read; a sorting task's are read to the last answer; default: %(default)s",
+    )
+    parser.add_argument(
+        "--positions",
+        type=at_least(1),
+        help="how many positions, the last, the densities are of; default: as many as are written at once",
+    )
+
+
+@torch.no_grad()
+def run(args: argparse.Namespace) -> Report:
+    model, data = _load(args.ckpt_path, args.device)
+    tokens = _stream(data, args.tokens)
+    readings = read(model, tokens.to(args.device), args.positions)
+    stream = f"{len(tokens):,} tokens of the test data of {args.ckpt_path}."
+    rows = [row for reading in readings for row in _rows(reading)]
+    return Report("longterm", rows, [*NOTES, stream], partial(_plot, readings))
+
+
+def _load(path: Path, device: torch.device) -> tuple[LanguageModel, dict[str, Any]]:
+    data = read_checkpoint(path).get("datamodule_hyper_parameters", {})
+    if class_of(path) != "LanguageModel" or not {"source", "n_types"} & data.keys():
+        raise ValueError(
+            f"ckpt_path={path}: it is not of a LanguageModel that was trained on a TextStream or SortingTask"
+        )
+    model = LanguageModel.load_from_checkpoint(path, map_location=device, weights_only=True).eval()
+    if not _memories(model):
+        raise ValueError(f"ckpt_path={path}: no layer has a long-term memory; choose a model of InfiniteAttention")
+    return model, data
+
+
+def _memories(model: LanguageModel) -> dict[str, InfiniteAttention]:
+    named = model.backbone.named_modules()
+    return {name: module for name, module in named if isinstance(module, InfiniteAttention) and module.n_basis}
+
+
+def _stream(data: dict[str, Any], count: int) -> Tensor:
+    """Return a sorting task's first test sequence, or the beginning of the first long enough text: (n,)."""
+    if "n_types" in data:
+        sequences = SortingTask(**{**data, "num_workers": 0}).sequences("test")
+        return torch.cat([sequences[[0], i].inputs[0] for i in range(sequences.n_segments)])
+    documents = read_documents(data)
+    for document in documents:
+        if len(document) >= count:
+            return document[:count]
+    raise ValueError(f"tokens={count}: the longest test document has {max(map(len, documents))}; read fewer")
+
+
+# ------------------------------------------------------------------------------------------------------- what is read
+
+
+class _Watch:
+    """Notes the densities and updates of one layer, which is given one position at a time."""
+
+    def __init__(self, attention: InfiniteAttention, like: Tensor) -> None:
+        self.attention = attention
+        self.times = (torch.arange(_GRID, device=like.device) + 0.5) / _GRID
+        self.densities: list[Tensor] = []
+        self.state: Any = None
+        self.update: tuple[Any, Any] | None = None  # the states before and after the last one
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], output: tuple[Tensor, State]) -> None:
+        before, self.state = self.state, output[1]
+        if before is not None and not torch.equal(before.coefficients, self.state.coefficients):
+            self.update = before, self.state
+        self.densities.append(self.attention.density(args[0], self.state, self.times)[0, :, 0])  # (H, _GRID)
+
+    def reading(self, layer: str, positions: int) -> Reading:
+        attention = self.attention
+        if self.update is None or not self.update[0].coefficients.any():
+            waits = attention.mem_len if attention.writes == "evicted" else 0
+            raise ValueError(
+                f"the stream is too short: no signal of {layer} is ever updated; with mem_len={attention.mem_len} and "
+                f"segment_len={attention.segment_len} that takes {waits + 2 * attention.segment_len + 1} tokens"
+            )
+        before, after = self.update
+        old = attention.sample_times(before).reshape(-1)  # sticky ones have a row for each stream; here is one
+        new = (torch.arange(len(old), device=old.device) + 0.5) / len(old) * attention.tau
+        return Reading(
+            layer,
+            attention,
+            torch.stack(self.densities[-positions:]).mean(0),
+            attention.signal(before, old)[0],
+            attention.signal(after, new)[0],
+            attention.signal(after, self.times)[0],
+        )
+
+
+@torch.no_grad()
+def read(model: LanguageModel, tokens: Tensor, positions: int | None = None) -> list[Reading]:
+    """Read `tokens` (n,), the last of them one by one, and return what each long-term memory did meanwhile.
+
+    Args:
+        model: In evaluation.
+        tokens: At least as many as it takes until every signal has been updated.
+        positions: How many of the last positions the densities are of. Default: as many as are written at once.
+
+    Raises:
+        ValueError: there are too few tokens.
+    """
+    memories = _memories(model)
+    step = max(attention.segment_len for attention in memories.values())
+    positions = positions or step
+    # Every signal is updated once in `step` positions; the state before the first of them counts, too.
+    near = min(len(tokens), max(positions, step + 1))
+    x = model.embedding_scale * model.embedding(tokens[None])  # (1, n, E)
+    model.on_validation_start()
+    try:
+        state = None
+        for segment in x[:, : len(tokens) - near].split(step, 1) if near < len(tokens) else ():
+            _, state = model.backbone(segment, state)
+        watches = {name: _Watch(attention, x) for name, attention in memories.items()}
+        hooks = [memories[name].register_forward_hook(watch) for name, watch in watches.items()]
+        try:
+            for position in x[:, -near:].split(1, 1):
+                _, state = model.backbone(position, state)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return [watch.reading(name, positions) for name, watch in watches.items()]
+    finally:
+        model.on_validation_end()
+
+
+# ------------------------------------------------------------------------------------------- the table and the picture
+
+
+def _rows(reading: Reading) -> list[Row]:
+    shares = reading.density / _GRID  # (H, _GRID), of all attention
+    parts = shares.unflatten(1, (_PARTS, -1)).sum(2)  # (H, _PARTS)
+    old = torch.arange(_GRID, device=shares.device) + 0.5 < reading.attention.tau * _GRID
+    lost = float((reading.after - reading.before).norm() / reading.before.norm())
+    return [
+        {
+            "layer": reading.layer,
+            "head": head,
+            **{f"t .{i}–{'1' if i + 1 == _PARTS else f'.{i + 1}'}": 100 * float(parts[head, i]) for i in range(_PARTS)},
+            "beyond": 100 * max(0.0, 1 - float(shares[head].sum())),
+            "before τ": 100 * float(shares[head, old].sum()),
+            "old signal lost": lost,
+        }
+        for head in range(len(shares))
+    ]
+
+
+def _plot(readings: list[Reading], figure: Figure) -> None:
+    figure.set_size_inches(10, 0.6 + 2.2 * len(readings))
+    axes = figure.subplots(len(readings), 2, squeeze=False, sharex=True)
+    for (left, right), reading in zip(axes, readings, strict=True):
+        _plot_density(left, reading)
+        _plot_update(right, reading)
+    axes[0, 0].set_title("density of attention")
+    axes[0, 1].set_title("signal, before and after an update")
+    axes[-1, 0].set_xlabel("t")
+    axes[-1, 1].set_xlabel("t")
+    axes[0, 0].legend(fontsize="small")
+    axes[0, 1].legend(fontsize="small")
+
+
+def _plot_density(axes: Axes, reading: Reading) -> None:
+    times = (torch.arange(_GRID) + 0.5) / _GRID
+    for head, density in enumerate(reading.density.cpu()):
+        axes.plot(times, density, label=f"head {head}")
+    axes.axvline(reading.attention.tau, color="grey", linestyle=":")
+    axes.set_ylabel(reading.layer, fontsize="small")
+    axes.set_xlim(0, 1)
+
+
+def _plot_update(axes: Axes, reading: Reading) -> None:
+    number = int(reading.before.var(0).argmax())
+    new = (torch.arange(len(reading.before)) + 0.5) / len(reading.before) * reading.attention.tau
+    axes.plot((torch.arange(_GRID) + 0.5) / _GRID, reading.signal[:, number].cpu(), label="after")
+    axes.plot(new, reading.before[:, number].cpu(), "k--", linewidth=1, label="before, moved to [0, τ]")
+    axes.axvline(reading.attention.tau, color="grey", linestyle=":")
+    axes.set_ylabel(f"number {number}", fontsize="small")

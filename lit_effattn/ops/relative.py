@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lit_effattn.ops.flex import relative_flex_attention, use_flex
 from lit_effattn.sequence import accumulator
 
 
@@ -89,7 +90,8 @@ def relative_attention(
         out_i = Σ_j softmax_j(((q_i + u) · k_j + (q_i + w) · r_{i−j}) / √D) v_j
 
     The queries go in chunks of C, each seeing the keys up to its last, or in its window: time O(N (M + N)), or
-    O(N (C + window)), and never more than C (M + N) scores at once where no gradient keeps them.
+    O(N (C + window)), and never more than C (M + N) scores at once where no gradient keeps them. With
+    LIT_EFFATTN_FLEX=1 in the environment, where it can be, through `relative_flex_attention`.
 
     Args:
         q: (B, H, N, D).
@@ -109,6 +111,8 @@ def relative_attention(
     Returns:
         (B, H, N, D).
     """
+    if use_flex(q, dropout):
+        return relative_flex_attention(q, k, v, r, u, w, causal=causal, window=window, there=there, first=first)
     n, m = q.size(2), k.size(2) - q.size(2)
     zero = r.size(1) - (1 if causal else n)  # the row of distance 0
     scale = 1 / math.sqrt(q.size(-1))

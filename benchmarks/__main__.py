@@ -15,12 +15,15 @@ from benchmarks import (
     compression,
     evaluation,
     features,
+    flex,
     generation,
     loader,
+    longterm,
     memory,
     recl,
     scaling,
     steps,
+    stream,
     swap,
     training,
 )
@@ -37,10 +40,13 @@ BENCHMARKS = {
     "training": training,
     "evaluation": evaluation,
     "recl": recl,
+    "stream": stream,
+    "longterm": longterm,
+    "flex": flex,
     "loader": loader,
 }
 
-PICTURED = ("features", "generation", "memory", "scaling", "training")
+PICTURED = ("features", "generation", "longterm", "memory", "scaling", "stream", "training")
 """Those whose folder gets a picture as well."""
 
 SHORT = (

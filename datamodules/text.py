@@ -1,7 +1,6 @@
 """Text without end, in parallel streams, for models that remember what they read."""
 
 import hashlib
-import os
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -11,6 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader
 
 from datamodules import text_sources
+from datamodules.made_once import default_cache
 from datamodules.sampling import loader_options
 from datamodules.streams import InOrder, StreamLoader, TokenStreams
 from datamodules.text_sources import TextSource
@@ -119,7 +119,7 @@ class TextStream(LightningDataModule):
         self.eval_batch_size = batch_size if eval_batch_size is None else eval_batch_size
         self.documents = documents
         self.num_workers = num_workers
-        self.cache = _default_cache() if cache is None else Path(cache)
+        self.cache = default_cache() if cache is None else Path(cache)
         self._vocab_size = vocab_size
         self._options: dict[str, Any] = options | {"root": root or _SOURCES[source].root}
 
@@ -254,10 +254,6 @@ class TextStream(LightningDataModule):
 
 _TRAIN, _VAL, _TEST = ("train", "to train on"), ("val", "to validate"), ("test", "to test")
 _SPLITS_OF = {"fit": (_TRAIN, _VAL), "validate": (_VAL,), "test": (_TEST,)}
-
-
-def _default_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lit-effattn"
 
 
 def _check_options(source: str, **options: Any) -> None:

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import shutil
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from datamodules.made_once import made_once
 from datamodules.text_sources import SPLITS, Document, TextSource
 from datamodules.tokenizers import ByteTokenizer, Tokenizer
 
@@ -76,25 +76,9 @@ def tokenized(source: TextSource, kind: type[Tokenizer], vocab_size: int | None,
     Raises:
         ValueError: If a text is not UTF-8, though ``kind`` needs it, or a split has no tokens.
     """
-    from filelock import FileLock
-
     folder = cache / f"{source.name}-{kind.kind}-{_digest(source, kind, vocab_size)}"
-    if (store := _whole(folder)) is not None:
-        return store
-    cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_suffix(".lock")):
-        if (store := _whole(folder)) is not None:
-            return store
-        unfinished = folder.with_suffix(".unfinished")
-        for left in (unfinished, folder):  # of a run that was interrupted, or damaged since
-            shutil.rmtree(left, ignore_errors=True)
-        unfinished.mkdir()
-        try:
-            _make(source, kind, vocab_size, unfinished)
-            unfinished.rename(folder)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
-        return TokenStore(folder)
+    made_once(folder, partial(_make, source, kind, vocab_size), _is_whole)
+    return TokenStore(folder)
 
 
 def _digest(source: TextSource, kind: type[Tokenizer], vocab_size: int | None) -> str:
@@ -102,12 +86,11 @@ def _digest(source: TextSource, kind: type[Tokenizer], vocab_size: int | None) -
     return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 
-def _whole(folder: Path) -> TokenStore | None:
+def _is_whole(folder: Path) -> bool:
     try:
-        store = TokenStore(folder)
+        return TokenStore(folder).is_whole()
     except (FileNotFoundError, ValueError):  # ValueError: no JSON, such as after a loss of power
-        return None
-    return store if store.is_whole() else None
+        return False
 
 
 def _make(source: TextSource, kind: type[Tokenizer], vocab_size: int | None, folder: Path) -> None:

@@ -1,0 +1,133 @@
+"""Recordings, read whole or in part, at one sampling rate; what cannot be used is told by name."""
+
+from pathlib import Path
+
+import soundfile
+import torch
+from torch import Tensor
+from torchaudio.functional import resample
+
+MAX_SECONDS = 40.0
+"""Longer recordings are refused unless told otherwise: LibriSpeech's longest utterance has 35 s."""
+
+_TOLERANCE = 0.1  # seconds that a part may reach beyond the end of its file, since manifests round
+
+
+class AudioError(ValueError):
+    """A recording that cannot be used.
+
+    Attributes:
+        reason: Why, in a word or two, the same for all that have the same fault.
+    """
+
+    def __init__(self, path: Path, reason: str, message: str) -> None:
+        super().__init__(f"{path}: {message}")
+        self.reason = reason
+
+
+def read_audio(
+    path: Path,
+    *,
+    start: float = 0.0,
+    duration: float | None = None,
+    sample_rate: int = 16_000,
+    max_seconds: float = MAX_SECONDS,
+    upsample: bool = False,
+) -> Tensor:
+    """Read a recording, or a part of one, of which only that part is decoded.
+
+    All that libsndfile reads: WAV, FLAC, Ogg, MP3, AIFF, NIST SPHERE as on TIMIT's discs, …
+
+    Args:
+        path: The file.
+        start: Where to begin, in seconds.
+        duration: How much to read, in seconds; it may reach 0.1 s beyond the file's end, since manifests round.
+            Default: to the end.
+        sample_rate: Of the result, in Hz.
+        max_seconds: The longest that is read; the header decides, before anything is decoded.
+        upsample: Take recordings of a lower rate too. They have nothing above half their own rate, where a model that
+            was trained on others expects something, so by default they are refused.
+
+    Returns:
+        (n,) float32 in −1 … 1, with n = ⌈samples · sample_rate / the file's rate⌉.
+
+    Raises:
+        AudioError: names the file, the fault and the remedy: there is no such file, or it is empty, unreadable, of
+            several channels, too long, of too low a rate, or ends before the part does.
+    """
+    _check_file(path)
+    try:
+        with soundfile.SoundFile(path) as file:
+            first, n = _part(path, file, start, duration)
+            _check_header(path, file, n, sample_rate, max_seconds, upsample)
+            file.seek(first)
+            samples = torch.from_numpy(file.read(n, dtype="float32"))  # (n,)
+            rate = file.samplerate
+    except soundfile.SoundFileError as error:
+        raise AudioError(path, "unreadable", _unreadable(path, error)) from error
+    if len(samples) < n:
+        raise AudioError(
+            path, "unreadable", f"it ends after {len(samples)} of {n} samples; it was cut off: get it again"
+        )
+    if not samples.isfinite().all():
+        raise AudioError(path, "unreadable", "some of its samples are not finite numbers; get it again")
+    return samples if rate == sample_rate else resample(samples, rate, sample_rate)
+
+
+def _check_file(path: Path) -> None:
+    if not path.exists():
+        raise AudioError(path, "missing", "there is no such file; correct the path, or leave it out")
+    if not path.is_file():
+        raise AudioError(path, "missing", "this is not a file; name the files in it")
+    if path.stat().st_size == 0:
+        raise AudioError(path, "empty", "the file is empty; get it again, or leave it out")
+
+
+def _part(path: Path, file: soundfile.SoundFile, start: float, duration: float | None) -> tuple[int, int]:
+    """The first sample, and how many."""
+    if file.frames == 0:
+        raise AudioError(path, "empty", "there is not one sample in it; get it again, or leave it out")
+    first = round(start * file.samplerate)
+    last = file.frames if duration is None else round((start + duration) * file.samplerate)
+    if not 0 <= first < min(last, file.frames) or last > file.frames + _TOLERANCE * file.samplerate:
+        wanted = f"{start:g} s to its end" if duration is None else f"{start:g} s to {start + duration:g} s"
+        seconds = file.frames / file.samplerate
+        raise AudioError(
+            path,
+            "not so long",
+            f"{wanted} is wanted, but it has {seconds:.2f} s; correct start and duration, or get the whole file",
+        )
+    return first, min(last, file.frames) - first
+
+
+def _check_header(
+    path: Path, file: soundfile.SoundFile, n: int, sample_rate: int, max_seconds: float, upsample: bool
+) -> None:
+    if file.channels != 1:
+        raise AudioError(
+            path,
+            "several channels",
+            f"it has {file.channels} channels, and which of them is meant is not known; make it mono",
+        )
+    if n / file.samplerate > max_seconds:
+        raise AudioError(
+            path,
+            "too long",
+            f"{n / file.samplerate:.1f} s are more than max_seconds={max_seconds:g}; cut it into utterances, or raise "
+            "max_seconds",
+        )
+    if file.samplerate < sample_rate and not upsample:
+        raise AudioError(
+            path,
+            "low sampling rate",
+            f"it has {file.samplerate} Hz, less than sample_rate={sample_rate}, so that its upper band would be empty; "
+            f"take upsample=true to use it nevertheless, or train with sample_rate={file.samplerate}",
+        )
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    with path.open("rb") as file:
+        header = file.read(1024)
+    if header.startswith(b"NIST_1A") and b"shorten" in header:
+        return "this is SPHERE compressed with shorten, which libsndfile does not read; convert it with sph2pipe -f wav"
+    return f"libsndfile cannot read it ({str(error).rstrip('.')}); convert it to WAV or FLAC, or get it again"

@@ -1,0 +1,111 @@
+"""Log-mel filterbanks as Kaldi has them, and their mean and variance."""
+
+import torch
+from torch import Tensor
+from torchaudio.compliance import kaldi
+
+_LOWEST = 20.0  # Hz, where the first filter begins
+_SCALE = 2.0**15  # Kaldi's samples are 16-bit integers
+_LEAST_STD = 1e-3  # of a channel, in nats: what varies less does not vary
+
+
+class Filterbanks:
+    """x_t = log max(M |FFT(w · preemphasised(s_t − mean s_t))|², ε): Kaldi's `compute-fbank-feats`, without dither.
+
+    s_t are the `frame_ms` of samples from t · `hop_ms` on, on the scale of 16-bit integers; only frames that lie within
+    the recording count (snip-edges). Preemphasis .97, w = Hann^.85 (the Povey window), an FFT of the next power of two,
+    M the triangular filters, equally spaced from 20 Hz to half the sampling rate on the scale
+    mel(f) = 1127 ln(1 + f / 700); ε = 2⁻²³.
+
+    Args:
+        sample_rate: Of the recordings, in Hz.
+        n_mels: Number of filters, F.
+        frame_ms: Length of a frame in milliseconds.
+        hop_ms: From one frame to the next, in milliseconds.
+
+    Raises:
+        ValueError: If an argument is out of its range, or there are so many filters that some lie between two
+            frequencies of the FFT.
+
+    Example:
+        >>> Filterbanks()(torch.zeros(16_000)).shape
+        torch.Size([98, 40])
+    """
+
+    def __init__(
+        self, sample_rate: int = 16_000, *, n_mels: int = 40, frame_ms: float = 25.0, hop_ms: float = 10.0
+    ) -> None:
+        if sample_rate < 1000:
+            raise ValueError(f"sample_rate={sample_rate} must be at least 1000 Hz")
+        if n_mels < 4:
+            raise ValueError(f"n_mels={n_mels} must be at least 4")
+        if not 0 < hop_ms <= frame_ms:
+            raise ValueError(f"hop_ms={hop_ms} must be above 0 and at most frame_ms={frame_ms}")
+        self.sample_rate = sample_rate
+        self.n_mels = n_mels
+        self.frame_ms = frame_ms
+        self.hop_ms = hop_ms
+        # As torchaudio computes them, so that the numbers of frames agree at any rate.
+        self.frame_samples = int(sample_rate * frame_ms * 0.001)
+        self.hop_samples = int(sample_rate * hop_ms * 0.001)
+        if self.hop_samples < 1:
+            raise ValueError(f"hop_ms={hop_ms} is less than a sample of sample_rate={sample_rate}")
+        self._check_filters()
+
+    def _check_filters(self) -> None:
+        size = 2 ** (self.frame_samples - 1).bit_length()
+        filters, _ = kaldi.get_mel_banks(self.n_mels, size, self.sample_rate, _LOWEST, 0.0, 100.0, -500.0, 1.0)
+        if empty := int((filters.sum(1) == 0).sum()):
+            raise ValueError(
+                f"n_mels={self.n_mels}: {empty} of the filters lie between two frequencies of an FFT of {size} samples "
+                f"at {self.sample_rate} Hz; use fewer, such as 40 or 80, or a longer frame_ms than {self.frame_ms:g}"
+            )
+
+    @property
+    def frame_seconds(self) -> float:
+        """From one frame to the next, in seconds."""
+        return self.hop_samples / self.sample_rate
+
+    def n_frames(self, n_samples: int) -> int:
+        """⌊(n_samples − frame) / hop⌋ + 1, the frames that lie within a recording; 0 if it is shorter than one."""
+        return max(0, (n_samples - self.frame_samples) // self.hop_samples + 1)
+
+    def __call__(self, samples: Tensor) -> Tensor:
+        """The features (T, F), T = ``n_frames(n)``, of samples (n,) in −1 … 1."""
+        if not self.n_frames(len(samples)):
+            return samples.new_empty(0, self.n_mels)
+        return kaldi.fbank(
+            _SCALE * samples[None],
+            sample_frequency=self.sample_rate,
+            num_mel_bins=self.n_mels,
+            frame_length=self.frame_ms,
+            frame_shift=self.hop_ms,
+            low_freq=_LOWEST,
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"Filterbanks({self.sample_rate}, n_mels={self.n_mels}, frame_ms={self.frame_ms:g}, hop_ms={self.hop_ms:g})"
+        )
+
+
+def moments(features: Tensor) -> Tensor:
+    """The number of frames of (T, F), their sum and the sum of their squares: (3, F), float64; those of several add."""
+    x = features.double()
+    return torch.stack([torch.full_like(x[0], len(x)), x.sum(0), x.square().sum(0)])  # (T, F) -> (3, F)
+
+
+def normalized(features: Tensor, statistics: Tensor) -> Tensor:
+    """(x − mean) / max(std, 1e-3), channel by channel, with the mean and deviation of what ``statistics`` are of.
+
+    Args:
+        features: (T, F).
+        statistics: (3, F), `moments`.
+
+    Returns:
+        (T, F) of the features' type; a channel that never varies is 0.
+    """
+    n, total, squares = statistics
+    mean = total / n
+    std = (squares / n - mean.square()).clamp(min=0).sqrt().clamp(min=_LEAST_STD)
+    return ((features - mean) / std).to(features.dtype)

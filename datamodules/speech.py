@@ -1,0 +1,437 @@
+"""Speech as filterbanks, and the phones that are said."""
+
+import zlib
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset
+
+from datamodules.audio import MAX_SECONDS
+from datamodules.augment import SpecAugment
+from datamodules.feature_store import Fault, FeatureReader, Features, read_features, stored_features
+from datamodules.filterbanks import Filterbanks, moments, normalized
+from datamodules.length_batches import LengthBatches
+from datamodules.made_once import default_cache
+from datamodules.recordings import recordings
+from datamodules.sampling import ResumableLoader, loader_options
+from datamodules.utterances import BLANK, SpeechBatch, SpeechCorpus, Utterance
+
+_SPLITS_OF = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("test",)}
+_NAMED = 3  # faults of a kind that a warning names
+
+
+class SpeechData(LightningDataModule):
+    """Utterances as log-mel filterbanks, 25 ms every 10 ms, with the phones that are said in them.
+
+    A batch is a `SpeechBatch`: utterances of like length, padded on the right with 0, which is the mean unless
+    ``normalize=null``. Batches are a pure function of (seed, epoch), as many on every process, and an interrupted epoch
+    goes on with the next one. In validation, test and prediction every utterance comes exactly once over all processes,
+    the longest first.
+
+    All recordings are read once before the first run with them (again if a file or a setting has changed), so that what
+    cannot be used is known and named at once, counted by reason, and left out: a file that is missing, empty,
+    unreadable, of several channels, too long or short, or of a lower sampling rate; an utterance whose phones are not
+    known or not in the inventory; and, of training only, one that is shorter than its phones, since CTC needs
+    ⌈T / `subsampling`⌉ ≥ phones + pairs of equal neighbours. Validation and test keep the latter: the error rate of
+    what is recognised is defined. What these leave out is not in the score, as the warning says.
+
+    Args:
+        corpus: The utterances, and the inventory of phones.
+        n_mels: F, filters; 40 in most papers, or 80.
+        sample_rate: In Hz; recordings of a higher rate are resampled.
+        normalize: Over what the mean of each filter is made 0 and its variance 1. speaker: all that he or she says in
+            the split (an utterance without speaker by itself). utterance: each by itself. corpus: the training
+            utterances, whose statistics are in the checkpoint. null: nothing.
+        batch_frames: B · T at most, frames of a batch of one process in training, padding included. A longer utterance
+            is a batch by itself.
+        eval_batch_frames: The same in validation, test and prediction. Default: ``batch_frames``.
+        batch_utterances: B at most, in all of them.
+        subsampling: Frames that the model takes for one; excludes training utterances that are then too short.
+        spec_augment: Hides parts of the training utterances, others each epoch, as a pure function of (seed, epoch,
+            utterance). Default: no.
+        cache: Keep the features in a file that processes share, 4·F bytes a frame (58 MB an hour at 40 filters).
+            Otherwise they are computed whenever an utterance is asked for.
+        cache_dir: Folder for what was read; may be deleted at any time. Default: lit-effattn in $XDG_CACHE_HOME, that
+            is in ~/.cache.
+        min_seconds: Shortest utterance.
+        max_seconds: Longest utterance.
+        upsample: Take recordings of a lower sampling rate, too, whose upper band is then empty.
+        audio: predict: what to recognise instead of the test split: files, folders of files, and JSON-lines manifests
+            with ``audio_filepath`` and optionally ``offset``, ``duration`` (seconds), ``speaker`` and ``id``. What
+            cannot be used is refused, not left out. The corpus is then not needed.
+        seed: Of the order of the training utterances, and of what `spec_augment` hides.
+        num_workers: Processes that read ahead; 0: none.
+
+    Attributes:
+        left_out: Of each split that was set up, why utterances are left out; the warnings name the first few.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        corpus: SpeechCorpus,
+        *,
+        n_mels: int = 40,
+        sample_rate: int = 16_000,
+        normalize: Literal["speaker", "utterance", "corpus"] | None = "utterance",
+        batch_frames: int = 12_000,
+        eval_batch_frames: int | None = None,
+        batch_utterances: int = 64,
+        subsampling: int = 1,
+        spec_augment: SpecAugment | None = None,
+        cache: bool = False,
+        cache_dir: str | None = None,
+        min_seconds: float = 0.1,
+        max_seconds: float = MAX_SECONDS,
+        upsample: bool = False,
+        audio: list[str] | None = None,
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        # Without what is no plain data, which would make checkpoints unreadable with weights_only.
+        self.save_hyperparameters(logger=False, ignore=["corpus", "spec_augment"])
+        _check_at_least(1, batch_frames=batch_frames, eval_batch_frames=eval_batch_frames)
+        _check_at_least(1, batch_utterances=batch_utterances, subsampling=subsampling)
+        _check_at_least(0, seed=seed, num_workers=num_workers)
+        if normalize not in ("speaker", "utterance", "corpus", None):
+            raise ValueError(f"normalize={normalize!r} is not known; choose speaker, utterance, corpus or null")
+        if not 0 <= min_seconds < max_seconds:
+            raise ValueError(f"min_seconds={min_seconds} must be from 0 to below max_seconds={max_seconds}")
+        _check_augment(spec_augment, n_mels, normalize)
+        if audio is not None and not audio:
+            raise ValueError("audio=[] names nothing; give files, folders or manifests, or leave it out")
+        self.corpus = corpus
+        self.filterbanks = Filterbanks(sample_rate, n_mels=n_mels)
+        self.normalize = normalize
+        self.batch_frames = batch_frames
+        self.eval_batch_frames = batch_frames if eval_batch_frames is None else eval_batch_frames
+        self.batch_utterances = batch_utterances
+        self.subsampling = subsampling
+        self.spec_augment = spec_augment
+        self.cache = cache
+        self.cache_dir = default_cache() if cache_dir is None else Path(cache_dir)
+        self.audio = audio
+        self.seed = seed
+        self.num_workers = num_workers
+        self.left_out: dict[str, list[Fault]] = {}
+        self._reader = FeatureReader(self.filterbanks, min_seconds, max_seconds, upsample)
+        self._splits: dict[str, Split] = {}
+        self._readings: dict[str, tuple[list[Utterance], Features]] = {}
+        self._statistics: Tensor | None = None  # of the training utterances
+
+    @property
+    def n_mels(self) -> int:
+        """F, filters."""
+        return self.filterbanks.n_mels
+
+    @property
+    def phones(self) -> list[str]:
+        """The inventory: label i + 1 of a batch is phone i."""
+        return list(self.corpus.phones)
+
+    @property
+    def folded(self) -> list[str]:
+        """What each phone counts as when errors are counted; "" counts as nothing."""
+        return list(self.corpus.folded)
+
+    @property
+    def frame_seconds(self) -> float:
+        """From one frame to the next, in seconds."""
+        return self.filterbanks.frame_seconds
+
+    def prepare_data(self) -> None:
+        """Make the corpus, if it can be made, or say what is missing."""
+        if self.audio is None:
+            self.corpus.prepare()
+
+    def setup(self, stage: str) -> None:
+        """Read the recordings, unless an earlier run did, and say what there is and what is left out.
+
+        Raises:
+            ValueError: If a split has no utterance that can be used, or something that `audio` names cannot be used.
+        """
+        if overfit_batches := getattr(self.trainer, "overfit_batches", 0):
+            raise ValueError(
+                f"overfit_batches={overfit_batches} would replace the sampler that forms the batches; "
+                "use limit_train_batches, or a smaller corpus"
+            )
+        if self.audio is not None:
+            if stage != "predict":
+                raise ValueError(f"audio={self.audio} is for predict; {stage} is about the corpus, so leave it out")
+            self._splits["predict"] = self._given(self.audio)
+            return
+        for split in _SPLITS_OF[stage]:
+            name = "predict" if stage == "predict" else split
+            if name not in self._splits:
+                self._splits[name] = self._of_corpus(split, labelled=stage != "predict")
+
+    def _of_corpus(self, split: str, *, labelled: bool) -> "Split":
+        utterances, features = self._read(split)
+        if not utterances:
+            raise ValueError(f"{type(self.corpus).__name__} has no utterances of {split!r}; see how it is divided")
+        faults, labels = features.readings.faults, _Labels(self.corpus.phones)
+        n_frames = -(-features.readings.n_frames // self.subsampling)
+        if labelled:
+            faults = labels.faults(utterances) | faults
+            short = {i: fault for i, fault in labels.short(utterances, n_frames).items() if i not in faults}
+            if split == "train":
+                faults = faults | short
+            elif short:
+                _warn(
+                    f"{split}: {len(short)} of {len(utterances)} utterances are scored, but no loss is defined", short
+                )
+        if faults:
+            unscored = "" if split == "train" else ", and are not in the score"
+            _warn(f"{split}: {len(faults)} of {len(utterances)} utterances are left out{unscored}", faults)
+        self.left_out[split] = [faults[i] for i in sorted(faults)]
+        kept = np.array([i for i in range(len(utterances)) if i not in faults], dtype=np.int64)
+        if not len(kept):
+            first = self.left_out[split][0].message
+            raise ValueError(f"none of the {len(utterances)} utterances of {split!r} can be used; the first: {first}")
+        hours = features.readings.n_frames[kept].sum() * self.frame_seconds / 3600
+        rank_zero_info(f"{split}: {len(kept):,} utterances, {hours:.2f} h")
+        return Split(utterances, [labels(u) for u in utterances], features, kept)
+
+    def _read(self, split: str) -> tuple[list[Utterance], Features]:
+        if split not in self._readings:
+            utterances = self.corpus.utterances(split)
+            features = stored_features(
+                utterances,
+                self._reader,
+                name=split,
+                folder=self.cache_dir,
+                keep=self.cache,
+                num_workers=self.num_workers,
+            )
+            self._readings[split] = utterances, features
+        return self._readings[split]
+
+    def _given(self, audio: list[str]) -> "Split":
+        utterances = [u for name in audio for u in recordings(Path(name))]
+        features = read_features(utterances, self._reader, num_workers=self.num_workers)
+        if faults := list(features.readings.faults.values()):
+            others = f" ({len(faults) - 1} more of {len(utterances)} are at fault)" if len(faults) > 1 else ""
+            raise ValueError(f"audio: {faults[0].message}{others}")
+        return Split(utterances, [[] for _ in utterances], features, np.arange(len(utterances)))
+
+    def train_dataloader(self) -> ResumableLoader:
+        """Every utterance once an epoch, in other batches each."""
+        data = self._dataset("train", self.spec_augment)
+        sampler = self._sampler(data, self.batch_frames, shuffle=True)
+        return ResumableLoader(data, sampler=sampler, **loader_options(self.num_workers, self.seed))
+
+    def val_dataloader(self) -> DataLoader[SpeechBatch]:
+        """Every validation utterance once."""
+        return self._eval_dataloader("val")
+
+    def test_dataloader(self) -> DataLoader[SpeechBatch]:
+        """Every test utterance once."""
+        return self._eval_dataloader("test")
+
+    def predict_dataloader(self) -> DataLoader[SpeechBatch]:
+        """Everything that `audio` names once, or every test utterance."""
+        return self._eval_dataloader("predict")
+
+    def _eval_dataloader(self, split: str) -> DataLoader[SpeechBatch]:
+        data = self._dataset(split, None)
+        sampler = self._sampler(data, self.eval_batch_frames, shuffle=False)
+        return DataLoader(data, sampler=sampler, **loader_options(self.num_workers, self.seed))
+
+    def _dataset(self, split: str, augment: SpecAugment | None) -> "SpeechUtterances":
+        # Only now, since what a checkpoint says of the statistics comes after `setup`.
+        of_corpus = self.normalize == "corpus"
+        statistics: dict[str | None, Tensor] | None = {None: self._corpus_statistics()} if of_corpus else None
+        return SpeechUtterances(self._splits[split], self.normalize, statistics, augment, self.seed)
+
+    def _corpus_statistics(self) -> Tensor:
+        if self._statistics is None:
+            if self.audio is not None:
+                raise ValueError(
+                    "normalize='corpus' needs the statistics of the training utterances, which are in the checkpoint: "
+                    "give ckpt_path"
+                )
+            self._statistics = self._read("train")[1].readings.statistics[None]
+        return self._statistics
+
+    def _sampler(self, data: "SpeechUtterances", batch_frames: int, *, shuffle: bool) -> LengthBatches:
+        return LengthBatches(
+            data.n_frames,
+            batch_frames,
+            max_samples=self.batch_utterances,
+            num_replicas=1 if self.trainer is None else self.trainer.world_size,
+            rank=0 if self.trainer is None else self.trainer.global_rank,
+            shuffle=shuffle,
+            seed=self.seed,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the labels mean, and what the features are."""
+        state: dict[str, Any] = {"phones": self.phones, "features": repr(self.filterbanks)}
+        return state | ({"statistics": self._corpus_statistics()} if self.normalize == "corpus" else {})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the training utterances' statistics from a checkpoint.
+
+        Raises:
+            ValueError: If its labels or features mean something else.
+        """
+        if state_dict["features"] != repr(self.filterbanks):
+            raise ValueError(
+                f"the checkpoint was trained on {state_dict['features']}, but these data are {self.filterbanks!r}; "
+                "use the sample_rate and n_mels that it was trained with"
+            )
+        if self.audio is None and state_dict["phones"] != self.phones:
+            raise ValueError(
+                f"the checkpoint's {len(state_dict['phones'])} phones are {' '.join(state_dict['phones'])}, but the "
+                f"corpus's {len(self.phones)} are {' '.join(self.phones)}: the same label means another phone; use a "
+                "corpus of the same inventory"
+            )
+        self._statistics = state_dict.get("statistics")
+
+
+class Split(NamedTuple):
+    """The utterances of a split.
+
+    Attributes:
+        utterances: All of them.
+        labels: Of each; phones that are not in the inventory have none.
+        features: Of each.
+        kept: (n,), the numbers of those that are not left out.
+    """
+
+    utterances: list[Utterance]
+    labels: list[list[int]]
+    features: Features
+    kept: np.ndarray
+
+
+class SpeechUtterances(Dataset[SpeechBatch]):
+    """A list of indices gives the batch; of n utterances, index i + e · n is utterance i in epoch e.
+
+    Args:
+        split: The utterances.
+        normalize: As in `SpeechData`.
+        statistics: `moments` to normalise with, by speaker, and under None for all. Default: those of the split.
+        augment: Hides parts of the features.
+        seed: Of what it hides.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        normalize: str | None,
+        statistics: dict[str | None, Tensor] | None,
+        augment: SpecAugment | None,
+        seed: int,
+    ) -> None:
+        self.split = split
+        self.normalize = normalize
+        self.statistics = split.features.readings.statistics if statistics is None else statistics
+        self.augment = augment
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.split.kept)
+
+    @property
+    def n_frames(self) -> np.ndarray:
+        """(n,), frames of each."""
+        return self.split.features.readings.n_frames[self.split.kept]
+
+    def __getitem__(self, indices: list[int]) -> SpeechBatch:
+        epochs, places = np.divmod(indices, len(self))
+        numbers = self.split.kept[places].tolist()
+        features = [self._features(i, epoch) for i, epoch in zip(numbers, epochs.tolist(), strict=True)]
+        labels = [torch.tensor(self.split.labels[i], dtype=torch.long) for i in numbers]
+        return SpeechBatch(
+            pad_sequence(features, batch_first=True),  # B × (T, F) -> (B, T, F)
+            torch.tensor([len(x) for x in features]),
+            pad_sequence(labels, batch_first=True, padding_value=BLANK),  # B × (U,) -> (B, U)
+            torch.tensor([len(x) for x in labels]),
+            [self.split.utterances[i].id for i in numbers],
+        )
+
+    def _features(self, i: int, epoch: int) -> Tensor:
+        utterance = self.split.utterances[i]
+        features = self._normalized(utterance, self.split.features[i])
+        if self.augment is None:
+            return features
+        # By name: what is hidden of an utterance does not depend on which others there are.
+        name = zlib.crc32(utterance.id.encode())
+        return self.augment(features, np.random.default_rng((self.seed, epoch, name)))
+
+    def _normalized(self, utterance: Utterance, features: Tensor) -> Tensor:
+        if self.normalize is None:
+            return features
+        if self.normalize == "corpus":
+            return normalized(features, self.statistics[None])
+        alone = self.normalize == "utterance" or utterance.speaker is None
+        return normalized(features, moments(features) if alone else self.statistics[utterance.speaker])
+
+
+class _Labels:
+    """The labels of phones, and which utterances they do not fit."""
+
+    def __init__(self, phones: Sequence[str]) -> None:
+        self._of = {phone: i + 1 for i, phone in enumerate(phones)}
+
+    def __call__(self, utterance: Utterance) -> list[int]:
+        return [self._of[phone] for phone in utterance.phones or () if phone in self._of]
+
+    def faults(self, utterances: Sequence[Utterance]) -> dict[int, Fault]:
+        """Those of which it is not known what is said, or in phones that are not in the inventory."""
+        found = {}
+        for i, u in enumerate(utterances):
+            if u.phones is None:
+                found[i] = Fault("without phones", f"{u.id}: what is said in it is not known; give its phones")
+            elif unknown := next((phone for phone in u.phones if phone not in self._of), None):
+                found[i] = Fault("unknown phone", f"{u.id}: {unknown!r} is not in the inventory of the corpus")
+        return found
+
+    def short(self, utterances: Sequence[Utterance], n_frames: np.ndarray) -> dict[int, Fault]:
+        """Those of fewer frames than CTC needs: one for each phone, and one between equal neighbours."""
+        found = {}
+        for i, (u, n) in enumerate(zip(utterances, n_frames.tolist(), strict=True)):
+            labels = self(u)
+            needed = len(labels) + sum(a == b for a, b in pairwise(labels))
+            if n < needed:
+                message = f"{u.id}: {n} frames, subsampled, are less than the {needed} that its phones need; check both"
+                found[i] = Fault("shorter than its phones", message)
+        return found
+
+
+def _warn(what: str, faults: dict[int, Fault]) -> None:
+    by_reason: dict[str, list[str]] = {}
+    for i in sorted(faults):
+        by_reason.setdefault(faults[i].reason, []).append(faults[i].message)
+    lines = []
+    for reason, messages in by_reason.items():
+        more = [f"and {len(messages) - _NAMED} more"] if len(messages) > _NAMED else []
+        lines.append(f"{len(messages)} {reason}:\n    " + "\n    ".join(messages[:_NAMED] + more))
+    rank_zero_warn(f"{what}:\n  " + "\n  ".join(lines))
+
+
+def _check_augment(augment: SpecAugment | None, n_mels: int, normalize: str | None) -> None:
+    if augment is None:
+        return
+    if normalize is None:
+        raise ValueError("normalize=None: spec_augment hides with 0, the mean of normalised features; choose utterance")
+    if augment.freq_mask > n_mels:
+        raise ValueError(f"spec_augment.freq_mask={augment.freq_mask} must be at most n_mels={n_mels}")
+
+
+def _check_at_least(least: int, **values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise ValueError(f"{name}={value} must be at least {least}")

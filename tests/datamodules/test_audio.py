@@ -1,0 +1,150 @@
+import math
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from datamodules import AudioError, read_audio
+
+RATE = 16_000
+
+
+def noise(n, seed=0):
+    return (np.random.default_rng(seed).uniform(-0.5, 0.5, n) * 2**15).astype(np.int16)
+
+
+def write(path, samples, rate=RATE, **options):
+    soundfile.write(path, samples, rate, **options)
+    return path
+
+
+def write_sphere(path, samples, rate=RATE, coding="pcm"):
+    """By NIST's definition: a header of 1024 bytes, then the samples, here with the first byte the lowest."""
+    header = (
+        f"NIST_1A\n   1024\nchannel_count -i 1\nsample_count -i {len(samples)}\nsample_rate -i {rate}\n"
+        f"sample_n_bytes -i 2\nsample_byte_format -s2 01\nsample_sig_bits -i 16\n"
+        f"sample_coding -s{len(coding)} {coding}\nend_head\n"
+    )
+    path.write_bytes(header.encode().ljust(1024) + samples.astype("<i2").tobytes())
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.wav", "a.flac", "a.sph", "upper.WAV"])
+def test_samples_are_those_that_were_written(tmp_path, name):
+    samples = noise(5000)
+    sphere = name in ("a.sph", "upper.WAV")  # on TIMIT's discs, SPHERE files end in .WAV
+    path = (write_sphere if sphere else write)(tmp_path / name, samples)
+    read = read_audio(path)
+    assert read.dtype == torch.float32
+    assert (read.numpy() * 2**15 == samples).all()
+
+
+@pytest.mark.parametrize("write", [write, write_sphere])
+def test_a_part_is_that_part_and_only_it_is_decoded(tmp_path, write, monkeypatch):
+    samples = noise(100_000)
+    path = write(tmp_path / "a.wav", samples)
+    decoded = []
+    read = soundfile.SoundFile.read
+    monkeypatch.setattr(soundfile.SoundFile, "read", lambda f, n, **o: decoded.append(n) or read(f, n, **o))
+    assert (read_audio(path, start=1.5, duration=0.25).numpy() * 2**15 == samples[24_000:28_000]).all()
+    assert (read_audio(path, start=6.0).numpy() * 2**15 == samples[96_000:]).all()
+    assert (read_audio(path, start=6.0, duration=0.3).numpy() * 2**15 == samples[96_000:]).all()  # 0.05 s too far
+    assert decoded == [4000, 4000, 4000]
+
+
+def test_a_part_of_a_long_file_is_not_too_long(tmp_path):
+    path = write(tmp_path / "a.flac", noise(3 * RATE))
+    assert len(read_audio(path, start=1.0, duration=1.0, max_seconds=1.0)) == RATE
+    with pytest.raises(AudioError, match=r"a\.flac: 3\.0 s are more than max_seconds=1; cut it"):
+        read_audio(path, max_seconds=1.0)
+
+
+@pytest.mark.parametrize("rate", [22_050, 44_100, 48_000])
+def test_resampled_sound_is_the_same_sound(tmp_path, rate):
+    def sine(rate, n):
+        return 0.5 * np.sin(2 * np.pi * 440 * np.arange(n) / rate)
+
+    read = read_audio(write(tmp_path / "a.wav", sine(rate, 12_345), rate, subtype="FLOAT")).numpy()
+    assert len(read) == math.ceil(12_345 * RATE / rate)
+    inner = slice(200, -200)
+    assert np.abs(read - sine(RATE, len(read)))[inner].max() < 2e-3
+
+
+def stereo(path):
+    return write(path, np.zeros((100, 2)))
+
+
+def cut_off(path):
+    write(path, noise(50_000))
+    path.write_bytes(path.read_bytes()[:-20_000])
+    return path
+
+
+def no_numbers(path):
+    return write(path, np.array([0.0, np.nan]), subtype="FLOAT")
+
+
+def bytes_of(content):
+    def make(path):
+        path.write_bytes(content)
+        return path
+
+    return make
+
+
+FAULTS = {
+    "missing": ("a.wav", lambda path: path, "no such file"),
+    "folder": ("a", lambda path: path.mkdir() or path, "not a file"),
+    "no bytes": ("a.wav", bytes_of(b""), "file is empty"),
+    "no samples": ("a.wav", lambda path: write(path, noise(0)), "not one sample"),
+    "text": ("a.wav", bytes_of(b"hello" * 100), "libsndfile cannot read it.*convert it to WAV or FLAC"),
+    "cut off": ("a.flac", cut_off, "cut off|cannot read"),
+    "no numbers": ("a.wav", no_numbers, "not finite"),
+    "stereo": ("a.wav", stereo, "2 channels.*make it mono"),
+    "low rate": ("a.wav", lambda path: write(path, noise(8000), 8000), "8000 Hz.*sample_rate=16000.*upsample=true"),
+    "shorten": ("a.wv1", lambda path: write_sphere(path, noise(9), coding="pcm,embedded-shorten-v2.00"), "sph2pipe"),
+}
+REASONS = {
+    "folder": "missing",
+    "no bytes": "empty",
+    "no samples": "empty",
+    "text": "unreadable",
+    "cut off": "unreadable",
+    "no numbers": "unreadable",
+    "stereo": "several channels",
+    "low rate": "low sampling rate",
+    "shorten": "unreadable",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_cannot_be_used_is_named(tmp_path, fault):
+    name, make, message = FAULTS[fault]
+    with pytest.raises(AudioError, match=f"(?s){name}: .*(?:{message})") as error:
+        read_audio(make(tmp_path / name))
+    assert error.value.reason == REASONS.get(fault, fault)
+
+
+def test_an_hour_is_refused_before_it_is_decoded(tmp_path, monkeypatch):
+    path = tmp_path / "hour.wav"
+    with soundfile.SoundFile(path, "w", 16_000, 1) as file:
+        for _ in range(60):
+            file.write(np.zeros(60 * 16_000, np.int16))
+    monkeypatch.setattr(soundfile.SoundFile, "read", None)
+    with pytest.raises(AudioError, match=r"3600\.0 s are more than max_seconds=40"):
+        read_audio(path)
+
+
+@pytest.mark.parametrize(("start", "duration"), [(-0.1, None), (1.0, None), (0.5, 0.0), (0.5, 0.7), (2.0, 0.1)])
+def test_a_part_outside_the_file_is_refused(tmp_path, start, duration):
+    path = write(tmp_path / "a.wav", noise(RATE))
+    with pytest.raises(AudioError, match=r"is wanted, but it has 1\.00 s; correct start") as error:
+        read_audio(path, start=start, duration=duration)
+    assert error.value.reason == "not so long"
+
+
+def test_a_low_rate_is_taken_where_asked_for(tmp_path):
+    path = write(tmp_path / "a.wav", noise(8000), 8000)
+    assert len(read_audio(path, upsample=True)) == RATE
+    assert len(read_audio(path, sample_rate=8000)) == 8000

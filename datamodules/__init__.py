@@ -3,13 +3,16 @@
 from datamodules.audio import AudioError, read_audio
 from datamodules.augment import SpecAugment
 from datamodules.copy_task import CopyTask
+from datamodules.corpora import EspeakCorpus, LibriSpeechCorpus, ManifestCorpus
 from datamodules.filterbanks import Filterbanks
 from datamodules.length_batches import LengthBatches
+from datamodules.phonemes import Lexicon
 from datamodules.pixels import PixelSequences, images_to_levels, levels_to_images
 from datamodules.sampling import ResumableLoader, ShardedBatches
 from datamodules.sorting_task import SortingTask, counting_accuracy
 from datamodules.speech import SpeechData
 from datamodules.text import TextStream
+from datamodules.timit import TimitCorpus
 from datamodules.tokens import IGNORE, TokenBatch
 from datamodules.utterances import BLANK, SpeechBatch, SpeechCorpus, Utterance
 
@@ -18,8 +21,12 @@ __all__ = [
     "IGNORE",
     "AudioError",
     "CopyTask",
+    "EspeakCorpus",
     "Filterbanks",
     "LengthBatches",
+    "Lexicon",
+    "LibriSpeechCorpus",
+    "ManifestCorpus",
     "PixelSequences",
     "ResumableLoader",
     "ShardedBatches",
@@ -29,6 +36,7 @@ __all__ = [
     "SpeechCorpus",
     "SpeechData",
     "TextStream",
+    "TimitCorpus",
     "TokenBatch",
     "Utterance",
     "counting_accuracy",

@@ -70,10 +70,11 @@ class _Part(NamedTuple):
 def stdlib(max_bytes: int | None = None) -> TextSource:
     """The sources of the running Python's standard library, without tests; each file is a document."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    return _source("stdlib", root, _split_by_name(_non_empty(_library_files(root), root), max_bytes))
+    return _source("stdlib", root, _split_by_name(_non_empty(library_files(root), root), max_bytes))
 
 
-def _library_files(root: Path) -> Iterator[Path]:
+def library_files(root: Path) -> Iterator[Path]:
+    """The sources under a folder of Python's library, without tests and what differs between builds."""
     for folder, subfolders, names in os.walk(root):
         # Not even looked into: site-packages may be vast.
         subfolders[:] = [name for name in subfolders if name not in _NO_SOURCES and not name.startswith(_OF_THE_BUILD)]

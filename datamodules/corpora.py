@@ -1,0 +1,321 @@
+"""Speech corpora: of manifests, of LibriSpeech, and the one that espeak-ng makes."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from datamodules.phonemes import ESPEAK_PHONES, Lexicon, pronounced
+from datamodules.utterances import SpeechCorpus, Utterance
+
+ESPEAK_MINUTES = 60.0
+"""What `EspeakCorpus` has by default."""
+
+_SHOWN = 5  # bad lines of a manifest
+
+
+class ManifestLine(NamedTuple):
+    """What a line of a manifest says.
+
+    Attributes:
+        where: File and line, for errors.
+        utterance: Its phones may be None.
+        text: May be None, if the utterance has phones.
+    """
+
+    where: str
+    utterance: Utterance
+    text: str | None
+
+
+def read_manifest(path: Path) -> list[ManifestLine]:
+    """Read a manifest in JSON lines, as NeMo's are; what it says besides is ignored.
+
+    ``{"audio_filepath": "a.wav", "duration": 2.5, "text": "hello"}``: the file, relative to the manifest's folder; its
+    length in seconds; and what is said, or instead of the text ``"phonemes"``, a list or a string with spaces.
+    Optional are "offset", in seconds, where in the file it begins, "speaker" and "id".
+
+    Raises:
+        FileNotFoundError: If it is not there.
+        ValueError: Names the first bad lines, and what is wrong with them.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path.resolve()}: there is no such manifest; it has a line such as "
+            '{"audio_filepath": "a.wav", "duration": 2.5, "text": "hello"} for every utterance'
+        )
+    found, bad = [], []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    found.append(_manifest_line(line, f"{path}:{number}", path.parent))
+                except ValueError as error:
+                    bad.append(f"{path}:{number}: {error}")
+    if bad:
+        more = f"\nand {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+        raise ValueError("\n".join(bad[:_SHOWN]) + f"{more}\ncorrect or delete these lines")
+    if not found:
+        raise ValueError(f"{path}: has no utterance; add a line for each")
+    _check_unique(found)
+    return found
+
+
+def _manifest_line(line: str, where: str, folder: Path) -> ManifestLine:
+    try:
+        fields = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"is not JSON ({error})") from error
+    if not isinstance(fields, dict):
+        raise ValueError("is not a JSON object, {…}")
+    audio = _string(fields, "audio_filepath")
+    if audio is None:
+        raise ValueError("lacks audio_filepath, the name of a file")
+    start = _seconds(fields, "offset") or 0.0
+    duration = _seconds(fields, "duration")
+    if duration == 0:
+        raise ValueError("duration=0 must be more than 0")
+    phones, text = _phones(fields.get("phonemes")), _string(fields, "text")
+    if phones is None and text is None:
+        raise ValueError("has neither text nor phonemes")
+    name = _string(fields, "id") or (f"{audio}:{start:g}" if start else audio)
+    speaker = _string(fields, "speaker")
+    return ManifestLine(where, Utterance(name, folder / audio, speaker, phones, start, duration), text)
+
+
+def _string(fields: dict[str, Any], key: str) -> str | None:
+    value = fields.get(key)
+    if isinstance(value, int) and not isinstance(value, bool):  # a speaker's number
+        value = str(value)
+    if value is not None and not (isinstance(value, str) and value.strip()):
+        raise ValueError(f"{key}={value!r} must be a string that is not empty")
+    return value
+
+
+def _seconds(fields: dict[str, Any], key: str) -> float | None:
+    value = fields.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{key}={value!r} must be a number of seconds, not below 0")
+    return float(value)
+
+
+def _phones(value: Any) -> tuple[str, ...] | None:
+    phones = value.split() if isinstance(value, str) else value
+    if phones is None:
+        return None
+    if not isinstance(phones, list) or not phones or not all(isinstance(p, str) and p.split() == [p] for p in phones):
+        raise ValueError(f"phonemes={value!r} must be a list of names or a string with spaces between them")
+    return tuple(phones)
+
+
+def _check_unique(lines: list[ManifestLine]) -> None:
+    seen: dict[str, str] = {}
+    for line in lines:
+        if line.utterance.id in seen:
+            raise ValueError(
+                f"{line.where}: {line.utterance.id!r} is in {seen[line.utterance.id]} too; delete one of the lines, or "
+                'give each an "id" of its own'
+            )
+        seen[line.utterance.id] = line.where
+
+
+class ManifestCorpus(SpeechCorpus):
+    """Utterances that manifests list, as `read_manifest` says: WSJ, or speech of your own.
+
+    Args:
+        train: The manifest of the training utterances.
+        val: Of those that validate.
+        test: Of those that test.
+        lexicon: Turns texts into phones: a file in CMUdict's format, whose phones are then the inventory; utterances
+            with words that it lacks are left out, and counted in a warning. Not needed where each line has phonemes;
+            those of the training utterances are then the inventory.
+        stress: Keep the digits of the lexicon's vowels (AH0, AH1) as phones of their own.
+
+    Raises:
+        ValueError: If ``stress`` is given without a lexicon.
+    """
+
+    def __init__(self, train: str, val: str, test: str, *, lexicon: str | None = None, stress: bool = False) -> None:
+        if stress and lexicon is None:
+            raise ValueError("stress=True needs a lexicon, whose digits it keeps; give lexicon")
+        self.manifests = {"train": Path(train), "val": Path(val), "test": Path(test)}
+        self.lexicon = None if lexicon is None else Lexicon(lexicon, stress=stress)
+        self._read: dict[str, list[Utterance]] = {}
+
+    def prepare(self) -> None:
+        """See that what the arguments name is there and right.
+
+        Raises:
+            FileNotFoundError: If it is not there.
+            ValueError: If lines are bad.
+        """
+        if self.lexicon is not None:
+            self.lexicon.check()
+        for split in self.manifests:
+            self.utterances(split)
+
+    def utterances(self, split: str) -> list[Utterance]:
+        """Return those of "train", "val" or "test"; ids begin with that.
+
+        Raises:
+            FileNotFoundError: If the manifest is not there.
+            ValueError: If lines are bad, or have a text though there is no lexicon.
+        """
+        if split not in self._read:
+            self._read[split] = self._pronounced(split)
+        return self._read[split]
+
+    @property
+    def phones(self) -> tuple[str, ...]:
+        """The lexicon's, or those of the training utterances, sorted."""
+        if self.lexicon is not None:
+            return self.lexicon.phones
+        return tuple(sorted({phone for utterance in self.utterances("train") for phone in utterance.phones or ()}))
+
+    def _pronounced(self, split: str) -> list[Utterance]:
+        lines = read_manifest(self.manifests[split])
+        spoken = [
+            (
+                line.utterance._replace(id=f"{split}/{line.utterance.id}"),
+                line.text if line.utterance.phones is None else None,
+            )
+            for line in lines
+        ]
+        if self.lexicon is not None:
+            return pronounced(spoken, self.lexicon, str(self.manifests[split]))
+        for line in lines:
+            if line.utterance.phones is None:
+                raise ValueError(
+                    f"{line.where}: has a text, but no phonemes; give a lexicon, which turns words into phones"
+                )
+        return [utterance for utterance, _ in spoken]
+
+
+class LibriSpeechCorpus(SpeechCorpus):
+    """LibriSpeech (Panayotov et al. 2015), its words turned into phones by a lexicon.
+
+    Utterances with words that the lexicon lacks are left out, and counted in a warning.
+
+    Args:
+        root: The folder with LibriSpeech in it, as unpacked: LibriSpeech/train-clean-100/19/198/19-198-0000.flac.
+        lexicon: A file in CMUdict's format; librispeech-lexicon.txt of https://www.openslr.org/11 knows all words.
+        train: Subsets to train on.
+        val: Subsets that validate.
+        test: Subsets that test.
+        stress: Keep the digits of the lexicon's vowels (AH0, AH1) as phones of their own.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        lexicon: str,
+        *,
+        train: tuple[str, ...] = ("train-clean-100",),
+        val: tuple[str, ...] = ("dev-clean",),
+        test: tuple[str, ...] = ("test-clean",),
+        stress: bool = False,
+    ) -> None:
+        self.root = Path(root)
+        self.lexicon = Lexicon(lexicon, stress=stress)
+        self.subsets = {"train": tuple(train), "val": tuple(val), "test": tuple(test)}
+        self._read: dict[str, list[Utterance]] = {}
+
+    def prepare(self) -> None:
+        """See that the subsets and the lexicon are there.
+
+        Raises:
+            FileNotFoundError: If they are not; says where one gets them.
+        """
+        self.lexicon.check()
+        missing = [
+            subset for subsets in self.subsets.values() for subset in subsets if not self._folder(subset).is_dir()
+        ]
+        if missing:
+            raise FileNotFoundError(
+                f"LibriSpeech's {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not in "
+                f"{self.root.resolve()}: get {', '.join(f'{subset}.tar.gz' for subset in missing)} from "
+                f"https://www.openslr.org/12 and unpack there, so that there is {self._folder(missing[0]).resolve()}"
+            )
+
+    def utterances(self, split: str) -> list[Utterance]:
+        """Return those of "train", "val" or "test".
+
+        Raises:
+            FileNotFoundError: If a subset is not there, or an utterance has no transcript.
+            ValueError: If a subset is empty.
+        """
+        if split not in self._read:
+            spoken = [pair for subset in self.subsets[split] for pair in self._spoken(subset)]
+            self._read[split] = pronounced(spoken, self.lexicon, "LibriSpeech " + " ".join(self.subsets[split]))
+        return self._read[split]
+
+    @property
+    def phones(self) -> tuple[str, ...]:
+        """The lexicon's, sorted."""
+        return self.lexicon.phones
+
+    def _folder(self, subset: str) -> Path:
+        return self.root / "LibriSpeech" / subset
+
+    def _spoken(self, subset: str) -> list[tuple[Utterance, str]]:
+        from torchaudio.datasets import LIBRISPEECH
+
+        if not self._folder(subset).is_dir():
+            self.prepare()
+        recordings = LIBRISPEECH(self.root, subset)
+        if not len(recordings):
+            raise ValueError(f"{self._folder(subset)}: has no FLAC files in its folders; unpack it again")
+        return [_of_librispeech(self.root / "LibriSpeech", recordings.get_metadata(i)) for i in range(len(recordings))]
+
+
+def _of_librispeech(folder: Path, metadata: tuple[str, int, str, int, int, int]) -> tuple[Utterance, str]:
+    audio, _, text, speaker, _, _ = metadata
+    return Utterance(Path(audio).stem, folder / audio, str(speaker)), text
+
+
+class EspeakCorpus(SpeechCorpus):
+    """English speech that espeak-ng synthesises: the default, which needs no download.
+
+    8 dialects, spoken by 13 variants of the voice at several speeds and pitches, and sentences of the documentation of
+    the running Python and its library, cut to 12 words at most. Training, validation and test share no sentence and no
+    variant; they share the dialects, whose phones differ. The phones are those that the synthesis itself reports,
+    mapped to the 46 of `ESPEAK_PHONES`; pauses have no label, so they cannot be got right or wrong. The manifests
+    have the times of the phones, too.
+
+    The same arguments give the same files on the same Python and espeak-ng, which ``about.json`` names.
+
+    Args:
+        root: Folder of the corpus; made by `prepare` if it is not there, or by ``python -m datamodules.espeak``.
+        minutes: Of audio; 80 % of it train, 10 % validate, 10 % test.
+
+    Raises:
+        ValueError: If ``minutes`` is not more than 0.
+    """
+
+    def __init__(self, root: str = "data/espeak", *, minutes: float = ESPEAK_MINUTES) -> None:
+        if not minutes > 0:
+            raise ValueError(f"minutes={minutes:g} must be more than 0")
+        self.root = Path(root)
+        self.minutes = minutes
+
+    def prepare(self) -> None:
+        """Synthesise the corpus if it is not there: an hour in about a minute.
+
+        Raises:
+            FileExistsError: If ``root`` holds something else, or another corpus.
+            ModuleNotFoundError: If espeak-ng is not installed; names the extra.
+        """
+        from datamodules.espeak import make_corpus
+
+        make_corpus(self.root, self.minutes)
+
+    def utterances(self, split: str) -> list[Utterance]:
+        """Return those of "train", "val" or "test", which `prepare` has made."""
+        return [line.utterance for line in read_manifest(self.root / f"{split}.jsonl")]
+
+    @property
+    def phones(self) -> tuple[str, ...]:
+        """`ESPEAK_PHONES`, known before there is a corpus."""
+        return ESPEAK_PHONES

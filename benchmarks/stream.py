@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 NOTES = [
     "One causal layer, its projections included, reads a stream of random inputs, float32, without gradients, segment "
     "by segment, the state handed along. The states that it has after each number of tokens are kept; then, in every "
-    "round, it reads on from each, the kinds and the numbers of tokens taking turns, so that nothing but the state "
-    "differs.",
-    "ms: of one segment, median (min–max) over the rounds; ratios are taken round by round.",
+    "round, it reads the same segment from each in turn: nothing but the state differs.",
+    "ms: of one segment, the fastest of --segments in a row, since other work on the machine only adds; median "
+    "(min–max) over the rounds. Ratios are taken round by round.",
     "xl, compressive, infinite and softmax with a window see --mem_len positions, compressive half as many summaries "
     "of 4 inputs too. infinite: a signal of half as many basis functions, to which as many positions are written at "
     "once; where segments are that long, each is timed with one update. softmax: all keys and values, which grow.",
@@ -44,9 +44,9 @@ KINDS: dict[str, Callable[[int, int, int], Attention]] = {
     "xl": lambda e, h, m: TransformerXLAttention(e, h, mem_len=m, same_length=True),
     "compressive": lambda e, h, m: CompressiveAttention(e, h, mem_len=m, compressed_len=m // 2),
     "infinite": lambda e, h, m: _infinite(e, h, m, sticky=False),
-    "infinite, sticky": lambda e, h, m: _infinite(e, h, m, sticky=True),
+    "infinite_sticky": lambda e, h, m: _infinite(e, h, m, sticky=True),
     "linear": lambda e, h, m: LinearAttention(e, h),
-    "softmax, window": lambda e, h, m: SoftmaxAttention(e, h, window=m),
+    "softmax_window": lambda e, h, m: SoftmaxAttention(e, h, window=m),
     GROWING: lambda e, h, m: SoftmaxAttention(e, h),
 }
 """Each kind, made from width, heads and the positions that a memory holds."""
@@ -80,6 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--segment_len", type=at_least(1), default=128, help="tokens that are read at once; default: %(default)s"
     )
+    parser.add_argument(
+        "--segments", type=at_least(1), default=5, help="segments of each measurement; default: %(default)s"
+    )
     parser.add_argument("--repeats", type=at_least(1), default=20, help="rounds; default: %(default)s")
     parser.add_argument(
         "--most", type=at_least(1), default=2**16, help="longest for softmax, which is O(N²); default: %(default)s"
@@ -102,10 +105,9 @@ def run(args: argparse.Namespace) -> Report:
             streams[kind] = Stream(attention, args.segment_len)
             streams[kind].read(within)
     measures = {
-        f"{kind}, {n}": partial(seconds_of, partial(stream.segment, n), args.device)
-        for n in lengths
+        f"{kind}, {n}": partial(_fastest, partial(stream.segment, n), args.segments, args.device)
         for kind, stream in streams.items()
-        if n in stream.states
+        for n in stream.states
     }
     for stream in streams.values():
         stream.segment(min(stream.states))  # what is allocated once
@@ -113,6 +115,10 @@ def run(args: argparse.Namespace) -> Report:
     seconds = {kind: {n: timed[f"{kind}, {n}"] for n in stream.states} for kind, stream in streams.items()}
     rows = [_row(kind, lengths, seconds[kind], stream) for kind, stream in streams.items()]
     return Report("stream", rows, NOTES, partial(_plot, seconds, streams))
+
+
+def _fastest(function: Callable[[], None], times: int, device: torch.device) -> float:
+    return min(seconds_of(function, device) for _ in range(times))
 
 
 class Stream:

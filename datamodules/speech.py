@@ -180,28 +180,44 @@ class SpeechData(LightningDataModule):
         utterances, features = self._read(split)
         if not utterances:
             raise ValueError(f"{type(self.corpus).__name__} has no utterances of {split!r}; see how it is divided")
-        faults, labels = features.readings.faults, _Labels(self.corpus.phones)
-        n_frames = -(-features.readings.n_frames // self.subsampling)
+        labels = _Labels(self.corpus.phones)
+        mislabelled, faults = labels.faults(utterances), features.readings.faults
         if labelled:
-            faults = labels.faults(utterances) | faults
-            short = {i: fault for i, fault in labels.short(utterances, n_frames).items() if i not in faults}
-            if split == "train":
-                faults = faults | short
-            elif short:
-                _warn(
-                    f"{split}: {len(short)} of {len(utterances)} utterances are scored, but no loss is defined", short
-                )
-        if faults:
-            unscored = "" if split == "train" else ", and are not in the score"
-            _warn(f"{split}: {len(faults)} of {len(utterances)} utterances are left out{unscored}", faults)
-        self.left_out[split] = [faults[i] for i in sorted(faults)]
-        kept = np.array([i for i in range(len(utterances)) if i not in faults], dtype=np.int64)
-        if not len(kept):
-            first = self.left_out[split][0].message
-            raise ValueError(f"none of the {len(utterances)} utterances of {split!r} can be used; the first: {first}")
+            faults = mislabelled | faults
+            faults = faults | self._short(split, utterances, features.readings.n_frames, labels, faults)
+        kept = self._kept(split, len(utterances), faults)
         hours = features.readings.n_frames[kept].sum() * self.frame_seconds / 3600
         rank_zero_info(f"{split}: {len(kept):,} utterances, {hours:.2f} h")
-        return Split(utterances, [labels(u) for u in utterances], features, kept)
+        return Split(
+            utterances, [[] if i in mislabelled else labels(u) for i, u in enumerate(utterances)], features, kept
+        )
+
+    def _short(
+        self,
+        split: str,
+        utterances: list[Utterance],
+        n_frames: np.ndarray,
+        labels: "_Labels",
+        faults: dict[int, Fault],
+    ) -> dict[int, Fault]:
+        """Which are left out for having fewer frames than phones; validation and test keep them, and say so."""
+        short = labels.short(utterances, -(-n_frames // self.subsampling))
+        short = {i: fault for i, fault in short.items() if i not in faults}
+        if split == "train":
+            return short
+        if short:
+            _warn(f"{split}: {len(short)} of {len(utterances)} utterances have an error rate, but no loss", short)
+        return {}
+
+    def _kept(self, split: str, n: int, faults: dict[int, Fault]) -> np.ndarray:
+        self.left_out[split] = [faults[i] for i in sorted(faults)]
+        if len(faults) == n:
+            first = self.left_out[split][0].message
+            raise ValueError(f"none of the {n} utterances of {split!r} can be used; the first: {first}")
+        if faults:
+            unscored = "" if split == "train" else ", and are not in the score"
+            _warn(f"{split}: {len(faults)} of {n} utterances are left out{unscored}", faults)
+        return np.array([i for i in range(n) if i not in faults])
 
     def _read(self, split: str) -> tuple[list[Utterance], Features]:
         if split not in self._readings:
@@ -249,10 +265,11 @@ class SpeechData(LightningDataModule):
         return DataLoader(data, sampler=sampler, **loader_options(self.num_workers, self.seed))
 
     def _dataset(self, split: str, augment: SpecAugment | None) -> "SpeechUtterances":
+        of_split = self._splits[split]  # first: before `setup`, Lightning's __str__ may ask, and nothing is to be read
         # Only now, since what a checkpoint says of the statistics comes after `setup`.
         of_corpus = self.normalize == "corpus"
         statistics: dict[str | None, Tensor] | None = {None: self._corpus_statistics()} if of_corpus else None
-        return SpeechUtterances(self._splits[split], self.normalize, statistics, augment, self.seed)
+        return SpeechUtterances(of_split, self.normalize, statistics, augment, self.seed)
 
     def _corpus_statistics(self) -> Tensor:
         if self._statistics is None:
@@ -305,7 +322,7 @@ class Split(NamedTuple):
 
     Attributes:
         utterances: All of them.
-        labels: Of each; phones that are not in the inventory have none.
+        labels: Of each; none of those whose phones are not known or not in the inventory.
         features: Of each.
         kept: (n,), the numbers of those that are not left out.
     """

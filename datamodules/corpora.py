@@ -28,12 +28,16 @@ class ManifestLine(NamedTuple):
     text: str | None
 
 
-def read_manifest(path: Path) -> list[ManifestLine]:
+def read_manifest(path: Path, *, spoken: bool = True) -> list[ManifestLine]:
     """Read a manifest in JSON lines, as NeMo's are; what it says besides is ignored.
 
     ``{"audio_filepath": "a.wav", "duration": 2.5, "text": "hello"}``: the file, relative to the manifest's folder; its
     length in seconds; and what is said, or instead of the text ``"phonemes"``, a list or a string with spaces.
     Optional are "offset", in seconds, where in the file it begins, "speaker" and "id".
+
+    Args:
+        path: The manifest.
+        spoken: Whether every line has to say what is said.
 
     Raises:
         FileNotFoundError: If it is not there.
@@ -49,7 +53,7 @@ def read_manifest(path: Path) -> list[ManifestLine]:
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
-                    found.append(_manifest_line(line, f"{path}:{number}", path.parent))
+                    found.append(_manifest_line(line, f"{path}:{number}", path.parent, spoken))
                 except ValueError as error:
                     bad.append(f"{path}:{number}: {error}")
     if bad:
@@ -61,7 +65,7 @@ def read_manifest(path: Path) -> list[ManifestLine]:
     return found
 
 
-def _manifest_line(line: str, where: str, folder: Path) -> ManifestLine:
+def _manifest_line(line: str, where: str, folder: Path, spoken: bool) -> ManifestLine:
     try:
         fields = json.loads(line)
     except ValueError as error:
@@ -76,7 +80,7 @@ def _manifest_line(line: str, where: str, folder: Path) -> ManifestLine:
     if duration == 0:
         raise ValueError("duration=0 must be more than 0")
     phones, text = _phones(fields.get("phonemes")), _string(fields, "text")
-    if phones is None and text is None:
+    if spoken and phones is None and text is None:
         raise ValueError("has neither text nor phonemes")
     name = _string(fields, "id") or (f"{audio}:{start:g}" if start else audio)
     speaker = _string(fields, "speaker")

@@ -65,8 +65,8 @@ class SpeechData(LightningDataModule):
         max_seconds: Longest utterance.
         upsample: Take recordings of a lower sampling rate, too, whose upper band is then empty.
         audio: predict: what to recognise instead of the test split: files, folders of files, and JSON-lines manifests
-            with ``audio_filepath`` and optionally ``offset``, ``duration`` (seconds), ``speaker`` and ``id``. What
-            cannot be used is refused, not left out. The corpus is then not needed.
+            as `ManifestCorpus` reads them, which need not say what is said. What cannot be used is refused, not left
+            out. The corpus is then not needed.
         seed: Of the order of the training utterances, and of what `spec_augment` hides.
         num_workers: Processes that read ahead; 0: none.
 
@@ -238,7 +238,7 @@ class SpeechData(LightningDataModule):
         features = read_features(utterances, self._reader, num_workers=self.num_workers)
         if faults := list(features.readings.faults.values()):
             others = f" ({len(faults) - 1} more of {len(utterances)} are at fault)" if len(faults) > 1 else ""
-            raise ValueError(f"audio: {faults[0].message}{others}")
+            raise ValueError(f"{faults[0].message}{others}")
         return Split(utterances, [[] for _ in utterances], features, np.arange(len(utterances)))
 
     def train_dataloader(self) -> ResumableLoader:

@@ -296,7 +296,7 @@ def test_predict_takes_recordings_without_the_corpus(make, corpus, tmp_path):
     data.setup("predict")
     data.load_state_dict(state)
     rows = rows_of(data.predict_dataloader())
-    part = f"{tmp_path / last.audio.relative_to(tmp_path)}:0.05"
+    part = f"{last.audio.relative_to(tmp_path)}:0.05"
     assert set(rows) == {str(first.audio), *(str(u.audio) for u in corpus.splits["val"]), part, "whole"}
     train = torch.cat([filterbanks(u) for u in corpus.splits["train"]])
     assert (rows[str(first.audio)][0] - normal(filterbanks(first), train)).abs().max() < 1e-4
@@ -319,7 +319,6 @@ def bad_audio(folder):
     soundfile.write(folder / "stereo.wav", np.zeros((4000, 2)), RATE)
     soundfile.write(folder / "short.wav", np.zeros(100), RATE)
     (folder / "m.jsonl").write_text('{"audio_filepath": "stereo.wav"}\n{"audio": "x"}\n')
-    (folder / "n.json").write_text("[1]\n")
 
 
 @pytest.mark.parametrize(
@@ -329,13 +328,12 @@ def bad_audio(folder):
         ("empty", "empty has no recordings"),
         ("stereo.wav", r"stereo\.wav: it has 2 channels.*make it mono"),
         ("short.wav", "short.wav: 0.013 s are less than"),
-        ("m.jsonl", r"m\.jsonl, line 2 is not like .*audio_filepath"),
-        ("n.json", r"n\.json, line 1 is not like"),
+        ("m.jsonl", r"m\.jsonl:2: lacks audio_filepath"),
     ],
 )
 def test_predict_refuses_recordings_that_cannot_be_used(make, tmp_path, name, message):
     bad_audio(tmp_path)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
         make("predict", audio=[str(tmp_path / name)])
 
 

@@ -61,12 +61,12 @@ def run(args: argparse.Namespace) -> Report:
     runs = []
     for path, config in configs.items():
         if not args.trained:
-            _command("fit", "--config", str(path), *shlex.split(args.flags))
+            command("fit", "--config", str(path), *shlex.split(args.flags))
         root = Path(config["trainer"]["default_root_dir"])
         best = find_checkpoint("best", root)
-        scores = _scores(_command("test", "--ckpt_path", str(best)))
+        reported = scores(command("test", "--ckpt_path", str(best)))
         folder = best.parent.parent
-        runs.append(Run(path.stem, folder, scores, _curve(folder)))
+        runs.append(Run(path.stem, folder, reported, _curve(folder)))
     steps = {r.name: _Step(r, args.device) for r in runs}
     peaks = {name: step.peak() for name, step in steps.items()}
     for step in steps.values():
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> Report:
     return Report("training", rows, NOTES, partial(_plot, runs))
 
 
-def _command(*args: str) -> str:
+def command(*args: str) -> str:
     """Run the command as a user would, its progress shown, and return what it prints."""
     print(f"$ lit-effattn {shlex.join(args)}", file=sys.stderr, flush=True)
     done = subprocess.run([sys.executable, "-m", "lit_effattn.cli", *args], stdout=subprocess.PIPE, text=True)
@@ -98,7 +98,7 @@ def _command(*args: str) -> str:
     return done.stdout
 
 
-def _scores(said: str) -> dict[str, float]:
+def scores(said: str) -> dict[str, float]:
     """Find `test bits/dim: 1.8022` and the like."""
     return {name: float(value) for name, value in re.findall(r"^test (\S+): (\d+\.\d+)$", said, re.M)}
 

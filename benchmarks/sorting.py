@@ -1,0 +1,134 @@
+"""Whether a long-term memory remembers: accuracy on the sorting task, beside counting what short memories see."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import yaml
+
+from benchmarks.measuring import Spread
+from benchmarks.models import at_least
+from benchmarks.report import Report, Row
+from benchmarks.training import command, scores
+from datamodules import SortingTask, counting_accuracy
+from lit_effattn import LanguageModel, sequence
+from lit_effattn.runs import find_checkpoint
+from lit_effattn.sequence import SequenceModule
+
+NOTES = [
+    "accuracy: of the last checkpoint on the test sequences, answers before given; median (min–max) over the seeds.",
+    "short-term reach: tokens before the separator that the output there depends on through the short-term memories of "
+    "all layers, found by its gradients; what a long-term memory brings is left out.",
+    "counting: the accuracy, on the same test sequences, of naming types by how often they were within that reach, "
+    "which no model does better without remembering more; gain: accuracy above it, in the same unit.",
+    "state: bytes of what one stream's model remembers, in all layers. Minutes: `lit-effattn fit`, whole.",
+]
+
+
+class Variant(NamedTuple):
+    """A configuration, some of whose attention's options may be others."""
+
+    name: str
+    config: Path
+    flags: list[str]
+
+
+class Trained(NamedTuple):
+    """One run of it, with one seed."""
+
+    checkpoint: Path
+    accuracy: float
+    minutes: float | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("configs", type=Path, nargs="+", help="configurations with data of SortingTask")
+    parser.add_argument("--seeds", type=at_least(0), nargs="+", default=[0, 1, 2], help="default: 0 1 2")
+    parser.add_argument(
+        "--vary",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="other options of the first configuration's attention, a row each: n_basis=16, or tau=0.5,sticky=true",
+    )
+    parser.add_argument("--flags", nargs="+", default=[], metavar="NAME=VALUE", help="for every fit: data.length=8192")
+    parser.add_argument("--trained", action="store_true", help="look at the newest run of each, and train none")
+
+
+def run(args: argparse.Namespace) -> Report:
+    variants = [Variant(path.stem, path, []) for path in args.configs]
+    variants += [Variant(f"{args.configs[0].stem}, {said}", args.configs[0], _flags(said)) for said in args.vary]
+    more = [f"--{flag}" for flag in args.flags]
+    rows = [_row(variant, args.seeds, more, train=not args.trained) for variant in variants]
+    return Report("sorting", rows, NOTES)
+
+
+def _flags(said: str) -> list[str]:
+    return [f"--model.init_args.backbone.init_args.attention.init_args.{option}" for option in said.split(",")]
+
+
+def _row(variant: Variant, seeds: list[int], flags: list[str], *, train: bool) -> Row:
+    root = Path(yaml.safe_load(variant.config.read_text())["trainer"]["default_root_dir"])
+    root = root.with_name(root.name + "".join(f"_{flag.rpartition('.')[2]}" for flag in variant.flags))
+    runs = [_trained(variant, root / f"seed_{seed}", seed, flags, train=train) for seed in seeds]
+    model = LanguageModel.load_from_checkpoint(runs[0].checkpoint, map_location="cpu")
+    data = _data(runs[0].checkpoint)
+    streams = np.stack([data.sequences("test").types(i) for i in range(data.sizes["test"])])
+    reach = short_term_reach(model.backbone, data.length)
+    counted = counting_accuracy(streams, data.n_types, reach)
+    accuracy = Spread(tuple(r.accuracy for r in runs))
+    minutes = [r.minutes for r in runs if r.minutes is not None]
+    return {
+        "configuration": variant.name,
+        "accuracy": accuracy,
+        "short-term reach, tokens": f"{reach} of {data.length}",
+        "counting": counted,
+        "gain": _signed(accuracy.map(lambda x: x - counted)),
+        "state, bytes": sequence.nbytes(model.backbone.initial_state(1)),
+        "minutes": Spread(tuple(minutes)) if minutes else None,
+    }
+
+
+def _signed(spread: Spread) -> str:
+    return f"{spread.median:+.3f} ({min(spread.samples):+.3f} … {max(spread.samples):+.3f})"
+
+
+def _trained(variant: Variant, root: Path, seed: int, flags: list[str], *, train: bool) -> Trained:
+    minutes = None
+    if train:
+        start = time.monotonic()
+        words = ["--config", str(variant.config), "--seed_everything", str(seed), *variant.flags, *flags]
+        command("fit", *words, "--trainer.default_root_dir", str(root))
+        minutes = (time.monotonic() - start) / 60
+    checkpoint = find_checkpoint("last", root)
+    return Trained(checkpoint, scores(command("test", "--ckpt_path", str(checkpoint)))["accuracy"], minutes)
+
+
+def _data(checkpoint: Path) -> SortingTask:
+    config: dict[str, Any] = yaml.safe_load((checkpoint.parent.parent / "config.yaml").read_text())
+    return SortingTask(**config["data"]["init_args"])
+
+
+def short_term_reach(backbone: SequenceModule, length: int) -> int:
+    """Return how many of `length` inputs the last output depends on, its own included, but for what signals bring.
+
+    The models' own memories decide, not what their options are called: the gradient of the last output is followed to
+    the first input that it reaches.
+    """
+    backbone = backbone.double().eval()
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        x = torch.randn(1, length, backbone.d_input, dtype=torch.float64, requires_grad=True)
+    for name, parameter in backbone.named_parameters():
+        if ".ltm_out_proj." in name:
+            parameter.data.zero_()
+    y, _ = backbone(x)
+    y[0, -1].square().sum().backward()
+    assert x.grad is not None
+    reached = x.grad[0].abs().amax(-1).nonzero()  # (reached, 1)
+    return length - int(reached[0])

@@ -79,7 +79,7 @@ def _row(variant: Variant, seeds: list[int], flags: list[str], *, train: bool) -
     model = LanguageModel.load_from_checkpoint(runs[0].checkpoint, map_location="cpu")
     data = _data(runs[0].checkpoint)
     streams = np.stack([data.sequences("test").types(i) for i in range(data.sizes["test"])])
-    reach = short_term_reach(model.backbone, data.length)
+    reach = short_term_reach(model.backbone, data.length + 1) - 1  # the separator is none of the stream
     counted = counting_accuracy(streams, data.n_types, reach)
     accuracy = Spread(tuple(r.accuracy for r in runs))
     minutes = [r.minutes for r in runs if r.minutes is not None]

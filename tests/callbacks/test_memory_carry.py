@@ -13,11 +13,12 @@ from torch.utils.data import DataLoader, Dataset
 from callbacks import MemoryCarry
 from datamodules.tokens import IGNORE, TokenBatch
 from lit_effattn import Transformer, sequence
-from lit_effattn.attention import LinearAttention, SoftmaxAttention
+from lit_effattn.attention import InfiniteAttention, LinearAttention, SoftmaxAttention
 from lit_effattn.tasks import LanguageModel, PixelModel
 from tests.callbacks.tiny import trainer
 
 V, ROWS, SEGMENT = 7, 3, 4
+STICKY = partial(InfiniteAttention, mem_len=3, segment_len=4, n_basis=6, widths=(0.1,), n_samples=5, sticky=True)
 
 
 class Streams(Dataset):
@@ -119,9 +120,10 @@ def test_a_validation_in_mid_epoch_leaves_the_memory_of_training_alone(tmp_path)
         torch.testing.assert_close(list(sequence.tensors(a)), list(sequence.tensors(b)), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("attention", [LinearAttention, STICKY], ids=["linear", "infinite"])
 @pytest.mark.parametrize("stage", ["validate", "test"])
-def test_evaluation_scores_what_one_pass_scores(tmp_path, stage: str):
-    made, data = model(), loader(5, seed=3)
+def test_evaluation_scores_what_one_pass_scores(tmp_path, stage: str, attention: Any):
+    made, data = model(attention), loader(5, seed=3)
     with torch.no_grad():
         mean = torch.stack([nats(made.eval(), row) for row in data.dataset.tokens]).mean()
     (result,) = getattr(trainer(tmp_path, [MemoryCarry()]), stage)(made, data, verbose=False)
@@ -132,14 +134,15 @@ def test_evaluation_scores_what_one_pass_scores(tmp_path, stage: str):
     assert made.memory is None
 
 
-def test_the_memory_is_in_the_checkpoint_and_taken_up_again(tmp_path):
+@pytest.mark.parametrize("attention", [LinearAttention, STICKY], ids=["linear", "infinite"])
+def test_the_memory_is_in_the_checkpoint_and_taken_up_again(tmp_path, attention: Any):
     straight, second = Spy(), Spy()
     path = tmp_path / "half.ckpt"
-    trainer(tmp_path, [MemoryCarry(), straight, Save(3, path)], max_epochs=1).fit(model(), loader(6))
+    trainer(tmp_path, [MemoryCarry(), straight, Save(3, path)], max_epochs=1).fit(model(attention), loader(6))
     packed = torch.load(path, weights_only=True)["memory_carry"]
     assert len(packed) == 1
     rest = Rest(loader(6), 3)
-    trainer(tmp_path, [MemoryCarry(), second], max_epochs=1).fit(model(), rest, ckpt_path=path)
+    trainer(tmp_path, [MemoryCarry(), second], max_epochs=1).fit(model(attention), rest, ckpt_path=path)
     assert second.losses == straight.losses[3:]
 
 

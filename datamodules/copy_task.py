@@ -1,19 +1,16 @@
 """The copy task: say again what was said (Kitaev et al. 2020; Katharopoulos et al. 2020, section 4.1)."""
 
 import torch
-from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from datamodules.sampling import ResumableLoader, ShardedBatches, loader_options
+from datamodules.synthetic import SyntheticTask
 from datamodules.tokens import IGNORE, TokenBatch
 
 SEPARATOR = 0
 
-_DRAWS = 2**20  # of a training word: every epoch draws another of that many, so hardly any ever comes again
 
-
-class CopyTask(LightningDataModule):
+class CopyTask(SyntheticTask):
     """Sequences `0 w 0 w`: a separator, a word of random symbols, a separator, the word again.
 
     A batch is a `TokenBatch` of sequences padded on the right; only the second word is scored, for only it can be
@@ -57,85 +54,33 @@ class CopyTask(LightningDataModule):
         seed: int = 0,
         num_workers: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(
+            batch_size=batch_size,
+            eval_batch_size=eval_batch_size,
+            n_train=n_train,
+            n_val=n_val,
+            n_test=n_test,
+            seed=seed,
+            num_workers=num_workers,
+        )
         self.save_hyperparameters(logger=False)
-        least = {"max_len": 4, "n_symbols": 2, "batch_size": 1, "n_train": 1, "n_val": 1, "n_test": 1, "seed": 0}
-        given = {
-            "max_len": max_len,
-            "n_symbols": n_symbols,
-            "batch_size": batch_size,
-            "n_train": n_train,
-            "n_val": n_val,
-            "n_test": n_test,
-            "seed": seed,
-        }
-        for name, value in given.items():
-            if value < least[name]:
-                raise ValueError(f"{name}={value} must be at least {least[name]}")
-        if eval_batch_size is not None and eval_batch_size < 1:
-            raise ValueError(f"eval_batch_size={eval_batch_size} must be at least 1")
+        for name, value, least in (("max_len", max_len, 4), ("n_symbols", n_symbols, 2)):
+            if value < least:
+                raise ValueError(f"{name}={value} must be at least {least}")
         min_len = 4 if min_len is None else min_len
         if not 4 <= min_len <= max_len:
             raise ValueError(f"min_len={min_len} must be from 4, two separators and a word twice, to max_len={max_len}")
-        self.batch_size = batch_size
-        self.eval_batch_size = eval_batch_size or batch_size
-        self.sizes = {"train": n_train, "val": n_val, "test": n_test}
         self.words = (min_len // 2 - 1, max_len // 2 - 1)
         self.n_symbols = n_symbols
-        self.seed = seed
-        self.num_workers = num_workers
 
     @property
     def vocab_size(self) -> int:
         """Symbols and separator."""
         return self.n_symbols + 1
 
-    @property
-    def unit(self) -> str:
-        """What a token is."""
-        return "token"
-
-    @property
-    def tokenizer(self) -> None:
-        """The tokens stand for no text."""
-        return None
-
-    def train_dataloader(self) -> ResumableLoader:
-        """Equal batches of new sequences each epoch."""
-        sampler = self._sampler("train", self.batch_size, shuffle=True, variants=_DRAWS, drop_last=True)
-        return ResumableLoader(self._split("train"), sampler=sampler, **loader_options(self.num_workers, self.seed))
-
-    def val_dataloader(self) -> DataLoader[TokenBatch]:
-        """Every validation sequence once."""
-        return self._eval_dataloader("val")
-
-    def test_dataloader(self) -> DataLoader[TokenBatch]:
-        """Every test sequence once."""
-        return self._eval_dataloader("test")
-
-    def predict_dataloader(self) -> DataLoader[TokenBatch]:
-        """Every test sequence once."""
-        return self._eval_dataloader("test")
-
-    def _eval_dataloader(self, split: str) -> DataLoader[TokenBatch]:
-        sampler = self._sampler(split, self.eval_batch_size, shuffle=False, variants=1, drop_last=False)
-        return DataLoader(self._split(split), sampler=sampler, **loader_options(self.num_workers, self.seed))
-
-    def _split(self, name: str) -> "CopySequences":
-        number = list(self.sizes).index(name)
-        return CopySequences(self.words, self.n_symbols, stream=number if number else 3 + self.seed)
-
-    def _sampler(self, split: str, batch_size: int, *, shuffle: bool, variants: int, drop_last: bool) -> ShardedBatches:
-        return ShardedBatches(
-            self.sizes[split],
-            batch_size,
-            num_replicas=1 if self.trainer is None else self.trainer.world_size,
-            rank=0 if self.trainer is None else self.trainer.global_rank,
-            shuffle=shuffle,
-            seed=self.seed,
-            variants=variants,
-            drop_last=drop_last,
-        )
+    def sequences(self, split: str) -> "CopySequences":
+        """Return the sequences of "train", "val" or "test"."""
+        return CopySequences(self.words, self.n_symbols, stream=self._stream(split))
 
 
 class CopySequences(Dataset[TokenBatch]):

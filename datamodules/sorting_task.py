@@ -4,19 +4,18 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import Dataset, DistributedSampler
 
-from datamodules.sampling import ResumableLoader, ShardedBatches, loader_options
+from datamodules.sampling import ShardedBatches
+from datamodules.synthetic import SyntheticTask
 from datamodules.tokens import IGNORE, TokenBatch
 
 SEPARATOR = 0
 
-_DRAWS = 2**20  # of a training sequence: every epoch draws another of that many, so hardly any ever comes again
 _EMPTY = -1  # in place of a sequence's number: an empty row
 
 
-class SortingTask(LightningDataModule):
+class SortingTask(SyntheticTask):
     """Streams of types whose distribution drifts, a separator, and the types in falling order of frequency.
 
         x_i ~ (1 − r) p_0 + r p_1,  r = i / length,  0 ≤ i < length
@@ -74,85 +73,34 @@ class SortingTask(LightningDataModule):
         seed: int = 0,
         num_workers: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(
+            batch_size=batch_size,
+            eval_batch_size=eval_batch_size,
+            n_train=n_train,
+            n_val=n_val,
+            n_test=n_test,
+            seed=seed,
+            num_workers=num_workers,
+        )
         self.save_hyperparameters(logger=False)
-        for name, value, least in (
-            ("length", length, 1),
-            ("n_types", n_types, 2),
-            ("segment_len", segment_len, 1),
-            ("batch_size", batch_size, 1),
-            ("eval_batch_size", eval_batch_size, 1),
-            ("n_train", n_train, 1),
-            ("n_val", n_val, 1),
-            ("n_test", n_test, 1),
-            ("seed", seed, 0),
-        ):
+        for name, value, least in (("length", length, 1), ("n_types", n_types, 2), ("segment_len", segment_len, 1)):
             if value is not None and value < least:
                 raise ValueError(f"{name}={value} must be at least {least}")
         self.length = length
         self.n_types = n_types
         self.segment_len = segment_len or length + n_types
-        self.batch_size = batch_size
-        self.eval_batch_size = eval_batch_size or batch_size
-        self.sizes = {"train": n_train, "val": n_val, "test": n_test}
-        self.seed = seed
-        self.num_workers = num_workers
 
     @property
     def vocab_size(self) -> int:
         """Types and separator."""
         return self.n_types + 1
 
-    @property
-    def unit(self) -> str:
-        """What a token is."""
-        return "token"
-
-    @property
-    def tokenizer(self) -> None:
-        """The tokens stand for no text."""
-        return None
-
-    def train_dataloader(self) -> ResumableLoader:
-        """Equal batches of new sequences each epoch, segment after segment."""
-        sampler = self._sampler("train", self.batch_size, shuffle=True, variants=_DRAWS, drop_last=True)
-        return ResumableLoader(self.sequences("train"), sampler=sampler, **loader_options(self.num_workers, self.seed))
-
-    def val_dataloader(self) -> DataLoader[TokenBatch]:
-        """Every validation sequence once."""
-        return self._eval_dataloader("val")
-
-    def test_dataloader(self) -> DataLoader[TokenBatch]:
-        """Every test sequence once."""
-        return self._eval_dataloader("test")
-
-    def predict_dataloader(self) -> DataLoader[TokenBatch]:
-        """Every test sequence once."""
-        return self._eval_dataloader("test")
-
     def sequences(self, split: str) -> "SortingSequences":
         """Return the sequences of "train", "val" or "test"."""
-        number = list(self.sizes).index(split)
-        return SortingSequences(
-            self.length, self.n_types, self.segment_len, stream=number if number else len(self.sizes) + self.seed
-        )
+        return SortingSequences(self.length, self.n_types, self.segment_len, stream=self._stream(split))
 
-    def _eval_dataloader(self, split: str) -> DataLoader[TokenBatch]:
-        sampler = self._sampler(split, self.eval_batch_size, shuffle=False, variants=1, drop_last=False)
-        return DataLoader(self.sequences(split), sampler=sampler, **loader_options(self.num_workers, self.seed))
-
-    def _sampler(self, split: str, batch_size: int, *, shuffle: bool, variants: int, drop_last: bool) -> "Segments":
-        batches = ShardedBatches(
-            self.sizes[split],
-            batch_size,
-            num_replicas=1 if self.trainer is None else self.trainer.world_size,
-            rank=0 if self.trainer is None else self.trainer.global_rank,
-            shuffle=shuffle,
-            seed=self.seed,
-            variants=variants,
-            drop_last=drop_last,
-        )
-        return Segments(batches, self.sequences(split).n_segments)
+    def _sampler(self, batches: ShardedBatches) -> "Segments":
+        return Segments(batches, SortingSequences(self.length, self.n_types, self.segment_len, 0).n_segments)
 
 
 class SortingSequences(Dataset[TokenBatch]):

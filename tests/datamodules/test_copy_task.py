@@ -81,4 +81,4 @@ def test_workers_draw_the_same():
     alone = CopyTask(max_len=16, batch_size=4, n_train=16)
     for a, b in zip(batches(data, "train"), batches(alone, "train"), strict=True):
         assert torch.equal(a.inputs, b.inputs)
-    assert pickle.loads(pickle.dumps(data._split("val")))[[3]].inputs.shape[0] == 1
+    assert pickle.loads(pickle.dumps(data.sequences("val")))[[3]].inputs.shape[0] == 1

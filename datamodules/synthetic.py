@@ -1,0 +1,119 @@
+"""What the papers' synthetic tasks share: sequences that are drawn, not read."""
+
+from abc import abstractmethod
+
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from datamodules.sampling import ResumableLoader, ShardedBatches, loader_options
+from datamodules.tokens import TokenBatch
+
+_DRAWS = 2**20  # of a training sequence: every epoch draws another of that many, so hardly any ever comes again
+
+
+class SyntheticTask(LightningDataModule):
+    """Sequences of tokens that stand for no text, drawn as they are asked for.
+
+    Args:
+        batch_size: Sequences a step and process.
+        eval_batch_size: The same in validation, test and prediction. Default: `batch_size`.
+        n_train: Sequences of an epoch; every epoch draws new ones.
+        n_val: Sequences of validation, always the same.
+        n_test: Sequences of the test, always the same.
+        seed: Of the training sequences; those of validation and test do not depend on it.
+        num_workers: Processes that draw ahead; 0: none.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        *,
+        batch_size: int,
+        eval_batch_size: int | None,
+        n_train: int,
+        n_val: int,
+        n_test: int,
+        seed: int,
+        num_workers: int,
+    ) -> None:
+        super().__init__()
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("eval_batch_size", eval_batch_size, 1),
+            ("n_train", n_train, 1),
+            ("n_val", n_val, 1),
+            ("n_test", n_test, 1),
+            ("seed", seed, 0),
+        ):
+            if value is not None and value < least:
+                raise ValueError(f"{name}={value} must be at least {least}")
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size or batch_size
+        self.sizes = {"train": n_train, "val": n_val, "test": n_test}
+        self.seed = seed
+        self.num_workers = num_workers
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """How many tokens there are."""
+
+    @property
+    def unit(self) -> str:
+        """What a token is."""
+        return "token"
+
+    @property
+    def tokenizer(self) -> None:
+        """The tokens stand for no text."""
+        return None
+
+    def train_dataloader(self) -> ResumableLoader:
+        """Equal batches of new sequences each epoch."""
+        batches = self._batches("train", self.batch_size, shuffle=True, variants=_DRAWS, drop_last=True)
+        options = loader_options(self.num_workers, self.seed)
+        return ResumableLoader(self.sequences("train"), sampler=self._sampler(batches), **options)
+
+    def val_dataloader(self) -> DataLoader[TokenBatch]:
+        """Every validation sequence once."""
+        return self._eval_dataloader("val")
+
+    def test_dataloader(self) -> DataLoader[TokenBatch]:
+        """Every test sequence once."""
+        return self._eval_dataloader("test")
+
+    def predict_dataloader(self) -> DataLoader[TokenBatch]:
+        """Every test sequence once."""
+        return self._eval_dataloader("test")
+
+    @abstractmethod
+    def sequences(self, split: str) -> Dataset[TokenBatch]:
+        """Return the sequences of "train", "val" or "test"."""
+
+    def _stream(self, split: str) -> int:
+        """Return a number that no other split has, and in training no other seed."""
+        number = list(self.sizes).index(split)
+        return number if number else len(self.sizes) + self.seed
+
+    def _sampler(self, batches: ShardedBatches) -> DistributedSampler:
+        """Return what says which sequences, or parts of them, come when."""
+        return batches
+
+    def _eval_dataloader(self, split: str) -> DataLoader[TokenBatch]:
+        batches = self._batches(split, self.eval_batch_size, shuffle=False, variants=1, drop_last=False)
+        options = loader_options(self.num_workers, self.seed)
+        return DataLoader(self.sequences(split), sampler=self._sampler(batches), **options)
+
+    def _batches(self, split: str, batch_size: int, *, shuffle: bool, variants: int, drop_last: bool) -> ShardedBatches:
+        return ShardedBatches(
+            self.sizes[split],
+            batch_size,
+            num_replicas=1 if self.trainer is None else self.trainer.world_size,
+            rank=0 if self.trainer is None else self.trainer.global_rank,
+            shuffle=shuffle,
+            seed=self.seed,
+            variants=variants,
+            drop_last=drop_last,
+        )

@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--segment_len", type=at_least(1), default=128, help="tokens that are read at once; default: %(default)s"
     )
     parser.add_argument(
-        "--segments", type=at_least(1), default=5, help="segments of each measurement; default: %(default)s"
+        "--segments", type=at_least(1), default=10, help="segments of each measurement; default: %(default)s"
     )
     parser.add_argument("--repeats", type=at_least(1), default=20, help="rounds; default: %(default)s")
     parser.add_argument(

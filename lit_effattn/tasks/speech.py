@@ -208,26 +208,31 @@ class SpeechRecognizer(Task):
         return round(min(frame * self.front_end.factor, n) * self.frame_seconds, 3)
 
     def write_predictions(self, predictions: list[Any], folder: Path) -> str:
-        """Write `transcripts.jsonl`, a line an utterance, and pictures of the first: see `Task.write_predictions`."""
+        """Write `transcripts.jsonl`, a line an utterance by their ids, and pictures: see `Task.write_predictions`.
+
+        The pictures are of the first batch, that of the longest utterances; their names are in the utterances' lines.
+        """
         transcripts: list[Transcript] = [transcript for batch in predictions for transcript in batch]
+        transcripts.sort(key=lambda transcript: transcript.entry["id"])
+        pictures = 0
         path = folder / "transcripts.jsonl"
         with path.open("w", encoding="utf-8") as file:
-            for transcript in transcripts:
-                print(json.dumps(transcript.entry, ensure_ascii=False), file=file)
-        lines = [f"transcripts of {len(transcripts)} utterances: {short(path)}"]
-        for i, transcript in enumerate(t for t in transcripts if t.features is not None):
-            assert transcript.features is not None
-            assert transcript.probabilities is not None
-            picture = recognised(
-                transcript.features,
-                transcript.probabilities,
-                ["blank", *self.phones],
-                folder / f"utterance_{i + 1}.png",
-                factor=self.front_end.factor,
-                frame_seconds=self.frame_seconds,
-            )
-            lines.append(f"picture of {transcript.entry['id']}: {short(picture)}")
-        return "\n".join(lines)
+            for entry, features, probabilities in transcripts:
+                if features is not None and probabilities is not None:
+                    pictures += 1
+                    entry["picture"] = self._draw(features, probabilities, folder / f"utterance_{pictures}.png").name
+                print(json.dumps(entry, ensure_ascii=False), file=file)
+        return f"transcripts of {len(transcripts)} utterances: {short(path)}\n{pictures} pictures beside them"
+
+    def _draw(self, features: Tensor, probabilities: Tensor, path: Path) -> Path:
+        return recognised(
+            features,
+            probabilities,
+            ["blank", *self.phones],
+            path,
+            factor=self.front_end.factor,
+            frame_seconds=self.frame_seconds,
+        )
 
     # ------------------------------------------------------------------------------------------------- what fits what
 

@@ -252,8 +252,9 @@ def test_transcripts_say_what_when_and_how_surely(monkeypatch: pytest.MonkeyPatc
             {"phone": "ch", "start": 0.3, "end": 0.34, "confidence": sure},  # ends with the utterance, not with 18 / 3
         ],
         "reference": ["q", "aa"],
+        "picture": "utterance_1.png",
     }
-    assert second == {"id": "utterance-1", "seconds": 0.3, "phones": []}
+    assert second == {"id": "utterance-1", "seconds": 0.3, "phones": [], "picture": "utterance_2.png"}
     assert "transcripts of 2 utterances: " in said
     for i in (1, 2):
         with Image.open(tmp_path / f"utterance_{i}.png") as picture:

@@ -57,6 +57,24 @@ def test_what_is_read_is_what_one_pass_over_the_stream_does(n: int, sticky: bool
     torch.testing.assert_close(readings[0].density, density)
 
 
+@torch.no_grad()
+def test_densities_are_the_mean_over_the_positions_and_the_update_is_the_last():
+    made = model(n_layers=1)
+    attention, norm = made.backbone.blocks[0].attention, made.backbone.blocks[0].norm_1
+    given = tokens(24)
+    (reading,) = read(made, given, 9)  # the positions 15 … 23, before two of which there is an update
+    grid = (torch.arange(1000) + 0.5) / 1000
+    x, state, densities = made.embedding(given[None]), None, []
+    for i in range(24):
+        before = state
+        _, state = made.backbone(x[:, i : i + 1], state)
+        densities.append(attention.density(norm(x[:, i : i + 1]), state.layers[0], grid)[0, :, 0])
+        if i == 20:
+            old = attention.signal(before.layers[0], attention.sample_times(before.layers[0]))[0]
+    torch.testing.assert_close(reading.density, torch.stack(densities[15:]).mean(0))
+    torch.testing.assert_close(reading.before, old)
+
+
 def test_layers_without_a_signal_are_left_out_and_the_memory_is_that_of_evaluation():
     kinds = [partial(TransformerXLAttention, mem_len=4), INFINITE, partial(INFINITE, n_basis=0)]
     made = model(kinds, n_layers=3, eval_mem_len=8)

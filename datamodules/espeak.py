@@ -253,7 +253,7 @@ def timed_phones(
     """
     sounds = list(sounds)
     phones, times = list[str](), list[tuple[float, float]]()
-    for (name, start), end in zip(sounds, [*(start for _, start in sounds[1:]), n_samples], strict=True):
+    for (name, start), (_, end) in pairwise([*sounds, ("", n_samples)]):
         parts = espeak_phones(name)
         phones.extend(parts)
         borders = [start + (end - start) * i / len(parts) for i in range(len(parts) + 1)] if parts else []

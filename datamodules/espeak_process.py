@@ -26,6 +26,7 @@ _UTF8 = 1
 _RATE, _PITCH = 1, 3
 _LAST, _PHONEME = 0, 7
 _BUFFER_MS = 200
+_SEED = 1
 
 
 class _Id(ctypes.Union):
@@ -70,6 +71,8 @@ class _Espeak:
         self.sample_rate = self.library.espeak_Initialize(_SYNCHRONOUS, _BUFFER_MS, path, options)
         if self.sample_rate <= 0:
             raise RuntimeError(f"{library} finds no data in {data}; if that is a long path, make a shorter one")
+        if hasattr(self.library, "espeak_ng_SetRandSeed"):  # breath is noise, which 1.52 seeds with the time
+            self.library.espeak_ng_SetRandSeed(ctypes.c_long(_SEED))
         self.library.espeak_SetSynthCallback(self._callback)
         found = ctypes.c_char_p()
         self.version = self.library.espeak_Info(ctypes.byref(found)).decode().split()[0]

@@ -95,12 +95,12 @@ class Features:
     """
 
     def __init__(
-        self, utterances: Sequence[Utterance], reader: FeatureReader, readings: Readings, kept: np.ndarray | None = None
+        self, utterances: Sequence[Utterance], reader: FeatureReader, readings: Readings, kept: Path | None = None
     ) -> None:
         self.readings = readings
         self._utterances = utterances
         self._reader = reader
-        self._kept = kept  # (frames of all, F)
+        self._kept = kept  # the file of (frames of all, F)
 
     @cached_property
     def _borders(self) -> np.ndarray:
@@ -110,7 +110,10 @@ class Features:
         """Those of utterance ``i``, which has no fault."""
         if self._kept is None:
             return self._reader(self._utterances[i])
-        return torch.from_numpy(np.array(self._kept[self._borders[i] : self._borders[i + 1]]))
+        # Mapped anew each time, which is quick: spawned workers would be sent a copy of a whole array that is mapped.
+        shape = (int(self.readings.n_frames[i]), self._reader.filterbanks.n_mels)
+        frames = np.memmap(self._kept, np.float32, mode="r", offset=4 * shape[1] * int(self._borders[i]), shape=shape)
+        return torch.from_numpy(np.array(frames))
 
 
 def read_features(utterances: Sequence[Utterance], reader: FeatureReader, *, num_workers: int = 0) -> Features:
@@ -143,11 +146,7 @@ def stored_features(
     """
     store = folder / f"speech-{name}-{_digest(utterances, reader, keep)}"
     made_once(store, partial(_make, utterances, reader, keep, num_workers, name), _is_whole)
-    readings = _load(store)
-    if not keep or not readings.n_frames.any():
-        return Features(utterances, reader, readings)
-    kept = np.memmap(store / "features.bin", np.float32, mode="r").reshape(-1, reader.filterbanks.n_mels)
-    return Features(utterances, reader, readings, kept)
+    return Features(utterances, reader, _load(store), store / "features.bin" if keep else None)
 
 
 def _digest(utterances: Sequence[Utterance], reader: FeatureReader, keep: bool) -> str:

@@ -1,5 +1,6 @@
 import json
 import os
+import pickle
 import threading
 
 import numpy as np
@@ -73,6 +74,14 @@ def test_a_second_run_reads_nothing(tmp_path, utterances, reads):
     assert again.readings.faults == first.readings.faults
     again[3][:] = 0  # a copy
     assert torch.equal(first[3], again[3])
+
+
+def test_the_file_is_not_sent_to_workers(tmp_path, utterances):
+    features = stored(utterances, tmp_path / "cache")
+    expected = features[3]
+    sent = pickle.dumps(features)
+    assert expected.numpy().tobytes() not in sent
+    assert torch.equal(pickle.loads(sent)[3], expected)
 
 
 def test_without_keeping_only_the_readings_are_remembered(tmp_path, utterances, reads):

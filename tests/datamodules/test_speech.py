@@ -325,7 +325,7 @@ def bad_audio(folder):
     ("name", "message"),
     [
         ("gone.wav", r"gone\.wav: there is no such file"),
-        ("empty", "empty has no recordings"),
+        ("empty", "empty: has no recordings"),
         ("stereo.wav", r"stereo\.wav: it has 2 channels.*make it mono"),
         ("short.wav", "short.wav: 0.013 s are less than"),
         ("m.jsonl", r"m\.jsonl:2: lacks audio_filepath"),

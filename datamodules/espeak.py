@@ -186,7 +186,11 @@ class Synthesizer:
         program = Path(__file__).with_name("espeak_process.py")
         command = [sys.executable, str(program), library, *([] if data is None else [data])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        hello = self._answer()
+        try:
+            hello = self._answer()
+        except RuntimeError:
+            self.close()
+            raise
         self.version: str = hello["version"]
         self._sample_rate: int = hello["sample_rate"]
 

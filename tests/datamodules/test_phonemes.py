@@ -15,7 +15,9 @@ TIMIT_61 = spaced(
     "b d g p t k dx q jh ch s sh z zh f th v dh m n ng em en eng nx l r w y hh hv el "
     "iy ih eh ey ae aa aw ay ah ao oy ow uh uw ux er ax ix axr ax-h pau epi h# bcl dcl gcl pcl tcl kcl"
 )
-# Lee & Hon 1989: within each of these, confusions are not counted
+# Lee & Hon 1989: the labels of each of these are the phone that it begins with
+MERGED = "uw ux/er axr/ax ax-h/m em/n nx/ng eng/hh hv/cl pcl tcl kcl/vcl bcl dcl gcl/sil h# pau"
+# and within each of these, confusions are not counted
 ALIKE = "sil cl vcl epi/el l/en n/sh zh/ao aa/ih ix/ah ax"
 
 
@@ -28,6 +30,13 @@ def test_61_labels_are_48_phones_which_count_as_39():
     assert list(TIMIT_48) == sorted(TIMIT_48)
     assert len({timit_39(phone) for phone in TIMIT_48}) == 39
     assert {timit_39(phone) for phone in TIMIT_48} <= set(TIMIT_48)
+
+
+def test_labels_are_the_phones_that_lee_and_hon_made_of_them():
+    phone_of = {label: phone for group in MERGED.split("/") for phone, *labels in [group.split()] for label in labels}
+    assert len(phone_of) == 15
+    for label in TIMIT_61:
+        assert label == "q" or timit_48(label) == phone_of.get(label, label)
 
 
 def test_phones_count_as_the_same_that_lee_and_hon_put_together():

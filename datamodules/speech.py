@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from datamodules.audio import MAX_SECONDS
 from datamodules.augment import SpecAugment
+from datamodules.corpora import EspeakCorpus
 from datamodules.feature_store import Fault, FeatureReader, Features, read_features, stored_features
 from datamodules.filterbanks import Filterbanks, moments, normalized
 from datamodules.length_batches import LengthBatches
@@ -44,7 +45,7 @@ class SpeechData(LightningDataModule):
     what is recognised is defined. What these leave out is not in the score, as the warning says.
 
     Args:
-        corpus: The utterances, and the inventory of phones.
+        corpus: The utterances, and the inventory of phones. Default: EspeakCorpus, which needs no download.
         n_mels: F, filters; 40 in most papers, or 80.
         sample_rate: In Hz; recordings of a higher rate are resampled.
         normalize: Over what the mean of each filter is made 0 and its variance 1. speaker: all that he or she says in
@@ -79,7 +80,7 @@ class SpeechData(LightningDataModule):
 
     def __init__(
         self,
-        corpus: SpeechCorpus,
+        corpus: SpeechCorpus | None = None,
         *,
         n_mels: int = 40,
         sample_rate: int = 16_000,
@@ -111,7 +112,7 @@ class SpeechData(LightningDataModule):
         _check_augment(spec_augment, n_mels, normalize)
         if audio is not None and not audio:
             raise ValueError("audio=[] names nothing; give files, folders or manifests, or leave it out")
-        self.corpus = corpus
+        self.corpus = EspeakCorpus() if corpus is None else corpus
         self.filterbanks = Filterbanks(sample_rate, n_mels=n_mels)
         self.normalize = normalize
         self.batch_frames = batch_frames

@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from datamodules import BLANK, Filterbanks, SpecAugment, SpeechCorpus, SpeechData, Utterance, read_audio
+from datamodules.corpora import EspeakCorpus
 from datamodules.utterances import SpeechBatch
 
 PHONES = ("aa", "b", "k", "sil")
@@ -99,6 +100,10 @@ def test_batches_hold_the_features_and_labels_of_every_utterance(make, corpus, c
         assert max(batch.features.shape[0] * batch.features.shape[1] for batch in loader) <= 120
         if num_workers:
             loader._iterator._shutdown_workers()
+
+
+def test_the_corpus_is_the_one_that_needs_no_download():
+    assert isinstance(SpeechData().corpus, EspeakCorpus)
 
 
 def test_what_the_model_needs_to_know_is_known_at_once(make):

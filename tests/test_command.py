@@ -187,8 +187,8 @@ def built(config: Path, *args: str, device: str = "meta") -> CLI:
         return CLI(["fit", "--config", str(config), "--trainer.fast_dev_run", "1", *args])
 
 
-def ask_for_data(config: Path, *args: str, device: str = "meta") -> None:
-    made = built(config, *args, device=device)
+def ask_for_data(config: Path, *args: str) -> None:
+    made = built(config, *args)
     made.model.configure_optimizers()
     made.datamodule.prepare_data()
 

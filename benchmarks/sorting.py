@@ -33,9 +33,18 @@ NOTES = [
 class Variant(NamedTuple):
     """A configuration, some of whose attention's options may be others."""
 
-    name: str
     config: Path
-    flags: list[str]
+    options: list[str]  # as in tau=0.5
+
+    @property
+    def name(self) -> str:
+        """What the table calls it."""
+        return ", ".join([self.config.stem, *self.options])
+
+    @property
+    def flags(self) -> list[str]:
+        """What the command is told."""
+        return [f"--model.init_args.backbone.init_args.attention.init_args.{option}" for option in self.options]
 
 
 class Trained(NamedTuple):
@@ -61,20 +70,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Report:
-    variants = [Variant(path.stem, path, []) for path in args.configs]
-    variants += [Variant(f"{args.configs[0].stem}, {said}", args.configs[0], _flags(said)) for said in args.vary]
+    variants = [Variant(path, []) for path in args.configs]
+    variants += [Variant(args.configs[0], said.split(",")) for said in args.vary]
     more = [f"--{flag}" for flag in args.flags]
     rows = [_row(variant, args.seeds, more, train=not args.trained) for variant in variants]
     return Report("sorting", rows, NOTES)
 
 
-def _flags(said: str) -> list[str]:
-    return [f"--model.init_args.backbone.init_args.attention.init_args.{option}" for option in said.split(",")]
-
-
 def _row(variant: Variant, seeds: list[int], flags: list[str], *, train: bool) -> Row:
     root = Path(yaml.safe_load(variant.config.read_text())["trainer"]["default_root_dir"])
-    root = root.with_name(root.name + "".join(f"_{flag.rpartition('.')[2]}" for flag in variant.flags))
+    root = root.with_name("_".join([root.name, *variant.options]))
     runs = [_trained(variant, root / f"seed_{seed}", seed, flags, train=train) for seed in seeds]
     model = LanguageModel.load_from_checkpoint(runs[0].checkpoint, map_location="cpu")
     data = _data(runs[0].checkpoint)

@@ -14,15 +14,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import lightning.pytorch as pl
 import torch
 import yaml
+from jsonargparse import ArgumentParser
 
-import datamodules
 from benchmarks.measuring import MIB, Spread, interleaved, peak_bytes, seconds_of
 from benchmarks.models import at_least
 from benchmarks.report import Report, Row
 from callbacks.checkpoints import read_checkpoint
-from lit_effattn import sequence, tasks
+from lit_effattn import tasks
 from lit_effattn.runs import find_checkpoint
 
 if TYPE_CHECKING:
@@ -127,12 +128,11 @@ class _Step:
         name = read_checkpoint(checkpoint)["hyper_parameters"]["_class_path"].rpartition(".")[2]
         self.model: Any = getattr(tasks, name).load_from_checkpoint(checkpoint, map_location=device).train()
         config = yaml.safe_load((run.folder / "config.yaml").read_text())
-        data = config["data"]
-        made = getattr(datamodules, data["class_path"].rpartition(".")[2])(**(data.get("init_args") or {}))
+        made = _made(config["data"])
         made.prepare_data()
         made.setup("fit")
         batch = next(iter(made.train_dataloader()))
-        self.batch = type(batch)(*sequence.to(tuple(batch), device)) if isinstance(batch, tuple) else batch.to(device)
+        self.batch = self.model.transfer_batch_to_device(batch, device, 0)
         if "MemoryCarry" in str(config["trainer"]["callbacks"]):
             self.model.carries_memory = True
             self.model.memory = self.model.backbone.initial_state(len(batch[0]), device=device)
@@ -152,6 +152,14 @@ class _Step:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*You are trying to `self.log\\(\\)`.*")
             self.model.training_step(self.batch).backward()
+
+
+def _made(data: dict[str, Any]) -> pl.LightningDataModule:
+    """Make what the configuration of a run calls its data."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(pl.LightningDataModule, "data")
+    made: pl.LightningDataModule = parser.instantiate_classes(parser.parse_object({"data": data})).data
+    return made
 
 
 def _plot(runs: list[Run], figure: Figure) -> None:

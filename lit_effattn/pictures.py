@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from PIL import Image
+    from PIL import Image, ImageFont
 
 MIN_SIDE = 48
 """Smaller images are enlarged, pixel by pixel, to at least this many pixels."""
@@ -65,7 +66,8 @@ def recognised(
     Args:
         features: (T, F), the lowest frequency first; the loudest is white.
         probabilities: (T', V), each frame's labels'; 1 is white.
-        names: V, what the labels are called.
+        names: V, what the labels are called; letters of the phonetic alphabet need the font DejaVu Sans, which many
+            systems have, and matplotlib (the extra `bench`).
         path: Where to.
         factor: Feature vectors to a frame.
         frame_seconds: From one feature vector to the next.
@@ -79,10 +81,13 @@ def recognised(
     height, width = len(sound), sound.size(1)
     sheet = Image.new("RGB", (left + width + row, above + height + below + len(labels)), (64, 64, 64))
     draw = ImageDraw.Draw(sheet)
+    font = _phonetic_font()
     for top, panel in ((above, sound), (above + height + below, labels)):
         sheet.paste(_to_pil(panel.expand(3, -1, -1)), (left, top))
     for i, name in enumerate(names):
-        draw.text((4, above + height + below + row * i), name, fill=(255, 255, 255))
+        # Pillow's own font has no letters of the phonetic alphabet: the label's number stands for such a name.
+        shown = name if font is not None or name.isascii() else f"label {i}"
+        draw.text((4, above + height + below + row * i), shown, fill=(255, 255, 255), font=font)
     pixels_per_tick = across * TICK / frame_seconds
     for i in range(int(width / pixels_per_tick) + 1):
         x = left + round(i * pixels_per_tick)
@@ -90,6 +95,20 @@ def recognised(
         draw.text((x + 3, above + height + 3), f"{i * TICK:g} s", fill=(255, 255, 255))
     sheet.save(path)
     return path
+
+
+def _phonetic_font() -> ImageFont.FreeTypeFont | None:
+    """Return a font that has the letters of the phonetic alphabet; None: there is none here."""
+    from PIL import ImageFont
+
+    matplotlib = find_spec("matplotlib")
+    folder = Path(matplotlib.origin).parent / "mpl-data/fonts/ttf" if matplotlib and matplotlib.origin else Path()
+    for name in ("DejaVuSans.ttf", str(folder / "DejaVuSans.ttf")):
+        try:
+            return ImageFont.truetype(name, 10)
+        except OSError:
+            continue
+    return None
 
 
 def _brightness(features: Tensor) -> Tensor:

@@ -112,6 +112,20 @@ def test_probabilities_lie_below_the_sound_they_are_of(frames: int, tmp_path: Pa
     assert (sheet[sound + 160 : labels] > 200).any()  # the axis
 
 
+def test_names_of_the_phonetic_alphabet_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """By their letters where there is a font for them, else by numbers: boxes would all look alike."""
+
+    def drawn(names: list[str]) -> torch.Tensor:
+        path = recognised(torch.randn(9, 40), torch.zeros(9, 3), names, tmp_path / "it.png")
+        return torch.from_numpy(np.array(Image.open(path)))[4 + 160 + 20 :, :56]
+
+    for _ in range(2):
+        names = drawn(["blank", "ɑ", "ʒ"]).split(12)
+        assert all((name > 200).any() for name in names[:3])
+        assert not torch.equal(names[1], names[2])
+        monkeypatch.setattr("lit_effattn.pictures._phonetic_font", lambda: None)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_pictures_of_images_on_the_gpu(tmp_path: Path):

@@ -111,7 +111,7 @@ def _trained(variant: Variant, root: Path, seed: int, flags: list[str], *, train
         command("fit", *words, "--trainer.default_root_dir", str(root))
         minutes = (time.monotonic() - start) / 60
     checkpoint = find_checkpoint("last", root)
-    return Trained(checkpoint, scores(command("test", "--ckpt_path", str(checkpoint)))["accuracy"], minutes)
+    return Trained(checkpoint, float(scores(command("test", "--ckpt_path", str(checkpoint)))["accuracy"]), minutes)
 
 
 def _data(checkpoint: Path) -> SortingTask:

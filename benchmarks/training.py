@@ -46,7 +46,7 @@ class Run(NamedTuple):
 
     name: str
     folder: Path
-    scores: dict[str, float]
+    scores: dict[str, str]
     curve: list[tuple[int, float]]  # step, loss
 
 
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> Report:
     rows: list[Row] = [
         {
             "configuration": r.name,
-            **{f"test {name}": _said(r.scores.get(name)) for name in names},
+            **{f"test {name}": r.scores.get(name) for name in names},
             "steps": r.curve[-1][0] if r.curve else None,
             "s/step": seconds[r.name],
             f"÷ {first}'s": seconds[r.name] / seconds[first],
@@ -99,13 +99,9 @@ def command(*args: str) -> str:
     return done.stdout
 
 
-def scores(said: str) -> dict[str, float]:
-    """Find `test bits/dim: 1.8022` and the like."""
-    return {name: float(value) for name, value in re.findall(r"^test (\S+): (\d+\.\d+)$", said, re.M)}
-
-
-def _said(score: float | None) -> str | None:
-    return None if score is None else f"{score:.4f}"
+def scores(said: str) -> dict[str, str]:
+    """Find `test bits/dim: 1.8022`, `test PER: 9.38 %` and the like; counts are no scores."""
+    return dict(re.findall(r"^test (\S+): (\d+\.\d+(?: %)?)$", said, re.M))
 
 
 def _curve(folder: Path) -> list[tuple[int, float]]:

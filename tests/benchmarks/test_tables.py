@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as command
+from benchmarks.training import scores
 
 TINY = {
     "steps": "steps --small --lengths 8 12 --repeats 2 --tokens 24",
@@ -81,3 +82,8 @@ def test_no_name_runs_the_short_version(monkeypatch):
     assert all(words[-2:] == ["--output", "folder"] for words in ran)
     for words in ran:
         command._parser().parse_args(words)  # the short version's own options are ones that there are
+
+
+def test_scores_are_read_from_what_the_command_says():
+    said = "test bits/dim: 1.8022\ntest PER: 9.38 %\ntest utterances: 133\nval PER: 1.00 %\n"
+    assert scores(said) == {"bits/dim": "1.8022", "PER": "9.38 %"}

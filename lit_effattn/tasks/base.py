@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,29 @@ class Task(Recorded, pl.LightningModule):
         scheduler: Any = self._lr_scheduler(optimizer)
         if isinstance(scheduler, TorchReduceLROnPlateau):
             monitor = scheduler.monitor if isinstance(scheduler, ReduceLROnPlateau) else self.monitor
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": monitor}}
+            # Never Lightning's turn: `on_train_epoch_end` steps it.
+            settings = {"scheduler": scheduler, "monitor": monitor, "frequency": sys.maxsize}
+            return {"optimizer": optimizer, "lr_scheduler": settings}
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_train_epoch_end(self) -> None:
+        """Show a schedule that watches a metric its value.
+
+        Lightning would do so after the checkpoint of this epoch is saved, and not at all when it is resumed from.
+
+        Raises:
+            ValueError: there is no such metric.
+        """
+        for config in self.trainer.lr_scheduler_configs:
+            if not config.reduce_on_plateau:
+                continue
+            metrics = self.trainer.callback_metrics
+            if config.monitor not in metrics:
+                known = ", ".join(sorted(metrics)) or "none"
+                raise ValueError(
+                    f"the learning rate's schedule watches {config.monitor!r}, which was not logged; there are {known}"
+                )
+            config.scheduler.step(metrics[config.monitor])
 
     def with_auxiliary(self, loss: Tensor, state: State, weight: float = 1.0) -> Tensor:
         """Add the auxiliary losses that `state` carries, the mean over the rows.

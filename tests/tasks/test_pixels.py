@@ -11,6 +11,7 @@ from lightning.pytorch.cli import ReduceLROnPlateau
 from torch import nn
 from torch.utils.data import DataLoader
 
+from callbacks import LastCheckpoint
 from lit_effattn import Transformer
 from lit_effattn.attention import LinearAttention, SoftmaxAttention
 from lit_effattn.heads import CategoricalHead, MixtureOfLogisticsHead
@@ -250,12 +251,12 @@ def test_a_backbone_that_sees_the_future():
 # ------------------------------------------------------------------------------------------------------ checkpoints
 
 
-def trainer(folder: Path, **options) -> pl.Trainer:
+def trainer(folder: Path, enable_checkpointing: bool = False, **options) -> pl.Trainer:
     return pl.Trainer(
         default_root_dir=folder,
         accelerator="cpu",
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=enable_checkpointing,
         enable_progress_bar=False,
         enable_model_summary=False,
         **options,
@@ -443,7 +444,7 @@ def test_an_optimiser_alone():
     assert held == {id(p) for p in made.parameters()}
 
 
-def rates(folder: Path, lr_scheduler, epochs: int = 1, **options) -> list[float]:
+def rates(folder: Path, lr_scheduler, epochs: int = 1, ckpt_path: Path | None = None, **options) -> list[float]:
     """Train on 3 batches an epoch; return the rate of each optimiser step."""
     taken: list[float] = []
 
@@ -454,8 +455,9 @@ def rates(folder: Path, lr_scheduler, epochs: int = 1, **options) -> list[float]
     made = PixelModel(
         Transformer(8, 2, 1), SHAPE, LEVELS, optimizer=partial(torch.optim.SGD, lr=1.0), lr_scheduler=lr_scheduler
     )
-    run = trainer(folder, max_epochs=epochs, callbacks=[Watch()], num_sanity_val_steps=0, **options)
-    run.fit(made, data(12), data(4))
+    keep = {"callbacks": [Watch(), LastCheckpoint()], "enable_checkpointing": True}
+    run = trainer(folder, max_epochs=epochs, num_sanity_val_steps=0, **keep, **options)
+    run.fit(made, data(12), data(4), ckpt_path=ckpt_path)
     return taken
 
 
@@ -475,6 +477,21 @@ def test_a_schedule_that_watches_a_metric(kind: type, tmp_path: Path):
     options = {"monitor": "val/bits_per_dim"} if kind is ReduceLROnPlateau else {}
     schedule = partial(kind, **options, factor=0.5, patience=0, threshold=10, threshold_mode="abs")
     assert rates(tmp_path, schedule, epochs=4) == [1.0] * 6 + [0.5] * 3 + [0.25] * 3
+
+
+def test_a_schedule_that_watches_a_metric_goes_on_where_it_was(tmp_path: Path):
+    """A checkpoint of an epoch's end knows the value of that epoch."""
+    options = {"monitor": "val/bits_per_dim", "factor": 0.5, "patience": 1, "threshold": 10, "threshold_mode": "abs"}
+    schedule = partial(ReduceLROnPlateau, **options)
+    straight = rates(tmp_path / "straight", schedule, epochs=6)
+    rates(tmp_path, schedule, epochs=3)
+    assert straight[9:] == rates(tmp_path, schedule, epochs=6, ckpt_path=tmp_path / "checkpoints" / "last.ckpt")
+    assert len(set(straight[9:])) > 1
+
+
+def test_a_metric_that_is_not_there_is_named(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"watches 'val/per', which was not logged; there are .*val/bits_per_dim"):
+        rates(tmp_path, partial(ReduceLROnPlateau, monitor="val/per"))
 
 
 def test_a_plateau_watches_what_the_model_names_or_what_it_names_itself():

@@ -84,7 +84,8 @@ def _row(variant: Variant, seeds: list[int], flags: list[str], *, train: bool) -
     model = LanguageModel.load_from_checkpoint(runs[0].checkpoint, map_location="cpu")
     data = _data(runs[0].checkpoint)
     streams = np.stack([data.sequences("test").types(i) for i in range(data.sizes["test"])])
-    reach = short_term_reach(model.backbone, data.length + 1) - 1  # the separator is none of the stream
+    # Up to the separator, which is none of the stream.
+    reach = short_term_reach(model.backbone, data.length + 1, data.segment_len) - 1
     counted = counting_accuracy(streams, data.n_types, reach)
     accuracy = Spread(tuple(r.accuracy for r in runs))
     minutes = [r.minutes for r in runs if r.minutes is not None]
@@ -119,11 +120,11 @@ def _data(checkpoint: Path) -> SortingTask:
     return SortingTask(**config["data"]["init_args"])
 
 
-def short_term_reach(backbone: SequenceModule, length: int) -> int:
+def short_term_reach(backbone: SequenceModule, length: int, segment_len: int) -> int:
     """Return how many of `length` inputs the last output depends on, its own included, but for what signals bring.
 
     The models' own memories decide, not what their options are called: the gradient of the last output is followed to
-    the first input that it reaches.
+    the first input that it reaches. The inputs come in segments, the first shorter, as those of the task do.
     """
     backbone = backbone.double().eval()
     with torch.random.fork_rng([]):
@@ -132,7 +133,9 @@ def short_term_reach(backbone: SequenceModule, length: int) -> int:
     for name, parameter in backbone.named_parameters():
         if ".ltm_out_proj." in name:
             parameter.data.zero_()
-    y, _ = backbone(x)
+    state, first = None, length % segment_len
+    for segment in x.split([*([first] if first else []), *[segment_len] * (length // segment_len)], 1):
+        y, state = backbone(segment, state)
     y[0, -1].square().sum().backward()
     assert x.grad is not None
     reached = x.grad[0].abs().amax(-1).nonzero()  # (reached, 1)

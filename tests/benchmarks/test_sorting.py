@@ -13,23 +13,25 @@ SIGNAL = partial(InfiniteAttention, mem_len=3, segment_len=4, n_basis=6, n_sampl
 
 
 @pytest.mark.parametrize(
-    ("attention", "reach"),
+    ("attention", "segment_len", "reach"),
     [
         # Position 39 is the last: two layers, each of which sees `window` keys, its own included.
-        (partial(TransformerXLAttention, mem_len=7, same_length=True), 2 * 6 + 1),
+        (partial(TransformerXLAttention, mem_len=7, same_length=True), 40, 2 * 6 + 1),
         # It attends to what is newer than the last multiple of 4 before t − 3: 36 = 4 ⌊(39 − 3) / 4⌋ to 39, and the
         # layer below does so from 36 on: to 32 = 4 ⌊(36 − 3) / 4⌋. What lies before is in the signal, and left out.
-        (SIGNAL, 8),
+        (SIGNAL, 40, 8),
         # 36 = 2 ⌊(39 − 3) / 2⌋ to 39 and two summaries of 2, which begin at 32; there the layer below has 28 to 32, and
         # two summaries that begin at 24.
-        (partial(CompressiveAttention, mem_len=3, compressed_len=2, compression_rate=2), 16),
-        (TransformerXLAttention, 40),
+        (partial(CompressiveAttention, mem_len=3, compressed_len=2, compression_rate=2), 40, 16),
+        (TransformerXLAttention, 40, 40),
+        # The last segment, from 30, and 5 before; in the layer below 25 has seen its segment, from 20, and 5 before.
+        (partial(TransformerXLAttention, mem_len=5), 10, 25),
     ],
-    ids=["xl", "infinite", "compressive", "all"],
+    ids=["xl", "infinite", "compressive", "all", "segments"],
 )
-def test_reach_is_how_far_gradients_go(attention, reach):
+def test_reach_is_how_far_gradients_go(attention, segment_len, reach):
     backbone = Transformer(d_model=8, n_heads=2, n_layers=2, attention=attention, positions=None)
-    assert short_term_reach(backbone, 40) == reach
+    assert short_term_reach(backbone, 40, segment_len) == reach
 
 
 @pytest.mark.processes

@@ -1,5 +1,6 @@
 """Recordings, read whole or in part, at one sampling rate; what cannot be used is told by name."""
 
+import math
 from pathlib import Path
 
 import soundfile
@@ -10,6 +11,7 @@ from torchaudio.functional import resample
 MAX_SECONDS = 40.0
 """Longer recordings are refused unless told otherwise: LibriSpeech's longest utterance has 35 s."""
 
+_MOST_WEIGHTS = 2 * 10**7  # of a resampling filter: 44,100 to 16,000 Hz takes 80,000; a rate from a damaged header, 10⁹
 _TOLERANCE = 0.1  # seconds that a part may reach beyond the end of its file, since manifests round
 
 
@@ -53,10 +55,10 @@ def read_audio(
 
     Raises:
         AudioError: names the file, the fault and the remedy: there is no such file, or it is empty, unreadable, of
-            several channels, too long, of too low a rate, or ends before the part does.
+            several channels, too long, of too low or too odd a rate, or ends before the part does.
     """
-    _check_file(path)
     try:
+        _check_file(path)
         with soundfile.SoundFile(path) as file:
             first, n = _part(path, file, start, duration)
             _check_header(path, file, n, sample_rate, max_seconds, upsample)
@@ -65,6 +67,10 @@ def read_audio(
             rate = file.samplerate
     except soundfile.SoundFileError as error:
         raise AudioError(path, "unreadable", _unreadable(path, error)) from error
+    except OSError as error:
+        raise AudioError(
+            path, "unreadable", f"it cannot be opened ({error.strerror}); see to that, or leave it out"
+        ) from error
     if len(samples) < n:
         raise AudioError(
             path, "unreadable", f"it ends after {len(samples)} of {n} samples; it was cut off: get it again"
@@ -79,8 +85,9 @@ def _check_file(path: Path) -> None:
         raise AudioError(path, "missing", "there is no such file; correct the path, or leave it out")
     if not path.is_file():
         raise AudioError(path, "missing", "this is not a file; name the files in it")
-    if path.stat().st_size == 0:
-        raise AudioError(path, "empty", "the file is empty; get it again, or leave it out")
+    with path.open("rb") as file:  # which tells what one may not read
+        if not file.read(1):
+            raise AudioError(path, "empty", "the file is empty; get it again, or leave it out")
 
 
 def _part(path: Path, file: soundfile.SoundFile, start: float, duration: float | None) -> tuple[int, int]:
@@ -122,6 +129,15 @@ def _check_header(
             "low sampling rate",
             f"it has {file.samplerate} Hz, less than sample_rate={sample_rate}, so that its upper band would be empty; "
             f"take upsample=true to use it nevertheless, or train with sample_rate={file.samplerate}",
+        )
+    # What resampling by a ratio in lowest terms takes, in time and memory.
+    common = math.gcd(file.samplerate, sample_rate)
+    if (file.samplerate // common) * (sample_rate // common) > _MOST_WEIGHTS:
+        raise AudioError(
+            path,
+            "odd sampling rate",
+            f"its {file.samplerate} Hz and sample_rate={sample_rate} have no simple ratio; convert it to {sample_rate} "
+            "Hz, or correct its header",
         )
 
 

@@ -1,7 +1,7 @@
 """Speech corpora: of manifests, of LibriSpeech, and the one that espeak-ng makes."""
 
 import json
-import math
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,7 +49,7 @@ def read_manifest(path: Path, *, spoken: bool = True) -> list[ManifestLine]:
             '{"audio_filepath": "a.wav", "duration": 2.5, "text": "hello"} for every utterance'
         )
     found, bad = [], []
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
@@ -65,9 +65,11 @@ def read_manifest(path: Path, *, spoken: bool = True) -> list[ManifestLine]:
     return found
 
 
-def _manifest_line(line: str, where: str, folder: Path, spoken: bool) -> ManifestLine:
+def _manifest_line(line: bytes, where: str, folder: Path, spoken: bool) -> ManifestLine:
     try:
-        fields = json.loads(line)
+        fields = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 ({error.reason} at byte {error.start})") from error
     except ValueError as error:
         raise ValueError(f"is not JSON ({error})") from error
     if not isinstance(fields, dict):
@@ -100,7 +102,7 @@ def _seconds(fields: dict[str, Any], key: str) -> float | None:
     value = fields.get(key)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
         raise ValueError(f"{key}={value!r} must be a number of seconds, not below 0")
     return float(value)
 

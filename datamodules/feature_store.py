@@ -164,7 +164,7 @@ def _digest(utterances: Sequence[Utterance], reader: FeatureReader, keep: bool) 
 def _version(path: Path) -> tuple[int, int] | None:
     try:
         status = path.stat()
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a name that no file can have
         return None
     return status.st_size, status.st_mtime_ns
 

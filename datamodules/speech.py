@@ -386,7 +386,7 @@ class SpeechUtterances(Dataset[SpeechBatch]):
         if self.augment is None:
             return features
         # By name: what is hidden of an utterance does not depend on which others there are.
-        name = zlib.crc32(utterance.id.encode())
+        name = zlib.crc32(utterance.id.encode(errors="surrogatepass"))
         return self.augment(features, np.random.default_rng((self.seed, epoch, name)))
 
     def _normalized(self, utterance: Utterance, features: Tensor) -> Tensor:

@@ -216,7 +216,8 @@ class SpeechRecognizer(Task):
         transcripts.sort(key=lambda transcript: transcript.entry["id"])
         pictures = 0
         path = folder / "transcripts.jsonl"
-        with path.open("w", encoding="utf-8") as file:
+        # A file's name need not be UTF-8; what is not is written as JSON's \udc…, which reads as the same name.
+        with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
             for entry, features, probabilities in transcripts:
                 if features is not None and probabilities is not None:
                     pictures += 1

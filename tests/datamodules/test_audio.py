@@ -85,6 +85,10 @@ def no_numbers(path):
     return write(path, np.array([0.0, np.nan]), subtype="FLOAT")
 
 
+def damaged_header(path):
+    return write(path, noise(100), 48_001)  # with 16,000 Hz, a filter of 10⁹ weights
+
+
 def bytes_of(content):
     def make(path):
         path.write_bytes(content)
@@ -103,6 +107,8 @@ FAULTS = {
     "no numbers": ("a.wav", no_numbers, "not finite"),
     "stereo": ("a.wav", stereo, "2 channels.*make it mono"),
     "low rate": ("a.wav", lambda path: write(path, noise(8000), 8000), "8000 Hz.*sample_rate=16000.*upsample=true"),
+    "odd rate": ("a.wav", damaged_header, "48001 Hz and sample_rate=16000 have no simple ratio; convert it"),
+    "long name": ("a" * 300, lambda path: path, "cannot be opened .*too long"),
     "shorten": ("a.wv1", lambda path: write_sphere(path, noise(9), coding="pcm,embedded-shorten-v2.00"), "sph2pipe"),
 }
 REASONS = {
@@ -114,6 +120,8 @@ REASONS = {
     "no numbers": "unreadable",
     "stereo": "several channels",
     "low rate": "low sampling rate",
+    "odd rate": "odd sampling rate",
+    "long name": "unreadable",
     "shorten": "unreadable",
 }
 

@@ -70,6 +70,7 @@ def test_lines_of_a_manifest(tmp_path: Path):
         (line(text="x", duration=True), "duration=True must be a number"),
         (line(text="x", duration=float("nan")), "duration=nan must be a number"),
         (line(text="x", duration=float("inf")), "duration=inf must be a number"),
+        (line(text="x", duration=10**400), "must be a number"),
         (line(text="x", offset=-1), "offset=-1 must be a number"),
         (line(phonemes=[]), r"phonemes=\[\] must be a list"),
         (line(phonemes=["a b"]), "must be a list"),
@@ -81,6 +82,13 @@ def test_bad_lines_are_named(tmp_path: Path, bad: dict[str, Any] | str, message:
     path = manifest(tmp_path / "x.jsonl", line(text="x"), bad)
     with pytest.raises(ValueError, match=rf"x\.jsonl:2: .*{message}"):
         read_manifest(Path(path))
+
+
+def test_a_line_in_another_encoding_is_named(tmp_path: Path):
+    path = Path(manifest(tmp_path / "x.jsonl", line(text="x"), '{"audio_filepath": "b.wav", "text": "été"}'))
+    path.write_bytes(path.read_text(encoding="utf-8").encode("latin-1"))
+    with pytest.raises(ValueError, match=r"x\.jsonl:2: is not UTF-8 \(.* at byte 37\)\ncorrect or delete"):
+        read_manifest(path)
 
 
 def test_many_bad_lines_are_counted(tmp_path: Path):

@@ -37,6 +37,11 @@ def stored(utterances, folder, *, keep=True, reader=READER, num_workers=0):
     return stored_features(utterances, reader, name="train", folder=folder, keep=keep, num_workers=num_workers)
 
 
+def test_what_can_be_no_file_is_missing(tmp_path, utterances):
+    utterances[0] = utterances[0]._replace(audio=tmp_path / "a\0.wav")
+    assert stored(utterances, tmp_path / "cache").readings.faults[0].reason == "missing"
+
+
 @pytest.fixture
 def reads(monkeypatch):
     """How many utterances have been read so far."""

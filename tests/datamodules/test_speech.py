@@ -388,6 +388,11 @@ def test_what_is_hidden_is_a_function_of_seed_epoch_and_utterance(make, corpus):
     assert all(torch.equal(rows[name][0] == 0, found[1, 1, name]) for name in rows)
 
 
+def test_a_name_need_not_be_utf8(make, corpus):
+    corpus.splits["train"][0] = corpus.splits["train"][0]._replace(id="caf\udce9")  # é in Latin-1, as the disk has it
+    assert "caf\udce9" in rows_of(epoch_of(make("fit", spec_augment=SpecAugment(freq_mask=10)), 0))
+
+
 def test_nothing_is_hidden_in_evaluation(make):
     options = {"spec_augment": SpecAugment(freq_mask=10)}
     plain, augmented = make("fit").val_dataloader(), make("fit", **options).val_dataloader()

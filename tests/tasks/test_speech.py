@@ -261,6 +261,15 @@ def test_transcripts_say_what_when_and_how_surely(monkeypatch: pytest.MonkeyPatc
             assert picture.width > 100
 
 
+def test_names_that_are_not_utf8_stay_what_they_are(tmp_path: Path):
+    batch = speech((9, 9), (1, 1))._replace(ids=["caf\udce9.wav", "ʃ.wav"])  # é in Latin-1, as the disk has it
+    made = model()
+    made.write_predictions([made.predict_step(batch, 1)], tmp_path)
+    written = (tmp_path / "transcripts.jsonl").read_text(encoding="utf-8")
+    assert [json.loads(line)["id"] for line in written.splitlines()] == batch.ids
+    assert "ʃ" in written
+
+
 def test_pictures_are_of_the_first_batch_alone(tmp_path: Path):
     made = model()
     predictions = [made.predict_step(speech((9, 9, 9, 9, 9, 9), (1,) * 6), 0), made.predict_step(speech(), 1)]

@@ -1,6 +1,7 @@
 """Recordings, read whole or in part, at one sampling rate; what cannot be used is told by name."""
 
 import math
+import os
 from pathlib import Path
 
 import soundfile
@@ -59,7 +60,8 @@ def read_audio(
     """
     try:
         _check_file(path)
-        with soundfile.SoundFile(path) as file:
+        # A name need not be UTF-8, but soundfile takes it for that, unless it gets bytes.
+        with soundfile.SoundFile(os.fsencode(path) if os.name == "posix" else path) as file:
             first, n = _part(path, file, start, duration)
             _check_header(path, file, n, sample_rate, max_seconds, upsample)
             file.seek(first)
@@ -146,4 +148,5 @@ def _unreadable(path: Path, error: Exception) -> str:
         header = file.read(1024)
     if header.startswith(b"NIST_1A") and b"shorten" in header:
         return "this is SPHERE compressed with shorten, which libsndfile does not read; convert it with sph2pipe -f wav"
-    return f"libsndfile cannot read it ({str(error).rstrip('.')}); convert it to WAV or FLAC, or get it again"
+    why = str(getattr(error, "error_string", error)).rstrip(".")  # the former without the file's name
+    return f"libsndfile cannot read it ({why}); convert it to WAV or FLAC, or get it again"

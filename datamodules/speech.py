@@ -65,9 +65,9 @@ class SpeechData(LightningDataModule):
         min_seconds: Shortest utterance.
         max_seconds: Longest utterance.
         upsample: Take recordings of a lower sampling rate, too, whose upper band is then empty.
-        audio: predict: what to recognise instead of the test split: files, folders of files, and JSON-lines manifests
-            as `ManifestCorpus` reads them, which need not say what is said. What cannot be used is refused, not left
-            out. The corpus is then not needed.
+        audio: predict: what to recognise instead of the test split: a file, a folder of files, or a JSON-lines manifest
+            as `ManifestCorpus` reads them, which need not say what is said; or several of these. What cannot be used
+            is refused, not left out. The corpus is then not needed.
         seed: Of the order of the training utterances, and of what `spec_augment` hides.
         num_workers: Processes that read ahead; 0: none.
 
@@ -95,7 +95,7 @@ class SpeechData(LightningDataModule):
         min_seconds: float = 0.1,
         max_seconds: float = MAX_SECONDS,
         upsample: bool = False,
-        audio: list[str] | None = None,
+        audio: list[str] | str | None = None,
         seed: int = 0,
         num_workers: int = 0,
     ) -> None:
@@ -111,7 +111,7 @@ class SpeechData(LightningDataModule):
             raise ValueError(f"min_seconds={min_seconds} must be from 0 to below max_seconds={max_seconds}")
         _check_augment(spec_augment, n_mels, normalize)
         if audio is not None and not audio:
-            raise ValueError("audio=[] names nothing; give files, folders or manifests, or leave it out")
+            raise ValueError(f"audio={audio!r} names nothing; give files, folders or manifests, or leave it out")
         self.corpus = EspeakCorpus() if corpus is None else corpus
         self.filterbanks = Filterbanks(sample_rate, n_mels=n_mels)
         self.normalize = normalize
@@ -122,7 +122,7 @@ class SpeechData(LightningDataModule):
         self.spec_augment = spec_augment
         self.cache = cache
         self.cache_dir = default_cache() if cache_dir is None else Path(cache_dir)
-        self.audio = audio
+        self.audio = [audio] if isinstance(audio, str) else audio
         self.seed = seed
         self.num_workers = num_workers
         self.left_out: dict[str, list[Fault]] = {}
@@ -169,7 +169,7 @@ class SpeechData(LightningDataModule):
             )
         if self.audio is not None:
             if stage != "predict":
-                raise ValueError(f"audio={self.audio} is for predict; {stage} is about the corpus, so leave it out")
+                raise ValueError(f"audio={self.audio} is for predict, and this is about the corpus: leave it out")
             self._splits["predict"] = self._given(self.audio)
             return
         for split in _SPLITS_OF[stage]:

@@ -127,7 +127,7 @@ def test_what_cannot_be_recognised_is_refused_by_name(capsys: pytest.CaptureFixt
     main(["fit", "--config", "speech.yaml", "--trainer.max_epochs", "1"])
     Path("text.wav").write_text("no sound")
     assert "text.wav" in fails(capsys, "predict", "--ckpt_path", "last", "--data.audio", "[text.wav]")
-    assert "nowhere.wav" in fails(capsys, "predict", "--ckpt_path", "last", "--data.audio", "[nowhere.wav]")
+    assert "nowhere.wav" in fails(capsys, "predict", "--ckpt_path", "last", "--data.audio", "nowhere.wav")
     assert not list(Path("runs").rglob("predictions"))
 
 

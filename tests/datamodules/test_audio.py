@@ -1,4 +1,5 @@
 import math
+import os
 
 import numpy as np
 import pytest
@@ -58,6 +59,12 @@ def test_a_part_of_a_long_file_is_not_too_long(tmp_path):
     assert len(read_audio(path, start=1.0, duration=1.0, max_seconds=1.0)) == RATE
     with pytest.raises(AudioError, match=r"a\.flac: 3\.0 s are more than max_seconds=1; cut it"):
         read_audio(path, max_seconds=1.0)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="names are bytes on POSIX systems alone")
+def test_a_name_need_not_be_utf8(tmp_path):
+    path = write(tmp_path / "a.wav", noise(100)).rename(tmp_path / os.fsdecode(b"caf\xe9.wav"))
+    assert len(read_audio(path)) == 100
 
 
 @pytest.mark.parametrize("rate", [22_050, 44_100, 48_000])

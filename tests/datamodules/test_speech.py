@@ -349,8 +349,10 @@ def test_predict_says_how_many_more_there_are(make, tmp_path):
 
 
 def test_recordings_are_for_predict(make, corpus):
-    with pytest.raises(ValueError, match=r"audio=.* is for predict; fit is about the corpus"):
-        make("fit", audio=[str(corpus.splits["test"][0].audio)])
+    first = str(corpus.splits["test"][0].audio)
+    with pytest.raises(ValueError, match=r"audio=\['.*'\] is for predict, and this is about the corpus"):
+        make("fit", audio=[first])
+    assert set(rows_of(make("predict", audio=first).predict_dataloader())) == {first}
 
 
 def test_statistics_of_the_corpus_need_a_checkpoint_where_there_is_no_corpus(make, corpus):

@@ -17,6 +17,7 @@ from benchmarks import (
     features,
     flex,
     generation,
+    kernels,
     loader,
     longterm,
     memory,
@@ -45,6 +46,7 @@ BENCHMARKS = {
     "stream": stream,
     "longterm": longterm,
     "flex": flex,
+    "kernels": kernels,
     "loader": loader,
 }
 

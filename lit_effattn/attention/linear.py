@@ -96,12 +96,12 @@ class LinearAttention(Attention):
         causal: bool = True,
         *,
         feature_map: Callable[[int], FeatureMap] = EluFeatureMap,
-        chunk_size: int = 128,
+        chunk_size: int = 64,
         bias: bool = True,
     ) -> None:
         super().__init__(d_model, n_heads, causal, bias=bias)
         if chunk_size < 1:
-            raise ValueError(f"chunk_size={chunk_size} is not positive; 64 to 256 are fast")
+            raise ValueError(f"chunk_size={chunk_size} is not positive; 32 to 128 are fast")
         self.feature_map = feature_map(self.head_dim)
         self.chunk_size = chunk_size
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,14 +30,16 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, *, eps: float = 1e-6) -> T
 
 
 def causal_linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *, chunk_size: int = 128, eps: float = 1e-6
+    q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *, chunk_size: int = 64, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Let query i see the keys up to i, and those that `s` and `z` sum up.
 
         S_i = S_{i-1} + k_i v_iᵀ,  z_i = z_{i-1} + k_i,  out_i = q_iᵀ S_i / (q_i · z_i + eps)
 
     Chunks of C positions are matrix products: within a chunk a C × C triangle of scores, before it the sums at the
-    chunk's border. Memory O(N (C + F D / C)): never N × N, never N × F × D.
+    chunk's border. On the CPU one chunk follows another, forward and backward by hand: beside inputs, outputs and
+    their gradients, which are O(N (F + D)), there is only what one chunk takes; the backward pass builds the scores and
+    the sums anew. It can't be differentiated itself. Elsewhere it is `plain_causal_linear_attention`.
 
     Args:
         q: (B, H, N, F), queries after the feature map.
@@ -42,11 +47,24 @@ def causal_linear_attention(
         v: (B, H, N, D).
         s: (B, H, F, D), the sum of k vᵀ before the first position.
         z: (B, H, F), the sum of k before the first position.
-        chunk_size: C.
+        chunk_size: C; products take O(C + D) a position and head, but small ones are slow: D, or 64, is best.
         eps: Keeps the division finite where no key is seen.
 
     Returns:
         The output (B, H, N, D) and `s` and `z` after the last position.
+    """
+    if q.device.type != "cpu":
+        return plain_causal_linear_attention(q, k, v, s, z, chunk_size=chunk_size, eps=eps)
+    out, s, z, _ = torch.ops.lit_effattn.causal_linear(q, k, v, s, z, chunk_size, eps)
+    return out, s, z
+
+
+def plain_causal_linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *, chunk_size: int = 64, eps: float = 1e-6
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do what `causal_linear_attention` does, all chunks at once, differentiated by autograd, as often as one likes.
+
+    Memory O(N (C + F D / C)): never N × N, never N × F × D.
     """
     n = q.size(-2)
     chunk = min(chunk_size, n)
@@ -85,3 +103,177 @@ def _chunked(t: Tensor, chunk: int) -> Tensor:
 def _running(increments: Tensor, start: Tensor) -> Tensor:
     """Return the sums from `start` on, before each increment (dimension 2) and after the last: one more than given."""
     return F.pad(increments, [0, 0] * (increments.dim() - 3) + [1, 0]).cumsum(2) + start[:, :, None]
+
+
+# ------------------------------------------------------------------------------------------------- on the CPU, by hand
+
+# Operators, so that torch.compile keeps the loops over chunks as they are and does not unroll them.
+torch.library.define(
+    "lit_effattn::causal_linear",
+    "(Tensor q, Tensor k, Tensor v, Tensor s, Tensor z, int chunk_size, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+torch.library.define(
+    "lit_effattn::causal_linear_backward",
+    "(Tensor g, Tensor g_s, Tensor g_z, Tensor q, Tensor k, Tensor v, Tensor s, Tensor z, Tensor out, "
+    "Tensor denominator, int chunk_size) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+@torch.library.impl("lit_effattn::causal_linear", "cpu")
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, chunk_size: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the output, the last sums, and the denominators (B, H, N), eps included."""
+    out, denominator = torch.empty_like(v), q.new_empty(q.shape[:-1])
+    s, z = _copy(s), _copy(z)
+    with torch.autocast("cpu", enabled=False):
+        for rows in _in_groups(q, k, v, s, z, out, denominator):
+            _forward_rows(*rows, chunk_size, eps)
+    return out, s, z, denominator
+
+
+def _forward_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    z: Tensor,
+    out: Tensor,
+    denominator: Tensor,
+    chunk_size: int,
+    eps: float,
+) -> None:
+    """Fill `out` and `denominator`, and bring `s` and `z` from before the first position to after the last."""
+    s, z = s.flatten(0, 1), z.flatten(0, 1)[:, None]  # (BH, F, D), (BH, 1, F)
+    for *inputs, y, below in _chunks(chunk_size, q, k, v, out, denominator):
+        q, k, v = (t.flatten(0, 1) for t in inputs)  # (B, H, C, ·) -> (BH, C, ·)
+        scores = torch.bmm(q, k.mT).tril_()  # (BH, C, C)
+        torch.add(scores.sum(-1).view_as(below), torch.bmm(z, q.mT).view_as(below), out=below).add_(eps)
+        torch.div(torch.bmm(q, s).baddbmm_(scores, v).view_as(y), below[..., None], out=y)
+        s.baddbmm_(k.mT, v)
+        z.add_(k.sum(1, keepdim=True))
+
+
+@torch.library.impl("lit_effattn::causal_linear_backward", "cpu")
+def _backward(
+    g: Tensor,
+    g_s: Tensor,
+    g_z: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    z: Tensor,
+    out: Tensor,
+    denominator: Tensor,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v, s and z from those of the output and of the last sums."""
+    g_q, g_k, g_v = (torch.empty_like(t) for t in (q, k, v))
+    s, z, g_s, g_z = (_copy(t) for t in (s, z, g_s, g_z))
+    with torch.autocast("cpu", enabled=False):
+        for rows in _in_groups(g, q, k, v, s, z, out, denominator, g_q, g_k, g_v, g_s, g_z):
+            _backward_rows(*rows, chunk_size)
+    return g_q, g_k, g_v, g_s, g_z
+
+
+def _backward_rows(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    z: Tensor,
+    out: Tensor,
+    denominator: Tensor,
+    g_q: Tensor,
+    g_k: Tensor,
+    g_v: Tensor,
+    g_s: Tensor,
+    g_z: Tensor,
+    chunk_size: int,
+) -> None:
+    """Fill `g_q`, `g_k` and `g_v`, and bring `g_s` and `g_z` from after the last position to before the first.
+
+    With the gradients of the numerators, x_i = g_i / denominator_i, and of the denominators, y_i = −x_i · out_i,
+
+        dq_i = S_i x_i + y_i z_i,  dk_j = R_j v_j + r_j,  dv_j = R_jᵀ k_j,
+        R_j = Σ_{i ≥ j} q_i x_iᵀ,  r_j = Σ_{i ≥ j} y_i q_i
+
+    S and z can only be summed forward, R and r backward, from the gradients of the last sums on.
+    """
+    g = g / denominator[..., None]
+    below = torch.empty_like(denominator)
+    s, g_s = s.flatten(0, 1), g_s.flatten(0, 1)  # (BH, F, D)
+    z, g_z = z.flatten(0, 1)[:, None], g_z.flatten(0, 1)[:, None]  # (BH, 1, F)
+
+    rightwards = _chunks(chunk_size, k, v, g, out, below, g_q)
+    leftwards = reversed(list(_chunks(chunk_size, q, k, v, g, below, g_q, g_k, g_v)))
+    for *inputs, to_below, to_q in rightwards:
+        k, v, x, out = (t.flatten(0, 1) for t in inputs)  # (BH, C, ·)
+        y = (x * out).sum(-1, keepdim=True).neg_()  # (BH, C, 1)
+        to_below.copy_(y.view_as(to_below))
+        to_q.copy_(torch.bmm(x, s.mT).addcmul_(y, z).view_as(to_q))
+        s.baddbmm_(k.mT, v)
+        z.add_(k.sum(1, keepdim=True))
+    for *inputs, y, to_q, to_k, to_v in leftwards:
+        q, k, v, x = (t.flatten(0, 1) for t in inputs)
+        y = y.flatten(0, 1)  # (BH, C)
+        scores = torch.bmm(q, k.mT).tril_()  # (BH, C, C)
+        g_scores = torch.bmm(x, v.mT).add_(y[..., None]).tril_()
+        to_q.add_(torch.bmm(g_scores, k).view_as(to_q))
+        to_k.copy_(torch.baddbmm(g_z, g_scores.mT, q).baddbmm_(v, g_s.mT).view_as(to_k))
+        to_v.copy_(torch.bmm(scores.mT, x).baddbmm_(k, g_s).view_as(to_v))
+        g_s.baddbmm_(q.mT, x)
+        g_z.baddbmm_(y[:, None], q)
+
+
+@torch.library.register_fake("lit_effattn::causal_linear")
+def _forward_shapes(
+    q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, chunk_size: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return torch.empty_like(v), _copy(s), _copy(z), q.new_empty(q.shape[:-1])
+
+
+@torch.library.register_fake("lit_effattn::causal_linear_backward")
+def _backward_shapes(
+    g: Tensor, g_s: Tensor, g_z: Tensor, q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), _copy(s), _copy(z)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.chunk_size, _ = inputs
+    out, _, _, denominator = output
+    ctx.save_for_backward(*tensors, out, denominator)
+    ctx.mark_non_differentiable(denominator)
+
+
+def _gradients(ctx: Any, g: Tensor, g_s: Tensor, g_z: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    found = torch.ops.lit_effattn.causal_linear_backward(g, g_s, g_z, *ctx.saved_tensors, ctx.chunk_size)
+    return *found, None, None
+
+
+def _refuse(ctx: Any, *gradients: Tensor) -> None:
+    raise NotImplementedError(
+        "causal_linear_attention has no second derivative on the CPU; plain_causal_linear_attention has"
+    )
+
+
+torch.library.register_autograd("lit_effattn::causal_linear", _gradients, setup_context=_keep)
+torch.library.register_autograd("lit_effattn::causal_linear_backward", _refuse)
+
+
+def _copy(t: Tensor) -> Tensor:
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+def _in_groups(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Split tensors (B, H, …) into groups of rows that share the caches well: 16 heads a thread, at least one row."""
+    rows = max(1, 16 * torch.get_num_threads() // tensors[0].size(1))
+    return zip(*(t.split(rows) for t in tensors), strict=True)
+
+
+def _chunks(chunk_size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Split tensors (B, H, N, …) into chunks of positions."""
+    return zip(*(t.split(chunk_size, 2) for t in tensors), strict=True)

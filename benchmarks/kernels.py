@@ -1,0 +1,256 @@
+"""Causal linear attention and Performer against their own matrix products, the plain form and other libraries."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.measuring import MIB, Spread, interleaved, is_written_in_python, look_inside, peak_bytes, seconds_of
+from benchmarks.models import at_least
+from benchmarks.report import Report, Row
+from lit_effattn.ops.favor import causal_favor, draw_omega, log_positive_features
+from lit_effattn.ops.linear import causal_linear_attention, plain_causal_linear_attention
+
+NOTES = [
+    "Features of queries and keys (elu + 1 of normal numbers; Performer: logarithms of positive features) and values "
+    "are given; float32. Figures are median (min–max) over the rounds, in which all take turns; ratios are taken round "
+    "by round.",
+    "products: every bmm and baddbmm that the form called, recorded from one call, recomputation included, run again "
+    "by itself on operands of the same shapes and strides, which are in the cache as far as they fit. best products: "
+    "those of linear at the chunk size of 32, 64, 128 and 256 at which they take least.",
+    "peak: tensors alive at once above the inputs, those that wait for the backward pass included.",
+    "difference: the largest of outputs and gradients from linear's, relative to linear's largest value.",
+    "numerators: the library's C++ kernel alone, without denominators, which the row above adds as the library does.",
+]
+
+CHUNKS = (32, 64, 128, 256)
+
+Form = Callable[..., Tensor]
+"""Takes features of queries and keys and values, (B, H, N, ·), and returns (B, H, N, D)."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--lengths", type=at_least(2), nargs="+", default=[2048, 4096, 8192], help="N; default: %(default)s"
+    )
+    for name, default in (("batch_size", 1), ("n_heads", 8), ("head_dim", 64)):
+        parser.add_argument(f"--{name}", type=at_least(1), default=default, help="default: %(default)s")
+    parser.add_argument("--chunk_size", type=at_least(1), default=64, help="linear's; default: %(default)s")
+    parser.add_argument("--n_features", type=at_least(1), help="Performer's; default: D ln D")
+    parser.add_argument("--repeats", type=at_least(1), default=5, help="rounds; default: %(default)s")
+    parser.add_argument(
+        "--cpu_time", action="store_true", help="the process's CPU time, for a machine that does other work too"
+    )
+
+
+def run(args: argparse.Namespace) -> Report:
+    if args.cpu_time and args.device.type != "cpu":
+        raise SystemExit(f"kernels: --cpu_time measures no {args.device}; leave it out, or add --device cpu")
+    peers, absent = _peers()
+    rows = []
+    for n in sorted(set(args.lengths)):
+        rows += _rows(n, _linear_forms(args) | peers, args) + [row for name in absent for row in _absent(n, name)]
+    install = "pip install --no-build-isolation -r benchmarks/requirements-peers.txt"
+    notes = [f"Absent, and so not measured: {', '.join(absent)}; {install}."] if absent else []
+    return Report("kernels", rows, [*NOTES, *notes])
+
+
+# ------------------------------------------------------------------------------------------------------------ the forms
+
+
+def _linear_forms(args: argparse.Namespace) -> dict[str, Form]:
+    return {
+        "linear": partial(_linear, causal_linear_attention, args.chunk_size),
+        "linear, plain": partial(_linear, plain_causal_linear_attention, args.chunk_size),
+        "performer": _performer,
+    }
+
+
+def _linear(function: Callable[..., tuple[Tensor, ...]], chunk_size: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    b, h, _, f = q.shape
+    return function(q, k, v, q.new_zeros(b, h, f, v.size(-1)), q.new_zeros(b, h, f), chunk_size=chunk_size)[0]
+
+
+def _performer(log_q: Tensor, log_k: Tensor, v: Tensor) -> Tensor:
+    b, h, _, f = log_q.shape
+    s, z, m = v.new_zeros(b, h, f, v.size(-1)), v.new_zeros(b, h, f), v.new_full((b, h, f), -torch.inf)
+    return causal_favor(log_q, log_k, v, s, z, m)[0]
+
+
+def _peers() -> tuple[dict[str, Form], list[str]]:
+    """Return the other libraries' forms, and the names of those that are not installed."""
+    found: dict[str, Form] = {}
+    absent = []
+    for name, (module, forms) in PEERS.items():
+        try:
+            library = import_module(module)
+        except ImportError:
+            absent.append(name)
+        else:
+            found |= {name + suffix: partial(form, library) for suffix, form in forms.items()}
+    return found, absent
+
+
+def _fast_transformers(library: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Do what the library's CausalLinearAttention does after the feature map, its heads already before positions."""
+    below = torch.einsum("bhnf,bhnf->bhn", q, k.cumsum(2)) + 1e-6
+    return library.causal_dot_product(q, k, v) * (1 / below)[..., None]
+
+
+def _fast_transformers_numerators(library: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return library.causal_dot_product(q, k, v)
+
+
+def _performer_pytorch(library: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return library.causal_linear_attention_noncuda(q, k, v)
+
+
+PEERS: dict[str, tuple[str, dict[str, Callable[..., Tensor]]]] = {
+    "pytorch-fast-transformers": (
+        "fast_transformers.causal_product",
+        {"": _fast_transformers, ", numerators": _fast_transformers_numerators},
+    ),
+    "performer-pytorch": ("performer_pytorch.performer_pytorch", {"": _performer_pytorch}),
+}
+"""The libraries in requirements-peers.txt, the module that has each one's function, and how it is called."""
+
+
+# ------------------------------------------------------------------------------------------------------ the measurement
+
+
+def _rows(n: int, forms: Mapping[str, Form], args: argparse.Namespace) -> list[Row]:
+    """Return a row for each pass and form at length `n`."""
+    inputs = {name: _inputs(n, args, logs=name == "performer") for name in forms}
+    differences = _differences({name: _gradients(form, inputs[name]) for name, form in forms.items() if _same(name)})
+    rows: list[Row] = []
+    for title, one_pass in PASSES.items():
+        calls = {name: partial(one_pass, form, inputs[name]) for name, form in forms.items()}
+        products: dict[str, Products] = {name: Products(calls[name]) for name in OURS}
+        for chunk in CHUNKS:
+            form = partial(_linear, causal_linear_attention, chunk)
+            products[f"chunks of {chunk}"] = Products(partial(one_pass, form, inputs["linear"]))
+        peaks = {name: peak_bytes(call, args.device) for name, call in calls.items()}
+        measures = {**calls, **{f"products of {name}": replay for name, replay in products.items()}}
+        for measure in measures.values():
+            measure()  # what is allocated once
+        clock = _cpu_seconds if args.cpu_time else partial(seconds_of, device=args.device)
+        timed = interleaved(f"N {n}, {title}", {k: partial(clock, f) for k, f in measures.items()}, args.repeats)
+        seconds = {name: Spread(tuple(samples)) for name, samples in timed.items()}
+        best = min((seconds[f"products of chunks of {chunk}"] for chunk in CHUNKS), key=lambda s: s.median)
+        rows += [
+            {
+                "N": n,
+                "pass": title,
+                "form": name,
+                "ms": seconds[name].map(lambda s: 1000 * s),
+                "time ÷ its products'": seconds[name] / seconds[f"products of {name}"] if name in OURS else "—",
+                "time ÷ best products'": "—" if name == "performer" else seconds[name] / best,
+                "time ÷ linear's": seconds[name] / seconds["linear"],
+                "peak, MiB": peaks[name] / MIB,
+                "peak ÷ linear's": peaks[name] / peaks["linear"],
+                "difference": differences.get(name, "—"),
+            }
+            for name in forms
+        ]
+    return rows
+
+
+def _absent(n: int, name: str) -> list[Row]:
+    figures = ("ms", "time ÷ its products'", "time ÷ best products'", "time ÷ linear's", "peak, MiB", "peak ÷ linear's")
+    return [{"N": n, "pass": title, "form": name, **dict.fromkeys(figures), "difference": None} for title in PASSES]
+
+
+def _cpu_seconds(function: Callable[[], Any]) -> float:
+    """Time one call by what this process, all its threads together, has of the CPU."""
+    start = time.process_time()
+    function()
+    return time.process_time() - start
+
+
+def _inputs(n: int, args: argparse.Namespace, *, logs: bool) -> list[Tensor]:
+    """Return features of queries and keys, or their logarithms, and values, (B, H, N, ·)."""
+    generator = torch.Generator().manual_seed(0)
+    b, h, d = args.batch_size, args.n_heads, args.head_dim
+    q, k, v = (torch.randn(b, h, n, d, generator=generator) for _ in range(3))
+    if logs:
+        omega = draw_omega(h, args.n_features or math.ceil(d * math.log(d)), d, generator=generator).float()
+        q, k = (log_positive_features(x * d**-0.25, omega) for x in (q, k))
+    else:
+        q, k = F.elu(q) + 1, F.elu(k) + 1
+    return [x.to(args.device).requires_grad_() for x in (q, k, v)]
+
+
+def _forward(form: Form, inputs: list[Tensor]) -> None:
+    with torch.no_grad():
+        form(*inputs)
+
+
+def _gradients(form: Form, inputs: list[Tensor]) -> list[Tensor]:
+    """Return the output and the gradients of its product with fixed numbers."""
+    out = form(*inputs)
+    return [out.detach(), *torch.autograd.grad(out, inputs, inputs[2].detach())]
+
+
+PASSES: dict[str, Callable[[Form, list[Tensor]], Any]] = {"forward": _forward, "forward + backward": _gradients}
+
+
+def _same(name: str) -> bool:
+    """Whether a form computes what linear does."""
+    return name != "performer" and not name.endswith("numerators")
+
+
+def _differences(results: Mapping[str, list[Tensor]]) -> dict[str, float]:
+    """Return the largest difference of any tensor from linear's, relative to that tensor's largest value."""
+    linear = results["linear"]
+
+    def difference(found: list[Tensor]) -> float:
+        return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, linear, strict=True))
+
+    return {name: difference(found) for name, found in results.items()}
+
+
+class Products(TorchDispatchMode):
+    """The matrix products that a call performs, recorded once; a call performs them again, and nothing else."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        super().__init__()
+        self.operands: dict[Any, Tensor] = {}
+        self.calls: list[Callable[[], Any]] = []
+        with self:
+            function()
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if is_written_in_python(func, args):
+            return look_inside(self, func, args)
+        if func in PRODUCTS:
+            self.calls.append(partial(func, *(self._like(t, i) for i, t in enumerate(args)), **(kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+    def _like(self, t: Tensor, place: int) -> Tensor:
+        """Return a tensor laid out as `t`, the same for all calls that have one so laid out in this place."""
+        key = (place, t.shape, t.stride())
+        if key not in self.operands:
+            like = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+            self.operands[key] = like.zero_()  # written to: memory that was never touched would all be one page
+        return self.operands[key]
+
+    def __call__(self) -> None:
+        """Multiply."""
+        for call in self.calls:
+            call()
+
+
+PRODUCTS = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default, torch.ops.aten.baddbmm_.default)
+OURS = ("linear", "linear, plain", "performer")

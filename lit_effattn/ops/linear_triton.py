@@ -33,6 +33,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lit_effattn.ops.linear_kernels import by_position
+
 CHUNK = 64
 """C: the least that a warp group's matrix product takes, and a wider triangle is more work."""
 
@@ -49,6 +51,12 @@ _WIDEST_SPLIT = 64  # columns of v that a program of the forward pass takes
 def _phi(x, there):
     """elu(x) + 1; 0 where nothing is there, for φ(0) is not."""
     return tl.where(there, tl.maximum(x, 0.0) + tl.exp(tl.minimum(x, 0.0)), 0.0)
+
+
+@triton.jit
+def _slope(phi):
+    """φ'(x), of φ(x): exp(x) below 0 is both, and above, φ is more than 1; 0 where nothing is there."""
+    return tl.minimum(phi, 1.0)
 
 
 @triton.jit
@@ -222,8 +230,7 @@ def _query_gradients(
     lower = tl.arange(0, C)[:, None] >= tl.arange(0, C)[None, :]
     for i in range(slot * each, tl.minimum((slot + 1) * each, chunks)):
         rows = i * C + tl.arange(0, C).to(tl.int64)
-        x = _load(q, q_strides, rows, features, n, D)  # (C, BD)
-        phi_q = _phi(x, (features < D)[None, :])
+        phi_q = _phi(_load(q, q_strides, rows, features, n, D), (features < D)[None, :])  # (C, BD)
         phi_k = _phi(
             _load(k, k_strides, rows, features, valid, D), (rows < valid)[:, None] & (features < D)[None, :]
         )  # (C, BD)
@@ -238,7 +245,7 @@ def _query_gradients(
         tl.store(w + row + rows, weight, mask=rows < n)
         along = tl.where(lower, along * one_over[:, None] + weight[:, None], 0.0)
         dphi = _dot(along, phi_k, before * one_over[:, None] + weight[:, None] * ones[None, :], PRECISION)  # (C, BD)
-        _store(dq, dq_strides, rows, features, n, D, dphi * tl.exp(tl.minimum(x, 0.0)))
+        _store(dq, dq_strides, rows, features, n, D, dphi * _slope(phi_q))
         total = _dot(tl.trans(phi_k), values, total, PRECISION)
         ones += tl.sum(phi_k, 0)
 
@@ -268,20 +275,20 @@ def _key_value_gradients(
     for i in range(slot * each, tl.minimum((slot + 1) * each, chunks)):
         rows = (chunks - 1 - i) * C + tl.arange(0, C).to(tl.int64)
         phi_q = _phi(_load(q, q_strides, rows, features, n, D), (features < D)[None, :])  # (C, BD)
-        y = _load(k, k_strides, rows, features, valid, D)  # (C, BD)
-        there = (rows < valid)[:, None] & (features < D)[None, :]
-        phi_k = _phi(y, there)
-        values = _load(v, v_strides, rows, columns, n, DV)  # (C, BV)
-        weight = tl.load(w + row + rows, mask=rows < n, other=0.0)  # (C,)
+        phi_k = _phi(
+            _load(k, k_strides, rows, features, valid, D), (rows < valid)[:, None] & (features < D)[None, :]
+        )  # (C, BD)
         one_over = tl.load(r + row + rows, mask=rows < n, other=0.0)  # (C,)
         u = _load(g, g_strides, rows, columns, n, DV) * one_over[:, None]  # (C, BV)
         scores = tl.where(upper, _zeros_dot(phi_k, tl.trans(phi_q), PRECISION), 0.0)  # (C, C)
         dvalues = _dot(scores, u, _zeros_dot(phi_k, total, PRECISION), PRECISION)  # (C, BV)
         _store(dv, dv_strides, rows, columns, n, DV, dvalues)
+        values = _load(v, v_strides, rows, columns, n, DV)  # (C, BV)
+        weight = tl.load(w + row + rows, mask=rows < n, other=0.0)  # (C,)
         along = tl.where(upper, _zeros_dot(values, tl.trans(u), PRECISION) + weight[None, :], 0.0)  # (C, C)
         dphi = _zeros_dot(values, tl.trans(total), PRECISION) + ones[None, :]  # (C, BD)
         dphi = _dot(along, phi_q, dphi, PRECISION)
-        _store(dk, dk_strides, rows, features, n, D, tl.where(there, dphi * tl.exp(tl.minimum(y, 0.0)), 0.0))
+        _store(dk, dk_strides, rows, features, n, D, dphi * _slope(phi_k))
         total = _dot(tl.trans(phi_q), u, total, PRECISION)
         ones += tl.sum(phi_q * weight[:, None], 0)
     if slot == tl.num_programs(1) - 1:
@@ -300,7 +307,7 @@ def forward(
     plan = _Plan(q, v, min(_WIDEST_SPLIT, _padded(v.size(3))))
     s, z = s.contiguous(), z.contiguous()
     starts = plan.starts(k, v, None, None, lengths, s, z, backward=False)
-    out = by_position(v, v.size(3))
+    out = by_position(v)
     s_after, z_after = torch.empty_like(s), torch.empty_like(z)
     _outputs[plan.grid](
         q, q.stride(), k, k.stride(), v, v.stride(), out, out.stride(), lengths, *starts[:2], s_after, z_after,
@@ -325,7 +332,7 @@ def backward(
     plan = _Plan(q, v, _padded(v.size(3)))
     s, z, g_s, g_z = (t.contiguous() for t in (s, z, g_s, g_z))
     r, w = (torch.empty(q.shape[:3], device=q.device, dtype=torch.float32) for _ in range(2))
-    dq, dk, dv = (by_position(t, t.size(3)) for t in (q, k, v))
+    dq, dk, dv = (by_position(t) for t in (q, k, v))
     ds, dz = torch.empty_like(s), torch.empty_like(z)
     starts = plan.starts(k, v, None, None, lengths, s, z, backward=False)
     inputs = (q, q.stride(), k, k.stride(), v, v.stride(), g, g.stride())
@@ -338,12 +345,6 @@ def backward(
         *plan.counts, **plan.constants,
     )  # fmt: skip
     return dq, dk, dv, ds, dz
-
-
-def by_position(like: Tensor, width: int) -> Tensor:
-    """Return room for (B, H, N, width), laid out (B, N, H, width): what joins the heads again then copies nothing."""
-    b, h, n, _ = like.shape
-    return like.new_empty(b, n, h, width).transpose(1, 2)
 
 
 class _Plan:

@@ -128,7 +128,7 @@ def _forward(
     s, z = _copy(s), _copy(z)
     with torch.autocast("cpu", enabled=False):
         for rows in _in_groups(q, k, v, s, z, out, denominator):
-            _forward_rows(*rows, chunk_size, eps)
+            _forward_rows(*rows, chunk_size=chunk_size, eps=eps)
     return out, s, z, denominator
 
 
@@ -140,6 +140,7 @@ def _forward_rows(
     z: Tensor,
     out: Tensor,
     denominator: Tensor,
+    *,
     chunk_size: int,
     eps: float,
 ) -> None:
@@ -173,7 +174,7 @@ def _backward(
     s, z, g_s, g_z = (_copy(t) for t in (s, z, g_s, g_z))
     with torch.autocast("cpu", enabled=False):
         for rows in _in_groups(g, q, k, v, s, z, out, denominator, g_q, g_k, g_v, g_s, g_z):
-            _backward_rows(*rows, chunk_size)
+            _backward_rows(*rows, chunk_size=chunk_size)
     return g_q, g_k, g_v, g_s, g_z
 
 
@@ -191,6 +192,7 @@ def _backward_rows(
     g_v: Tensor,
     g_s: Tensor,
     g_z: Tensor,
+    *,
     chunk_size: int,
 ) -> None:
     """Fill `g_q`, `g_k` and `g_v`, and bring `g_s` and `g_z` from after the last position to before the first.

@@ -1,0 +1,82 @@
+import argparse
+
+import pytest
+import torch
+
+from benchmarks import kernels
+from benchmarks.report import cell
+from lit_effattn.ops.linear import causal_linear_attention
+
+N, H, C = 70, 2, 16
+
+
+@pytest.fixture
+def args():
+    parser = argparse.ArgumentParser()
+    kernels.add_arguments(parser)
+    sizes = f"--lengths {N} --n_heads {H} --head_dim 8 --n_features 4 --chunk_size {C} --repeats 2"
+    args = parser.parse_args(sizes.split())
+    args.device = torch.device("cpu")
+    return args
+
+
+def flawed(library, q, k, v):
+    weights = (q @ k.mT).tril()
+    return 1.5 * (weights @ v) / (weights.sum(-1, keepdim=True) + 1e-6)
+
+
+def exact(library, q, k, v):
+    return flawed(library, q, k, v) / 1.5
+
+
+def test_peers_are_compared_and_absent_ones_said(args, monkeypatch, capsys):
+    peers = {"one": ("math", {"": exact, ", flawed": flawed}), "other": ("no_such_library", {"": exact})}
+    monkeypatch.setattr(kernels, "PEERS", peers)
+    report = kernels.run(args)
+    rows = {(row["pass"], row["form"]): row for row in report.rows}
+    forms = ["linear", "linear, plain", "performer", "one", "one, flawed", "other"]
+    assert list(rows) == [(p, f) for p in kernels.PASSES for f in forms[:-1]] + [(p, "other") for p in kernels.PASSES]
+    assert all(row.keys() == report.rows[0].keys() for row in report.rows)
+    assert "Absent, and so not measured: other" in report.notes[-1]
+    assert "benchmarks/requirements-peers.txt" in report.notes[-1]
+    for title in kernels.PASSES:
+        assert cell(rows[title, "other"]["ms"]) == "not measured"
+        assert 0 < rows[title, "one"]["difference"] < 1e-5
+        assert rows[title, "one, flawed"]["difference"] == pytest.approx(0.5, rel=1e-3)
+        assert rows[title, "linear"]["time ÷ linear's"].samples == (1.0, 1.0)
+        for form in forms[:-1]:
+            assert rows[title, form]["ms"].median > 0
+            assert rows[title, form]["peak, MiB"] > 0
+
+
+def test_cpu_time_needs_the_cpu(args):
+    args.cpu_time, args.device = True, torch.device("cuda")
+    with pytest.raises(SystemExit, match="--cpu_time measures no cuda"):
+        kernels.run(args)
+
+
+def test_products_are_all_that_a_pass_performs_recomputation_included():
+    """Multiplications by hand: the formulas of the forward and of the backward sweeps, chunk by chunk."""
+    f, d = 8, 4
+    q, k, v = (torch.rand(1, H, N, width, requires_grad=True) for width in (f, f, d))
+
+    def both_ways():
+        out = causal_linear_attention(q, k, v, torch.zeros(1, H, f, d), torch.zeros(1, H, f), chunk_size=C)[0]
+        torch.autograd.grad(out.sum(), (q, k, v))
+
+    products = kernels.Products(both_ways)
+    found = sum(multiplications(call.func, *call.args) for call in products.calls)
+    expected = 0
+    for c in [C] * (N // C) + [N % C]:
+        forward = c * c * f + c * c * d + 2 * c * f * d + c * f  # scores, times v, q S, kᵀv; q z
+        backward = 2 * c * f * d  # dq from S, S again
+        backward += c * c * (f + d) + c * c * (2 * f + d) + 3 * c * f * d + c * f  # scores again, their gradients; …
+        expected += H * (forward + backward)
+    assert found == expected
+    products()  # it runs
+    assert len(products.operands) < len(products.calls)
+
+
+def multiplications(func, *tensors) -> int:
+    a, b = tensors[-2:]
+    return a.size(0) * a.size(1) * a.size(2) * b.size(2)

@@ -313,10 +313,10 @@ def _is_made(root: Path, minutes: float) -> bool:
 def _make(folder: Path, minutes: float) -> None:
     from rich.progress import Progress
 
-    sentences = iter(library_sentences())
     about: dict[str, Any] = {"format": FORMAT, "minutes": minutes, "python": sys.version.split()[0]}
     with synthesizer() as voice, Progress(transient=True) as bar:
         about["espeak-ng"] = voice.version
+        sentences = iter(library_sentences())  # only now: it takes seconds, and espeak-ng may not be there
         task = bar.add_task("Synthesising speech", total=minutes * 60)
         for split, share in _SHARES.items():
             about[split] = _make_split(
@@ -381,7 +381,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--root", default="data/espeak", help="folder to make (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=ESPEAK_MINUTES, help="of audio (default: %(default)g)")
     options = parser.parse_args(arguments)
-    make_corpus(Path(options.root), options.minutes)
+    try:
+        make_corpus(Path(options.root), options.minutes)
+    except (FileExistsError, ModuleNotFoundError, ValueError) as error:
+        parser.exit(1, f"{parser.prog}: error: {error}\n")
     about = json.loads((Path(options.root) / ABOUT).read_text())
     for split in SPLITS:
         print(f"{split:5}  " + "  ".join(f"{value} {name}" for name, value in about[split].items()))

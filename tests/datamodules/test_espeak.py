@@ -136,6 +136,21 @@ def test_an_espeak_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch):
         Synthesizer()
 
 
+def test_the_command_says_what_is_wrong_at_once_and_plainly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(espeak, "find_spec", lambda name: None)
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
+    monkeypatch.setattr(espeak, "library_sentences", lambda: pytest.fail("read the documentation for nothing"))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").touch()
+    for root, message in (("new", "pip install 'lit-effattn[speech]'"), ("full", "something else")):
+        with pytest.raises(SystemExit, match="1"):
+            espeak.main(["--root", str(tmp_path / root)])
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
 def test_sounds_become_phones_with_times():
     sounds = [("", 0), ("b", 100), ("ˈaɪə", 200), ("l", 500), ("ʲ", 500), ("", 600), ("ɾ", 700)]
     phones, times = timed_phones(sounds, 1000, 1000)

@@ -312,6 +312,7 @@ class EspeakCorpus(SpeechCorpus):
         Raises:
             FileExistsError: If ``root`` holds something else, or another corpus.
             ModuleNotFoundError: If espeak-ng is not installed; names the extra.
+            ChildProcessError: If it does not work.
         """
         from datamodules.espeak import make_corpus
 

@@ -178,7 +178,7 @@ class Synthesizer:
 
     Raises:
         ModuleNotFoundError: If it is not there.
-        RuntimeError: If it does not start.
+        ChildProcessError: If it does not start.
     """
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ class Synthesizer:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         try:
             hello = self._answer()
-        except RuntimeError:
+        except ChildProcessError:
             self.close()
             raise
         self.version: str = hello["version"]
@@ -198,7 +198,7 @@ class Synthesizer:
         """Speak.
 
         Raises:
-            RuntimeError: If it has no such voice, or has ended.
+            ChildProcessError: If it has no such voice, or has ended.
             ValueError: If it makes a sound that `espeak_phones` does not know.
         """
         request = speaker._asdict() | {"text": text}
@@ -207,7 +207,7 @@ class Synthesizer:
             requests.write(json.dumps(request).encode() + b"\n")
             requests.flush()
         except BrokenPipeError as error:
-            raise RuntimeError(f"espeak-ng has ended before {text!r}") from error
+            raise ChildProcessError(f"espeak-ng has ended before {text!r}") from error
         answer = self._answer()
         audio = np.frombuffer(_pipe(self._process.stdout).read(2 * answer["samples"]), np.int16)
         phones, times = timed_phones(answer["phones"], len(audio), self._sample_rate)
@@ -216,10 +216,10 @@ class Synthesizer:
     def _answer(self) -> dict[str, Any]:
         line = _pipe(self._process.stdout).readline()
         if not line:
-            raise RuntimeError(f"espeak-ng has ended, with status {self._process.wait()}")
+            raise ChildProcessError(f"espeak-ng has ended, with status {self._process.wait()}")
         answer = json.loads(line)
         if "error" in answer:
-            raise RuntimeError(answer["error"])
+            raise ChildProcessError(answer["error"])
         return answer
 
     def close(self) -> None:
@@ -383,7 +383,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     try:
         make_corpus(Path(options.root), options.minutes)
-    except (FileExistsError, ModuleNotFoundError, ValueError) as error:
+    except (ModuleNotFoundError, OSError, ValueError) as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
     about = json.loads((Path(options.root) / ABOUT).read_text())
     for split in SPLITS:

@@ -63,7 +63,7 @@ def main(args: list[str] | None = None) -> None:
     except UsageError as error:
         fail(plain(str(error)), code=2)
     # What our own checks raise, and those below us: their messages name the culprit, their tracebacks don't help.
-    except (ValueError, OSError, MisconfigurationException) as error:
+    except (ValueError, OSError, ModuleNotFoundError, MisconfigurationException) as error:
         fail(plain(_message(error)))
 
 

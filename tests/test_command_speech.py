@@ -131,6 +131,14 @@ def test_what_cannot_be_recognised_is_refused_by_name(capsys: pytest.CaptureFixt
     assert not list(Path("runs").rglob("predictions"))
 
 
+def test_the_extra_that_synthesis_needs_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr("datamodules.espeak.find_spec", lambda name: None)
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
+    said = fails(capsys, "fit", "--config", "speech.yaml", "--data.corpus", "EspeakCorpus")
+    assert "pip install 'lit-effattn[speech]'" in said
+    assert not Path("data/espeak").exists()
+
+
 @pytest.mark.filterwarnings("ignore:LightningCLI's args")
 @pytest.mark.parametrize("config", [c for c in CONFIGS if c.stem.startswith(SPEECH)], ids=lambda path: path.stem)
 def test_every_configuration_builds_and_says_what_it_needs(config: Path):

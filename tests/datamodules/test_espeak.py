@@ -98,7 +98,7 @@ def test_what_is_said():
     with synthesizer() as voice:
         american = voice.say(Speaker("en-us+m1", 160, 50), "a better cat")
         british = voice.say(Speaker("en+f1", 160, 50), "a better cat")
-        with pytest.raises(RuntimeError, match=r"no voice 'en-us\+nobody'"):
+        with pytest.raises(ChildProcessError, match=r"no voice 'en-us\+nobody'"):
             voice.say(Speaker("en-us+nobody", 160, 50), "a")
     assert " ".join(american.phones) == "ə b ɛ ɾ ɜ k æ t"
     assert " ".join(british.phones) == "ə b ɛ t ə k a t"
@@ -132,7 +132,7 @@ def test_an_espeak_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'lit-effattn\[speech\]'.*libespeak-ng1"):
         Synthesizer()
     monkeypatch.setattr("ctypes.util.find_library", lambda name: "libespeak-ng.so.0")
-    with pytest.raises(RuntimeError, match=r"libespeak-ng\.so\.0"):
+    with pytest.raises(ChildProcessError, match=r"libespeak-ng\.so\.0"):
         Synthesizer()
 
 

@@ -23,9 +23,15 @@ class AudioError(ValueError):
         reason: Why, in a word or two, the same for all that have the same fault.
     """
 
-    def __init__(self, path: Path, reason: str, message: str) -> None:
-        super().__init__(f"{path}: {message}")
+    # From its message alone, as a loader makes it again that gets it from a worker.
+    def __init__(self, message: str, reason: str = "unreadable") -> None:
+        super().__init__(message)
         self.reason = reason
+
+    @classmethod
+    def of(cls, path: Path, reason: str, message: str) -> "AudioError":
+        """The error that names `path`."""
+        return cls(f"{path}: {message}", reason)
 
 
 def read_audio(
@@ -68,40 +74,40 @@ def read_audio(
             samples = torch.from_numpy(file.read(n, dtype="float32"))  # (n,)
             rate = file.samplerate
     except soundfile.SoundFileError as error:
-        raise AudioError(path, "unreadable", _unreadable(path, error)) from error
+        raise AudioError.of(path, "unreadable", _unreadable(path, error)) from error
     except OSError as error:
-        raise AudioError(
+        raise AudioError.of(
             path, "unreadable", f"it cannot be opened ({error.strerror}); see to that, or leave it out"
         ) from error
     if len(samples) < n:
-        raise AudioError(
+        raise AudioError.of(
             path, "unreadable", f"it ends after {len(samples)} of {n} samples; it was cut off: get it again"
         )
     if not samples.isfinite().all():
-        raise AudioError(path, "unreadable", "some of its samples are not finite numbers; get it again")
+        raise AudioError.of(path, "unreadable", "some of its samples are not finite numbers; get it again")
     return samples if rate == sample_rate else resample(samples, rate, sample_rate)
 
 
 def _check_file(path: Path) -> None:
     if not path.exists():
-        raise AudioError(path, "missing", "there is no such file; correct the path, or leave it out")
+        raise AudioError.of(path, "missing", "there is no such file; correct the path, or leave it out")
     if not path.is_file():
-        raise AudioError(path, "missing", "this is not a file; name the files in it")
+        raise AudioError.of(path, "missing", "this is not a file; name the files in it")
     with path.open("rb") as file:  # which tells what one may not read
         if not file.read(1):
-            raise AudioError(path, "empty", "the file is empty; get it again, or leave it out")
+            raise AudioError.of(path, "empty", "the file is empty; get it again, or leave it out")
 
 
 def _part(path: Path, file: soundfile.SoundFile, start: float, duration: float | None) -> tuple[int, int]:
     """The first sample, and how many."""
     if file.frames == 0:
-        raise AudioError(path, "empty", "there is not one sample in it; get it again, or leave it out")
+        raise AudioError.of(path, "empty", "there is not one sample in it; get it again, or leave it out")
     first = round(start * file.samplerate)
     last = file.frames if duration is None else round((start + duration) * file.samplerate)
     if not 0 <= first < min(last, file.frames) or last > file.frames + _TOLERANCE * file.samplerate:
         wanted = f"{start:g} s to its end" if duration is None else f"{start:g} s to {start + duration:g} s"
         seconds = file.frames / file.samplerate
-        raise AudioError(
+        raise AudioError.of(
             path,
             "not so long",
             f"{wanted} is wanted, but it has {seconds:.2f} s; correct start and duration, or get the whole file",
@@ -113,20 +119,20 @@ def _check_header(
     path: Path, file: soundfile.SoundFile, n: int, sample_rate: int, max_seconds: float, upsample: bool
 ) -> None:
     if file.channels != 1:
-        raise AudioError(
+        raise AudioError.of(
             path,
             "several channels",
             f"it has {file.channels} channels, and which of them is meant is not known; make it mono",
         )
     if n / file.samplerate > max_seconds:
-        raise AudioError(
+        raise AudioError.of(
             path,
             "too long",
             f"{n / file.samplerate:.1f} s are more than max_seconds={max_seconds:g}; cut it into utterances, or raise "
             "max_seconds",
         )
     if file.samplerate < sample_rate and not upsample:
-        raise AudioError(
+        raise AudioError.of(
             path,
             "low sampling rate",
             f"it has {file.samplerate} Hz, less than sample_rate={sample_rate}, so that its upper band would be empty; "
@@ -135,7 +141,7 @@ def _check_header(
     # What resampling by a ratio in lowest terms takes, in time and memory.
     common = math.gcd(file.samplerate, sample_rate)
     if (file.samplerate // common) * (sample_rate // common) > _MOST_WEIGHTS:
-        raise AudioError(
+        raise AudioError.of(
             path,
             "odd sampling rate",
             f"its {file.samplerate} Hz and sample_rate={sample_rate} have no simple ratio; convert it to {sample_rate} "

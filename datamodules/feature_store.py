@@ -69,7 +69,7 @@ class FeatureReader(NamedTuple):
         seconds = len(samples) / self.filterbanks.sample_rate
         if seconds < self.min_seconds or not self.filterbanks.n_frames(len(samples)):
             least = f"min_seconds={self.min_seconds:g} or a frame of {self.filterbanks.frame_ms:g} ms"
-            raise AudioError(utterance.audio, "too short", f"{seconds:.3f} s are less than {least}; leave it out")
+            raise AudioError.of(utterance.audio, "too short", f"{seconds:.3f} s are less than {least}; leave it out")
         return self.filterbanks(samples)
 
 

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from datamodules import BLANK, Filterbanks, SpecAugment, SpeechCorpus, SpeechData, Utterance, read_audio
+from datamodules import BLANK, AudioError, Filterbanks, SpecAugment, SpeechCorpus, SpeechData, Utterance, read_audio
 from datamodules.corpora import EspeakCorpus
 from datamodules.utterances import SpeechBatch
 
@@ -258,6 +258,15 @@ def test_the_error_rate_of_what_is_too_short_for_its_phones_is_defined(make, cor
     with pytest.warns(UserWarning, match="val: 1 of 5 utterances have an error rate, but no loss"):
         data = make("validate")
     assert rows_of(data.val_dataloader())["val-0"][1] == [1] * 200
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_is_lost_while_it_trains_is_named(make, corpus, num_workers):
+    loader = make("fit", num_workers=num_workers).train_dataloader()
+    for u in corpus.splits["train"]:
+        u.audio.unlink()
+    with pytest.raises(AudioError, match=r"train/\d+\.wav: there is no such file"):
+        list(loader)
 
 
 def test_nothing_that_can_be_used(make, corpus):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lit_effattn.attention.base import Attention
 from lit_effattn.ops.linear import causal_linear_attention, linear_attention, linear_attention_step
+from lit_effattn.ops.linear_kernels import elu_linear_attention, use_kernels
 from lit_effattn.recorded import Recorded
 from lit_effattn.sequence import accumulator, may_overwrite, valid_positions
 
@@ -78,7 +79,8 @@ class LinearAttention(Attention):
     Katharopoulos et al. 2020, equations 9 to 12. Queries are not scaled by 1/√D. Time O(N (C + F) D) with chunks of C
     positions; state O(F D), constant. Splitting a stream changes nothing: the memory reaches back to the start.
     Feature map, sums and division are computed in float32 at least, whatever the autocast: in float16 the
-    denominator overflows near N = 1024, and a running sum in bfloat16 drifts by a quarter.
+    denominator overflows near N = 1024, and a running sum in bfloat16 drifts by a quarter. On CUDA, causal attention of
+    elu + 1 runs through kernels of its own: see `lit_effattn.ops.linear_kernels`.
 
     Args:
         d_model: Width E.
@@ -127,19 +129,30 @@ class LinearAttention(Attention):
     ) -> tuple[Tensor, LinearState | None]:
         """Combine queries, keys and values: see `Attention.attend`."""
         b, _, n, _ = q.shape
+        full = accumulator(q.dtype)
         with torch.autocast(q.device.type, enabled=False):
-            full = accumulator(q.dtype)
-            phi_q, phi_k = self.feature_map(q.to(full)), self.feature_map(k.to(full))
-            if lengths is not None:
-                # φ(0) is not 0, so it is φ(k) that must be masked; masking v would leave the denominator wrong.
-                phi_k = phi_k.masked_fill(~valid_positions(lengths, n)[:, None, :, None], 0)
             if not self.causal:
-                return linear_attention(phi_q, phi_k, v.to(full)).to(v.dtype), None
+                return linear_attention(*self._features(q, k, lengths), v.to(full)).to(v.dtype), None
             if state is None:
                 state = self.initial_state(b, device=q.device, dtype=full)
             s, z = state.s.to(full), state.z.to(full)
             if n == 1:
-                y, s, z = linear_attention_step(phi_q, phi_k, v.to(full), s, z, in_place=may_overwrite())
+                y, s, z = linear_attention_step(
+                    *self._features(q, k, lengths), v.to(full), s, z, in_place=may_overwrite()
+                )
+            elif use_kernels(q, v, elu=type(self.feature_map) is EluFeatureMap):
+                y, s, z = elu_linear_attention(q, k, v, s, z, lengths)
             else:
-                y, s, z = causal_linear_attention(phi_q, phi_k, v.to(full), s, z, chunk_size=self.chunk_size)
+                y, s, z = causal_linear_attention(
+                    *self._features(q, k, lengths), v.to(full), s, z, chunk_size=self.chunk_size
+                )
             return y.to(v.dtype), LinearState(s, z, state.length + (n if lengths is None else lengths))
+
+    def _features(self, q: Tensor, k: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return φ(q) and φ(k), (B, H, N, D) -> (B, H, N, F), in float32 or more."""
+        full = accumulator(q.dtype)
+        phi_q, phi_k = self.feature_map(q.to(full)), self.feature_map(k.to(full))
+        if lengths is not None:
+            # φ(0) is not 0, so it is φ(k) that must be masked; masking v would leave the denominator wrong.
+            phi_k = phi_k.masked_fill(~valid_positions(lengths, q.size(2))[:, None, :, None], 0)
+        return phi_q, phi_k

@@ -1,7 +1,7 @@
-"""Causal linear attention through kernels written in Triton: when they are used, and how autograd and compilers see them.
+"""Causal linear attention through kernels written in Triton: when they are used, and what autograd and compilers see.
 
-They are used on CUDA wherever they can be. `LIT_EFFATTN_KERNELS` in the environment forces a form: "plain", or "triton",
-which is then an error where it can't be had.
+They are used on CUDA wherever they can be. `LIT_EFFATTN_KERNELS` in the environment forces a form: "plain", or
+"triton", which is then an error where it can't be had.
 """
 
 from __future__ import annotations
@@ -25,9 +25,14 @@ _OLDEST = (8, 0)  # compute capability, the first with TF32
 
 
 def use_kernels(q: Tensor, v: Tensor, *, elu: bool) -> bool:
-    """Whether `elu_linear_attention` is to be used for queries and values (B, H, N, D) with feature map elu + 1, or not.
+    """Whether `elu_linear_attention` is to be used.
 
-    Says once why not where that is a loss: on CUDA, unless the plain form was asked for.
+    If not, it says once why where that is a loss: on CUDA, unless the plain form was asked for.
+
+    Args:
+        q: (B, H, N, D), queries; their type, device and width are looked at.
+        v: (B, H, N, D'), values.
+        elu: Whether the feature map is elu + 1.
 
     Raises:
         ValueError: `LIT_EFFATTN_KERNELS` is not a form.

@@ -41,7 +41,7 @@ CHUNK = 64
 _MOST_GROUPS = 64  # of a head; `_add_up` loads one number of each at once
 _ADDED_AT_ONCE = 64  # numbers of a group's sums in a program of `_add_up`
 _NARROWEST = 16  # columns of the smallest matrix product
-_WIDEST_SPLIT = 64  # columns of v that a program of the forward pass takes
+_WIDE = 64  # columns; of wider v, a program of the forward pass takes as many
 
 
 # ------------------------------------------------------------------------------------------------- parts of the kernels
@@ -49,19 +49,19 @@ _WIDEST_SPLIT = 64  # columns of v that a program of the forward pass takes
 
 @triton.jit
 def _phi(x, there):
-    """elu(x) + 1; 0 where nothing is there, for φ(0) is not."""
+    """Return elu(x) + 1; 0 where nothing is there, for φ(0) is not."""
     return tl.where(there, tl.maximum(x, 0.0) + tl.exp(tl.minimum(x, 0.0)), 0.0)
 
 
 @triton.jit
 def _slope(phi):
-    """φ'(x), of φ(x): exp(x) below 0 is both, and above, φ is more than 1; 0 where nothing is there."""
+    """Return φ'(x), of φ(x): exp(x) below 0 is both, and above, φ is more than 1; 0 where nothing is there."""
     return tl.minimum(phi, 1.0)
 
 
 @triton.jit
 def _dot(a, b, c, PRECISION: tl.constexpr):
-    """a b + c."""
+    """Return a b + c."""
     if PRECISION == "bf16":
         return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), c)
     else:  # noqa: RET505, a constant decides which of the two is compiled
@@ -70,7 +70,7 @@ def _dot(a, b, c, PRECISION: tl.constexpr):
 
 @triton.jit
 def _zeros_dot(a, b, PRECISION: tl.constexpr):
-    """a b."""
+    """Return a b."""
     return _dot(a, b, tl.zeros([a.shape[0], b.shape[1]], tl.float32), PRECISION)
 
 
@@ -304,7 +304,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, lengths: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output in v's type, and the sums `s` and `z` after the last position."""
-    plan = _Plan(q, v, min(_WIDEST_SPLIT, _padded(v.size(3))))
+    plan = _Plan(q, v, backward=False)
     s, z = s.contiguous(), z.contiguous()
     starts = plan.starts(k, v, None, None, lengths, s, z, backward=False)
     out = by_position(v)
@@ -329,16 +329,14 @@ def backward(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, s and z, from those of what `forward` returned."""
-    plan = _Plan(q, v, _padded(v.size(3)))
+    plan = _Plan(q, v, backward=True)
     s, z, g_s, g_z = (t.contiguous() for t in (s, z, g_s, g_z))
     r, w = (torch.empty(q.shape[:3], device=q.device, dtype=torch.float32) for _ in range(2))
     dq, dk, dv = (by_position(t) for t in (q, k, v))
     ds, dz = torch.empty_like(s), torch.empty_like(z)
     starts = plan.starts(k, v, None, None, lengths, s, z, backward=False)
     inputs = (q, q.stride(), k, k.stride(), v, v.stride(), g, g.stride())
-    _query_gradients[plan.grid](
-        *inputs, dq, dq.stride(), r, w, lengths, *starts, *plan.counts, eps, **plan.constants
-    )
+    _query_gradients[plan.grid](*inputs, dq, dq.stride(), r, w, lengths, *starts, *plan.counts, eps, **plan.constants)
     starts = plan.starts(q, g, r, w, lengths, g_s, g_z, backward=True)
     _key_value_gradients[plan.grid](
         *inputs, dk, dk.stride(), dv, dv.stride(), r, w, lengths, *starts[:2], ds, dz, *starts[2:],
@@ -350,20 +348,24 @@ def backward(
 class _Plan:
     """How the heads' sequences are cut, and what all kernels are told."""
 
-    def __init__(self, q: Tensor, v: Tensor, columns: int) -> None:
+    def __init__(self, q: Tensor, v: Tensor, *, backward: bool) -> None:
         b, h, n, d = q.shape
-        width = v.size(3)
-        self.heads = b * h
-        self.blocks = triton.cdiv(width, columns)
-        chunks = triton.cdiv(n, CHUNK)
-        groups = min(chunks, _MOST_GROUPS, max(1, _at_once(q.device) // (self.heads * self.blocks)))
-        each = triton.cdiv(chunks, groups)
-        self.groups = triton.cdiv(chunks, each)  # none is empty
-        self.grid = (self.heads, self.groups, self.blocks)
-        self.counts = (n, chunks, each, h)
+        width, padded = v.size(3), (_padded(q.size(3)), _padded(v.size(3)))
+        wide = max(padded) > _WIDE
+        columns = padded[1] if backward else min(padded[1], _WIDE)  # a query's gradient takes all of its v
+        chunk = CHUNK // 2 if wide and backward else CHUNK  # for shared memory's sake
+        self.heads, blocks = b * h, triton.cdiv(width, columns)
+        self.chunks = triton.cdiv(n, chunk)
+        groups = min(self.chunks, _MOST_GROUPS, max(1, _at_once(q.device) // (self.heads * blocks)))
+        self.each = triton.cdiv(self.chunks, groups)
+        self.groups = triton.cdiv(self.chunks, self.each)  # none is empty
+        self.grid = (self.heads, self.groups, blocks)
+        self.counts = (n, self.chunks, self.each, h)
+        # If nothing is loaded ahead, a multiprocessor's registers and shared memory hold two backward walks (of wide
+        # heads, one): they hide one another's waiting.
         self.constants: dict[str, Any] = {
-            "D": d, "DV": width, "C": CHUNK, "BD": _padded(d), "BV": columns, "PRECISION": _precision(q, v),
-            "num_warps": 4 if max(_padded(d), columns) <= 64 else 8, "num_stages": 2,
+            "D": d, "DV": width, "C": chunk, "BD": padded[0], "BV": columns, "PRECISION": _precision(q, v),
+            "num_warps": 8 if wide else 4, "num_stages": 1 if backward or wide else 2,
         }  # fmt: skip
 
     def starts(

@@ -119,7 +119,6 @@ torch.library.define(
 )
 
 
-@torch.library.impl("lit_effattn::causal_linear", "cpu")
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, chunk_size: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -155,7 +154,6 @@ def _forward_rows(
         z.add_(k.sum(1, keepdim=True))
 
 
-@torch.library.impl("lit_effattn::causal_linear_backward", "cpu")
 def _backward(
     g: Tensor,
     g_s: Tensor,
@@ -262,6 +260,8 @@ def _refuse(ctx: Any, *gradients: Tensor) -> None:
     )
 
 
+torch.library.impl("lit_effattn::causal_linear", "cpu", _forward)
+torch.library.impl("lit_effattn::causal_linear_backward", "cpu", _backward)
 torch.library.register_autograd("lit_effattn::causal_linear", _gradients, setup_context=_keep)
 torch.library.register_autograd("lit_effattn::causal_linear_backward", _refuse)
 

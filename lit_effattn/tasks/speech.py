@@ -223,7 +223,7 @@ class SpeechRecognizer(Task):
                     pictures += 1
                     entry["picture"] = self._draw(features, probabilities, folder / f"utterance_{pictures}.png").name
                 print(json.dumps(entry, ensure_ascii=False), file=file)
-        return f"transcripts of {len(transcripts)} utterances: {short(path)}\n{pictures} pictures beside them"
+        return f"transcripts of {len(transcripts)} utterances: {short(path)}\npictures beside them: {pictures}"
 
     def _draw(self, features: Tensor, probabilities: Tensor, path: Path) -> Path:
         return recognised(

@@ -18,6 +18,7 @@ from benchmarks import (
     flex,
     generation,
     kernels,
+    linear,
     loader,
     longterm,
     memory,
@@ -47,6 +48,7 @@ BENCHMARKS = {
     "longterm": longterm,
     "flex": flex,
     "kernels": kernels,
+    "linear": linear,
     "loader": loader,
 }
 

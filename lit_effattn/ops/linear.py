@@ -202,23 +202,22 @@ def _backward_rows(
 
     S and z can only be summed forward, R and r backward, from the gradients of the last sums on.
     """
-    g = g / denominator[..., None]
-    below = torch.empty_like(denominator)
+    y_all = torch.empty_like(denominator)
+    rightwards = _chunks(chunk_size, k, v, g, denominator, out, y_all, g_q)
+    leftwards = reversed(list(_chunks(chunk_size, q, k, v, g, denominator, y_all, g_q, g_k, g_v)))
     s, g_s = s.flatten(0, 1), g_s.flatten(0, 1)  # (BH, F, D)
     z, g_z = z.flatten(0, 1)[:, None], g_z.flatten(0, 1)[:, None]  # (BH, 1, F)
-
-    rightwards = _chunks(chunk_size, k, v, g, out, below, g_q)
-    leftwards = reversed(list(_chunks(chunk_size, q, k, v, g, below, g_q, g_k, g_v)))
-    for *inputs, to_below, to_q in rightwards:
-        k, v, x, out = (t.flatten(0, 1) for t in inputs)  # (BH, C, ·)
-        y = (x * out).sum(-1, keepdim=True).neg_()  # (BH, C, 1)
-        to_below.copy_(y.view_as(to_below))
-        to_q.copy_(torch.bmm(x, s.mT).addcmul_(y, z).view_as(to_q))
+    for *inputs, to_y, to_q in rightwards:
+        k, v, g, denominator, out = (t.flatten(0, 1) for t in inputs)  # (BH, C, ·)
+        x = g / denominator[..., None]
+        y = (x * out).sum(-1).neg_()  # (BH, C)
+        to_y.copy_(y.view_as(to_y))
+        to_q.copy_(torch.bmm(x, s.mT).addcmul_(y[..., None], z).view_as(to_q))
         s.baddbmm_(k.mT, v)
         z.add_(k.sum(1, keepdim=True))
-    for *inputs, y, to_q, to_k, to_v in leftwards:
-        q, k, v, x = (t.flatten(0, 1) for t in inputs)
-        y = y.flatten(0, 1)  # (BH, C)
+    for *inputs, to_q, to_k, to_v in leftwards:
+        q, k, v, g, denominator, y = (t.flatten(0, 1) for t in inputs)
+        x = g / denominator[..., None]
         scores = torch.bmm(q, k.mT).tril_()  # (BH, C, C)
         g_scores = torch.bmm(x, v.mT).add_(y[..., None]).tril_()
         to_q.add_(torch.bmm(g_scores, k).view_as(to_q))

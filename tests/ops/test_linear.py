@@ -162,7 +162,7 @@ def test_by_hand_little_is_made_beside_outputs_and_gradients():
         torch.autograd.grad(out, (q, k, v), weights)
     scores = chunk_size * chunk_size  # as large as the denominators, n; all else of a chunk is smaller
     assert forward.large(scores) == [n * d]  # the output
-    assert backward.large(scores) == [n * d, n * d, n * f, n * f]  # gradients of v, of the numerators, of q and k
+    assert backward.large(scores) == [n * d, n * f, n * f]  # gradients of v, q and k
 
 
 def test_a_step_in_place_allocates_no_sums():

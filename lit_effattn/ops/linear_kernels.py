@@ -21,6 +21,7 @@ KERNELS = "LIT_EFFATTN_KERNELS"
 
 _INTERPRET = "TRITON_INTERPRET"  # Triton's own: its kernels then run in Python, on the CPU
 _WIDEST = 128  # columns of q or v: a head's sums stay in registers
+_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _OLDEST = (8, 0)  # compute capability, the first with TF32
 
 
@@ -67,8 +68,9 @@ def _obstacle(device: torch.device, dtypes: tuple[torch.dtype, ...], width: int,
         return f"{torch.cuda.get_device_name(device)} is older than compute capability {_OLDEST[0]}.{_OLDEST[1]}"
     if not elu:
         return "their feature map is elu + 1 (EluFeatureMap), and another was given"
-    if torch.float64 in dtypes:
-        return "float64 is none of their types; choose float32 or less"
+    for dtype in dtypes:
+        if dtype not in _TYPES:
+            return f"{dtype} is none of their types; choose torch.float32 or less"
     if width > _WIDEST:
         return f"heads of width {width} are wider than {_WIDEST}; choose more heads"
     return None
@@ -107,8 +109,30 @@ def elu_linear_attention(
 
     Returns:
         The output (B, H, N, D') in v's type, and `s` and `z` after the last position.
+
+    Raises:
+        ValueError: names the argument, its shape or type, and what was expected.
     """
+    _check(q, k, v, s, z, lengths)
     return torch.ops.lit_effattn.elu_linear(q, k, v, s, z, lengths, eps)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, lengths: Tensor | None) -> None:
+    b, h, n, d = q.shape
+    width = v.size(-1)
+    shapes = {"k": (b, h, n, d), "v": (b, h, n, width), "s": (b, h, d, width), "z": (b, h, d), "lengths": (b,)}
+    for (name, expected), t in zip(shapes.items(), (k, v, s, z, lengths), strict=True):
+        if t is not None and t.shape != expected:
+            raise ValueError(f"{name} has shape {tuple(t.shape)}; with q of {tuple(q.shape)} it should be {expected}")
+    for name, t in (("s", s), ("z", z)):
+        if t.dtype != torch.float32:
+            raise ValueError(f"{name} is {t.dtype}; sums are torch.float32: {name}.float()")
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.dtype not in _TYPES or t.size(-1) > _WIDEST:
+            raise ValueError(
+                f"{name} is {t.dtype} of width {t.size(-1)}; expected bfloat16, float16 or float32, and at most "
+                f"{_WIDEST}: `causal_linear_attention` takes any"
+            )
 
 
 # --------------------------------------------------------------- operators, which autograd and compilers see as a whole

@@ -42,6 +42,7 @@ _MOST_GROUPS = 64  # of a head; `_add_up` loads one number of each at once
 _ADDED_AT_ONCE = 64  # numbers of a group's sums in a program of `_add_up`
 _NARROWEST = 16  # columns of the smallest matrix product
 _WIDE = 64  # columns; of wider v, a program of the forward pass takes as many
+_BY_LENGTH = ["n", "chunks", "each"]  # arguments: else Triton compiles anew for lengths that 16 divides, and so on
 
 
 # ------------------------------------------------------------------------------------------------- parts of the kernels
@@ -50,13 +51,13 @@ _WIDE = 64  # columns; of wider v, a program of the forward pass takes as many
 @triton.jit
 def _phi(x, there):
     """Return elu(x) + 1; 0 where nothing is there, for φ(0) is not."""
-    return tl.where(there, tl.maximum(x, 0.0) + tl.exp(tl.minimum(x, 0.0)), 0.0)
+    return tl.where(there, tl.where(x > 0, x + 1.0, tl.exp(x)), 0.0)  # NaN stays NaN, as in no maximum
 
 
 @triton.jit
 def _slope(phi):
     """Return φ'(x), of φ(x): exp(x) below 0 is both, and above, φ is more than 1; 0 where nothing is there."""
-    return tl.minimum(phi, 1.0)
+    return tl.where(phi > 1.0, 1.0, phi)
 
 
 @triton.jit
@@ -115,7 +116,7 @@ def _valid(lengths, head, n, N_HEADS):
 # ---------------------------------------------------------------------------------------------------------- the kernels
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_BY_LENGTH)
 def _sum_groups(
     x, x_strides, y, y_strides, r, w, lengths, s, z, sums, n, chunks, each, N_HEADS,
     D: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
@@ -157,7 +158,7 @@ def _sum_groups(
         tl.store(sums + D * DV + features, ones, mask=features < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def _add_up(sums, slots, SIZE: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
     """Add to each slot those before it, in place: the sums before each group."""
     slot = tl.arange(0, SLOTS)
@@ -167,7 +168,7 @@ def _add_up(sums, slots, SIZE: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.cons
     tl.store(at, tl.cumsum(tl.load(at, mask=there, other=0.0), 0), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_BY_LENGTH)
 def _outputs(
     q, q_strides, k, k_strides, v, v_strides, out, out_strides, lengths, s, z, s_after, z_after, by_head, by_slot,
     n, chunks, each, N_HEADS, eps,
@@ -207,7 +208,7 @@ def _outputs(
             tl.store(z_after + head.to(tl.int64) * D + features, ones, mask=features < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_BY_LENGTH)
 def _query_gradients(
     q, q_strides, k, k_strides, v, v_strides, g, g_strides, dq, dq_strides, r, w, lengths, s, z, by_head, by_slot,
     n, chunks, each, N_HEADS, eps,
@@ -250,7 +251,7 @@ def _query_gradients(
         ones += tl.sum(phi_k, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_BY_LENGTH)
 def _key_value_gradients(
     q, q_strides, k, k_strides, v, v_strides, g, g_strides, dk, dk_strides, dv, dv_strides, r, w, lengths, s, z,
     s_before, z_before, by_head, by_slot, n, chunks, each, N_HEADS,
@@ -305,7 +306,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output in v's type, and the sums `s` and `z` after the last position."""
     plan = _Plan(q, v, backward=False)
-    s, z = s.contiguous(), z.contiguous()
+    s, z, lengths = s.contiguous(), z.contiguous(), None if lengths is None else lengths.contiguous()
     starts = plan.starts(k, v, None, None, lengths, s, z, backward=False)
     out = by_position(v)
     s_after, z_after = torch.empty_like(s), torch.empty_like(z)
@@ -331,6 +332,7 @@ def backward(
     """Return the gradients of q, k, v, s and z, from those of what `forward` returned."""
     plan = _Plan(q, v, backward=True)
     s, z, g_s, g_z = (t.contiguous() for t in (s, z, g_s, g_z))
+    lengths = None if lengths is None else lengths.contiguous()
     r, w = (torch.empty(q.shape[:3], device=q.device, dtype=torch.float32) for _ in range(2))
     dq, dk, dv = (by_position(t) for t in (q, k, v))
     ds, dz = torch.empty_like(s), torch.empty_like(z)
@@ -356,7 +358,7 @@ class _Plan:
         chunk = CHUNK // 2 if wide and backward else CHUNK  # for shared memory's sake
         self.heads, blocks = b * h, triton.cdiv(width, columns)
         self.chunks = triton.cdiv(n, chunk)
-        groups = min(self.chunks, _MOST_GROUPS, max(1, _at_once(q.device) // (self.heads * blocks)))
+        groups = min(self.chunks, _MOST_GROUPS, max(1, _at_once(q.device) // max(1, self.heads * blocks)))
         self.each = triton.cdiv(self.chunks, groups)
         self.groups = triton.cdiv(self.chunks, self.each)  # none is empty
         self.grid = (self.heads, self.groups, blocks)
@@ -393,12 +395,15 @@ def _padded(width: int) -> int:
 def _precision(q: Tensor, v: Tensor) -> str:
     """Return how the products' factors are rounded.
 
-    PyTorch's own setting for float32 decides. "highest": float32 inputs are split in three (as exact as float32, and
-    on tensor cores, which IEEE float32 is not). Half-precision inputs, too, get TF32: it holds them exactly, has
-    float32's range (a sum of φ(k) vᵀ soon passes float16's), and three bits more for sums and scores than bfloat16.
-    "high": TF32. "medium": bfloat16, twice as fast in products, and what other kernels do.
+    PyTorch's own setting for float32's products decides. "highest": float32 inputs are split in three (as exact as
+    float32, and on tensor cores, which IEEE float32 is not). Half-precision inputs, too, get TF32: it holds float16's
+    and bfloat16's numbers exactly, has float32's range (a sum of φ(k) vᵀ soon passes float16's), and three bits more
+    for sums and scores than bfloat16. "high": TF32. "medium": bfloat16, twice as fast in products.
     """
-    setting = torch.get_float32_matmul_precision()
+    try:
+        setting = torch.get_float32_matmul_precision()
+    except RuntimeError:  # it was set by the newer `torch.backends`, which knows no bfloat16 on CUDA
+        setting = "high" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "highest"
     if setting == "medium":
         return "bf16"
     return "tf32x3" if setting == "highest" and torch.float32 in (q.dtype, v.dtype) else "tf32"

@@ -4,9 +4,11 @@ Interpreted, each chunk of each head takes some hundredths of a second: so few h
 """
 
 import os
+import re
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -91,7 +93,7 @@ def groups(monkeypatch: pytest.MonkeyPatch):
     ("n", "cut", "d", "dv"),
     [
         (1, 1, 16, 16),
-        (C - 1, 1, 16, 32),
+        (C - 1, 1, 16, 16),
         (C, 1, 5, 7),
         (C + 1, 1, 16, 16),
         (C + 1, 2, 40, 24),
@@ -139,9 +141,19 @@ def test_half_precision_is_near_and_its_sums_do_not_overflow(dtype: torch.dtype,
     assert [t.dtype for t in gradients(found, tensors)] == [dtype] * 3 + [torch.float32] * 2
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # by the interpreter, of what is not chosen
 def test_large_queries_and_keys_are_finite(groups):
     q, k, v, s, z = inputs(9)
     assert_defined([(100 * q).detach().requires_grad_(), (-100 * k).detach().requires_grad_(), v, s, z])
+
+
+def test_what_is_not_a_number_is_not_hidden(groups):
+    for i in range(3):
+        tensors = [t.detach().clone() for t in inputs(4)]
+        tensors[i][0, 0, 1, 3] = torch.nan
+        out = elu_linear_attention(*tensors)[0]
+        assert out[0, 0, 1:].isnan().any(-1).all() if i else out[0, 0, 1].isnan().all()
+        assert out[1].isfinite().all()
 
 
 def test_any_strides_and_heads(groups):
@@ -188,6 +200,48 @@ def test_compiled_without_a_break(groups):
         assert torch.equal(a, b)
     arguments = (*tensors, lengths, 1e-6)
     torch.library.opcheck(torch.ops.lit_effattn.elu_linear, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (
+            {"k": torch.zeros(2, 1, 4, 16)},
+            "k has shape (2, 1, 4, 16); with q of (2, 1, 5, 16) it should be (2, 1, 5, 16)",
+        ),
+        ({"s": torch.zeros(2, 1, 16, 8)}, "s has shape (2, 1, 16, 8)"),
+        ({"lengths": torch.tensor([5])}, "lengths has shape (1,)"),
+        ({"z": torch.zeros(2, 1, 16).double()}, "z is torch.float64; sums are torch.float32: z.float()"),
+        ({"q": torch.zeros(2, 1, 5, 16).double()}, "q is torch.float64 of width 16; expected bfloat16, float16 or"),
+        ({"v": torch.zeros(2, 1, 5, 129), "s": torch.zeros(2, 1, 16, 129)}, "v is torch.float32 of width 129"),
+    ],
+)
+def test_what_they_can_not_take_is_refused(changed, words: str):
+    arguments = dict(zip(("q", "k", "v", "s", "z"), inputs(5), strict=True)) | changed
+    with pytest.raises(ValueError, match=re.escape(words)):
+        elu_linear_attention(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("setting", "newer", "half", "full"),
+    [
+        ("highest", "", "tf32", "tf32x3"),
+        ("high", "", "tf32", "tf32"),
+        ("medium", "", "bf16", "bf16"),
+        (None, "ieee", "tf32", "tf32x3"),
+        (None, "tf32", "tf32", "tf32"),
+    ],
+)
+def test_pytorch_says_how_factors_are_rounded(setting: str | None, newer: str, half: str, full: str, monkeypatch):
+    def said() -> str:
+        if setting is None:
+            raise RuntimeError("mix of the legacy and new APIs")
+        return setting
+
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", said)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=newer))
+    for dtype, expected in ((torch.bfloat16, half), (torch.float16, half), (torch.float32, full)):
+        assert linear_triton._precision(torch.empty(0, dtype=dtype), torch.empty(0, dtype=torch.bfloat16)) == expected
 
 
 @pytest.mark.skipif(not GPU, reason="no GPU: the interpreter would take an hour")
@@ -250,7 +304,7 @@ def test_chosen_on_cuda_and_there_alone(capability):
     ("q", "v", "elu", "numbers", "reason"),
     [
         (Tensors(), Tensors(), False, (9, 0), "feature map is elu"),
-        (Tensors(), Tensors(dtype=torch.float64), True, (9, 0), "float64 is none"),
+        (Tensors(), Tensors(dtype=torch.float64), True, (9, 0), "torch.float64 is none"),
         (Tensors(width=129), Tensors(), True, (9, 0), "heads of width 129"),
         (Tensors(), Tensors(width=256), True, (9, 0), "heads of width 256"),
         (Tensors(), Tensors(), True, (7, 5), "GPU of old is older than compute capability 8.0"),

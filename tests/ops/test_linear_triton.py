@@ -100,7 +100,7 @@ def groups(monkeypatch: pytest.MonkeyPatch):
         (3 * C + 7, 1, 16, 16),
         (3 * C + 7, 3, 16, 16),  # groups of two chunks, the last not full
         (4 * C + 9, 5, 16, 16),
-        (70, 2, 80, 100),  # blocks of v's columns, and shorter chunks in the backward pass
+        (70, 2, 16, 100),  # blocks of v's columns, and shorter chunks in the backward pass
     ],
 )
 def test_outputs_sums_and_gradients_are_the_definitions(n: int, cut: int, d: int, dv: int, groups):

@@ -23,7 +23,8 @@ NOTES = [
     "One causal attention of queries, keys and values, heads before positions as projections leave them, without "
     "projections. kernels, plain and flash-linear-attention: feature map elu + 1 and normaliser included, "
     "flash-linear-attention's by its own functions (chunk_linear_attn of elu + 1, normalize=True, scale=1). softmax: "
-    "scaled_dot_product_attention.",
+    "scaled_dot_product_attention. highest, high, medium: torch.set_float32_matmul_precision, which says how the kernels "
+    "round the factors of their products; plain's is highest.",
     "Figures are median (min–max) over the rounds, in which the forms take turns; a round's figure is the mean of "
     "several calls. Ratios are taken round by round. peak: memory above the inputs.",
     "difference: the largest of outputs and gradients from the plain form's in float32 of the same numbers, each "
@@ -31,6 +32,7 @@ NOTES = [
 ]
 
 PRECISIONS = ("highest", "high", "medium")
+PEER = "flash-linear-attention"
 
 Form = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Takes queries, keys and values (B, H, N, D) and returns (B, H, N, D)."""
@@ -78,15 +80,12 @@ def run(args: argparse.Namespace) -> Report:
 def _forms(precisions: list[str]) -> tuple[dict[str, Form | None], list[str]]:
     """Return the forms, None for one that is not installed, and what is to be said about it."""
     forms: dict[str, Form | None] = {f"kernels, {p}": partial(_rounded, p, kernels) for p in dict.fromkeys(precisions)}
-    forms |= {"plain": plain, "softmax": softmax, PEER: None}
+    forms |= {"plain": _exact, "softmax": softmax, PEER: None}
     try:
         library = import_module("fla.ops.linear_attn")
     except ImportError:
         return forms, [f"Absent, and so not measured: {PEER}; pip install 'flash-linear-attention>=0.5.1'."]
     return {**forms, PEER: partial(peer, library)}, []
-
-
-PEER = "flash-linear-attention"
 
 
 def kernels(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -95,6 +94,10 @@ def kernels(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return plain_causal_linear_attention(_phi(q.float()), _phi(k.float()), v.float(), *_nothing(k, v))[0].to(v.dtype)
+
+
+def _exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return _rounded("highest", plain, q, k, v)
 
 
 def softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -126,22 +129,22 @@ def _rounded(precision: str, form: Form, q: Tensor, k: Tensor, v: Tensor) -> Ten
 
 def _measured(n: int, forms: dict[str, Form | None], args: argparse.Namespace) -> list[Row]:
     """Return a row for each pass and form at length `n`."""
-    before = torch.get_float32_matmul_precision()
     inputs = _inputs(n, args)
     there = {name: form for name, form in forms.items() if form is not None}
-    torch.set_float32_matmul_precision("highest")
-    exact = _both_ways(plain, [t.detach().float().requires_grad_() for t in inputs])
-    differences = {name: _difference(_both_ways(f, inputs), exact) for name, f in there.items() if name != "softmax"}
-    del exact
-    timed, peaks = {}, {}
+    before = torch.get_float32_matmul_precision()
     try:
+        exact = _both_ways(_exact, [t.detach().float().requires_grad_() for t in inputs])
+        same = {name: form for name, form in there.items() if name != "softmax"}
+        differences = {name: _difference(_both_ways(form, inputs), exact) for name, form in same.items()}
+        del exact
+        timed, peaks = {}, {}
         for title, one_pass in PASSES.items():
             calls = {name: partial(one_pass, form, inputs) for name, form in there.items()}
+            for call in calls.values():
+                call()  # compiled, and what is allocated once
             peaks[title] = {name: peak_bytes(call, args.device) for name, call in calls.items()}
-            measures = {
-                name: partial(seconds_of, partial(_again, call, args.calls), args.device)
-                for name, call in calls.items()
-            }
+            again = {name: partial(_again, call, args.calls) for name, call in calls.items()}
+            measures = {name: partial(seconds_of, function, args.device) for name, function in again.items()}
             rounds = interleaved(f"N {n}, {title}", measures, args.repeats)
             timed[title] = {name: Spread(tuple(s / args.calls for s in samples)) for name, samples in rounds.items()}
     finally:
@@ -189,9 +192,9 @@ def _rows(
 ) -> list[Row]:
     """Return a row for each pass and form; empty ones of what was not measured."""
     rows: list[Row] = []
+    first = next(iter(forms))
     for title in PASSES:
         seconds, peak = timed.get(title, {}), peaks.get(title, {})
-        first = next(iter(forms))
         rows += [
             {
                 "N": n,

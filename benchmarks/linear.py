@@ -23,8 +23,8 @@ NOTES = [
     "One causal attention of queries, keys and values, heads before positions as projections leave them, without "
     "projections. kernels, plain and flash-linear-attention: feature map elu + 1 and normaliser included, "
     "flash-linear-attention's by its own functions (chunk_linear_attn of elu + 1, normalize=True, scale=1). softmax: "
-    "scaled_dot_product_attention. highest, high, medium: torch.set_float32_matmul_precision, which says how the kernels "
-    "round the factors of their products; plain's is highest.",
+    "scaled_dot_product_attention. highest, high, medium: torch.set_float32_matmul_precision, which says how the "
+    "kernels round the factors of their products; plain's is highest.",
     "Figures are median (min–max) over the rounds, in which the forms take turns; a round's figure is the mean of "
     "several calls. Ratios are taken round by round. peak: memory above the inputs.",
     "difference: the largest of outputs and gradients from the plain form's in float32 of the same numbers, each "

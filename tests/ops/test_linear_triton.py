@@ -163,9 +163,7 @@ def test_any_strides_and_heads(groups):
     s = s.mT.contiguous().mT
     q = torch.cat([q, q], 2)[:, :, ::2]
     assert {t.is_contiguous() for t in (q, k, v, s)} == {False}
-    found = elu_linear_attention(q, k, v, s, z)
-    for a, b in zip(found, definition(*(t.double() for t in (q, k, v, s, z))), strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
+    found = assert_defined([t.requires_grad_() for t in (q, k, v, s, z)])
     assert found[0].transpose(1, 2).flatten(2).data_ptr() == found[0].data_ptr()  # heads are joined without a copy
 
 

@@ -1,7 +1,8 @@
 """Causal linear attention through kernels written in Triton: when they are used, and what autograd and compilers see.
 
-They are used on CUDA wherever they can be. `LIT_EFFATTN_KERNELS` in the environment forces a form: "plain", or
-"triton", which is then an error where it can't be had.
+They are used on CUDA wherever they can be, after a trial beside the plain form, once on each GPU, type and width.
+`LIT_EFFATTN_KERNELS` in the environment forces a form: "plain", or "triton", which is then an error where it can't be
+had.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from lit_effattn.ops.linear import plain_causal_linear_attention
 
 KERNELS = "LIT_EFFATTN_KERNELS"
 """The environment's variable that forces a form."""
@@ -49,6 +52,8 @@ def _chosen(asked: str, device: torch.device, dtypes: tuple[torch.dtype, ...], w
     if asked == "plain" or (asked == "" and device.type != "cuda"):
         return False
     obstacle = _obstacle(device, dtypes, width, elu)
+    if obstacle is None and asked == "":
+        obstacle = _failure(device, dtypes[0], width)
     if obstacle is None:
         return True
     if asked == "triton":
@@ -74,6 +79,29 @@ def _obstacle(device: torch.device, dtypes: tuple[torch.dtype, ...], width: int,
     if width > _WIDEST:
         return f"heads of width {width} are wider than {_WIDEST}; choose more heads"
     return None
+
+
+@cache
+def _failure(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
+    """Try them, once, beside the plain form: no GPU was at hand when they were written."""
+    random = torch.Generator().manual_seed(0)
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            q, k, v, g = (torch.randn(1, 2, 150, width, generator=random).to(device, dtype) for _ in range(4))
+            inputs = [t.requires_grad_() for t in (q, k, v)]
+            s, z = (torch.zeros(1, 2, *shape, device=device) for shape in ((width, width), (width,)))
+            out, *_ = elu_linear_attention(q, k, v, s, z)
+            found = [out.detach(), *torch.autograd.grad(out, inputs, g)]
+            fq, fk = (torch.where(t > 0, t + 1, t.clamp(max=0).exp()) for t in (q.float(), k.float()))
+            out, *_ = plain_causal_linear_attention(fq, fk, v.float(), s, z)
+            wanted = [out.detach(), *torch.autograd.grad(out, inputs, g.float())]
+        worst = max(
+            float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(found, wanted, strict=True)
+        )
+    except Exception as error:  # of Triton's compiler, of the driver: there are many kinds
+        return f"tried on {device} in {dtype}, they fail: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    # bfloat16 rounds to 2⁻⁹; what is wrong is off by far more. NaN is not less, either.
+    return None if worst < 0.02 else f"tried on {device} in {dtype}, they are off by {worst:.1%}"
 
 
 @cache

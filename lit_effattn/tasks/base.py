@@ -62,7 +62,7 @@ class Task(Recorded, pl.LightningModule):
         if isinstance(scheduler, TorchReduceLROnPlateau):
             monitor = scheduler.monitor if isinstance(scheduler, ReduceLROnPlateau) else self.monitor
             # Never Lightning's turn: `on_train_epoch_end` steps it.
-            settings = {"scheduler": scheduler, "monitor": monitor, "frequency": sys.maxsize}
+            settings: Any = {"scheduler": scheduler, "monitor": monitor, "frequency": sys.maxsize}
             return {"optimizer": optimizer, "lr_scheduler": settings}
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -83,7 +83,8 @@ class Task(Recorded, pl.LightningModule):
                 raise ValueError(
                     f"the learning rate's schedule watches {config.monitor!r}, which was not logged; there are {known}"
                 )
-            config.scheduler.step(metrics[config.monitor])
+            scheduler: Any = config.scheduler
+            scheduler.step(metrics[config.monitor])
 
     def with_auxiliary(self, loss: Tensor, state: State, weight: float = 1.0) -> Tensor:
         """Add the auxiliary losses that `state` carries, the mean over the rows.

@@ -24,6 +24,7 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 C = linear_triton.CHUNK
 B, H = 2, 1
+TRIAL = linear_kernels._failure
 NAMES = ("out", "s", "z", "dq", "dk", "dv", "ds", "dz")
 
 pytestmark = pytest.mark.skipif(
@@ -278,6 +279,7 @@ class Tensors:
 def _unsaid(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(KERNELS, raising=False)
     linear_kernels._notice.cache_clear()
+    monkeypatch.setattr(linear_kernels, "_failure", lambda *of: None)  # there is no GPU to try them on
     yield
     linear_kernels._notice.cache_clear()
 
@@ -321,6 +323,36 @@ def test_the_plain_form_on_cuda_is_said_once(q, v, elu: bool, numbers, reason: s
     monkeypatch.setenv(KERNELS, "triton")
     with pytest.raises(RuntimeError, match=f"{KERNELS}=triton, but.*{reason}"):
         use_kernels(q, v, elu=elu)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_trial_shows_what_is_wrong(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    device = torch.device(DEVICE)
+    with torch.inference_mode():  # generation may be what uses them first
+        assert TRIAL(device, dtype, 16) is None
+    right = linear_triton.backward
+
+    def wrong(*arguments):
+        found = right(*arguments)
+        found[1][0, 1, C : 2 * C] = 0  # the gradients of a chunk of one head's keys
+        return found
+
+    TRIAL.cache_clear()
+    monkeypatch.setattr(linear_triton, "backward", wrong)
+    assert re.search(r"they are off by \d+\.\d%", TRIAL(device, dtype, 16))
+    TRIAL.cache_clear()
+    monkeypatch.delattr(linear_triton, "backward")
+    assert "they fail: AttributeError" in TRIAL(device, dtype, 16)
+    TRIAL.cache_clear()
+
+
+def test_what_fails_its_trial_is_not_used(capability, monkeypatch: pytest.MonkeyPatch):
+    capability(9, 0)
+    monkeypatch.setattr(linear_kernels, "_failure", lambda *of: "they fail")
+    with pytest.warns(UserWarning, match="can't be used: they fail"):
+        assert not use_kernels(Tensors(), Tensors(), elu=True)
+    monkeypatch.setenv(KERNELS, "triton")  # by who knows better, to see the error
+    assert use_kernels(Tensors(), Tensors(), elu=True)
 
 
 def test_what_is_forced(capability, monkeypatch: pytest.MonkeyPatch):

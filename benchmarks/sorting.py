@@ -84,6 +84,7 @@ def _row(variant: Variant, seeds: list[int], flags: list[str], *, train: bool) -
     model = LanguageModel.load_from_checkpoint(runs[0].checkpoint, map_location="cpu")
     data = _data(runs[0].checkpoint)
     streams = np.stack([data.sequences("test").types(i) for i in range(data.sizes["test"])])
+    state = model.backbone.initial_state(1)
     # Up to the separator, which is none of the stream.
     reach = short_term_reach(model.backbone, data.length + 1, data.segment_len) - 1
     counted = counting_accuracy(streams, data.n_types, reach)
@@ -95,7 +96,7 @@ def _row(variant: Variant, seeds: list[int], flags: list[str], *, train: bool) -
         "short-term reach, tokens": f"{reach} of {data.length}",
         "counting": counted,
         "gain": _signed(accuracy.map(lambda x: x - counted)),
-        "state, bytes": sequence.nbytes(model.backbone.initial_state(1)),
+        "state, bytes": sequence.nbytes(state),
         "minutes": Spread(tuple(minutes)) if minutes else None,
     }
 

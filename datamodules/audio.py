@@ -7,7 +7,6 @@ from pathlib import Path
 import soundfile
 import torch
 from torch import Tensor
-from torchaudio.functional import resample
 
 MAX_SECONDS = 40.0
 """Longer recordings are refused unless told otherwise: LibriSpeech's longest utterance has 35 s."""
@@ -85,6 +84,8 @@ def read_audio(
         )
     if not samples.isfinite().all():
         raise AudioError.of(path, "unreadable", "some of its samples are not finite numbers; get it again")
+    from torchaudio.functional import resample  # here, since help need not wait for it
+
     return samples if rate == sample_rate else resample(samples, rate, sample_rate)
 
 

@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor
-from torchaudio.compliance import kaldi
 
 _LOWEST = 20.0  # Hz, where the first filter begins
 _SCALE = 2.0**15  # Kaldi's samples are 16-bit integers
@@ -53,6 +52,8 @@ class Filterbanks:
         self._check_filters()
 
     def _check_filters(self) -> None:
+        from torchaudio.compliance import kaldi  # here, since help need not wait for it
+
         size = 2 ** (self.frame_samples - 1).bit_length()
         filters, _ = kaldi.get_mel_banks(self.n_mels, size, self.sample_rate, _LOWEST, 0.0, 100.0, -500.0, 1.0)
         if empty := int((filters.sum(1) == 0).sum()):
@@ -74,6 +75,8 @@ class Filterbanks:
         """The features (T, F), T = ``n_frames(n)``, of samples (n,) in −1 … 1."""
         if not self.n_frames(len(samples)):
             return samples.new_empty(0, self.n_mels)
+        from torchaudio.compliance import kaldi
+
         return kaldi.fbank(
             _SCALE * samples[None],
             sample_frequency=self.sample_rate,

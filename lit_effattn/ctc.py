@@ -8,17 +8,18 @@ from abc import ABC, abstractmethod
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-import torchaudio.functional
 from torch import Tensor
-from torchaudio.functional import TokenSpan
 
 from datamodules.utterances import BLANK
 from lit_effattn.recorded import Recorded
 from lit_effattn.sequence import valid_positions
+
+if TYPE_CHECKING:
+    from torchaudio.functional import TokenSpan
 
 
 def ctc_nll(log_probs: Tensor, lengths: Tensor, labels: Tensor, label_lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,8 +75,10 @@ def align(log_probs: Tensor, labels: list[int]) -> list[TokenSpan]:
     """
     if not labels:
         return []  # which `forced_align` refuses
-    path, scores = torchaudio.functional.forced_align(log_probs[None].contiguous(), torch.tensor([labels]), blank=BLANK)
-    return torchaudio.functional.merge_tokens(path[0], scores[0].exp(), blank=BLANK)
+    from torchaudio.functional import forced_align, merge_tokens  # here, since help need not wait for it
+
+    path, scores = forced_align(log_probs[None].contiguous(), torch.tensor([labels]), blank=BLANK)
+    return merge_tokens(path[0], scores[0].exp(), blank=BLANK)
 
 
 class Decoder(Recorded, ABC):

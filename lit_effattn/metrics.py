@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchaudio.functional import edit_distance
 from torchmetrics import Metric
 
 
@@ -143,6 +142,8 @@ class PhonemeErrorRate(_Sums):
 
     def update(self, hypotheses: Sequence[Sequence[Any]], references: Sequence[Sequence[Any]]) -> None:
         """Add utterances: what was recognised in each, and what was said."""
+        from torchaudio.functional import edit_distance  # here, since help need not wait for it
+
         self.total += sum(edit_distance(h, r) for h, r in zip(hypotheses, references, strict=True))
         self.count += sum(map(len, references))
 

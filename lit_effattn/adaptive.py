@@ -158,6 +158,11 @@ class AdaptiveHead(Head):
             nll = nll.index_add(0, here, within)
         return nll.view(target.shape)
 
+    @torch.compiler.disable
+    def loss(self, h: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
+        """See `Head.loss`; outside what is compiled, where it does not hold the whole matrix either."""
+        return super().loss(h, target, label_smoothing)
+
     def _first(self, h: Tensor) -> Tensor:
         """Return the logits of the frequent tokens and of the bands of rare ones."""
         logits = torch.cat([F.linear(h, self.bands.rows[0], self.biases[0]), self.band_proj(h)], -1)

@@ -1,10 +1,13 @@
-"""What every task shares: the optimiser, and checkpoints that hold all it takes to build the model again."""
+"""What every task shares: the training step, the optimiser, and checkpoints that hold all it takes to build the model
+again.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -20,8 +23,25 @@ from lit_effattn.runs import short
 from lit_effattn.sequence import State
 
 
+class Objective(NamedTuple):
+    """What a training step computes.
+
+    Attributes:
+        loss: What is minimised.
+        figures: What is logged, detached, by its name.
+        state: The backbone's after the batch, detached, where the next batch goes on from it.
+    """
+
+    loss: Tensor
+    figures: dict[str, Tensor]
+    state: State | None = None
+
+
 class Task(Recorded, pl.LightningModule):
     """A LightningModule that knows what it was built from, whether YAML or Python built it.
+
+    A subclass defines `objective`, all of a training step but its checks and its logging, and calls it as
+    `run_objective`, so that `compile_objective` can make one program of it.
 
     Args:
         optimizer: Makes the optimiser from the parameters. Default: torch.optim.RAdam.
@@ -37,6 +57,7 @@ class Task(Recorded, pl.LightningModule):
         # Not as the argument's default: jsonargparse would lay RAdam's defaults over those of the class that is named.
         self._optimizer = optimizer or torch.optim.RAdam
         self._lr_scheduler = lr_scheduler
+        self._objective: Callable[..., Objective] = type(self).objective
         try:
             arguments = init_args(self)
         except TypeError as error:
@@ -86,15 +107,35 @@ class Task(Recorded, pl.LightningModule):
             scheduler: Any = config.scheduler
             scheduler.step(metrics[config.monitor])
 
-    def with_auxiliary(self, loss: Tensor, state: State, weight: float = 1.0) -> Tensor:
-        """Add the auxiliary losses that `state` carries, the mean over the rows.
+    def objective(self, batch: Any, memory: State | None = None) -> Objective:
+        """Compute what a training step minimises, going on from `memory`.
 
-        Each kind's is logged by itself, unweighted, as `train/auxiliary_loss/` and its state's class.
+        From tensors to tensors, with no look at their values: `compile_objective` makes one program of it.
         """
-        for kind, of_kind in sequence.losses_by_kind(state).items():
-            self.log(f"train/auxiliary_loss/{kind}", of_kind.detach().mean())
+        raise NotImplementedError(f"{type(self).__name__} defines no `objective`")
+
+    def run_objective(self, batch: Any, memory: State | None = None) -> Objective:
+        """Return `objective`'s, compiled if it is."""
+        return self._objective(self, batch, memory)
+
+    def compile_objective(self, backend: str = "inductor") -> None:
+        """Let `torch.compile` make one program of `objective`: see the callback `Compile`.
+
+        Names of parameters, checkpoints, evaluation and generation are as before.
+        """
+        # The function, not the bound method: a copy of this model computes with its own weights.
+        self._objective = torch.compile(type(self).objective, backend=backend)
+
+    @staticmethod
+    def with_auxiliary(loss: Tensor, figures: dict[str, Tensor], state: State, weight: float = 1.0) -> Objective:
+        """Add the auxiliary losses that `state` carries to `loss`, the mean over the rows.
+
+        Each kind's is a figure by itself, unweighted: `train/auxiliary_loss/` and its state's class.
+        """
+        by_kind = sequence.losses_by_kind(state)
+        figures = {**figures, **{f"train/auxiliary_loss/{k}": of_k.detach().mean() for k, of_k in by_kind.items()}}
         auxiliary = sequence.losses(state)
-        return loss if auxiliary is None else loss + weight * auxiliary.mean()
+        return Objective(loss if auxiliary is None else loss + weight * auxiliary.mean(), figures)
 
     def write_predictions(self, predictions: list[Any], folder: Path) -> str:
         """Write what `predict_step` returned, batch by batch, into `folder`, and return what to say of it.

@@ -17,7 +17,7 @@ from lit_effattn.heads import CategoricalHead, HeadFactory
 from lit_effattn.metrics import Accuracy, BitsPerByte, BitsPerCharacter, Count, Perplexity
 from lit_effattn.sequence import SequenceModule, State
 from lit_effattn.sliding import SlidingWindow
-from lit_effattn.tasks.base import Task
+from lit_effattn.tasks.base import Objective, Task
 
 Unit = Literal["byte", "character", "token"]
 
@@ -155,14 +155,24 @@ class LanguageModel(Task):
         hidden, _ = self.hidden(batch)
         return self.head.nll(hidden, batch.targets.clamp(min=0)).masked_fill(batch.targets == IGNORE, 0)
 
-    def training_step(self, batch: TokenBatch) -> Tensor:
-        """Return the mean over the batch's targets, in nats, and the auxiliary losses."""
-        hidden, state = self.hidden(batch)
+    def objective(self, batch: TokenBatch, memory: State | None = None) -> Objective:
+        """Return the mean over the batch's targets, in nats, the auxiliary losses, and the state if it is carried."""
+        hidden, state = self.reader(self._embed(batch.inputs), memory, batch.lengths)
         scored = batch.targets != IGNORE
         losses = self.head.loss(hidden, batch.targets.clamp(min=0), self.label_smoothing)
         loss = losses.masked_fill(~scored, 0).sum() / scored.sum().clamp(min=1)
-        self.log("train/loss", loss.detach(), prog_bar=True)
-        return self.with_auxiliary(loss, state, self.auxiliary_weight)
+        objective = self.with_auxiliary(loss, {"train/loss": loss.detach()}, state, self.auxiliary_weight)
+        return objective._replace(state=sequence.detach(state)) if self.carries_memory else objective
+
+    def training_step(self, batch: TokenBatch) -> Tensor:
+        """Return `objective`'s loss, going on from `memory`."""
+        self._check(batch.inputs)
+        loss, figures, state = self.run_objective(batch, self.memory if self.carries_memory else None)
+        if self.carries_memory:
+            self.memory = state
+        for name, figure in figures.items():
+            self.log(name, figure, prog_bar=name == "train/loss")
+        return loss
 
     def validation_step(self, batch: TokenBatch) -> None:
         """Score a batch."""

@@ -15,7 +15,7 @@ from lit_effattn.heads import CategoricalHead, HeadFactory
 from lit_effattn.metrics import BitsPerDim
 from lit_effattn.positions import bind
 from lit_effattn.sequence import SequenceModule, State
-from lit_effattn.tasks.base import Task
+from lit_effattn.tasks.base import Objective, Task
 
 
 class PixelModel(Task):
@@ -80,26 +80,36 @@ class PixelModel(Task):
         Raises:
             ValueError: the images are of another size than the model's, or have values that it does not know.
         """
-        return self._nll(levels)[0]
-
-    def _nll(self, levels: Tensor) -> tuple[Tensor, State]:
         self._check(levels)
         levels = levels.long()
-        hidden, state = self.backbone(self.embedding(self._prompt(levels[:, :-1])))
-        nll = self.head.nll(hidden, levels)
-        return nll if self.score_first else nll[:, 1:], state
+        hidden, _ = self._read(levels)
+        return self._scored(self.head.nll(hidden, levels))
+
+    def _read(self, levels: Tensor) -> tuple[Tensor, State]:
+        return self.backbone(self.embedding(self._prompt(levels[:, :-1])))
+
+    def _scored(self, nll: Tensor) -> Tensor:
+        return nll if self.score_first else nll[:, 1:]
 
     def forward(self, levels: Tensor) -> Tensor:
         """Return bits/dim of each image: (B, H·W·C) -> (B,)."""
         nll = self.nll(levels)
         return nll.mean(1) / math.log(2)
 
+    def objective(self, batch: Tensor, memory: State | None = None) -> Objective:
+        """Return the mean over the batch's dimensions, in nats, and the auxiliary losses; there is no memory."""
+        levels = batch.long()
+        hidden, state = self._read(levels)
+        loss = self._scored(self.head.loss(hidden, levels)).mean()
+        return self.with_auxiliary(loss, {"train/bits_per_dim": loss.detach() / math.log(2)}, state)
+
     def training_step(self, batch: Tensor) -> Tensor:
-        """Return the mean over the batch's dimensions, in nats."""
-        nll, state = self._nll(batch)
-        loss = nll.mean()
-        self.log("train/bits_per_dim", loss.detach() / math.log(2), prog_bar=True)
-        return self.with_auxiliary(loss, state)
+        """Return `objective`'s loss."""
+        self._check(batch)
+        loss, figures, _ = self.run_objective(batch)
+        for name, figure in figures.items():
+            self.log(name, figure, prog_bar=name == "train/bits_per_dim")
+        return loss
 
     def validation_step(self, batch: Tensor) -> None:
         """Score a batch."""

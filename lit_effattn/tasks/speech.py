@@ -16,7 +16,7 @@ from lit_effattn.metrics import Count, NatsPerPhone, PhonemeErrorRate
 from lit_effattn.pictures import recognised
 from lit_effattn.runs import short
 from lit_effattn.sequence import SequenceModule, State, accumulator, reads_values, valid_positions
-from lit_effattn.tasks.base import Task
+from lit_effattn.tasks.base import Objective, Task
 
 PICTURES = 4
 """Of how many utterances of the first batch `predict` draws a picture."""
@@ -113,28 +113,40 @@ class SpeechRecognizer(Task):
 
     def forward(self, batch: SpeechBatch) -> tuple[Tensor, Tensor]:
         """Return ln p_t of the blank and every phone, (B, T', 1 + phones), and each row's frames T', (B,)."""
+        self._check(batch)
         log_probs, lengths, _ = self._read(batch)
         return log_probs, lengths
 
     def _read(self, batch: SpeechBatch) -> tuple[Tensor, Tensor, State]:
-        self._check(batch)
         x, lengths = self.front_end(batch.features, batch.lengths)
         hidden, state = self.backbone(x, None, lengths)
         logits = self.output(hidden)
         return logits.to(accumulator(logits.dtype)).log_softmax(-1), lengths, state
 
-    def training_step(self, batch: SpeechBatch) -> Tensor:
-        """Return the batch's loss in nats a phone, and the auxiliary losses."""
+    def objective(self, batch: SpeechBatch, memory: State | None = None) -> Objective:
+        """Return the batch's loss in nats a phone, and the auxiliary losses; there is no memory.
+
+        The figure `train/impossible` says of each row, (B,), whether it is.
+        """
         log_probs, lengths, state = self._read(batch)
         nats, possible = ctc_nll(log_probs, lengths, batch.phones, batch.phone_lengths)
-        self.impossible(nats[~possible])
-        self.log("train/impossible", self.impossible, on_step=False, on_epoch=True)
-        phones = batch.phone_lengths[possible].sum().clamp(min=1)
-        self.log("train/loss", nats.detach().sum() / phones, prog_bar=True)
+        phones = batch.phone_lengths.masked_fill(~possible, 0).sum().clamp(min=1)
+        figures = {"train/loss": nats.detach().sum() / phones, "train/impossible": ~possible}
         if self.label_smoothing:
             uniform = -log_probs.mean(-1).masked_fill(~valid_positions(lengths, log_probs.size(1)), 0).sum(1)  # (B,)
             nats = (1 - self.label_smoothing) * nats + self.label_smoothing * uniform.masked_fill(~possible, 0)
-        return self.with_auxiliary(nats.sum() / phones, state, self.auxiliary_weight)
+        return self.with_auxiliary(nats.sum() / phones, figures, state, self.auxiliary_weight)
+
+    def training_step(self, batch: SpeechBatch) -> Tensor:
+        """Return `objective`'s loss."""
+        self._check(batch)
+        loss, figures, _ = self.run_objective(batch)
+        impossible = figures.pop("train/impossible")
+        self.impossible(impossible[impossible])
+        self.log("train/impossible", self.impossible, on_step=False, on_epoch=True)
+        for name, figure in figures.items():
+            self.log(name, figure, prog_bar=name == "train/loss")
+        return loss
 
     def validation_step(self, batch: SpeechBatch) -> None:
         """Score a batch."""

@@ -22,6 +22,7 @@ from benchmarks import (
     loader,
     longterm,
     memory,
+    peers,
     recl,
     scaling,
     sorting,
@@ -48,6 +49,7 @@ BENCHMARKS = {
     "longterm": longterm,
     "flex": flex,
     "kernels": kernels,
+    "peers": peers,
     "linear": linear,
     "loader": loader,
 }

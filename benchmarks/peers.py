@@ -1,0 +1,322 @@
+"""Whole attention layers against those of libraries from PyPI, with the same weights where they can have them."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
+from functools import partial
+from importlib import import_module
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import linear
+from benchmarks.measuring import MIB, Spread, interleaved, peak_bytes, seconds_of
+from benchmarks.models import at_least
+from benchmarks.report import Report, Row
+from lit_effattn.attention import LinearAttention, LSHAttention, PerformerAttention, SoftmaxAttention
+from lit_effattn.attention.base import Attention
+from lit_effattn.positions import RotaryPositions
+
+OURS = "lit-effattn"
+INSTALL = "see benchmarks/requirements-peers.txt"
+LEAST = 0.1  # seconds of calls in a round
+SEED = 0
+
+NOTES = [
+    "Forward and backward of one layer, causal unless it says otherwise: projections without biases (theirs are 0 "
+    "where there is no leaving them out), attention, output projection; gradients of input and weights; float32.",
+    "Figures are median (min–max) over the rounds, in which the layers take turns; a round's is the mean of as many "
+    f"calls as take {LEAST} s. Ratios are taken round by round. peak: memory above the input and the weights.",
+    "difference: the largest of the output, the input's gradient and the weights' gradients from lit-effattn's with "
+    "the same weights, each relative to its norm. softmax, linear, and lsh that is not causal (of the same rotations) "
+    "are the same functions. performer has the same random features, but performer-pytorch adds 10⁻⁴ to each and "
+    "scales keys by the largest of all, later ones too. Causal lsh is another function: lit-effattn cuts each bucket "
+    "into chunks by itself, so that no later position moves a border.",
+    "reformer-pytorch, exact: by its options what the paper says and lit-effattn does: no key counts twice, and none "
+    "of another bucket is seen. flash-linear-attention: its function in lit-effattn's projections.",
+]
+
+
+class Layer(NamedTuple):
+    """A layer and its weights."""
+
+    call: Callable[[Tensor], Tensor]  # (B, N, E) -> (B, N, E)
+    weights: list[nn.Parameter]  # of queries, keys, values and output, in that order
+    ordered: Callable[[list[Tensor]], list[Tensor]] = list
+    """Puts weights of ours, or their gradients, into the order of rows that this layer's have."""
+
+
+class Comparison(NamedTuple):
+    """One attention as several libraries have it."""
+
+    ours: Callable[[argparse.Namespace, int], Attention]
+    theirs: Mapping[str, Callable[[argparse.Namespace, int, Attention], Layer]]
+    same: bool = True
+    """Whether the outputs are to be compared."""
+
+
+class NotHereError(Exception):
+    """Why a library's layer can't be measured here."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--lengths", type=at_least(1), nargs="+", default=[512, 1024, 2048, 4096], help="N; default: %(default)s"
+    )
+    parser.add_argument(
+        "--attentions", choices=list(COMPARISONS), nargs="+", default=list(COMPARISONS), help="default: all"
+    )
+    for name, default in (("batch_size", 1), ("d_model", 256), ("n_heads", 4)):
+        parser.add_argument(f"--{name}", type=at_least(1), default=default, help="default: %(default)s")
+    parser.add_argument("--window", type=at_least(1), default=128, help="keys that are seen; default: %(default)s")
+    parser.add_argument("--n_hashes", type=at_least(1), default=4, help="rounds of LSH; default: %(default)s")
+    parser.add_argument("--chunk_size", type=at_least(1), default=64, help="of LSH's buckets; default: %(default)s")
+    parser.add_argument("--n_features", type=at_least(1), default=256, help="Performer's; default: %(default)s")
+    parser.add_argument(
+        "--most",
+        type=at_least(1),
+        default=2048,
+        help="longest for performer-pytorch on a CPU, which keeps N · F · D numbers a head; default: %(default)s",
+    )
+    parser.add_argument("--repeats", type=at_least(1), default=3, help="rounds; default: %(default)s")
+
+
+def run(args: argparse.Namespace) -> Report:
+    lengths = sorted(set(args.lengths))
+    uneven = [n for n in lengths if n % (2 * args.chunk_size)]
+    if uneven and any(title.startswith("lsh") for title in args.attentions):
+        raise SystemExit(
+            f"peers: --lengths {uneven[0]} is no multiple of {2 * args.chunk_size}, two chunks, as reformer-pytorch "
+            "needs; choose another, another --chunk_size, or --attentions without lsh"
+        )
+    rows: list[Row] = []
+    reasons: dict[str, str] = {}
+    for n in lengths:
+        for title in dict.fromkeys(args.attentions):
+            rows += _compared(n, title, COMPARISONS[title], args, reasons)
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    return Report("peers", rows, [*NOTES, *(f"Not measured: {', '.join(n)}: {why}." for why, n in names.items())])
+
+
+# ----------------------------------------------------------------------------------------------------------- our layers
+
+
+def _softmax(args: argparse.Namespace, n: int) -> Attention:
+    return SoftmaxAttention(args.d_model, args.n_heads, bias=False)
+
+
+def _window(args: argparse.Namespace, n: int) -> Attention:
+    return SoftmaxAttention(args.d_model, args.n_heads, bias=False, window=args.window)
+
+
+def _rotary(args: argparse.Namespace, n: int) -> Attention:
+    layer = SoftmaxAttention(args.d_model, args.n_heads, bias=False)
+    layer.rotary = RotaryPositions(layer.head_dim)
+    return layer
+
+
+def _linear(args: argparse.Namespace, n: int) -> Attention:
+    return LinearAttention(args.d_model, args.n_heads, bias=False)
+
+
+def _performer(args: argparse.Namespace, n: int) -> Attention:
+    return PerformerAttention(args.d_model, args.n_heads, bias=False, n_features=args.n_features)
+
+
+def _lsh(causal: bool, args: argparse.Namespace, n: int) -> Attention:
+    buckets = {"n_hashes": args.n_hashes, "n_buckets": n // args.chunk_size, "chunk_size": args.chunk_size}
+    return LSHAttention(args.d_model, args.n_heads, causal, bias=False, **buckets)
+
+
+def _weights(layer: Attention) -> list[nn.Parameter]:
+    names = ("q_proj", "k_proj", "v_proj", "out_proj")
+    return [getattr(layer, name).weight for name in names if hasattr(layer, name)]  # LSH's keys are the queries
+
+
+# --------------------------------------------------------------------------------------------------------- their layers
+
+
+def _x_transformers(args: argparse.Namespace, n: int, ours: Attention, *, flash: bool) -> Layer:
+    library = import_module("x_transformers.x_transformers")
+    window = getattr(ours, "window", None)
+    past = None if window is None else window - 1  # the distance of the furthest key that is seen
+    size = {"dim_head": ours.head_dim, "heads": ours.n_heads}
+    layer = library.Attention(ours.d_model, causal=True, flash=flash, max_attend_past=past, **size).to(args.device)
+    weights = [getattr(layer, name).weight for name in ("to_q", "to_k", "to_v", "to_out")]
+    if ours.rotary is None:
+        return Layer(layer, weights)
+    rotary = library.RotaryEmbedding(ours.head_dim).to(args.device)
+
+    def turned(x: Tensor) -> Tensor:
+        return layer(x, rotary_pos_emb=rotary.forward_from_seq_len(x.size(1)))
+
+    return Layer(turned, weights, partial(_neighbours, ours.n_heads))
+
+
+def _neighbours(heads: int, weights: list[Tensor]) -> list[Tensor]:
+    """Put dimensions i and i + D/2 of queries and keys, which our rotary positions turn together, side by side."""
+    turned = [w.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2) for w in weights[:2]]  # (H, D/2, 2, E)
+    return [*turned, *weights[2:]]
+
+
+def _fast_transformers(args: argparse.Namespace, n: int, ours: Attention) -> Layer:
+    library = import_module("fast_transformers.attention")
+    masking = import_module("fast_transformers.masking")
+    layer = library.AttentionLayer(library.CausalLinearAttention(ours.head_dim), ours.d_model, ours.n_heads)
+    layer.to(args.device)
+    causal = masking.TriangularCausalMask(n, device=args.device)
+    whole = masking.LengthMask(torch.full((args.batch_size,), n, device=args.device))
+    names = ("query_projection", "key_projection", "value_projection", "out_projection")
+    _without_biases(layer)
+    weights = [getattr(layer, name).weight for name in names]
+    return Layer(lambda x: layer(x, x, x, causal, whole, whole), weights)
+
+
+def _flash_linear_attention(args: argparse.Namespace, n: int, ours: Attention) -> Layer:
+    if args.device.type != "cuda":
+        raise NotHereError(f"the device is {args.device}, and its kernels are for CUDA")
+    library = import_module("fla.ops.linear_attn")
+    layer = copy.deepcopy(ours)
+    layer.attend = lambda q, k, v, state, lengths: (linear.peer(library, q, k, v), None)  # type: ignore[method-assign]
+    return Layer(lambda x: layer(x)[0], _weights(layer))
+
+
+def _performer_pytorch(args: argparse.Namespace, n: int, ours: Attention) -> Layer:
+    if args.device.type != "cuda" and n > args.most:
+        raise NotHereError(f"longer than --most {args.most}, for it keeps N · F · D numbers a head")
+    library = import_module("performer_pytorch")
+    size = {"heads": ours.n_heads, "dim_head": ours.head_dim, "nb_features": args.n_features}
+    with redirect_stdout(sys.stderr):  # it says there which of its forms it takes
+        layer = library.SelfAttention(ours.d_model, causal=True, attn_out_bias=False, **size).to(args.device)
+    # All its heads have one set of features.
+    ours.omega.copy_(layer.fast_attention.projection_matrix.expand_as(ours.omega))
+    return Layer(layer, [getattr(layer, name).weight for name in ("to_q", "to_k", "to_v", "to_out")])
+
+
+def _reformer_pytorch(args: argparse.Namespace, n: int, ours: Attention, *, exact: bool) -> Layer:
+    library = import_module("reformer_pytorch")
+    layer = library.LSHSelfAttention(
+        ours.d_model,
+        heads=ours.n_heads,
+        bucket_size=args.chunk_size,
+        n_hashes=args.n_hashes,
+        causal=ours.causal,
+        attend_across_buckets=not exact,
+        allow_duplicate_attention=not exact,
+    ).to(args.device)
+    _without_biases(layer)
+    # All its heads and rows have one set of rotations, which each call draws again.
+    shape = (1, ours.head_dim, args.n_hashes, n // args.chunk_size // 2)
+    torch.manual_seed(SEED)
+    drawn = torch.randn(shape, device=args.device).permute(2, 0, 1, 3)  # (1, D, R, ·) -> (R, 1, D, ·)
+    ours.rotations.copy_(drawn.expand_as(ours.rotations))
+
+    def seeded(x: Tensor) -> Tensor:
+        torch.manual_seed(SEED)
+        return layer(x)
+
+    return Layer(seeded, [getattr(layer, name).weight for name in ("toqk", "tov", "to_out")])
+
+
+def _without_biases(layer: nn.Module) -> None:
+    for name, parameter in layer.named_parameters():
+        if name.endswith("bias"):
+            nn.init.zeros_(parameter).requires_grad_(False)
+
+
+FLASH = {"x-transformers, flash": partial(_x_transformers, flash=True)}
+EXACT = {"reformer-pytorch, exact": partial(_reformer_pytorch, exact=True)}
+
+COMPARISONS = {
+    "softmax": Comparison(_softmax, {"x-transformers": partial(_x_transformers, flash=False), **FLASH}),
+    "softmax, window": Comparison(_window, FLASH),
+    "softmax, rotary": Comparison(_rotary, FLASH),
+    "linear": Comparison(
+        _linear,
+        {"pytorch-fast-transformers": _fast_transformers, "flash-linear-attention": _flash_linear_attention},
+    ),
+    "performer": Comparison(_performer, {"performer-pytorch": _performer_pytorch}),
+    "lsh": Comparison(
+        partial(_lsh, True), {"reformer-pytorch": partial(_reformer_pytorch, exact=False), **EXACT}, same=False
+    ),
+    "lsh, not causal": Comparison(partial(_lsh, False), EXACT),
+}
+
+
+# ------------------------------------------------------------------------------------------------------ the measurement
+
+
+def _compared(
+    n: int, title: str, comparison: Comparison, args: argparse.Namespace, reasons: dict[str, str]
+) -> list[Row]:
+    """Return a row for each library; write into `reasons` why one was not measured."""
+    torch.manual_seed(SEED)
+    ours = comparison.ours(args, n).to(args.device)
+    x = torch.randn(args.batch_size, n, args.d_model, device=args.device, requires_grad=True)
+    calls = {OURS: partial(_both_ways, Layer(lambda x: ours(x)[0], _weights(ours)), x)}
+    differences: dict[str, float | str] = {}
+    for name, build in comparison.theirs.items():
+        try:
+            layer = build(args, n, ours)
+            with torch.no_grad():
+                for weight, value in zip(layer.weights, layer.ordered(_weights(ours)), strict=True):
+                    weight.copy_(value)
+            found = _both_ways(layer, x)
+        except Exception as error:  # whatever ails a library, the others are measured
+            reasons[name] = _reason(error)
+            continue
+        calls[name] = partial(_both_ways, layer, x)
+        y, dx, *gradients = calls[OURS]()
+        differences[name] = _difference(found, [y, dx, *layer.ordered(gradients)]) if comparison.same else "—"
+    calls[OURS]()
+    peaks = {name: peak_bytes(call, args.device) for name, call in calls.items()}
+    measures = {name: partial(_mean_seconds, call, args.device) for name, call in calls.items()}
+    timed = interleaved(f"N {n}, {title}", measures, args.repeats)
+    seconds = {name: Spread(tuple(samples)) for name, samples in timed.items()}
+    return [
+        {
+            "N": n,
+            "attention": title,
+            "layer": name,
+            "ms": seconds[name].map(lambda s: 1000 * s) if name in calls else None,
+            "tokens/s": seconds[name].map(lambda s: args.batch_size * n / s) if name in calls else None,
+            f"time ÷ {OURS}'s": seconds[name] / seconds[OURS] if name in calls else None,
+            "peak, MiB": peaks[name] / MIB if name in calls else None,
+            f"peak ÷ {OURS}'s": peaks[name] / peaks[OURS] if name in calls else None,
+            "difference": "—" if name == OURS else differences.get(name),
+        }
+        for name in (OURS, *comparison.theirs)
+    ]
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, NotHereError):
+        return str(error)
+    if isinstance(error, ImportError):
+        return f"absent ({error}); {INSTALL}"
+    return f"failed ({type(error).__name__}: {error})"
+
+
+def _both_ways(layer: Layer, x: Tensor) -> list[Tensor]:
+    """Return the output and the gradients, of its product with the input, by the input and the weights."""
+    y = layer.call(x)
+    return [y.detach(), *torch.autograd.grad(y, [x, *layer.weights], x.detach())]
+
+
+def _mean_seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Time one call, and more of them if that was too short to be timed well."""
+    first = seconds_of(call, device)
+    more = max(0, math.ceil(LEAST / first) - 1)
+    return (first + seconds_of(lambda: [call() for _ in range(more)], device)) / (1 + more)
+
+
+def _difference(found: list[Tensor], wanted: list[Tensor]) -> float:
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True))

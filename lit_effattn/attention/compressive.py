@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lit_effattn.attention.transformer_xl import TransformerXLAttention, latest, newest, take, written
 from lit_effattn.ops.relative import attention_by_distance
+from lit_effattn.ops.window import slices
 from lit_effattn.sequence import (
     SequenceModule,
     State,
@@ -315,9 +316,19 @@ class CompressiveAttention(TransformerXLAttention):
         count = self.mem_len + c + self.compressed_len  # the largest distance, and 0
         r, u = self._positions_for(q, count), self.u.to(q.dtype)[:, None]
         made = self._summaries(length)[:, None]  # (B, 1), before this call; the first of them is number 0
+        # For each chunk of queries: where it ends, the summaries that any row sees, and the inputs.
+        starts = range(0, n, self.chunk_size)
+        ends = [min(start + self.chunk_size, n) for start in starts]
+        far_bounds = [
+            (max(0, (start - self.mem_len) // c), min(summaries, self.compressed_len + (end - 1 + c - 1) // c))
+            for start, end in zip(starts, ends, strict=True)
+        ]
+        near_bounds = [(summaries + start, summaries + reach + end) for start, end in zip(starts, ends, strict=True)]
+        pieces = zip(*(slices(t, bounds, 2) for t in (k, v) for bounds in (far_bounds, near_bounds)), strict=True)
         out = []
-        for start in range(0, n, self.chunk_size):
-            end = min(start + self.chunk_size, n)
+        for start, end, chunk, (low, high), piece in zip(
+            starts, ends, q.split(self.chunk_size, 2), far_bounds, pieces, strict=True
+        ):
             position = length[:, None] + torch.arange(start, end, device=device)  # (B, C)
             new = self._summaries(position) - made  # (B, C), summaries of this call that the query sees
             waiting = position - c * (made + new)  # (B, C), t − b(t)
@@ -328,15 +339,12 @@ class CompressiveAttention(TransformerXLAttention):
             near = (distance >= 0) & (distance <= waiting[..., None])  # (B, C, M)
 
             # The summary at a slot is number made − compressed_len + slot, and a query sees those at slots new … new +
-            # compressed_len − 1; the nearest is a step beyond x_{b(t)}. No row sees those outside low … high − 1.
-            low = max(0, (start - self.mem_len) // c)
-            high = min(summaries, self.compressed_len + (end - 1 + c - 1) // c)
+            # compressed_len − 1; the nearest is a step beyond x_{b(t)}.
             slot = torch.arange(low, high, device=device)
             back = (new + self.compressed_len)[..., None] - slot  # (B, C, M'), 1 for the nearest
             far = (back > 0) & (back <= self.compressed_len) & (slot + (made - self.compressed_len)[..., None] >= 0)
 
-            chunk, inputs = q[:, :, start:end], slice(summaries + start, summaries + reach + end)
-            keys, values = (torch.cat([t[:, :, low:high], t[:, :, inputs]], 2) for t in (k, v))  # (B, H, M' + M, D)
+            keys, values = (torch.cat(pair, 2) for pair in (piece[:2], piece[2:]))  # (B, H, M' + M, D)
             distance = torch.cat([waiting[..., None] + back, distance.expand(len(q), -1, -1)], -1)
             seen = torch.cat([far, near], -1)
             scores = self._scores_by_distance(chunk, r)
@@ -357,10 +365,14 @@ class CompressiveAttention(TransformerXLAttention):
         c, n = self.compression_rate, q.size(2)
         q, windows, queries = q.detach(), windows.detach(), torch.zeros_like(length)
         new = self._compress(windows)  # (B, K, E)
-        for start in range(0, n, self.chunk_size):
+        starts = range(0, n, self.chunk_size)
+        # Of each chunk's queries, the windows that its inputs pushed out of the memory.
+        bounds = [
+            (max(0, (start - self.mem_len) // c), min(windows.size(1), (start + self.chunk_size + c - 1) // c))
+            for start in starts
+        ]
+        for start, (low, high), summaries in zip(starts, bounds, slices(new, bounds, 1), strict=True):
             end = min(start + self.chunk_size, n)
-            # The chunk's queries, and the windows that its inputs pushed out of the memory.
-            low, high = max(0, (start - self.mem_len) // c), min(windows.size(1), (end + c - 1) // c)
             if low >= high:
                 continue
             first, last = (
@@ -371,7 +383,7 @@ class CompressiveAttention(TransformerXLAttention):
             chunk = q[:, :, start:end]
             with torch.no_grad():
                 target = self._by_content(chunk, windows[:, low:high].flatten(1, 2), chosen.repeat_interleave(c, 1))
-            error = self._by_content(chunk, new[:, low:high], chosen).to(full) - target.to(full)
+            error = self._by_content(chunk, summaries, chosen).to(full) - target.to(full)
             valid = valid_positions((seen - start).clamp(min=0), end - start) & chosen.any(1)[:, None]  # (B, C)
             total = total + error.square().mean((1, 3)).masked_fill(~valid, 0).sum(1)
             queries = queries + valid.sum(1)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lit_effattn.ops.flex import relative_flex_attention, use_flex
+from lit_effattn.ops.window import slices
 from lit_effattn.sequence import accumulator
 
 
@@ -116,14 +118,23 @@ def relative_attention(
     n, m = q.size(2), k.size(2) - q.size(2)
     zero = r.size(1) - (1 if causal else n)  # the row of distance 0
     scale = 1 / math.sqrt(q.size(-1))
+    starts = range(0, n, chunk_size)
+    bounds = [
+        (0 if window is None else max(0, m + start + 1 - window), m + min(start + chunk_size, n) if causal else m + n)
+        for start in starts
+    ]
+    pieces: Iterable[tuple[Tensor, Tensor]]
+    if window is None:
+        # Each is a good part of all keys. Made only when it is wanted, its gradient is added up at once, and not kept.
+        pieces = ((k[:, :, low:high], v[:, :, low:high]) for low, high in bounds)
+    else:
+        pieces = zip(slices(k, bounds, 2), slices(v, bounds, 2), strict=True)
     out = []
-    for start in range(0, n, chunk_size):
-        end = min(start + chunk_size, n)
-        low = 0 if window is None else max(0, m + start + 1 - window)
-        high = m + end if causal else m + n
+    for start, chunk, (low, high), (keys, values) in zip(starts, q.split(chunk_size, 2), bounds, pieces, strict=True):
+        end = start + chunk.size(2)
         most, last = m + end - 1 - low, 0 if causal else start - (n - 1)
 
-        chunk, distances = q[:, :, start:end], r[:, zero - most : zero - last + 1]
+        distances = r[:, zero - most : zero - last + 1]
         scores = torch.einsum("bhnd,hld->bhnl", chunk + w[:, None], distances)
         scores = relative_shift(scores)[..., : high - low] * scale  # (B, H, C, K)
         distance = torch.arange(m + start, m + end, device=q.device)[:, None] - torch.arange(low, high, device=q.device)
@@ -133,7 +144,6 @@ def relative_attention(
         if first is not None:
             seen = seen & (torch.arange(low, high, device=q.device) >= first[:, None, start:end, None])
         scores = scores.masked_fill(~seen, -torch.inf)
-        keys, values = k[:, :, low:high], v[:, :, low:high]
         out.append(F.scaled_dot_product_attention(chunk + u[:, None], keys, values, scores, dropout_p=dropout))
     return out[0] if len(out) == 1 else torch.cat(out, 2)
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from lit_effattn import Transformer, sequence
 from lit_effattn.attention import CompressiveAttention, TransformerXLAttention
+from tests.ops.allocated import Made
 
 E, H, D = 12, 3, 4
 
@@ -200,6 +201,19 @@ def test_the_state_does_not_grow():
     sizes = {sequence.nbytes(attention(torch.zeros(2, n, E))[1]) for n in (1, 10, 300)}
     assert sizes == {2 * (6 * E + 5 * E) * 4 + 2 * 8 + 2 * 4}
     assert attention.growth is None
+
+
+def test_what_a_call_makes_grows_with_its_length():
+    attention = make(chunk_size=8)
+
+    def made(n: int) -> int:
+        x = torch.randn(1, n, E, dtype=torch.float64, requires_grad=True)
+        with Made() as made:
+            y, state = attention(x)
+            (y.sum() + state.loss.sum()).backward()
+        return sum(made.sizes)
+
+    assert made(1024) < 1.02 * 4 * made(256)
 
 
 def test_a_step_writes_where_the_keys_lie():

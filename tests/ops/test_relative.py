@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lit_effattn.ops.relative import attention_by_distance, furthest, relative_attention, relative_shift, sinusoids
-from tests.ops.allocated import largest_in_training
+from tests.ops.allocated import Made, largest_in_training
 
 B, H, D = 2, 3, 4
 
@@ -143,3 +143,17 @@ def test_no_vector_for_each_pair():
         lambda *a: relative_attention(*a, window=window, chunk_size=chunk), q, k, v, short, u, w
     )
     assert largest <= n * d
+
+
+def test_what_a_window_makes_grows_with_the_length():
+    """Not with its square, which a gradient as large as all keys for every chunk would be."""
+
+    def made(n: int) -> int:
+        q, k, v = torch.randn(3, 1, 2, n, 4).unbind()
+        r, (u, w) = torch.randn(2, furthest(n, 0, 8, 8) + 1, 4), torch.randn(2, 2, 4).unbind()
+        inputs = [t.requires_grad_() for t in (q, k, v, r, u, w)]
+        with Made() as made:
+            relative_attention(*inputs, window=8, chunk_size=8).sum().backward()
+        return sum(made.sizes)
+
+    assert made(1024) < 1.01 * 4 * made(256)

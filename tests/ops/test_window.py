@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from lit_effattn.ops import windowed_attention
-from tests.ops.allocated import largest_in_training
+from lit_effattn.ops.window import slices
+from tests.ops.allocated import Made, largest_in_training
 
 B, H, D = 2, 3, 4
 
@@ -73,3 +74,33 @@ def test_a_window_beyond_all_keys_costs_no_more_than_they_do():
     n, d = 8, 2
     q, k, v = torch.randn(3, 1, 1, n, d)
     assert largest_in_training(lambda *a: windowed_attention(*a, 10_000), q, k, v) <= 2 * n * max(n, d)
+
+
+BOUNDS = [(0, 3), (2, 6), (4, 4), (5, 6)]
+
+
+def test_slices_are_those_of_indexing():
+    t = torch.randn(2, 6, 3)
+    found = slices(t, BOUNDS, 1)
+    assert all(torch.equal(s, t[:, low:high]) for s, (low, high) in zip(found, BOUNDS, strict=True))
+    assert {s.untyped_storage().data_ptr() for s in found} == {t.untyped_storage().data_ptr()}
+
+
+def test_gradients_of_slices():
+    t = torch.randn(2, 6, 3, dtype=torch.float64, requires_grad=True)
+
+    def function(t):
+        first, second, empty, last = slices(t, BOUNDS, 1)
+        return first.sin(), second @ second.mT, empty.sum(), last.exp()
+
+    assert torch.autograd.gradcheck(function, t)
+    assert torch.autograd.gradgradcheck(function, t)
+
+
+def test_the_gradient_of_slices_is_made_once():
+    t = torch.randn(64, 2, requires_grad=True)
+    pieces = slices(t, [(i, i + 2) for i in range(63)], 0)
+    total = sum(piece.sum() for piece in pieces)
+    with Made() as made:
+        torch.autograd.grad(total, t)
+    assert made.large(t.numel() // 2) == [t.numel()]

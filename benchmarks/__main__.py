@@ -61,6 +61,7 @@ SHORT = (
     "steps --small --repeats 5",
     "generation --small --repeats 3 --windows 4",
     "memory --small --repeats 2 --lengths 256 512 1024 2048",
+    "scaling --repeats 2 --lengths 512 1024 2048 4096",
 )
 """What runs when no benchmark is named: under 5 minutes on 2 cores."""
 
@@ -100,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Measure linear attention against softmax attention. Without a name: a short version of steps, "
-        "generation and memory; options given are passed on to all three.",
+        "generation, memory and scaling; options given are passed on to each.",
     )
     commands = parser.add_subparsers(dest="benchmark", required=True)
     for name, benchmark in BENCHMARKS.items():

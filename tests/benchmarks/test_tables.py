@@ -78,7 +78,7 @@ def test_no_name_runs_the_short_version(monkeypatch):
     ran = []
     monkeypatch.setattr(command, "_run", ran.append)
     command.main(["--output", "folder"])
-    assert [words[0] for words in ran] == ["steps", "generation", "memory"]
+    assert [words[0] for words in ran] == ["steps", "generation", "memory", "scaling"]
     assert all(words[-2:] == ["--output", "folder"] for words in ran)
     for words in ran:
         command._parser().parse_args(words)  # the short version's own options are ones that there are

@@ -59,7 +59,8 @@ class SparseAttention(Attention):
     strided, all keys and values (local alone: the newest l − 1); fixed, the current block and the summary columns.
     One more position costs O(l + N/l) or O(l + c N/l) where the state is made with `max_len` and given away; a state
     that grows is copied each time. Fixed ones grow by whole blocks: off the CPU, each call then waits for the device.
-    Splitting a stream changes nothing; the pattern follows each row's position.
+    Splitting a stream changes nothing; the pattern follows each row's position. On CUDA, merged sets can be had through
+    FlexAttention, without scores in memory: see `lit_effattn.ops.flex`.
 
     Args:
         d_model: Width E.

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import os
 import warnings
+from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,25 +20,45 @@ FLEX = "LIT_EFFATTN_FLEX"
 """The environment's variable that asks for it."""
 
 _NARROWEST = 16  # columns of the smallest matrix product that a kernel makes
+_KERNELS = 64  # different ones before the compiler gives up
+_MOST = 65535  # of CUDA's second dimension of a grid, which counts the batch
 
 
-def use_flex(q: Tensor, dropout: float = 0.0) -> bool:
-    """Whether FlexAttention was asked for and can be had for queries `q` (B, H, N, D); warns once if it can't."""
+class Band(NamedTuple):
+    """Which keys a query can see, by their places: `least` ≤ ⌊i / rows⌋ + offset − ⌊j / columns⌋ < `below`."""
+
+    rows: int = 1
+    columns: int = 1
+    offset: int = 0
+    least: int = 0
+    below: int | None = None
+
+
+def use_flex(q: Tensor, dropout: float = 0.0, *, batch: int = 1) -> bool:
+    """Whether FlexAttention was asked for and can be had for queries `q` (…, N, D); warns once if it can't.
+
+    Args:
+        q: The queries, or whatever else is as wide as it is asked about.
+        dropout: Probability with which an attention weight is dropped.
+        batch: How many attentions a head does side by side.
+    """
     if os.environ.get(FLEX) != "1":
         return False
-    obstacle = _obstacle(q, dropout)
+    obstacle = _obstacle(q, dropout, batch)
     if obstacle is not None:
         _notice(obstacle)
     return obstacle is None
 
 
-def _obstacle(q: Tensor, dropout: float) -> str | None:
+def _obstacle(q: Tensor, dropout: float, batch: int) -> str | None:
     if q.device.type != "cuda":
         return f"the tensors are on {q.device.type}; on CUDA alone it has a backward pass"
     if q.dtype == torch.float64:
         return "float64 is none of its types; choose float32 or less"
     if q.size(-1) < _NARROWEST:
         return f"heads of width {q.size(-1)} are narrower than {_NARROWEST}; choose fewer heads"
+    if batch > _MOST:
+        return f"{batch} groups side by side are more than {_MOST}; choose a smaller batch, or a greater stride"
     if dropout > 0:
         return f"it drops no attention weight, as dropout={dropout} asks for; choose 0"
     if torch.are_deterministic_algorithms_enabled():
@@ -103,21 +124,63 @@ def relative_flex_attention(
             score = torch.where(there[b, j], score, -torch.inf)
         return score if first is None else torch.where(j >= first[b, i], score, -torch.inf)
 
-    mask = _blocks(n, m, window, q.device) if causal else None
+    mask = _blocks(n, m + n, Band(offset=m, below=window), q.device) if causal else None
     return _flex(q.device)(q + u[:, None], k, v, score_mod=score, block_mask=mask, scale=scale)
 
 
+def flex_sums(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, band: Band | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return softmax attention within G groups, and of each query the logarithm of what the softmax divided by.
+
+        y_i = Σ_j exp(q_i · k_j / √D − l_i) v_j,    l_i = ln Σ_j exp(q_i · k_j / √D)
+
+    Several sets of keys can so be put together. A query that sees none has y = 0 and l = −∞. Nothing has the size of
+    the scores. Blocks of 128 queries and keys that are outside `band` cost nothing; `mask` saves no time.
+
+    Args:
+        q: (B, G, H, Q, D).
+        k: (B, G, H, K, D).
+        v: (B, G, H, K, D').
+        mask: (B or 1, G or 1, H or 1, Q, K), which keys are seen, all in `band`; None: all in `band`.
+        band: Which keys can be seen at all; None: all.
+
+    Returns:
+        y (B, G, H, Q, D') of q's type, and l (B, G, H, Q) in float32 (float64 of float64).
+    """
+    groups = q.shape[:2]
+
+    def score(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        assert mask is not None
+        row, group, head = (int(size > 1) for size in mask.shape[:3])  # 0 where one mask is for all
+        return torch.where(mask[b // groups[1] * row, b % groups[1] * group, h * head, i, j], score, -torch.inf)
+
+    blocks = None if band is None else _blocks(q.size(3), k.size(3), band, q.device)
+    modify = None if mask is None else score
+    y, aux = _flex(q.device)(
+        *(t.flatten(0, 1) for t in (q, k, v)), score_mod=modify, block_mask=blocks, return_aux=_lse()
+    )
+    return y.unflatten(0, groups), aux.lse.unflatten(0, groups)  # (B·G, H, Q, ·) -> (B, G, H, Q, ·)
+
+
 @lru_cache(maxsize=16)
-def _blocks(n: int, m: int, window: int | None, device: torch.device) -> Any:
-    """Return which blocks of `n` queries and `m + n` keys have one that is seen; the same for all rows and heads."""
+def _blocks(n: int, m: int, band: Band, device: torch.device) -> Any:
+    """Return which blocks of `n` queries and `m` keys have one that is seen; the same for all rows and heads."""
     from torch.nn.attention.flex_attention import create_block_mask  # here, since importing it takes half a second
 
     def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        distance = m + i - j
-        return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        distance = i // band.rows + band.offset - j // band.columns
+        seen = distance >= band.least
+        return seen if band.below is None else seen & (distance < band.below)
 
     with torch.inference_mode(False):  # it is kept: made by a first call in validation, training uses it
-        return create_block_mask(sees, None, None, n, m + n, device=device)
+        return create_block_mask(sees, None, None, n, m, device=device)
+
+
+def _lse() -> Any:
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    return AuxRequest(lse=True)
 
 
 @lru_cache(maxsize=2)
@@ -125,4 +188,17 @@ def _flex(device: torch.device) -> Any:
     """Return FlexAttention; compiled, for only then it is one kernel, where it has one for both passes."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention) if device.type == "cuda" else flex_attention
+    return _compiled(flex_attention) if device.type == "cuda" else flex_attention
+
+
+def _compiled(function: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
+    """Compile `function` anew for each kind of mask, type and shape, of which a model has more than Dynamo's limit."""
+    compiled = torch.compile(function, fullgraph=True, backend=backend)  # an error, not scores in memory, if it can't
+
+    def call(*args: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **options)  # as a part of what is being compiled
+        with torch._dynamo.config.patch(recompile_limit=_KERNELS):
+            return compiled(*args, **options)
+
+    return call

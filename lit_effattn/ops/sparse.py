@@ -2,7 +2,8 @@
 
 Each set of keys is dense in a layout of its own: windows and blocks side by side, positions that are a stride apart in
 columns, summary columns gathered. Where a query sees two sets, one softmax runs over both: the sets are kept apart so
-that no key counts twice, and put together by their maxima and sums.
+that no key counts twice, and put together by their maxima and sums. With LIT_EFFATTN_FLEX=1 in the environment, where
+it can be, each such set is computed through `flex_sums`; a set alone goes through scaled_dot_product_attention anyway.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lit_effattn.ops.flex import Band, flex_sums, use_flex
 from lit_effattn.sequence import accumulator
 
 
@@ -27,6 +29,7 @@ class Part(NamedTuple):
     v: Tensor  # (B, G, H, K, D)
     mask: Tensor | None  # (B or 1, G or 1, H or 1, Q, K), which keys are seen; None: those up to the query's index
     back: Callable[[Tensor], Tensor]  # (B, G, H, Q, …) -> (B, H, N, …)
+    band: Band | None = None  # where the mask has all its keys, for all groups; None: anywhere
 
 
 class Sums(NamedTuple):
@@ -179,7 +182,8 @@ def _window(
     if not causal:
         there = there & (position < _ends(lengths, n, q.device)[:, None, None])
     mask = (seen & there[:, :, None]) | (distance == 0)  # (B or 1, G, S, size)
-    return Part(_blocks(laid, stride), k, v, mask[:, :, None], lambda t: _unlay(_unblock(t), start, stride, n))
+    band = Band(offset=stride, least=0 if causal else 1 - stride, below=stride)
+    return Part(_blocks(laid, stride), k, v, mask[:, :, None], lambda t: _unlay(_unblock(t), start, stride, n), band)
 
 
 def _columns(
@@ -210,7 +214,8 @@ def _columns(
             there = there[:, :, None]  # (B or 1, S, 1, K)
             mask = there | (j == i) if itself else there & (j != i)  # (B or 1, S, Q, K)
         mask = mask[:, :, None]
-    return Part(q, k, v, mask, lambda t: _unlay(_unblock(t.transpose(1, 3)), start, stride, n))
+    band = Band(least=0 if itself else 1) if causal and start is None else None
+    return Part(q, k, v, mask, lambda t: _unlay(_unblock(t.transpose(1, 3)), start, stride, n), band)
 
 
 def _own_block(
@@ -241,7 +246,7 @@ def _own_block(
         itself = torch.eye(stride, dtype=torch.bool, device=q.device)
         mask = (there[:, :, None] | itself)[:, :, None]  # (B or 1, G, 1, S, S)
     q, k, v = (_blocks(t, stride) for t in (q, k, v))
-    return Part(q, k, v, mask, lambda t: _unlay(_unblock(t), start, stride, n))
+    return Part(q, k, v, mask, lambda t: _unlay(_unblock(t), start, stride, n), Band() if causal else None)
 
 
 def _summary(
@@ -263,7 +268,9 @@ def _summary(
     if not causal:
         mask = mask & (j < _ends(lengths, n, q.device)[:, None, None, None])
     q, k, v = (t[:, None] for t in (q, k.to(q.dtype), v.to(q.dtype)))  # (B, 1, H, N or S, D)
-    return Part(q, k, v, mask[:, None], lambda t: t[:, 0])
+    own = 1 if other_blocks else 0  # a summary column of the query's own block may come before it
+    band = Band(stride, columns.size(1), least=own) if causal and start is None else None
+    return Part(q, k, v, mask[:, None], lambda t: t[:, 0], band)
 
 
 def _sees_summary(i: Tensor, j: Tensor, stride: int, causal: bool, other_blocks: bool) -> Tensor:
@@ -289,7 +296,9 @@ def _attend(parts: Sequence[Part], dropout: float, sums: Sequence[Sums] = ()) ->
     """Return (B, H, N, D): one softmax over all the keys."""
     if len(parts) == 1 and not sums:
         return parts[0].back(_fused(parts[0], dropout))
-    sums = [*(_summed(part, dropout) for part in parts), *sums]
+    batch = max(part.q.size(0) * part.q.size(1) for part in parts)
+    flex = all(use_flex(t, dropout, batch=batch) for t in (parts[0].q, parts[0].v))
+    sums = [*(_summed_by_flex(part) if flex else _summed(part, dropout) for part in parts), *sums]
     top = reduce(torch.maximum, [s.top.detach() for s in sums])
     factors = [(s.top - top).exp() for s in sums]
     numerator = reduce(torch.add, [s.numerator * factor for s, factor in zip(sums, factors, strict=True)])
@@ -318,6 +327,13 @@ def _summed(part: Part, dropout: float) -> Sums:
     weights = scores.sub_(top).exp_()
     dropped = F.dropout(weights, dropout) if dropout else weights
     return Sums(part.back(dropped @ v), part.back(weights.sum(-1, keepdim=True)), part.back(top))
+
+
+def _summed_by_flex(part: Part) -> Sums:
+    """Do the same through kernels that keep no score: top is the logarithm of the denominator, which is then 1."""
+    y, log = flex_sums(part.q, part.k, part.v, part.mask, part.band)
+    top = part.back(log[..., None])
+    return Sums(part.back(y).to(top.dtype), torch.ones_like(top), top)
 
 
 # ------------------------------------------------------------------------------------------------------ a single step

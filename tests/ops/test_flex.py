@@ -5,8 +5,9 @@ import warnings
 import pytest
 import torch
 
-from lit_effattn.ops import flex
-from lit_effattn.ops.flex import FLEX, relative_flex_attention, use_flex
+from lit_effattn.attention import SparseAttention
+from lit_effattn.ops import fixed_attention, flex, sparse, strided_attention
+from lit_effattn.ops.flex import FLEX, Band, relative_flex_attention, use_flex
 from lit_effattn.ops.relative import furthest, relative_attention
 
 B, H, D = 2, 3, 16
@@ -20,6 +21,12 @@ def random(n: int, m: int, distances: int, dtype: torch.dtype = torch.float64, d
     generator = torch.Generator().manual_seed(0)
     shapes = [(B, H, n, D), (B, H, m + n, D), (B, H, m + n, D), (H, distances, D), (H, D), (H, D)]
     return [torch.randn(shape, dtype=dtype, generator=generator).to(device) for shape in shapes]
+
+
+@pytest.fixture
+def untraced(monkeypatch: pytest.MonkeyPatch):
+    """Let a forward pass do without Dynamo, which takes a second a call; those with gradients are traced."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
 
 
 def hidden(n: int, m: int) -> dict[str, torch.Tensor]:
@@ -41,6 +48,7 @@ def hidden(n: int, m: int) -> dict[str, torch.Tensor]:
     ],
 )
 @pytest.mark.parametrize("given", [(), ("there", "first")], ids="+".join)
+@pytest.mark.usefixtures("untraced")
 def test_causal_is_the_plain_form(n: int, m: int, window: int | None, dtype: torch.dtype, given: tuple[str, ...]):
     tensors = random(n, m, furthest(n, m, window, CHUNK) + 1, dtype)
     options = {name: hidden(n, m)[name] for name in given} | {"window": window}
@@ -49,6 +57,7 @@ def test_causal_is_the_plain_form(n: int, m: int, window: int | None, dtype: tor
 
 
 @pytest.mark.parametrize("n", [1, 9])
+@pytest.mark.usefixtures("untraced")
 def test_bidirectional_is_the_plain_form(n: int):
     tensors = random(n, 0, 2 * n - 1)
     there = torch.arange(n) < torch.tensor([[n], [n // 2 + 1]])
@@ -89,6 +98,143 @@ def test_gradients_are_the_plain_forms(n: int, m: int, window: int | None, dtype
         (found,) = torch.autograd.grad(ours, other, cotangent.to(dtype), retain_graph=True)
         error = (found.double() - wanted).norm() / wanted.norm()
         assert error < tolerance
+
+
+# ------------------------------------------------------------------------------------------------------ sparse patterns
+
+
+@pytest.fixture
+def through_flex(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Let sparse attention take FlexAttention wherever the last of the list is True; gradients are as above."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+    takes = [False]
+    monkeypatch.setattr(sparse, "use_flex", lambda t, dropout, *, batch: takes[-1] and dropout == 0)
+    return takes
+
+
+def both_forms(takes: list[bool], function) -> list[list[torch.Tensor]]:
+    """Outputs and gradients of the plain form and of FlexAttention, of the same numbers."""
+    found = []
+    for taken in (False, True):
+        takes.append(taken)
+        tensors = [t.requires_grad_() for t in random(300, 0, 1)[:3]]
+        y = function(*tensors)
+        cotangent = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(1))
+        found.append([y, *torch.autograd.grad(y, tensors, cotangent)])
+    return found
+
+
+LENGTHS = torch.tensor([300, 41])
+
+
+@pytest.mark.parametrize(("stride", "causal", "lengths"), [(7, True, None), (140, True, None), (7, False, LENGTHS)])
+def test_strided_sets_are_put_together(stride: int, causal: bool, lengths: torch.Tensor | None, through_flex):
+    options = {"causal": causal, "lengths": lengths}
+    plain, ours = both_forms(through_flex, lambda q, k, v: strided_attention(q, k, v, stride, **options))
+    torch.testing.assert_close(ours, plain)
+
+
+@pytest.mark.parametrize(
+    ("stride", "columns", "local", "causal", "lengths"),
+    [
+        (6, [[4, 5], [2, 3], [0, 1]], True, True, None),
+        (6, [[4, 5], [2, 3], [0, 1]], False, True, None),
+        (140, [[138, 139]], True, False, LENGTHS),
+    ],
+)
+def test_fixed_sets_are_put_together(
+    stride: int, columns: list, local: bool, causal: bool, lengths: torch.Tensor | None, through_flex
+):
+    options = {"causal": causal, "lengths": lengths, "local": local}
+    plain, ours = both_forms(
+        through_flex, lambda q, k, v: fixed_attention(q, k, v, stride, torch.tensor(columns), **options)
+    )
+    torch.testing.assert_close(ours, plain)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"pattern": "fixed", "summary": 2}], ids=["strided", "fixed"])
+@pytest.mark.usefixtures("untraced")
+def test_a_sparse_stream_goes_on(options: dict, through_flex):
+    attention = SparseAttention(16, 1, stride=5, **options).double()
+    x = torch.randn(2, 60, 16, dtype=torch.float64)
+    whole = attention(x)[0]
+    through_flex.append(True)
+    _, state = attention(x[:, :9], None, torch.tensor([9, 4]))  # rows that stand at different positions
+    y = attention(torch.stack([x[0, 9:40], x[1, 4:35]]), state)[0]
+    for row, start in ((0, 9), (1, 4)):
+        torch.testing.assert_close(y[row], whole[row, start : start + 31])
+
+
+def test_scores_are_not_kept(through_flex, monkeypatch: pytest.MonkeyPatch):
+    """Each set is handed over once, with what it can see; none of them is computed here."""
+    monkeypatch.setattr(sparse, "_summed", None)
+    given = []
+
+    def flex_sums(q, k, v, mask, band):
+        given.append((tuple(q.shape[1:4]), tuple(k.shape[1:4]), band))
+        return q, q[..., 0]
+
+    monkeypatch.setattr(sparse, "flex_sums", flex_sums)
+    through_flex.append(True)
+    q, k, v = random(300, 0, 1)[:3]
+    strided_attention(q, k, v, 50)
+    fixed_attention(q, k, v, 50, torch.tensor([[48, 49]]))
+    assert given == [
+        ((6, H, 50), (6, H, 100), Band(offset=50, below=50)),
+        ((50, H, 6), (50, H, 6), Band(least=1)),
+        ((6, H, 50), (6, H, 50), Band()),
+        ((1, H, 300), (1, H, 12), Band(rows=50, columns=2, least=1)),
+    ]
+
+
+def test_blocks_that_none_sees_are_left_out():
+    """Of 512 × 512 in blocks of 128, by hand."""
+    device = torch.device("cpu")
+
+    def left(m: int, **band: int) -> list[list[int]]:
+        return flex._blocks(512, m, Band(**band), device).to_dense()[0, 0].tolist()
+
+    assert left(512) == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
+    assert left(512, least=1 - 128, below=128) == [[1, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 1]]
+    assert left(512, offset=256, below=128) == [[0, 1, 1, 0], [0, 0, 1, 1], [0, 0, 0, 1], [0, 0, 0, 0]]
+    assert left(256, rows=128, columns=64, least=1) == [[0, 0], [1, 0], [1, 0], [1, 1]]
+
+
+def test_more_kernels_are_made_than_dynamos_limit():
+    made = []
+    compiled = flex._compiled(
+        lambda x, kind: x + len(kind), backend=lambda graph, _: made.append(graph) or graph.forward
+    )
+    x = torch.zeros(2)
+    for _ in range(2):
+        assert [int(compiled(x, "m" * n)[0]) for n in range(20)] == list(range(20))
+    assert len(made) == 20
+    whole = torch.compile(lambda x: compiled(x, "mmm"), backend="eager", fullgraph=True)
+    assert int(whole(x)[0]) == 3
+
+
+@no_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("stride", [16, 128, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sparse_gradients_are_the_plain_forms(stride: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    columns = torch.arange(stride - 4, stride, device="cuda")[None]
+    for function in (
+        lambda *t: strided_attention(*t, stride),
+        lambda *t: fixed_attention(*t, stride, columns),
+    ):
+        exact = [t.requires_grad_() for t in random(1000, 0, 1, device="cuda")[:3]]
+        rounded = [t.detach().to(dtype).requires_grad_() for t in exact]
+        plain = function(*exact)
+        monkeypatch.setenv(FLEX, "1")
+        ours = function(*rounded)
+        monkeypatch.delenv(FLEX)
+        cotangent = torch.randn_like(plain)
+        wanted = [plain, *torch.autograd.grad(plain, exact, cotangent)]
+        found = [ours, *torch.autograd.grad(ours, rounded, cotangent.to(dtype))]
+        for a, b in zip(found, wanted, strict=True):
+            assert (a.double() - b).norm() / b.norm() < {torch.float32: 1e-2, torch.bfloat16: 5e-2}[dtype]
 
 
 # ------------------------------------------------------------------------------------------------------- the dispatch
@@ -145,6 +291,20 @@ def test_where_it_can_not_be_is_said_once(queries: Queries, dropout: float, reas
 
 
 @pytest.mark.usefixtures("asked")
+def test_not_for_more_groups_than_a_grid_has():
+    assert use_flex(Queries(), batch=65535)
+    with pytest.warns(UserWarning, match="65536 groups"):
+        assert not use_flex(Queries(), batch=65536)
+
+
+@pytest.mark.usefixtures("asked")
+def test_sparse_attention_asks(monkeypatch: pytest.MonkeyPatch):
+    q, k, v = random(9, 0, 1)[:3]
+    with pytest.warns(UserWarning, match="tensors are on cpu"):
+        strided_attention(q, k, v, 3)
+
+
+@pytest.mark.usefixtures("asked")
 def test_not_where_results_must_repeat():
     torch.use_deterministic_algorithms(True)
     try:
@@ -154,6 +314,7 @@ def test_not_where_results_must_repeat():
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.usefixtures("untraced")
 def test_the_plain_form_hands_over_what_it_was_given(monkeypatch: pytest.MonkeyPatch):
     n, m = 7, 5
     tensors, options = random(n, m, m + n), hidden(n, m) | {"window": 9}

@@ -61,7 +61,7 @@ SHORT = (
     "steps --small --repeats 5",
     "generation --small --repeats 3 --windows 4",
     "memory --small --repeats 2 --lengths 256 512 1024 2048",
-    "scaling --repeats 2 --lengths 512 1024 2048 4096",
+    "scaling --repeats 2 --lengths 512 1024 2048 4096 --most 2048",
 )
 """What runs when no benchmark is named: under 5 minutes on 2 cores."""
 

@@ -18,13 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.measuring import MIB, Spread, interleaved, is_written_in_python, look_inside, peak_bytes, seconds_of
 from benchmarks.models import at_least
 from benchmarks.report import Report, Row
-from lit_effattn.ops.favor import causal_favor, draw_omega, log_positive_features
+from lit_effattn.ops.favor import causal_favor, draw_omega, log_offset
 from lit_effattn.ops.linear import causal_linear_attention, plain_causal_linear_attention
 
 NOTES = [
-    "Features of queries and keys (elu + 1 of normal numbers; Performer: logarithms of positive features) and values "
-    "are given; float32. Figures are median (min–max) over the rounds, in which all take turns; ratios are taken round "
-    "by round.",
+    "Features of queries and keys (elu + 1 of normal numbers; Performer, which computes its own: the numbers divided "
+    "by D^¼) and values are given; float32. Figures are median (min–max) over the rounds, in which all take turns; "
+    "ratios are taken round by round.",
     "products: every bmm and baddbmm that the form called, recorded from one call, recomputation included, run again "
     "by itself on operands of the same shapes and strides, which are in the cache as far as they fit. best products: "
     "those of linear at the chunk size of 32, 64, 128 and 256 at which they take least.",
@@ -72,7 +72,7 @@ def _linear_forms(args: argparse.Namespace) -> dict[str, Form]:
     return {
         "linear": partial(_linear, causal_linear_attention, args.chunk_size),
         "linear, plain": partial(_linear, plain_causal_linear_attention, args.chunk_size),
-        "performer": _performer,
+        "performer": partial(_performer, _directions(args)),
     }
 
 
@@ -81,10 +81,17 @@ def _linear(function: Callable[..., tuple[Tensor, ...]], chunk_size: int, q: Ten
     return function(q, k, v, q.new_zeros(b, h, f, v.size(-1)), q.new_zeros(b, h, f), chunk_size=chunk_size)[0]
 
 
-def _performer(log_q: Tensor, log_k: Tensor, v: Tensor) -> Tensor:
-    b, h, _, f = log_q.shape
+def _directions(args: argparse.Namespace) -> Tensor:
+    """Draw ω, (H, F, D)."""
+    d = args.head_dim
+    n_features = args.n_features or math.ceil(d * math.log(d))
+    return draw_omega(args.n_heads, n_features, d, generator=torch.Generator().manual_seed(1)).float().to(args.device)
+
+
+def _performer(omega: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    b, (h, f, _) = len(q), omega.shape
     s, z, m = v.new_zeros(b, h, f, v.size(-1)), v.new_zeros(b, h, f), v.new_full((b, h, f), -torch.inf)
-    return causal_favor(log_q, log_k, v, s, z, m)[0]
+    return causal_favor(q, k, v, omega, log_offset(k, f), s, z, m)[0]
 
 
 def _peers() -> tuple[dict[str, Form], list[str]]:
@@ -130,7 +137,7 @@ PEERS: dict[str, tuple[str, dict[str, Callable[..., Tensor]]]] = {
 
 def _rows(n: int, forms: Mapping[str, Form], args: argparse.Namespace) -> list[Row]:
     """Return a row for each pass and form at length `n`."""
-    inputs = {name: _inputs(n, args, logs=name == "performer") for name in forms}
+    inputs = {name: _inputs(n, args, raw=name == "performer") for name in forms}
     differences = _differences({name: _gradients(form, inputs[name]) for name, form in forms.items() if _same(name)})
     rows: list[Row] = []
     for title, one_pass in PASSES.items():
@@ -177,16 +184,12 @@ def _cpu_seconds(function: Callable[[], Any]) -> float:
     return time.process_time() - start
 
 
-def _inputs(n: int, args: argparse.Namespace, *, logs: bool) -> list[Tensor]:
-    """Return features of queries and keys, or their logarithms, and values, (B, H, N, ·)."""
+def _inputs(n: int, args: argparse.Namespace, *, raw: bool) -> list[Tensor]:
+    """Return features of queries and keys, or what Performer makes its features of, and values, (B, H, N, ·)."""
     generator = torch.Generator().manual_seed(0)
     b, h, d = args.batch_size, args.n_heads, args.head_dim
     q, k, v = (torch.randn(b, h, n, d, generator=generator) for _ in range(3))
-    if logs:
-        omega = draw_omega(h, args.n_features or math.ceil(d * math.log(d)), d, generator=generator).float()
-        q, k = (log_positive_features(x * d**-0.25, omega) for x in (q, k))
-    else:
-        q, k = F.elu(q) + 1, F.elu(k) + 1
+    q, k = (x * d**-0.25 if raw else F.elu(x) + 1 for x in (q, k))
     return [x.to(args.device).requires_grad_() for x in (q, k, v)]
 
 

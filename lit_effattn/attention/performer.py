@@ -17,6 +17,7 @@ from lit_effattn.ops.favor import (
     favor,
     favor_step,
     log_hyperbolic_features,
+    log_offset,
     log_positive_features,
     relu_features,
     trigonometric_features,
@@ -26,14 +27,12 @@ from lit_effattn.sequence import accumulator, may_overwrite, reads_values, valid
 
 Features = Literal["positive", "hyperbolic", "trigonometric", "relu"]
 
-_LOG_MAPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+_MAPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "positive": log_positive_features,
     "hyperbolic": log_hyperbolic_features,
-}
-_MAPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "trigonometric": trigonometric_features,
-    "relu": relu_features,
 }
+_LOG_SPACE = ("positive", "hyperbolic")
 _PAIRED = ("hyperbolic", "trigonometric")
 _NOTHING_SEEN = 1e-30  # a denominator without any key is this, not 0; beside any other it is nothing
 
@@ -181,41 +180,57 @@ class PerformerAttention(Attention):
         b, _, n, _ = q.shape
         with torch.autocast(q.device.type, enabled=False):
             full = accumulator(q.dtype)
-            phi_q, phi_k = self._map(q.to(full)), self._map(k.to(full))
-            if lengths is not None:
-                nothing = -torch.inf if self._in_log_space else 0.0
-                phi_k = phi_k.masked_fill(~valid_positions(lengths, n)[:, None, :, None], nothing)
+            heads = (q.to(full), k.to(full), v.to(full))
+            there = None if lengths is None else valid_positions(lengths, n)[:, None]  # (B, 1, N)
             if not self.causal:
-                if self._in_log_space:
-                    return favor(phi_q, phi_k, v.to(full)).to(v.dtype), None
-                return linear_attention(phi_q, phi_k, v.to(full), eps=_NOTHING_SEEN).to(v.dtype), None
+                return self._all(*heads, there).to(v.dtype), None
             state = self.initial_state(b, device=q.device, dtype=full) if state is None else self._current(state)
-            y, s, z, m = self._sum(phi_q, phi_k, v.to(full), *(t.to(full) for t in state[:3]))
+            y, s, z, m = self._sum(*heads, there, *(t.to(full) for t in state[:3]))
             length = state.length + (n if lengths is None else lengths)
             return y.to(v.dtype), PerformerState(s, z, m, length, state.drawn)
 
+    def _all(self, q: Tensor, k: Tensor, v: Tensor, there: Tensor | None) -> Tensor:
+        """Let every query see every key that is `there`."""
+        if self._in_log_space:
+            return favor(*self._features(q, k, there), v)
+        return linear_attention(*self._features(q, k, there), v, eps=_NOTHING_SEEN)
+
     def _sum(
-        self, q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, m: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, there: Tensor | None, s: Tensor, z: Tensor, m: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Go on from the sums, over one position or many."""
         if self._in_log_space:
             if q.size(2) == 1:
-                return favor_step(q, k, v, s, z, m, in_place=may_overwrite())
-            return causal_favor(q, k, v, s, z, m, chunk_size=self.chunk_size)
+                return favor_step(*self._features(q, k, there), v, s, z, m, in_place=may_overwrite())
+            q, k, omega = self._scaled(q), self._scaled(k), self.omega.to(q.dtype)
+            if self.features == "hyperbolic":
+                omega = torch.cat([omega, -omega], 1)  # (H, F/2, D) -> (H, F, D)
+            offset = log_offset(k, self.n_features)  # (B, H, N)
+            if there is not None:
+                offset = offset.masked_fill(~there, -torch.inf)
+            return causal_favor(q, k, v, omega, offset, s, z, m, chunk_size=self.chunk_size)
+        features = self._features(q, k, there)
         if q.size(2) == 1:
-            return *linear_attention_step(q, k, v, s, z, eps=_NOTHING_SEEN, in_place=may_overwrite()), m
-        return *causal_linear_attention(q, k, v, s, z, eps=_NOTHING_SEEN, chunk_size=self.chunk_size), m
+            return *linear_attention_step(*features, v, s, z, eps=_NOTHING_SEEN, in_place=may_overwrite()), m
+        return *causal_linear_attention(*features, v, s, z, eps=_NOTHING_SEEN, chunk_size=self.chunk_size), m
 
     @property
     def _in_log_space(self) -> bool:
-        return self.features in _LOG_MAPS
+        return self.features in _LOG_SPACE
+
+    def _features(self, q: Tensor, k: Tensor, there: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Map (B, H, N, D) queries and keys to features (B, H, N, F), or to their logarithms."""
+        q, k = self._map(q), self._map(k)
+        if there is not None:
+            k = k.masked_fill(~there[..., None], -torch.inf if self._in_log_space else 0.0)
+        return q, k
 
     def _map(self, x: Tensor) -> Tensor:
-        """Map (B, H, N, D) queries or keys to features (B, H, N, F), or to their logarithms."""
         omega = self.omega.to(x.dtype)
-        if self.features == "relu":
-            return relu_features(x, omega)
-        return {**_LOG_MAPS, **_MAPS}[self.features](x * self.head_dim**-0.25, omega)
+        return relu_features(x, omega) if self.features == "relu" else _MAPS[self.features](self._scaled(x), omega)
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x * self.head_dim**-0.25
 
     def _current(self, state: PerformerState) -> PerformerState:
         """Empty the rows whose sums are of features that have been redrawn since; their positions go on."""

@@ -6,6 +6,7 @@ import torch
 
 from lit_effattn import sequence
 from lit_effattn.attention import PerformerAttention, SoftmaxAttention
+from tests.ops.allocated import Largest
 
 E, H = 12, 3
 MAPS = ["positive", "hyperbolic", "trigonometric", "relu"]
@@ -119,6 +120,16 @@ def test_a_donated_step_adds_in_place(features: str):
     assert after.s is state.s
     assert after.z is state.z
     assert after.m is state.m
+
+
+@pytest.mark.parametrize("features", MAPS)
+def test_a_donated_step_allocates_neither_sums_nor_directions(features: str):
+    b, h, f, d = 3, 2, 32, 32
+    attention = PerformerAttention(h * d, h, features=features, n_features=f)
+    state, x = attention.initial_state(b), torch.randn(b, 1, h * d)
+    with torch.no_grad(), sequence.donated(), Largest() as largest:
+        attention(x, state)
+    assert largest.elements < h * f * d / 2  # of hyperbolic features there are half as many directions
 
 
 # ------------------------------------------------------------------------------------------------------------ redrawing

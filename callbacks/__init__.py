@@ -1,6 +1,7 @@
 """What happens around training, as Lightning callbacks. They know a model by what it can do, never by its class."""
 
 from callbacks.checkpoints import AtomicCheckpointIO, LastCheckpoint
+from callbacks.compile import Compile
 from callbacks.feature_redraw import FeatureRedraw
 from callbacks.memory_carry import MemoryCarry
 from callbacks.progress import ProgressBar
@@ -10,6 +11,7 @@ from callbacks.stop_on_signal import StopOnSignal, Stopped
 
 __all__ = [
     "AtomicCheckpointIO",
+    "Compile",
     "FeatureRedraw",
     "LastCheckpoint",
     "MemoryCarry",

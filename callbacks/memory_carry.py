@@ -10,7 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_effattn import sequence
-from lit_effattn.sequence import SequenceModule, State
+from lit_effattn.sequence import SequenceModule, State, reads_values
 
 KEY = "memory_carry"
 
@@ -145,7 +145,8 @@ def _start_rows(pl_module: Any, batch: Any) -> None:
             f"a batch has {rows} rows and the one before had {had}: memories go from row to row, so the batches of an "
             "epoch need equally many; use data in contiguous streams (TextStream)"
         )
-    pl_module.memory = module.reset(memory, fresh)
+    if not reads_values(fresh) or fresh.any():  # to reset none is to copy all
+        pl_module.memory = module.reset(memory, fresh)
 
 
 def _refuse_growth(module: SequenceModule) -> None:

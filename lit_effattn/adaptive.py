@@ -116,9 +116,9 @@ class AdaptiveHead(Head):
 
     where the first softmax runs over band 0's tokens and the K bands. Grave et al. 2017, section 4, with the biases of
     Transformer-XL. `nll` computes the second softmax only where the target is in that band, so it never holds a
-    position × vocabulary matrix (under `torch.compile`, which wants shapes that do not depend on the data, it does);
-    `log_probs`, and a loss with label smoothing, have to. Every parameter gets a gradient from every batch, zero where
-    a band has no target.
+    position × vocabulary matrix (under `torch.compile`, which wants shapes that do not depend on the data, it does;
+    `loss`, which training calls, is never compiled); `log_probs`, and a loss with label smoothing, have to. Every
+    parameter gets a gradient from every batch, zero where a band has no target.
 
     Args:
         d_model: Width of the hidden state.
@@ -160,7 +160,7 @@ class AdaptiveHead(Head):
 
     @torch.compiler.disable
     def loss(self, h: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
-        """See `Head.loss`; outside what is compiled, where it does not hold the whole matrix either."""
+        """See `Head.loss`; never compiled, so that here too it does not hold the whole matrix."""
         return super().loss(h, target, label_smoothing)
 
     def _first(self, h: Tensor) -> Tensor:

@@ -136,6 +136,18 @@ def test_it_compiles():
     torch.testing.assert_close(compiled(h, target), head.nll(h, target))
 
 
+def test_the_training_loss_is_left_out_of_what_is_compiled():
+    """Compiled, it would hold a position × vocabulary matrix."""
+    torch._dynamo.reset()
+    head, h, target = make(), torch.randn(4, D, dtype=torch.float64), torch.tensor([0, 3, 14, 22])
+    seen = []
+    compiled = torch.compile(lambda h: head.loss(2 * h, target), backend=lambda graph, _: seen.append(graph) or graph)
+    torch.testing.assert_close(compiled(h), head.loss(2 * h, target))
+    assert [str(node.target) for graph in seen for node in graph.graph.nodes if node.op == "call_function"] == [
+        "<built-in function mul>"
+    ]
+
+
 # ------------------------------------------------------------------------------------------------------ the embedding
 
 

@@ -122,7 +122,12 @@ class Task(Recorded, pl.LightningModule):
         """Let `torch.compile` make one program of `objective`: see the callback `Compile`.
 
         Names of parameters, checkpoints, evaluation and generation are as before.
+
+        Raises:
+            ValueError: the class defines no `objective`, so that its training step is one piece.
         """
+        if type(self).objective is Task.objective:
+            raise ValueError(f"{type(self).__name__} can't be compiled: it defines no `objective`; see `Task`")
         # The function, not the bound method: a copy of this model computes with its own weights.
         self._objective = torch.compile(type(self).objective, backend=backend)
 

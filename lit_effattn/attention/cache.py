@@ -28,11 +28,29 @@ def append(stored: Sequence[Tensor], new: Sequence[Tensor], length: Tensor, *, g
     n, room = new[0].size(2), stored[0].size(2)
     if grows:
         stored = [F.pad(t, (0, 0, 0, n)) for t in stored]
-    elif reads_values(length) and int(length.max()) + n > room:
+    else:
+        check_room(room, length, n)
+    slots = length[:, None] + torch.arange(n, device=length.device)  # (B, N)
+    return [write(t, slots, s) for t, s in zip(stored, new, strict=True)]
+
+
+def check_room(room: int, length: Tensor, n: int) -> None:
+    """Refuse `n` more positions after each row's `length` in `room` slots.
+
+    Raises:
+        ValueError: they are full.
+    """
+    if reads_values(length) and int(length.max()) + n > room:
         raise ValueError(
             f"the cache is full: it was made with max_len={room}, holds {int(length.max())} positions and is "
             f"given {n} more; raise max_len"
         )
-    index = (length[:, None] + torch.arange(n, device=length.device))[:, None, :, None]  # (B, 1, N, 1)
-    write = Tensor.scatter_ if may_overwrite() else Tensor.scatter
-    return [write(t, 2, index.expand_as(s), s.to(t.dtype)) for t, s in zip(stored, new, strict=True)]
+
+
+def write(stored: Tensor, slots: Tensor, new: Tensor) -> Tensor:
+    """Write `new` (B, H, N, ·) to each row's `slots` (B, N) of `stored` (B, H, M, ·), in place if it was given away."""
+    stored = stored if may_overwrite() else stored.clone()
+    rows = torch.arange(len(stored), device=stored.device)[:, None]
+    # An assignment, not `scatter_`: what torch.compile makes of that copies all of `stored`, twice.
+    stored[rows, :, slots] = new.transpose(1, 2).to(stored.dtype)  # (B, H, N, ·) -> (B, N, H, ·)
+    return stored

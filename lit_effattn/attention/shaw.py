@@ -59,11 +59,17 @@ class ShawAttention(SoftmaxAttention):
         nn.init.xavier_uniform_(self.value_table)
 
     def _see(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, position: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        position: Tensor | None = None,
+        at: Tensor | None = None,
     ) -> Tensor:
-        if position is None:
-            position = torch.arange(q.size(2), device=q.device)[None]
-        distance = torch.arange(k.size(2), device=q.device) - position[..., None]  # (B or 1, N, M)
+        position = torch.arange(q.size(2), device=q.device)[None] if position is None else position
+        at = torch.arange(k.size(2), device=q.device)[None] if at is None else at
+        distance = at[:, None] - position[..., None]  # (B or 1, N, M)
         if mask is None and self.causal:
             mask = distance[:, None] <= 0
         return self._relative(q, k, v, distance, mask)

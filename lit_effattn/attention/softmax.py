@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lit_effattn.attention.base import Attention
-from lit_effattn.attention.cache import append
+from lit_effattn.attention.cache import append, check_room, write
+from lit_effattn.ops.sparse import take
 from lit_effattn.ops.window import windowed_attention
 from lit_effattn.sequence import reads_values, valid_positions
 
@@ -38,6 +39,20 @@ class WindowCache(NamedTuple):
     length: Tensor  # (B,), positions seen in all
 
 
+class RingCache(NamedTuple):
+    """The newest keys and values in slots that are written where they are: of M = window, or fewer if never more come.
+
+    Slot t mod M holds position t.
+    """
+
+    keys: Tensor  # (B, H, M, D)
+    values: Tensor  # (B, H, M, D)
+    length: Tensor  # (B,), positions seen in all
+
+
+SoftmaxState = KeyValueCache | FixedCache | WindowCache | RingCache
+
+
 class SoftmaxAttention(Attention):
     """Scaled dot-product attention.
 
@@ -45,7 +60,8 @@ class SoftmaxAttention(Attention):
 
     Time O(N²), or O(N · window); state: all keys and values, or the newest window − 1. Through
     `torch.nn.functional.scaled_dot_product_attention`, so memory is O(N) wherever a fused kernel applies. With a
-    `window`, splitting a stream changes nothing: every position sees the `window` newest, itself included.
+    `window`, splitting a stream changes nothing: every position sees the `window` newest, itself included. One more
+    position costs what it sees where the state is made with `max_len` and given away; else the state is copied, too.
 
     Args:
         d_model: Width E.
@@ -88,7 +104,7 @@ class SoftmaxAttention(Attention):
         max_len: int | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
-    ) -> KeyValueCache | FixedCache | WindowCache:
+    ) -> SoftmaxState:
         """Return an empty cache: see `SequenceModule.initial_state`."""
         device, dtype = self.default(device, dtype)
         length = torch.zeros(batch_size, dtype=torch.long, device=device)
@@ -96,32 +112,29 @@ class SoftmaxAttention(Attention):
         def empty(slots: int) -> Tensor:
             return torch.zeros(batch_size, self.n_heads, slots, self.head_dim, device=device, dtype=dtype)
 
-        if self.window is not None:
-            return WindowCache(empty(self.window - 1), empty(self.window - 1), length)
-        if max_len is not None:
-            return FixedCache(empty(max_len), empty(max_len), length)
-        return KeyValueCache(empty(0), empty(0), length)
+        if max_len is None:
+            kind, slots = (KeyValueCache, 0) if self.window is None else (WindowCache, self.window - 1)
+        else:
+            kind, slots = (FixedCache, max_len) if self.window is None else (RingCache, min(self.window, max_len))
+        return kind(empty(slots), empty(slots), length)
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: KeyValueCache | FixedCache | WindowCache | None,
-        lengths: Tensor | None,
-    ) -> tuple[Tensor, KeyValueCache | FixedCache | WindowCache | None]:
+        self, q: Tensor, k: Tensor, v: Tensor, state: SoftmaxState | None, lengths: Tensor | None
+    ) -> tuple[Tensor, SoftmaxState | None]:
         """Combine queries, keys and values: see `Attention.attend`."""
         n = q.size(2)
         if not self.causal:
             return self._see(q, k, v, None if lengths is None else _key_mask(lengths, n)), None
         seen = torch.full(q.shape[:1], n, device=q.device) if lengths is None else lengths
         if self.window is not None:
+            if isinstance(state, RingCache):
+                return (self._step if n == 1 else self._attend_ring)(q, k, v, state, seen, self.window)
             assert state is None or isinstance(state, WindowCache)
             return self._attend_window(q, k, v, state, seen, self.window)
         if state is None:
             # A padded key stands after every valid query, so that the causal mask hides it.
             return self._see(q, k, v), KeyValueCache(k, v, seen)
-        assert not isinstance(state, WindowCache)
+        assert isinstance(state, KeyValueCache | FixedCache)
         cache = _append(state, k, v)
         position = state.length[:, None] + torch.arange(n, device=q.device)  # (B, N)
         keys, values = cache.keys, cache.values
@@ -146,13 +159,51 @@ class SoftmaxAttention(Attention):
         newest = [_newest(t, seen + m, window - 1) for t in (k, v)]
         return y, WindowCache(newest[0], newest[1], before + seen)
 
+    def _attend_ring(
+        self, q: Tensor, k: Tensor, v: Tensor, state: RingCache, seen: Tensor, window: int
+    ) -> tuple[Tensor, RingCache]:
+        """Attend several positions, in the order of time, and put the newest where they belong."""
+        slots, length = state.keys.size(2), state.length[:, None]  # (B, 1)
+        if slots < window:
+            check_room(slots, state.length, q.size(2))
+        m = min(slots, window - 1)
+        earlier = (torch.arange(-m, 0, device=q.device) + length) % slots  # (B, M)
+        k = torch.cat([take(state.keys, earlier[:, None]).to(k.dtype), k], 2)  # (B, H, M + N, D)
+        v = torch.cat([take(state.values, earlier[:, None]).to(v.dtype), v], 2)
+        y = self._see_window(q, k, v, window, state.length.clamp(max=m))
+        # What a slot would hold from before these is not seen any more, whatever it is.
+        index = (_held(length + seen[:, None] - 1, slots) - length + m).clamp(min=0)[:, None]  # (B, 1, slots)
+        keys, values = (take(t, index).to(state.keys.dtype) for t in (k, v))
+        return y, RingCache(keys, values, state.length + seen)
+
+    def _step(
+        self, q: Tensor, k: Tensor, v: Tensor, state: RingCache, seen: Tensor, window: int
+    ) -> tuple[Tensor, RingCache]:
+        """Attend one position where the keys lie. The oldest, which it does not see, makes room for its own."""
+        slots, position = state.keys.size(2), state.length[:, None]  # (B, 1)
+        if slots < window:
+            check_room(slots, state.length, 1)
+        # A padded position is written too: into a slot that the next one will overwrite before it looks.
+        keys, values = write(state.keys, position % slots, k), write(state.values, position % slots, v)
+        used = min(slots, int(position.max()) + 1) if reads_values(position) else slots
+        at = _held(position, slots)[:, :used]  # (B, used)
+        seen_keys, seen_values = keys[:, :, :used].to(q.dtype), values[:, :, :used].to(q.dtype)
+        y = self._see(q, seen_keys, seen_values, (at >= 0)[:, None, None], position, at)
+        return y, RingCache(keys, values, state.length + seen)
+
     def _see(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, position: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        position: Tensor | None = None,
+        at: Tensor | None = None,
     ) -> Tensor:
         """Let queries see keys where `mask` (B, 1, N or 1, M) says; None: all, or those up to themselves if causal.
 
-        `position` (B, N) is where among the keys the queries stand; None: at their start. It matters to a kind that
-        looks at distances.
+        `position` (B, N) is where the queries stand; None: from 0 on. `at` (B, M) is where the keys stand, likewise.
+        They matter to a kind that looks at distances.
         """
         is_causal = self.causal and mask is None
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, dropout_p=self._dropout_now)
@@ -178,6 +229,11 @@ def _newest(t: Tensor, end: Tensor, count: int) -> Tensor:
     t = F.pad(t, (0, 0, count, 0))
     index = end[:, None] + torch.arange(count, device=t.device)  # (B, count)
     return t.gather(2, index[:, None, :, None].expand(-1, t.size(1), -1, t.size(3)))
+
+
+def _held(newest: Tensor, slots: int) -> Tensor:
+    """Return which position each slot of a ring holds, `newest` (B, 1) the last; below 0: none yet. (B, slots)."""
+    return newest - (newest - torch.arange(slots, device=newest.device)) % slots
 
 
 def _key_mask(lengths: Tensor, n: int) -> Tensor:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lit_effattn.attention.base import Attention
 from lit_effattn.heads import Head
-from lit_effattn.sequence import SequenceModule, donated
+from lit_effattn.sequence import SequenceModule, State, donated, tensors
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
@@ -60,6 +66,14 @@ def draw(
     return (cumulative <= uniform[:, None] * cumulative[:, -1:]).sum(-1).clamp(max=p.size(-1) - 1)
 
 
+class _Sampling(NamedTuple):
+    """How a level is drawn: see `draw`."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+
 @torch.no_grad()
 def generate(
     backbone: SequenceModule,
@@ -72,6 +86,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
+    compile: bool = False,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
     on_tokens: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
@@ -79,6 +94,12 @@ def generate(
 
     Row i draws from a random stream of its own, made from `seed` and i, so a sample does not depend on how many
     others are drawn beside it, nor on the device.
+
+    With `compile` a step is one program, on CUDA one graph of kernels, without Python between the layers. The same
+    tokens are drawn, but where rounding decides. Compiling takes seconds to a minute; later calls with as many rows
+    find it done. A prompt of several tokens is read as without. States that hold all positions are then looked at
+    whole, filled or not: so they begin with room for 256 positions, and twice as many, compiled again, when that is
+    full.
 
     Args:
         backbone: Causal; see `SequenceModule`.
@@ -90,6 +111,7 @@ def generate(
         top_k: See `draw`.
         top_p: See `draw`.
         seed: Of the random streams.
+        compile: Through `torch.compile`; worth it for many samples, not for one.
         progress: Wraps the iterable of steps (rich's or tqdm's `track`).
         on_tokens: Is shown each step's tokens (B,) as they are drawn.
 
@@ -97,26 +119,173 @@ def generate(
         (B, n_tokens), the tokens drawn.
 
     Raises:
-        ValueError: The backbone is not causal, or a setting makes no distribution.
+        ValueError: The backbone is not causal, or a setting makes no distribution, or this can't be compiled.
     """
     check_sampling(temperature, top_k, top_p)
     if not backbone.causal:
         raise ValueError(f"{type(backbone).__name__} has causal=False: it sees the future, and can't generate")
-    rows, n_prompt = prompt.shape
+    if compile:
+        _check_compiler(prompt.device)
+    rows = len(prompt)
     uniform = torch.stack([_random_stream(seed, i, n_tokens) for i in range(rows)], 1).to(prompt.device)
-    state = backbone.initial_state(rows, max_len=n_prompt + n_tokens)
     drawn = torch.empty(rows, n_tokens, dtype=torch.long, device=prompt.device)
-    tokens = prompt
-    with donated():
-        for step in progress(range(n_tokens)):
-            y, state = backbone(embed(tokens), state)
-            tokens = draw(head.log_probs(y[:, -1]), uniform[step], temperature=temperature, top_k=top_k, top_p=top_p)[
-                :, None
-            ]
-            drawn[:, step] = tokens[:, 0]
-            if on_tokens is not None:
-                on_tokens(tokens[:, 0])
+    model = _Model(backbone, embed, head, _Sampling(temperature, top_k, top_p))
+    steps = (_compiled_steps if compile else _steps)(model, prompt, uniform)
+    for step, tokens in zip(progress(range(n_tokens)), steps, strict=False):
+        drawn[:, step] = tokens
+        if on_tokens is not None:
+            on_tokens(drawn[:, step])
     return drawn
+
+
+class _Model(NamedTuple):
+    backbone: SequenceModule
+    embed: Callable[[Tensor], Tensor]
+    head: Head
+    sampling: _Sampling
+
+
+def _steps(model: _Model, prompt: Tensor, uniform: Tensor) -> Iterator[Tensor]:
+    """Yield the tokens (B,) drawn at each of `uniform` (n_tokens, B)."""
+    state = model.backbone.initial_state(len(prompt), max_len=prompt.size(1) + len(uniform))
+    tokens = prompt
+    for u in uniform:
+        with donated():
+            drawn, state = _step(model, tokens, u, state)
+        yield drawn
+        tokens = drawn[:, None]
+
+
+def _step(model: _Model, tokens: Tensor, uniform: Tensor, state: State) -> tuple[Tensor, State]:
+    """Read `tokens` (B, N) and draw the next (B,)."""
+    temperature, top_k, top_p = model.sampling
+    y, state = model.backbone(model.embed(tokens), state)
+    log_probs = model.head.log_probs(y[:, -1])
+    return draw(log_probs, uniform, temperature=temperature, top_k=top_k, top_p=top_p), state
+
+
+# ----------------------------------------------------------------------------------------------------------- compiled
+
+BACKEND = "inductor"
+"""What makes a step one program."""
+
+LEAST_ROOM = 256
+"""Positions for which compiled generation first makes a state."""
+
+_MOST_PROGRAMS = 128
+"""For all models, numbers of rows and rooms together. Torch's own limit, 8 for a function, is soon reached here."""
+
+
+def _compiled_steps(model: _Model, prompt: Tensor, uniform: Tensor) -> Iterator[Tensor]:
+    """Yield what `_steps` does; what a step reads and writes lies where it is for as long as the state has room."""
+    rows, fed = prompt.shape
+    total = fed + len(uniform)
+    state = model.backbone.initial_state(rows, max_len=_room(fed, total))
+    if fed > 1:
+        with donated():
+            drawn, state = _step(model, prompt, uniform[0], state)
+        yield drawn
+        prompt, uniform = drawn[:, None], uniform[1:]
+    else:
+        fed = 0
+    room, tokens, now = 0, prompt.clone(), torch.empty_like(uniform[:1]).view(-1)
+    for u in uniform:
+        if fed == room or not room:
+            room = _room(fed + 1, total)
+            state = _moved(state, model.backbone.initial_state(rows, max_len=room))
+            advance = _Advance(model, tokens, now, state)
+        now.copy_(u)
+        advance()
+        yield tokens[:, 0]
+        fed += 1
+
+
+def _room(positions: int, total: int) -> int:
+    """Return how many positions to make a state for: few different numbers, for each is compiled by itself."""
+    power: int = 2 ** (positions - 1).bit_length()
+    return min(max(LEAST_ROOM, power), -(-total // 64) * 64)
+
+
+def _moved(state: State, into: State) -> State:
+    """Copy `state` to `into`, which has at least its room: all states begin alike, however long they may become."""
+    for old, new in zip(tensors(state), tensors(into), strict=True):
+        new[tuple(map(slice, old.shape))] = old
+    return into
+
+
+class _Advance:
+    """Reads `tokens` (B, 1), and overwrites them with the next ones, and `state` with what it is then.
+
+    On CUDA, the first call is recorded as a graph that the others replay. It lives as long as the run: parameters may
+    lie elsewhere in the next one.
+    """
+
+    def __init__(self, model: _Model, tokens: Tensor, uniform: Tensor, state: State) -> None:
+        self._arguments = model, tokens, uniform, state
+        self._replay: Callable[[], None] | None = None
+
+    def __call__(self) -> None:
+        if self._replay is not None:
+            self._replay()
+            return
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException  # loads slowly
+
+        model, tokens, _, _ = self._arguments
+        try:
+            # As a context, for torch.compile takes no limit of its own before torch 2.12.
+            with torch._dynamo.config.patch(recompile_limit=_MOST_PROGRAMS):
+                self._replay = _recorded(self._run, tokens.device) if tokens.is_cuda else self._run_once()
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            kinds = ", ".join(sorted({type(m).__name__ for m in model.backbone.modules() if isinstance(m, Attention)}))
+            raise ValueError(
+                f"compile=True: a step of {type(model.backbone).__name__} ({kinds}) can't be compiled; leave compile "
+                f"out. {type(error).__name__}: {error}"
+            ) from error
+
+    def _run(self) -> None:
+        with donated():
+            _program(BACKEND)(*self._arguments)
+
+    def _run_once(self) -> Callable[[], None]:
+        self._run()
+        return self._run
+
+
+def _recorded(run: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """Run once, and return what runs the same kernels again without Python."""
+    with torch.cuda.device(device):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            run()  # compiles, and allocates what is allocated once
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()  # is recorded, not run
+    return graph.replay
+
+
+@cache
+def _program(backend: str) -> Callable[[_Model, Tensor, Tensor, State], None]:
+    return torch.compile(_advance, backend=backend, fullgraph=True, dynamic=False)
+
+
+def _advance(model: _Model, tokens: Tensor, uniform: Tensor, state: State) -> None:
+    drawn, after = _step(model, tokens, uniform, state)
+    tokens.copy_(drawn[:, None])
+    for old, new in zip(tensors(state), tensors(after), strict=True):
+        if new is not old:
+            old.copy_(new)
+
+
+def _check_compiler(device: torch.device) -> None:
+    """Refuse to compile where nothing does."""
+    command = os.environ.get("CXX", {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++"))
+    if device.type == "cpu" and BACKEND == "inductor" and shutil.which(command) is None:
+        raise ValueError(
+            f"compile=True needs a C++ compiler, and {command!r} is not found: install one (Debian: apt-get install "
+            "g++), name another in the environment variable CXX, or leave compile out"
+        )
 
 
 def _random_stream(seed: int, row: int, n: int) -> Tensor:

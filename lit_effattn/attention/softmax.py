@@ -112,6 +112,7 @@ class SoftmaxAttention(Attention):
         def empty(slots: int) -> Tensor:
             return torch.zeros(batch_size, self.n_heads, slots, self.head_dim, device=device, dtype=dtype)
 
+        kind: type[SoftmaxState]
         if max_len is None:
             kind, slots = (KeyValueCache, 0) if self.window is None else (WindowCache, self.window - 1)
         else:

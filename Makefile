@@ -5,10 +5,10 @@ BIN    := $(VENV)/bin
 CONFIG ?= configs/digits_linear.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint bench clean
+.PHONY: help install demo test lint bench bench-gpu clean
 
 help:  ## Show what can be made.
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(VENV)/.installed  ## Make .venv and install lit-effattn into it.
 
@@ -24,8 +24,11 @@ lint: $(VENV)/.installed-dev  ## Lint with ruff and check types with mypy.
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.installed-dev  ## Measure training steps and generation, linear against softmax.
+bench: $(VENV)/.installed-dev  ## Measure what it costs, beside other libraries if they are there (5 minutes on 2 cores).
 	$(BIN)/python -m benchmarks
+
+bench-gpu: $(VENV)/.installed-dev  ## Measure what it costs on a GPU (under 9 minutes).
+	$(BIN)/python -m benchmarks gpu
 
 clean:  ## Delete .venv and the caches (runs/ and data/ stay).
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

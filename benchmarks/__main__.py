@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -62,29 +65,69 @@ SHORT = (
     "generation --small --repeats 3 --windows 4",
     "memory --small --repeats 2 --lengths 256 512 1024 2048",
     "scaling --repeats 2 --lengths 512 1024 2048 4096 --most 2048",
+    "kernels --lengths 2048 --repeats 3",
+    "peers --lengths 1024 --repeats 2 --most 512",
 )
 """What runs when no benchmark is named: under 5 minutes on 2 cores."""
 
+GPU = {
+    "linear --calls 5 --repeats 5": 100,
+    "flex --lengths 2048 --sparse_lengths 12288 --strides 128 --repeats 5": 125,
+    "generation --windows 4 --repeats 3 --batch_sizes 1 512": 110,
+    "steps --tokens 49152 --repeats 5": 40,
+    "scaling --repeats 2 --lengths 1024 4096 16384 65536 --limit 1": 70,
+    "peers --lengths 4096 --repeats 3": 40,
+}
+"""What `gpu` runs, and the most seconds of each: under 9 minutes, whatever the GPU."""
 
-def main(argv: list[str]) -> list[Report]:
+
+def main(argv: list[str]) -> None:
     """Run what `argv` names, or the short version, to whose parts the options are passed on; print the tables."""
-    named = bool(argv) and (argv[0] in ("-h", "--help") or not argv[0].startswith("-"))
-    runs = [argv] if named else [[*shlex.split(short), *argv] for short in SHORT]
-    for words in runs:
+    if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
+        _one_by_one(dict.fromkeys(SHORT), argv)
+    elif argv[0] == "gpu":
+        _parse(argv)
+        _one_by_one(GPU, argv[1:])
+    else:
+        _run(_parse(argv), argv)
+
+
+def _one_by_one(limits: Mapping[str, float | None], options: list[str]) -> None:
+    """Run each in a process of its own: one that fails, or takes longer than its limit, loses the others nothing."""
+    runs = [([*shlex.split(words), *options], limit) for words, limit in limits.items()]
+    for words, _ in runs:
         _parse(words)  # what the last would refuse is refused before the first has run
-    return [_run(words) for words in runs]
+    _say("To run:", *(f"    {_command(words)}" for words, _ in runs))
+    failures = []
+    for words, limit in runs:
+        try:
+            status = subprocess.run([sys.executable, "-m", "benchmarks", *words], timeout=limit).returncode
+            failure = f"exit status {status}" if status else None
+        except subprocess.TimeoutExpired:
+            failure = f"not done in {limit} s, and stopped"
+        if failure is not None:
+            failures.append(f"{_command(words)}: {failure}")
+            _say(failures[-1])
+    if failures:
+        _say(f"{len(failures)} of {len(runs)} failed:", *failures)
+        raise SystemExit(1)
+
+
+def _say(*lines: str) -> None:
+    print(*lines, sep="\n", file=sys.stderr, flush=True)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = _parser()
     args = parser.parse_args(argv)
+    if args.benchmark == "gpu" and args.device.type != "cuda":
+        parser.error(f"gpu needs a CUDA device, not {args.device}; without a name, a short version measures the CPU")
     if args.output is not None and args.benchmark in PICTURED and find_spec("matplotlib") is None:
         parser.error("--output draws a picture, which needs matplotlib: pip install 'lit-effattn[bench]'")
     return args
 
 
-def _run(argv: list[str]) -> Report:
-    args = _parse(argv)
+def _run(args: argparse.Namespace, argv: list[str]) -> None:
     report: Report = BENCHMARKS[args.benchmark].run(args)
     settings = {k: v for k, v in vars(args).items() if k not in ("benchmark", "output")}
     publish(report, settings, _command(argv), args.output)
@@ -100,22 +143,27 @@ def _command(argv: list[str]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Measure linear attention against softmax attention. Without a name: a short version of steps, "
-        "generation, memory and scaling; options given are passed on to each.",
+        description="Measure what attention kinds cost beside each other and other libraries. Without a name: a short "
+        f"version of {', '.join(words.split()[0] for words in SHORT)}; options given are passed on to each.",
     )
     commands = parser.add_subparsers(dest="benchmark", required=True)
     for name, benchmark in BENCHMARKS.items():
-        summary = (benchmark.__doc__ or "").splitlines()[0]
-        command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        command.add_argument("--output", type=Path, metavar="FOLDER", help=_files(name))
-        command.add_argument(
-            "--device",
-            type=_device,
-            default=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
-            help="cpu, cuda or cuda:1; default: %(default)s",
-        )
-        benchmark.add_arguments(command)
+        _add(commands, name, (benchmark.__doc__ or "").splitlines()[0], _files(name), benchmark.add_arguments)
+    summary = f"What a GPU is for, in under 9 minutes: {', '.join(words.split()[0] for words in GPU)}."
+    _add(commands, "gpu", summary, "also write the files of each", lambda command: None)
     return parser
+
+
+def _add(commands: Any, name: str, summary: str, files: str, add_arguments: Callable[..., None]) -> None:
+    command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+    command.add_argument("--output", type=Path, metavar="FOLDER", help=files)
+    command.add_argument(
+        "--device",
+        type=_device,
+        default=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+        help="cpu, cuda or cuda:1; default: %(default)s",
+    )
+    add_arguments(command)
 
 
 def _files(name: str) -> str:

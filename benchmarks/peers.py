@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--most",
         type=at_least(1),
-        default=2048,
+        default=1024,
         help="longest for performer-pytorch on a CPU, which keeps N · F · D numbers a head; default: %(default)s",
     )
     parser.add_argument("--repeats", type=at_least(1), default=3, help="rounds; default: %(default)s")

@@ -74,16 +74,6 @@ def check(words, tmp_path, capsys) -> list[dict[str, Any]]:
     return report["rows"]
 
 
-def test_no_name_runs_the_short_version(monkeypatch):
-    ran = []
-    monkeypatch.setattr(command, "_run", ran.append)
-    command.main(["--output", "folder"])
-    assert [words[0] for words in ran] == ["steps", "generation", "memory", "scaling"]
-    assert all(words[-2:] == ["--output", "folder"] for words in ran)
-    for words in ran:
-        command._parser().parse_args(words)  # the short version's own options are ones that there are
-
-
 def test_scores_are_read_from_what_the_command_says():
     said = "test bits/dim: 1.8022\ntest PER: 9.38 %\ntest utterances: 133\nval PER: 1.00 %\n"
     assert scores(said) == {"bits/dim": "1.8022", "PER": "9.38 %"}

@@ -1,0 +1,76 @@
+import shlex
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import __main__ as command
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """What is started, instead of it: each with its limit; those in `ends` end otherwise than well."""
+    ran = SimpleNamespace(runs=[], ends={})
+
+    def run(words, timeout):
+        assert words[:3] == [sys.executable, "-m", "benchmarks"]
+        ran.runs.append((words[3:], timeout))
+        end = ran.ends.get(words[3], 0)
+        if isinstance(end, Exception):
+            raise end
+        return SimpleNamespace(returncode=end)
+
+    monkeypatch.setattr(command.subprocess, "run", run)
+    return ran
+
+
+@pytest.fixture
+def with_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+def test_no_name_runs_the_short_version(ran, capsys):
+    command.main(["--output", "folder"])
+    assert [words[0] for words, _ in ran.runs] == [words.split()[0] for words in command.SHORT]
+    assert all(words[-2:] == ["--output", "folder"] and limit is None for words, limit in ran.runs)
+    said = capsys.readouterr().err
+    assert said.index("To run:") < said.index("python -m benchmarks steps")
+
+
+def test_gpu_runs_all_that_it_is_for_within_9_minutes(ran, with_a_gpu):
+    command.main(["gpu", "--device", "cuda:1"])
+    assert [words for words, _ in ran.runs] == [[*shlex.split(words), "--device", "cuda:1"] for words in command.GPU]
+    assert sum(limit for _, limit in ran.runs) < 9 * 60
+    assert {"linear", "flex", "generation", "steps", "scaling", "peers"} <= {words[0] for words, _ in ran.runs}
+
+
+def test_one_that_fails_does_not_lose_the_others(ran, with_a_gpu, capsys):
+    ran.ends = {"linear": 1, "steps": subprocess.TimeoutExpired("steps", 40)}
+    with pytest.raises(SystemExit) as end:
+        command.main(["gpu"])
+    assert end.value.code == 1
+    assert len(ran.runs) == len(command.GPU)
+    said = capsys.readouterr().err.splitlines()
+    assert said[-3] == f"2 of {len(command.GPU)} failed:"
+    assert said[-2].endswith("python -m benchmarks linear --calls 5 --repeats 5: exit status 1")
+    assert said[-1].endswith("not done in 40 s, and stopped")
+
+
+@pytest.mark.parametrize("words", ["gpu", "gpu --device cpu"])
+def test_gpu_without_one_is_refused_at_once(words, ran, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        command.main(words.split())
+    assert "gpu needs a CUDA device, not cpu" in capsys.readouterr().err
+    assert ran.runs == []
+
+
+def test_what_the_last_would_refuse_is_refused_before_the_first_has_run(ran, monkeypatch, capsys):
+    monkeypatch.setattr(command, "SHORT", ("steps --small", "memory --no_such_option"))
+    with pytest.raises(SystemExit):
+        command.main([])
+    assert "--no_such_option" in capsys.readouterr().err
+    assert ran.runs == []

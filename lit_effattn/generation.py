@@ -234,7 +234,7 @@ class _Advance:
         try:
             # As a context, for torch.compile takes no limit of its own before torch 2.12.
             with torch._dynamo.config.patch(recompile_limit=_MOST_PROGRAMS):
-                self._replay = _recorded(self._run, tokens.device) if tokens.is_cuda else self._run_once()
+                self._replay = _recorded(self._run, tokens.device) if _on_cuda(tokens.device) else self._run_once()
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             kinds = ", ".join(sorted({type(m).__name__ for m in model.backbone.modules() if isinstance(m, Attention)}))
             raise ValueError(
@@ -249,6 +249,10 @@ class _Advance:
     def _run_once(self) -> Callable[[], None]:
         self._run()
         return self._run
+
+
+def _on_cuda(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 def _recorded(run: Callable[[], None], device: torch.device) -> Callable[[], None]:

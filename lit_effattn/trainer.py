@@ -31,6 +31,7 @@ class Trainer(pl.Trainer):
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
+        compile: bool = False,
         complete: float | None = None,
         prompt: str | None = None,
         prompt_file: str | None = None,
@@ -53,6 +54,7 @@ class Trainer(pl.Trainer):
             temperature: Below 1 draws likelier samples, 0 the likeliest, 1 as the model was trained.
             top_k: Draw among the k likeliest levels or tokens only.
             top_p: Draw among the likeliest whose probabilities add up to p.
+            compile: Draw each token by one compiled program: faster, after some seconds to a minute of compiling.
             complete: Images: erase this fraction of test images, from the bottom, and let the model complete them.
             prompt: Text: how it begins.
             prompt_file: Text: a file with its beginning.
@@ -80,7 +82,7 @@ class Trainer(pl.Trainer):
             task.on_load_checkpoint(checkpoint)
             task.load_state_dict(checkpoint["state_dict"])
         task.to(self.strategy.root_device).eval()
-        how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+        how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "compile": compile}
         if images:
             return self._draw_images(task, datamodule, 16 if n is None else n, complete, output, how)
         begin = _prompt(prompt, prompt_file)

@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from lit_effattn import Transformer
+from lit_effattn import Transformer, generation
 from lit_effattn.attention import LinearAttention, SoftmaxAttention
 from lit_effattn.generation import draw, generate
 from lit_effattn.heads import CategoricalHead, Head
 from lit_effattn.sequence import SequenceModule
+from tests.laws.cases import CAUSAL, Case
+from tests.laws.tools import each
 
 BACKBONES = {
     "softmax": SoftmaxAttention,
@@ -253,7 +255,133 @@ def test_the_prompt_is_read_once_then_one_token_a_step():
     assert seen == [7, 1, 1, 1]
 
 
+# ------------------------------------------------------------------------------------------------------- compiled
+
+
+def uncompiled(monkeypatch: pytest.MonkeyPatch, least_room: int) -> None:
+    """Take the steps as they are, in states that begin with little room and double it."""
+    monkeypatch.setattr(generation, "_program", lambda backend: generation._advance)
+    monkeypatch.setattr(generation, "LEAST_ROOM", least_room)
+    monkeypatch.setattr(generation, "_room", lambda n, total: max(least_room, 2 ** math.ceil(math.log2(n))))
+
+
+def around(backbone: SequenceModule, vocabulary: int = 7):
+    """Return `backbone` between an embedding and a head whose distributions are far from uniform."""
+    torch.manual_seed(2)
+    embed, head = nn.Embedding(vocabulary, backbone.d_input).double(), CategoricalHead(backbone.d_model, vocabulary)
+    with torch.no_grad():
+        head.proj.weight.mul_(5)
+    return backbone, embed, head.double()
+
+
+@each(CAUSAL)
+@pytest.mark.parametrize("n_prompt", [1, 6])
+def test_states_that_stay_in_place_and_grow_change_nothing(case: Case, n_prompt: int, monkeypatch: pytest.MonkeyPatch):
+    uncompiled(monkeypatch, least_room=4)
+    made = around(case.build())
+    prompt = torch.randint(7, (2, n_prompt))
+    assert torch.equal(generate(*made, prompt, 20, compile=True), generate(*made, prompt, 20))
+
+
+def test_compiled_tokens_are_the_same(monkeypatch: pytest.MonkeyPatch):
+    """One graph without breaks, or it would be refused; what each kind makes of it, the laws say."""
+    monkeypatch.setattr(generation, "BACKEND", "aot_eager")
+    made = around(Transformer(8, 2, 3, attention=list(BACKBONES.values()), init="pytorch").double().eval())
+    prompt, options = torch.randint(7, (2, 3)), {"top_k": 3, "temperature": 0.9, "seed": 3}
+    assert torch.equal(generate(*made, prompt, 8, compile=True, **options), generate(*made, prompt, 8, **options))
+
+
+@pytest.mark.slow
+def test_tokens_compiled_by_inductor_are_the_same():
+    made, prompt = parts("window"), torch.zeros(2, 1, dtype=torch.long)
+    assert torch.equal(generate(*made, prompt, 12, compile=True), generate(*made, prompt, 12))
+
+
+def test_it_is_compiled_once_for_a_number_of_rows(monkeypatch: pytest.MonkeyPatch):
+    """Not for each call, length, seed or value of a parameter; a state whose size has a bound never again."""
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(generation, "BACKEND", backend)
+    monkeypatch.setattr(generation, "LEAST_ROOM", 16)
+    backbone, embed, head = parts("linear")
+    for n_tokens, seed in ((4, 0), (9, 1), (70, 2)):
+        generate(backbone, embed, head, torch.zeros(2, 1, dtype=torch.long), n_tokens, seed=seed, compile=True)
+    with torch.no_grad():
+        head.proj.weight.mul_(-1)
+    prompt = torch.zeros(2, 3, dtype=torch.long)
+    after = generate(backbone, embed, head, prompt, 9, compile=True)
+    assert len(compiled) == 1
+    assert torch.equal(after, generate(backbone, embed, head, prompt, 9))
+    generate(backbone, embed, head, prompt[:1], 9, compile=True)
+    assert len(compiled) == 2
+
+
+def test_rooms_are_few():
+    """Powers of 2, but no more than is ever needed, rounded up to 64."""
+    rooms = [generation._room(n, 785) for n in range(1, 786)]
+    assert sorted(set(rooms)) == [256, 512, 832]
+    assert all(room >= n for n, room in enumerate(rooms, 1))
+    assert generation._room(1, 20) == 64
+
+
+@pytest.mark.parametrize("n_prompt", [1, 3])
+def test_a_recorded_step_is_taken_once_for_each_token(n_prompt: int, monkeypatch: pytest.MonkeyPatch):
+    """What is done around a graph on CUDA, with a graph that runs Python: recording it runs nothing."""
+    events = []
+
+    class Graph:
+        def replay(self):
+            events.append("replay")
+            self.run()
+
+    def recorded(run, device):
+        run()
+        events.append("record")
+        graph = Graph()
+        graph.run = run
+        return graph.replay
+
+    uncompiled(monkeypatch, least_room=4)
+    monkeypatch.setattr(generation, "_recorded", recorded)
+    monkeypatch.setattr(generation, "_on_cuda", lambda device: True)
+    made, prompt = parts(), torch.zeros(2, n_prompt, dtype=torch.long)
+    assert torch.equal(generate(*made, prompt, 9, compile=True), generate(*made, prompt, 9))
+    assert events.count("record") == {1: 3, 3: 3}[n_prompt]  # rooms of 4, 8 and 16 positions
+    assert events.count("record") + events.count("replay") == {1: 9, 3: 8}[n_prompt]
+
+
+def test_on_tokens_may_keep_what_it_is_shown(monkeypatch: pytest.MonkeyPatch):
+    """The next step overwrites its own tokens, not these."""
+    uncompiled(monkeypatch, least_room=64)
+    shown: list[torch.Tensor] = []
+    drawn = generate(*parts(), torch.zeros(3, 1, dtype=torch.long), 6, compile=True, on_tokens=shown.append)
+    assert torch.equal(torch.stack(shown, 1), drawn)
+
+
 # ------------------------------------------------------------------------------------------------- what is refused
+
+
+def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ValueError, match=r"compile=True needs a C\+\+ compiler, and 'no-such-compiler' is not found"):
+        generate(*parts(), torch.zeros(1, 1, dtype=torch.long), 1, compile=True)
+
+
+def test_a_kind_that_cannot_be_compiled_is_named(monkeypatch: pytest.MonkeyPatch):
+    class Looking(LinearAttention):
+        def attend(self, q, k, v, state, lengths):
+            assert q.sum().item() < 1e9
+            torch._dynamo.graph_break()
+            return super().attend(q, k, v, state, lengths)
+
+    monkeypatch.setattr(generation, "BACKEND", "eager")
+    made = around(Transformer(8, 2, 1, attention=Looking).double().eval())
+    with pytest.raises(ValueError, match=r"a step of Transformer \(Looking\) can't be compiled; leave compile out"):
+        generate(*made, torch.zeros(1, 1, dtype=torch.long), 1, compile=True)
 
 
 def test_a_backbone_that_sees_the_future_is_refused():

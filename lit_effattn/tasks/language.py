@@ -236,6 +236,7 @@ class LanguageModel(Task):
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int = 0,
+        compile: bool = False,
         progress: Callable[[Iterable[int]], Iterable[int]] = iter,
         on_tokens: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
@@ -259,6 +260,7 @@ class LanguageModel(Task):
                 top_k=top_k,
                 top_p=top_p,
                 seed=seed,
+                compile=compile,
                 progress=progress,
                 on_tokens=on_tokens,
             )

@@ -139,6 +139,7 @@ class PixelModel(Task):
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int = 0,
+        compile: bool = False,
         progress: Callable[[Iterable[int]], Iterable[int]] = iter,
     ) -> Tensor:
         """Draw images.
@@ -150,6 +151,7 @@ class PixelModel(Task):
             top_k: Draw among the k likeliest levels only.
             top_p: Draw among the likeliest levels whose probabilities add up to p.
             seed: Equal seeds draw equal images.
+            compile: See `generation.generate`.
             progress: Wraps the iterable of steps, to show how far it is.
 
         Returns:
@@ -176,6 +178,7 @@ class PixelModel(Task):
                 top_k=top_k,
                 top_p=top_p,
                 seed=seed,
+                compile=compile,
                 progress=progress,
             )
         finally:

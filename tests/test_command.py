@@ -101,10 +101,11 @@ def test_predictions_average_to_the_test_result(capsys: pytest.CaptureFixture[st
     assert table["bits_per_dim"].mean() == pytest.approx(float(said[1]), abs=1e-4)
 
 
-def test_generating_writes_a_picture_and_the_levels():
+def test_generating_writes_a_picture_and_the_levels(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lit_effattn.generation.BACKEND", "eager")
     run = fit()
     main(["generate", "--ckpt_path", "last", "--n", "5", "--seed", "7"])
-    main(["generate", "--ckpt_path", "last", "--n", "5", "--seed", "7"])
+    main(["generate", "--ckpt_path", "last", "--n", "5", "--seed", "7", "--compile", "true"])
     main(["generate", "--ckpt_path", "last", "--n", "5", "--seed", "8", "--output", "there"])
     first, second = (np.load(run / "generated" / name / "samples.npy") for name in ("samples", "samples_1"))
     assert first.shape == (5, 8, 8, 1)

@@ -197,12 +197,15 @@ def test_the_embedding_is_scaled():
 # --------------------------------------------------------------------------------------------------------- generation
 
 
-@pytest.mark.parametrize("attention", [SoftmaxAttention, partial(LinearAttention, chunk_size=2)])
-def test_the_likeliest_continuation(attention):
+@pytest.mark.parametrize(
+    ("attention", "compile"), [(SoftmaxAttention, False), (partial(LinearAttention, chunk_size=2), True)]
+)
+def test_the_likeliest_continuation(attention, compile: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lit_effattn.generation.BACKEND", "eager")
     made = model(attention)
     prompt = torch.tensor([[1, 2, 3], [0, 5, 4]])
     shown: list[torch.Tensor] = []
-    drawn = made.sample(prompt, 4, temperature=0, on_tokens=shown.append)
+    drawn = made.sample(prompt, 4, temperature=0, compile=compile, on_tokens=shown.append)
     sequences = prompt
     with torch.no_grad():
         for _ in range(4):

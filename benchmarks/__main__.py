@@ -18,8 +18,10 @@ from benchmarks import (
     compression,
     evaluation,
     features,
+    fit,
     flex,
     generation,
+    graphs,
     kernels,
     linear,
     loader,
@@ -38,6 +40,8 @@ from benchmarks.report import Report, publish
 
 BENCHMARKS = {
     "steps": steps,
+    "fit": fit,
+    "graphs": graphs,
     "generation": generation,
     "memory": memory,
     "compression": compression,

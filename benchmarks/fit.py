@@ -1,0 +1,272 @@
+"""What `fit` costs a step beside a bare loop, and what bfloat16, compilation and checkpointing change."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+
+from benchmarks.measuring import MIB, Spread, interleaved, now, reset_peak, resident_peak
+from benchmarks.models import at_least
+from benchmarks.report import Report, Row
+from callbacks import MemoryCarry
+from lit_effattn import command
+
+DEFAULTS = {
+    "configs/digits_linear.yaml": "--data.batch_size 96",
+    "configs/stdlib_xl.yaml": "--data.batch_size 48",
+}
+"""A model without a state and one that carries it, and batches that take 200 ms or more on 2 cores."""
+
+VARIANTS = {
+    "fit": "",
+    "bfloat16": "--trainer.precision bf16-mixed",
+    "compiled": "--trainer.callbacks+=Compile",
+    "compiled, bfloat16": "--trainer.callbacks+=Compile --trainer.precision bf16-mixed",
+    "checkpointing": "--model.backbone.gradient_checkpointing true",
+}
+"""What `fit` is told; the first is float32 and plain."""
+
+BARE = "bare loop"
+WARM = 2
+"""Steps before the timed ones."""
+
+NOTES = [
+    "bare loop: forward, backward, clipping and optimiser of the same model in float32, over the same batches, which "
+    "lie ready; nothing else. All others: `lit-effattn fit --config …` with the configuration's flags and the row's, "
+    "in this process, progress bar as on a terminal, both loggers, checkpoints and the data's own loader included, "
+    "validation left out.",
+    "Figures are median (min–max) over the rounds, in which all take turns; ratios and differences are taken round by "
+    f"round. ms/step: the mean of a round's steps, after {WARM} to warm up. first step: what starts the loader, and "
+    "compiles; torch keeps what it has compiled, for this process and on the disk, so the longest tells.",
+    "Peak memory: above what the process held when the step began, over one step after the timed ones. On CUDA the "
+    "allocator's, else resident memory, for compiled code asks no operator for what it needs.",
+]
+
+
+class Probe(NamedTuple):
+    """What some steps took."""
+
+    first: float  # seconds of the first step
+    step: float  # seconds of each of the timed ones, the mean
+    tokens: int  # in each
+    grown: int | None  # bytes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("configs", nargs="*", help=f"files of configs/; default: {', '.join(DEFAULTS)}")
+    parser.add_argument(
+        "--flags", default=None, help="for `fit`, say '--data.batch_size 96'; default: a configuration's"
+    )
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="default: all")
+    parser.add_argument("--steps", type=at_least(1), default=8, help="timed in a round; default: %(default)s")
+    parser.add_argument("--repeats", type=at_least(1), default=5, help="rounds; default: %(default)s")
+
+
+def run(args: argparse.Namespace) -> Report:
+    return Report("fit", [row for config in args.configs or DEFAULTS for row in _compare(config, args)], NOTES)
+
+
+def _compare(config: str, args: argparse.Namespace) -> list[Row]:
+    flags = DEFAULTS.get(config, "") if args.flags is None else args.flags
+    with tempfile.TemporaryDirectory() as root:
+        fits = {
+            name: partial(fit, config, shlex.split(f"{flags} {VARIANTS[name]}"), args.steps, args.device, root)
+            for name in dict.fromkeys(["fit", *args.only])
+        }
+        for name, warm in fits.items():
+            print(f"fit, {config}: before the rounds, {name}", file=sys.stderr, flush=True)
+            clock = warm()
+            if name == "fit":
+                bare = Bare(clock, args.steps, args.device)
+        measures: dict[str, Callable[[], Probe]] = {BARE: bare}
+        measures |= {name: _probe_of(one) for name, one in fits.items()}
+        probes = interleaved(f"fit, {config}", measures, args.repeats)
+    seconds = {name: Spread(tuple(p.step for p in of)) for name, of in probes.items()}
+    grown = {name: _spread([p.grown for p in of]) for name, of in probes.items()}
+    plain = grown["fit"]
+    rows: list[Row] = []
+    for name, of in probes.items():
+        peak = grown[name]
+        rows.append(
+            {
+                "configuration": config,
+                "flags": flags,
+                "what": name,
+                "first step, s": Spread(tuple(p.first for p in of)),
+                "ms/step": seconds[name].map(lambda s: 1000 * s),
+                "tokens/s": Spread(tuple(p.tokens / p.step for p in of)),
+                "tokens/s ÷ bare loop's": seconds[BARE] / seconds[name],
+                "ms/step − bare loop's": _over(seconds[name], seconds[BARE]),
+                "tokens/s ÷ fit's": seconds["fit"] / seconds[name],
+                "peak memory, MiB": None if peak is None else peak.map(lambda b: b / MIB),
+                "peak memory ÷ fit's": None if peak is None or plain is None else peak / plain,
+            }
+        )
+    return rows
+
+
+def _over(one: Spread, other: Spread) -> Spread:
+    return Spread(tuple(1000 * (a - b) for a, b in zip(one.samples, other.samples, strict=True)))
+
+
+def _spread(sizes: list[int | None]) -> Spread | None:
+    known = [float(size) for size in sizes if size is not None]
+    return Spread(tuple(known)) if len(known) == len(sizes) else None
+
+
+# -------------------------------------------------------------------------------------------------------- the command
+
+
+class Clock(pl.Callback):
+    """Takes the time of a run's steps, and the memory of its last.
+
+    Args:
+        steps: How many are timed.
+    """
+
+    last: Clock
+    """The one made last: the command makes it, and hands none out."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.ends: list[float] = []
+        self.tokens = 0
+        self.grown: int | None = None
+        self._before: int | None = None
+        Clock.last = self
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin."""
+        self.trainer, self.model = trainer, pl_module
+        self.device = pl_module.device
+        self.ends.append(now(self.device))
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Watch the memory of the step after the timed ones."""
+        if len(self.ends) > WARM + self.steps:
+            self._before = _held(self.device)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Take the time: from one of these to the next all that a step needs has happened once."""
+        self.ends.append(now(self.device))
+        self.tokens = _tokens(batch)
+        self.grown = None if self._before is None else resident_peak(self.device) - self._before
+
+    def probe(self) -> Probe:
+        """Return what was measured."""
+        return _probe(self.ends, self.tokens, self.grown)
+
+
+def fit(config: str, flags: list[str], steps: int, device: torch.device, root: str) -> Clock:
+    """Run `lit-effattn fit` as a user would, and return its clock."""
+    accelerator = ["gpu", f"[{device.index or 0}]"] if device.type == "cuda" else ["cpu", "1"]
+    with _terminal():
+        command.run(
+            [
+                *("fit", "--config", config, *flags),
+                *("--trainer.max_steps", str(WARM + steps + 1), "--trainer.limit_val_batches", "0"),
+                *("--trainer.accelerator", accelerator[0], "--trainer.devices", accelerator[1]),
+                *("--trainer.default_root_dir", root),
+                *("--trainer.callbacks+=benchmarks.fit.Clock", "--trainer.callbacks.steps", str(steps)),
+            ]
+        )
+    return Clock.last
+
+
+@contextmanager
+def _terminal() -> Iterator[None]:
+    """Have the progress bar drawn as on a terminal, wherever the output goes; and drop it, for tables are printed."""
+    before = os.environ.get("FORCE_COLOR")
+    os.environ["FORCE_COLOR"] = "1"
+    try:
+        with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
+            yield
+    finally:
+        os.environ.pop("FORCE_COLOR")
+        if before is not None:
+            os.environ["FORCE_COLOR"] = before
+
+
+def _probe_of(one: Callable[[], Clock]) -> Callable[[], Probe]:
+    return lambda: one().probe()
+
+
+# ------------------------------------------------------------------------------------------------------- the bare loop
+
+
+class Bare:
+    """Trains the model of a run by a bare loop, at every call by as many steps as the run took.
+
+    Args:
+        clock: Of the run.
+        steps: How many are timed.
+        device: Where.
+    """
+
+    def __init__(self, clock: Clock, steps: int, device: torch.device) -> None:
+        self.model: Any = clock.model.to(device)
+        self.clip = clock.trainer.gradient_clip_val
+        self.carries = any(isinstance(callback, MemoryCarry) for callback in clock.trainer.callbacks)  # type: ignore[attr-defined]
+        loader = clock.trainer.datamodule.train_dataloader()  # type: ignore[attr-defined]
+        self.batches = [
+            self.model.transfer_batch_to_device(b, device, 0) for b in islice(loader, clock.trainer.max_steps)
+        ]
+        if len(self.batches) < WARM + steps + 1:
+            raise ValueError(
+                f"an epoch has {len(self.batches)} batches, and a round takes {WARM} + {steps} + 1; fewer --steps, or "
+                "smaller batches by --flags '--data.batch_size …'"
+            )
+        self.steps, self.device = steps, device
+        configured: Any = self.model.configure_optimizers()
+        self.optimizer: Any = configured["optimizer"] if isinstance(configured, dict) else configured
+
+    def __call__(self) -> Probe:
+        """Train."""
+        self.model.train()
+        self.model.carries_memory = self.carries
+        memory = (
+            self.model.backbone.initial_state(len(self.batches[0][0]), device=self.device) if self.carries else None
+        )
+        before, ends = None, [now(self.device)]
+        for batch in self.batches:
+            if len(ends) > WARM + self.steps:
+                before = _held(self.device)
+            loss, _, memory = self.model.objective(batch, memory)
+            self.optimizer.zero_grad()
+            loss.backward()
+            if self.clip:
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+            self.optimizer.step()
+            ends.append(now(self.device))
+        return _probe(ends, _tokens(batch), None if before is None else resident_peak(self.device) - before)
+
+
+def _probe(ends: list[float], tokens: int, grown: int | None) -> Probe:
+    return Probe(ends[1] - ends[0], (ends[-2] - ends[WARM]) / (len(ends) - 2 - WARM), tokens, grown)
+
+
+def _tokens(batch: Any) -> int:
+    """Return how many tokens a batch has: pixels' levels, or the inputs or features of a tuple."""
+    if isinstance(batch, torch.Tensor):
+        return batch.numel()
+    return int(batch.lengths.sum()) if batch.lengths is not None else batch[0].numel()
+
+
+def _held(device: torch.device) -> int | None:
+    """Return the bytes held, free ones of the C library's given back, and let their peak start there."""
+    with suppress(OSError, AttributeError):  # other systems' libraries have no such function
+        ctypes.CDLL(None).malloc_trim(0)
+    return reset_peak(device)

@@ -1,0 +1,70 @@
+import copy
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import __main__ as command
+from benchmarks.fit import WARM, Bare, Clock, fit
+
+TINY = "--model.backbone.d_model 8 --model.backbone.n_heads 2 --model.backbone.n_layers 1 --data.batch_size 2"
+DIGITS = f"{TINY} --model.lr_scheduler null"
+TEXT = f"{DIGITS} --data.segment_len 8 --data.max_bytes 200000"
+CONFIGS = Path(__file__).parents[2] / "configs"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The command adds to the path, and texts are cached."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("FORCE_COLOR", "0")
+
+
+def test_the_bare_loop_learns_what_fit_learns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The same model, batches, optimiser, clipping and memory: only what is around them differs."""
+    started = Clock.on_train_start
+
+    def on_train_start(self, trainer, model):
+        self.start = copy.deepcopy(model.state_dict())
+        started(self, trainer, model)
+
+    monkeypatch.setattr(Clock, "on_train_start", on_train_start)
+    clock = fit(str(CONFIGS / "stdlib_xl.yaml"), TEXT.split(), 2, CPU, str(tmp_path / "runs"))
+    learned = copy.deepcopy(clock.model.state_dict())
+    clock.model.load_state_dict(clock.start)
+    assert not torch.equal(learned["embedding.weight"], clock.start["embedding.weight"])
+    probe = Bare(clock, 2, CPU)()
+    torch.testing.assert_close(dict(clock.model.state_dict()), dict(learned))
+    assert probe.tokens == clock.probe().tokens == 2 * 8
+    assert len(clock.ends) == 1 + WARM + 2 + 1
+    assert min(probe.first, probe.step, clock.probe().first, clock.probe().step) > 0
+    assert os.environ["FORCE_COLOR"] == "0"
+
+
+def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = str(CONFIGS / "digits_linear.yaml")
+    words = ["--only", "checkpointing", "--steps", "1", "--repeats", "2", "--device", "cpu"]
+    command.main(["fit", config, "--flags", DIGITS, *words, "--output", str(tmp_path)])
+    rows = {row["what"]: row for row in json.loads((tmp_path / "fit.json").read_text(encoding="utf-8"))["rows"]}
+    assert [*rows] == ["bare loop", "fit", "checkpointing"]
+    steps = {name: row["ms/step"]["samples"] for name, row in rows.items()}
+    for name, row in rows.items():
+        assert row["tokens/s ÷ bare loop's"]["samples"] == pytest.approx(
+            [bare / mine for bare, mine in zip(steps["bare loop"], steps[name], strict=True)]
+        )
+        assert row["ms/step − bare loop's"]["samples"] == pytest.approx(
+            [mine - bare for bare, mine in zip(steps["bare loop"], steps[name], strict=True)]
+        )
+        assert row["tokens/s"]["samples"] == pytest.approx([2 * 64 * 1000 / ms for ms in steps[name]])
+    assert "Epoch" not in capsys.readouterr().out  # the progress bar's
+
+
+def test_an_epoch_that_is_too_short_is_refused():
+    words = ["--flags", f"{TINY} --data.batch_size 700", "--steps", "1", "--device", "cpu"]
+    with pytest.raises(ValueError, match=r"an epoch has 2 batches, and a round takes 2 \+ 1 \+ 1"):
+        command.main(["fit", str(CONFIGS / "digits_linear.yaml"), *words])

@@ -180,8 +180,9 @@ def _compiled_steps(model: _Model, prompt: Tensor, uniform: Tensor) -> Iterator[
     """Yield what `_steps` does; what a step reads and writes lies where it is for as long as the state has room."""
     rows, fed = prompt.shape
     total = fed + len(uniform)
-    state = model.backbone.initial_state(rows, max_len=_room(fed, total))
+    state = None
     if fed > 1:
+        state = model.backbone.initial_state(rows, max_len=room_for(fed, total))
         with donated():
             drawn, state = _step(model, prompt, uniform[0], state)
         yield drawn
@@ -191,8 +192,9 @@ def _compiled_steps(model: _Model, prompt: Tensor, uniform: Tensor) -> Iterator[
     room, tokens, now = 0, prompt.clone(), torch.empty_like(uniform[:1]).view(-1)
     for u in uniform:
         if fed == room or not room:
-            room = _room(fed + 1, total)
-            state = _moved(state, model.backbone.initial_state(rows, max_len=room))
+            room = room_for(fed + 1, total)
+            empty = model.backbone.initial_state(rows, max_len=room)
+            state = empty if state is None else _moved(state, empty)
             advance = _Advance(model, tokens, now, state)
         now.copy_(u)
         advance()
@@ -200,7 +202,7 @@ def _compiled_steps(model: _Model, prompt: Tensor, uniform: Tensor) -> Iterator[
         fed += 1
 
 
-def _room(positions: int, total: int) -> int:
+def room_for(positions: int, total: int) -> int:
     """Return how many positions to make a state for: few different numbers, for each is compiled by itself."""
     power: int = 2 ** (positions - 1).bit_length()
     return min(max(LEAST_ROOM, power), -(-total // 64) * 64)

@@ -262,7 +262,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch, least_room: int) -> None:
     """Take the steps as they are, in states that begin with little room and double it."""
     monkeypatch.setattr(generation, "_program", lambda backend: generation._advance)
     monkeypatch.setattr(generation, "LEAST_ROOM", least_room)
-    monkeypatch.setattr(generation, "_room", lambda n, total: max(least_room, 2 ** math.ceil(math.log2(n))))
+    monkeypatch.setattr(generation, "room_for", lambda n, total: max(least_room, 2 ** math.ceil(math.log2(n))))
 
 
 def around(backbone: SequenceModule, vocabulary: int = 7):
@@ -322,10 +322,10 @@ def test_it_is_compiled_once_for_a_number_of_rows(monkeypatch: pytest.MonkeyPatc
 
 def test_rooms_are_few():
     """Powers of 2, but no more than is ever needed, rounded up to 64."""
-    rooms = [generation._room(n, 785) for n in range(1, 786)]
+    rooms = [generation.room_for(n, 785) for n in range(1, 786)]
     assert sorted(set(rooms)) == [256, 512, 832]
     assert all(room >= n for n, room in enumerate(rooms, 1))
-    assert generation._room(1, 20) == 64
+    assert generation.room_for(1, 20) == 64
 
 
 @pytest.mark.parametrize("n_prompt", [1, 3])

@@ -56,7 +56,8 @@ def test_continued_goes_on_behind_its_prefix(kind, n_prefix):
     model = build(kind, 12, SMALL, CPU).eval()
     x = model.embedding(random_levels(1, 12, CPU))
     whole, _ = model.backbone(x)
-    continued = Continued(model.backbone, x[:, :n_prefix], 12)
+    continued = Continued(model.backbone)
+    continued.state = continued.behind(x[:, :n_prefix], 12)
     for _ in range(2):  # the second time from an untouched state, though the first one was given away
         state = continued.initial_state(3)
         with donated():

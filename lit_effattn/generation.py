@@ -234,7 +234,7 @@ class _Advance:
 
         model, tokens, _, _ = self._arguments
         try:
-            # As a context, for torch.compile takes no limit of its own before torch 2.12.
+            # As a context, for not every torch that we take lets `torch.compile` have a limit of its own.
             with torch._dynamo.config.patch(recompile_limit=_MOST_PROGRAMS):
                 self._replay = _recorded(self._run, tokens.device) if _on_cuda(tokens.device) else self._run_once()
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
@@ -266,7 +266,7 @@ def _recorded(run: Callable[[], None], device: torch.device) -> Callable[[], Non
             run()  # compiles, and allocates what is allocated once
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # threads that load data go on
             run()  # is recorded, not run
     return graph.replay
 

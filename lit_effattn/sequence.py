@@ -65,7 +65,8 @@ class SequenceModule(Recorded, nn.Module, ABC):
         Args:
             batch_size: Number of rows.
             max_len: The most positions that will ever be fed; all shapes are then final, as compiled generation
-                wants them. None: states that grow, grow.
+                wants them. None: states that grow, grow. Made with more, a state begins alike: a full one goes on when
+                copied to the first places of a longer one.
             device: Default: the parameters'.
             dtype: Type of what is stored (what accumulates has at least float32). Default: the parameters'.
         """

@@ -87,6 +87,31 @@ def test_a_donated_cache_is_written_in_place():
         assert after.keys.data_ptr() != state.keys.data_ptr(), "a gradient may want what was there"
 
 
+def test_a_donated_window_is_written_in_place():
+    """Slot t mod window holds position t, and nothing else is touched."""
+    attention = SoftmaxAttention(E, H, window=4)
+    with torch.no_grad(), sequence.donated():
+        _, state = attention(torch.randn(2, 6, E), attention.initial_state(2, max_len=30))
+        before = state.keys.clone()
+        x = torch.randn(2, 1, E)
+        _, after = attention(x, state)
+        assert after.keys.data_ptr() == state.keys.data_ptr()
+        assert after.values.data_ptr() == state.values.data_ptr()
+        expected = torch.cat([before[:, :, :2], attention.project(x)[1], before[:, :, 3:]], 2)  # 6 mod 4 is 2
+        torch.testing.assert_close(after.keys, expected, rtol=0, atol=0)
+
+
+def test_a_window_longer_than_all_that_will_be_fed_is_not_made():
+    attention = SoftmaxAttention(E, H, window=100)
+    state = attention.initial_state(1, max_len=5)
+    assert state.keys.size(2) == 5
+    for n in (4, 1):
+        _, state = attention(torch.zeros(1, n, E), state)
+    for n in (1, 2):
+        with pytest.raises(ValueError, match=rf"max_len=5.*5 positions.*{n} more"):
+            attention(torch.zeros(1, n, E), state)
+
+
 def test_bytes_of_the_cache():
     attention = SoftmaxAttention(E, H)
     _, state = attention(torch.zeros(2, 5, E))

@@ -49,8 +49,8 @@ NOTES = [
     "in this process, progress bar as on a terminal, both loggers, checkpoints and the data's own loader included, "
     "validation left out.",
     "Figures are median (min–max) over the rounds, in which all take turns; ratios and differences are taken round by "
-    f"round. ms/step: the mean of a round's steps, after {WARM} to warm up. first step: what starts the loader, and "
-    "compiles; torch keeps what it has compiled, for this process and on the disk, so the longest tells.",
+    f"round. ms/step: the mean of a round's steps, after {WARM} to warm up. first step: of a fit before the rounds, "
+    "which starts the loader, and compiles; torch keeps on the disk what an earlier run has compiled.",
     "Peak memory: above what the process held when the step began, over one step after the timed ones. On CUDA the "
     "allocator's, else resident memory, for compiled code asks no operator for what it needs.",
 ]
@@ -86,9 +86,11 @@ def _compare(config: str, args: argparse.Namespace) -> list[Row]:
             name: partial(fit, config, shlex.split(f"{flags} {VARIANTS[name]}"), args.steps, args.device, root)
             for name in dict.fromkeys(["fit", *args.only])
         }
-        for name, warm in fits.items():
+        firsts: dict[str, float] = {}
+        for name, one in fits.items():
             print(f"fit, {config}: before the rounds, {name}", file=sys.stderr, flush=True)
-            clock = warm()
+            clock = one()
+            firsts[name] = clock.probe().first
             if name == "fit":
                 bare = Bare(clock, args.steps, args.device)
         measures: dict[str, Callable[[], Probe]] = {BARE: bare}
@@ -105,7 +107,7 @@ def _compare(config: str, args: argparse.Namespace) -> list[Row]:
                 "configuration": config,
                 "flags": flags,
                 "what": name,
-                "first step, s": Spread(tuple(p.first for p in of)),
+                "first step, s": firsts.get(name),
                 "ms/step": seconds[name].map(lambda s: 1000 * s),
                 "tokens/s": Spread(tuple(p.tokens / p.step for p in of)),
                 "tokens/s ÷ bare loop's": seconds[BARE] / seconds[name],

@@ -170,7 +170,8 @@ def causal_favor(
         offset: (B, H, N), what the logarithms of a key's features have in common; −∞ where a key is padding.
         s: (B, H, F, D), the sum of e^{log φ(k) − m} vᵀ before the first position.
         z: (B, H, F), the sum of e^{log φ(k) − m}.
-        m: (B, H, F), the greatest log φ(k); −∞: there is none. No gradient goes through it, for it cancels.
+        m: (B, H, F), the greatest log φ(k); −∞: there is none, and the sums are 0. No gradient goes through it, for it
+            cancels.
         chunk_size: C, a power of 2; products take O(F (C + D)) a position and head, but small ones are slow.
 
     Returns:
@@ -336,16 +337,13 @@ torch.library.define(
 
 
 class _Late(NamedTuple):
-    """The queries of a chunk that see a key too far above its reference: these rows' logarithms, from which to begin.
+    """The queries of a chunk that see a key too far above its reference, and what they are computed from."""
 
-    Rows are those of a batch and a head that have such queries, C is filled up to a power of 2.
-    """
-
-    rows: Tensor  # (L,), which of the BH
+    rows: Tensor  # (L,), those of the BH that have such queries
     queries: Tensor  # (L, C, 1), whether it is such a query
-    log_q: Tensor  # (L, C, F)
-    log_k: Tensor  # (L, C, F)
-    top: Tensor  # (L, C, 1)
+    log_q: Tensor  # (L, C', F), C' being C or the next power of 2
+    log_k: Tensor  # (L, C', F)
+    top: Tensor  # (L, C', 1)
 
 
 class _Chunk(NamedTuple):
@@ -361,8 +359,8 @@ class _Chunk(NamedTuple):
 def _chunk(q: Tensor, k: Tensor, omega: Tensor, offset: Tensor, m: Tensor) -> _Chunk:
     """Return the features of a chunk, (BH, C, E) each, from `m` before it, (BH, 1, F).
 
-    The reference is m, or, for whom there is nothing before the chunk, its first key: never one to come. Logarithms
-    are to base 2, for torch's exp2 is 2.6 times as fast as its exp.
+    The reference is m, or, where there is nothing before the chunk, its first key: never one to come. Keys go through
+    torch's exp2, which is 2.6 times as fast as its exp.
     """
     r = m
     if (m == -torch.inf).any():
@@ -387,7 +385,6 @@ def _chunk(q: Tensor, k: Tensor, omega: Tensor, offset: Tensor, m: Tensor) -> _C
     to_k = rise.exp2_()
     to_k[rows] = to_k[rows].masked_fill(queries, 0)
     after[rows] = torch.maximum(m[rows], log_k.amax(1, keepdim=True))
-    kept[rows] = (r[rows] - after[rows]).exp()
     late = _Late(rows, queries, _filled(log_q, -torch.inf), _filled(log_k, -torch.inf), _filled(top, 0))
     return _Chunk(to_q, to_k, kept, after, late)
 

@@ -66,20 +66,22 @@ PICTURED = ("features", "generation", "longterm", "memory", "scaling", "stream",
 
 SHORT = (
     "steps --small --repeats 5",
+    "fit configs/digits_linear.yaml --only fit --repeats 3",
     "generation --small --repeats 3 --windows 4",
     "memory --small --repeats 2 --lengths 256 512 1024 2048",
     "scaling --repeats 2 --lengths 512 1024 2048 4096 --most 2048",
     "kernels --lengths 2048 --repeats 3",
-    "peers --lengths 1024 --repeats 2 --most 512",
+    "peers --lengths 512 --repeats 3",
 )
 """What runs when no benchmark is named: under 5 minutes on 2 cores."""
 
 GPU = {
-    "linear --calls 5 --repeats 5": 100,
-    "flex --lengths 2048 --sparse_lengths 12288 --strides 128 --repeats 5": 125,
-    "generation --windows 4 --repeats 3 --batch_sizes 1 512": 110,
-    "steps --tokens 49152 --repeats 5": 40,
-    "scaling --repeats 2 --lengths 1024 4096 16384 65536 --limit 1": 70,
+    "linear --calls 5 --repeats 5": 130,
+    "flex --lengths 2048 --sparse_lengths 12288 --strides 128 --repeats 5": 115,
+    "generation --compiled --lengths 784 --windows 2 --repeats 3 --batch_sizes 1 512": 120,
+    "fit --only fit bfloat16 --steps 20 --repeats 3": 50,
+    "steps --tokens 49152 --repeats 5": 30,
+    "scaling --repeats 2 --lengths 1024 4096 16384 65536 --limit 1": 50,
     "peers --lengths 4096 --repeats 3": 40,
 }
 """What `gpu` runs, and the most seconds of each: under 9 minutes, whatever the GPU."""

@@ -6,8 +6,8 @@ import argparse
 import copy
 import math
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from importlib import import_module
 from typing import NamedTuple
@@ -261,22 +261,22 @@ def _compared(
     torch.manual_seed(SEED)
     ours = comparison.ours(args, n).to(args.device)
     x = torch.randn(args.batch_size, n, args.d_model, device=args.device, requires_grad=True)
-    calls = {OURS: partial(_both_ways, Layer(lambda x: ours(x)[0], _weights(ours)), x)}
-    differences: dict[str, float | str] = {}
+    layers = {OURS: Layer(lambda x: ours(x)[0], _weights(ours))}
     for name, build in comparison.theirs.items():
-        try:
-            layer = build(args, n, ours)
-            with torch.no_grad():
-                for weight, value in zip(layer.weights, layer.ordered(_weights(ours)), strict=True):
-                    weight.copy_(value)
-            found = _both_ways(layer, x)
-        except Exception as error:  # whatever ails a library, the others are measured
-            reasons[name] = _reason(error)
-            continue
-        calls[name] = partial(_both_ways, layer, x)
-        y, dx, *gradients = calls[OURS]()
-        differences[name] = _difference(found, [y, dx, *layer.ordered(gradients)]) if comparison.same else "—"
-    calls[OURS]()
+        with _noted(name, reasons):
+            layers[name] = build(args, n, ours)
+    results = {}
+    for name, layer in layers.items():
+        with _noted(name, reasons), torch.no_grad():
+            for weight, value in zip(layer.weights, layer.ordered(_weights(ours)), strict=True):
+                weight.copy_(value)
+            with torch.enable_grad():
+                results[name] = _both_ways(layer, x)
+    y, dx, *gradients = results[OURS]
+    wanted = {name: [y, dx, *layers[name].ordered(gradients)] for name in results}
+    differences = {name: _difference(results[name], wanted[name]) if comparison.same else "—" for name in results}
+    calls = {name: partial(_both_ways, layers[name], x) for name in results}
+    del y, dx, gradients, results, wanted
     peaks = {name: peak_bytes(call, args.device) for name, call in calls.items()}
     measures = {name: partial(_mean_seconds, call, args.device) for name, call in calls.items()}
     timed = interleaved(f"N {n}, {title}", measures, args.repeats)
@@ -295,6 +295,17 @@ def _compared(
         }
         for name in (OURS, *comparison.theirs)
     ]
+
+
+@contextmanager
+def _noted(name: str, reasons: dict[str, str]) -> Iterator[None]:
+    """Whatever ails another library, the others are measured, and it is said."""
+    try:
+        yield
+    except Exception as error:
+        if name == OURS:
+            raise
+        reasons[name] = _reason(error)
 
 
 def _reason(error: Exception) -> str:

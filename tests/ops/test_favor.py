@@ -256,8 +256,7 @@ def steep(n: int, at: int, rise: float = 1000.0, b: int = 1, h: int = 1, f: int 
     return log_q, log_k
 
 
-@pytest.mark.parametrize("n", [1, 3, 4, 5, 7])
-@pytest.mark.parametrize("at", [1, 3, 6, 99])
+@pytest.mark.parametrize(("n", "at"), [(1, 9), (3, 1), (4, 3), (4, 9), (5, 9), (7, 1), (7, 6), (7, 9)])
 def test_gradients(n: int, at: int):
     """Chunks of 4, and keys that rise too far at one of their positions, or nowhere."""
     q, k = (t.requires_grad_() for t in steep(n, at))
@@ -292,6 +291,7 @@ def gradients_of(function, inputs, weights, m, **options):
     """Return what `function` returns, and the gradients of its sum with `weights`, m being what it is."""
     inputs = [t.detach().requires_grad_() for t in inputs]
     y, s, z, after = function(*inputs, m, **options)
+    assert not after.requires_grad
     return y, s, z, after, *torch.autograd.grad((y, s, z), inputs, weights)
 
 

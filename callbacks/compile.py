@@ -19,7 +19,8 @@ class Compile(pl.Callback):
     For models with `compile_objective` (every `Task`). Evaluation and generation run as without it, and checkpoints
     are the same, so that a run may be resumed, tested or drawn from with it or without. The first step compiles, which
     takes a minute or so; the first batch of another size compiles once more, for all sizes; memory that is carried
-    (`MemoryCarry`) compiles nothing. Rounding differs from that of the plain run, and so do dropout's random numbers.
+    (`MemoryCarry`) compiles nothing. CTC and `AdaptiveHead`'s loss can't be compiled and stand between two programs.
+    Rounding differs from that of the plain run, and so do dropout's random numbers.
 
     An LSTM's recurrence is unrolled, which takes it a tenth of a second a position and layer: leave it plain.
 

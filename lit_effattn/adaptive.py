@@ -158,7 +158,7 @@ class AdaptiveHead(Head):
             nll = nll.index_add(0, here, within)
         return nll.view(target.shape)
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason="which rows a band has depends on the data")
     def loss(self, h: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
         """See `Head.loss`; never compiled, so that here too it does not hold the whole matrix."""
         return super().loss(h, target, label_smoothing)

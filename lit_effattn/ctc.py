@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torchaudio.functional import TokenSpan
 
 
+@torch.compiler.disable(reason="torch.compile knows no shape for what torch's ctc_loss returns")
 def ctc_nll(log_probs: Tensor, lengths: Tensor, labels: Tensor, label_lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Return −ln p(y|x) in nats, and where there is one.
 

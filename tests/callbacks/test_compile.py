@@ -20,6 +20,8 @@ from lit_effattn.attention import LinearAttention, TransformerXLAttention
 from lit_effattn.tasks import LanguageModel, PixelModel, Task
 from tests.callbacks.test_memory_carry import ROWS, SEGMENT, V, loader
 from tests.callbacks.tiny import Tiny, trainer
+from tests.tasks.test_speech import model as recognizer
+from tests.tasks.test_speech import speech
 
 _step = partial(torch.optim.SGD, lr=0.1)
 
@@ -83,6 +85,22 @@ def test_batches_of_other_sizes_are_compiled_once_more(tmp_path: Path):
         trainer(tmp_path, callbacks, max_epochs=2).fit(model, DataLoader(batches, batch_size=None))
     assert graphs() == 2
     torch.testing.assert_close(weights(compiled), weights(plain))
+
+
+def test_speech_is_compiled_around_its_loss():
+    plain = recognizer().float().train()
+    compiled = copy.deepcopy(plain)
+    compiled.compile_objective("eager")
+    for lengths in ((23, 17, 5), (23, 17, 5), (30, 19, 8), (41, 9, 3)):
+        batch = speech(lengths, (3, 2, 1))
+        batch = batch._replace(features=batch.features.float())
+        for model in (plain, compiled):
+            model.zero_grad()
+            model.training_step(batch).backward()
+        torch.testing.assert_close(
+            [p.grad for p in compiled.parameters()], [p.grad for p in plain.parameters()], rtol=0, atol=0
+        )
+    assert counters["stats"]["unique_graphs"] <= 4  # two, and again for other lengths
 
 
 @pytest.mark.parametrize("first", [True, False])

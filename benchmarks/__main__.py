@@ -66,7 +66,7 @@ PICTURED = ("features", "generation", "longterm", "memory", "scaling", "stream",
 
 SHORT = (
     "steps --small --repeats 5",
-    "fit configs/digits_linear.yaml --only fit --repeats 3",
+    "fit configs/digits_linear.yaml --only fit --steps 5 --repeats 3",
     "generation --small --repeats 3 --windows 4",
     "memory --small --repeats 2 --lengths 256 512 1024 2048",
     "scaling --repeats 2 --lengths 512 1024 2048 4096 --most 2048",

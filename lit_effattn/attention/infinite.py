@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -20,12 +20,16 @@ from lit_effattn.ops.continuous import (
     midpoints,
     normal_masses,
     quantiles,
+    refit_matrix,
     width_divergence,
 )
 from lit_effattn.ops.relative import furthest, relative_attention, relative_shift
 from lit_effattn.sequence import SequenceModule, State, accumulator, reads_values, without_padding
 
 Writes = Literal["evicted", "segment"]
+
+_TOGETHER = 4096
+"""Positions that attend to their signals at once, where nothing stands in the way: fewer operators, bounded memory."""
 
 _LEAST_VARIANCE = 1e-6  # σ of 0.001: a density far narrower than any basis function is still one, and has a logarithm
 
@@ -177,20 +181,12 @@ class InfiniteAttention(TransformerXLAttention):
 
     def _solve(self) -> None:
         """Make the matrices that fit the signal: attributes, not buffers, lest `half()` rounds them."""
-        weight = self.ltm_density.weight
-        self._fit_first, self._fit_next = (
-            fit_matrix(
-                n_old,
-                self.segment_len,
-                self.tau,
-                self.n_basis,
-                self.widths,
-                self.ridge,
-                accumulator(weight.dtype),
-                weight.device,
-            )
-            for n_old in (0, self.n_samples)
-        )
+        weight, basis = self.ltm_density.weight, (self.n_basis, self.widths)
+        options: dict[str, Any] = {"dtype": accumulator(weight.dtype), "device": weight.device}
+        self._fit_first = fit_matrix(0, self.segment_len, self.tau, *basis, self.ridge, **options)
+        self._fit_next = fit_matrix(self.n_samples, self.segment_len, self.tau, *basis, self.ridge, **options)
+        self._refit = refit_matrix(self.n_samples, self.segment_len, self.tau, *basis, self.ridge, **options)
+        self._centres_variances = basis_of(*basis, **options)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> InfiniteAttention:
         """Follow the parameters to another device or type."""
@@ -351,72 +347,123 @@ class InfiniteAttention(TransformerXLAttention):
         """Attend to the signal, and write what is due: (B, H, N, D), and the state with what it is then.
 
         A call of N positions has at most ⌈N / L⌉ updates a row, and so one more group of positions that see the same
-        signal. Rows stand at different positions: each has its own borders, and all groups have room for min(N, L).
+        signal. Rows stand at different positions: each has its own borders, and all groups have room for P = min(N, L).
         """
-        n, m, size, full = x.size(1), inputs.size(1) - x.size(1), self.segment_len, accumulator(x.dtype)
-        written = self._writes_before(state.length - 1, self._delay)  # (B,)
-        due = self._delay + (written + 1) * size - state.length  # (B,), positions of this call before the next update
-        position = torch.arange(n, device=x.device)
+        n, size, full = x.size(1), self.segment_len, accumulator(x.dtype)
         room = min(n, size)
         q = self._heads(self.ltm_q_proj(x)).to(full)
-        groups, attending = [], torch.zeros_like(seen)
+        written = self._writes_before(state.length - 1, self._delay)[:, None]  # (B, 1)
+        due = (
+            self._delay + (written + 1) * size - state.length[:, None]
+        )  # positions of this call before the next update
+        group = torch.arange(-(-n // size) + 1, device=x.device)  # (G,)
+        index = (due + (group - 1) * size).masked_fill(group == 0, 0)[..., None]
+        index = index + torch.arange(room, device=x.device)  # (B, G, P)
+        end = torch.where(group == 0, torch.minimum(due, seen[:, None]), seen[:, None])  # (B, G)
+        attends = (index < end[..., None]) & (written + group > 0)[..., None]  # (B, G, P)
+        used = range(len(group))
+        if reads_values(attends):
+            used = range(*_span(attends.any(2).any(0).tolist()))
+        state = state._replace(
+            coefficients=state.coefficients.to(full),
+            histogram=state.histogram.to(full),
+            loss=torch.zeros_like(state.loss, dtype=full),
+        )
+        if not used:
+            return self._nothing(q), state
+
+        low, high = used.start, used.stop
+        groups = take(q, index[:, low:high].flatten(1).clamp(max=n - 1))  # (B, H, G P, D)
+        groups = groups.unflatten(2, (-1, room)).transpose(1, 2)  # (B, G, H, P, D)
+        together = 1 if self.sticky else max(1, _TOGETHER // room)  # a sticky update wants what was attended to before
+        out = []
         with torch.autocast(x.device.type, enabled=False):
-            b = state.coefficients.to(full)
-            state = state._replace(
-                coefficients=b, histogram=state.histogram.to(full), loss=torch.zeros_like(state.loss, dtype=full)
+            new = range(max(low, 1), high)  # groups before which a segment is written
+            numbers = written + group[new.start : high]  # (B, K)
+            fits = self._fits(
+                inputs.to(full), numbers * size - state.length[:, None] + inputs.size(1) - n, numbers == 1
             )
-            for k in range(-(-n // size) + 1):
-                begin = due + (k - 1) * size if k else torch.zeros_like(due)
-                index = begin[:, None] + position[:room]  # (B, P)
-                there = index < (seen if k else torch.minimum(due, seen))[:, None]
-                if reads_values(there) and not there.any():
-                    groups.append(self._nothing(q[:, :, :room]))
-                    continue
-                if k > 0:
-                    end = (written + k) * size - state.length + m  # (B,), of the segment, among the inputs
-                    segment = newest(inputs, end.clamp(max=m + n), size).to(full)  # (B, L, E)
-                    state = self._write(state, segment, there.any(1), written + k == 1)
-                attends = there & (written + k > 0)[:, None]
-                y, state = self._recall(take(q, index.clamp(max=n - 1)), state, attends)
-                groups.append(y)
-                attending = attending + attends.sum(1)
-            state = state._replace(loss=self.kl_weight * state.loss / (self.n_heads * attending.clamp(min=1)))
-        since = position - due[:, None]  # (B, N)
-        index = torch.where(since < 0, position.clamp(max=room - 1), room + since)
-        return take(torch.cat(groups, 2), index), state
+            starts = range(low, high, together)
+            parts = zip(starts, groups.split(together, 1), attends[:, low:high].split(together, 1), strict=True)
+            for start, queries, attending in parts:
+                signals = []
+                for k in range(start, start + queries.size(1)):
+                    if k > 0:
+                        state = self._write(state, fits[k - new.start], attends[:, k].any(1))
+                    signals.append(state.coefficients)
+                y, state = self._recall(queries, torch.stack(signals, 1), state, attending)
+                out.append(y)
+        count = attends.sum((1, 2)).clamp(min=1)
+        state = state._replace(loss=self.kl_weight * state.loss / (self.n_heads * count))
+        if not new:
+            out[0] = out[0] + self._nothing(out[0])
+        found = out[0] if len(out) == 1 else torch.cat(out, 1)  # (B, G, H, P, D)
+        since = torch.arange(n, device=x.device) - due  # (B, N)
+        index = torch.where(since < 0, (since + due).clamp(max=room - 1), room + since) - low * room
+        y = take(found.transpose(1, 2).flatten(2, 3), index.clamp(max=len(used) * room - 1))
+        return (y.masked_fill((since < 0)[:, None, :, None], 0) if low else y), state
 
     def _nothing(self, like: Tensor) -> Tensor:
         """Return zeros from which every parameter here has a gradient, 0: DDP waits for one from each."""
         parameters = [p for name, p in self.named_parameters() if name.startswith(("ltm_", "gate"))]
         return torch.zeros_like(like) + 0 * sum(p.flatten()[0] for p in parameters)
 
-    def _write(self, state: InfiniteMemory, segment: Tensor, rows: Tensor, first: Tensor) -> InfiniteMemory:
-        """Write `segment` (B, L, E) after the signal, or alone where it is the `first`, in `rows`; others stay."""
-        segment = self._gated(segment)
-        old = evaluate_signal(state.coefficients, self.sample_times(state), self._basis(segment))  # (B, M, E)
-        after = self._fit_next.to(old.dtype) @ torch.cat([old, segment], 1)  # (B, n_basis, E)
-        alone = self._fit_first.to(old.dtype) @ segment
-        new = torch.where(first[:, None, None], alone, after)
+    def _fits(self, inputs: Tensor, end: Tensor, first: Tensor) -> tuple[Tensor, ...]:
+        """Fit the segments of `inputs` (B, M + N, E) before each `end` (B, K), to be added to the old signal's part.
+
+        Those that are the `first` (B, K) are fitted to all of [0, 1]; nothing is added to.
+
+        Returns:
+            K times (B, n_basis, E).
+        """
+        size = self.segment_len
+        # Beyond what there is lie segments that no row writes.
+        index = end.clamp(max=inputs.size(1))[..., None] + torch.arange(-size, 0, device=end.device)  # (B, K, L)
+        index = index.flatten(1).clamp(min=0)[..., None].expand(-1, -1, inputs.size(2))
+        segments = self._gated(inputs.gather(1, index).view(-1, size, inputs.size(2)))  # (B K, L, E)
+        segments = segments.unflatten(0, end.shape)
+        after = self._fit_next[:, self.n_samples :].to(inputs.dtype) @ segments  # (B, K, n_basis, E)
+        alone = self._fit_first.to(inputs.dtype) @ segments
+        return torch.where(first[..., None, None], alone, after).unbind(1)
+
+    def _write(self, state: InfiniteMemory, fit: Tensor, rows: Tensor) -> InfiniteMemory:
+        """Write a segment, whose `fit` (B, n_basis, E) this is, after the signal in `rows`; others stay.
+
+        Before the first segment the signal is 0, and so is what it adds.
+        """
+        if self.sticky:
+            old = evaluate_signal(state.coefficients, self.sample_times(state), self._basis(fit))  # (B, M, E)
+            new = self._fit_next[:, : self.n_samples].to(fit.dtype) @ old + fit
+        else:
+            new = self._refit.to(fit.dtype) @ state.coefficients + fit  # (B, n_basis, E)
         return state._replace(
             coefficients=torch.where(rows[:, None, None], new, state.coefficients),
             histogram=state.histogram.masked_fill(rows[:, None], 0),
             counter=state.counter + rows,
         )
 
-    def _recall(self, q: Tensor, state: InfiniteMemory, attends: Tensor) -> tuple[Tensor, InfiniteMemory]:
-        """Attend to one signal: (B, H, P, D), and the state that knows of those that `attends` (B, P) counts."""
-        mean, variance = self._attended(q, state.coefficients)  # (B, H, P)
-        uncounted = ~attends[:, None]
-        loss = width_divergence(variance, self.sigma_0).masked_fill(uncounted, 0).sum((1, 2))
-        state = state._replace(loss=state.loss + loss)
+    def _recall(
+        self, q: Tensor, signals: Tensor, state: InfiniteMemory, attends: Tensor
+    ) -> tuple[Tensor, InfiniteMemory]:
+        """Let groups of queries (B, G, H, P, D) attend to a signal each, (B, G, n_basis, E).
+
+        Returns:
+            (B, G, H, P, D), and the state that knows of the positions that `attends` (B, G, P) counts.
+        """
+        shape, b = q.shape[:2], signals.flatten(0, 1)
+        mean, variance = self._attended(q.flatten(0, 1), b)  # (B G, H, P)
+        uncounted = ~attends.flatten(0, 1)[:, None]
+        loss = width_divergence(variance, self.sigma_0).masked_fill(uncounted, 0).unflatten(0, shape)
+        state = state._replace(loss=state.loss + loss.sum((1, 2, 3)))
         if self.sticky:
-            masses = normal_masses(mean, variance, self.n_bins)  # (B, H, P, n_bins)
-            masses = masses.masked_fill(uncounted[..., None], 0).sum((1, 2))
-            state = state._replace(histogram=state.histogram + masses)
-        return self._read(mean, variance, state.coefficients), state
+            masses = normal_masses(mean, variance, self.n_bins)  # (B G, H, P, n_bins)
+            masses = masses.masked_fill(uncounted[..., None], 0).unflatten(0, shape)
+            state = state._replace(histogram=state.histogram + masses.sum((1, 2, 3)))
+        return self._read(mean, variance, b).unflatten(0, shape), state
 
     def _basis(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        return basis_of(self.n_basis, self.widths, dtype=like.dtype, device=like.device)
+        centres, variances = self._centres_variances
+        return centres.to(like.dtype), variances.to(like.dtype)
 
     def _gated(self, segment: Tensor) -> Tensor:
         """(B, L, E) -> (B, L, E)."""
@@ -440,3 +487,9 @@ class InfiniteAttention(TransformerXLAttention):
         if self._few(weights):
             return torch.einsum("bhpe,hde->bhpd", weights @ b[:, None], value.unflatten(0, (self.n_heads, -1)))
         return weights @ self._heads(F.linear(b, value))
+
+
+def _span(used: list[bool]) -> tuple[int, int]:
+    """Return where the True ones begin, and end; they are next to each other."""
+    first = used.index(True) if any(used) else 0
+    return first, first + sum(used)

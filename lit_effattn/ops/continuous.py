@@ -16,22 +16,28 @@ def gaussian(t: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
     return torch.exp(-((t - mean) ** 2) / (2 * variance)) / torch.sqrt(2 * math.pi * variance)
 
 
+@lru_cache(maxsize=64)
 def basis_of(
     n_basis: int, widths: tuple[float, ...], *, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return μ_j and σ_j² of the basis ψ_j(t) = N(t; μ_j, σ_j²), (n_basis,) each.
+    """Return the basis ψ_j(t) = N(t; μ_j, σ_j²): its centres μ, (n_basis / W,), and its variances σ², (W,).
 
-    The centres are even on [0, 1], as many for each width, whose functions follow each other.
+    The centres are even on [0, 1], and the same for each of the W widths; all functions of one width come before those
+    of the next. All callers get the same tensors: see `fit_matrix`.
     """
-    centres = torch.linspace(0, 1, n_basis // len(widths), dtype=torch.float64, device=device)
-    variances = [torch.full_like(centres, width**2) for width in widths]
-    return centres.repeat(len(widths)).to(dtype), torch.cat(variances).to(dtype)
+    with torch.inference_mode(False):
+        centres = torch.linspace(0, 1, n_basis // len(widths), dtype=torch.float64, device=device)
+        variances = torch.tensor([width**2 for width in widths], dtype=torch.float64, device=device)
+        return centres.to(dtype), variances.to(dtype)
 
 
 def expected_basis(mean: Tensor, variance: Tensor, basis: tuple[Tensor, Tensor]) -> Tensor:
     """Return the basis functions' expectations under normal densities of t.
 
         E_{N(t; μ, σ²)}[ψ_j(t)] = N(μ; μ_j, σ² + σ_j²)                 Martins et al. 2022, section 2.2
+
+    Distances are the same for all widths, and variances for all centres: one exponential is all that has the size of
+    the result.
 
     Args:
         mean: μ, any shape.
@@ -42,7 +48,11 @@ def expected_basis(mean: Tensor, variance: Tensor, basis: tuple[Tensor, Tensor])
         (…, n_basis).
     """
     centres, variances = basis
-    return gaussian(mean[..., None], centres, variance[..., None] + variances)
+    square = (mean[..., None] - centres).square()  # (…, n_basis / W)
+    total = variance[..., None] + variances  # (…, W)
+    height = -torch.log(2 * math.pi * total) / 2
+    exponent = torch.addcmul(height[..., None], square[..., None, :], (-0.5 / total)[..., None])
+    return exponent.exp().flatten(-2)  # (…, W, n_basis / W) -> (…, n_basis)
 
 
 def evaluate_signal(coefficients: Tensor, times: Tensor, basis: tuple[Tensor, Tensor]) -> Tensor:
@@ -124,6 +134,34 @@ def fit_matrix(
             times, torch.zeros_like(times), basis_of(n_basis, widths, dtype=torch.float64, device=cpu)
         )  # (T, n_basis)
         return ridge(psi, penalty)[:, :n].to(device, dtype).contiguous()
+
+
+@lru_cache(maxsize=64)
+def refit_matrix(
+    n_old: int,
+    n_new: int,
+    tau: float,
+    n_basis: int,
+    widths: tuple[float, ...],
+    penalty: float,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Return what the coefficients of a signal add to those after it was sampled evenly and moved to [0, τ].
+
+        B' = G_old Ψᵀ B + G_new X,  [G_old, G_new] = fit_matrix(…),  Ψ the basis at n_old even times
+
+    Its product is made once, in float64: an update then samples nothing. See `fit_matrix` for the arguments.
+
+    Returns:
+        G_old Ψᵀ, (n_basis, n_basis).
+    """
+    cpu = torch.device("cpu")
+    with torch.inference_mode(False), torch.no_grad():
+        fit = fit_matrix(n_old, n_new, tau, n_basis, widths, penalty, torch.float64, cpu)[:, :n_old]
+        times = midpoints(n_old, dtype=torch.float64, device=cpu)
+        basis = basis_of(n_basis, widths, dtype=torch.float64, device=cpu)
+        return (fit @ expected_basis(times, torch.zeros_like(times), basis)).to(device, dtype)
 
 
 def normal_masses(mean: Tensor, variance: Tensor, n_bins: int) -> Tensor:

@@ -6,9 +6,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lit_effattn import Transformer, sequence
-from lit_effattn.attention import InfiniteAttention, TransformerXLAttention
+from lit_effattn.attention import InfiniteAttention, TransformerXLAttention, infinite
 from lit_effattn.ops.continuous import basis_of, normal_masses, width_divergence
-from tests.ops.allocated import Largest
+from tests.ops.allocated import Largest, Made
 
 E, H, D = 12, 3, 4
 SIZES = {"mem_len": 4, "segment_len": 4, "n_basis": 10, "widths": (0.1, 0.2), "n_samples": 6, "n_bins": 8}
@@ -179,6 +179,40 @@ def test_all_parameters_have_a_gradient_before_anything_is_remembered(lengths: l
     for name, p in attention.named_parameters():
         assert p.grad is not None, name
         assert name.startswith(("ltm", "gate")) == bool((p.grad == 0).all()), name
+
+
+def test_all_parameters_have_a_gradient_in_a_call_that_writes_nothing():
+    attention = make(gate=True)
+    x = inputs(2, 16)
+    _, state = attention(x[:, :13])
+    attention(x[:, 13:15], sequence.detach(state))[0].sum().backward()
+    assert all(p.grad is not None for p in attention.parameters())
+    assert attention.ltm_v_proj.weight.grad.abs().sum() > 0
+    assert (attention.gate.weight.grad == 0).all()
+
+
+def test_how_many_positions_go_together_changes_nothing(monkeypatch: pytest.MonkeyPatch):
+    attention, x, lengths = make(), inputs(3, 30), torch.tensor([30, 17, 9])
+    _, state = attention(x[:, :11], lengths=torch.tensor([3, 11, 0]))
+    y, after = attention(x, state, lengths)
+    for together in (1, 8):
+        monkeypatch.setattr(infinite, "_TOGETHER", together)
+        z, again = attention(x, state, lengths)
+        torch.testing.assert_close(z, y)
+        torch.testing.assert_close(tuple(again), tuple(after))
+
+
+@pytest.mark.parametrize("sticky", [False, True])
+def test_what_a_call_makes_grows_with_its_length(sticky: bool):
+    attention = make(sticky=sticky, chunk_size=8)
+
+    def made(n: int) -> int:
+        x = inputs(1, n).requires_grad_()
+        with Made() as made:
+            attention(x)[0].sum().backward()
+        return sum(made.sizes)
+
+    assert made(256) < 1.1 * 4 * made(64)
 
 
 @pytest.mark.parametrize("lengths", [None, [11, 6, 1]])

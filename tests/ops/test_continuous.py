@@ -15,6 +15,7 @@ from lit_effattn.ops.continuous import (
     midpoints,
     normal_masses,
     quantiles,
+    refit_matrix,
     ridge,
     width_divergence,
 )
@@ -31,6 +32,14 @@ def fit(x: torch.Tensor, n_basis: int, old: torch.Tensor | None = None, tau: flo
     return (matrix @ (x if old is None else torch.cat([old, x])))[None]
 
 
+def test_refitting_is_sampling_and_fitting():
+    b, x = torch.randn(10, 3, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
+    old = evaluate_signal(b[None], midpoints(7, **DOUBLE), basis_of(10, WIDTHS, **DOUBLE))[0]
+    found = refit_matrix(7, 5, 0.6, 10, WIDTHS, 0.1, torch.float64, CPU) @ b
+    new = fit_matrix(7, 5, 0.6, 10, WIDTHS, 0.1, torch.float64, CPU)[:, 7:] @ x
+    torch.testing.assert_close(found + new, fit(x, 10, old, penalty=0.1)[0])
+
+
 def test_gaussian():
     t, mean, variance = torch.randn(3, 50, dtype=torch.float64).unbind()
     expected = torch.distributions.Normal(mean, variance.abs().sqrt()).log_prob(t).exp()
@@ -39,8 +48,12 @@ def test_gaussian():
 
 def test_the_basis():
     centres, variances = basis_of(6, (0.1, 0.3), **DOUBLE)
-    torch.testing.assert_close(centres, torch.tensor([0, 0.5, 1, 0, 0.5, 1], dtype=torch.float64))
-    torch.testing.assert_close(variances.sqrt(), torch.tensor([0.1] * 3 + [0.3] * 3, dtype=torch.float64))
+    torch.testing.assert_close(centres, torch.tensor([0, 0.5, 1], dtype=torch.float64))
+    torch.testing.assert_close(variances.sqrt(), torch.tensor([0.1, 0.3], dtype=torch.float64))
+    # Each function's integral is 1, and so is its height times its width.
+    at_centres = expected_basis(centres, torch.zeros_like(centres), (centres, variances))  # (3, 6)
+    heights = torch.stack([at_centres[:, :3].diagonal(), at_centres[:, 3:].diagonal()])
+    torch.testing.assert_close(heights * variances.sqrt()[:, None], torch.full((2, 3), 0.3989422804014327).double())
 
 
 @pytest.mark.parametrize(("mean", "deviation"), [(0.3, 0.02), (0.5, 0.2), (0.97, 0.05), (0.0, 0.8), (1.0, 0.001)])
@@ -53,7 +66,8 @@ def test_expectations_equal_quadrature(mean: float, deviation: float, widths: tu
     half = (edges[1:] - edges[:-1])[:, None] / 2
     t = ((edges[1:] + edges[:-1])[:, None] / 2 + half * nodes).flatten()
     density = torch.exp(-(((t - mean) / deviation) ** 2) / 2) / (deviation * math.sqrt(2 * math.pi))
-    psi = torch.exp(-((t[:, None] - basis[0]) ** 2) / (2 * basis[1])) / torch.sqrt(2 * math.pi * basis[1])
+    centres, variances = basis[0].repeat(len(widths)), basis[1].repeat_interleave(8)
+    psi = torch.exp(-((t[:, None] - centres) ** 2) / (2 * variances)) / torch.sqrt(2 * math.pi * variances)
     expected = ((half * weights).flatten() * density) @ psi
     mean = torch.tensor([mean], dtype=torch.float64)
     found = expected_basis(mean, torch.tensor([deviation**2], dtype=torch.float64), basis)[0]

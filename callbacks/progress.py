@@ -20,7 +20,7 @@ class ProgressBar(RichProgressBar):
     """
 
     def __init__(self) -> None:
-        super().__init__(leave=False)
+        super().__init__(refresh_rate=round(1 / EVERY), leave=False)
         self._drawn = 0.0
         self._batch_idx = 0
 

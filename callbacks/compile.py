@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
-import sysconfig
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+
+from lit_effattn.compiler import check_compiler
 
 
 class Compile(pl.Callback):
@@ -51,22 +48,5 @@ class Compile(pl.Callback):
         if not hasattr(model, "compile_objective"):
             raise ValueError(f"Compile: {type(model).__name__} has no `compile_objective`; leave the callback out")
         if self.backend == "inductor" and trainer.strategy.root_device.type == "cpu":
-            _refuse_without_compiler()
+            check_compiler("Compile")
         model.compile_objective(self.backend)
-
-
-def _refuse_without_compiler() -> None:
-    """Refuse now what would fail in the first step, in many words."""
-    headers = Path(sysconfig.get_paths()["include"])
-    if not (headers / "Python.h").exists():
-        raise ValueError(
-            f"Compile: backend='inductor' needs Python's headers on the CPU, and there is no Python.h in {headers}; "
-            "install them, say with apt-get install python3-dev, or leave Compile out"
-        )
-    usual = {"win32": "cl", "darwin": "clang++"}.get(sys.platform, "g++")
-    wanted = os.environ.get("CXX", usual)
-    if shutil.which(wanted) is None:
-        raise ValueError(
-            f"Compile: backend='inductor' needs a C++ compiler on the CPU, and there is no {wanted!r}; install one, "
-            "say with apt-get install g++, or let the environment variable CXX name it, or leave Compile out"
-        )

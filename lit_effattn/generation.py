@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import NamedTuple
@@ -13,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lit_effattn.attention.base import Attention
+from lit_effattn.compiler import check_compiler
 from lit_effattn.heads import Head
 from lit_effattn.sequence import SequenceModule, State, donated, tensors
 
@@ -124,8 +122,8 @@ def generate(
     check_sampling(temperature, top_k, top_p)
     if not backbone.causal:
         raise ValueError(f"{type(backbone).__name__} has causal=False: it sees the future, and can't generate")
-    if compile:
-        _check_compiler(prompt.device)
+    if compile and BACKEND == "inductor" and prompt.device.type == "cpu":
+        check_compiler("compile=True")
     rows = len(prompt)
     uniform = torch.stack([_random_stream(seed, i, n_tokens) for i in range(rows)], 1).to(prompt.device)
     drawn = torch.empty(rows, n_tokens, dtype=torch.long, device=prompt.device)
@@ -282,16 +280,6 @@ def _advance(model: _Model, tokens: Tensor, uniform: Tensor, state: State) -> No
     for old, new in zip(tensors(state), tensors(after), strict=True):
         if new is not old:
             old.copy_(new)
-
-
-def _check_compiler(device: torch.device) -> None:
-    """Refuse to compile where nothing does."""
-    command = os.environ.get("CXX", {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++"))
-    if device.type == "cpu" and BACKEND == "inductor" and shutil.which(command) is None:
-        raise ValueError(
-            f"compile=True needs a C++ compiler, and {command!r} is not found: install one (Debian: apt-get install "
-            "g++), name another in the environment variable CXX, or leave compile out"
-        )
 
 
 def _random_stream(seed: int, row: int, n: int) -> Tensor:

@@ -367,7 +367,7 @@ def test_on_tokens_may_keep_what_it_is_shown(monkeypatch: pytest.MonkeyPatch):
 
 def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ValueError, match=r"compile=True needs a C\+\+ compiler, and 'no-such-compiler' is not found"):
+    with pytest.raises(ValueError, match=r"compile=True needs a C\+\+ compiler on the CPU"):
         generate(*parts(), torch.zeros(1, 1, dtype=torch.long), 1, compile=True)
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lit_effattn.attention.base import Attention
-from lit_effattn.attention.cache import append
+from lit_effattn.attention.cache import append, write
 from lit_effattn.attention.softmax import FixedCache, KeyValueCache, WindowCache, _newest
 from lit_effattn.ops.sparse import fixed_attention, strided_attention, summary_positions, take
 from lit_effattn.ops.window import windowed_attention
@@ -339,7 +339,7 @@ def _with_block(stored: Tensor, new: Tensor, start: Tensor, seen: Tensor) -> Ten
     new = new.to(stored.dtype)
     if n == 1 and may_overwrite():
         # A row that has not seen it has nothing in that slot yet.
-        return stored.scatter_(2, (start % stride)[:, None, None, None].expand_as(new), new)
+        return write(stored, (start % stride)[:, None], new)
     last = (start + seen - 1)[:, None]  # (B, 1)
     position = last - (last - torch.arange(stride, device=new.device)) % stride  # (B, stride), each slot's newest
     offset = position - start[:, None]

@@ -309,5 +309,7 @@ def in_use(length: Tensor, slots: int) -> int:
 
 def written(t: Tensor, slot: Tensor, new: Tensor, dim: int) -> Tensor:
     """Write `new`, of one position, to each row's `slot` (B, 1) of `t` along `dim`; in place where that is allowed."""
-    index, new = slot.view(-1, *[1] * (t.dim() - 1)).expand_as(new), new.to(t.dtype)
-    return t.scatter_(dim, index, new) if may_overwrite() else t.scatter(dim, index, new)
+    t = t if may_overwrite() else t.clone()
+    rows = torch.arange(len(t), device=t.device)
+    t.movedim(dim, 1)[rows, slot.flatten()] = new.select(dim, 0).to(t.dtype)  # as in `cache.write`, no `scatter_`
+    return t

@@ -1,6 +1,4 @@
 import copy
-import re
-import sysconfig
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -162,11 +160,9 @@ def test_models_that_can_not_be_compiled_are_refused(model: Any, complaint: str,
 
 def test_what_inductor_needs_is_missed_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     fitting = trainer(tmp_path, [Compile()])
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    with pytest.raises(ValueError, match=re.escape(f"there is no Python.h in {tmp_path}; install")):
-        fitting.fit(images())
-    (tmp_path / "Python.h").touch()
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ValueError, match="there is no 'no-such-compiler'; install one"):
+    with pytest.raises(
+        ValueError, match=r"Compile needs a C\+\+ compiler on the CPU, and there is no 'no-such-compiler'"
+    ):
         fitting.fit(images())
     Compile("eager").setup(fitting, images(), "fit")  # needs neither

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,8 +40,28 @@ class EluFeatureMap(FeatureMap):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `x`."""
-        # F.elu(x) + 1 is 0 in float32 from x = −17 on, and its backward fails under torch.compile(backend="aot_eager").
-        return F.relu(x) + x.clamp(max=0).exp()
+        found: Tensor = _Elu.apply(x)
+        return found
+
+
+class _Elu(torch.autograd.Function):
+    """elu(x) + 1, whose derivative min(φ, 1) is made from φ alone: the backward pass keeps what attention keeps too.
+
+    F.elu(x) + 1 is 0 in float32 from x = −17 on, and keeps x besides.
+    """
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clamp(max=0).exp_().add_(F.relu(x))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (phi,) = ctx.saved_tensors
+        return g * phi.clamp(max=1)
 
 
 class ReluFeatureMap(FeatureMap):

@@ -12,9 +12,14 @@ E, H = 12, 3
 
 
 def test_elu_plus_one():
-    x = torch.tensor([-30.0, -2.0, -0.5, 0.0, 0.5, 3.0], dtype=torch.float64)
-    expected = [math.exp(-30), math.exp(-2), math.exp(-0.5), 1, 1.5, 4]
-    torch.testing.assert_close(EluFeatureMap(4)(x), torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-15)
+    x = torch.tensor([-30.0, -2.0, -0.5, 0.0, 0.5, 3.0], dtype=torch.float64, requires_grad=True)
+    expected = torch.tensor([math.exp(-30), math.exp(-2), math.exp(-0.5), 1, 1.5, 4], dtype=torch.float64)
+    phi = EluFeatureMap(4)(x)
+    torch.testing.assert_close(phi, expected, rtol=1e-6, atol=1e-15)
+    (slope,) = torch.autograd.grad(phi.sum(), x)
+    torch.testing.assert_close(slope, expected.clamp(max=1), rtol=1e-6, atol=1e-15)
+    away = torch.tensor([-2.0, -0.5, 0.5], dtype=torch.float64, requires_grad=True)  # from where the slope has a kink
+    assert torch.autograd.gradgradcheck(EluFeatureMap(4), away)
 
 
 def test_relu_and_its_floor():

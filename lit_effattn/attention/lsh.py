@@ -57,10 +57,11 @@ class LSHAttention(Attention):
     move the borders; so if causal, each bucket is cut by itself, chunk_r(i) being the number of i's earlier fellows
     div C. Splitting a stream then changes nothing.
 
-    Time O(R N (C + n_buckets C² / N) (C + D)) for R rounds, memory likewise: linear in N with these fixed, though
-    what is seen is then an ever smaller part. State: all shared vectors and values; a single position looks up the at
-    most 2 R C that it sees. Hashes, scores and sums are computed in float32 at least, whatever the autocast. The first
-    positions of a stream see one other or none, so their outputs may not depend on what they ask.
+    Time O(R N (C + n_buckets C² / N) (C + D)) for R rounds, memory likewise, but on the CPU only
+    O(N D + R (N + n_buckets C)) beside what a few chunks take: linear in N with these fixed, though what is seen is
+    then an ever smaller part. State: all shared vectors and values; a single position looks up the at most 2 R C that
+    it sees. Hashes, scores and sums are computed in float32 at least, whatever the autocast. The first positions of a
+    stream see one other or none, so their outputs may not depend on what they ask.
 
     The rotations R_r are a buffer, drawn for each round and head from torch's random numbers. `redraw` draws others,
     say by the callback `FeatureRedraw`. Old hashes mean nothing under new rotations: a row whose state is of another

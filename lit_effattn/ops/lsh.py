@@ -8,7 +8,8 @@ bucket) or by `n_buckets` (the chunk before).
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -157,13 +158,18 @@ def attend_in_chunks(
 
     (appendix A), where s_ij = x_i · x_j / (|x_j| √D), P_i^r is what i sees in round r, N_ij the number of rounds in
     which i sees j, exp z_i^r normalises and z_i = log Σ_r exp z_i^r. This equals softmax attention to the union of the
-    P_i^r. Time and memory O(R T C (C + D)) for T chunks; the N_ij take R integer comparisons for each score.
+    P_i^r. Time O(R T C (C + D)) for T chunks; the N_ij take R integer comparisons for each score.
+
+    On the CPU it is computed a few chunks at a time, forward and backward by hand: beside inputs, outputs and their
+    gradients, which are O(N D), and the O(R T C) places, there is only what these few take; where no position asks or
+    none can be seen, nothing is computed. The backward pass builds the scores anew and can't be differentiated itself.
+    Elsewhere it is `plain_attend_in_chunks`.
 
     Args:
         x: (B, H, M, D), queries and, before they are normalised, keys.
         v: (B, H, M, D).
         places: (B, H, M, R), as in `Chunks`.
-        chunks: Of the N positions that ask.
+        chunks: Of the N positions that ask, by `ranked_chunks` if causal, else by `sorted_chunks`.
         n_buckets: Number of buckets.
         chunk_size: C.
         causal: Whether a position sees no later one.
@@ -173,17 +179,34 @@ def attend_in_chunks(
     Returns:
         (B, H, N, D); finite in padding.
     """
-    index = _count(chunks.slots)
-    if before is not None:
-        index = before[:, None, None, None] + index
-    size = chunks.n_chunks * chunk_size
-    grid = index.new_full((*chunks.slots.shape[:3], size + 1), -1)  # the last slot takes what is not there
-    grid = grid.scatter(-1, chunks.slots, index.expand_as(chunks.slots))
-    if earlier is not None:
-        slots, positions = (t.flatten(3) for t in earlier)
-        grid = grid.scatter(-1, torch.where(slots < 0, size, slots), positions)
-    grid = grid[..., :-1].unflatten(-1, (-1, chunk_size))  # (B, H, R, T, C)
+    if x.device.type != "cpu":
+        return plain_attend_in_chunks(
+            x, v, places, chunks, n_buckets, chunk_size, causal=causal, before=before, earlier=earlier
+        )
+    grid = _grid(chunks, chunk_size, before, earlier)
+    if before is None:
+        before = grid.new_zeros(len(x))
+    out, _, _ = torch.ops.lit_effattn.lsh(x, v, places, grid, chunks.slots, before, n_buckets, causal)
+    return out
 
+
+def plain_attend_in_chunks(
+    x: Tensor,
+    v: Tensor,
+    places: Tensor,
+    chunks: Chunks,
+    n_buckets: int,
+    chunk_size: int,
+    *,
+    causal: bool,
+    before: Tensor | None = None,
+    earlier: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Do what `attend_in_chunks` does, all chunks at once, differentiated by autograd, as often as one likes.
+
+    Memory O(R T C (C + D)).
+    """
+    grid = _grid(chunks, chunk_size, before, earlier)
     there = grid.clamp(min=0)
     full = accumulator(x.dtype)
     q, v = rows(x, there).to(full), rows(v, there).to(full)  # (B, H, R, T, C, D)
@@ -208,7 +231,7 @@ def attend_in_chunks(
     weights = (scores - top).exp()
     total = weights.sum(-1, keepdim=True)  # (B, H, R, T, C, 1)
     out, z = (weights @ v) / total, total.log() + top
-    return _rounds_together(out.flatten(3, 4), z.flatten(3), chunks.slots.clamp(max=size - 1))
+    return _rounds_together(out.flatten(3, 4), z.flatten(3), chunks.slots.clamp(max=chunks.n_chunks * chunk_size - 1))
 
 
 def attend_recent(x: Tensor, v: Tensor, places: Tensor, before: Tensor, recent: Recent, n_buckets: int) -> Tensor:
@@ -262,6 +285,20 @@ def _of_bucket(t: Tensor, buckets: Tensor) -> Tensor:
     return F.pad(t, (0, 1)).gather(-1, buckets)
 
 
+def _grid(chunks: Chunks, chunk_size: int, before: Tensor | None, earlier: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Return the position in each slot, (B, H, R, T, C), −1 for none: see `attend_in_chunks`."""
+    index = _count(chunks.slots)
+    if before is not None:
+        index = before[:, None, None, None] + index
+    size = chunks.n_chunks * chunk_size
+    grid = index.new_full((*chunks.slots.shape[:3], size + 1), -1)  # the last slot takes what is not there
+    grid = grid.scatter(-1, chunks.slots, index.expand_as(chunks.slots))
+    if earlier is not None:
+        slots, positions = (t.flatten(3) for t in earlier)
+        grid = grid.scatter(-1, torch.where(slots < 0, size, slots), positions)
+    return grid[..., :-1].unflatten(-1, (-1, chunk_size))
+
+
 def _chunks(buckets: Tensor, chunk: Tensor, slots: Tensor, n_buckets: int, size: int, n_chunks: int) -> Chunks:
     padding = buckets == n_buckets
     places = (chunk * n_buckets + buckets).masked_fill(padding, NOWHERE)
@@ -285,3 +322,286 @@ def _rounds_together(out: Tensor, z: Tensor, slots: Tensor) -> Tensor:
     out = rows(out.flatten(1, 2), slots.flatten(1, 2)).unflatten(1, shape[1:3])  # (B, H, R, N, D)
     share = z.gather(-1, slots).softmax(2)  # exp(z_i^r − z_i)
     return (share[..., None] * out).sum(2)
+
+
+# ------------------------------------------------------------------------------------------------- on the CPU, by hand
+
+_SCORES = 2**17
+"""How many scores are computed at once, a thread: few enough for a core's cache, enough for what a call costs."""
+
+# Operators, so that torch.compile leaves the loops over chunks, whose number depends on the hashes, as they are.
+torch.library.define(
+    "lit_effattn::lsh",
+    "(Tensor x, Tensor v, Tensor places, Tensor grid, Tensor slots, Tensor before, int n_buckets, bool causal) "
+    "-> (Tensor, Tensor, Tensor)",
+)
+torch.library.define(
+    "lit_effattn::lsh_backward",
+    "(Tensor g, Tensor x, Tensor v, Tensor places, Tensor grid, Tensor before, Tensor out, Tensor highest, "
+    "Tensor total, int n_buckets, bool causal) -> (Tensor, Tensor)",
+)
+
+
+class _Tiles(NamedTuple):
+    """G blocks of S slots that ask, and what each asks: the W slots up to its own last one."""
+
+    blocks: Tensor  # (G, W / S), the last the one that asks, counted through all rows and heads
+    queries: Tensor  # (G, S), rows of (B · H · N, …); B · H · N: nobody asks
+    keys: Tensor  # (G, W), rows of (B · H · M, …), the last S being the queries; anyone's where nobody is
+    places: Tensor  # (R, G, W), of the keys
+
+
+class _Layout:
+    """The slots of all rounds, cut into blocks, and what each block asks.
+
+    A causal chunk is some blocks. A block asks the chunk before, if its bucket has one, and its own chunk up to itself.
+    All that is full and in order, so a triangle hides what is later. Not causal, a block is a chunk; it asks that and
+    the one before, and what is of another bucket is to be hidden.
+    """
+
+    def __init__(self, places: Tensor, grid: Tensor, before: Tensor, n: int, n_buckets: int, causal: bool) -> None:
+        b, h, m, n_rounds = places.shape
+        c = grid.size(-1)
+        size = _block_size(c) if causal else c
+        start = torch.arange(b * h).view(b, h, 1, 1, 1)
+        position = grid - before.view(b, 1, 1, 1, 1)
+        asks = (grid >= 0) & (position >= 0)
+        if causal:  # a bucket's first chunk has places below n_buckets; a chunk that is not empty has a first slot
+            first = rows(places, grid[..., 0].clamp(min=0))  # (B, H, R, T, R)
+            follows = first.diagonal(dim1=2, dim2=-1).movedim(-1, 2) >= n_buckets  # (B, H, R, T)
+        else:
+            follows = (torch.arange(grid.size(3)) > 0).expand(grid.shape[:4])
+        widths = follows[..., None] * (c // size) + torch.arange(1, c // size + 1)  # (B, H, R, T, C/S)
+        widths = widths * asks.unflatten(-1, (-1, size)).any(-1)
+
+        self.size, self.n_buckets, self.causal = size, n_buckets, causal
+        self.places = places.flatten(0, 2)  # (BHM, R)
+        self.later = F.pad(torch.full((size, size), -torch.inf).triu_(1), (2 * c - size, 0))  # (S, 2C)
+        self.widths = widths.movedim(2, 0).reshape(n_rounds, -1)  # (R, L), in blocks; 0: nobody asks
+        # (B, H, R, T, C) -> (R, L, S)
+        self.queries, self.keys, self.there = (
+            t.movedim(2, 0).reshape(n_rounds, -1, size)
+            for t in (torch.where(asks, start * n + position, b * h * n), start * m + grid.clamp(min=0), grid >= 0)
+        )
+
+    def tiles(self, r: int) -> Iterator[_Tiles]:
+        """Yield round r's tiles, those of one width together."""
+        widths = self.widths[r]
+        for width in widths[widths > 0].unique().tolist():
+            at_once = max(1, _SCORES * torch.get_num_threads() // (width * self.size**2))
+            for asking in (widths == width).nonzero().squeeze(1).split(at_once):
+                blocks = asking[:, None] + torch.arange(1 - width, 1)
+                queries = _look_up(self.queries[r], asking)
+                keys = _look_up(self.keys[r], blocks).flatten(1)
+                places = _look_up(self.places, keys).movedim(-1, 0).contiguous()
+                yield _Tiles(blocks, queries, keys, places)
+
+    def scores(self, q: Tensor, k: Tensor, tiles: _Tiles, r: int) -> Tensor:
+        """Return the products of `q` (G, S, D) and `k` (G, W, D), as good as −∞ where a query does not see a key."""
+        if self.causal:
+            hidden = self.later[:, -k.size(1) :].to(q.dtype)
+        else:
+            there = _look_up(self.there[r], tiles.blocks).flatten(1)
+            seen = self._seen(tiles.places[r].masked_fill(~there, NOWHERE))
+            hidden = seen.to(q.dtype).sub_(1).mul_(torch.finfo(q.dtype).max)  # 0 or −max
+        scores = torch.baddbmm(hidden, q, k.mT)
+        _own(scores).fill_(SELF / math.log(2))
+        return scores
+
+    def times(self, tiles: _Tiles, r: int, dtype: torch.dtype) -> Tensor | None:
+        """Return in how many rounds queries see keys, (G, S, W), for those that they see in round r; None: in one."""
+        others = [place for i, place in enumerate(tiles.places) if i != r]
+        if not others:
+            return None
+        times = self._seen(others[0])
+        for place in others[1:]:
+            times += self._seen(place)
+        return times.to(dtype).add_(1)
+
+    def _seen(self, place: Tensor) -> Tensor:
+        """Return 1 where queries see keys at `place` (G, W), else 0, (G, S, W): what `_sees` says.
+
+        As integers throughout: torch then compares six times as fast as with booleans for outcomes.
+        """
+        query, key = place[:, -self.size :, None], place[:, None]
+        same = place.new_empty(len(place), self.size, place.size(1))
+        before = torch.eq(query - self.n_buckets, key, out=torch.empty_like(same))
+        return torch.eq(query, key, out=same).add_(before)
+
+
+def _block_size(chunk_size: int) -> int:
+    """Return S: at most four blocks a chunk, of at least 32 slots, for small products are slow."""
+    parts = [n for n in (4, 3, 2) if chunk_size % n == 0 and chunk_size // n >= 32]
+    return chunk_size // max(parts, default=1)
+
+
+def _look_up(t: Tensor, index: Tensor) -> Tensor:
+    return t.index_select(0, index.flatten()).unflatten(0, index.shape)
+
+
+def _own(scores: Tensor) -> Tensor:
+    """View the scores of queries with themselves, (G, S, W) -> (G, S)."""
+    return scores[..., -scores.size(1) :].diagonal(dim1=1, dim2=2)
+
+
+def _queries_and_keys(x: Tensor, tiles: _Tiles, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return queries (G, S, D) and unit keys (G, W, D); e to the scores is 2 to their products, for exp2 is faster."""
+    k = _look_up(x, tiles.keys).to(dtype)
+    q = k[:, -tiles.queries.size(1) :] / (math.log(2) * math.sqrt(x.size(-1)))
+    length = torch.linalg.vector_norm(k, dim=-1, keepdim=True)
+    return q, k.div_(length.masked_fill_(length == 0, 1))
+
+
+def _forward(
+    x: Tensor,
+    v: Tensor,
+    places: Tensor,
+    grid: Tensor,
+    slots: Tensor,
+    before: Tensor,
+    n_buckets: int,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output, queries' highest scores, and the sums of the exponentials below these, both (B, H, N).
+
+    Not the normalisers' logarithms: beside `SELF` the logarithm of R would be rounded away.
+    """
+    out, highest, total = _forward_shapes(x, v, places, grid, slots, before, n_buckets, causal)
+    layout = _Layout(places, grid, before, out.size(2), n_buckets, causal)
+    x, v = x.flatten(0, 2), v.flatten(0, 2)  # (BHM, D)
+    y, top, below = out.zero_().flatten(0, 2), highest.fill_(-torch.inf).flatten(), total.zero_().flatten()  # (BHN, ·)
+    with torch.autocast("cpu", enabled=False):
+        for r in range(grid.size(2)):
+            y_round, top_round, below_round = _round(x, v, layout, slots[:, :, r], r, out.dtype)
+            both = torch.maximum(top, top_round)
+            share, of_round = (top - both).exp2_(), (top_round - both).exp2_()
+            y.mul_(share[:, None]).addcmul_(y_round, of_round[:, None])
+            below.mul_(share).addcmul_(below_round, of_round)
+            top.copy_(both)
+        y.div_(below[:, None])
+    return out, highest, total
+
+
+def _round(
+    x: Tensor, v: Tensor, layout: _Layout, slots: Tensor, r: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return round r's numerators (BHN, D), 0 in padding, and (BHN,) highest scores and denominators."""
+    size, widths = layout.size, layout.widths[r]
+    nowhere = int((widths > 0).sum()) * size  # the row that is padding's
+    y, top = x.new_zeros(nowhere + 1, v.size(-1), dtype=dtype), x.new_zeros(nowhere + 1, dtype=dtype)
+    below = torch.ones_like(top)
+    start, done = torch.zeros_like(widths), 0  # (L,), where each block's rows are
+    for tiles in layout.tiles(r):
+        q, k = _queries_and_keys(x, tiles, dtype)
+        scores, times = layout.scores(q, k, tiles, r), layout.times(tiles, r, dtype)
+        highest = scores.amax(-1, keepdim=True)
+        weights = scores.sub_(highest).exp2_()
+        if times is not None:
+            weights.div_(times)
+        here = slice(done, done + highest.numel())
+        torch.bmm(weights, _look_up(v, tiles.keys).to(dtype), out=y[here].view(len(q), size, -1))
+        top[here] = highest.flatten()
+        below[here] = weights.sum(-1).flatten()
+        start[tiles.blocks[:, -1]] = torch.arange(here.start, here.stop, size)
+        done = here.stop
+
+    slots = slots.flatten(0, 1)  # (BH, N)
+    n_blocks = len(widths) // len(slots)  # of a row and head
+    block = torch.arange(len(slots))[:, None] * n_blocks + (slots // size).clamp(max=n_blocks - 1)
+    index = (_look_up(start, block) + slots % size).masked_fill(slots == n_blocks * size, nowhere).flatten()  # (BHN,)
+    return y.index_select(0, index), top.index_select(0, index), below.index_select(0, index)
+
+
+def _backward(
+    g: Tensor,
+    x: Tensor,
+    v: Tensor,
+    places: Tensor,
+    grid: Tensor,
+    before: Tensor,
+    out: Tensor,
+    highest: Tensor,
+    total: Tensor,
+    n_buckets: int,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and v.
+
+    With w_ij^r = exp(s_ij − log N_ij − z_i), the weights after all rounds, and k_j = x_j / |x_j|, summing over r too,
+
+        dv_j = Σ_i w_ij^r g_i,  ds_ij^r = w_ij^r (g_i · v_j − g_i · out_i), and 0 for j = i,
+        dx_i = Σ_j ds_ij^r k_j / √D + (dk_i − (dk_i · k_i) k_i) / |x_i|,  dk_j = Σ_i ds_ij^r x_i / √D
+    """
+    layout = _Layout(places, grid, before, out.size(2), n_buckets, causal)
+    dtype, x_flat, v_flat = out.dtype, x.flatten(0, 2), v.flatten(0, 2)  # (BHM, D)
+    g_q, g_k, g_v = (torch.zeros_like(t, dtype=dtype) for t in (x_flat, x_flat, v_flat))
+    g = g / total[..., None]
+    # The last rows are of nobody, who gives no weight to anyone.
+    g_total = F.pad((g * out).sum(-1).neg_().flatten(), (0, 1))  # (BHN + 1,)
+    top, g = F.pad(highest.flatten(), (0, 1), value=torch.inf), F.pad(g.flatten(0, 2), (0, 0, 0, 1))
+    with torch.autocast("cpu", enabled=False):
+        for r in range(grid.size(2)):
+            for tiles in layout.tiles(r):
+                q, k = _queries_and_keys(x_flat, tiles, dtype)
+                scores, times = layout.scores(q, k, tiles, r), layout.times(tiles, r, dtype)
+                weights = scores.sub_(_look_up(top, tiles.queries)[..., None]).exp2_()  # (G, S, W)
+                if times is not None:
+                    weights.div_(times)
+                g_y, g_scores = _look_up(g, tiles.queries), _look_up(g_total, tiles.queries)[..., None]
+                g_scores = torch.baddbmm(g_scores, g_y, _look_up(v_flat, tiles.keys).to(dtype).mT).mul_(weights)
+                _own(g_scores).zero_()
+                keys, own = tiles.keys.flatten(), tiles.keys[:, -layout.size :].flatten()
+                g_v.index_add_(0, keys, torch.bmm(weights.mT, g_y).flatten(0, 1))
+                g_q.index_add_(0, own, torch.bmm(g_scores, k).flatten(0, 1))
+                g_k.index_add_(0, keys, torch.bmm(g_scores.mT, q).flatten(0, 1))
+
+    k = x_flat.to(dtype)
+    length = torch.linalg.vector_norm(k, dim=-1, keepdim=True)
+    length.masked_fill_(length == 0, 1)
+    k = k / length
+    g_k.addcmul_(k, (g_k * k).sum(-1, keepdim=True), value=-1).mul_(math.log(2)).div_(length)
+    g_x = g_k.add_(g_q, alpha=1 / math.sqrt(x.size(-1)))
+    return g_x.to(x.dtype).view(x.shape), g_v.to(v.dtype).view(v.shape)
+
+
+@torch.library.register_fake("lit_effattn::lsh")
+def _forward_shapes(
+    x: Tensor,
+    v: Tensor,
+    places: Tensor,
+    grid: Tensor,
+    slots: Tensor,
+    before: Tensor,
+    n_buckets: int,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    b, h, _, n = slots.shape
+    dtype = accumulator(x.dtype)
+    highest, total = (v.new_empty(b, h, n, dtype=dtype) for _ in range(2))
+    return v.new_empty(b, h, n, v.size(-1), dtype=dtype), highest, total
+
+
+@torch.library.register_fake("lit_effattn::lsh_backward")
+def _backward_shapes(g: Tensor, x: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, v, places, grid, _, before, ctx.n_buckets, ctx.causal = inputs
+    ctx.save_for_backward(x, v, places, grid, before, *output)
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _gradients(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    g_x, g_v = torch.ops.lit_effattn.lsh_backward(g, *ctx.saved_tensors, ctx.n_buckets, ctx.causal)
+    return g_x, g_v, None, None, None, None, None, None
+
+
+def _refuse(ctx: Any, *gradients: Tensor) -> None:
+    raise NotImplementedError("attend_in_chunks has no second derivative on the CPU; plain_attend_in_chunks has")
+
+
+torch.library.impl("lit_effattn::lsh", "cpu", _forward)
+torch.library.impl("lit_effattn::lsh_backward", "cpu", _backward)
+torch.library.register_autograd("lit_effattn::lsh", _gradients, setup_context=_keep)
+torch.library.register_autograd("lit_effattn::lsh_backward", _refuse)

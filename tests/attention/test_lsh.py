@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from lit_effattn import sequence
 from lit_effattn.attention import LSHAttention
-from lit_effattn.ops.lsh import hash_buckets
+from lit_effattn.ops.lsh import attend_in_chunks, hash_buckets, plain_attend_in_chunks
 from tests.ops.allocated import Largest
 
 E, H = 12, 3
@@ -121,6 +121,29 @@ def test_what_another_draw_hashed_is_not_seen(n: int, max_len: int | None):
 
 
 # ---------------------------------------------------------------------------------------------------------- the state
+
+
+@pytest.mark.parametrize("form", [attend_in_chunks, plain_attend_in_chunks])
+@pytest.mark.parametrize("chunk_size", [3, 64])
+def test_segments_equal_one_pass_in_chunks_of_any_size(monkeypatch, form, chunk_size: int):
+    """Gradients too, to where each row stands, and after chunks that are full, begun and not there."""
+    monkeypatch.setattr("lit_effattn.attention.lsh.attend_in_chunks", form)
+    attention = LSHAttention(E, H, n_hashes=2, n_buckets=2, chunk_size=chunk_size).double()
+    x = torch.randn(2, 330, E, dtype=torch.float64, requires_grad=True)
+    lengths = [(3, 2), (20, 9), (140, 140), (100, 150), (67, 29)]  # 330 positions a row
+    expected = attention(x)[0]
+    (wanted,) = torch.autograd.grad(expected.square().sum(), x)
+    outputs, state, seen = ([], []), None, [0, 0]
+    for of_rows in lengths:
+        parts = [x[row, s : s + n] for row, (s, n) in enumerate(zip(seen, of_rows, strict=True))]
+        y, state = attention(torch.nn.utils.rnn.pad_sequence(parts, batch_first=True), state, torch.tensor(of_rows))
+        for row, n in enumerate(of_rows):
+            outputs[row].append(y[row, :n])
+            seen[row] += n
+    assert seen == [330, 330]
+    y = torch.stack([torch.cat(of_row) for of_row in outputs])
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(torch.autograd.grad(y.square().sum(), x)[0], wanted)
 
 
 def test_a_step_looks_up_only_what_it_sees():

@@ -1,19 +1,23 @@
 import itertools
+import math
+import sys
 
 import pytest
 import torch
 
 from lit_effattn.ops.lsh import (
     NOWHERE,
+    Chunks,
     attend_in_chunks,
     earlier_slots,
     hash_buckets,
+    plain_attend_in_chunks,
     ranked_chunks,
     recent_of,
     rows,
     sorted_chunks,
 )
-from tests.ops.allocated import largest_in_training
+from tests.ops.allocated import Made, largest_in_training
 
 B, H, R = 2, 2, 3
 HEADS_AND_ROUNDS = list(itertools.product(range(B), range(H), range(R)))
@@ -144,15 +148,114 @@ def test_rows():
         assert torch.equal(rows(t, index)[b, h, i, j], t[b, h, index[b, h, i, j]])
 
 
+def by_definition(x: torch.Tensor, v: torch.Tensor, places: torch.Tensor, n_buckets: int, causal: bool) -> torch.Tensor:
+    """Softmax attention to the union of what the rounds see, from the places of all pairs of positions."""
+    difference = places[:, :, :, None] - places[:, :, None]  # (B, H, N, N, R)
+    sees = ((difference == 0) | (difference == n_buckets)).any(-1)
+    sees = sees.tril() if causal else sees
+    others = sees & ~torch.eye(x.size(2), dtype=torch.bool)
+    sees = torch.where(others.any(-1, keepdim=True), others, sees)
+    scores = x @ (x / x.norm(dim=-1, keepdim=True)).transpose(-1, -2) / math.sqrt(x.size(-1))
+    return scores.masked_fill(~sees, -torch.inf).softmax(-1) @ v
+
+
+def cut(buckets: torch.Tensor, n_buckets: int, c: int, causal: bool) -> Chunks:
+    return ranked_chunks(buckets, n_buckets, c)[0] if causal else sorted_chunks(buckets, n_buckets, c)
+
+
+def random_case(n: int, d: int, n_buckets: int, c: int, causal: bool, lengths: list[int]) -> tuple[torch.Tensor, ...]:
+    x, v = (torch.randn(B, H, n, d, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    return x, v, cut(random_buckets(n, n_buckets, lengths), n_buckets, c, causal)
+
+
+@pytest.mark.parametrize("form", [attend_in_chunks, plain_attend_in_chunks])
 @pytest.mark.parametrize("causal", [True, False])
-def test_nothing_of_size_n_squared_is_made(causal: bool):
+@pytest.mark.parametrize(
+    ("n", "c", "at_once"),
+    [
+        (60, 3, 2**17),
+        (200, 32, 2**17),
+        (200, 64, 2**13),  # blocks of half a chunk, two or more at once
+        (300, 96, 1),  # blocks of a third, one at a time
+        (500, 128, 2**17),  # of a quarter
+    ],
+)
+def test_output_and_gradients_equal_the_definition(monkeypatch, form, causal: bool, n: int, c: int, at_once: int):
+    monkeypatch.setattr(sys.modules[attend_in_chunks.__module__], "_SCORES", at_once)
+    n_buckets = 2
+    x, v, chunks = random_case(n, 4, n_buckets, c, causal, [n, n - 17])
+    weights = torch.randn_like(v)
+    weights[1, :, n - 17 :] = 0  # padding
+    out = form(x, v, chunks.places, chunks, n_buckets, c, causal=causal)
+    assert out.isfinite().all()
+    expected = by_definition(x, v, chunks.places, n_buckets, causal).masked_fill(weights == 0, 0)
+    torch.testing.assert_close(out.masked_fill(weights == 0, 0), expected)
+    found, wanted = (torch.autograd.grad(y, (x, v), weights) for y in (out, expected))
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e3])
+def test_by_hand_float32_is_near(scale: float):
+    """Where all rounds see nothing, and where of two keys that are seen one has all the weight."""
+    x, v, chunks = random_case(200, 8, 2, 64, True, [200, 200])
+    x = (scale * x).detach().requires_grad_()
+    expected = plain_attend_in_chunks(x, v, chunks.places, chunks, 2, 64, causal=True)
+    wanted = torch.autograd.grad(expected.square().sum(), (x, v))
+    x, v = (t.detach().float().requires_grad_() for t in (x, v))
+    out = attend_in_chunks(x, v, chunks.places, chunks, 2, 64, causal=True)
+    assert out.dtype == torch.float32
+    for a, b in zip((out, *torch.autograd.grad(out.square().sum(), (x, v))), (expected, *wanted), strict=True):
+        assert (a - b).norm() <= 1e-4 * b.norm()
+
+
+def test_the_operators_are_what_torch_expects():
+    """Shapes, layouts and aliases are those announced to torch.compile."""
+    x, v, chunks = random_case(7, 4, 2, 2, True, [7, 5])
+    x = x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    grid, before = torch.zeros(B, H, R, chunks.n_chunks, 2, dtype=torch.long), torch.zeros(B, dtype=torch.long)
+    places = torch.zeros_like(chunks.places)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")  # the laws compile it
+    given = (x, v, places, grid, chunks.slots, before, 2, True)
+    torch.library.opcheck(torch.ops.lit_effattn.lsh.default, given, test_utils=checks)
+    x, v = x.detach(), v.detach()
+    found = torch.ops.lit_effattn.lsh(x, v, places, grid, chunks.slots, before, 2, True)
+    given = (found[0], x, v, places, grid, before, *found, 2, True)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.lit_effattn.lsh_backward.default, given, test_utils=checks)
+
+
+def test_what_has_no_second_derivative_says_so():
+    x, v, chunks = random_case(6, 4, 2, 2, True, [6, 6])
+    out = attend_in_chunks(x, v, chunks.places, chunks, 2, 2, causal=True)
+    (g,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="plain_attend_in_chunks has"):
+        g.sum().backward()
+
+
+@pytest.mark.parametrize("form", [attend_in_chunks, plain_attend_in_chunks])
+@pytest.mark.parametrize("causal", [True, False])
+def test_nothing_of_size_n_squared_is_made(form, causal: bool):
     n, c, n_buckets, d = 2048, 16, 128, 8
     x, v = (torch.randn(1, 1, n, d) for _ in range(2))
     buckets = hash_buckets(x, torch.randn(1, 1, d, n_buckets // 2))
-    chunks = ranked_chunks(buckets, n_buckets, c)[0] if causal else sorted_chunks(buckets, n_buckets, c)
+    chunks = cut(buckets, n_buckets, c, causal)
 
     def attend(x, v):
-        return attend_in_chunks(x, v, chunks.places, chunks, n_buckets, c, causal=causal)
+        return form(x, v, chunks.places, chunks, n_buckets, c, causal=causal)
 
     assert chunks.n_chunks <= n // c + n_buckets
     assert largest_in_training(attend, x, v) <= 2 * n * 2 * c < n * n // 10
+
+
+def test_by_hand_little_is_made_beside_outputs_and_gradients(monkeypatch):
+    """No scores of all chunks, nor vectors of all slots."""
+    monkeypatch.setattr(sys.modules[attend_in_chunks.__module__], "_SCORES", 2**11 // torch.get_num_threads())
+    n, c, n_buckets, d = 2048, 32, 64, 8
+    x, v = (torch.randn(1, 1, n, d, requires_grad=True) for _ in range(2))
+    chunks = cut(hash_buckets(x, torch.randn(R, 1, d, n_buckets // 2)), n_buckets, c, True)
+    with Made() as made:
+        out = attend_in_chunks(x, v, chunks.places, chunks, n_buckets, c, causal=True)
+        torch.autograd.grad(out, (x, v), torch.rand_like(out))
+    of_slots = R * chunks.n_chunks * c + R
+    assert made.large(of_slots) == [] or max(made.sizes) <= (chunks.n_chunks * c + 1) * d
+    assert max(made.sizes) < R * n * c // 4

@@ -221,8 +221,9 @@ class PixelDataset(Dataset[Tensor], ABC):
         """Fresh copies of the images (B, H, W, C), uint8."""
 
     def __getitem__(self, indices: list[int]) -> Tensor:
-        images = self.read([i % len(self) for i in indices])
-        mirrored = torch.tensor([i >= len(self) for i in indices])
+        n = len(self)
+        images = self.read([i % n for i in indices])
+        mirrored = torch.tensor([i >= n for i in indices])
         images[mirrored] = images[mirrored].flip(2)
         return _quantise(images, self.native_levels, self.n_levels).flatten(1)  # (B, H, W, C) -> (B, N)
 
@@ -239,7 +240,7 @@ class ImageArray(PixelDataset):
 
     def read(self, indices: list[int]) -> Tensor:
         """Fresh copies of the images (B, H, W, C), uint8."""
-        return self.images[indices]
+        return self.images[torch.tensor(indices)]  # a list would be looked at number by number
 
 
 class ImageFiles(PixelDataset):

@@ -208,6 +208,13 @@ def test_by_hand_float32_is_near(scale: float):
         assert (a - b).norm() <= 1e-4 * b.norm()
 
 
+def test_by_hand_what_is_alone_asks_nothing():
+    """Its score with itself is no product, so it has exactly no gradient."""
+    x, v, chunks = random_case(1, 64, 2, 4, True, [1, 1])
+    out = attend_in_chunks(x, v, chunks.places, chunks, 2, 4, causal=True)
+    assert not torch.autograd.grad(out, x, torch.randn_like(out))[0].any()
+
+
 def test_the_operators_are_what_torch_expects():
     """Shapes, layouts and aliases are those announced to torch.compile."""
     x, v, chunks = random_case(7, 4, 2, 2, True, [7, 5])

@@ -6,9 +6,11 @@ import argparse
 import ctypes
 import os
 import shlex
+import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from functools import partial
 from itertools import islice
@@ -51,6 +53,9 @@ NOTES = [
     "Figures are median (min–max) over the rounds, in which all take turns; ratios and differences are taken round by "
     f"round. ms/step: the mean of a round's steps, after {WARM} to warm up. first step: of a fit before the rounds, "
     "which starts the loader, and compiles; torch keeps on the disk what an earlier run has compiled.",
+    "around: what is left of a step of `fit` without the model's forward pass, backward pass, clipping and optimiser, "
+    "all timed in that step: what a bare loop would save, free of how the machine's speed changes from step to step. "
+    "On the CPU alone; a GPU works on meanwhile.",
     "Peak memory: above what the process held when the step began, over one step after the timed ones. On CUDA the "
     "allocator's, else resident memory, for compiled code asks no operator for what it needs.",
 ]
@@ -63,6 +68,7 @@ class Probe(NamedTuple):
     step: float  # seconds of each of the timed ones, the mean
     tokens: int  # in each
     grown: int | None  # bytes
+    around: float | None = None  # seconds of each of the timed ones in none of what a bare loop does, the mean
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,10 +104,11 @@ def _compare(config: str, args: argparse.Namespace) -> list[Row]:
         probes = interleaved(f"fit, {config}", measures, args.repeats)
     seconds = {name: Spread(tuple(p.step for p in of)) for name, of in probes.items()}
     grown = {name: _spread([p.grown for p in of]) for name, of in probes.items()}
+    around = {name: _spread([p.around for p in of]) for name, of in probes.items()}
     plain = grown["fit"]
     rows: list[Row] = []
     for name, of in probes.items():
-        peak = grown[name]
+        peak, rest = grown[name], around[name]
         rows.append(
             {
                 "configuration": config,
@@ -112,6 +119,8 @@ def _compare(config: str, args: argparse.Namespace) -> list[Row]:
                 "tokens/s": Spread(tuple(p.tokens / p.step for p in of)),
                 "tokens/s ÷ bare loop's": seconds[BARE] / seconds[name],
                 "ms/step − bare loop's": _over(seconds[name], seconds[BARE]),
+                "around, ms/step": None if rest is None else rest.map(lambda s: 1000 * s),
+                "around ÷ step": None if rest is None else rest / seconds[name],
                 "tokens/s ÷ fit's": seconds["fit"] / seconds[name],
                 "peak memory, MiB": None if peak is None else peak.map(lambda b: b / MIB),
                 "peak memory ÷ fit's": None if peak is None or plain is None else peak / plain,
@@ -124,9 +133,9 @@ def _over(one: Spread, other: Spread) -> Spread:
     return Spread(tuple(1000 * (a - b) for a, b in zip(one.samples, other.samples, strict=True)))
 
 
-def _spread(sizes: list[int | None]) -> Spread | None:
-    known = [float(size) for size in sizes if size is not None]
-    return Spread(tuple(known)) if len(known) == len(sizes) else None
+def _spread(figures: Sequence[float | None]) -> Spread | None:
+    known = [float(x) for x in figures if x is not None]
+    return Spread(tuple(known)) if len(known) == len(figures) else None
 
 
 # -------------------------------------------------------------------------------------------------------- the command
@@ -145,19 +154,65 @@ class Clock(pl.Callback):
     def __init__(self, steps: int) -> None:
         self.steps = steps
         self.ends: list[float] = []
+        self.unwatch: list[Callable[[], None]] = []
         self.tokens = 0
         self.grown: int | None = None
+        self.inside: list[float] = []  # seconds of a step in what a bare loop does too
         self._before: int | None = None
+        self._began = 0.0
         Clock.last = self
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin."""
         self.trainer, self.model = trainer, pl_module
         self.device = pl_module.device
+        if self.device.type == "cpu":
+            self._watch(pl_module)
         self.ends.append(now(self.device))
+
+    def _watch(self, model: Any) -> None:
+        """Time what a bare loop does too: see the hooks below for the backward pass and where clipping begins."""
+        objective = model._objective
+
+        def timed(*args: Any) -> Any:
+            self._begin()
+            found = objective(*args)
+            self._end()
+            return found
+
+        model._objective = timed
+        self.unwatch = [
+            optimizer.register_step_post_hook(lambda *_: self._end()).remove for optimizer in self.trainer.optimizers
+        ]
+        self.unwatch.append(lambda: setattr(model, "_objective", objective))
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Leave the model as it was."""
+        for undo in self.unwatch:
+            undo()
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+        """Begin with the backward pass."""
+        self._begin()
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """End it."""
+        self._end()
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        """Begin with clipping and the optimiser's update."""
+        self._begin()
+
+    def _begin(self) -> None:
+        self._began = time.perf_counter()
+
+    def _end(self) -> None:
+        if self.inside:
+            self.inside[-1] += time.perf_counter() - self._began
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Watch the memory of the step after the timed ones."""
+        self.inside.append(0.0)
         if len(self.ends) > WARM + self.steps:
             self._before = _held(self.device)
 
@@ -169,7 +224,10 @@ class Clock(pl.Callback):
 
     def probe(self) -> Probe:
         """Return what was measured."""
-        return _probe(self.ends, self.tokens, self.grown)
+        probe = _probe(self.ends, self.tokens, self.grown)
+        if self.device.type != "cpu":
+            return probe
+        return probe._replace(around=probe.step - statistics.fmean(self.inside[WARM : WARM + self.steps]))
 
 
 def fit(config: str, flags: list[str], steps: int, device: torch.device, root: str) -> Clock:

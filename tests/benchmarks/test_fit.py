@@ -2,6 +2,7 @@ import copy
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from benchmarks import __main__ as command
 from benchmarks.fit import WARM, Bare, Clock, fit
+from lit_effattn.tasks import PixelModel
 
 TINY = "--model.backbone.d_model 8 --model.backbone.n_heads 2 --model.backbone.n_layers 1 --data.batch_size 2"
 DIGITS = f"{TINY} --model.lr_scheduler null"
@@ -62,6 +64,28 @@ def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         )
         assert row["tokens/s"]["samples"] == pytest.approx([2 * 64 * 1000 / ms for ms in steps[name]])
     assert "Epoch" not in capsys.readouterr().out  # the progress bar's
+
+
+def test_around_is_what_a_bare_loop_does_not_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Sleeps are lower bounds: no machine is too slow, or too busy, for this."""
+
+    def slower(owner: object, name: str, seconds: float) -> None:
+        was = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, **options: (time.sleep(seconds), was(*args, **options))[1])
+
+    slower(PixelModel, "objective", 0.04)
+    slower(torch.Tensor, "backward", 0.02)
+    slower(torch.nn.utils, "clip_grad_norm_", 0.01)
+    slower(PixelModel, "log", 0.03)  # around the model
+    clock = fit(str(CONFIGS / "digits_linear.yaml"), DIGITS.split(), 2, CPU, str(tmp_path))
+    probe = clock.probe()
+    assert probe.around is not None
+    assert probe.around >= 0.03
+    assert probe.step - probe.around >= 0.04 + 0.02 + 0.01
+    assert clock.model._objective is PixelModel.objective
+    before = [*clock.inside]
+    Bare(clock, 2, CPU)()
+    assert clock.inside == before
 
 
 def test_an_epoch_that_is_too_short_is_refused():

@@ -21,6 +21,9 @@ from benchmarks.report import Report, Row
 from lit_effattn.ops.favor import causal_favor, draw_omega, log_offset
 from lit_effattn.ops.linear import causal_linear_attention, plain_causal_linear_attention
 
+SQUARE = 1024
+"""Rows and columns of the product that runs at full speed."""
+
 NOTES = [
     "Features of queries and keys (elu + 1 of normal numbers; Performer, which computes its own: the numbers divided "
     "by D^¼) and values are given; float32. Figures are median (min–max) over the rounds, in which all take turns; "
@@ -28,6 +31,8 @@ NOTES = [
     "products: every bmm and baddbmm that the form called, recorded from one call, recomputation included, run again "
     "by itself on operands of the same shapes and strides, which are in the cache as far as they fit. best products: "
     "those of linear at the chunk size of 32, 64, 128 and 256 at which they take least.",
+    "fewest products at full speed: linear's at whichever of those chunk sizes has the fewest operations, were they as "
+    f"fast as the product of two {SQUARE:,} × {SQUARE:,} matrices in the same round.",
     "peak: tensors alive at once above the inputs, those that wait for the backward pass included.",
     "difference: the largest of outputs and gradients from linear's, relative to linear's largest value.",
     "numerators: the library's C++ kernel alone, without denominators, which the row above adds as the library does.",
@@ -147,13 +152,16 @@ def _rows(n: int, forms: Mapping[str, Form], args: argparse.Namespace) -> list[R
             form = partial(_linear, causal_linear_attention, chunk)
             products[f"chunks of {chunk}"] = Products(partial(one_pass, form, inputs["linear"]))
         peaks = {name: peak_bytes(call, args.device) for name, call in calls.items()}
-        measures = {**calls, **{f"products of {name}": replay for name, replay in products.items()}}
+        measures: dict[str, Callable[[], Any]] = {**calls, "full speed": _square(args.device)}
+        measures |= {f"products of {name}": replay for name, replay in products.items()}
         for measure in measures.values():
             measure()  # what is allocated once
         clock = _cpu_seconds if args.cpu_time else partial(seconds_of, device=args.device)
         timed = interleaved(f"N {n}, {title}", {k: partial(clock, f) for k, f in measures.items()}, args.repeats)
         seconds = {name: Spread(tuple(samples)) for name, samples in timed.items()}
         best = min((seconds[f"products of chunks of {chunk}"] for chunk in CHUNKS), key=lambda s: s.median)
+        fewest = min(products[f"chunks of {chunk}"].multiplications for chunk in CHUNKS)
+        limit = seconds["full speed"].map(lambda s: s * fewest / SQUARE**3)  # noqa: B023, called at once
         rows += [
             {
                 "N": n,
@@ -162,6 +170,7 @@ def _rows(n: int, forms: Mapping[str, Form], args: argparse.Namespace) -> list[R
                 "ms": seconds[name].map(lambda s: 1000 * s),
                 "time ÷ its products'": seconds[name] / seconds[f"products of {name}"] if name in OURS else "—",
                 "time ÷ best products'": "—" if name == "performer" else seconds[name] / best,
+                "time ÷ fewest products' at full speed": "—" if name == "performer" else seconds[name] / limit,
                 "time ÷ linear's": seconds[name] / seconds["linear"],
                 "peak, MiB": peaks[name] / MIB,
                 "peak ÷ linear's": peaks[name] / peaks["linear"],
@@ -173,8 +182,12 @@ def _rows(n: int, forms: Mapping[str, Form], args: argparse.Namespace) -> list[R
 
 
 def _absent(n: int, name: str) -> list[Row]:
-    figures = ("ms", "time ÷ its products'", "time ÷ best products'", "time ÷ linear's", "peak, MiB", "peak ÷ linear's")
-    return [{"N": n, "pass": title, "form": name, **dict.fromkeys(figures), "difference": None} for title in PASSES]
+    return [{"N": n, "pass": title, "form": name, **dict.fromkeys(FIGURES)} for title in PASSES]
+
+
+def _square(device: torch.device) -> Callable[[], Any]:
+    a, b, out = (torch.ones(SQUARE, SQUARE, device=device) for _ in range(3))
+    return partial(torch.mm, a, b, out=out)
 
 
 def _cpu_seconds(function: Callable[[], Any]) -> float:
@@ -229,6 +242,7 @@ class Products(TorchDispatchMode):
         super().__init__()
         self.operands: dict[Any, Tensor] = {}
         self.calls: list[Callable[[], Any]] = []
+        self.multiplications = 0  # of numbers
         with self:
             function()
 
@@ -238,6 +252,7 @@ class Products(TorchDispatchMode):
         if is_written_in_python(func, args):
             return look_inside(self, func, args)
         if func in PRODUCTS:
+            self.multiplications += args[-2].numel() * args[-1].size(-1)
             self.calls.append(partial(func, *(self._like(t, i) for i, t in enumerate(args)), **(kwargs or {})))
         return func(*args, **(kwargs or {}))
 
@@ -255,5 +270,15 @@ class Products(TorchDispatchMode):
             call()
 
 
+FIGURES = (
+    "ms",
+    "time ÷ its products'",
+    "time ÷ best products'",
+    "time ÷ fewest products' at full speed",
+    "time ÷ linear's",
+    "peak, MiB",
+    "peak ÷ linear's",
+    "difference",
+)
 PRODUCTS = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default, torch.ops.aten.baddbmm_.default)
 OURS = ("linear", "linear, plain", "performer")

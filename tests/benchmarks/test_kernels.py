@@ -44,6 +44,7 @@ def test_peers_are_compared_and_absent_ones_said(args, monkeypatch, capsys):
         assert 0 < rows[title, "one"]["difference"] < 1e-5
         assert rows[title, "one, flawed"]["difference"] == pytest.approx(0.5, rel=1e-3)
         assert rows[title, "linear"]["time ÷ linear's"].samples == (1.0, 1.0)
+        assert rows[title, "performer"]["time ÷ fewest products' at full speed"] == "—"
         for form in forms[:-1]:
             assert rows[title, form]["ms"].median > 0
             assert rows[title, form]["peak, MiB"] > 0
@@ -65,18 +66,35 @@ def test_products_are_all_that_a_pass_performs_recomputation_included():
         torch.autograd.grad(out.sum(), (q, k, v))
 
     products = kernels.Products(both_ways)
-    found = sum(multiplications(call.func, *call.args) for call in products.calls)
-    expected = 0
-    for c in [C] * (N // C) + [N % C]:
-        forward = c * c * f + c * c * d + 2 * c * f * d + c * f  # scores, times v, q S, kᵀv; q z
-        backward = 2 * c * f * d  # dq from S, S again
-        backward += c * c * (f + d) + c * c * (2 * f + d) + 3 * c * f * d + c * f  # scores again, their gradients; …
-        expected += H * (forward + backward)
-    assert found == expected
+    assert products.multiplications == multiplications(f, d, C)
     products()  # it runs
     assert len(products.operands) < len(products.calls)
 
 
-def multiplications(func, *tensors) -> int:
-    a, b = tensors[-2:]
-    return a.size(0) * a.size(1) * a.size(2) * b.size(2)
+def multiplications(f: int, d: int, chunk: int, *, backward: bool = True) -> int:
+    """Of the formulas of the forward and of the backward sweeps, chunk by chunk."""
+    total = 0
+    for c in [chunk] * (N // chunk) + [N % chunk]:
+        total += c * c * f + c * c * d + 2 * c * f * d + c * f  # scores, times v, q S, kᵀv; q z
+        if backward:
+            total += 2 * c * f * d  # dq from S, S again
+            total += c * c * (f + d) + c * c * (2 * f + d) + 3 * c * f * d + c * f  # scores again, their gradients; …
+    return H * total
+
+
+def test_the_limit_is_the_fewest_operations_at_the_speed_of_a_large_product(args, monkeypatch):
+    monkeypatch.setattr(kernels, "PEERS", {})
+    monkeypatch.setattr(kernels, "seconds_of", lambda function, device: 2.0 if function == "square" else 3.0)
+    monkeypatch.setattr(kernels, "_square", lambda device: Square("square"))
+    for row in kernels.run(args).rows:
+        if row["form"] != "performer":
+            fewest = multiplications(8, 8, min(kernels.CHUNKS), backward=row["pass"] != "forward")
+            limit = 2.0 * fewest / kernels.SQUARE**3
+            assert row["time ÷ fewest products' at full speed"].samples == pytest.approx((3.0 / limit,) * 2)
+
+
+class Square(str):
+    """Stands for the large product."""
+
+    def __call__(self) -> None:
+        """Take no time."""

@@ -1,31 +1,20 @@
 """Causal linear attention through kernels written in Triton: when they are used, and what autograd and compilers see.
 
-They are used on CUDA wherever they can be, after a trial beside the plain form, once on each GPU, type and width.
-`LIT_EFFATTN_KERNELS` in the environment forces a form: "plain", or "triton", which is then an error where it can't be
-had.
+`lit_effattn.ops.kernels` says when that is.
 """
 
 from __future__ import annotations
 
 import os
-import warnings
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lit_effattn.ops import kernels
+from lit_effattn.ops.kernels import KERNELS, by_position, on_device
 from lit_effattn.ops.linear import plain_causal_linear_attention
-
-KERNELS = "LIT_EFFATTN_KERNELS"
-"""The environment's variable that forces a form."""
-
-_INTERPRET = "TRITON_INTERPRET"  # Triton's own: its kernels then run in Python, on the CPU
-_WIDEST = 128  # columns of q or v: a head's sums stay in registers
-_TYPES = (torch.bfloat16, torch.float16, torch.float32)
-_OLDEST = (8, 0)  # compute capability, the first with TF32
 
 
 def use_kernels(q: Tensor, v: Tensor, *, elu: bool) -> bool:
@@ -47,70 +36,28 @@ def use_kernels(q: Tensor, v: Tensor, *, elu: bool) -> bool:
 
 @torch.compiler.assume_constant_result
 def _chosen(asked: str, device: torch.device, dtypes: tuple[torch.dtype, ...], width: int, elu: bool) -> bool:
-    if asked not in ("", "plain", "triton"):
-        raise ValueError(f"{KERNELS}={asked!r} in the environment is no form: plain or triton; unset, it is chosen")
-    if asked == "plain" or (asked == "" and device.type != "cuda"):
-        return False
-    obstacle = _obstacle(device, dtypes, width, elu)
-    if obstacle is None and asked == "":
-        obstacle = _failure(device, dtypes[0], width)
-    if obstacle is None:
-        return True
-    if asked == "triton":
-        raise RuntimeError(f"{KERNELS}=triton, but the kernels of linear attention can't be used: {obstacle}")
-    _notice(obstacle)
-    return False
-
-
-def _obstacle(device: torch.device, dtypes: tuple[torch.dtype, ...], width: int, elu: bool) -> str | None:
-    if device.type != "cuda" and not (device.type == "cpu" and os.environ.get(_INTERPRET) == "1"):
-        return f"the tensors are on {device}; they are for CUDA (and, with {_INTERPRET}=1, for tests on the CPU)"
-    if find_spec("triton") is None:
-        return "triton is not installed: pip install triton"
-    if device.type == "cuda" and torch.version.hip is not None:
-        return "they are for NVIDIA's GPUs, and this is ROCm"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _OLDEST:
-        return f"{torch.cuda.get_device_name(device)} is older than compute capability {_OLDEST[0]}.{_OLDEST[1]}"
-    if not elu:
-        return "their feature map is elu + 1 (EluFeatureMap), and another was given"
-    for dtype in dtypes:
-        if dtype not in _TYPES:
-            return f"{dtype} is none of their types; choose torch.float32 or less"
-    if width > _WIDEST:
-        return f"heads of width {width} are wider than {_WIDEST}; choose more heads"
-    return None
+    obstacle = None if elu else "their feature map is elu + 1 (EluFeatureMap), and another was given"
+    return kernels.chosen(
+        "linear attention", asked, device, dtypes, width, obstacle, lambda: _failure(device, dtypes[0], width)
+    )
 
 
 @cache
 def _failure(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
-    """Try them, once, beside the plain form: no GPU was at hand when they were written."""
-    random = torch.Generator().manual_seed(0)
-    try:
-        with torch.inference_mode(False), torch.enable_grad():
-            q, k, v, g = (torch.randn(1, 2, 150, width, generator=random).to(device, dtype) for _ in range(4))
-            inputs = [t.requires_grad_() for t in (q, k, v)]
-            s, z = (torch.zeros(1, 2, *shape, device=device) for shape in ((width, width), (width,)))
-            out, *_ = elu_linear_attention(q, k, v, s, z)
-            found = [out.detach(), *torch.autograd.grad(out, inputs, g)]
-            fq, fk = (torch.where(t > 0, t + 1, t.clamp(max=0).exp()) for t in (q.float(), k.float()))
-            out, *_ = plain_causal_linear_attention(fq, fk, v.float(), s, z)
-            wanted = [out.detach(), *torch.autograd.grad(out, inputs, g.float())]
-        worst = max(
-            float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(found, wanted, strict=True)
-        )
-    except Exception as error:  # of Triton's compiler, of the driver: there are many kinds
-        return f"tried on {device} in {dtype}, they fail: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    # bfloat16 rounds to 2⁻⁹; what is wrong is off by far more. NaN is not less, either.
-    return None if worst < 0.02 else f"tried on {device} in {dtype}, they are off by {worst:.1%}"
+    """Try them, once, beside the plain form."""
 
+    def compare() -> tuple[list[Tensor], list[Tensor]]:
+        random = torch.Generator().manual_seed(0)
+        q, k, v, g = (torch.randn(1, 2, 150, width, generator=random).to(device, dtype) for _ in range(4))
+        inputs = [t.requires_grad_() for t in (q, k, v)]
+        s, z = (torch.zeros(1, 2, *shape, device=device) for shape in ((width, width), (width,)))
+        out, *_ = elu_linear_attention(q, k, v, s, z)
+        found = [out.detach(), *torch.autograd.grad(out, inputs, g)]
+        fq, fk = (torch.where(t > 0, t + 1, t.clamp(max=0).exp()) for t in (q.float(), k.float()))
+        out, *_ = plain_causal_linear_attention(fq, fk, v.float(), s, z)
+        return found, [out.detach(), *torch.autograd.grad(out, inputs, g.float())]
 
-@cache
-def _notice(obstacle: str) -> None:
-    warnings.warn(
-        f"linear attention runs in its plain form, several times slower than its kernels, which can't be used: "
-        f"{obstacle}. {KERNELS}=plain in the environment silences this",
-        stacklevel=4,
-    )
+    return kernels.off(device, dtype, compare)
 
 
 def elu_linear_attention(
@@ -152,15 +99,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, lengths: Tenso
     for (name, expected), t in zip(shapes.items(), (k, v, s, z, lengths), strict=True):
         if t is not None and t.shape != expected:
             raise ValueError(f"{name} has shape {tuple(t.shape)}; with q of {tuple(q.shape)} it should be {expected}")
-    for name, t in (("s", s), ("z", z)):
-        if t.dtype != torch.float32:
-            raise ValueError(f"{name} is {t.dtype}; sums are torch.float32: {name}.float()")
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if t.dtype not in _TYPES or t.size(-1) > _WIDEST:
-            raise ValueError(
-                f"{name} is {t.dtype} of width {t.size(-1)}; expected bfloat16, float16 or float32, and at most "
-                f"{_WIDEST}: `causal_linear_attention` takes any"
-            )
+    kernels.refuse_others({"s": s, "z": z}, {"q": q, "k": k, "v": v}, "causal_linear_attention")
 
 
 # --------------------------------------------------------------- operators, which autograd and compilers see as a whole
@@ -180,7 +119,7 @@ torch.library.define(
 def _forward(q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     from lit_effattn.ops import linear_triton  # here, since importing Triton takes time, and not all have it
 
-    with _on(q):
+    with on_device(q):
         return linear_triton.forward(q, *others)
 
 
@@ -188,13 +127,8 @@ def _forward(q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _backward(g: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from lit_effattn.ops import linear_triton
 
-    with _on(g):
+    with on_device(g):
         return linear_triton.backward(g, *others)
-
-
-def _on(t: Tensor) -> AbstractContextManager[Any]:
-    """Make `t`'s GPU the current one: where Triton launches."""
-    return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
 
 
 @torch.library.register_fake("lit_effattn::elu_linear")
@@ -207,12 +141,6 @@ def _shapes_backward(
     g: Tensor, g_s: Tensor, g_z: Tensor, q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return by_position(q), by_position(k), by_position(v), s.new_empty(s.shape), z.new_empty(z.shape)
-
-
-def by_position(like: Tensor) -> Tensor:
-    """Return room for (B, H, N, D), laid out (B, N, H, D): what joins the heads again then copies nothing."""
-    b, h, n, d = like.shape
-    return like.new_empty(b, n, h, d).transpose(1, 2)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_effattn.ops.linear_kernels import by_position
+from lit_effattn.ops.kernels import by_position
 
 CHUNK = 64
 """C: the least that a warp group's matrix product takes, and a wider triangle is more work."""

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from lit_effattn.attention import LinearAttention, ReluFeatureMap
-from lit_effattn.ops import linear_kernels
-from lit_effattn.ops.linear_kernels import KERNELS, elu_linear_attention, use_kernels
+from lit_effattn.ops import kernels, linear_kernels
+from lit_effattn.ops.kernels import KERNELS
+from lit_effattn.ops.linear_kernels import elu_linear_attention, use_kernels
 
 pytest.importorskip("triton")
 from lit_effattn.ops import linear_triton
@@ -278,10 +279,10 @@ class Tensors:
 @pytest.fixture(autouse=True)
 def _unsaid(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(KERNELS, raising=False)
-    linear_kernels._notice.cache_clear()
+    kernels._notice.cache_clear()
     monkeypatch.setattr(linear_kernels, "_failure", lambda *of: None)  # there is no GPU to try them on
     yield
-    linear_kernels._notice.cache_clear()
+    kernels._notice.cache_clear()
 
 
 @pytest.fixture
@@ -317,7 +318,7 @@ def test_the_plain_form_on_cuda_is_said_once(q, v, elu: bool, numbers, reason: s
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not use_kernels(q, v, elu=elu)
-        linear_kernels._notice.cache_clear()
+        kernels._notice.cache_clear()
         monkeypatch.setenv(KERNELS, "plain")
         assert not use_kernels(q, v, elu=elu)
     monkeypatch.setenv(KERNELS, "triton")
@@ -366,7 +367,7 @@ def test_what_is_forced(capability, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(RuntimeError, match=r"the tensors are on cpu.*TRITON_INTERPRET=1"):
         use_kernels(Tensors("cpu"), Tensors("cpu"), elu=True)
-    monkeypatch.setattr(linear_kernels, "find_spec", lambda name: None)
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match="pip install triton"):
         use_kernels(Tensors(), Tensors(), elu=True)
     monkeypatch.setenv(KERNELS, "cuda")

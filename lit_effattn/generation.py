@@ -258,13 +258,15 @@ def _on_cuda(device: torch.device) -> bool:
 def _recorded(run: Callable[[], None], device: torch.device) -> Callable[[], None]:
     """Run once, and return what runs the same kernels again without Python."""
     with torch.cuda.device(device):
+        # One stream for both, of this device: what was compiled may be guarded by its stream, and torch's own stream
+        # for recording is of the device that recorded first in this process.
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             run()  # compiles, and allocates what is allocated once
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # threads that load data go on
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):  # threads that load data go on
             run()  # is recorded, not run
     return graph.replay
 

@@ -58,7 +58,8 @@ class SparseAttention(Attention):
     Time and memory O(N (l + N/l)) strided, O(N (l + c N/l)) fixed: O(N √N) for l = √N, training included. State:
     strided, all keys and values (local alone: the newest l − 1); fixed, the current block and the summary columns.
     One more position costs O(l + N/l) or O(l + c N/l) where the state is made with `max_len` and given away; a state
-    that grows is copied each time. Fixed ones grow by whole blocks: off the CPU, each call then waits for the device.
+    that grows is copied each time. Fixed ones grow by whole blocks: off the CPU, each call that goes on from one waits
+    for the device.
     Splitting a stream changes nothing; the pattern follows each row's position. On CUDA, merged sets can be had through
     FlexAttention, without scores in memory: see `lit_effattn.ops.flex`.
 
@@ -255,7 +256,7 @@ class SparseAttention(Attention):
         start = None if state is None else state.length
         before = self.initial_state(q.size(0), device=q.device, dtype=k.dtype) if state is None else state
         assert isinstance(before, SummaryCache | FixedSummaryCache)
-        cache = self._with_room(before, q.size(2))
+        cache = self._with_room(before, q.size(2), begun=state is not None)
         summary = [
             _with_summaries(stored, new[:, self._distant], before.length, self.stride, self._columns)
             for stored, new in ((cache.summary_keys, k), (cache.summary_values, v))
@@ -267,8 +268,10 @@ class SparseAttention(Attention):
         ]
         return y, type(cache)(block[0], block[1], summary[0], summary[1], before.length + seen)
 
-    def _with_room(self, cache: SummaryCache | FixedSummaryCache, n: int) -> SummaryCache | FixedSummaryCache:
-        """Add summary slots, or check that there are enough, for `n` more positions."""
+    def _with_room(
+        self, cache: SummaryCache | FixedSummaryCache, n: int, *, begun: bool
+    ) -> SummaryCache | FixedSummaryCache:
+        """Add summary slots, or check that there are enough, for `n` more positions; none before, unless `begun`."""
         if cache.summary_keys.size(1) == 0:
             return cache
         room = cache.summary_keys.size(2) // self.summary  # blocks
@@ -279,7 +282,7 @@ class SparseAttention(Attention):
                     f"{int(cache.length.max())} positions and is given {n} more; raise max_len"
                 )
             return cache
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not begun:
             more = -(-n // self.stride)  # no row can need more, wherever it stands
         else:
             more = max(0, -(-(int(cache.length.max()) + n) // self.stride) - room)

@@ -1,0 +1,105 @@
+"""The laws on a GPU that is not there: tensors without numbers, which know their shapes and that they are on CUDA.
+
+An operator that is given tensors of two devices is refused, and so is a look at a number, for which a GPU's user waits.
+What was computed is nothing that can be compared; that backward passes follow the forward ones, autograd sees to.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lit_effattn import sequence
+from lit_effattn.adaptive import AdaptiveHead
+from lit_effattn.generation import _advance, _Model, _Sampling
+from lit_effattn.heads import CategoricalHead, MixtureOfLogisticsHead
+from lit_effattn.ops import continuous
+from lit_effattn.ops.linear_kernels import KERNELS
+from lit_effattn.positions import GridPositions
+from lit_effattn.sequence import SequenceModule
+from tests.laws.cases import CASES, LINEAR, Case, stack
+from tests.laws.tools import each
+
+# cuDNN's recurrence asks the driver. Turning queries is one thing for all kinds, and `Transformer-rotary-post` does it.
+HERE = [case for case in CASES if not case.rotary and not case.name.startswith("LSTM")]
+
+
+class Stays(TorchDispatchMode):
+    """Refuses what brings tensors from one device to another; numbers may come from the CPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given, made = ([t for t in tree_leaves(tree) if isinstance(t, Tensor)] for tree in ((args, kwargs), out))
+        moved = any(t.is_cuda for t in given) and not all(t.is_cuda for t in made)
+        assert not moved, f"{func} of {given} made {made}"
+        assert all(t.is_cuda for t in (*given, *made) if t.dim()), f"{func} of {given} made {made}"
+        return out
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTensorMode]:
+    monkeypatch.setenv(KERNELS, "plain")
+    yield FakeTensorMode(allow_non_fake_inputs=True)
+    for kept in (continuous.basis_of, continuous.fit_matrix, continuous.refit_matrix):
+        kept.cache_clear()  # lest others get what has no numbers
+
+
+def moved(case: Case, gpu: FakeTensorMode) -> SequenceModule:
+    module = case.build(torch.float32)
+    with gpu:
+        module.to("cuda")
+    assert {t.device.type for t in (*module.parameters(), *module.buffers())} == {"cuda"}
+    return module
+
+
+@each(HERE)
+def test_training_stays_on_its_device_and_waits_for_nothing(case: Case, gpu: FakeTensorMode):
+    module = moved(case, gpu).train()
+    with gpu, Stays():
+        x = torch.zeros(2, 2 * case.unit + 1, module.d_input, device="cuda")
+        lengths = torch.ones(2, dtype=torch.long, device="cuda")
+        for there in (None, lengths):
+            y, state = module(x, None, there)
+            sequence.losses(state)
+            assert all(t.device.type == "cuda" for t in (y, *sequence.tensors(state)))
+
+
+@each([case for case in HERE if case.causal])
+def test_generation_stays_on_its_device_and_waits_for_nothing(case: Case, gpu: FakeTensorMode):
+    """A state that grows may wait, as `SparseAttention` says; not one made with `max_len`."""
+    module = moved(case, gpu)
+    with gpu, Stays(), torch.no_grad(), sequence.donated():
+        x = torch.zeros(2, case.unit + 2, module.d_input, device="cuda")
+        rows = torch.ones(2, dtype=torch.long, device="cuda")
+        state = module.initial_state(2, max_len=case.unit + 3)
+        for segment in x.split([case.unit + 1, 1], 1):
+            y, state = module(segment, state)
+        y, state = module(x[:, :1], sequence.select(module.reset(state, rows > 0), rows))
+        assert all(t.device.type == "cuda" for t in (y, *sequence.tensors(state)))
+
+
+@pytest.mark.parametrize(
+    "head",
+    [CategoricalHead, MixtureOfLogisticsHead, partial(AdaptiveHead, cutoffs=[2, 5], div_value=2)],
+    ids=["categorical", "logistics", "adaptive"],
+)
+@pytest.mark.parametrize("sampling", [_Sampling(0.0), _Sampling(0.5, 3, 0.9)])
+def test_a_generated_token_stays_on_its_device_and_waits_for_nothing(
+    head: Any, sampling: _Sampling, gpu: FakeTensorMode
+):
+    """So it can be recorded as a graph."""
+    make = stack(LINEAR, positions=partial(GridPositions, shape=(2, 3, 1)))
+    parts = nn.ModuleList([make(8, 2, True), nn.Embedding(9, 8), head(8, 9)])
+    with gpu:
+        parts.to("cuda")
+    backbone, embedding, made = parts
+    with gpu, Stays(), torch.no_grad():
+        tokens = torch.zeros(2, 1, dtype=torch.long, device="cuda")
+        uniform = torch.zeros(2, dtype=torch.float64, device="cuda")
+        _advance(_Model(backbone, embedding, made, sampling), tokens, uniform, backbone.initial_state(2, max_len=6))

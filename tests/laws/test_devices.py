@@ -27,7 +27,7 @@ from tests.laws.cases import CASES, LINEAR, Case, stack
 from tests.laws.tools import each
 
 # cuDNN's recurrence asks the driver. Turning queries is one thing for all kinds, and `Transformer-rotary-post` does it.
-HERE = [case for case in CASES if not case.rotary and not case.name.startswith("LSTM")]
+HERE = [case for case in CASES if not case.rotary and not case.name.startswith("LSTM") and "bias=" not in case.name]
 
 
 class Stays(TorchDispatchMode):
@@ -62,12 +62,10 @@ def moved(case: Case, gpu: FakeTensorMode) -> SequenceModule:
 def test_training_stays_on_its_device_and_waits_for_nothing(case: Case, gpu: FakeTensorMode):
     module = moved(case, gpu).train()
     with gpu, Stays():
-        x = torch.zeros(2, 2 * case.unit + 1, module.d_input, device="cuda")
-        lengths = torch.ones(2, dtype=torch.long, device="cuda")
-        for there in (None, lengths):
-            y, state = module(x, None, there)
-            sequence.losses(state)
-            assert all(t.device.type == "cuda" for t in (y, *sequence.tensors(state)))
+        x = torch.zeros(2, case.unit + 2, module.d_input, device="cuda")
+        y, state = module(x, None, None if case.causal else torch.ones(2, dtype=torch.long, device="cuda"))
+        sequence.losses(state)
+        assert all(t.is_cuda for t in (y, *sequence.tensors(state)))
 
 
 @each([case for case in HERE if case.causal])
@@ -75,13 +73,11 @@ def test_generation_stays_on_its_device_and_waits_for_nothing(case: Case, gpu: F
     """A state that grows may wait, as `SparseAttention` says; not one made with `max_len`."""
     module = moved(case, gpu)
     with gpu, Stays(), torch.no_grad(), sequence.donated():
-        x = torch.zeros(2, case.unit + 2, module.d_input, device="cuda")
+        x = torch.zeros(2, case.unit + 1, module.d_input, device="cuda")
         rows = torch.ones(2, dtype=torch.long, device="cuda")
-        state = module.initial_state(2, max_len=case.unit + 3)
-        for segment in x.split([case.unit + 1, 1], 1):
-            y, state = module(segment, state)
+        _, state = module(x, module.initial_state(2, max_len=case.unit + 2), rows)
         y, state = module(x[:, :1], sequence.select(module.reset(state, rows > 0), rows))
-        assert all(t.device.type == "cuda" for t in (y, *sequence.tensors(state)))
+        assert all(t.is_cuda for t in (y, *sequence.tensors(state)))
 
 
 @pytest.mark.parametrize(

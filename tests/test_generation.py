@@ -1,6 +1,9 @@
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -352,6 +355,42 @@ def test_a_recorded_step_is_taken_once_for_each_token(n_prompt: int, monkeypatch
     assert torch.equal(generate(*made, prompt, 9, compile=True), generate(*made, prompt, 9))
     assert events.count("record") == {1: 3, 3: 3}[n_prompt]  # rooms of 4, 8 and 16 positions
     assert events.count("record") + events.count("replay") == {1: 9, 3: 8}[n_prompt]
+
+
+def test_a_step_is_recorded_on_the_stream_that_compiled_it(monkeypatch: pytest.MonkeyPatch):
+    """Of the model's device: torch's own stream for recording is of whichever device recorded first."""
+    entered: list[object] = []
+
+    @contextmanager
+    def within(thing: object, **options: object) -> Iterator[None]:
+        entered.append(options.get("stream", thing))
+        yield
+        entered.pop()
+
+    class Stream:
+        def __init__(self) -> None:
+            assert entered == [torch.device("cuda:1")]
+
+        def wait_stream(self, other: object) -> None:
+            pass
+
+    class Graph:
+        replay = "replay"
+
+    for name, fake in {
+        "device": within,
+        "stream": within,
+        "graph": within,
+        "Stream": Stream,
+        "CUDAGraph": Graph,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Mock())
+    ran_on: list[object] = []
+    assert generation._recorded(lambda: ran_on.append(entered[-1]), torch.device("cuda:1")) == "replay"
+    first, second = ran_on
+    assert isinstance(first, Stream)
+    assert second is first
 
 
 def test_on_tokens_may_keep_what_it_is_shown(monkeypatch: pytest.MonkeyPatch):

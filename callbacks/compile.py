@@ -47,6 +47,6 @@ class Compile(pl.Callback):
         model: Any = pl_module
         if not hasattr(model, "compile_objective"):
             raise ValueError(f"Compile: {type(model).__name__} has no `compile_objective`; leave the callback out")
-        if self.backend == "inductor" and trainer.strategy.root_device.type == "cpu":
-            check_compiler("Compile")
+        if self.backend == "inductor":
+            check_compiler("Compile", trainer.strategy.root_device)
         model.compile_objective(self.backend)

@@ -122,8 +122,8 @@ def generate(
     check_sampling(temperature, top_k, top_p)
     if not backbone.causal:
         raise ValueError(f"{type(backbone).__name__} has causal=False: it sees the future, and can't generate")
-    if compile and BACKEND == "inductor" and prompt.device.type == "cpu":
-        check_compiler("compile=True")
+    if compile and BACKEND == "inductor":
+        check_compiler("compile=True", prompt.device)
     rows = len(prompt)
     uniform = torch.stack([_random_stream(seed, i, n_tokens) for i in range(rows)], 1).to(prompt.device)
     drawn = torch.empty(rows, n_tokens, dtype=torch.long, device=prompt.device)

@@ -89,9 +89,10 @@ def relative_flex_attention(
         out_i = Σ_j softmax_j(((q_i + u) · k_j + (q_i + w) · r_{i−j}) / √D) v_j
 
     (q + w) · r is computed first, for all queries and distances, and looked up by i − j: B · H · N · L numbers of q's
-    type, and as many of its gradient, L the distances that are seen: M + N, the window, or 2 N − 1 if not `causal`.
-    Nothing else has the size of the scores; the plain form keeps several such tensors for the backward pass. Blocks of
-    128 queries and keys that none sees, by `causal` and `window`, cost nothing; `there` and `first` save no time.
+    type, and as many of their gradient, which is added up in float32, L the distances that are seen: M + N, the window,
+    or 2 N − 1 if not `causal`. Nothing else has the size of the scores; the plain form keeps several such tensors for
+    the backward pass. Blocks of 128 queries and keys that none sees, by `causal` and `window`, cost nothing; `there`
+    and `first` save no time.
 
     On the CPU it is as slow and large as can be, and has no backward pass: for tests.
 

@@ -85,7 +85,6 @@ def test_generation_stays_on_its_device_and_waits_for_nothing(case: Case, gpu: F
     [CategoricalHead, MixtureOfLogisticsHead, partial(AdaptiveHead, cutoffs=[2, 5], div_value=2)],
     ids=["categorical", "logistics", "adaptive"],
 )
-@pytest.mark.parametrize("sampling", [_Sampling(0.0), _Sampling(0.5, 3, 0.9)])
 def test_a_generated_token_stays_on_its_device_and_waits_for_nothing(
     head: Any, sampling: _Sampling, gpu: FakeTensorMode
 ):
@@ -98,4 +97,9 @@ def test_a_generated_token_stays_on_its_device_and_waits_for_nothing(
     with gpu, Stays(), torch.no_grad():
         tokens = torch.zeros(2, 1, dtype=torch.long, device="cuda")
         uniform = torch.zeros(2, dtype=torch.float64, device="cuda")
-        _advance(_Model(backbone, embedding, made, sampling), tokens, uniform, backbone.initial_state(2, max_len=6))
+        _advance(
+            _Model(backbone, embedding, made, _Sampling(0.5, 3, 0.9)),
+            tokens,
+            uniform,
+            backbone.initial_state(2, max_len=6),
+        )

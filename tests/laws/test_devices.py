@@ -85,9 +85,7 @@ def test_generation_stays_on_its_device_and_waits_for_nothing(case: Case, gpu: F
     [CategoricalHead, MixtureOfLogisticsHead, partial(AdaptiveHead, cutoffs=[2, 5], div_value=2)],
     ids=["categorical", "logistics", "adaptive"],
 )
-def test_a_generated_token_stays_on_its_device_and_waits_for_nothing(
-    head: Any, sampling: _Sampling, gpu: FakeTensorMode
-):
+def test_a_generated_token_stays_on_its_device_and_waits_for_nothing(head: Any, gpu: FakeTensorMode):
     """So it can be recorded as a graph."""
     make = stack(LINEAR, positions=partial(GridPositions, shape=(2, 3, 1)))
     parts = nn.ModuleList([make(8, 2, True), nn.Embedding(9, 8), head(8, 9)])
@@ -97,9 +95,5 @@ def test_a_generated_token_stays_on_its_device_and_waits_for_nothing(
     with gpu, Stays(), torch.no_grad():
         tokens = torch.zeros(2, 1, dtype=torch.long, device="cuda")
         uniform = torch.zeros(2, dtype=torch.float64, device="cuda")
-        _advance(
-            _Model(backbone, embedding, made, _Sampling(0.5, 3, 0.9)),
-            tokens,
-            uniform,
-            backbone.initial_state(2, max_len=6),
-        )
+        model = _Model(backbone, embedding, made, _Sampling(0.5, 3, 0.9))
+        _advance(model, tokens, uniform, backbone.initial_state(2, max_len=6))

@@ -147,11 +147,12 @@ def _forward_rows(
     s, z = s.flatten(0, 1), z.flatten(0, 1)[:, None]  # (BH, F, D), (BH, 1, F)
     for *inputs, y, below in _chunks(chunk_size, q, k, v, out, denominator):
         q, k, v = (t.flatten(0, 1) for t in inputs)  # (B, H, C, ·) -> (BH, C, ·)
+        before = torch.bmm(z, q.mT)  # (BH, 1, C)
+        z.add_(k.sum(1, keepdim=True))  # first, for a sum brings k into the caches sooner than a product does
         scores = torch.bmm(q, k.mT).tril_()  # (BH, C, C)
-        torch.add(scores.sum(-1).view_as(below), torch.bmm(z, q.mT).view_as(below), out=below).add_(eps)
+        torch.add(scores.sum(-1).view_as(below), before.view_as(below), out=below).add_(eps)
         torch.div(torch.bmm(q, s).baddbmm_(scores, v).view_as(y), below[..., None], out=y)
         s.baddbmm_(k.mT, v)
-        z.add_(k.sum(1, keepdim=True))
 
 
 def _backward(

@@ -22,6 +22,7 @@ from lit_effattn.ops.favor import (
     relu_features,
     trigonometric_features,
 )
+from lit_effattn.ops.favor_kernels import positive_favor, use_kernels
 from lit_effattn.ops.linear import causal_linear_attention, linear_attention, linear_attention_step
 from lit_effattn.sequence import accumulator, may_overwrite, reads_values, valid_positions
 
@@ -60,8 +61,9 @@ class PerformerAttention(Attention):
     with x̃ = D^(−¼) x and ω ~ N(0, I), so that E φ(q)ᵀφ(k) = exp(q·k / √D) for the first three. The parameters are those
     of `SoftmaxAttention`: a model trained with it can go on with this. Every exponential's estimate is unbiased, their
     ratio not quite. Positive and hyperbolic features are summed in log space with a running maximum a feature, exact
-    and finite for all norms: see `lit_effattn.ops.favor.causal_favor`. Trigonometric features are there to be compared
-    with: they may be negative, so that a denominator may be near 0, or cross it, and exp(‖k̃‖²/2) may overflow.
+    and finite for all norms: see `lit_effattn.ops.favor.causal_favor`, and `lit_effattn.ops.favor_kernels` for
+    causal attention on CUDA. Trigonometric features are there to be compared with: they may be negative, so that a
+    denominator may be near 0, or cross it, and exp(‖k̃‖²/2) may overflow.
 
     Time O(N F (C + D)), state O(F D), constant. Splitting a stream changes nothing: the memory reaches back to the
     start, or to the last redraw. Features, sums and division are computed in float32 at least, whatever the autocast.
@@ -180,12 +182,16 @@ class PerformerAttention(Attention):
         b, _, n, _ = q.shape
         with torch.autocast(q.device.type, enabled=False):
             full = accumulator(q.dtype)
-            heads = (q.to(full), k.to(full), v.to(full))
             there = None if lengths is None else valid_positions(lengths, n)[:, None]  # (B, 1, N)
             if not self.causal:
-                return self._all(*heads, there).to(v.dtype), None
+                return self._all(q.to(full), k.to(full), v.to(full), there).to(v.dtype), None
             state = self.initial_state(b, device=q.device, dtype=full) if state is None else self._current(state)
-            y, s, z, m = self._sum(*heads, there, *(t.to(full) for t in state[:3]))
+            sums = state.s.to(full), state.z.to(full), state.m.to(full)
+            if self._in_log_space and n > 1 and use_kernels(q, v, self.n_features):
+                omega = self._directions(full)
+                y, s, z, m = positive_favor(q, k, v, omega, *sums, lengths, scale=self.head_dim**-0.25)
+            else:
+                y, s, z, m = self._sum(q.to(full), k.to(full), v.to(full), there, *sums)
             length = state.length + (n if lengths is None else lengths)
             return y.to(v.dtype), PerformerState(s, z, m, length, state.drawn)
 
@@ -202,9 +208,7 @@ class PerformerAttention(Attention):
         if self._in_log_space:
             if q.size(2) == 1:
                 return favor_step(*self._features(q, k, there), v, s, z, m, in_place=may_overwrite())
-            q, k, omega = self._scaled(q), self._scaled(k), self.omega.to(q.dtype)
-            if self.features == "hyperbolic":
-                omega = torch.cat([omega, -omega], 1)  # (H, F/2, D) -> (H, F, D)
+            q, k, omega = self._scaled(q), self._scaled(k), self._directions(q.dtype)
             offset = log_offset(k, self.n_features)  # (B, H, N)
             if there is not None:
                 offset = offset.masked_fill(~there, -torch.inf)
@@ -217,6 +221,11 @@ class PerformerAttention(Attention):
     @property
     def _in_log_space(self) -> bool:
         return self.features in _LOG_SPACE
+
+    def _directions(self, dtype: torch.dtype) -> Tensor:
+        """Return the vectors, (H, F, D), whose positive features are these."""
+        omega = self.omega.to(dtype)
+        return torch.cat([omega, -omega], 1) if self.features == "hyperbolic" else omega  # (H, F/2, D) -> (H, F, D)
 
     def _features(self, q: Tensor, k: Tensor, there: Tensor | None) -> tuple[Tensor, Tensor]:
         """Map (B, H, N, D) queries and keys to features (B, H, N, F), or to their logarithms."""

@@ -16,8 +16,10 @@ from lit_effattn.ops import kernels
 from lit_effattn.ops.favor import draw_omega, log_offset, plain_causal_favor
 from lit_effattn.ops.kernels import KERNELS, by_position, on_device
 
+_WIDEST_IN_FULL = 64  # columns in float32: registers and shared memory hold no more
 
-def use_kernels(q: Tensor, v: Tensor, omega: Tensor) -> bool:
+
+def use_kernels(q: Tensor, v: Tensor, n_features: int) -> bool:
     """Whether `positive_favor` is to be used.
 
     If not, it says once why where that is a loss: on CUDA, unless the plain form was asked for.
@@ -25,20 +27,25 @@ def use_kernels(q: Tensor, v: Tensor, omega: Tensor) -> bool:
     Args:
         q: (B, H, N, E), queries; their type, device and width are looked at.
         v: (B, H, N, D), values.
-        omega: (H, F, E), the directions.
+        n_features: F.
 
     Raises:
         ValueError: `LIT_EFFATTN_KERNELS` is not a form.
         RuntimeError: it is "triton", and that can't be had.
     """
     width = max(q.size(-1), v.size(-1))
-    return _chosen(os.environ.get(KERNELS, ""), q.device, (q.dtype, v.dtype), width, omega.size(1))
+    return _chosen(os.environ.get(KERNELS, ""), q.device, (q.dtype, v.dtype), width, n_features)
 
 
 @torch.compiler.assume_constant_result
 def _chosen(asked: str, device: torch.device, dtypes: tuple[torch.dtype, ...], width: int, n_features: int) -> bool:
+    obstacle = None
+    if torch.float32 in dtypes and width > _WIDEST_IN_FULL:
+        obstacle = (
+            f"heads of width {width} in torch.float32 are wider than {_WIDEST_IN_FULL}; choose more heads, or bfloat16"
+        )
     return kernels.chosen(
-        "Performer", asked, device, dtypes, width, None, lambda: _failure(device, dtypes[0], width, n_features)
+        "Performer", asked, device, dtypes, width, obstacle, lambda: _failure(device, dtypes[0], width, n_features)
     )
 
 
@@ -56,13 +63,14 @@ def _failure(device: torch.device, dtype: torch.dtype, width: int, n_features: i
         zeros = torch.zeros(1, 2, n_features, width, device=device)
         none = torch.full_like(zeros[..., 0], -torch.inf)
         out, s, z, m = positive_favor(q, k, v, omega, zeros, zeros[..., 0], none, scale=scale)
-        found = [out.detach(), s, z, m, *torch.autograd.grad(out, inputs, g.to(out))]
+        found = [*(t.detach() for t in (out, s, z, m)), *torch.autograd.grad(out, inputs, g.to(out))]
         q, k = scale * q.float(), scale * k.float()
         log_k = k @ omega.mT + log_offset(k, n_features)[..., None]
         out, s, z, m = plain_causal_favor(q @ omega.mT, log_k, v.float(), zeros, zeros[..., 0], none)
-        return found, [out.detach(), s, z, m, *torch.autograd.grad(out, inputs, g.to(out))]
+        return found, [*(t.detach() for t in (out, s, z, m)), *torch.autograd.grad(out, inputs, g.to(out))]
 
-    return kernels.off(device, dtype, compare)
+    # Where one key outweighs the others, gradients are small differences: rounded to bfloat16, as products may be, 5 %.
+    return kernels.off(device, dtype, compare, most=0.1)
 
 
 def positive_favor(
@@ -87,14 +95,14 @@ def positive_favor(
 
     Computed in float32, ωᵀx as exactly as float32 has it; how the factors of the other matrix products are rounded,
     `torch.set_float32_matmul_precision` says: "highest" is float32 for float32 inputs, TF32 for half precision; "high"
-    is TF32; "medium" is bfloat16. For the backward pass the arguments are kept, the output, and two numbers a query; it
-    can't be differentiated itself. Results repeat bit by bit.
+    is TF32; "medium" is bfloat16. For the backward pass the arguments are kept, the output, what its rounding took
+    off, and two numbers a query; it can't be differentiated itself. Results repeat bit by bit.
 
     Args:
-        q: (B, H, N, E), queries before the feature map, of any strides; E at most 128. As `k` and `v`, in bfloat16,
-            float16 or float32.
+        q: (B, H, N, E), queries before the feature map, of any strides; E at most 128, in float32 64. As `k` and
+            `v`, in bfloat16, float16 or float32.
         k: (B, H, N, E), keys before the feature map.
-        v: (B, H, N, D), D at most 128.
+        v: (B, H, N, D), D at most 128, in float32 64.
         omega: (H, F, E) in float32, the directions; they get no gradient.
         s: (B, H, F, D) in float32, the sum of e^{log φ(k) − m} vᵀ before the first position.
         z: (B, H, F) in float32, the sum of e^{log φ(k) − m}.
@@ -110,7 +118,7 @@ def positive_favor(
         ValueError: names the argument, its shape or type, and what was expected; or `omega` requires a gradient.
     """
     _check(q, k, v, omega, s, z, m, lengths)
-    out, s, z, m, _, _ = torch.ops.lit_effattn.positive_favor(q, k, v, omega, s, z, m, lengths, scale)
+    out, s, z, m, *_ = torch.ops.lit_effattn.positive_favor(q, k, v, omega, s, z, m, lengths, scale)
     return out, s, z, m
 
 
@@ -134,18 +142,18 @@ def _check(
 torch.library.define(
     "lit_effattn::positive_favor",
     "(Tensor q, Tensor k, Tensor v, Tensor omega, Tensor s, Tensor z, Tensor m, Tensor? lengths, float scale) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 torch.library.define(
     "lit_effattn::positive_favor_backward",
     "(Tensor g, Tensor g_s, Tensor g_z, Tensor q, Tensor k, Tensor v, Tensor omega, Tensor s, Tensor z, Tensor m, "
-    "Tensor? lengths, Tensor out, Tensor top, Tensor denominator, float scale) "
+    "Tensor? lengths, Tensor out, Tensor rest, Tensor top, Tensor denominator, float scale) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 
 
 @torch.library.impl("lit_effattn::positive_favor", ("cuda", "cpu"))
-def _forward(q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _forward(q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from lit_effattn.ops import favor_triton  # here, since importing Triton takes time, and not all have it
 
     with on_device(q):
@@ -163,9 +171,11 @@ def _backward(g: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, 
 @torch.library.register_fake("lit_effattn::positive_favor")
 def _shapes(
     q: Tensor, k: Tensor, v: Tensor, omega: Tensor, s: Tensor, z: Tensor, m: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     top, denominator = (q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
-    return by_position(v), s.new_empty(s.shape), z.new_empty(z.shape), m.new_empty(m.shape), top, denominator
+    out = by_position(v)
+    s, z, m = (t.new_empty(t.shape) for t in (s, z, m))
+    return out, s, z, m, rest_of(out), top, denominator
 
 
 @torch.library.register_fake("lit_effattn::positive_favor_backward")
@@ -175,11 +185,16 @@ def _shapes_backward(
     return by_position(q), by_position(k), by_position(v), s.new_empty(s.shape), z.new_empty(z.shape)
 
 
+def rest_of(out: Tensor) -> Tensor:
+    """Return room for what rounding to `out`'s type takes off, laid out alike; none for float32's."""
+    return out.new_empty(0) if out.dtype == torch.float32 else torch.empty_like(out)
+
+
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.scale = inputs
-    out, _, _, m, top, denominator = output
-    ctx.save_for_backward(*tensors, out, top, denominator)
-    ctx.mark_non_differentiable(m, top, denominator)
+    out, _, _, m, *others = output
+    ctx.save_for_backward(*tensors, out, *others)
+    ctx.mark_non_differentiable(m, *others)
 
 
 def _gradients(ctx: Any, g: Tensor, g_s: Tensor, g_z: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:

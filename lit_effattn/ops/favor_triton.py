@@ -25,8 +25,9 @@ and den_i, and a_ij = x_i · v_j + y_i, which no feature is needed for:
     ∇log φ(k_j) = κ_j ∘ (R v_j + r + Σ_{i ≥ j} a_ij p_i)             from right to left, R the sum of p xᵀ to the right,
     ∇v_j        = Rᵀκ_j + Σ_{i ≥ j} (p_i · κ_j) x_i                  r of y p, scaled by m at the chunk's end
 
-For them out, top and den are kept, beside the inputs; S is summed again. m at the chunks' borders, (B, H, N / C, F),
-is there while the gradients are computed. No number depends on the order in which programs run.
+For them out, top and den are kept, beside the inputs; S is summed again. Where one key outweighs all others, a is a
+small difference: so what out's rounding took off is kept, too. m at the chunks' borders, (B, H, N / C, F), is there
+while the gradients are computed. No number depends on the order in which programs run.
 
 All is computed in float32; ωᵀq and ωᵀk as exactly as that has it (their errors are in exponents), the other products'
 factors rounded as `torch.set_float32_matmul_precision` says: see `linear_triton._precision`.
@@ -42,6 +43,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lit_effattn.ops.favor_kernels import rest_of
 from lit_effattn.ops.kernels import by_position
 from lit_effattn.ops.linear_triton import (
     _at,
@@ -59,16 +61,18 @@ from lit_effattn.ops.linear_triton import (
 CHUNK = 64
 """C: the least that a warp group's matrix product takes, and a wider triangle is more work."""
 
-FEATURES = 64
-"""How many features a walk takes at once."""
+FEATURES = 32
+"""How many features a walk takes at once: more do not fit into registers, beside what a chunk sums over them."""
 
 _MOST_GROUPS = 64  # of a head; `_add_up_keys` goes over them one by one
+_SUMMED_AT_ONCE = 64  # features in a program that makes a group's own sums
 _ADDED_AT_ONCE = 16  # features in a program that adds up
 _WIDE = 64  # columns; wider heads have more warps
 _BY_LENGTH = ["n", "chunks", "each"]  # arguments: else Triton compiles anew for lengths that 16 divides, and so on
 
 _NOTHING = tl.constexpr(float("-inf"))  # the logarithm of a key that is not there
 _BOTTOM = tl.constexpr(-1e38)  # a reference where there is no key: any rises too far above it
+_TOP = tl.constexpr(1e38)  # m of a feature that is not there: no key rises above it
 _LIMIT = tl.constexpr(40.0)  # how far a key may rise above the reference: see `favor._LIMIT`
 
 
@@ -97,8 +101,8 @@ def _directions(omega, features, dims, E: tl.constexpr, F: tl.constexpr):
 
 
 @triton.jit
-def _along(x, omega, features, F: tl.constexpr):
-    """Return ωᵀx as exact as float32, (C, BE), (BF, BE) -> (C, BF); −∞ for features that are not there."""
+def _along(x, omega):
+    """Return ωᵀx as exact as float32 has it, (C, BE), (BF, BE) -> (C, BF)."""
     if x.dtype == tl.float32:
         found = _zeros_dot(x, tl.trans(omega), "tf32x3")
     else:  # ω is split into three numbers of x's type, whose products with x are exact; the least are added first
@@ -109,17 +113,37 @@ def _along(x, omega, features, F: tl.constexpr):
         found = tl.dot(x, tl.trans(low))
         found = tl.dot(x, tl.trans(middle), found)
         found = tl.dot(x, tl.trans(high), found)
-    return found + tl.where(features < F, 0.0, _NOTHING)[None, :]
+    return found
+
+
+@triton.jit
+def _logs(queries, keys, offset, omega, features, F: tl.constexpr, BF: tl.constexpr):
+    """Return log φ(q), less what a query's have in common, and log φ(k), (C, BF); of a feature that is not there −∞."""
+    log_q, log_k = _along(queries, omega), _along(keys, omega) + offset[:, None]
+    if F % BF:
+        log_q += tl.where(features < F, 0.0, _NOTHING)[None, :]
+    return log_q, log_k
 
 
 @triton.jit
 def _reference(m, log_k):
-    """Return r, (BF,): m, or where there is no key before the chunk, (C, BF), the chunk's first."""
+    """Return r, (BF,): m, or where there is no key before the chunk, whose log φ(k) are (C, BF), its first."""
     r = m
     if tl.min(m) == _NOTHING:
         first = tl.sum(tl.where(tl.arange(0, log_k.shape[0])[:, None] == 0, log_k, 0.0), 0)
         r = tl.where(m == _NOTHING, first, m)
     return tl.maximum(r, _BOTTOM)
+
+
+@triton.jit
+def _maximum(after):
+    """Return m after a chunk, of the greater of its reference and its keys."""
+    return tl.where(after == _BOTTOM, _NOTHING, after)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
 
 
 @triton.jit
@@ -152,6 +176,8 @@ def _fade(m, after):
 #
 # Sums lie as s (heads, groups, F, D), z and m (heads, groups, F), and are walked in place: one thread may read what
 # another wrote, so the threads of a program wait for one another before sums are read, and before they are overwritten.
+# What does not change from one turn of a walk's loops to the next is computed in each: addresses, mostly, which, kept,
+# would take half of the registers.
 
 
 @triton.jit(do_not_specialize=_BY_LENGTH)
@@ -175,7 +201,7 @@ def _sum_keys(
         rows = i * C + tl.arange(0, C).to(tl.int64)
         keys = _load_as_is(k, k_strides, rows, dims, n, E)  # (C, BE)
         values = _load(v, v_strides, rows, columns, n, D)  # (C, BD)
-        log_k = _along(keys, directions, features, F) + _offsets(keys, rows, valid, half_square, common)[:, None]
+        log_k = _along(keys, directions) + _offsets(keys, rows, valid, half_square, common)[:, None]
         after = tl.maximum(largest, tl.max(log_k, 0))  # (BF,)
         fade = _fade(largest, after)
         far = _fade(log_k, after[None, :])  # (C, BF)
@@ -228,7 +254,7 @@ def _add_up_keys(
 
 @triton.jit(do_not_specialize=_BY_LENGTH)
 def _outputs(
-    q, q_strides, k, k_strides, v, v_strides, out, out_strides, omega, lengths, s, z, m, top, denominator,
+    q, q_strides, k, k_strides, v, v_strides, out, out_strides, rest, omega, lengths, s, z, m, top, denominator,
     n, chunks, each, N_HEADS, half_square, common,
     E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, C: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
     BF: tl.constexpr, PRECISION: tl.constexpr,
@@ -240,6 +266,7 @@ def _outputs(
     k = _of_head(k, k_strides, head, N_HEADS)
     v = _of_head(v, v_strides, head, N_HEADS)
     out = _of_head(out, out_strides, head, N_HEADS)
+    rest = _of_head(rest, out_strides, head, N_HEADS)
     omega += (head % N_HEADS) * (F * E)
     valid = _valid(lengths, head, n, N_HEADS)
     row = head.to(tl.int64) * n
@@ -248,7 +275,7 @@ def _outputs(
     z += group * F
     m += group * F
     lower = tl.arange(0, C)[:, None] >= tl.arange(0, C)[None, :]
-    for i in range(slot * each, tl.minimum((slot + 1) * each, chunks)):
+    for i in tl.range(slot * each, tl.minimum((slot + 1) * each, chunks), disable_licm=True):
         rows = i * C + tl.arange(0, C).to(tl.int64)
         queries = _load_as_is(q, q_strides, rows, dims, n, E)  # (C, BE)
         keys = _load_as_is(k, k_strides, rows, dims, n, E)  # (C, BE)
@@ -259,24 +286,20 @@ def _outputs(
         below = tl.zeros([C], tl.float32)
         most = tl.full([C], _NOTHING, tl.float32)  # top so far
         tl.debug_barrier()
-        for start in range(0, F, BF):
+        for start in tl.range(0, F, BF, disable_licm=True):
             features = start + tl.arange(0, BF)
             here = features < F
             directions = _directions(omega, features, dims, E, F)  # (BF, BE)
-            log_q = _along(queries, directions, features, F)  # (C, BF)
-            log_k = _along(keys, directions, features, F) + offset[:, None]  # (C, BF)
-            before = tl.load(m + features, mask=here, other=_NOTHING)  # (BF,)
+            log_q, log_k = _logs(queries, keys, offset, directions, features, F, BF)  # (C, BF)
+            before = tl.load(m + features, mask=here, other=_TOP)  # (BF,)
             places, there = _sums_at(s, features, columns, F, D)
             total = tl.load(places, mask=there, other=0.0)  # (BF, BD)
             ones = tl.load(z + features, mask=here, other=0.0)  # (BF,)
 
             r = _reference(before, log_k)  # (BF,)
-            largest = tl.max(log_k, 0)
-            after = tl.maximum(r, largest)
-            fade = tl.exp(r - after)
-            near = tl.exp(tl.minimum(log_k - r[None, :], _LIMIT))  # (C, BF)
+            after = tl.maximum(r, tl.max(log_k, 0))
+            some_late = tl.max(after - r) > _LIMIT
             reached = log_q + r[None, :]
-            some_late = tl.max(largest - r) > _LIMIT
             if some_late:
                 seen = tl.maximum(tl.associative_scan(log_k, 0, _larger), r[None, :])
                 reached = tl.where(_is_late(log_k, r)[:, None], log_q + seen, reached)
@@ -284,39 +307,45 @@ def _outputs(
             shrink = tl.exp(most - new)
             most = new
             p = tl.exp(log_q + r[None, :] - most[:, None])  # (C, BF)
-            added = _zeros_dot(p, tl.trans(near), PRECISION)  # (C, C)
-            if some_late:
-                added = _late_scores(added, log_q, log_k, most, _is_late(log_k, r))
+            near = tl.exp(tl.minimum(log_k - r[None, :], _LIMIT))  # (C, BF)
+            fade = tl.exp(r - after)
+            scores *= shrink[:, None]
+            if some_late:  # logs are computed again, that they need not be kept for what is rare
+                log_q, log_k = _logs(
+                    queries, keys, offset, _directions(omega, features, dims, E, F), features, F, BF
+                )  # (C, BF)
+                late = _is_late(log_k, r)
+                scores += tl.where(late[:, None], 0.0, _zeros_dot(p, tl.trans(near), PRECISION))
+                scores += _late_scores(log_q, log_k, most, late)
                 far = tl.exp(log_k - after[None, :])
             else:
+                scores = _dot(p, tl.trans(near), scores, PRECISION)  # (C, C)
                 far = near * fade[None, :]
-            scores = scores * shrink[:, None] + added
             numerator = _dot(p, total, numerator * shrink[:, None], PRECISION)  # (C, BD)
             below = below * shrink + tl.sum(p * ones[None, :], 1)
             total = _dot(tl.trans(far), values, total * fade[:, None], PRECISION)
             tl.debug_barrier()
             tl.store(places, total, mask=there)
             tl.store(z + features, ones * fade + tl.sum(far, 0), mask=here)
-            tl.store(m + features, tl.maximum(before, largest), mask=here)
+            tl.store(m + features, _maximum(after), mask=here)
         scores = tl.where(lower, scores, 0.0)
         numerator = _dot(scores, values, numerator, PRECISION)
         below += tl.sum(scores, 1)
         below = tl.where(below == 0.0, 1.0, below)  # nothing was seen
-        _store(out, out_strides, rows, columns, n, D, numerator / below[:, None])
+        numerator /= below[:, None]
+        _store(out, out_strides, rows, columns, n, D, numerator)
+        if out.dtype.element_ty != tl.float32:
+            rounded = numerator.to(out.dtype.element_ty).to(tl.float32)
+            _store(rest, out_strides, rows, columns, n, D, numerator - rounded)
         tl.store(top + row + rows, most, mask=rows < n)
         tl.store(denominator + row + rows, below, mask=rows < n)
 
 
 @triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b)
-
-
-@triton.jit
-def _late_scores(scores, log_q, log_k, top, late):
-    """Replace late queries' products with the chunk's keys, (C, C)."""
+def _late_scores(log_q, log_k, top, late):
+    """Return late queries' products with the chunk's keys, (C, C)."""
     places = tl.arange(0, log_q.shape[0])
-    scores = tl.where(late[:, None], 0.0, scores)
+    scores = tl.zeros([log_q.shape[0], log_q.shape[0]], tl.float32)
     for j in range(log_q.shape[0]):
         pairs = tl.sum(_pair(log_q, log_k, top, late, j), 1)  # (C,), of queries
         scores += tl.where(places[None, :] == j, pairs[:, None], 0.0)
@@ -335,11 +364,11 @@ def _late_to_queries(a, log_q, log_k, top, late):
 
 
 @triton.jit
-def _late_to_keys(a, scores, log_q, log_k, top, late):
-    """Return what they give log φ(k), and `scores` with late queries' replaced; a and scores, (C, C), by key."""
+def _late_to_keys(a, log_q, log_k, top, late):
+    """Return what they give log φ(k), and the products; a and these, (C, C), by key."""
     places = tl.arange(0, log_q.shape[0])
     found = tl.zeros(log_q.shape, tl.float32)
-    scores = tl.where(late[None, :], 0.0, scores)
+    scores = tl.zeros([log_q.shape[0], log_q.shape[0]], tl.float32)
     for j in range(log_q.shape[0]):
         pair = _pair(log_q, log_k, top, late, j)  # (C, BF)
         this = places[:, None] == j
@@ -351,8 +380,8 @@ def _late_to_keys(a, scores, log_q, log_k, top, late):
 
 @triton.jit(do_not_specialize=_BY_LENGTH)
 def _query_gradients(
-    q, q_strides, k, k_strides, v, v_strides, g, g_strides, out, out_strides, dq, dq_strides, omega, lengths,
-    s, z, m, borders, top, denominator, y, n, chunks, each, N_HEADS, half_square, common,
+    q, q_strides, k, k_strides, v, v_strides, g, g_strides, out, out_strides, rest, dq, dq_strides, omega,
+    lengths, s, z, m, borders, top, denominator, y, n, chunks, each, N_HEADS, half_square, common,
     E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, C: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
     BF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -364,6 +393,7 @@ def _query_gradients(
     v = _of_head(v, v_strides, head, N_HEADS)
     g = _of_head(g, g_strides, head, N_HEADS)
     out = _of_head(out, out_strides, head, N_HEADS)
+    rest = _of_head(rest, out_strides, head, N_HEADS)
     dq = _of_head(dq, dq_strides, head, N_HEADS)
     omega += (head % N_HEADS) * (F * E)
     valid = _valid(lengths, head, n, N_HEADS)
@@ -374,7 +404,7 @@ def _query_gradients(
     m += group * F
     borders += head.to(tl.int64) * (chunks + 1) * F
     lower = tl.arange(0, C)[:, None] >= tl.arange(0, C)[None, :]
-    for i in range(slot * each, tl.minimum((slot + 1) * each, chunks)):
+    for i in tl.range(slot * each, tl.minimum((slot + 1) * each, chunks), disable_licm=True):
         rows = i * C + tl.arange(0, C).to(tl.int64)
         queries = _load_as_is(q, q_strides, rows, dims, n, E)  # (C, BE)
         keys = _load_as_is(k, k_strides, rows, dims, n, E)  # (C, BE)
@@ -383,30 +413,35 @@ def _query_gradients(
         most = tl.load(top + row + rows, mask=rows < n, other=0.0)  # (C,)
         below = tl.load(denominator + row + rows, mask=rows < n, other=1.0)
         x = _load(g, g_strides, rows, columns, n, D) / below[:, None]  # (C, BD)
-        weight = -tl.sum(x * _load(out, out_strides, rows, columns, n, D), 1)  # (C,)
+        exact = _load(out, out_strides, rows, columns, n, D)  # (C, BD)
+        if out.dtype.element_ty != tl.float32:
+            exact += _load(rest, out_strides, rows, columns, n, D)
+        weight = -tl.sum(x * exact, 1)  # (C,)
         tl.store(y + row + rows, weight, mask=rows < n)
         a = tl.where(lower, _zeros_dot(x, tl.trans(values), PRECISION) + weight[:, None], 0.0)  # (C, C)
         found = tl.zeros([C, BE], tl.float32)
         tl.debug_barrier()
-        for start in range(0, F, BF):
+        for start in tl.range(0, F, BF, disable_licm=True):
             features = start + tl.arange(0, BF)
             here = features < F
             directions = _directions(omega, features, dims, E, F)  # (BF, BE)
-            log_q = _along(queries, directions, features, F)  # (C, BF)
-            log_k = _along(keys, directions, features, F) + offset[:, None]  # (C, BF)
-            before = tl.load(m + features, mask=here, other=_NOTHING)  # (BF,)
+            log_q, log_k = _logs(queries, keys, offset, directions, features, F, BF)  # (C, BF)
+            before = tl.load(m + features, mask=here, other=_TOP)  # (BF,)
+            tl.store(borders + i * F + features, before, mask=here)
             places, there = _sums_at(s, features, columns, F, D)
             total = tl.load(places, mask=there, other=0.0)  # (BF, BD)
             ones = tl.load(z + features, mask=here, other=0.0)  # (BF,)
 
             r = _reference(before, log_k)  # (BF,)
-            largest = tl.max(log_k, 0)
-            after = tl.maximum(r, largest)
+            after = tl.maximum(r, tl.max(log_k, 0))
             fade = tl.exp(r - after)
-            near = tl.exp(tl.minimum(log_k - r[None, :], _LIMIT))  # (C, BF)
             p = _queries(log_q, r, most, rows, n)  # (C, BF)
+            near = tl.exp(tl.minimum(log_k - r[None, :], _LIMIT))  # (C, BF)
             through = _zeros_dot(x, tl.trans(total), PRECISION) + weight[:, None] * ones[None, :]  # (C, BF)
-            if tl.max(largest - r) > _LIMIT:
+            if tl.max(after - r) > _LIMIT:
+                log_q, log_k = _logs(
+                    queries, keys, offset, _directions(omega, features, dims, E, F), features, F, BF
+                )  # (C, BF)
                 late = _is_late(log_k, r)
                 through = _dot(tl.where(late[:, None], 0.0, a), near, through, PRECISION) * p
                 through += _late_to_queries(a, log_q, log_k, most, late)
@@ -419,13 +454,8 @@ def _query_gradients(
             tl.debug_barrier()
             tl.store(places, total, mask=there)
             tl.store(z + features, ones * fade + tl.sum(far, 0), mask=here)
-            tl.store(m + features, tl.maximum(before, largest), mask=here)
-            tl.store(borders + i * F + features, before, mask=here)
-            tl.store(
-                borders + chunks * F + features,
-                tl.maximum(before, largest),
-                mask=here & (i == chunks - 1),
-            )
+            tl.store(m + features, _maximum(after), mask=here)
+            tl.store(borders + chunks * F + features, _maximum(after), mask=here & (i == chunks - 1))
         _store(dq, dq_strides, rows, dims, n, E, found)
 
 
@@ -464,7 +494,7 @@ def _sum_queries(
         x = _load(g, g_strides, rows, columns, n, D) / below[:, None]  # (C, BD)
         weight = tl.load(y + row + rows, mask=rows < n, other=0.0)
         before = tl.load(borders + i * F + features, mask=here, other=_NOTHING)  # (BF,)
-        p = _queries(_along(queries, directions, features, F), before, most, rows, n)  # (C, BF); 0 where m is −∞
+        p = _queries(_along(queries, directions), before, most, rows, n)  # (C, BF); 0 where m is −∞
         fade = _fade(before, after)
         total = _dot(tl.trans(p), x, total * fade[:, None], PRECISION)
         ones = ones * fade + tl.sum(p * weight[:, None], 0)
@@ -535,7 +565,7 @@ def _key_value_gradients(
     borders += head.to(tl.int64) * (chunks + 1) * F
     upper = tl.arange(0, C)[:, None] <= tl.arange(0, C)[None, :]  # a row is a key, a column a query
     end = tl.minimum((slot + 1) * each, chunks)
-    for back in range(slot * each, end):
+    for back in tl.range(slot * each, end, disable_licm=True):
         i = slot * each + end - 1 - back
         rows = i * C + tl.arange(0, C).to(tl.int64)
         queries = _load_as_is(q, q_strides, rows, dims, n, E)  # (C, BE)
@@ -552,37 +582,41 @@ def _key_value_gradients(
         to_offset = tl.zeros([C], tl.float32)
         scores = tl.zeros([C, C], tl.float32)
         tl.debug_barrier()
-        for start in range(0, F, BF):
+        for start in tl.range(0, F, BF, disable_licm=True):
             features = start + tl.arange(0, BF)
             here = features < F
             directions = _directions(omega, features, dims, E, F)  # (BF, BE)
-            log_q = _along(queries, directions, features, F)  # (C, BF)
-            log_k = _along(keys, directions, features, F) + offset[:, None]  # (C, BF)
+            log_q, log_k = _logs(queries, keys, offset, directions, features, F, BF)  # (C, BF)
             border = borders + i * F + features
-            before = tl.load(border, mask=here, other=_NOTHING)  # (BF,)
-            next_one = tl.load(border + F, mask=here, other=_NOTHING)
+            before = tl.load(border, mask=here, other=_TOP)  # (BF,)
+            after = tl.load(border + F, mask=here, other=_TOP)
             places, there = _sums_at(s, features, columns, F, D)
             total = tl.load(places, mask=there, other=0.0)  # (BF, BD)
             ones = tl.load(z + features, mask=here, other=0.0)  # (BF,)
 
             r = _reference(before, log_k)  # (BF,)
-            near = tl.exp(tl.minimum(log_k - r[None, :], _LIMIT))  # (C, BF)
-            far = _fade(log_k, next_one[None, :])  # (C, BF)
+            some_late = tl.max(tl.max(log_k, 0) - r) > _LIMIT
             p = _queries(log_q, r, most, rows, n)  # (C, BF)
-            added = _zeros_dot(near, tl.trans(p), PRECISION)  # (C, C)
+            near = tl.exp(tl.minimum(log_k - r[None, :], _LIMIT))  # (C, BF)
+            far = _fade(log_k, after[None, :])  # (C, BF)
             through = (_zeros_dot(values, tl.trans(total), PRECISION) + ones[None, :]) * far  # (C, BF)
-            if tl.max(tl.max(log_k, 0) - r) > _LIMIT:
+            if some_late:
+                log_q, log_k = _logs(
+                    queries, keys, offset, _directions(omega, features, dims, E, F), features, F, BF
+                )  # (C, BF)
                 late = _is_late(log_k, r)
                 through += _zeros_dot(tl.where(late[None, :], 0.0, a), p, PRECISION) * near
-                exact, added = _late_to_keys(a, added, log_q, log_k, most, late)
+                scores += tl.where(late[None, :], 0.0, _zeros_dot(near, tl.trans(p), PRECISION))
+                exact, of_late = _late_to_keys(a, log_q, log_k, most, late)
                 through += exact
+                scores += of_late
             else:
                 through += _zeros_dot(a, p, PRECISION) * near
-            scores += added
+                scores = _dot(near, tl.trans(p), scores, PRECISION)  # (C, C)
             to_keys = _dot(through, directions, to_keys, PRECISION)  # (C, BE)
             to_offset += tl.sum(through, 1)
             to_values = _dot(far, total, to_values, PRECISION)  # (C, BD)
-            fade = _fade(before, next_one)
+            fade = _fade(before, after)
             p = tl.where((before == _NOTHING)[None, :], 0.0, p)  # no key is before them
             total = _dot(tl.trans(p), x, total * fade[:, None], PRECISION)
             tl.debug_barrier()
@@ -607,18 +641,23 @@ def forward(
     m: Tensor,
     lengths: Tensor | None,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the output in v's type, `s`, `z` and `m` after the last position, and each query's top and denominator."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the output in v's type, `s`, `z` and `m` after the last position, and what else `backward` takes.
+
+    That is what the output's rounding took off, nothing of float32, and each query's top and denominator.
+    """
     plan = _Plan(q, v, omega, lengths, scale)
     s, z, m = _copy(s), _copy(z), _copy(m)
     starts = plan.starts(k, v, s, z, m)
     out = by_position(v)
+    rest = rest_of(out)
     top, denominator = (torch.empty(q.shape[:3], device=q.device, dtype=torch.float32) for _ in range(2))
     _outputs[plan.walks](
-        q, q.stride(), k, k.stride(), v, v.stride(), out, out.stride(), plan.omega, plan.lengths, *starts,
-        top, denominator, *plan.counts, *plan.of_keys, **plan.constants, num_warps=plan.warps, num_stages=1,
+        q, q.stride(), k, k.stride(), v, v.stride(), out, out.stride(), rest, plan.omega, plan.lengths, *starts,
+        top, denominator, *plan.counts, *plan.of_keys, **plan.constants, BF=plan.features, num_warps=plan.warps,
+        num_stages=1,
     )  # fmt: skip
-    return out, s, z, m, top, denominator
+    return out, s, z, m, rest, top, denominator
 
 
 def backward(
@@ -634,6 +673,7 @@ def backward(
     m: Tensor,
     lengths: Tensor | None,
     out: Tensor,
+    rest: Tensor,
     top: Tensor,
     denominator: Tensor,
     scale: float,
@@ -645,16 +685,16 @@ def backward(
     borders = z.new_empty(plan.heads, plan.chunks + 1, z.size(2))
     starts = plan.starts(k, v, _copy(s), _copy(z), _copy(m))
     _query_gradients[plan.walks](
-        q, q.stride(), k, k.stride(), v, v.stride(), g, g.stride(), out, out.stride(), dq, dq.stride(), plan.omega,
-        plan.lengths, *starts, borders, top, denominator, y, *plan.counts, *plan.of_keys, **plan.constants,
-        num_warps=plan.warps, num_stages=1,
+        q, q.stride(), k, k.stride(), v, v.stride(), g, g.stride(), out, out.stride(), rest, dq, dq.stride(),
+        plan.omega, plan.lengths, *starts, borders, top, denominator, y, *plan.counts, *plan.of_keys, **plan.constants,
+        BF=plan.features, num_warps=plan.warps, num_stages=1,
     )  # fmt: skip
     ds, dz = _copy(g_s), _copy(g_z)
     ends = plan.ends(q, g, borders, top, denominator, y, ds, dz)
     _key_value_gradients[plan.walks](
         q, q.stride(), k, k.stride(), v, v.stride(), g, g.stride(), dk, dk.stride(), dv, dv.stride(), plan.omega,
         plan.lengths, *ends, borders, top, denominator, y, *plan.counts, *plan.of_keys, **plan.constants,
-        num_warps=8, num_stages=1,
+        BF=plan.features, num_warps=plan.warps, num_stages=1,
     )  # fmt: skip
     return dq, dk, dv, ds, dz
 
@@ -676,8 +716,9 @@ class _Plan:
         self.of_keys = (scale * scale / 2, math.log(f) / 2)
         self.constants: dict[str, Any] = {
             "E": e, "D": d, "F": f, "C": CHUNK, "BE": _padded(e), "BD": _padded(d),
-            "BF": min(FEATURES, _padded(f)), "PRECISION": _precision(q, v),
+            "PRECISION": _precision(q, v),
         }  # fmt: skip
+        self.features = min(FEATURES, _padded(f))
         self.warps = 8 if max(_padded(e), _padded(d)) > _WIDE else 4
 
     def starts(self, k: Tensor, v: Tensor, s: Tensor, z: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -685,9 +726,9 @@ class _Plan:
         if self.groups == 1:
             return s, z, m  # and are walked in place
         sums = self._sums(s, z, m)
-        _sum_keys[self._blocks()](
+        _sum_keys[self.heads, self.groups, triton.cdiv(s.size(2), _SUMMED_AT_ONCE)](
             k, k.stride(), v, v.stride(), self.omega, self.lengths, *sums, *self.counts, *self.of_keys,
-            **self.constants, num_warps=self.warps,
+            **self.constants, BF=_SUMMED_AT_ONCE, num_warps=self.warps,
         )  # fmt: skip
         _add_up_keys[self._parts()](*sums, s, z, m, self.groups, **self._part())
         return sums[0], sums[1], sums[2]
@@ -699,18 +740,15 @@ class _Plan:
         if self.groups == 1:
             return s, z
         sums = self._sums(s, z)
-        _sum_queries[self._blocks()](
+        _sum_queries[self.heads, self.groups, triton.cdiv(s.size(2), _SUMMED_AT_ONCE)](
             q, q.stride(), g, g.stride(), self.omega, *sums, borders, top, denominator, y, *self.counts,
-            **self.constants, num_warps=self.warps,
+            **self.constants, BF=_SUMMED_AT_ONCE, num_warps=self.warps,
         )  # fmt: skip
         _add_up_queries[self._parts()](*sums, borders, s, z, self.groups, self.chunks, self.each, **self._part())
         return sums[0], sums[1]
 
     def _sums(self, *like: Tensor) -> list[Tensor]:
         return [t.new_empty(self.heads, self.groups, *t.shape[2:]) for t in like]
-
-    def _blocks(self) -> tuple[int, int, int]:
-        return self.heads, self.groups, triton.cdiv(self.constants["F"], self.constants["BF"])
 
     def _parts(self) -> tuple[int, int]:
         return self.heads, triton.cdiv(self.constants["F"], _ADDED_AT_ONCE)

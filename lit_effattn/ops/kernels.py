@@ -102,7 +102,11 @@ def _notice(what: str, obstacle: str) -> None:
 
 
 def off(
-    device: torch.device, dtype: torch.dtype, compare: Callable[[], tuple[Iterable[Tensor], Iterable[Tensor]]]
+    device: torch.device,
+    dtype: torch.dtype,
+    compare: Callable[[], tuple[Iterable[Tensor], Iterable[Tensor]]],
+    *,
+    most: float = 0.02,
 ) -> str | None:
     """Say what is wrong with kernels, None if nothing is: no GPU was at hand when they were written.
 
@@ -110,6 +114,7 @@ def off(
         device: Where they are tried.
         dtype: The inputs'.
         compare: Returns what they find, and the same by the plain form in float32.
+        most: How far what is right may be off, by its norm.
     """
     try:
         with torch.inference_mode(False), torch.enable_grad():
@@ -120,7 +125,7 @@ def off(
     except Exception as error:  # of Triton's compiler, of the driver: there are many kinds
         return f"tried on {device} in {dtype}, they fail: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     # bfloat16 rounds to 2⁻⁹; what is wrong is off by far more. NaN is not less, either.
-    return None if worst < 0.02 else f"tried on {device} in {dtype}, they are off by {worst:.1%}"
+    return None if worst < most else f"tried on {device} in {dtype}, they are off by {worst:.1%}"
 
 
 def refuse_others(sums: dict[str, Tensor], heads: dict[str, Tensor], otherwise: str) -> None:

@@ -29,8 +29,10 @@ NOTES = [
     "by D^¼) and values are given; float32. Figures are median (min–max) over the rounds, in which all take turns; "
     "ratios are taken round by round.",
     "products: every bmm and baddbmm that the form called, recorded from one call, recomputation included, run again "
-    "by itself on operands of the same shapes and strides, which are in the cache as far as they fit. best products: "
-    "those of linear at the chunk size of 32, 64, 128 and 256 at which they take least.",
+    "by itself. in place: on operands that lie in memory as the form's did, each chunk's its own, so that what the "
+    "form has to fetch for them they fetch too. in cache: on one set of operands of the same shapes and strides for all "
+    "chunks, which is in the cache as far as it fits. best products: in cache, those of linear at the chunk size of "
+    "32, 64, 128 and 256 at which they take least.",
     "fewest products at full speed: linear's at whichever of those chunk sizes has the fewest operations, were they as "
     f"fast as the product of two {SQUARE:,} × {SQUARE:,} matrices in the same round.",
     "peak: tensors alive at once above the inputs, those that wait for the backward pass included.",
@@ -148,6 +150,7 @@ def _rows(n: int, forms: Mapping[str, Form], args: argparse.Namespace) -> list[R
     for title, one_pass in PASSES.items():
         calls = {name: partial(one_pass, form, inputs[name]) for name, form in forms.items()}
         products: dict[str, Products] = {name: Products(calls[name]) for name in OURS}
+        products |= {f"{name}, in place": Products(calls[name], in_place=True) for name in OURS}
         for chunk in CHUNKS:
             form = partial(_linear, causal_linear_attention, chunk)
             products[f"chunks of {chunk}"] = Products(partial(one_pass, form, inputs["linear"]))
@@ -168,7 +171,8 @@ def _rows(n: int, forms: Mapping[str, Form], args: argparse.Namespace) -> list[R
                 "pass": title,
                 "form": name,
                 "ms": seconds[name].map(lambda s: 1000 * s),
-                "time ÷ its products'": seconds[name] / seconds[f"products of {name}"] if name in OURS else "—",
+                "time ÷ its products', in place": _over(seconds, name, ", in place"),
+                "time ÷ its products', in cache": _over(seconds, name),
                 "time ÷ best products'": "—" if name == "performer" else seconds[name] / best,
                 "time ÷ fewest products' at full speed": "—" if name == "performer" else seconds[name] / limit,
                 "time ÷ linear's": seconds[name] / seconds["linear"],
@@ -179,6 +183,10 @@ def _rows(n: int, forms: Mapping[str, Form], args: argparse.Namespace) -> list[R
             for name in forms
         ]
     return rows
+
+
+def _over(seconds: Mapping[str, Spread], name: str, how: str = "") -> Spread | str:
+    return seconds[name] / seconds[f"products of {name}{how}"] if name in OURS else "—"
 
 
 def _absent(n: int, name: str) -> list[Row]:
@@ -236,10 +244,17 @@ def _differences(results: Mapping[str, list[Tensor]]) -> dict[str, float]:
 
 
 class Products(TorchDispatchMode):
-    """The matrix products that a call performs, recorded once; a call performs them again, and nothing else."""
+    """The matrix products that a call performs, recorded once; a call performs them again, and nothing else.
 
-    def __init__(self, function: Callable[[], Any]) -> None:
+    Args:
+        function: The call.
+        in_place: Whether operands lie as they did, temporary ones too: at the same places of as many storages. Else
+            all that are laid out alike are one.
+    """
+
+    def __init__(self, function: Callable[[], Any], *, in_place: bool = False) -> None:
         super().__init__()
+        self.in_place = in_place
         self.operands: dict[Any, Tensor] = {}
         self.calls: list[Callable[[], Any]] = []
         self.multiplications = 0  # of numbers
@@ -257,7 +272,13 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _like(self, t: Tensor, place: int) -> Tensor:
-        """Return a tensor laid out as `t`, the same for all calls that have one so laid out in this place."""
+        """Return a tensor laid out as `t`, the argument in that place."""
+        if self.in_place:
+            held = t.untyped_storage()
+            key: Any = (held.data_ptr(), held.nbytes())
+            if key not in self.operands:
+                self.operands[key] = t.new_empty(held.nbytes() // t.itemsize).fill_(0)  # written to, as below
+            return self.operands[key].as_strided(t.shape, t.stride(), t.storage_offset())
         key = (place, t.shape, t.stride())
         if key not in self.operands:
             like = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
@@ -272,7 +293,8 @@ class Products(TorchDispatchMode):
 
 FIGURES = (
     "ms",
-    "time ÷ its products'",
+    "time ÷ its products', in place",
+    "time ÷ its products', in cache",
     "time ÷ best products'",
     "time ÷ fewest products' at full speed",
     "time ÷ linear's",

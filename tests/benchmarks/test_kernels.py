@@ -71,6 +71,31 @@ def test_products_are_all_that_a_pass_performs_recomputation_included():
     assert len(products.operands) < len(products.calls)
 
 
+def test_products_in_place_lie_where_the_operands_lay():
+    q, k, v = (torch.rand(1, H, N, C) for _ in range(3))
+
+    def forward():
+        causal_linear_attention(q, k, v, torch.zeros(1, H, C, C), torch.zeros(1, H, C), chunk_size=C)
+
+    products = kernels.Products(forward, in_place=True)
+    assert products.multiplications == multiplications(C, C, C, backward=False)
+    values = products.operands[v.untyped_storage().data_ptr(), v.nbytes]
+    assert values.untyped_storage().data_ptr() != v.untyped_storage().data_ptr()
+    of_values = [call.args[-1] for call in products.calls if call.args[-1].data_ptr() in _within(values)]
+    chunks = [v[:, :, i : i + C] for i in range(0, N, C)]
+    assert len(of_values) == 2 * len(chunks)  # times scores, and times k
+    for operand, chunk in zip(of_values, [c for c in chunks for _ in range(2)], strict=True):
+        assert operand.stride() == chunk[0].stride()
+        assert operand.shape == chunk[0].shape
+        assert operand.data_ptr() - values.data_ptr() == chunk.data_ptr() - v.data_ptr()
+    products()
+    assert torch.equal(values, torch.zeros_like(values))
+
+
+def _within(t: torch.Tensor) -> range:
+    return range(t.data_ptr(), t.data_ptr() + t.nbytes)
+
+
 def multiplications(f: int, d: int, chunk: int, *, backward: bool = True) -> int:
     """Of the formulas of the forward and of the backward sweeps, chunk by chunk."""
     total = 0

@@ -30,9 +30,9 @@ NOTES = [
     "ratios are taken round by round.",
     "products: every bmm and baddbmm that the form called, recorded from one call, recomputation included, run again "
     "by itself. in place: on operands that lie in memory as the form's did, each chunk's its own, so that what the "
-    "form has to fetch for them they fetch too. in cache: on one set of operands of the same shapes and strides for all "
-    "chunks, which is in the cache as far as it fits. best products: in cache, those of linear at the chunk size of "
-    "32, 64, 128 and 256 at which they take least.",
+    "form has to fetch for them they fetch too. in cache: on one set of operands of the same shapes and strides for "
+    "all chunks, which is in the cache as far as it fits. best products: in cache, those of linear at the chunk size "
+    "of 32, 64, 128 and 256 at which they take least.",
     "fewest products at full speed: linear's at whichever of those chunk sizes has the fewest operations, were they as "
     f"fast as the product of two {SQUARE:,} × {SQUARE:,} matrices in the same round.",
     "peak: tensors alive at once above the inputs, those that wait for the backward pass included.",

@@ -1,10 +1,10 @@
-"""Causal linear attention on a GPU: through Triton's kernels, the plain form, flash-linear-attention, and softmax."""
+"""Causal linear attention and Performer on a GPU: Triton's kernels, plain forms, flash-linear-attention, softmax."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -16,6 +16,8 @@ from benchmarks.flex import TYPES
 from benchmarks.measuring import MIB, Spread, interleaved, peak_bytes, seconds_of
 from benchmarks.models import at_least
 from benchmarks.report import Report, Row
+from lit_effattn.ops.favor import draw_omega, log_positive_features, plain_causal_favor
+from lit_effattn.ops.favor_kernels import positive_favor
 from lit_effattn.ops.linear import plain_causal_linear_attention
 from lit_effattn.ops.linear_kernels import elu_linear_attention
 
@@ -23,16 +25,19 @@ NOTES = [
     "One causal attention of queries, keys and values, heads before positions as projections leave them, without "
     "projections. kernels, plain and flash-linear-attention: feature map elu + 1 and normaliser included, "
     "flash-linear-attention's by its own functions (chunk_linear_attn of elu + 1, normalize=True, scale=1). softmax: "
-    "scaled_dot_product_attention. highest, high, medium: torch.set_float32_matmul_precision, which says how the "
-    "kernels round the factors of their products; plain's is highest.",
+    "scaled_dot_product_attention. performer: softmax's estimate by 256 positive features, these included; its kernels "
+    "are measured at the first precision alone. highest, high, medium: torch.set_float32_matmul_precision, which says "
+    "how the kernels round the factors of their products; plain's is highest.",
     "Figures are median (min–max) over the rounds, in which the forms take turns; a round's figure is the mean of "
     "several calls. Ratios are taken round by round. peak: memory above the inputs.",
-    "difference: the largest of outputs and gradients from the plain form's in float32 of the same numbers, each "
+    "difference: the largest of outputs and gradients from its own plain form's in float32 of the same numbers, each "
     "relative to its norm; for a reader to see that the same is computed.",
 ]
 
 PRECISIONS = ("highest", "high", "medium")
 PEER = "flash-linear-attention"
+PERFORMER = "performer, "
+N_FEATURES = 256  # as in the experiments of Choromanski et al. 2020
 
 Form = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Takes queries, keys and values (B, H, N, D) and returns (B, H, N, D)."""
@@ -80,7 +85,10 @@ def run(args: argparse.Namespace) -> Report:
 def _forms(precisions: list[str]) -> tuple[dict[str, Form | None], list[str]]:
     """Return the forms, None for one that is not installed, and what is to be said about it."""
     forms: dict[str, Form | None] = {f"kernels, {p}": partial(_rounded, p, kernels) for p in dict.fromkeys(precisions)}
-    forms |= {"plain": _exact, "softmax": softmax, PEER: None}
+    forms["plain"] = _exact
+    forms[f"{PERFORMER}kernels, {precisions[0]}"] = partial(_rounded, precisions[0], performer_kernels)
+    forms[f"{PERFORMER}plain"] = _exact_performer
+    forms |= {"softmax": softmax, PEER: None}
     try:
         library = import_module("fla.ops.linear_attn")
     except ImportError:
@@ -98,6 +106,19 @@ def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return _rounded("highest", plain, q, k, v)
+
+
+def performer_kernels(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return positive_favor(q, k, v, _omega(k), *_no_features(v), scale=q.size(3) ** -0.25)[0]
+
+
+def performer_plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    log_q, log_k = (log_positive_features(t.float() * t.size(3) ** -0.25, _omega(k)) for t in (q, k))
+    return plain_causal_favor(log_q, log_k, v.float(), *_no_features(v))[0].to(v.dtype)
+
+
+def _exact_performer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return _rounded("highest", performer_plain, q, k, v)
 
 
 def softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -118,6 +139,23 @@ def _nothing(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return k.new_zeros(b, h, d, v.size(3), dtype=torch.float32), k.new_zeros(b, h, d, dtype=torch.float32)
 
 
+def _omega(k: Tensor) -> Tensor:
+    """Return the directions, (H, F, D): for all calls the same."""
+    return _drawn(k.size(1), k.size(3), k.device)
+
+
+@cache
+def _drawn(n_heads: int, head_dim: int, device: torch.device) -> Tensor:
+    omega = draw_omega(n_heads, N_FEATURES, head_dim, generator=torch.Generator().manual_seed(0))
+    return omega.to(device, torch.float32)
+
+
+def _no_features(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    b, h, _, d = v.shape
+    s = v.new_zeros(b, h, N_FEATURES, d, dtype=torch.float32)
+    return s, s[..., 0].clone(), torch.full_like(s[..., 0], -torch.inf)
+
+
 def _rounded(precision: str, form: Form, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Call `form`, and let its backward pass be of this precision too: it stays set until another sets it."""
     torch.set_float32_matmul_precision(precision)
@@ -133,10 +171,7 @@ def _measured(n: int, forms: dict[str, Form | None], args: argparse.Namespace) -
     there = {name: form for name, form in forms.items() if form is not None}
     before = torch.get_float32_matmul_precision()
     try:
-        exact = _both_ways(_exact, [t.detach().float().requires_grad_() for t in inputs])
-        same = {name: form for name, form in there.items() if name != "softmax"}
-        differences = {name: _difference(_both_ways(form, inputs), exact) for name, form in same.items()}
-        del exact
+        differences = _differences({name: form for name, form in there.items() if name != "softmax"}, inputs)
         timed, peaks = {}, {}
         for title, one_pass in PASSES.items():
             calls = {name: partial(one_pass, form, inputs) for name, form in there.items()}
@@ -177,6 +212,16 @@ PASSES: dict[str, Callable[[Form, list[Tensor]], Any]] = {"forward": _forward, "
 def _again(function: Callable[[], Any], times: int) -> None:
     for _ in range(times):
         function()
+
+
+def _differences(forms: dict[str, Form], inputs: list[Tensor]) -> dict[str, float]:
+    """Return how far each form is from its own plain one in float32."""
+    differences: dict[str, float] = {}
+    for reference, performer in ((_exact, False), (_exact_performer, True)):
+        exact = _both_ways(reference, [t.detach().float().requires_grad_() for t in inputs])
+        of_kind = {name: form for name, form in forms.items() if name.startswith(PERFORMER) == performer}
+        differences |= {name: _difference(_both_ways(form, inputs), exact) for name, form in of_kind.items()}
+    return differences
 
 
 def _difference(found: list[Tensor], exact: list[Tensor]) -> float:

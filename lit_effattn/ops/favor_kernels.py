@@ -132,7 +132,8 @@ def _check(
     for (name, expected), t in zip(shapes.items(), (k, v, omega, s, z, m, lengths), strict=True):
         if t is not None and t.shape != expected:
             raise ValueError(f"{name} has shape {tuple(t.shape)}; with q of {tuple(q.shape)} it should be {expected}")
-    kernels.refuse_others({"omega": omega, "s": s, "z": z, "m": m}, {"q": q, "k": k, "v": v}, "causal_favor")
+    sums, heads = {"omega": omega, "s": s, "z": z, "m": m}, {"q": q, "k": k, "v": v}
+    kernels.refuse_others(sums, heads, "causal_favor", widest_in_full=_WIDEST_IN_FULL)
     if omega.requires_grad:
         raise ValueError("omega requires a gradient, and would get none; give positive_favor omega.detach()")
 

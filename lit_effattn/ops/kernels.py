@@ -128,8 +128,12 @@ def off(
     return None if worst < most else f"tried on {device} in {dtype}, they are off by {worst:.1%}"
 
 
-def refuse_others(sums: dict[str, Tensor], heads: dict[str, Tensor], otherwise: str) -> None:
+def refuse_others(
+    sums: dict[str, Tensor], heads: dict[str, Tensor], otherwise: str, *, widest_in_full: int = WIDEST
+) -> None:
     """Refuse `sums` that are not in float32, and `heads` of a type or width that kernels do not take.
+
+    In float32, heads may have `widest_in_full` columns.
 
     Raises:
         ValueError: names the argument, its type or width, and what was expected: `otherwise` takes any.
@@ -138,10 +142,11 @@ def refuse_others(sums: dict[str, Tensor], heads: dict[str, Tensor], otherwise: 
         if t.dtype != torch.float32:
             raise ValueError(f"{name} is {t.dtype}; sums are torch.float32: {name}.float()")
     for name, t in heads.items():
-        if t.dtype not in TYPES or t.size(-1) > WIDEST:
+        widest = widest_in_full if t.dtype == torch.float32 else WIDEST
+        if t.dtype not in TYPES or t.size(-1) > widest:
             raise ValueError(
                 f"{name} is {t.dtype} of width {t.size(-1)}; expected bfloat16, float16 or float32, and at most "
-                f"{WIDEST}: `{otherwise}` takes any"
+                f"{widest}: `{otherwise}` takes any"
             )
 
 

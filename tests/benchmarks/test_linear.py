@@ -7,10 +7,13 @@ import torch
 
 from benchmarks import __main__ as command
 from benchmarks import linear
+from lit_effattn.ops.favor import log_positive_features
+from lit_effattn.ops.favor_kernels import positive_favor
 from lit_effattn.ops.linear_kernels import elu_linear_attention
 
 N = 33
-FORMS = ["kernels, highest", "kernels, medium", "plain", "softmax", "flash-linear-attention"]
+FORMS = ["kernels, highest", "kernels, medium", "plain", "performer, kernels, highest", "performer, plain", "softmax"]
+FORMS += ["flash-linear-attention"]
 
 
 def test_without_a_gpu_nothing_is_measured_and_the_table_says_so(tmp_path, capsys, monkeypatch):
@@ -52,6 +55,16 @@ def test_the_forms_compute_the_same(inputs):
     assert linear.elu_linear_attention is elu_linear_attention
 
 
+def test_performers_forms_compute_the_same(inputs):
+    omega = linear._omega(inputs[1])
+    assert omega.shape == (3, linear.N_FEATURES, 8)
+    log_q, log_k = (log_positive_features(t * 8**-0.25, omega) for t in inputs[:2])
+    weights = (log_q.exp() @ log_k.exp().mT).tril()
+    expected = weights @ inputs[2] / weights.sum(-1, keepdim=True)
+    torch.testing.assert_close(linear.performer_plain(*inputs), expected)
+    assert linear.positive_favor is positive_favor
+
+
 def test_each_form_is_measured_and_compared(monkeypatch):
     """As on a GPU, of forms that the CPU has: one of them wrong by half."""
     parser = argparse.ArgumentParser()
@@ -61,6 +74,7 @@ def test_each_form_is_measured_and_compared(monkeypatch):
     set_to = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", set_to.append)
     monkeypatch.setattr(linear, "kernels", lambda q, k, v: 1.5 * linear.plain(q, k, v))
+    monkeypatch.setattr(linear, "performer_kernels", lambda q, k, v: 1.5 * linear.performer_plain(q, k, v))
     monkeypatch.setattr(linear, "import_module", lambda name: SimpleNamespace(chunk_linear_attn=chunk_linear_attn))
     forms, notes = linear._forms(args.precisions)
     rows = linear._measured(N, forms, args)
@@ -71,6 +85,6 @@ def test_each_form_is_measured_and_compared(monkeypatch):
     for row in rows:
         assert len(row["ms"].samples) == 2
         assert row["peak, MiB"] > 0
-        wrong = row["form"].startswith("kernels")
+        wrong = "kernels" in row["form"]
         assert row["difference"] == ("—" if row["form"] == "softmax" else pytest.approx(0.5 * wrong, abs=0.02))
     assert rows[0]["time ÷ kernels, highest's"].samples == (1.0, 1.0)

@@ -301,6 +301,10 @@ def test_compiled_without_a_break(groups):
         ({"lengths": torch.tensor([5])}, "lengths has shape (1,)"),
         ({"m": torch.zeros(2, 1, F).double()}, "m is torch.float64; sums are torch.float32: m.float()"),
         ({"q": torch.zeros(2, 1, 5, 16).double()}, "q is torch.float64 of width 16; expected bfloat16, float16 or"),
+        (
+            {"v": torch.zeros(2, 1, 5, 65), "s": torch.zeros(2, 1, F, 65)},
+            "v is torch.float32 of width 65; expected bfloat16, float16 or float32, and at most 64: `causal_favor`",
+        ),
         ({"omega": torch.zeros(1, F, 16).requires_grad_()}, "give positive_favor omega.detach()"),
     ],
 )
@@ -467,7 +471,7 @@ LAUNCHES = 9  # forward three, backward six
 @pytest.mark.slow
 @pytest.mark.processes
 def test_all_kernels_compile_for_compute_capability_9_and_fit(tmp_path):
-    cases = ["bfloat16 128 624 highest", "float32 64 272 highest"]
+    cases = ["bfloat16 128 624 highest"]  # float32 of half the width takes as much, and longer to compile
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     result = subprocess.run(
         [sys.executable, "-c", COMPILE, *cases], env=environment, capture_output=True, text=True, check=False

@@ -87,6 +87,10 @@ GPU = {
 """What `gpu` runs, and the most seconds of each: under 9 minutes, whatever the GPU."""
 
 
+FIGURES_DEPEND_ON = ("GLIBC_TUNABLES", "OMP_NUM_THREADS")
+"""Variables of the environment that change figures, and so belong to a command."""
+
+
 def main(argv: list[str]) -> None:
     """Run what `argv` names, or the short version, to whose parts the options are passed on; print the tables."""
     if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
@@ -141,9 +145,8 @@ def _run(args: argparse.Namespace, argv: list[str]) -> None:
 
 
 def _command(argv: list[str]) -> str:
-    threads = os.environ.get("OMP_NUM_THREADS")  # the environment's one variable that changes figures
-    words = shlex.join(["python", "-m", "benchmarks", *argv])
-    return words if threads is None else f"OMP_NUM_THREADS={threads} {words}"
+    settings = [f"{name}={os.environ[name]}" for name in FIGURES_DEPEND_ON if name in os.environ]
+    return " ".join([*settings, shlex.join(["python", "-m", "benchmarks", *argv])])
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -78,7 +78,7 @@ SHORT = (
 GPU = {
     "linear --calls 5 --repeats 5": 130,
     "flex --lengths 2048 --sparse_lengths 12288 --strides 128 --repeats 5": 115,
-    "generation --compiled --lengths 784 --windows 2 --repeats 3 --batch_sizes 1 512": 120,
+    "generation --small --compiled --lengths 784 --windows 2 --repeats 3 --batch_sizes 1 512": 120,
     "fit --only fit bfloat16 --steps 20 --repeats 3": 50,
     "steps --tokens 49152 --repeats 5": 30,
     "scaling --repeats 2 --lengths 1024 4096 16384 65536 --limit 1": 50,

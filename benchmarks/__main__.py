@@ -66,10 +66,10 @@ PICTURED = ("features", "generation", "longterm", "memory", "scaling", "stream",
 
 SHORT = (
     "steps --small --repeats 5",
-    "fit configs/digits_linear.yaml --only fit --steps 5 --repeats 3",
+    "fit configs/digits_linear.yaml --only fit --steps 5 --repeats 2",
     "generation --small --repeats 2 --windows 4",
-    "memory --small --repeats 2 --lengths 256 512 1024 2048",
-    "scaling --repeats 2 --lengths 512 1024 2048 4096 --most 2048",
+    "memory --small --repeats 2 --lengths 256 512 1024",
+    "scaling --repeats 2 --lengths 512 1024 2048 --most 1024",
     "kernels --lengths 2048 --repeats 3",
     "peers --lengths 512 --repeats 3",
 )

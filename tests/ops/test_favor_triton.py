@@ -469,7 +469,6 @@ LAUNCHES = 9  # forward three, backward six
 
 
 @pytest.mark.slow
-@pytest.mark.processes
 def test_all_kernels_compile_for_compute_capability_9_and_fit(tmp_path):
     cases = ["bfloat16 128 624 highest"]  # float32 of half the width takes as much, and longer to compile
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}

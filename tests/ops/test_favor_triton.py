@@ -17,6 +17,7 @@ from lit_effattn.attention import PerformerAttention
 from lit_effattn.ops import favor_kernels, kernels
 from lit_effattn.ops.favor_kernels import positive_favor, use_kernels
 from lit_effattn.ops.kernels import KERNELS
+from tests.ops.without_a_gpu import FOR_9_0, MOST_SHARED
 
 pytest.importorskip("triton")
 import triton.language as tl
@@ -437,23 +438,8 @@ def test_the_attention_is_the_same_through_them(features: str, monkeypatch: pyte
 # ------------------------------------------------------------------------------------------- compilation, without a GPU
 
 COMPILE = """
-import sys, torch, triton
-from triton.backends.compiler import GPUTarget
 from lit_effattn.ops import favor_triton
 
-class Driver:  # what Triton asks of a GPU before it launches
-    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
-    get_current_device = lambda self: 0
-    get_current_stream = lambda self, device=None: 0
-
-triton.runtime.driver.set_active(Driver())
-run = triton.JITFunction.run
-
-def compiled(self, *args, grid, warmup, **options):
-    kernel = run(self, *args, grid=grid, warmup=True, **options)
-    print(dtype, width, self.fn.__name__, kernel.metadata.shared, flush=True)
-
-triton.JITFunction.run = compiled
 favor_triton._at_once = lambda device: 8
 for dtype, width, features, precision in [case.split() for case in sys.argv[1:]]:
     torch.set_float32_matmul_precision(precision)
@@ -464,7 +450,6 @@ for dtype, width, features, precision in [case.split() for case in sys.argv[1:]]
     favor_triton.forward(q, q, q, omega, s, z, z, lengths, 0.5)
     favor_triton.backward(q, s, z, q, q, q, omega, s, z, z, lengths, q, q, top, top, 0.5)
 """
-MOST_SHARED = 227 * 1024  # bytes of shared memory that a program may have, compute capability 9.0
 LAUNCHES = 9  # forward three, backward six
 
 
@@ -473,7 +458,7 @@ def test_all_kernels_compile_for_compute_capability_9_and_fit(tmp_path):
     cases = ["bfloat16 128 624 highest"]  # float32 of half the width takes as much, and longer to compile
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     result = subprocess.run(
-        [sys.executable, "-c", COMPILE, *cases], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", FOR_9_0 + COMPILE, *cases], env=environment, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()

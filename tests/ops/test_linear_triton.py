@@ -17,6 +17,7 @@ from lit_effattn.attention import LinearAttention, ReluFeatureMap
 from lit_effattn.ops import kernels, linear_kernels
 from lit_effattn.ops.kernels import KERNELS
 from lit_effattn.ops.linear_kernels import elu_linear_attention, use_kernels
+from tests.ops.without_a_gpu import FOR_9_0, MOST_SHARED
 
 pytest.importorskip("triton")
 from lit_effattn.ops import linear_triton
@@ -401,23 +402,8 @@ def test_the_attention_is_the_same_through_them(monkeypatch: pytest.MonkeyPatch)
 # ------------------------------------------------------------------------------------------- compilation, without a GPU
 
 COMPILE = """
-import sys, torch, triton
-from triton.backends.compiler import GPUTarget
 from lit_effattn.ops import linear_triton
 
-class Driver:  # what Triton asks of a GPU before it launches
-    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
-    get_current_device = lambda self: 0
-    get_current_stream = lambda self, device=None: 0
-
-triton.runtime.driver.set_active(Driver())
-run = triton.JITFunction.run
-
-def compiled(self, *args, grid, warmup, **options):
-    kernel = run(self, *args, grid=grid, warmup=True, **options)
-    print(dtype, width, self.fn.__name__, kernel.metadata.shared, flush=True)
-
-triton.JITFunction.run = compiled
 linear_triton._at_once = lambda device: 8
 for dtype, width, precision in [case.split() for case in sys.argv[1:]]:
     torch.set_float32_matmul_precision(precision)
@@ -426,7 +412,6 @@ for dtype, width, precision in [case.split() for case in sys.argv[1:]]:
     linear_triton.forward(q, q, q, s, z, torch.tensor([3]), 1e-6)
     linear_triton.backward(q, s, z, q, q, q, s, z, torch.tensor([3]), 1e-6)
 """
-MOST_SHARED = 227 * 1024  # bytes of shared memory that a program may have, compute capability 9.0
 LAUNCHES = 9  # forward three, backward six
 
 
@@ -435,7 +420,7 @@ def test_all_kernels_compile_for_compute_capability_9_and_fit(tmp_path):
     cases = ["bfloat16 64 highest", "float32 128 highest"]
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     result = subprocess.run(
-        [sys.executable, "-c", COMPILE, *cases], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", FOR_9_0 + COMPILE, *cases], env=environment, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()

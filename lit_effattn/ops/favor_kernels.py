@@ -30,8 +30,7 @@ def use_kernels(q: Tensor, v: Tensor, n_features: int) -> bool:
         n_features: F.
 
     Raises:
-        ValueError: `LIT_EFFATTN_KERNELS` is not a form.
-        RuntimeError: it is "triton", and that can't be had.
+        ValueError: `LIT_EFFATTN_KERNELS` is not a form, or one that can't be had.
     """
     width = max(q.size(-1), v.size(-1))
     return _chosen(os.environ.get(KERNELS, ""), q.device, (q.dtype, v.dtype), width, n_features)

@@ -1,7 +1,8 @@
-"""When kernels written in Triton are used: on CUDA, wherever they can be, after a trial beside the plain form.
+"""When kernels are used: on CUDA those written in Triton, on the CPU those written in C++, wherever they can be.
 
-`LIT_EFFATTN_KERNELS` in the environment forces a form: "plain", or "triton", which is then an error where it can't be
-had.
+Those for CUDA are tried beside the plain form first; those for the CPU are compiled first, `lit_effattn.ops.compiled`
+says how. `LIT_EFFATTN_KERNELS` in the environment forces a form: "plain", "triton" or "c++"; the latter two are then an
+error where they can't be had.
 """
 
 from __future__ import annotations
@@ -17,14 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_effattn.ops import compiled
+
 KERNELS = "LIT_EFFATTN_KERNELS"
 """The environment's variable that forces a form."""
+
+FORMS = ("plain", "triton", "c++")
+"""Its values."""
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Of the kernels' queries, keys and values."""
 
 WIDEST = 128
-"""The most columns of queries, keys or values: what a walk carries stays in registers."""
+"""The most columns of queries, keys or values on CUDA: what a walk carries stays in registers."""
 
 _INTERPRET = "TRITON_INTERPRET"  # Triton's own: its kernels then run in Python, on the CPU
 _OLDEST = (8, 0)  # compute capability, the first with TF32
@@ -39,9 +45,9 @@ def chosen(
     obstacle: str | None,
     trial: Callable[[], str | None],
 ) -> bool:
-    """Whether kernels are to be used.
+    """Whether kernels written in Triton are to be used.
 
-    If not, it says once why where that is a loss: on CUDA, unless the plain form was asked for.
+    If not, it says once why where that is a loss: on CUDA, unless another form was asked for.
 
     Args:
         what: Whose kernels they are, for messages.
@@ -53,20 +59,54 @@ def chosen(
         trial: Says what is wrong with them on this device, None if nothing is.
 
     Raises:
-        ValueError: `LIT_EFFATTN_KERNELS` is not a form.
-        RuntimeError: it is "triton", and that can't be had.
+        ValueError: `LIT_EFFATTN_KERNELS` is not a form, or is "triton", and that can't be had.
     """
-    if asked not in ("", "plain", "triton"):
-        raise ValueError(f"{KERNELS}={asked!r} in the environment is no form: plain or triton; unset, it is chosen")
-    if asked == "plain" or (asked == "" and device.type != "cuda"):
+    if _form(asked, device) != "triton":
         return False
     obstacle = _obstacle_of_device(device) or obstacle or _obstacle_of_tensors(dtypes, width)
     if obstacle is None and asked == "":
         obstacle = trial()
+    return _had(what, asked, obstacle)
+
+
+def chosen_on_cpu(what: str, asked: str, device: torch.device, dtypes: tuple[torch.dtype, ...], name: str) -> bool:
+    """Whether kernels written in C++ are to be used.
+
+    If not, it says once why where that is a loss: on the CPU, unless another form was asked for. In float64 there are
+    none, and nobody is told.
+
+    Args:
+        what: Whose kernels they are, for messages.
+        asked: The value of `LIT_EFFATTN_KERNELS`, "" if there is none.
+        device: The tensors'.
+        dtypes: Theirs.
+        name: The source's.
+
+    Raises:
+        ValueError: `LIT_EFFATTN_KERNELS` is not a form, or is "c++", and that can't be had.
+    """
+    if _form(asked, device) != "c++":
+        return False
+    if device.type != "cpu":
+        return _had(what, asked, f"the tensors are on {device}; they are for the CPU")
+    if not set(dtypes) <= set(TYPES):
+        return asked != "" and _had(what, asked, _obstacle_of_tensors(dtypes, 0))
+    return _had(what, asked, compiled.obstacle(name))
+
+
+def _form(asked: str, device: torch.device) -> str:
+    """Return what was asked for, or what is for the device."""
+    if asked not in ("", *FORMS):
+        raise ValueError(f"{KERNELS}={asked!r} in the environment is no form: {', '.join(FORMS)}; unset, it is chosen")
+    return asked or {"cuda": "triton", "cpu": "c++"}.get(device.type, "plain")
+
+
+def _had(what: str, asked: str, obstacle: str | None) -> bool:
+    """Whether there is no obstacle; if there is one, it is said, or raised where the form was asked for."""
     if obstacle is None:
         return True
-    if asked == "triton":
-        raise RuntimeError(f"{KERNELS}=triton, but the kernels of {what} can't be used: {obstacle}")
+    if asked != "":
+        raise ValueError(f"{KERNELS}={asked}, but the kernels of {what} can't be used: {obstacle}")
     _notice(what, obstacle)
     return False
 
@@ -97,7 +137,7 @@ def _notice(what: str, obstacle: str) -> None:
     warnings.warn(
         f"{what} runs in its plain form, several times slower than its kernels, which can't be used: {obstacle}. "
         f"{KERNELS}=plain in the environment silences this",
-        stacklevel=5,
+        stacklevel=6,
     )
 
 
@@ -129,11 +169,16 @@ def off(
 
 
 def refuse_others(
-    sums: dict[str, Tensor], heads: dict[str, Tensor], otherwise: str, *, widest_in_full: int = WIDEST
+    sums: dict[str, Tensor],
+    heads: dict[str, Tensor],
+    otherwise: str,
+    *,
+    widest: int | None = WIDEST,
+    widest_in_full: int | None = None,
 ) -> None:
     """Refuse `sums` that are not in float32, and `heads` of a type or width that kernels do not take.
 
-    In float32, heads may have `widest_in_full` columns.
+    Heads may have `widest` columns, in float32 `widest_in_full`; None: no fewer than others, and any number.
 
     Raises:
         ValueError: names the argument, its type or width, and what was expected: `otherwise` takes any.
@@ -142,12 +187,18 @@ def refuse_others(
         if t.dtype != torch.float32:
             raise ValueError(f"{name} is {t.dtype}; sums are torch.float32: {name}.float()")
     for name, t in heads.items():
-        widest = widest_in_full if t.dtype == torch.float32 else WIDEST
-        if t.dtype not in TYPES or t.size(-1) > widest:
+        if t.dtype not in TYPES:
+            raise ValueError(f"{name} is {t.dtype}; expected bfloat16, float16 or float32: `{otherwise}` takes any")
+        most = (widest_in_full if t.dtype == torch.float32 else None) or widest
+        if most is not None and t.size(-1) > most:
             raise ValueError(
-                f"{name} is {t.dtype} of width {t.size(-1)}; expected bfloat16, float16 or float32, and at most "
-                f"{widest}: `{otherwise}` takes any"
+                f"{name} is {t.dtype} of width {t.size(-1)}; expected at most {most}: `{otherwise}` takes any"
             )
+
+
+def interpreted() -> bool:
+    """Whether kernels written in Triton were asked for: on the CPU, Triton's interpreter runs them."""
+    return os.environ.get(KERNELS, "") == "triton"
 
 
 def on_device(t: Tensor) -> AbstractContextManager[Any]:
@@ -155,7 +206,7 @@ def on_device(t: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
 
 
-def by_position(like: Tensor) -> Tensor:
+def by_position(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return room for (B, H, N, D), laid out (B, N, H, D): what joins the heads again then copies nothing."""
     b, h, n, d = like.shape
-    return like.new_empty(b, n, h, d).transpose(1, 2)
+    return like.new_empty(b, n, h, d, dtype=dtype).transpose(1, 2)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from lit_effattn.ops import kernels, linear_cpu
+
+WHAT = "linear attention"
+"""What its kernels are called in messages."""
 
 
 def linear_attention(q: Tensor, k: Tensor, v: Tensor, *, eps: float = 1e-6) -> Tensor:
@@ -47,7 +53,8 @@ def causal_linear_attention(
         v: (B, H, N, D).
         s: (B, H, F, D), the sum of k vᵀ before the first position.
         z: (B, H, F), the sum of k before the first position.
-        chunk_size: C; products take O(C + D) a position and head, but small ones are slow: D, or 64, is best.
+        chunk_size: C where the products are PyTorch's; they take O(C + D) a position and head, but small ones are slow:
+            D, or 64, is best.
         eps: Keeps the division finite where no key is seen.
 
     Returns:
@@ -115,7 +122,7 @@ torch.library.define(
 torch.library.define(
     "lit_effattn::causal_linear_backward",
     "(Tensor g, Tensor g_s, Tensor g_z, Tensor q, Tensor k, Tensor v, Tensor s, Tensor z, Tensor out, "
-    "Tensor denominator, int chunk_size) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor denominator, int chunk_size, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 
 
@@ -124,11 +131,22 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the output, the last sums, and the denominators (B, H, N), eps included."""
     out, denominator = torch.empty_like(v), q.new_empty(q.shape[:-1])
+    if _in_cpp(q, k, v, s, z):
+        s, z = linear_cpu.forward(q, k, v, s, z, None, eps, out, denominator, elu=False)
+        return out, s, z, denominator
     s, z = _copy(s), _copy(z)
     with torch.autocast("cpu", enabled=False):
         for rows in _in_groups(q, k, v, s, z, out, denominator):
             _forward_rows(*rows, chunk_size=chunk_size, eps=eps)
     return out, s, z, denominator
+
+
+def _in_cpp(*tensors: Tensor) -> bool:
+    """Whether the kernel is used: for float32 alone (what is laid out as the inputs are has to suit it, too)."""
+    if any(t.dtype != torch.float32 or t.stride(-1) != 1 for t in tensors):
+        return False
+    asked = os.environ.get(kernels.KERNELS, "")
+    return kernels.chosen_on_cpu(WHAT, asked, tensors[0].device, (torch.float32,), linear_cpu.NAME)
 
 
 def _forward_rows(
@@ -167,9 +185,13 @@ def _backward(
     out: Tensor,
     denominator: Tensor,
     chunk_size: int,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, s and z from those of the output and of the last sums."""
     g_q, g_k, g_v = (torch.empty_like(t) for t in (q, k, v))
+    if _in_cpp(q, k, v, s, z):
+        g_s, g_z = linear_cpu.backward(g, g_s, g_z, q, k, v, s, z, None, eps, g_q, g_k, g_v, elu=False)
+        return g_q, g_k, g_v, g_s, g_z
     s, z, g_s, g_z = (_copy(t) for t in (s, z, g_s, g_z))
     with torch.autocast("cpu", enabled=False):
         for rows in _in_groups(g, q, k, v, s, z, out, denominator, g_q, g_k, g_v, g_s, g_z):
@@ -243,14 +265,14 @@ def _backward_shapes(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.chunk_size, _ = inputs
+    *tensors, ctx.chunk_size, ctx.eps = inputs
     out, _, _, denominator = output
     ctx.save_for_backward(*tensors, out, denominator)
     ctx.mark_non_differentiable(denominator)
 
 
 def _gradients(ctx: Any, g: Tensor, g_s: Tensor, g_z: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    found = torch.ops.lit_effattn.causal_linear_backward(g, g_s, g_z, *ctx.saved_tensors, ctx.chunk_size)
+    found = torch.ops.lit_effattn.causal_linear_backward(g, g_s, g_z, *ctx.saved_tensors, ctx.chunk_size, ctx.eps)
     return *found, None, None
 
 

@@ -1,4 +1,4 @@
-"""Causal linear attention through kernels written in Triton: when they are used, and what autograd and compilers see.
+"""Causal linear attention through kernels, in Triton or C++: when they are used, and what autograd and compilers see.
 
 `lit_effattn.ops.kernels` says when that is.
 """
@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_effattn.ops import kernels
-from lit_effattn.ops.kernels import KERNELS, by_position, on_device
-from lit_effattn.ops.linear import plain_causal_linear_attention
+from lit_effattn.ops import kernels, linear_cpu
+from lit_effattn.ops.kernels import KERNELS, by_position, interpreted, on_device
+from lit_effattn.ops.linear import WHAT, plain_causal_linear_attention
 
 
 def use_kernels(q: Tensor, v: Tensor, *, elu: bool) -> bool:
     """Whether `elu_linear_attention` is to be used.
 
-    If not, it says once why where that is a loss: on CUDA, unless the plain form was asked for.
+    If not, it says once why where that is a loss, unless the plain form was asked for. On the CPU another feature map
+    is none: `causal_linear_attention` has kernels there too.
 
     Args:
         q: (B, H, N, D), queries; their type, device and width are looked at.
@@ -28,8 +29,7 @@ def use_kernels(q: Tensor, v: Tensor, *, elu: bool) -> bool:
         elu: Whether the feature map is elu + 1.
 
     Raises:
-        ValueError: `LIT_EFFATTN_KERNELS` is not a form.
-        RuntimeError: it is "triton", and that can't be had.
+        ValueError: `LIT_EFFATTN_KERNELS` is not a form, or one that can't be had.
     """
     return _chosen(os.environ.get(KERNELS, ""), q.device, (q.dtype, v.dtype), max(q.size(-1), v.size(-1)), elu)
 
@@ -37,9 +37,9 @@ def use_kernels(q: Tensor, v: Tensor, *, elu: bool) -> bool:
 @torch.compiler.assume_constant_result
 def _chosen(asked: str, device: torch.device, dtypes: tuple[torch.dtype, ...], width: int, elu: bool) -> bool:
     obstacle = None if elu else "their feature map is elu + 1 (EluFeatureMap), and another was given"
-    return kernels.chosen(
-        "linear attention", asked, device, dtypes, width, obstacle, lambda: _failure(device, dtypes[0], width)
-    )
+    if kernels.chosen(WHAT, asked, device, dtypes, width, obstacle, lambda: _failure(device, dtypes[0], width)):
+        return True
+    return elu and kernels.chosen_on_cpu(WHAT, asked, device, dtypes, linear_cpu.NAME)
 
 
 @cache
@@ -68,15 +68,15 @@ def elu_linear_attention(
         S_i = S_{i-1} + φ(k_i) v_iᵀ,  z_i = z_{i-1} + φ(k_i),  out_i = φ(q_i)ᵀ S_i / (φ(q_i) · z_i + eps),
         φ(x) = elu(x) + 1                                      Katharopoulos et al. 2020, equations 7 and 16 to 20
 
-    Computed in float32; how the factors of matrix products are rounded, `torch.set_float32_matmul_precision` says:
-    "highest" is float32 for float32 inputs, TF32 for half precision; "high" is TF32; "medium" is bfloat16. For the
-    backward pass nothing is kept but the arguments; it can't be differentiated itself. Results repeat bit by bit.
+    Computed in float32; how the factors of matrix products are rounded on CUDA, `torch.set_float32_matmul_precision`
+    says: "highest" is float32 for float32 inputs, TF32 for half precision; "high" is TF32; "medium" is bfloat16. For
+    the backward pass nothing is kept but the arguments; it can't be differentiated itself. Results repeat bit by bit.
 
     Args:
-        q: (B, H, N, D), queries before the feature map, of any strides; D at most 128. As `k` and `v`, in bfloat16,
-            float16 or float32.
+        q: (B, H, N, D), queries before the feature map, of any strides; D at most 128 on CUDA. As `k` and `v`, in
+            bfloat16, float16 or float32.
         k: (B, H, N, D), keys before the feature map.
-        v: (B, H, N, D'), D' at most 128.
+        v: (B, H, N, D'), D' at most 128 on CUDA.
         s: (B, H, D, D') in float32, the sum of φ(k) vᵀ before the first position.
         z: (B, H, D) in float32, the sum of φ(k).
         lengths: (B,), the keys that are there; the rest is padding. None: all are.
@@ -99,7 +99,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, lengths: Tenso
     for (name, expected), t in zip(shapes.items(), (k, v, s, z, lengths), strict=True):
         if t is not None and t.shape != expected:
             raise ValueError(f"{name} has shape {tuple(t.shape)}; with q of {tuple(q.shape)} it should be {expected}")
-    kernels.refuse_others({"s": s, "z": z}, {"q": q, "k": k, "v": v}, "causal_linear_attention")
+    widest = None if q.device.type == "cpu" and not interpreted() else kernels.WIDEST
+    kernels.refuse_others({"s": s, "z": z}, {"q": q, "k": k, "v": v}, "causal_linear_attention", widest=widest)
 
 
 # --------------------------------------------------------------- operators, which autograd and compilers see as a whole
@@ -115,7 +116,7 @@ torch.library.define(
 )
 
 
-@torch.library.impl("lit_effattn::elu_linear", ("cuda", "cpu"))
+@torch.library.impl("lit_effattn::elu_linear", "cuda")
 def _forward(q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     from lit_effattn.ops import linear_triton  # here, since importing Triton takes time, and not all have it
 
@@ -123,12 +124,35 @@ def _forward(q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
         return linear_triton.forward(q, *others)
 
 
-@torch.library.impl("lit_effattn::elu_linear_backward", ("cuda", "cpu"))
+@torch.library.impl("lit_effattn::elu_linear_backward", "cuda")
 def _backward(g: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from lit_effattn.ops import linear_triton
 
     with on_device(g):
         return linear_triton.backward(g, *others)
+
+
+@torch.library.impl("lit_effattn::elu_linear", "cpu")
+def _forward_on_cpu(
+    q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, lengths: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    if interpreted():
+        return _forward(q, k, v, s, z, lengths, eps)
+    out = by_position(v, torch.float32)
+    s, z = linear_cpu.forward(q, k, v, s, z, lengths, eps, out, elu=True)
+    return out.to(v.dtype), s, z
+
+
+@torch.library.impl("lit_effattn::elu_linear_backward", "cpu")
+def _backward_on_cpu(
+    g: Tensor, g_s: Tensor, g_z: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if interpreted():
+        return _backward(g, g_s, g_z, q, k, v, *others)
+    found = [by_position(t, torch.float32) for t in (q, k, v)]
+    g_s, g_z = linear_cpu.backward(g, g_s, g_z, q, k, v, *others, *found, elu=True)
+    g_q, g_k, g_v = (to.to(t.dtype) for to, t in zip(found, (q, k, v), strict=True))
+    return g_q, g_k, g_v, g_s, g_z
 
 
 @torch.library.register_fake("lit_effattn::elu_linear")
@@ -153,4 +177,9 @@ def _gradients(ctx: Any, g: Tensor, g_s: Tensor, g_z: Tensor) -> tuple[Tensor | 
     return *found, None, None
 
 
+def _refuse(ctx: Any, *gradients: Tensor) -> None:
+    raise NotImplementedError("elu_linear_attention has no second derivative; plain_causal_linear_attention has")
+
+
 torch.library.register_autograd("lit_effattn::elu_linear", _gradients, setup_context=_keep)
+torch.library.register_autograd("lit_effattn::elu_linear_backward", _refuse)

@@ -128,7 +128,7 @@ def test_the_operators_are_what_torch_expects():
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")  # the laws compile it
     torch.library.opcheck(torch.ops.lit_effattn.causal_linear.default, (*tensors, *sums, 2, 1e-6), test_utils=checks)
     out, *_, denominator = torch.ops.lit_effattn.causal_linear(*(t.detach() for t in (*tensors, *sums)), 2, 1e-6)
-    given = (out, *sums, *tensors, *sums, out, denominator, 2)
+    given = (out, *sums, *tensors, *sums, out, denominator, 2, 1e-6)
     given = tuple(t.detach() if isinstance(t, torch.Tensor) else t for t in given)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.lit_effattn.causal_linear_backward.default, given, test_utils=checks)

@@ -1,0 +1,144 @@
+"""Kernels for the CPU, in C++: compiled where they run, once, by the machine's own compiler, and kept.
+
+They need g++ or clang++ of the last years (another one is named by the environment variable CXX), take about two
+seconds, and are found again in `~/.cache/lit_effattn` ($XDG_CACHE_HOME) by their source, compiler and processor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_SOURCES = Path(__file__).parent
+_OPTIONS = ("-std=gnu++17", "-O3", "-fopenmp", "-fPIC", "-shared")
+_VECTORS = {
+    "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
+    "AVX2": ("-mavx2", "-mfma"),
+}
+
+
+class Uncompiled(Exception):
+    """The compiler is missing, or refuses; the text says which, and what to do."""
+
+
+class Heads(ctypes.Structure):
+    """(B, H, N, D) in float32, numbers next to one another; as `Heads` in products.hpp."""
+
+    _fields_ = (
+        ("p", ctypes.c_void_p),
+        ("b", ctypes.c_int64),
+        ("h", ctypes.c_int64),
+        ("n", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+    )
+
+    @classmethod
+    def of(cls, t: Tensor) -> Heads:
+        """Describe `t`, which has to outlive what is made of it."""
+        return cls(t.data_ptr(), *t.stride()[:3], t.size(3))
+
+
+def heads(t: Tensor) -> Tensor:
+    """Return `t` in float32, its last dimension's numbers next to one another."""
+    t = t.float()
+    return t if t.stride(-1) == 1 or t.size(-1) <= 1 else t.contiguous()
+
+
+@cache
+def library(name: str) -> ctypes.CDLL:
+    """Compile `name`.cpp, unless that was done before, and load it.
+
+    Raises:
+        Uncompiled: says why it can't be had.
+    """
+    return ctypes.CDLL(str(build(name, _VECTORS.get(torch.backends.cpu.get_cpu_capability(), ()))))
+
+
+@cache
+def obstacle(name: str) -> str | None:
+    """Say why `library` can't be had, None if it can."""
+    try:
+        library(name)
+    except (Uncompiled, OSError) as error:
+        return str(error)
+    return None
+
+
+def build(name: str, vectors: Sequence[str] = ()) -> Path:
+    """Compile `name`.cpp, unless that was done before, and return where the library lies.
+
+    Args:
+        name: The source's, without its suffix.
+        vectors: The compiler's options for what vectors the processor has.
+
+    Raises:
+        Uncompiled: The compiler is missing, or refuses.
+    """
+    compiler = _compiler()
+    options = (*_OPTIONS, *vectors)
+    sources = [_SOURCES / "products.hpp", _SOURCES / f"{name}.cpp"]
+    known = "\0".join([*compiler, _version(compiler), *options, *(path.read_text() for path in sources)])
+    file = f"{name}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.so"
+    folder = _folder()
+    if not (folder / file).exists():
+        # Under a name of its own first: others may be compiling it, or loading it, at the same time.
+        handle, temporary = tempfile.mkstemp(suffix=".so", dir=folder)
+        os.close(handle)
+        try:
+            _run([*compiler, *options, str(sources[-1]), "-o", temporary])
+            Path(temporary).replace(folder / file)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+    return folder / file
+
+
+def _compiler() -> list[str]:
+    named = os.environ.get("CXX")
+    for command in [named] if named else ["clang++", "g++"] if sys.platform == "darwin" else ["g++", "clang++"]:
+        words = shlex.split(command)
+        if words and shutil.which(words[0]):
+            return words
+    raise Uncompiled(
+        f"there is no C++ compiler {named!r}, which the environment variable CXX names"
+        if named
+        else "there is no C++ compiler: install g++ or clang++ (Debian: apt-get install g++), or name one in the "
+        "environment variable CXX"
+    )
+
+
+@cache
+def _folder() -> Path:
+    """Return a folder to keep libraries in; where none can be written, one that lasts as long as the machine runs."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lit_effattn"
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except (OSError, RuntimeError):  # no home, not ours, full
+        return Path(tempfile.mkdtemp(prefix="lit_effattn-"))
+
+
+def _version(compiler: list[str]) -> str:
+    return _run([*compiler, "--version"])
+
+
+def _run(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    except OSError as error:
+        raise Uncompiled(f"the C++ compiler can't be run: {error}") from error
+    except subprocess.CalledProcessError as error:
+        said = [line for line in error.stderr.splitlines() if "error" in line] or error.stderr.splitlines() or [""]
+        raise Uncompiled(f"the C++ compiler {shlex.join(command[:1])} fails: {said[0].strip()}") from error

@@ -1,0 +1,205 @@
+// Causal linear attention on the CPU, forward and backward (Katharopoulos et al. 2020, equations 7 and 16 to 20).
+//
+// Letters are those of `causal_linear_attention` and of `_backward_rows` in linear.py. A row of heads is one thread's
+// work.
+
+#include "products.hpp"
+
+namespace {
+
+Index forward_room(Index F, Index D) { return F * D + F + 3 * C * F + 2 * C * D + C * C + C + 16; }
+
+template <Map map>
+void forward_row(const Sizes& sizes, Head q, Head k, Head v, float* s, float* z, Head out, float* denominator,
+                 float eps, Room room) {
+  const auto [n, seen, f, d, F, D] = sizes;
+  float *S = room.take(F * D), *Z = room.take(F), *Q = room.take(C * F), *K = room.take(C * F), *V = room.take(C * D);
+  float *Qt = room.take(C * F), *A = room.take(C * C), *Y = room.take(C * D), *below = room.take(C);
+  copy_matrix(f, d, s, d, S, D);
+  std::memcpy(Z, z, sizeof(float) * f);
+  Ahead ahead;
+  for (Index i0 = 0; i0 < n; i0 += C) {
+    const Index here = at_most(C, n - i0), next = at_most(C, n - i0 - here);
+    ahead.clear();
+    ahead.add(out.part(i0, here));
+    for (const Head* t : {&q, &k, &v}) ahead.add(t->part(i0 + here, next));
+    read<map>(q, i0, here, F, Q);
+    read<map>(k, i0, at_most(here, at_least_0(seen - i0)), F, K);
+    read(v, i0, here, D, V);
+
+    transpose(C, F, Q, Qt);  // (F, C)
+    for (Index j = 0; j < C; j += W) {  // A[j, i] = k_j . q_i where j <= i
+      multiply(ahead, W, C - j, F, {K + j * F, F, 1}, Qt + j, C, A + j * C + j, C, SET);
+      for (int r = 0; r < W; ++r) {
+        float* a = A + (j + r) * C + j;
+        store(a, only(places() >= (Bits{} + r), load(a)));
+      }
+    }
+    for (Index i = 0; i < C; i += W) {
+      Vector x = all(eps);
+      for (Index c = 0; c < F; ++c) x += Z[c] * load(Qt + c * C + i);
+      for (Index j = 0; j < i + W; ++j) x += load(A + j * C + i);
+      store(below + i, x);
+    }
+    multiply(ahead, C, D, F, {Q, F, 1}, S, D, Y, D, SET);
+    multiply_lower(D, {A, 1, C}, V, Y);
+    for (Index i = 0; i < here; ++i) {
+      const Vector x = all(below[i]);
+      for (Index j = 0; j < D; j += W) store(Y + i * D + j, load(Y + i * D + j) / x);
+    }
+    write(out, i0, here, D, Y);
+    if (denominator) std::memcpy(denominator + i0, below, sizeof(float) * here);
+
+    multiply(ahead, F, D, C, {K, 1, F}, V, D, S, D, ADD);
+    add_rows(F, K, nullptr, Z);
+  }
+  copy_matrix(f, d, S, D, s, d);
+  std::memcpy(z, Z, sizeof(float) * f);
+}
+
+Index backward_room(Index n, Index F, Index D) {
+  return F * D + F + 6 * C * F + 4 * C * D + 2 * C * C + 2 * (n + C + 16) + 16;
+}
+
+// From g_s and g_z after the last position to those before the first. With x_i = g_i / denominator_i:
+//   dq_i = S_i x_i + y_i z_i,  y_i = -q_i . S_i x_i / denominator_i,  dk_j = R_j v_j + r_j,  dv_j = R_j^T k_j
+template <Map map>
+void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const float* s, const float* z, Head g_q,
+                  Head g_k, Head g_v, float* g_s, float* g_z, float eps, Room room) {
+  const auto [n, seen, f, d, F, D] = sizes;
+  float *S = room.take(F * D), *Z = room.take(F), *Q = room.take(C * F), *K = room.take(C * F), *Kt = room.take(C * F);
+  float *sums = room.take(C * F), *T = room.take(C * F), *U = room.take(C * F);
+  float *V = room.take(C * D), *Vt = room.take(C * D), *X = room.take(C * D), *O = room.take(C * D);
+  float *A = room.take(C * C), *G = room.take(C * C), *above = room.take(n + C), *y = room.take(n + C);
+  Ahead ahead;
+
+  // Forward, for dq: S lies as (D, F).
+  std::memset(S, 0, sizeof(float) * F * D);
+  for (Index i = 0; i < f; ++i)
+    for (Index j = 0; j < d; ++j) S[j * F + i] = s[i * d + j];
+  std::memcpy(Z, z, sizeof(float) * f);
+  for (Index i0 = 0; i0 < n; i0 += C) {
+    const Index here = at_most(C, n - i0), next = at_most(C, n - i0 - here);
+    ahead.clear();
+    ahead.add(g_q.part(i0, here));
+    for (const Head* t : {&q, &k, &v, &g}) ahead.add(t->part(i0 + here, next));
+    read<map>(q, i0, here, F, Q);
+    read<map>(k, i0, at_most(here, at_least_0(seen - i0)), F, K);
+    read(v, i0, here, D, V);
+    read(g, i0, here, D, X);
+
+    for (Index j = 0; j < F; j += W) {  // z_i
+      Vector x = load(Z + j);
+      for (Index i = 0; i < C; ++i) store(sums + i * F + j, x += load(K + i * F + j));
+      store(Z + j, x);
+    }
+    dot_rows(F, Q, sums, above + i0);
+    for (Index i = i0; i < i0 + C; ++i) above[i] = i < n ? 1 / (above[i] + eps) : 0;
+    for (Index i = 0; i < here; ++i)
+      for (Index j = 0; j < D; j += W) store(X + i * D + j, load(X + i * D + j) * above[i0 + i]);
+
+    transpose(C, D, V, Vt);  // (D, C)
+    for (Index i = 0; i < C; i += W) {  // G[i, j] = x_i . v_j where j <= i
+      multiply(ahead, W, i + W, D, {X + i * D, D, 1}, Vt, C, G + i * C, C, SET);
+      for (int r = 0; r < W; ++r) {
+        float* to = G + (i + r) * C + i;
+        store(to, only(places() <= (Bits{} + r), load(to)));
+      }
+    }
+    multiply(ahead, C, F, D, {X, D, 1}, S, F, T, F, SET);
+    multiply_lower(F, {G, C, 1}, K, T);  // S_i x_i
+    dot_rows(F, Q, T, y + i0);
+    for (Index i = 0; i < C; ++i) y[i0 + i] *= -above[i0 + i];
+    for (Index i = 0; i < here; ++i)
+      for (Index j = 0; j < F; j += W) {
+        float* to = T + i * F + j;
+        store(to, load(to) + y[i0 + i] * load(sums + i * F + j));
+      }
+    write<map>(g_q, i0, here, F, T, Q);
+    multiply(ahead, D, F, C, {V, 1, D}, K, F, S, F, ADD);
+  }
+
+  // Backward, for dk and dv: R lies as (F, D) where S was, r where z was.
+  float *const R_ = S, *const r_ = Z;
+  std::memset(R_, 0, sizeof(float) * F * D);
+  copy_matrix(f, d, g_s, d, R_, D);
+  std::memcpy(r_, g_z, sizeof(float) * f);
+  for (Index i0 = (n - 1) / C * C; i0 >= 0; i0 -= C) {
+    const Index here = at_most(C, n - i0);
+    ahead.clear();
+    for (const Head* t : {&g_k, &g_v}) ahead.add(t->part(i0, here));
+    if (i0 > 0)
+      for (const Head* t : {&q, &k, &v, &g}) ahead.add(t->part(i0 - C, C));
+    read<map>(q, i0, here, F, Q);
+    read<map>(k, i0, at_most(here, at_least_0(seen - i0)), F, K);
+    read(v, i0, here, D, V);
+    read(g, i0, here, D, X);
+    for (Index i = 0; i < here; ++i)
+      for (Index j = 0; j < D; j += W) store(X + i * D + j, load(X + i * D + j) * above[i0 + i]);
+
+    transpose(C, F, K, Kt);  // (F, C)
+    transpose(C, D, V, Vt);  // (D, C)
+    for (Index i = 0; i < C; i += W) {  // A[i, j] = q_i . k_j and G[i, j] = x_i . v_j + y_i where j <= i
+      multiply(ahead, W, i + W, F, {Q + i * F, F, 1}, Kt, C, A + i * C, C, SET);
+      multiply(ahead, W, i + W, D, {X + i * D, D, 1}, Vt, C, G + i * C, C, SET);
+      for (int r = 0; r < W; ++r) {
+        float *a = A + (i + r) * C, *b = G + (i + r) * C;
+        const Bits mask = places() <= (Bits{} + r);
+        store(a + i, only(mask, load(a + i)));
+        for (Index j = 0; j <= i; j += W) store(b + j, load(b + j) + y[i0 + i + r]);
+        store(b + i, only(mask, load(b + i)));
+      }
+    }
+    for (Index c = 0; c < F; ++c)  // dk, as (F, C)
+      for (Index j = 0; j < C; j += W) store(T + c * C + j, all(r_[c]));
+    multiply(ahead, F, C, D, {R_, D, 1}, Vt, C, T, C, ADD);
+    for (Index j = 0; j < C; j += W)
+      multiply(ahead, F, W, C - j, {Q + j * F, 1, F}, G + j * C + j, C, T + j, C, ADD);
+    transpose(F, C, T, U);
+    write<map>(g_k, i0, here, F, U, K);
+
+    multiply(ahead, C, D, F, {K, F, 1}, R_, D, O, D, SET);
+    multiply_upper(D, {A, 1, C}, X, O);
+    write(g_v, i0, here, D, O);
+
+    multiply(ahead, F, D, C, {Q, 1, F}, X, D, R_, D, ADD);
+    add_rows(F, Q, y + i0, r_);
+  }
+  copy_matrix(f, d, R_, D, g_s, d);
+  std::memcpy(g_z, r_, sizeof(float) * f);
+}
+
+}  // namespace
+
+// As linear_cpu.py calls them.
+extern "C" {
+
+// s and z: before the first position, overwritten with those after the last. lengths and denominator may be null.
+void forward(Index batch, Index heads, Index n, Heads q, Heads k, Heads v, float* s, float* z, const Index* lengths,
+             float eps, Heads out, float* denominator, int elu, int threads) {
+  const Index f = k.width, d = v.width, F = padded(f), D = padded(d);
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+  for (Index row = 0; row < batch * heads; ++row) {
+    const Index b = row / heads, h = row % heads;
+    const Sizes sizes = {n, lengths ? lengths[b] : n, f, d, F, D};
+    (elu ? forward_row<ELU> : forward_row<NONE>)(
+        sizes, q.row(b, h), k.row(b, h), v.row(b, h), s + row * f * d, z + row * f, out.row(b, h),
+        denominator ? denominator + row * n : nullptr, eps, Room(forward_room(F, D)));
+  }
+}
+
+// g_s and g_z: those after the last position, overwritten with those before the first.
+void backward(Index batch, Index heads, Index n, Heads g, Heads q, Heads k, Heads v, const float* s, const float* z,
+              const Index* lengths, float eps, Heads g_q, Heads g_k, Heads g_v, float* g_s, float* g_z, int elu,
+              int threads) {
+  const Index f = k.width, d = v.width, F = padded(f), D = padded(d);
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+  for (Index row = 0; row < batch * heads; ++row) {
+    const Index b = row / heads, h = row % heads;
+    const Sizes sizes = {n, lengths ? lengths[b] : n, f, d, F, D};
+    (elu ? backward_row<ELU> : backward_row<NONE>)(
+        sizes, g.row(b, h), q.row(b, h), k.row(b, h), v.row(b, h), s + row * f * d, z + row * f, g_q.row(b, h),
+        g_k.row(b, h), g_v.row(b, h), g_s + row * f * d, g_z + row * f, eps, Room(backward_room(n, F, D)));
+  }
+}
+}

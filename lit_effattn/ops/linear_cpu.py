@@ -1,0 +1,120 @@
+"""Causal linear attention's kernels for the CPU: what linear_cpu.cpp does, on tensors."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from lit_effattn.ops import compiled
+from lit_effattn.ops.compiled import Heads, heads
+
+NAME = "linear_cpu"
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = compiled.library(NAME)
+    size, address, number, flag = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float, ctypes.c_int
+    library.forward.argtypes = [size] * 3 + [Heads] * 3 + [address] * 3 + [number, Heads, address, flag, flag]
+    library.backward.argtypes = [size] * 3 + [Heads] * 4 + [address] * 3 + [number] + [Heads] * 3
+    library.backward.argtypes += [address] * 2 + [flag, flag]
+    library.forward.restype = library.backward.restype = None
+    return library
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    z: Tensor,
+    lengths: Tensor | None,
+    eps: float,
+    out: Tensor,
+    denominator: Tensor | None = None,
+    *,
+    elu: bool,
+) -> tuple[Tensor, Tensor]:
+    """Fill `out` and `denominator`, all in float32 or less, and return `s` and `z` after the last position.
+
+    Args:
+        q: (B, H, N, F), queries; as `k`, before the feature map elu + 1, or after one.
+        k: (B, H, N, F), keys.
+        v: (B, H, N, D).
+        s: (B, H, F, D), the sum of φ(k) vᵀ before the first position.
+        z: (B, H, F), the sum of φ(k).
+        lengths: (B,), the keys that are there; None: all are.
+        eps: Keeps the division finite where no key is seen.
+        out: (B, H, N, D) in float32, its last dimension's numbers next to one another.
+        denominator: (B, H, N) in float32, contiguous; None: it is not asked for.
+        elu: Whether queries and keys are to be mapped.
+    """
+    q, k, v = heads(q), heads(k), heads(v)
+    s, z = _sum(s), _sum(z)
+    lengths = None if lengths is None else lengths.long().contiguous()
+    b, h, n, _ = q.shape
+    _library().forward(
+        *(b, h, n, Heads.of(q), Heads.of(k), Heads.of(v), s.data_ptr(), z.data_ptr()),
+        *(_address(lengths), eps, Heads.of(out), _address(denominator), elu, torch.get_num_threads()),
+    )
+    return s, z
+
+
+def backward(
+    g: Tensor,
+    g_s: Tensor,
+    g_z: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    z: Tensor,
+    lengths: Tensor | None,
+    eps: float,
+    g_q: Tensor,
+    g_k: Tensor,
+    g_v: Tensor,
+    *,
+    elu: bool,
+) -> tuple[Tensor, Tensor]:
+    """Fill `g_q`, `g_k` and `g_v`, and return the gradients of `s` and `z`: see `forward`.
+
+    Args:
+        g: (B, H, N, D), the gradient of the output.
+        g_s: (B, H, F, D), that of the last `s`.
+        g_z: (B, H, F), that of the last `z`.
+        q: As in `forward`; so are the others that are not named here.
+        k: As in `forward`.
+        v: As in `forward`.
+        s: As in `forward`.
+        z: As in `forward`.
+        lengths: As in `forward`.
+        eps: As in `forward`.
+        g_q: (B, H, N, F) in float32, its last dimension's numbers next to one another.
+        g_k: The same.
+        g_v: (B, H, N, D), the same.
+        elu: As in `forward`.
+    """
+    g, q, k, v = heads(g), heads(q), heads(k), heads(v)
+    s, z = s.float().contiguous(), z.float().contiguous()
+    g_s, g_z = _sum(g_s), _sum(g_z)
+    lengths = None if lengths is None else lengths.long().contiguous()
+    b, h, n, _ = q.shape
+    _library().backward(
+        *(b, h, n, Heads.of(g), Heads.of(q), Heads.of(k), Heads.of(v), s.data_ptr(), z.data_ptr()),
+        *(_address(lengths), eps, Heads.of(g_q), Heads.of(g_k), Heads.of(g_v), g_s.data_ptr(), g_z.data_ptr()),
+        *(elu, torch.get_num_threads()),
+    )
+    return g_s, g_z
+
+
+def _sum(t: Tensor) -> Tensor:
+    """Copy `t`: it is written to."""
+    return t.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+
+
+def _address(t: Tensor | None) -> int | None:
+    return None if t is None else t.data_ptr()

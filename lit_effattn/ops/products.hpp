@@ -1,0 +1,326 @@
+// What the CPU's kernels are made of: vectors, products whose tiles stay in registers, and copies of chunks.
+//
+// A kernel walks over each row of heads in chunks of C positions, which it copies into buffers that stay in the first
+// caches, filled up with zeros to whole vectors. What takes the time are matrix products, whose tiles of R rows by some
+// vectors stay in registers: sums over t of a[r, t] b[t, :], where a is read number by number and b by vectors. What
+// is wanted as b, and lies the other way round, is transposed. While one chunk is multiplied the next is fetched.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <new>
+#include <utility>
+
+namespace {
+
+typedef std::int64_t Index;
+
+#if defined(__AVX512F__)
+constexpr int W = 16;  // numbers of a vector
+constexpr int COLUMNS = 4;  // vectors of a tile
+#elif defined(__AVX2__)
+constexpr int W = 8;
+constexpr int COLUMNS = 2;
+#else
+constexpr int W = 4;
+constexpr int COLUMNS = 4;
+#endif
+constexpr int R = 4;
+constexpr Index C = 16;  // a multiple of R and of every W
+
+typedef float Vector __attribute__((vector_size(4 * W)));
+typedef std::int32_t Bits __attribute__((vector_size(4 * W)));
+
+#define INLINE inline __attribute__((always_inline))
+
+INLINE Vector load(const float* p) {
+  Vector x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+
+INLINE void store(float* p, Vector x) { std::memcpy(p, &x, sizeof x); }
+
+INLINE Vector all(float x) { return x - Vector{}; }
+
+// Keep a vector in a register: compilers would rather read it anew for each product, and reading is what is short.
+INLINE void hold(Vector& x) {
+#if defined(__x86_64__)
+  asm("" : "+v"(x));
+#elif defined(__aarch64__)
+  asm("" : "+w"(x));
+#endif
+}
+
+// The places in a vector, 0 to W - 1.
+INLINE Bits places() {
+  Bits x;
+  for (int i = 0; i < W; ++i) x[i] = i;
+  return x;
+}
+
+// x where the mask's bits are set, else 0, also if x is not a number.
+INLINE Vector only(Bits mask, Vector x) { return (Vector)((Bits)x & mask); }
+
+INLINE Vector less(Vector a, Vector b) { return a < b ? a : b; }
+
+// e^x for x <= 0, to 2 units in the last place; 0 below -87.
+INLINE Vector exponential(Vector x) {
+  const Vector round = all(12582912.f);  // 1.5 * 2^23: adding it rounds to a whole number
+  const Vector n = (x * 1.44269504f + round) - round;
+  const Vector r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // x - n ln 2, ln 2 in two parts
+  Vector y = all(1.f / 5040);
+  for (float term : {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 1.f / 2, 1.f, 1.f}) y = y * r + term;
+  const Bits power = (__builtin_convertvector(n, Bits) + 127) << 23;
+  return only(x >= all(-87.f), y * (Vector)power) + (x != x ? x : Vector{});
+}
+
+Index padded(Index n) { return (n + W - 1) / W * W; }
+
+// ----------------------------------------------------------------------------------------------- fetching what is next
+
+struct Part {
+  const float* p;
+  Index stride, rows, width;
+};
+
+// The rows of memory that the next chunk takes, fetched line by line.
+class Ahead {
+ public:
+  void clear() { count_ = part_ = row_ = column_ = 0; }
+
+  void add(Part part) {
+    if (part.rows > 0) parts_[count_++] = part;
+  }
+
+  INLINE void fetch(Index lines) {
+    for (; lines > 0 && part_ < count_; --lines) {
+      const Part& part = parts_[part_];
+      __builtin_prefetch(part.p + row_ * part.stride + column_, 0, 2);
+      column_ += 16;
+      if (column_ < part.width) continue;
+      column_ = 0;
+      if (++row_ < part.rows) continue;
+      row_ = 0;
+      ++part_;
+    }
+  }
+
+ private:
+  Part parts_[8];
+  int count_ = 0, part_ = 0;
+  Index row_ = 0, column_ = 0;
+};
+
+// ------------------------------------------------------------------------------------------------------------ products
+
+// A matrix's numbers from p on: [row, column] lies at p[row * rows + column * columns].
+struct Left {
+  const float* p;
+  Index rows, columns;
+};
+
+// out[r, :] (+)= sum over t < n of a[r, t] b[t, :], for `vectors` vectors of R rows.
+template <int vectors>
+INLINE void tile(Index n, Left a, const float* b, Index b_row, float* out, Index out_row, bool add) {
+  Vector sums[R][vectors];
+  for (int r = 0; r < R; ++r)
+    for (int j = 0; j < vectors; ++j) sums[r][j] = add ? load(out + r * out_row + j * W) : Vector{};
+  for (Index t = 0; t < n; ++t) {
+    Vector line[vectors];
+    for (int j = 0; j < vectors; ++j) {
+      line[j] = load(b + t * b_row + j * W);
+      if (vectors > 1) hold(line[j]);
+    }
+    for (int r = 0; r < R; ++r) {
+      const Vector x = all(a.p[r * a.rows + t * a.columns]);
+      for (int j = 0; j < vectors; ++j) sums[r][j] += x * line[j];
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int j = 0; j < vectors; ++j) store(out + r * out_row + j * W, sums[r][j]);
+}
+
+// The same for `width` columns.
+INLINE void tiles(Index width, Index n, Left a, const float* b, Index b_row, float* out, Index out_row, bool add) {
+  Index j = 0;
+  for (; j + COLUMNS * W <= width; j += COLUMNS * W) tile<COLUMNS>(n, a, b + j, b_row, out + j, out_row, add);
+  for (; j + 2 * W <= width; j += 2 * W) tile<2>(n, a, b + j, b_row, out + j, out_row, add);
+  for (; j < width; j += W) tile<1>(n, a, b + j, b_row, out + j, out_row, add);
+}
+
+enum Sum { SET, ADD };
+
+// The same for any number of rows, fetching ahead by the way: a line for each t and each R rows.
+__attribute__((noinline)) void multiply(Ahead& ahead, Index rows, Index width, Index n, Left a, const float* b,
+                                        Index b_row, float* out, Index out_row, Sum sum) {
+  for (Index r = 0; r < rows; r += R) {
+    ahead.fetch(n);
+    tiles(width, n, {a.p + r * a.rows, a.rows, a.columns}, b, b_row, out + r * out_row, out_row, sum == ADD);
+  }
+}
+
+// out[i, :] += sum over j <= i of a[i, j] b[j, :], for C rows; a is 0 where j > i.
+__attribute__((noinline)) void multiply_lower(Index width, Left a, const float* b, float* out) {
+  for (Index i = 0; i < C; i += R)
+    tiles(width, i + R, {a.p + i * a.rows, a.rows, a.columns}, b, width, out + i * width, width, true);
+}
+
+// out[j, :] += sum over i >= j of a[j, i] b[i, :], for C rows; a is 0 where i < j.
+__attribute__((noinline)) void multiply_upper(Index width, Left a, const float* b, float* out) {
+  for (Index j = 0; j < C; j += R)
+    tiles(width, C - j, {a.p + j * a.rows + j * a.columns, a.rows, a.columns}, b + j * width, width, out + j * width,
+          width, true);
+}
+
+template <int step, int... e>
+INLINE void exchange(Vector& a, Vector& b, std::integer_sequence<int, e...>) {
+  const Vector upper = __builtin_shufflevector(a, b, ((e & step) ? W + e - step : e)...);
+  const Vector lower = __builtin_shufflevector(a, b, ((e & step) ? W + e : e + step)...);
+  a = upper;
+  b = lower;
+}
+
+// Transpose W vectors: swap what is off the diagonal in blocks of 2 x 2, of 4 x 4, and so on.
+template <int step = 1>
+INLINE void transpose(Vector* m) {
+  if constexpr (step < W) {
+    for (int i = 0; i < W; ++i)
+      if (!(i & step)) exchange<step>(m[i], m[i + step], std::make_integer_sequence<int, W>{});
+    transpose<2 * step>(m);
+  }
+}
+
+// to[j, i] = from[i, j]; rows and columns are multiples of W.
+__attribute__((noinline)) void transpose(Index rows, Index columns, const float* from, float* to) {
+  for (Index i = 0; i < rows; i += W)
+    for (Index j = 0; j < columns; j += W) {
+      Vector m[W];
+      for (int r = 0; r < W; ++r) m[r] = load(from + (i + r) * columns + j);
+      transpose(m);
+      for (int r = 0; r < W; ++r) store(to + (j + r) * rows + i, m[r]);
+    }
+}
+
+// to[i] = a_i . b_i for C rows.
+__attribute__((noinline)) void dot_rows(Index width, const float* a, const float* b, float* to) {
+  for (Index i = 0; i < C; i += W) {
+    Vector m[W];
+    for (int r = 0; r < W; ++r) {
+      m[r] = Vector{};
+      for (Index j = 0; j < width; j += W) m[r] += load(a + (i + r) * width + j) * load(b + (i + r) * width + j);
+    }
+    transpose(m);
+    for (int r = 1; r < W; ++r) m[0] += m[r];
+    store(to + i, m[0]);
+  }
+}
+
+// ------------------------------------------------------------------------------------------- from memory and to memory
+
+// A row of heads, (N, width): position i lies at p + i * stride.
+struct Head {
+  float* p;
+  Index stride, width;
+
+  Part part(Index first, Index n) const { return {p + first * stride, stride, n, width}; }
+};
+
+enum Map { NONE, ELU };  // ELU: phi(x) = elu(x) + 1
+
+// Copy n positions from `first` on into a buffer of C rows, mapped; the rest of it is 0.
+template <Map map = NONE>
+void read(Head from, Index first, Index n, Index width, float* to) {
+  for (Index i = 0; i < C; ++i)
+    for (Index j = 0; j < width; j += W) {
+      Vector x = {};
+      if (i < n) {
+        const float* p = from.p + (first + i) * from.stride + j;
+        const Index there = from.width - j;
+        if (there >= W)
+          x = load(p);
+        else
+          std::memcpy(&x, p, sizeof(float) * there);
+        if (map == ELU) {
+          x = x > all(0.f) ? x + 1.f : exponential(x);
+          if (there < W) x = only(places() < (Bits{} + std::int32_t(there)), x);
+        }
+      }
+      store(to + i * width + j, x);
+    }
+}
+
+// Copy n positions of a buffer to memory: gradients of phi(x) = `mapped` times phi'(x) = min(phi(x), 1).
+template <Map map = NONE>
+void write(Head to, Index first, Index n, Index width, const float* from, const float* mapped = nullptr) {
+  for (Index i = 0; i < n; ++i)
+    for (Index j = 0; j < to.width; j += W) {
+      Vector x = load(from + i * width + j);
+      if (map == ELU) x *= less(load(mapped + i * width + j), all(1.f));
+      float* p = to.p + (first + i) * to.stride + j;
+      const Index there = to.width - j;
+      if (there >= W)
+        store(p, x);
+      else
+        std::memcpy(p, &x, sizeof(float) * there);
+    }
+}
+
+// A thread's buffers.
+class Room {
+ public:
+  explicit Room(Index numbers)
+      : start_(static_cast<float*>(::operator new(sizeof(float) * numbers, std::align_val_t(64)))), next_(start_) {
+    std::memset(start_, 0, sizeof(float) * numbers);
+  }
+  Room(const Room&) = delete;
+  Room& operator=(const Room&) = delete;
+  ~Room() { ::operator delete(start_, std::align_val_t(64)); }
+
+  float* take(Index numbers) {
+    float* taken = next_;
+    next_ += needed(numbers);
+    return taken;
+  }
+
+  static Index needed(Index numbers) { return (numbers + 15) / 16 * 16; }
+
+ private:
+  float *start_, *next_;
+};
+
+void copy_matrix(Index rows, Index columns, const float* from, Index from_row, float* to, Index to_row) {
+  for (Index i = 0; i < rows; ++i) std::memcpy(to + i * to_row, from + i * from_row, sizeof(float) * columns);
+}
+
+// sum[:] += weights[i] rows[i, :] for C rows; weights are 1 if there are none.
+void add_rows(Index width, const float* rows, const float* weights, float* sum) {
+  for (Index j = 0; j < width; j += W) {
+    Vector x = load(sum + j);
+    for (Index i = 0; i < C; ++i) x += weights ? weights[i] * load(rows + i * width + j) : load(rows + i * width + j);
+    store(sum + j, x);
+  }
+}
+
+struct Sizes {
+  Index n, seen;  // positions, and those whose keys are there
+  Index f, d;     // columns of queries and keys, of values
+  Index F, D;     // filled up to whole vectors
+};
+
+Index at_least_0(Index n) { return n < 0 ? 0 : n; }
+
+Index at_most(Index n, Index most) { return n < most ? n : most; }
+
+}  // namespace
+
+// As Python hands them over: (B, H, N, width), numbers next to one another.
+struct Heads {
+  float* p;
+  Index b, h, n, width;
+
+  Head row(Index batch, Index head) const { return {p + batch * b + head * h, n, width}; }
+};
+
+extern "C" int width_of_vectors() { return W; }

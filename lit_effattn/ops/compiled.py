@@ -29,7 +29,7 @@ _VECTORS = {
 }
 
 
-class Uncompiled(Exception):
+class CompilerError(Exception):
     """The compiler is missing, or refuses; the text says which, and what to do."""
 
 
@@ -61,7 +61,7 @@ def library(name: str) -> ctypes.CDLL:
     """Compile `name`.cpp, unless that was done before, and load it.
 
     Raises:
-        Uncompiled: says why it can't be had.
+        CompilerError: says why it can't be had.
     """
     return ctypes.CDLL(str(build(name, _VECTORS.get(torch.backends.cpu.get_cpu_capability(), ()))))
 
@@ -71,7 +71,7 @@ def obstacle(name: str) -> str | None:
     """Say why `library` can't be had, None if it can."""
     try:
         library(name)
-    except (Uncompiled, OSError) as error:
+    except (CompilerError, OSError) as error:
         return str(error)
     return None
 
@@ -84,7 +84,7 @@ def build(name: str, vectors: Sequence[str] = ()) -> Path:
         vectors: The compiler's options for what vectors the processor has.
 
     Raises:
-        Uncompiled: The compiler is missing, or refuses.
+        CompilerError: The compiler is missing, or refuses.
     """
     compiler = _compiler()
     options = (*_OPTIONS, *vectors)
@@ -110,7 +110,7 @@ def _compiler() -> list[str]:
         words = shlex.split(command)
         if words and shutil.which(words[0]):
             return words
-    raise Uncompiled(
+    raise CompilerError(
         f"there is no C++ compiler {named!r}, which the environment variable CXX names"
         if named
         else "there is no C++ compiler: install g++ or clang++ (Debian: apt-get install g++), or name one in the "
@@ -138,7 +138,7 @@ def _run(command: list[str]) -> str:
     try:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
     except OSError as error:
-        raise Uncompiled(f"the C++ compiler can't be run: {error}") from error
+        raise CompilerError(f"the C++ compiler can't be run: {error}") from error
     except subprocess.CalledProcessError as error:
         said = [line for line in error.stderr.splitlines() if "error" in line] or error.stderr.splitlines() or [""]
-        raise Uncompiled(f"the C++ compiler {shlex.join(command[:1])} fails: {said[0].strip()}") from error
+        raise CompilerError(f"the C++ compiler {shlex.join(command[:1])} fails: {said[0].strip()}") from error

@@ -17,10 +17,14 @@ NAME = "linear_cpu"
 @cache
 def _library() -> ctypes.CDLL:
     library = compiled.library(NAME)
-    size, address, number, flag = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float, ctypes.c_int
-    library.forward.argtypes = [size] * 3 + [Heads] * 3 + [address] * 3 + [number, Heads, address, flag, flag]
-    library.backward.argtypes = [size] * 3 + [Heads] * 4 + [address] * 3 + [number] + [Heads] * 3
-    library.backward.argtypes += [address] * 2 + [flag, flag]
+    size: type = ctypes.c_int64
+    address: type = ctypes.c_void_p
+    number: type = ctypes.c_float
+    flag: type = ctypes.c_int
+    several: type = Heads
+    library.forward.argtypes = 3 * [size] + 3 * [several] + 3 * [address] + [number, several, address, flag, flag]
+    library.backward.argtypes = 3 * [size] + 4 * [several] + 3 * [address] + [number] + 3 * [several]
+    library.backward.argtypes += [address, address, flag, flag]
     library.forward.restype = library.backward.restype = None
     return library
 
@@ -57,8 +61,16 @@ def forward(
     lengths = None if lengths is None else lengths.long().contiguous()
     b, h, n, _ = q.shape
     _library().forward(
-        *(b, h, n, Heads.of(q), Heads.of(k), Heads.of(v), s.data_ptr(), z.data_ptr()),
-        *(_address(lengths), eps, Heads.of(out), _address(denominator), elu, torch.get_num_threads()),
+        b,
+        h,
+        n,
+        *(Heads.of(t) for t in (q, k, v)),
+        *(_address(t) for t in (s, z, lengths)),
+        eps,
+        Heads.of(out),
+        _address(denominator),
+        elu,
+        torch.get_num_threads(),
     )
     return s, z
 
@@ -104,9 +116,16 @@ def backward(
     lengths = None if lengths is None else lengths.long().contiguous()
     b, h, n, _ = q.shape
     _library().backward(
-        *(b, h, n, Heads.of(g), Heads.of(q), Heads.of(k), Heads.of(v), s.data_ptr(), z.data_ptr()),
-        *(_address(lengths), eps, Heads.of(g_q), Heads.of(g_k), Heads.of(g_v), g_s.data_ptr(), g_z.data_ptr()),
-        *(elu, torch.get_num_threads()),
+        b,
+        h,
+        n,
+        *(Heads.of(t) for t in (g, q, k, v)),
+        *(_address(t) for t in (s, z, lengths)),
+        eps,
+        *(Heads.of(t) for t in (g_q, g_k, g_v)),
+        *(_address(t) for t in (g_s, g_z)),
+        elu,
+        torch.get_num_threads(),
     )
     return g_s, g_z
 

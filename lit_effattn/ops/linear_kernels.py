@@ -116,7 +116,6 @@ torch.library.define(
 )
 
 
-@torch.library.impl("lit_effattn::elu_linear", "cuda")
 def _forward(q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     from lit_effattn.ops import linear_triton  # here, since importing Triton takes time, and not all have it
 
@@ -124,7 +123,6 @@ def _forward(q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
         return linear_triton.forward(q, *others)
 
 
-@torch.library.impl("lit_effattn::elu_linear_backward", "cuda")
 def _backward(g: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from lit_effattn.ops import linear_triton
 
@@ -132,7 +130,6 @@ def _backward(g: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, 
         return linear_triton.backward(g, *others)
 
 
-@torch.library.impl("lit_effattn::elu_linear", "cpu")
 def _forward_on_cpu(
     q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, lengths: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -143,7 +140,6 @@ def _forward_on_cpu(
     return out.to(v.dtype), s, z
 
 
-@torch.library.impl("lit_effattn::elu_linear_backward", "cpu")
 def _backward_on_cpu(
     g: Tensor, g_s: Tensor, g_z: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -181,5 +177,9 @@ def _refuse(ctx: Any, *gradients: Tensor) -> None:
     raise NotImplementedError("elu_linear_attention has no second derivative; plain_causal_linear_attention has")
 
 
+torch.library.impl("lit_effattn::elu_linear", "cuda", _forward)
+torch.library.impl("lit_effattn::elu_linear_backward", "cuda", _backward)
+torch.library.impl("lit_effattn::elu_linear", "cpu", _forward_on_cpu)
+torch.library.impl("lit_effattn::elu_linear_backward", "cpu", _backward_on_cpu)
 torch.library.register_autograd("lit_effattn::elu_linear", _gradients, setup_context=_keep)
 torch.library.register_autograd("lit_effattn::elu_linear_backward", _refuse)

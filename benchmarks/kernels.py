@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,7 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.measuring import MIB, Spread, interleaved, is_written_in_python, look_inside, peak_bytes, seconds_of
 from benchmarks.models import at_least
 from benchmarks.report import Report, Row
+from lit_effattn.ops import compiled, linear_cpu
 from lit_effattn.ops.favor import causal_favor, draw_omega, log_offset
+from lit_effattn.ops.kernels import KERNELS
 from lit_effattn.ops.linear import causal_linear_attention, plain_causal_linear_attention
 
 SQUARE = 1024
@@ -28,11 +31,13 @@ NOTES = [
     "Features of queries and keys (elu + 1 of normal numbers; Performer, which computes its own: the numbers divided "
     "by D^¼) and values are given; float32. Figures are median (min–max) over the rounds, in which all take turns; "
     "ratios are taken round by round.",
-    "products: every bmm and baddbmm that the form called, recorded from one call, recomputation included, run again "
-    "by itself. in place: on operands that lie in memory as the form's did, each chunk's its own, so that what the "
-    "form has to fetch for them they fetch too. in cache: on one set of operands of the same shapes and strides for "
-    "all chunks, which is in the cache as far as it fits. best products: in cache, those of linear at the chunk size "
-    "of 32, 64, 128 and 256 at which they take least.",
+    "linear, performer: as they are chosen, in C++ where there is a compiler; in PyTorch: LIT_EFFATTN_KERNELS=plain.",
+    "products: every bmm and baddbmm that the form in PyTorch calls at the chunk size of the row's form, recorded from "
+    "one call, recomputation included, run again by itself; of a chunk's own scores C++ computes but the half that "
+    "counts. in place: on operands that lie in memory as the form's did, each chunk's its own, so that what the form "
+    "has to fetch for them they fetch too. in cache: on one set of operands of the same shapes and strides for all "
+    "chunks, which is in the cache as far as it fits. best products: in cache, those of linear at the chunk size of "
+    "16, 32, 64, 128 and 256 at which they take least.",
     "fewest products at full speed: linear's at whichever of those chunk sizes has the fewest operations, were they as "
     f"fast as the product of two {SQUARE:,} × {SQUARE:,} matrices in the same round.",
     "peak: tensors alive at once above the inputs, those that wait for the backward pass included.",
@@ -40,7 +45,7 @@ NOTES = [
     "numerators: the library's C++ kernel alone, without denominators, which the row above adds as the library does.",
 ]
 
-CHUNKS = (32, 64, 128, 256)
+CHUNKS = (16, 32, 64, 128, 256)
 
 Form = Callable[..., Tensor]
 """Takes features of queries and keys and values, (B, H, N, ·), and returns (B, H, N, D)."""
@@ -78,9 +83,26 @@ def run(args: argparse.Namespace) -> Report:
 def _linear_forms(args: argparse.Namespace) -> dict[str, Form]:
     return {
         "linear": partial(_linear, causal_linear_attention, args.chunk_size),
+        "linear, in PyTorch": partial(_linear, causal_linear_attention, args.chunk_size),
         "linear, plain": partial(_linear, plain_causal_linear_attention, args.chunk_size),
-        "performer": partial(_performer, _directions(args)),
+        "performer": partial(_performer, args.chunk_size, _directions(args)),
+        "performer, in PyTorch": partial(_performer, args.chunk_size, _directions(args)),
     }
+
+
+def _in_pytorch(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Make a call that uses no kernels."""
+
+    def forced() -> Any:
+        before = os.environ.get(KERNELS)
+        os.environ[KERNELS] = "plain"
+        try:
+            return call()
+        finally:
+            os.environ.pop(KERNELS)
+            os.environ.update({} if before is None else {KERNELS: before})
+
+    return forced
 
 
 def _linear(function: Callable[..., tuple[Tensor, ...]], chunk_size: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -95,10 +117,10 @@ def _directions(args: argparse.Namespace) -> Tensor:
     return draw_omega(args.n_heads, n_features, d, generator=torch.Generator().manual_seed(1)).float().to(args.device)
 
 
-def _performer(omega: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _performer(chunk_size: int, omega: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     b, (h, f, _) = len(q), omega.shape
     s, z, m = v.new_zeros(b, h, f, v.size(-1)), v.new_zeros(b, h, f), v.new_full((b, h, f), -torch.inf)
-    return causal_favor(q, k, v, omega, log_offset(k, f), s, z, m)[0]
+    return causal_favor(q, k, v, omega, log_offset(k, f), s, z, m, chunk_size=chunk_size)[0]
 
 
 def _peers() -> tuple[dict[str, Form], list[str]]:
@@ -144,16 +166,24 @@ PEERS: dict[str, tuple[str, dict[str, Callable[..., Tensor]]]] = {
 
 def _rows(n: int, forms: Mapping[str, Form], args: argparse.Namespace) -> list[Row]:
     """Return a row for each pass and form at length `n`."""
-    inputs = {name: _inputs(n, args, raw=name == "performer") for name in forms}
-    differences = _differences({name: _gradients(form, inputs[name]) for name, form in forms.items() if _same(name)})
+    inputs = {name: _inputs(n, args, raw=name in PERFORMER) for name in forms}
+
+    def call_of(name: str, one_pass: Callable[[Form, list[Tensor]], Any]) -> Callable[[], Any]:
+        call = partial(one_pass, forms[name], inputs[name])
+        return _in_pytorch(call) if name.endswith("in PyTorch") else call
+
+    differences = _differences({name: call_of(name, _gradients)() for name in forms if _same(name)})
     rows: list[Row] = []
     for title, one_pass in PASSES.items():
-        calls = {name: partial(one_pass, form, inputs[name]) for name, form in forms.items()}
-        products: dict[str, Products] = {name: Products(calls[name]) for name in OURS}
-        products |= {f"{name}, in place": Products(calls[name], in_place=True) for name in OURS}
+        calls = {name: call_of(name, one_pass) for name in forms}
+        products: dict[str, Products] = {}
+        for name in OURS:
+            own = _at_its_chunk_size(name, one_pass, inputs[name], args) or calls[name]
+            products |= {name: Products(own), f"{name}, in place": Products(own, in_place=True)}
         for chunk in CHUNKS:
             form = partial(_linear, causal_linear_attention, chunk)
-            products[f"chunks of {chunk}"] = Products(partial(one_pass, form, inputs["linear"]))
+            call = partial(one_pass, form, inputs["linear"])
+            products[f"chunks of {chunk}"] = Products(_in_pytorch(call))
         peaks = {name: peak_bytes(call, args.device) for name, call in calls.items()}
         measures: dict[str, Callable[[], Any]] = {**calls, "full speed": _square(args.device)}
         measures |= {f"products of {name}": replay for name, replay in products.items()}
@@ -173,8 +203,8 @@ def _rows(n: int, forms: Mapping[str, Form], args: argparse.Namespace) -> list[R
                 "ms": seconds[name].map(lambda s: 1000 * s),
                 "time ÷ its products', in place": _over(seconds, name, ", in place"),
                 "time ÷ its products', in cache": _over(seconds, name),
-                "time ÷ best products'": "—" if name == "performer" else seconds[name] / best,
-                "time ÷ fewest products' at full speed": "—" if name == "performer" else seconds[name] / limit,
+                "time ÷ best products'": "—" if name in PERFORMER else seconds[name] / best,
+                "time ÷ fewest products' at full speed": "—" if name in PERFORMER else seconds[name] / limit,
                 "time ÷ linear's": seconds[name] / seconds["linear"],
                 "peak, MiB": peaks[name] / MIB,
                 "peak ÷ linear's": peaks[name] / peaks["linear"],
@@ -183,6 +213,19 @@ def _rows(n: int, forms: Mapping[str, Form], args: argparse.Namespace) -> list[R
             for name in forms
         ]
     return rows
+
+
+def _at_its_chunk_size(
+    name: str, one_pass: Callable[[Form, list[Tensor]], Any], inputs: list[Tensor], args: argparse.Namespace
+) -> Callable[[], Any] | None:
+    """Return the call in PyTorch whose products a kernel in C++ performs; None where `name` is none."""
+    if name not in IN_CPP or compiled.obstacle(IN_CPP[name]) is not None or inputs[0].device.type != "cpu":
+        return None
+    chunk = compiled.library(IN_CPP[name]).positions_of_a_chunk()
+    form = partial(_linear, causal_linear_attention, chunk)
+    if name == "performer":
+        form = partial(_performer, chunk, _directions(args))
+    return _in_pytorch(partial(one_pass, form, inputs))
 
 
 def _over(seconds: Mapping[str, Spread], name: str, how: str = "") -> Spread | str:
@@ -230,7 +273,7 @@ PASSES: dict[str, Callable[[Form, list[Tensor]], Any]] = {"forward": _forward, "
 
 def _same(name: str) -> bool:
     """Whether a form computes what linear does."""
-    return name != "performer" and not name.endswith("numerators")
+    return name not in PERFORMER and not name.endswith("numerators")
 
 
 def _differences(results: Mapping[str, list[Tensor]]) -> dict[str, float]:
@@ -303,4 +346,7 @@ FIGURES = (
     "difference",
 )
 PRODUCTS = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default, torch.ops.aten.baddbmm_.default)
-OURS = ("linear", "linear, plain", "performer")
+PERFORMER = ("performer", "performer, in PyTorch")
+OURS = ("linear", "linear, in PyTorch", "linear, plain", *PERFORMER)
+IN_CPP = {"linear": linear_cpu.NAME}
+"""Those of them that are kernels in C++, and their sources."""

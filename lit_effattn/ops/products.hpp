@@ -323,4 +323,9 @@ struct Heads {
   Head row(Index batch, Index head) const { return {p + batch * b + head * h, n, width}; }
 };
 
-extern "C" int width_of_vectors() { return W; }
+extern "C" {
+
+int width_of_vectors() { return W; }
+
+int positions_of_a_chunk() { return C; }
+}

@@ -34,7 +34,7 @@ def test_peers_are_compared_and_absent_ones_said(args, monkeypatch, capsys):
     monkeypatch.setattr(kernels, "PEERS", peers)
     report = kernels.run(args)
     rows = {(row["pass"], row["form"]): row for row in report.rows}
-    forms = ["linear", "linear, plain", "performer", "one", "one, flawed", "other"]
+    forms = [*kernels.OURS, "one", "one, flawed", "other"]
     assert list(rows) == [(p, f) for p in kernels.PASSES for f in forms[:-1]] + [(p, "other") for p in kernels.PASSES]
     assert all(row.keys() == report.rows[0].keys() for row in report.rows)
     assert "Absent, and so not measured: other" in report.notes[-1]
@@ -45,6 +45,8 @@ def test_peers_are_compared_and_absent_ones_said(args, monkeypatch, capsys):
         assert rows[title, "one, flawed"]["difference"] == pytest.approx(0.5, rel=1e-3)
         assert rows[title, "linear"]["time ÷ linear's"].samples == (1.0, 1.0)
         assert rows[title, "performer"]["time ÷ fewest products' at full speed"] == "—"
+        assert rows[title, "linear"]["time ÷ its products', in cache"].median > 0
+        assert rows[title, "one"]["time ÷ its products', in cache"] == "—"
         for form in forms[:-1]:
             assert rows[title, form]["ms"].median > 0
             assert rows[title, form]["peak, MiB"] > 0
@@ -65,7 +67,7 @@ def test_products_are_all_that_a_pass_performs_recomputation_included():
         out = causal_linear_attention(q, k, v, torch.zeros(1, H, f, d), torch.zeros(1, H, f), chunk_size=C)[0]
         torch.autograd.grad(out.sum(), (q, k, v))
 
-    products = kernels.Products(both_ways)
+    products = kernels.Products(kernels._in_pytorch(both_ways))
     assert products.multiplications == multiplications(f, d, C)
     products()  # it runs
     assert len(products.operands) < len(products.calls)
@@ -77,7 +79,7 @@ def test_products_in_place_lie_where_the_operands_lay():
     def forward():
         causal_linear_attention(q, k, v, torch.zeros(1, H, C, C), torch.zeros(1, H, C), chunk_size=C)
 
-    products = kernels.Products(forward, in_place=True)
+    products = kernels.Products(kernels._in_pytorch(forward), in_place=True)
     assert products.multiplications == multiplications(C, C, C, backward=False)
     values = products.operands[v.untyped_storage().data_ptr(), v.nbytes]
     assert values.untyped_storage().data_ptr() != v.untyped_storage().data_ptr()
@@ -112,7 +114,7 @@ def test_the_limit_is_the_fewest_operations_at_the_speed_of_a_large_product(args
     monkeypatch.setattr(kernels, "seconds_of", lambda function, device: 2.0 if function == "square" else 3.0)
     monkeypatch.setattr(kernels, "_square", lambda device: Square("square"))
     for row in kernels.run(args).rows:
-        if row["form"] != "performer":
+        if row["form"] not in kernels.PERFORMER:
             fewest = multiplications(8, 8, min(kernels.CHUNKS), backward=row["pass"] != "forward")
             limit = 2.0 * fewest / kernels.SQUARE**3
             assert row["time ÷ fewest products' at full speed"].samples == pytest.approx((3.0 / limit,) * 2)
@@ -123,3 +125,22 @@ class Square(str):
 
     def __call__(self) -> None:
         """Take no time."""
+
+
+def test_the_products_of_a_kernel_are_those_at_its_chunk_size(args):
+    if kernels.compiled.obstacle(kernels.linear_cpu.NAME) is not None:
+        pytest.skip("no kernels: there is no C++ compiler")
+    inputs = kernels._inputs(N, args, raw=False)
+    own = kernels._at_its_chunk_size("linear", kernels._gradients, inputs, args)
+    assert kernels.Products(own).multiplications == multiplications(8, 8, 16)
+    assert kernels._at_its_chunk_size("linear, in PyTorch", kernels._gradients, inputs, args) is None
+
+
+def test_in_pytorch_means_for_one_call(args, monkeypatch):
+    asked = kernels._in_pytorch(lambda: kernels.os.environ.get(kernels.KERNELS))
+    for before in (None, "c++"):
+        monkeypatch.delenv(kernels.KERNELS, raising=False)
+        if before:
+            monkeypatch.setenv(kernels.KERNELS, before)
+        assert asked() == "plain"
+        assert kernels.os.environ.get(kernels.KERNELS) == before

@@ -99,15 +99,15 @@ class LinearAttention(Attention):
     Katharopoulos et al. 2020, equations 9 to 12. Queries are not scaled by 1/√D. Time O(N (C + F) D) with chunks of C
     positions; state O(F D), constant. Splitting a stream changes nothing: the memory reaches back to the start.
     Feature map, sums and division are computed in float32 at least, whatever the autocast: in float16 the
-    denominator overflows near N = 1024, and a running sum in bfloat16 drifts by a quarter. On CUDA, causal attention of
-    elu + 1 runs through kernels of its own: see `lit_effattn.ops.linear_kernels`.
+    denominator overflows near N = 1024, and a running sum in bfloat16 drifts by a quarter. Causal attention runs through
+    kernels of its own, on CUDA for elu + 1, on the CPU for any feature map: see `lit_effattn.ops.kernels`.
 
     Args:
         d_model: Width E.
         n_heads: Heads H.
         causal: Whether a position sees only itself and earlier ones.
         feature_map: Makes φ from the heads' dimension D.
-        chunk_size: Positions computed at once when causal; no effect on the result.
+        chunk_size: Positions computed at once when causal and without kernels; no effect on the result.
         bias: Whether the projections have a bias.
     """
 

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -122,6 +123,16 @@ def test_the_feature_map_over_its_whole_range():
     torch.testing.assert_close(z.flatten().double(), phi(x.double()), rtol=3e-7, atol=2e-38)
     _, _, z = elu_linear_attention(k * torch.nan, k * torch.nan, zero[..., :1], zero[0, ..., None], zero[0])
     assert z.isnan().all()
+
+
+@pytest.mark.usefixtures("vectors")
+@pytest.mark.parametrize("eps", [0, 0.5])
+def test_eps_where_little_is_seen(eps: float):
+    q, k, v, s, z = inputs(2 * C + 5, 8, 8, positive=True)
+    few = [q, k.detach().mul(1e-2).requires_grad_(), v, *(torch.zeros_like(t, requires_grad=True) for t in (s, z))]
+    assert_alike(partial(causal_linear_attention, eps=eps), partial(definition, eps=eps), few)
+    few[1] = few[1].detach().log().requires_grad_()  # φ(log x) = x below 1
+    assert_alike(partial(elu_linear_attention, eps=eps), partial(with_elu, eps=eps), few)
 
 
 @pytest.mark.parametrize("elu", [False, True])

@@ -11,11 +11,13 @@ Index forward_room(Index F, Index D) { return F * D + F + 3 * C * F + 2 * C * D 
 
 template <Map map>
 void forward_row(const Sizes& sizes, Head q, Head k, Head v, float* s, float* z, Head out, float* denominator,
-                 float eps, Room room) {
+                 float eps, Room& room) {
   const auto [n, seen, f, d, F, D] = sizes;
   float *S = room.take(F * D), *Z = room.take(F), *Q = room.take(C * F), *K = room.take(C * F), *V = room.take(C * D);
   float *Qt = room.take(C * F), *A = room.take(C * C), *Y = room.take(C * D), *below = room.take(C);
+  std::memset(S, 0, sizeof(float) * F * D);
   copy_matrix(f, d, s, d, S, D);
+  std::memset(Z, 0, sizeof(float) * F);
   std::memcpy(Z, z, sizeof(float) * f);
   Ahead ahead;
   for (Index i0 = 0; i0 < n; i0 += C) {
@@ -65,7 +67,7 @@ Index backward_room(Index n, Index F, Index D) {
 //   dq_i = S_i x_i + y_i z_i,  y_i = -q_i . S_i x_i / denominator_i,  dk_j = R_j v_j + r_j,  dv_j = R_j^T k_j
 template <Map map>
 void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const float* s, const float* z, Head g_q,
-                  Head g_k, Head g_v, float* g_s, float* g_z, float eps, Room room) {
+                  Head g_k, Head g_v, float* g_s, float* g_z, float eps, Room& room) {
   const auto [n, seen, f, d, F, D] = sizes;
   float *S = room.take(F * D), *Z = room.take(F), *Q = room.take(C * F), *K = room.take(C * F), *Kt = room.take(C * F);
   float *sums = room.take(C * F), *T = room.take(C * F), *U = room.take(C * F);
@@ -77,6 +79,7 @@ void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const floa
   std::memset(S, 0, sizeof(float) * F * D);
   for (Index i = 0; i < f; ++i)
     for (Index j = 0; j < d; ++j) S[j * F + i] = s[i * d + j];
+  std::memset(Z, 0, sizeof(float) * F);
   std::memcpy(Z, z, sizeof(float) * f);
   for (Index i0 = 0; i0 < n; i0 += C) {
     const Index here = at_most(C, n - i0), next = at_most(C, n - i0 - here);
@@ -178,13 +181,18 @@ extern "C" {
 void forward(Index batch, Index heads, Index n, Heads q, Heads k, Heads v, float* s, float* z, const Index* lengths,
              float eps, Heads out, float* denominator, int elu, int threads) {
   const Index f = k.width, d = v.width, F = padded(f), D = padded(d);
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
-  for (Index row = 0; row < batch * heads; ++row) {
-    const Index b = row / heads, h = row % heads;
-    const Sizes sizes = {n, lengths ? lengths[b] : n, f, d, F, D};
-    (elu ? forward_row<ELU> : forward_row<NONE>)(
-        sizes, q.row(b, h), k.row(b, h), v.row(b, h), s + row * f * d, z + row * f, out.row(b, h),
-        denominator ? denominator + row * n : nullptr, eps, Room(forward_room(F, D)));
+#pragma omp parallel num_threads(threads)
+  {
+    Room room(forward_room(F, D));
+#pragma omp for schedule(dynamic)
+    for (Index row = 0; row < batch * heads; ++row) {
+      room.rewind();
+      const Index b = row / heads, h = row % heads;
+      const Sizes sizes = {n, lengths ? lengths[b] : n, f, d, F, D};
+      (elu ? forward_row<ELU> : forward_row<NONE>)(
+          sizes, q.row(b, h), k.row(b, h), v.row(b, h), s + row * f * d, z + row * f, out.row(b, h),
+          denominator ? denominator + row * n : nullptr, eps, room);
+    }
   }
 }
 
@@ -193,13 +201,18 @@ void backward(Index batch, Index heads, Index n, Heads g, Heads q, Heads k, Head
               const Index* lengths, float eps, Heads g_q, Heads g_k, Heads g_v, float* g_s, float* g_z, int elu,
               int threads) {
   const Index f = k.width, d = v.width, F = padded(f), D = padded(d);
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
-  for (Index row = 0; row < batch * heads; ++row) {
-    const Index b = row / heads, h = row % heads;
-    const Sizes sizes = {n, lengths ? lengths[b] : n, f, d, F, D};
-    (elu ? backward_row<ELU> : backward_row<NONE>)(
-        sizes, g.row(b, h), q.row(b, h), k.row(b, h), v.row(b, h), s + row * f * d, z + row * f, g_q.row(b, h),
-        g_k.row(b, h), g_v.row(b, h), g_s + row * f * d, g_z + row * f, eps, Room(backward_room(n, F, D)));
+#pragma omp parallel num_threads(threads)
+  {
+    Room room(backward_room(n, F, D));
+#pragma omp for schedule(dynamic)
+    for (Index row = 0; row < batch * heads; ++row) {
+      room.rewind();
+      const Index b = row / heads, h = row % heads;
+      const Sizes sizes = {n, lengths ? lengths[b] : n, f, d, F, D};
+      (elu ? backward_row<ELU> : backward_row<NONE>)(
+          sizes, g.row(b, h), q.row(b, h), k.row(b, h), v.row(b, h), s + row * f * d, z + row * f, g_q.row(b, h),
+          g_k.row(b, h), g_v.row(b, h), g_s + row * f * d, g_z + row * f, eps, room);
+    }
   }
 }
 }

@@ -65,7 +65,7 @@ INLINE Vector only(Bits mask, Vector x) { return (Vector)((Bits)x & mask); }
 
 INLINE Vector less(Vector a, Vector b) { return a < b ? a : b; }
 
-// e^x for x <= 0, to 2 units in the last place; 0 below -87.
+// e^x for x <= 87, to 2 units in the last place; 0 below -87.
 INLINE Vector exponential(Vector x) {
   const Vector round = all(12582912.f);  // 1.5 * 2^23: adding it rounds to a whole number
   const Vector n = (x * 1.44269504f + round) - round;
@@ -121,11 +121,11 @@ struct Left {
   Index rows, columns;
 };
 
-// out[r, :] (+)= sum over t < n of a[r, t] b[t, :], for `vectors` vectors of R rows.
-template <int vectors>
+// out[r, :] (+)= sum over t < n of a[r, t] b[t, :], for `vectors` vectors of some rows.
+template <int vectors, int rows = R>
 INLINE void tile(Index n, Left a, const float* b, Index b_row, float* out, Index out_row, bool add) {
-  Vector sums[R][vectors];
-  for (int r = 0; r < R; ++r)
+  Vector sums[rows][vectors];
+  for (int r = 0; r < rows; ++r)
     for (int j = 0; j < vectors; ++j) sums[r][j] = add ? load(out + r * out_row + j * W) : Vector{};
   for (Index t = 0; t < n; ++t) {
     Vector line[vectors];
@@ -133,12 +133,12 @@ INLINE void tile(Index n, Left a, const float* b, Index b_row, float* out, Index
       line[j] = load(b + t * b_row + j * W);
       if (vectors > 1) hold(line[j]);
     }
-    for (int r = 0; r < R; ++r) {
+    for (int r = 0; r < rows; ++r) {
       const Vector x = all(a.p[r * a.rows + t * a.columns]);
       for (int j = 0; j < vectors; ++j) sums[r][j] += x * line[j];
     }
   }
-  for (int r = 0; r < R; ++r)
+  for (int r = 0; r < rows; ++r)
     for (int j = 0; j < vectors; ++j) store(out + r * out_row + j * W, sums[r][j]);
 }
 
@@ -267,7 +267,7 @@ void write(Head to, Index first, Index n, Index width, const float* from, const 
     }
 }
 
-// A thread's buffers.
+// A thread's buffers, 0 at first.
 class Room {
  public:
   explicit Room(Index numbers)
@@ -283,6 +283,9 @@ class Room {
     next_ += needed(numbers);
     return taken;
   }
+
+  // Take all of it anew; what was written there stays.
+  void rewind() { next_ = start_; }
 
   static Index needed(Index numbers) { return (numbers + 15) / 16 * 16; }
 

@@ -61,8 +61,8 @@ class PerformerAttention(Attention):
     with x̃ = D^(−¼) x and ω ~ N(0, I), so that E φ(q)ᵀφ(k) = exp(q·k / √D) for the first three. The parameters are those
     of `SoftmaxAttention`: a model trained with it can go on with this. Every exponential's estimate is unbiased, their
     ratio not quite. Positive and hyperbolic features are summed in log space with a running maximum a feature, exact
-    and finite for all norms: see `lit_effattn.ops.favor.causal_favor`, and `lit_effattn.ops.favor_kernels` for
-    causal attention on CUDA. Trigonometric features are there to be compared with: they may be negative, so that a
+    and finite for all norms: see `lit_effattn.ops.favor.causal_favor`, and `lit_effattn.ops.favor_kernels` for the
+    kernels of causal attention. Trigonometric features are there to be compared with: they may be negative, so that a
     denominator may be near 0, or cross it, and exp(‖k̃‖²/2) may overflow.
 
     Time O(N F (C + D)), state O(F D), constant. Splitting a stream changes nothing: the memory reaches back to the
@@ -82,7 +82,7 @@ class PerformerAttention(Attention):
         features: Which φ.
         orthogonal: Whether the ω of a block of D are orthogonal: less variance, still unbiased (theorem 2).
         norms: Of the ω: "gaussian", those of Gaussian vectors, or "sqrt_d", all √D: biased, less so the larger D.
-        chunk_size: Positions computed at once when causal, a power of 2; no effect on the result.
+        chunk_size: Positions computed at once when causal and without kernels, a power of 2; no effect on the result.
         bias: Whether the projections have a bias.
     """
 

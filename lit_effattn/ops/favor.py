@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lit_effattn.ops import favor_cpu, kernels
 from lit_effattn.ops.linear import _chunks, _copy, _in_groups
 
 Norms = Literal["gaussian", "sqrt_d"]
+
+WHAT = "Performer"
+"""What its kernels are called in messages."""
 
 # ---------------------------------------------------------------------------------------------- the random directions
 
@@ -160,7 +165,7 @@ def causal_favor(
     gradients, which are O(N D), there is only what one chunk takes; features, scores and sums are built anew in the
     backward pass, which can't be differentiated itself. A key is scaled once, by m at the chunk's border; where it
     rises too far above that, the chunk's queries from there on are computed as in `plain_causal_favor`. That is what
-    is done on other devices.
+    is done on other devices. In float32 a kernel in C++ does it, where there is a compiler.
 
     Args:
         q: (B, H, N, E), queries.
@@ -172,7 +177,8 @@ def causal_favor(
         z: (B, H, F), the sum of e^{log φ(k) − m}.
         m: (B, H, F), the greatest log φ(k); −∞: there is none, and the sums are 0. No gradient goes through it, for it
             cancels.
-        chunk_size: C, a power of 2; products take O(F (C + D)) a position and head, but small ones are slow.
+        chunk_size: C where the products are PyTorch's, a power of 2; they take O(F (C + D)) a position and head, but
+            small ones are slow.
 
     Returns:
         The output (B, H, N, D), 0 where no key is seen, and `s`, `z` and `m` after the last position.
@@ -454,11 +460,22 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the output, the last sums and maxima, and the denominators (B, H, N)."""
     out, denominator = torch.empty_like(v), v.new_empty(v.shape[:-1])
+    if _in_cpp(q, k, v, omega, offset, s, z, m):
+        s, z, m = favor_cpu.forward(q, k, v, omega, offset, None, 1.0, s, z, m, out, denominator)
+        return out, s, z, m, denominator
     s, z, m = _copy(s), _copy(z), _copy(m)
     with torch.autocast("cpu", enabled=False):
         for rows in _in_groups(q, k, v, omega.expand(len(q), -1, -1, -1), offset, s, z, m, out, denominator):
             _forward_rows(*rows, chunk_size=chunk_size)
     return out, s, z, m, denominator
+
+
+def _in_cpp(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> bool:
+    """Whether the kernel is used: for float32 alone (what is laid out as the inputs are has to suit it, too)."""
+    if any(t.dtype != torch.float32 for t in (q, k, v, *others)) or any(t.stride(-1) != 1 for t in (q, k, v)):
+        return False
+    asked = os.environ.get(kernels.KERNELS, "")
+    return kernels.chosen_on_cpu(WHAT, asked, q.device, (torch.float32,), favor_cpu.NAME)
 
 
 def _forward_rows(
@@ -509,6 +526,11 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, offset, s and z from those of the output and of the last sums."""
     g_q, g_k, g_v, g_offset = (torch.empty_like(t) for t in (q, k, v, offset))
+    if _in_cpp(q, k, v, omega, offset, s, z, m):
+        g_s, g_z = favor_cpu.backward(
+            *(g, g_s, g_z, q, k, v, omega, offset, None, 1.0, s, z, m, g_q, g_k, g_v, g_offset)
+        )
+        return g_q, g_k, g_v, g_offset, g_s, g_z
     s, z, m, g_s, g_z = (_copy(t) for t in (s, z, m, g_s, g_z))
     omega = omega.expand(len(q), -1, -1, -1)
     with torch.autocast("cpu", enabled=False):

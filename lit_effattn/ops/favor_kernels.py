@@ -1,4 +1,4 @@
-"""Causal Performer through kernels written in Triton: when they are used, and what autograd and compilers see.
+"""Causal Performer through kernels, in Triton or C++: when they are used, and what autograd and compilers see.
 
 `lit_effattn.ops.kernels` says when that is.
 """
@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_effattn.ops import kernels
-from lit_effattn.ops.favor import draw_omega, log_offset, plain_causal_favor
-from lit_effattn.ops.kernels import KERNELS, by_position, on_device
+from lit_effattn.ops import favor_cpu, kernels
+from lit_effattn.ops.favor import WHAT, draw_omega, log_offset, plain_causal_favor
+from lit_effattn.ops.kernels import KERNELS, by_position, interpreted, on_device
 
-_WIDEST_IN_FULL = 64  # columns in float32: registers and shared memory hold no more
+_WIDEST_IN_FULL = 64  # columns in float32 on CUDA: registers and shared memory hold no more
 
 
 def use_kernels(q: Tensor, v: Tensor, n_features: int) -> bool:
     """Whether `positive_favor` is to be used.
 
-    If not, it says once why where that is a loss: on CUDA, unless the plain form was asked for.
+    If not, it says once why where that is a loss, unless the plain form was asked for.
 
     Args:
         q: (B, H, N, E), queries; their type, device and width are looked at.
@@ -43,9 +43,11 @@ def _chosen(asked: str, device: torch.device, dtypes: tuple[torch.dtype, ...], w
         obstacle = (
             f"heads of width {width} in torch.float32 are wider than {_WIDEST_IN_FULL}; choose more heads, or bfloat16"
         )
-    return kernels.chosen(
-        "Performer", asked, device, dtypes, width, obstacle, lambda: _failure(device, dtypes[0], width, n_features)
-    )
+    if kernels.chosen(
+        WHAT, asked, device, dtypes, width, obstacle, lambda: _failure(device, dtypes[0], width, n_features)
+    ):
+        return True
+    return kernels.chosen_on_cpu(WHAT, asked, device, dtypes, favor_cpu.NAME)
 
 
 @cache
@@ -92,16 +94,16 @@ def positive_favor(
     S and z are kept scaled by e^{−m}, m being the greatest log φ(k). Exact for any norms, and no maximum looks ahead:
     see `causal_favor`. Hyperbolic features are positive ones of the directions ω and −ω.
 
-    Computed in float32, ωᵀx as exactly as float32 has it; how the factors of the other matrix products are rounded,
-    `torch.set_float32_matmul_precision` says: "highest" is float32 for float32 inputs, TF32 for half precision; "high"
-    is TF32; "medium" is bfloat16. For the backward pass the arguments are kept, the output, what its rounding took
-    off, and two numbers a query; it can't be differentiated itself. Results repeat bit by bit.
+    Computed in float32, ωᵀx as exactly as float32 has it; how the factors of the other matrix products are rounded on
+    CUDA, `torch.set_float32_matmul_precision` says: "highest" is float32 for float32 inputs, TF32 for half precision;
+    "high" is TF32; "medium" is bfloat16. For the backward pass the arguments are kept, and on CUDA the output, what its
+    rounding took off, and two numbers a query; it can't be differentiated itself. Results repeat bit by bit.
 
     Args:
-        q: (B, H, N, E), queries before the feature map, of any strides; E at most 128, in float32 64. As `k` and
-            `v`, in bfloat16, float16 or float32.
+        q: (B, H, N, E), queries before the feature map, of any strides; on CUDA E is at most 128, in float32 64. As
+            `k` and `v`, in bfloat16, float16 or float32.
         k: (B, H, N, E), keys before the feature map.
-        v: (B, H, N, D), D at most 128, in float32 64.
+        v: (B, H, N, D); on CUDA D is at most 128, in float32 64.
         omega: (H, F, E) in float32, the directions; they get no gradient.
         s: (B, H, F, D) in float32, the sum of e^{log φ(k) − m} vᵀ before the first position.
         z: (B, H, F) in float32, the sum of e^{log φ(k) − m}.
@@ -132,9 +134,16 @@ def _check(
         if t is not None and t.shape != expected:
             raise ValueError(f"{name} has shape {tuple(t.shape)}; with q of {tuple(q.shape)} it should be {expected}")
     sums, heads = {"omega": omega, "s": s, "z": z, "m": m}, {"q": q, "k": k, "v": v}
-    kernels.refuse_others(sums, heads, "causal_favor", widest_in_full=_WIDEST_IN_FULL)
+    if _in_cpp(q):
+        kernels.refuse_others(sums, heads, "causal_favor", widest=None)
+    else:
+        kernels.refuse_others(sums, heads, "causal_favor", widest_in_full=_WIDEST_IN_FULL)
     if omega.requires_grad:
         raise ValueError("omega requires a gradient, and would get none; give positive_favor omega.detach()")
+
+
+def _in_cpp(q: Tensor) -> bool:
+    return q.device.type == "cpu" and not interpreted()
 
 
 # --------------------------------------------------------------- operators, which autograd and compilers see as a whole
@@ -152,7 +161,6 @@ torch.library.define(
 )
 
 
-@torch.library.impl("lit_effattn::positive_favor", ("cuda", "cpu"))
 def _forward(q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from lit_effattn.ops import favor_triton  # here, since importing Triton takes time, and not all have it
 
@@ -160,7 +168,6 @@ def _forward(q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, T
         return favor_triton.forward(q, *others)
 
 
-@torch.library.impl("lit_effattn::positive_favor_backward", ("cuda", "cpu"))
 def _backward(g: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from lit_effattn.ops import favor_triton
 
@@ -168,13 +175,59 @@ def _backward(g: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, 
         return favor_triton.backward(g, *others)
 
 
+def _forward_on_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    omega: Tensor,
+    s: Tensor,
+    z: Tensor,
+    m: Tensor,
+    lengths: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if not _in_cpp(q):
+        return _forward(q, k, v, omega, s, z, m, lengths, scale)
+    out = by_position(v, torch.float32)
+    s, z, m = favor_cpu.forward(q, k, v, omega, None, lengths, scale, s, z, m, out)
+    return out.to(v.dtype), s, z, m, *_nothing(q)
+
+
+def _backward_on_cpu(
+    g: Tensor,
+    g_s: Tensor,
+    g_z: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    omega: Tensor,
+    s: Tensor,
+    z: Tensor,
+    m: Tensor,
+    lengths: Tensor | None,
+    out: Tensor,
+    rest: Tensor,
+    top: Tensor,
+    denominator: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if not _in_cpp(q):
+        return _backward(g, g_s, g_z, q, k, v, omega, s, z, m, lengths, out, rest, top, denominator, scale)
+    found = [by_position(t, torch.float32) for t in (q, k, v)]
+    g_s, g_z = favor_cpu.backward(g, g_s, g_z, q, k, v, omega, None, lengths, scale, s, z, m, *found)
+    g_q, g_k, g_v = (to.to(t.dtype) for to, t in zip(found, (q, k, v), strict=True))
+    return g_q, g_k, g_v, g_s, g_z
+
+
 @torch.library.register_fake("lit_effattn::positive_favor")
 def _shapes(
     q: Tensor, k: Tensor, v: Tensor, omega: Tensor, s: Tensor, z: Tensor, m: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    top, denominator = (q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
     out = by_position(v)
     s, z, m = (t.new_empty(t.shape) for t in (s, z, m))
+    if _in_cpp(q):
+        return out, s, z, m, *_nothing(q)
+    top, denominator = (q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
     return out, s, z, m, rest_of(out), top, denominator
 
 
@@ -183,6 +236,11 @@ def _shapes_backward(
     g: Tensor, g_s: Tensor, g_z: Tensor, q: Tensor, k: Tensor, v: Tensor, omega: Tensor, s: Tensor, z: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return by_position(q), by_position(k), by_position(v), s.new_empty(s.shape), z.new_empty(z.shape)
+
+
+def _nothing(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what is kept beside the output on CUDA: in C++ all of it is found again as fast as it is read."""
+    return q.new_empty(0), q.new_empty(0), q.new_empty(0)
 
 
 def rest_of(out: Tensor) -> Tensor:
@@ -203,4 +261,13 @@ def _gradients(ctx: Any, g: Tensor, g_s: Tensor, g_z: Tensor, *_: Tensor) -> tup
     return g_q, g_k, g_v, None, g_s, g_z, None, None, None
 
 
+def _refuse(ctx: Any, *gradients: Tensor) -> None:
+    raise NotImplementedError("positive_favor has no second derivative; plain_causal_favor has")
+
+
+torch.library.impl("lit_effattn::positive_favor", "cuda", _forward)
+torch.library.impl("lit_effattn::positive_favor_backward", "cuda", _backward)
+torch.library.impl("lit_effattn::positive_favor", "cpu", _forward_on_cpu)
+torch.library.impl("lit_effattn::positive_favor_backward", "cpu", _backward_on_cpu)
 torch.library.register_autograd("lit_effattn::positive_favor", _gradients, setup_context=_keep)
+torch.library.register_autograd("lit_effattn::positive_favor_backward", _refuse)

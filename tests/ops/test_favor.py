@@ -16,9 +16,21 @@ from lit_effattn.ops.favor import (
     relu_features,
     trigonometric_features,
 )
+from lit_effattn.ops.kernels import KERNELS
 from tests.ops.allocated import Largest, Made, largest_in_training
 
 B, H, F, D = 2, 3, 5, 4
+
+
+@pytest.fixture(autouse=True)
+def _in_pytorch(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(KERNELS, "plain")
+
+
+@pytest.fixture(params=["plain", ""], ids=["in PyTorch", "in C++"])
+def in_float32(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """Run what is in float32 by either form."""
+    monkeypatch.setenv(KERNELS, request.param)
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -191,6 +203,7 @@ def test_going_on_from_the_sums(spread: float, in_place: bool, form):
     torch.testing.assert_close(torch.cat(parts, 2), by_hand(q, k, v, causal=True)[:, :, 7:])
 
 
+@pytest.mark.usefixtures("in_float32")
 @pytest.mark.parametrize("form", [from_logs, plain_causal_favor, None], ids=["by hand", "plain", "not causal"])
 @pytest.mark.parametrize("order", ["as drawn", "rising", "falling"])
 def test_large_norms_in_float32(form, order: str):
@@ -210,6 +223,7 @@ def test_large_norms_in_float32(form, order: str):
     assert all(g.isfinite().all() for g in torch.autograd.grad(y.square().sum(), (log_q, log_k)))
 
 
+@pytest.mark.usefixtures("in_float32")
 @pytest.mark.parametrize("spread", [10.0, 30.0, 1000.0, 1e4])
 def test_weights_sum_to_one_whatever_the_norms(spread: float):
     """The denominator is never 0, nor so small that its rounding shows."""
@@ -316,6 +330,7 @@ def test_by_hand_equals_the_plain_form_in_any_layout(rows: int, heads_first: boo
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.usefixtures("in_float32")
 @pytest.mark.parametrize("rise", [0.0, 30.0, 100.0])
 def test_gradients_in_float32_are_near_those_in_float64_whatever_the_autocast(rise: float):
     n = 300
@@ -332,6 +347,7 @@ def test_gradients_in_float32_are_near_those_in_float64_whatever_the_autocast(ri
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("in_float32")
 @pytest.mark.parametrize("chunk_size", [8, 64])
 def test_a_later_key_changes_no_bit_however_far_it_rises(chunk_size: int):
     n, f = 100, 16
@@ -359,6 +375,7 @@ def test_keys_of_usual_norms_are_scaled_once(monkeypatch):
         causal_favor(q, 10 * k, q, omega, log_offset(10 * k, f), *sums)
 
 
+@pytest.mark.usefixtures("in_float32")
 def test_the_operators_are_what_torch_expects():
     """Shapes, layouts and aliases are those announced to torch.compile."""
     q, k = (t.float().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in (logs(5), logs(5)))
@@ -395,6 +412,7 @@ def test_nothing_of_size_n_squared_nor_n_f_d_is_made():
     assert largest_in_training(favor, q, k, v) <= n * (max(f, d) + 1)
 
 
+@pytest.mark.usefixtures("in_float32")
 def test_by_hand_little_is_made_beside_outputs_and_gradients():
     """No features of all positions, though there are more of them than dimensions."""
     n, e, f, d, chunk_size = 2048, 8, 32, 16, 32

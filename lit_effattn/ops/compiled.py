@@ -1,7 +1,7 @@
 """Kernels for the CPU, in C++: compiled where they run, once, by the machine's own compiler, and kept.
 
-They need g++ 12 or clang++ 14, or a newer one, with OpenMP (Apple's has none: brew install gcc); the environment variable
-CXX names another than is found. That takes about two seconds; they are found again in `~/.cache/lit_effattn`
+They need g++ 12 or clang++ 14, or a newer one, with OpenMP (Apple's has none: brew install gcc); the environment
+variable CXX names another than is found. That takes about two seconds; they are found again in `~/.cache/lit_effattn`
 ($XDG_CACHE_HOME) by their source, compiler and vectors.
 """
 

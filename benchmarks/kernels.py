@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.measuring import MIB, Spread, interleaved, is_written_in_python, look_inside, peak_bytes, seconds_of
 from benchmarks.models import at_least
 from benchmarks.report import Report, Row
-from lit_effattn.ops import compiled, linear_cpu
+from lit_effattn.ops import compiled, favor_cpu, linear_cpu
 from lit_effattn.ops.favor import causal_favor, draw_omega, log_offset
 from lit_effattn.ops.kernels import KERNELS
 from lit_effattn.ops.linear import causal_linear_attention, plain_causal_linear_attention
@@ -348,5 +348,5 @@ FIGURES = (
 PRODUCTS = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default, torch.ops.aten.baddbmm_.default)
 PERFORMER = ("performer", "performer, in PyTorch")
 OURS = ("linear", "linear, in PyTorch", "linear, plain", *PERFORMER)
-IN_CPP = {"linear": linear_cpu.NAME}
+IN_CPP = {"linear": linear_cpu.NAME, "performer": favor_cpu.NAME}
 """Those of them that are kernels in C++, and their sources."""

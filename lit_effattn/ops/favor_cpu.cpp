@@ -20,36 +20,10 @@ constexpr float LIMIT = 40;
 constexpr float NONE_YET = -1e37f;  // the reference where no key was seen: all rise above it, and it can be subtracted
 constexpr float NEVER = -__builtin_inff();
 
-// ------------------------------------------------------------------------------------------ products of large matrices
-
-#if defined(__AVX512F__)
-constexpr int TALL = 8, WIDE = 3;  // rows and vectors of a tile
-#else
-constexpr int TALL = 4, WIDE = 2;
-#endif
-
-template <int vectors>
-INLINE void strip(Ahead& ahead, Index rows, Index n, Left a, const float* b, Index b_row, float* out, Index out_row,
-                  Sum sum) {
-  for (Index r = 0; r < rows; r += TALL) {
-    ahead.fetch(n / 8);
-    tile<vectors, TALL>(n, {a.p + r * a.rows, a.rows, a.columns}, b, b_row, out + r * out_row, out_row, sum == ADD);
-  }
-}
-
-// As `multiply`, but strip by strip of columns: what of b lies in the second cache comes from there once.
-__attribute__((noinline)) void multiply_wide(Ahead& ahead, Index rows, Index width, Index n, Left a, const float* b,
-                                             Index b_row, float* out, Index out_row, Sum sum) {
-  Index j = 0;
-  for (; j + WIDE * W <= width; j += WIDE * W) strip<WIDE>(ahead, rows, n, a, b + j, b_row, out + j, out_row, sum);
-  for (; j + 2 * W <= width; j += 2 * W) strip<2>(ahead, rows, n, a, b + j, b_row, out + j, out_row, sum);
-  for (; j < width; j += W) strip<1>(ahead, rows, n, a, b + j, b_row, out + j, out_row, sum);
-}
-
 // out[i, j] = a_i . b_j + more_i where j <= i, for C rows; b is given as (n, C). The rest of `out` is 0, and stays so.
-void lower(Ahead& ahead, Index n, const float* a, const float* b, const float* more, float* out) {
+void scores(Ahead& ahead, Index n, const float* a, const float* b, const float* more, float* out) {
   for (Index i = 0; i < C; i += W) {
-    multiply_wide(ahead, W, i + W, n, {a + i * n, n, 1}, b, C, out + i * C, C, SET);
+    multiply(ahead, W, i + W, n, {a + i * n, n, 1}, b, C, out + i * C, C, SET);
     for (int r = 0; r < W; ++r) {
       float* row = out + (i + r) * C;
       if (more)
@@ -157,7 +131,7 @@ class Features {
     const float factor = row_.offset ? 1 : -row_.scale * row_.scale / 2;
     const float constant = row_.offset ? 0 : -std::log(float(row_.f)) / 2;
     for (Index i = 0; i < C; ++i) offset_[i] = i < there ? factor * offset_[i] + constant : NEVER;
-    multiply_wide(ahead, 2 * C, F, E, {q, E, 1}, omega_, F, Q, F, SET);
+    multiply(ahead, 2 * C, F, E, {q, E, 1}, omega_, F, Q, F, SET);
     for (Index j = 0; j < F; j += W) {  // the offset last: it may be large beside the rest
       const Bits inside = places() < (Bits{} + std::int32_t(row_.f - j));
       for (Index i = 0; i < C; ++i) {
@@ -240,14 +214,19 @@ void scale_columns(Index rows, Index columns, const float* by, float* p) {
     for (Index j = 0; j < columns; j += W) store(p + i * columns + j, load(by + j) * load(p + i * columns + j));
 }
 
-void forward_row(const Row& row, float* s, float* z, float* m, Head out, float* denominator) {
+Index forward_room(const Row& row) {
+  return Features::room(row) + row.F * row.D + row.F + 2 * C * (row.F + row.D) + C * C + 2 * C + 2 * 16;
+}
+
+void forward_row(const Row& row, float* s, float* z, float* m, Head out, float* denominator, Room& room) {
   const auto [n, seen, e, f, d, E, F, D, q, k, v, omega, offset, scale] = row;
-  Room room(Features::room(row) + F * D + F + 2 * C * F + 2 * C * D + C * C + 2 * C + 8 * 16);
   Features x(row, m, room);
   float *S = room.take(F * D), *Z = room.take(F), *Kt = room.take(C * F), *sums = room.take(C * F);
   float *V = room.take(C * D), *Y = room.take(C * D), *A = room.take(C * C);
   float *below = room.take(C), *above = room.take(C);
+  std::memset(S, 0, sizeof(float) * F * D);
   copy_matrix(f, d, s, d, S, D);
+  std::memset(Z, 0, sizeof(float) * F);
   std::memcpy(Z, z, sizeof(float) * f);
   Ahead ahead;
   for (Index first = 0, here; first < n; first += here) {
@@ -265,13 +244,13 @@ void forward_row(const Row& row, float* s, float* z, float* m, Head out, float* 
     }
     divisors(x, F, Z, sums, below, above);
     transpose(C, F, x.K, Kt);  // (F, C)
-    lower(ahead, F, x.Q, Kt, nullptr, A);  // A[i, j] = q_i . k_j
-    multiply_wide(ahead, C, D, F, {x.Q, F, 1}, S, D, Y, D, SET);
+    scores(ahead, F, x.Q, Kt, nullptr, A);  // A[i, j] = q_i . k_j
+    multiply(ahead, C, D, F, {x.Q, F, 1}, S, D, Y, D, SET);
     multiply_lower(D, {A, C, 1}, V, Y);
     scale_rows(here, D, above, Y);
     write(out, first, here, D, Y);
     if (denominator) std::memcpy(denominator + first, below, sizeof(float) * here);
-    multiply_wide(ahead, F, D, C, {x.K, 1, F}, V, D, S, D, ADD);
+    multiply(ahead, F, D, C, {x.K, 1, F}, V, D, S, D, ADD);
   }
   x.raise();
   scale_rows(F, D, x.kept, S);
@@ -281,16 +260,20 @@ void forward_row(const Row& row, float* s, float* z, float* m, Head out, float* 
   x.greatest(m);
 }
 
+Index backward_room(const Row& row) {
+  const Index E = row.E, F = row.F, D = row.D;
+  return Features::room(row) + F * D + F + E * F + C * (3 * F + 4 * D + E) + 2 * C * C + 2 * C + 2 * (row.n + C + 16) +
+         2 * 16;
+}
+
 // From g_s and g_z after the last position to those before the first. With x_i = g_i / denominator_i:
 //   d log q_i = q_i (S_i x_i + y_i z_i),  y_i = -q_i . S_i x_i / denominator_i,  d log k_j = k_j (R_j v_j + r_j),
 //   dv_j = R_j^T k_j
 // What the first walk found out about the chunks, the second is told: where they begin, and the references (there are
 // few, for they are seldom raised).
 void backward_row(const Row& row, Head g, const float* s, const float* z, const float* m, Head g_q, Head g_k, Head g_v,
-                  float* g_offset, float* g_s, float* g_z) {
+                  float* g_offset, float* g_s, float* g_z, Room& room) {
   const auto [n, seen, e, f, d, E, F, D, q, k, v, omega, offset, scale] = row;
-  Room room(Features::room(row) + F * D + F + E * F + 4 * C * F + 4 * C * D + C * E + 2 * C * C + 2 * C + 2 * (n + C) +
-            16 * 16);
   Features x(row, m, room);
   float *S = room.take(F * D), *Z = room.take(F), *scaled = room.take(E * F), *Kt = room.take(C * F);
   float *sums = room.take(C * F), *T = room.take(C * F);
@@ -304,8 +287,10 @@ void backward_row(const Row& row, Head g, const float* s, const float* z, const 
   Ahead ahead;
 
   // Forward, for dq: S lies as (D, F).
+  std::memset(S, 0, sizeof(float) * F * D);
   for (Index i = 0; i < f; ++i)
     for (Index j = 0; j < d; ++j) S[j * F + i] = s[i * d + j];
+  std::memset(Z, 0, sizeof(float) * F);
   std::memcpy(Z, z, sizeof(float) * f);
   for (Index first = 0, here; first < n; first += here) {
     const Index most = at_most(C, n - first), next = at_most(C, n - first - most);
@@ -325,17 +310,17 @@ void backward_row(const Row& row, Head g, const float* s, const float* z, const 
     scale_rows(here, D, above + first, X);
 
     transpose(C, D, V, Vt);  // (D, C)
-    lower(ahead, D, X, Vt, nullptr, G);  // G[i, j] = x_i . v_j
-    multiply_wide(ahead, C, F, D, {X, D, 1}, S, F, T, F, SET);
+    scores(ahead, D, X, Vt, nullptr, G);  // G[i, j] = x_i . v_j
+    multiply(ahead, C, F, D, {X, D, 1}, S, F, T, F, SET);
     multiply_lower(F, {G, C, 1}, x.K, T);  // S_i x_i
     dot_rows(F, x.Q, T, y + first);
     for (Index i = first; i < first + C; ++i) y[i] *= -above[i];
     for (Index i = 0; i < here; ++i)
       for (Index j = i * F; j < (i + 1) * F; j += W)
         store(T + j, load(x.Q + j) * (load(T + j) + y[first + i] * load(sums + j)));
-    multiply_wide(ahead, C, E, F, {T, F, 1}, scaled, E, U, E, SET);
+    multiply(ahead, C, E, F, {T, F, 1}, scaled, E, U, E, SET);
     write(g_q, first, here, E, U);
-    multiply_wide(ahead, D, F, C, {V, 1, D}, x.K, F, S, F, ADD);
+    multiply(ahead, D, F, C, {V, 1, D}, x.K, F, S, F, ADD);
   }
 
   // Backward, for dk and dv: R lies as (F, D) where S was, r where z was.
@@ -361,13 +346,13 @@ void backward_row(const Row& row, Head g, const float* s, const float* z, const 
 
     transpose(C, F, x.K, Kt);  // (F, C)
     transpose(C, D, V, Vt);  // (D, C)
-    lower(ahead, F, x.Q, Kt, nullptr, A);  // A[i, j] = q_i . k_j
-    lower(ahead, D, X, Vt, y + first, G);  // G[i, j] = x_i . v_j + y_i
+    scores(ahead, F, x.Q, Kt, nullptr, A);  // A[i, j] = q_i . k_j
+    scores(ahead, D, X, Vt, y + first, G);  // G[i, j] = x_i . v_j + y_i
     for (Index c = 0; c < F; ++c)  // d log k, as (F, C)
       for (Index j = 0; j < C; j += W) store(T + c * C + j, all(r_[c]));
-    multiply_wide(ahead, F, C, D, {R_, D, 1}, Vt, C, T, C, ADD);
+    multiply(ahead, F, C, D, {R_, D, 1}, Vt, C, T, C, ADD);
     for (Index j = 0; j < C; j += W)
-      multiply_wide(ahead, F, W, C - j, {x.Q + j * F, 1, F}, G + j * C + j, C, T + j, C, ADD);
+      multiply(ahead, F, W, C - j, {x.Q + j * F, 1, F}, G + j * C + j, C, T + j, C, ADD);
     for (Index j = 0; j < C; j += W) {
       Vector sum = {};
       for (Index c = j; c < F * C; c += C) {
@@ -377,7 +362,7 @@ void backward_row(const Row& row, Head g, const float* s, const float* z, const 
       }
       store(g_log + j, sum);
     }
-    multiply_wide(ahead, C, E, F, {T, 1, C}, scaled, E, U, E, SET);
+    multiply(ahead, C, E, F, {T, 1, C}, scaled, E, U, E, SET);
     if (g_offset)
       std::memcpy(g_offset + first, g_log, sizeof(float) * here);
     else
@@ -386,11 +371,11 @@ void backward_row(const Row& row, Head g, const float* s, const float* z, const 
           store(U + j, load(U + j) - scale * scale * g_log[i] * load(x.k + j));
     write(g_k, first, here, E, U);
 
-    multiply_wide(ahead, C, D, F, {Kt, 1, C}, R_, D, O, D, SET);
+    multiply(ahead, C, D, F, {Kt, 1, C}, R_, D, O, D, SET);
     multiply_upper(D, {A, 1, C}, X, O);
     write(g_v, first, here, D, O);
 
-    multiply_wide(ahead, F, D, C, {x.Q, 1, F}, X, D, R_, D, ADD);
+    multiply(ahead, F, D, C, {x.Q, 1, F}, X, D, R_, D, ADD);
     add_rows(F, x.Q, y + first, r_);
     if (raised) {
       references.resize(references.size() - F);
@@ -425,21 +410,32 @@ struct Inputs {
 // s, z and m: before the first position, overwritten with those after the last. denominator may be null.
 void forward(Inputs x, float* s, float* z, float* m, Heads out, float* denominator, int threads) {
   const Index f = x.features, d = x.v.width;
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
-  for (Index row = 0; row < x.batch * x.heads; ++row)
-    forward_row(x.row(row), s + row * f * d, z + row * f, m + row * f, out.row(row / x.heads, row % x.heads),
-                denominator ? denominator + row * x.n : nullptr);
+#pragma omp parallel num_threads(threads)
+  {
+    Room room(forward_room(x.row(0)));
+#pragma omp for schedule(dynamic)
+    for (Index row = 0; row < x.batch * x.heads; ++row) {
+      room.rewind();
+      forward_row(x.row(row), s + row * f * d, z + row * f, m + row * f, out.row(row / x.heads, row % x.heads),
+                  denominator ? denominator + row * x.n : nullptr, room);
+    }
+  }
 }
 
 // g_s and g_z: those after the last position, overwritten with those before the first. g_offset is null as offset is.
 void backward(Inputs x, Heads g, const float* s, const float* z, const float* m, Heads g_q, Heads g_k, Heads g_v,
               float* g_offset, float* g_s, float* g_z, int threads) {
   const Index f = x.features, d = x.v.width;
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
-  for (Index row = 0; row < x.batch * x.heads; ++row) {
-    const Index b = row / x.heads, h = row % x.heads;
-    backward_row(x.row(row), g.row(b, h), s + row * f * d, z + row * f, m + row * f, g_q.row(b, h), g_k.row(b, h),
-                 g_v.row(b, h), g_offset ? g_offset + row * x.n : nullptr, g_s + row * f * d, g_z + row * f);
+#pragma omp parallel num_threads(threads)
+  {
+    Room room(backward_room(x.row(0)));
+#pragma omp for schedule(dynamic)
+    for (Index row = 0; row < x.batch * x.heads; ++row) {
+      room.rewind();
+      const Index b = row / x.heads, h = row % x.heads;
+      backward_row(x.row(row), g.row(b, h), s + row * f * d, z + row * f, m + row * f, g_q.row(b, h), g_k.row(b, h),
+                   g_v.row(b, h), g_offset ? g_offset + row * x.n : nullptr, g_s + row * f * d, g_z + row * f, room);
+    }
   }
 }
 }

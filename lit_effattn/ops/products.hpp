@@ -121,11 +121,11 @@ struct Left {
   Index rows, columns;
 };
 
-// out[r, :] (+)= sum over t < n of a[r, t] b[t, :], for `vectors` vectors of some rows.
-template <int vectors, int rows = R>
+// out[r, :] (+)= sum over t < n of a[r, t] b[t, :], for `vectors` vectors of R rows.
+template <int vectors>
 INLINE void tile(Index n, Left a, const float* b, Index b_row, float* out, Index out_row, bool add) {
-  Vector sums[rows][vectors];
-  for (int r = 0; r < rows; ++r)
+  Vector sums[R][vectors];
+  for (int r = 0; r < R; ++r)
     for (int j = 0; j < vectors; ++j) sums[r][j] = add ? load(out + r * out_row + j * W) : Vector{};
   for (Index t = 0; t < n; ++t) {
     Vector line[vectors];
@@ -133,12 +133,12 @@ INLINE void tile(Index n, Left a, const float* b, Index b_row, float* out, Index
       line[j] = load(b + t * b_row + j * W);
       if (vectors > 1) hold(line[j]);
     }
-    for (int r = 0; r < rows; ++r) {
+    for (int r = 0; r < R; ++r) {
       const Vector x = all(a.p[r * a.rows + t * a.columns]);
       for (int j = 0; j < vectors; ++j) sums[r][j] += x * line[j];
     }
   }
-  for (int r = 0; r < rows; ++r)
+  for (int r = 0; r < R; ++r)
     for (int j = 0; j < vectors; ++j) store(out + r * out_row + j * W, sums[r][j]);
 }
 

@@ -88,7 +88,7 @@ def inputs(n: int, e: int = 12, f: int = 20, d: int = 9, *, b: int = B, h: int =
         before = (log_k - m[:, :, None]).exp()
         s, z = before.mT @ torch.randn(b, h, 3, d), before.sum(2)
     heads = [t.transpose(1, 2).requires_grad_() for t in (q, k, v)]
-    return [*heads, omega, s.requires_grad_(seen), z.requires_grad_(seen), m]
+    return [*heads, omega, s.requires_grad_(), z.requires_grad_(), m]
 
 
 def assert_alike(function, reference, tensors, *others, rtol=3e-6) -> None:
@@ -131,15 +131,23 @@ def test_equal_to_the_definition(n: int, e: int, f: int, d: int, seen: bool):
 @pytest.mark.parametrize(("n", "e", "f", "d", "seen"), SHAPES[1:5])
 def test_equal_to_the_definition_of_any_offset(n: int, e: int, f: int, d: int, seen: bool):
     *tensors, m = inputs(n, e, f, d, seen=seen)
-    offset = torch.randn(B, n, H).transpose(1, 2).requires_grad_()
+    assert_alike(with_offset, of_offset, [*tensors, torch.randn(B, n, H).transpose(1, 2).requires_grad_(), m])
 
-    def reference(q, k, v, omega, s, z, offset, m):
-        return definition(q @ omega.mT, k @ omega.mT + offset[..., None], v, s, z, m, torch.ones(B, 1, n) > 0)
 
-    def function(q, k, v, omega, s, z, offset, m):
-        return causal_favor(q, k, v, omega, offset, s, z, m)
+def with_offset(q, k, v, omega, s, z, offset, m):
+    return causal_favor(q, k, v, omega, offset, s, z, m)
 
-    assert_alike(function, reference, [*tensors, offset, m])
+
+def of_offset(q, k, v, omega, s, z, offset, m):
+    there = torch.ones(B, 1, k.size(2), dtype=torch.bool)
+    return definition(q @ omega.mT, k @ omega.mT + offset[..., None], v, s, z, m, there)
+
+
+@pytest.mark.parametrize("at", [1, 7, C - 1, C, C + 1])
+def test_a_key_that_rises_at_any_place_of_a_chunk(at: int):
+    *tensors, m = inputs(2 * C)
+    offset = torch.randn(B, H, 2 * C) + 100 * (torch.arange(2 * C) == at)
+    assert_alike(with_offset, of_offset, [*tensors, offset.requires_grad_(), m], rtol=3e-5)
 
 
 def loud(n: int, first: int, last: int, by: float = 12.0) -> torch.Tensor:
@@ -284,10 +292,11 @@ def test_no_positions_at_all():
 def test_what_is_infinite_or_not_a_number_is_not_hidden(which: int):
     for value in (torch.nan, torch.inf):
         tensors = [t.detach() for t in inputs(3 * C)]
-        tensors[which][:, :, 20] = value
+        tensors[which][0, :, 20] = value
         out = kernel(*tensors)[0]
-        assert (which == 1 and value == torch.inf) or not out[:, :, 20].isfinite().any()
-        assert out[:, :, :C].isfinite().all()  # within a chunk products meet it, times 0
+        assert (which == 1 and value == torch.inf) or not out[0, :, 20].isfinite().any()
+        assert out[0, :, :C].isfinite().all()  # within a chunk products meet it, times 0
+        assert out[1].isfinite().all()
 
 
 def test_little_is_made_beside_outputs_and_gradients():

@@ -165,7 +165,8 @@ def causal_favor(
     gradients, which are O(N D), there is only what one chunk takes; features, scores and sums are built anew in the
     backward pass, which can't be differentiated itself. A key is scaled once, by m at the chunk's border; where it
     rises too far above that, the chunk's queries from there on are computed as in `plain_causal_favor`. That is what
-    is done on other devices. In float32 a kernel in C++ does it, where there is a compiler.
+    is done on other devices. In float32, where there is a compiler, a kernel in C++ does the former; where a key rises
+    too far, it begins another chunk.
 
     Args:
         q: (B, H, N, E), queries.

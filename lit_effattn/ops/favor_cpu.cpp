@@ -5,8 +5,8 @@
 //
 // Features of keys, and their sums, are scaled by e^-r. The reference r, a number a feature, is the greatest log phi(k)
 // up to some key, and is left as it is until a key rises more than LIMIT above it. That key begins a chunk (the one
-// before is cut short), and r is raised to the greatest log phi(k) up to it. So no reference looks ahead, no feature of a
-// key exceeds e^LIMIT, and with a query's scaled by exp(-max(log phi(q) + r)) no denominator is below 1.
+// before is cut short), and r is raised to the greatest log phi(k) up to it. So no reference looks ahead, no feature of
+// a key exceeds e^LIMIT, and with a query's scaled by exp(-max(log phi(q) + r)) no denominator is below 1.
 
 #include <cmath>
 #include <vector>
@@ -15,8 +15,7 @@
 
 namespace {
 
-// What float32 holds of a product with a query's feature begins at e^-87: times e^LIMIT, nothing beside a denominator.
-constexpr float LIMIT = 40;
+constexpr float LIMIT = 40;  // a query's feature below e^-87 is lost: times e^LIMIT it is nothing beside a denominator
 constexpr float NONE_YET = -1e37f;  // the reference where no key was seen: all rise above it, and it can be subtracted
 constexpr float NEVER = -__builtin_inff();
 
@@ -51,6 +50,7 @@ struct Chunk {
   bool raised;  // whether the reference is another than before
 };
 
+// The features of one chunk of queries and keys after another, and the reference, which goes with the chunks.
 class Features {
  public:
   static Index room(const Row& row) {
@@ -193,7 +193,7 @@ class Features {
 
 // ----------------------------------------------------------------------------------------------------------- the walks
 
-// z_i for each position, and 1 / q_i . z_i, or 0 where nothing is seen.
+// z_i for each position, the denominators q_i . z_i, and 1 / them; 1 and 0 where nothing is seen.
 void divisors(const Features& x, Index F, float* z, float* sums, float* below, float* above) {
   for (Index j = 0; j < F; j += W) {
     Vector s = load(z + j);
@@ -201,7 +201,11 @@ void divisors(const Features& x, Index F, float* z, float* sums, float* below, f
     store(z + j, s);
   }
   dot_rows(F, x.Q, sums, below);
-  for (Index i = 0; i < C; ++i) above[i] = below[i] == 0 ? 0 : 1 / below[i];
+  for (Index i = 0; i < C; ++i) {
+    const bool seen = below[i] != 0;
+    above[i] = seen ? 1 / below[i] : 0;
+    below[i] = seen ? below[i] : 1;
+  }
 }
 
 void scale_rows(Index rows, Index columns, const float* by, float* p) {
@@ -269,8 +273,8 @@ Index backward_room(const Row& row) {
 // From g_s and g_z after the last position to those before the first. With x_i = g_i / denominator_i:
 //   d log q_i = q_i (S_i x_i + y_i z_i),  y_i = -q_i . S_i x_i / denominator_i,  d log k_j = k_j (R_j v_j + r_j),
 //   dv_j = R_j^T k_j
-// What the first walk found out about the chunks, the second is told: where they begin, and the references (there are
-// few, for they are seldom raised).
+// The second walk is told by the first where the chunks begin, and the references: there are few, for they are
+// seldom raised.
 void backward_row(const Row& row, Head g, const float* s, const float* z, const float* m, Head g_q, Head g_k, Head g_v,
                   float* g_offset, float* g_s, float* g_z, Room& room) {
   const auto [n, seen, e, f, d, E, F, D, q, k, v, omega, offset, scale] = row;

@@ -239,7 +239,7 @@ def _shapes_backward(
 
 
 def _nothing(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what is kept beside the output on CUDA: in C++ all of it is found again as fast as it is read."""
+    """Return what the kernels in C++ keep beside the output: they find all of it again."""
     return q.new_empty(0), q.new_empty(0), q.new_empty(0)
 
 

@@ -99,8 +99,8 @@ class LinearAttention(Attention):
     Katharopoulos et al. 2020, equations 9 to 12. Queries are not scaled by 1/√D. Time O(N (C + F) D) with chunks of C
     positions; state O(F D), constant. Splitting a stream changes nothing: the memory reaches back to the start.
     Feature map, sums and division are computed in float32 at least, whatever the autocast: in float16 the
-    denominator overflows near N = 1024, and a running sum in bfloat16 drifts by a quarter. Causal attention runs through
-    kernels of its own, on CUDA for elu + 1, on the CPU for any feature map: see `lit_effattn.ops.kernels`.
+    denominator overflows near N = 1024, and a running sum in bfloat16 drifts by a quarter. Causal attention runs
+    through kernels of its own, on CUDA for elu + 1, on the CPU for any feature map: see `lit_effattn.ops.kernels`.
 
     Args:
         d_model: Width E.

@@ -141,12 +141,12 @@ def _forward(
     return out, s, z, denominator
 
 
-def _in_cpp(*tensors: Tensor) -> bool:
+def _in_cpp(q: Tensor, k: Tensor, v: Tensor, *sums: Tensor) -> bool:
     """Whether the kernel is used: for float32 alone (what is laid out as the inputs are has to suit it, too)."""
-    if any(t.dtype != torch.float32 or t.stride(-1) != 1 for t in tensors):
+    if any(t.dtype != torch.float32 for t in (q, k, v, *sums)) or any(t.stride(-1) != 1 for t in (q, k, v)):
         return False
     asked = os.environ.get(kernels.KERNELS, "")
-    return kernels.chosen_on_cpu(WHAT, asked, tensors[0].device, (torch.float32,), linear_cpu.NAME)
+    return kernels.chosen_on_cpu(WHAT, asked, q.device, (torch.float32,), linear_cpu.NAME)
 
 
 def _forward_rows(

@@ -2,10 +2,17 @@ import pytest
 import torch
 
 from lit_effattn.ops import causal_linear_attention, linear_attention, linear_attention_step
+from lit_effattn.ops.kernels import KERNELS
 from lit_effattn.ops.linear import plain_causal_linear_attention
 from tests.ops.allocated import Largest, Made, largest_in_training
 
 B, H, F, D = 2, 3, 5, 4
+
+
+@pytest.fixture(params=["plain", ""], ids=["in PyTorch", "in C++"])
+def in_float32(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """Run what is in float32 by either form."""
+    monkeypatch.setenv(KERNELS, request.param)
 
 
 def features(n: int, f: int = F, h: int = H, b: int = B) -> torch.Tensor:
@@ -108,6 +115,7 @@ def test_by_hand_equals_the_plain_form_in_any_layout(rows: int, heads_first: boo
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.usefixtures("in_float32")
 def test_gradients_in_float32_are_near_those_in_float64_whatever_the_autocast():
     n = 300
     exact = [torch.rand(1, 1, n, F, dtype=torch.float64) for _ in range(3)]
@@ -121,6 +129,7 @@ def test_gradients_in_float32_are_near_those_in_float64_whatever_the_autocast():
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("in_float32")
 def test_the_operators_are_what_torch_expects():
     """Shapes, layouts and aliases are those announced to torch.compile."""
     tensors = [t.float().requires_grad_() for t in (features(5), features(5), torch.randn(B, 5, H, D).transpose(1, 2))]
@@ -151,6 +160,7 @@ def test_nothing_of_size_n_squared_nor_n_f_d_is_made():
     assert largest_in_training(linear_attention, q, k, v) <= n * f
 
 
+@pytest.mark.usefixtures("in_float32")
 def test_by_hand_little_is_made_beside_outputs_and_gradients():
     n, f, d, chunk_size = 1024, 16, 8, 32
     q, k, v = (torch.rand(1, 1, n, width, requires_grad=True) for width in (f, f, d))

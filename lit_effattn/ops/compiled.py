@@ -57,6 +57,16 @@ def heads(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 or t.size(-1) <= 1 else t.contiguous()
 
 
+def copied(t: Tensor) -> Tensor:
+    """Copy `t` in float32, for a kernel to write to."""
+    return t.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+
+
+def address(t: Tensor | None) -> int | None:
+    """Return where `t`'s numbers lie, for a kernel; None is null."""
+    return None if t is None else t.data_ptr()
+
+
 @cache
 def library(name: str) -> ctypes.CDLL:
     """Compile `name`.cpp, unless that was done before, and load it.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lit_effattn.ops import compiled
-from lit_effattn.ops.compiled import Heads, heads
+from lit_effattn.ops.compiled import Heads, address, copied, heads
 
 NAME = "favor_cpu"
 
@@ -35,9 +35,9 @@ class _Inputs(ctypes.Structure):
 @cache
 def _library() -> ctypes.CDLL:
     library = compiled.library(NAME)
-    address, flag = ctypes.c_void_p, ctypes.c_int
-    library.forward.argtypes = [_Inputs] + [address] * 3 + [Heads, address, flag]
-    library.backward.argtypes = [_Inputs, Heads] + [address] * 3 + [Heads] * 3 + [address] * 3 + [flag]
+    pointer, flag = ctypes.c_void_p, ctypes.c_int
+    library.forward.argtypes = [_Inputs] + [pointer] * 3 + [Heads, pointer, flag]
+    library.backward.argtypes = [_Inputs, Heads] + [pointer] * 3 + [Heads] * 3 + [pointer] * 3 + [flag]
     library.forward.restype = library.backward.restype = None
     return library
 
@@ -74,12 +74,12 @@ def forward(
         denominator: (B, H, N) in float32, contiguous; None: it is not asked for.
     """
     q, k, v = heads(q), heads(k), heads(v)
-    omega, s, z, m = _full(omega), _copy(s), _copy(z), _copy(m)
+    omega, s, z, m = _full(omega), copied(s), copied(z), copied(m)
     offset = None if offset is None else _full(offset)
     lengths = None if lengths is None else lengths.long().contiguous()
     _library().forward(
         _inputs(q, k, v, omega, offset, lengths, scale),
-        *(s.data_ptr(), z.data_ptr(), m.data_ptr(), Heads.of(out), _address(denominator), torch.get_num_threads()),
+        *(s.data_ptr(), z.data_ptr(), m.data_ptr(), Heads.of(out), address(denominator), torch.get_num_threads()),
     )
     return s, z, m
 
@@ -128,12 +128,12 @@ def backward(
     omega, s, z, m = _full(omega), _full(s), _full(z), _full(m)
     offset = None if offset is None else _full(offset)
     lengths = None if lengths is None else lengths.long().contiguous()
-    g_s, g_z = _copy(g_s), _copy(g_z)
+    g_s, g_z = copied(g_s), copied(g_z)
     found = None if offset is None else torch.empty_like(offset)
     _library().backward(
         _inputs(q, k, v, omega, offset, lengths, scale),
         *(Heads.of(g), s.data_ptr(), z.data_ptr(), m.data_ptr(), Heads.of(g_q), Heads.of(g_k), Heads.of(g_v)),
-        *(_address(found), g_s.data_ptr(), g_z.data_ptr(), torch.get_num_threads()),
+        *(address(found), g_s.data_ptr(), g_z.data_ptr(), torch.get_num_threads()),
     )
     if g_offset is not None and found is not None:
         g_offset.copy_(found)
@@ -146,18 +146,9 @@ def _inputs(
     """Describe them; they have to outlive what is made of them."""
     return _Inputs(
         *(*q.shape[:3], omega.size(1), Heads.of(q), Heads.of(k), Heads.of(v)),
-        *(omega.data_ptr(), _address(offset), _address(lengths), scale),
+        *(omega.data_ptr(), address(offset), address(lengths), scale),
     )
 
 
 def _full(t: Tensor) -> Tensor:
     return t.float().contiguous()
-
-
-def _copy(t: Tensor) -> Tensor:
-    """Copy `t`: it is written to."""
-    return t.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-
-
-def _address(t: Tensor | None) -> int | None:
-    return None if t is None else t.data_ptr()

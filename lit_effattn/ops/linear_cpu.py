@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lit_effattn.ops import compiled
-from lit_effattn.ops.compiled import Heads, heads
+from lit_effattn.ops.compiled import Heads, address, copied, heads
 
 NAME = "linear_cpu"
 
@@ -18,13 +18,13 @@ NAME = "linear_cpu"
 def _library() -> ctypes.CDLL:
     library = compiled.library(NAME)
     size: type = ctypes.c_int64
-    address: type = ctypes.c_void_p
+    pointer: type = ctypes.c_void_p
     number: type = ctypes.c_float
     flag: type = ctypes.c_int
     several: type = Heads
-    library.forward.argtypes = 3 * [size] + 3 * [several] + 3 * [address] + [number, several, address, flag, flag]
-    library.backward.argtypes = 3 * [size] + 4 * [several] + 3 * [address] + [number] + 3 * [several]
-    library.backward.argtypes += [address, address, flag, flag]
+    library.forward.argtypes = 3 * [size] + 3 * [several] + 3 * [pointer] + [number, several, pointer, flag, flag]
+    library.backward.argtypes = 3 * [size] + 4 * [several] + 3 * [pointer] + [number] + 3 * [several]
+    library.backward.argtypes += [pointer, pointer, flag, flag]
     library.forward.restype = library.backward.restype = None
     return library
 
@@ -57,7 +57,7 @@ def forward(
         elu: Whether queries and keys are to be mapped.
     """
     q, k, v = heads(q), heads(k), heads(v)
-    s, z = _sum(s), _sum(z)
+    s, z = copied(s), copied(z)
     lengths = None if lengths is None else lengths.long().contiguous()
     b, h, n, _ = q.shape
     _library().forward(
@@ -65,10 +65,10 @@ def forward(
         h,
         n,
         *(Heads.of(t) for t in (q, k, v)),
-        *(_address(t) for t in (s, z, lengths)),
+        *(address(t) for t in (s, z, lengths)),
         eps,
         Heads.of(out),
-        _address(denominator),
+        address(denominator),
         elu,
         torch.get_num_threads(),
     )
@@ -112,7 +112,7 @@ def backward(
     """
     g, q, k, v = heads(g), heads(q), heads(k), heads(v)
     s, z = s.float().contiguous(), z.float().contiguous()
-    g_s, g_z = _sum(g_s), _sum(g_z)
+    g_s, g_z = copied(g_s), copied(g_z)
     lengths = None if lengths is None else lengths.long().contiguous()
     b, h, n, _ = q.shape
     _library().backward(
@@ -120,20 +120,11 @@ def backward(
         h,
         n,
         *(Heads.of(t) for t in (g, q, k, v)),
-        *(_address(t) for t in (s, z, lengths)),
+        *(address(t) for t in (s, z, lengths)),
         eps,
         *(Heads.of(t) for t in (g_q, g_k, g_v)),
-        *(_address(t) for t in (g_s, g_z)),
+        *(address(t) for t in (g_s, g_z)),
         elu,
         torch.get_num_threads(),
     )
     return g_s, g_z
-
-
-def _sum(t: Tensor) -> Tensor:
-    """Copy `t`: it is written to."""
-    return t.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-
-
-def _address(t: Tensor | None) -> int | None:
-    return None if t is None else t.data_ptr()

@@ -12,14 +12,11 @@ from lit_effattn.ops.favor import causal_favor, log_offset
 from lit_effattn.ops.favor_kernels import positive_favor, use_kernels
 from lit_effattn.ops.kernels import KERNELS
 from tests.ops.allocated import Made
+from tests.ops.in_cpp import each_kind_of_vectors, needs_kernels
 
-pytestmark = pytest.mark.skipif(
-    compiled.obstacle(favor_cpu.NAME) is not None, reason=f"no kernels: {compiled.obstacle(favor_cpu.NAME)}"
-)
+pytestmark = needs_kernels(favor_cpu)
 
 B, H, C = 2, 2, 16  # C: positions of a chunk
-VECTORS = {4: (), 8: compiled._VECTORS["AVX2"], 16: compiled._VECTORS["AVX512"]}
-HAS = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 4)
 NAMES = ("out", "s", "z", "m", "dq", "dk", "dv", "ds", "dz", "d offset")
 
 
@@ -31,17 +28,7 @@ def _unsaid(monkeypatch: pytest.MonkeyPatch):
     kernels._notice.cache_clear()
 
 
-@pytest.fixture(params=sorted(VECTORS))
-def vectors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    """Use vectors of 4, 8 or 16 numbers."""
-    if request.param > HAS:
-        pytest.skip(f"the processor has no vectors of {request.param} numbers")
-    path = compiled.build(favor_cpu.NAME, VECTORS[request.param])
-    monkeypatch.setattr(compiled, "library", lambda name: compiled.ctypes.CDLL(str(path)))
-    favor_cpu._library.cache_clear()
-    assert favor_cpu._library().width_of_vectors() == request.param
-    yield
-    favor_cpu._library.cache_clear()
+vectors = each_kind_of_vectors(favor_cpu)
 
 
 def definition(log_q, log_k, v, s, z, m, there):

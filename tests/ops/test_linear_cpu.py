@@ -13,14 +13,11 @@ from lit_effattn.ops.kernels import KERNELS
 from lit_effattn.ops.linear import plain_causal_linear_attention
 from lit_effattn.ops.linear_kernels import elu_linear_attention, use_kernels
 from tests.ops.allocated import Made
+from tests.ops.in_cpp import HAS, each_kind_of_vectors, needs_kernels
 
-pytestmark = pytest.mark.skipif(
-    compiled.obstacle(linear_cpu.NAME) is not None, reason=f"no kernels: {compiled.obstacle(linear_cpu.NAME)}"
-)
+pytestmark = needs_kernels(linear_cpu)
 
 C = 16  # positions of a chunk
-VECTORS = {4: (), 8: compiled._VECTORS["AVX2"], 16: compiled._VECTORS["AVX512"]}
-HAS = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 4)
 NAMES = ("out", "s", "z", "dq", "dk", "dv", "ds", "dz")
 
 
@@ -32,17 +29,7 @@ def _unsaid(monkeypatch: pytest.MonkeyPatch):
     kernels._notice.cache_clear()
 
 
-@pytest.fixture(params=sorted(VECTORS))
-def vectors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    """Use vectors of 4, 8 or 16 numbers."""
-    if request.param > HAS:
-        pytest.skip(f"the processor has no vectors of {request.param} numbers")
-    path = compiled.build(linear_cpu.NAME, VECTORS[request.param])
-    monkeypatch.setattr(compiled, "library", lambda name: compiled.ctypes.CDLL(str(path)))
-    linear_cpu._library.cache_clear()
-    assert linear_cpu._library().width_of_vectors() == request.param
-    yield
-    linear_cpu._library.cache_clear()
+vectors = each_kind_of_vectors(linear_cpu)
 
 
 def phi(x):

@@ -40,8 +40,8 @@ NOTES = [
     "16, 32, 64, 128 and 256 at which they take least.",
     "fewest products at full speed: linear's at whichever of those chunk sizes has the fewest operations, were they as "
     f"fast as the product of two {SQUARE:,} × {SQUARE:,} matrices in the same round.",
-    "peak: tensors alive at once above the inputs, those that wait for the backward pass included; not what a kernel in "
-    "C++ takes for itself, some chunks and sums a thread.",
+    "peak: tensors alive at once above the inputs, those that wait for the backward pass included; not what a kernel "
+    "in C++ takes for itself, some chunks and sums a thread.",
     "difference: the largest of outputs and gradients from linear's, relative to linear's largest value.",
     "numerators: the library's C++ kernel alone, without denominators, which the row above adds as the library does.",
 ]

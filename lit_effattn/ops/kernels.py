@@ -135,7 +135,7 @@ def _obstacle_of_tensors(dtypes: tuple[torch.dtype, ...], width: int) -> str | N
 @cache
 def _notice(what: str, obstacle: str) -> None:
     warnings.warn(
-        f"{what} runs in its plain form, several times slower than its kernels, which can't be used: {obstacle}. "
+        f"{what} runs in its plain form, slower than its kernels, which can't be used: {obstacle}. "
         f"{KERNELS}=plain in the environment silences this",
         stacklevel=6,
     )

@@ -6,6 +6,7 @@ import torch
 from benchmarks import kernels
 from benchmarks.report import cell
 from lit_effattn.ops.linear import causal_linear_attention
+from tests.ops.in_cpp import needs_kernels
 
 N, H, C = 70, 2, 16
 
@@ -127,9 +128,8 @@ class Square(str):
         """Take no time."""
 
 
+@needs_kernels(kernels.linear_cpu)
 def test_the_products_of_a_kernel_are_those_at_its_chunk_size(args):
-    if kernels.compiled.obstacle(kernels.linear_cpu.NAME) is not None:
-        pytest.skip("no kernels: there is no C++ compiler")
     inputs = kernels._inputs(N, args, raw=False)
     own = kernels._at_its_chunk_size("linear", kernels._gradients, inputs, args)
     assert kernels.Products(own).multiplications == multiplications(8, 8, 16)

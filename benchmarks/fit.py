@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import math
 import os
 import shlex
 import statistics
@@ -13,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,13 +42,14 @@ VARIANTS = {
 """What `fit` is told; the first is float32 and plain."""
 
 BARE = "bare loop"
-WARM = 2
+WARM = 4
 """Steps before the timed ones."""
 
 NOTES = [
-    "bare loop: forward, backward, clipping and optimiser of the same model in float32, over the same batches, which "
-    "lie ready; nothing else. All others: `lit-effattn fit --config …` with the configuration's flags and the row's, "
-    "in this process, progress bar as on a terminal, both loggers, checkpoints and the data's own loader included, "
+    "bare loop: forward, backward, clipping and optimiser of the same model in float32 on the same batch, which lies "
+    "ready; nothing else. It and `fit` take turns step by step, in one process, so that a machine whose speed changes "
+    "changes it for both. All others: `lit-effattn fit --config …` with the configuration's flags and the row's, in "
+    "this process, progress bar as on a terminal, both loggers, checkpoints and the data's own loader included, "
     "validation left out.",
     "Figures are median (min–max) over the rounds, in which all take turns; ratios and differences are taken round by "
     f"round. ms/step: the mean of a round's steps, after {WARM} to warm up. first step: of a fit before the rounds, "
@@ -98,10 +99,10 @@ def _compare(config: str, args: argparse.Namespace) -> list[Row]:
             clock = one()
             firsts[name] = clock.probe().first
             if name == "fit":
-                bare = Bare(clock, args.steps, args.device)
-        measures: dict[str, Callable[[], Probe]] = {BARE: bare}
-        measures |= {name: _probe_of(one) for name, one in fits.items()}
-        probes = interleaved(f"fit, {config}", measures, args.repeats)
+                bare = Bare(clock)
+        measures = {name: partial(_probes, name, one, bare if name == "fit" else None) for name, one in fits.items()}
+        rounds = interleaved(f"fit, {config}", measures, args.repeats)
+    probes = {name: [p[name] for p in of] for of in rounds.values() for name in of[0]}
     seconds = {name: Spread(tuple(p.step for p in of)) for name, of in probes.items()}
     grown = {name: _spread([p.grown for p in of]) for name, of in probes.items()}
     around = {name: _spread([p.around for p in of]) for name, of in probes.items()}
@@ -118,6 +119,7 @@ def _compare(config: str, args: argparse.Namespace) -> list[Row]:
                 "ms/step": seconds[name].map(lambda s: 1000 * s),
                 "tokens/s": Spread(tuple(p.tokens / p.step for p in of)),
                 "tokens/s ÷ bare loop's": seconds[BARE] / seconds[name],
+                "the mean ± its standard error": _mean(seconds[BARE] / seconds[name]),
                 "ms/step − bare loop's": _over(seconds[name], seconds[BARE]),
                 "around, ms/step": None if rest is None else rest.map(lambda s: 1000 * s),
                 "around ÷ step": None if rest is None else rest / seconds[name],
@@ -129,8 +131,20 @@ def _compare(config: str, args: argparse.Namespace) -> list[Row]:
     return rows
 
 
+def _mean(spread: Spread) -> str | None:
+    if len(spread.samples) == 1:
+        return None
+    error = statistics.stdev(spread.samples) / math.sqrt(len(spread.samples))
+    return f"{statistics.fmean(spread.samples):.3f} ± {error:.3f}"
+
+
 def _over(one: Spread, other: Spread) -> Spread:
     return Spread(tuple(1000 * (a - b) for a, b in zip(one.samples, other.samples, strict=True)))
+
+
+def _probes(name: str, one: Callable[..., Clock], bare: Bare | None) -> dict[str, Probe]:
+    clock = one(beside=bare)
+    return ({} if bare is None else {BARE: bare.probe()}) | {name: clock.probe()}
 
 
 def _spread(figures: Sequence[float | None]) -> Spread | None:
@@ -151,24 +165,38 @@ class Clock(pl.Callback):
     last: Clock
     """The one made last: the command makes it, and hands none out."""
 
+    beside: Bare | None = None
+    """What takes a step after every one of the run's; see `fit`."""
+
     def __init__(self, steps: int) -> None:
         self.steps = steps
-        self.ends: list[float] = []
+        self.seconds: list[float] = []  # of each step
         self.unwatch: list[Callable[[], None]] = []
         self.tokens = 0
         self.grown: int | None = None
         self.inside: list[float] = []  # seconds of a step in what a bare loop does too
         self._before: int | None = None
-        self._began = 0.0
+        self._began = self._started = 0.0
         Clock.last = self
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin."""
+        """Begin.
+
+        Raises:
+            ValueError: The run would go on to a second epoch, and to what ends the first.
+        """
+        if trainer.num_training_batches <= WARM + self.steps:
+            raise ValueError(
+                f"an epoch has {trainer.num_training_batches} batches, and a round takes {WARM} + {self.steps} + 1; "
+                "fewer --steps, or smaller batches by --flags '--data.batch_size …'"
+            )
         self.trainer, self.model = trainer, pl_module
         self.device = pl_module.device
         if self.device.type == "cpu":
             self._watch(pl_module)
-        self.ends.append(now(self.device))
+        if self.beside is not None:
+            self.beside.start(pl_module)
+        self._started = now(self.device)
 
     def _watch(self, model: Any) -> None:
         """Time what a bare loop does too: see the hooks below for the backward pass and where clipping begins."""
@@ -213,27 +241,32 @@ class Clock(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Watch the memory of the step after the timed ones."""
         self.inside.append(0.0)
-        if len(self.ends) > WARM + self.steps:
+        if len(self.seconds) == WARM + self.steps:
             self._before = _held(self.device)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Take the time: from one of these to the next all that a step needs has happened once."""
-        self.ends.append(now(self.device))
+        self.seconds.append(now(self.device) - self._started)
         self.tokens = _tokens(batch)
         self.grown = None if self._before is None else resident_peak(self.device) - self._before
+        if self.beside is not None:
+            self.beside.step(batch, watched=self._before is not None)
+        self._started = now(self.device)
 
     def probe(self) -> Probe:
         """Return what was measured."""
-        probe = _probe(self.ends, self.tokens, self.grown)
+        probe = _probe(self.seconds, self.tokens, self.grown)
         if self.device.type != "cpu":
             return probe
         return probe._replace(around=probe.step - statistics.fmean(self.inside[WARM : WARM + self.steps]))
 
 
-def fit(config: str, flags: list[str], steps: int, device: torch.device, root: str) -> Clock:
-    """Run `lit-effattn fit` as a user would, and return its clock."""
+def fit(
+    config: str, flags: list[str], steps: int, device: torch.device, root: str, beside: Bare | None = None
+) -> Clock:
+    """Run `lit-effattn fit` as a user would, and return its clock; `beside` takes turns with it, step by step."""
     accelerator = ["gpu", f"[{device.index or 0}]"] if device.type == "cuda" else ["cpu", "1"]
-    with _terminal():
+    with _terminal(), _beside(beside):
         command.run(
             [
                 *("fit", "--config", config, *flags),
@@ -244,6 +277,16 @@ def fit(config: str, flags: list[str], steps: int, device: torch.device, root: s
             ]
         )
     return Clock.last
+
+
+@contextmanager
+def _beside(bare: Bare | None) -> Iterator[None]:
+    """Give it to the clocks that the command makes meanwhile."""
+    Clock.beside = bare
+    try:
+        yield
+    finally:
+        Clock.beside = None
 
 
 @contextmanager
@@ -260,62 +303,56 @@ def _terminal() -> Iterator[None]:
             os.environ["FORCE_COLOR"] = before
 
 
-def _probe_of(one: Callable[[], Clock]) -> Callable[[], Probe]:
-    return lambda: one().probe()
-
-
 # ------------------------------------------------------------------------------------------------------- the bare loop
 
 
 class Bare:
-    """Trains the model of a run by a bare loop, at every call by as many steps as the run took.
+    """Trains the model of a run by a bare loop, beside another run of it.
 
     Args:
-        clock: Of the run.
-        steps: How many are timed.
-        device: Where.
+        clock: Of the run whose model it takes over.
     """
 
-    def __init__(self, clock: Clock, steps: int, device: torch.device) -> None:
-        self.model: Any = clock.model.to(device)
+    def __init__(self, clock: Clock) -> None:
+        self.model: Any = clock.model.to(clock.device)
+        self.device = clock.device
         self.clip = clock.trainer.gradient_clip_val
         self.carries = any(isinstance(callback, MemoryCarry) for callback in clock.trainer.callbacks)  # type: ignore[attr-defined]
-        loader = clock.trainer.datamodule.train_dataloader()  # type: ignore[attr-defined]
-        self.batches = [
-            self.model.transfer_batch_to_device(b, device, 0) for b in islice(loader, clock.trainer.max_steps)
-        ]
-        if len(self.batches) < WARM + steps + 1:
-            raise ValueError(
-                f"an epoch has {len(self.batches)} batches, and a round takes {WARM} + {steps} + 1; fewer --steps, or "
-                "smaller batches by --flags '--data.batch_size …'"
-            )
-        self.steps, self.device = steps, device
-        configured: Any = self.model.configure_optimizers()
-        self.optimizer: Any = configured["optimizer"] if isinstance(configured, dict) else configured
 
-    def __call__(self) -> Probe:
-        """Train."""
+    def start(self, model: pl.LightningModule) -> None:
+        """Begin where `model` does."""
+        self.model.load_state_dict(model.state_dict())
         self.model.train()
         self.model.carries_memory = self.carries
-        memory = (
-            self.model.backbone.initial_state(len(self.batches[0][0]), device=self.device) if self.carries else None
-        )
-        before, ends = None, [now(self.device)]
-        for batch in self.batches:
-            if len(ends) > WARM + self.steps:
-                before = _held(self.device)
-            loss, _, memory = self.model.objective(batch, memory)
-            self.optimizer.zero_grad()
-            loss.backward()
-            if self.clip:
-                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-            self.optimizer.step()
-            ends.append(now(self.device))
-        return _probe(ends, _tokens(batch), None if before is None else resident_peak(self.device) - before)
+        configured: Any = self.model.configure_optimizers()
+        self.optimizer: Any = configured["optimizer"] if isinstance(configured, dict) else configured
+        self.optimizer.zero_grad()
+        self.memory: Any = None
+        self.seconds: list[float] = []
+
+    def step(self, batch: Any, watched: bool) -> None:
+        """Train on `batch`; if `watched`, see how much memory that takes."""
+        before = _held(self.device) if watched else None
+        start = now(self.device)
+        if self.carries and self.memory is None:
+            self.memory = self.model.backbone.initial_state(len(batch[0]), device=self.device)
+        loss, _, self.memory = self.model.objective(batch, self.memory)
+        self.optimizer.zero_grad()
+        loss.backward()
+        if self.clip:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        self.seconds.append(now(self.device) - start)
+        self.tokens = _tokens(batch)
+        self.grown = None if before is None else resident_peak(self.device) - before
+
+    def probe(self) -> Probe:
+        """Return what was measured."""
+        return _probe(self.seconds, self.tokens, self.grown)
 
 
-def _probe(ends: list[float], tokens: int, grown: int | None) -> Probe:
-    return Probe(ends[1] - ends[0], (ends[-2] - ends[WARM]) / (len(ends) - 2 - WARM), tokens, grown)
+def _probe(seconds: list[float], tokens: int, grown: int | None) -> Probe:
+    return Probe(seconds[0], statistics.fmean(seconds[WARM:-1]), tokens, grown)
 
 
 def _tokens(batch: Any) -> int:

@@ -3,6 +3,7 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,23 +30,38 @@ def _as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_the_bare_loop_learns_what_fit_learns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """The same model, batches, optimiser, clipping and memory: only what is around them differs."""
-    started = Clock.on_train_start
-
-    def on_train_start(self, trainer, model):
-        self.start = copy.deepcopy(model.state_dict())
-        started(self, trainer, model)
-
-    monkeypatch.setattr(Clock, "on_train_start", on_train_start)
-    clock = fit(str(CONFIGS / "stdlib_xl.yaml"), TEXT.split(), 2, CPU, str(tmp_path / "runs"))
-    learned = copy.deepcopy(clock.model.state_dict())
-    clock.model.load_state_dict(clock.start)
-    assert not torch.equal(learned["embedding.weight"], clock.start["embedding.weight"])
-    probe = Bare(clock, 2, CPU)()
-    torch.testing.assert_close(dict(clock.model.state_dict()), dict(learned))
-    assert probe.tokens == clock.probe().tokens == 2 * 8
-    assert len(clock.ends) == 1 + WARM + 2 + 1
-    assert min(probe.first, probe.step, clock.probe().first, clock.probe().step) > 0
+    run = partial(fit, str(CONFIGS / "stdlib_xl.yaml"), TEXT.split(), 2, CPU, str(tmp_path / "runs"))
+    bare = Bare(run())
+    start, began = bare.start, {}
+    monkeypatch.setattr(bare, "start", lambda model: (began.update(copy.deepcopy(model.state_dict())), start(model)))
+    clock = run(beside=bare)
+    learned = clock.model.state_dict()
+    assert clock.model is not bare.model
+    assert not torch.equal(learned["embedding.weight"], began["embedding.weight"])
+    torch.testing.assert_close(dict(bare.model.state_dict()), dict(learned))
+    mine, other = bare.probe(), clock.probe()
+    assert mine.tokens == other.tokens == 2 * 8
+    assert len(bare.seconds) == len(clock.seconds) == WARM + 2 + 1
+    assert min(mine.first, mine.step, other.first, other.step) > 0
     assert os.environ["FORCE_COLOR"] == "0"
+    assert Clock.beside is None
+
+
+def test_neither_pays_for_the_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Sleeps are lower bounds, and long ones far above what the other takes without them."""
+    run = partial(fit, str(CONFIGS / "digits_linear.yaml"), DIGITS.split(), 2, CPU, str(tmp_path))
+    bare = Bare(run())
+    objective = bare.model.objective
+    monkeypatch.setattr(bare.model, "objective", lambda *args: (time.sleep(2), objective(*args))[1], raising=False)
+    clock = run(beside=bare)
+    assert bare.probe().step >= 2
+    assert clock.probe().step < 1
+    monkeypatch.undo()
+    bare = Bare(clock)
+    monkeypatch.setattr(PixelModel, "log", lambda *args, **options: time.sleep(2))
+    clock = run(beside=bare)
+    assert bare.probe().step < 1
+    assert clock.probe().step >= 2
 
 
 def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -59,6 +75,10 @@ def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         assert row["tokens/s ÷ bare loop's"]["samples"] == pytest.approx(
             [bare / mine for bare, mine in zip(steps["bare loop"], steps[name], strict=True)]
         )
+        first, second = row["tokens/s ÷ bare loop's"]["samples"]
+        mean, error = row["the mean ± its standard error"].split(" ± ")
+        assert float(mean) == pytest.approx((first + second) / 2, abs=1e-3)
+        assert float(error) == pytest.approx(abs(first - second) / 2, abs=1e-3)
         assert row["ms/step − bare loop's"]["samples"] == pytest.approx(
             [mine - bare for bare, mine in zip(steps["bare loop"], steps[name], strict=True)]
         )
@@ -84,11 +104,13 @@ def test_around_is_what_a_bare_loop_does_not_do(monkeypatch: pytest.MonkeyPatch,
     assert probe.step - probe.around >= 0.04 + 0.02 + 0.01
     assert clock.model._objective is PixelModel.objective
     before = [*clock.inside]
-    Bare(clock, 2, CPU)()
+    bare = Bare(clock)
+    bare.start(clock.model)
+    bare.step(torch.zeros(2, 64, dtype=torch.long), watched=False)
     assert clock.inside == before
 
 
 def test_an_epoch_that_is_too_short_is_refused():
     words = ["--flags", f"{TINY} --data.batch_size 700", "--steps", "1", "--device", "cpu"]
-    with pytest.raises(ValueError, match=r"an epoch has 2 batches, and a round takes 2 \+ 1 \+ 1"):
+    with pytest.raises(ValueError, match=r"an epoch has 2 batches, and a round takes 4 \+ 1 \+ 1"):
         command.main(["fit", str(CONFIGS / "digits_linear.yaml"), *words])

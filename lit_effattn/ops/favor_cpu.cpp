@@ -127,7 +127,7 @@ class Features {
     if (row_.offset)
       std::memcpy(offset_, row_.offset + first, sizeof(float) * there);
     else
-      dot_rows(E, k, k, offset_);
+      dot_rows(E, {k, E}, {k, E}, offset_);
     const float factor = row_.offset ? 1 : -row_.scale * row_.scale / 2;
     const float constant = row_.offset ? 0 : -std::log(float(row_.f)) / 2;
     for (Index i = 0; i < C; ++i) offset_[i] = i < there ? factor * offset_[i] + constant : NEVER;
@@ -200,7 +200,7 @@ void divisors(const Features& x, Index F, float* z, float* sums, float* below, f
     for (Index i = 0; i < C; ++i) store(sums + i * F + j, s += load(x.K + i * F + j));
     store(z + j, s);
   }
-  dot_rows(F, x.Q, sums, below);
+  dot_rows(F, {x.Q, F}, {sums, F}, below);
   for (Index i = 0; i < C; ++i) {
     const bool seen = below[i] != 0;
     above[i] = seen ? 1 / below[i] : 0;
@@ -226,7 +226,7 @@ void forward_row(const Row& row, float* s, float* z, float* m, Head out, float* 
   const auto [n, seen, e, f, d, E, F, D, q, k, v, omega, offset, scale] = row;
   Features x(row, m, room);
   float *S = room.take(F * D), *Z = room.take(F), *Kt = room.take(C * F), *sums = room.take(C * F);
-  float *V = room.take(C * D), *Y = room.take(C * D), *A = room.take(C * C);
+  float *v_room = room.take(C * D), *Y = room.take(C * D), *A = room.take(C * C);
   float *below = room.take(C), *above = room.take(C);
   std::memset(S, 0, sizeof(float) * F * D);
   copy_matrix(f, d, s, d, S, D);
@@ -241,20 +241,19 @@ void forward_row(const Row& row, float* s, float* z, float* m, Head out, float* 
     for (const Head& t : {q, k}) ahead.add(t.part(first + most, next));
     const Chunk chunk = x.begin(ahead, first);
     here = chunk.n;
-    read(v, first, here, D, V);
+    const Rows V = view(v, first, here, D, v_room);
     if (chunk.raised) {
       scale_rows(F, D, x.kept, S);
       scale_columns(1, F, x.kept, Z);
     }
     divisors(x, F, Z, sums, below, above);
-    transpose(C, F, x.K, Kt);  // (F, C)
+    transpose(C, F, {x.K, F}, Kt, C);  // (F, C)
     scores(ahead, F, x.Q, Kt, nullptr, A);  // A[i, j] = q_i . k_j
     multiply(ahead, C, D, F, {x.Q, F, 1}, S, D, Y, D, SET);
-    multiply_lower(D, {A, C, 1}, V, Y);
-    scale_rows(here, D, above, Y);
-    write(out, first, here, D, Y);
+    multiply_lower(D, {A, C, 1}, V, Y, D);
+    write(out, first, here, D, Y, above);
     if (denominator) std::memcpy(denominator + first, below, sizeof(float) * here);
-    multiply(ahead, F, D, C, {x.K, 1, F}, V, D, S, D, ADD);
+    multiply(ahead, F, D, C, {x.K, 1, F}, V.p, V.row, S, D, ADD);
   }
   x.raise();
   scale_rows(F, D, x.kept, S);
@@ -281,7 +280,7 @@ void backward_row(const Row& row, Head g, const float* s, const float* z, const 
   Features x(row, m, room);
   float *S = room.take(F * D), *Z = room.take(F), *scaled = room.take(E * F), *Kt = room.take(C * F);
   float *sums = room.take(C * F), *T = room.take(C * F);
-  float *V = room.take(C * D), *Vt = room.take(C * D), *X = room.take(C * D), *O = room.take(C * D);
+  float *v_room = room.take(C * D), *Vt = room.take(C * D), *X = room.take(C * D), *O = room.take(C * D);
   float *U = room.take(C * E), *A = room.take(C * C), *G = room.take(C * C), *below = room.take(C);
   float *above = room.take(n + C), *y = room.take(n + C), *g_log = room.take(C);
   for (Index i = 0; i < f; ++i)
@@ -308,23 +307,22 @@ void backward_row(const Row& row, Head g, const float* s, const float* z, const 
       scale_columns(1, F, x.kept, Z);
       references.insert(references.end(), x.r, x.r + F);
     }
-    read(v, first, here, D, V);
-    read(g, first, here, D, X);
+    const Rows V = view(v, first, here, D, v_room);
     divisors(x, F, Z, sums, below, above + first);
-    scale_rows(here, D, above + first, X);
+    read(g, first, here, D, X, above + first);
 
-    transpose(C, D, V, Vt);  // (D, C)
+    transpose(C, D, V, Vt, C);  // (D, C)
     scores(ahead, D, X, Vt, nullptr, G);  // G[i, j] = x_i . v_j
     multiply(ahead, C, F, D, {X, D, 1}, S, F, T, F, SET);
-    multiply_lower(F, {G, C, 1}, x.K, T);  // S_i x_i
-    dot_rows(F, x.Q, T, y + first);
+    multiply_lower(F, {G, C, 1}, {x.K, F}, T, F);  // S_i x_i
+    dot_rows(F, {x.Q, F}, {T, F}, y + first);
     for (Index i = first; i < first + C; ++i) y[i] *= -above[i];
     for (Index i = 0; i < here; ++i)
       for (Index j = i * F; j < (i + 1) * F; j += W)
         store(T + j, load(x.Q + j) * (load(T + j) + y[first + i] * load(sums + j)));
     multiply(ahead, C, E, F, {T, F, 1}, scaled, E, U, E, SET);
     write(g_q, first, here, E, U);
-    multiply(ahead, D, F, C, {V, 1, D}, x.K, F, S, F, ADD);
+    multiply(ahead, D, F, C, {Vt, C, 1}, x.K, F, S, F, ADD);
   }
 
   // Backward, for dk and dv: R lies as (F, D) where S was, r where z was.
@@ -344,12 +342,11 @@ void backward_row(const Row& row, Head g, const float* s, const float* z, const 
     for (const Head& t : {v, g, g_k, g_v}) ahead.add(t.part(first, here));
     for (const Head& t : {q, k}) ahead.add(t.part(first - next, next));
     x.repeat(ahead, chunks.back());
-    read(v, first, here, D, V);
-    read(g, first, here, D, X);
-    scale_rows(here, D, above + first, X);
+    const Rows V = view(v, first, here, D, v_room);
+    read(g, first, here, D, X, above + first);
 
-    transpose(C, F, x.K, Kt);  // (F, C)
-    transpose(C, D, V, Vt);  // (D, C)
+    transpose(C, F, {x.K, F}, Kt, C);  // (F, C)
+    transpose(C, D, V, Vt, C);  // (D, C)
     scores(ahead, F, x.Q, Kt, nullptr, A);  // A[i, j] = q_i . k_j
     scores(ahead, D, X, Vt, y + first, G);  // G[i, j] = x_i . v_j + y_i
     for (Index c = 0; c < F; ++c)  // d log k, as (F, C)
@@ -375,12 +372,13 @@ void backward_row(const Row& row, Head g, const float* s, const float* z, const 
           store(U + j, load(U + j) - scale * scale * g_log[i] * load(x.k + j));
     write(g_k, first, here, E, U);
 
-    multiply(ahead, C, D, F, {Kt, 1, C}, R_, D, O, D, SET);
-    multiply_upper(D, {A, 1, C}, X, O);
-    write(g_v, first, here, D, O);
+    const Place to_v = place(g_v, first, here, D, O);
+    multiply(ahead, C, D, F, {Kt, 1, C}, R_, D, to_v.p, to_v.row, SET);
+    multiply_upper(D, {A, 1, C}, {X, D}, to_v.p, to_v.row);
+    if (to_v.p == O) write(g_v, first, here, D, O);
 
     multiply(ahead, F, D, C, {x.Q, 1, F}, X, D, R_, D, ADD);
-    add_rows(F, x.Q, y + first, r_);
+    add_rows(F, {x.Q, F}, y + first, r_);
     if (raised) {
       references.resize(references.size() - F);
       x.lower(&references[references.size() - F]);

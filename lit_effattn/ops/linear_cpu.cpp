@@ -7,14 +7,15 @@
 
 namespace {
 
-Index forward_room(Index F, Index D) { return F * D + F + 3 * C * F + 2 * C * D + C * C + C + 16; }
+Index forward_room(Index F, Index D) { return F * D + F + 2 * C * F + C * (F + D) + C * D + C * C + 2 * C + 16; }
 
 template <Map map>
 void forward_row(const Sizes& sizes, Head q, Head k, Head v, float* s, float* z, Head out, float* denominator,
                  float eps, Room& room) {
   const auto [n, seen, f, d, F, D] = sizes;
-  float *S = room.take(F * D), *Z = room.take(F), *Q = room.take(C * F), *K = room.take(C * F), *V = room.take(C * D);
-  float *Qt = room.take(C * F), *A = room.take(C * C), *Y = room.take(C * D), *below = room.take(C);
+  float *S = room.take(F * D), *Z = room.take(F), *below = room.take(C), *above = room.take(C), *A = room.take(C * C);
+  float *q_room = room.take(C * F), *k_room = room.take(C * F), *v_room = room.take(C * D);
+  float *const Qt = room.take(C * (F + D)), *const Y = Qt;  // Y when Qt is done with
   std::memset(S, 0, sizeof(float) * F * D);
   copy_matrix(f, d, s, d, S, D);
   std::memset(Z, 0, sizeof(float) * F);
@@ -25,13 +26,12 @@ void forward_row(const Sizes& sizes, Head q, Head k, Head v, float* s, float* z,
     ahead.clear();
     ahead.add(out.part(i0, here));
     for (const Head* t : {&q, &k, &v}) ahead.add(t->part(i0 + here, next));
-    read<map>(q, i0, here, F, Q);
-    read<map>(k, i0, at_most(here, at_least_0(seen - i0)), F, K);
-    read(v, i0, here, D, V);
+    const Rows Q = view<map>(q, i0, here, F, q_room), V = view(v, i0, here, D, v_room);
+    const Rows K = view<map>(k, i0, at_most(here, at_least_0(seen - i0)), F, k_room);
 
-    transpose(C, F, Q, Qt);  // (F, C)
+    transpose(C, F, Q, Qt, C);  // (F, C)
     for (Index j = 0; j < C; j += W) {  // A[j, i] = k_j . q_i where j <= i
-      multiply(ahead, W, C - j, F, {K + j * F, F, 1}, Qt + j, C, A + j * C + j, C, SET);
+      multiply(ahead, W, C - j, F, {K.p + j * K.row, K.row, 1}, Qt + j, C, A + j * C + j, C, SET);
       for (int r = 0; r < W; ++r) {
         float* a = A + (j + r) * C + j;
         store(a, only(places() >= (Bits{} + r), load(a)));
@@ -42,17 +42,14 @@ void forward_row(const Sizes& sizes, Head q, Head k, Head v, float* s, float* z,
       for (Index c = 0; c < F; ++c) x += Z[c] * load(Qt + c * C + i);
       for (Index j = 0; j < i + W; ++j) x += load(A + j * C + i);
       store(below + i, x);
+      store(above + i, 1.f / x);
     }
-    multiply(ahead, C, D, F, {Q, F, 1}, S, D, Y, D, SET);
-    multiply_lower(D, {A, 1, C}, V, Y);
-    for (Index i = 0; i < here; ++i) {
-      const Vector x = all(below[i]);
-      for (Index j = 0; j < D; j += W) store(Y + i * D + j, load(Y + i * D + j) / x);
-    }
-    write(out, i0, here, D, Y);
     if (denominator) std::memcpy(denominator + i0, below, sizeof(float) * here);
+    multiply(ahead, C, D, F, {Q.p, Q.row, 1}, S, D, Y, D, SET);
+    multiply_lower(D, {A, 1, C}, V, Y, D);
+    write(out, i0, here, D, Y, above);
 
-    multiply(ahead, F, D, C, {K, 1, F}, V, D, S, D, ADD);
+    multiply(ahead, F, D, C, {K.p, 1, K.row}, V.p, V.row, S, D, ADD);
     add_rows(F, K, nullptr, Z);
   }
   copy_matrix(f, d, S, D, s, d);
@@ -60,7 +57,7 @@ void forward_row(const Sizes& sizes, Head q, Head k, Head v, float* s, float* z,
 }
 
 Index backward_room(Index n, Index F, Index D) {
-  return F * D + F + 6 * C * F + 4 * C * D + 2 * C * C + 2 * (n + C + 16) + 16;
+  return F * D + F + 3 * C * F + 2 * C * D + 2 * C * (F + D) + 2 * C * C + 2 * (n + C + 16) + 16;
 }
 
 // From g_s and g_z after the last position to those before the first. With x_i = g_i / denominator_i:
@@ -69,39 +66,39 @@ template <Map map>
 void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const float* s, const float* z, Head g_q,
                   Head g_k, Head g_v, float* g_s, float* g_z, float eps, Room& room) {
   const auto [n, seen, f, d, F, D] = sizes;
-  float *S = room.take(F * D), *Z = room.take(F), *Q = room.take(C * F), *K = room.take(C * F), *Kt = room.take(C * F);
-  float *sums = room.take(C * F), *T = room.take(C * F), *U = room.take(C * F);
-  float *V = room.take(C * D), *Vt = room.take(C * D), *X = room.take(C * D), *O = room.take(C * D);
-  float *A = room.take(C * C), *G = room.take(C * C), *above = room.take(n + C), *y = room.take(n + C);
+  float *S = room.take(F * D), *Z = room.take(F), *A = room.take(C * C), *G = room.take(C * C);
+  float *q_room = room.take(C * F), *k_room = room.take(C * F), *v_room = room.take(C * D), *X = room.take(C * D);
+  float *above = room.take(n + C), *y = room.take(n + C);
+  // Few buffers, that the sums stay in the first cache: each serves for several things, one after another.
+  float *one = room.take(C * (F + D)), *two = room.take(C * (F + D)), *three = room.take(C * F);
   Ahead ahead;
 
   // Forward, for dq: S lies as (D, F).
+  float *const sums = three, *const T = one;
   std::memset(S, 0, sizeof(float) * F * D);
   for (Index i = 0; i < f; ++i)
     for (Index j = 0; j < d; ++j) S[j * F + i] = s[i * d + j];
   std::memset(Z, 0, sizeof(float) * F);
   std::memcpy(Z, z, sizeof(float) * f);
+  float* Vt = two;
   for (Index i0 = 0; i0 < n; i0 += C) {
     const Index here = at_most(C, n - i0), next = at_most(C, n - i0 - here);
     ahead.clear();
     ahead.add(g_q.part(i0, here));
     for (const Head* t : {&q, &k, &v, &g}) ahead.add(t->part(i0 + here, next));
-    read<map>(q, i0, here, F, Q);
-    read<map>(k, i0, at_most(here, at_least_0(seen - i0)), F, K);
-    read(v, i0, here, D, V);
-    read(g, i0, here, D, X);
+    const Rows Q = view<map>(q, i0, here, F, q_room), V = view(v, i0, here, D, v_room);
+    const Rows K = view<map>(k, i0, at_most(here, at_least_0(seen - i0)), F, k_room);
 
     for (Index j = 0; j < F; j += W) {  // z_i
       Vector x = load(Z + j);
-      for (Index i = 0; i < C; ++i) store(sums + i * F + j, x += load(K + i * F + j));
+      for (Index i = 0; i < C; ++i) store(sums + i * F + j, x += load(K.p + i * K.row + j));
       store(Z + j, x);
     }
-    dot_rows(F, Q, sums, above + i0);
+    dot_rows(F, Q, {sums, F}, above + i0);
     for (Index i = i0; i < i0 + C; ++i) above[i] = i < n ? 1 / (above[i] + eps) : 0;
-    for (Index i = 0; i < here; ++i)
-      for (Index j = 0; j < D; j += W) store(X + i * D + j, load(X + i * D + j) * above[i0 + i]);
+    read(g, i0, here, D, X, above + i0);
 
-    transpose(C, D, V, Vt);  // (D, C)
+    transpose(C, D, V, Vt, C);  // (D, C)
     for (Index i = 0; i < C; i += W) {  // G[i, j] = x_i . v_j where j <= i
       multiply(ahead, W, i + W, D, {X + i * D, D, 1}, Vt, C, G + i * C, C, SET);
       for (int r = 0; r < W; ++r) {
@@ -110,20 +107,20 @@ void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const floa
       }
     }
     multiply(ahead, C, F, D, {X, D, 1}, S, F, T, F, SET);
-    multiply_lower(F, {G, C, 1}, K, T);  // S_i x_i
-    dot_rows(F, Q, T, y + i0);
+    multiply_lower(F, {G, C, 1}, K, T, F);  // S_i x_i
+    dot_rows(F, Q, {T, F}, y + i0);
     for (Index i = 0; i < C; ++i) y[i0 + i] *= -above[i0 + i];
     for (Index i = 0; i < here; ++i)
       for (Index j = 0; j < F; j += W) {
         float* to = T + i * F + j;
         store(to, load(to) + y[i0 + i] * load(sums + i * F + j));
       }
-    write<map>(g_q, i0, here, F, T, Q);
-    multiply(ahead, D, F, C, {V, 1, D}, K, F, S, F, ADD);
+    write<map>(g_q, i0, here, F, T, nullptr, Q.p);
+    multiply(ahead, D, F, C, {Vt, C, 1}, K.p, K.row, S, F, ADD);
   }
 
   // Backward, for dk and dv: R lies as (F, D) where S was, r where z was.
-  float *const R_ = S, *const r_ = Z;
+  float *const R_ = S, *const r_ = Z, *const Kt = one, *const U = one, *const dK = three, *const O = two;
   std::memset(R_, 0, sizeof(float) * F * D);
   copy_matrix(f, d, g_s, d, R_, D);
   std::memcpy(r_, g_z, sizeof(float) * f);
@@ -133,17 +130,14 @@ void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const floa
     for (const Head* t : {&g_k, &g_v}) ahead.add(t->part(i0, here));
     if (i0 > 0)
       for (const Head* t : {&q, &k, &v, &g}) ahead.add(t->part(i0 - C, C));
-    read<map>(q, i0, here, F, Q);
-    read<map>(k, i0, at_most(here, at_least_0(seen - i0)), F, K);
-    read(v, i0, here, D, V);
-    read(g, i0, here, D, X);
-    for (Index i = 0; i < here; ++i)
-      for (Index j = 0; j < D; j += W) store(X + i * D + j, load(X + i * D + j) * above[i0 + i]);
+    const Rows Q = view<map>(q, i0, here, F, q_room), V = view(v, i0, here, D, v_room);
+    const Rows K = view<map>(k, i0, at_most(here, at_least_0(seen - i0)), F, k_room);
+    read(g, i0, here, D, X, above + i0);
 
-    transpose(C, F, K, Kt);  // (F, C)
-    transpose(C, D, V, Vt);  // (D, C)
+    transpose(C, F, K, Kt, C);  // (F, C)
+    transpose(C, D, V, Vt, C);  // (D, C)
     for (Index i = 0; i < C; i += W) {  // A[i, j] = q_i . k_j and G[i, j] = x_i . v_j + y_i where j <= i
-      multiply(ahead, W, i + W, F, {Q + i * F, F, 1}, Kt, C, A + i * C, C, SET);
+      multiply(ahead, W, i + W, F, {Q.p + i * Q.row, Q.row, 1}, Kt, C, A + i * C, C, SET);
       multiply(ahead, W, i + W, D, {X + i * D, D, 1}, Vt, C, G + i * C, C, SET);
       for (int r = 0; r < W; ++r) {
         float *a = A + (i + r) * C, *b = G + (i + r) * C;
@@ -154,18 +148,20 @@ void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const floa
       }
     }
     for (Index c = 0; c < F; ++c)  // dk, as (F, C)
-      for (Index j = 0; j < C; j += W) store(T + c * C + j, all(r_[c]));
-    multiply(ahead, F, C, D, {R_, D, 1}, Vt, C, T, C, ADD);
+      for (Index j = 0; j < C; j += W) store(dK + c * C + j, all(r_[c]));
+    multiply(ahead, F, C, D, {R_, D, 1}, Vt, C, dK, C, ADD);
     for (Index j = 0; j < C; j += W)
-      multiply(ahead, F, W, C - j, {Q + j * F, 1, F}, G + j * C + j, C, T + j, C, ADD);
-    transpose(F, C, T, U);
-    write<map>(g_k, i0, here, F, U, K);
+      multiply(ahead, F, W, C - j, {Q.p + j * Q.row, 1, Q.row}, G + j * C + j, C, dK + j, C, ADD);
+    const Place to_k = place(g_k, i0, map == NONE ? here : 0, F, U);
+    transpose(F, C, {dK, C}, to_k.p, to_k.row);
+    if (to_k.p == U) write<map>(g_k, i0, here, F, U, nullptr, K.p);
 
-    multiply(ahead, C, D, F, {K, F, 1}, R_, D, O, D, SET);
-    multiply_upper(D, {A, 1, C}, X, O);
-    write(g_v, i0, here, D, O);
+    const Place to_v = place(g_v, i0, here, D, O);
+    multiply(ahead, C, D, F, {K.p, K.row, 1}, R_, D, to_v.p, to_v.row, SET);
+    multiply_upper(D, {A, 1, C}, {X, D}, to_v.p, to_v.row);
+    if (to_v.p == O) write(g_v, i0, here, D, O);
 
-    multiply(ahead, F, D, C, {Q, 1, F}, X, D, R_, D, ADD);
+    multiply(ahead, F, D, C, {Q.p, 1, Q.row}, X, D, R_, D, ADD);
     add_rows(F, Q, y + i0, r_);
   }
   copy_matrix(f, d, R_, D, g_s, d);

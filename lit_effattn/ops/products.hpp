@@ -1,7 +1,7 @@
 // What the CPU's kernels are made of: vectors, products whose tiles stay in registers, and copies of chunks.
 //
 // A kernel walks over each row of heads in chunks of C positions, which it copies into buffers that stay in the first
-// caches, filled up with zeros to whole vectors. What takes the time are matrix products, whose tiles of R rows by some
+// caches, filled up with zeros to whole vectors, unless they can be used as they lie. What takes the time are matrix products, whose tiles of R rows by some
 // vectors stay in registers: sums over t of a[r, t] b[t, :], where a is read number by number and b by vectors. What
 // is wanted as b, and lies the other way round, is transposed. While one chunk is multiplied the next is fetched.
 
@@ -27,7 +27,12 @@ constexpr int W = 4;
 constexpr int COLUMNS = 4;
 #endif
 constexpr int R = 4;
-constexpr Index C = 16;  // a multiple of R and of every W
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int TALL = 16;  // rows of a tile that is one vector wide: as many sums at once as fill the pipeline
+#else
+constexpr int TALL = 8;
+#endif
+constexpr Index C = 16;  // a multiple of R, of TALL and of every W
 
 typedef float Vector __attribute__((vector_size(4 * W)));
 typedef std::int32_t Bits __attribute__((vector_size(4 * W)));
@@ -85,32 +90,35 @@ struct Part {
   Index stride, rows, width;
 };
 
-// The rows of memory that the next chunk takes, fetched line by line.
+// The rows of memory that the next chunk takes, or this one's results, fetched one by one.
 class Ahead {
  public:
-  void clear() { count_ = part_ = row_ = column_ = 0; }
+  void clear() { count_ = part_ = rows_ = 0; }
 
   void add(Part part) {
     if (part.rows > 0) parts_[count_++] = part;
   }
 
-  INLINE void fetch(Index lines) {
-    for (; lines > 0 && part_ < count_; --lines) {
-      const Part& part = parts_[part_];
-      __builtin_prefetch(part.p + row_ * part.stride + column_, 0, 2);
-      column_ += 16;
-      if (column_ < part.width) continue;
-      column_ = 0;
-      if (++row_ < part.rows) continue;
-      row_ = 0;
-      ++part_;
+  INLINE void fetch(Index rows) {
+    for (; rows > 0; --rows) {
+      if (rows_ == 0) {
+        if (part_ == count_) return;
+        next_ = parts_[part_].p;
+        stride_ = parts_[part_].stride;
+        width_ = parts_[part_].width;
+        rows_ = parts_[part_++].rows;
+      }
+      for (Index j = 0; j < width_; j += 16) __builtin_prefetch(next_ + j, 0, 2);
+      next_ += stride_;
+      --rows_;
     }
   }
 
  private:
   Part parts_[8];
-  int count_ = 0, part_ = 0;
-  Index row_ = 0, column_ = 0;
+  Index count_ = 0, part_ = 0;
+  const float* next_ = nullptr;
+  Index stride_ = 0, width_ = 0, rows_ = 0;  // of the part that is being fetched; the rows that are left of it
 };
 
 // ------------------------------------------------------------------------------------------------------------ products
@@ -121,57 +129,77 @@ struct Left {
   Index rows, columns;
 };
 
-// out[r, :] (+)= sum over t < n of a[r, t] b[t, :], for `vectors` vectors of R rows.
-template <int vectors>
+// Rows of numbers: [i, j] lies at p[i * row + j].
+struct Rows {
+  const float* p;
+  Index row;
+};
+
+// out[r, :] (+)= sum over t < n of a[r, t] b[t, :], for some rows and vectors of columns.
+template <int rows, int vectors>
 INLINE void tile(Index n, Left a, const float* b, Index b_row, float* out, Index out_row, bool add) {
-  Vector sums[R][vectors];
-  for (int r = 0; r < R; ++r)
+  Vector sums[rows][vectors];
+  for (int r = 0; r < rows; ++r)
     for (int j = 0; j < vectors; ++j) sums[r][j] = add ? load(out + r * out_row + j * W) : Vector{};
+  const float* fours[rows / 4];  // a pointer for every four rows: what is within them, addressing adds for nothing
+  for (int r = 0; r < rows; r += 4) fours[r / 4] = a.p + r * a.rows;
+#pragma GCC unroll 4
   for (Index t = 0; t < n; ++t) {
     Vector line[vectors];
     for (int j = 0; j < vectors; ++j) {
-      line[j] = load(b + t * b_row + j * W);
+      line[j] = load(b + j * W);
       if (vectors > 1) hold(line[j]);
     }
-    for (int r = 0; r < R; ++r) {
-      const Vector x = all(a.p[r * a.rows + t * a.columns]);
+    b += b_row;
+    for (int r = 0; r < rows; ++r) {
+      const Vector x = all(fours[r / 4][r % 4 * a.rows]);
       for (int j = 0; j < vectors; ++j) sums[r][j] += x * line[j];
     }
+    for (int r = 0; r < rows; r += 4) {
+      fours[r / 4] += a.columns;
+      asm("" : "+r"(fours[r / 4]));
+    }
   }
-  for (int r = 0; r < R; ++r)
+  for (int r = 0; r < rows; ++r)
     for (int j = 0; j < vectors; ++j) store(out + r * out_row + j * W, sums[r][j]);
 }
 
-// The same for `width` columns.
+// The same for `width` columns and R rows.
 INLINE void tiles(Index width, Index n, Left a, const float* b, Index b_row, float* out, Index out_row, bool add) {
   Index j = 0;
-  for (; j + COLUMNS * W <= width; j += COLUMNS * W) tile<COLUMNS>(n, a, b + j, b_row, out + j, out_row, add);
-  for (; j + 2 * W <= width; j += 2 * W) tile<2>(n, a, b + j, b_row, out + j, out_row, add);
-  for (; j < width; j += W) tile<1>(n, a, b + j, b_row, out + j, out_row, add);
+  for (; j + COLUMNS * W <= width; j += COLUMNS * W) tile<R, COLUMNS>(n, a, b + j, b_row, out + j, out_row, add);
+  for (; j + 2 * W <= width; j += 2 * W) tile<R, 2>(n, a, b + j, b_row, out + j, out_row, add);
+  for (; j < width; j += W) tile<R, 1>(n, a, b + j, b_row, out + j, out_row, add);
 }
 
 enum Sum { SET, ADD };
 
-// The same for any number of rows, fetching ahead by the way: a line for each t and each R rows.
+// The same for any number of rows, fetching ahead by the way: a row for every 8 t and R rows.
 __attribute__((noinline)) void multiply(Ahead& ahead, Index rows, Index width, Index n, Left a, const float* b,
                                         Index b_row, float* out, Index out_row, Sum sum) {
-  for (Index r = 0; r < rows; r += R) {
-    ahead.fetch(n);
+  Index r = 0;
+  if (width == W)
+    for (; r + TALL <= rows; r += TALL) {
+      ahead.fetch(n / 8 * (TALL / R));
+      tile<TALL, 1>(n, {a.p + r * a.rows, a.rows, a.columns}, b, b_row, out + r * out_row, out_row, sum == ADD);
+    }
+  for (; r < rows; r += R) {
+    ahead.fetch(n / 8);
     tiles(width, n, {a.p + r * a.rows, a.rows, a.columns}, b, b_row, out + r * out_row, out_row, sum == ADD);
   }
 }
 
 // out[i, :] += sum over j <= i of a[i, j] b[j, :], for C rows; a is 0 where j > i.
-__attribute__((noinline)) void multiply_lower(Index width, Left a, const float* b, float* out) {
+__attribute__((noinline)) void multiply_lower(Index width, Left a, Rows b, float* out, Index out_row) {
   for (Index i = 0; i < C; i += R)
-    tiles(width, i + R, {a.p + i * a.rows, a.rows, a.columns}, b, width, out + i * width, width, true);
+    tiles(width, i + R, {a.p + i * a.rows, a.rows, a.columns}, b.p, b.row, out + i * out_row, out_row, true);
 }
 
 // out[j, :] += sum over i >= j of a[j, i] b[i, :], for C rows; a is 0 where i < j.
-__attribute__((noinline)) void multiply_upper(Index width, Left a, const float* b, float* out) {
+__attribute__((noinline)) void multiply_upper(Index width, Left a, Rows b, float* out, Index out_row) {
   for (Index j = 0; j < C; j += R)
-    tiles(width, C - j, {a.p + j * a.rows + j * a.columns, a.rows, a.columns}, b + j * width, width, out + j * width,
-          width, true);
+    tiles(width, C - j, {a.p + j * a.rows + j * a.columns, a.rows, a.columns}, b.p + j * b.row, b.row,
+          out + j * out_row, out_row, true);
 }
 
 template <int step, int... e>
@@ -193,23 +221,23 @@ INLINE void transpose(Vector* m) {
 }
 
 // to[j, i] = from[i, j]; rows and columns are multiples of W.
-__attribute__((noinline)) void transpose(Index rows, Index columns, const float* from, float* to) {
+__attribute__((noinline)) void transpose(Index rows, Index columns, Rows from, float* to, Index to_row) {
   for (Index i = 0; i < rows; i += W)
     for (Index j = 0; j < columns; j += W) {
       Vector m[W];
-      for (int r = 0; r < W; ++r) m[r] = load(from + (i + r) * columns + j);
+      for (int r = 0; r < W; ++r) m[r] = load(from.p + (i + r) * from.row + j);
       transpose(m);
-      for (int r = 0; r < W; ++r) store(to + (j + r) * rows + i, m[r]);
+      for (int r = 0; r < W; ++r) store(to + (j + r) * to_row + i, m[r]);
     }
 }
 
 // to[i] = a_i . b_i for C rows.
-__attribute__((noinline)) void dot_rows(Index width, const float* a, const float* b, float* to) {
+__attribute__((noinline)) void dot_rows(Index width, Rows a, Rows b, float* to) {
   for (Index i = 0; i < C; i += W) {
     Vector m[W];
     for (int r = 0; r < W; ++r) {
       m[r] = Vector{};
-      for (Index j = 0; j < width; j += W) m[r] += load(a + (i + r) * width + j) * load(b + (i + r) * width + j);
+      for (Index j = 0; j < width; j += W) m[r] += load(a.p + (i + r) * a.row + j) * load(b.p + (i + r) * b.row + j);
     }
     transpose(m);
     for (int r = 1; r < W; ++r) m[0] += m[r];
@@ -229,10 +257,12 @@ struct Head {
 
 enum Map { NONE, ELU };  // ELU: phi(x) = elu(x) + 1
 
-// Copy n positions from `first` on into a buffer of C rows, mapped; the rest of it is 0.
+// Copy n positions from `first` on into a buffer of C rows, mapped, or times their weights if there are any; the rest
+// of it is 0.
 template <Map map = NONE>
-void read(Head from, Index first, Index n, Index width, float* to) {
-  for (Index i = 0; i < C; ++i)
+void read(Head from, Index first, Index n, Index width, float* to, const float* weights = nullptr) {
+  for (Index i = 0; i < C; ++i) {
+    const Vector weight = all(weights && i < n ? weights[i] : 1.f);
     for (Index j = 0; j < width; j += W) {
       Vector x = {};
       if (i < n) {
@@ -246,17 +276,30 @@ void read(Head from, Index first, Index n, Index width, float* to) {
           x = x > all(0.f) ? x + 1.f : exponential(x);
           if (there < W) x = only(places() < (Bits{} + std::int32_t(there)), x);
         }
+        x *= weight;
       }
       store(to + i * width + j, x);
     }
+  }
 }
 
-// Copy n positions of a buffer to memory: gradients of phi(x) = `mapped` times phi'(x) = min(phi(x), 1).
+// The same, and nothing is copied where rows can be used as they lie.
 template <Map map = NONE>
-void write(Head to, Index first, Index n, Index width, const float* from, const float* mapped = nullptr) {
-  for (Index i = 0; i < n; ++i)
+Rows view(Head from, Index first, Index n, Index width, float* buffer) {
+  if (map == NONE && n == C && from.width == width) return {from.p + first * from.stride, from.stride};
+  read<map>(from, first, n, width, buffer);
+  return {buffer, width};
+}
+
+// Copy n positions of a buffer to memory, times their weights if there are any: gradients of phi(x) = `mapped` times
+// phi'(x) = min(phi(x), 1).
+template <Map map = NONE>
+void write(Head to, Index first, Index n, Index width, const float* from, const float* weights = nullptr,
+           const float* mapped = nullptr) {
+  for (Index i = 0; i < n; ++i) {
+    const Vector weight = all(weights ? weights[i] : 1.f);
     for (Index j = 0; j < to.width; j += W) {
-      Vector x = load(from + i * width + j);
+      Vector x = load(from + i * width + j) * weight;
       if (map == ELU) x *= less(load(mapped + i * width + j), all(1.f));
       float* p = to.p + (first + i) * to.stride + j;
       const Index there = to.width - j;
@@ -265,6 +308,18 @@ void write(Head to, Index first, Index n, Index width, const float* from, const 
       else
         std::memcpy(p, &x, sizeof(float) * there);
     }
+  }
+}
+
+// Where C positions from `first` on can be written to as rows of whole vectors: in memory, or in a buffer.
+struct Place {
+  float* p;
+  Index row;
+};
+
+Place place(Head to, Index first, Index n, Index width, float* buffer) {
+  if (n == C && to.width == width) return {to.p + first * to.stride, to.stride};
+  return {buffer, width};
 }
 
 // A thread's buffers, 0 at first.
@@ -298,10 +353,13 @@ void copy_matrix(Index rows, Index columns, const float* from, Index from_row, f
 }
 
 // sum[:] += weights[i] rows[i, :] for C rows; weights are 1 if there are none.
-void add_rows(Index width, const float* rows, const float* weights, float* sum) {
+void add_rows(Index width, Rows rows, const float* weights, float* sum) {
   for (Index j = 0; j < width; j += W) {
     Vector x = load(sum + j);
-    for (Index i = 0; i < C; ++i) x += weights ? weights[i] * load(rows + i * width + j) : load(rows + i * width + j);
+    for (Index i = 0; i < C; ++i) {
+      const Vector row = load(rows.p + i * rows.row + j);
+      x += weights ? weights[i] * row : row;
+    }
     store(sum + j, x);
   }
 }

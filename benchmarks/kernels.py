@@ -16,7 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.measuring import MIB, Spread, interleaved, is_written_in_python, look_inside, peak_bytes, seconds_of
+from benchmarks.measuring import (
+    LEAST,
+    MIB,
+    Spread,
+    interleaved,
+    is_written_in_python,
+    look_inside,
+    mean_of,
+    peak_bytes,
+    seconds_of,
+)
 from benchmarks.models import at_least
 from benchmarks.report import Report, Row
 from lit_effattn.ops import compiled, favor_cpu, linear_cpu
@@ -30,7 +40,7 @@ SQUARE = 1024
 NOTES = [
     "Features of queries and keys (elu + 1 of normal numbers; Performer, which computes its own: the numbers divided "
     "by D^¼) and values are given; float32. Figures are median (min–max) over the rounds, in which all take turns; "
-    "ratios are taken round by round.",
+    f"a round's is the mean of as many calls as take {LEAST} s. Ratios are taken round by round.",
     "linear, performer: as they are chosen, in C++ where there is a compiler; in PyTorch: LIT_EFFATTN_KERNELS=plain.",
     "products: every bmm and baddbmm that the form in PyTorch calls at the chunk size of the row's form, recorded from "
     "one call, recomputation included, run again by itself; of a chunk's own scores C++ computes but the half that "
@@ -191,7 +201,8 @@ def _rows(n: int, forms: Mapping[str, Form], args: argparse.Namespace) -> list[R
         for measure in measures.values():
             measure()  # what is allocated once
         clock = _cpu_seconds if args.cpu_time else partial(seconds_of, device=args.device)
-        timed = interleaved(f"N {n}, {title}", {k: partial(clock, f) for k, f in measures.items()}, args.repeats)
+        means = {name: partial(mean_of, clock, measure) for name, measure in measures.items()}
+        timed = interleaved(f"N {n}, {title}", means, args.repeats)
         seconds = {name: Spread(tuple(samples)) for name, samples in timed.items()}
         best = min((seconds[f"products of chunks of {chunk}"] for chunk in CHUNKS), key=lambda s: s.median)
         fewest = min(products[f"chunks of {chunk}"].multiplications for chunk in CHUNKS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import statistics
 import sys
@@ -21,6 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 T = TypeVar("T")
 MIB = 2**20
+LEAST = 0.1
+"""Seconds of calls of which a mean is taken."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,15 @@ def seconds_of(function: Callable[[], Any], device: torch.device) -> float:
     start = now(device)
     function()
     return now(device) - start
+
+
+def mean_of(clock: Callable[[Callable[[], Any]], float], function: Callable[[], Any]) -> float:
+    """Time one call by `clock`, and more of them if that was too short to be timed well: as many as take `LEAST`."""
+    first = clock(function)
+    more = math.ceil(LEAST / first) - 1
+    if more <= 0:
+        return first
+    return (first + clock(lambda: [function() for _ in range(more)])) / (1 + more)
 
 
 def interleaved(title: str, measures: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:

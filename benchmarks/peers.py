@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import linear
-from benchmarks.measuring import MIB, Spread, interleaved, peak_bytes, seconds_of
+from benchmarks.measuring import LEAST, MIB, Spread, interleaved, mean_of, peak_bytes, seconds_of
 from benchmarks.models import at_least
 from benchmarks.report import Report, Row
 from lit_effattn.attention import LinearAttention, LSHAttention, PerformerAttention, SoftmaxAttention
@@ -25,7 +24,6 @@ from lit_effattn.positions import RotaryPositions
 
 OURS = "lit-effattn"
 INSTALL = "see benchmarks/requirements-peers.txt"
-LEAST = 0.1  # seconds of calls in a round
 SEED = 0
 
 NOTES = [
@@ -278,7 +276,8 @@ def _compared(
     calls = {name: partial(_both_ways, layers[name], x) for name in results}
     del y, dx, gradients, results, wanted
     peaks = {name: peak_bytes(call, args.device) for name, call in calls.items()}
-    measures = {name: partial(_mean_seconds, call, args.device) for name, call in calls.items()}
+    clock = partial(seconds_of, device=args.device)
+    measures = {name: partial(mean_of, clock, call) for name, call in calls.items()}
     timed = interleaved(f"N {n}, {title}", measures, args.repeats)
     seconds = {name: Spread(tuple(samples)) for name, samples in timed.items()}
     return [
@@ -320,13 +319,6 @@ def _both_ways(layer: Layer, x: Tensor) -> list[Tensor]:
     """Return the output and the gradients, of its product with the input, by the input and the weights."""
     y = layer.call(x)
     return [y.detach(), *torch.autograd.grad(y, [x, *layer.weights], x.detach())]
-
-
-def _mean_seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Time one call, and more of them if that was too short to be timed well."""
-    first = seconds_of(call, device)
-    more = max(0, math.ceil(LEAST / first) - 1)
-    return (first + seconds_of(lambda: [call() for _ in range(more)], device)) / (1 + more)
 
 
 def _difference(found: list[Tensor], wanted: list[Tensor]) -> float:

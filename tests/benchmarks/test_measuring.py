@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from benchmarks.measuring import Spread, interleaved, peak_bytes
+from benchmarks.measuring import Spread, interleaved, mean_of, peak_bytes
 from benchmarks.report import cell
 
 CPU = torch.device("cpu")
@@ -18,6 +18,18 @@ def test_cells():
     assert cell(1234567) == "1,234,567"
     assert cell(0.01234) == "0.0123"
     assert cell("—") == "—"
+
+
+@pytest.mark.parametrize(("times", "calls", "mean"), [([0.03, 0.06], 4, 0.09 / 4), ([0.2], 1, 0.2)])
+def test_short_calls_are_repeated_and_counted(times, calls, mean):
+    made, left = [], iter(times)
+
+    def clock(function):
+        function()
+        return next(left)
+
+    assert mean_of(clock, lambda: made.append(1)) == pytest.approx(mean)
+    assert len(made) == calls
 
 
 def test_measures_take_turns():

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import peers
+from benchmarks import measuring, peers
 from benchmarks.report import cell
 from lit_effattn.attention import LSHAttention, SoftmaxAttention
 
@@ -50,7 +50,7 @@ def failing(args, n, ours):
 
 def test_layers_are_compared_and_what_can_not_be_is_said(monkeypatch):
     monkeypatch.setattr(peers, "import_module", absent)
-    monkeypatch.setattr(peers, "LEAST", 0.0)
+    monkeypatch.setattr(measuring, "LEAST", 0.0)
     theirs = {
         "right": partial(other_softmax, factor=1),
         "wrong": partial(other_softmax, factor=4),
@@ -87,7 +87,7 @@ def test_layers_are_compared_and_what_can_not_be_is_said(monkeypatch):
 
 def test_without_libraries_every_comparison_has_our_row(monkeypatch):
     monkeypatch.setattr(peers, "import_module", absent)
-    monkeypatch.setattr(peers, "LEAST", 0.0)
+    monkeypatch.setattr(measuring, "LEAST", 0.0)
     report = peers.run(parsed("--repeats 1"))
     assert [row["attention"] for row in report.rows if row["ms"] is not None] == list(peers.COMPARISONS)
 
@@ -109,19 +109,6 @@ def test_rotary_pairs_stand_side_by_side():
     assert v is o is rows
 
 
-def test_short_calls_are_repeated_and_counted(monkeypatch):
-    times = iter([0.03, 0.06])
-    calls = []
-
-    def seconds_of(function, device):
-        function()
-        return next(times)
-
-    monkeypatch.setattr(peers, "seconds_of", seconds_of)
-    assert peers._mean_seconds(lambda: calls.append(1), torch.device("cpu")) == pytest.approx(0.09 / 4)
-    assert len(calls) == 4
-
-
 def test_keys_of_lsh_are_its_queries():
     assert len(peers._weights(LSHAttention(32, 2))) == 3
 
@@ -135,7 +122,7 @@ def test_the_libraries_compute_the_same(title, name, monkeypatch):
     pytest.importorskip(LIBRARIES[name], exc_type=ImportError)
     comparison = peers.COMPARISONS[title]
     monkeypatch.setitem(peers.COMPARISONS, title, comparison._replace(theirs={name: comparison.theirs[name]}))
-    monkeypatch.setattr(peers, "LEAST", 0.0)
+    monkeypatch.setattr(measuring, "LEAST", 0.0)
     args = parsed("--repeats 1")
     args.attentions = [title]
     report = peers.run(args)

@@ -25,8 +25,8 @@ from torch import Tensor
 _SOURCES = Path(__file__).parent
 _OPTIONS = ("-std=gnu++17", "-O3", "-fopenmp", "-fPIC", "-shared")
 _VECTORS = {
-    "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
-    "AVX2": ("-mavx2", "-mfma"),
+    "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprfchw"),
+    "AVX2": ("-mavx2", "-mfma", "-mprfchw"),
 }
 
 

@@ -237,7 +237,7 @@ void forward_row(const Row& row, float* s, float* z, float* m, Head out, float* 
     const Index most = at_most(C, n - first), next = at_most(C, n - first - most);
     ahead.clear();
     ahead.add(v.part(first, most));
-    ahead.add(out.part(first, most));
+    ahead.add(out.part(first, most, WRITE));
     for (const Head& t : {q, k}) ahead.add(t.part(first + most, next));
     const Chunk chunk = x.begin(ahead, first);
     here = chunk.n;
@@ -298,7 +298,8 @@ void backward_row(const Row& row, Head g, const float* s, const float* z, const 
   for (Index first = 0, here; first < n; first += here) {
     const Index most = at_most(C, n - first), next = at_most(C, n - first - most);
     ahead.clear();
-    for (const Head& t : {v, g, g_q}) ahead.add(t.part(first, most));
+    for (const Head& t : {v, g}) ahead.add(t.part(first, most));
+    ahead.add(g_q.part(first, most, WRITE));
     for (const Head& t : {q, k}) ahead.add(t.part(first + most, next));
     chunks.push_back(x.begin(ahead, first));
     here = chunks.back().n;
@@ -339,7 +340,8 @@ void backward_row(const Row& row, Head g, const float* s, const float* z, const 
     const auto [first, here, raised] = chunks.back();
     const Index next = at_most(C, first);
     ahead.clear();
-    for (const Head& t : {v, g, g_k, g_v}) ahead.add(t.part(first, here));
+    for (const Head& t : {v, g}) ahead.add(t.part(first, here));
+    for (const Head& t : {g_k, g_v}) ahead.add(t.part(first, here, WRITE));
     for (const Head& t : {q, k}) ahead.add(t.part(first - next, next));
     x.repeat(ahead, chunks.back());
     const Rows V = view(v, first, here, D, v_room);

@@ -24,7 +24,7 @@ void forward_row(const Sizes& sizes, Head q, Head k, Head v, float* s, float* z,
   for (Index i0 = 0; i0 < n; i0 += C) {
     const Index here = at_most(C, n - i0), next = at_most(C, n - i0 - here);
     ahead.clear();
-    ahead.add(out.part(i0, here));
+    ahead.add(out.part(i0, here, WRITE));
     for (const Head* t : {&q, &k, &v}) ahead.add(t->part(i0 + here, next));
     const Rows Q = view<map>(q, i0, here, F, q_room), V = view(v, i0, here, D, v_room);
     const Rows K = view<map>(k, i0, at_most(here, at_least_0(seen - i0)), F, k_room);
@@ -84,7 +84,7 @@ void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const floa
   for (Index i0 = 0; i0 < n; i0 += C) {
     const Index here = at_most(C, n - i0), next = at_most(C, n - i0 - here);
     ahead.clear();
-    ahead.add(g_q.part(i0, here));
+    ahead.add(g_q.part(i0, here, WRITE));
     for (const Head* t : {&q, &k, &v, &g}) ahead.add(t->part(i0 + here, next));
     const Rows Q = view<map>(q, i0, here, F, q_room), V = view(v, i0, here, D, v_room);
     const Rows K = view<map>(k, i0, at_most(here, at_least_0(seen - i0)), F, k_room);
@@ -109,12 +109,10 @@ void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const floa
     multiply(ahead, C, F, D, {X, D, 1}, S, F, T, F, SET);
     multiply_lower(F, {G, C, 1}, K, T, F);  // S_i x_i
     dot_rows(F, Q, {T, F}, y + i0);
-    for (Index i = 0; i < C; ++i) y[i0 + i] *= -above[i0 + i];
-    for (Index i = 0; i < here; ++i)
-      for (Index j = 0; j < F; j += W) {
-        float* to = T + i * F + j;
-        store(to, load(to) + y[i0 + i] * load(sums + i * F + j));
-      }
+    for (Index i = 0; i < here; ++i) {
+      y[i0 + i] *= -above[i0 + i];
+      for (Index j = i * F; j < (i + 1) * F; j += W) store(T + j, load(T + j) + y[i0 + i] * load(sums + j));
+    }
     write<map>(g_q, i0, here, F, T, nullptr, Q.p);
     multiply(ahead, D, F, C, {Vt, C, 1}, K.p, K.row, S, F, ADD);
   }
@@ -127,7 +125,7 @@ void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const floa
   for (Index i0 = (n - 1) / C * C; i0 >= 0; i0 -= C) {
     const Index here = at_most(C, n - i0);
     ahead.clear();
-    for (const Head* t : {&g_k, &g_v}) ahead.add(t->part(i0, here));
+    for (const Head* t : {&g_k, &g_v}) ahead.add(t->part(i0, here, WRITE));
     if (i0 > 0)
       for (const Head* t : {&q, &k, &v, &g}) ahead.add(t->part(i0 - C, C));
     const Rows Q = view<map>(q, i0, here, F, q_room), V = view(v, i0, here, D, v_room);
@@ -150,10 +148,9 @@ void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const floa
     for (Index c = 0; c < F; ++c)  // dk, as (F, C)
       for (Index j = 0; j < C; j += W) store(dK + c * C + j, all(r_[c]));
     multiply(ahead, F, C, D, {R_, D, 1}, Vt, C, dK, C, ADD);
-    for (Index j = 0; j < C; j += W)
-      multiply(ahead, F, W, C - j, {Q.p + j * Q.row, 1, Q.row}, G + j * C + j, C, dK + j, C, ADD);
     const Place to_k = place(g_k, i0, map == NONE ? here : 0, F, U);
     transpose(F, C, {dK, C}, to_k.p, to_k.row);
+    multiply_upper(F, {G, 1, C}, Q, to_k.p, to_k.row);
     if (to_k.p == U) write<map>(g_k, i0, here, F, U, nullptr, K.p);
 
     const Place to_v = place(g_v, i0, here, D, O);

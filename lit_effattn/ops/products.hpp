@@ -85,15 +85,18 @@ Index padded(Index n) { return (n + W - 1) / W * W; }
 
 // ----------------------------------------------------------------------------------------------- fetching what is next
 
+enum Use { READ, WRITE };
+
 struct Part {
   const float* p;
   Index stride, rows, width;
+  Use use;
 };
 
 // The rows of memory that the next chunk takes, or this one's results, fetched one by one.
 class Ahead {
  public:
-  void clear() { count_ = part_ = rows_ = 0; }
+  void clear() { count_ = part_ = now_.rows = 0; }
 
   void add(Part part) {
     if (part.rows > 0) parts_[count_++] = part;
@@ -101,24 +104,23 @@ class Ahead {
 
   INLINE void fetch(Index rows) {
     for (; rows > 0; --rows) {
-      if (rows_ == 0) {
+      if (now_.rows == 0) {
         if (part_ == count_) return;
-        next_ = parts_[part_].p;
-        stride_ = parts_[part_].stride;
-        width_ = parts_[part_].width;
-        rows_ = parts_[part_++].rows;
+        now_ = parts_[part_++];
       }
-      for (Index j = 0; j < width_; j += 16) __builtin_prefetch(next_ + j, 0, 2);
-      next_ += stride_;
-      --rows_;
+      if (now_.use == READ)
+        for (Index j = 0; j < now_.width; j += 16) __builtin_prefetch(now_.p + j, READ, 2);
+      else
+        for (Index j = 0; j < now_.width; j += 16) __builtin_prefetch(now_.p + j, WRITE, 2);
+      now_.p += now_.stride;
+      --now_.rows;
     }
   }
 
  private:
   Part parts_[8];
   Index count_ = 0, part_ = 0;
-  const float* next_ = nullptr;
-  Index stride_ = 0, width_ = 0, rows_ = 0;  // of the part that is being fetched; the rows that are left of it
+  Part now_ = {};  // what is left of the part that is being fetched
 };
 
 // ------------------------------------------------------------------------------------------------------------ products
@@ -252,7 +254,7 @@ struct Head {
   float* p;
   Index stride, width;
 
-  Part part(Index first, Index n) const { return {p + first * stride, stride, n, width}; }
+  Part part(Index first, Index n, Use use = READ) const { return {p + first * stride, stride, n, width, use}; }
 };
 
 enum Map { NONE, ELU };  // ELU: phi(x) = elu(x) + 1

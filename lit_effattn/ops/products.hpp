@@ -1,9 +1,10 @@
 // What the CPU's kernels are made of: vectors, products whose tiles stay in registers, and copies of chunks.
 //
-// A kernel walks over each row of heads in chunks of C positions, which it copies into buffers that stay in the first
-// caches, filled up with zeros to whole vectors, unless they can be used as they lie. What takes the time are matrix products, whose tiles of R rows by some
-// vectors stay in registers: sums over t of a[r, t] b[t, :], where a is read number by number and b by vectors. What
-// is wanted as b, and lies the other way round, is transposed. While one chunk is multiplied the next is fetched.
+// A kernel walks over each row of heads in chunks of C positions. What cannot be used as it lies in memory is copied
+// into buffers that stay in the first caches, filled up with zeros to whole vectors. What takes time are the products,
+// whose tiles of R rows by some vectors stay in registers: sums over t of a[r, t] b[t, :], where a is read number by
+// number and b by vectors. What is wanted as b, and lies the other way round, is transposed. While one chunk is
+// multiplied the next is fetched.
 
 #pragma once
 

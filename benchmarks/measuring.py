@@ -66,7 +66,12 @@ def mean_of(clock: Callable[[Callable[[], Any]], float], function: Callable[[], 
     more = math.ceil(LEAST / first) - 1
     if more <= 0:
         return first
-    return (first + clock(lambda: [function() for _ in range(more)])) / (1 + more)
+
+    def again() -> None:  # keeps no result: each call finds the memory that the one before has freed
+        for _ in range(more):
+            function()
+
+    return (first + clock(again)) / (1 + more)
 
 
 def interleaved(title: str, measures: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:

@@ -186,6 +186,7 @@ def causal_favor(
 
     Raises:
         ValueError: `omega` requires a gradient.
+        NotImplementedError: on the CPU, where the gradient is differentiated again; `plain_causal_favor` can be.
     """
     if omega.requires_grad:
         raise ValueError("omega requires a gradient, and would get none; give causal_favor omega.detach()")

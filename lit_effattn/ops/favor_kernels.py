@@ -117,6 +117,7 @@ def positive_favor(
 
     Raises:
         ValueError: names the argument, its shape or type, and what was expected; or `omega` requires a gradient.
+        NotImplementedError: where the gradient is differentiated again; `plain_causal_favor` can be.
     """
     _check(q, k, v, omega, s, z, m, lengths)
     out, s, z, m, *_ = torch.ops.lit_effattn.positive_favor(q, k, v, omega, s, z, m, lengths, scale)

@@ -59,6 +59,10 @@ def causal_linear_attention(
 
     Returns:
         The output (B, H, N, D) and `s` and `z` after the last position.
+
+    Raises:
+        NotImplementedError: on the CPU, where the gradient is differentiated again; `plain_causal_linear_attention`
+            can be.
     """
     if q.device.type != "cpu":
         return plain_causal_linear_attention(q, k, v, s, z, chunk_size=chunk_size, eps=eps)

@@ -87,6 +87,7 @@ def elu_linear_attention(
 
     Raises:
         ValueError: names the argument, its shape or type, and what was expected.
+        NotImplementedError: where the gradient is differentiated again; `plain_causal_linear_attention` can be.
     """
     _check(q, k, v, s, z, lengths)
     return torch.ops.lit_effattn.elu_linear(q, k, v, s, z, lengths, eps)

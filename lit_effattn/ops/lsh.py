@@ -178,6 +178,9 @@ def attend_in_chunks(
 
     Returns:
         (B, H, N, D); finite in padding.
+
+    Raises:
+        NotImplementedError: on the CPU, where the gradient is differentiated again; `plain_attend_in_chunks` can be.
     """
     if x.device.type != "cpu":
         return plain_attend_in_chunks(

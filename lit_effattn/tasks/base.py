@@ -111,6 +111,9 @@ class Task(Recorded, pl.LightningModule):
         """Compute what a training step minimises, going on from `memory`.
 
         From tensors to tensors, with no look at their values: `compile_objective` makes one program of it.
+
+        Raises:
+            NotImplementedError: the task, a subclass, does not say what it minimises.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no `objective`")
 

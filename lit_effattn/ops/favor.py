@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lit_effattn.ops import favor_cpu, kernels
 from lit_effattn.ops.linear import _chunks, _copy, _in_groups
+from lit_effattn.ops.operators import Operator
 
 Norms = Literal["gaussian", "sqrt_d"]
 
@@ -193,7 +194,7 @@ def causal_favor(
     if q.device.type != "cpu":
         log_q, log_k = q @ omega.mT, k @ omega.mT + offset[..., None]
         return plain_causal_favor(log_q, log_k, v, s, z, m, chunk_size=chunk_size)
-    out, s, z, m, _ = torch.ops.lit_effattn.causal_favor(q, k, v, omega, offset, s, z, m, chunk_size)
+    out, s, z, m, _ = _OPERATOR(q, k, v, omega, offset, s, z, m, chunk_size)
     return out, s, z, m
 
 
@@ -330,18 +331,6 @@ def _chunked(t: Tensor, chunk: int, value: float) -> Tensor:
 _LIMIT = 40.0
 """How far the logarithm of a key may rise above its chunk's reference: products of what is as large as e^40 and what is
 as small as float32 can hold, e^−87, are nothing beside a denominator."""
-
-# Operators, so that torch.compile keeps the loops over chunks as they are and does not unroll them.
-torch.library.define(
-    "lit_effattn::causal_favor",
-    "(Tensor q, Tensor k, Tensor v, Tensor omega, Tensor offset, Tensor s, Tensor z, Tensor m, int chunk_size) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-torch.library.define(
-    "lit_effattn::causal_favor_backward",
-    "(Tensor g, Tensor g_s, Tensor g_z, Tensor q, Tensor k, Tensor v, Tensor omega, Tensor offset, Tensor s, Tensor z, "
-    "Tensor m, Tensor out, Tensor denominator, int chunk_size) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
 
 
 class _Late(NamedTuple):
@@ -610,6 +599,34 @@ def _backward_rows(
         g_z.mul_(c.kept).baddbmm_(y[:, None], c.q)
 
 
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.chunk_size = inputs
+    out, _, _, m, denominator = output
+    ctx.save_for_backward(*tensors, out, denominator)
+    ctx.mark_non_differentiable(m, denominator)
+
+
+def _gradients(ctx: Any, g: Tensor, g_s: Tensor, g_z: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    found = _OPERATOR.backward(g, g_s, g_z, *ctx.saved_tensors, ctx.chunk_size)
+    g_q, g_k, g_v, g_offset, g_s, g_z = found
+    return g_q, g_k, g_v, None, g_offset, g_s, g_z, None, None
+
+
+# An operator, so that torch.compile keeps the loops over chunks as they are and does not unroll them.
+_OPERATOR = Operator(
+    "causal_favor",
+    "(Tensor q, Tensor k, Tensor v, Tensor omega, Tensor offset, Tensor s, Tensor z, Tensor m, int chunk_size) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor g, Tensor g_s, Tensor g_z, Tensor q, Tensor k, Tensor v, Tensor omega, Tensor offset, Tensor s, Tensor z, "
+    "Tensor m, Tensor out, Tensor denominator, int chunk_size) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _forward,
+    _backward,
+    keep=_keep,
+    gradients=_gradients,
+    refusal="causal_favor has no second derivative on the CPU; plain_causal_favor has",
+)
+
+
 @torch.library.register_fake("lit_effattn::causal_favor")
 def _forward_shapes(
     q: Tensor, k: Tensor, v: Tensor, omega: Tensor, offset: Tensor, s: Tensor, z: Tensor, m: Tensor, chunk_size: int
@@ -633,26 +650,3 @@ def _backward_shapes(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     g_q, g_k, g_v, g_offset = (torch.empty_like(t) for t in (q, k, v, offset))
     return g_q, g_k, g_v, g_offset, _copy(s), _copy(z)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.chunk_size = inputs
-    out, _, _, m, denominator = output
-    ctx.save_for_backward(*tensors, out, denominator)
-    ctx.mark_non_differentiable(m, denominator)
-
-
-def _gradients(ctx: Any, g: Tensor, g_s: Tensor, g_z: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    found = torch.ops.lit_effattn.causal_favor_backward(g, g_s, g_z, *ctx.saved_tensors, ctx.chunk_size)
-    g_q, g_k, g_v, g_offset, g_s, g_z = found
-    return g_q, g_k, g_v, None, g_offset, g_s, g_z, None, None
-
-
-def _refuse(ctx: Any, *gradients: Tensor) -> None:
-    raise NotImplementedError("causal_favor has no second derivative on the CPU; plain_causal_favor has")
-
-
-torch.library.impl("lit_effattn::causal_favor", "cpu", _forward)
-torch.library.impl("lit_effattn::causal_favor_backward", "cpu", _backward)
-torch.library.register_autograd("lit_effattn::causal_favor", _gradients, setup_context=_keep)
-torch.library.register_autograd("lit_effattn::causal_favor_backward", _refuse)

@@ -414,6 +414,7 @@ struct Inputs {
 // s, z and m: before the first position, overwritten with those after the last. denominator may be null.
 void forward(Inputs x, float* s, float* z, float* m, Heads out, float* denominator, int threads) {
   const Index f = x.features, d = x.v.width;
+  in_large_pages(out, x.batch * x.heads * x.n * d);
 #pragma omp parallel num_threads(threads)
   {
     Room room(forward_room(x.row(0)));
@@ -430,6 +431,7 @@ void forward(Inputs x, float* s, float* z, float* m, Heads out, float* denominat
 void backward(Inputs x, Heads g, const float* s, const float* z, const float* m, Heads g_q, Heads g_k, Heads g_v,
               float* g_offset, float* g_s, float* g_z, int threads) {
   const Index f = x.features, d = x.v.width;
+  for (const Heads& t : {g_q, g_k, g_v}) in_large_pages(t, x.batch * x.heads * x.n * t.width);
 #pragma omp parallel num_threads(threads)
   {
     Room room(backward_room(x.row(0)));

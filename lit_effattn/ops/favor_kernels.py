@@ -15,6 +15,7 @@ from torch import Tensor
 from lit_effattn.ops import favor_cpu, kernels
 from lit_effattn.ops.favor import WHAT, draw_omega, log_offset, plain_causal_favor
 from lit_effattn.ops.kernels import KERNELS, by_position, interpreted, on_device
+from lit_effattn.ops.operators import Operator
 
 _WIDEST_IN_FULL = 64  # columns in float32 on CUDA: registers and shared memory hold no more
 
@@ -120,7 +121,7 @@ def positive_favor(
         NotImplementedError: where the gradient is differentiated again; `plain_causal_favor` can be.
     """
     _check(q, k, v, omega, s, z, m, lengths)
-    out, s, z, m, *_ = torch.ops.lit_effattn.positive_favor(q, k, v, omega, s, z, m, lengths, scale)
+    out, s, z, m, *_ = _OPERATOR(q, k, v, omega, s, z, m, lengths, scale)
     return out, s, z, m
 
 
@@ -148,18 +149,6 @@ def _in_cpp(q: Tensor) -> bool:
 
 
 # --------------------------------------------------------------- operators, which autograd and compilers see as a whole
-
-torch.library.define(
-    "lit_effattn::positive_favor",
-    "(Tensor q, Tensor k, Tensor v, Tensor omega, Tensor s, Tensor z, Tensor m, Tensor? lengths, float scale) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-torch.library.define(
-    "lit_effattn::positive_favor_backward",
-    "(Tensor g, Tensor g_s, Tensor g_z, Tensor q, Tensor k, Tensor v, Tensor omega, Tensor s, Tensor z, Tensor m, "
-    "Tensor? lengths, Tensor out, Tensor rest, Tensor top, Tensor denominator, float scale) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
 
 
 def _forward(q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -220,6 +209,44 @@ def _backward_on_cpu(
     return g_q, g_k, g_v, g_s, g_z
 
 
+def _nothing(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what the kernels in C++ keep beside the output: they find all of it again."""
+    return q.new_empty(0), q.new_empty(0), q.new_empty(0)
+
+
+def rest_of(out: Tensor) -> Tensor:
+    """Return room for what rounding to `out`'s type takes off, laid out alike; none for float32's."""
+    return out.new_empty(0) if out.dtype == torch.float32 else torch.empty_like(out)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.scale = inputs
+    out, _, _, m, *others = output
+    ctx.save_for_backward(*tensors, out, *others)
+    ctx.mark_non_differentiable(m, *others)
+
+
+def _gradients(ctx: Any, g: Tensor, g_s: Tensor, g_z: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    found = _OPERATOR.backward(g, g_s, g_z, *ctx.saved_tensors, ctx.scale)
+    g_q, g_k, g_v, g_s, g_z = found
+    return g_q, g_k, g_v, None, g_s, g_z, None, None, None
+
+
+_OPERATOR = Operator(
+    "positive_favor",
+    "(Tensor q, Tensor k, Tensor v, Tensor omega, Tensor s, Tensor z, Tensor m, Tensor? lengths, float scale) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor g, Tensor g_s, Tensor g_z, Tensor q, Tensor k, Tensor v, Tensor omega, Tensor s, Tensor z, Tensor m, "
+    "Tensor? lengths, Tensor out, Tensor rest, Tensor top, Tensor denominator, float scale) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _forward_on_cpu,
+    _backward_on_cpu,
+    keep=_keep,
+    gradients=_gradients,
+    refusal="positive_favor has no second derivative; plain_causal_favor has",
+)
+
+
 @torch.library.register_fake("lit_effattn::positive_favor")
 def _shapes(
     q: Tensor, k: Tensor, v: Tensor, omega: Tensor, s: Tensor, z: Tensor, m: Tensor, *_: Any
@@ -239,36 +266,5 @@ def _shapes_backward(
     return by_position(q), by_position(k), by_position(v), s.new_empty(s.shape), z.new_empty(z.shape)
 
 
-def _nothing(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what the kernels in C++ keep beside the output: they find all of it again."""
-    return q.new_empty(0), q.new_empty(0), q.new_empty(0)
-
-
-def rest_of(out: Tensor) -> Tensor:
-    """Return room for what rounding to `out`'s type takes off, laid out alike; none for float32's."""
-    return out.new_empty(0) if out.dtype == torch.float32 else torch.empty_like(out)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.scale = inputs
-    out, _, _, m, *others = output
-    ctx.save_for_backward(*tensors, out, *others)
-    ctx.mark_non_differentiable(m, *others)
-
-
-def _gradients(ctx: Any, g: Tensor, g_s: Tensor, g_z: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    found = torch.ops.lit_effattn.positive_favor_backward(g, g_s, g_z, *ctx.saved_tensors, ctx.scale)
-    g_q, g_k, g_v, g_s, g_z = found
-    return g_q, g_k, g_v, None, g_s, g_z, None, None, None
-
-
-def _refuse(ctx: Any, *gradients: Tensor) -> None:
-    raise NotImplementedError("positive_favor has no second derivative; plain_causal_favor has")
-
-
 torch.library.impl("lit_effattn::positive_favor", "cuda", _forward)
 torch.library.impl("lit_effattn::positive_favor_backward", "cuda", _backward)
-torch.library.impl("lit_effattn::positive_favor", "cpu", _forward_on_cpu)
-torch.library.impl("lit_effattn::positive_favor_backward", "cpu", _backward_on_cpu)
-torch.library.register_autograd("lit_effattn::positive_favor", _gradients, setup_context=_keep)
-torch.library.register_autograd("lit_effattn::positive_favor_backward", _refuse)

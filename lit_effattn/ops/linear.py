@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lit_effattn.ops import kernels, linear_cpu
+from lit_effattn.ops.operators import Operator
 
 WHAT = "linear attention"
 """What its kernels are called in messages."""
@@ -66,7 +67,7 @@ def causal_linear_attention(
     """
     if q.device.type != "cpu":
         return plain_causal_linear_attention(q, k, v, s, z, chunk_size=chunk_size, eps=eps)
-    out, s, z, _ = torch.ops.lit_effattn.causal_linear(q, k, v, s, z, chunk_size, eps)
+    out, s, z, _ = _OPERATOR(q, k, v, s, z, chunk_size, eps)
     return out, s, z
 
 
@@ -117,17 +118,6 @@ def _running(increments: Tensor, start: Tensor) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------------- on the CPU, by hand
-
-# Operators, so that torch.compile keeps the loops over chunks as they are and does not unroll them.
-torch.library.define(
-    "lit_effattn::causal_linear",
-    "(Tensor q, Tensor k, Tensor v, Tensor s, Tensor z, int chunk_size, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-torch.library.define(
-    "lit_effattn::causal_linear_backward",
-    "(Tensor g, Tensor g_s, Tensor g_z, Tensor q, Tensor k, Tensor v, Tensor s, Tensor z, Tensor out, "
-    "Tensor denominator, int chunk_size, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
 
 
 def _forward(
@@ -254,6 +244,32 @@ def _backward_rows(
         g_z.baddbmm_(y[:, None], q)
 
 
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.chunk_size, ctx.eps = inputs
+    out, _, _, denominator = output
+    ctx.save_for_backward(*tensors, out, denominator)
+    ctx.mark_non_differentiable(denominator)
+
+
+def _gradients(ctx: Any, g: Tensor, g_s: Tensor, g_z: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    found = _OPERATOR.backward(g, g_s, g_z, *ctx.saved_tensors, ctx.chunk_size, ctx.eps)
+    return *found, None, None
+
+
+# An operator, so that torch.compile keeps the loops over chunks as they are and does not unroll them.
+_OPERATOR = Operator(
+    "causal_linear",
+    "(Tensor q, Tensor k, Tensor v, Tensor s, Tensor z, int chunk_size, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor g, Tensor g_s, Tensor g_z, Tensor q, Tensor k, Tensor v, Tensor s, Tensor z, Tensor out, "
+    "Tensor denominator, int chunk_size, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _forward,
+    _backward,
+    keep=_keep,
+    gradients=_gradients,
+    refusal="causal_linear_attention has no second derivative on the CPU; plain_causal_linear_attention has",
+)
+
+
 @torch.library.register_fake("lit_effattn::causal_linear")
 def _forward_shapes(
     q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, chunk_size: int, eps: float
@@ -266,30 +282,6 @@ def _backward_shapes(
     g: Tensor, g_s: Tensor, g_z: Tensor, q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), _copy(s), _copy(z)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.chunk_size, ctx.eps = inputs
-    out, _, _, denominator = output
-    ctx.save_for_backward(*tensors, out, denominator)
-    ctx.mark_non_differentiable(denominator)
-
-
-def _gradients(ctx: Any, g: Tensor, g_s: Tensor, g_z: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    found = torch.ops.lit_effattn.causal_linear_backward(g, g_s, g_z, *ctx.saved_tensors, ctx.chunk_size, ctx.eps)
-    return *found, None, None
-
-
-def _refuse(ctx: Any, *gradients: Tensor) -> None:
-    raise NotImplementedError(
-        "causal_linear_attention has no second derivative on the CPU; plain_causal_linear_attention has"
-    )
-
-
-torch.library.impl("lit_effattn::causal_linear", "cpu", _forward)
-torch.library.impl("lit_effattn::causal_linear_backward", "cpu", _backward)
-torch.library.register_autograd("lit_effattn::causal_linear", _gradients, setup_context=_keep)
-torch.library.register_autograd("lit_effattn::causal_linear_backward", _refuse)
 
 
 def _copy(t: Tensor) -> Tensor:

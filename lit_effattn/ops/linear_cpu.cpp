@@ -38,9 +38,12 @@ void forward_row(const Sizes& sizes, Head q, Head k, Head v, float* s, float* z,
       }
     }
     for (Index i = 0; i < C; i += W) {
-      Vector x = all(eps);
-      for (Index c = 0; c < F; ++c) x += Z[c] * load(Qt + c * C + i);
-      for (Index j = 0; j < i + W; ++j) x += load(A + j * C + i);
+      Vector parts[4] = {all(eps)};  // several, that no addition waits for the one before
+      for (Index c = 0; c < F; c += 4)
+        for (int p = 0; p < 4; ++p) parts[p] += Z[c + p] * load(Qt + (c + p) * C + i);
+      for (Index j = 0; j < i + W; j += 4)
+        for (int p = 0; p < 4; ++p) parts[p] += load(A + (j + p) * C + i);
+      const Vector x = (parts[0] + parts[1]) + (parts[2] + parts[3]);
       store(below + i, x);
       store(above + i, 1.f / x);
     }
@@ -67,7 +70,7 @@ void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const floa
                   Head g_k, Head g_v, float* g_s, float* g_z, float eps, Room& room) {
   const auto [n, seen, f, d, F, D] = sizes;
   float *S = room.take(F * D), *Z = room.take(F), *A = room.take(C * C), *G = room.take(C * C);
-  float *q_room = room.take(C * F), *k_room = room.take(C * F), *v_room = room.take(C * D), *X = room.take(C * D);
+  float *q_room = room.take(C * F), *k_room = room.take(C * F), *v_room = room.take(C * D), *x_room = room.take(C * D);
   float *above = room.take(n + C), *y = room.take(n + C);
   // Few buffers, that the sums stay in the first cache: each serves for several things, one after another.
   float *one = room.take(C * (F + D)), *two = room.take(C * (F + D)), *three = room.take(C * F);
@@ -86,7 +89,7 @@ void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const floa
     ahead.clear();
     ahead.add(g_q.part(i0, here, WRITE));
     for (const Head* t : {&q, &k, &v, &g}) ahead.add(t->part(i0 + here, next));
-    const Rows Q = view<map>(q, i0, here, F, q_room), V = view(v, i0, here, D, v_room);
+    const Rows Q = view<map>(q, i0, here, F, q_room), V = view(v, i0, here, D, v_room), X = view(g, i0, here, D, x_room);
     const Rows K = view<map>(k, i0, at_most(here, at_least_0(seen - i0)), F, k_room);
 
     for (Index j = 0; j < F; j += W) {  // z_i
@@ -96,24 +99,26 @@ void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const floa
     }
     dot_rows(F, Q, {sums, F}, above + i0);
     for (Index i = i0; i < i0 + C; ++i) above[i] = i < n ? 1 / (above[i] + eps) : 0;
-    read(g, i0, here, D, X, above + i0);
 
     transpose(C, D, V, Vt, C);  // (D, C)
-    for (Index i = 0; i < C; i += W) {  // G[i, j] = x_i . v_j where j <= i
-      multiply(ahead, W, i + W, D, {X + i * D, D, 1}, Vt, C, G + i * C, C, SET);
+    for (Index i = 0; i < C; i += W) {  // G[i, j] = g_i . v_j where j <= i
+      multiply(ahead, W, i + W, D, {X.p + i * X.row, X.row, 1}, Vt, C, G + i * C, C, SET);
       for (int r = 0; r < W; ++r) {
         float* to = G + (i + r) * C + i;
         store(to, only(places() <= (Bits{} + r), load(to)));
       }
     }
-    multiply(ahead, C, F, D, {X, D, 1}, S, F, T, F, SET);
-    multiply_lower(F, {G, C, 1}, K, T, F);  // S_i x_i
+    multiply(ahead, C, F, D, {X.p, X.row, 1}, S, F, T, F, SET);
+    multiply_lower(F, {G, C, 1}, K, T, F);  // S_i g_i
     dot_rows(F, Q, {T, F}, y + i0);
     for (Index i = 0; i < here; ++i) {
-      y[i0 + i] *= -above[i0 + i];
-      for (Index j = i * F; j < (i + 1) * F; j += W) store(T + j, load(T + j) + y[i0 + i] * load(sums + j));
+      const Vector weight = all(above[i0 + i]), of_sum = all(y[i0 + i] *= -above[i0 + i] * above[i0 + i]);
+      for (Index j = 0; j < f; j += W) {
+        Vector x = load(T + i * F + j) * weight + load(sums + i * F + j) * of_sum;
+        if (map == ELU) x *= less(load(Q.p + i * Q.row + j), all(1.f));
+        put(g_q, i0 + i, j, x);
+      }
     }
-    write<map>(g_q, i0, here, F, T, nullptr, Q.p);
     multiply(ahead, D, F, C, {Vt, C, 1}, K.p, K.row, S, F, ADD);
   }
 
@@ -130,13 +135,14 @@ void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const floa
       for (const Head* t : {&q, &k, &v, &g}) ahead.add(t->part(i0 - C, C));
     const Rows Q = view<map>(q, i0, here, F, q_room), V = view(v, i0, here, D, v_room);
     const Rows K = view<map>(k, i0, at_most(here, at_least_0(seen - i0)), F, k_room);
-    read(g, i0, here, D, X, above + i0);
+    read(g, i0, here, D, x_room, above + i0);
+    const Rows X = {x_room, D};
 
     transpose(C, F, K, Kt, C);  // (F, C)
     transpose(C, D, V, Vt, C);  // (D, C)
     for (Index i = 0; i < C; i += W) {  // A[i, j] = q_i . k_j and G[i, j] = x_i . v_j + y_i where j <= i
       multiply(ahead, W, i + W, F, {Q.p + i * Q.row, Q.row, 1}, Kt, C, A + i * C, C, SET);
-      multiply(ahead, W, i + W, D, {X + i * D, D, 1}, Vt, C, G + i * C, C, SET);
+      multiply(ahead, W, i + W, D, {X.p + i * D, D, 1}, Vt, C, G + i * C, C, SET);
       for (int r = 0; r < W; ++r) {
         float *a = A + (i + r) * C, *b = G + (i + r) * C;
         const Bits mask = places() <= (Bits{} + r);
@@ -145,20 +151,18 @@ void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const floa
         store(b + i, only(mask, load(b + i)));
       }
     }
-    for (Index c = 0; c < F; ++c)  // dk, as (F, C)
-      for (Index j = 0; j < C; j += W) store(dK + c * C + j, all(r_[c]));
-    multiply(ahead, F, C, D, {R_, D, 1}, Vt, C, dK, C, ADD);
+    multiply(ahead, F, C, D, {R_, D, 1}, Vt, C, dK, C, SET);  // dk, as (F, C)
     const Place to_k = place(g_k, i0, map == NONE ? here : 0, F, U);
-    transpose(F, C, {dK, C}, to_k.p, to_k.row);
+    transpose(F, C, {dK, C}, to_k.p, to_k.row, r_);
     multiply_upper(F, {G, 1, C}, Q, to_k.p, to_k.row);
     if (to_k.p == U) write<map>(g_k, i0, here, F, U, nullptr, K.p);
 
     const Place to_v = place(g_v, i0, here, D, O);
     multiply(ahead, C, D, F, {K.p, K.row, 1}, R_, D, to_v.p, to_v.row, SET);
-    multiply_upper(D, {A, 1, C}, {X, D}, to_v.p, to_v.row);
+    multiply_upper(D, {A, 1, C}, X, to_v.p, to_v.row);
     if (to_v.p == O) write(g_v, i0, here, D, O);
 
-    multiply(ahead, F, D, C, {Q.p, 1, Q.row}, X, D, R_, D, ADD);
+    multiply(ahead, F, D, C, {Q.p, 1, Q.row}, X.p, D, R_, D, ADD);
     add_rows(F, Q, y + i0, r_);
   }
   copy_matrix(f, d, R_, D, g_s, d);
@@ -174,6 +178,7 @@ extern "C" {
 void forward(Index batch, Index heads, Index n, Heads q, Heads k, Heads v, float* s, float* z, const Index* lengths,
              float eps, Heads out, float* denominator, int elu, int threads) {
   const Index f = k.width, d = v.width, F = padded(f), D = padded(d);
+  in_large_pages(out, batch * heads * n * d);
 #pragma omp parallel num_threads(threads)
   {
     Room room(forward_room(F, D));
@@ -194,6 +199,7 @@ void backward(Index batch, Index heads, Index n, Heads g, Heads q, Heads k, Head
               const Index* lengths, float eps, Heads g_q, Heads g_k, Heads g_v, float* g_s, float* g_z, int elu,
               int threads) {
   const Index f = k.width, d = v.width, F = padded(f), D = padded(d);
+  for (const Heads& t : {g_q, g_k, g_v}) in_large_pages(t, batch * heads * n * t.width);
 #pragma omp parallel num_threads(threads)
   {
     Room room(backward_room(n, F, D));

@@ -15,6 +15,7 @@ from torch import Tensor
 from lit_effattn.ops import kernels, linear_cpu
 from lit_effattn.ops.kernels import KERNELS, by_position, interpreted, on_device
 from lit_effattn.ops.linear import WHAT, plain_causal_linear_attention
+from lit_effattn.ops.operators import Operator
 
 
 def use_kernels(q: Tensor, v: Tensor, *, elu: bool) -> bool:
@@ -90,7 +91,7 @@ def elu_linear_attention(
         NotImplementedError: where the gradient is differentiated again; `plain_causal_linear_attention` can be.
     """
     _check(q, k, v, s, z, lengths)
-    return torch.ops.lit_effattn.elu_linear(q, k, v, s, z, lengths, eps)
+    return _OPERATOR(q, k, v, s, z, lengths, eps)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, lengths: Tensor | None) -> None:
@@ -105,16 +106,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, lengths: Tenso
 
 
 # --------------------------------------------------------------- operators, which autograd and compilers see as a whole
-
-torch.library.define(
-    "lit_effattn::elu_linear",
-    "(Tensor q, Tensor k, Tensor v, Tensor s, Tensor z, Tensor? lengths, float eps) -> (Tensor, Tensor, Tensor)",
-)
-torch.library.define(
-    "lit_effattn::elu_linear_backward",
-    "(Tensor g, Tensor g_s, Tensor g_z, Tensor q, Tensor k, Tensor v, Tensor s, Tensor z, Tensor? lengths, float eps) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
 
 
 def _forward(q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,6 +143,29 @@ def _backward_on_cpu(
     return g_q, g_k, g_v, g_s, g_z
 
 
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    *tensors, ctx.eps = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _gradients(ctx: Any, g: Tensor, g_s: Tensor, g_z: Tensor) -> tuple[Tensor | None, ...]:
+    found = _OPERATOR.backward(g, g_s, g_z, *ctx.saved_tensors, ctx.eps)
+    return *found, None, None
+
+
+_OPERATOR = Operator(
+    "elu_linear",
+    "(Tensor q, Tensor k, Tensor v, Tensor s, Tensor z, Tensor? lengths, float eps) -> (Tensor, Tensor, Tensor)",
+    "(Tensor g, Tensor g_s, Tensor g_z, Tensor q, Tensor k, Tensor v, Tensor s, Tensor z, Tensor? lengths, float eps) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _forward_on_cpu,
+    _backward_on_cpu,
+    keep=_keep,
+    gradients=_gradients,
+    refusal="elu_linear_attention has no second derivative; plain_causal_linear_attention has",
+)
+
+
 @torch.library.register_fake("lit_effattn::elu_linear")
 def _shapes(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return by_position(v), s.new_empty(s.shape), z.new_empty(z.shape)
@@ -164,23 +178,5 @@ def _shapes_backward(
     return by_position(q), by_position(k), by_position(v), s.new_empty(s.shape), z.new_empty(z.shape)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    *tensors, ctx.eps = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _gradients(ctx: Any, g: Tensor, g_s: Tensor, g_z: Tensor) -> tuple[Tensor | None, ...]:
-    found = torch.ops.lit_effattn.elu_linear_backward(g, g_s, g_z, *ctx.saved_tensors, ctx.eps)
-    return *found, None, None
-
-
-def _refuse(ctx: Any, *gradients: Tensor) -> None:
-    raise NotImplementedError("elu_linear_attention has no second derivative; plain_causal_linear_attention has")
-
-
 torch.library.impl("lit_effattn::elu_linear", "cuda", _forward)
 torch.library.impl("lit_effattn::elu_linear_backward", "cuda", _backward)
-torch.library.impl("lit_effattn::elu_linear", "cpu", _forward_on_cpu)
-torch.library.impl("lit_effattn::elu_linear_backward", "cpu", _backward_on_cpu)
-torch.library.register_autograd("lit_effattn::elu_linear", _gradients, setup_context=_keep)
-torch.library.register_autograd("lit_effattn::elu_linear_backward", _refuse)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lit_effattn.ops.operators import Operator
 from lit_effattn.sequence import accumulator, reads_values
 
 NOWHERE = -(2**30)
@@ -189,7 +190,7 @@ def attend_in_chunks(
     grid = _grid(chunks, chunk_size, before, earlier)
     if before is None:
         before = grid.new_zeros(len(x))
-    out, _, _ = torch.ops.lit_effattn.lsh(x, v, places, grid, chunks.slots, before, n_buckets, causal)
+    out, _, _ = _OPERATOR(x, v, places, grid, chunks.slots, before, n_buckets, causal)
     return out
 
 
@@ -331,18 +332,6 @@ def _rounds_together(out: Tensor, z: Tensor, slots: Tensor) -> Tensor:
 
 _SCORES = 2**17
 """How many scores are computed at once, a thread: few enough for a core's cache, enough for what a call costs."""
-
-# Operators, so that torch.compile leaves the loops over chunks, whose number depends on the hashes, as they are.
-torch.library.define(
-    "lit_effattn::lsh",
-    "(Tensor x, Tensor v, Tensor places, Tensor grid, Tensor slots, Tensor before, int n_buckets, bool causal) "
-    "-> (Tensor, Tensor, Tensor)",
-)
-torch.library.define(
-    "lit_effattn::lsh_backward",
-    "(Tensor g, Tensor x, Tensor v, Tensor places, Tensor grid, Tensor before, Tensor out, Tensor highest, "
-    "Tensor total, int n_buckets, bool causal) -> (Tensor, Tensor)",
-)
 
 
 class _Tiles(NamedTuple):
@@ -567,6 +556,32 @@ def _backward(
     return g_x.to(x.dtype).view(x.shape), g_v.to(v.dtype).view(v.shape)
 
 
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, v, places, grid, _, before, ctx.n_buckets, ctx.causal = inputs
+    ctx.save_for_backward(x, v, places, grid, before, *output)
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _gradients(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    g_x, g_v = _OPERATOR.backward(g, *ctx.saved_tensors, ctx.n_buckets, ctx.causal)
+    return g_x, g_v, None, None, None, None, None, None
+
+
+# An operator, so that torch.compile leaves the loops over chunks, whose number depends on the hashes, as they are.
+_OPERATOR = Operator(
+    "lsh",
+    "(Tensor x, Tensor v, Tensor places, Tensor grid, Tensor slots, Tensor before, int n_buckets, bool causal) "
+    "-> (Tensor, Tensor, Tensor)",
+    "(Tensor g, Tensor x, Tensor v, Tensor places, Tensor grid, Tensor before, Tensor out, Tensor highest, "
+    "Tensor total, int n_buckets, bool causal) -> (Tensor, Tensor)",
+    _forward,
+    _backward,
+    keep=_keep,
+    gradients=_gradients,
+    refusal="attend_in_chunks has no second derivative on the CPU; plain_attend_in_chunks has",
+)
+
+
 @torch.library.register_fake("lit_effattn::lsh")
 def _forward_shapes(
     x: Tensor,
@@ -587,24 +602,3 @@ def _forward_shapes(
 @torch.library.register_fake("lit_effattn::lsh_backward")
 def _backward_shapes(g: Tensor, x: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), v.new_empty(v.shape)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, v, places, grid, _, before, ctx.n_buckets, ctx.causal = inputs
-    ctx.save_for_backward(x, v, places, grid, before, *output)
-    ctx.mark_non_differentiable(*output[1:])
-
-
-def _gradients(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    g_x, g_v = torch.ops.lit_effattn.lsh_backward(g, *ctx.saved_tensors, ctx.n_buckets, ctx.causal)
-    return g_x, g_v, None, None, None, None, None, None
-
-
-def _refuse(ctx: Any, *gradients: Tensor) -> None:
-    raise NotImplementedError("attend_in_chunks has no second derivative on the CPU; plain_attend_in_chunks has")
-
-
-torch.library.impl("lit_effattn::lsh", "cpu", _forward)
-torch.library.impl("lit_effattn::lsh_backward", "cpu", _backward)
-torch.library.register_autograd("lit_effattn::lsh", _gradients, setup_context=_keep)
-torch.library.register_autograd("lit_effattn::lsh_backward", _refuse)

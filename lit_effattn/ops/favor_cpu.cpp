@@ -235,7 +235,7 @@ void forward_row(const Row& row, float* s, float* z, float* m, Head out, float* 
   Ahead ahead;
   for (Index first = 0, here; first < n; first += here) {
     const Index most = at_most(C, n - first), next = at_most(C, n - first - most);
-    ahead.clear();
+    ahead.restart();
     ahead.add(v.part(first, most));
     ahead.add(out.part(first, most, WRITE));
     for (const Head& t : {q, k}) ahead.add(t.part(first + most, next));
@@ -297,7 +297,7 @@ void backward_row(const Row& row, Head g, const float* s, const float* z, const 
   std::memcpy(Z, z, sizeof(float) * f);
   for (Index first = 0, here; first < n; first += here) {
     const Index most = at_most(C, n - first), next = at_most(C, n - first - most);
-    ahead.clear();
+    ahead.restart();
     for (const Head& t : {v, g}) ahead.add(t.part(first, most));
     ahead.add(g_q.part(first, most, WRITE));
     for (const Head& t : {q, k}) ahead.add(t.part(first + most, next));
@@ -339,7 +339,7 @@ void backward_row(const Row& row, Head g, const float* s, const float* z, const 
   for (; !chunks.empty(); chunks.pop_back()) {
     const auto [first, here, raised] = chunks.back();
     const Index next = at_most(C, first);
-    ahead.clear();
+    ahead.restart();
     for (const Head& t : {v, g}) ahead.add(t.part(first, here));
     for (const Head& t : {g_k, g_v}) ahead.add(t.part(first, here, WRITE));
     for (const Head& t : {q, k}) ahead.add(t.part(first - next, next));

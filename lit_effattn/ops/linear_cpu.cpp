@@ -23,7 +23,7 @@ void forward_row(const Sizes& sizes, Head q, Head k, Head v, float* s, float* z,
   Ahead ahead;
   for (Index i0 = 0; i0 < n; i0 += C) {
     const Index here = at_most(C, n - i0), next = at_most(C, n - i0 - here);
-    ahead.clear();
+    ahead.restart();
     ahead.add(out.part(i0, here, WRITE));
     for (const Head* t : {&q, &k, &v}) ahead.add(t->part(i0 + here, next));
     const Rows Q = view<map>(q, i0, here, F, q_room), V = view(v, i0, here, D, v_room);
@@ -86,7 +86,7 @@ void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const floa
   float* Vt = two;
   for (Index i0 = 0; i0 < n; i0 += C) {
     const Index here = at_most(C, n - i0), next = at_most(C, n - i0 - here);
-    ahead.clear();
+    ahead.restart();
     ahead.add(g_q.part(i0, here, WRITE));
     for (const Head* t : {&q, &k, &v, &g}) ahead.add(t->part(i0 + here, next));
     const Rows Q = view<map>(q, i0, here, F, q_room), V = view(v, i0, here, D, v_room), X = view(g, i0, here, D, x_room);
@@ -129,7 +129,7 @@ void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const floa
   std::memcpy(r_, g_z, sizeof(float) * f);
   for (Index i0 = (n - 1) / C * C; i0 >= 0; i0 -= C) {
     const Index here = at_most(C, n - i0);
-    ahead.clear();
+    ahead.restart();
     for (const Head* t : {&g_k, &g_v}) ahead.add(t->part(i0, here, WRITE));
     if (i0 > 0)
       for (const Head* t : {&q, &k, &v, &g}) ahead.add(t->part(i0 - C, C));

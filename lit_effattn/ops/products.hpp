@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 #include <new>
+#include <type_traits>
 #include <utility>
 
 #if defined(__linux__)
@@ -101,25 +102,37 @@ struct Part {
   Use use;
 };
 
-// The rows of memory that the next chunk takes, or this one's results, fetched one by one.
+// The rows of memory that the next chunk takes, or this one's results, fetched two lines of the cache at a time: many
+// at once would keep waiting what is needed now.
 class Ahead {
  public:
-  void clear() { count_ = part_ = now_.rows = 0; }
+  // Fetch what is left, and take other parts.
+  void restart() {
+    while (now_.rows > 0 || part_ < count_) fetch();
+    count_ = part_ = 0;
+  }
 
   void add(Part part) {
     if (part.rows > 0) parts_[count_++] = part;
   }
 
-  INLINE void fetch(Index rows) {
-    for (; rows > 0; --rows) {
-      if (now_.rows == 0) {
-        if (part_ == count_) return;
-        now_ = parts_[part_++];
-      }
-      if (now_.use == READ)
-        for (Index j = 0; j < now_.width; j += 16) __builtin_prefetch(now_.p + j, READ, 2);
-      else
-        for (Index j = 0; j < now_.width; j += 16) __builtin_prefetch(now_.p + j, WRITE, 2);
+  INLINE void fetch() {
+    if (now_.rows == 0) {
+      if (part_ == count_) return;
+      now_ = parts_[part_++];
+      column_ = 0;
+    }
+    const float* p = now_.p + column_;
+    if (now_.use == READ) {
+      __builtin_prefetch(p, READ, 2);
+      __builtin_prefetch(p + 16, READ, 2);
+    } else {
+      __builtin_prefetch(p, WRITE, 2);
+      __builtin_prefetch(p + 16, WRITE, 2);
+    }
+    column_ += 32;
+    if (column_ >= now_.width) {
+      column_ = 0;
       now_.p += now_.stride;
       --now_.rows;
     }
@@ -127,7 +140,7 @@ class Ahead {
 
  private:
   Part parts_[8];
-  Index count_ = 0, part_ = 0;
+  Index count_ = 0, part_ = 0, column_ = 0;
   Part now_ = {};  // what is left of the part that is being fetched
 };
 
@@ -145,70 +158,75 @@ struct Rows {
   Index row;
 };
 
-// out[r, :] (+)= sum over t < n of a[r, t] b[t, :], for some rows and vectors of columns.
+// out[r, :] (+)= sum over t < n of a[r, t] b[t, :], for some rows and vectors of columns; n is a multiple of 4. It
+// fetches ahead by the way, if it is to.
 template <int rows, int vectors>
-INLINE void tile(Index n, Left a, const float* b, Index b_row, float* out, Index out_row, bool add) {
+INLINE void tile(Ahead* ahead, Index n, Left a, const float* b, Index b_row, float* out, Index out_row, bool add) {
   Vector sums[rows][vectors];
   for (int r = 0; r < rows; ++r)
     for (int j = 0; j < vectors; ++j) sums[r][j] = add ? load(out + r * out_row + j * W) : Vector{};
   const float* fours[rows / 4];  // a pointer for every four rows: what is within them, addressing adds for nothing
   for (int r = 0; r < rows; r += 4) fours[r / 4] = a.p + r * a.rows;
+  for (Index t = 0; t < n; t += 4) {
+    if (ahead) ahead->fetch();
 #pragma GCC unroll 4
-  for (Index t = 0; t < n; ++t) {
-    Vector line[vectors];
-    for (int j = 0; j < vectors; ++j) {
-      line[j] = load(b + j * W);
-      if (vectors > 1) hold(line[j]);
-    }
-    b += b_row;
-    for (int r = 0; r < rows; ++r) {
-      const Vector x = all(fours[r / 4][r % 4 * a.rows]);
-      for (int j = 0; j < vectors; ++j) sums[r][j] += x * line[j];
-    }
-    for (int r = 0; r < rows; r += 4) {
-      fours[r / 4] += a.columns;
-      asm("" : "+r"(fours[r / 4]));
+    for (int u = 0; u < 4; ++u) {
+      Vector line[vectors];
+      for (int j = 0; j < vectors; ++j) {
+        line[j] = load(b + j * W);
+        if (vectors > 1) hold(line[j]);
+      }
+      b += b_row;
+      for (int r = 0; r < rows; ++r) {
+        const Vector x = all(fours[r / 4][r % 4 * a.rows]);
+        for (int j = 0; j < vectors; ++j) sums[r][j] += x * line[j];
+      }
+      for (int r = 0; r < rows; r += 4) {
+        fours[r / 4] += a.columns;
+        asm("" : "+r"(fours[r / 4]));
+      }
     }
   }
   for (int r = 0; r < rows; ++r)
     for (int j = 0; j < vectors; ++j) store(out + r * out_row + j * W, sums[r][j]);
 }
 
-// The same for `width` columns and R rows.
-INLINE void tiles(Index width, Index n, Left a, const float* b, Index b_row, float* out, Index out_row, bool add) {
+// The same for `width` columns and R rows. Those tiles fetch ahead where 64 columns begin: as often, whatever W is.
+INLINE void tiles(Ahead* ahead, Index width, Index n, Left a, const float* b, Index b_row, float* out, Index out_row,
+                  bool add) {
   Index j = 0;
-  for (; j + COLUMNS * W <= width; j += COLUMNS * W) tile<R, COLUMNS>(n, a, b + j, b_row, out + j, out_row, add);
-  for (; j + 2 * W <= width; j += 2 * W) tile<R, 2>(n, a, b + j, b_row, out + j, out_row, add);
-  for (; j < width; j += W) tile<R, 1>(n, a, b + j, b_row, out + j, out_row, add);
+  const auto one = [&](auto vectors) {
+    tile<R, vectors()>(j % 64 ? nullptr : ahead, n, a, b + j, b_row, out + j, out_row, add);
+    j += vectors() * W;
+  };
+  while (j + COLUMNS * W <= width) one(std::integral_constant<int, COLUMNS>());
+  while (j + 2 * W <= width) one(std::integral_constant<int, 2>());
+  while (j < width) one(std::integral_constant<int, 1>());
 }
 
 enum Sum { SET, ADD };
 
-// The same for any number of rows, fetching ahead by the way: a row for every 8 t and R rows.
+// The same for any number of rows.
 __attribute__((noinline)) void multiply(Ahead& ahead, Index rows, Index width, Index n, Left a, const float* b,
                                         Index b_row, float* out, Index out_row, Sum sum) {
   Index r = 0;
   if (width == W)
-    for (; r + TALL <= rows; r += TALL) {
-      ahead.fetch(n / 8 * (TALL / R));
-      tile<TALL, 1>(n, {a.p + r * a.rows, a.rows, a.columns}, b, b_row, out + r * out_row, out_row, sum == ADD);
-    }
-  for (; r < rows; r += R) {
-    ahead.fetch(n / 8);
-    tiles(width, n, {a.p + r * a.rows, a.rows, a.columns}, b, b_row, out + r * out_row, out_row, sum == ADD);
-  }
+    for (; r + TALL <= rows; r += TALL)
+      tile<TALL, 1>(&ahead, n, {a.p + r * a.rows, a.rows, a.columns}, b, b_row, out + r * out_row, out_row, sum == ADD);
+  for (; r < rows; r += R)
+    tiles(&ahead, width, n, {a.p + r * a.rows, a.rows, a.columns}, b, b_row, out + r * out_row, out_row, sum == ADD);
 }
 
 // out[i, :] += sum over j <= i of a[i, j] b[j, :], for C rows; a is 0 where j > i.
 __attribute__((noinline)) void multiply_lower(Index width, Left a, Rows b, float* out, Index out_row) {
   for (Index i = 0; i < C; i += R)
-    tiles(width, i + R, {a.p + i * a.rows, a.rows, a.columns}, b.p, b.row, out + i * out_row, out_row, true);
+    tiles(nullptr, width, i + R, {a.p + i * a.rows, a.rows, a.columns}, b.p, b.row, out + i * out_row, out_row, true);
 }
 
 // out[j, :] += sum over i >= j of a[j, i] b[i, :], for C rows; a is 0 where i < j.
 __attribute__((noinline)) void multiply_upper(Index width, Left a, Rows b, float* out, Index out_row) {
   for (Index j = 0; j < C; j += R)
-    tiles(width, C - j, {a.p + j * a.rows + j * a.columns, a.rows, a.columns}, b.p + j * b.row, b.row,
+    tiles(nullptr, width, C - j, {a.p + j * a.rows + j * a.columns, a.rows, a.columns}, b.p + j * b.row, b.row,
           out + j * out_row, out_row, true);
 }
 

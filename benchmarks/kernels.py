@@ -40,7 +40,8 @@ SQUARE = 1024
 NOTES = [
     "Features of queries and keys (elu + 1 of normal numbers; Performer, which computes its own: the numbers divided "
     "by D^¼) and values are given; float32. Figures are median (min–max) over the rounds, in which all take turns; "
-    f"a round's is the mean of as many calls as take {LEAST} s. Ratios are taken round by round.",
+    f"a round's is the mean of as many calls as take {LEAST} s, after one (of 1 s or more: that one). "
+    "Ratios are taken round by round.",
     "linear, performer: as they are chosen, in C++ where there is a compiler; in PyTorch: LIT_EFFATTN_KERNELS=plain.",
     "products: every bmm and baddbmm that the form in PyTorch calls at the chunk size of the row's form, recorded from "
     "one call, recomputation included, run again by itself; of a chunk's own scores C++ computes but the half that "

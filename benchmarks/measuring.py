@@ -61,17 +61,21 @@ def seconds_of(function: Callable[[], Any], device: torch.device) -> float:
 
 
 def mean_of(clock: Callable[[Callable[[], Any]], float], function: Callable[[], Any]) -> float:
-    """Time one call by `clock`, and more of them if that was too short to be timed well: as many as take `LEAST`."""
+    """Time calls by `clock`, as many as take `LEAST`, after one that is not counted unless it is long.
+
+    So calls find memory and caches as they leave them themselves. The first may pay for others: the C library gives
+    back what they have freed, a gigabyte in a quarter of a second, in the middle of whatever frees something later.
+    """
     first = clock(function)
-    more = math.ceil(LEAST / first) - 1
-    if more <= 0:
+    if first >= 10 * LEAST:
         return first
+    calls = math.ceil(LEAST / first)
 
     def again() -> None:  # keeps no result: each call finds the memory that the one before has freed
-        for _ in range(more):
+        for _ in range(calls):
             function()
 
-    return (first + clock(again)) / (1 + more)
+    return clock(again) / calls
 
 
 def interleaved(title: str, measures: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:

@@ -30,7 +30,8 @@ NOTES = [
     "Forward and backward of one layer, causal unless it says otherwise: projections without biases (theirs are 0 "
     "where there is no leaving them out), attention, output projection; gradients of input and weights; float32.",
     "Figures are median (min–max) over the rounds, in which the layers take turns; a round's is the mean of as many "
-    f"calls as take {LEAST} s. Ratios are taken round by round. peak: memory above the input and the weights.",
+    f"calls as take {LEAST} s, after one (of 1 s or more: that one). "
+    "Ratios are taken round by round. peak: memory above the input and the weights.",
     "difference: the largest of the output, the input's gradient and the weights' gradients from lit-effattn's with "
     "the same weights, each relative to its norm. softmax, linear, and lsh that is not causal (of the same rotations) "
     "are the same functions. performer has the same random features, but performer-pytorch adds 10⁻⁴ to each and "

@@ -1,7 +1,9 @@
 """Linear attention's kernels in C++ against the definition, for each kind of vectors that this machine has."""
 
+import re
 import warnings
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -297,6 +299,27 @@ def test_wider_than_the_kernels_for_cuda():
     found = elu_linear_attention(q, k, v, s, z)
     for a, b in zip(found, plain_causal_linear_attention(phi(q), phi(k), v, s, z), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no large pages")
+def test_large_results_ask_for_large_pages():
+    """By smaps's flags (proc(5)): hg is what was asked for, whether or not there are any."""
+    n, width = 4096, 64  # 8 heads: 8 MiB a tensor
+    q, k, v = (torch.rand(1, 8, n, width, requires_grad=True) for _ in range(3))
+    out, *_ = causal_linear_attention(q, k, v, torch.zeros(1, 8, width, width), torch.zeros(1, 8, width))
+    gradients = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    for t in (out, *gradients):
+        assert "hg" in flags_of_memory(t.data_ptr() + t.nbytes // 2)
+
+
+def flags_of_memory(address: int) -> list[str]:
+    there = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            there = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif there and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError(f"{address:x} is nowhere")
 
 
 def test_they_were_compiled_for_this_processor():

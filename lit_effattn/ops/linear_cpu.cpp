@@ -112,7 +112,9 @@ void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const floa
     multiply_lower(F, {G, C, 1}, K, T, F);  // S_i g_i
     dot_rows(F, Q, {T, F}, y + i0);
     for (Index i = 0; i < here; ++i) {
-      const Vector weight = all(above[i0 + i]), of_sum = all(y[i0 + i] *= -above[i0 + i] * above[i0 + i]);
+      const float scale = above[i0 + i];  // x_i = scale g_i; one at a time, for its square may be infinite
+      y[i0 + i] = y[i0 + i] * scale * -scale;
+      const Vector weight = all(scale), of_sum = all(y[i0 + i]);
       for (Index j = 0; j < f; j += W) {
         Vector x = load(T + i * F + j) * weight + load(sums + i * F + j) * of_sum;
         if (map == ELU) x *= less(load(Q.p + i * Q.row + j), all(1.f));

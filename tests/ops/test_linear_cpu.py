@@ -294,6 +294,15 @@ def test_the_attention_is_the_same_through_them(feature_map, monkeypatch: pytest
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
+def test_where_no_key_is_seen_a_tiny_eps_gives_no_nan():
+    q, k, v, s, z = inputs(20, 16, 16, b=1, h=1)
+    none = torch.zeros_like(s, requires_grad=True), torch.zeros_like(z, requires_grad=True)
+    out, *_ = elu_linear_attention(q, k, v, *none, torch.tensor([0]), eps=1e-30)
+    assert not out.any()
+    for g in torch.autograd.grad(out, (q, k, v), torch.ones_like(out)):
+        assert not g.any()
+
+
 def test_wider_than_the_kernels_for_cuda():
     q, k, v, s, z = (t.detach() for t in inputs(20, 160, 160, b=1, h=1))
     found = elu_linear_attention(q, k, v, s, z)

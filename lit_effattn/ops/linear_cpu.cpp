@@ -89,7 +89,8 @@ void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const floa
     ahead.restart();
     ahead.add(g_q.part(i0, here, WRITE));
     for (const Head* t : {&q, &k, &v, &g}) ahead.add(t->part(i0 + here, next));
-    const Rows Q = view<map>(q, i0, here, F, q_room), V = view(v, i0, here, D, v_room), X = view(g, i0, here, D, x_room);
+    const Rows Q = view<map>(q, i0, here, F, q_room), V = view(v, i0, here, D, v_room);
+    const Rows G_ = view(g, i0, here, D, x_room);  // not divided yet: that is done to what becomes of it
     const Rows K = view<map>(k, i0, at_most(here, at_least_0(seen - i0)), F, k_room);
 
     for (Index j = 0; j < F; j += W) {  // z_i
@@ -102,13 +103,13 @@ void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const floa
 
     transpose(C, D, V, Vt, C);  // (D, C)
     for (Index i = 0; i < C; i += W) {  // G[i, j] = g_i . v_j where j <= i
-      multiply(ahead, W, i + W, D, {X.p + i * X.row, X.row, 1}, Vt, C, G + i * C, C, SET);
+      multiply(ahead, W, i + W, D, {G_.p + i * G_.row, G_.row, 1}, Vt, C, G + i * C, C, SET);
       for (int r = 0; r < W; ++r) {
         float* to = G + (i + r) * C + i;
         store(to, only(places() <= (Bits{} + r), load(to)));
       }
     }
-    multiply(ahead, C, F, D, {X.p, X.row, 1}, S, F, T, F, SET);
+    multiply(ahead, C, F, D, {G_.p, G_.row, 1}, S, F, T, F, SET);
     multiply_lower(F, {G, C, 1}, K, T, F);  // S_i g_i
     dot_rows(F, Q, {T, F}, y + i0);
     for (Index i = 0; i < here; ++i) {

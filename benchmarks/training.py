@@ -22,8 +22,8 @@ from jsonargparse import ArgumentParser
 from benchmarks.measuring import MIB, Spread, interleaved, peak_bytes, seconds_of
 from benchmarks.models import at_least
 from benchmarks.report import Report, Row
-from callbacks.checkpoints import read_checkpoint
 from lit_effattn import tasks
+from lit_effattn.checkpoints import read_checkpoint
 from lit_effattn.runs import find_checkpoint
 
 if TYPE_CHECKING:

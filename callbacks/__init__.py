@@ -1,6 +1,6 @@
 """What happens around training, as Lightning callbacks. They know a model by what it can do, never by its class."""
 
-from callbacks.checkpoints import AtomicCheckpointIO, LastCheckpoint
+from callbacks.checkpoints import LastCheckpoint
 from callbacks.compile import Compile
 from callbacks.feature_redraw import FeatureRedraw
 from callbacks.memory_carry import MemoryCarry
@@ -10,7 +10,6 @@ from callbacks.sample_grid import SampleGrid
 from callbacks.stop_on_signal import StopOnSignal, Stopped
 
 __all__ = [
-    "AtomicCheckpointIO",
     "Compile",
     "FeatureRedraw",
     "LastCheckpoint",

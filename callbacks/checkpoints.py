@@ -1,87 +1,13 @@
-"""Checkpoints that are whole or not there, and the one to go on from."""
+"""The checkpoint to go on from."""
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
-
-
-class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its place and moves it there when it is whole.
-
-    A crash or a full disk while saving leaves the checkpoint that was there before as it was.
-    """
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write `checkpoint` to `path`.
-
-        Raises:
-            OSError: it could not be written, say because the disk is full; names the file and the reason.
-        """
-        path = Path(path)
-        part = path.with_name(f".{path.name}.{os.getpid()}.part")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with part.open("wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())  # the bytes before the name: a power cut must not leave an empty file
-            part.replace(path)
-        except BaseException as error:
-            with suppress(OSError):
-                part.unlink(missing_ok=True)
-            if not isinstance(error, (OSError, RuntimeError)):
-                raise
-            reason = _os_error(error)
-            if reason is None and isinstance(error, RuntimeError) and "inline_container" not in str(error):
-                raise
-            kept = f"; {path} is the one saved before, intact" if path.exists() else ""
-            raise OSError(
-                f"the checkpoint {path} could not be written: {reason.strerror if reason else error}{kept}. "
-                "Make room, then resume with --ckpt_path last"
-            ) from error
-
-    def load_checkpoint(self, path: str | Path, map_location: Any = None, weights_only: bool | None = None) -> Any:
-        """Read a checkpoint: plain containers of tensors only, unless `weights_only` is False."""
-        return read_checkpoint(path, weights_only=weights_only is not False)
-
-
-def read_checkpoint(path: str | Path, *, weights_only: bool = True) -> dict[str, Any]:
-    """Read a checkpoint to the CPU.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: the file is cut off, or not a checkpoint.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no checkpoint {path}")
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=weights_only)
-    except Exception as error:  # what is no pickle fails in every way there is
-        reason = str(error).partition("\n")[0].partition(". ")[0]  # what torch adds is advice to trust the file
-        raise ValueError(
-            f"{path} ({path.stat().st_size:,} bytes) can't be read as a checkpoint: it is cut off, damaged, or of "
-            f"another program ({reason or type(error).__name__})"
-        ) from error
-    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise ValueError(f"{path} holds no Lightning checkpoint: it has no `state_dict`")
-    return checkpoint
-
-
-def _os_error(error: BaseException | None) -> OSError | None:
-    """Find the operating system's reason: torch raises an error of its own on top of it."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error
 
 
 class LastCheckpoint(Checkpoint):

@@ -1,10 +1,10 @@
 """Speech corpora: of manifests, of LibriSpeech, and the one that espeak-ng makes."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from datamodules.json_data import parse_json
 from datamodules.phonemes import ESPEAK_PHONES, Lexicon, pronounced
 from datamodules.utterances import SpeechCorpus, Utterance
 
@@ -67,7 +67,7 @@ def read_manifest(path: Path, *, spoken: bool = True) -> list[ManifestLine]:
 
 def _manifest_line(line: bytes, where: str, folder: Path, spoken: bool) -> ManifestLine:
     try:
-        fields = json.loads(line.decode())
+        fields = parse_json(line.decode())
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8 ({error.reason} at byte {error.start})") from error
     except ValueError as error:

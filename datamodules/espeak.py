@@ -26,6 +26,7 @@ import torch
 
 from datamodules.corpora import ESPEAK_MINUTES
 from datamodules.image_sources import fixed_order
+from datamodules.json_data import parse_json
 from datamodules.made_once import made_once
 from datamodules.phonemes import espeak_phones
 from datamodules.text_sources import SPLITS, library_files
@@ -297,7 +298,7 @@ def _is_made(root: Path, minutes: float) -> bool:
     if not root.exists() or (root.is_dir() and not any(root.iterdir())):
         return False
     try:
-        about = json.loads((root / ABOUT).read_text())
+        about = parse_json((root / ABOUT).read_text())
         found = {"format": about["format"], "minutes": about["minutes"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FileExistsError(

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from datamodules.audio import AudioError, read_audio
 from datamodules.filterbanks import Filterbanks, moments
+from datamodules.json_data import parse_json
 from datamodules.made_once import made_once
 from datamodules.utterances import Utterance
 
@@ -190,7 +191,7 @@ def _make(
 
 def _is_whole(folder: Path) -> bool:
     try:
-        sizes = json.loads((folder / "about.json").read_text())["sizes"]
+        sizes = parse_json((folder / "about.json").read_text())["sizes"]
     except (FileNotFoundError, ValueError):  # ValueError: no JSON, such as after a loss of power
         return False
     return all((folder / n).is_file() and (folder / n).stat().st_size == sizes[n] for n in sizes)

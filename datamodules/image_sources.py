@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".webp")
 PATCH = 32  # side of the crops from photographs, that of CIFAR-10's images
+MAX_PIXELS = 2**26  # of an image file: 8192 × 8192, 270 MB as Pillow holds it
 _TIMEOUT = 3.0  # seconds until a mirror counts as out of reach
 
 
@@ -283,22 +284,28 @@ def _images_in(root: Path) -> list[Path]:
     return sorted(paths, key=lambda path: path.relative_to(root).as_posix())
 
 
-def read_image(path: Path, image_size: int, channels: int) -> Tensor:
-    """The centre square of an image, resized with antialiasing, its transparency ignored: (size, size, channels)."""
+def read_image(path: Path, image_size: int, channels: int, max_pixels: int = MAX_PIXELS) -> Tensor:
+    """The centre square of an image, resized with antialiasing, its transparency ignored: (size, size, channels).
+
+    Raises:
+        ValueError: If it cannot be read, or has more than ``max_pixels``.
+    """
     from PIL import Image
 
-    image = _decode(path, channels)
+    image = _decode(path, channels, max_pixels)
     side = min(image.size)
     left, top = (image.width - side) // 2, (image.height - side) // 2
     square = image.resize((image_size, image_size), Image.Resampling.BICUBIC, box=(left, top, left + side, top + side))
     return torch.from_numpy(np.array(square)).view(image_size, image_size, channels)
 
 
-def _decode(path: Path, channels: int) -> "Image":
+def _decode(path: Path, channels: int, max_pixels: int) -> "Image":
     from PIL import Image, ImageOps
 
     try:
         with Image.open(path) as file:
+            if file.width * file.height > max_pixels:  # known before anything is decoded
+                raise ValueError(f"{file.width} × {file.height} are more than max_pixels={max_pixels}")
             image = ImageOps.exif_transpose(file)
             if image.mode.startswith("I"):  # 16 bits: `convert` would clip at 255
                 image = Image.fromarray((np.asarray(image) // 256).astype(np.uint8))
@@ -307,11 +314,11 @@ def _decode(path: Path, channels: int) -> "Image":
         raise ValueError(f"{path}: not a readable image ({error}); remove it or replace it") from error
 
 
-def verify_images(paths: Sequence[Path]) -> None:
+def verify_images(paths: Sequence[Path], max_pixels: int = MAX_PIXELS) -> None:
     """Decode every image once; ValueError names the first broken one. A bar shows progress over 2000 and more."""
     from rich.progress import track
 
     with ThreadPoolExecutor() as pool:
-        decoded = pool.map(lambda path: _decode(path, 3).size, paths)
+        decoded = pool.map(lambda path: _decode(path, 3, max_pixels).size, paths)
         for _ in track(decoded, "Checking images", total=len(paths), disable=len(paths) <= 2000):
             pass

@@ -25,7 +25,7 @@ def made_once(folder: Path, make: Callable[[Path], None], is_whole: Callable[[Pa
     with FileLock(folder.with_suffix(".lock")):
         if is_whole(folder):
             return
-        unfinished = folder.with_suffix(".unfinished")
+        unfinished = folder.with_name(f".{folder.name}.lit-effattn-unfinished")  # a name that nobody else gives
         for left in (unfinished, folder):
             shutil.rmtree(left, ignore_errors=True)
         unfinished.mkdir()

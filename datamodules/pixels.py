@@ -25,7 +25,7 @@ _KINDS = {
     "photos": _Kind((32, 32, 3), 256, ("flip", "stride")),
     "mnist": _Kind((28, 28, 1), 256, ("root", "download")),
     "cifar10": _Kind((32, 32, 3), 256, ("root", "download", "flip")),
-    "folder": _Kind(None, 256, ("root", "image_size", "channels", "verify", "flip")),
+    "folder": _Kind(None, 256, ("root", "image_size", "channels", "verify", "flip", "max_pixels")),
 }
 
 
@@ -58,6 +58,7 @@ class PixelSequences(LightningDataModule):
         stride: photos: pixels from one training crop to the next; default: 8.
         download: mnist, cifar10: download files that are missing; default: true.
         verify: folder: decode every image once before the run, so that a broken one is named at once; default: true.
+        max_pixels: folder: refuse an image of more pixels, which would fill the memory; default: 67,108,864.
 
     Raises:
         ValueError: If an argument is out of its range or does not apply to the data set.
@@ -79,6 +80,7 @@ class PixelSequences(LightningDataModule):
         stride: int | None = None,
         download: bool | None = None,
         verify: bool | None = None,
+        max_pixels: int | None = None,
     ) -> None:
         super().__init__()
         self.save_hyperparameters(logger=False)
@@ -91,8 +93,10 @@ class PixelSequences(LightningDataModule):
             stride=stride,
             download=download,
             verify=verify,
+            max_pixels=max_pixels,
         )
         _check_at_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size, image_size=image_size, stride=stride)
+        _check_at_least(1, max_pixels=max_pixels)
         _check_at_least(0, num_workers=num_workers, seed=seed)
         kind = _KINDS[dataset]
         if n_levels is not None and not 2 <= n_levels <= kind.n_levels:
@@ -110,6 +114,7 @@ class PixelSequences(LightningDataModule):
         self.stride = 8 if stride is None else stride
         self.download = download is not False
         self.verify = verify is not False
+        self.max_pixels = image_sources.MAX_PIXELS if max_pixels is None else max_pixels
         self.splits: dict[str, PixelDataset] = {}
         self._n_levels = kind.n_levels if n_levels is None else n_levels
         self._image_shape = kind.shape or _folder_shape(root, image_size, channels)
@@ -141,7 +146,7 @@ class PixelSequences(LightningDataModule):
             image_sources.prepare_cifar10(self.root, self.download)
         elif self.dataset == "folder" and self.verify:
             splits = image_sources.folder(self.root)
-            image_sources.verify_images([path for paths in splits.values() for path in paths])
+            image_sources.verify_images([path for paths in splits.values() for path in paths], self.max_pixels)
 
     def setup(self, stage: str) -> None:
         """Load the splits of the stage: fit, validate, test or predict."""
@@ -157,7 +162,7 @@ class PixelSequences(LightningDataModule):
     def _load(self, test: bool) -> "dict[str, PixelDataset]":
         if self.dataset == "folder":
             paths = image_sources.folder(self.root)
-            return {name: ImageFiles(paths[name], self.image_shape, self.n_levels) for name in paths}
+            return {name: ImageFiles(paths[name], self.image_shape, self.n_levels, self.max_pixels) for name in paths}
         load: dict[str, Callable[[], dict[str, Tensor]]] = {
             "digits": image_sources.digits,
             "photos": lambda: image_sources.photos(self.stride),
@@ -246,9 +251,10 @@ class ImageArray(PixelDataset):
 class ImageFiles(PixelDataset):
     """Image files, each read when its turn comes."""
 
-    def __init__(self, paths: list[Path], image_shape: tuple[int, int, int], n_levels: int) -> None:
+    def __init__(self, paths: list[Path], image_shape: tuple[int, int, int], n_levels: int, max_pixels: int) -> None:
         super().__init__(256, n_levels)
         self.paths = paths
+        self.max_pixels = max_pixels
         self.image_size, _, self.channels = image_shape
 
     def __len__(self) -> int:
@@ -256,7 +262,8 @@ class ImageFiles(PixelDataset):
 
     def read(self, indices: list[int]) -> Tensor:
         """The files, decoded and resized (B, H, W, C), uint8."""
-        images = [image_sources.read_image(self.paths[i], self.image_size, self.channels) for i in indices]
+        paths = [self.paths[i] for i in indices]
+        images = [image_sources.read_image(path, self.image_size, self.channels, self.max_pixels) for path in paths]
         return torch.stack(images)
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from datamodules.json_data import parse_json
 from datamodules.made_once import made_once
 from datamodules.text_sources import SPLITS, Document, TextSource
 from datamodules.tokenizers import ByteTokenizer, Tokenizer
@@ -40,7 +41,7 @@ class TokenStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._about: dict[str, Any] = json.loads((folder / "about.json").read_text())
+        self._about: dict[str, Any] = parse_json((folder / "about.json").read_text())
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from datamodules.json_data import parse_json
+
 if TYPE_CHECKING:
     import tokenizers
 
@@ -81,11 +83,17 @@ class Tokenizer(ABC):
         Raises:
             ValueError: If no tokenizer says so.
         """
-        content = json.loads(spec) if isinstance(spec, str) else spec
+        try:
+            content = parse_json(spec) if isinstance(spec, str) else spec
+        except ValueError as error:
+            raise ValueError(f"spec={str(spec)[:80]!r} describes no tokenizer: {error}") from error
         name = content.get("tokens") if isinstance(content, dict) else None
-        if name not in KINDS:
+        if not isinstance(name, str) or name not in KINDS:
             raise ValueError(f"spec={str(spec)[:80]!r} describes no tokenizer; its tokens must be one of {[*KINDS]}")
-        return KINDS[name]._from(content.get("vocabulary"))
+        try:
+            return KINDS[name]._from(content.get("vocabulary"))
+        except TypeError as error:
+            raise ValueError(f"spec={str(spec)[:80]!r} has no vocabulary of {name}: {error}") from error
 
     @classmethod
     @abstractmethod
@@ -178,6 +186,8 @@ class CharacterTokenizer(Tokenizer):
 
     @classmethod
     def _from(cls, vocabulary: str) -> "CharacterTokenizer":
+        if not isinstance(vocabulary, str):
+            raise TypeError("it must be a string")
         return cls(vocabulary)
 
 
@@ -242,6 +252,8 @@ class WordTokenizer(Tokenizer):
 
     @classmethod
     def _from(cls, vocabulary: list[str]) -> "WordTokenizer":
+        if not isinstance(vocabulary, list) or not all(isinstance(word, str) for word in vocabulary):
+            raise TypeError("it must be a list of strings")
         return cls(vocabulary)
 
 
@@ -263,7 +275,10 @@ class BPETokenizer(Tokenizer):
         _need_tokenizers()
         import tokenizers
 
-        self._model = tokenizers.Tokenizer.from_str(model)
+        try:
+            self._model = tokenizers.Tokenizer.from_str(model)
+        except Exception as error:  # the package raises nothing more special
+            raise ValueError(f"model={model[:80]!r} is no model of byte pairs: {error}") from error
         self.n_tokens = self._model.get_vocab_size() + 1
 
     def encode(self, text: str | bytes) -> np.ndarray:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import lightning.pytorch as pl
 import torch
 import yaml
+from jsonargparse import set_parsing_settings
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -31,8 +32,10 @@ import lit_effattn.front_ends
 import lit_effattn.heads
 import lit_effattn.positions
 import lit_effattn.schedules
-from callbacks.checkpoints import read_checkpoint
+from lit_effattn.checkpoints import AtomicCheckpointIO, read_checkpoint
 from lit_effattn.runs import discard_if_empty, find_checkpoint, new_folder, new_run, run_of, short
+from lit_effattn.saved_settings import without_folders
+from lit_effattn.spec_check import Place, UserJudge, check
 from lit_effattn.tasks import Task
 from lit_effattn.trainer import Trainer
 from lit_effattn.wanted import CHECKPOINT, FIXED_BY_DATA, KEY, ROOT, Wanted, is_child, refuse_dropped
@@ -56,6 +59,8 @@ def run(args: list[str]) -> None:
     """Parse `args` and do what they say."""
     _quieten()
     sys.path.append(str(Path.cwd()))  # classes of the user's own: --model.backbone.attention my_module.MyAttention
+    # Enforce jsonargparse's denylist; build no classes where any value will do.
+    set_parsing_settings(import_path_denylist=[], instantiate_subclass_spec_in_any=False)
     try:
         CLI(args)
     finally:
@@ -139,6 +144,14 @@ class CLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add our options, and hand what the data fixes to the model."""
+        parser.add_argument(
+            "--trust",
+            type=list[str] | None,
+            default=None,
+            metavar="NAME",
+            help="A module of your own, or the full name of a class or function, that a checkpoint (classes) or YAML "
+            "and flags (functions) may name although it is not on lit-effattn's list. May be given several times.",
+        )
         if self.wanted.command == "fit":
             parser.add_class_arguments(callbacks.LastCheckpoint, "checkpoint")
             parser.add_argument(
@@ -157,7 +170,13 @@ class CLI(LightningCLI):
     # -------------------------------------------------------------------------------------------------- instantiation
 
     def before_instantiate_classes(self) -> None:
-        """Refuse what a resumed run would drop."""
+        """Refuse functions that the user did not name as trusted, and what a resumed run would drop."""
+        config, judge = self.config[self.subcommand], UserJudge(self.wanted.trust)
+        for action in self._parser(self.subcommand)._actions:
+            if action.dest in config and hasattr(action, "_typehint"):
+                value = config[action.dest]
+                if value is not None and value is not action.default:
+                    check(value, Place.of(action._typehint), action.dest, judge)
         saved = self.wanted.saved
         if self.wanted.command == "fit" and saved is not None:
             refuse_dropped(saved, self.settings())
@@ -165,7 +184,9 @@ class CLI(LightningCLI):
     def settings(self) -> dict[str, Any]:
         """Return everything that is set, as YAML would have it, without what the data fixes."""
         text = self._parser(self.subcommand).dump(self.config[self.subcommand], skip_none=False)
-        return yaml.safe_load(text)
+        settings = without_folders(yaml.safe_load(text))
+        settings.pop("trust", None)
+        return settings
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Make the trainer, whose root is the run's folder, with the callbacks that every run has."""
@@ -176,7 +197,7 @@ class CLI(LightningCLI):
         kwargs["default_root_dir"] = str(folder)
         if config.accelerator == "auto" and torch.backends.mps.is_available():
             kwargs["accelerator"] = "cpu"  # Apple's GPUs have no float64, in which losses are summed
-        kwargs["plugins"] = [*_as_list(config.plugins), callbacks.AtomicCheckpointIO()]
+        kwargs["plugins"] = [*_as_list(config.plugins), AtomicCheckpointIO()]
         if config.logger in (None, True):
             kwargs["logger"] = (
                 False

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from callbacks.checkpoints import read_checkpoint
+from lit_effattn.checkpoints import read_checkpoint
 from lit_effattn.generation import check_sampling
 from lit_effattn.pictures import grid, labelled_rows, save_png
 from lit_effattn.runs import new_folder

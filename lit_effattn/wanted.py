@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import yaml
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from callbacks.checkpoints import read_checkpoint
+from lit_effattn.allowlist import Trust
+from lit_effattn.checkpoints import read_checkpoint, saved_model
 from lit_effattn.runs import find_checkpoint, short
+from lit_effattn.saved_settings import UserOptions, checked_settings
 
 ROOT = "runs"
 """Where runs lie, unless `trainer.default_root_dir` says otherwise."""
@@ -40,6 +42,7 @@ class Wanted(NamedTuple):
         args: All arguments, `command` first.
         checkpoint: None: there is none.
         saved: The settings that it brings.
+        trust: What the user trusts by name.
         uses_data: Whether the command takes data.
         data_fixes: Whether the data tell the model what `FIXED_BY_DATA` names; else the checkpoint does.
     """
@@ -48,6 +51,7 @@ class Wanted(NamedTuple):
     args: list[str]
     checkpoint: Path | None
     saved: dict[str, Any] | None
+    trust: Trust
     uses_data: bool = True
     data_fixes: bool = True
 
@@ -58,35 +62,39 @@ class Wanted(NamedTuple):
         Raises:
             ValueError: a command that needs a checkpoint was given none.
             FileNotFoundError: the checkpoint does not exist.
+            NotAllowedError: the checkpoint names what it may not.
         """
         command, rest = args[0], args[1:]
         if {"-h", "--help"} & set(rest):
-            return cls(command, args, None, None)
+            return cls(command, args, None, None, Trust())
         quick = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         quick.add_argument("-c", "--config", action="append", default=[])
         quick.add_argument("--ckpt_path")
         quick.add_argument("--trainer.default_root_dir", dest="root")
+        quick.add_argument("--trust", action="append", default=[])
         said, others = quick.parse_known_args(rest)
+        configs = [arg for file in said.config for arg in ("--config", file)]
+        root_args = [] if said.root is None else ["--trainer.default_root_dir", said.root]
         files = [_read_yaml(name) for name in said.config]
+        trust = Trust([*said.trust, *(name for file in files for name in file.get("trust") or ())])
         name = said.ckpt_path or _last(f.get("ckpt_path") for f in files)
         root = said.root or _last(_section(f, "trainer").get("default_root_dir") for f in files) or ROOT
         if name is None:
             if command != "fit":
                 raise ValueError(f"{command} needs a trained model: give --ckpt_path best, last, or a path")
-            return cls(command, args, None, None)
+            return cls(command, [command, *configs, *root_args, *others], None, None, trust)
         checkpoint = Path(os.environ[CHECKPOINT]) if CHECKPOINT in os.environ and is_child() else None
         checkpoint = checkpoint or find_checkpoint(name, Path(root))
         os.environ[CHECKPOINT] = str(checkpoint)
         # What is drawn from nothing, or from a prompt, needs no data on disk, nor do recordings of the user's own need
         # the corpus: the checkpoint says what data fixed.
-        uses_data = command != "generate" or _given(rest, "--complete")
-        data_fixes = uses_data and not _given(rest, "--data.audio", "--data.init_args.audio")
+        uses_data = command != "generate" or _given(others, "--complete")
+        data_fixes = uses_data and not _given(others, "--data.audio", "--data.init_args.audio")
         saved = _saved_settings(checkpoint, command, uses_data, data_fixes)
         rank_zero_info(f"{command} from {short(checkpoint)}")
-        configs = [arg for file in said.config for arg in ("--config", file)]
-        root_args = [] if said.root is None else ["--trainer.default_root_dir", said.root]
+        saved = checked_settings(saved, command, checkpoint, trust, UserOptions(others, files))
         args = [command, "--config", json.dumps(saved), *configs, *root_args, *others, "--ckpt_path", str(checkpoint)]
-        return cls(command, args, checkpoint, saved, uses_data, data_fixes)
+        return cls(command, args, checkpoint, saved, trust, uses_data, data_fixes)
 
 
 def _given(args: list[str], *options: str) -> bool:
@@ -94,23 +102,22 @@ def _given(args: list[str], *options: str) -> bool:
 
 
 def _saved_settings(checkpoint: Path, command: str, uses_data: bool, data_fixes: bool) -> dict[str, Any]:
-    """Return what the checkpoint says of how it was made, as far as `command` has such options."""
+    """Return what the checkpoint says of how it was made, as far as `command` has such options; nothing is checked."""
     content = read_checkpoint(checkpoint)
-    if KEY in content:
-        config = content[KEY]["config"]
+    model = saved_model(content, short(checkpoint))
+    config = _section(_section(content, KEY), "config")
+    if config:
         parts = ["seed_everything", "trainer", "model", "data", *(["checkpoint"] if command == "fit" else [])]
         saved = {part: config[part] for part in parts if config.get(part) is not None}
         if not uses_data:
             saved.pop("data", None)
-        if not data_fixes:
-            built = content.get("hyper_parameters", {})
-            saved["model"]["init_args"].update({name: built[name] for name in FIXED_BY_DATA if name in built})
+        if not data_fixes and model is not None:
+            built = {name: value for name, value in model["init_args"].items() if name in FIXED_BY_DATA}
+            _section(_section(saved, "model"), "init_args").update(built)
         return saved
-    arguments = dict(content.get("hyper_parameters", {}))
-    arguments.pop("_instantiator", None)
-    if "_class_path" not in arguments:
+    if model is None:
         raise ValueError(f"{checkpoint} does not say what model it holds: it was not saved by lit-effattn")
-    return {"model": {"class_path": arguments.pop("_class_path"), "init_args": arguments}}
+    return {"model": model}
 
 
 def refuse_dropped(saved: dict[str, Any], now: dict[str, Any]) -> None:

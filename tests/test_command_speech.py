@@ -54,6 +54,9 @@ TINY = {
 }
 
 
+TRUST = ["--trust", "tests.support.tones.Tones"]
+
+
 @pytest.fixture(autouse=True)
 def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -64,14 +67,14 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_from_recordings_to_transcripts(capsys: pytest.CaptureFixture[str]):
     """Train and test; then recognise other recordings, with nothing left of the corpus."""
     main(["fit", "--config", "speech.yaml"])
-    main(["test", "--ckpt_path", "best"])
+    main(["test", *TRUST, "--ckpt_path", "best"])
     said = capsys.readouterr().out
     assert re.search(r"^test PER: \d+\.\d\d %$", said, re.M)
     assert re.search(r"^test loss: \d+\.\d{4}$", said, re.M)
     assert "test utterances: 6\n" in said
     assert "test impossible: 0\n" in said
 
-    main(["predict", "--ckpt_path", "best"])
+    main(["predict", *TRUST, "--ckpt_path", "best"])
     of_test = transcripts(capsys.readouterr().out)
     assert [entry["id"] for entry in of_test] == [f"test-{i}" for i in range(6)]
     assert all(entry["reference"] for entry in of_test)
@@ -82,7 +85,7 @@ def test_from_recordings_to_transcripts(capsys: pytest.CaptureFixture[str]):
     write(Path("mine/one.wav"), ("a", "i", "s"))
     write(Path("mine/two.flac"), ("u",))
     write(Path("three.wav"), ("s", "s"))
-    main(["predict", "--ckpt_path", "best", "--data.audio", '["mine", "three.wav"]'])
+    main(["predict", *TRUST, "--ckpt_path", "best", "--data.audio", '["mine", "three.wav"]'])
     mine = transcripts(capsys.readouterr().out)
     assert len(mine) == 3
     assert sorted(Path(entry["id"]).stem for entry in mine) == ["one", "three", "two"]
@@ -109,25 +112,27 @@ def transcripts(said: str) -> list[dict]:
 def test_a_decoder_is_a_flag(capsys: pytest.CaptureFixture[str]):
     pytest.importorskip("flashlight")
     main(["fit", "--config", "speech.yaml", "--trainer.max_epochs", "1"])
-    main(["test", "--ckpt_path", "last", "--model.decoder", "BeamDecoder", "--model.decoder.beam_size", "5"])
+    main(["test", *TRUST, "--ckpt_path", "last", "--model.decoder", "BeamDecoder", "--model.decoder.beam_size", "5"])
     assert "test PER: " in capsys.readouterr().out
     assert "lm=nowhere.arpa: no such file" in fails(
-        capsys, "test", "--ckpt_path", "last", "--model.decoder", "BeamDecoder", "--model.decoder.lm", "nowhere.arpa"
+        capsys,
+        *("test", *TRUST, "--ckpt_path", "last"),
+        *("--model.decoder", "BeamDecoder", "--model.decoder.lm", "nowhere.arpa"),
     )
 
 
 def test_a_resumed_run_ends_like_one_that_never_stopped():
     main(["fit", "--config", "speech.yaml", "--trainer.default_root_dir", "whole"])
     main(["fit", "--config", "speech.yaml", "--trainer.default_root_dir", "parts", "--trainer.max_epochs", "1"])
-    main(["fit", "--ckpt_path", str(last("parts")), "--trainer.max_epochs", "2"])
+    main(["fit", *TRUST, "--ckpt_path", str(last("parts")), "--trainer.max_epochs", "2"])
     assert_same_end(last("whole"), last("parts"))
 
 
 def test_what_cannot_be_recognised_is_refused_by_name(capsys: pytest.CaptureFixture[str]):
     main(["fit", "--config", "speech.yaml", "--trainer.max_epochs", "1"])
     Path("text.wav").write_text("no sound")
-    assert "text.wav" in fails(capsys, "predict", "--ckpt_path", "last", "--data.audio", "[text.wav]")
-    assert "nowhere.wav" in fails(capsys, "predict", "--ckpt_path", "last", "--data.audio", "nowhere.wav")
+    assert "text.wav" in fails(capsys, "predict", *TRUST, "--ckpt_path", "last", "--data.audio", "[text.wav]")
+    assert "nowhere.wav" in fails(capsys, "predict", *TRUST, "--ckpt_path", "last", "--data.audio", "nowhere.wav")
     assert not list(Path("runs").rglob("predictions"))
 
 

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -131,14 +132,28 @@ def _compiler() -> list[str]:
 
 @cache
 def _folder() -> Path:
-    """Return a folder to keep libraries in; where none can be written, one that lasts as long as the machine runs."""
+    """Return a folder to keep libraries in, which nobody else can write to.
+
+    Where there is none, one that lasts as long as the machine runs.
+    """
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lit_effattn"
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except (OSError, RuntimeError):  # no home, not ours, full
-        return Path(tempfile.mkdtemp(prefix="lit_effattn-"))
+            if _is_private(folder):
+                return folder
+        reason = f"{folder} belongs to another user or can be written by others (chmod go-w {folder})"
+    except (OSError, RuntimeError) as error:  # no home, not ours, full
+        reason = str(error)
+    private = Path(tempfile.mkdtemp(prefix="lit_effattn-"))
+    warnings.warn(f"Compiled kernels are kept in {private}, for this process alone: {reason}", stacklevel=2)
+    return private
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether only this user can put a library into `folder`, which would be run."""
+    about = folder.stat()
+    return not hasattr(os, "getuid") or (about.st_uid == os.getuid() and not about.st_mode & 0o022)
 
 
 def _version(compiler: list[str]) -> str:

@@ -5,12 +5,13 @@ again.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import lightning.pytorch as pl
 import torch
+from jsonargparse import ArgumentParser
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -18,9 +19,15 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchReduceLROnPlateau
 
 from lit_effattn import sequence
+from lit_effattn.allowlist import INSTANTIATOR, Trust
+from lit_effattn.checkpoints import hide_folders, own_folders, read_checkpoint, saved_model
 from lit_effattn.recorded import Recorded, init_args
 from lit_effattn.runs import short
 from lit_effattn.sequence import State
+from lit_effattn.spec_check import CheckpointJudge, Place, check
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Objective(NamedTuple):
@@ -68,11 +75,65 @@ class Task(Recorded, pl.LightningModule):
         self.save_hyperparameters(
             {
                 "_class_path": f"{kind.__module__}.{kind.__qualname__}",
-                "_instantiator": "lightning.pytorch.cli.instantiate_module",
+                "_instantiator": INSTANTIATOR,
                 **arguments,
             },
             logger=False,
         )
+
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]  # `trust` is ours; `hparams_file` and pickles are not
+        cls,
+        checkpoint_path: str | Path,
+        map_location: Any = None,
+        strict: bool | None = None,
+        weights_only: Literal[True] | None = None,
+        trust: Sequence[str | type] = (),
+        **kwargs: Any,
+    ) -> Self:
+        """Build the model that a checkpoint holds, with its weights.
+
+        The checkpoint is data: it may name the classes that `lit_effattn.allowlist` lists, this class, and those that
+        you trust; all names are checked before anything is imported or called.
+
+        Args:
+            checkpoint_path: The file.
+            map_location: Where its tensors go, as in `torch.load`. Default: where they were, or the CPU if that device
+                is not here.
+            strict: Whether the file must hold exactly this model's parameters and buffers. Default: `strict_loading`.
+            weights_only: True or None: checkpoints are never unpickled.
+            trust: Your own classes that the file may name besides: the classes, their full names, or your modules.
+            kwargs: Arguments of the model that replace those in the file; all of them, if the file could not hold them.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is no checkpoint, holds another model, or names what it may not (`NotAllowedError`).
+        """
+        if weights_only is not None and not weights_only:
+            raise ValueError(f"weights_only={weights_only} would run code from {checkpoint_path}: leave it out")
+        checkpoint = read_checkpoint(checkpoint_path, map_location or _where_it_was)
+        judge = CheckpointJudge(str(checkpoint_path), Trust([*trust, cls]))
+        spec = saved_model(checkpoint, checkpoint_path)
+        model = (
+            cls(**kwargs) if spec is None else cls._built(check(spec, Place(classes=(cls,)), "model", judge), kwargs)
+        )
+        model.on_load_checkpoint(checkpoint)
+        model.load_state_dict(checkpoint["state_dict"], strict=model.strict_loading if strict is None else strict)
+        tensors = [value for value in checkpoint["state_dict"].values() if isinstance(value, Tensor)]
+        return model.to(tensors[0].device) if tensors else model
+
+    @classmethod
+    def _built(cls, spec: dict[str, Any], arguments: dict[str, Any]) -> Self:
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_subclass_arguments(cls, "model", fail_untyped=False)
+        config = parser.parse_object({"model": {**spec, "init_args": {**spec["init_args"], **arguments}}})
+        model: Self = parser.instantiate(config).model
+        return model
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep folders of this machine out of the file."""
+        if self._trainer is not None:
+            hide_folders(checkpoint, self._trainer)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Make the optimiser and its schedule."""
@@ -159,11 +220,13 @@ class Task(Recorded, pl.LightningModule):
         return f"scores of {len(rows)} items: {short(path)}"
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another model, in a few words.
+        """Refuse a checkpoint of another model, in a few words, and drop paths that lead out of the run.
 
         Raises:
             ValueError: names the first parameters that differ.
         """
+        if self._trainer is not None:
+            own_folders(checkpoint, self._trainer)
         mine = {name: tuple(t.shape) for name, t in self.state_dict().items()}
         theirs = {name: tuple(t.shape) for name, t in checkpoint["state_dict"].items()}
         if mine == theirs:
@@ -178,6 +241,12 @@ class Task(Recorded, pl.LightningModule):
             f"the checkpoint holds another model than this {type(self).__name__}: {'; '.join(differences[:3])}{more}. "
             "A checkpoint brings its own configuration: leave out the options that change the model's shape"
         )
+
+
+def _where_it_was(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+    """Keep a tensor on its device, if there is one like it here."""
+    here = location == "cpu" or (location.startswith("cuda") and torch.cuda.is_available())
+    return None if here else storage.cpu()
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:

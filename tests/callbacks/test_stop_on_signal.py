@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from callbacks import LastCheckpoint, StopOnSignal, Stopped
-from callbacks.checkpoints import read_checkpoint
+from lit_effattn.checkpoints import read_checkpoint
 from tests.callbacks.tiny import Tiny, loader, trainer
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)

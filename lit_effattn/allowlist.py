@@ -1,0 +1,227 @@
+"""The classes that a checkpoint may name, and those that the user trusts besides.
+
+A checkpoint is data from somebody. It says what it was built from by the names of classes, and building runs their
+code; so it may name the classes listed here and no others. Nothing is imported to find out whether a name is listed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import site
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+OURS = (
+    "lit_effattn",
+    "lit_effattn.adaptive",
+    "lit_effattn.attention",
+    "lit_effattn.ctc",
+    "lit_effattn.front_ends",
+    "lit_effattn.heads",
+    "lit_effattn.positions",
+    "lit_effattn.schedules",
+    "lit_effattn.tasks",
+    "callbacks",
+    "datamodules",
+)
+"""Modules whose public classes are listed, as far as their code is part of this distribution."""
+
+SUBCLASSES = {
+    "torch.optim": "torch.optim.Optimizer",
+    "torch.optim.lr_scheduler": "torch.optim.lr_scheduler.LRScheduler",
+}
+"""Modules of which the public subclasses of a base class are listed."""
+
+OTHERS = (
+    "lightning.pytorch.callbacks.EarlyStopping",
+    "lightning.pytorch.callbacks.LearningRateMonitor",
+    "lightning.pytorch.callbacks.RichProgressBar",
+    "lightning.pytorch.callbacks.TQDMProgressBar",
+    "lightning.pytorch.cli.ReduceLROnPlateau",
+    "torch.nn.Conv1d",
+    "torch.nn.Dropout",
+    "torch.nn.Embedding",
+    "torch.nn.GELU",
+    "torch.nn.Identity",
+    "torch.nn.LayerNorm",
+    "torch.nn.Linear",
+    "torch.nn.RMSNorm",
+    "torch.nn.ReLU",
+    "torch.nn.SiLU",
+    "torch.nn.Tanh",
+)
+"""Classes that are listed by name."""
+
+INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
+"""What our checkpoints have as `hyper_parameters["_instantiator"]`; no other value is accepted."""
+
+SCORING_CALLBACKS = ("MemoryCarry",)
+"""Our callbacks without which a checkpoint would score another figure; all others are left out when it is scored."""
+
+LIMITS = (
+    *("accelerator", "devices", "num_nodes", "precision", "logger", "deterministic", "benchmark", "inference_mode"),
+    *("limit_val_batches", "limit_test_batches", "limit_predict_batches"),
+    *("enable_progress_bar", "enable_model_summary"),
+)
+"""Plain values of `trainer` that every command takes from a checkpoint; `logger` only as true, false or null."""
+
+SCHEDULE = (
+    *("strategy", "fast_dev_run", "max_epochs", "min_epochs", "max_steps", "min_steps", "max_time"),
+    *("limit_train_batches", "overfit_batches", "val_check_interval", "check_val_every_n_epoch"),
+    *("num_sanity_val_steps", "log_every_n_steps", "enable_checkpointing", "accumulate_grad_batches"),
+    *("gradient_clip_val", "gradient_clip_algorithm", "use_distributed_sampler", "detect_anomaly", "barebones"),
+    *("sync_batchnorm", "reload_dataloaders_every_n_epochs"),
+)
+"""Plain values of `trainer` that `fit` takes from the checkpoint that it resumes; `strategy` only as a plain name."""
+
+_ROOT = Path(__file__).resolve().parent.parent
+_FOLDERS = tuple(_ROOT / name for name in ("lit_effattn", "callbacks", "datamodules"))
+
+
+class NotAllowedError(ValueError):
+    """A name that may not be used where it stands."""
+
+
+def listed(name: str) -> type | None:
+    """Return the listed class of this name, None if there is none.
+
+    Args:
+        name: The path by which a module exports it or where it is defined, or its bare name.
+    """
+    return _listed().get(name)
+
+
+@cache
+def _listed() -> dict[str, type]:
+    found: dict[str, type] = {}
+    bare: dict[str, set[type]] = {}
+    for path, kind in _classes():
+        found[path] = found[f"{kind.__module__}.{kind.__qualname__}"] = kind
+        bare.setdefault(kind.__name__, set()).add(kind)
+    return {**found, **{name: kinds.pop() for name, kinds in bare.items() if len(kinds) == 1}}
+
+
+def _classes() -> Iterator[tuple[str, type]]:
+    for module in OURS:
+        yield from ((path, kind) for path, kind in _public(module) if is_ours(kind))
+    for module, base in SUBCLASSES.items():
+        yield from ((path, kind) for path, kind in _public(module) if issubclass(kind, _get(base)))
+    yield from ((path, _get(path)) for path in OTHERS)
+
+
+def _public(module: str) -> Iterator[tuple[str, type]]:
+    for name, value in vars(importlib.import_module(module)).items():
+        if isinstance(value, type) and not name.startswith("_"):
+            yield f"{module}.{name}", value
+
+
+def _get(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def is_ours(kind: type) -> bool:
+    """Whether the file that `kind` comes from is part of this distribution, whatever its module's name is."""
+    file = _file(kind.__module__)
+    return file is not None and any(file.is_relative_to(folder) for folder in _FOLDERS)
+
+
+def _file(module: str) -> Path | None:
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return None if file is None else Path(file).resolve()
+
+
+class _Trusted(NamedTuple):
+    name: str
+    value: Any
+    files: Path | None  # a module's file, or a package's folder
+
+
+class Trust:
+    """What the user trusts by name (`--trust`, `trust=`), in addition to the list.
+
+    Args:
+        names: Each a module of the user's own, all of whose classes and functions are trusted, or the full name of one
+            class or function of any module, or that itself. What is named is imported.
+
+    Raises:
+        ValueError: A name names nothing, or a module that is installed or part of Python.
+    """
+
+    def __init__(self, names: Sequence[str | type] = ()) -> None:
+        if isinstance(names, str):
+            raise ValueError(f"trust={names!r} is one string; give a tuple of names: trust=({names!r},)")
+        self._trusted = [
+            _trusted(name) if isinstance(name, str) else _Trusted(f"{name.__module__}.{name.__qualname__}", name, None)
+            for name in names
+        ]
+
+    def get(self, name: str) -> Any | None:
+        """Return what is trusted by the name `name`, None if it is not; only what was trusted is ever imported."""
+        for trusted in self._trusted:
+            if name == trusted.name and trusted.files is None:
+                return trusted.value
+            if trusted.files is not None and name.startswith(f"{trusted.name}."):
+                try:
+                    value = find(name)
+                except ImportError:
+                    return None
+                return value if self.has(value) else None
+        return None
+
+    def has(self, value: Any) -> bool:
+        """Whether `value`, a class or a function, is trusted: itself, or by the file that it is defined in."""
+        file = _file(getattr(value, "__module__", None) or "")
+        return any(
+            value is trusted.value
+            if trusted.files is None
+            else file is not None and (file == trusted.files or trusted.files in file.parents)
+            for trusted in self._trusted
+        )
+
+
+def _trusted(name: str) -> _Trusted:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError(f"--trust {name}: name a module, or a class or function in full, as my_module.MyAttention")
+    try:
+        value = find(name)
+    except ImportError as error:
+        raise ValueError(f"--trust {name}: {error}") from error
+    if not isinstance(value, ModuleType):
+        return _Trusted(name, value, None)
+    file = _file(name)
+    if file is None or _is_installed(file):
+        raise ValueError(f"--trust {name} is a module that is not your own: name the class or function in it in full")
+    return _Trusted(name, value, file.parent if file.name == "__init__.py" else file)
+
+
+def _is_installed(file: Path) -> bool:
+    paths = sysconfig.get_paths()
+    folders = [*(paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")), *site.getsitepackages()]
+    folders.append(site.getusersitepackages())
+    return any(file.is_relative_to(folder) for folder in [*(Path(folder).resolve() for folder in folders), *_FOLDERS])
+
+
+def find(name: str) -> Any:
+    """Import `name`: a module, or what a module has by that name.
+
+    Raises:
+        ImportError: there is no such thing.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
+            raise  # a module that it imports in turn
+    module, _, attribute = name.rpartition(".")
+    if not module:
+        raise ModuleNotFoundError(f"there is no module {name!r}", name=name)
+    owner = find(module)
+    if not hasattr(owner, attribute):
+        raise ImportError(f"{module} has no {attribute!r}", name=name)
+    return getattr(owner, attribute)

@@ -1,0 +1,182 @@
+"""Checkpoints: written whole or not at all, read as data, and without other people's paths."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from lit_effattn.allowlist import INSTANTIATOR, NotAllowedError
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes a checkpoint beside its place and moves it there when it is whole.
+
+    A crash or a full disk while saving leaves the checkpoint that was there before as it was.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        """Write `checkpoint` to `path`.
+
+        Raises:
+            OSError: it could not be written, say because the disk is full; names the file and the reason.
+        """
+        path = Path(path)
+        part = path.with_name(f".{path.name}.{os.getpid()}.part")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with part.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())  # the bytes before the name: a power cut must not leave an empty file
+            part.replace(path)
+        except BaseException as error:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+            if not isinstance(error, (OSError, RuntimeError)):
+                raise
+            reason = _os_error(error)
+            if reason is None and isinstance(error, RuntimeError) and "inline_container" not in str(error):
+                raise
+            kept = f"; {path} is the one saved before, intact" if path.exists() else ""
+            raise OSError(
+                f"the checkpoint {path} could not be written: {reason.strerror if reason else error}{kept}. "
+                "Make room, then resume with --ckpt_path last"
+            ) from error
+
+    def load_checkpoint(self, path: str | Path, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        """Read a checkpoint to the CPU: plain containers of tensors only.
+
+        Raises:
+            ValueError: `weights_only=False`, which would execute what the file says.
+        """
+        if weights_only is False:
+            raise ValueError(f"weights_only=False would run code from {path}: leave it out")
+        return read_checkpoint(path)
+
+
+def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, Any]:
+    """Read a checkpoint, which may hold plain containers of tensors only: nothing in it is executed.
+
+    Args:
+        path: The file.
+        map_location: Where its tensors go, as in `torch.load`.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: the file is cut off, or not a checkpoint.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no checkpoint {path}")
+    try:
+        checkpoint = torch.load(path, map_location=map_location, weights_only=True)
+    except Exception as error:  # what is no pickle fails in every way there is
+        reason = str(error).partition("\n")[0].partition(". ")[0]  # what torch adds is advice to trust the file
+        raise ValueError(
+            f"{path} ({path.stat().st_size:,} bytes) can't be read as a checkpoint: it is cut off, damaged, or of "
+            f"another program ({reason or type(error).__name__})"
+        ) from error
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise ValueError(f"{path} holds no Lightning checkpoint: it has no `state_dict`")
+    return checkpoint
+
+
+def _os_error(error: BaseException | None) -> OSError | None:
+    """Find the operating system's reason: torch raises an error of its own on top of it."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def saved_model(checkpoint: dict[str, Any], source: str | Path) -> dict[str, Any] | None:
+    """Return the spec of the model in `checkpoint`, from its `hyper_parameters`; None: it does not say.
+
+    Nothing in it is checked yet.
+
+    Raises:
+        NotAllowedError: It names a function to build the model with that is not ours.
+    """
+    arguments = checkpoint.get("hyper_parameters")
+    if not isinstance(arguments, dict) or "_class_path" not in arguments:
+        return None
+    instantiator = arguments.get("_instantiator", INSTANTIATOR)
+    if instantiator != INSTANTIATOR:
+        raise NotAllowedError(f"{source} names the function {instantiator!r} to build its model; do not use this file")
+    init_args = {name: value for name, value in arguments.items() if name not in ("_class_path", "_instantiator")}
+    return {"class_path": arguments["_class_path"], "init_args": init_args}
+
+
+_PATHS = ("best_model_path", "kth_best_model_path", "last_model_path")
+
+
+def hide_folders(checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
+    """Write what callbacks remember of checkpoint files relative to their folders, and these to the run's.
+
+    A checkpoint that is given away then tells nobody's name, and a run can be moved. `own_folders` undoes it.
+    """
+    root = Path(trainer.default_root_dir).resolve()
+    for folder, state in _checkpoint_states(checkpoint, trainer):
+        state["dirpath"] = str(folder.relative_to(root)) if folder.is_relative_to(root) else str(folder)
+        _map_paths(state, lambda path, folder=folder: _inside(folder, path))
+
+
+def own_folders(checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
+    """Keep of what callbacks remember of checkpoint files what lies in their own folders of this run.
+
+    Lightning deletes the file, or folder, that a checkpoint calls the worst of the best; so a path that leads
+    elsewhere, by links or dots too, is dropped.
+    """
+    root = Path(trainer.default_root_dir).resolve()
+    same_run = trainer.ckpt_path is not None and Path(trainer.ckpt_path).resolve().is_relative_to(root)
+    known = set()
+    for folder, state in _checkpoint_states(checkpoint, trainer):
+        known.add(id(state))
+        before = state.get("dirpath")
+        if same_run and isinstance(before, str) and (root / before).resolve() == folder:
+            state["dirpath"] = str(folder)  # what Lightning compares with
+        _map_paths(state, lambda path, folder=folder: str(folder / inside) if (inside := _inside(folder, path)) else "")
+    for state in _states(checkpoint).values():
+        if isinstance(state, dict) and id(state) not in known:
+            _map_paths(state, lambda path: "")
+
+
+def _checkpoint_states(checkpoint: dict[str, Any], trainer: pl.Trainer) -> list[tuple[Path, dict[str, Any]]]:
+    """Return the states of the trainer's checkpoint callbacks, copied, each with the folder that it writes to."""
+    states, found = _states(checkpoint), []
+    for callback in trainer.checkpoint_callbacks:
+        folder, state = getattr(callback, "dirpath", None), states.get(callback.state_key)
+        if folder is not None and "://" not in str(folder) and isinstance(state, dict):
+            states[callback.state_key] = state = dict(state)
+            found.append((Path(folder).resolve(), state))
+    return found
+
+
+def _states(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    states = checkpoint.get("callbacks")
+    return states if isinstance(states, dict) else {}
+
+
+def _map_paths(state: dict[str, Any], change: Any) -> None:
+    """Apply `change` to all paths in a checkpoint callback's state; it returns "" for those to drop."""
+    worst = state.get("kth_best_model_path")
+    for name in state.keys() & set(_PATHS):
+        state[name] = change(state[name])
+    if "best_k_models" in state:
+        scores = state["best_k_models"] if isinstance(state["best_k_models"], dict) else {}
+        state["best_k_models"] = {changed: score for path, score in scores.items() if (changed := change(path))}
+        if worst and state["kth_best_model_path"] not in state["best_k_models"]:
+            state["kth_best_model_path"], state["best_k_models"] = "", {}  # Lightning would look for it in vain
+
+
+def _inside(folder: Path, path: Any) -> str:
+    """Return `path` relative to `folder`, "" if it does not lie in it once links and dots are resolved."""
+    if not isinstance(path, str) or not path:
+        return ""
+    resolved = (folder / path).resolve()
+    return str(resolved.relative_to(folder)) if folder in resolved.parents else ""

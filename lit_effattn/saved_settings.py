@@ -1,0 +1,147 @@
+"""What the command takes from the configuration in a checkpoint, and what it leaves to the user.
+
+A configuration says more than what model it is: where to log, what to call back, which folder to write to. Of a file
+that may be somebody else's, the command takes the model, the data, and plain values of the trainer.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lit_effattn.allowlist import LIMITS, SCHEDULE, SCORING_CALLBACKS, NotAllowedError, Trust
+from lit_effattn.runs import run_of, short
+from lit_effattn.spec_check import ANYTHING, CheckpointJudge, Place, check
+from lit_effattn.tasks import Task
+
+_CALLBACKS = Place(classes=(pl.Callback,), items=(pl.Callback,))
+_DOWNLOADED = ("mnist", "cifar10")
+
+
+class UserOptions(NamedTuple):
+    """What the user has said, as far as it is in place of what a checkpoint says.
+
+    Attributes:
+        args: The flags.
+        files: What the YAML files hold.
+    """
+
+    args: list[str]
+    files: list[dict[str, Any]]
+
+    def name(self, group: str, option: str) -> bool:
+        """Whether they set `group.option` in place of what was there."""
+        flags = (f"--{group}.{option}", f"--{group}.init_args.{option}")
+        sections = [_section(file, group) for file in self.files]
+        return any(arg.split("=")[0] in flags for arg in self.args) or any(
+            option in section or option in _section(section, "init_args") for section in sections
+        )
+
+    def mention(self, word: str) -> bool:
+        """Whether a flag or a file has `word` in it."""
+        return any(word in arg for arg in self.args) or word in repr(self.files)
+
+
+def checked_settings(
+    saved: dict[str, Any], command: str, checkpoint: Path, trust: Trust, user: UserOptions
+) -> dict[str, Any]:
+    """Return what `command` takes of the settings that `checkpoint` brings, with every name in them checked.
+
+    Raises:
+        NotAllowedError: They name what a checkpoint may not, or what only the user may.
+    """
+    judge = CheckpointJudge(short(checkpoint), trust)
+    taken = {part: saved[part] for part in saved.keys() & {"seed_everything", "checkpoint"}}
+    taken = {part: check(value, ANYTHING, part, judge) for part, value in taken.items()}
+    trainer = saved.get("trainer")
+    if isinstance(trainer, dict):
+        taken["trainer"] = _trainer(trainer, command, judge, user)
+        if command == "fit":
+            run = run_of(checkpoint)
+            if run is not None and not user.name("trainer", "default_root_dir"):
+                taken["trainer"]["default_root_dir"] = short(run.parent)
+    if "model" in saved:
+        taken["model"] = check(saved["model"], Place(classes=(Task,)), "model", judge)
+    judge.texts.clear()
+    if "data" in saved:
+        taken["data"] = check(saved["data"], Place(classes=(pl.LightningDataModule,)), "data", judge)
+        _tell_paths(judge.texts)
+        _forbid_downloads(taken["data"], user)
+    return taken
+
+
+def _trainer(saved: dict[str, Any], command: str, judge: CheckpointJudge, user: UserOptions) -> dict[str, Any]:
+    fits = command == "fit"
+    callbacks = saved.get("callbacks") or []
+    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+    if fits:
+        for name in ("logger", "profiler", "plugins", "strategy"):
+            if not _is_plain(name, saved.get(name)) and not user.name("trainer", name):
+                raise NotAllowedError(_restore(judge.source, name, _class_of(saved[name])))
+        own = [c for c in callbacks if _class_of(c).endswith("ModelCheckpoint")]
+        if own and not (user.name("trainer", "callbacks") or user.mention("ModelCheckpoint")):
+            raise NotAllowedError(_restore(judge.source, "callbacks+", _class_of(own[0])))
+        callbacks = [c for c in callbacks if c not in own]
+    else:
+        callbacks = [c for c in callbacks if _class_of(c).rpartition(".")[2] in SCORING_CALLBACKS]
+    names = {*LIMITS, *(SCHEDULE if fits else ())}
+    taken = {name: value for name, value in saved.items() if name in names and _is_plain(name, value)}
+    taken = {name: check(value, ANYTHING, f"trainer.{name}", judge) for name, value in taken.items()}
+    if callbacks:
+        taken["callbacks"] = check(callbacks, _CALLBACKS, "trainer.callbacks", judge)
+    return taken
+
+
+def _is_plain(name: str, value: Any) -> bool:
+    if name == "logger":
+        return value is None or isinstance(value, bool)
+    if name == "strategy":
+        return value is None or (isinstance(value, str) and re.fullmatch(r"(auto|ddp|fsdp)[a-z_]*", value) is not None)
+    return not value if name in ("profiler", "plugins") else True
+
+
+def _restore(source: str, option: str, kind: str) -> str:
+    plain = {"logger": ", or --trainer.logger true for ours", "strategy": ", or --trainer.strategy auto"}
+    return (
+        f"{source} was trained with trainer.{option.rstrip('+')} {kind}, which a checkpoint does not restore: give "
+        f"--trainer.{option} {kind} and its options again{plain.get(option, '')}"
+    )
+
+
+def _class_of(value: Any) -> str:
+    value = value[0] if isinstance(value, list) and value else value
+    return str(value.get("class_path") if isinstance(value, dict) else value)
+
+
+def _tell_paths(texts: dict[str, str]) -> None:
+    if texts:
+        rank_zero_info("It names " + ", ".join(f"{where} {text!r}" for where, text in sorted(texts.items())))
+
+
+def _forbid_downloads(data: Any, user: UserOptions) -> None:
+    """See that nothing is downloaded because a file says so; only what the user names himself."""
+    init_args = data.setdefault("init_args", {}) if isinstance(data, dict) else {}
+    if init_args.get("dataset") in _DOWNLOADED and not (user.name("data", "download") or user.name("data", "dataset")):
+        init_args["download"] = False
+    if init_args.get("source") == "huggingface" and not user.name("data", "path"):
+        os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
+        rank_zero_info("Only what is in Hugging Face's cache is read; to have it downloaded, give --data.path yourself")
+
+
+def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
+    section = config.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def without_folders(settings: Any) -> Any:
+    """Return `settings` with absolute paths below the current folder as seen from it, which name nobody's home."""
+    if isinstance(settings, dict):
+        return {name: without_folders(value) for name, value in settings.items()}
+    if isinstance(settings, list):
+        return [without_folders(value) for value in settings]
+    return short(settings) if isinstance(settings, str) and Path(settings).is_absolute() else settings

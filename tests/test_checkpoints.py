@@ -1,0 +1,244 @@
+import errno
+import io
+import pickle
+import re
+import resource
+import signal
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from callbacks import LastCheckpoint
+from lit_effattn.checkpoints import AtomicCheckpointIO, read_checkpoint
+from tests.callbacks.tiny import Tiny, loader, trainer
+
+# ------------------------------------------------------------------------------------------------ AtomicCheckpointIO
+
+
+def content(value: float, n: int = 100_000) -> dict:
+    return {"state_dict": {"weight": torch.full((n,), value)}, "global_step": int(value)}
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A checkpoint that is there already."""
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    AtomicCheckpointIO().save_checkpoint(content(1), path)
+    return path
+
+
+def intact(path: Path) -> bool:
+    loaded = AtomicCheckpointIO().load_checkpoint(path)
+    return files(path.parent) == ["last.ckpt"] and torch.equal(
+        loaded["state_dict"]["weight"], content(1)["state_dict"]["weight"]
+    )
+
+
+def test_what_is_saved_is_loaded(saved: Path):
+    assert intact(saved)
+    AtomicCheckpointIO().save_checkpoint(content(2), str(saved))
+    assert AtomicCheckpointIO().load_checkpoint(str(saved))["global_step"] == 2
+    assert files(saved.parent) == ["last.ckpt"]
+
+
+def test_the_name_never_means_half_a_file(saved: Path, monkeypatch: pytest.MonkeyPatch):
+    """Until all bytes are on the disk, the name means the checkpoint from before."""
+    seen = []
+
+    def look(real):
+        def wrapped(*args, **kwargs):
+            seen.append(torch.load(saved, weights_only=True)["global_step"])
+            return real(*args, **kwargs)
+
+        return wrapped
+
+    monkeypatch.setattr("lit_effattn.checkpoints.os.fsync", look(__import__("os").fsync))
+    monkeypatch.setattr(Path, "replace", look(Path.replace))
+    AtomicCheckpointIO().save_checkpoint(content(2), saved)
+    assert seen == [1, 1]  # synchronised, then moved
+    assert torch.load(saved, weights_only=True)["global_step"] == 2
+
+
+class Unpicklable:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __reduce__(self):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TypeError("no pickle"),
+        pickle.PicklingError("no pickle"),
+        AttributeError("no pickle"),
+        RuntimeError("no pickle"),
+        KeyboardInterrupt("no pickle"),
+    ],
+    ids=lambda e: type(e).__name__,
+)
+def test_what_cannot_be_pickled(saved: Path, error: BaseException):
+    """Says so itself; and leaves things as they were."""
+    with pytest.raises(type(error), match="no pickle"):
+        AtomicCheckpointIO().save_checkpoint({**content(2), "x": Unpicklable(error)}, saved)
+    assert intact(saved)
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch):
+    """No file of this process may grow beyond 50 kB."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_a_full_disk_at_first(tmp_path: Path):
+    path = tmp_path / "last.ckpt"
+    with pytest.raises(OSError, match="could not be written") as caught:
+        AtomicCheckpointIO().save_checkpoint(content(2), path)
+    assert str(path) in str(caught.value)
+    assert "saved before" not in str(caught.value)  # there is none
+    assert files(tmp_path) == []
+
+
+def test_a_full_disk_later(saved: Path, request: pytest.FixtureRequest):
+    request.getfixturevalue("full_disk")
+    with pytest.raises(OSError, match="could not be written") as caught:
+        AtomicCheckpointIO().save_checkpoint(content(2), saved)
+    said = str(caught.value)
+    assert str(saved) in said
+    assert "File too large" in said  # what the operating system says of EFBIG
+    assert "saved before, intact" in said
+    assert "\n" not in said
+    assert intact(saved)
+
+
+@pytest.mark.parametrize("where", ["write", "fsync", "replace"])
+def test_no_space_left(where: str, saved: Path, monkeypatch: pytest.MonkeyPatch):
+    """Some file systems notice only when they are asked to write for good."""
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if where == "write":
+        monkeypatch.setattr("lit_effattn.checkpoints.torch.save", lambda c, file: (file.write(b"begun"), full()))
+    elif where == "fsync":
+        monkeypatch.setattr("lit_effattn.checkpoints.os.fsync", full)
+    else:
+        monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match=r"last\.ckpt could not be written: No space left on device") as caught:
+        AtomicCheckpointIO().save_checkpoint(content(2), saved)
+    assert isinstance(caught.value.__cause__, OSError)
+    monkeypatch.undo()
+    assert intact(saved)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path):
+    (tmp_path / "checkpoints").write_text("a file")
+    with pytest.raises(OSError, match=r"checkpoints/last\.ckpt could not be written: (File exists|Not a directory)"):
+        AtomicCheckpointIO().save_checkpoint(content(2), tmp_path / "checkpoints" / "last.ckpt")
+
+
+def test_a_full_disk_in_training_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Fill(pl.Callback):
+        def on_train_batch_start(self, trainer, *_):
+            if trainer.global_step == 3:
+                monkeypatch.setattr("lit_effattn.checkpoints.os.fsync", no_space)
+
+    def no_space(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        trainer(tmp_path, [Fill(), LastCheckpoint()], max_epochs=2).fit(Tiny(), loader(3))
+    monkeypatch.undo()
+    assert read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["global_step"] == 3
+    assert files(tmp_path) == ["last.ckpt"]
+
+
+# --------------------------------------------------------------------------------------------------- what can't be read
+
+
+@pytest.mark.parametrize("kept", [0, 1, 100, 5_000, 200_000, -1])
+def test_a_file_that_was_cut_off(kept: int, saved: Path):
+    whole = saved.read_bytes()
+    saved.write_bytes(whole[:kept])
+    size = len(whole[:kept])
+    with pytest.raises(ValueError, match=rf"{re.escape(str(saved))} \({size:,} bytes\).*cut off") as caught:
+        AtomicCheckpointIO().load_checkpoint(saved)
+    assert "\n" not in str(caught.value)
+
+
+def tar_of_nothing() -> bytes:
+    return b"PK\x05\x06" + 18 * b"\0"  # a zip archive without any file
+
+
+OTHER_FILES = {
+    "text": b"# a README\n",
+    "yaml": b"model:\n  class_path: PixelModel\n",
+    "png": b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 4,
+    "zeros": bytes(10_000),
+    "numbers": bytes(i * 7 % 256 for i in range(10_000)),
+    "pickle": pickle.dumps({"state_dict": {}, "x": io.BytesIO}),
+    "empty zip": tar_of_nothing(),
+    "json": b'{"state_dict": {}}',
+    "numpy": b"\x93NUMPY\x01\x00v\x00{'descr': '<f8', 'fortran_order': False, 'shape': (3,), }\n" + bytes(24),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_FILES)
+def test_a_file_of_another_program(name: str, tmp_path: Path):
+    path = tmp_path / "model.ckpt"
+    path.write_bytes(OTHER_FILES[name])
+    with pytest.raises(ValueError, match=re.escape(str(path))) as caught:
+        AtomicCheckpointIO().load_checkpoint(path)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("first", range(0, 256, 5))
+def test_any_first_byte(first: int, tmp_path: Path):
+    """Every opcode of pickle fails in its own way."""
+    path = tmp_path / "model.ckpt"
+    path.write_bytes(bytes([first]) + b"Xab\n1\n.(]}u.\x80\x02" + bytes(100))
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        AtomicCheckpointIO().load_checkpoint(path)
+
+
+@pytest.mark.parametrize("content", [{"weight": torch.zeros(1)}, [1, 2], torch.zeros(3), None])
+def test_a_file_of_torch_that_is_no_checkpoint(content, tmp_path: Path):
+    torch.save(content, tmp_path / "weights.pt")
+    with pytest.raises(ValueError, match=r"weights\.pt holds no Lightning checkpoint.*state_dict"):
+        AtomicCheckpointIO().load_checkpoint(tmp_path / "weights.pt")
+
+
+def test_a_file_that_is_not_there(tmp_path: Path):
+    for path in (tmp_path / "missing.ckpt", tmp_path):
+        with pytest.raises(FileNotFoundError, match=re.escape(str(path))):
+            AtomicCheckpointIO().load_checkpoint(path)
+
+
+def test_code_is_not_run_on_loading(saved: Path, tmp_path: Path):
+    """However it is asked for: a checkpoint may come from anywhere."""
+
+    class Evil:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "pwned",))
+
+    AtomicCheckpointIO().save_checkpoint({**content(2, 1), "x": Evil()}, saved)
+    for weights_only in (None, True):
+        with pytest.raises(ValueError, match="can't be read"):
+            AtomicCheckpointIO().load_checkpoint(saved, weights_only=weights_only)
+    with pytest.raises(ValueError, match="weights_only=False would run code"):
+        AtomicCheckpointIO().load_checkpoint(saved, weights_only=False)
+    assert not (tmp_path / "pwned").exists()

@@ -34,7 +34,7 @@ import lit_effattn.positions
 import lit_effattn.schedules
 from lit_effattn.checkpoints import AtomicCheckpointIO, read_checkpoint
 from lit_effattn.runs import discard_if_empty, find_checkpoint, new_folder, new_run, run_of, short
-from lit_effattn.saved_settings import without_folders
+from lit_effattn.saved_settings import homes, without_folders
 from lit_effattn.spec_check import Place, UserJudge, check
 from lit_effattn.tasks import Task
 from lit_effattn.trainer import Trainer
@@ -342,6 +342,8 @@ class Configuration(pl.Callback):
             attempt += 1
             path = folder / f"config_resumed_{attempt}.yaml"
         path.write_text(yaml.safe_dump(self.settings, sort_keys=False))
+        if named := homes(self.settings):
+            rank_zero_info(f"Whoever gets this run's checkpoints reads in them: {', '.join(dict.fromkeys(named))}")
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

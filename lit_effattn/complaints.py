@@ -54,10 +54,8 @@ def plain(report: str) -> str:
         return _unknown_option(option, match[1], re.findall(r"class_path[ =]'([^']+)'", report))
     if match := re.search(r"Importing '([^']+)' is not allowed", report):
         return f"{option} names {match[1]}, which YAML and flags may not name"
-    if match := re.search(
-        r"Expected '[^']+' to be a(?: function| subclass)[^\n]*?(?=\.?(?:$|\s+Got value))", report, re.M
-    ):
-        return f"{option}: {match[0][0].lower()}{match[0][1:]}"
+    if match := re.search(r"Expected ('[^']+' to be a (?:function|sub)[^\n]*?)\.?(?:$|\s+Got value)", report, re.M):
+        return f"{option}: expected {_readable(match[1])}"
     if match := re.search(r"Expected a dot import path string: (\S+)", report):
         return _unknown_class(option, match[1])
     if match := re.search(r"Dict must include a class_path.*?but got NestedArg\(key='([^']+)'", report):

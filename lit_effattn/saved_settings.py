@@ -77,14 +77,14 @@ def checked_settings(
 
 def _trainer(saved: dict[str, Any], command: str, judge: CheckpointJudge, user: UserOptions) -> dict[str, Any]:
     fits = command == "fit"
-    callbacks = saved.get("callbacks") or []
+    callbacks = [] if user.name("trainer", "callbacks") else saved.get("callbacks") or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
     if fits:
         for name in ("logger", "profiler", "plugins", "strategy"):
             if not _is_plain(name, saved.get(name)) and not user.name("trainer", name):
                 raise NotAllowedError(_restore(judge.source, name, _class_of(saved[name])))
         own = [c for c in callbacks if _class_of(c).endswith("ModelCheckpoint")]
-        if own and not (user.name("trainer", "callbacks") or user.mention("ModelCheckpoint")):
+        if own and not user.mention("ModelCheckpoint"):
             raise NotAllowedError(_restore(judge.source, "callbacks+", _class_of(own[0])))
         callbacks = [c for c in callbacks if c not in own]
     else:
@@ -136,6 +136,15 @@ def _forbid_downloads(data: Any, user: UserOptions) -> None:
 def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
     section = config.get(name)
     return section if isinstance(section, dict) else {}
+
+
+def homes(settings: Any) -> list[str]:
+    """Return the paths in `settings` that begin with the user's home, and so with a name."""
+    if isinstance(settings, (dict, list)):
+        values = settings.values() if isinstance(settings, dict) else settings
+        return [path for value in values for path in homes(value)]
+    home = str(Path.home())
+    return [settings] if isinstance(settings, str) and len(home) > 1 and settings.startswith(f"{home}/") else []
 
 
 def without_folders(settings: Any) -> Any:

@@ -108,7 +108,7 @@ def _read(member: Any) -> dict[str, Any]:
     if origin is type:
         made = tuple(arg for arg in args if _is_built(arg))
         return {"makes": made} if made else {"function": True}
-    if not isinstance(origin, type) or origin is object:
+    if not isinstance(origin, type) or origin in (Any, object):  # Any is a class since Python 3.11
         return {"anything": True}
     if issubclass(origin, _TEXT):
         return {"text": True}
@@ -125,7 +125,11 @@ def _read(member: Any) -> dict[str, Any]:
 
 def _is_built(kind: Any) -> bool:
     """Whether a spec would name a class for `kind`, rather than plain data or a tensor."""
-    if not isinstance(kind, type) or kind is object or issubclass(kind, (*_TEXT, *_PLAIN, torch.Tensor, type(None))):
+    if (
+        not isinstance(kind, type)
+        or kind in (Any, object)
+        or issubclass(kind, (*_TEXT, *_PLAIN, torch.Tensor, type(None)))
+    ):
         return False
     return kind.__module__ not in ("builtins", "collections.abc", "typing", "types")
 
@@ -161,17 +165,29 @@ def _check(value: Any, place: Place, where: str, judge: Judge) -> Any:
     if isinstance(value, str):
         return judge.text(value, place, where)
     if isinstance(value, (list, tuple, set)):
-        inside = Place.of(*place.items) if place.items else ANYTHING
+        inside = _inside(place, place.items)
         return [_check(item, inside, f"{where}[{i}]", judge) for i, item in enumerate(value)]
     if isinstance(value, (Mapping, Namespace)):
         content = vars(value) if isinstance(value, Namespace) else dict(value)
         if "class_path" in content:
             return _check_spec(content, place, where, judge)
         if place.values or place.anything or not place.classes:
-            inside = Place.of(*place.values) if place.values else ANYTHING
+            inside = _inside(place, place.values)
             return {key: _check(item, inside, f"{where}.{key}", judge) for key, item in content.items()}
         return _check_arguments(content, place.classes[0], where, judge)  # jsonargparse: of the annotated class itself
     return judge.object(value, place, where)
+
+
+def _inside(place: Place, annotations: tuple[Any, ...]) -> Place:
+    """Return the place of what is in a list or mapping: names are judged in it as they are at the place itself."""
+    if not annotations:
+        return place if place.holds_names else ANYTHING
+    inside = Place.of(*annotations)
+    return inside._replace(
+        classes=inside.classes + place.classes,
+        makes=inside.makes + place.makes,
+        function=inside.function or place.function,
+    )
 
 
 def _check_spec(content: dict[str, Any], place: Place, where: str, judge: Judge) -> dict[str, Any]:
@@ -197,10 +213,19 @@ def _check_arguments(
     checked = {}
     for name, value in arguments.items():
         annotation, default = known.get(name, (Any, None))
-        is_default = default is not None and (value is default or (not isinstance(value, str) and value == default))
         inside = f"{where}.{name}" if where else str(name)
-        checked[name] = value if is_default else _check(value, Place.of(annotation), inside, judge)
+        unchanged = _is_default(value, default)
+        checked[name] = value if unchanged else _check(value, Place.of(annotation), inside, judge)
     return checked
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    """Whether `value` is what the code says, which nobody has named; jsonargparse tells functions by their paths."""
+    if isinstance(value, str) or default is None:
+        return False
+    if isinstance(default, str):
+        return callable(value) and "." in default and find(default) is value
+    return bool(value is default or value == default)
 
 
 @cache

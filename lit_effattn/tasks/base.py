@@ -114,9 +114,8 @@ class Task(Recorded, pl.LightningModule):
         checkpoint = read_checkpoint(checkpoint_path, map_location or _where_it_was)
         judge = CheckpointJudge(str(checkpoint_path), Trust([*trust, cls]))
         spec = saved_model(checkpoint, checkpoint_path)
-        model = (
-            cls(**kwargs) if spec is None else cls._built(check(spec, Place(classes=(cls,)), "model", judge), kwargs)
-        )
+        checked = None if spec is None else check(spec, Place(classes=(cls,)), "model", judge)
+        model = cls(**kwargs) if checked is None else cls._built(checked, kwargs)
         model.on_load_checkpoint(checkpoint)
         model.load_state_dict(checkpoint["state_dict"], strict=model.strict_loading if strict is None else strict)
         tensors = [value for value in checkpoint["state_dict"].values() if isinstance(value, Tensor)]

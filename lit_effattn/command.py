@@ -34,7 +34,7 @@ import lit_effattn.positions
 import lit_effattn.schedules
 from lit_effattn.checkpoints import AtomicCheckpointIO, read_checkpoint
 from lit_effattn.runs import discard_if_empty, find_checkpoint, new_folder, new_run, run_of, short
-from lit_effattn.saved_settings import homes, without_folders
+from lit_effattn.saved_settings import OFFLINE, homes, without_folders
 from lit_effattn.spec_check import Place, UserJudge, check
 from lit_effattn.tasks import Task
 from lit_effattn.trainer import Trainer
@@ -61,9 +61,12 @@ def run(args: list[str]) -> None:
     sys.path.append(str(Path.cwd()))  # classes of the user's own: --model.backbone.attention my_module.MyAttention
     # Enforce jsonargparse's denylist; build no classes where any value will do.
     set_parsing_settings(import_path_denylist=[], instantiate_subclass_spec_in_any=False)
+    offline = {name: os.environ.get(name) for name in OFFLINE}
     try:
         CLI(args)
     finally:
+        for name, value in offline.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
         if not is_child():
             if RUN in os.environ:
                 discard_if_empty(Path(os.environ.pop(RUN)))

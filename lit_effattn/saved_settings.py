@@ -21,6 +21,8 @@ from lit_effattn.tasks import Task
 
 _CALLBACKS = Place(classes=(pl.Callback,), items=(pl.Callback,))
 _DOWNLOADED = ("mnist", "cifar10")
+OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+"""With 1 in these environment variables, Hugging Face's libraries read their cache alone."""
 
 
 class UserOptions(NamedTuple):
@@ -129,7 +131,7 @@ def _forbid_downloads(data: Any, user: UserOptions) -> None:
     if init_args.get("dataset") in _DOWNLOADED and not (user.name("data", "download") or user.name("data", "dataset")):
         init_args["download"] = False
     if init_args.get("source") == "huggingface" and not user.name("data", "path"):
-        os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
+        os.environ.update(dict.fromkeys(OFFLINE, "1"))
         rank_zero_info("Only what is in Hugging Face's cache is read; to have it downloaded, give --data.path yourself")
 
 

@@ -1,6 +1,7 @@
 """What the user's own YAML and flags may name, what `--trust` adds, and what a checkpoint gives away."""
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -220,6 +221,27 @@ def test_nothing_is_downloaded_because_a_checkpoint_says_so(dataset: str, capsys
     content["lit_effattn"]["config"]["model"]["init_args"].update(n_levels=256)
     torch.save(content, "it.ckpt")
     assert "download=False forbids a download" in fails(capsys, "test", "--ckpt_path", "it.ckpt")
+
+
+def test_a_data_set_of_a_hub_is_read_from_its_cache_alone(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    asked = []
+    monkeypatch.setattr(
+        "datamodules.text_sources.huggingface",
+        lambda *args: asked.append((args[0], os.environ.get("HF_HUB_OFFLINE"))) or 1 / 0,
+    )
+    content = torch.load(OLD / "language.ckpt", weights_only=True)
+    of_hub = {"source": "huggingface", "path": "some/stories", "column": "text", "root": None}
+    content["lit_effattn"]["config"]["data"]["init_args"].update(of_hub)
+    torch.save(content, "it.ckpt")
+    for flags in ([], ["--data.path", "some/stories"]):
+        with pytest.raises(ZeroDivisionError):
+            main(["test", "--ckpt_path", "it.ckpt", *flags])
+    assert asked == [("some/stories", "1"), ("some/stories", None)]
+    assert "data.path 'some/stories'" in caplog.text
+    assert "to have it downloaded, give --data.path" in caplog.text
+    assert "HF_HUB_OFFLINE" not in os.environ
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints of before

@@ -60,6 +60,7 @@ def test_lines_of_a_manifest(tmp_path: Path):
     ("bad", "message"),
     [
         ('{"audio_filepath": "a.wav"', "is not JSON"),
+        (200_000 * "[", "is not JSON .*nested too deeply"),
         ("[1]", "is not a JSON object"),
         ({"duration": 1, "text": "x"}, "lacks audio_filepath"),
         (line("", text="x"), "audio_filepath='' must be"),

@@ -177,9 +177,10 @@ def test_what_was_damaged_is_made_again(tmp_path, utterances, name, lost):
 def test_what_a_killed_run_left_is_swept_away(tmp_path, utterances):
     stored(utterances, tmp_path / "cache")
     (folder,) = (p for p in (tmp_path / "cache").iterdir() if p.is_dir())
-    folder.rename(folder.with_suffix(".unfinished"))
-    (folder.with_suffix(".unfinished") / "features.bin").write_bytes(b"half")
+    left = folder.rename(folder.with_name(f".{folder.name}.lit-effattn-unfinished"))
+    (left / "features.bin").write_bytes(b"half")
     assert torch.equal(stored(utterances, tmp_path / "cache")[3], READER(utterances[3]))
+    assert not left.exists()
 
 
 def test_of_many_that_ask_one_reads(tmp_path, utterances, reads):

@@ -533,6 +533,19 @@ def test_broken_image_is_named(tmp_path):
         image_sources.read_image(broken, 8, 3)
 
 
+def test_an_image_that_would_fill_the_memory_is_not_decoded(tmp_path, monkeypatch):
+    write_images(tmp_path, 12)
+    huge = tmp_path / "even" / "000.png"
+    Image.new("1", (9000, 9000)).save(huge)
+    assert huge.stat().st_size < 20_000
+    options = {"dataset": "folder", "root": str(tmp_path), "image_size": 8}
+    with pytest.raises(ValueError, match=f"{huge}: .*9000 × 9000 are more than max_pixels=67108864"):
+        PixelSequences(**options).prepare_data()
+    PixelSequences(**options, max_pixels=9000**2).prepare_data()
+    with pytest.raises(ValueError, match="more than max_pixels=10"):
+        ready(**options, max_pixels=10).splits["train"][[0]]
+
+
 def test_folders_without_enough_images(tmp_path):
     options = {"dataset": "folder", "image_size": 8}
     with pytest.raises(FileNotFoundError, match=f"{tmp_path}: not one image .*png"):

@@ -423,7 +423,7 @@ def test_interrupted_is_never_taken_for_whole(tmp_path, monkeypatch):
         patch.setattr(token_store.np, "save", interrupt)
         with pytest.raises(KeyboardInterrupt):
             ready(**options)
-    assert {path.suffix for path in (tmp_path / "c").iterdir()} == {".lock", ".unfinished"}
+    assert {path.suffix for path in (tmp_path / "c").iterdir()} == {".lock", ".lit-effattn-unfinished"}
     data = ready(**options)
     assert sorted(all_documents(data)) == sorted(SENTENCES)
     assert {path.suffix for path in (tmp_path / "c").iterdir()} == {".lock", ""}

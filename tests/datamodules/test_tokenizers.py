@@ -125,3 +125,22 @@ def test_bpe_without_its_package_names_the_extra(monkeypatch):
 def test_what_is_no_tokenizer_is_refused(spec):
     with pytest.raises(ValueError, match=r"spec=.*'bytes', 'characters', 'words', 'bpe'"):
         Tokenizer.from_spec(spec)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "no JSON",
+        '{"tokens": ["bytes"]}',
+        '{"tokens": "bytes", "vocabulary": ' + 200_000 * "[",
+        {"tokens": "characters", "vocabulary": 7},
+        {"tokens": "words", "vocabulary": "<unk>"},
+        {"tokens": "words", "vocabulary": [1, 2]},
+        {"tokens": "bpe", "vocabulary": {"model": 1}},
+    ],
+    ids=range(7),
+)
+def test_a_damaged_spec_is_refused(spec):
+    with pytest.raises(ValueError, match=r"describes no tokenizer|no vocabulary of|no model of byte pairs") as caught:
+        Tokenizer.from_spec(spec)
+    assert len(str(caught.value)) < 400

@@ -1,5 +1,6 @@
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,6 +83,27 @@ def test_what_is_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 
 @needs_compiler
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o1777])
+def test_where_others_can_write_nothing_is_loaded(mode: int, folder: Path, tmp_path: Path, monkeypatch: Any):
+    """They could put a library of theirs in the place of ours."""
+    planted = build("small")
+    planted.write_bytes(b"theirs")
+    compiled._folder.cache_clear()
+    folder.chmod(mode)
+    monkeypatch.setattr(compiled.tempfile, "tempdir", str(tmp_path))
+    with pytest.warns(UserWarning, match=rf"chmod go-w {folder}"):
+        assert library("small").answer() == 42
+    assert planted.read_bytes() == b"theirs"
+
+
+@needs_compiler
+def test_the_folder_is_made_for_this_user_alone(folder: Path):
+    build("small")
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore:Compiled kernels are kept")
 def test_where_nothing_can_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # not a folder

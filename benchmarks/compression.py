@@ -22,9 +22,9 @@ from benchmarks.measuring import Spread
 from benchmarks.models import quiet_trainer
 from benchmarks.report import Report, Row
 from benchmarks.text import Trained, class_of, load, read_documents
-from callbacks import MemoryCarry
-from datamodules import PixelSequences, TextStream
 from lit_effattn import PixelModel
+from lit_effattn.callbacks import MemoryCarry
+from lit_effattn.datamodules import PixelSequences, TextStream
 
 CODERS: dict[str, dict[str, Any]] = {
     "PNG": {"format": "PNG", "optimize": True},

@@ -11,9 +11,9 @@ import torch
 from benchmarks.measuring import Spread, interleaved, seconds_of
 from benchmarks.models import SMALL, Size, at_least
 from benchmarks.report import Report, Row
-from datamodules import TokenBatch
 from lit_effattn import Transformer
 from lit_effattn.attention import SoftmaxAttention, TransformerXLAttention
+from lit_effattn.datamodules import TokenBatch
 from lit_effattn.sliding import SlidingState
 from lit_effattn.tasks import LanguageModel
 

@@ -23,9 +23,9 @@ from benchmarks.measuring import (
 )
 from benchmarks.models import SMALL, at_least
 from benchmarks.report import Report, Row
-from datamodules import IGNORE, TextStream, TokenBatch
 from lit_effattn import Transformer, sequence
 from lit_effattn.attention import LinearAttention
+from lit_effattn.datamodules import IGNORE, TextStream, TokenBatch
 from lit_effattn.positions import RotaryPositions
 from lit_effattn.tasks import LanguageModel
 

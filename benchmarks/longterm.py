@@ -13,9 +13,9 @@ from torch import Tensor
 from benchmarks.models import at_least
 from benchmarks.report import Report, Row
 from benchmarks.text import class_of, read_documents
-from datamodules import SortingTask
 from lit_effattn.attention import InfiniteAttention
 from lit_effattn.checkpoints import read_checkpoint
+from lit_effattn.datamodules import SortingTask
 from lit_effattn.sequence import State
 from lit_effattn.tasks import LanguageModel
 

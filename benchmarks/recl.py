@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.models import at_least
 from benchmarks.report import Report, Row
 from benchmarks.text import Trained, load, read_documents
-from datamodules import TextStream, TokenBatch
+from lit_effattn.datamodules import TextStream, TokenBatch
 from lit_effattn.tasks import LanguageModel
 
 NOTES = [

@@ -15,8 +15,8 @@ from benchmarks.measuring import Spread
 from benchmarks.models import at_least
 from benchmarks.report import Report, Row
 from benchmarks.training import command, scores
-from datamodules import SortingTask, counting_accuracy
 from lit_effattn import LanguageModel, sequence
+from lit_effattn.datamodules import SortingTask, counting_accuracy
 from lit_effattn.runs import find_checkpoint
 from lit_effattn.sequence import SequenceModule
 

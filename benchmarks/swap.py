@@ -11,10 +11,10 @@ import torch
 
 from benchmarks.models import at_least, quiet_trainer
 from benchmarks.report import Report, Row
-from callbacks import FeatureRedraw
-from datamodules import PixelSequences
 from lit_effattn import PixelModel
 from lit_effattn.attention import PerformerAttention
+from lit_effattn.callbacks import FeatureRedraw
+from lit_effattn.datamodules import PixelSequences
 from lit_effattn.runs import find_checkpoint
 from lit_effattn.schedules import WarmupCosine
 

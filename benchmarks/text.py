@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from callbacks.memory_carry import KEY
-from datamodules import IGNORE, TextStream
+from lit_effattn.callbacks.memory_carry import KEY
 from lit_effattn.checkpoints import read_checkpoint
+from lit_effattn.datamodules import IGNORE, TextStream
 from lit_effattn.tasks import LanguageModel
 
 _BLOCK = 1 << 16  # tokens read at a time

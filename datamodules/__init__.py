@@ -1,20 +1,20 @@
 """What the models learn from: one LightningDataModule a kind of data."""
 
-from datamodules.audio import AudioError, read_audio
-from datamodules.augment import SpecAugment
-from datamodules.copy_task import CopyTask
-from datamodules.corpora import EspeakCorpus, LibriSpeechCorpus, ManifestCorpus
-from datamodules.filterbanks import Filterbanks
-from datamodules.length_batches import LengthBatches
-from datamodules.phonemes import Lexicon
-from datamodules.pixels import PixelSequences, images_to_levels, levels_to_images
-from datamodules.sampling import ResumableLoader, ShardedBatches
-from datamodules.sorting_task import SortingTask, counting_accuracy
-from datamodules.speech import SpeechData
-from datamodules.text import TextStream
-from datamodules.timit import TimitCorpus
-from datamodules.tokens import IGNORE, TokenBatch
-from datamodules.utterances import BLANK, SpeechBatch, SpeechCorpus, Utterance
+from lit_effattn.datamodules.audio import AudioError, read_audio
+from lit_effattn.datamodules.augment import SpecAugment
+from lit_effattn.datamodules.copy_task import CopyTask
+from lit_effattn.datamodules.corpora import EspeakCorpus, LibriSpeechCorpus, ManifestCorpus
+from lit_effattn.datamodules.filterbanks import Filterbanks
+from lit_effattn.datamodules.length_batches import LengthBatches
+from lit_effattn.datamodules.phonemes import Lexicon
+from lit_effattn.datamodules.pixels import PixelSequences, images_to_levels, levels_to_images
+from lit_effattn.datamodules.sampling import ResumableLoader, ShardedBatches
+from lit_effattn.datamodules.sorting_task import SortingTask, counting_accuracy
+from lit_effattn.datamodules.speech import SpeechData
+from lit_effattn.datamodules.text import TextStream
+from lit_effattn.datamodules.timit import TimitCorpus
+from lit_effattn.datamodules.tokens import IGNORE, TokenBatch
+from lit_effattn.datamodules.utterances import BLANK, SpeechBatch, SpeechCorpus, Utterance
 
 __all__ = [
     "BLANK",

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from datamodules.synthetic import SyntheticTask
-from datamodules.tokens import IGNORE, TokenBatch
+from lit_effattn.datamodules.synthetic import SyntheticTask
+from lit_effattn.datamodules.tokens import IGNORE, TokenBatch
 
 SEPARATOR = 0
 

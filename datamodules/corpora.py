@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from datamodules.json_data import parse_json
-from datamodules.phonemes import ESPEAK_PHONES, Lexicon, pronounced
-from datamodules.utterances import SpeechCorpus, Utterance
+from lit_effattn.datamodules.json_data import parse_json
+from lit_effattn.datamodules.phonemes import ESPEAK_PHONES, Lexicon, pronounced
+from lit_effattn.datamodules.utterances import SpeechCorpus, Utterance
 
 ESPEAK_MINUTES = 60.0
 """What `EspeakCorpus` has by default."""
@@ -293,7 +293,7 @@ class EspeakCorpus(SpeechCorpus):
     The same arguments give the same files on the same Python and espeak-ng, which ``about.json`` names.
 
     Args:
-        root: Folder of the corpus; made by `prepare` if it is not there, or by ``python -m datamodules.espeak``.
+        root: Folder of the corpus; made by `prepare`, or by ``python -m lit_effattn.datamodules.espeak``.
         minutes: Of audio; 80 % of it train, 10 % validate, 10 % test.
 
     Raises:
@@ -314,7 +314,7 @@ class EspeakCorpus(SpeechCorpus):
             ModuleNotFoundError: If espeak-ng is not installed; names the extra.
             ChildProcessError: If it does not work.
         """
-        from datamodules.espeak import make_corpus
+        from lit_effattn.datamodules.espeak import make_corpus
 
         make_corpus(self.root, self.minutes)
 

@@ -1,6 +1,6 @@
 """Makes a corpus of English speech that espeak-ng synthesises, with the phones that it says itself to have spoken.
 
-python -m datamodules.espeak --help
+python -m lit_effattn.datamodules.espeak --help
 """
 
 import argparse
@@ -24,12 +24,12 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import torch
 
-from datamodules.corpora import ESPEAK_MINUTES
-from datamodules.image_sources import fixed_order
-from datamodules.json_data import parse_json
-from datamodules.made_once import made_once
-from datamodules.phonemes import espeak_phones
-from datamodules.text_sources import SPLITS, library_files
+from lit_effattn.datamodules.corpora import ESPEAK_MINUTES
+from lit_effattn.datamodules.image_sources import fixed_order
+from lit_effattn.datamodules.json_data import parse_json
+from lit_effattn.datamodules.made_once import made_once
+from lit_effattn.datamodules.phonemes import espeak_phones
+from lit_effattn.datamodules.text_sources import SPLITS, library_files
 
 FORMAT = 1
 """Raised when the same arguments would give other files."""
@@ -374,7 +374,7 @@ def _next(sentences: Iterator[list[str]], split: str, done: float, seconds: floa
 def main(arguments: list[str] | None = None) -> None:
     """Make a corpus from the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m datamodules.espeak",
+        prog="python -m lit_effattn.datamodules.espeak",
         description="Synthesise a corpus of English speech, labelled with phones: 8 dialects, 13 variants of the "
         "voice, several speeds and pitches, sentences from the documentation of Python's library. Training, "
         "validation and test share no sentence and no variant. The same arguments give the same files.",

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from datamodules.audio import AudioError, read_audio
-from datamodules.filterbanks import Filterbanks, moments
-from datamodules.json_data import parse_json
-from datamodules.made_once import made_once
-from datamodules.utterances import Utterance
+from lit_effattn.datamodules.audio import AudioError, read_audio
+from lit_effattn.datamodules.filterbanks import Filterbanks, moments
+from lit_effattn.datamodules.json_data import parse_json
+from lit_effattn.datamodules.made_once import made_once
+from lit_effattn.datamodules.utterances import Utterance
 
 FORMAT = 1
 """Raised when the same recordings would give other files."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from datamodules.utterances import Utterance
+from lit_effattn.datamodules.utterances import Utterance
 
 _NAMED = 5  # so many of what is wrong are named, the rest is counted
 

@@ -10,8 +10,8 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from datamodules import image_sources
-from datamodules.sampling import ResumableLoader, ShardedBatches, loader_options
+from lit_effattn.datamodules import image_sources
+from lit_effattn.datamodules.sampling import ResumableLoader, ShardedBatches, loader_options
 
 
 class _Kind(NamedTuple):

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from datamodules.corpora import read_manifest
-from datamodules.utterances import Utterance
+from lit_effattn.datamodules.corpora import read_manifest
+from lit_effattn.datamodules.utterances import Utterance
 
 _SUFFIXES = {".aif", ".aiff", ".au", ".flac", ".mp3", ".nist", ".oga", ".ogg", ".opus", ".sph", ".wav", ".wv1", ".wv2"}
 _MANIFESTS = {".json", ".jsonl"}

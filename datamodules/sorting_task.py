@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, DistributedSampler
 
-from datamodules.sampling import ShardedBatches
-from datamodules.synthetic import SyntheticTask
-from datamodules.tokens import IGNORE, TokenBatch
+from lit_effattn.datamodules.sampling import ShardedBatches
+from lit_effattn.datamodules.synthetic import SyntheticTask
+from lit_effattn.datamodules.tokens import IGNORE, TokenBatch
 
 SEPARATOR = 0
 

@@ -14,16 +14,16 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
-from datamodules.audio import MAX_SECONDS
-from datamodules.augment import SpecAugment
-from datamodules.corpora import EspeakCorpus
-from datamodules.feature_store import Fault, FeatureReader, Features, read_features, stored_features
-from datamodules.filterbanks import Filterbanks, moments, normalized
-from datamodules.length_batches import LengthBatches
-from datamodules.made_once import default_cache
-from datamodules.recordings import recordings
-from datamodules.sampling import ResumableLoader, loader_options
-from datamodules.utterances import BLANK, SpeechBatch, SpeechCorpus, Utterance
+from lit_effattn.datamodules.audio import MAX_SECONDS
+from lit_effattn.datamodules.augment import SpecAugment
+from lit_effattn.datamodules.corpora import EspeakCorpus
+from lit_effattn.datamodules.feature_store import Fault, FeatureReader, Features, read_features, stored_features
+from lit_effattn.datamodules.filterbanks import Filterbanks, moments, normalized
+from lit_effattn.datamodules.length_batches import LengthBatches
+from lit_effattn.datamodules.made_once import default_cache
+from lit_effattn.datamodules.recordings import recordings
+from lit_effattn.datamodules.sampling import ResumableLoader, loader_options
+from lit_effattn.datamodules.utterances import BLANK, SpeechBatch, SpeechCorpus, Utterance
 
 _SPLITS_OF = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("test",)}
 _NAMED = 3  # faults of a kind that a warning names

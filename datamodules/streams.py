@@ -8,8 +8,8 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import Dataset, DistributedSampler
 
-from datamodules.sampling import ResumableLoader
-from datamodules.tokens import IGNORE, TokenBatch
+from lit_effattn.datamodules.sampling import ResumableLoader
+from lit_effattn.datamodules.tokens import IGNORE, TokenBatch
 
 
 class TokenStreams(Dataset[TokenBatch]):

@@ -5,8 +5,8 @@ from abc import abstractmethod
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from datamodules.sampling import ResumableLoader, ShardedBatches, loader_options
-from datamodules.tokens import TokenBatch
+from lit_effattn.datamodules.sampling import ResumableLoader, ShardedBatches, loader_options
+from lit_effattn.datamodules.tokens import TokenBatch
 
 _DRAWS = 2**20  # of a training sequence: every epoch draws another of that many, so hardly any ever comes again
 

@@ -9,13 +9,13 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader
 
-from datamodules import text_sources
-from datamodules.made_once import default_cache
-from datamodules.sampling import loader_options
-from datamodules.streams import InOrder, StreamLoader, TokenStreams
-from datamodules.text_sources import TextSource
-from datamodules.token_store import TokenStore, tokenized
-from datamodules.tokenizers import KINDS, ByteTokenizer, Tokenizer
+from lit_effattn.datamodules import text_sources
+from lit_effattn.datamodules.made_once import default_cache
+from lit_effattn.datamodules.sampling import loader_options
+from lit_effattn.datamodules.streams import InOrder, StreamLoader, TokenStreams
+from lit_effattn.datamodules.text_sources import TextSource
+from lit_effattn.datamodules.token_store import TokenStore, tokenized
+from lit_effattn.datamodules.tokenizers import KINDS, ByteTokenizer, Tokenizer
 
 
 class _Source(NamedTuple):

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from datamodules.image_sources import fixed_order
+from lit_effattn.datamodules.image_sources import fixed_order
 
 SPLITS = ("train", "val", "test")
 HELD_OUT = 20  # one part in so many validates, another one tests: 90/5/5 %

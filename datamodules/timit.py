@@ -4,8 +4,8 @@ from pathlib import Path
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from datamodules.phonemes import TIMIT_48, timit_39, timit_48
-from datamodules.utterances import SpeechCorpus, Utterance
+from lit_effattn.datamodules.phonemes import TIMIT_48, timit_39, timit_48
+from lit_effattn.datamodules.utterances import SpeechCorpus, Utterance
 
 _DEVELOPMENT = (
     "fadg0 faks0 fcal1 fcmh0 fdac1 fdms0 fdrw0 fedw0 fgjd0 fjem0 fjmg0 fjsj0 fkms0 fmah0 fmml0 fnmr0 frew0 fsem0 majc0 "

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from datamodules.json_data import parse_json
-from datamodules.made_once import made_once
-from datamodules.text_sources import SPLITS, Document, TextSource
-from datamodules.tokenizers import ByteTokenizer, Tokenizer
+from lit_effattn.datamodules.json_data import parse_json
+from lit_effattn.datamodules.made_once import made_once
+from lit_effattn.datamodules.text_sources import SPLITS, Document, TextSource
+from lit_effattn.datamodules.tokenizers import ByteTokenizer, Tokenizer
 
 FORMAT = 1
 """Raised when the same texts would give other files."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from datamodules.json_data import parse_json
+from lit_effattn.datamodules.json_data import parse_json
 
 if TYPE_CHECKING:
     import tokenizers

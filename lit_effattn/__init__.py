@@ -1,10 +1,40 @@
-"""lit-effattn: train, resume, test and sample models whose attention costs less than N², on PyTorch Lightning."""
+"""lit-effattn: train, resume, test and sample models whose attention costs less than N², on PyTorch Lightning.
 
-from importlib.metadata import version
+What is exported here is imported when it is first asked for: `import lit_effattn.attention` loads PyTorch alone.
+"""
 
-from lit_effattn.lstm import LSTM
-from lit_effattn.tasks import LanguageModel, PixelModel, SpeechRecognizer
-from lit_effattn.transformer import Transformer
+from __future__ import annotations
 
-__version__ = version("lit-effattn")
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lit_effattn.lstm import LSTM
+    from lit_effattn.tasks import LanguageModel, PixelModel, SpeechRecognizer
+    from lit_effattn.transformer import Transformer
+
+    __version__: str
+
 __all__ = ["LSTM", "LanguageModel", "PixelModel", "SpeechRecognizer", "Transformer", "__version__"]
+
+_MODULES = {
+    "LSTM": "lit_effattn.lstm",
+    "LanguageModel": "lit_effattn.tasks",
+    "PixelModel": "lit_effattn.tasks",
+    "SpeechRecognizer": "lit_effattn.tasks",
+    "Transformer": "lit_effattn.transformer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("lit-effattn")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals().setdefault(name, getattr(importlib.import_module(_MODULES[name]), name))
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

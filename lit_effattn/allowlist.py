@@ -26,8 +26,8 @@ OURS = (
     "lit_effattn.positions",
     "lit_effattn.schedules",
     "lit_effattn.tasks",
-    "callbacks",
-    "datamodules",
+    "lit_effattn.callbacks",
+    "lit_effattn.datamodules",
 )
 """Modules whose public classes are listed, as far as their code is part of this distribution."""
 
@@ -79,8 +79,14 @@ SCHEDULE = (
 )
 """Plain values of `trainer` that `fit` takes from the checkpoint that it resumes; `strategy` only as a plain name."""
 
-_ROOT = Path(__file__).resolve().parent.parent
-_FOLDERS = tuple(_ROOT / name for name in ("lit_effattn", "callbacks", "datamodules"))
+MOVED = {
+    "callbacks": "lit_effattn.callbacks",
+    "datamodules": "lit_effattn.datamodules",
+}
+"""Modules, and all below them, that have another name since checkpoints were written."""
+
+_HERE = Path(__file__).resolve().parent
+_FOLDERS = (_HERE, *((_HERE / name).resolve() for name in ("callbacks", "datamodules")))
 
 
 class NotAllowedError(ValueError):
@@ -91,9 +97,18 @@ def listed(name: str) -> type | None:
     """Return the listed class of this name, None if there is none.
 
     Args:
-        name: The path by which a module exports it or where it is defined, or its bare name.
+        name: The path by which a module exports it or where it is defined, today or before, or its bare name.
     """
-    return _listed().get(name)
+    return _listed().get(moved(name))
+
+
+def moved(name: str) -> str:
+    """Return today's name of what was called `name`."""
+    parts = name.split(".")
+    for n in range(len(parts), 0, -1):
+        if (now := MOVED.get(".".join(parts[:n]))) is not None:
+            return ".".join([now, *parts[n:]])
+    return name
 
 
 @cache
@@ -115,7 +130,9 @@ def _classes() -> Iterator[tuple[str, type]]:
 
 
 def _public(module: str) -> Iterator[tuple[str, type]]:
-    for name, value in vars(importlib.import_module(module)).items():
+    imported = importlib.import_module(module)
+    for name in dir(imported):
+        value = getattr(imported, name)
         if isinstance(value, type) and not name.startswith("_"):
             yield f"{module}.{name}", value
 

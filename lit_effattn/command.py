@@ -22,16 +22,18 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
-# Imported for their classes, which YAML and flags may then name without their modules.
-import callbacks
-import datamodules
 import lit_effattn.adaptive
 import lit_effattn.attention
 import lit_effattn.ctc
 import lit_effattn.front_ends
 import lit_effattn.heads
+import lit_effattn.lstm
 import lit_effattn.positions
 import lit_effattn.schedules
+import lit_effattn.transformer
+
+# Imported for their classes, which YAML and flags may then name without their modules.
+from lit_effattn import callbacks, datamodules
 from lit_effattn.checkpoints import AtomicCheckpointIO, read_checkpoint
 from lit_effattn.runs import discard_if_empty, find_checkpoint, new_folder, new_run, run_of, short
 from lit_effattn.saved_settings import OFFLINE, homes, without_folders

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from datamodules.utterances import BLANK
+from lit_effattn.datamodules.utterances import BLANK
 from lit_effattn.recorded import Recorded
 from lit_effattn.sequence import valid_positions
 

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,13 @@ class SequenceModule(Recorded, nn.Module, ABC):
     d_input: int
     d_model: int
     causal: bool
+
+    if TYPE_CHECKING:  # nn.Module's returns Any
+
+        def __call__(
+            self, x: Tensor, state: State | None = None, lengths: Tensor | None = None
+        ) -> tuple[Tensor, State | None]:
+            """Call `forward`."""
 
     @abstractmethod
     def forward(

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple, Protocol, Union
 import torch
 from jsonargparse import ArgumentParser, Namespace
 
-from lit_effattn.allowlist import NotAllowedError, Trust, find, listed
+from lit_effattn.allowlist import NotAllowedError, Trust, find, listed, moved
 
 _TEXT = (str, bytes, os.PathLike)
 _PLAIN = (int, float, complex, enum.Enum, datetime.timedelta, datetime.datetime)
@@ -272,7 +272,7 @@ class CheckpointJudge:
         if not issubclass(kind, place.named):
             expected = " or ".join(base.__name__ for base in place.named)
             raise NotAllowedError(f"{self.source} names {name} as {where}, which is no {expected}")
-        return (name if "." in name else f"{kind.__module__}.{kind.__qualname__}"), kind
+        return (moved(name) if "." in name else f"{kind.__module__}.{kind.__qualname__}"), kind
 
     @staticmethod
     def _remedy(name: Any) -> str:

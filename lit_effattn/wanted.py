@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,6 +74,7 @@ class Wanted(NamedTuple):
         quick.add_argument("--trainer.default_root_dir", dest="root")
         quick.add_argument("--trust", action="append", default=[])
         said, others = quick.parse_known_args(rest)
+        said.config = [find_config(name) for name in said.config]
         configs = [arg for file in said.config for arg in ("--config", file)]
         root_args = [] if said.root is None else ["--trainer.default_root_dir", said.root]
         files = [_read_yaml(name) for name in said.config]
@@ -141,6 +143,26 @@ def _early_stopping(settings: dict[str, Any]) -> list[dict[str, Any]]:
     given = _section(settings, "trainer").get("callbacks") or []
     given = given if isinstance(given, list) else [given]
     return [_section(c, "init_args") for c in given if str(c.get("class_path")).endswith("EarlyStopping")]
+
+
+def find_config(name: str) -> str:
+    """Return the file that `--config name` means: the user's own, or else the shipped configuration of that name.
+
+    Raises:
+        ValueError: there is neither.
+    """
+    stem = name.removeprefix("configs/").removesuffix(".yaml")
+    for own in (Path(name), Path(f"{name}.yaml"), Path("configs", f"{stem}.yaml")):
+        if own.is_file():
+            return str(own)
+    shipped = {path.stem: path for path in (Path(__file__).parent / "configs").glob("*.yaml")}
+    if stem in shipped:
+        return str(shipped[stem])
+    close = get_close_matches(stem, shipped, n=1)
+    raise ValueError(
+        f"--config {name}: there is no such file, nor a shipped configuration of that name"
+        + (f"; did you mean {close[0]}?" if close else f"; there are {', '.join(sorted(shipped))}")
+    )
 
 
 def is_child() -> bool:

@@ -1,13 +1,14 @@
+import importlib
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-import datamodules
 import lit_effattn.attention
 import lit_effattn.schedules
 import lit_effattn.tasks
+from lit_effattn import datamodules
 from lit_effattn.allowlist import Trust, is_ours, listed
 
 
@@ -48,6 +49,10 @@ def test_what_checkpoints_hold_is_listed(name: str, kind: type):
         "lightning.pytorch.callbacks.ModelCheckpoint",
         "lightning.pytorch.callbacks.LambdaCallback",
         "lit_effattn.Path",
+        "lit_effattn.heads.Tensor",
+        "lit_effattn.ctc.Path",
+        "lit_effattn.adaptive.Module",
+        "Tensor",
         "lit_effattn.nowhere.LinearAttention",
         "ReduceLROnPlateau",  # there are two
         "",
@@ -58,14 +63,16 @@ def test_nothing_else_is(name: str):
 
 
 def test_a_folder_of_the_same_name_elsewhere_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Names are compared by the files that they come from."""
+    """What checkpoints called `datamodules` before is ours, whatever folder of that name Python finds."""
     (tmp_path / "datamodules.py").write_text("class PixelSequences: pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "datamodules", raising=False)
+    theirs = importlib.import_module("datamodules").PixelSequences
     monkeypatch.delitem(sys.modules, "datamodules")
-    import datamodules as theirs
-
+    assert listed("datamodules.PixelSequences") is listed("datamodules.pixels.PixelSequences")
+    assert listed("datamodules.PixelSequences") is datamodules.PixelSequences
     assert is_ours(datamodules.PixelSequences)
-    assert not is_ours(theirs.PixelSequences)
+    assert not is_ours(theirs)
 
 
 @pytest.fixture

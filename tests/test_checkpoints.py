@@ -5,13 +5,15 @@ import re
 import resource
 import signal
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
-from callbacks import LastCheckpoint
-from lit_effattn.checkpoints import AtomicCheckpointIO, read_checkpoint
+from lit_effattn.callbacks import LastCheckpoint
+from lit_effattn.checkpoints import AtomicCheckpointIO, own_folders, read_checkpoint
 from tests.callbacks.tiny import Tiny, loader, trainer
 
 # ------------------------------------------------------------------------------------------------ AtomicCheckpointIO
@@ -242,3 +244,52 @@ def test_code_is_not_run_on_loading(saved: Path, tmp_path: Path):
     with pytest.raises(ValueError, match="weights_only=False would run code"):
         AtomicCheckpointIO().load_checkpoint(saved, weights_only=False)
     assert not (tmp_path / "pwned").exists()
+
+
+# ------------------------------------------------------------------------------------------ what callbacks remember
+
+
+def remembered(trainer: pl.Trainer, **state: Any) -> dict[str, Any]:
+    """A checkpoint in which the trainer's ModelCheckpoint remembers `state`, once it is read."""
+    (callback,) = trainer.checkpoint_callbacks
+    checkpoint = {"callbacks": {callback.state_key: {"dirpath": "checkpoints", **state}, "other": dict(state)}}
+    own_folders(checkpoint, trainer)
+    assert not any(checkpoint["callbacks"]["other"].values())  # nothing here reads it, so nothing is kept
+    return checkpoint["callbacks"][callback.state_key]
+
+
+@pytest.fixture
+def resuming(tmp_path: Path) -> pl.Trainer:
+    made = pl.Trainer(default_root_dir=tmp_path, callbacks=[ModelCheckpoint(tmp_path / "checkpoints")], logger=False)
+    made.ckpt_path = str(tmp_path / "checkpoints" / "last.ckpt")
+    return made
+
+
+def test_files_of_the_run_are_found_again(resuming: pl.Trainer, tmp_path: Path):
+    folder = tmp_path / "checkpoints"
+    found = remembered(resuming, best_model_path="a.ckpt", kth_best_model_path="b.ckpt", best_k_models={"b.ckpt": 1.0})
+    assert found == {
+        "dirpath": str(folder),
+        "best_model_path": str(folder / "a.ckpt"),
+        "kth_best_model_path": str(folder / "b.ckpt"),
+        "best_k_models": {str(folder / "b.ckpt"): 1.0},
+    }
+
+
+def test_another_runs_files_are_not(resuming: pl.Trainer, tmp_path: Path):
+    resuming.ckpt_path = "/elsewhere/checkpoints/best.ckpt"
+    found = remembered(resuming, best_model_path="/elsewhere/checkpoints/best.ckpt")
+    assert found == {"dirpath": "checkpoints", "best_model_path": ""}  # Lightning then takes nothing of it
+
+
+@pytest.mark.parametrize("path", ["/etc", "../../x", ".", "", "a/../..", 7, None, ["a.ckpt"]])
+def test_a_path_that_leads_elsewhere_is_dropped(path: Any, resuming: pl.Trainer):
+    scores = {path: 1.0} if isinstance(path, str) else path
+    found = remembered(resuming, kth_best_model_path=path, last_model_path=path, best_k_models=scores)
+    assert not any(found[name] for name in ("kth_best_model_path", "last_model_path", "best_k_models"))
+
+
+def test_the_worst_of_the_best_is_one_of_them(resuming: pl.Trainer):
+    """Lightning would look for it in vain."""
+    assert remembered(resuming, kth_best_model_path="/x", best_k_models={"a": 1.0})["best_k_models"] == {}
+    assert len(remembered(resuming, kth_best_model_path="", best_k_models={"a": 1.0})["best_k_models"]) == 1

@@ -3,19 +3,19 @@
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import yaml
 
-from datamodules import PixelSequences
 from lit_effattn import PixelModel
 from lit_effattn.attention import LinearAttention, SoftmaxAttention
 from lit_effattn.cli import main
 from lit_effattn.command import CLI
+from lit_effattn.datamodules import PixelSequences
 from tests.support.commands import REPOSITORY, TWO, assert_same_end, command, fails, last, same, weights
 
 CONFIGS = sorted((REPOSITORY / "configs").glob("*.yaml"))
@@ -234,6 +234,21 @@ def test_the_papers_language_models_have_their_size(name: str, millions: int):
     model = built(REPOSITORY / "configs" / f"{name}.yaml").model
     model.configure_optimizers()
     assert round(sum(p.numel() for p in model.parameters()) / 1e6) == millions
+
+
+def test_a_shipped_configuration_is_found_by_name_and_ones_own_comes_first(capsys: pytest.CaptureFixture[str]):
+    def printed(name: str) -> dict[str, Any]:
+        with pytest.raises(SystemExit):
+            main(["fit", "--config", name, "--print_config"])
+        return yaml.safe_load(capsys.readouterr().out)
+
+    for name in ("digits_linear", "digits_linear.yaml", "configs/digits_linear.yaml"):
+        assert printed(name)["trainer"]["default_root_dir"] == "runs/digits_linear"
+    Path("digits_linear.yaml").write_text(yaml.safe_dump({**TINY, "seed_everything": 77}))
+    for name in ("digits_linear", "digits_linear.yaml"):
+        assert printed(name)["seed_everything"] == 77
+    assert "did you mean digits_linear?" in fails(capsys, "fit", "--config", "digit_linear")
+    assert "there are cifar_linear, " in fails(capsys, "fit", "--config", "nothing/like/it.yaml")
 
 
 def test_every_configuration_is_named_after_its_runs():
@@ -487,15 +502,3 @@ def test_a_full_disk_leaves_the_last_good_checkpoint():
     assert not list(Path("full").rglob("*.part"))
     resumed = command("fit", "--ckpt_path", "last", "--trainer.default_root_dir", "full", "--trainer.callbacks", "null")
     assert resumed.returncode == 0, resumed.stderr
-
-
-@pytest.mark.processes
-def test_help_loads_nothing_that_torch_and_lightning_do_not():
-    slow = "{'sklearn', 'torchvision', 'torchaudio', 'matplotlib', 'lit_effattn.command'}"
-    check = f"import sys; from lit_effattn.cli import main; main(['--help']); print(sorted({slow} & set(sys.modules)))"
-    plain = f"import sys, torch, lightning; print(sorted({slow} & set(sys.modules)))"
-    helped, bare = (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()[-1]
-        for code in (check, plain)
-    )
-    assert helped == bare

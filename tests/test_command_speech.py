@@ -9,7 +9,7 @@ import pytest
 import yaml
 from PIL import Image
 
-import datamodules
+from lit_effattn import datamodules
 from lit_effattn.cli import main
 from tests.support.commands import assert_same_end, fails, last
 from tests.support.tones import write
@@ -137,7 +137,7 @@ def test_what_cannot_be_recognised_is_refused_by_name(capsys: pytest.CaptureFixt
 
 
 def test_the_extra_that_synthesis_needs_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr("datamodules.espeak.find_spec", lambda name: None)
+    monkeypatch.setattr("lit_effattn.datamodules.espeak.find_spec", lambda name: None)
     monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
     said = fails(capsys, "fit", "--config", "speech.yaml", "--data.corpus", "EspeakCorpus")
     assert "pip install 'lit-effattn[speech]'" in said

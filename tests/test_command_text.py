@@ -13,9 +13,9 @@ import pytest
 import torch
 import yaml
 
-from datamodules import TextStream
-from datamodules.tokens import IGNORE
 from lit_effattn.cli import main
+from lit_effattn.datamodules import TextStream
+from lit_effattn.datamodules.tokens import IGNORE
 from lit_effattn.tasks import LanguageModel
 from tests.support.commands import TWO, assert_same_end, command, fails, last, same, weights
 

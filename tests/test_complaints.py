@@ -7,14 +7,14 @@ import pytest
 from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch.cli import LightningArgumentParser
 
-# Imported for their classes, which the arguments name.
-import callbacks
-import datamodules
 import lit_effattn.adaptive
 import lit_effattn.attention
 import lit_effattn.heads
 import lit_effattn.positions
 import lit_effattn.schedules
+
+# Imported for their classes, which the arguments name.
+from lit_effattn import callbacks, datamodules
 from lit_effattn.complaints import plain
 from lit_effattn.tasks import Task
 from lit_effattn.trainer import Trainer

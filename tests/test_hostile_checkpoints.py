@@ -28,6 +28,7 @@ from tests.support.commands import REPOSITORY, fails
 OLD = REPOSITORY / "tests" / "checkpoints" / "15b2119"
 COMMANDS = ("fit", "validate", "test", "predict", "generate")
 NOBODY = UserOptions([], [])
+RUN = "runs/2026-01-01_00-00-00/checkpoints"
 
 EVIL = """
 from pathlib import Path
@@ -309,19 +310,21 @@ def test_no_folder_that_a_checkpoint_names_is_written_to():
     assert len(list(Path("runs").iterdir())) == 1  # scoring leaves nothing there
 
 
-@pytest.mark.parametrize("hide", ["precious", "runs/here/checkpoints/../../../precious", "link"])
+@pytest.mark.parametrize("hide", ["precious", f"{RUN}/../../../precious", f"{RUN}/link", f"{RUN}/..", RUN, "nowhere"])
 def test_no_folder_that_a_callback_remembers_is_deleted(hide: str):
     """Lightning deletes `kth_best_model_path`, and all that is in it, when it has saved a better one."""
     Path("precious").mkdir()
     Path("precious/thesis.txt").write_text("years")
-    Path("link").symlink_to("precious")
+    run = Path(RUN)
+    run.mkdir(parents=True)
+    (run / "link").symlink_to(Path("precious").resolve())
     path = str(Path.cwd() / hide)
 
     def change(content: dict[str, Any]) -> None:
         (key,) = (key for key in content["callbacks"] if key.startswith("ModelCheckpoint"))
         worst = torch.tensor(99.0)
         content["callbacks"][key].update(
-            dirpath=str(Path.cwd() / "runs/2026-01-01_00-00-00/checkpoints"),
+            dirpath=str(run.resolve()),
             best_k_models={path: worst},
             kth_best_model_path=path,
             kth_value=worst,
@@ -329,11 +332,9 @@ def test_no_folder_that_a_callback_remembers_is_deleted(hide: str):
             last_model_path=path,
         )
 
-    run = Path("runs/2026-01-01_00-00-00/checkpoints")
-    run.mkdir(parents=True)
     edited(change).rename(run / "last.ckpt")
     main(["fit", "--ckpt_path", str(run / "last.ckpt"), "--trainer.max_epochs", "2"])
-    assert (run / "best.ckpt").is_file()
+    assert sorted(path.name for path in run.iterdir()) == ["best.ckpt", "last.ckpt", "link"]
     assert Path("precious/thesis.txt").read_text() == "years"
 
 

@@ -113,7 +113,7 @@ def test_a_checkpoints_refusal_says_why(name: str, words: str):
 
 def test_a_checkpoints_text_is_noted_where_it_may_be_a_path():
     judge = CheckpointJudge("it.ckpt", Trust())
-    spec = {"class_path": "datamodules.TextStream", "init_args": {"source": "files", "root": "texts"}}
+    spec = {"class_path": "lit_effattn.datamodules.TextStream", "init_args": {"source": "files", "root": "texts"}}
     from lightning.pytorch import LightningDataModule
 
     check(spec, Place.of(LightningDataModule), "data", judge)

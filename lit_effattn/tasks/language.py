@@ -9,9 +9,9 @@ import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
-from datamodules.tokenizers import Tokenizer
-from datamodules.tokens import IGNORE, TokenBatch
 from lit_effattn import sequence
+from lit_effattn.datamodules.tokenizers import Tokenizer
+from lit_effattn.datamodules.tokens import IGNORE, TokenBatch
 from lit_effattn.generation import generate
 from lit_effattn.heads import CategoricalHead, HeadFactory
 from lit_effattn.metrics import Accuracy, BitsPerByte, BitsPerCharacter, Count, Perplexity

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
-from datamodules.pixels import levels_to_images
+from lit_effattn.datamodules.pixels import levels_to_images
 from lit_effattn.generation import generate
 from lit_effattn.heads import CategoricalHead, HeadFactory
 from lit_effattn.metrics import BitsPerDim

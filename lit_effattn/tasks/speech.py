@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
-from datamodules.utterances import SpeechBatch
 from lit_effattn.ctc import Decoder, GreedyDecoder, align, ctc_nll
+from lit_effattn.datamodules.utterances import SpeechBatch
 from lit_effattn.front_ends import FrontEndFactory, Projection
 from lit_effattn.metrics import Count, NatsPerPhone, PhonemeErrorRate
 from lit_effattn.pictures import recognised

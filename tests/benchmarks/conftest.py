@@ -4,9 +4,9 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 
-from callbacks import MemoryCarry
-from datamodules import TextStream
 from lit_effattn import LSTM, Transformer
+from lit_effattn.callbacks import MemoryCarry
+from lit_effattn.datamodules import TextStream
 from lit_effattn.tasks import LanguageModel
 
 # `python -m benchmarks` finds the package in the working directory; it is not installed, and pytest adds no directory.

@@ -23,9 +23,9 @@ from benchmarks.compression import (
     neighbour_bits,
 )
 from benchmarks.text import load, read_documents
-from datamodules import PixelSequences, TextStream
-from datamodules.pixels import ImageArray
 from lit_effattn import PixelModel, Transformer
+from lit_effattn.datamodules import PixelSequences, TextStream
+from lit_effattn.datamodules.pixels import ImageArray
 
 SAVED = {
     "PNG": (".png", {"optimize": True}),

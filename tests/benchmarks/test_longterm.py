@@ -7,10 +7,10 @@ import torch
 
 from benchmarks import __main__ as command
 from benchmarks.longterm import read
-from callbacks import MemoryCarry
-from datamodules import SortingTask, TextStream
 from lit_effattn import Transformer
 from lit_effattn.attention import InfiniteAttention, TransformerXLAttention
+from lit_effattn.callbacks import MemoryCarry
+from lit_effattn.datamodules import SortingTask, TextStream
 from lit_effattn.tasks import LanguageModel
 
 SIZES = {"mem_len": 4, "segment_len": 4, "n_basis": 6, "widths": (0.1,), "n_samples": 5, "n_bins": 8}

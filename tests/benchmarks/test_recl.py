@@ -9,9 +9,9 @@ from torch import Tensor
 from benchmarks import __main__ as command
 from benchmarks.recl import effective_length, gains, losses
 from benchmarks.text import load, read_documents
-from datamodules import TextStream, TokenBatch
 from lit_effattn import LSTM, Transformer
 from lit_effattn.attention import SoftmaxAttention, TransformerXLAttention
+from lit_effattn.datamodules import TextStream, TokenBatch
 from lit_effattn.tasks import LanguageModel
 
 CONTEXTS = [100, 200, 300, 400, 500]

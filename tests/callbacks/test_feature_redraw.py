@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from callbacks import FeatureRedraw
 from lit_effattn import Transformer
 from lit_effattn.attention import LinearAttention, PerformerAttention
+from lit_effattn.callbacks import FeatureRedraw
 from tests.callbacks.tiny import Tiny, loader, trainer
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.callbacks import RichProgressBar
 
-from callbacks import ProgressBar
+from lit_effattn.callbacks import ProgressBar
 from tests.callbacks.tiny import Tiny, loader, trainer
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from callbacks import LastCheckpoint, RandomStates
-from callbacks.random_states import KEY
+from lit_effattn.callbacks import LastCheckpoint, RandomStates
+from lit_effattn.callbacks.random_states import KEY
 from tests.callbacks.tiny import Tiny, loader, trainer
 
 CPU = SimpleNamespace(device=torch.device("cpu"))

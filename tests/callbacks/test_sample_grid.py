@@ -6,8 +6,8 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from PIL import Image
 
-from callbacks import SampleGrid
 from lit_effattn import Transformer
+from lit_effattn.callbacks import SampleGrid
 from lit_effattn.tasks import PixelModel
 from tests.callbacks.tiny import Images, Tiny, loader, trainer
 

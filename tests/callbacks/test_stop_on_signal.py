@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from callbacks import LastCheckpoint, StopOnSignal, Stopped
+from lit_effattn.callbacks import LastCheckpoint, StopOnSignal, Stopped
 from lit_effattn.checkpoints import read_checkpoint
 from tests.callbacks.tiny import Tiny, loader, trainer
 

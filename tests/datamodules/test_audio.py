@@ -7,7 +7,7 @@ import pytest
 import soundfile
 import torch
 
-from datamodules import AudioError, read_audio
+from lit_effattn.datamodules import AudioError, read_audio
 
 RATE = 16_000
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from datamodules import SpecAugment
+from lit_effattn.datamodules import SpecAugment
 
 
 def hidden(augment, shape, seed=0):

@@ -3,8 +3,8 @@ import pickle
 import pytest
 import torch
 
-from datamodules import CopyTask
-from datamodules.tokens import IGNORE
+from lit_effattn.datamodules import CopyTask
+from lit_effattn.datamodules.tokens import IGNORE
 
 
 def batches(data: CopyTask, split: str, epoch: int = 0) -> list:

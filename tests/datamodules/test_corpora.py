@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from jsonargparse import ArgumentParser
 
-from datamodules import EspeakCorpus, LibriSpeechCorpus, ManifestCorpus, SpeechCorpus
-from datamodules.corpora import read_manifest
-from datamodules.phonemes import ESPEAK_PHONES
+from lit_effattn.datamodules import EspeakCorpus, LibriSpeechCorpus, ManifestCorpus, SpeechCorpus
+from lit_effattn.datamodules.corpora import read_manifest
+from lit_effattn.datamodules.phonemes import ESPEAK_PHONES
 
 LEXICON = "HELLO  HH AH0 L OW1\nWORLD  W ER1 L D\nREAD  R IY1 D\n"
 
@@ -208,7 +208,7 @@ def test_the_inventory_of_espeak_is_known_without_a_corpus(tmp_path: Path):
 def test_a_corpus_can_be_named_in_yaml(name: str, arguments: dict[str, Any]):
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--corpus", type=SpeechCorpus)
-    given = {"corpus": {"class_path": f"datamodules.{name}", "init_args": arguments}}
+    given = {"corpus": {"class_path": f"lit_effattn.datamodules.{name}", "init_args": arguments}}
     corpus = parser.instantiate_classes(parser.parse_object(given)).corpus
     assert type(corpus).__name__ == name
     if name == "LibriSpeechCorpus":

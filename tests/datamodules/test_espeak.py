@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import soundfile
 
-from datamodules import EspeakCorpus, espeak
-from datamodules.espeak import Speaker, Synthesizer, speakers, synthesizer, timed_phones
-from datamodules.phonemes import ESPEAK_PHONES
+from lit_effattn.datamodules import EspeakCorpus, espeak
+from lit_effattn.datamodules.espeak import Speaker, Synthesizer, speakers, synthesizer, timed_phones
+from lit_effattn.datamodules.phonemes import ESPEAK_PHONES
 
 LINCOLN = "four score and seven years ago our fathers brought forth on this continent a new nation"
 SENTENCES = [[f"{word} is the word", f"we say {word} once"] for word in LINCOLN.split()]

@@ -8,9 +8,9 @@ import pytest
 import soundfile
 import torch
 
-from datamodules import Filterbanks, Utterance
-from datamodules.feature_store import FeatureReader, read_features, stored_features
-from datamodules.filterbanks import moments
+from lit_effattn.datamodules import Filterbanks, Utterance
+from lit_effattn.datamodules.feature_store import FeatureReader, read_features, stored_features
+from lit_effattn.datamodules.filterbanks import moments
 
 READER = FeatureReader(Filterbanks(8000, n_mels=20), 0.1, 2.0, False)
 SPEAKERS = ["ann", "bob", "ann", None]

@@ -3,8 +3,8 @@ import pytest
 import torch
 from torchaudio.compliance import kaldi
 
-from datamodules import Filterbanks
-from datamodules.filterbanks import moments, normalized
+from lit_effattn.datamodules import Filterbanks
+from lit_effattn.datamodules.filterbanks import moments, normalized
 
 
 def sound(n, seed=0):

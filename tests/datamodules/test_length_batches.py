@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, DistributedSampler
 
-from datamodules import LengthBatches, ResumableLoader
-from datamodules.length_batches import _buckets
+from lit_effattn.datamodules import LengthBatches, ResumableLoader
+from lit_effattn.datamodules.length_batches import _buckets
 
 
 def lengths(n, seed=0, most=400):

@@ -2,8 +2,16 @@ from pathlib import Path
 
 import pytest
 
-from datamodules import Lexicon, Utterance
-from datamodules.phonemes import ESPEAK_PHONES, TIMIT_48, espeak_phones, first_few, pronounced, timit_39, timit_48
+from lit_effattn.datamodules import Lexicon, Utterance
+from lit_effattn.datamodules.phonemes import (
+    ESPEAK_PHONES,
+    TIMIT_48,
+    espeak_phones,
+    first_few,
+    pronounced,
+    timit_39,
+    timit_48,
+)
 
 
 def spaced(names: str) -> tuple[str, ...]:

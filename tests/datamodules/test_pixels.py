@@ -15,8 +15,8 @@ from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision.datasets import CIFAR10, MNIST
 
-import datamodules
-from datamodules import PixelSequences, image_sources, images_to_levels, levels_to_images, pixels, sampling
+from lit_effattn import datamodules
+from lit_effattn.datamodules import PixelSequences, image_sources, images_to_levels, levels_to_images, pixels, sampling
 
 
 def ready(stage="fit", **options):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, DistributedSampler
 
-from datamodules import ResumableLoader, ShardedBatches
+from lit_effattn.datamodules import ResumableLoader, ShardedBatches
 
 COMBINATIONS = list(itertools.product((1, 2, 3, 7, 8, 9, 31, 64), (1, 2, 3, 8, 100), (1, 2, 3, 4)))
 

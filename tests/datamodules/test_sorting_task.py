@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from callbacks import MemoryCarry
-from datamodules import SortingTask, counting_accuracy
-from datamodules.sorting_task import by_frequency
-from datamodules.tokens import IGNORE
 from lit_effattn import Transformer
 from lit_effattn.attention import InfiniteAttention
+from lit_effattn.callbacks import MemoryCarry
+from lit_effattn.datamodules import SortingTask, counting_accuracy
+from lit_effattn.datamodules.sorting_task import by_frequency
+from lit_effattn.datamodules.tokens import IGNORE
 from lit_effattn.tasks import LanguageModel
 
 

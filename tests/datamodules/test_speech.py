@@ -11,9 +11,18 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from datamodules import BLANK, AudioError, Filterbanks, SpecAugment, SpeechCorpus, SpeechData, Utterance, read_audio
-from datamodules.corpora import EspeakCorpus
-from datamodules.utterances import SpeechBatch
+from lit_effattn.datamodules import (
+    BLANK,
+    AudioError,
+    Filterbanks,
+    SpecAugment,
+    SpeechCorpus,
+    SpeechData,
+    Utterance,
+    read_audio,
+)
+from lit_effattn.datamodules.corpora import EspeakCorpus
+from lit_effattn.datamodules.utterances import SpeechBatch
 
 PHONES = ("aa", "b", "k", "sil")
 RATE = 8000

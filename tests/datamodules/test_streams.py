@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler
 
-from datamodules.streams import InOrder, StreamLoader, TokenStreams
-from datamodules.tokens import IGNORE
+from lit_effattn.datamodules.streams import InOrder, StreamLoader, TokenStreams
+from lit_effattn.datamodules.tokens import IGNORE
 
 START = 999
 DOCUMENTS = [(1,), (2,), (5,), (1, 1), (7, 3), (4, 1, 6), (3, 3, 3), (13, 2, 8, 1), (40,), (9, 30, 2)]

@@ -16,8 +16,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from datamodules import IGNORE, TextStream, streams, text, text_sources, token_store, tokenizers
-from datamodules.tokenizers import Tokenizer
+from lit_effattn.datamodules import IGNORE, TextStream, streams, text, text_sources, token_store, tokenizers
+from lit_effattn.datamodules.tokenizers import Tokenizer
 
 SENTENCES = [f"{i} birds sit on {i * i} wires,\n and {chr(0xE0 + i)} sings.\n" for i in range(20)]
 
@@ -332,7 +332,7 @@ def fake_datasets(monkeypatch):
         files = {file.stem: file for file in Path(path).glob("*.jsonl")}
         return {name: Rows(json.loads(line) for line in file.open()) for name, file in files.items()}
 
-    monkeypatch.setattr("datamodules.text_sources.find_spec", lambda name: True)
+    monkeypatch.setattr("lit_effattn.datamodules.text_sources.find_spec", lambda name: True)
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
 
 
@@ -359,7 +359,7 @@ def test_huggingface_rows_are_documents(tmp_path, monkeypatch, names, real):
 
 
 def test_huggingface_without_its_package_names_the_extra(monkeypatch):
-    monkeypatch.setattr("datamodules.text_sources.find_spec", lambda name: None)
+    monkeypatch.setattr("lit_effattn.datamodules.text_sources.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"source='huggingface'.*pip install 'lit-effattn\[huggingface\]'"):
         ready(source="huggingface", path="some/stories")
 
@@ -419,7 +419,7 @@ def test_interrupted_is_never_taken_for_whole(tmp_path, monkeypatch):
             ready(**options)
     assert [path.suffix for path in (tmp_path / "c").iterdir()] == [".lock"]
     with monkeypatch.context() as patch:  # killed: nothing is tidied up
-        patch.setattr("datamodules.made_once.shutil.rmtree", lambda *_, **__: None)
+        patch.setattr("lit_effattn.datamodules.made_once.shutil.rmtree", lambda *_, **__: None)
         patch.setattr(token_store.np, "save", interrupt)
         with pytest.raises(KeyboardInterrupt):
             ready(**options)

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from datamodules import TimitCorpus
-from datamodules.timit import CORE_TEST_SPEAKERS, DEVELOPMENT_SPEAKERS
+from lit_effattn.datamodules import TimitCorpus
+from lit_effattn.datamodules.timit import CORE_TEST_SPEAKERS, DEVELOPMENT_SPEAKERS
 
 LABELS = (
     "0 3050 h#\n3050 4559 sh\n4559 5723 ix\n5723 6642 hv\n6642 8772 q\n8772 9190 bcl\n9190 10337 b\n10337 11517 h#\n"

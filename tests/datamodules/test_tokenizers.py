@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from datamodules.tokenizers import BPETokenizer, ByteTokenizer, CharacterTokenizer, Tokenizer, WordTokenizer
+from lit_effattn.datamodules.tokenizers import BPETokenizer, ByteTokenizer, CharacterTokenizer, Tokenizer, WordTokenizer
 
 TEXT = (
     "Ein Haus,\n  zwei  Häuser\t– drei\n\n\nHäuser; \u3000 vier 屋 \N{PILE OF POO}\r\n"
@@ -115,7 +115,7 @@ def test_bpe_merges_the_most_frequent_pairs_up_to_its_size():
 
 def test_bpe_without_its_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    monkeypatch.setattr("datamodules.tokenizers.find_spec", lambda name: None)
+    monkeypatch.setattr("lit_effattn.datamodules.tokenizers.find_spec", lambda name: None)
     for ask in (lambda: BPETokenizer.learn([TEXT], 300), lambda: Tokenizer.from_spec({"tokens": "bpe"})):
         with pytest.raises(ValueError, match=r"tokens='bpe'.*pip install 'lit-effattn\[bpe\]'"):
             ask()

@@ -6,9 +6,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from datamodules import CopyTask
-from datamodules.tokenizers import ByteTokenizer
-from datamodules.tokens import IGNORE, TokenBatch
 from lit_effattn import Transformer
 from lit_effattn.attention import (
     CompressiveAttention,
@@ -17,6 +14,9 @@ from lit_effattn.attention import (
     SoftmaxAttention,
     TransformerXLAttention,
 )
+from lit_effattn.datamodules import CopyTask
+from lit_effattn.datamodules.tokenizers import ByteTokenizer
+from lit_effattn.datamodules.tokens import IGNORE, TokenBatch
 from lit_effattn.tasks import LanguageModel
 from tests.callbacks.tiny import trainer
 

@@ -11,9 +11,9 @@ from lightning.pytorch.cli import ReduceLROnPlateau
 from torch import nn
 from torch.utils.data import DataLoader
 
-from callbacks import LastCheckpoint
 from lit_effattn import Transformer
 from lit_effattn.attention import LinearAttention, SoftmaxAttention
+from lit_effattn.callbacks import LastCheckpoint
 from lit_effattn.heads import CategoricalHead, MixtureOfLogisticsHead
 from lit_effattn.positions import GridPositions, LearnedPositions
 from lit_effattn.schedules import WarmupCosine

@@ -10,8 +10,6 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from callbacks import FeatureRedraw
-from datamodules.utterances import SpeechBatch
 from lit_effattn import LSTM, SpeechRecognizer, Transformer
 from lit_effattn.attention import (
     LinearAttention,
@@ -22,7 +20,9 @@ from lit_effattn.attention import (
     SparseAttention,
     TransformerXLAttention,
 )
+from lit_effattn.callbacks import FeatureRedraw
 from lit_effattn.ctc import Decoder, ctc_nll
+from lit_effattn.datamodules.utterances import SpeechBatch
 from lit_effattn.front_ends import ConvSubsampling, FrameStacking
 from tests.callbacks.tiny import trainer
 

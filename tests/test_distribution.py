@@ -1,0 +1,146 @@
+"""What is installed: one package, with all that it needs, whatever folders lie where it is used."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import REPOSITORY
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An sdist of what git knows, and a wheel made from that sdist."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    files = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, check=True, capture_output=True, text=True)
+    for name in files.stdout.splitlines():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        if (REPOSITORY / name).is_symlink() or (REPOSITORY / name).is_file():
+            shutil.copy(REPOSITORY / name, source / name, follow_symlinks=False)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
+    subprocess.run(command, check=True, capture_output=True)
+    return out
+
+
+def names(wheel: Path) -> list[str]:
+    return zipfile.ZipFile(wheel).namelist()
+
+
+def test_the_wheel_holds_one_package(built: Path):
+    (wheel,) = built.glob("*.whl")
+    tops = {name.split("/")[0] for name in names(wheel)}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"lit_effattn"}
+    held = set(names(wheel))
+    for folder in ("lit_effattn", "callbacks", "datamodules", "configs"):
+        inside = "lit_effattn" if folder == "lit_effattn" else f"lit_effattn/{folder}"
+        for path in (REPOSITORY / folder).rglob("*"):
+            if path.suffix in (".py", ".cpp", ".hpp", ".yaml") and "__pycache__" not in path.parts:
+                assert f"{inside}/{path.relative_to(REPOSITORY / folder)}" in held
+    assert "lit_effattn/py.typed" in held
+
+
+USE = """
+import lit_effattn, lit_effattn.datamodules, datamodules.mine, callbacks.mine
+from lit_effattn import PixelModel
+from lit_effattn.cli import main
+assert lit_effattn.__file__.startswith({installed!r}), lit_effattn.__file__
+mine = ["--data", "datamodules.mine.MyData", "--trainer.callbacks+=callbacks.mine.Mine"]
+quick = ["--trainer.fast_dev_run", "1", "--trainer.enable_progress_bar", "false", "--model.backbone.n_layers", "1"]
+main(["fit", "--config", "digits_linear", *mine, *quick])
+"""
+
+
+def test_it_runs_beside_folders_of_the_same_names(built: Path, tmp_path: Path):
+    """The wheel, unpacked where nothing else of ours is, in a folder with the user's own `datamodules` and others."""
+    (wheel,) = built.glob("*.whl")
+    installed, work = tmp_path / "installed", tmp_path / "work"
+    zipfile.ZipFile(wheel).extractall(installed)
+    for folder, content in {
+        "datamodules": "from lit_effattn.datamodules import PixelSequences\nclass MyData(PixelSequences): pass\n",
+        "callbacks": "from lightning.pytorch import Callback\nclass Mine(Callback): pass\n",
+        "configs": "",
+    }.items():
+        (work / folder).mkdir(parents=True)
+        (work / folder / "__init__.py").touch()
+        (work / folder / "mine.py").write_text(content)
+    done = subprocess.run(
+        [sys.executable, "-c", USE.format(installed=str(installed))],
+        cwd=work,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+SCRIPT = """
+import torch
+from lit_effattn import Transformer
+from lit_effattn.attention import LinearAttention
+from lit_effattn.datamodules import PixelSequences
+
+y, state = LinearAttention(8, 2, True)(torch.zeros(1, 2, 8))
+reveal_type(y)
+reveal_type(Transformer(8, 2, 1)(y)[0])
+reveal_type(PixelSequences("digits").n_levels)
+"""
+TYPES = ["torch._tensor.Tensor", "torch._tensor.Tensor", "int"]
+
+
+@pytest.mark.parametrize("install", ["editable", "wheel"])
+def test_type_checkers_find_our_types(install: str, built: Path, tmp_path: Path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    python = sys.executable
+    if install == "wheel":
+        (wheel,) = built.glob("*.whl")
+        zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
+        python = environment_with(tmp_path / "environment", str(tmp_path / "installed"), sysconfig.get_path("purelib"))
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--python-executable", python, "--cache-dir=cache", "script.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert checked.returncode == 0, checked.stdout
+    found = [
+        line.split('"')[1].removeprefix("builtins.") for line in checked.stdout.splitlines() if "Revealed type" in line
+    ]
+    assert found == TYPES
+
+
+def environment_with(folder: Path, *paths: str) -> str:
+    """Make an environment of `paths` alone: not of what is linked into them, our editable install."""
+    venv.create(folder, with_pip=False)
+    (packages,) = folder.glob("lib/*/site-packages")
+    (packages / "paths.pth").write_text("\n".join(paths) + "\n")
+    return str(folder / "bin" / "python")
+
+
+def test_attention_loads_without_lightning():
+    code = (
+        "import sys, lit_effattn.attention; assert not {'lightning', 'jsonargparse', 'torchvision'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("flag", ["--help", "--version"])
+def test_help_loads_nothing(flag: str):
+    code = f"import sys; from lit_effattn.cli import main; main([{flag!r}]); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_nothing_is_imported_by_its_bare_name():
+    bare = re.compile(r"^\s*(from|import) (datamodules|callbacks)\b", re.M)
+    found = [path for path in REPOSITORY.rglob("*.py") if ".venv" not in path.parts and bare.search(path.read_text())]
+    assert found == []

@@ -14,7 +14,7 @@ from benchmarks.report import Report, Row
 from lit_effattn import Transformer
 from lit_effattn.attention import SoftmaxAttention, TransformerXLAttention
 from lit_effattn.datamodules import TokenBatch
-from lit_effattn.sliding import SlidingState
+from lit_effattn.nn.sliding import SlidingState
 from lit_effattn.tasks import LanguageModel
 
 PAPER = {800: 363, 1800: 773, 2800: 1409, 3800: 1874}

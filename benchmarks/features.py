@@ -14,14 +14,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.measuring import Spread
 from benchmarks.models import at_least
 from benchmarks.report import Report, Row
-from lit_effattn.ops.favor import (
+from lit_effattn.ops.favor.pytorch import (
     draw_omega,
     favor,
     log_hyperbolic_features,
     log_positive_features,
     trigonometric_features,
 )
-from lit_effattn.ops.linear import linear_attention
+from lit_effattn.ops.linear.pytorch import linear_attention
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -23,8 +23,8 @@ import torch
 from benchmarks.measuring import MIB, Spread, interleaved, now, reset_peak, resident_peak
 from benchmarks.models import at_least
 from benchmarks.report import Report, Row
-from lit_effattn import command
 from lit_effattn.callbacks import MemoryCarry
+from lit_effattn.cli import command
 
 DEFAULTS = {
     "configs/digits_linear.yaml": "--data.batch_size 96",

@@ -16,7 +16,6 @@ from torch._dynamo.utils import counters
 from benchmarks.models import at_least
 from benchmarks.report import Report, Row
 from lit_effattn import LSTM, Transformer
-from lit_effattn.adaptive import AdaptiveHead
 from lit_effattn.attention import (
     AttentionFactory,
     CompressiveAttention,
@@ -30,6 +29,7 @@ from lit_effattn.attention import (
     TransformerXLAttention,
 )
 from lit_effattn.datamodules import TokenBatch
+from lit_effattn.nn.adaptive import AdaptiveHead
 from lit_effattn.sequence import SequenceModule
 from lit_effattn.tasks import LanguageModel
 

@@ -29,10 +29,12 @@ from benchmarks.measuring import (
 )
 from benchmarks.models import at_least
 from benchmarks.report import Report, Row
-from lit_effattn.ops import compiled, favor_cpu, linear_cpu
-from lit_effattn.ops.favor import causal_favor, draw_omega, log_offset
-from lit_effattn.ops.kernels import KERNELS
-from lit_effattn.ops.linear import causal_linear_attention, plain_causal_linear_attention
+from lit_effattn.ops.favor import cpp_kernels as favor_cpp_kernels
+from lit_effattn.ops.favor.pytorch import causal_favor, draw_omega, log_offset
+from lit_effattn.ops.linear import cpp_kernels as linear_cpp_kernels
+from lit_effattn.ops.linear.pytorch import causal_linear_attention, plain_causal_linear_attention
+from lit_effattn.ops.runtime import cpp_build
+from lit_effattn.ops.runtime.selection import KERNELS
 
 SQUARE = 1024
 """Rows and columns of the product that runs at full speed."""
@@ -232,9 +234,9 @@ def _at_its_chunk_size(
     name: str, one_pass: Callable[[Form, list[Tensor]], Any], inputs: list[Tensor], args: argparse.Namespace
 ) -> Callable[[], Any] | None:
     """Return the call in PyTorch whose products a kernel in C++ performs; None where `name` is none."""
-    if name not in IN_CPP or compiled.obstacle(IN_CPP[name]) is not None or inputs[0].device.type != "cpu":
+    if name not in IN_CPP or cpp_build.obstacle(IN_CPP[name]) is not None or inputs[0].device.type != "cpu":
         return None
-    chunk = compiled.library(IN_CPP[name]).positions_of_a_chunk()
+    chunk = cpp_build.library(IN_CPP[name]).positions_of_a_chunk()
     form = partial(_linear, causal_linear_attention, chunk)
     if name == "performer":
         form = partial(_performer, chunk, _directions(args))
@@ -361,5 +363,5 @@ FIGURES = (
 PRODUCTS = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default, torch.ops.aten.baddbmm_.default)
 PERFORMER = ("performer", "performer, in PyTorch")
 OURS = ("linear", "linear, in PyTorch", "linear, plain", *PERFORMER)
-IN_CPP = {"linear": linear_cpu.NAME, "performer": favor_cpu.NAME}
+IN_CPP = {"linear": linear_cpp_kernels.NAME, "performer": favor_cpp_kernels.NAME}
 """Those of them that are kernels in C++, and their sources."""

@@ -16,10 +16,10 @@ from benchmarks.flex import TYPES
 from benchmarks.measuring import MIB, Spread, interleaved, peak_bytes, seconds_of
 from benchmarks.models import at_least
 from benchmarks.report import Report, Row
-from lit_effattn.ops.favor import draw_omega, log_positive_features, plain_causal_favor
-from lit_effattn.ops.favor_kernels import positive_favor
-from lit_effattn.ops.linear import plain_causal_linear_attention
-from lit_effattn.ops.linear_kernels import elu_linear_attention
+from lit_effattn.ops.favor.dispatch import positive_favor
+from lit_effattn.ops.favor.pytorch import draw_omega, log_positive_features, plain_causal_favor
+from lit_effattn.ops.linear.dispatch import elu_linear_attention
+from lit_effattn.ops.linear.pytorch import plain_causal_linear_attention
 
 NOTES = [
     "One causal attention of queries, keys and values, heads before positions as projections leave them, without "

@@ -11,7 +11,7 @@ import torch
 
 from lit_effattn import PixelModel, Transformer
 from lit_effattn.attention import LinearAttention, SoftmaxAttention
-from lit_effattn.heads import MixtureOfLogisticsHead
+from lit_effattn.nn.heads import MixtureOfLogisticsHead
 
 KINDS = {"linear": LinearAttention, "softmax": SoftmaxAttention}
 

@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lit_effattn.compiler import check_compiler
+from lit_effattn.ops.runtime.check_inductor import check_compiler
 
 
 class Compile(pl.Callback):

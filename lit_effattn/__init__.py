@@ -9,20 +9,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lit_effattn.lstm import LSTM
+    from lit_effattn.nn.lstm import LSTM
+    from lit_effattn.nn.transformer import Transformer
     from lit_effattn.tasks import LanguageModel, PixelModel, SpeechRecognizer
-    from lit_effattn.transformer import Transformer
 
     __version__: str
 
 __all__ = ["LSTM", "LanguageModel", "PixelModel", "SpeechRecognizer", "Transformer", "__version__"]
 
 _MODULES = {
-    "LSTM": "lit_effattn.lstm",
+    "LSTM": "lit_effattn.nn.lstm",
     "LanguageModel": "lit_effattn.tasks",
     "PixelModel": "lit_effattn.tasks",
     "SpeechRecognizer": "lit_effattn.tasks",
-    "Transformer": "lit_effattn.transformer",
+    "Transformer": "lit_effattn.nn.transformer",
 }
 
 

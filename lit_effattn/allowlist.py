@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 
 OURS = (
     "lit_effattn",
-    "lit_effattn.adaptive",
     "lit_effattn.attention",
-    "lit_effattn.ctc",
-    "lit_effattn.front_ends",
-    "lit_effattn.heads",
+    "lit_effattn.nn.adaptive",
+    "lit_effattn.nn.front_ends",
+    "lit_effattn.nn.heads",
     "lit_effattn.positions",
     "lit_effattn.schedules",
     "lit_effattn.tasks",
+    "lit_effattn.tasks.ctc",
     "lit_effattn.callbacks",
     "lit_effattn.datamodules",
 )
@@ -82,6 +82,12 @@ SCHEDULE = (
 MOVED = {
     "callbacks": "lit_effattn.callbacks",
     "datamodules": "lit_effattn.datamodules",
+    "lit_effattn.adaptive": "lit_effattn.nn.adaptive",
+    "lit_effattn.ctc": "lit_effattn.tasks.ctc",
+    "lit_effattn.front_ends": "lit_effattn.nn.front_ends",
+    "lit_effattn.heads": "lit_effattn.nn.heads",
+    "lit_effattn.lstm": "lit_effattn.nn.lstm",
+    "lit_effattn.transformer": "lit_effattn.nn.transformer",
 }
 """Modules, and all below them, that have another name since checkpoints were written."""
 

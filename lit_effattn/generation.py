@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lit_effattn.attention.base import Attention
-from lit_effattn.compiler import check_compiler
-from lit_effattn.heads import Head
+from lit_effattn.nn.heads import Head
+from lit_effattn.ops.runtime.check_inductor import check_compiler
 from lit_effattn.sequence import SequenceModule, State, donated, tensors
 
 

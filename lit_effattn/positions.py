@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from lit_effattn.recorded import Recorded
+from lit_effattn.hparams import Recorded
 from lit_effattn.sequence import accumulator, reads_values
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lit_effattn.recorded import Recorded
+from lit_effattn.hparams import Recorded
 
 State = Any
 """A tensor whose first dimension is the batch, a NamedTuple or tuple of states, or None (nothing remembered)."""

@@ -49,9 +49,9 @@ def test_what_checkpoints_hold_is_listed(name: str, kind: type):
         "lightning.pytorch.callbacks.ModelCheckpoint",
         "lightning.pytorch.callbacks.LambdaCallback",
         "lit_effattn.Path",
-        "lit_effattn.heads.Tensor",
-        "lit_effattn.ctc.Path",
-        "lit_effattn.adaptive.Module",
+        "lit_effattn.nn.heads.Tensor",
+        "lit_effattn.tasks.ctc.Path",
+        "lit_effattn.nn.adaptive.Module",
         "Tensor",
         "lit_effattn.nowhere.LinearAttention",
         "ReduceLROnPlateau",  # there are two

@@ -12,7 +12,7 @@ from torch import nn
 from lit_effattn import Transformer, generation
 from lit_effattn.attention import LinearAttention, SoftmaxAttention
 from lit_effattn.generation import draw, generate
-from lit_effattn.heads import CategoricalHead, Head
+from lit_effattn.nn.heads import CategoricalHead, Head
 from lit_effattn.sequence import SequenceModule
 from tests.laws.cases import CAUSAL, Case
 from tests.laws.tools import each

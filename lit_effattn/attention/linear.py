@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_effattn.attention.base import Attention
-from lit_effattn.ops.linear import causal_linear_attention, linear_attention, linear_attention_step
-from lit_effattn.ops.linear_kernels import elu_linear_attention, use_kernels
-from lit_effattn.recorded import Recorded
+from lit_effattn.hparams import Recorded
+from lit_effattn.ops.linear.dispatch import elu_linear_attention, use_kernels
+from lit_effattn.ops.linear.pytorch import causal_linear_attention, linear_attention, linear_attention_step
 from lit_effattn.sequence import accumulator, may_overwrite, valid_positions
 
 
@@ -100,7 +100,7 @@ class LinearAttention(Attention):
     positions; state O(F D), constant. Splitting a stream changes nothing: the memory reaches back to the start.
     Feature map, sums and division are computed in float32 at least, whatever the autocast: in float16 the
     denominator overflows near N = 1024, and a running sum in bfloat16 drifts by a quarter. Causal attention runs
-    through kernels of its own, on CUDA for elu + 1, on the CPU for any feature map: see `lit_effattn.ops.kernels`.
+    through kernels of its own, on CUDA for elu + 1, on the CPU for any feature map: see `ops.runtime.selection`.
 
     Args:
         d_model: Width E.

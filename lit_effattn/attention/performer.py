@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lit_effattn.attention.base import Attention
-from lit_effattn.ops.favor import (
+from lit_effattn.ops.favor.dispatch import positive_favor, use_kernels
+from lit_effattn.ops.favor.pytorch import (
     Norms,
     causal_favor,
     draw_omega,
@@ -22,8 +23,7 @@ from lit_effattn.ops.favor import (
     relu_features,
     trigonometric_features,
 )
-from lit_effattn.ops.favor_kernels import positive_favor, use_kernels
-from lit_effattn.ops.linear import causal_linear_attention, linear_attention, linear_attention_step
+from lit_effattn.ops.linear.pytorch import causal_linear_attention, linear_attention, linear_attention_step
 from lit_effattn.sequence import accumulator, may_overwrite, reads_values, valid_positions
 
 Features = Literal["positive", "hyperbolic", "trigonometric", "relu"]
@@ -61,7 +61,7 @@ class PerformerAttention(Attention):
     with x̃ = D^(−¼) x and ω ~ N(0, I), so that E φ(q)ᵀφ(k) = exp(q·k / √D) for the first three. The parameters are those
     of `SoftmaxAttention`: a model trained with it can go on with this. Every exponential's estimate is unbiased, their
     ratio not quite. Positive and hyperbolic features are summed in log space with a running maximum a feature, exact
-    and finite for all norms: see `lit_effattn.ops.favor.causal_favor`, and `lit_effattn.ops.favor_kernels` for the
+    and finite for all norms: see `ops.favor.pytorch.causal_favor`, and `ops.favor.dispatch` for the
     kernels of causal attention. Trigonometric features are there to be compared with: they may be negative, so that a
     denominator may be near 0, or cross it, and exp(‖k̃‖²/2) may overflow.
 

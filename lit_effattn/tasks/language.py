@@ -13,11 +13,11 @@ from lit_effattn import sequence
 from lit_effattn.datamodules.tokenizers import Tokenizer
 from lit_effattn.datamodules.tokens import IGNORE, TokenBatch
 from lit_effattn.generation import generate
-from lit_effattn.heads import CategoricalHead, HeadFactory
-from lit_effattn.metrics import Accuracy, BitsPerByte, BitsPerCharacter, Count, Perplexity
+from lit_effattn.nn.heads import CategoricalHead, HeadFactory
+from lit_effattn.nn.sliding import SlidingWindow
 from lit_effattn.sequence import SequenceModule, State
-from lit_effattn.sliding import SlidingWindow
 from lit_effattn.tasks.base import Objective, Task
+from lit_effattn.tasks.metrics import Accuracy, BitsPerByte, BitsPerCharacter, Count, Perplexity
 
 Unit = Literal["byte", "character", "token"]
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from lit_effattn.datamodules.pixels import levels_to_images
 from lit_effattn.generation import generate
-from lit_effattn.heads import CategoricalHead, HeadFactory
-from lit_effattn.metrics import BitsPerDim
+from lit_effattn.nn.heads import CategoricalHead, HeadFactory
 from lit_effattn.positions import bind
 from lit_effattn.sequence import SequenceModule, State
 from lit_effattn.tasks.base import Objective, Task
+from lit_effattn.tasks.metrics import BitsPerDim
 
 
 class PixelModel(Task):

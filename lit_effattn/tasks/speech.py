@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
-from lit_effattn.ctc import Decoder, GreedyDecoder, align, ctc_nll
 from lit_effattn.datamodules.utterances import SpeechBatch
-from lit_effattn.front_ends import FrontEndFactory, Projection
-from lit_effattn.metrics import Count, NatsPerPhone, PhonemeErrorRate
+from lit_effattn.nn.front_ends import FrontEndFactory, Projection
 from lit_effattn.pictures import recognised
 from lit_effattn.runs import short
 from lit_effattn.sequence import SequenceModule, State, accumulator, reads_values, valid_positions
 from lit_effattn.tasks.base import Objective, Task
+from lit_effattn.tasks.ctc import Decoder, GreedyDecoder, align, ctc_nll
+from lit_effattn.tasks.metrics import Count, NatsPerPhone, PhonemeErrorRate
 
 PICTURES = 4
 """Of how many utterances of the first batch `predict` draws a picture."""
@@ -40,7 +40,7 @@ class SpeechRecognizer(Task):
     """Recognises the phones of an utterance, by connectionist temporal classification.
 
         −ln p(y|x) = −ln Σ_{π ∈ B⁻¹(y)} Π_t p_t(π_t),  p_t = softmax(W h_t + b)          Graves et al. 2006, equation 3
-        PER = Σ edits / Σ reference phones                        with h = backbone(front_end(x)); see `lit_effattn.ctc`
+        PER = Σ edits / Σ reference phones                        with h = backbone(front_end(x)); see `ctc`
 
     A batch is a `SpeechBatch`. Reported are the phoneme error rate, as a fraction, `per`; −ln p in nats a phone,
     `loss`; how many `utterances` there were; and how many were `impossible`: their frames are fewer than their labels

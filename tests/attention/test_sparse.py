@@ -6,7 +6,7 @@ import torch
 
 from lit_effattn import PixelModel, Transformer, sequence
 from lit_effattn.attention import SoftmaxAttention, SparseAttention
-from lit_effattn.heads import CategoricalHead
+from lit_effattn.nn.heads import CategoricalHead
 from lit_effattn.positions import GridPositions, RotaryPositions
 from tests.laws import definitions
 from tests.ops.allocated import Largest

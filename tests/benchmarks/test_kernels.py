@@ -5,7 +5,7 @@ import torch
 
 from benchmarks import kernels
 from benchmarks.report import cell
-from lit_effattn.ops.linear import causal_linear_attention
+from lit_effattn.ops.linear.pytorch import causal_linear_attention
 from tests.ops.in_cpp import needs_kernels
 
 N, H, C = 70, 2, 16
@@ -128,7 +128,7 @@ class Square(str):
         """Take no time."""
 
 
-@needs_kernels(kernels.linear_cpu)
+@needs_kernels(kernels.linear_cpp_kernels)
 def test_the_products_of_a_kernel_are_those_at_its_chunk_size(args):
     inputs = kernels._inputs(N, args, raw=False)
     own = kernels._at_its_chunk_size("linear", kernels._gradients, inputs, args)

@@ -7,9 +7,9 @@ import torch
 
 from benchmarks import __main__ as command
 from benchmarks import linear
-from lit_effattn.ops.favor import log_positive_features
-from lit_effattn.ops.favor_kernels import positive_favor
-from lit_effattn.ops.linear_kernels import elu_linear_attention
+from lit_effattn.ops.favor.dispatch import positive_favor
+from lit_effattn.ops.favor.pytorch import log_positive_features
+from lit_effattn.ops.linear.dispatch import elu_linear_attention
 
 N = 33
 FORMS = ["kernels, highest", "kernels, medium", "plain", "performer, kernels, highest", "performer, plain", "softmax"]

@@ -24,11 +24,11 @@ from lit_effattn.attention import (
     SparseAttention,
     TransformerXLAttention,
 )
-from lit_effattn.lstm import LSTM
+from lit_effattn.nn.lstm import LSTM
+from lit_effattn.nn.sliding import SlidingWindow
+from lit_effattn.nn.transformer import Block, FeedForward, Transformer
 from lit_effattn.positions import LearnedPositions, RotaryPositions
 from lit_effattn.sequence import SequenceModule
-from lit_effattn.sliding import SlidingWindow
-from lit_effattn.transformer import Block, FeedForward, Transformer
 from tests.laws import definitions
 
 D_MODEL, N_HEADS = 8, 2

@@ -21,9 +21,9 @@ from lit_effattn.attention import (
     TransformerXLAttention,
 )
 from lit_effattn.callbacks import FeatureRedraw
-from lit_effattn.ctc import Decoder, ctc_nll
 from lit_effattn.datamodules.utterances import SpeechBatch
-from lit_effattn.front_ends import ConvSubsampling, FrameStacking
+from lit_effattn.nn.front_ends import ConvSubsampling, FrameStacking
+from lit_effattn.tasks.ctc import Decoder, ctc_nll
 from tests.callbacks.tiny import trainer
 
 PHONES = ("aa", "b", "sil", "ch", "q")

@@ -1,0 +1,83 @@
+"""The `lit-effattn` command: its help, and how errors are told. What it does is in `command`, which loads slowly."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import NoReturn
+
+# Lightning 2.6 itself calls what jsonargparse deprecates; a user can do nothing about it.
+os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+
+HELP = """\
+usage: lit-effattn [-h] [--version] COMMAND [OPTIONS]
+
+Train, resume, test and sample models whose attention costs less than N².
+
+commands:
+  fit        train a model, or resume with --ckpt_path last
+  validate   score a checkpoint on the validation data
+  test       score a checkpoint on the test data
+  predict    score every test item by itself, into a CSV file, or transcribe audio
+  generate   draw samples from a checkpoint
+
+examples:
+  lit-effattn fit --config configs/digits_linear.yaml
+  lit-effattn fit --config configs/digits_linear.yaml --model.backbone.attention SoftmaxAttention
+  lit-effattn fit --ckpt_path last
+  lit-effattn test --ckpt_path best
+  lit-effattn generate --ckpt_path best --n 64 --complete 0.5
+
+All options of a command: lit-effattn COMMAND --help; those of a class: --model.help PixelModel,
+--model.backbone.help Transformer, --model.backbone.attention.help LinearAttention, --data.help PixelSequences.
+What a command would do with these options: --print_config. A whole traceback on errors: LIT_EFFATTN_DEBUG=1.
+"""
+COMMANDS = ("fit", "validate", "test", "predict", "generate")
+DEBUG = "LIT_EFFATTN_DEBUG"
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run the command; a user's mistake ends it with one message and exit code 1 or 2."""
+    args = sys.argv[1:] if args is None else args
+    if not args or args[0] in ("-h", "--help"):
+        print(HELP, end="")
+        return
+    if args[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"lit-effattn {version('lit-effattn')}")
+        return
+    if args[0] not in COMMANDS:
+        fail(f"{args[0]!r} is not a command; there are {', '.join(COMMANDS)}", code=2)
+    from lit_effattn.cli.command import UsageError, run
+
+    if os.environ.get(DEBUG):
+        run(args)
+        return
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    from lit_effattn.cli.parser_errors import plain
+
+    try:
+        run(args)
+    except UsageError as error:
+        fail(plain(str(error)), code=2)
+    # What our own checks raise, and those below us: their messages name the culprit, their tracebacks don't help.
+    except (ValueError, OSError, ModuleNotFoundError, MisconfigurationException) as error:
+        fail(plain(_message(error)))
+
+
+def _message(error: BaseException) -> str:
+    """Return what `error` says; of an error in a data loader's process, what that process said."""
+    text = str(error).strip() or type(error).__name__
+    if text.startswith("Caught ") and "\nOriginal Traceback" in text:
+        text = text.splitlines()[-1].partition(": ")[2] or text.splitlines()[-1]
+    return text
+
+
+def fail(message: str, code: int = 1) -> NoReturn:
+    """End the command with a message; code 2 is for what was said wrong, 1 for what went wrong."""
+    print(f"lit-effattn: error: {message}", file=sys.stderr)
+    if code == 1:
+        print(f"(with {DEBUG}=1 in the environment you see where)", file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,374 @@
+"""What the `lit-effattn` command does: LightningCLI, with runs in folders of their own and checkpoints that bring their
+configuration.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any, NoReturn
+
+import lightning.pytorch as pl
+import torch
+import yaml
+from jsonargparse import set_parsing_settings
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+
+import lit_effattn.attention
+import lit_effattn.nn.adaptive
+import lit_effattn.nn.front_ends
+import lit_effattn.nn.heads
+import lit_effattn.nn.lstm
+import lit_effattn.nn.transformer
+import lit_effattn.positions
+import lit_effattn.schedules
+import lit_effattn.tasks.ctc
+
+# Imported for their classes, which YAML and flags may then name without their modules.
+from lit_effattn import callbacks, datamodules
+from lit_effattn.checkpoints import AtomicCheckpointIO, read_checkpoint
+from lit_effattn.cli.resume import CHECKPOINT, FIXED_BY_DATA, KEY, ROOT, Wanted, is_child, refuse_dropped
+from lit_effattn.cli.saved_settings import OFFLINE, homes, without_folders
+from lit_effattn.cli.trainer import Trainer
+from lit_effattn.runs import discard_if_empty, find_checkpoint, new_folder, new_run, run_of, short
+from lit_effattn.spec_check import Place, UserJudge, check
+from lit_effattn.tasks import Task
+
+__all__ = ["CLI", "callbacks", "datamodules", "lit_effattn", "run"]
+
+RUN = "LIT_EFFATTN_RUN"
+"""How the process that a user started tells those that it starts itself (DDP) which run's folder is theirs."""
+
+_USAGE = "lit-effattn {} [--config FILE] [--GROUP.OPTION VALUE ...]"
+_ABOUT = {
+    "fit": "Train a model; with --ckpt_path, go on from a checkpoint as if it had never stopped.",
+    "validate": "Score a checkpoint on the validation data.",
+    "test": "Score a checkpoint on the test data.",
+    "predict": "Score every test item by itself, into a CSV file; or transcribe audio, with --data.audio.",
+    "generate": "Draw samples from a checkpoint.",
+}
+
+
+def run(args: list[str]) -> None:
+    """Parse `args` and do what they say."""
+    _quieten()
+    sys.path.append(str(Path.cwd()))  # classes of the user's own: --model.backbone.attention my_module.MyAttention
+    # Enforce jsonargparse's denylist; build no classes where any value will do.
+    set_parsing_settings(import_path_denylist=[], instantiate_subclass_spec_in_any=False)
+    offline = {name: os.environ.get(name) for name in OFFLINE}
+    try:
+        CLI(args)
+    finally:
+        for name, value in offline.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+        if not is_child():
+            if RUN in os.environ:
+                discard_if_empty(Path(os.environ.pop(RUN)))
+            os.environ.pop(CHECKPOINT, None)
+
+
+def _quieten() -> None:
+    """Silence what users of the command can't act upon; see the comment at each."""
+    for message in (
+        ".*LightningCLI's args parameter is intended to run from within Python.*",  # it is
+        ".*does not have many workers.*",  # images in memory need none; `num_workers` is documented
+        ".*callbacks used to create the checkpoint need to be provided.*",  # scoring needs none
+        ".*Checkpoint directory .* exists and is not empty.*",  # a continued run's
+        ".*will be duplicated and evaluated twice.*|.*DistributedSampler.*recommended to use.*",  # ours pads nothing
+        ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",  # Lightning's own call
+    ):
+        warnings.filterwarnings("ignore", message)
+    # Advertisements, and a remark at every checkpoint.
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda r: "litlogger" not in r.getMessage())
+    logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector").addFilter(
+        lambda r: "`weights_only` was not set" not in r.getMessage()
+    )
+
+
+class UsageError(Exception):
+    """What was said makes no sense; in the words of jsonargparse."""
+
+
+class _Parser(LightningArgumentParser):
+    """A parser that leaves it to others to end the command."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Say what is wrong."""
+        if not self.exit_on_error:  # a nested parser, whose parent will tell
+            super().error(message, ex)
+        raise UsageError(message) from ex
+
+    def parse_args(self, args: Any = None, *more: Any, **options: Any) -> Any:
+        """Parse `args`; in a nested parser, what jsonargparse makes of `--a.b.c null` is `--c=None`."""
+        if not self.exit_on_error and args:
+            args = [re.sub(r"(?s)^(--[^=]+)=None$", r"\1=null", arg) for arg in args]
+        return super().parse_args(args, *more, **options)
+
+
+class CLI(LightningCLI):
+    """LightningCLI with a folder a run, and checkpoints whose configuration comes first and flags over it."""
+
+    def __init__(self, args: list[str]) -> None:
+        self.wanted = Wanted.parse(args)
+        super().__init__(
+            model_class=Task,
+            datamodule_class=pl.LightningDataModule if self.wanted.uses_data else None,
+            trainer_class=Trainer,
+            trainer_defaults={"default_root_dir": ROOT, "log_every_n_steps": 10},
+            seed_everything_default=0,
+            parser_class=_Parser,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            auto_configure_optimizers=False,
+            save_config_callback=None,
+            load_from_checkpoint_support=False,  # tasks know their own arguments: see lit_effattn.hparams
+            parser_kwargs={name: {"usage": _USAGE.format(name), "description": text} for name, text in _ABOUT.items()},
+            args=self.wanted.args,
+        )
+
+    # -------------------------------------------------------------------------------------------------------- parsing
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Return the commands, with the arguments that are not for the user."""
+        return {**LightningCLI.subcommands(), "generate": {"model", "datamodule"}}
+
+    def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
+        """Build the parser of the command at hand only: each takes a third of a second."""
+        commands = self.subcommands()
+        self.subcommands = lambda: {self.wanted.command: commands[self.wanted.command]}  # type: ignore[method-assign]
+        super()._add_subcommands(parser, **kwargs)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add our options, and hand what the data fixes to the model."""
+        parser.add_argument(
+            "--trust",
+            type=list[str] | None,
+            default=None,
+            metavar="NAME",
+            help="A module of your own, or the full name of a class or function, that a checkpoint (classes) or YAML "
+            "and flags (functions) may name although it is not on lit-effattn's list. May be given several times.",
+        )
+        if self.wanted.command == "fit":
+            parser.add_class_arguments(callbacks.LastCheckpoint, "checkpoint")
+            parser.add_argument(
+                "--init_weights",
+                type=str | None,
+                default=None,
+                help="Start from the weights of this checkpoint (a path, `last` or `best`), with everything else new: "
+                "fine-tuning, where --ckpt_path resumes.",
+            )
+        for name in FIXED_BY_DATA if self.wanted.data_fixes else ():
+            parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
+
+    def _parse_ckpt_path(self) -> None:
+        """Do nothing: Lightning would lay the checkpoint's hyper-parameters over the user's flags, silently."""
+
+    # -------------------------------------------------------------------------------------------------- instantiation
+
+    def before_instantiate_classes(self) -> None:
+        """Refuse functions that the user did not name as trusted, and what a resumed run would drop."""
+        config, judge = self.config[self.subcommand], UserJudge(self.wanted.trust)
+        for action in self._parser(self.subcommand)._actions:
+            if action.dest in config and hasattr(action, "_typehint"):
+                value = config[action.dest]
+                if value is not None and value is not action.default:
+                    check(value, Place.of(action._typehint), action.dest, judge)
+        saved = self.wanted.saved
+        if self.wanted.command == "fit" and saved is not None:
+            refuse_dropped(saved, self.settings())
+
+    def settings(self) -> dict[str, Any]:
+        """Return everything that is set, as YAML would have it, without what the data fixes."""
+        text = self._parser(self.subcommand).dump(self.config[self.subcommand], skip_none=False)
+        settings = without_folders(yaml.safe_load(text))
+        settings.pop("trust", None)
+        return settings
+
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        """Make the trainer, whose root is the run's folder, with the callbacks that every run has."""
+        config = self.config_init[self.subcommand].trainer
+        quiet = bool(config.fast_dev_run)
+        root = Path(config.default_root_dir or ROOT)
+        folder = root if quiet else self._run_folder(root)
+        kwargs["default_root_dir"] = str(folder)
+        if config.accelerator == "auto" and torch.backends.mps.is_available():
+            kwargs["accelerator"] = "cpu"  # Apple's GPUs have no float64, in which losses are summed
+        kwargs["plugins"] = [*_as_list(config.plugins), AtomicCheckpointIO()]
+        if config.logger in (None, True):
+            kwargs["logger"] = (
+                False
+                if quiet
+                else [
+                    TensorBoardLogger(folder, name="tensorboard", version=""),
+                    CSVLogger(folder, name="csv"),
+                ]
+            )
+        trainer_callbacks = _as_list(config.callbacks)
+        kwargs["callbacks"] = [*trainer_callbacks, *self._standard_callbacks(config, folder, quiet, kwargs)]
+        return super().instantiate_trainer(**kwargs)
+
+    def _standard_callbacks(self, config: Any, folder: Path, quiet: bool, kwargs: dict[str, Any]) -> list[pl.Callback]:
+        given = {type(callback) for callback in _as_list(config.callbacks)}
+        standard: list[pl.Callback] = []
+        if config.enable_progress_bar is not False and not any(issubclass(t, pl.callbacks.ProgressBar) for t in given):
+            standard.append(callbacks.ProgressBar())
+        if self.subcommand != "fit":
+            return standard
+        saved = self.wanted.saved
+        seed_kept = saved is None or saved.get("seed_everything") == self.settings().get("seed_everything")
+        standard += [
+            callbacks.StopOnSignal(),
+            callbacks.RandomStates(restore=seed_kept),
+            Configuration(self.settings()),
+        ]
+        if kwargs.get("logger", config.logger) and LearningRateMonitor not in given:
+            standard.append(LearningRateMonitor("step"))
+        if config.enable_checkpointing is not False and not quiet:
+            standard.append(self.config_init[self.subcommand].checkpoint)
+            if config.limit_val_batches != 0:
+                standard.append(
+                    ModelCheckpoint(
+                        folder / "checkpoints",
+                        filename="best",
+                        monitor=self.model.monitor,
+                        save_on_train_epoch_end=False,
+                        enable_version_counter=False,
+                    )
+                )
+        return standard
+
+    def _run_folder(self, root: Path) -> Path:
+        """Return the folder that this process writes to.
+
+        Going on from a run's last checkpoint continues that run; scoring and sampling write beside what they look at.
+        All else begins a new one.
+        """
+        if RUN in os.environ and is_child():
+            return Path(os.environ[RUN])
+        checkpoint = self.wanted.checkpoint
+        of = run_of(checkpoint) if checkpoint else None
+        if checkpoint is None or of is None or (self.subcommand == "fit" and checkpoint.name != "last.ckpt"):
+            # Where another program started all processes (torchrun), the first makes the folder; only it writes.
+            of = new_run(root) if self._is_first() else root / "of another process"
+        os.environ[RUN] = str(of)
+        return of
+
+    @staticmethod
+    def _is_first() -> bool:
+        return getattr(rank_zero_only, "rank", 0) == 0  # Lightning sets it from what launchers put in the environment
+
+    # --------------------------------------------------------------------------------------------------- the commands
+
+    def before_fit(self) -> None:
+        """Load the weights to start from."""
+        path = self.config[self.subcommand].init_weights
+        if path is None:
+            return
+        if self.wanted.checkpoint is not None:
+            raise ValueError("--init_weights and --ckpt_path were both given; one starts anew, the other resumes")
+        found = find_checkpoint(path, Path(self.config[self.subcommand].trainer.default_root_dir or ROOT))
+        checkpoint = read_checkpoint(found)
+        kept = _keep_buffers(self.model, checkpoint["state_dict"])
+        self.model.on_load_checkpoint(checkpoint)
+        self.model.load_state_dict(checkpoint["state_dict"])
+        rank_zero_info(f"Starting from the weights of {found}")
+        if kept:
+            rank_zero_info(f"Not in it, and left as this model drew them: {', '.join(kept)}")
+
+    def after_fit(self) -> None:
+        """Say where things are."""
+        best = next((c for c in self.trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)), None)
+        if best is not None and best.best_model_path:
+            rank_zero_info(f"{best.monitor} {best.best_model_score:.4f} is the best, in {short(best.best_model_path)}")
+
+    def after_test(self) -> None:
+        """Say the result in one line."""
+        self._say_result("test")
+
+    def after_validate(self) -> None:
+        """Say the result in one line."""
+        self._say_result("val")
+
+    def _say_result(self, stage: str) -> None:
+        for name, value in self.trainer.callback_metrics.items():
+            if name == f"{stage}/per":
+                rank_zero_only(print)(f"{stage} PER: {100 * value:.2f} %")
+            elif name.startswith(f"{stage}/"):
+                shown = name.replace("/", " ").replace("bits_per_", "bits/")
+                rank_zero_only(print)(f"{shown}: {value:.4f}" if value.is_floating_point() else f"{shown}: {value:,}")
+
+    def predict(self, **kwargs: Any) -> None:
+        """Score or recognise every item by itself, and write that as the task does."""
+        if self.trainer.world_size > 1:
+            raise ValueError(f"predict runs on one process, not {self.trainer.world_size}: give --trainer.devices 1")
+        predictions: Any = self.trainer.predict(**{**kwargs, "return_predictions": True})
+        folder = new_folder(Path(self.trainer.default_root_dir) / "predictions", "predictions")
+        print(self.model.write_predictions(predictions, folder))
+
+    def generate(self, **kwargs: Any) -> None:
+        """Draw samples."""
+        if self.trainer.world_size > 1:
+            raise ValueError(f"generate runs on one process, not {self.trainer.world_size}: give --trainer.devices 1")
+        assert isinstance(self.trainer, Trainer)
+        path = self.trainer.generate(**kwargs)
+        if path.suffix == ".txt":
+            print(f"text: {short(path)}")
+        else:
+            print(f"picture: {short(path)}\nlevels:  {short(path.with_name('samples.npy'))}")
+
+
+class Configuration(pl.Callback):
+    """Puts everything that was set into the run's folder, and into its checkpoints.
+
+    Args:
+        settings: As `CLI.settings` gives them.
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.settings = settings
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Write `config.yaml`, now that there is something to train; that of a resumed run beside the one before."""
+        if not trainer.is_global_zero or getattr(trainer, "fast_dev_run", False):
+            return
+        folder = Path(trainer.default_root_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        path, attempt = folder / "config.yaml", 0
+        while path.exists():
+            attempt += 1
+            path = folder / f"config_resumed_{attempt}.yaml"
+        path.write_text(yaml.safe_dump(self.settings, sort_keys=False))
+        if named := homes(self.settings):
+            rank_zero_info(f"Whoever gets this run's checkpoints reads in them: {', '.join(dict.fromkeys(named))}")
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Add the settings."""
+        checkpoint[KEY] = {"version": lit_effattn.__version__, "config": self.settings}
+
+
+def _keep_buffers(model: torch.nn.Module, weights: dict[str, Any]) -> list[str]:
+    """Add to `weights` the buffers of `model` that are absent: random features, in a checkpoint of softmax attention.
+
+    Returns:
+        Their names, each with how many have it.
+    """
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    absent = {name: t for name, t in model.state_dict().items() if name in buffers and name not in weights}
+    weights.update(absent)
+    counts = Counter(name.rpartition(".")[2] for name in absent)
+    return [f"{name} ({n}×)" for name, n in counts.items()]
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, list) else [value]

@@ -1,0 +1,142 @@
+"""What is wrong with a configuration, in a line or two.
+
+jsonargparse tells of every type of a union that did not fit, level by level. Here its report is boiled down to the
+option, the value and what would have been right; what is not understood is passed on, without the noise.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lit_effattn.attention import Attention
+from lit_effattn.nn.front_ends import FrontEnd
+from lit_effattn.nn.heads import Head
+from lit_effattn.positions import Positions
+from lit_effattn.sequence import SequenceModule
+from lit_effattn.tasks import Task
+from lit_effattn.tasks.ctc import Decoder
+
+_BASES: dict[str, type] = {
+    "model": Task,
+    "data": pl.LightningDataModule,
+    "backbone": SequenceModule,
+    "attention": Attention,
+    "positions": Positions,
+    "head": Head,
+    "embedding": torch.nn.Module,
+    "front_end": FrontEnd,
+    "decoder": Decoder,
+    "optimizer": torch.optim.Optimizer,
+    "lr_scheduler": torch.optim.lr_scheduler.LRScheduler,
+    "callbacks": pl.Callback,
+}
+_NOISE = re.compile(
+    r"^\s*(-\s)?(Does not validate against|Subtypes: |Errors:|Given value|Expected a <class 'NoneType'>|$)"
+)
+
+
+def plain(report: str) -> str:
+    """Boil a report of jsonargparse down; any other text comes back as it is."""
+    if "required: fit.data, fit.model" in report:
+        return "fit needs to know what to train: give --config with one of the files in configs/, or --model and --data"
+    if "Parser key" not in report and "Does not validate" not in report:
+        return report
+    option = _option(report)
+    value = _value(report)
+    if match := re.search(r"Option '([^']+)' is not accepted", report):
+        return _unknown_option(option, match[1], re.findall(r"class_path[ =]'([^']+)'", report))
+    if match := re.search(r"Importing '([^']+)' is not allowed", report):
+        return f"{option} names {match[1]}, which YAML and flags may not name"
+    if match := re.search(r"Expected ('[^']+' to be a (?:function|sub)[^\n]*?)\.?(?:$|\s+Got value)", report, re.M):
+        return f"{option}: expected {_readable(match[1])}"
+    if match := re.search(r"Expected a dot import path string: (\S+)", report):
+        return _unknown_class(option, match[1])
+    if match := re.search(r"Dict must include a class_path.*?but got NestedArg\(key='([^']+)'", report):
+        return _classless_option(option, match[1])
+    if match := re.search(r"the following arguments are required: (.+)", report):
+        return f"{option} needs {match[1]}: give --{option}.{match[1].split(', ')[0]} VALUE, or its init_args in YAML"
+    expected = [_readable(e) for e in re.findall(r"^\s*(?:- )?Expected a (.+?)(?:\. Got value: .*)?$", report, re.M)]
+    expected = list(dict.fromkeys(e for e in expected if e != "NoneType"))
+    if option and value is not None and expected:
+        return f"{option}={value} is not {' or '.join(expected)}"
+    kept = [line.strip().removeprefix("- ") for line in report.splitlines() if not _NOISE.match(line)]
+    return "; ".join(dict.fromkeys(kept))
+
+
+def _option(report: str) -> str:
+    """Return the keys from the outermost to the innermost; the same ones come again for every type that was tried."""
+    keys: list[str] = []
+    depth = -1
+    for match in re.finditer(r'^(\s*).*Parser key "([^"]+)"', report, re.M):
+        if len(match[1]) > depth:
+            depth = len(match[1])
+            keys.append(match[2])
+    return ".".join(keys)
+
+
+def _value(report: str) -> str | None:
+    """Return the innermost value, which is told first."""
+    found = re.search(r"(?:Got|Given) value: (.*?)(?:\. Got value: .*)?$", report, re.M)
+    return found[1] if found else None
+
+
+def _readable(expected: str) -> str:
+    """typing.Literal['pre', 'post'] -> one of 'pre', 'post'; <class 'int'> -> int."""
+    if match := re.fullmatch(r"typing\.Literal\[(.*)\]", expected):
+        return f"one of {match[1]}"
+    return re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", expected)
+
+
+def _unknown_option(path: str, name: str, class_paths: list[str]) -> str:
+    kind: Any = _find(class_paths[-1]) if class_paths else None
+    if kind is None:
+        return f"{path}: there is no option {name!r}"
+    if kind in _BASES.values():  # no class was named, so only the base is known
+        return _classless_option(path, name)
+    known = [p for p in inspect.signature(kind).parameters if p not in ("self", "params", "optimizer")]
+    return f"{path}: {kind.__name__} has no option {name!r}; {_instead(name, known)}"
+
+
+def _classless_option(path: str, name: str) -> str:
+    base = _BASES.get(path.rpartition(".")[2])
+    known = sorted({kind.__name__ for kind in _concrete(base)}) if base else []
+    named = f" (there are {', '.join(known)})" if 0 < len(known) < 10 else ""
+    return f"{path}.{name}: name the class that option {name!r} belongs to first, --{path} CLASS{named}"
+
+
+def _unknown_class(path: str, name: str) -> str:
+    base = _BASES.get(path.rpartition(".")[2])
+    known = sorted({kind.__name__ for kind in _concrete(base)}) if base else []
+    instead = _instead(name, known)
+    # Of modules there are hundreds, too many to list.
+    return f"{path}: there is no class {name!r}" + (f"; {instead}" if known and len(instead) < 1000 else "")
+
+
+def _instead(name: str, known: list[str]) -> str:
+    begun = [k for k in known if name.startswith(k) or k.startswith(name)]
+    if close := max(begun, key=len, default="") or "".join(get_close_matches(name, known, n=1)):
+        return f"did you mean {close}?"
+    return f"there are {', '.join(known)}"
+
+
+def _concrete(base: type) -> Iterable[type]:
+    kinds: list[type] = base.__subclasses__()
+    for kind in kinds:
+        if not inspect.isabstract(kind) and not kind.__name__.startswith("_"):
+            yield kind
+        yield from _concrete(kind)
+
+
+def _find(class_path: str) -> Any:
+    module, _, name = class_path.rpartition(".")
+    try:
+        return getattr(__import__(module, fromlist=[name]), name)
+    except (ImportError, AttributeError, ValueError):
+        return None

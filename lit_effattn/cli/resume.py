@@ -1,0 +1,188 @@
+"""Which checkpoint the command is about, and the configuration that it brings."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lit_effattn.allowlist import Trust
+from lit_effattn.checkpoints import read_checkpoint, saved_model
+from lit_effattn.cli.saved_settings import UserOptions, checked_settings
+from lit_effattn.runs import find_checkpoint, short
+
+ROOT = "runs"
+"""Where runs lie, unless `trainer.default_root_dir` says otherwise."""
+
+KEY = "lit_effattn"
+"""Where in a checkpoint the configuration lies."""
+
+FIXED_BY_DATA = (
+    *("image_shape", "n_levels"),
+    *("vocab_size", "unit", "tokenizer"),
+    *("n_mels", "phones", "folded", "frame_seconds"),
+)
+"""Arguments of models that are handed over from the data."""
+
+CHECKPOINT = "LIT_EFFATTN_CKPT_PATH"
+"""How the process that a user started tells those that it starts itself (DDP) which checkpoint is meant."""
+
+
+class Wanted(NamedTuple):
+    """The command, the checkpoint that is meant, and the arguments with what that checkpoint brings.
+
+    Attributes:
+        command: As in `lit-effattn COMMAND`.
+        args: All arguments, `command` first.
+        checkpoint: None: there is none.
+        saved: The settings that it brings.
+        trust: What the user trusts by name.
+        uses_data: Whether the command takes data.
+        data_fixes: Whether the data tell the model what `FIXED_BY_DATA` names; else the checkpoint does.
+    """
+
+    command: str
+    args: list[str]
+    checkpoint: Path | None
+    saved: dict[str, Any] | None
+    trust: Trust
+    uses_data: bool = True
+    data_fixes: bool = True
+
+    @classmethod
+    def parse(cls, args: list[str]) -> Wanted:
+        """Have a first look at `args`.
+
+        Raises:
+            ValueError: a command that needs a checkpoint was given none.
+            FileNotFoundError: the checkpoint does not exist.
+            NotAllowedError: the checkpoint names what it may not.
+        """
+        command, rest = args[0], args[1:]
+        if {"-h", "--help"} & set(rest):
+            return cls(command, args, None, None, Trust())
+        quick = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        quick.add_argument("-c", "--config", action="append", default=[])
+        quick.add_argument("--ckpt_path")
+        quick.add_argument("--trainer.default_root_dir", dest="root")
+        quick.add_argument("--trust", action="append", default=[])
+        said, others = quick.parse_known_args(rest)
+        said.config = [find_config(name) for name in said.config]
+        configs = [arg for file in said.config for arg in ("--config", file)]
+        root_args = [] if said.root is None else ["--trainer.default_root_dir", said.root]
+        files = [_read_yaml(name) for name in said.config]
+        trust = Trust([*said.trust, *(name for file in files for name in file.get("trust") or ())])
+        name = said.ckpt_path or _last(f.get("ckpt_path") for f in files)
+        root = said.root or _last(_section(f, "trainer").get("default_root_dir") for f in files) or ROOT
+        if name is None:
+            if command != "fit":
+                raise ValueError(f"{command} needs a trained model: give --ckpt_path best, last, or a path")
+            return cls(command, [command, *configs, *root_args, *others], None, None, trust)
+        checkpoint = Path(os.environ[CHECKPOINT]) if CHECKPOINT in os.environ and is_child() else None
+        checkpoint = checkpoint or find_checkpoint(name, Path(root))
+        os.environ[CHECKPOINT] = str(checkpoint)
+        # What is drawn from nothing, or from a prompt, needs no data on disk, nor do recordings of the user's own need
+        # the corpus: the checkpoint says what data fixed.
+        uses_data = command != "generate" or _given(others, "--complete")
+        data_fixes = uses_data and not _given(others, "--data.audio", "--data.init_args.audio")
+        saved = _saved_settings(checkpoint, command, uses_data, data_fixes)
+        rank_zero_info(f"{command} from {short(checkpoint)}")
+        saved = checked_settings(saved, command, checkpoint, trust, UserOptions(others, files))
+        args = [command, "--config", json.dumps(saved), *configs, *root_args, *others, "--ckpt_path", str(checkpoint)]
+        return cls(command, args, checkpoint, saved, trust, uses_data, data_fixes)
+
+
+def _given(args: list[str], *options: str) -> bool:
+    return any(arg.split("=")[0].rstrip("+") in options for arg in args)
+
+
+def _saved_settings(checkpoint: Path, command: str, uses_data: bool, data_fixes: bool) -> dict[str, Any]:
+    """Return what the checkpoint says of how it was made, as far as `command` has such options; nothing is checked."""
+    content = read_checkpoint(checkpoint)
+    model = saved_model(content, short(checkpoint))
+    config = _section(_section(content, KEY), "config")
+    if config:
+        parts = ["seed_everything", "trainer", "model", "data", *(["checkpoint"] if command == "fit" else [])]
+        saved = {part: config[part] for part in parts if config.get(part) is not None}
+        if not uses_data:
+            saved.pop("data", None)
+        if not data_fixes and model is not None:
+            built = {name: value for name, value in model["init_args"].items() if name in FIXED_BY_DATA}
+            _section(_section(saved, "model"), "init_args").update(built)
+        return saved
+    if model is None:
+        raise ValueError(f"{checkpoint} does not say what model it holds: it was not saved by lit-effattn")
+    return {"model": model}
+
+
+def refuse_dropped(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse settings that resuming would drop: Lightning lays the checkpoint's over them, silently."""
+    for name in ("optimizer", "lr_scheduler"):
+        before, after = (_section(_section(s, "model"), "init_args").get(name) for s in (saved, now))
+        if "model" in saved and before != after:
+            raise ValueError(
+                f"model.{name} is {after} here and {before} in the checkpoint, whose {name} resuming goes on with: "
+                "leave it as it was, or start anew from these weights with --init_weights in place of --ckpt_path"
+            )
+    before, after = (_early_stopping(s) for s in (saved, now))
+    if before and after and before != after:
+        raise ValueError(
+            f"EarlyStopping is {after} here and {before} in the checkpoint, whose patience resuming goes on with: "
+            "leave it as it was, or start anew from these weights with --init_weights in place of --ckpt_path"
+        )
+
+
+def _early_stopping(settings: dict[str, Any]) -> list[dict[str, Any]]:
+    given = _section(settings, "trainer").get("callbacks") or []
+    given = given if isinstance(given, list) else [given]
+    return [_section(c, "init_args") for c in given if str(c.get("class_path")).endswith("EarlyStopping")]
+
+
+def find_config(name: str) -> str:
+    """Return the file that `--config name` means: the user's own, or else the shipped configuration of that name.
+
+    Raises:
+        ValueError: there is neither.
+    """
+    stem = name.removeprefix("configs/").removesuffix(".yaml")
+    for own in (Path(name), Path(f"{name}.yaml"), Path("configs", f"{stem}.yaml")):
+        if own.is_file():
+            return str(own)
+    shipped = {path.stem: path for path in (Path(__file__).parent.parent / "configs").glob("*.yaml")}
+    if stem in shipped:
+        return str(shipped[stem])
+    close = get_close_matches(stem, shipped, n=1)
+    raise ValueError(
+        f"--config {name}: there is no such file, nor a shipped configuration of that name"
+        + (f"; did you mean {close[0]}?" if close else f"; there are {', '.join(sorted(shipped))}")
+    )
+
+
+def is_child() -> bool:
+    """Whether another process of this run started this one."""
+    return int(os.environ.get("LOCAL_RANK", 0)) > 0
+
+
+def _read_yaml(name: str) -> dict[str, Any]:
+    """Read a configuration for a first look; what is wrong with it, jsonargparse will say better."""
+    try:
+        content = yaml.safe_load(Path(name).read_text())
+    except (OSError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
+    section = config.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def _last(values: Iterable[Any]) -> Any:
+    return next(reversed([value for value in values if value is not None]), None)

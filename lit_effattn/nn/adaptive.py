@@ -1,0 +1,188 @@
+"""Embedding and softmax for large vocabularies, sorted by frequency: rare tokens get narrow vectors."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lit_effattn.nn.heads import Head
+from lit_effattn.sequence import accumulator
+
+
+class Bands(nn.Module):
+    """The vectors of a vocabulary that is cut into bands 0 … K of frequency, and how wide each band's are.
+
+    Token w of band i has a row e_w of width d_i = d_model / div_value^i, and each band with d_i < d_model a projection
+    P_i (d_model, d_i): P_i e_w is the token's vector. Embedding and softmax can share them.
+
+    Args:
+        n_tokens: Number of tokens, the most frequent first.
+        d_model: Width.
+        cutoffs: K tokens: the first of each band but the first.
+        div_value: How much narrower a band is than the one before.
+
+    Raises:
+        ValueError: `cutoffs` are not in order within the vocabulary, or a band would have no width.
+    """
+
+    cutoffs: Tensor
+    INIT_STD = 0.02
+
+    def __init__(self, n_tokens: int, d_model: int, cutoffs: list[int], div_value: float) -> None:
+        super().__init__()
+        borders = [0, *cutoffs, n_tokens]
+        if not cutoffs or any(a >= b for a, b in pairwise(borders)):
+            raise ValueError(f"cutoffs={cutoffs} do not ascend between 0 and {n_tokens}, the number of tokens")
+        if div_value < 1 or d_model < div_value ** len(cutoffs):
+            raise ValueError(
+                f"div_value={div_value} with d_model={d_model} and {len(cutoffs)} cutoffs: it is at least 1, and "
+                "d_model / div_value^(number of cutoffs) too, which is the width of the last band"
+            )
+        self.register_buffer("cutoffs", torch.tensor(cutoffs), persistent=False)
+        self.starts = borders[:-1]
+        self.sizes = [b - a for a, b in pairwise(borders)]
+        widths = [int(d_model / div_value**i) for i in range(len(self.sizes))]
+        self.rows = nn.ParameterList(torch.empty(n, d) for n, d in zip(self.sizes, widths, strict=True))
+        self.projections = nn.ParameterList(torch.empty(d_model, d) for d in widths if d < d_model)
+        # P e is then as large in every band.
+        for rows in self.rows:
+            nn.init.normal_(rows, std=self.INIT_STD)
+        for projection in self.projections:
+            nn.init.normal_(projection, std=projection.size(1) ** -0.5)
+
+    def __len__(self) -> int:
+        """Return K + 1."""
+        return len(self.sizes)
+
+    def of(self, tokens: Tensor) -> Tensor:
+        """Return the band of each token. One that is none of the vocabulary's counts to the outermost."""
+        return (tokens[..., None] >= self.cutoffs).sum(-1)
+
+    def projection(self, band: int) -> Tensor | None:
+        """Return P of a band, None where it is the identity."""
+        narrower = band - (len(self) - len(self.projections))  # those without are the first
+        return self.projections[narrower] if narrower >= 0 else None
+
+    def describe(self) -> str:
+        """Return the shapes of all rows, for complaints."""
+        return ", ".join(f"{rows.size(0)} × {rows.size(1)}" for rows in self.rows)
+
+
+class AdaptiveEmbedding(nn.Module):
+    """An embedding whose rare tokens have narrow vectors, projected to the full width.
+
+        y = P_i e_w,  w in band i                                              Baevski & Auli 2019, section 3
+
+    All bands are computed for every token and masked: with a `div_value` of 4 that costs less than a third of a
+    d_model × d_model matrix, has shapes that do not depend on the data, and gives every parameter a gradient in every
+    process. Every band's vectors start with standard deviation 0.02.
+
+    Args:
+        n_tokens: Number of tokens, the most frequent first.
+        d_model: Width of the output.
+        cutoffs: The first token of each band but the first (WikiText-103: 20000, 40000, 200000).
+        div_value: How much narrower a band's vectors are than those of the band before. 1: none is, none is projected.
+
+    Raises:
+        ValueError: see `Bands`.
+    """
+
+    def __init__(self, n_tokens: int, d_model: int, *, cutoffs: list[int], div_value: float = 4.0) -> None:
+        super().__init__()
+        self.bands = Bands(n_tokens, d_model, cutoffs, div_value)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(…) integers -> (…, d_model)."""
+        band = self.bands.of(tokens)
+        first, *others = (self._of_band(i, tokens, band != i) for i in range(len(self.bands)))
+        return sum(others, first)
+
+    def _of_band(self, i: int, tokens: Tensor, elsewhere: Tensor) -> Tensor:
+        """Return band i's vectors, 0 for tokens that are elsewhere."""
+        row = (tokens - self.bands.starts[i]).masked_fill(elsewhere, 0)
+        e = F.embedding(row, self.bands.rows[i]).masked_fill(elsewhere[..., None], 0)  # (…, d_i)
+        projection = self.bands.projection(i)
+        return e if projection is None else F.linear(e, projection)  # (…, d_model)
+
+
+class AdaptiveHead(Head):
+    """A softmax over the frequent tokens and K bands of rare ones, then one over the tokens of a band.
+
+        p(w) = softmax(E_0 h + b_0)_w                            w in band 0
+        p(w) = softmax(E_0 h + b_0)_{band i} · softmax(E_i P_iᵀ h + b_i)_w      w in band i ≥ 1
+
+    where the first softmax runs over band 0's tokens and the K bands. Grave et al. 2017, section 4, with the biases of
+    Transformer-XL. `nll` computes the second softmax only where the target is in that band, so it never holds a
+    position × vocabulary matrix (under `torch.compile`, which wants shapes that do not depend on the data, it does;
+    `loss`, which training calls, is never compiled); `log_probs`, and a loss with label smoothing, have to. Every
+    parameter gets a gradient from every batch, zero where a band has no target.
+
+    Args:
+        d_model: Width of the hidden state.
+        n_levels: Number of tokens, the most frequent first.
+        cutoffs: The first token of each band but the first (WikiText-103: 20000, 40000, 200000).
+        div_value: How much narrower a band's vectors are than those of the band before. 1: none is, none is projected.
+
+    Raises:
+        ValueError: see `Bands`.
+    """
+
+    def __init__(self, d_model: int, n_levels: int, *, cutoffs: list[int], div_value: float = 4.0) -> None:
+        super().__init__(d_model, n_levels)
+        self.bands = Bands(n_levels, d_model, cutoffs, div_value)
+        self.biases = nn.ParameterList(torch.zeros(n) for n in self.bands.sizes)
+        self.band_proj = nn.Linear(d_model, len(cutoffs))
+        nn.init.normal_(self.band_proj.weight, std=Bands.INIT_STD)
+        nn.init.zeros_(self.band_proj.bias)
+
+    def log_probs(self, h: Tensor) -> Tensor:
+        """(…, d_model) -> (…, n_levels)."""
+        frequent, bands = self._first(h).log_softmax(-1).split([self.bands.sizes[0], len(self.bands) - 1], -1)
+        rare = [self._within(h, i).log_softmax(-1) + bands[..., i - 1, None] for i in range(1, len(self.bands))]
+        return torch.cat([frequent, *rare], -1)
+
+    def nll(self, h: Tensor, target: Tensor) -> Tensor:
+        """Return −log p(target) in nats: (…, d_model), (…) -> (…)."""
+        if torch.compiler.is_compiling():
+            return super().nll(h, target)
+        h, flat = h.flatten(0, -2), target.flatten()  # (N, d_model), (N,)
+        band = self.bands.of(flat)
+        choice = torch.where(band == 0, flat, self.bands.sizes[0] + band - 1)
+        nll = F.cross_entropy(self._first(h), choice, reduction="none")
+        for i in range(1, len(self.bands)):
+            here = (band == i).nonzero()[:, 0]  # if none, still computed: DDP waits for every gradient
+            within = F.cross_entropy(self._within(h[here], i), flat[here] - self.bands.starts[i], reduction="none")
+            nll = nll.index_add(0, here, within)
+        return nll.view(target.shape)
+
+    @torch.compiler.disable(reason="which rows a band has depends on the data")
+    def loss(self, h: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
+        """See `Head.loss`; never compiled, so that here too it does not hold the whole matrix."""
+        return super().loss(h, target, label_smoothing)
+
+    def _first(self, h: Tensor) -> Tensor:
+        """Return the logits of the frequent tokens and of the bands of rare ones."""
+        logits = torch.cat([F.linear(h, self.bands.rows[0], self.biases[0]), self.band_proj(h)], -1)
+        return logits.to(accumulator(logits.dtype))
+
+    def _within(self, h: Tensor, band: int) -> Tensor:
+        """Return the logits of a band's tokens."""
+        projection = self.bands.projection(band)
+        h = h if projection is None else F.linear(h, projection.T)  # (…, d_i)
+        logits = F.linear(h, self.bands.rows[band], self.biases[band])
+        return logits.to(accumulator(logits.dtype))
+
+    def tie(self, embedding: nn.Module) -> None:
+        """Have the vectors and projections of an `AdaptiveEmbedding`: see `Head.tie`."""
+        if not isinstance(embedding, AdaptiveEmbedding):
+            raise ValueError(f"AdaptiveHead is tied to an AdaptiveEmbedding, not to {type(embedding).__name__}")
+        mine, other = self.bands.describe(), embedding.bands.describe()
+        if mine != other:
+            raise ValueError(
+                f"the head's bands are {mine} (tokens × width) and the embedding's {other}: to tie them, give both the "
+                "same cutoffs and div_value, and the backbone a d_input equal to its d_model"
+            )
+        self.bands = embedding.bands

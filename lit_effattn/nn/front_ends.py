@@ -1,0 +1,129 @@
+"""What makes the input of a model out of sound: fewer frames, and their width."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lit_effattn.hparams import Recorded
+from lit_effattn.sequence import valid_positions, without_padding
+
+
+class FrontEnd(Recorded, nn.Module, ABC):
+    """Turns feature vectors into the model's input, `factor` of them into one.
+
+    A frame depends on its own utterance alone: padding is nothing.
+
+    Attributes:
+        factor: Frames that become one. A row of T frames becomes one of ⌈T / factor⌉.
+    """
+
+    factor: int
+
+    @abstractmethod
+    def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Transform `x`.
+
+        Args:
+            x: (B, T, F).
+            lengths: (B,), frames of each row; the rest is padding, whatever stands there.
+
+        Returns:
+            (B, ⌈T / factor⌉, E), 0 in the padding, and the rows' lengths, ⌈lengths / factor⌉.
+        """
+
+
+class Projection(FrontEnd):
+    """One matrix at every frame: y_t = W x_t + b.
+
+    Args:
+        n_features: Width F of a frame.
+        d_model: Width E of the model's input.
+    """
+
+    factor = 1
+
+    def __init__(self, n_features: int, d_model: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(n_features, d_model)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """See `FrontEnd.forward`."""
+        return without_padding(self.proj(without_padding(x, lengths)), lengths), lengths
+
+
+class FrameStacking(FrontEnd):
+    """Frames side by side, and one matrix: y_t = W [x_{st}; …; x_{st+s−1}] + b, 0 beyond the end (Sak et al. 2015).
+
+    Args:
+        n_features: Width F of a frame.
+        d_model: Width E of the model's input.
+        factor: s.
+
+    Raises:
+        ValueError: `factor` is not positive.
+    """
+
+    def __init__(self, n_features: int, d_model: int, *, factor: int = 3) -> None:
+        super().__init__()
+        if factor < 1:
+            raise ValueError(f"factor={factor} is not positive; 2 to 4 are usual")
+        self.factor = factor
+        self.proj = nn.Linear(factor * n_features, d_model)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """See `FrontEnd.forward`."""
+        x = F.pad(without_padding(x, lengths), (0, 0, 0, -x.size(1) % self.factor))
+        stacked = x.reshape(x.size(0), -1, self.proj.in_features)  # (B, T, F) -> (B, T / s, s F)
+        lengths = _divided(lengths, self.factor)
+        return without_padding(self.proj(stacked), lengths), lengths
+
+
+class ConvSubsampling(FrontEnd):
+    """Convolutions over time and frequency, each of which halves both, and one matrix.
+
+        y_t = W [z_t1; …; z_tF'] + b,  z = relu(conv(relu(conv(x)))), 3 × 3 with stride 2    as in Dong et al. 2018
+
+    Args:
+        n_features: Width F of a frame.
+        d_model: Width E of the model's input.
+        factor: 2, one convolution, or 4, two.
+        channels: Of each convolution.
+
+    Raises:
+        ValueError: an option is out of its range.
+    """
+
+    def __init__(self, n_features: int, d_model: int, *, factor: int = 4, channels: int = 32) -> None:
+        super().__init__()
+        if factor not in (2, 4):
+            raise ValueError(f"factor={factor} is neither 2 nor 4; FrameStacking takes any")
+        if channels < 1:
+            raise ValueError(f"channels={channels} is not positive; 16 to 64 are usual")
+        self.factor = factor
+        first = nn.Conv2d(1, channels, kernel_size=3, stride=2, padding=1)
+        second = nn.Conv2d(channels, channels, kernel_size=3, stride=2, padding=1)
+        self.convs = nn.ModuleList([first, second][: factor // 2])
+        self.proj = nn.Linear(channels * -(-n_features // factor), d_model)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """See `FrontEnd.forward`."""
+        x = x[:, None]  # (B, T, F) -> (B, 1, T, F)
+        for conv in self.convs:
+            # Zeros beyond each row's end, as beyond the longest one's; the biases of the layer before stand there.
+            x = x.masked_fill(~valid_positions(lengths, x.size(2))[:, None, :, None], 0)
+            x = conv(x).relu()  # -> (B, C, ⌈T / 2⌉, ⌈F / 2⌉)
+            lengths = _divided(lengths, 2)
+        x = x.transpose(1, 2).flatten(2)  # (B, C, T', F') -> (B, T', C F')
+        return without_padding(self.proj(x), lengths), lengths
+
+
+FrontEndFactory = Callable[[int, int], FrontEnd]
+"""Makes a front end from the width of a frame and that of the model's input."""
+
+
+def _divided(lengths: Tensor, factor: int) -> Tensor:
+    return (lengths + factor - 1) // factor

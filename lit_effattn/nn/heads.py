@@ -1,0 +1,172 @@
+"""What turns hidden states into a distribution over levels: last layer, loss, and the table that is sampled from."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lit_effattn.hparams import Recorded
+from lit_effattn.sequence import accumulator
+
+
+class Head(Recorded, nn.Module, ABC):
+    """A distribution over `n_levels` ordered values, given a hidden state.
+
+    Loss and sampler read the same `log_probs`, so they can't disagree. All of it is float32 at least.
+
+    Args:
+        d_model: Width of the hidden state.
+        n_levels: Number of values.
+    """
+
+    def __init__(self, d_model: int, n_levels: int) -> None:
+        super().__init__()
+        if n_levels < 2:
+            raise ValueError(f"n_levels={n_levels}; a distribution needs at least two values")
+        self.n_levels = n_levels
+
+    @abstractmethod
+    def log_probs(self, h: Tensor) -> Tensor:
+        """(…, d_model) -> (…, n_levels), log-probabilities in nats; their exponentials sum to 1."""
+
+    def nll(self, h: Tensor, target: Tensor) -> Tensor:
+        """Return −log p(target) in nats: (…, d_model), (…) -> (…)."""
+        return -self.log_probs(h).gather(-1, target[..., None])[..., 0]
+
+    def loss(self, h: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
+        """Return `nll` with a share ε of the target spread over all levels: (…, d_model), (…) -> (…).
+
+            −(1 − ε) log p(target) − ε / n_levels Σ_level log p(level)          Szegedy et al. 2016, section 7
+
+        Args:
+            h: (…, d_model).
+            target: (…), levels.
+            label_smoothing: ε. If it is not 0, all the log-probabilities are computed.
+
+        Raises:
+            ValueError: `label_smoothing` is no share.
+        """
+        if not 0 <= label_smoothing < 1:
+            raise ValueError(f"label_smoothing={label_smoothing} is not a share of the target, from 0 to below 1")
+        return self._smoothed(h, target, label_smoothing) if label_smoothing else self.nll(h, target)
+
+    def _smoothed(self, h: Tensor, target: Tensor, share: float) -> Tensor:
+        log_probs = self.log_probs(h)
+        of_target = log_probs.gather(-1, target[..., None])[..., 0]
+        return -(1 - share) * of_target - share * log_probs.mean(-1)
+
+    def tie(self, embedding: nn.Module) -> None:
+        """Have one matrix with `embedding`, and its values (Press & Wolf 2017).
+
+        Raises:
+            ValueError: its shape is not the head's, or the head has no matrix that an embedding could have.
+        """
+        raise ValueError(f"{type(self).__name__} can't be tied: it has no vector for each level")
+
+
+class CategoricalHead(Head):
+    """One logit a value: p = softmax(W h + b).
+
+    Args:
+        d_model: Width of the hidden state.
+        n_levels: Number of values.
+        zero_init: Start with W = b = 0, so at exactly log2(n_levels) bits (Child et al. 2019, section 5.2).
+    """
+
+    def __init__(self, d_model: int, n_levels: int, zero_init: bool = False) -> None:
+        super().__init__(d_model, n_levels)
+        self.proj = nn.Linear(d_model, n_levels)
+        if zero_init:
+            nn.init.zeros_(self.proj.weight)
+            nn.init.zeros_(self.proj.bias)
+
+    def _logits(self, h: Tensor) -> Tensor:
+        logits = self.proj(h)
+        return logits.to(accumulator(logits.dtype))
+
+    def log_probs(self, h: Tensor) -> Tensor:
+        """(…, d_model) -> (…, n_levels)."""
+        return self._logits(h).log_softmax(-1)
+
+    def nll(self, h: Tensor, target: Tensor) -> Tensor:
+        """Return −log p(target) in nats, without keeping all the log-probabilities for the backward pass."""
+        return self._smoothed(h, target, 0.0)
+
+    def _smoothed(self, h: Tensor, target: Tensor, share: float) -> Tensor:
+        logits = self._logits(h).flatten(0, -2)
+        loss = F.cross_entropy(logits, target.flatten(), reduction="none", label_smoothing=share)
+        return loss.view(target.shape)
+
+    def tie(self, embedding: nn.Module) -> None:
+        """Have one matrix with a `torch.nn.Embedding`: see `Head.tie`."""
+        if not isinstance(embedding, nn.Embedding):
+            raise ValueError(f"CategoricalHead is tied to a torch.nn.Embedding, not to {type(embedding).__name__}")
+        mine, other = tuple(self.proj.weight.shape), tuple(embedding.weight.shape)
+        if mine != other:
+            raise ValueError(
+                f"the head's matrix is {mine} (n_levels, d_model) and the embedding's {other}: to tie them, give the "
+                "backbone a d_input equal to its d_model, and both as many levels"
+            )
+        self.proj.weight = embedding.weight
+
+
+class MixtureOfLogisticsHead(Head):
+    """K logistics over the levels, placed evenly on [−1, 1] (Salimans et al. 2017, equation 2).
+
+        p(level) = Σ_k π_k [σ((x + ½w − μ_k) / s_k) − σ((x − ½w − μ_k) / s_k)],  x = 2 level / (n_levels − 1) − 1
+
+    with bins of width w = 2 / (n_levels − 1), the outermost reaching to ±∞: the probabilities sum to 1. One dimension
+    a mixture, colours not coupled, as in Katharopoulos et al. 2020. Knows that neighbouring levels are alike, which a
+    categorical head has to learn.
+
+    Args:
+        d_model: Width of the hidden state.
+        n_levels: Number of values.
+        n_mixtures: K.
+    """
+
+    MIN_LOG_SCALE = -7.0
+
+    def __init__(self, d_model: int, n_levels: int, n_mixtures: int = 10) -> None:
+        super().__init__(d_model, n_levels)
+        if n_mixtures < 1:
+            raise ValueError(f"n_mixtures={n_mixtures}; a mixture has at least one component")
+        self.proj = nn.Linear(d_model, 3 * n_mixtures)
+
+    def log_probs(self, h: Tensor) -> Tensor:
+        """(…, d_model) -> (…, n_levels)."""
+        levels = torch.arange(self.n_levels, device=h.device)
+        return self._log_prob(h[..., None, :], levels)
+
+    def nll(self, h: Tensor, target: Tensor) -> Tensor:
+        """Return −log p(target) in nats, from the target's bin alone."""
+        return -self._log_prob(h, target)
+
+    def _log_prob(self, h: Tensor, level: Tensor) -> Tensor:
+        """Return log p(level): (…, d_model) and (…) integers that broadcast -> (…)."""
+        out = self.proj(h)
+        out = out.to(accumulator(out.dtype))
+        logit, mean, log_scale = out.chunk(3, dim=-1)  # (…, K)
+        with torch.autocast(h.device.type, enabled=False):
+            inverse = torch.exp(-log_scale.clamp(min=self.MIN_LOG_SCALE))
+            half = 1 / (self.n_levels - 1)
+            x = level[..., None].to(out.dtype) * (2 * half) - 1
+            upper = (x + half - mean) * inverse
+            lower = (x - half - mean) * inverse
+            # σ(u) − σ(l) = σ(u) σ(−l) (1 − e^{l−u}): no difference of nearly equal numbers. In the outermost bins one
+            # of the borders is infinite, so that its factor and the last one are 1.
+            first, last = level[..., None] == 0, level[..., None] == self.n_levels - 1
+            bins = (
+                F.logsigmoid(upper).masked_fill(last, 0)
+                + F.logsigmoid(-lower).masked_fill(first, 0)
+                + torch.log(-torch.expm1(-2 * half * inverse)).masked_fill(first | last, 0)
+            )
+            return torch.logsumexp(logit.log_softmax(-1) + bins, -1)
+
+
+HeadFactory = Callable[[int, int], Head]
+"""Makes a head from the width of the hidden state and the number of levels."""

@@ -1,0 +1,154 @@
+"""Causal Performer's kernels for the CPU: what kernels.cpp does, on tensors."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from lit_effattn.ops.runtime import cpp_build
+from lit_effattn.ops.runtime.cpp_build import Heads, address, copied, heads
+
+NAME = "favor"
+
+
+class _Inputs(ctypes.Structure):
+    """As `Inputs` in kernels.cpp."""
+
+    _fields_ = (
+        ("batch", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("n", ctypes.c_int64),
+        ("features", ctypes.c_int64),
+        ("q", Heads),
+        ("k", Heads),
+        ("v", Heads),
+        ("omega", ctypes.c_void_p),
+        ("offset", ctypes.c_void_p),
+        ("lengths", ctypes.c_void_p),
+        ("scale", ctypes.c_float),
+    )
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = cpp_build.library(NAME)
+    pointer, flag = ctypes.c_void_p, ctypes.c_int
+    library.forward.argtypes = [_Inputs] + [pointer] * 3 + [Heads, pointer, flag]
+    library.backward.argtypes = [_Inputs, Heads] + [pointer] * 3 + [Heads] * 3 + [pointer] * 3 + [flag]
+    library.forward.restype = library.backward.restype = None
+    return library
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    omega: Tensor,
+    offset: Tensor | None,
+    lengths: Tensor | None,
+    scale: float,
+    s: Tensor,
+    z: Tensor,
+    m: Tensor,
+    out: Tensor,
+    denominator: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Fill `out` and `denominator`, all in float32 or less, and return `s`, `z` and `m` after the last position.
+
+    Args:
+        q: (B, H, N, E), queries.
+        k: (B, H, N, E), keys.
+        v: (B, H, N, D).
+        omega: (H, F, E), the directions.
+        offset: (B, H, N), what the logarithms of a key's features have in common, −∞ where it is padding; None: what
+            those of positive features have, −‖scale · k‖²/2 − (log F)/2.
+        lengths: (B,), the keys that are there; None: all are.
+        scale: By which queries and keys are multiplied.
+        s: (B, H, F, D), the sum of e^{log φ(k) − m} vᵀ before the first position.
+        z: (B, H, F), the sum of e^{log φ(k) − m}.
+        m: (B, H, F), the greatest log φ(k); −∞: there is none.
+        out: (B, H, N, D) in float32, its last dimension's numbers next to one another; 0 where nothing is seen.
+        denominator: (B, H, N) in float32, contiguous; None: it is not asked for.
+    """
+    q, k, v = heads(q), heads(k), heads(v)
+    omega, s, z, m = _full(omega), copied(s), copied(z), copied(m)
+    offset = None if offset is None else _full(offset)
+    lengths = None if lengths is None else lengths.long().contiguous()
+    _library().forward(
+        _inputs(q, k, v, omega, offset, lengths, scale),
+        *(s.data_ptr(), z.data_ptr(), m.data_ptr(), Heads.of(out), address(denominator), torch.get_num_threads()),
+    )
+    return s, z, m
+
+
+def backward(
+    g: Tensor,
+    g_s: Tensor,
+    g_z: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    omega: Tensor,
+    offset: Tensor | None,
+    lengths: Tensor | None,
+    scale: float,
+    s: Tensor,
+    z: Tensor,
+    m: Tensor,
+    g_q: Tensor,
+    g_k: Tensor,
+    g_v: Tensor,
+    g_offset: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Fill `g_q`, `g_k`, `g_v` and `g_offset`, and return the gradients of `s` and `z`: see `forward`.
+
+    Args:
+        g: (B, H, N, D), the gradient of the output.
+        g_s: (B, H, F, D), that of the last `s`.
+        g_z: (B, H, F), that of the last `z`.
+        q: As in `forward`; so are the others that are not named here.
+        k: As in `forward`.
+        v: As in `forward`.
+        omega: As in `forward`.
+        offset: As in `forward`.
+        lengths: As in `forward`.
+        scale: As in `forward`.
+        s: As in `forward`.
+        z: As in `forward`.
+        m: As in `forward`.
+        g_q: (B, H, N, E) in float32, its last dimension's numbers next to one another.
+        g_k: The same.
+        g_v: (B, H, N, D), the same.
+        g_offset: (B, H, N) in float32; None where `offset` is.
+    """
+    g, q, k, v = heads(g), heads(q), heads(k), heads(v)
+    omega, s, z, m = _full(omega), _full(s), _full(z), _full(m)
+    offset = None if offset is None else _full(offset)
+    lengths = None if lengths is None else lengths.long().contiguous()
+    g_s, g_z = copied(g_s), copied(g_z)
+    found = None if offset is None else torch.empty_like(offset)
+    _library().backward(
+        _inputs(q, k, v, omega, offset, lengths, scale),
+        *(Heads.of(g), s.data_ptr(), z.data_ptr(), m.data_ptr(), Heads.of(g_q), Heads.of(g_k), Heads.of(g_v)),
+        *(address(found), g_s.data_ptr(), g_z.data_ptr(), torch.get_num_threads()),
+    )
+    if g_offset is not None and found is not None:
+        g_offset.copy_(found)
+    return g_s, g_z
+
+
+def _inputs(
+    q: Tensor, k: Tensor, v: Tensor, omega: Tensor, offset: Tensor | None, lengths: Tensor | None, scale: float
+) -> _Inputs:
+    """Describe them; they have to outlive what is made of them."""
+    return _Inputs(
+        *(*q.shape[:3], omega.size(1), Heads.of(q), Heads.of(k), Heads.of(v)),
+        *(omega.data_ptr(), address(offset), address(lengths), scale),
+    )
+
+
+def _full(t: Tensor) -> Tensor:
+    return t.float().contiguous()

@@ -1,0 +1,271 @@
+"""Causal Performer through selection, in Triton or C++: when they are used, and what autograd and compilers see.
+
+`lit_effattn.ops.runtime.selection` says when that is.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_effattn.ops.favor import cpp_kernels
+from lit_effattn.ops.favor.pytorch import WHAT, draw_omega, log_offset, plain_causal_favor
+from lit_effattn.ops.runtime import selection
+from lit_effattn.ops.runtime.operators import Operator
+from lit_effattn.ops.runtime.selection import KERNELS, by_position, interpreted, on_device
+
+_WIDEST_IN_FULL = 64  # columns in float32 on CUDA: registers and shared memory hold no more
+
+
+def use_kernels(q: Tensor, v: Tensor, n_features: int) -> bool:
+    """Whether `positive_favor` is to be used.
+
+    If not, it says once why where that is a loss, unless the plain form was asked for.
+
+    Args:
+        q: (B, H, N, E), queries; their type, device and width are looked at.
+        v: (B, H, N, D), values.
+        n_features: F.
+
+    Raises:
+        ValueError: `LIT_EFFATTN_KERNELS` is not a form, or one that can't be had.
+    """
+    width = max(q.size(-1), v.size(-1))
+    return _chosen(os.environ.get(KERNELS, ""), q.device, (q.dtype, v.dtype), width, n_features)
+
+
+@torch.compiler.assume_constant_result
+def _chosen(asked: str, device: torch.device, dtypes: tuple[torch.dtype, ...], width: int, n_features: int) -> bool:
+    obstacle = None
+    if torch.float32 in dtypes and width > _WIDEST_IN_FULL:
+        obstacle = (
+            f"heads of width {width} in torch.float32 are wider than {_WIDEST_IN_FULL}; choose more heads, or bfloat16"
+        )
+    if selection.chosen(
+        WHAT, asked, device, dtypes, width, obstacle, lambda: _failure(device, dtypes[0], width, n_features)
+    ):
+        return True
+    return selection.chosen_on_cpu(WHAT, asked, device, dtypes, cpp_kernels.NAME)
+
+
+@cache
+def _failure(device: torch.device, dtype: torch.dtype, width: int, n_features: int) -> str | None:
+    """Try them, once, beside the plain form: one of two heads has keys that rise far."""
+
+    def compare() -> tuple[list[Tensor], list[Tensor]]:
+        random = torch.Generator().manual_seed(0)
+        q, k, v, g = (torch.randn(1, 2, 150, width, generator=random) for _ in range(4))
+        scale = width**-0.25
+        k[:, 1, :70] *= 20 * width**-0.25  # log φ is near −200 there
+        omega = draw_omega(2, n_features, width, generator=random).to(device, torch.float32)
+        q, k, v = inputs = [t.to(device, dtype).requires_grad_() for t in (q, k, v)]
+        zeros = torch.zeros(1, 2, n_features, width, device=device)
+        none = torch.full_like(zeros[..., 0], -torch.inf)
+        out, s, z, m = positive_favor(q, k, v, omega, zeros, zeros[..., 0], none, scale=scale)
+        found = [*(t.detach() for t in (out, s, z, m)), *torch.autograd.grad(out, inputs, g.to(out))]
+        q, k = scale * q.float(), scale * k.float()
+        log_k = k @ omega.mT + log_offset(k, n_features)[..., None]
+        out, s, z, m = plain_causal_favor(q @ omega.mT, log_k, v.float(), zeros, zeros[..., 0], none)
+        return found, [*(t.detach() for t in (out, s, z, m)), *torch.autograd.grad(out, inputs, g.to(out))]
+
+    # Where one key outweighs the others, gradients are small differences: rounded to bfloat16, as products may be, 5 %.
+    return selection.off(device, dtype, compare, most=0.1)
+
+
+def positive_favor(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    omega: Tensor,
+    s: Tensor,
+    z: Tensor,
+    m: Tensor,
+    lengths: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Do what `causal_favor` does, with positive features inside, and padding.
+
+        log φ(x) = ωᵀx̃ − ‖x̃‖²/2 − (log F)/2,  x̃ = scale · x           Choromanski et al. 2020, lemma 1
+        out_i = φ(q_i)ᵀ S_i / φ(q_i)ᵀ z_i,  S_i = Σ_{j ≤ i} φ(k_j) v_jᵀ,  z_i with v_j = 1
+
+    S and z are kept scaled by e^{−m}, m being the greatest log φ(k). Exact for any norms, and no maximum looks ahead:
+    see `causal_favor`. Hyperbolic features are positive ones of the directions ω and −ω.
+
+    Computed in float32, ωᵀx as exactly as float32 has it; how the factors of the other matrix products are rounded on
+    CUDA, `torch.set_float32_matmul_precision` says: "highest" is float32 for float32 inputs, TF32 for half precision;
+    "high" is TF32; "medium" is bfloat16. For the backward pass the arguments are kept, and on CUDA the output, what its
+    rounding took off, and two numbers a query; it can't be differentiated itself. Results repeat bit by bit.
+
+    Args:
+        q: (B, H, N, E), queries before the feature map, of any strides; on CUDA E is at most 128, in float32 64. As
+            `k` and `v`, in bfloat16, float16 or float32.
+        k: (B, H, N, E), keys before the feature map.
+        v: (B, H, N, D); on CUDA D is at most 128, in float32 64.
+        omega: (H, F, E) in float32, the directions; they get no gradient.
+        s: (B, H, F, D) in float32, the sum of e^{log φ(k) − m} vᵀ before the first position.
+        z: (B, H, F) in float32, the sum of e^{log φ(k) − m}.
+        m: (B, H, F) in float32, the greatest log φ(k); −∞: there is none, and the sums are 0. No gradient goes through
+            it, for it cancels.
+        lengths: (B,), the keys that are there; the rest is padding. None: all are.
+        scale: By which queries and keys are multiplied; D^(−¼) makes softmax's 1/√D.
+
+    Returns:
+        The output (B, H, N, D) in v's type, 0 where no key is seen, and `s`, `z` and `m` after the last position.
+
+    Raises:
+        ValueError: names the argument, its shape or type, and what was expected; or `omega` requires a gradient.
+        NotImplementedError: where the gradient is differentiated again; `plain_causal_favor` can be.
+    """
+    _check(q, k, v, omega, s, z, m, lengths)
+    out, s, z, m, *_ = _OPERATOR(q, k, v, omega, s, z, m, lengths, scale)
+    return out, s, z, m
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, omega: Tensor, s: Tensor, z: Tensor, m: Tensor, lengths: Tensor | None
+) -> None:
+    b, h, n, e = q.shape
+    f, d = omega.size(1), v.size(-1)
+    shapes = {"k": (b, h, n, e), "v": (b, h, n, d), "omega": (h, f, e), "s": (b, h, f, d), "z": (b, h, f)}
+    shapes |= {"m": (b, h, f), "lengths": (b,)}
+    for (name, expected), t in zip(shapes.items(), (k, v, omega, s, z, m, lengths), strict=True):
+        if t is not None and t.shape != expected:
+            raise ValueError(f"{name} has shape {tuple(t.shape)}; with q of {tuple(q.shape)} it should be {expected}")
+    sums, heads = {"omega": omega, "s": s, "z": z, "m": m}, {"q": q, "k": k, "v": v}
+    if _in_cpp(q):
+        selection.refuse_others(sums, heads, "causal_favor", widest=None)
+    else:
+        selection.refuse_others(sums, heads, "causal_favor", widest_in_full=_WIDEST_IN_FULL)
+    if omega.requires_grad:
+        raise ValueError("omega requires a gradient, and would get none; give positive_favor omega.detach()")
+
+
+def _in_cpp(q: Tensor) -> bool:
+    return q.device.type == "cpu" and not interpreted()
+
+
+# --------------------------------------------------------------- operators, which autograd and compilers see as a whole
+
+
+def _forward(q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from lit_effattn.ops.favor import triton_kernels  # here, since importing Triton takes time, and not all have it
+
+    with on_device(q):
+        return triton_kernels.forward(q, *others)
+
+
+def _backward(g: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from lit_effattn.ops.favor import triton_kernels
+
+    with on_device(g):
+        return triton_kernels.backward(g, *others)
+
+
+def _forward_on_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    omega: Tensor,
+    s: Tensor,
+    z: Tensor,
+    m: Tensor,
+    lengths: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if not _in_cpp(q):
+        return _forward(q, k, v, omega, s, z, m, lengths, scale)
+    out = by_position(v, torch.float32)
+    s, z, m = cpp_kernels.forward(q, k, v, omega, None, lengths, scale, s, z, m, out)
+    return out.to(v.dtype), s, z, m, *_nothing(q)
+
+
+def _backward_on_cpu(
+    g: Tensor,
+    g_s: Tensor,
+    g_z: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    omega: Tensor,
+    s: Tensor,
+    z: Tensor,
+    m: Tensor,
+    lengths: Tensor | None,
+    out: Tensor,
+    rest: Tensor,
+    top: Tensor,
+    denominator: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if not _in_cpp(q):
+        return _backward(g, g_s, g_z, q, k, v, omega, s, z, m, lengths, out, rest, top, denominator, scale)
+    found = [by_position(t, torch.float32) for t in (q, k, v)]
+    g_s, g_z = cpp_kernels.backward(g, g_s, g_z, q, k, v, omega, None, lengths, scale, s, z, m, *found)
+    g_q, g_k, g_v = (to.to(t.dtype) for to, t in zip(found, (q, k, v), strict=True))
+    return g_q, g_k, g_v, g_s, g_z
+
+
+def _nothing(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what the kernels in C++ keep beside the output: they find all of it again."""
+    return q.new_empty(0), q.new_empty(0), q.new_empty(0)
+
+
+def rest_of(out: Tensor) -> Tensor:
+    """Return room for what rounding to `out`'s type takes off, laid out alike; none for float32's."""
+    return out.new_empty(0) if out.dtype == torch.float32 else torch.empty_like(out)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.scale = inputs
+    out, _, _, m, *others = output
+    ctx.save_for_backward(*tensors, out, *others)
+    ctx.mark_non_differentiable(m, *others)
+
+
+def _gradients(ctx: Any, g: Tensor, g_s: Tensor, g_z: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    found = _OPERATOR.backward(g, g_s, g_z, *ctx.saved_tensors, ctx.scale)
+    g_q, g_k, g_v, g_s, g_z = found
+    return g_q, g_k, g_v, None, g_s, g_z, None, None, None
+
+
+_OPERATOR = Operator(
+    "positive_favor",
+    "(Tensor q, Tensor k, Tensor v, Tensor omega, Tensor s, Tensor z, Tensor m, Tensor? lengths, float scale) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor g, Tensor g_s, Tensor g_z, Tensor q, Tensor k, Tensor v, Tensor omega, Tensor s, Tensor z, Tensor m, "
+    "Tensor? lengths, Tensor out, Tensor rest, Tensor top, Tensor denominator, float scale) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _forward_on_cpu,
+    _backward_on_cpu,
+    keep=_keep,
+    gradients=_gradients,
+    refusal="positive_favor has no second derivative; plain_causal_favor has",
+)
+
+
+@torch.library.register_fake("lit_effattn::positive_favor")
+def _shapes(
+    q: Tensor, k: Tensor, v: Tensor, omega: Tensor, s: Tensor, z: Tensor, m: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    out = by_position(v)
+    s, z, m = (t.new_empty(t.shape) for t in (s, z, m))
+    if _in_cpp(q):
+        return out, s, z, m, *_nothing(q)
+    top, denominator = (q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
+    return out, s, z, m, rest_of(out), top, denominator
+
+
+@torch.library.register_fake("lit_effattn::positive_favor_backward")
+def _shapes_backward(
+    g: Tensor, g_s: Tensor, g_z: Tensor, q: Tensor, k: Tensor, v: Tensor, omega: Tensor, s: Tensor, z: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return by_position(q), by_position(k), by_position(v), s.new_empty(s.shape), z.new_empty(z.shape)
+
+
+torch.library.impl("lit_effattn::positive_favor", "cuda", _forward)
+torch.library.impl("lit_effattn::positive_favor_backward", "cuda", _backward)

@@ -1,0 +1,761 @@
+"""Causal Performer's kernels for GPUs, in Triton: positive features in log space, sums and division in one pass.
+
+With log φ(q) = ωᵀq, log φ(k) = ωᵀk + offset and m_i the greatest log φ(k_j) up to i, feature by feature, in chunks of
+C = 64 positions (Choromanski et al. 2020, section 2.2, and lemma 1):
+
+    out_i = num_i / den_i,  num_i = p_iᵀ S + Σ_j (p_i · κ_j) v_j,  den_i the same with 1 for v,
+    p_i = exp(log φ(q_i) + r − top_i),  κ_j = exp(log φ(k_j) − r),  j of the chunk, up to i
+
+r is m before the chunk, or, where that is −∞, the chunk's first key: never something to come. S is the sum of
+e^{log φ(k) − m} vᵀ before the chunk. top_i, the greatest of log φ(q_i) + r over the features, cancels in the division,
+and keeps p at most 1, and den at least 1. Where keys rise too far above r, the queries from the first such on take
+Σ_f exp(log φ(q_i) + log φ(k_j) − top_i) for p_i · κ_j, key by key: slow, rare, and exact for any norms. No bit of an
+earlier query depends on them.
+
+A head's S, F × D, is too large for a program's registers. A program walks from chunk to chunk, within a chunk goes over
+blocks of features, and has S in global memory, where the blocks come from the GPU's cache; top_i grows from block to
+block, and what has been summed is scaled down with it. A head's sequence is one such walk if there are heads enough to
+fill the GPU. If not, it is cut into groups of chunks that are walked side by side, from sums made first (`_sum_keys`,
+`_add_up_keys`). There are only as many groups as fill the GPU, so the sums' memory does not grow with N.
+
+The gradients come from two walks. With g_i of out_i, x_i = g_i / den_i and y_i = −x_i · out_i, the gradients of num_i
+and den_i, and a_ij = x_i · v_j + y_i, which no feature is needed for:
+
+    ∇log φ(q_i) = p_i ∘ (S x_i + y_i z + Σ_{j ≤ i} a_ij κ_j)         from left to right, as above
+    ∇log φ(k_j) = κ_j ∘ (R v_j + r + Σ_{i ≥ j} a_ij p_i)             from right to left, R the sum of p xᵀ to the right,
+    ∇v_j        = Rᵀκ_j + Σ_{i ≥ j} (p_i · κ_j) x_i                  r of y p, scaled by m at the chunk's end
+
+For them out, top and den are kept, beside the inputs; S is summed again. Where one key outweighs all others, a is a
+small difference: so what out's rounding took off is kept, too. m at the chunks' borders, (B, H, N / C, F), is there
+while the gradients are computed. No number depends on the order in which programs run.
+
+All is computed in float32; ωᵀq and ωᵀk as exactly as that has it (their errors are in exponents), the other products'
+factors rounded as `torch.set_float32_matmul_precision` says: see `_precision` of linear attention's.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lit_effattn.ops.favor.dispatch import rest_of
+from lit_effattn.ops.linear.triton_kernels import (
+    _at,
+    _at_once,
+    _dot,
+    _load,
+    _of_head,
+    _padded,
+    _precision,
+    _store,
+    _valid,
+    _zeros_dot,
+)
+from lit_effattn.ops.runtime.selection import by_position
+
+CHUNK = 64
+"""C: the least that a warp group's matrix product takes, and a wider triangle is more work."""
+
+FEATURES = 32
+"""How many features a walk takes at once: more do not fit into registers, beside what a chunk sums over them."""
+
+_MOST_GROUPS = 64  # of a head; `_add_up_keys` goes over them one by one
+_SUMMED_AT_ONCE = 64  # features in a program that makes a group's own sums
+_ADDED_AT_ONCE = 16  # features in a program that adds up
+_WIDE = 64  # columns; wider heads have more warps
+_BY_LENGTH = ["n", "chunks", "each"]  # arguments: else Triton compiles anew for lengths that 16 divides, and so on
+
+_NOTHING = tl.constexpr(float("-inf"))  # the logarithm of a key that is not there
+_BOTTOM = tl.constexpr(-1e38)  # a reference where there is no key: any rises too far above it
+_TOP = tl.constexpr(1e38)  # m of a feature that is not there: no key rises above it
+_LIMIT = tl.constexpr(40.0)  # how far a key may rise above the reference: see `favor._LIMIT`
+
+
+# ------------------------------------------------------------------------------------------------- parts of the kernels
+
+
+@triton.jit
+def _load_as_is(pointer, strides, rows, columns, n, width):
+    """Return a chunk, (C, width) in its own type; 0 where nothing is there."""
+    there = (rows < n)[:, None] & (columns < width)[None, :]
+    return tl.load(_at(pointer, strides, rows, columns), mask=there, other=0.0)
+
+
+@triton.jit
+def _offsets(k, rows, valid, half_square, common):
+    """Return what the logarithms of a key's features have in common, (C,); −∞ where it is padding."""
+    k = k.to(tl.float32)
+    return tl.where(rows < valid, -half_square * tl.sum(k * k, 1) - common, _NOTHING)
+
+
+@triton.jit
+def _directions(omega, features, dims, E: tl.constexpr, F: tl.constexpr):
+    """Return ω of some features, (BF, BE)."""
+    there = (features < F)[:, None] & (dims < E)[None, :]
+    return tl.load(omega + features[:, None] * E + dims[None, :], mask=there, other=0.0)
+
+
+@triton.jit
+def _along(x, omega):
+    """Return ωᵀx as exact as float32 has it, (C, BE), (BF, BE) -> (C, BF)."""
+    if x.dtype == tl.float32:
+        found = _zeros_dot(x, tl.trans(omega), "tf32x3")
+    else:  # ω is split into three numbers of x's type, whose products with x are exact; the least are added first
+        high = omega.to(x.dtype)
+        rest = omega - high.to(tl.float32)
+        middle = rest.to(x.dtype)
+        low = (rest - middle.to(tl.float32)).to(x.dtype)
+        found = tl.dot(x, tl.trans(low))
+        found = tl.dot(x, tl.trans(middle), found)
+        found = tl.dot(x, tl.trans(high), found)
+    return found
+
+
+@triton.jit
+def _logs(queries, keys, offset, omega, features, F: tl.constexpr, BF: tl.constexpr):
+    """Return log φ(q), less what a query's have in common, and log φ(k), (C, BF); of a feature that is not there −∞."""
+    log_q, log_k = _along(queries, omega), _along(keys, omega) + offset[:, None]
+    if F % BF:
+        log_q += tl.where(features < F, 0.0, _NOTHING)[None, :]
+    return log_q, log_k
+
+
+@triton.jit
+def _reference(m, log_k):
+    """Return r, (BF,): m, or where there is no key before the chunk, whose log φ(k) are (C, BF), its first."""
+    r = m
+    if tl.min(m) == _NOTHING:
+        first = tl.sum(tl.where(tl.arange(0, log_k.shape[0])[:, None] == 0, log_k, 0.0), 0)
+        r = tl.where(m == _NOTHING, first, m)
+    return tl.maximum(r, _BOTTOM)
+
+
+@triton.jit
+def _maximum(after):
+    """Return m after a chunk, of the greater of its reference and its keys."""
+    return tl.where(after == _BOTTOM, _NOTHING, after)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _is_late(log_k, r):
+    """Return which queries, (C,), see a key that rises too far above the reference."""
+    return tl.cumsum((tl.max(log_k - r[None, :], 1) > _LIMIT).to(tl.int32), 0) > 0
+
+
+@triton.jit
+def _pair(log_q, log_k, top, late, j):
+    """Return the products of late queries' features with those of the chunk's key j, (C, BF); 0 if j is yet to come."""
+    places = tl.arange(0, log_q.shape[0])
+    key = tl.sum(tl.where(places[:, None] == j, log_k, 0.0), 0)  # (BF,)
+    sees = late & (places >= j)
+    return tl.exp(tl.where(sees[:, None], log_q + key[None, :] - top[:, None], _NOTHING))
+
+
+@triton.jit
+def _sums_at(s, features, columns, F: tl.constexpr, D: tl.constexpr):
+    return s + features[:, None] * D + columns[None, :], (features < F)[:, None] & (columns < D)[None, :]
+
+
+@triton.jit
+def _fade(m, after):
+    """Return e^{m − after}, by which sums are scaled when the maximum grows; 0 where there was no key before."""
+    return tl.exp(m - tl.where(after == _NOTHING, 0.0, after))
+
+
+# ---------------------------------------------------------------------------------------------------------- the kernels
+#
+# Sums lie as s (heads, groups, F, D), z and m (heads, groups, F), and are walked in place: one thread may read what
+# another wrote, so the threads of a program wait for one another before sums are read, and before they are overwritten.
+# What does not change from one turn of a walk's loops to the next is computed in each: addresses, mostly, which, kept,
+# would take half of the registers.
+
+
+@triton.jit(do_not_specialize=_BY_LENGTH)
+def _sum_keys(
+    k, k_strides, v, v_strides, omega, lengths, s, z, m, n, chunks, each, N_HEADS, half_square, common,
+    E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, C: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
+    BF: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write each group's own sums: S, z and m as if no key were before it."""
+    head, slot = tl.program_id(0), tl.program_id(1)
+    features = tl.program_id(2) * BF + tl.arange(0, BF)
+    dims, columns = tl.arange(0, BE), tl.arange(0, BD)
+    k = _of_head(k, k_strides, head, N_HEADS)
+    v = _of_head(v, v_strides, head, N_HEADS)
+    valid = _valid(lengths, head, n, N_HEADS)
+    directions = _directions(omega + (head % N_HEADS) * (F * E), features, dims, E, F)  # (BF, BE)
+    total = tl.zeros([BF, BD], tl.float32)
+    ones = tl.zeros([BF], tl.float32)
+    largest = tl.full([BF], _NOTHING, tl.float32)
+    for i in range(slot * each, tl.minimum((slot + 1) * each, chunks)):
+        rows = i * C + tl.arange(0, C).to(tl.int64)
+        keys = _load_as_is(k, k_strides, rows, dims, n, E)  # (C, BE)
+        values = _load(v, v_strides, rows, columns, n, D)  # (C, BD)
+        log_k = _along(keys, directions) + _offsets(keys, rows, valid, half_square, common)[:, None]
+        after = tl.maximum(largest, tl.max(log_k, 0))  # (BF,)
+        fade = _fade(largest, after)
+        far = _fade(log_k, after[None, :])  # (C, BF)
+        total = _dot(tl.trans(far), values, total * fade[:, None], PRECISION)
+        ones = ones * fade + tl.sum(far, 0)
+        largest = after
+    group = head.to(tl.int64) * tl.num_programs(1) + slot
+    places, there = _sums_at(s + group * (F * D), features, columns, F, D)
+    tl.store(places, total, mask=there)
+    tl.store(z + group * F + features, ones, mask=features < F)
+    tl.store(m + group * F + features, largest, mask=features < F)
+
+
+@triton.jit(do_not_specialize=["slots"])
+def _add_up_keys(
+    s, z, m, s_end, z_end, m_end, slots,
+    D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    """Replace each group's own sums by all that was before it, from those in `s_end` on, and these by all."""
+    head = tl.program_id(0).to(tl.int64)
+    features, columns = tl.program_id(1) * BF + tl.arange(0, BF), tl.arange(0, BD)
+    here = features < F
+    ends, there = _sums_at(s_end + head * (F * D), features, columns, F, D)
+    z_end += head * F + features
+    m_end += head * F + features
+    total = tl.load(ends, mask=there, other=0.0)  # (BF, BD)
+    ones = tl.load(z_end, mask=here, other=0.0)  # (BF,)
+    largest = tl.load(m_end, mask=here, other=_NOTHING)
+    for slot in range(slots):
+        group = head * slots + slot
+        places, _ = _sums_at(s + group * (F * D), features, columns, F, D)
+        at = group * F + features
+        own = tl.load(places, mask=there, other=0.0)
+        own_ones = tl.load(z + at, mask=here, other=0.0)
+        own_largest = tl.load(m + at, mask=here, other=_NOTHING)
+        tl.debug_barrier()
+        tl.store(places, total, mask=there)
+        tl.store(z + at, ones, mask=here)
+        tl.store(m + at, largest, mask=here)
+        after = tl.maximum(largest, own_largest)
+        fade, own_fade = _fade(largest, after), _fade(own_largest, after)
+        total = total * fade[:, None] + own * own_fade[:, None]
+        ones = ones * fade + own_ones * own_fade
+        largest = after
+    tl.debug_barrier()
+    tl.store(ends, total, mask=there)
+    tl.store(z_end, ones, mask=here)
+    tl.store(m_end, largest, mask=here)
+
+
+@triton.jit(do_not_specialize=_BY_LENGTH)
+def _outputs(
+    q, q_strides, k, k_strides, v, v_strides, out, out_strides, rest, omega, lengths, s, z, m, top, denominator,
+    n, chunks, each, N_HEADS, half_square, common,
+    E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, C: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
+    BF: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Walk a group from its sums; leave those after it in their place."""
+    head, slot = tl.program_id(0), tl.program_id(1)
+    dims, columns = tl.arange(0, BE), tl.arange(0, BD)
+    q = _of_head(q, q_strides, head, N_HEADS)
+    k = _of_head(k, k_strides, head, N_HEADS)
+    v = _of_head(v, v_strides, head, N_HEADS)
+    out = _of_head(out, out_strides, head, N_HEADS)
+    rest = _of_head(rest, out_strides, head, N_HEADS)
+    omega += (head % N_HEADS) * (F * E)
+    valid = _valid(lengths, head, n, N_HEADS)
+    row = head.to(tl.int64) * n
+    group = head.to(tl.int64) * tl.num_programs(1) + slot
+    s += group * (F * D)
+    z += group * F
+    m += group * F
+    lower = tl.arange(0, C)[:, None] >= tl.arange(0, C)[None, :]
+    for i in tl.range(slot * each, tl.minimum((slot + 1) * each, chunks), disable_licm=True):
+        rows = i * C + tl.arange(0, C).to(tl.int64)
+        queries = _load_as_is(q, q_strides, rows, dims, n, E)  # (C, BE)
+        keys = _load_as_is(k, k_strides, rows, dims, n, E)  # (C, BE)
+        values = _load(v, v_strides, rows, columns, n, D)  # (C, BD)
+        offset = _offsets(keys, rows, valid, half_square, common)  # (C,)
+        numerator = tl.zeros([C, BD], tl.float32)
+        scores = tl.zeros([C, C], tl.float32)
+        below = tl.zeros([C], tl.float32)
+        most = tl.full([C], _NOTHING, tl.float32)  # top so far
+        tl.debug_barrier()
+        for start in tl.range(0, F, BF, disable_licm=True):
+            features = start + tl.arange(0, BF)
+            here = features < F
+            directions = _directions(omega, features, dims, E, F)  # (BF, BE)
+            log_q, log_k = _logs(queries, keys, offset, directions, features, F, BF)  # (C, BF)
+            before = tl.load(m + features, mask=here, other=_TOP)  # (BF,)
+            places, there = _sums_at(s, features, columns, F, D)
+            total = tl.load(places, mask=there, other=0.0)  # (BF, BD)
+            ones = tl.load(z + features, mask=here, other=0.0)  # (BF,)
+
+            r = _reference(before, log_k)  # (BF,)
+            after = tl.maximum(r, tl.max(log_k, 0))
+            some_late = tl.max(after - r) > _LIMIT
+            reached = log_q + r[None, :]
+            if some_late:
+                seen = tl.maximum(tl.associative_scan(log_k, 0, _larger), r[None, :])
+                reached = tl.where(_is_late(log_k, r)[:, None], log_q + seen, reached)
+            new = tl.maximum(most, tl.max(reached, 1))  # (C,)
+            shrink = tl.exp(most - new)
+            most = new
+            p = tl.exp(log_q + r[None, :] - most[:, None])  # (C, BF)
+            near = tl.exp(tl.minimum(log_k - r[None, :], _LIMIT))  # (C, BF)
+            fade = tl.exp(r - after)
+            scores *= shrink[:, None]
+            if some_late:  # logs are computed again, that they need not be kept for what is rare
+                log_q, log_k = _logs(
+                    queries, keys, offset, _directions(omega, features, dims, E, F), features, F, BF
+                )  # (C, BF)
+                late = _is_late(log_k, r)
+                scores += tl.where(late[:, None], 0.0, _zeros_dot(p, tl.trans(near), PRECISION))
+                scores += _late_scores(log_q, log_k, most, late)
+                far = tl.exp(log_k - after[None, :])
+            else:
+                scores = _dot(p, tl.trans(near), scores, PRECISION)  # (C, C)
+                far = near * fade[None, :]
+            numerator = _dot(p, total, numerator * shrink[:, None], PRECISION)  # (C, BD)
+            below = below * shrink + tl.sum(p * ones[None, :], 1)
+            total = _dot(tl.trans(far), values, total * fade[:, None], PRECISION)
+            tl.debug_barrier()
+            tl.store(places, total, mask=there)
+            tl.store(z + features, ones * fade + tl.sum(far, 0), mask=here)
+            tl.store(m + features, _maximum(after), mask=here)
+        scores = tl.where(lower, scores, 0.0)
+        numerator = _dot(scores, values, numerator, PRECISION)
+        below += tl.sum(scores, 1)
+        below = tl.where(below == 0.0, 1.0, below)  # nothing was seen
+        numerator /= below[:, None]
+        _store(out, out_strides, rows, columns, n, D, numerator)
+        if out.dtype.element_ty != tl.float32:
+            rounded = numerator.to(out.dtype.element_ty).to(tl.float32)
+            _store(rest, out_strides, rows, columns, n, D, numerator - rounded)
+        tl.store(top + row + rows, most, mask=rows < n)
+        tl.store(denominator + row + rows, below, mask=rows < n)
+
+
+@triton.jit
+def _late_scores(log_q, log_k, top, late):
+    """Return late queries' products with the chunk's keys, (C, C)."""
+    places = tl.arange(0, log_q.shape[0])
+    scores = tl.zeros([log_q.shape[0], log_q.shape[0]], tl.float32)
+    for j in range(log_q.shape[0]):
+        pairs = tl.sum(_pair(log_q, log_k, top, late, j), 1)  # (C,), of queries
+        scores += tl.where(places[None, :] == j, pairs[:, None], 0.0)
+    return scores
+
+
+@triton.jit
+def _late_to_queries(a, log_q, log_k, top, late):
+    """Return what the products of late queries with the chunk's keys, whose gradients are a (C, C), give log φ(q)."""
+    places = tl.arange(0, log_q.shape[0])
+    found = tl.zeros(log_q.shape, tl.float32)
+    for j in range(log_q.shape[0]):
+        of_key = tl.sum(tl.where(places[None, :] == j, a, 0.0), 1)  # (C,), of queries
+        found += _pair(log_q, log_k, top, late, j) * of_key[:, None]
+    return found
+
+
+@triton.jit
+def _late_to_keys(a, log_q, log_k, top, late):
+    """Return what they give log φ(k), and the products; a and these, (C, C), by key."""
+    places = tl.arange(0, log_q.shape[0])
+    found = tl.zeros(log_q.shape, tl.float32)
+    scores = tl.zeros([log_q.shape[0], log_q.shape[0]], tl.float32)
+    for j in range(log_q.shape[0]):
+        pair = _pair(log_q, log_k, top, late, j)  # (C, BF)
+        this = places[:, None] == j
+        scores += tl.where(this, tl.sum(pair, 1)[None, :], 0.0)
+        of_key = tl.sum(tl.where(this, a, 0.0), 0)  # (C,), of queries
+        found += tl.where(this, tl.sum(pair * of_key[:, None], 0)[None, :], 0.0)
+    return found, scores
+
+
+@triton.jit(do_not_specialize=_BY_LENGTH)
+def _query_gradients(
+    q, q_strides, k, k_strides, v, v_strides, g, g_strides, out, out_strides, rest, dq, dq_strides, omega,
+    lengths, s, z, m, borders, top, denominator, y, n, chunks, each, N_HEADS, half_square, common,
+    E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, C: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
+    BF: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Walk a group from its sums, as `_outputs` does; write the gradient of q, y, and m at the chunks' borders."""
+    head, slot = tl.program_id(0), tl.program_id(1)
+    dims, columns = tl.arange(0, BE), tl.arange(0, BD)
+    q = _of_head(q, q_strides, head, N_HEADS)
+    k = _of_head(k, k_strides, head, N_HEADS)
+    v = _of_head(v, v_strides, head, N_HEADS)
+    g = _of_head(g, g_strides, head, N_HEADS)
+    out = _of_head(out, out_strides, head, N_HEADS)
+    rest = _of_head(rest, out_strides, head, N_HEADS)
+    dq = _of_head(dq, dq_strides, head, N_HEADS)
+    omega += (head % N_HEADS) * (F * E)
+    valid = _valid(lengths, head, n, N_HEADS)
+    row = head.to(tl.int64) * n
+    group = head.to(tl.int64) * tl.num_programs(1) + slot
+    s += group * (F * D)
+    z += group * F
+    m += group * F
+    borders += head.to(tl.int64) * (chunks + 1) * F
+    lower = tl.arange(0, C)[:, None] >= tl.arange(0, C)[None, :]
+    for i in tl.range(slot * each, tl.minimum((slot + 1) * each, chunks), disable_licm=True):
+        rows = i * C + tl.arange(0, C).to(tl.int64)
+        queries = _load_as_is(q, q_strides, rows, dims, n, E)  # (C, BE)
+        keys = _load_as_is(k, k_strides, rows, dims, n, E)  # (C, BE)
+        values = _load(v, v_strides, rows, columns, n, D)  # (C, BD)
+        offset = _offsets(keys, rows, valid, half_square, common)  # (C,)
+        most = tl.load(top + row + rows, mask=rows < n, other=0.0)  # (C,)
+        below = tl.load(denominator + row + rows, mask=rows < n, other=1.0)
+        x = _load(g, g_strides, rows, columns, n, D) / below[:, None]  # (C, BD)
+        exact = _load(out, out_strides, rows, columns, n, D)  # (C, BD)
+        if out.dtype.element_ty != tl.float32:
+            exact += _load(rest, out_strides, rows, columns, n, D)
+        weight = -tl.sum(x * exact, 1)  # (C,)
+        tl.store(y + row + rows, weight, mask=rows < n)
+        a = tl.where(lower, _zeros_dot(x, tl.trans(values), PRECISION) + weight[:, None], 0.0)  # (C, C)
+        found = tl.zeros([C, BE], tl.float32)
+        tl.debug_barrier()
+        for start in tl.range(0, F, BF, disable_licm=True):
+            features = start + tl.arange(0, BF)
+            here = features < F
+            directions = _directions(omega, features, dims, E, F)  # (BF, BE)
+            log_q, log_k = _logs(queries, keys, offset, directions, features, F, BF)  # (C, BF)
+            before = tl.load(m + features, mask=here, other=_TOP)  # (BF,)
+            tl.store(borders + i * F + features, before, mask=here)
+            places, there = _sums_at(s, features, columns, F, D)
+            total = tl.load(places, mask=there, other=0.0)  # (BF, BD)
+            ones = tl.load(z + features, mask=here, other=0.0)  # (BF,)
+
+            r = _reference(before, log_k)  # (BF,)
+            after = tl.maximum(r, tl.max(log_k, 0))
+            fade = tl.exp(r - after)
+            p = _queries(log_q, r, most, rows, n)  # (C, BF)
+            near = tl.exp(tl.minimum(log_k - r[None, :], _LIMIT))  # (C, BF)
+            through = _zeros_dot(x, tl.trans(total), PRECISION) + weight[:, None] * ones[None, :]  # (C, BF)
+            if tl.max(after - r) > _LIMIT:
+                log_q, log_k = _logs(
+                    queries, keys, offset, _directions(omega, features, dims, E, F), features, F, BF
+                )  # (C, BF)
+                late = _is_late(log_k, r)
+                through = _dot(tl.where(late[:, None], 0.0, a), near, through, PRECISION) * p
+                through += _late_to_queries(a, log_q, log_k, most, late)
+                far = tl.exp(log_k - after[None, :])
+            else:
+                through = _dot(a, near, through, PRECISION) * p
+                far = near * fade[None, :]
+            found = _dot(through, directions, found, PRECISION)  # (C, BE)
+            total = _dot(tl.trans(far), values, total * fade[:, None], PRECISION)
+            tl.debug_barrier()
+            tl.store(places, total, mask=there)
+            tl.store(z + features, ones * fade + tl.sum(far, 0), mask=here)
+            tl.store(m + features, _maximum(after), mask=here)
+            tl.store(borders + chunks * F + features, _maximum(after), mask=here & (i == chunks - 1))
+        _store(dq, dq_strides, rows, dims, n, E, found)
+
+
+@triton.jit
+def _queries(log_q, r, top, rows, n):
+    """Return p, (C, BF), from what top was found to be; 0 beyond the sequence."""
+    return tl.where((rows < n)[:, None], tl.exp(log_q + r[None, :] - top[:, None]), 0.0)
+
+
+@triton.jit(do_not_specialize=_BY_LENGTH)
+def _sum_queries(
+    q, q_strides, g, g_strides, omega, s, z, borders, top, denominator, y, n, chunks, each, N_HEADS,
+    E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, C: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
+    BF: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write each group's own sums R and r, scaled by m at its start."""
+    head, slot = tl.program_id(0), tl.program_id(1)
+    features = tl.program_id(2) * BF + tl.arange(0, BF)
+    here = features < F
+    dims, columns = tl.arange(0, BE), tl.arange(0, BD)
+    q = _of_head(q, q_strides, head, N_HEADS)
+    g = _of_head(g, g_strides, head, N_HEADS)
+    row = head.to(tl.int64) * n
+    borders += head.to(tl.int64) * (chunks + 1) * F
+    directions = _directions(omega + (head % N_HEADS) * (F * E), features, dims, E, F)  # (BF, BE)
+    total = tl.zeros([BF, BD], tl.float32)
+    ones = tl.zeros([BF], tl.float32)
+    end = tl.minimum((slot + 1) * each, chunks)
+    after = tl.load(borders + end * F + features, mask=here, other=_NOTHING)  # (BF,)
+    for back in range(slot * each, end):
+        i = slot * each + end - 1 - back
+        rows = i * C + tl.arange(0, C).to(tl.int64)
+        queries = _load_as_is(q, q_strides, rows, dims, n, E)  # (C, BE)
+        most = tl.load(top + row + rows, mask=rows < n, other=0.0)  # (C,)
+        below = tl.load(denominator + row + rows, mask=rows < n, other=1.0)
+        x = _load(g, g_strides, rows, columns, n, D) / below[:, None]  # (C, BD)
+        weight = tl.load(y + row + rows, mask=rows < n, other=0.0)
+        before = tl.load(borders + i * F + features, mask=here, other=_NOTHING)  # (BF,)
+        p = _queries(_along(queries, directions), before, most, rows, n)  # (C, BF); 0 where m is −∞
+        fade = _fade(before, after)
+        total = _dot(tl.trans(p), x, total * fade[:, None], PRECISION)
+        ones = ones * fade + tl.sum(p * weight[:, None], 0)
+        after = before
+    group = head.to(tl.int64) * tl.num_programs(1) + slot
+    places, there = _sums_at(s + group * (F * D), features, columns, F, D)
+    tl.store(places, total, mask=there)
+    tl.store(z + group * F + features, ones, mask=here)
+
+
+@triton.jit(do_not_specialize=["slots", "chunks", "each"])
+def _add_up_queries(
+    s, z, borders, s_end, z_end, slots, chunks, each,
+    D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    """Replace each group's own sums by all to its right, from those in `s_end` on, and these by all."""
+    head = tl.program_id(0).to(tl.int64)
+    features, columns = tl.program_id(1) * BF + tl.arange(0, BF), tl.arange(0, BD)
+    here = features < F
+    borders += head * (chunks + 1) * F
+    ends, there = _sums_at(s_end + head * (F * D), features, columns, F, D)
+    z_end += head * F + features
+    total = tl.load(ends, mask=there, other=0.0)  # (BF, BD)
+    ones = tl.load(z_end, mask=here, other=0.0)  # (BF,)
+    after = tl.load(borders + chunks * F + features, mask=here, other=_NOTHING)
+    for back in range(slots):
+        slot = slots - 1 - back
+        group = head * slots + slot
+        places, _ = _sums_at(s + group * (F * D), features, columns, F, D)
+        at = group * F + features
+        own = tl.load(places, mask=there, other=0.0)
+        own_ones = tl.load(z + at, mask=here, other=0.0)
+        before = tl.load(borders + slot * each * F + features, mask=here, other=_NOTHING)
+        tl.debug_barrier()
+        tl.store(places, total, mask=there)
+        tl.store(z + at, ones, mask=here)
+        fade = _fade(before, after)
+        total = total * fade[:, None] + own
+        ones = ones * fade + own_ones
+        after = before
+    tl.debug_barrier()
+    tl.store(ends, total, mask=there)
+    tl.store(z_end, ones, mask=here)
+
+
+@triton.jit(do_not_specialize=_BY_LENGTH)
+def _key_value_gradients(
+    q, q_strides, k, k_strides, v, v_strides, g, g_strides, dk, dk_strides, dv, dv_strides, omega, lengths,
+    s, z, borders, top, denominator, y, n, chunks, each, N_HEADS, half_square, common,
+    E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, C: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
+    BF: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Walk a group from right to left, from its sums R; write the gradients of k and v."""
+    head, slot = tl.program_id(0), tl.program_id(1)
+    dims, columns = tl.arange(0, BE), tl.arange(0, BD)
+    q = _of_head(q, q_strides, head, N_HEADS)
+    k = _of_head(k, k_strides, head, N_HEADS)
+    v = _of_head(v, v_strides, head, N_HEADS)
+    g = _of_head(g, g_strides, head, N_HEADS)
+    dk = _of_head(dk, dk_strides, head, N_HEADS)
+    dv = _of_head(dv, dv_strides, head, N_HEADS)
+    omega += (head % N_HEADS) * (F * E)
+    valid = _valid(lengths, head, n, N_HEADS)
+    row = head.to(tl.int64) * n
+    group = head.to(tl.int64) * tl.num_programs(1) + slot
+    s += group * (F * D)
+    z += group * F
+    borders += head.to(tl.int64) * (chunks + 1) * F
+    upper = tl.arange(0, C)[:, None] <= tl.arange(0, C)[None, :]  # a row is a key, a column a query
+    end = tl.minimum((slot + 1) * each, chunks)
+    for back in tl.range(slot * each, end, disable_licm=True):
+        i = slot * each + end - 1 - back
+        rows = i * C + tl.arange(0, C).to(tl.int64)
+        queries = _load_as_is(q, q_strides, rows, dims, n, E)  # (C, BE)
+        keys = _load_as_is(k, k_strides, rows, dims, n, E)  # (C, BE)
+        values = _load(v, v_strides, rows, columns, n, D)  # (C, BD)
+        offset = _offsets(keys, rows, valid, half_square, common)  # (C,)
+        most = tl.load(top + row + rows, mask=rows < n, other=0.0)  # (C,)
+        below = tl.load(denominator + row + rows, mask=rows < n, other=1.0)
+        x = _load(g, g_strides, rows, columns, n, D) / below[:, None]  # (C, BD)
+        weight = tl.load(y + row + rows, mask=rows < n, other=0.0)  # (C,)
+        a = tl.where(upper, _zeros_dot(values, tl.trans(x), PRECISION) + weight[None, :], 0.0)  # (C, C)
+        to_keys = tl.zeros([C, BE], tl.float32)
+        to_values = tl.zeros([C, BD], tl.float32)
+        to_offset = tl.zeros([C], tl.float32)
+        scores = tl.zeros([C, C], tl.float32)
+        tl.debug_barrier()
+        for start in tl.range(0, F, BF, disable_licm=True):
+            features = start + tl.arange(0, BF)
+            here = features < F
+            directions = _directions(omega, features, dims, E, F)  # (BF, BE)
+            log_q, log_k = _logs(queries, keys, offset, directions, features, F, BF)  # (C, BF)
+            border = borders + i * F + features
+            before = tl.load(border, mask=here, other=_TOP)  # (BF,)
+            after = tl.load(border + F, mask=here, other=_TOP)
+            places, there = _sums_at(s, features, columns, F, D)
+            total = tl.load(places, mask=there, other=0.0)  # (BF, BD)
+            ones = tl.load(z + features, mask=here, other=0.0)  # (BF,)
+
+            r = _reference(before, log_k)  # (BF,)
+            some_late = tl.max(tl.max(log_k, 0) - r) > _LIMIT
+            p = _queries(log_q, r, most, rows, n)  # (C, BF)
+            near = tl.exp(tl.minimum(log_k - r[None, :], _LIMIT))  # (C, BF)
+            far = _fade(log_k, after[None, :])  # (C, BF)
+            through = (_zeros_dot(values, tl.trans(total), PRECISION) + ones[None, :]) * far  # (C, BF)
+            if some_late:
+                log_q, log_k = _logs(
+                    queries, keys, offset, _directions(omega, features, dims, E, F), features, F, BF
+                )  # (C, BF)
+                late = _is_late(log_k, r)
+                through += _zeros_dot(tl.where(late[None, :], 0.0, a), p, PRECISION) * near
+                scores += tl.where(late[None, :], 0.0, _zeros_dot(near, tl.trans(p), PRECISION))
+                exact, of_late = _late_to_keys(a, log_q, log_k, most, late)
+                through += exact
+                scores += of_late
+            else:
+                through += _zeros_dot(a, p, PRECISION) * near
+                scores = _dot(near, tl.trans(p), scores, PRECISION)  # (C, C)
+            to_keys = _dot(through, directions, to_keys, PRECISION)  # (C, BE)
+            to_offset += tl.sum(through, 1)
+            to_values = _dot(far, total, to_values, PRECISION)  # (C, BD)
+            fade = _fade(before, after)
+            p = tl.where((before == _NOTHING)[None, :], 0.0, p)  # no key is before them
+            total = _dot(tl.trans(p), x, total * fade[:, None], PRECISION)
+            tl.debug_barrier()
+            tl.store(places, total, mask=there)
+            tl.store(z + features, ones * fade + tl.sum(p * weight[:, None], 0), mask=here)
+        to_keys -= (2 * half_square) * to_offset[:, None] * keys.to(tl.float32)
+        _store(dk, dk_strides, rows, dims, n, E, to_keys)
+        to_values = _dot(tl.where(upper, scores, 0.0), x, to_values, PRECISION)
+        _store(dv, dv_strides, rows, columns, n, D, to_values)
+
+
+# ---------------------------------------------------------------------------------------------------------- their calls
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    omega: Tensor,
+    s: Tensor,
+    z: Tensor,
+    m: Tensor,
+    lengths: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the output in v's type, `s`, `z` and `m` after the last position, and what else `backward` takes.
+
+    That is what the output's rounding took off, nothing of float32, and each query's top and denominator.
+    """
+    plan = _Plan(q, v, omega, lengths, scale)
+    s, z, m = _copy(s), _copy(z), _copy(m)
+    starts = plan.starts(k, v, s, z, m)
+    out = by_position(v)
+    rest = rest_of(out)
+    top, denominator = (torch.empty(q.shape[:3], device=q.device, dtype=torch.float32) for _ in range(2))
+    _outputs[plan.walks](
+        q, q.stride(), k, k.stride(), v, v.stride(), out, out.stride(), rest, plan.omega, plan.lengths, *starts,
+        top, denominator, *plan.counts, *plan.of_keys, **plan.constants, BF=plan.features, num_warps=plan.warps,
+        num_stages=1,
+    )  # fmt: skip
+    return out, s, z, m, rest, top, denominator
+
+
+def backward(
+    g: Tensor,
+    g_s: Tensor,
+    g_z: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    omega: Tensor,
+    s: Tensor,
+    z: Tensor,
+    m: Tensor,
+    lengths: Tensor | None,
+    out: Tensor,
+    rest: Tensor,
+    top: Tensor,
+    denominator: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v, s and z, from those of `out` and of the sums that `forward` returned."""
+    plan = _Plan(q, v, omega, lengths, scale)
+    dq, dk, dv = (by_position(t) for t in (q, k, v))
+    y = torch.empty_like(top)
+    borders = z.new_empty(plan.heads, plan.chunks + 1, z.size(2))
+    starts = plan.starts(k, v, _copy(s), _copy(z), _copy(m))
+    _query_gradients[plan.walks](
+        q, q.stride(), k, k.stride(), v, v.stride(), g, g.stride(), out, out.stride(), rest, dq, dq.stride(),
+        plan.omega, plan.lengths, *starts, borders, top, denominator, y, *plan.counts, *plan.of_keys, **plan.constants,
+        BF=plan.features, num_warps=plan.warps, num_stages=1,
+    )  # fmt: skip
+    ds, dz = _copy(g_s), _copy(g_z)
+    ends = plan.ends(q, g, borders, top, denominator, y, ds, dz)
+    _key_value_gradients[plan.walks](
+        q, q.stride(), k, k.stride(), v, v.stride(), g, g.stride(), dk, dk.stride(), dv, dv.stride(), plan.omega,
+        plan.lengths, *ends, borders, top, denominator, y, *plan.counts, *plan.of_keys, **plan.constants,
+        BF=plan.features, num_warps=plan.warps, num_stages=1,
+    )  # fmt: skip
+    return dq, dk, dv, ds, dz
+
+
+class _Plan:
+    """How the heads' sequences are cut, and what all kernels are told."""
+
+    def __init__(self, q: Tensor, v: Tensor, omega: Tensor, lengths: Tensor | None, scale: float) -> None:
+        b, h, n, e = q.shape
+        d, f = v.size(3), omega.size(1)
+        self.omega = (omega * scale).contiguous()  # queries and keys need no copy that is scaled
+        self.lengths = None if lengths is None else lengths.contiguous()
+        self.heads, self.chunks = b * h, triton.cdiv(n, CHUNK)
+        groups = min(self.chunks, _MOST_GROUPS, max(1, _at_once(q.device) // max(1, self.heads)))
+        self.each = triton.cdiv(self.chunks, groups)
+        self.groups = triton.cdiv(self.chunks, self.each)  # none is empty
+        self.walks = (self.heads, self.groups)
+        self.counts = (n, self.chunks, self.each, h)
+        self.of_keys = (scale * scale / 2, math.log(f) / 2)
+        self.constants: dict[str, Any] = {
+            "E": e, "D": d, "F": f, "C": CHUNK, "BE": _padded(e), "BD": _padded(d),
+            "PRECISION": _precision(q, v),
+        }  # fmt: skip
+        self.features = min(FEATURES, _padded(f))
+        self.warps = 8 if max(_padded(e), _padded(d)) > _WIDE else 4
+
+    def starts(self, k: Tensor, v: Tensor, s: Tensor, z: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the sums before each group; `s`, `z` and `m`, before all, become those after all."""
+        if self.groups == 1:
+            return s, z, m  # and are walked in place
+        sums = self._sums(s, z, m)
+        _sum_keys[self.heads, self.groups, triton.cdiv(s.size(2), _SUMMED_AT_ONCE)](
+            k, k.stride(), v, v.stride(), self.omega, self.lengths, *sums, *self.counts, *self.of_keys,
+            **self.constants, BF=_SUMMED_AT_ONCE, num_warps=self.warps,
+        )  # fmt: skip
+        _add_up_keys[self._parts()](*sums, s, z, m, self.groups, **self._part())
+        return sums[0], sums[1], sums[2]
+
+    def ends(
+        self, q: Tensor, g: Tensor, borders: Tensor, top: Tensor, denominator: Tensor, y: Tensor, s: Tensor, z: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sums R and r after each group; `s` and `z`, after all, become those before all."""
+        if self.groups == 1:
+            return s, z
+        sums = self._sums(s, z)
+        _sum_queries[self.heads, self.groups, triton.cdiv(s.size(2), _SUMMED_AT_ONCE)](
+            q, q.stride(), g, g.stride(), self.omega, *sums, borders, top, denominator, y, *self.counts,
+            **self.constants, BF=_SUMMED_AT_ONCE, num_warps=self.warps,
+        )  # fmt: skip
+        _add_up_queries[self._parts()](*sums, borders, s, z, self.groups, self.chunks, self.each, **self._part())
+        return sums[0], sums[1]
+
+    def _sums(self, *like: Tensor) -> list[Tensor]:
+        return [t.new_empty(self.heads, self.groups, *t.shape[2:]) for t in like]
+
+    def _parts(self) -> tuple[int, int]:
+        return self.heads, triton.cdiv(self.constants["F"], _ADDED_AT_ONCE)
+
+    def _part(self) -> dict[str, int]:
+        return {name: self.constants[name] for name in ("D", "F", "BD")} | {"BF": _ADDED_AT_ONCE}
+
+
+def _copy(t: Tensor) -> Tensor:
+    return t.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,1 @@
+"""Linear attention: the forms in PyTorch, when kernels are used, and these, in C++ and in Triton."""

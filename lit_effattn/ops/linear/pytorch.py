@@ -1,0 +1,300 @@
+"""Attention with a kernel's feature map in place of the exponential (Katharopoulos et al. 2020, equations 5 to 12)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lit_effattn.ops.linear import cpp_kernels
+from lit_effattn.ops.runtime import selection
+from lit_effattn.ops.runtime.operators import Operator
+
+WHAT = "linear attention"
+"""What its kernels are called in messages."""
+
+
+def linear_attention(q: Tensor, k: Tensor, v: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """Let every query see every key.
+
+        out_i = q_i Σ_j k_j v_jᵀ / (q_i · Σ_j k_j + eps)
+
+    Args:
+        q: (B, H, N, F), queries after the feature map.
+        k: (B, H, M, F), keys after the feature map; 0 where a key is padding.
+        v: (B, H, M, D).
+        eps: Keeps the division finite where no key is seen.
+
+    Returns:
+        (B, H, N, D).
+    """
+    s = k.transpose(-1, -2) @ v  # (B, H, F, D)
+    z = k.sum(-2)  # (B, H, F)
+    return (q @ s) / ((q @ z[..., None]) + eps)
+
+
+def causal_linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *, chunk_size: int = 64, eps: float = 1e-6
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Let query i see the keys up to i, and those that `s` and `z` sum up.
+
+        S_i = S_{i-1} + k_i v_iᵀ,  z_i = z_{i-1} + k_i,  out_i = q_iᵀ S_i / (q_i · z_i + eps)
+
+    Chunks of C positions are matrix products: within a chunk a C × C triangle of scores, before it the sums at the
+    chunk's border. On the CPU one chunk follows another, forward and backward by hand: beside inputs, outputs and
+    their gradients, which are O(N (F + D)), there is only what one chunk takes; the backward pass builds the scores and
+    the sums anew. It can't be differentiated itself. Elsewhere it is `plain_causal_linear_attention`.
+
+    Args:
+        q: (B, H, N, F), queries after the feature map.
+        k: (B, H, N, F), keys after the feature map; 0 where a key is padding.
+        v: (B, H, N, D).
+        s: (B, H, F, D), the sum of k vᵀ before the first position.
+        z: (B, H, F), the sum of k before the first position.
+        chunk_size: C where the products are PyTorch's; they take O(C + D) a position and head, but small ones are slow:
+            D, or 64, is best.
+        eps: Keeps the division finite where no key is seen.
+
+    Returns:
+        The output (B, H, N, D) and `s` and `z` after the last position.
+
+    Raises:
+        NotImplementedError: on the CPU, where the gradient is differentiated again; `plain_causal_linear_attention`
+            can be.
+    """
+    if q.device.type != "cpu":
+        return plain_causal_linear_attention(q, k, v, s, z, chunk_size=chunk_size, eps=eps)
+    out, s, z, _ = _OPERATOR(q, k, v, s, z, chunk_size, eps)
+    return out, s, z
+
+
+def plain_causal_linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *, chunk_size: int = 64, eps: float = 1e-6
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do what `causal_linear_attention` does, all chunks at once, differentiated by autograd, as often as one likes.
+
+    Memory O(N (C + F D / C)): never N × N, never N × F × D.
+    """
+    n = q.size(-2)
+    chunk = min(chunk_size, n)
+    q, k, v = (_chunked(t, chunk) for t in (q, k, v))  # (B, H, N/C, C, F or D)
+
+    # The sums before each chunk, and after the last one.
+    s = _running(k.transpose(-1, -2) @ v, s)  # (B, H, N/C + 1, F, D)
+    z = _running(k.sum(-2), z)  # (B, H, N/C + 1, F)
+    scores = (q @ k.transpose(-1, -2)).tril()  # (B, H, N/C, C, C)
+    numerator = scores @ v + q @ s[:, :, :-1]
+    denominator = scores.sum(-1, keepdim=True) + q @ z[:, :, :-1, :, None]
+    out = numerator / (denominator + eps)
+    # Copies: as views they would keep the sums of every chunk alive for as long as the state lives.
+    return out.flatten(2, 3)[:, :, :n], s[:, :, -1].clone(), z[:, :, -1].clone()
+
+
+def linear_attention_step(
+    q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *, eps: float = 1e-6, in_place: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do what `causal_linear_attention` does, for one position: what generating one more token costs.
+
+    With `in_place` the sums are added to where they are, and nothing of their size is allocated.
+    """
+    column = k.transpose(-1, -2)  # (B, H, F, 1), times v (B, H, 1, D)
+    s = s.addcmul_(column, v) if in_place else torch.addcmul(s, column, v)
+    z = z.add_(k[:, :, 0]) if in_place else z + k[:, :, 0]
+    return (q @ s) / ((q @ z[..., None]) + eps), s, z
+
+
+def _chunked(t: Tensor, chunk: int) -> Tensor:
+    """(B, H, N, F) -> (B, H, ⌈N/C⌉, C, F), filled up with zeros: keys that are not there."""
+    t = F.pad(t, (0, 0, 0, -t.size(-2) % chunk))
+    return t.unflatten(2, (-1, chunk))
+
+
+def _running(increments: Tensor, start: Tensor) -> Tensor:
+    """Return the sums from `start` on, before each increment (dimension 2) and after the last: one more than given."""
+    return F.pad(increments, [0, 0] * (increments.dim() - 3) + [1, 0]).cumsum(2) + start[:, :, None]
+
+
+# ------------------------------------------------------------------------------------------------- on the CPU, by hand
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, chunk_size: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the output, the last sums, and the denominators (B, H, N), eps included."""
+    out, denominator = torch.empty_like(v), q.new_empty(q.shape[:-1])
+    if _in_cpp(q, k, v, s, z):
+        s, z = cpp_kernels.forward(q, k, v, s, z, None, eps, out, denominator, elu=False)
+        return out, s, z, denominator
+    s, z = _copy(s), _copy(z)
+    with torch.autocast("cpu", enabled=False):
+        for rows in _in_groups(q, k, v, s, z, out, denominator):
+            _forward_rows(*rows, chunk_size=chunk_size, eps=eps)
+    return out, s, z, denominator
+
+
+def _in_cpp(q: Tensor, k: Tensor, v: Tensor, *sums: Tensor) -> bool:
+    """Whether the kernel is used: for float32 alone (what is laid out as the inputs are has to suit it, too)."""
+    if any(t.dtype != torch.float32 for t in (q, k, v, *sums)) or any(t.stride(-1) != 1 for t in (q, k, v)):
+        return False
+    asked = os.environ.get(selection.KERNELS, "")
+    return selection.chosen_on_cpu(WHAT, asked, q.device, (torch.float32,), cpp_kernels.NAME)
+
+
+def _forward_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    z: Tensor,
+    out: Tensor,
+    denominator: Tensor,
+    *,
+    chunk_size: int,
+    eps: float,
+) -> None:
+    """Fill `out` and `denominator`, and bring `s` and `z` from before the first position to after the last."""
+    s, z = s.flatten(0, 1), z.flatten(0, 1)[:, None]  # (BH, F, D), (BH, 1, F)
+    for *inputs, y, below in _chunks(chunk_size, q, k, v, out, denominator):
+        q, k, v = (t.flatten(0, 1) for t in inputs)  # (B, H, C, ·) -> (BH, C, ·)
+        before = torch.bmm(z, q.mT)  # (BH, 1, C)
+        z.add_(k.sum(1, keepdim=True))  # first, for a sum brings k into the caches sooner than a product does
+        scores = torch.bmm(q, k.mT).tril_()  # (BH, C, C)
+        torch.add(scores.sum(-1).view_as(below), before.view_as(below), out=below).add_(eps)
+        torch.div(torch.bmm(q, s).baddbmm_(scores, v).view_as(y), below[..., None], out=y)
+        s.baddbmm_(k.mT, v)
+
+
+def _backward(
+    g: Tensor,
+    g_s: Tensor,
+    g_z: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    z: Tensor,
+    out: Tensor,
+    denominator: Tensor,
+    chunk_size: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v, s and z from those of the output and of the last sums."""
+    g_q, g_k, g_v = (torch.empty_like(t) for t in (q, k, v))
+    if _in_cpp(q, k, v, s, z):
+        g_s, g_z = cpp_kernels.backward(g, g_s, g_z, q, k, v, s, z, None, eps, g_q, g_k, g_v, elu=False)
+        return g_q, g_k, g_v, g_s, g_z
+    s, z, g_s, g_z = (_copy(t) for t in (s, z, g_s, g_z))
+    with torch.autocast("cpu", enabled=False):
+        for rows in _in_groups(g, q, k, v, s, z, out, denominator, g_q, g_k, g_v, g_s, g_z):
+            _backward_rows(*rows, chunk_size=chunk_size)
+    return g_q, g_k, g_v, g_s, g_z
+
+
+def _backward_rows(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    z: Tensor,
+    out: Tensor,
+    denominator: Tensor,
+    g_q: Tensor,
+    g_k: Tensor,
+    g_v: Tensor,
+    g_s: Tensor,
+    g_z: Tensor,
+    *,
+    chunk_size: int,
+) -> None:
+    """Fill `g_q`, `g_k` and `g_v`, and bring `g_s` and `g_z` from after the last position to before the first.
+
+    With the gradients of the numerators, x_i = g_i / denominator_i, and of the denominators, y_i = −x_i · out_i,
+
+        dq_i = S_i x_i + y_i z_i,  dk_j = R_j v_j + r_j,  dv_j = R_jᵀ k_j,
+        R_j = Σ_{i ≥ j} q_i x_iᵀ,  r_j = Σ_{i ≥ j} y_i q_i
+
+    S and z can only be summed forward, R and r backward, from the gradients of the last sums on.
+    """
+    y_all = torch.empty_like(denominator)
+    rightwards = _chunks(chunk_size, k, v, g, denominator, out, y_all, g_q)
+    leftwards = reversed(list(_chunks(chunk_size, q, k, v, g, denominator, y_all, g_q, g_k, g_v)))
+    s, g_s = s.flatten(0, 1), g_s.flatten(0, 1)  # (BH, F, D)
+    z, g_z = z.flatten(0, 1)[:, None], g_z.flatten(0, 1)[:, None]  # (BH, 1, F)
+    for *inputs, to_y, to_q in rightwards:
+        k, v, g, denominator, out = (t.flatten(0, 1) for t in inputs)  # (BH, C, ·)
+        x = g / denominator[..., None]
+        y = (x * out).sum(-1).neg_()  # (BH, C)
+        to_y.copy_(y.view_as(to_y))
+        to_q.copy_(torch.bmm(x, s.mT).addcmul_(y[..., None], z).view_as(to_q))
+        s.baddbmm_(k.mT, v)
+        z.add_(k.sum(1, keepdim=True))
+    for *inputs, to_q, to_k, to_v in leftwards:
+        q, k, v, g, denominator, y = (t.flatten(0, 1) for t in inputs)
+        x = g / denominator[..., None]
+        scores = torch.bmm(q, k.mT).tril_()  # (BH, C, C)
+        g_scores = torch.bmm(x, v.mT).add_(y[..., None]).tril_()
+        to_q.add_(torch.bmm(g_scores, k).view_as(to_q))
+        to_k.copy_(torch.baddbmm(g_z, g_scores.mT, q).baddbmm_(v, g_s.mT).view_as(to_k))
+        to_v.copy_(torch.bmm(scores.mT, x).baddbmm_(k, g_s).view_as(to_v))
+        g_s.baddbmm_(q.mT, x)
+        g_z.baddbmm_(y[:, None], q)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.chunk_size, ctx.eps = inputs
+    out, _, _, denominator = output
+    ctx.save_for_backward(*tensors, out, denominator)
+    ctx.mark_non_differentiable(denominator)
+
+
+def _gradients(ctx: Any, g: Tensor, g_s: Tensor, g_z: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    found = _OPERATOR.backward(g, g_s, g_z, *ctx.saved_tensors, ctx.chunk_size, ctx.eps)
+    return *found, None, None
+
+
+# An operator, so that torch.compile keeps the loops over chunks as they are and does not unroll them.
+_OPERATOR = Operator(
+    "causal_linear",
+    "(Tensor q, Tensor k, Tensor v, Tensor s, Tensor z, int chunk_size, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor g, Tensor g_s, Tensor g_z, Tensor q, Tensor k, Tensor v, Tensor s, Tensor z, Tensor out, "
+    "Tensor denominator, int chunk_size, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _forward,
+    _backward,
+    keep=_keep,
+    gradients=_gradients,
+    refusal="causal_linear_attention has no second derivative on the CPU; plain_causal_linear_attention has",
+)
+
+
+@torch.library.register_fake("lit_effattn::causal_linear")
+def _forward_shapes(
+    q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, chunk_size: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return torch.empty_like(v), _copy(s), _copy(z), q.new_empty(q.shape[:-1])
+
+
+@torch.library.register_fake("lit_effattn::causal_linear_backward")
+def _backward_shapes(
+    g: Tensor, g_s: Tensor, g_z: Tensor, q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), _copy(s), _copy(z)
+
+
+def _copy(t: Tensor) -> Tensor:
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+def _in_groups(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Split tensors (B, H, …) into groups of rows that share the caches well: 16 heads a thread, at least one row."""
+    rows = max(1, 16 * torch.get_num_threads() // tensors[0].size(1))
+    return zip(*(t.split(rows) for t in tensors), strict=True)
+
+
+def _chunks(chunk_size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Split tensors (B, H, N, …) into chunks of positions."""
+    return zip(*(t.split(chunk_size, 2) for t in tensors), strict=True)

@@ -1,0 +1,504 @@
+"""The `lit-effattn` command, as a user runs it: in this process where one suffices, in others where a run is killed."""
+
+import re
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from lit_effattn import PixelModel
+from lit_effattn.attention import LinearAttention, SoftmaxAttention
+from lit_effattn.cli import main
+from lit_effattn.cli.command import CLI
+from lit_effattn.datamodules import PixelSequences
+from tests.support.commands import REPOSITORY, TWO, assert_same_end, command, fails, last, same, weights
+
+CONFIGS = sorted((REPOSITORY / "configs").glob("*.yaml"))
+TINY = {
+    "seed_everything": 3,
+    "model": {
+        "class_path": "PixelModel",
+        "init_args": {
+            "backbone": {
+                "class_path": "Transformer",
+                "init_args": {
+                    "d_model": 16,
+                    "n_heads": 2,
+                    "n_layers": 2,
+                    "attention": "LinearAttention",
+                    "dropout": 0.2,
+                },
+            },
+            "optimizer": {"class_path": "torch.optim.RAdam", "init_args": {"lr": 0.001}},
+            "lr_scheduler": {"class_path": "WarmupCosine", "init_args": {"total_steps": 30, "warmup_steps": 3}},
+        },
+    },
+    "data": {"class_path": "PixelSequences", "init_args": {"dataset": "digits", "batch_size": 128}},
+    "trainer": {"max_epochs": 1, "limit_train_batches": 3, "enable_progress_bar": False, "logger": False},
+}
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Path("tiny.yaml").write_text(yaml.safe_dump(TINY))
+
+
+def fit(*args: str) -> Path:
+    """Train and return the run's folder."""
+    before = set(runs())
+    main(["fit", "--config", "tiny.yaml", *args])
+    (new,) = set(runs()) - before
+    return new
+
+
+def runs() -> list[Path]:
+    return sorted(path.parent for path in Path("runs").glob("*/checkpoints"))
+
+
+# ------------------------------------------------------------------------------------------------ train, test, draw
+
+
+def test_a_run_keeps_everything_in_one_folder():
+    run = fit("--trainer.logger", "true", "--trainer.callbacks+=SampleGrid", "--trainer.callbacks.n_samples", "2")
+    written = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
+    assert {"config.yaml", "checkpoints/last.ckpt", "checkpoints/best.ckpt", "samples/epoch_0001.png"} < written
+    assert "csv/version_0/metrics.csv" in written
+    assert any(name.startswith("tensorboard/events") for name in written)
+    assert {path.name for path in Path().iterdir()} == {"tiny.yaml", "runs"}
+
+
+def test_testing_reports_what_the_checkpoint_scores(capsys: pytest.CaptureFixture[str]):
+    run = fit()
+    main(["test", "--ckpt_path", "best"])
+    said = re.search(r"^test bits/dim: (\d+\.\d+)$", capsys.readouterr().out, re.M)
+    model = PixelModel.load_from_checkpoint(run / "checkpoints" / "best.ckpt").eval()
+    data = PixelSequences("digits")
+    data.setup("test")
+    with torch.no_grad():
+        # (180, 64) nats, from the head's whole table of log-probabilities and not from its loss
+        levels = data.splits["test"][list(range(180))].long()
+        start = torch.full((180, 1), 17)
+        hidden, _ = model.backbone(model.embedding(torch.cat([start, levels[:, :-1]], 1)))
+        nats = -model.head.log_probs(hidden).gather(-1, levels[..., None])
+    assert float(said[1]) == pytest.approx(nats.mean().item() / np.log(2), abs=1e-4)
+
+
+def test_predictions_average_to_the_test_result(capsys: pytest.CaptureFixture[str]):
+    run = fit()
+    main(["test", "--ckpt_path", "last"])
+    said = re.search(r"test bits/dim: (\S+)", capsys.readouterr().out)
+    main(["predict", "--ckpt_path", "last"])
+    (path,) = run.rglob("predictions.csv")
+    table = np.genfromtxt(path, delimiter=",", names=True)
+    assert len(table) == 180
+    assert table["bits_per_dim"].mean() == pytest.approx(float(said[1]), abs=1e-4)
+
+
+def test_generating_writes_a_picture_and_the_levels(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lit_effattn.generation.BACKEND", "eager")
+    run = fit()
+    main(["generate", "--ckpt_path", "last", "--n", "5", "--seed", "7"])
+    main(["generate", "--ckpt_path", "last", "--n", "5", "--seed", "7", "--compile", "true"])
+    main(["generate", "--ckpt_path", "last", "--n", "5", "--seed", "8", "--output", "there"])
+    first, second = (np.load(run / "generated" / name / "samples.npy") for name in ("samples", "samples_1"))
+    assert first.shape == (5, 8, 8, 1)
+    assert first.min() >= 0
+    assert first.max() <= 16
+    assert np.array_equal(first, second)
+    assert not np.array_equal(first, np.load("there/samples.npy"))
+    assert Path("there/samples.png").stat().st_size > 0
+
+
+def test_completing_keeps_what_is_not_erased():
+    run = fit()
+    main(["generate", "--ckpt_path", "last", "--n", "3", "--complete", "0.25"])
+    levels = np.load(run / "generated" / "samples" / "samples.npy")
+    data = PixelSequences("digits")
+    data.setup("test")
+    originals = data.splits["test"][[0, 1, 2]].view(3, 8, 8, 1).numpy()
+    assert np.array_equal(levels[:, :6], originals[:, :6])
+    assert not np.array_equal(levels[:, 6:], originals[:, 6:])
+    assert (run / "generated" / "samples" / "completed.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--n", "0"], "--n 0"),
+        (["--temperature", "-1"], "temperature=-1.0"),
+        (["--top_k", "0"], "top_k=0"),
+        (["--top_p", "1.5"], "top_p=1.5"),
+        (["--complete", "1"], "--complete 1.0"),
+        (["--complete", "0.5", "--n", "181"], "only 180 test images"),
+        (["--output", "runs"], "--output runs exists"),
+    ],
+)
+def test_generating_refuses_what_it_cannot_do(args: list[str], words: str, capsys: pytest.CaptureFixture[str]):
+    run = fit()
+    assert words in fails(capsys, "generate", "--ckpt_path", "last", *args)
+    assert not (run / "generated").exists()
+
+
+# ------------------------------------------------------------------------------------------------ what is configured
+
+
+def test_the_attention_is_one_flag():
+    run = fit("--model.backbone.attention", "SoftmaxAttention", "--model.backbone.attention.window", "9")
+    model = PixelModel.load_from_checkpoint(run / "checkpoints" / "last.ckpt")
+    assert [type(block.attention) for block in model.backbone.blocks] == [SoftmaxAttention] * 2
+    assert [block.attention.window for block in model.backbone.blocks] == [9, 9]
+
+
+def test_a_list_of_attentions_is_dealt_over_the_layers_and_survives_the_checkpoint(capsys: pytest.CaptureFixture[str]):
+    config = yaml.safe_load(Path("tiny.yaml").read_text())
+    config["model"]["init_args"]["backbone"]["init_args"]["attention"] = [
+        {"class_path": "SoftmaxAttention", "init_args": {"window": 5}},
+        {"class_path": "LinearAttention", "init_args": {"chunk_size": 7}},
+    ]
+    Path("tiny.yaml").write_text(yaml.safe_dump(config))
+    run = fit()
+    model = PixelModel.load_from_checkpoint(run / "checkpoints" / "last.ckpt")
+    first, second = (block.attention for block in model.backbone.blocks)
+    assert isinstance(first, SoftmaxAttention)
+    assert first.window == 5
+    assert isinstance(second, LinearAttention)
+    assert second.chunk_size == 7
+    main(["test", "--ckpt_path", "last"])  # built again from the configuration in the checkpoint
+    assert "test bits/dim" in capsys.readouterr().out
+
+
+OFFLINE = ("copy", "digits", "photos", "sorting", "stdlib", "text_")
+SPEECH = ("espeak", "librispeech", "timit", "wsj")  # see test_command_speech.py
+
+
+def built(config: Path, *args: str, device: str = "meta") -> CLI:
+    """Make all that a configuration names, and train nothing.
+
+    On torch's meta device, which has shapes without numbers: some of the models are of a GB.
+    """
+    with pytest.MonkeyPatch.context() as patch, torch.device(device):
+        patch.setattr(CLI, "_run_subcommand", lambda *_: None)
+        return CLI(["fit", "--config", str(config), "--trainer.fast_dev_run", "1", *args])
+
+
+def ask_for_data(config: Path, *args: str) -> None:
+    made = built(config, *args)
+    made.model.configure_optimizers()
+    made.datamodule.prepare_data()
+
+
+@pytest.mark.filterwarnings("ignore:LightningCLI's args")
+@pytest.mark.parametrize("config", [c for c in CONFIGS if not c.stem.startswith(SPEECH)], ids=lambda path: path.stem)
+def test_every_configuration_works_as_far_as_it_needs_no_download(config: Path):
+    """Offline ones take a step (of one row) of training and validation; others say what belongs where."""
+    data = yaml.safe_load(config.read_text())["data"]
+    text = data["class_path"] == "TextStream"
+    if config.stem.startswith(OFFLINE):
+        args = ["fit", "--config", str(config), "--trainer.fast_dev_run", "1", "--trainer.enable_progress_bar", "false"]
+        args += ["--data.batch_size", "1", "--data.eval_batch_size", "1"]
+        main([*args, "--data.max_bytes", "200000"] if text else args)
+    else:
+        with pytest.raises(FileNotFoundError) as missing:
+            ask_for_data(config, *([] if text else ["--data.download", "false"]))
+        assert ("source='stdlib'" if text else "configs/digits_linear.yaml") in str(missing.value)
+        assert str(Path("data").resolve()) in str(missing.value)
+    assert not Path("runs").exists()
+
+
+@pytest.mark.filterwarnings("ignore:LightningCLI's args")
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [
+        ("enwik8_xl", 41),
+        ("enwik8_xl_large", 277),
+        ("enwik8_sparse", 95),
+        ("text8_xl", 41),
+        ("text8_xl_large", 277),
+        ("wikitext103_xl", 151),
+        ("wikitext103_xl_large", 283),  # the paper says 257, the authors' code has as many as here
+    ],
+)
+def test_the_papers_language_models_have_their_size(name: str, millions: int):
+    words = " ".join(f"word{i}" for i in range(267_735 - 3))  # and <eos>, <unk>, <start>
+    Path("data/wikitext-103").mkdir(parents=True)
+    for split, text in (("train", words), ("valid", "word1 word2"), ("test", "word3")):
+        Path(f"data/wikitext-103/wiki.{split}.tokens").write_text(f"{text} \n")
+    Path("data/text8").write_text(" abcdefghijklmnopqrstuvwxyz" * 9)
+    model = built(REPOSITORY / "configs" / f"{name}.yaml").model
+    model.configure_optimizers()
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6) == millions
+
+
+def test_a_shipped_configuration_is_found_by_name_and_ones_own_comes_first(capsys: pytest.CaptureFixture[str]):
+    def printed(name: str) -> dict[str, Any]:
+        with pytest.raises(SystemExit):
+            main(["fit", "--config", name, "--print_config"])
+        return yaml.safe_load(capsys.readouterr().out)
+
+    for name in ("digits_linear", "digits_linear.yaml", "configs/digits_linear.yaml"):
+        assert printed(name)["trainer"]["default_root_dir"] == "runs/digits_linear"
+    Path("digits_linear.yaml").write_text(yaml.safe_dump({**TINY, "seed_everything": 77}))
+    for name in ("digits_linear", "digits_linear.yaml"):
+        assert printed(name)["seed_everything"] == 77
+    assert "did you mean digits_linear?" in fails(capsys, "fit", "--config", "digit_linear")
+    assert "there are cifar_linear, " in fails(capsys, "fit", "--config", "nothing/like/it.yaml")
+
+
+def test_every_configuration_is_named_after_its_runs():
+    for config in CONFIGS:
+        assert yaml.safe_load(config.read_text())["trainer"]["default_root_dir"] == f"runs/{config.stem}"
+
+
+def test_flags_of_lightning_work():
+    flags = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor", "val/bits_per_dim"]
+    fit(*flags, "--trainer.precision", "bf16-mixed", "--trainer.deterministic", "true")
+
+
+def test_a_class_keeps_its_own_defaults(capsys: pytest.CaptureFixture[str]):
+    """RAdam, which is the default, has no weight decay."""
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", "tiny.yaml", "--model.optimizer", "torch.optim.AdamW", "--print_config"])
+    assert (
+        yaml.safe_load(capsys.readouterr().out)["model"]["init_args"]["optimizer"]["init_args"]["weight_decay"] == 0.01
+    )
+
+
+def test_printing_the_configuration_trains_nothing(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as stopped:
+        main(["fit", "--config", "tiny.yaml", "--print_config"])
+    assert stopped.value.code == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["model"]["init_args"]["backbone"]["init_args"]["d_model"] == 16
+    assert not Path("runs").exists()
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints and flags
+
+
+def test_a_new_run_leaves_the_old_ones_alone():
+    old = fit()
+    before = {path: path.read_bytes() for path in old.rglob("*") if path.is_file()}
+    assert fit() != old
+    assert before == {path: path.read_bytes() for path in old.rglob("*") if path.is_file()}
+
+
+def test_resuming_goes_on_in_the_runs_folder():
+    run = fit()
+    main(["fit", "--ckpt_path", "last", "--trainer.max_epochs", "2"])
+    assert runs() == [run]
+    assert torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 6
+    assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["max_epochs"] == 1
+    assert yaml.safe_load((run / "config_resumed_1.yaml").read_text())["trainer"]["max_epochs"] == 2
+
+
+def test_branching_off_another_checkpoint_begins_a_run():
+    run = fit()
+    before = (run / "checkpoints" / "last.ckpt").read_bytes()
+    main(["fit", "--ckpt_path", str(run / "checkpoints" / "best.ckpt"), "--trainer.max_epochs", "2"])
+    assert len(runs()) == 2
+    assert (run / "checkpoints" / "last.ckpt").read_bytes() == before
+
+
+def test_last_is_the_newest_runs():
+    fit("--model.backbone.d_model", "8")
+    fit("--model.backbone.d_model", "24")
+    main(["fit", "--ckpt_path", "last", "--trainer.max_epochs", "2"])
+    newest = weights(max(runs()) / "checkpoints" / "last.ckpt")
+    assert newest["embedding.weight"].shape == (18, 24)
+
+
+def test_a_flag_wins_over_the_checkpoint(capsys: pytest.CaptureFixture[str]):
+    fit()
+    results = []
+    for flags in ([], ["--model.score_first", "false"]):
+        capsys.readouterr()
+        main(["test", "--ckpt_path", "last", *flags])
+        results.append(re.search(r"test bits/dim: (\S+)", capsys.readouterr().out)[1])
+    assert results[0] != results[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model.backbone.d_model", "32"], "another model"),
+        (["--model.backbone.n_layers", "1"], "another model"),
+        (["--model.optimizer.lr", "0.5"], "model.optimizer"),
+        (["--model.lr_scheduler.warmup_steps", "1"], "model.lr_scheduler"),
+    ],
+)
+def test_a_flag_that_resuming_would_drop_is_refused(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]):
+    run = fit()
+    before = (run / "checkpoints" / "last.ckpt").read_bytes()
+    assert words in fails(capsys, "fit", "--ckpt_path", "last", *flags)
+    assert (run / "checkpoints" / "last.ckpt").read_bytes() == before
+
+
+def test_a_patience_that_resuming_would_drop_is_refused(capsys: pytest.CaptureFixture[str]):
+    stop = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor", "val/bits_per_dim"]
+    fit(*stop, "--trainer.callbacks.patience", "5")
+    main(["fit", "--ckpt_path", "last", "--trainer.max_epochs", "2"])
+    again = ["fit", "--ckpt_path", "last", "--trainer.callbacks.patience", "9"]
+    assert "EarlyStopping" in fails(capsys, *again)
+
+
+def test_fine_tuning_starts_from_another_kinds_weights():
+    first = fit("--model.backbone.attention", "SoftmaxAttention")
+    second = fit("--init_weights", "last", "--model.optimizer.lr", "0.0")  # which leaves the weights as they are
+    assert same(weights(first / "checkpoints" / "last.ckpt"), weights(second / "checkpoints" / "last.ckpt"))
+    model = PixelModel.load_from_checkpoint(second / "checkpoints" / "last.ckpt")
+    assert isinstance(model.backbone.blocks[0].attention, LinearAttention)
+
+
+def test_a_softmax_models_weights_start_its_performer_twin(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+):
+    twin_flags = ["--model.backbone.attention", "PerformerAttention"]
+    first = fit("--model.backbone.attention", "SoftmaxAttention")
+    caplog.clear()
+    second = fit("--init_weights", "last", *twin_flags, "--model.optimizer.lr", "0.0")
+    assert "Not in it, and left as this model drew them: omega (2×), draws (2×)" in caplog.messages
+    trained, twin = (weights(run / "checkpoints" / "last.ckpt") for run in (first, second))
+    features = {name for name in twin if name.endswith(("omega", "draws"))}
+    assert len(features) == 4
+    assert same(trained, {name: t for name, t in twin.items() if name not in features})
+    # To resume is to have everything.
+    resume = ["fit", "--ckpt_path", str(first / "checkpoints" / "last.ckpt"), *twin_flags]
+    assert "another model" in fails(capsys, *resume)
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict", "generate"])
+@pytest.mark.parametrize("name", ["last", "best", "nowhere.ckpt"])
+def test_a_checkpoint_that_does_not_exist_is_an_error(command: str, name: str, capsys: pytest.CaptureFixture[str]):
+    message = fails(capsys, command, "--config", "tiny.yaml", "--ckpt_path", name)
+    assert f"--ckpt_path {name}" in message
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("command", ["validate", "test", "predict", "generate"])
+def test_random_weights_are_never_scored(command: str, capsys: pytest.CaptureFixture[str]):
+    assert "--ckpt_path" in fails(capsys, command, "--config", "tiny.yaml")
+
+
+def test_a_truncated_checkpoint_is_named(capsys: pytest.CaptureFixture[str]):
+    run = fit()
+    last = run / "checkpoints" / "last.ckpt"
+    last.write_bytes(last.read_bytes()[:5000])
+    assert "last.ckpt (5,000 bytes)" in fails(capsys, "test", "--ckpt_path", "last")
+
+
+def test_a_checkpoint_of_another_program_is_named(capsys: pytest.CaptureFixture[str]):
+    torch.save({"state_dict": {}}, "other.ckpt")
+    assert "other.ckpt" in fails(capsys, "test", "--ckpt_path", "other.ckpt")
+
+
+# ------------------------------------------------------------------------------------------------ mistakes
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (["--model.backbone.n_haeds", "2"], 2, "did you mean n_heads"),
+        (["--model.backbone.attention", "LinearAtention"], 2, "did you mean LinearAttention"),
+        (["--model", "PixelModle"], 2, "PixelModel"),
+        (["--model.backbone.n_heads", "3"], 1, "n_heads=3 does not divide d_model=16"),
+        (["--data.batch_size", "0"], 1, "batch_size=0"),
+        (["--data.batch_size", "2000"], 1, "batch_size=2000"),
+        (["--data.dataset", "nists"], 2, "one of 'digits'"),
+        (["--trainer.max_epochs", "many"], 2, "trainer.max_epochs=many"),
+        (["--data.dataset", "folder", "--data.root", "absent", "--data.image_size", "8"], 1, "absent"),
+        (["--checkpoint.every_n_train_steps", "0"], 1, "every_n_train_steps=0"),
+        (["--init_weights", "last"], 1, "no run under"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_mistakes_are_told_in_a_line(flags: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]):
+    assert words in fails(capsys, "fit", "--config", "tiny.yaml", *flags, code=code)
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_a_broken_image_is_named_even_by_a_worker(workers: str, capsys: pytest.CaptureFixture[str]):
+    from PIL import Image
+
+    for i in range(20):
+        path = Path(f"images/{i}.png")
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(np.full((8, 8), i, np.uint8)).save(path)
+    for path in Path("images").iterdir():
+        path.write_bytes(path.read_bytes()[:50])
+    flags = ["--data.dataset", "folder", "--data.root", "images", "--data.image_size", "8", "--data.channels", "1"]
+    flags += ["--data.batch_size", "2", "--data.verify", "false", "--data.num_workers", workers]
+    assert re.search(r"images/\d+\.png", fails(capsys, "fit", "--config", "tiny.yaml", *flags))
+
+
+@pytest.mark.parametrize("args", [[], ["-h"], ["--help"], ["--version"]])
+def test_help_and_version(args: list[str], capsys: pytest.CaptureFixture[str]):
+    main(args)
+    assert "lit-effattn" in capsys.readouterr().out
+
+
+def test_unknown_commands_are_refused(capsys: pytest.CaptureFixture[str]):
+    assert "'train' is not a command" in fails(capsys, "train", code=2)
+
+
+# ------------------------------------------------------------------------------------------------ processes
+
+
+def interrupted(root: str, callback: str, step: int, *args: str) -> subprocess.CompletedProcess[str]:
+    flags = [f"--trainer.callbacks+=interruptions.{callback}", "--trainer.callbacks.step", str(step)]
+    return command("fit", "--config", "tiny.yaml", "--trainer.default_root_dir", root, *LONG, *flags, *args)
+
+
+LONG = ["--trainer.max_epochs", "3", "--trainer.limit_train_batches", "1.0"]  # 33 steps
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("processes", [[], TWO], ids=["one", "two"])
+def test_a_killed_run_resumes_to_the_same_weights(processes: list[str]):
+    step = "17" if not processes else "8"  # in the middle of the second epoch
+    whole = command("fit", "--config", "tiny.yaml", "--trainer.default_root_dir", "whole", *LONG, *processes)
+    assert whole.returncode == 0, whole.stderr
+    kill = ["--trainer.callbacks.number", str(int(signal.SIGKILL)), "--checkpoint.every_n_train_steps", "3"]
+    killed = interrupted("killed", "SignalAt", int(step), *kill, *processes)
+    assert killed.returncode != 0
+    assert 0 < torch.load(last("killed"), weights_only=True)["global_step"] < int(step)
+    resume = ["--ckpt_path", "last", "--trainer.default_root_dir", "killed", "--trainer.callbacks", "null"]
+    resumed = command("fit", *resume)
+    assert resumed.returncode == 0, resumed.stderr
+    assert_same_end(last("whole"), last("killed"))
+    if processes:  # what two processes report is what one does
+        results = []
+        for flags in ([], ["--trainer.devices", "1", "--trainer.strategy", "auto"]):
+            tested = command("test", "--ckpt_path", "best", "--trainer.default_root_dir", "whole", *flags)
+            results.append(re.search(r"test bits/dim: (\S+)", tested.stdout)[1])
+        assert results[0] == results[1]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("processes", [[], TWO], ids=["one", "two"])
+def test_sigterm_saves_and_exits_with_143(processes: list[str]):
+    terminate = ["--trainer.callbacks.number", str(int(signal.SIGTERM)), "--trainer.callbacks.every_rank", "false"]
+    stopped = interrupted("stopped", "SignalAt", 4, *terminate, *processes)
+    assert stopped.returncode == 143, stopped.stderr
+    assert torch.load(last("stopped"), weights_only=True)["global_step"] == 5
+
+
+@pytest.mark.processes
+def test_a_full_disk_leaves_the_last_good_checkpoint():
+    stopped = interrupted("full", "FullDiskAt", 15, "--checkpoint.every_n_train_steps", "5")
+    assert stopped.returncode == 1
+    message = stopped.stderr[stopped.stderr.index("lit-effattn: error: ") :]
+    assert "last.ckpt could not be written" in message
+    assert "intact" in message
+    assert len(message.splitlines()) <= 3
+    assert torch.load(last("full"), weights_only=True)["global_step"] == 15
+    assert not list(Path("full").rglob("*.part"))
+    resumed = command("fit", "--ckpt_path", "last", "--trainer.default_root_dir", "full", "--trainer.callbacks", "null")
+    assert resumed.returncode == 0, resumed.stderr

@@ -1,0 +1,164 @@
+"""The `lit-effattn` command on speech, from recordings to transcripts."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from PIL import Image
+
+from lit_effattn import datamodules
+from lit_effattn.cli import main
+from tests.cli.test_command import CONFIGS, SPEECH, built
+from tests.support.commands import assert_same_end, fails, last
+from tests.support.tones import write
+
+TINY = {
+    "seed_everything": 0,
+    "model": {
+        "class_path": "SpeechRecognizer",
+        "init_args": {
+            "backbone": {
+                "class_path": "Transformer",
+                "init_args": {
+                    "d_model": 16,
+                    "n_heads": 2,
+                    "n_layers": 1,
+                    "attention": "LinearAttention",
+                    "causal": False,
+                },
+            },
+            "front_end": {"class_path": "ConvSubsampling", "init_args": {"factor": 2, "channels": 4}},
+            "optimizer": {"class_path": "torch.optim.RAdam", "init_args": {"lr": 0.001}},
+            "lr_scheduler": {"class_path": "WarmupCosine", "init_args": {"total_steps": 6, "warmup_steps": 2}},
+        },
+    },
+    "data": {
+        "class_path": "SpeechData",
+        "init_args": {
+            "corpus": {"class_path": "tests.support.tones.Tones"},
+            "normalize": "corpus",
+            "batch_frames": 120,
+            "spec_augment": {"class_path": "SpecAugment", "init_args": {"freq_mask": 4, "time_mask": 3}},
+        },
+    },
+    "trainer": {
+        "max_epochs": 2,
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    },
+}
+
+
+TRUST = ["--trust", "tests.support.tones.Tones"]
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Path("speech.yaml").write_text(yaml.safe_dump(TINY))
+
+
+def test_from_recordings_to_transcripts(capsys: pytest.CaptureFixture[str]):
+    """Train and test; then recognise other recordings, with nothing left of the corpus."""
+    main(["fit", "--config", "speech.yaml"])
+    main(["test", *TRUST, "--ckpt_path", "best"])
+    said = capsys.readouterr().out
+    assert re.search(r"^test PER: \d+\.\d\d %$", said, re.M)
+    assert re.search(r"^test loss: \d+\.\d{4}$", said, re.M)
+    assert "test utterances: 6\n" in said
+    assert "test impossible: 0\n" in said
+
+    main(["predict", *TRUST, "--ckpt_path", "best"])
+    of_test = transcripts(capsys.readouterr().out)
+    assert [entry["id"] for entry in of_test] == [f"test-{i}" for i in range(6)]
+    assert all(entry["reference"] for entry in of_test)
+
+    shutil.rmtree("data")
+    shutil.rmtree("cache")
+    Path("mine").mkdir()
+    write(Path("mine/one.wav"), ("a", "i", "s"))
+    write(Path("mine/two.flac"), ("u",))
+    write(Path("three.wav"), ("s", "s"))
+    main(["predict", *TRUST, "--ckpt_path", "best", "--data.audio", '["mine", "three.wav"]'])
+    mine = transcripts(capsys.readouterr().out)
+    assert len(mine) == 3
+    assert sorted(Path(entry["id"]).stem for entry in mine) == ["one", "three", "two"]
+    for entry in mine:
+        assert "reference" not in entry
+        assert entry["seconds"] > 0
+        for phone in entry["phones"]:
+            assert phone["phone"] in ("a", "i", "u", "s")
+            assert 0 <= phone["start"] < phone["end"] <= entry["seconds"]
+            assert 0 < phone["confidence"] <= 1
+
+
+def transcripts(said: str) -> list[dict]:
+    """Read those that a command tells of, and look at their pictures."""
+    path = Path(re.search(r"^transcripts of \d+ utterances: (.*)$", said, re.M)[1])
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    drawn = [entry["picture"] for entry in entries if "picture" in entry]
+    assert 0 < len(drawn) <= 4
+    for name in drawn:
+        Image.open(path.with_name(name)).verify()
+    return entries
+
+
+def test_a_decoder_is_a_flag(capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("flashlight")
+    main(["fit", "--config", "speech.yaml", "--trainer.max_epochs", "1"])
+    main(["test", *TRUST, "--ckpt_path", "last", "--model.decoder", "BeamDecoder", "--model.decoder.beam_size", "5"])
+    assert "test PER: " in capsys.readouterr().out
+    assert "lm=nowhere.arpa: no such file" in fails(
+        capsys,
+        *("test", *TRUST, "--ckpt_path", "last"),
+        *("--model.decoder", "BeamDecoder", "--model.decoder.lm", "nowhere.arpa"),
+    )
+
+
+def test_a_resumed_run_ends_like_one_that_never_stopped():
+    main(["fit", "--config", "speech.yaml", "--trainer.default_root_dir", "whole"])
+    main(["fit", "--config", "speech.yaml", "--trainer.default_root_dir", "parts", "--trainer.max_epochs", "1"])
+    main(["fit", *TRUST, "--ckpt_path", str(last("parts")), "--trainer.max_epochs", "2"])
+    assert_same_end(last("whole"), last("parts"))
+
+
+def test_what_cannot_be_recognised_is_refused_by_name(capsys: pytest.CaptureFixture[str]):
+    main(["fit", "--config", "speech.yaml", "--trainer.max_epochs", "1"])
+    Path("text.wav").write_text("no sound")
+    assert "text.wav" in fails(capsys, "predict", *TRUST, "--ckpt_path", "last", "--data.audio", "[text.wav]")
+    assert "nowhere.wav" in fails(capsys, "predict", *TRUST, "--ckpt_path", "last", "--data.audio", "nowhere.wav")
+    assert not list(Path("runs").rglob("predictions"))
+
+
+def test_the_extra_that_synthesis_needs_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr("lit_effattn.datamodules.espeak.find_spec", lambda name: None)
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
+    said = fails(capsys, "fit", "--config", "speech.yaml", "--data.corpus", "EspeakCorpus")
+    assert "pip install 'lit-effattn[speech]'" in said
+    assert not Path("data/espeak").exists()
+
+
+@pytest.mark.filterwarnings("ignore:LightningCLI's args")
+@pytest.mark.parametrize("config", [c for c in CONFIGS if c.stem.startswith(SPEECH)], ids=lambda path: path.stem)
+def test_every_configuration_builds_and_says_what_it_needs(config: Path):
+    """Those that run offline take a step, with utterances that are here; others say what belongs where."""
+    content = yaml.safe_load(config.read_text())
+    model, data = content["model"]["init_args"], content["data"]["init_args"]
+    assert model.get("front_end", {"init_args": {"factor": 1}})["init_args"]["factor"] == data.get("subsampling", 1)
+    args = ["--data.corpus", "tests.support.tones.Tones", "--data.batch_frames", "100"]
+    if config.stem.startswith("espeak"):
+        args += ["--data.eval_batch_frames", "100", "--trainer.enable_progress_bar", "false"]
+        main(["fit", "--config", str(config), "--trainer.fast_dev_run", "1", *args])
+    else:
+        built(config, *args, device="cpu").model.configure_optimizers()
+        corpus = getattr(datamodules, data["corpus"]["class_path"])(**data["corpus"]["init_args"])
+        with pytest.raises(FileNotFoundError) as missing:
+            corpus.prepare()
+        assert str(Path("data").resolve()) in str(missing.value)
+    assert not Path("runs").exists()

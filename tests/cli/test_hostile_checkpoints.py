@@ -1,0 +1,378 @@
+"""Checkpoints that were written to do harm: nothing in them is executed, imported, logged to or deleted.
+
+The places are found by walking the annotations of all listed classes, so that a new option is tried by itself.
+"""
+
+import copy
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import yaml
+from jsonargparse import ArgumentParser
+
+from lit_effattn import LanguageModel, PixelModel, SpeechRecognizer
+from lit_effattn.allowlist import LIMITS, SCHEDULE, NotAllowedError, Trust, _listed
+from lit_effattn.cli import main
+from lit_effattn.cli.saved_settings import UserOptions, checked_settings
+from lit_effattn.cli.trainer import Trainer
+from lit_effattn.spec_check import ANYTHING, CheckpointJudge, Place, check, parameters
+from lit_effattn.tasks import Task
+from tests.support.commands import REPOSITORY, fails
+
+OLD = REPOSITORY / "tests" / "checkpoints" / "15b2119"
+COMMANDS = ("fit", "validate", "test", "predict", "generate")
+NOBODY = UserOptions([], [])
+RUN = "runs/2026-01-01_00-00-00/checkpoints"
+
+EVIL = """
+from pathlib import Path
+Path("imported").touch()
+from lit_effattn.attention import LinearAttention
+class MyAttention(LinearAttention):
+    def __init__(self, *args):
+        Path("called").touch()
+        super().__init__(*args)
+def function(*args, **kwargs):
+    Path("called").touch()
+"""
+NAMES = {
+    "a command": ("os.system", {"command": "touch pwned"}),
+    "a command in another module": ("posix.system", {"command": "touch pwned"}),
+    "code": ("builtins.exec", {"source": "open('pwned', 'w')"}),
+    "a constructor that runs a command": (
+        "torch.distributed.elastic.multiprocessing.subprocess_handler.SubprocessHandler",
+        {"entrypoint": "touch", "args": ["pwned"], "env": {}, "stdout": None, "stderr": None, "local_rank_id": 0},
+    ),
+    "a class of the current folder": ("evil.MyAttention", {}),
+    "a function of the current folder": ("evil.function", {}),
+    "a class by its bare name": ("MyAttention", {}),
+    "a method of a listed class": ("torch.optim.AdamW.step", {}),
+    "a class method of ours": ("lit_effattn.PixelModel.load_from_checkpoint", {"checkpoint_path": "evil.ckpt"}),
+    "a function of ours": ("lit_effattn.cli.main", {"args": ["--version"]}),
+    "an imported module of ours": ("lit_effattn.cli.command.os.system", {"command": "touch pwned"}),
+    "a download": ("torch.hub.load", {"repo_or_dir": "somebody/something", "model": "it"}),
+    "a pickle": ("torch.load", {"f": "evil.pt", "weights_only": False}),
+    "a logger": ("lightning.pytorch.loggers.WandbLogger", {"project": "x"}),
+    "a callback of functions": ("lightning.pytorch.callbacks.LambdaCallback", {"on_test_start": "evil.function"}),
+    "a callback that deletes": ("lightning.pytorch.callbacks.ModelCheckpoint", {"dirpath": "."}),
+    "jsonargparse's settings": ("jsonargparse.set_parsing_settings", {"import_path_allowlist": ["os"]}),
+    "nothing": ("", {}),
+    "dots": ("..os.system", {}),
+    "no string": (7, {}),
+}
+FORMS = {
+    "a spec": lambda name, args: {"class_path": name, "init_args": args},
+    "a spec of more arguments": lambda name, args: {"class_path": name, "dict_kwargs": args},
+    "a list": lambda name, args: [{"class_path": name, "init_args": args}],
+    "a list in a list": lambda name, args: [[{"class_path": name, "init_args": args}]],
+    "a mapping": lambda name, args: {"x": {"class_path": name, "init_args": args}},
+    "a name": lambda name, args: name,
+    "a list of names": lambda name, args: [name],
+    "JSON": lambda name, args: json.dumps({"class_path": name, "init_args": args}),
+    "YAML": lambda name, args: yaml.safe_dump({"class_path": name, "init_args": args}),
+    "a file": lambda name, args: "evil.yaml",
+}
+PAYLOADS = [(f"{who} as {how}", form(*named)) for who, named in NAMES.items() for how, form in FORMS.items()]
+
+
+@pytest.fixture(autouse=True)
+def _beside_evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Path("evil.py").write_text(EVIL)
+    Path("evil.yaml").write_text(yaml.safe_dump({"class_path": "evil.MyAttention"}))
+    sys.modules.pop("evil", None)
+    yield
+    sys.modules.pop("evil", None)
+
+
+def nothing_happened() -> bool:
+    return "evil" not in sys.modules and not any(Path(name).exists() for name in ("pwned", "imported", "called"))
+
+
+# ---------------------------------------------------------------------------------------------- every place, every name
+
+
+def places(place: Place, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], type, str, Place]]:
+    """Walk all parameters of all listed classes that may stand at a place, each class once on a path."""
+    for kind in sorted({k for k in _listed().values() if issubclass(k, place.named)}, key=lambda k: k.__name__):
+        if kind.__name__ in path:
+            continue
+        for name, (annotation, _) in parameters(kind).items():
+            if name.endswith("help"):
+                continue
+            inside = Place.of(annotation)
+            yield (*path, kind.__name__), kind, name, inside
+            nested = Place.of(annotation, *inside.items, *inside.values)
+            if nested.named and not issubclass(torch.Tensor, nested.named):
+                yield from places(nested, (*path, kind.__name__))
+
+
+ROOTS = {
+    "model": Place(classes=(Task,)),
+    "data": Place(classes=(pl.LightningDataModule,)),
+    "callback": Place(classes=(pl.Callback,)),
+}
+
+
+def takes_names(place: Place) -> bool:
+    return place.holds_names or place.anything
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_no_place_takes_what_is_not_listed(root: str, record_property: Any):
+    """A payload is refused, or it is text that stays text: jsonargparse then makes nothing of it."""
+    judge = CheckpointJudge("it.ckpt", Trust())
+    found = {(kind, name): place for _, kind, name, place in places(ROOTS[root]) if takes_names(place)}
+    expected = {
+        "model": {(PixelModel, "optimizer"), (LanguageModel, "embedding"), (SpeechRecognizer, "decoder")},
+        "data": {(_listed()["SpeechData"], "corpus"), (_listed()["SpeechData"], "spec_augment")},
+        "callback": set(),
+    }
+    assert expected[root] <= found.keys()
+    tried = 0
+    for (kind, name), place in found.items():
+        for what, payload in PAYLOADS:
+            tried += 1
+            try:
+                taken = check(copy.deepcopy(payload), place, f"{kind.__name__}.{name}", judge)
+            except NotAllowedError:
+                continue
+            word = place.text and payload in ("", "MyAttention", [""], ["MyAttention"])  # no path to import
+            number = what.startswith("no string")
+            assert not place.holds_names or word or number, f"{kind.__name__}.{name} takes {what}"
+            assert taken == payload
+            assert "class_path" not in repr(taken), f"{kind.__name__}.{name} takes {what}"
+    assert nothing_happened()
+    assert tried >= len(PAYLOADS) * len(expected[root])
+    record_property("tried", f"{tried} at {len(found)} places")
+
+
+def test_what_is_taken_as_text_is_text_to_jsonargparse():
+    """At places without names, strings and lists pass; building from them imports nothing."""
+    names = [name for name, _ in NAMES.values() if isinstance(name, str)]
+    for payload in [*names, names, "evil.yaml"]:
+        for option in ("unit", "tokenizer", "embedding_std", "tie", "vocab_size"):
+            parser = ArgumentParser(exit_on_error=False)
+            parser.add_subclass_arguments(Task, "model", fail_untyped=False)
+            spec = {"class_path": "lit_effattn.LanguageModel", "init_args": {"vocab_size": 5, option: payload}}
+            try:
+                spec = check(spec, ROOTS["model"], "model", CheckpointJudge("it.ckpt", Trust()))
+                parser.parse_object({"model": spec})
+            except Exception:
+                assert nothing_happened()
+    assert nothing_happened()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_option_of_the_trainer_takes_what_is_not_plain(command: str):
+    options = [name for name in parameters(Trainer) if not name.endswith("help")]
+    assert {"callbacks", "logger", "plugins", "profiler", "strategy", "model_registry"} < set(options)
+    assert {*LIMITS, *SCHEDULE} < set(options)
+    for option in options:
+        for what, payload in PAYLOADS:
+            try:
+                settings = {"trainer": {option: copy.deepcopy(payload)}}
+                taken = checked_settings(settings, command, Path("it.ckpt"), Trust(), NOBODY)["trainer"]
+            except NotAllowedError:
+                continue
+            assert not taken or option in (*LIMITS, *SCHEDULE) or what.startswith("no string"), (option, what)
+            assert "class_path" not in repr(taken), (option, what)
+            if isinstance(payload, str) and option in ("logger", "strategy", "callbacks"):
+                assert not taken, (option, what)
+    assert nothing_happened()
+
+
+@pytest.mark.parametrize("part", ["seed_everything", "checkpoint"])
+@pytest.mark.parametrize("form", ["a spec", "a list", "a mapping", "JSON"])
+def test_the_rest_of_a_configuration_is_plain(part: str, form: str):
+    settings = {part: FORMS[form]("os.system", {"command": "touch pwned"})}
+    with pytest.raises(NotAllowedError):
+        checked_settings(settings, "fit", Path("it.ckpt"), Trust(), NOBODY)
+
+
+def test_what_takes_any_value_takes_no_class():
+    """Even a listed one: whatever it is given to might call it."""
+    for place in (ANYTHING, Place(function=True)):
+        with pytest.raises(NotAllowedError, match=r"can name nothing"):
+            check({"class_path": "torch.optim.SGD"}, place, "there", CheckpointJudge("it.ckpt", Trust()))
+
+
+def test_nesting_that_python_cannot_follow_is_an_error():
+    deep: Any = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(NotAllowedError, match="nested too deeply"):
+        check(deep, ANYTHING, "there", CheckpointJudge("it.ckpt", Trust()))
+    while deep:
+        deep = deep.pop()  # else taking it apart would exhaust the stack too
+
+
+# ------------------------------------------------------------------------------------------------ as a user would do it
+
+
+def edited(change: Any, name: str = "pixels") -> Path:
+    """Write an old checkpoint again, with a change."""
+    content = torch.load(OLD / f"{name}.ckpt", weights_only=True)
+    change(content)
+    torch.save(content, "it.ckpt")
+    return Path("it.ckpt")
+
+
+def model_args(content: dict[str, Any]) -> dict[str, Any]:
+    return content["lit_effattn"]["config"]["model"]["init_args"]
+
+
+SYSTEM = {"class_path": "os.system", "init_args": {"command": "touch pwned"}}
+EDITS = {
+    "optimizer": lambda c: model_args(c).update(optimizer=SYSTEM),
+    "attention": lambda c: model_args(c)["backbone"]["init_args"].update(attention=SYSTEM),
+    "a class of the current folder": lambda c: model_args(c)["backbone"]["init_args"].update(
+        attention="evil.MyAttention"
+    ),
+    "the model itself": lambda c: c["lit_effattn"]["config"].update(model=SYSTEM),
+    "what Python built": lambda c: (c.pop("lit_effattn"), c["hyper_parameters"].update(optimizer=SYSTEM)),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("edit", EDITS)
+def test_every_command_refuses_it(command: str, edit: str, capsys: pytest.CaptureFixture[str]):
+    said = fails(capsys, command, "--ckpt_path", str(edited(EDITS[edit])))
+    assert "it.ckpt names" in said
+    assert "os.system" in said or "--trust evil.MyAttention" in said
+    assert nothing_happened()
+    assert not Path("runs").exists()
+
+
+def test_the_processes_that_a_run_starts_refuse_it_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    path = edited(EDITS["optimizer"])
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LIT_EFFATTN_CKPT_PATH", str(path))
+    assert "it.ckpt names" in fails(capsys, "test", "--ckpt_path", "last")
+    assert nothing_happened()
+
+
+def test_data_that_recordings_replace_are_not_fixed_by_names(capsys: pytest.CaptureFixture[str]):
+    """`--data.audio` takes from `hyper_parameters` what data would fix."""
+    path = edited(lambda c: c["hyper_parameters"].update(phones=SYSTEM), "speech")
+    assert "it.ckpt names" in fails(capsys, "predict", "--ckpt_path", str(path), "--data.audio", "x.wav")
+    assert nothing_happened()
+
+
+def test_a_callback_of_functions_is_left_out_of_scoring_and_refused_in_training(capsys: pytest.CaptureFixture[str]):
+    callback = {"class_path": "lightning.pytorch.callbacks.LambdaCallback", "init_args": {"on_test_start": "os.abort"}}
+    path = edited(lambda c: c["lit_effattn"]["config"]["trainer"].update(callbacks=[callback]))
+    main(["test", "--ckpt_path", str(path)])
+    assert "test bits/dim: 4.2887" in capsys.readouterr().out
+    assert "LambdaCallback" in fails(capsys, "fit", "--ckpt_path", str(path))
+    trusted = ["--trust", "lightning.pytorch.callbacks.LambdaCallback"]
+    assert "os.abort" in fails(capsys, "fit", "--ckpt_path", str(path), *trusted)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "flag"),
+    [
+        ("logger", {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "pwned"}}, "true"),
+        ("profiler", "advanced", "null"),
+        ("plugins", [{"class_path": "lightning.pytorch.plugins.io.TorchCheckpointIO"}], "null"),
+        ("strategy", {"class_path": "lightning.pytorch.strategies.SingleDeviceStrategy"}, "auto"),
+        ("callbacks", [{"class_path": "lightning.pytorch.callbacks.ModelCheckpoint"}], "null"),
+    ],
+)
+def test_what_only_the_user_may_say_is_named_with_its_flag(
+    option: str, value: Any, flag: str, capsys: pytest.CaptureFixture[str]
+):
+    path = edited(lambda c: c["lit_effattn"]["config"]["trainer"].update({option: value}))
+    said = fails(capsys, "fit", "--ckpt_path", str(path))
+    assert f"give --trainer.{option}" in said
+    assert not Path("runs").exists()
+    main(["fit", "--ckpt_path", str(path), "--trainer.max_epochs", "2", f"--trainer.{option}={flag}"])
+    main(["test", "--ckpt_path", str(path)])
+    assert not Path("pwned").exists()
+
+
+def test_no_folder_that_a_checkpoint_names_is_written_to():
+    edit = lambda c: c["lit_effattn"]["config"]["trainer"].update(default_root_dir="pwned")  # noqa: E731
+    path = edited(edit)
+    main(["test", "--ckpt_path", str(path)])
+    main(["fit", "--ckpt_path", str(path), "--trainer.max_epochs", "2"])
+    assert not Path("pwned").exists()
+    assert len(list(Path("runs").iterdir())) == 1  # scoring leaves nothing there
+
+
+@pytest.mark.parametrize("hide", ["precious", f"{RUN}/../../../precious", f"{RUN}/link", f"{RUN}/..", RUN, "nowhere"])
+def test_no_folder_that_a_callback_remembers_is_deleted(hide: str):
+    """Lightning deletes `kth_best_model_path`, and all that is in it, when it has saved a better one."""
+    Path("precious").mkdir()
+    Path("precious/thesis.txt").write_text("years")
+    run = Path(RUN)
+    run.mkdir(parents=True)
+    (run / "link").symlink_to(Path("precious").resolve())
+    path = str(Path.cwd() / hide)
+
+    def change(content: dict[str, Any]) -> None:
+        (key,) = (key for key in content["callbacks"] if key.startswith("ModelCheckpoint"))
+        worst = torch.tensor(99.0)
+        content["callbacks"][key].update(
+            dirpath=str(run.resolve()),
+            best_k_models={path: worst},
+            kth_best_model_path=path,
+            kth_value=worst,
+            best_model_path=path,
+            last_model_path=path,
+        )
+
+    edited(change).rename(run / "last.ckpt")
+    main(["fit", "--ckpt_path", str(run / "last.ckpt"), "--trainer.max_epochs", "2"])
+    assert sorted(path.name for path in run.iterdir()) == ["best.ckpt", "last.ckpt", "link"]
+    assert Path("precious/thesis.txt").read_text() == "years"
+
+
+@pytest.mark.parametrize("instantiator", ["os.system", "evil.function", "lit_effattn.cli.main", 7, None])
+def test_only_our_own_function_builds_a_model(instantiator: Any, capsys: pytest.CaptureFixture[str]):
+    path = edited(lambda c: (c.pop("lit_effattn"), c["hyper_parameters"].update(_instantiator=instantiator)))
+    with pytest.raises(NotAllowedError, match="to build its model"):
+        PixelModel.load_from_checkpoint(path)
+    assert "to build its model" in fails(capsys, "test", "--ckpt_path", str(path))
+    assert nothing_happened()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"optimizer": SYSTEM},
+        {"optimizer": "evil.function"},
+        {"backbone": {"class_path": "evil.MyAttention"}},
+        {"_class_path": "evil.MyAttention"},
+        {"_class_path": "lit_effattn.tasks.LanguageModel"},
+    ],
+)
+def test_python_refuses_it_too(change: dict[str, Any]):
+    path = edited(lambda c: c["hyper_parameters"].update(change))
+    with pytest.raises(NotAllowedError, match=r"it\.ckpt names"):
+        PixelModel.load_from_checkpoint(path)
+    assert nothing_happened()
+
+
+# ----------------------------------------------------------------------------------------------------- what still works
+
+
+@pytest.mark.parametrize("config", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_checkpoints_of_shipped_configurations_need_no_new_flag(config: Path):
+    settings = yaml.safe_load(config.read_text())
+    for command in COMMANDS:
+        taken = checked_settings(copy.deepcopy(settings), command, Path("it.ckpt"), Trust(), NOBODY)
+        assert taken["model"]["init_args"].keys() == settings["model"]["init_args"].keys()
+        assert taken["data"]["init_args"].keys() >= settings["data"].get("init_args", {}).keys()
+        carries = "MemoryCarry" in repr(settings["trainer"].get("callbacks"))
+        assert ("MemoryCarry" in repr(taken["trainer"].get("callbacks"))) == carries

@@ -1,0 +1,99 @@
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lit_effattn.hparams import spec
+from lit_effattn.nn.front_ends import ConvSubsampling, FrameStacking, FrontEnd, Projection
+
+FEATURES, WIDTH = 10, 6
+MAKERS = {
+    "projection": Projection,
+    "stacking1": lambda f, e: FrameStacking(f, e, factor=1),
+    "stacking3": lambda f, e: FrameStacking(f, e, factor=3),
+    "conv2": lambda f, e: ConvSubsampling(f, e, factor=2, channels=3),
+    "conv4": lambda f, e: ConvSubsampling(f, e, factor=4, channels=3),
+}
+
+
+def made(name: str) -> FrontEnd:
+    torch.manual_seed(4)
+    return MAKERS[name](FEATURES, WIDTH).double()
+
+
+def frames(*shape: int) -> Tensor:
+    return torch.randn(*shape, FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_lengths_are_divided_and_rounded_up(name: str):
+    front_end = made(name)
+    for t in range(1, 18):
+        y, lengths = front_end(frames(1, t), torch.tensor([t]))
+        expected = math.ceil(t / front_end.factor)
+        assert y.shape == (1, expected, WIDTH)
+        assert lengths.tolist() == [expected]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_padded_equals_alone(name: str):
+    """For outputs and gradients, whatever stands in the padding."""
+    front_end = made(name)
+    lengths = torch.tensor([17, 5, 6, 7, 8, 1, 0])
+    x = frames(len(lengths), 17)
+    for row, n in enumerate(lengths.tolist()):
+        x[row, n:] = math.nan
+    together, divided = front_end(x, lengths)
+    weights = torch.randn(WIDTH, dtype=torch.float64)
+    parameters = list(front_end.parameters())
+    expected = [torch.zeros_like(p) for p in parameters]
+    for row, n in enumerate(lengths.tolist()):
+        m = int(divided[row])
+        assert (together[row, m:] == 0).all()
+        if n:
+            (alone,), _ = front_end(x[row : row + 1, :n], torch.tensor([n]))
+            torch.testing.assert_close(together[row, :m], alone)
+            gradients = torch.autograd.grad((alone @ weights).sin().sum(), parameters)
+            expected = [e + g for e, g in zip(expected, gradients, strict=True)]
+    found = torch.autograd.grad((together @ weights).sin().sum(), parameters)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_stacked_frames_stand_side_by_side():
+    front_end = made("stacking3")
+    x = frames(1, 4)
+    y, _ = front_end(x, torch.tensor([4]))
+    first = torch.cat([x[0, 0], x[0, 1], x[0, 2]])
+    second = torch.cat([x[0, 3], torch.zeros(2 * FEATURES)])
+    assert isinstance(front_end, FrameStacking)
+    torch.testing.assert_close(y[0], front_end.proj(torch.stack([first, second])))
+
+
+def test_convolutions_see_the_frames_around_twice_their_own():
+    """Frame t of the second layer sees 2t − 1 … 2t + 1 of the first, which see 4t − 3 … 4t + 3 of the input."""
+    front_end = made("conv4")
+    x = frames(1, 24).requires_grad_()
+    y, _ = front_end(x, torch.tensor([24]))
+    (gradient,) = torch.autograd.grad(y[0, 3].sum(), x)
+    seen = (gradient[0] != 0).any(-1).nonzero().flatten().tolist()
+    assert set(seen) <= set(range(9, 16))
+    assert {9, 15} <= set(seen)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: FrameStacking(4, 4, factor=0), "factor=0"),
+        (lambda: ConvSubsampling(4, 4, factor=3), "factor=3"),
+        (lambda: ConvSubsampling(4, 4, channels=0), "channels=0"),
+    ],
+)
+def test_what_is_refused(make, words: str):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_it_says_what_it_was_built_from():
+    assert spec(ConvSubsampling(4, 8, factor=2))["init_args"] == {"n_features": 4, "d_model": 8, "factor": 2}

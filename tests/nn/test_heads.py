@@ -1,0 +1,195 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.special import expit, log_expit, logsumexp
+from torch import nn
+
+from lit_effattn.nn.heads import CategoricalHead, MixtureOfLogisticsHead
+
+D = 5
+KINDS = [CategoricalHead, MixtureOfLogisticsHead]
+
+
+def saying(head: nn.Module, out: torch.Tensor) -> torch.Tensor:
+    """Make `head`'s last layer the identity, so that `out` (…, parameters) is what it says; return the hidden state."""
+    width = head.proj.out_features
+    head.proj = nn.Linear(width, width).to(out.dtype)
+    with torch.no_grad():
+        head.proj.weight.copy_(torch.eye(width))
+        head.proj.bias.zero_()
+    return out
+
+
+def mixture(n_levels: int, logits, means, log_scales, dtype=torch.float32):
+    """Return a head and the hidden state with these parameters of one mixture."""
+    head = MixtureOfLogisticsHead(D, n_levels, n_mixtures=len(logits)).to(dtype)
+    return head, saying(head, torch.tensor([*logits, *means, *log_scales], dtype=dtype))
+
+
+def differences(n_levels: int, logits, means, log_scales) -> np.ndarray:
+    """log p(level) from the definition, Σ_k π_k (F_k(upper border) − F_k(lower border)), in float64.
+
+    F(b) − F(a) is taken as the smaller of it and (1 − F(a)) − (1 − F(b)): where both are near 1, digits are lost.
+    """
+    logits, means, log_scales = (np.asarray(v, dtype=np.float64)[:, None] for v in (logits, means, log_scales))
+    borders = (np.arange(n_levels + 1) - 0.5) * 2 / (n_levels - 1) - 1
+    borders[0], borders[-1] = -np.inf, np.inf
+    z = (borders - means) / np.exp(np.maximum(log_scales, -7.0))  # (K, n_levels + 1)
+    below = np.where(z > 0, -expit(-z), expit(z))  # up to a constant 1, which a difference on one side does not see
+    across = (z[:, :-1] <= 0) & (z[:, 1:] > 0)
+    p = np.where(across, 1 - expit(-z[:, 1:]) - expit(z[:, :-1]), below[:, 1:] - below[:, :-1])
+    # Both tails beyond e^{-700} underflow to 0: there log F(z) is z to every digit, and bins differ by their width.
+    with np.errstate(divide="ignore", invalid="ignore"):
+        narrow = np.minimum(z[:, 1:], -z[:, :-1])
+        width = z[:, 1:] - z[:, :-1]
+        far = log_expit(narrow) + np.where(np.isinf(width), 0, np.log(-np.expm1(-width)))
+        log_p = np.where(p > 1e-280, np.log(p), far)
+    return logsumexp(logits - logsumexp(logits, axis=0, keepdims=True) + log_p, axis=0)
+
+
+EXTREMES = {
+    "plain": ([0.3, -0.2, 1.0], [-0.5, 0.1, 0.9], [-2.0, -3.0, -1.0]),
+    "narrowest": ([0.0], [0.1], [-7.0]),
+    "narrower than allowed": ([0.0], [0.1], [-12.0]),
+    "on a border": ([0.0], [1 / 255], [-7.0]),
+    "widest": ([0.0, 0.5], [0.3, -2.0], [5.0, 4.0]),
+    "means outside": ([0.0, 1.0], [-30.0, 45.0], [-7.0, -7.0]),
+    "far outside and wide": ([0.0, 1.0], [-30.0, 45.0], [2.0, 5.0]),
+    "one component wins": ([80.0, -80.0], [0.7, -0.7], [-5.0, 2.0]),
+}
+
+
+@pytest.mark.parametrize("n_levels", [2, 3, 17, 256])
+@pytest.mark.parametrize("name", EXTREMES)
+def test_a_mixture_is_the_difference_of_its_distribution_functions(name: str, n_levels: int):
+    head, h = mixture(n_levels, *EXTREMES[name], dtype=torch.float64)
+    expected = differences(n_levels, *EXTREMES[name])
+    np.testing.assert_allclose(head.log_probs(h).detach().numpy(), expected, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("n_levels", [2, 17, 256])
+@pytest.mark.parametrize("name", EXTREMES)
+def test_a_mixture_in_float32(name: str, n_levels: int):
+    head, h = mixture(n_levels, *EXTREMES[name])
+    log_probs = head.log_probs(h)
+    assert log_probs.dtype == torch.float32
+    assert log_probs.isfinite().all()
+    assert log_probs.double().exp().sum().item() == pytest.approx(1, abs=2e-5)
+    # An error of ε in a border is one of ε / s in the exponent.
+    np.testing.assert_allclose(log_probs.detach(), differences(n_levels, *EXTREMES[name]), rtol=1e-4, atol=3e-3)
+
+
+def test_the_outermost_bins_reach_to_infinity():
+    """A mean far to the left puts all its mass in the lowest level, one far to the right in the highest."""
+    for mean, level in ((-3.0, 0), (3.0, 16)):
+        head, h = mixture(17, [0.0], [mean], [-4.0])
+        p = head.log_probs(h).exp()
+        assert p[level].item() == pytest.approx(1, abs=1e-6)
+    head, h = mixture(17, [0.0], [0.0], [0.0], dtype=torch.float64)
+    p = head.log_probs(h).exp()
+    assert p[0].item() == pytest.approx(expit(-15 / 16), rel=1e-12)
+    assert p[16].item() == pytest.approx(1 - expit(15 / 16), rel=1e-12)
+    assert p[8].item() == pytest.approx(expit(1 / 16) - expit(-1 / 16), rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n_levels", [2, 5, 17, 256])
+@pytest.mark.parametrize("size", [0.0, 1.0, 30.0])
+def test_probabilities_sum_to_1(kind: type, n_levels: int, size: float):
+    head = kind(D, n_levels)
+    p = head.log_probs(size * torch.randn(3, 4, D)).double().exp()
+    assert p.shape == (3, 4, n_levels)
+    torch.testing.assert_close(p.sum(-1), torch.ones(3, 4, dtype=torch.float64), atol=3e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n_levels", [2, 17])
+def test_the_loss_is_read_off_the_table(kind: type, n_levels: int):
+    """Every level in turn, the outermost too: sampler and loss may not disagree."""
+    head = kind(D, n_levels).double()
+    h = 3 * torch.randn(4, n_levels, D, dtype=torch.float64)
+    target = torch.stack([torch.randperm(n_levels) for _ in range(4)])
+    table = head.log_probs(h)
+    expected = torch.stack([torch.stack([-table[b, t, target[b, t]] for t in range(n_levels)]) for b in range(4)])
+    nll = head.nll(h, target)
+    assert nll.shape == target.shape
+    torch.testing.assert_close(nll, expected)
+    torch.testing.assert_close(super(kind, head).nll(h, target), expected)
+
+
+@pytest.mark.parametrize("n_levels", [2, 17, 256])
+def test_zero_init_knows_nothing(n_levels: int):
+    head = CategoricalHead(D, n_levels, zero_init=True)
+    bits = head.nll(100 * torch.randn(8, D), torch.randint(n_levels, (8,))) / math.log(2)
+    torch.testing.assert_close(bits, torch.full((8,), math.log2(n_levels)))
+    default = CategoricalHead(D, n_levels)
+    assert default.proj.weight.std() > 0
+
+
+def test_a_mixture_that_says_nothing_is_worse_than_uniform():
+    """Logistics with mean 0 and scale 1 spill half their mass over the borders: 9.05 bits on uniform data, not 8."""
+    head = MixtureOfLogisticsHead(D, 256)
+    nn.init.zeros_(head.proj.weight)
+    nn.init.zeros_(head.proj.bias)
+    bits = head.nll(torch.randn(256, D), torch.arange(256)) / math.log(2)
+    assert bits.mean().item() == pytest.approx(9.05, abs=0.005)
+
+
+@pytest.mark.parametrize("n_mixtures", [1, 10])
+@pytest.mark.parametrize("size", [1.0, 40.0, 1e4])
+def test_gradients_stay_finite(n_mixtures: int, size: float):
+    head = MixtureOfLogisticsHead(D, 256, n_mixtures=n_mixtures)
+    out = size * torch.randn(64, 3 * n_mixtures)
+    out[:, 2 * n_mixtures :] = torch.empty(64, n_mixtures).uniform_(-12, 5)
+    out = saying(head, out).requires_grad_()
+    target = torch.arange(64) * 255 // 63
+    nll = head.nll(out, target)
+    nll.sum().backward()
+    assert nll.isfinite().all()
+    assert out.grad.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in head.parameters())
+    (again,) = torch.autograd.grad(head.log_probs(out).gather(-1, target[:, None]).neg().sum(), out)
+    torch.testing.assert_close(again, out.grad)
+
+
+def test_gradients_of_a_mixture_are_right():
+    head = MixtureOfLogisticsHead(D, 5, n_mixtures=2).double()
+    h = torch.randn(5, D, dtype=torch.float64, requires_grad=True)
+    target = torch.arange(5)
+    assert torch.autograd.gradcheck(lambda h: head.nll(h, target), h)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_the_last_layer_runs_in_bfloat16(kind: type):
+    """What follows is float32: no more is lost than the layer's own rounding."""
+    head = kind(D, 256)
+    h, target = 3 * torch.randn(32, D), torch.randint(256, (32,))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = head.proj(h)
+        table, nll = head.log_probs(h), head.nll(h, target)
+    assert out.dtype == torch.bfloat16
+    assert table.dtype == nll.dtype == torch.float32
+    rounded = kind(D, 256) if kind is CategoricalHead else MixtureOfLogisticsHead(D, 256)
+    expected = rounded.log_probs(saying(rounded, out.float()))
+    torch.testing.assert_close(table, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(nll, -expected.gather(-1, target[:, None])[:, 0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bfloat16_model_has_a_float32_loss(kind: type):
+    head = kind(D, 17).bfloat16()
+    h = torch.randn(3, D, dtype=torch.bfloat16)
+    assert head.log_probs(h).dtype == head.nll(h, torch.tensor([0, 8, 16])).dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_too_few_levels(kind: type):
+    with pytest.raises(ValueError, match="n_levels=1;"):
+        kind(D, 1)
+
+
+def test_too_few_components():
+    with pytest.raises(ValueError, match="n_mixtures=0;"):
+        MixtureOfLogisticsHead(D, 17, n_mixtures=0)

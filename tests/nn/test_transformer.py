@@ -1,0 +1,277 @@
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from lit_effattn import Transformer, sequence
+from lit_effattn.attention import LinearAttention, SoftmaxAttention
+from lit_effattn.nn.transformer import Block, FeedForward
+from lit_effattn.positions import LearnedPositions, RotaryPositions, SinusoidalPositions
+from tests.laws import definitions
+
+E, H = 8, 2
+
+
+def norm(layer: nn.LayerNorm, x):
+    """(x − mean) / √(var + 10⁻⁵) · γ + β."""
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / ((centred**2).mean(-1, keepdim=True) + 1e-5).sqrt() * layer.weight + layer.bias
+
+
+def affine(layer: nn.Linear, x):
+    y = x @ layer.weight.T
+    return y if layer.bias is None else y + layer.bias
+
+
+def activated(name: str, x):
+    if name == "quick_gelu":
+        return x / (1 + torch.exp(-1.702 * x))
+    return x.clamp(min=0) if name == "relu" else x * (1 + torch.erf(x / math.sqrt(2))) / 2
+
+
+def uneven(model: nn.Module) -> nn.Module:
+    """Give every parameter other values than ones and zeros, lest a wrong LayerNorm or bias be missed."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    return model
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "quick_gelu"])
+@pytest.mark.parametrize("placed", ["pre", "post"])
+@pytest.mark.parametrize("final_norm", [None, True, False])
+def test_one_layer_by_hand(placed: str, final_norm: bool | None, activation: str):
+    model = Transformer(E, H, 1, norm=placed, final_norm=final_norm, activation=activation)
+    model = uneven(model.double())
+    (block,) = model.blocks
+    x = torch.randn(2, 7, E, dtype=torch.float64)
+    y, _ = model(x)
+
+    h = x + model.positions(torch.arange(7)[None]).double()
+
+    def feed_forward(h):
+        return affine(block.feed_forward.down, activated(activation, affine(block.feed_forward.up, h)))
+
+    if placed == "pre":
+        h = h + definitions.softmax(block.attention, norm(block.norm_1, h))
+        h = h + feed_forward(norm(block.norm_2, h))
+    else:
+        h = norm(block.norm_1, h + definitions.softmax(block.attention, h))
+        h = norm(block.norm_2, h + feed_forward(h))
+    has_final_norm = placed == "pre" if final_norm is None else final_norm
+    torch.testing.assert_close(y, norm(model.norm, h) if has_final_norm else h)
+
+
+def test_swiglu_by_hand():
+    layer = FeedForward(4, 6, "swiglu").double()
+    assert all(linear.bias is None for linear in (layer.up, layer.gate, layer.down))
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+    gate = x @ layer.gate.weight.T
+    expected = (gate / (1 + torch.exp(-gate)) * (x @ layer.up.weight.T)) @ layer.down.weight.T
+    torch.testing.assert_close(layer(x), expected)
+
+
+def test_widths_of_the_feed_forward():
+    assert Transformer(E, H, 1).blocks[0].feed_forward.up.out_features == 4 * E
+    assert Transformer(E, H, 1, activation="swiglu").blocks[0].feed_forward.up.out_features == round(8 / 3 * E)
+    assert Transformer(E, H, 1, d_ff=5).blocks[0].feed_forward.up.out_features == 5
+
+
+def test_attentions_are_dealt_over_the_layers():
+    model = Transformer(E, H, 5, attention=[LinearAttention, partial(SoftmaxAttention, window=3)])
+    kinds = [type(block.attention) for block in model.blocks]
+    assert kinds == [LinearAttention, SoftmaxAttention, LinearAttention, SoftmaxAttention, LinearAttention]
+    assert model.blocks[1].attention.window == 3
+    assert model.growth is None
+    assert Transformer(E, H, 2, attention=[LinearAttention, SoftmaxAttention]).growth == "window"
+
+
+def test_causality_reaches_every_layer():
+    model = Transformer(E, H, 2, attention=[LinearAttention, SoftmaxAttention], causal=False)
+    assert not any(block.attention.causal or block.causal for block in model.blocks)
+    y, state = model(torch.randn(1, 5, E))
+    assert y.shape == (1, 5, E)
+    assert state is None
+
+
+def test_concatenated_positions():
+    model = Transformer(E, H, 1, positions=partial(LearnedPositions, max_len=9), position_width=3)
+    assert (model.d_input, model.d_model) == (5, 8)
+    seen = []
+    model.blocks[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    x = torch.randn(2, 4, 5)
+    y, state = model(x)
+    assert y.shape == (2, 4, 8)
+    model(x, state)
+    for call, first in enumerate((0, 4)):
+        assert torch.equal(seen[call][..., :5], x)
+        for row in range(2):
+            assert torch.equal(seen[call][row, :, 5:], model.positions.table.weight[first : first + 4])
+
+
+def test_added_positions_follow_each_row():
+    model = Transformer(E, H, 1, positions=partial(LearnedPositions, max_len=20))
+    seen = []
+    model.blocks[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    _, state = model(torch.zeros(2, 6, E), None, torch.tensor([6, 2]))
+    assert state.length.tolist() == [6, 2]
+    model(torch.zeros(2, 3, E), state)
+    assert torch.equal(seen[1][0], model.positions.table.weight[6:9])
+    assert torch.equal(seen[1][1], model.positions.table.weight[2:5])
+
+
+def test_rotary_positions_go_to_every_attention():
+    model = Transformer(E, H, 2, positions=partial(RotaryPositions, base=50.0))
+    assert model.positions is None
+    for block in model.blocks:
+        assert (block.attention.rotary.width, block.attention.rotary.base) == (E // H, 50.0)
+
+
+def test_without_positions_the_last_output_is_a_function_of_a_set():
+    model = Transformer(E, H, 1, positions=None).double()
+    x = torch.randn(1, 6, E, dtype=torch.float64)
+    shuffled = x[:, [3, 1, 0, 4, 2, 5]]
+    torch.testing.assert_close(model(shuffled)[0][:, -1], model(x)[0][:, -1])
+    placed = Transformer(E, H, 1, positions=SinusoidalPositions, init="pytorch").double()
+    assert not torch.allclose(placed(shuffled)[0][:, -1], placed(x)[0][:, -1])
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_checkpointing_changes_no_gradient(dropout: float):
+    """Neither with dropout, whose masks the second forward pass must repeat, nor with a state."""
+    x = torch.randn(2, 7, E)
+
+    def run(gradient_checkpointing: bool):
+        torch.manual_seed(3)
+        kinds = [partial(LinearAttention, chunk_size=4), partial(SoftmaxAttention, dropout=dropout)]
+        model = Transformer(
+            E, H, 2, attention=kinds, dropout=dropout, gradient_checkpointing=gradient_checkpointing, init="pytorch"
+        )
+        first, state = model(x, None, torch.tensor([7, 4]))
+        second, _ = model(x, state)
+        (first.sin() + second.cos()).sum().backward()
+        return second, {name: p.grad for name, p in model.named_parameters()}
+
+    plain, checkpointed = run(False), run(True)
+    torch.testing.assert_close(checkpointed, plain, rtol=0, atol=0)
+
+
+def test_checkpointing_keeps_less():
+    def kept(gradient_checkpointing: bool) -> int:
+        model = Transformer(E, H, 4, gradient_checkpointing=gradient_checkpointing)
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (sizes.append(t.numel()), t)[1], lambda t: t):
+            model(torch.randn(2, 50, E))
+        return sum(sizes)
+
+    assert kept(True) < kept(False) / 4
+
+
+def test_dropout_on_input_and_branches():
+    x = torch.randn(2, 30, E)
+    model = Transformer(E, H, 1, dropout=0.5, positions=None)
+    entered = []
+    model.blocks[0].register_forward_pre_hook(lambda module, args: entered.append(args[0]))
+    assert not torch.equal(model(x)[0], model(x)[0])
+    assert 0.4 < (entered[0] == 0).float().mean() < 0.6
+    model.eval()
+    assert torch.equal(model(x)[0], model(x)[0])
+    assert torch.equal(entered[2], x)
+
+
+# ----------------------------------------------------------------------------------------------------- initial values
+
+
+def matrices(model: Transformer):
+    return {n: m for n, m in model.blocks.named_modules() if isinstance(m, nn.Linear)}
+
+
+@pytest.mark.parametrize(("init", "last"), [("gpt2", 0.02 / math.sqrt(2 * 8)), ("normal", 0.02)])
+def test_initial_values_of_normal_and_gpt2(init: str, last: float):
+    model = Transformer(128, 4, 8, init=init)
+    for name, linear in matrices(model).items():
+        expected = last if name.endswith((".out_proj", ".down")) else 0.02
+        assert linear.weight.std().item() == pytest.approx(expected, rel=0.05), name
+        assert (linear.bias == 0).all(), name
+
+
+def test_initial_values_of_xavier():
+    for name, linear in matrices(Transformer(64, 4, 2, init="xavier")).items():
+        bound = math.sqrt(6 / (linear.in_features + linear.out_features))
+        assert bound * 0.98 < linear.weight.abs().max().item() <= bound, name
+        assert linear.weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.05), name
+        assert (linear.bias == 0).all(), name
+
+
+def test_initial_values_of_pytorch():
+    torch.manual_seed(5)
+    model = Transformer(16, 2, 1, init="pytorch")
+    torch.manual_seed(5)
+    attention, feed_forward = SoftmaxAttention(16, 2), FeedForward(16, 64)
+    assert torch.equal(model.blocks[0].attention.v_proj.weight, attention.v_proj.weight)
+    assert torch.equal(model.blocks[0].feed_forward.down.bias, feed_forward.down.bias)
+
+
+# --------------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"n_layers": 0}, "n_layers=0"),
+        ({"attention": []}, "lists 0 kinds for n_layers=2"),
+        ({"attention": [LinearAttention] * 3}, "lists 3 kinds for n_layers=2"),
+        ({"position_width": 8}, "position_width=8 with d_model=8"),
+        ({"position_width": 0}, "position_width=0"),
+        ({"position_width": 4, "positions": None}, "position_width=4.*no positions"),
+        ({"position_width": 4, "positions": RotaryPositions}, "position_width=4.*rotary"),
+        ({"n_heads": 3}, "n_heads=3.*d_model=8"),
+        ({"n_heads": 8, "positions": RotaryPositions}, "a head has 1"),
+    ],
+)
+def test_bad_options_are_named(options: dict, words: str):
+    with pytest.raises(ValueError, match=words):
+        Transformer(**{"d_model": 8, "n_heads": 2, "n_layers": 2, **options})
+
+
+@pytest.mark.parametrize(("option", "value"), [("norm", "middle"), ("activation", "tanh"), ("init", "zeros")])
+def test_unknown_names_are_refused(option: str, value: str):
+    with pytest.raises(ValueError, match=f"{option}.*{value}"):
+        Transformer(8, 2, 1, **{option: value})
+
+
+def test_bad_arguments_are_named():
+    model = Transformer(8, 2, 1, position_width=2)
+    with pytest.raises(ValueError, match=r"Transformer: x has shape \(1, 3, 8\).*6"):
+        model(torch.zeros(1, 3, 8))
+    with pytest.raises(ValueError, match="causal=False"):
+        Transformer(8, 2, 1, causal=False)(torch.zeros(1, 3, 8), model.initial_state(1))
+
+
+# ------------------------------------------------------------------------------------------------------------- states
+
+
+def test_the_state_is_one_a_layer():
+    model = Transformer(E, H, 2, attention=[LinearAttention, SoftmaxAttention])
+    state = model.initial_state(3, max_len=7)
+    assert state.length.tolist() == [0, 0, 0]
+    assert [type(layer).__name__ for layer in state.layers] == ["LinearState", "FixedCache"]
+    assert state.layers[1].keys.shape == (3, H, 7, E // H)
+    _, after = model(torch.zeros(3, 2, E), state, torch.tensor([2, 0, 1]))
+    assert after.length.tolist() == [2, 0, 1]
+    assert all(layer.length.tolist() == [2, 0, 1] for layer in after.layers)
+    reset = model.reset(after, torch.tensor([True, False, False]))
+    assert reset.length.tolist() == [0, 0, 1]
+    assert all(layer.length.tolist() == [0, 0, 1] for layer in reset.layers)
+    assert sequence.nbytes(state) == sequence.nbytes(after)
+
+
+def test_a_block_has_its_attentions_state():
+    attention = SoftmaxAttention(E, H, window=4)
+    block = Block(attention, FeedForward(E, 16))
+    assert (block.d_input, block.d_model, block.causal, block.growth) == (E, E, True, None)
+    _, state = block(torch.randn(2, 5, E))
+    assert type(state) is type(block.initial_state(2)) is type(attention.initial_state(2))
+    assert block.reset(state, torch.tensor([True, False])).length.tolist() == [0, 5]

@@ -1,0 +1,190 @@
+import pytest
+import torch
+
+from lit_effattn.ops import causal_linear_attention, linear_attention, linear_attention_step
+from lit_effattn.ops.linear.pytorch import plain_causal_linear_attention
+from lit_effattn.ops.runtime.selection import KERNELS
+from tests.ops.allocated import Largest, Made, largest_in_training
+
+B, H, F, D = 2, 3, 5, 4
+
+
+@pytest.fixture(params=["plain", ""], ids=["in PyTorch", "in C++"])
+def in_float32(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """Run what is in float32 by either form."""
+    monkeypatch.setenv(KERNELS, request.param)
+
+
+def features(n: int, f: int = F, h: int = H, b: int = B) -> torch.Tensor:
+    return torch.rand(b, h, n, f, dtype=torch.float64)
+
+
+def by_hand(q, k, v, s, z, eps=1e-6):
+    """Position after position, as in Katharopoulos et al. 2020, equations 16 to 20."""
+    out = []
+    for i in range(q.size(2)):
+        s = s + torch.einsum("bhf,bhd->bhfd", k[:, :, i], v[:, :, i])
+        z = z + k[:, :, i]
+        out.append(
+            torch.einsum("bhf,bhfd->bhd", q[:, :, i], s) / (torch.einsum("bhf,bhf->bh", q[:, :, i], z) + eps)[..., None]
+        )
+    return torch.stack(out, 2), s, z
+
+
+@pytest.mark.parametrize("n", [1, 3, 4, 5, 11, 16])
+@pytest.mark.parametrize("chunk_size", [1, 4, 100])
+def test_causal_equals_the_recurrence(n: int, chunk_size: int):
+    q, k, v = features(n), features(n), torch.randn(B, H, n, D, dtype=torch.float64)
+    s, z = torch.rand(B, H, F, D, dtype=torch.float64), torch.rand(B, H, F, dtype=torch.float64)
+    found = causal_linear_attention(q, k, v, s, z, chunk_size=chunk_size)
+    for a, b in zip(found, by_hand(q, k, v, s, z), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_step_equals_the_recurrence():
+    q, k, v = features(1), features(1), torch.randn(B, H, 1, D, dtype=torch.float64)
+    s, z = torch.rand(B, H, F, D, dtype=torch.float64), torch.rand(B, H, F, dtype=torch.float64)
+    before = s.clone(), z.clone()
+    expected = by_hand(q, k, v, s, z)
+    for a, b in zip(linear_attention_step(q, k, v, s, z), expected, strict=True):
+        torch.testing.assert_close(a, b)
+    assert torch.equal(s, before[0])
+    assert torch.equal(z, before[1])
+    y, new_s, new_z = linear_attention_step(q, k, v, s, z, in_place=True)
+    torch.testing.assert_close(y, expected[0])
+    assert new_s is s
+    assert new_z is z
+    torch.testing.assert_close(s, expected[1])
+    torch.testing.assert_close(z, expected[2])
+
+
+def test_every_query_sees_every_key():
+    q, k, v = features(6), features(9), torch.randn(B, H, 9, D, dtype=torch.float64)
+    weights = torch.einsum("bhnf,bhmf->bhnm", q, k)
+    expected = torch.einsum("bhnm,bhmd->bhnd", weights / (weights.sum(-1, keepdim=True) + 1e-6), v)
+    torch.testing.assert_close(linear_attention(q, k, v), expected)
+
+
+def test_eps_where_no_key_is_seen():
+    q, v = features(4), torch.randn(B, H, 4, D, dtype=torch.float64)
+    k = torch.zeros_like(q)
+    s, z = torch.zeros(B, H, F, D, dtype=torch.float64), torch.zeros(B, H, F, dtype=torch.float64)
+    assert (linear_attention(q, k, v) == 0).all()
+    assert (causal_linear_attention(q, k, v, s, z)[0] == 0).all()
+    k[:, :, 1] = 1
+    y = causal_linear_attention(q, k, v, s, z, chunk_size=2, eps=0.5)[0]
+    total = q[:, :, 2].sum(-1, keepdim=True)
+    torch.testing.assert_close(y[:, :, 2], total * v[:, :, 1] / (total + 0.5))
+
+
+@pytest.mark.parametrize("function", [causal_linear_attention, plain_causal_linear_attention])
+def test_gradients(function):
+    """Of the output and of the last sums, with respect to everything, over chunks of 3, 3 and 1."""
+    q, k = features(7, 3, 1, 1).requires_grad_(), features(7, 3, 1, 1).requires_grad_()
+    v = torch.randn(1, 1, 7, 2, dtype=torch.float64, requires_grad=True)
+    s = torch.rand(1, 1, 3, 2, dtype=torch.float64, requires_grad=True)
+    z = torch.rand(1, 1, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda *a: function(*a, chunk_size=3), (q, k, v, s, z))
+    assert torch.autograd.gradcheck(linear_attention, (q, k, v))
+
+
+def gradients_of(function, inputs, weights, **options):
+    """Return what `function` returns, and the gradients of its sum with `weights`."""
+    inputs = [t.detach().requires_grad_() for t in inputs]
+    found = function(*inputs, **options)
+    return *found, *torch.autograd.grad(found, inputs, weights)
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("heads_first", [True, False])
+def test_by_hand_equals_the_plain_form_in_any_layout(rows: int, heads_first: bool):
+    """Heads come as (B, H, N, D), or as a view of (B, N, H, D); many rows are taken in groups."""
+    n = 11
+
+    def laid_out(d: int) -> torch.Tensor:
+        shape = (rows, H, n, d) if heads_first else (rows, n, H, d)
+        t = torch.rand(shape, dtype=torch.float64)
+        return t if heads_first else t.transpose(1, 2)
+
+    q, k, v = laid_out(F), laid_out(F), laid_out(D) - 0.5
+    s, z = torch.rand(rows, H, F, D, dtype=torch.float64), torch.rand(rows, H, F, dtype=torch.float64)
+    weights = laid_out(D), torch.randn_like(s), torch.randn_like(z)
+    found = gradients_of(causal_linear_attention, (q, k, v, s, z), weights, chunk_size=4)
+    expected = gradients_of(plain_causal_linear_attention, (q, k, v, s, z), weights, chunk_size=n)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.usefixtures("in_float32")
+def test_gradients_in_float32_are_near_those_in_float64_whatever_the_autocast():
+    n = 300
+    exact = [torch.rand(1, 1, n, F, dtype=torch.float64) for _ in range(3)]
+    exact += [torch.rand(1, 1, F, F, dtype=torch.float64), torch.rand(1, 1, F, dtype=torch.float64)]
+    weights = [torch.randn_like(t) for t in exact[2:]]
+    expected = gradients_of(plain_causal_linear_attention, exact, weights)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients_of(causal_linear_attention, [t.float() for t in exact], [t.float() for t in weights])
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("in_float32")
+def test_the_operators_are_what_torch_expects():
+    """Shapes, layouts and aliases are those announced to torch.compile."""
+    tensors = [t.float().requires_grad_() for t in (features(5), features(5), torch.randn(B, 5, H, D).transpose(1, 2))]
+    sums = torch.rand(B, H, F, D, requires_grad=True), torch.rand(B, H, F, requires_grad=True)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")  # the laws compile it
+    torch.library.opcheck(torch.ops.lit_effattn.causal_linear.default, (*tensors, *sums, 2, 1e-6), test_utils=checks)
+    out, *_, denominator = torch.ops.lit_effattn.causal_linear(*(t.detach() for t in (*tensors, *sums)), 2, 1e-6)
+    given = (out, *sums, *tensors, *sums, out, denominator, 2, 1e-6)
+    given = tuple(t.detach() if isinstance(t, torch.Tensor) else t for t in given)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.lit_effattn.causal_linear_backward.default, given, test_utils=checks)
+
+
+def test_a_second_derivative_is_refused_and_named():
+    q = features(5).requires_grad_()
+    sums = torch.zeros(B, H, F, F, dtype=torch.float64), torch.zeros(B, H, F, dtype=torch.float64)
+    (g,) = torch.autograd.grad(causal_linear_attention(q, q, q, *sums)[0].square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="plain_causal_linear_attention has"):
+        g.sum().backward()
+
+
+def test_nothing_of_size_n_squared_nor_n_f_d_is_made():
+    n, f, d, chunk_size = 1024, 16, 16, 32
+    q, k, v = torch.rand(1, 1, n, f), torch.rand(1, 1, n, f), torch.rand(1, 1, n, d)
+    s, z = torch.zeros(1, 1, f, d), torch.zeros(1, 1, f)
+    plain = largest_in_training(lambda *a: plain_causal_linear_attention(*a, s, z, chunk_size=chunk_size)[0], q, k, v)
+    assert plain == n * chunk_size  # far below n² and n f d
+    assert largest_in_training(linear_attention, q, k, v) <= n * f
+
+
+@pytest.mark.usefixtures("in_float32")
+def test_by_hand_little_is_made_beside_outputs_and_gradients():
+    n, f, d, chunk_size = 1024, 16, 8, 32
+    q, k, v = (torch.rand(1, 1, n, width, requires_grad=True) for width in (f, f, d))
+    s, z = torch.zeros(1, 1, f, d), torch.zeros(1, 1, f)
+    with Made() as forward:
+        out, _, _ = causal_linear_attention(q, k, v, s, z, chunk_size=chunk_size)
+    weights = torch.rand_like(out)
+    with Made() as backward:
+        torch.autograd.grad(out, (q, k, v), weights)
+    scores = chunk_size * chunk_size  # as large as the denominators, n; all else of a chunk is smaller
+    assert forward.large(scores) == [n * d]  # the output
+    assert backward.large(scores) == [n * d, n * f, n * f]  # gradients of v, q and k
+
+
+def test_a_step_in_place_allocates_no_sums():
+    f, d = 16, 16
+    q, k, v = torch.rand(1, 1, 1, f), torch.rand(1, 1, 1, f), torch.rand(1, 1, 1, d)
+    s, z = torch.zeros(1, 1, f, d), torch.zeros(1, 1, f)
+    with Largest() as largest:
+        linear_attention_step(q, k, v, s, z, in_place=True)
+    assert largest.elements < f * d
+
+
+def test_the_measure_itself():
+    """What the two tests above rely on: a product of queries and keys is seen, forward and backward."""
+    q, k = torch.rand(1, 1, 64, 4), torch.rand(1, 1, 64, 4)
+    assert largest_in_training(lambda q, k: q @ k.transpose(-1, -2), q, k) == 64 * 64

@@ -1,0 +1,116 @@
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lit_effattn.ops.linear import cpp_kernels
+from lit_effattn.ops.runtime import cpp_build
+from lit_effattn.ops.runtime.cpp_build import CompilerError, build, library, obstacle
+
+needs_compiler = pytest.mark.skipif(
+    cpp_build.obstacle(cpp_kernels.NAME) is not None, reason=f"no compiler: {cpp_build.obstacle(cpp_kernels.NAME)}"
+)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Compile small sources, into a folder of their own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(cpp_build, "_OPS", tmp_path)
+    (tmp_path / "runtime").mkdir()
+    (tmp_path / "runtime" / "gemm_tiles.hpp").write_text("#define ANSWER 42\n")
+    (tmp_path / "small").mkdir()
+    source = '#include "../runtime/gemm_tiles.hpp"\nextern "C" int answer() { return ANSWER; }\n'
+    (tmp_path / "small" / "kernels.cpp").write_text(source)
+    caches = cpp_build._folder, library, obstacle
+    for function in caches:
+        function.cache_clear()
+    yield tmp_path / "cache" / "lit_effattn"
+    for function in caches:
+        function.cache_clear()
+
+
+@needs_compiler
+def test_compiled_once_and_anew_when_its_source_changes(folder: Path, tmp_path: Path):
+    assert library("small").answer() == 42
+    (made,) = folder.iterdir()
+    time = made.stat().st_mtime_ns
+    library.cache_clear()
+    assert library("small").answer() == 42
+    assert made.stat().st_mtime_ns == time
+    several = {made, build("small", ("-O1",))}
+    for name in ("runtime/gemm_tiles.hpp", "small/kernels.cpp"):
+        source = tmp_path / name
+        source.write_text(source.read_text() + "\n")
+        several.add(build("small", cpp_build._VECTORS.get(torch.backends.cpu.get_cpu_capability(), ())))
+    assert set(folder.iterdir()) == several
+    assert len(several) == 4
+
+
+@needs_compiler
+def test_several_at_the_same_time(folder: Path):
+    with ThreadPoolExecutor(4) as pool:
+        (path,) = set(pool.map(build, ["small"] * 4))
+    assert list(folder.iterdir()) == [path]  # and nothing half-written
+
+
+@needs_compiler
+def test_what_the_compiler_says_is_passed_on(folder: Path, tmp_path: Path):
+    (tmp_path / "small" / "kernels.cpp").write_text("int answer( { return 1; }\n")
+    with pytest.raises(CompilerError, match=r"fails: .*small/kernels\.cpp:1:\d+: error"):
+        build("small")
+    assert "small/kernels.cpp:1" in obstacle("small")
+    assert list(folder.iterdir()) == []
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(CompilerError, match=r"there is no C\+\+ compiler: install g\+\+ or clang"):
+        build("small")
+    monkeypatch.setenv("CXX", "nothing++ -O2")
+    with pytest.raises(
+        CompilerError, match=r"no C\+\+ compiler 'nothing\+\+ -O2', which the environment variable CXX names"
+    ):
+        build("small")
+
+
+def test_what_is_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    command = tmp_path / "compiler"
+    command.write_text("not a program\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("CXX", str(command))
+    with pytest.raises(CompilerError, match=r"the C\+\+ compiler can't be run"):
+        build("small")
+
+
+@needs_compiler
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o1777])
+def test_where_others_can_write_nothing_is_loaded(mode: int, folder: Path, tmp_path: Path, monkeypatch: Any):
+    """They could put a library of theirs in the place of ours."""
+    planted = build("small")
+    planted.write_bytes(b"theirs")
+    cpp_build._folder.cache_clear()
+    folder.chmod(mode)
+    monkeypatch.setattr(cpp_build.tempfile, "tempdir", str(tmp_path))
+    with pytest.warns(UserWarning, match=rf"chmod go-w {folder}"):
+        assert library("small").answer() == 42
+    assert planted.read_bytes() == b"theirs"
+
+
+@needs_compiler
+def test_the_folder_is_made_for_this_user_alone(folder: Path):
+    build("small")
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore:Compiled kernels are kept")
+def test_where_nothing_can_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # not a folder
+    monkeypatch.setattr(cpp_build.tempfile, "tempdir", str(tmp_path))
+    assert library("small").answer() == 42
+    assert [p.suffix for p in next(tmp_path.glob("lit_effattn-*")).iterdir()] == [".so"]

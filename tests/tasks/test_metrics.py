@@ -1,0 +1,195 @@
+import doctest
+import math
+
+import pytest
+import torch
+from torchmetrics.text import WordErrorRate
+
+from lit_effattn.tasks import metrics
+from lit_effattn.tasks.metrics import (
+    Accuracy,
+    BitsPerByte,
+    BitsPerCharacter,
+    BitsPerDim,
+    NatsPerPhone,
+    Perplexity,
+    PhonemeErrorRate,
+)
+
+
+def test_sums_are_divided_once():
+    """Where batches are uneven, the mean of their means is another number."""
+    batches = [torch.rand(8, 4), torch.rand(1, 4) + 5, torch.rand(3, 2) * 9]
+    metric = BitsPerDim()
+    for batch in batches:
+        metric.update(batch)
+    everything = [value for batch in batches for value in batch.double().flatten().tolist()]
+    expected = sum(everything) / len(everything) / math.log(2)
+    assert metric.compute().item() == pytest.approx(expected, rel=1e-12)
+    mean_of_means = sum(batch.mean().item() for batch in batches) / len(batches) / math.log(2)
+    assert abs(mean_of_means - expected) > 0.5
+
+
+def test_calling_it_adds_too():
+    """`metric(batch)` returns the batch's figure and keeps the whole."""
+    metric = BitsPerDim()
+    assert metric(torch.full((4,), math.log(2))).item() == pytest.approx(1)
+    assert metric(torch.full((12,), 3 * math.log(2))).item() == pytest.approx(3)
+    assert metric.compute().item() == pytest.approx((4 * 1 + 12 * 3) / 16)
+
+
+def test_small_numbers_are_not_lost_in_large_sums():
+    """A float32 sum of 2²⁴ + 1 + 1 + … stays at 2²⁴."""
+    metric = BitsPerDim()
+    metric.update(torch.tensor([2.0**24]))
+    for _ in range(1000):
+        metric.update(torch.tensor([1.0]))
+    assert metric.total.item() == 2**24 + 1000
+    assert metric.compute().dtype == torch.float64
+    within = BitsPerDim()  # within one batch as well
+    within.update(torch.tensor([2.0**24, *[1.0] * 1000]))
+    assert within.total.item() == 2**24 + 1000
+
+
+@pytest.mark.parametrize("cast", [lambda m: m.bfloat16(), lambda m: m.half(), lambda m: m.to(torch.bfloat16)])
+def test_a_model_cast_to_half_precision_keeps_exact_sums(cast):
+    model = cast(torch.nn.ModuleDict({"val": BitsPerDim()}))
+    metric = model["val"]
+    metric.update(torch.full((5000,), 1.0, dtype=torch.bfloat16))
+    metric.update(torch.ones(1, dtype=torch.bfloat16))
+    assert metric.total.item() == metric.count.item() == 5001
+    metric.reset()
+    metric.update(torch.full((5001,), 1.0))
+    assert metric.total.item() == 5001
+
+
+def test_processes_add_their_sums():
+    one, other, whole = BitsPerDim(), BitsPerDim(), BitsPerDim()
+    for metric, shape, size in ((one, (7, 3), 1.0), (one, (2, 3), 4.0), (other, (1, 3), 20.0)):
+        nll = size * torch.rand(shape)
+        metric.update(nll)
+        whole.update(nll)
+    one.merge_state(other)
+    assert one.compute().item() == pytest.approx(whole.compute().item(), rel=1e-14)
+
+
+def test_the_states_are_sums_over_processes():
+    """What torchmetrics does in DDP: gather every state, then reduce it as declared."""
+    ranks = [BitsPerDim(), BitsPerDim()]
+    ranks[0].update(torch.full((6,), math.log(2)))
+    ranks[1].update(torch.full((2,), 5 * math.log(2)))
+    metric = BitsPerDim()
+    metric.update(torch.zeros(1))
+    metric.distributed_available_fn = lambda: True
+    metric.dist_sync_fn = lambda state, group: [getattr(rank, name_of(metric, state)) for rank in ranks]
+    assert metric.compute().item() == pytest.approx((6 * 1 + 2 * 5) / 8)
+
+
+def name_of(metric: BitsPerDim, state: torch.Tensor) -> str:
+    return next(name for name in ("total", "count") if getattr(metric, name) is state)
+
+
+def test_reset_forgets():
+    metric = BitsPerDim()
+    metric.update(torch.full((9,), 100.0))
+    metric.reset()
+    metric.update(torch.full((4,), 2 * math.log(2)))
+    assert metric.compute().item() == pytest.approx(2)
+
+
+def test_no_graph_is_kept():
+    metric = BitsPerDim()
+    metric.update(torch.ones(3, requires_grad=True) * 2)
+    assert not metric.total.requires_grad
+
+
+FIGURES = {
+    BitsPerDim: lambda mean: mean / math.log(2),
+    BitsPerByte: lambda mean: mean / math.log(2),
+    BitsPerCharacter: lambda mean: mean / math.log(2),
+    Perplexity: math.exp,
+}
+
+
+@pytest.mark.parametrize("kind", FIGURES)
+def test_every_figure_by_hand(kind: type):
+    """Uneven batches, only some positions scored."""
+    metric = kind()
+    nll = torch.tensor([[1.0, 2.0, 50.0], [4.0, 60.0, 70.0]])
+    metric.update(nll[torch.tensor([[True, True, False], [True, False, False]])])
+    metric.update(torch.tensor([9.0]))
+    metric.update(torch.empty(0))  # nothing was scored
+    assert metric.compute().item() == pytest.approx(FIGURES[kind]((1 + 2 + 4 + 9) / 4), rel=1e-12)
+    assert metric.compute().dtype == torch.float64
+    assert metric.higher_is_better is False
+
+
+def test_the_perplexity_of_even_odds():
+    metric = Perplexity()
+    metric.update(torch.full((7, 3), math.log(50), dtype=torch.float64))
+    assert metric.compute().item() == pytest.approx(50, rel=1e-12)
+
+
+def test_accuracy_counts_what_is_right():
+    metric = Accuracy()
+    assert metric(torch.tensor([[True, False], [True, True]])).item() == 0.75
+    assert metric(torch.tensor([False])).item() == 0
+    assert metric.compute().item() == pytest.approx(3 / 5, rel=1e-15)
+    assert metric.higher_is_better is True
+
+
+SPOKEN = [  # what was said, what was recognised, and the edits between, counted by hand
+    ("k ae t", "k ae t", 0),
+    ("k ae t", "k ah t", 1),  # a substitution
+    ("k ae t", "k t", 1),  # a deletion
+    ("k ae t", "k ae t s", 1),  # an insertion
+    ("k ae t s", "ae t s k", 2),  # one deleted and inserted elsewhere
+    ("", "k ae", 2),
+    ("k ae t", "", 3),
+    ("", "", 0),
+    ("ae", "k ae t s ih t", 5),  # more errors than phones
+    ("n m n n m", "m n m m", 2),
+]
+
+
+def test_the_phoneme_error_rate_by_hand():
+    metric = PhonemeErrorRate()
+    for said, recognised, edits in SPOKEN:
+        before = metric.total.item()
+        metric.update([recognised.split()], [said.split()])
+        assert metric.total.item() - before == edits
+    phones = sum(len(said.split()) for said, *_ in SPOKEN)
+    assert metric.compute().item() == pytest.approx(17 / phones, rel=1e-15)
+    whole = PhonemeErrorRate()
+    assert whole([r.split() for _, r, _ in SPOKEN], [s.split() for s, *_ in SPOKEN]).item() == metric.compute().item()
+    assert metric.higher_is_better is False
+
+
+def test_the_phoneme_error_rate_of_another_library():
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn() -> list[str]:
+        n = int(torch.randint(1, 40, (), generator=generator))
+        return [f"p{i}" for i in torch.randint(5, (n,), generator=generator).tolist()]
+
+    pairs = [(drawn(), drawn()) for _ in range(30)]
+    metric, theirs = PhonemeErrorRate(), WordErrorRate()
+    for hypothesis, reference in pairs:
+        metric.update([hypothesis], [reference])
+        theirs.update([" ".join(hypothesis)], [" ".join(reference)])
+    assert metric.compute().item() == pytest.approx(theirs.compute().item(), rel=1e-6)
+
+
+def test_nats_per_phone_are_divided_once():
+    one, other = NatsPerPhone(), NatsPerPhone()
+    one.update(torch.tensor([4.0, 3.0]), torch.tensor([2, 0]))
+    other.update(torch.tensor([8.0]), torch.tensor([7]))
+    other.update(torch.empty(0), torch.empty(0, dtype=torch.long))
+    one.merge_state(other)
+    assert one.compute().item() == pytest.approx(15 / 9, rel=1e-15)
+
+
+def test_the_examples_of_the_docstrings():
+    result = doctest.testmod(metrics, extraglobs={"torch": torch, "math": math})
+    assert result.attempted >= 15
+    assert result.failed == 0

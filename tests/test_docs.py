@@ -1,0 +1,111 @@
+"""The documentation: its Python runs, its links lead somewhere, and the configurations that it names exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).parent.parent
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in [*(ROOT / f"{name}.md" for name in ("README", "SECURITY", "CONTRIBUTING")), *ROOT.glob("docs/**/*.md")]
+}
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+BLOCKS = [
+    pytest.param(code, id=f"{page}-{number}")
+    for page, text in PAGES.items()
+    for number, (language, code) in enumerate(FENCE.findall(text))
+    if language == "python"
+]
+SHIPPED = {path.stem for path in ROOT.glob("configs/*.yaml")}
+USERS_OWN = {"counting"}
+"""Configurations that a page asks the reader to write."""
+
+
+def run(code: str) -> dict:
+    exec(code, names := {"__name__": "documentation"})
+    return names
+
+
+def block(page: str, contents: str) -> str:
+    (code,) = [code for language, code in FENCE.findall(PAGES[page]) if language == "python" and contents in code]
+    return code
+
+
+@pytest.mark.parametrize("code", BLOCKS)
+def test_python_runs(code: str):
+    run(code)
+
+
+def test_python_that_does_not_run_says_why():
+    """Blocks marked ```py are not run: they need a trained checkpoint, and their first line says so."""
+    others = [code for text in PAGES.values() for language, code in FENCE.findall(text) if language == "py"]
+    assert all(code.startswith("# Needs a trained checkpoint.\n") for code in others)
+
+
+def test_an_attention_works_alone():
+    names = run(block("README.md", "attention = LinearAttention("))
+    assert names["state"].length.tolist() == [1001, 1001]
+
+
+def test_a_kind_of_your_own_keeps_the_segment_law():
+    names = run(block("docs/own-kind.md", "class MeanAttention"))
+    attention = names["MeanAttention"](8, 2, True).double()
+    x = torch.randn(2, 9, 8, dtype=torch.float64)
+    whole, _ = attention(x)
+    first, state = attention(x[:, :4])
+    second, state = attention(x[:, 4:], state, torch.tensor([5, 2]))
+    assert torch.allclose(torch.cat([first, second], 1)[0], whole[0])
+    assert torch.allclose(second[1, :2], whole[1, 4:6])
+    values = attention.v_proj(x).cumsum(1) / torch.arange(1, 10)[:, None]
+    assert torch.allclose(whole, attention.out_proj(values))
+
+
+def test_data_of_your_own_are_token_batches():
+    data = run(block("docs/own-data.md", "class Counting"))["Counting"](vocab_size=5, length=7, batch_size=3)
+    batch = next(iter(data.train_dataloader()))
+    assert isinstance(batch.inputs, Tensor)
+    assert batch.inputs.shape == (3, 7)
+    assert torch.equal((batch.inputs + 1) % 5, batch.targets)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files(page: str):
+    folder = (ROOT / page).parent
+    links = re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", PAGES[page]))
+    local = [link.split("#") for link in links if not re.match(r"\w+:", link)]
+    missing = ["#".join(link) for link in local if link[0] and not (folder / link[0]).is_file()]
+    assert not missing
+    for path, *anchor in local:
+        target = (folder / path if path else ROOT / page).resolve()
+        if anchor:
+            assert anchor[0] in anchors(target.read_text()), f"{path}#{anchor[0]}"
+
+
+def anchors(text: str) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.M)
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_named_configurations_exist(page: str):
+    text = PAGES[page]
+    named = set(re.findall(r"configs/(\w+)\.yaml|--config (?:configs/)?(\w+)(?![\w/])", text))
+    assert {name for pair in named for name in pair if name} - USERS_OWN <= SHIPPED
+    assert families(text) <= SHIPPED
+
+
+def test_every_shipped_configuration_is_listed():
+    assert families(PAGES["docs/configurations.md"]) == SHIPPED
+
+
+def families(text: str) -> set[str]:
+    """`digits_{linear,softmax}` names two configurations."""
+    found = re.findall(r"\b(\w+_)\{([\w,]+)\}", text)
+    return {family + member for family, members in found for member in members.split(",")}
+
+
+def test_the_readme_is_short():
+    assert len(PAGES["README.md"].splitlines()) < 150

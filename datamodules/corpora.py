@@ -4,12 +4,10 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lit_effattn.datamodules.espeak import ESPEAK_MINUTES, make_corpus
 from lit_effattn.datamodules.json_data import parse_json
 from lit_effattn.datamodules.phonemes import ESPEAK_PHONES, Lexicon, pronounced
 from lit_effattn.datamodules.utterances import SpeechCorpus, Utterance
-
-ESPEAK_MINUTES = 60.0
-"""What `EspeakCorpus` has by default."""
 
 _SHOWN = 5  # bad lines of a manifest
 
@@ -314,8 +312,6 @@ class EspeakCorpus(SpeechCorpus):
             ModuleNotFoundError: If espeak-ng is not installed; names the extra.
             ChildProcessError: If it does not work.
         """
-        from lit_effattn.datamodules.espeak import make_corpus
-
         make_corpus(self.root, self.minutes)
 
     def utterances(self, split: str) -> list[Utterance]:

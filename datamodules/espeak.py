@@ -24,7 +24,6 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import torch
 
-from lit_effattn.datamodules.corpora import ESPEAK_MINUTES
 from lit_effattn.datamodules.image_sources import fixed_order
 from lit_effattn.datamodules.json_data import parse_json
 from lit_effattn.datamodules.made_once import made_once
@@ -33,6 +32,9 @@ from lit_effattn.datamodules.text_sources import SPLITS, library_files
 
 FORMAT = 1
 """Raised when the same arguments would give other files."""
+
+ESPEAK_MINUTES = 60.0
+"""What `EspeakCorpus` has by default."""
 
 SAMPLE_RATE = 16_000
 ABOUT = "about.json"  # its presence tells a whole corpus

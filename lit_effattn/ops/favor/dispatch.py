@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lit_effattn.ops.favor import cpp_kernels
-from lit_effattn.ops.favor.pytorch import WHAT, draw_omega, log_offset, plain_causal_favor
+from lit_effattn.ops.favor.pytorch import WHAT, draw_omega, log_offset, plain_causal_favor, rest_of
 from lit_effattn.ops.runtime import selection
 from lit_effattn.ops.runtime.operators import Operator
 from lit_effattn.ops.runtime.selection import KERNELS, by_position, interpreted, on_device
@@ -213,11 +213,6 @@ def _backward_on_cpu(
 def _nothing(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return what the kernels in C++ keep beside the output: they find all of it again."""
     return q.new_empty(0), q.new_empty(0), q.new_empty(0)
-
-
-def rest_of(out: Tensor) -> Tensor:
-    """Return room for what rounding to `out`'s type takes off, laid out alike; none for float32's."""
-    return out.new_empty(0) if out.dtype == torch.float32 else torch.empty_like(out)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

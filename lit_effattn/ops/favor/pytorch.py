@@ -600,6 +600,11 @@ def _backward_rows(
         g_z.mul_(c.kept).baddbmm_(y[:, None], c.q)
 
 
+def rest_of(out: Tensor) -> Tensor:
+    """Return room for what rounding to `out`'s type takes off, laid out alike; none for float32's."""
+    return out.new_empty(0) if out.dtype == torch.float32 else torch.empty_like(out)
+
+
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.chunk_size = inputs
     out, _, _, m, denominator = output

@@ -43,7 +43,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_effattn.ops.favor.dispatch import rest_of
+from lit_effattn.ops.favor.pytorch import rest_of
 from lit_effattn.ops.linear.triton_kernels import (
     _at,
     _at_once,

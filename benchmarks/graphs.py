@@ -95,7 +95,7 @@ def count(model: LanguageModel, args: argparse.Namespace) -> Row:
     torch._dynamo.reset()
     counters.clear()
     model.to(args.device).train().compile_objective("eager")
-    model.carries_memory = model.backbone.growth is None
+    model.carries_memory = model.backbone.bounded_by is None
     start = time.perf_counter()
     first = _graphs(model, 4, args, steps=1)
     seconds, breaks = time.perf_counter() - start, dict(counters["graph_break"])

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lit_effattn.callbacks.memory_carry import KEY
+from lit_effattn.callbacks.memory_carry import MEMORY_KEY
 from lit_effattn.checkpoints import read_checkpoint
 from lit_effattn.datamodules import IGNORE, TextStream
 from lit_effattn.tasks import LanguageModel
@@ -40,7 +40,7 @@ def load(path: Path, device: torch.device) -> Trained:
     if class_of(path) != "LanguageModel" or "source" not in data:
         raise ValueError(f"ckpt_path={path}: it is not of a LanguageModel that was trained on a TextStream")
     model = LanguageModel.load_from_checkpoint(path, map_location=device, weights_only=True).eval()
-    return Trained(model, data, KEY in checkpoint)
+    return Trained(model, data, MEMORY_KEY in checkpoint)
 
 
 def read_documents(data: dict[str, Any]) -> list[Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lit_effattn.ops.runtime.check_inductor import check_compiler
+from lit_effattn.ops.runtime.check_inductor import check_inductor
 
 
 class Compile(pl.Callback):
@@ -48,5 +48,5 @@ class Compile(pl.Callback):
         if not hasattr(model, "compile_objective"):
             raise ValueError(f"Compile: {type(model).__name__} has no `compile_objective`; leave the callback out")
         if self.backend == "inductor":
-            check_compiler("Compile", trainer.strategy.root_device)
+            check_inductor("Compile", trainer.strategy.root_device)
         model.compile_objective(self.backend)

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_effattn import sequence
 from lit_effattn.sequence import SequenceModule, State, reads_values
 
-KEY = "memory_carry"
+MEMORY_KEY = "memory_carry"
 
 
 class MemoryCarry(pl.Callback):
@@ -23,8 +23,8 @@ class MemoryCarry(pl.Callback):
     with every epoch, and row by row where the batch's `fresh` says that a new document starts. It lies in the
     checkpoint for every process, so that a resumed run goes on with the memories it had.
 
-    For models with `carries_memory`, `memory` and `reader` (see `LanguageModel`), on data in contiguous streams:
-    row i of a batch follows row i of the one before.
+    For models with `carries_memory`, `memory` and `active_backbone` (see `LanguageModel`), on data in contiguous
+    streams: row i of a batch follows row i of the one before.
 
     Args:
         training: Whether memories are carried in training.
@@ -48,11 +48,11 @@ class MemoryCarry(pl.Callback):
         if not hasattr(pl_module, "carries_memory"):
             raise ValueError(f"MemoryCarry: {type(pl_module).__name__} carries no memory between batches; leave it out")
         if stage == "fit" and self.training:
-            _refuse_growth(pl_module.backbone)  # type: ignore[arg-type]
+            _refuse_unbounded(pl_module.backbone)  # type: ignore[arg-type]
         if self.evaluation:
             training = [module for module in pl_module.modules() if module.training]  # parts may be frozen
             pl_module.eval()
-            _refuse_growth(pl_module.reader)  # type: ignore[arg-type]
+            _refuse_unbounded(pl_module.active_backbone)  # type: ignore[arg-type]
             for module in training:
                 module.training = True
 
@@ -113,11 +113,11 @@ class MemoryCarry(pl.Callback):
         if trainer.world_size > 1:
             everyone = [None] * trainer.world_size
             dist.all_gather_object(everyone, mine)
-        checkpoint[KEY] = everyone
+        checkpoint[MEMORY_KEY] = everyone
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Take this process's memory up again; with another number of processes the streams are others."""
-        everyone = checkpoint.get(KEY)
+        everyone = checkpoint.get(MEMORY_KEY)
         if everyone is None or not self.training or trainer.state.fn != TrainerFn.FITTING:
             return
         if len(everyone) != trainer.world_size:
@@ -132,7 +132,7 @@ class MemoryCarry(pl.Callback):
 
 def _start_rows(pl_module: Any, batch: Any) -> None:
     """Make sure there is a memory for every row, empty in those that start anew."""
-    module: SequenceModule = pl_module.reader
+    module: SequenceModule = pl_module.active_backbone
     fresh = batch.fresh
     rows = len(batch.inputs)
     memory = pl_module.memory
@@ -149,8 +149,12 @@ def _start_rows(pl_module: Any, batch: Any) -> None:
         pl_module.memory = module.reset(memory, fresh)
 
 
-def _refuse_growth(module: SequenceModule) -> None:
-    if module.growth is None:
+def _refuse_unbounded(module: SequenceModule) -> None:
+    if module.bounded_by is None:
         return
-    how = f"set its option `{module.growth}`" if module.growth else "take another attention, which has a bounded one"
+    how = (
+        f"set its option `{module.bounded_by}`"
+        if module.bounded_by
+        else "take another attention, which has a bounded one"
+    )
     raise ValueError(f"MemoryCarry: the model's state grows with every segment, without bound; {how}")

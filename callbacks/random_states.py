@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-KEY = "random_states"
+RANDOM_STATES_KEY = "random_states"
 
 
 class RandomStates(pl.Callback):
@@ -35,13 +35,13 @@ class RandomStates(pl.Callback):
         if trainer.world_size > 1:
             states = [None] * trainer.world_size
             torch.distributed.all_gather_object(states, _capture(pl_module.device))
-        checkpoint[KEY] = states
+        checkpoint[RANDOM_STATES_KEY] = states
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Take this process's state out of the checkpoint."""
-        states = checkpoint.get(KEY)
+        states = checkpoint.get(RANDOM_STATES_KEY)
         if not self.restore or states is None:
             return
         if len(states) == trainer.world_size:

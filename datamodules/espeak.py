@@ -24,9 +24,9 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import torch
 
+from lit_effattn.datamodules.cache import cached_folder
 from lit_effattn.datamodules.image_sources import fixed_order
 from lit_effattn.datamodules.json_data import parse_json
-from lit_effattn.datamodules.made_once import made_once
 from lit_effattn.datamodules.phonemes import espeak_phones
 from lit_effattn.datamodules.text_sources import SPLITS, library_files
 
@@ -293,7 +293,7 @@ def make_corpus(root: Path, minutes: float) -> None:
     """
     if not minutes > 0:
         raise ValueError(f"minutes={minutes:g} must be more than 0")
-    made_once(root, partial(_make, minutes=minutes), partial(_is_made, minutes=minutes))
+    cached_folder(root, partial(_make, minutes=minutes), partial(_is_made, minutes=minutes))
 
 
 def _is_made(root: Path, minutes: float) -> bool:

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lit_effattn.datamodules.audio import AudioError, read_audio
+from lit_effattn.datamodules.cache import cached_folder
 from lit_effattn.datamodules.filterbanks import Filterbanks, moments
 from lit_effattn.datamodules.json_data import parse_json
-from lit_effattn.datamodules.made_once import made_once
 from lit_effattn.datamodules.utterances import Utterance
 
 FORMAT = 1
@@ -146,7 +146,7 @@ def stored_features(
         num_workers: Processes that read; 0: this one.
     """
     store = folder / f"speech-{name}-{_digest(utterances, reader, keep)}"
-    made_once(store, partial(_make, utterances, reader, keep, num_workers, name), _is_whole)
+    cached_folder(store, partial(_make, utterances, reader, keep, num_workers, name), _is_whole)
     return Features(utterances, reader, _load(store), store / "features.bin" if keep else None)
 
 

@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from lit_effattn.datamodules.audio import MAX_SECONDS
 from lit_effattn.datamodules.augment import SpecAugment
+from lit_effattn.datamodules.cache import default_cache
 from lit_effattn.datamodules.corpora import EspeakCorpus
 from lit_effattn.datamodules.feature_store import Fault, FeatureReader, Features, read_features, stored_features
 from lit_effattn.datamodules.filterbanks import Filterbanks, moments, normalized
 from lit_effattn.datamodules.length_batches import LengthBatches
-from lit_effattn.datamodules.made_once import default_cache
 from lit_effattn.datamodules.recordings import recordings
 from lit_effattn.datamodules.sampling import ResumableLoader, loader_options
 from lit_effattn.datamodules.utterances import BLANK, SpeechBatch, SpeechCorpus, Utterance

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader
 
 from lit_effattn.datamodules import text_sources
-from lit_effattn.datamodules.made_once import default_cache
+from lit_effattn.datamodules.cache import default_cache
 from lit_effattn.datamodules.sampling import loader_options
 from lit_effattn.datamodules.streams import InOrder, StreamLoader, TokenStreams
 from lit_effattn.datamodules.text_sources import TextSource

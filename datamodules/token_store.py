@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lit_effattn.datamodules.cache import cached_folder
 from lit_effattn.datamodules.json_data import parse_json
-from lit_effattn.datamodules.made_once import made_once
 from lit_effattn.datamodules.text_sources import SPLITS, Document, TextSource
 from lit_effattn.datamodules.tokenizers import ByteTokenizer, Tokenizer
 
@@ -78,7 +78,7 @@ def tokenized(source: TextSource, kind: type[Tokenizer], vocab_size: int | None,
         ValueError: If a text is not UTF-8, though ``kind`` needs it, or a split has no tokens.
     """
     folder = cache / f"{source.name}-{kind.kind}-{_digest(source, kind, vocab_size)}"
-    made_once(folder, partial(_make, source, kind, vocab_size), _is_whole)
+    cached_folder(folder, partial(_make, source, kind, vocab_size), _is_whole)
     return TokenStore(folder)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lit_effattn.attention.base import Attention
 from lit_effattn.nn.heads import Head
-from lit_effattn.ops.runtime.check_inductor import check_compiler
+from lit_effattn.ops.runtime.check_inductor import check_inductor
 from lit_effattn.sequence import SequenceModule, State, donated, tensors
 
 
@@ -123,7 +123,7 @@ def generate(
     if not backbone.causal:
         raise ValueError(f"{type(backbone).__name__} has causal=False: it sees the future, and can't generate")
     if compile and BACKEND == "inductor":
-        check_compiler("compile=True", prompt.device)
+        check_inductor("compile=True", prompt.device)
     rows = len(prompt)
     uniform = torch.stack([_random_stream(seed, i, n_tokens) for i in range(rows)], 1).to(prompt.device)
     drawn = torch.empty(rows, n_tokens, dtype=torch.long, device=prompt.device)

@@ -6,10 +6,10 @@ import inspect
 from functools import partial
 from typing import Any, TypeVar
 
-T = TypeVar("T", bound="Recorded")
+T = TypeVar("T", bound="HasInitArgs")
 
 
-class Recorded:
+class HasInitArgs:
     """Remembers the arguments its class was called with.
 
     `spec(object)` gives them as nested `{"class_path": …, "init_args": …}`, the form that YAML configurations have
@@ -26,11 +26,11 @@ class Recorded:
         return self
 
 
-def init_args(module: Recorded) -> dict[str, Any]:
+def init_args(module: HasInitArgs) -> dict[str, Any]:
     """Return the arguments that `module` was built with, as plain data, without those left at their defaults.
 
     Raises:
-        TypeError: An argument can't be told in plain data (a lambda, a module that is not `Recorded`).
+        TypeError: An argument can't be told in plain data (a lambda, a module that is not `HasInitArgs`).
     """
     args, kwargs = module._call
     bound = inspect.signature(type(module).__init__).bind(module, *args, **kwargs)
@@ -39,7 +39,7 @@ def init_args(module: Recorded) -> dict[str, Any]:
     return {name: _plain(value, f"{owner}({name}=…)") for name, value in given}
 
 
-def spec(module: Recorded) -> dict[str, Any]:
+def spec(module: HasInitArgs) -> dict[str, Any]:
     """Return `{"class_path": …, "init_args": …}`, from which jsonargparse builds an equal (untrained) `module`."""
     return {"class_path": _path(type(module)), "init_args": init_args(module)}
 
@@ -55,7 +55,7 @@ def _plain(value: Any, where: str) -> Any:
         return [_plain(v, where) for v in value]
     if isinstance(value, dict):
         return {str(k): _plain(v, where) for k, v in value.items()}
-    if isinstance(value, Recorded):
+    if isinstance(value, HasInitArgs):
         return spec(value)
     if isinstance(value, type):
         return {"class_path": _path(value)}

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from lit_effattn.hparams import Recorded
+from lit_effattn.hparams import HasInitArgs
 from lit_effattn.sequence import accumulator, reads_values
 
 
-class Positions(Recorded, nn.Module, ABC):
+class Positions(HasInitArgs, nn.Module, ABC):
     """Maps positions to vectors: (B or 1, N) integers -> (B or 1, N, width).
 
     Positions count from the start of each row's stream, so rows that were reset or had longer prompts differ.

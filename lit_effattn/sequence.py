@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lit_effattn.hparams import Recorded
+from lit_effattn.hparams import HasInitArgs
 
 State = Any
 """A tensor whose first dimension is the batch, a NamedTuple or tuple of states, or None (nothing remembered)."""
 
 
-class SequenceModule(Recorded, nn.Module, ABC):
+class SequenceModule(HasInitArgs, nn.Module, ABC):
     """A module that mixes a sequence: `y, state = module(x, state, lengths)`.
 
     Attributes:
@@ -86,7 +86,7 @@ class SequenceModule(Recorded, nn.Module, ABC):
         return map_tensors(lambda t: t.masked_fill(_as_column(rows, t), 0), state)
 
     @property
-    def growth(self) -> str | None:
+    def bounded_by(self) -> str | None:
         """None if the state's size has a bound, else the option that gives it one, as in "window"; "" if none does."""
         return None
 

@@ -7,7 +7,7 @@ from jsonargparse import ArgumentParser
 
 from lit_effattn import Transformer
 from lit_effattn.attention import LinearAttention, ReluFeatureMap, SoftmaxAttention
-from lit_effattn.hparams import Recorded, init_args, spec
+from lit_effattn.hparams import HasInitArgs, init_args, spec
 from lit_effattn.nn.transformer import Block, FeedForward
 from lit_effattn.positions import GridPositions, LearnedPositions, RotaryPositions
 from lit_effattn.sequence import SequenceModule
@@ -89,7 +89,7 @@ def test_spec_is_plain_and_says_what_was_given():
 
 
 def test_recorded_objects_inside_are_told_too():
-    class Outer(Recorded):
+    class Outer(HasInitArgs):
         def __init__(self, inner, table=None):
             pass
 

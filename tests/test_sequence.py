@@ -219,7 +219,7 @@ def test_defaults_are_the_parameters():
     assert module.initial_state(2).dtype == torch.float16
     assert module.initial_state(2, dtype=torch.float64).dtype == torch.float64
     assert module.initial_state(2, device=torch.device("meta")).device.type == "meta"
-    assert module.growth is None
+    assert module.bounded_by is None
 
 
 def test_valid_positions():

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_effattn.attention.transformer_xl import TransformerXLAttention, latest, newest, take, written
+from lit_effattn.attention.transformer_xl import TransformerXLAttention, gather_rows, latest, newest, write_ring
 from lit_effattn.ops.relative import attention_by_distance
 from lit_effattn.ops.window import slices
 from lit_effattn.sequence import (
@@ -221,7 +221,13 @@ class CompressiveAttention(TransformerXLAttention):
         n_new = windows.size(1)
         keys, values = (
             torch.cat(
-                [take(t, before).to(new.dtype), new[:, :, :n_new], take(t, earlier).to(new.dtype), new[:, :, n_new:]], 2
+                [
+                    gather_rows(t, before).to(new.dtype),
+                    new[:, :, :n_new],
+                    gather_rows(t, earlier).to(new.dtype),
+                    new[:, :, n_new:],
+                ],
+                2,
             )
             for t, new in zip((state.keys, state.values), fresh, strict=True)
         )
@@ -232,8 +238,8 @@ class CompressiveAttention(TransformerXLAttention):
         held_far = latest(self._summaries(after), far) - made[:, None] + far  # (B, R)
         index = torch.cat([held.clamp(min=0) + far + n_new, held_far], 1)
         return y, ProjectedCompressiveMemory(
-            take(keys, index).to(state.keys.dtype),
-            take(values, index).to(state.values.dtype),
+            gather_rows(keys, index).to(state.keys.dtype),
+            gather_rows(values, index).to(state.values.dtype),
             _take_inputs(inputs, held).to(state.inputs.dtype),
             after,
             self._reconstruction_loss(q, windows, length, seen).to(state.loss.dtype),
@@ -246,8 +252,8 @@ class CompressiveAttention(TransformerXLAttention):
         slots, length, c = state.inputs.size(1), state.length[:, None], self.compression_rate
         # A padded position is written too: into a slot that the next one will overwrite before it looks.
         k, v = self._keys_values(x)
-        keys, values = written(state.keys, length % slots, k, 2), written(state.values, length % slots, v, 2)
-        inputs = written(state.inputs, length % slots, x, 1)
+        keys, values = write_ring(state.keys, length % slots, k, 2), write_ring(state.values, length % slots, v, 2)
+        inputs = write_ring(state.inputs, length % slots, x, 1)
 
         made = self._summaries(length)  # (B, 1)
         waiting = length - c * made  # (B, 1), t − b(t)
@@ -276,7 +282,7 @@ class CompressiveAttention(TransformerXLAttention):
             new = self._keys_values(self._compress(windows).to(x.dtype))
             slot = slots + made % self.compressed_len
             keys, values = (
-                written(t, slot, torch.where(full[..., None, None], summary.to(t.dtype), take(t, slot)), 2)
+                write_ring(t, slot, torch.where(full[..., None, None], summary.to(t.dtype), gather_rows(t, slot)), 2)
                 for t, summary in zip((keys, values), new, strict=True)
             )
         loss = self._reconstruction_loss(q, windows, state.length, seen).to(state.loss.dtype)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_effattn.attention.transformer_xl import TransformerXLAttention, in_use, newest, take
+from lit_effattn.attention.transformer_xl import TransformerXLAttention, gather_rows, newest, slots_used
 from lit_effattn.ops.continuous import (
     basis_of,
     evaluate_signal,
@@ -250,12 +250,14 @@ class InfiniteAttention(TransformerXLAttention):
         x = without_padding(x, lengths)
         before = self.initial_state(len(x), device=x.device, dtype=x.dtype) if state is None else state
         seen = torch.full_like(before.length, x.size(1)) if lengths is None else lengths
-        m = in_use(before.length, self._reach)
+        m = slots_used(before.length, self._reach)
         inputs = torch.cat([before.inputs[:, self._reach - m :].to(x.dtype), x], 1)  # (B, M + N, E)
-        y = self.out_proj(self._near(x, inputs, before.length).transpose(1, 2).flatten(2))  # (B, H, N, D) -> (B, N, E)
+        y = self.out_proj(
+            self._short_term(x, inputs, before.length).transpose(1, 2).flatten(2)
+        )  # (B, H, N, D) -> (B, N, E)
         after = before
         if self.n_basis:
-            far, after = self._far(x, inputs, before, seen)
+            far, after = self._long_term(x, inputs, before, seen)
             y = y + self.ltm_out_proj(far.transpose(1, 2).flatten(2).to(x.dtype))
         memory = newest(inputs, m + seen, self._reach).to(before.inputs.dtype)
         return without_padding(y, lengths), after._replace(inputs=memory, length=before.length + seen)
@@ -291,13 +293,13 @@ class InfiniteAttention(TransformerXLAttention):
         """Return how many whole segments there are `delay` positions before each `position`."""
         return ((position - delay) // self.segment_len).clamp(min=0)
 
-    def _near(self, x: Tensor, inputs: Tensor, length: Tensor) -> Tensor:
+    def _short_term(self, x: Tensor, inputs: Tensor, length: Tensor) -> Tensor:
         """Attend to inputs as they are, x_{b(t)} to x_t: (B, N, E), (B, M + N, E) -> (B, H, N, D)."""
         n, m = x.size(1), inputs.size(1) - x.size(1)
         q = self._heads(self.q_proj(x))
         position = length[:, None] + torch.arange(n, device=x.device)  # (B, N)
         first = self.segment_len * self._writes_before(position, self.mem_len) - length[:, None] + m
-        if self._few(q):
+        if self._is_step(q):
             return self._near_few(q, inputs, first)
         return relative_attention(
             q,
@@ -312,7 +314,7 @@ class InfiniteAttention(TransformerXLAttention):
             dropout=self._dropout_now,
         )
 
-    def _few(self, q: Tensor) -> bool:
+    def _is_step(self, q: Tensor) -> bool:
         """Whether it costs less to apply W_k and W_v to each head's queries (B, H, N, D) than to what they see."""
         return q.size(1) * q.size(2) <= self.d_model
 
@@ -343,7 +345,9 @@ class InfiniteAttention(TransformerXLAttention):
 
     # -------------------------------------------------------------------------------------------- the long-term memory
 
-    def _far(self, x: Tensor, inputs: Tensor, state: InfiniteMemory, seen: Tensor) -> tuple[Tensor, InfiniteMemory]:
+    def _long_term(
+        self, x: Tensor, inputs: Tensor, state: InfiniteMemory, seen: Tensor
+    ) -> tuple[Tensor, InfiniteMemory]:
         """Attend to the signal, and write what is due: (B, H, N, D), and the state with what it is then.
 
         A call of N positions has at most ⌈N / L⌉ updates a row, and so one more group of positions that see the same
@@ -373,7 +377,7 @@ class InfiniteAttention(TransformerXLAttention):
             return self._nothing(q), state
 
         low, high = used.start, used.stop
-        groups = take(q, index[:, low:high].flatten(1).clamp(max=n - 1))  # (B, H, G P, D)
+        groups = gather_rows(q, index[:, low:high].flatten(1).clamp(max=n - 1))  # (B, H, G P, D)
         groups = groups.unflatten(2, (-1, room)).transpose(1, 2)  # (B, G, H, P, D)
         together = 1 if self.sticky else max(1, _TOGETHER // room)  # a sticky update wants what was attended to before
         out = []
@@ -400,7 +404,7 @@ class InfiniteAttention(TransformerXLAttention):
         found = out[0] if len(out) == 1 else torch.cat(out, 1)  # (B, G, H, P, D)
         since = torch.arange(n, device=x.device) - due  # (B, N)
         index = torch.where(since < 0, (since + due).clamp(max=room - 1), room + since) - low * room
-        y = take(found.transpose(1, 2).flatten(2, 3), index.clamp(max=len(used) * room - 1))
+        y = gather_rows(found.transpose(1, 2).flatten(2, 3), index.clamp(max=len(used) * room - 1))
         return (y.masked_fill((since < 0)[:, None, :, None], 0) if low else y), state
 
     def _nothing(self, like: Tensor) -> Tensor:
@@ -484,7 +488,7 @@ class InfiniteAttention(TransformerXLAttention):
         """Return the expectation of W_v' X̄(t) under N(t; mean, variance): (B, H, P) -> (B, H, P, D)."""
         weights = expected_basis(mean, variance, self._basis(b))  # (B, H, P, n_basis)
         value = self.ltm_v_proj.weight.to(b.dtype)
-        if self._few(weights):
+        if self._is_step(weights):
             return torch.einsum("bhpe,hde->bhpd", weights @ b[:, None], value.unflatten(0, (self.n_heads, -1)))
         return weights @ self._heads(F.linear(b, value))
 

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_effattn.attention.base import Attention
-from lit_effattn.hparams import Recorded
+from lit_effattn.hparams import HasInitArgs
 from lit_effattn.ops.linear.dispatch import elu_linear_attention, use_kernels
 from lit_effattn.ops.linear.pytorch import causal_linear_attention, linear_attention, linear_attention_step
 from lit_effattn.sequence import accumulator, may_overwrite, valid_positions
 
 
-class FeatureMap(Recorded, nn.Module, ABC):
+class FeatureMap(HasInitArgs, nn.Module, ABC):
     """Maps (…, D) queries or keys to (…, n_features) numbers that are not negative.
 
     Args:

@@ -122,7 +122,7 @@ class LSHAttention(Attention):
         return shared, shared, self._heads(self.v_proj(x))
 
     @property
-    def growth(self) -> str:
+    def bounded_by(self) -> str:
         """The state grows with every position, and nothing bounds it."""
         return ""
 

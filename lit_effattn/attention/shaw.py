@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_effattn.attention.softmax import SoftmaxAttention
-from lit_effattn.ops.shaw import relative_attention
+from lit_effattn.ops.shaw import shaw_attention
 from lit_effattn.ops.window import untiled, window_tiles
 from lit_effattn.sequence import accumulator
 
@@ -84,7 +84,7 @@ class ShawAttention(SoftmaxAttention):
     def _relative(self, q: Tensor, k: Tensor, v: Tensor, distance: Tensor, mask: Tensor | None) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):
             full = accumulator(q.dtype)
-            y = relative_attention(
+            y = shaw_attention(
                 q.to(full),
                 k.to(full),
                 v.to(full),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lit_effattn.attention.base import Attention
 from lit_effattn.attention.cache import append, check_room, write
-from lit_effattn.ops.sparse import take
+from lit_effattn.ops.sparse import gather_rows
 from lit_effattn.ops.window import windowed_attention
 from lit_effattn.sequence import reads_values, valid_positions
 
@@ -93,7 +93,7 @@ class SoftmaxAttention(Attention):
         self.dropout = dropout
 
     @property
-    def growth(self) -> str | None:
+    def bounded_by(self) -> str | None:
         """The cache grows with every position, unless a window bounds it."""
         return "window" if self.window is None else None
 
@@ -169,12 +169,12 @@ class SoftmaxAttention(Attention):
             check_room(slots, state.length, q.size(2))
         m = min(slots, window - 1)
         earlier = (torch.arange(-m, 0, device=q.device) + length) % slots  # (B, M)
-        k = torch.cat([take(state.keys, earlier[:, None]).to(k.dtype), k], 2)  # (B, H, M + N, D)
-        v = torch.cat([take(state.values, earlier[:, None]).to(v.dtype), v], 2)
+        k = torch.cat([gather_rows(state.keys, earlier[:, None]).to(k.dtype), k], 2)  # (B, H, M + N, D)
+        v = torch.cat([gather_rows(state.values, earlier[:, None]).to(v.dtype), v], 2)
         y = self._see_window(q, k, v, window, state.length.clamp(max=m))
         # What a slot would hold from before these is not seen any more, whatever it is.
         index = (_held(length + seen[:, None] - 1, slots) - length + m).clamp(min=0)[:, None]  # (B, 1, slots)
-        keys, values = (take(t, index).to(state.keys.dtype) for t in (k, v))
+        keys, values = (gather_rows(t, index).to(state.keys.dtype) for t in (k, v))
         return y, RingCache(keys, values, state.length + seen)
 
     def _step(

@@ -11,7 +11,7 @@ from torch import Tensor
 from lit_effattn.attention.base import Attention
 from lit_effattn.attention.cache import append, write
 from lit_effattn.attention.softmax import FixedCache, KeyValueCache, WindowCache, _newest
-from lit_effattn.ops.sparse import fixed_attention, strided_attention, summary_positions, take
+from lit_effattn.ops.sparse import fixed_attention, gather_rows, strided_attention, summary_positions
 from lit_effattn.ops.window import windowed_attention
 from lit_effattn.sequence import may_overwrite, reads_values
 
@@ -144,7 +144,7 @@ class SparseAttention(Attention):
         """The heads that see each set."""
 
     @property
-    def growth(self) -> str | None:
+    def bounded_by(self) -> str | None:
         """Local sets are bounded; distant ones are not, by any option."""
         return None if self.combine == "local" else ""
 
@@ -347,7 +347,7 @@ def _with_block(stored: Tensor, new: Tensor, start: Tensor, seen: Tensor) -> Ten
     position = last - (last - torch.arange(stride, device=new.device)) % stride  # (B, stride), each slot's newest
     offset = position - start[:, None]
     fresh = (offset >= 0)[:, None, :, None]  # (B, 1, stride, 1)
-    return torch.where(fresh, take(new, offset.clamp(0, n - 1)[:, None]), stored)
+    return torch.where(fresh, gather_rows(new, offset.clamp(0, n - 1)[:, None]), stored)
 
 
 def _with_summaries(stored: Tensor, new: Tensor, start: Tensor, stride: int, columns: Tensor) -> Tensor:
@@ -361,4 +361,4 @@ def _with_summaries(stored: Tensor, new: Tensor, start: Tensor, stride: int, col
         return stored.scatter_(2, index, torch.where(fresh[..., None], new, stored.gather(2, index)))
     offset = summary_positions(columns, stride, stored.size(2) // c) - start[:, None, None]  # (B, H or 1, S)
     fresh = offset >= 0  # slots that are not reached yet too: they are overwritten when they are
-    return torch.where(fresh[..., None], take(new, offset.clamp(0, n - 1)), stored)
+    return torch.where(fresh[..., None], gather_rows(new, offset.clamp(0, n - 1)), stored)

@@ -168,7 +168,7 @@ class TransformerXLAttention(Attention):
             before = InputMemory(x[:, :0], torch.zeros(len(x), dtype=torch.long, device=x.device))
         else:
             before = state
-        m, n = in_use(before.length, before.inputs.size(1)), x.size(1)
+        m, n = slots_used(before.length, before.inputs.size(1)), x.size(1)
         inputs = torch.cat([before.inputs[:, before.inputs.size(1) - m :].to(x.dtype), x], 1)  # (B, M + N, E)
         q, k, v = self._heads(self.q_proj(x)), self._heads(self.k_proj(inputs)), self._heads(self.v_proj(inputs))
         y = self.out_proj(self._mix(q, k, v, before.length).transpose(1, 2).flatten(2))  # (B, H, N, D) -> (B, N, E)
@@ -221,13 +221,13 @@ class TransformerXLAttention(Attention):
     ) -> tuple[Tensor, ProjectedMemory]:
         """Several positions after a memory of keys and values."""
         slots, length = state.keys.size(2), state.length
-        m = in_use(length, slots - 1)
+        m = slots_used(length, slots - 1)
         earlier = (torch.arange(-m, 0, device=q.device) + length[:, None]) % slots  # (B, M)
-        k = torch.cat([take(state.keys, earlier).to(k.dtype), k], 2)  # (B, H, M + N, D)
-        v = torch.cat([take(state.values, earlier).to(v.dtype), v], 2)
+        k = torch.cat([gather_rows(state.keys, earlier).to(k.dtype), k], 2)  # (B, H, M + N, D)
+        v = torch.cat([gather_rows(state.values, earlier).to(v.dtype), v], 2)
         y = self._mix(q, k, v, length)
         index = latest(length + seen, slots) - length[:, None] + m
-        keys, values = (take(t, index).to(state.keys.dtype) for t in (k, v))
+        keys, values = (gather_rows(t, index).to(state.keys.dtype) for t in (k, v))
         return y, ProjectedMemory(keys, values, length + seen)
 
     def _step(
@@ -236,8 +236,8 @@ class TransformerXLAttention(Attention):
         """Attend one position where the keys lie. The oldest, which it does not see, makes room for its own."""
         slots, length = state.keys.size(2), state.length[:, None]  # (B, 1)
         # A padded position is written too: into a slot that the next one will overwrite before it looks.
-        keys, values = written(state.keys, length % slots, k, 2), written(state.values, length % slots, v, 2)
-        used = in_use(state.length + 1, slots)
+        keys, values = write_ring(state.keys, length % slots, k, 2), write_ring(state.values, length % slots, v, 2)
+        used = slots_used(state.length + 1, slots)
         slot = torch.arange(used, device=q.device)
         distance = (length - slot) % slots  # (B, M)
         y = attention_by_distance(
@@ -288,7 +288,7 @@ def newest(t: Tensor, end: Tensor, count: int) -> Tensor:
     return taken.masked_fill((index < 0)[..., None], 0)
 
 
-def take(t: Tensor, index: Tensor) -> Tensor:
+def gather_rows(t: Tensor, index: Tensor) -> Tensor:
     """Take the entries `index` (B, K) of `t` (B, H, M, D), the first where that is negative."""
     return t.gather(2, index.clamp(min=0)[:, None, :, None].expand(-1, t.size(1), -1, t.size(3)))
 
@@ -302,12 +302,12 @@ def latest(end: Tensor, slots: int) -> Tensor:
     return newest - (newest - torch.arange(slots, device=end.device)) % slots
 
 
-def in_use(length: Tensor, slots: int) -> int:
+def slots_used(length: Tensor, slots: int) -> int:
     """Return how many of `slots` any row has filled, where it costs nothing to look."""
     return min(slots, int(length.max())) if reads_values(length) else slots
 
 
-def written(t: Tensor, slot: Tensor, new: Tensor, dim: int) -> Tensor:
+def write_ring(t: Tensor, slot: Tensor, new: Tensor, dim: int) -> Tensor:
     """Write `new`, of one position, to each row's `slot` (B, 1) of `t` along `dim`; in place where that is allowed."""
     t = t if may_overwrite() else t.clone()
     rows = torch.arange(len(t), device=t.device)

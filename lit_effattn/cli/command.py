@@ -35,7 +35,7 @@ import lit_effattn.tasks.ctc
 # Imported for their classes, which YAML and flags may then name without their modules.
 from lit_effattn import callbacks, datamodules
 from lit_effattn.checkpoints import AtomicCheckpointIO, read_checkpoint
-from lit_effattn.cli.resume import CHECKPOINT, FIXED_BY_DATA, KEY, ROOT, Wanted, is_child, refuse_dropped
+from lit_effattn.cli.resume import CHECKPOINT, CONFIG_KEY, FIXED_BY_DATA, ROOT, ResolvedArgs, is_child, refuse_dropped
 from lit_effattn.cli.saved_settings import OFFLINE, homes, without_folders
 from lit_effattn.cli.trainer import Trainer
 from lit_effattn.runs import discard_if_empty, find_checkpoint, new_folder, new_run, run_of, short
@@ -117,10 +117,10 @@ class CLI(LightningCLI):
     """LightningCLI with a folder a run, and checkpoints whose configuration comes first and flags over it."""
 
     def __init__(self, args: list[str]) -> None:
-        self.wanted = Wanted.parse(args)
+        self.resolved = ResolvedArgs.parse(args)
         super().__init__(
             model_class=Task,
-            datamodule_class=pl.LightningDataModule if self.wanted.uses_data else None,
+            datamodule_class=pl.LightningDataModule if self.resolved.uses_data else None,
             trainer_class=Trainer,
             trainer_defaults={"default_root_dir": ROOT, "log_every_n_steps": 10},
             seed_everything_default=0,
@@ -131,7 +131,7 @@ class CLI(LightningCLI):
             save_config_callback=None,
             load_from_checkpoint_support=False,  # tasks know their own arguments: see lit_effattn.hparams
             parser_kwargs={name: {"usage": _USAGE.format(name), "description": text} for name, text in _ABOUT.items()},
-            args=self.wanted.args,
+            args=self.resolved.args,
         )
 
     # -------------------------------------------------------------------------------------------------------- parsing
@@ -144,7 +144,7 @@ class CLI(LightningCLI):
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
         """Build the parser of the command at hand only: each takes a third of a second."""
         commands = self.subcommands()
-        self.subcommands = lambda: {self.wanted.command: commands[self.wanted.command]}  # type: ignore[method-assign]
+        self.subcommands = lambda: {self.resolved.command: commands[self.resolved.command]}  # type: ignore[method-assign]
         super()._add_subcommands(parser, **kwargs)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -157,7 +157,7 @@ class CLI(LightningCLI):
             help="A module of your own, or the full name of a class or function, that a checkpoint (classes) or YAML "
             "and flags (functions) may name although it is not on lit-effattn's list. May be given several times.",
         )
-        if self.wanted.command == "fit":
+        if self.resolved.command == "fit":
             parser.add_class_arguments(callbacks.LastCheckpoint, "checkpoint")
             parser.add_argument(
                 "--init_weights",
@@ -166,7 +166,7 @@ class CLI(LightningCLI):
                 help="Start from the weights of this checkpoint (a path, `last` or `best`), with everything else new: "
                 "fine-tuning, where --ckpt_path resumes.",
             )
-        for name in FIXED_BY_DATA if self.wanted.data_fixes else ():
+        for name in FIXED_BY_DATA if self.resolved.data_fixes else ():
             parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
 
     def _parse_ckpt_path(self) -> None:
@@ -176,14 +176,14 @@ class CLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Refuse functions that the user did not name as trusted, and what a resumed run would drop."""
-        config, judge = self.config[self.subcommand], UserJudge(self.wanted.trust)
+        config, judge = self.config[self.subcommand], UserJudge(self.resolved.trust)
         for action in self._parser(self.subcommand)._actions:
             if action.dest in config and hasattr(action, "_typehint"):
                 value = config[action.dest]
                 if value is not None and value is not action.default:
                     check(value, Place.of(action._typehint), action.dest, judge)
-        saved = self.wanted.saved
-        if self.wanted.command == "fit" and saved is not None:
+        saved = self.resolved.saved
+        if self.resolved.command == "fit" and saved is not None:
             refuse_dropped(saved, self.settings())
 
     def settings(self) -> dict[str, Any]:
@@ -223,7 +223,7 @@ class CLI(LightningCLI):
             standard.append(callbacks.ProgressBar())
         if self.subcommand != "fit":
             return standard
-        saved = self.wanted.saved
+        saved = self.resolved.saved
         seed_kept = saved is None or saved.get("seed_everything") == self.settings().get("seed_everything")
         standard += [
             callbacks.StopOnSignal(),
@@ -254,7 +254,7 @@ class CLI(LightningCLI):
         """
         if RUN in os.environ and is_child():
             return Path(os.environ[RUN])
-        checkpoint = self.wanted.checkpoint
+        checkpoint = self.resolved.checkpoint
         of = run_of(checkpoint) if checkpoint else None
         if checkpoint is None or of is None or (self.subcommand == "fit" and checkpoint.name != "last.ckpt"):
             # Where another program started all processes (torchrun), the first makes the folder; only it writes.
@@ -273,7 +273,7 @@ class CLI(LightningCLI):
         path = self.config[self.subcommand].init_weights
         if path is None:
             return
-        if self.wanted.checkpoint is not None:
+        if self.resolved.checkpoint is not None:
             raise ValueError("--init_weights and --ckpt_path were both given; one starts anew, the other resumes")
         found = find_checkpoint(path, Path(self.config[self.subcommand].trainer.default_root_dir or ROOT))
         checkpoint = read_checkpoint(found)
@@ -354,7 +354,7 @@ class Configuration(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Add the settings."""
-        checkpoint[KEY] = {"version": lit_effattn.__version__, "config": self.settings}
+        checkpoint[CONFIG_KEY] = {"version": lit_effattn.__version__, "config": self.settings}
 
 
 def _keep_buffers(model: torch.nn.Module, weights: dict[str, Any]) -> list[str]:

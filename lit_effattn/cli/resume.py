@@ -21,7 +21,7 @@ from lit_effattn.runs import find_checkpoint, short
 ROOT = "runs"
 """Where runs lie, unless `trainer.default_root_dir` says otherwise."""
 
-KEY = "lit_effattn"
+CONFIG_KEY = "lit_effattn"
 """Where in a checkpoint the configuration lies."""
 
 FIXED_BY_DATA = (
@@ -35,7 +35,7 @@ CHECKPOINT = "LIT_EFFATTN_CKPT_PATH"
 """How the process that a user started tells those that it starts itself (DDP) which checkpoint is meant."""
 
 
-class Wanted(NamedTuple):
+class ResolvedArgs(NamedTuple):
     """The command, the checkpoint that is meant, and the arguments with what that checkpoint brings.
 
     Attributes:
@@ -57,7 +57,7 @@ class Wanted(NamedTuple):
     data_fixes: bool = True
 
     @classmethod
-    def parse(cls, args: list[str]) -> Wanted:
+    def parse(cls, args: list[str]) -> ResolvedArgs:
         """Have a first look at `args`.
 
         Raises:
@@ -107,7 +107,7 @@ def _saved_settings(checkpoint: Path, command: str, uses_data: bool, data_fixes:
     """Return what the checkpoint says of how it was made, as far as `command` has such options; nothing is checked."""
     content = read_checkpoint(checkpoint)
     model = saved_model(content, short(checkpoint))
-    config = _section(_section(content, KEY), "config")
+    config = _section(_section(content, CONFIG_KEY), "config")
     if config:
         parts = ["seed_everything", "trainer", "model", "data", *(["checkpoint"] if command == "fit" else [])]
         saved = {part: config[part] for part in parts if config.get(part) is not None}

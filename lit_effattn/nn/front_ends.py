@@ -8,11 +8,11 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_effattn.hparams import Recorded
+from lit_effattn.hparams import HasInitArgs
 from lit_effattn.sequence import valid_positions, without_padding
 
 
-class FrontEnd(Recorded, nn.Module, ABC):
+class FrontEnd(HasInitArgs, nn.Module, ABC):
     """Turns feature vectors into the model's input, `factor` of them into one.
 
     A frame depends on its own utterance alone: padding is nothing.

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_effattn.hparams import Recorded
+from lit_effattn.hparams import HasInitArgs
 from lit_effattn.sequence import accumulator
 
 
-class Head(Recorded, nn.Module, ABC):
+class Head(HasInitArgs, nn.Module, ABC):
     """A distribution over `n_levels` ordered values, given a hidden state.
 
     Loss and sampler read the same `log_probs`, so they can't disagree. All of it is float32 at least.

@@ -113,9 +113,9 @@ class Block(SequenceModule):
         return self.attention.reset(state, rows)
 
     @property
-    def growth(self) -> str | None:
+    def bounded_by(self) -> str | None:
         """The attention's."""
-        return self.attention.growth
+        return self.attention.bounded_by
 
 
 class TransformerState(NamedTuple):
@@ -296,9 +296,9 @@ class Transformer(SequenceModule):
         return TransformerState(state.length.masked_fill(rows, 0), layers)
 
     @property
-    def growth(self) -> str | None:
+    def bounded_by(self) -> str | None:
         """That of the first layer that grows."""
-        return next((block.growth for block in self.blocks if block.growth is not None), None)
+        return next((block.bounded_by for block in self.blocks if block.bounded_by is not None), None)
 
 
 def _initialise(transformer: Transformer, init: Initialisation) -> None:

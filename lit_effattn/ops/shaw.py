@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def relative_attention(
+def shaw_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,

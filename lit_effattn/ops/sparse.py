@@ -137,7 +137,7 @@ def fixed_attention(
     if distant:
         if summary is None:
             positions = summary_positions(columns, stride, -(-n // stride)).clamp(max=n - 1)
-            summary = take(k, positions), take(v, positions)
+            summary = gather_rows(k, positions), gather_rows(v, positions)
         parts.append(_summary(q, *summary, stride, columns, causal, start, lengths, other_blocks=local))
         if not local:
             sums.append(_itself(q, k, v, dropout))
@@ -168,7 +168,7 @@ def _window(
     else:
         index = (first[:, None] - 1) * stride + torch.arange(length, device=q.device)  # (B, G·S + S)
         index = index.clamp(0, k.size(2) - 1)[:, None]
-        k, v = take(k, index), take(v, index)
+        k, v = gather_rows(k, index), gather_rows(v, index)
     k, v = (t.unfold(2, size, stride).permute(0, 2, 1, 4, 3) for t in (k, v))  # (B, G, H, size, D)
 
     # Index r of a block's queries and index c of its keys are so far apart.
@@ -355,7 +355,7 @@ def _strided_step(
         seen.append(column < i if local else column <= i)
     index = torch.cat(positions, 1).clamp(0, k.size(2) - 1)[:, None]  # (B, 1, K)
     mask = torch.cat(seen, 1)[:, None, None]  # (B, 1, 1, K)
-    return F.scaled_dot_product_attention(q, take(k, index), take(v, index), mask, dropout_p=dropout)
+    return F.scaled_dot_product_attention(q, gather_rows(k, index), gather_rows(v, index), mask, dropout_p=dropout)
 
 
 def _fixed_step(
@@ -405,14 +405,14 @@ def _lay_out(t: Tensor, start: Tensor | None, stride: int) -> Tensor:
         return F.pad(t, (0, 0, 0, -n % stride))
     room = -(-(n + stride - 1) // stride) * stride
     index = torch.arange(room, device=t.device) - (start % stride)[:, None]  # (B, G·S)
-    return take(t, index.clamp(0, n - 1)[:, None])
+    return gather_rows(t, index.clamp(0, n - 1)[:, None])
 
 
 def _unlay(t: Tensor, start: Tensor | None, stride: int, n: int) -> Tensor:
     """Undo `_lay_out`: (B, H, G · stride, D) -> (B, H, N, D)."""
     if start is None:
         return t[:, :, :n]
-    return take(t, (torch.arange(n, device=t.device) + (start % stride)[:, None])[:, None])
+    return gather_rows(t, (torch.arange(n, device=t.device) + (start % stride)[:, None])[:, None])
 
 
 def _blocks(t: Tensor, stride: int) -> Tensor:
@@ -425,7 +425,7 @@ def _unblock(t: Tensor) -> Tensor:
     return t.transpose(1, 2).flatten(2, 3)
 
 
-def take(t: Tensor, index: Tensor) -> Tensor:
+def gather_rows(t: Tensor, index: Tensor) -> Tensor:
     """Return the entries `index` (B or 1, H or 1, K), or (H or 1, K), of `t` (B, H, M, D): (B, H, K, D)."""
     return t.gather(2, index[..., None].expand(t.size(0), t.size(1), -1, t.size(3)))
 

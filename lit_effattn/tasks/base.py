@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchReduceLROnPlateau
 from lit_effattn import sequence
 from lit_effattn.allowlist import INSTANTIATOR, Trust
 from lit_effattn.checkpoints import hide_folders, own_folders, read_checkpoint, saved_model
-from lit_effattn.hparams import Recorded, init_args
+from lit_effattn.hparams import HasInitArgs, init_args
 from lit_effattn.runs import short
 from lit_effattn.sequence import State
 from lit_effattn.spec_check import CheckpointJudge, Place, check
@@ -44,7 +44,7 @@ class Objective(NamedTuple):
     state: State | None = None
 
 
-class Task(Recorded, pl.LightningModule):
+class Task(HasInitArgs, pl.LightningModule):
     """A LightningModule that knows what it was built from, whether YAML or Python built it.
 
     A subclass defines `objective`, all of a training step but its checks and its logging, and calls it as

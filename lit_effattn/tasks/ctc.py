@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lit_effattn.datamodules.utterances import BLANK
-from lit_effattn.hparams import Recorded
+from lit_effattn.hparams import HasInitArgs
 from lit_effattn.sequence import valid_positions
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def align(log_probs: Tensor, labels: list[int]) -> list[TokenSpan]:
     return merge_tokens(path[0], scores[0].exp(), blank=BLANK)
 
 
-class Decoder(Recorded, ABC):
+class Decoder(HasInitArgs, ABC):
     """Chooses labels, given each frame's probabilities."""
 
     @abstractmethod

@@ -130,7 +130,7 @@ class LanguageModel(Task):
         """The state after the last batch, detached."""
 
     @property
-    def reader(self) -> SequenceModule:
+    def active_backbone(self) -> SequenceModule:
         """What reads the sequences now: the backbone, or in evaluation a window that slides over it."""
         return self.backbone if self.training or self._sliding is None else self._sliding[0].eval()
 
@@ -145,7 +145,7 @@ class LanguageModel(Task):
         """
         self._check(batch.inputs)
         memory = self.memory if self.carries_memory else None
-        hidden, state = self.reader(self._embed(batch.inputs), memory, batch.lengths)
+        hidden, state = self.active_backbone(self._embed(batch.inputs), memory, batch.lengths)
         if self.carries_memory:
             self.memory = sequence.detach(state)
         return hidden, state
@@ -157,7 +157,7 @@ class LanguageModel(Task):
 
     def objective(self, batch: TokenBatch, memory: State | None = None) -> Objective:
         """Return the mean over the batch's targets, in nats, the auxiliary losses, and the state if it is carried."""
-        hidden, state = self.reader(self._embed(batch.inputs), memory, batch.lengths)
+        hidden, state = self.active_backbone(self._embed(batch.inputs), memory, batch.lengths)
         scored = batch.targets != IGNORE
         losses = self.head.loss(hidden, batch.targets.clamp(min=0), self.label_smoothing)
         loss = losses.masked_fill(~scored, 0).sum() / scored.sum().clamp(min=1)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from lit_effattn import Transformer, sequence
 from lit_effattn.attention import CompressiveAttention, TransformerXLAttention
-from tests.ops.allocated import Made
+from tests.support.tensor_sizes import Made
 
 E, H, D = 12, 3, 4
 
@@ -200,7 +200,7 @@ def test_the_state_does_not_grow():
     attention = make().float()
     sizes = {sequence.nbytes(attention(torch.zeros(2, n, E))[1]) for n in (1, 10, 300)}
     assert sizes == {2 * (6 * E + 5 * E) * 4 + 2 * 8 + 2 * 4}
-    assert attention.growth is None
+    assert attention.bounded_by is None
 
 
 def test_what_a_call_makes_grows_with_its_length():

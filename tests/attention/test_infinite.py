@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lit_effattn import Transformer, sequence
 from lit_effattn.attention import InfiniteAttention, TransformerXLAttention, infinite
 from lit_effattn.ops.continuous import basis_of, normal_masses, width_divergence
-from tests.ops.allocated import Largest, Made
+from tests.support.tensor_sizes import Largest, Made
 
 E, H, D = 12, 3, 4
 SIZES = {"mem_len": 4, "segment_len": 4, "n_basis": 10, "widths": (0.1, 0.2), "n_samples": 6, "n_bins": 8}
@@ -271,7 +271,7 @@ def test_size_and_cost_do_not_depend_on_the_tokens_seen():
             _, state = attention(torch.zeros(2, 10, E), state)
     assert sizes == {sequence.nbytes(attention.initial_state(2))} == {2 * (8 * E * 4 + 10 * E * 4 + 8 * 4 + 8 + 8 + 4)}
     assert elements.elements <= max(largest)
-    assert attention.growth is None
+    assert attention.bounded_by is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -323,9 +323,9 @@ def test_few_queries_equal_many():
     for p in attention.parameters():
         torch.nn.init.normal_(p)
     x = inputs(2, 30)
-    attention._few = lambda q: False
+    attention._is_step = lambda q: False
     many = attention(x)[0]
-    attention._few = lambda q: True
+    attention._is_step = lambda q: True
     torch.testing.assert_close(attention(x)[0], many)
 
 

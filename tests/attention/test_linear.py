@@ -130,4 +130,4 @@ def test_the_state_does_not_grow():
     attention = LinearAttention(E, H)
     sizes = {sequence.nbytes(attention(torch.zeros(2, n, E))[1]) for n in (1, 10, 1000)}
     assert sizes == {2 * H * (4 * 4 + 4) * 4 + 2 * 8}
-    assert attention.growth is None
+    assert attention.bounded_by is None

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from lit_effattn import sequence
 from lit_effattn.attention import LSHAttention
 from lit_effattn.ops.lsh import attend_in_chunks, hash_buckets, plain_attend_in_chunks
-from tests.ops.allocated import Largest
+from tests.support.tensor_sizes import Largest
 
 E, H = 12, 3
 
@@ -181,7 +181,7 @@ def test_bytes_of_the_cache():
     for max_len in (None, 9):
         _, state = attention(torch.zeros(2, 9, E), attention.initial_state(2, max_len=max_len))
         assert sequence.nbytes(state) == fixed + 2 * 9 * (2 * E * 4 + H * 2 * 4)
-    assert attention.growth == ""
+    assert attention.bounded_by == ""
     assert attention.initial_state(2, max_len=9, dtype=torch.float16).shared.dtype == torch.float16
 
 

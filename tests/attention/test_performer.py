@@ -6,7 +6,7 @@ import torch
 
 from lit_effattn import sequence
 from lit_effattn.attention import PerformerAttention, SoftmaxAttention
-from tests.ops.allocated import Largest
+from tests.support.tensor_sizes import Largest
 
 E, H = 12, 3
 MAPS = ["positive", "hyperbolic", "trigonometric", "relu"]
@@ -79,7 +79,7 @@ def test_the_state_does_not_grow(features: str):
     sizes = {sequence.nbytes(attention(inputs(n, dtype=torch.float32))[1]) for n in (1, 10, 1000)}
     maxima = 8 if features in LOG_SPACE else 0
     assert sizes == {2 * H * (8 * 4 + 8 + maxima) * 4 + 2 * 2 * 8}
-    assert attention.growth is None
+    assert attention.bounded_by is None
 
 
 @pytest.mark.parametrize("n", [1, 5])

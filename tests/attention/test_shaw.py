@@ -6,9 +6,9 @@ import torch
 
 from lit_effattn import Transformer
 from lit_effattn.attention import ShawAttention, SoftmaxAttention
-from lit_effattn.ops.shaw import relative_attention
+from lit_effattn.ops.shaw import shaw_attention
 from lit_effattn.positions import RotaryPositions
-from tests.ops.allocated import largest_in_training
+from tests.support.tensor_sizes import largest_in_training
 
 E, H = 12, 3
 
@@ -69,7 +69,7 @@ def test_vectors_of_pairs_are_never_made():
     tables = [torch.rand(2 * most + 1, d) for _ in range(2)]
     distance = (torch.arange(n) - torch.arange(n)[:, None])[None]
     largest = largest_in_training(
-        lambda q, k, v, *t: relative_attention(q, k, v, distance, *t, max_distance=most), q, k, v, *tables
+        lambda q, k, v, *t: shaw_attention(q, k, v, distance, *t, max_distance=most), q, k, v, *tables
     )
     assert largest <= b * h * n * n < n * n * d
 

@@ -9,7 +9,7 @@ from lit_effattn.attention import SoftmaxAttention, SparseAttention
 from lit_effattn.nn.heads import CategoricalHead
 from lit_effattn.positions import GridPositions, RotaryPositions
 from tests.laws import definitions
-from tests.ops.allocated import Largest
+from tests.support.tensor_sizes import Largest
 
 E, H = 12, 3
 FIXED = {"pattern": "fixed", "stride": 6, "summary": 2}

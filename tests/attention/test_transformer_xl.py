@@ -165,7 +165,7 @@ def test_what_states_hold():
     assert attention.initial_state(2, max_len=5).keys.shape[2] == 5
     _, after = attention(x, projected)
     assert after.keys.dtype == torch.float16
-    assert attention.growth is None
+    assert attention.bounded_by is None
 
 
 def test_a_donated_step_writes_one_slot_in_place():

@@ -6,7 +6,7 @@ import torch
 from benchmarks import kernels
 from benchmarks.report import cell
 from lit_effattn.ops.linear.pytorch import causal_linear_attention
-from tests.ops.in_cpp import needs_kernels
+from tests.support.cpp_kernels import needs_kernels
 
 N, H, C = 70, 2, 16
 

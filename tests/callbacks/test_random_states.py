@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lit_effattn.callbacks import LastCheckpoint, RandomStates
-from lit_effattn.callbacks.random_states import KEY
+from lit_effattn.callbacks.random_states import RANDOM_STATES_KEY
 from tests.callbacks.tiny import Tiny, loader, trainer
 
 CPU = SimpleNamespace(device=torch.device("cpu"))
@@ -98,13 +98,13 @@ def test_every_process_gets_its_own():
         seeded(10 + rank)
         saved: dict = {}
         RandomStates().on_save_checkpoint(one_process(), CPU, saved)
-        states += saved[KEY]
+        states += saved[RANDOM_STATES_KEY]
         if rank == 1:
             expected = draw()
     callback = RandomStates()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        callback.on_load_checkpoint(one_process(1, 2), CPU, {KEY: states})
+        callback.on_load_checkpoint(one_process(1, 2), CPU, {RANDOM_STATES_KEY: states})
     callback.on_train_batch_start(one_process(1, 2), CPU)
     assert draw() == expected
 
@@ -115,7 +115,9 @@ def test_another_number_of_processes_is_told(saved_by: int, resumed_by: int):
     RandomStates().on_save_checkpoint(one_process(), CPU, saved)
     callback = RandomStates()
     with pytest.warns(UserWarning, match=f"saved by {saved_by} processes and is resumed by {resumed_by}"):
-        callback.on_load_checkpoint(one_process(0, resumed_by), CPU, {KEY: saved[KEY] * saved_by})
+        callback.on_load_checkpoint(
+            one_process(0, resumed_by), CPU, {RANDOM_STATES_KEY: saved[RANDOM_STATES_KEY] * saved_by}
+        )
     seeded(5)
     expected = draw()
     seeded(5)

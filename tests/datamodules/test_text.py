@@ -420,7 +420,7 @@ def test_interrupted_is_never_taken_for_whole(tmp_path, monkeypatch):
             ready(**options)
     assert [path.suffix for path in (tmp_path / "c").iterdir()] == [".lock"]
     with monkeypatch.context() as patch:  # killed: nothing is tidied up
-        patch.setattr("lit_effattn.datamodules.made_once.shutil.rmtree", lambda *_, **__: None)
+        patch.setattr("lit_effattn.datamodules.cache.shutil.rmtree", lambda *_, **__: None)
         patch.setattr(token_store.np, "save", interrupt)
         with pytest.raises(KeyboardInterrupt):
             ready(**options)

@@ -127,7 +127,7 @@ def test_growth_says_whether_the_state_grows(case: Case):
         for x in inputs(module, 2, 6 * case.unit).split(case.unit, 1):
             _, state = module(x, state)
             sizes.append(sequence.nbytes(state))
-    if module.growth is None:
+    if module.bounded_by is None:
         _, from_none = module(inputs(module, 2, case.unit))
         assert {*sizes, sequence.nbytes(from_none)} == {sequence.nbytes(module.initial_state(2))}
     else:
@@ -147,9 +147,9 @@ def test_a_state_holds_no_more_than_it_counts(case: Case):
 @each([case for case in ATTENTIONS if case.causal])
 def test_growth_names_an_option_that_ends_it(case: Case):
     module = case.build()
-    if module.growth:
-        bounded = type(module)(8, 2, True, **{module.growth: 4})
-        assert bounded.growth is None
+    if module.bounded_by:
+        bounded = type(module)(8, 2, True, **{module.bounded_by: 4})
+        assert bounded.bounded_by is None
 
 
 # ------------------------------------------------------------------------------------------------------ 2. no future
@@ -435,7 +435,7 @@ def test_streaming_in_half_the_bits(case: Case, dtype: torch.dtype):
 
 INDUCTOR = {"SoftmaxAttention", "LinearAttention-chunk_size=4", "Transformer-rotary-post"}
 # Compiling is slow: one of each kind, causal or not, with a state that grows or not.
-COMPILED = list({(type(m := c.build()), m.causal, m.growth): c for c in reversed(CASES) if not c.rotary}.values())
+COMPILED = list({(type(m := c.build()), m.causal, m.bounded_by): c for c in reversed(CASES) if not c.rotary}.values())
 
 
 def _saved(thing):

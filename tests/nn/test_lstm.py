@@ -182,7 +182,7 @@ def test_the_state_does_not_grow():
     model = LSTM(D, 2)
     sizes = {sequence.nbytes(model(torch.zeros(3, n, D))[1]) for n in (1, 10, 300)}
     assert sizes == {3 * (2 * 2 * D * 4 + 8)}
-    assert model.growth is None
+    assert model.bounded_by is None
 
 
 @pytest.mark.parametrize(

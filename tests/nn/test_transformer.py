@@ -84,8 +84,8 @@ def test_attentions_are_dealt_over_the_layers():
     kinds = [type(block.attention) for block in model.blocks]
     assert kinds == [LinearAttention, SoftmaxAttention, LinearAttention, SoftmaxAttention, LinearAttention]
     assert model.blocks[1].attention.window == 3
-    assert model.growth is None
-    assert Transformer(E, H, 2, attention=[LinearAttention, SoftmaxAttention]).growth == "window"
+    assert model.bounded_by is None
+    assert Transformer(E, H, 2, attention=[LinearAttention, SoftmaxAttention]).bounded_by == "window"
 
 
 def test_causality_reaches_every_layer():
@@ -271,7 +271,7 @@ def test_the_state_is_one_a_layer():
 def test_a_block_has_its_attentions_state():
     attention = SoftmaxAttention(E, H, window=4)
     block = Block(attention, FeedForward(E, 16))
-    assert (block.d_input, block.d_model, block.causal, block.growth) == (E, E, True, None)
+    assert (block.d_input, block.d_model, block.causal, block.bounded_by) == (E, E, True, None)
     _, state = block(torch.randn(2, 5, E))
     assert type(state) is type(block.initial_state(2)) is type(attention.initial_state(2))
     assert block.reset(state, torch.tensor([True, False])).length.tolist() == [0, 5]

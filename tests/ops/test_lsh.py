@@ -17,7 +17,7 @@ from lit_effattn.ops.lsh import (
     rows,
     sorted_chunks,
 )
-from tests.ops.allocated import Made, largest_in_training
+from tests.support.tensor_sizes import Made, largest_in_training
 
 B, H, R = 2, 2, 3
 HEADS_AND_ROUNDS = list(itertools.product(range(B), range(H), range(R)))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lit_effattn.ops.relative import attention_by_distance, furthest, relative_attention, relative_shift, sinusoids
-from tests.ops.allocated import Made, largest_in_training
+from tests.support.tensor_sizes import Made, largest_in_training
 
 B, H, D = 2, 3, 4
 

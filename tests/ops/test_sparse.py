@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lit_effattn.ops import fixed_attention, strided_attention, summary_positions
-from tests.ops.allocated import Largest, largest_in_training
+from tests.support.tensor_sizes import Largest, largest_in_training
 
 B, H, D, D_V = 2, 3, 4, 5
 SETS = [(True, True), (True, False), (False, True)]

@@ -5,7 +5,7 @@ import torch
 
 from lit_effattn.ops import windowed_attention
 from lit_effattn.ops.window import slices
-from tests.ops.allocated import Made, largest_in_training
+from tests.support.tensor_sizes import Made, largest_in_training
 
 B, H, D = 2, 3, 4
 

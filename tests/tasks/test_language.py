@@ -155,7 +155,7 @@ def test_a_sliding_window_shows_each_position_the_newest():
                 seen = inputs[max(0, t - 2) : t + 1]
                 h, _ = made.backbone(made.embedding(seen[None]))
                 assert row[t].item() == pytest.approx(-made.head.log_probs(h[0, -1])[target].item())
-    assert made.train().reader is made.backbone
+    assert made.train().active_backbone is made.backbone
 
 
 def test_evaluation_may_have_another_memory_than_training(tmp_path):

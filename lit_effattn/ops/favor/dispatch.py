@@ -45,11 +45,11 @@ def _chosen(asked: str, device: torch.device, dtypes: tuple[torch.dtype, ...], w
         obstacle = (
             f"heads of width {width} in torch.float32 are wider than {_WIDEST_IN_FULL}; choose more heads, or bfloat16"
         )
-    if selection.chosen(
+    if selection.use_triton(
         WHAT, asked, device, dtypes, width, obstacle, lambda: _failure(device, dtypes[0], width, n_features)
     ):
         return True
-    return selection.chosen_on_cpu(WHAT, asked, device, dtypes, cpp_kernels.NAME)
+    return selection.use_cpp(WHAT, asked, device, dtypes, cpp_kernels.NAME)
 
 
 @cache
@@ -73,7 +73,7 @@ def _failure(device: torch.device, dtype: torch.dtype, width: int, n_features: i
         return found, [*(t.detach() for t in (out, s, z, m)), *torch.autograd.grad(out, inputs, g.to(out))]
 
     # Where one key outweighs the others, gradients are small differences: rounded to bfloat16, as products may be, 5 %.
-    return selection.off(device, dtype, compare, most=0.1)
+    return selection.failed_self_check(device, dtype, compare, most=0.1)
 
 
 def positive_favor(

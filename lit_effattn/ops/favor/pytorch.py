@@ -467,7 +467,7 @@ def _in_cpp(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> bool:
     if any(t.dtype != torch.float32 for t in (q, k, v, *others)) or any(t.stride(-1) != 1 for t in (q, k, v)):
         return False
     asked = os.environ.get(selection.KERNELS, "")
-    return selection.chosen_on_cpu(WHAT, asked, q.device, (torch.float32,), cpp_kernels.NAME)
+    return selection.use_cpp(WHAT, asked, q.device, (torch.float32,), cpp_kernels.NAME)
 
 
 def _forward_rows(

@@ -39,9 +39,9 @@ def use_kernels(q: Tensor, v: Tensor, *, elu: bool) -> bool:
 @torch.compiler.assume_constant_result
 def _chosen(asked: str, device: torch.device, dtypes: tuple[torch.dtype, ...], width: int, elu: bool) -> bool:
     obstacle = None if elu else "their feature map is elu + 1 (EluFeatureMap), and another was given"
-    if selection.chosen(WHAT, asked, device, dtypes, width, obstacle, lambda: _failure(device, dtypes[0], width)):
+    if selection.use_triton(WHAT, asked, device, dtypes, width, obstacle, lambda: _failure(device, dtypes[0], width)):
         return True
-    return elu and selection.chosen_on_cpu(WHAT, asked, device, dtypes, cpp_kernels.NAME)
+    return elu and selection.use_cpp(WHAT, asked, device, dtypes, cpp_kernels.NAME)
 
 
 @cache
@@ -59,7 +59,7 @@ def _failure(device: torch.device, dtype: torch.dtype, width: int) -> str | None
         out, *_ = plain_causal_linear_attention(fq, fk, v.float(), s, z)
         return found, [out.detach(), *torch.autograd.grad(out, inputs, g.float())]
 
-    return selection.off(device, dtype, compare)
+    return selection.failed_self_check(device, dtype, compare)
 
 
 def elu_linear_attention(

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 
-def check_compiler(asked: str, device: torch.device) -> None:
+def check_inductor(asked: str, device: torch.device) -> None:
     """Refuse to compile where inductor would fail, in the first step and in many words.
 
     Args:

@@ -36,7 +36,7 @@ _INTERPRET = "TRITON_INTERPRET"  # Triton's own: its kernels then run in Python,
 _OLDEST = (8, 0)  # compute capability, the first with TF32
 
 
-def chosen(
+def use_triton(
     what: str,
     asked: str,
     device: torch.device,
@@ -66,10 +66,10 @@ def chosen(
     obstacle = _obstacle_of_device(device) or obstacle or _obstacle_of_tensors(dtypes, width)
     if obstacle is None and asked == "":
         obstacle = trial()
-    return _had(what, asked, obstacle)
+    return _usable_or_raise(what, asked, obstacle)
 
 
-def chosen_on_cpu(what: str, asked: str, device: torch.device, dtypes: tuple[torch.dtype, ...], name: str) -> bool:
+def use_cpp(what: str, asked: str, device: torch.device, dtypes: tuple[torch.dtype, ...], name: str) -> bool:
     """Whether kernels written in C++ are to be used.
 
     If not, it says once why where that is a loss: on the CPU, unless another form was asked for. In float64 there are
@@ -88,10 +88,10 @@ def chosen_on_cpu(what: str, asked: str, device: torch.device, dtypes: tuple[tor
     if _form(asked, device) != "c++":
         return False
     if device.type != "cpu":
-        return _had(what, asked, f"the tensors are on {device}; they are for the CPU")
+        return _usable_or_raise(what, asked, f"the tensors are on {device}; they are for the CPU")
     if not set(dtypes) <= set(TYPES):
-        return asked != "" and _had(what, asked, _obstacle_of_tensors(dtypes, 0))
-    return _had(what, asked, cpp_build.obstacle(name))
+        return asked != "" and _usable_or_raise(what, asked, _obstacle_of_tensors(dtypes, 0))
+    return _usable_or_raise(what, asked, cpp_build.obstacle(name))
 
 
 def _form(asked: str, device: torch.device) -> str:
@@ -101,7 +101,7 @@ def _form(asked: str, device: torch.device) -> str:
     return asked or {"cuda": "triton", "cpu": "c++"}.get(device.type, "plain")
 
 
-def _had(what: str, asked: str, obstacle: str | None) -> bool:
+def _usable_or_raise(what: str, asked: str, obstacle: str | None) -> bool:
     """Whether there is no obstacle; if there is one, it is said, or raised where the form was asked for."""
     if obstacle is None:
         return True
@@ -141,7 +141,7 @@ def _notice(what: str, obstacle: str) -> None:
     )
 
 
-def off(
+def failed_self_check(
     device: torch.device,
     dtype: torch.dtype,
     compare: Callable[[], tuple[Iterable[Tensor], Iterable[Tensor]]],

@@ -12,8 +12,8 @@ from lit_effattn.ops.favor.dispatch import positive_favor, use_kernels
 from lit_effattn.ops.favor.pytorch import causal_favor, log_offset
 from lit_effattn.ops.runtime import cpp_build, selection
 from lit_effattn.ops.runtime.selection import KERNELS
-from tests.ops.allocated import Made
-from tests.ops.in_cpp import each_kind_of_vectors, needs_kernels
+from tests.support.cpp_kernels import each_kind_of_vectors, needs_kernels
+from tests.support.tensor_sizes import Made
 
 pytestmark = needs_kernels(cpp_kernels)
 

@@ -17,7 +17,7 @@ from lit_effattn.ops.favor.pytorch import (
     trigonometric_features,
 )
 from lit_effattn.ops.runtime.selection import KERNELS
-from tests.ops.allocated import Largest, Made, largest_in_training
+from tests.support.tensor_sizes import Largest, Made, largest_in_training
 
 B, H, F, D = 2, 3, 5, 4
 

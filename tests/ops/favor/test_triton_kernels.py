@@ -18,7 +18,7 @@ from lit_effattn.ops.favor import dispatch
 from lit_effattn.ops.favor.dispatch import positive_favor, use_kernels
 from lit_effattn.ops.runtime import selection
 from lit_effattn.ops.runtime.selection import KERNELS
-from tests.ops.without_a_gpu import FOR_9_0, MOST_SHARED
+from tests.support.compile_for_gpu import FOR_9_0, MOST_SHARED
 
 pytest.importorskip("triton")
 import triton.language as tl

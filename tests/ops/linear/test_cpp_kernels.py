@@ -15,8 +15,8 @@ from lit_effattn.ops.linear.dispatch import elu_linear_attention, use_kernels
 from lit_effattn.ops.linear.pytorch import plain_causal_linear_attention
 from lit_effattn.ops.runtime import cpp_build, selection
 from lit_effattn.ops.runtime.selection import KERNELS
-from tests.ops.allocated import Made
-from tests.ops.in_cpp import HAS, each_kind_of_vectors, needs_kernels
+from tests.support.cpp_kernels import HAS, each_kind_of_vectors, needs_kernels
+from tests.support.tensor_sizes import Made
 
 pytestmark = needs_kernels(cpp_kernels)
 

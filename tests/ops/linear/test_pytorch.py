@@ -4,7 +4,7 @@ import torch
 from lit_effattn.ops import causal_linear_attention, linear_attention, linear_attention_step
 from lit_effattn.ops.linear.pytorch import plain_causal_linear_attention
 from lit_effattn.ops.runtime.selection import KERNELS
-from tests.ops.allocated import Largest, Made, largest_in_training
+from tests.support.tensor_sizes import Largest, Made, largest_in_training
 
 B, H, F, D = 2, 3, 5, 4
 

@@ -18,7 +18,7 @@ from lit_effattn.ops.linear import dispatch
 from lit_effattn.ops.linear.dispatch import elu_linear_attention, use_kernels
 from lit_effattn.ops.runtime import selection
 from lit_effattn.ops.runtime.selection import KERNELS
-from tests.ops.without_a_gpu import FOR_9_0, MOST_SHARED
+from tests.support.compile_for_gpu import FOR_9_0, MOST_SHARED
 
 pytest.importorskip("triton")
 from lit_effattn.ops.linear import triton_kernels

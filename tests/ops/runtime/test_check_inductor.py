@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lit_effattn.ops.runtime.check_inductor import check_compiler
+from lit_effattn.ops.runtime.check_inductor import check_inductor
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -21,12 +21,12 @@ def test_each_thing_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(
         ValueError, match=r"^Compile needs a C\+\+ compiler .* no 'no-such-compiler': install .* leave Co"
     ):
-        check_compiler("Compile", CPU)
+        check_inductor("Compile", CPU)
     monkeypatch.setenv("CXX", sys.executable)  # a program that is there
     with pytest.raises(ValueError, match=re.escape(f"there is no Python.h in {tmp_path}: install")):
-        check_compiler("Compile", CPU)
+        check_inductor("Compile", CPU)
     (tmp_path / "Python.h").touch()
-    check_compiler("Compile", CPU)
+    check_inductor("Compile", CPU)
 
 
 def test_what_triton_lacks_is_said(monkeypatch: pytest.MonkeyPatch):
@@ -50,6 +50,6 @@ def test_what_triton_lacks_is_said(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(
         ValueError, match=r"^Compile needs Triton on CUDA.*\(RuntimeError: Failed to find C compiler.\): ins"
     ):
-        check_compiler("Compile", CUDA)
+        check_inductor("Compile", CUDA)
     driver.missing = False
-    check_compiler("Compile", CUDA)
+    check_inductor("Compile", CUDA)

@@ -11,7 +11,7 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lit-effattn"
 
 
-def made_once(folder: Path, make: Callable[[Path], None], is_whole: Callable[[Path], bool]) -> None:
+def cached_folder(folder: Path, make: Callable[[Path], None], is_whole: Callable[[Path], bool]) -> None:
     """Let ``make(another name)`` fill a folder that is renamed to ``folder`` when it is whole, unless that is there.
 
     Of several processes that ask, one makes it, the others wait. What an interrupted run left, or what has been damaged

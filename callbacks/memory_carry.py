@@ -45,7 +45,7 @@ class MemoryCarry(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse what can't be carried, before anything is trained."""
-        if not hasattr(pl_module, "carries_memory"):
+        if not hasattr(pl_module, "active_backbone"):
             raise ValueError(f"MemoryCarry: {type(pl_module).__name__} carries no memory between batches; leave it out")
         if stage == "fit" and self.training:
             _refuse_unbounded(pl_module.backbone)  # type: ignore[arg-type]

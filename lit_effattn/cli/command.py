@@ -35,7 +35,7 @@ import lit_effattn.tasks.ctc
 # Imported for their classes, which YAML and flags may then name without their modules.
 from lit_effattn import callbacks, datamodules
 from lit_effattn.checkpoints import AtomicCheckpointIO, read_checkpoint
-from lit_effattn.cli.resume import CHECKPOINT, CONFIG_KEY, FIXED_BY_DATA, ROOT, ResolvedArgs, is_child, refuse_dropped
+from lit_effattn.cli.resume import CHECKPOINT, CONFIG_KEY, ROOT, ResolvedArgs, fixed_by_data, is_child, refuse_dropped
 from lit_effattn.cli.saved_settings import OFFLINE, homes, without_folders
 from lit_effattn.cli.trainer import Trainer
 from lit_effattn.runs import discard_if_empty, find_checkpoint, new_folder, new_run, run_of, short
@@ -166,7 +166,7 @@ class CLI(LightningCLI):
                 help="Start from the weights of this checkpoint (a path, `last` or `best`), with everything else new: "
                 "fine-tuning, where --ckpt_path resumes.",
             )
-        for name in FIXED_BY_DATA if self.resolved.data_fixes else ():
+        for name in sorted(fixed_by_data()) if self.resolved.data_fixes else ():
             parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
 
     def _parse_ckpt_path(self) -> None:
@@ -319,11 +319,7 @@ class CLI(LightningCLI):
         if self.trainer.world_size > 1:
             raise ValueError(f"generate runs on one process, not {self.trainer.world_size}: give --trainer.devices 1")
         assert isinstance(self.trainer, Trainer)
-        path = self.trainer.generate(**kwargs)
-        if path.suffix == ".txt":
-            print(f"text: {short(path)}")
-        else:
-            print(f"picture: {short(path)}\nlevels:  {short(path.with_name('samples.npy'))}")
+        print(self.trainer.generate(**kwargs))
 
 
 class Configuration(pl.Callback):

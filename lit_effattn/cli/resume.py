@@ -17,19 +17,13 @@ from lit_effattn.allowlist import Trust
 from lit_effattn.checkpoints import read_checkpoint, saved_model
 from lit_effattn.cli.saved_settings import UserOptions, checked_settings
 from lit_effattn.runs import find_checkpoint, short
+from lit_effattn.tasks import Task
 
 ROOT = "runs"
 """Where runs lie, unless `trainer.default_root_dir` says otherwise."""
 
 CONFIG_KEY = "lit_effattn"
 """Where in a checkpoint the configuration lies."""
-
-FIXED_BY_DATA = (
-    *("image_shape", "n_levels"),
-    *("vocab_size", "unit", "tokenizer"),
-    *("n_mels", "phones", "folded", "frame_seconds"),
-)
-"""Arguments of models that are handed over from the data."""
 
 CHECKPOINT = "LIT_EFFATTN_CKPT_PATH"
 """How the process that a user started tells those that it starts itself (DDP) which checkpoint is meant."""
@@ -45,7 +39,7 @@ class ResolvedArgs(NamedTuple):
         saved: The settings that it brings.
         trust: What the user trusts by name.
         uses_data: Whether the command takes data.
-        data_fixes: Whether the data tell the model what `FIXED_BY_DATA` names; else the checkpoint does.
+        data_fixes: Whether the model takes what `Task.fixed_by_data` names from the data; else from the checkpoint.
     """
 
     command: str
@@ -114,7 +108,8 @@ def _saved_settings(checkpoint: Path, command: str, uses_data: bool, data_fixes:
         if not uses_data:
             saved.pop("data", None)
         if not data_fixes and model is not None:
-            built = {name: value for name, value in model["init_args"].items() if name in FIXED_BY_DATA}
+            fixed = fixed_by_data()
+            built = {name: value for name, value in model["init_args"].items() if name in fixed}
             _section(_section(saved, "model"), "init_args").update(built)
         return saved
     if model is None:
@@ -143,6 +138,17 @@ def _early_stopping(settings: dict[str, Any]) -> list[dict[str, Any]]:
     given = _section(settings, "trainer").get("callbacks") or []
     given = given if isinstance(given, list) else [given]
     return [_section(c, "init_args") for c in given if str(c.get("class_path")).endswith("EarlyStopping")]
+
+
+def fixed_by_data() -> set[str]:
+    """Return the arguments of any task that are taken from the data: see `Task.fixed_by_data`."""
+    tasks: list[type[Task]] = [Task]
+    found: set[str] = set()
+    while tasks:
+        task = tasks.pop()
+        found.update(task.fixed_by_data)
+        tasks += task.__subclasses__()
+    return found
 
 
 def find_config(name: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -25,6 +25,7 @@ from lit_effattn.hparams import HasInitArgs, init_args
 from lit_effattn.runs import short
 from lit_effattn.sequence import State
 from lit_effattn.spec_check import CheckpointJudge, Place, check
+from lit_effattn.tasks.metrics import Count
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -47,8 +48,14 @@ class Objective(NamedTuple):
 class Task(HasInitArgs, pl.LightningModule):
     """A LightningModule that knows what it was built from, whether YAML or Python built it.
 
-    A subclass defines `objective`, all of a training step but its checks and its logging, and calls it as
-    `run_objective`, so that `compile_objective` can make one program of it.
+    The training, validation and test steps are here. A subclass defines what they call:
+
+    - `check_batch(batch)` refuses a batch that the model can't read;
+    - `objective(batch, memory)` computes the loss and the figures to log, without looking at any value;
+    - `score(stage, batch)` updates the metrics of validation or test and returns them by name;
+    - `write_samples(folder, *, datamodule, n, sampling, progress, **options)`, if it can generate: it draws samples,
+      writes them into the folder that `folder()` makes, and returns what to say of them. `options` are those of
+      `lit-effattn generate` that it takes.
 
     Args:
         optimizer: Makes the optimiser from the parameters. Default: torch.optim.RAdam.
@@ -58,6 +65,18 @@ class Task(HasInitArgs, pl.LightningModule):
 
     monitor: str
     """The metric whose lowest value makes the best checkpoint."""
+
+    fixed_by_data: ClassVar[tuple[str, ...]] = ()
+    """Arguments of the task that the command takes from the attributes of the same name of the data module."""
+
+    in_progress_bar: ClassVar[tuple[str, ...]] = ("train/loss",)
+    """Figures of training that the progress bar shows."""
+
+    carries_memory = False
+    """Whether a batch goes on from the state after the one before; the callback `MemoryCarry` sets it."""
+
+    memory: State | None = None
+    """The state after the last batch, detached, while memory is carried."""
 
     def __init__(self, optimizer: OptimizerCallable | None, lr_scheduler: LRSchedulerCallable | None) -> None:
         super().__init__()
@@ -176,6 +195,50 @@ class Task(HasInitArgs, pl.LightningModule):
             NotImplementedError: the task, a subclass, does not say what it minimises.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no `objective`")
+
+    def check_batch(self, batch: Any) -> None:
+        """Refuse a batch that the model can't read.
+
+        Raises:
+            ValueError: says what is wrong with it.
+        """
+
+    def score(self, stage: str, batch: Any) -> dict[str, Any]:
+        """Update the metrics of `stage`, "val" or "test", with a batch, and return them by their names.
+
+        Raises:
+            NotImplementedError: the task, a subclass, does not say what is measured.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no `score`")
+
+    def training_step(self, batch: Any) -> Tensor:
+        """Return the loss of `objective`, and log its figures."""
+        self.check_batch(batch)
+        loss, figures, state = self.run_objective(batch, self.memory if self.carries_memory else None)
+        if self.carries_memory:
+            self.memory = state
+        self.log_figures(figures)
+        return loss
+
+    def log_figures(self, figures: dict[str, Tensor]) -> None:
+        """Log the figures of a training step."""
+        for name, figure in figures.items():
+            self.log(name, figure, prog_bar=name in self.in_progress_bar)
+
+    def validation_step(self, batch: Any) -> None:
+        """Score a batch."""
+        self._log_scores("val", batch)
+
+    def test_step(self, batch: Any) -> None:
+        """Score a batch."""
+        self._log_scores("test", batch)
+
+    def _log_scores(self, stage: str, batch: Any) -> None:
+        rows = len(batch[0]) if isinstance(batch, tuple) else len(batch)
+        # The metrics themselves, not their values: Lightning then adds the sums of all processes before it divides.
+        for name, metric in self.score(stage, batch).items():
+            counts = isinstance(metric, Count)
+            self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True, prog_bar=not counts, batch_size=rows)
 
     def run_objective(self, batch: Any, memory: State | None = None) -> Objective:
         """Return `objective`'s, compiled if it is."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lit_effattn import sequence
@@ -15,6 +18,7 @@ from lit_effattn.datamodules.tokens import IGNORE, TokenBatch
 from lit_effattn.generation import generate
 from lit_effattn.nn.heads import CategoricalHead, HeadFactory
 from lit_effattn.nn.sliding import SlidingWindow
+from lit_effattn.runs import short
 from lit_effattn.sequence import SequenceModule, State
 from lit_effattn.tasks.base import Objective, Task
 from lit_effattn.tasks.metrics import Accuracy, BitsPerByte, BitsPerCharacter, Count, Perplexity
@@ -67,6 +71,8 @@ class LanguageModel(Task):
     Raises:
         ValueError: the backbone is not causal, or a setting is for kinds that it does not have.
     """
+
+    fixed_by_data = ("vocab_size", "unit", "tokenizer")
 
     def __init__(
         self,
@@ -124,11 +130,6 @@ class LanguageModel(Task):
                 raise ValueError(f"eval_{name}={value}, but nothing in the backbone has a `{name}` that can be changed")
         self._sliding = None if eval_window is None else [SlidingWindow(backbone, eval_window)]  # not a submodule again
 
-        self.carries_memory = False
-        """Whether a batch goes on where the one before ended; `MemoryCarry` says so."""
-        self.memory: State | None = None
-        """The state after the last batch, detached."""
-
     @property
     def active_backbone(self) -> SequenceModule:
         """What reads the sequences now: the backbone, or in evaluation a window that slides over it."""
@@ -143,7 +144,7 @@ class LanguageModel(Task):
         Raises:
             ValueError: a token is not of this vocabulary.
         """
-        self._check(batch.inputs)
+        self.check_batch(batch)
         memory = self.memory if self.carries_memory else None
         hidden, state = self.active_backbone(self._embed(batch.inputs), memory, batch.lengths)
         if self.carries_memory:
@@ -164,31 +165,14 @@ class LanguageModel(Task):
         objective = self.with_auxiliary(loss, {"train/loss": loss.detach()}, state, self.auxiliary_weight)
         return objective._replace(state=sequence.detach(state)) if self.carries_memory else objective
 
-    def training_step(self, batch: TokenBatch) -> Tensor:
-        """Return `objective`'s loss, going on from `memory`."""
-        self._check(batch.inputs)
-        loss, figures, state = self.run_objective(batch, self.memory if self.carries_memory else None)
-        if self.carries_memory:
-            self.memory = state
-        for name, figure in figures.items():
-            self.log(name, figure, prog_bar=name == "train/loss")
-        return loss
-
-    def validation_step(self, batch: TokenBatch) -> None:
-        """Score a batch."""
-        self._score("val", batch)
-
-    def test_step(self, batch: TokenBatch) -> None:
-        """Score a batch."""
-        self._score("test", batch)
-
     def predict_step(self, batch: TokenBatch) -> dict[str, Tensor]:
         """Return how many targets each row has, and their mean −log2 p, (B,) each."""
         count = (batch.targets != IGNORE).sum(1)
         bits = self(batch).sum(1) / count.clamp(min=1) / torch.log(torch.tensor(2.0))
         return {"targets": count, "bits_per_target": bits}
 
-    def _score(self, stage: str, batch: TokenBatch) -> None:
+    def score(self, stage: str, batch: TokenBatch) -> dict[str, Any]:
+        """Update bits or perplexity, in test the count of what is scored, and the accuracy if it is wanted."""
         hidden, _ = self.hidden(batch)
         scored = batch.targets != IGNORE
         hidden, targets = hidden[scored], batch.targets[scored]
@@ -201,9 +185,7 @@ class LanguageModel(Task):
         if self.accuracies is not None:
             metrics["accuracy"] = self.accuracies[stage]
             metrics["accuracy"](self.head.log_probs(hidden).argmax(-1) == targets)
-        # The metrics themselves, not their values: Lightning then adds the sums of all processes before it divides.
-        for name, metric in metrics.items():
-            self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True, prog_bar=True, batch_size=len(batch[0]))
+        return metrics
 
     # -------------------------------------------------------------------------------------- memory in evaluation
 
@@ -245,7 +227,7 @@ class LanguageModel(Task):
         Returns:
             (B, n_tokens), the tokens drawn.
         """
-        self._check(prompt)
+        self._check_tokens(prompt)
         training = [module for module in self.modules() if module.training]  # parts may be frozen
         self.eval()
         self.on_validation_start()
@@ -268,6 +250,51 @@ class LanguageModel(Task):
             self.on_validation_end()
             for module in training:
                 module.training = True
+
+    def write_samples(
+        self,
+        folder: Callable[[], Path],
+        *,
+        datamodule: Any,
+        n: int | None,
+        sampling: dict[str, Any],
+        progress: Callable[[Iterable[int]], Iterable[int]],
+        prompt: str | None = None,
+        prompt_file: str | None = None,
+        n_tokens: int = 500,
+    ) -> str:
+        """Continue a text and write the samples: see `Task.write_samples`. A single sample is shown while it is drawn.
+
+        Args:
+            folder: Makes the folder to write to.
+            datamodule: Not used.
+            n: How many samples. Default: 1.
+            sampling: Options of `sample`.
+            progress: Wraps the iterable of steps, if there are several samples.
+            prompt: How the text begins.
+            prompt_file: A file with its beginning, in place of `prompt`.
+            n_tokens: Tokens to draw.
+        """
+        if n_tokens < 1:
+            raise ValueError(f"--n_tokens {n_tokens}: draw at least one")
+        begin = _prompt(prompt, prompt_file)
+        tokenizer = self.text
+        _check_known(tokenizer, begin)
+        tokens = torch.tensor([tokenizer.start, *tokenizer.encode(begin).tolist()]).expand(n or 1, -1)
+        shown = Decoded(tokenizer) if n in (None, 1) else None
+        if shown is not None:
+            print(begin, end="", flush=True)
+            progress = iter
+        drawn = self.sample(tokens, n_tokens, progress=progress, on_tokens=shown, **sampling).cpu()
+        texts = [begin + tokenizer.decode(row.numpy()) for row in drawn]
+        numbered = [f"--- {i}\n{text}" for i, text in enumerate(texts)]
+        if shown is not None:
+            shown.finish()
+        else:
+            print(*numbered, sep="\n")
+        path = folder() / "samples.txt"
+        path.write_text("\n\n".join(numbered), encoding="utf-8")
+        return f"text: {short(path)}"
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another vocabulary, or else of another model: see `Task.on_load_checkpoint`.
@@ -296,7 +323,11 @@ class LanguageModel(Task):
             raise ValueError("the model's tokens stand for no text: it was trained without a tokenizer")
         return Tokenizer.from_spec(self.tokenizer)
 
-    def _check(self, tokens: Tensor) -> None:
+    def check_batch(self, batch: TokenBatch) -> None:
+        """Refuse tokens that are not of this vocabulary: see `Task.check_batch`."""
+        self._check_tokens(batch.inputs)
+
+    def _check_tokens(self, tokens: Tensor) -> None:
         if not sequence.reads_values(tokens) or tokens.numel() == 0:
             return
         for token in (int(tokens.min()), int(tokens.max())):
@@ -309,3 +340,58 @@ class LanguageModel(Task):
 
 def _described(size: int, tokenizer: str | None) -> str:
     return f"{size} tokens" if tokenizer is None else repr(Tokenizer.from_spec(tokenizer))
+
+
+class Decoded:
+    """Shows tokens as text while they come: as much of it as no further token can change.
+
+    Args:
+        tokenizer: Turns tokens into text.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._shown = 0
+
+    def __call__(self, tokens: Tensor) -> None:
+        """Show what (1,) more tokens add."""
+        self._tokens.append(int(tokens))
+        text = self._text()
+        if not text.endswith("\ufffd"):  # the first bytes of a character
+            self._show(text)
+
+    def finish(self) -> None:
+        """Show the rest."""
+        self._show(self._text())
+        print(flush=True)
+
+    def _text(self) -> str:
+        text: str = self._tokenizer.decode(np.array(self._tokens))
+        return text
+
+    def _show(self, text: str) -> None:
+        print(text[self._shown :], end="", flush=True)
+        self._shown = len(text)
+
+
+def _prompt(prompt: str | None, prompt_file: str | None) -> str:
+    if prompt_file is None:
+        return prompt or ""
+    if prompt is not None:
+        raise ValueError("--prompt and --prompt_file were both given; a text has one beginning")
+    try:
+        return Path(prompt_file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompt_file {prompt_file} is not UTF-8: {error.reason} at byte {error.start}") from error
+
+
+def _check_known(tokenizer: Any, prompt: str) -> None:
+    """Refuse characters that the model never saw, whose embedding is noise; a word that it did not is `<unk>`."""
+    unknown = tokenizer.unknown(prompt)
+    if not unknown:
+        return
+    shown = ", ".join(map(repr, unknown[:5])) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
+    if tokenizer.unit == "character":
+        raise ValueError(f"the prompt has {shown}, of which the model's training text had none; leave it out")
+    rank_zero_warn(f"the prompt has {shown}, read as <unk>: not in the model's vocabulary")

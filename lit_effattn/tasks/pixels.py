@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
@@ -12,7 +16,9 @@ from torch import Tensor, nn
 from lit_effattn.datamodules.pixels import levels_to_images
 from lit_effattn.generation import generate
 from lit_effattn.nn.heads import CategoricalHead, HeadFactory
+from lit_effattn.pictures import grid, labelled_rows, save_png
 from lit_effattn.positions import bind
+from lit_effattn.runs import short
 from lit_effattn.sequence import SequenceModule, State
 from lit_effattn.tasks.base import Objective, Task
 from lit_effattn.tasks.metrics import BitsPerDim
@@ -44,6 +50,8 @@ class PixelModel(Task):
     """
 
     monitor = "val/bits_per_dim"
+    fixed_by_data = ("image_shape", "n_levels")
+    in_progress_bar = ("train/bits_per_dim",)
 
     def __init__(
         self,
@@ -80,7 +88,7 @@ class PixelModel(Task):
         Raises:
             ValueError: the images are of another size than the model's, or have values that it does not know.
         """
-        self._check(levels)
+        self.check_batch(levels)
         levels = levels.long()
         hidden, _ = self._read(levels)
         return self._scored(self.head.nll(hidden, levels))
@@ -103,31 +111,14 @@ class PixelModel(Task):
         loss = self._scored(self.head.loss(hidden, levels)).mean()
         return self.with_auxiliary(loss, {"train/bits_per_dim": loss.detach() / math.log(2)}, state)
 
-    def training_step(self, batch: Tensor) -> Tensor:
-        """Return `objective`'s loss."""
-        self._check(batch)
-        loss, figures, _ = self.run_objective(batch)
-        for name, figure in figures.items():
-            self.log(name, figure, prog_bar=name == "train/bits_per_dim")
-        return loss
-
-    def validation_step(self, batch: Tensor) -> None:
-        """Score a batch."""
-        self._score("val", batch)
-
-    def test_step(self, batch: Tensor) -> None:
-        """Score a batch."""
-        self._score("test", batch)
-
     def predict_step(self, batch: Tensor) -> dict[str, Tensor]:
         """Return bits/dim of each image, (B,)."""
         return {"bits_per_dim": self(batch)}
 
-    def _score(self, stage: str, batch: Tensor) -> None:
-        metric: BitsPerDim = self.bits_per_dim[stage]  # type: ignore[assignment]
-        metric(self.nll(batch))
-        # The metric itself, not its value: Lightning then adds the sums of all processes before it divides.
-        self.log(f"{stage}/bits_per_dim", metric, on_step=False, on_epoch=True, prog_bar=True, batch_size=len(batch))
+    def score(self, stage: str, batch: Tensor) -> dict[str, Any]:
+        """Update the bits/dim."""
+        self.bits_per_dim[stage](self.nll(batch))
+        return {"bits_per_dim": self.bits_per_dim[stage]}
 
     @torch.no_grad()
     def sample(
@@ -186,6 +177,46 @@ class PixelModel(Task):
                 module.training = True
         return torch.cat([given, drawn], 1)
 
+    def write_samples(
+        self,
+        folder: Callable[[], Path],
+        *,
+        datamodule: pl.LightningDataModule | None,
+        n: int | None,
+        sampling: dict[str, Any],
+        progress: Callable[[Iterable[int]], Iterable[int]],
+        complete: float | None = None,
+    ) -> str:
+        """Draw images, or complete test images, and write them: see `Task.write_samples`.
+
+        Args:
+            folder: Makes the folder to write to.
+            datamodule: Where the images to complete come from.
+            n: How many images. Default: 16.
+            sampling: Options of `sample`.
+            progress: Wraps the iterable of steps.
+            complete: The fraction to erase of each test image, from the bottom. Default: draw from nothing.
+        """
+        n = 16 if n is None else n
+        h, w, c = self.image_shape
+        originals = None if complete is None else _test_images(datamodule, n, complete)
+        kept = None if originals is None else originals[:, : _kept(complete or 0.0, (h, w, c))]
+        levels = self.sample(n, given=kept, progress=progress, **sampling).cpu()
+        images, into = self.to_images(levels), folder()
+        np.save(into / "samples.npy", levels.view(-1, *self.image_shape).to(torch.int16).numpy())
+        if originals is None or kept is None:
+            path = save_png(grid(images), into / "samples.png")
+        else:
+            erased = self.to_images(originals).clone()
+            hidden = torch.arange(originals.size(1)).view(self.image_shape).permute(2, 0, 1) >= kept.size(1)
+            rows = {
+                "given": erased.masked_fill(hidden, 128),
+                "completed": images,
+                "original": self.to_images(originals),
+            }
+            path = labelled_rows(rows, into / "completed.png")
+        return f"picture: {short(path)}\nlevels:  {short(into / 'samples.npy')}"
+
     def to_images(self, levels: Tensor) -> Tensor:
         """(n, H·W·C) levels -> (n, C, H, W) uint8, 0 black and 255 white."""
         h, w, c = self.image_shape
@@ -195,7 +226,8 @@ class PixelModel(Task):
         """Put the start token before `levels`: (B, P) -> (B, P + 1)."""
         return nn.functional.pad(levels, (1, 0), value=self.n_levels)
 
-    def _check(self, levels: Tensor) -> None:
+    def check_batch(self, levels: Tensor) -> None:
+        """Refuse images of another size or with unknown levels: see `Task.check_batch`."""
         if levels.dim() != 2 or levels.size(1) != self.n_dims:
             h, w, c = self.image_shape
             raise ValueError(
@@ -227,3 +259,29 @@ def ordinal_waves(n_levels: int, width: int) -> Tensor:
     f = 0.25 * (4 * highest) ** torch.linspace(0, 1, -(-width // 2))
     angle = 2 * math.pi * f * x  # (n_levels, width / 2)
     return math.sqrt(2) * torch.cat([angle.sin(), angle.cos()], 1)[:, :width]
+
+
+def _test_images(datamodule: pl.LightningDataModule | None, n: int, complete: float) -> Tensor:
+    """Return the first `n` test images, (n, H·W·C) levels."""
+    if not 0 < complete < 1:
+        raise ValueError(f"--complete {complete}: the fraction to erase lies between 0 and 1, both excluded")
+    if datamodule is None:
+        raise ValueError("--complete needs data to take images from; name it with --data")
+    datamodule.prepare_data()
+    datamodule.setup("test")
+    batches: list[Tensor] = []
+    for batch in datamodule.test_dataloader():
+        batches.append(batch)
+        if sum(map(len, batches)) >= n:
+            break
+    images = torch.cat(batches)[:n]
+    if len(images) < n:
+        raise ValueError(f"--n {n}: there are only {len(images)} test images to complete")
+    return images.long()
+
+
+def _kept(complete: float, image_shape: tuple[int, int, int]) -> int:
+    """Return how many dimensions stay, rounded to whole rows where the image has as many."""
+    h, w, c = image_shape
+    rows = round(h * (1 - complete))
+    return rows * w * c if 0 < rows < h else max(0, min(h * w * c - 1, round(h * w * c * (1 - complete))))

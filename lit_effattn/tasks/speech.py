@@ -67,6 +67,7 @@ class SpeechRecognizer(Task):
     """
 
     monitor = "val/per"
+    fixed_by_data = ("n_mels", "phones", "folded", "frame_seconds")
 
     def __init__(
         self,
@@ -113,7 +114,7 @@ class SpeechRecognizer(Task):
 
     def forward(self, batch: SpeechBatch) -> tuple[Tensor, Tensor]:
         """Return ln p_t of the blank and every phone, (B, T', 1 + phones), and each row's frames T', (B,)."""
-        self._check(batch)
+        self.check_batch(batch)
         log_probs, lengths, _ = self._read(batch)
         return log_probs, lengths
 
@@ -137,26 +138,15 @@ class SpeechRecognizer(Task):
             nats = (1 - self.label_smoothing) * nats + self.label_smoothing * uniform.masked_fill(~possible, 0)
         return self.with_auxiliary(nats.sum() / phones, figures, state, self.auxiliary_weight)
 
-    def training_step(self, batch: SpeechBatch) -> Tensor:
-        """Return `objective`'s loss."""
-        self._check(batch)
-        loss, figures, _ = self.run_objective(batch)
+    def log_figures(self, figures: dict[str, Tensor]) -> None:
+        """Log the figures of a training step, and count the impossible utterances."""
         impossible = figures.pop("train/impossible")
         self.impossible(impossible[impossible])
         self.log("train/impossible", self.impossible, on_step=False, on_epoch=True)
-        for name, figure in figures.items():
-            self.log(name, figure, prog_bar=name == "train/loss")
-        return loss
+        super().log_figures(figures)
 
-    def validation_step(self, batch: SpeechBatch) -> None:
-        """Score a batch."""
-        self._score("val", batch)
-
-    def test_step(self, batch: SpeechBatch) -> None:
-        """Score a batch."""
-        self._score("test", batch)
-
-    def _score(self, stage: str, batch: SpeechBatch) -> None:
+    def score(self, stage: str, batch: SpeechBatch) -> dict[str, Any]:
+        """Update loss, phoneme error rate, and the counts of all and of impossible utterances."""
         log_probs, lengths = self(batch)
         nats, possible = ctc_nll(log_probs, lengths, batch.phones, batch.phone_lengths)
         hypotheses = self.decoder(log_probs, lengths, self.phones)
@@ -165,10 +155,7 @@ class SpeechRecognizer(Task):
         metrics["per"]([self.fold(labels) for labels in hypotheses], [self.fold(r) for r in _references(batch)])
         metrics["utterances"](nats)
         metrics["impossible"](nats[~possible])
-        # The metrics themselves, not their values: Lightning then adds the sums of all processes before it divides.
-        for name, metric in metrics.items():
-            shown = name in ("loss", "per")
-            self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True, prog_bar=shown, batch_size=len(nats))
+        return dict(metrics.items())
 
     def fold(self, labels: list[int]) -> list[str]:
         """Return what labels count as when errors are counted."""
@@ -264,7 +251,8 @@ class SpeechRecognizer(Task):
             )
         super().on_load_checkpoint(checkpoint)
 
-    def _check(self, batch: SpeechBatch) -> None:
+    def check_batch(self, batch: SpeechBatch) -> None:
+        """Refuse features or labels that are not this model's: see `Task.check_batch`."""
         if batch.features.size(-1) != self.n_mels:
             raise ValueError(
                 f"features have width {batch.features.size(-1)}, but the model has n_mels={self.n_mels}; give both the "

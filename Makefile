@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 CONFIG ?= configs/digits_linear.yaml
+BEST   := --ckpt_path best --trainer.default_root_dir runs/$(basename $(notdir $(CONFIG)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint bench bench-gpu clean
+.PHONY: help install demo test lint bench bench-gpu docs clean
 
 help:  ## Show what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -13,7 +14,10 @@ help:  ## Show what can be made.
 install: $(VENV)/.installed  ## Make .venv and install lit-effattn into it.
 
 demo: $(VENV)/.installed  ## Train on real digits, test, and draw samples (about 5 minutes on 2 cores).
-	$(BIN)/python -m lit_effattn.demo --config $(CONFIG)
+	$(BIN)/lit-effattn fit --config $(CONFIG)
+	$(BIN)/lit-effattn test $(BEST)
+	$(BIN)/lit-effattn generate $(BEST) --n 64
+	$(BIN)/lit-effattn generate $(BEST) --n 12 --complete 0.5
 
 test: lint  ## Lint, check types, run the tests.
 	$(BIN)/pytest -n 2 -m "not processes" -q
@@ -30,8 +34,11 @@ bench: $(VENV)/.installed-dev  ## Measure what it costs, beside other libraries 
 bench-gpu: $(VENV)/.installed-dev  ## Measure what it costs on a GPU (under 9 minutes).
 	$(BIN)/python -m benchmarks gpu
 
-clean:  ## Delete .venv and the caches (runs/ and data/ stay).
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+docs: $(VENV)/.installed-docs  ## Build the documentation site into site/.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+clean:  ## Delete .venv, site/ and the caches (runs/ and data/ stay).
+	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
@@ -47,4 +54,9 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --editable '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-docs: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --editable '.[docs]'
 	@touch $@ $(VENV)/.installed

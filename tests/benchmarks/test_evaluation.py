@@ -13,7 +13,7 @@ def test_both_see_equally_far(length):
     for reader in (with_memory(length, SIZE, 4, 1, CPU), sliding(length, SIZE, 2, CPU)):
         model = reader.model
         x = model.embedding(torch.randint(N_TOKENS, (1, 16))).detach().requires_grad_()
-        y, _ = model.reader(x, model.memory)
+        y, _ = model.active_backbone(x, model.memory)
         y[0, -1, 0].backward()
         seen = x.grad.abs().sum(2)[0]  # (1, 16, E) -> (16,)
         assert (seen[-length:] > 0).all()

@@ -6,7 +6,7 @@ CONFIG ?= configs/digits_linear.yaml
 BEST   := --ckpt_path best --trainer.default_root_dir runs/$(basename $(notdir $(CONFIG)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint bench bench-gpu docs clean
+.PHONY: help install demo check test lint bench bench-gpu docs clean
 
 help:  ## Show what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,6 +18,9 @@ demo: $(VENV)/.installed  ## Train on real digits, test, and draw samples (about
 	$(BIN)/lit-effattn test $(BEST)
 	$(BIN)/lit-effattn generate $(BEST) --n 64
 	$(BIN)/lit-effattn generate $(BEST) --n 12 --complete 0.5
+
+check: lint  ## Lint, check types, and run a few tests of everything (under 90 seconds on 2 cores).
+	$(BIN)/pytest -n 2 -m check -q
 
 test: lint  ## Lint, check types, run the tests.
 	$(BIN)/pytest -n 2 -m "not processes" -q

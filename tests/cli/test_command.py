@@ -74,6 +74,7 @@ def test_a_run_keeps_everything_in_one_folder():
     assert {path.name for path in Path().iterdir()} == {"tiny.yaml", "runs"}
 
 
+@pytest.mark.check
 def test_testing_reports_what_the_checkpoint_scores(capsys: pytest.CaptureFixture[str]):
     run = fit()
     main(["test", "--ckpt_path", "best"])

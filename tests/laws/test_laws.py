@@ -342,6 +342,7 @@ def test_full_lengths_are_no_lengths(case: Case):
 # --------------------------------------------------------------------------------------------------- 5. the definition
 
 
+@pytest.mark.check
 @each(ATTENTIONS)
 def test_equals_the_definition(case: Case):
     module = case.build()

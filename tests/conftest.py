@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(autouse=True)
 def _repeatable():
-    """One thread (tests run side by side, and small tensors gain nothing from more), one seed, no mode of a test before."""
+    """One thread (tests run side by side; small tensors gain nothing from more), one seed, no mode of a test before."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(False)
     torch.manual_seed(0)

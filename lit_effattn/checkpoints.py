@@ -112,6 +112,40 @@ def saved_model(checkpoint: dict[str, Any], source: str | Path) -> dict[str, Any
     return {"class_path": arguments["_class_path"], "init_args": init_args}
 
 
+CONFIG_KEY = "lit_effattn"
+"""Where the command puts the configuration into a checkpoint: `{"format", "version", "config"}`."""
+
+FORMAT = 2
+"""1 held the model twice, in `config` and in `hyper_parameters`."""
+
+
+def with_config(checkpoint: dict[str, Any], config: dict[str, Any], version: str) -> None:
+    """Add a configuration to `checkpoint`, without the model where `hyper_parameters` holds that."""
+    if "_class_path" in (checkpoint.get("hyper_parameters") or {}):
+        config = {name: value for name, value in config.items() if name != "model"}
+    checkpoint[CONFIG_KEY] = {"format": FORMAT, "version": version, "config": config}
+
+
+def saved_config(checkpoint: dict[str, Any], source: str | Path) -> dict[str, Any]:
+    """Return the configuration in `checkpoint`, of any format, with its model; nothing in it is checked yet.
+
+    Raises:
+        NotAllowedError: see `saved_model`.
+        ValueError: it is of a newer format, or says nothing about its model.
+    """
+    ours = checkpoint.get(CONFIG_KEY)
+    ours = ours if isinstance(ours, dict) else {}
+    if ours.get("format", 1) not in (1, FORMAT):
+        raise ValueError(f"{source} is of format {ours['format']!r}: it was saved by a newer lit-effattn; update it")
+    config = dict(ours["config"]) if isinstance(ours.get("config"), dict) else {}
+    model = saved_model(checkpoint, source)
+    if model is not None:
+        config["model"] = model
+    if "model" not in config:
+        raise ValueError(f"{source} does not say what model it holds: it was not saved by lit-effattn")
+    return config
+
+
 _PATHS = ("best_model_path", "kth_best_model_path", "last_model_path")
 
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lit_effattn.allowlist import INSTANTIATOR
 from lit_effattn.callbacks import LastCheckpoint
-from lit_effattn.checkpoints import AtomicCheckpointIO, own_folders, read_checkpoint
+from lit_effattn.checkpoints import AtomicCheckpointIO, own_folders, read_checkpoint, saved_config, with_config
 from tests.callbacks.tiny import Tiny, loader, trainer
 
 # ------------------------------------------------------------------------------------------------ AtomicCheckpointIO
@@ -293,3 +294,26 @@ def test_the_worst_of_the_best_is_one_of_them(resuming: pl.Trainer):
     """Lightning would look for it in vain."""
     assert remembered(resuming, kth_best_model_path="/x", best_k_models={"a": 1.0})["best_k_models"] == {}
     assert len(remembered(resuming, kth_best_model_path="", best_k_models={"a": 1.0})["best_k_models"]) == 1
+
+
+# ---------------------------------------------------------------------------------------------------- the configuration
+
+
+def test_the_model_is_in_a_checkpoint_once():
+    model = {"_class_path": "Task", "_instantiator": INSTANTIATOR, "width": 3}
+    checkpoint: dict[str, Any] = {"hyper_parameters": model}
+    with_config(checkpoint, {"model": {"class_path": "Task"}, "trainer": {"max_epochs": 1}}, "0.1")
+    assert checkpoint["lit_effattn"] == {"format": 2, "version": "0.1", "config": {"trainer": {"max_epochs": 1}}}
+    config = saved_config(checkpoint, "it.ckpt")
+    assert config == {"model": {"class_path": "Task", "init_args": {"width": 3}}, "trainer": {"max_epochs": 1}}
+
+
+def test_a_model_that_hyper_parameters_cannot_hold_is_in_the_configuration():
+    checkpoint: dict[str, Any] = {}
+    with_config(checkpoint, {"model": {"class_path": "Task"}}, "0.1")
+    assert saved_config(checkpoint, "it.ckpt") == {"model": {"class_path": "Task"}}
+
+
+def test_a_newer_format_is_said():
+    with pytest.raises(ValueError, match=r"it\.ckpt is of format 3: it was saved by a newer lit-effattn"):
+        saved_config({"lit_effattn": {"format": 3}}, "it.ckpt")

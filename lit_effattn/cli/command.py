@@ -34,8 +34,8 @@ import lit_effattn.tasks.ctc
 
 # Imported for their classes, which YAML and flags may then name without their modules.
 from lit_effattn import callbacks, datamodules
-from lit_effattn.checkpoints import AtomicCheckpointIO, read_checkpoint
-from lit_effattn.cli.resume import CHECKPOINT, CONFIG_KEY, ROOT, ResolvedArgs, fixed_by_data, is_child, refuse_dropped
+from lit_effattn.checkpoints import AtomicCheckpointIO, read_checkpoint, with_config
+from lit_effattn.cli.resume import CHECKPOINT, ROOT, ResolvedArgs, fixed_by_data, is_child, refuse_dropped
 from lit_effattn.cli.saved_settings import OFFLINE, homes, without_folders
 from lit_effattn.cli.trainer import Trainer
 from lit_effattn.runs import discard_if_empty, find_checkpoint, new_folder, new_run, run_of, short
@@ -350,7 +350,7 @@ class Configuration(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Add the settings."""
-        checkpoint[CONFIG_KEY] = {"version": lit_effattn.__version__, "config": self.settings}
+        with_config(checkpoint, self.settings, lit_effattn.__version__)
 
 
 def _keep_buffers(model: torch.nn.Module, weights: dict[str, Any]) -> list[str]:

@@ -13,17 +13,14 @@ from typing import Any, NamedTuple
 import yaml
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lit_effattn.allowlist import Trust
-from lit_effattn.checkpoints import read_checkpoint, saved_model
+from lit_effattn.allowlist import Trust, listed
+from lit_effattn.checkpoints import read_checkpoint, saved_config
 from lit_effattn.cli.saved_settings import UserOptions, checked_settings
 from lit_effattn.runs import find_checkpoint, short
 from lit_effattn.tasks import Task
 
 ROOT = "runs"
 """Where runs lie, unless `trainer.default_root_dir` says otherwise."""
-
-CONFIG_KEY = "lit_effattn"
-"""Where in a checkpoint the configuration lies."""
 
 CHECKPOINT = "LIT_EFFATTN_CKPT_PATH"
 """How the process that a user started tells those that it starts itself (DDP) which checkpoint is meant."""
@@ -99,29 +96,22 @@ def _given(args: list[str], *options: str) -> bool:
 
 def _saved_settings(checkpoint: Path, command: str, uses_data: bool, data_fixes: bool) -> dict[str, Any]:
     """Return what the checkpoint says of how it was made, as far as `command` has such options; nothing is checked."""
-    content = read_checkpoint(checkpoint)
-    model = saved_model(content, short(checkpoint))
-    config = _section(_section(content, CONFIG_KEY), "config")
-    if config:
-        parts = ["seed_everything", "trainer", "model", "data", *(["checkpoint"] if command == "fit" else [])]
-        saved = {part: config[part] for part in parts if config.get(part) is not None}
-        if not uses_data:
-            saved.pop("data", None)
-        if not data_fixes and model is not None:
-            fixed = fixed_by_data()
-            built = {name: value for name, value in model["init_args"].items() if name in fixed}
-            _section(_section(saved, "model"), "init_args").update(built)
-        return saved
-    if model is None:
-        raise ValueError(f"{checkpoint} does not say what model it holds: it was not saved by lit-effattn")
-    return {"model": model}
+    config = saved_config(read_checkpoint(checkpoint), short(checkpoint))
+    parts = ["seed_everything", "trainer", "model", *(["data"] if uses_data else [])]
+    parts += ["checkpoint"] if command == "fit" else []
+    saved = {part: config[part] for part in parts if config.get(part) is not None}
+    if data_fixes and "data" in saved:
+        init_args = _section(_section(saved, "model"), "init_args")
+        for name in fixed_by_data() & init_args.keys():
+            del init_args[name]
+    return saved
 
 
 def refuse_dropped(saved: dict[str, Any], now: dict[str, Any]) -> None:
     """Refuse settings that resuming would drop: Lightning lays the checkpoint's over them, silently."""
     for name in ("optimizer", "lr_scheduler"):
         before, after = (_section(_section(s, "model"), "init_args").get(name) for s in (saved, now))
-        if "model" in saved and before != after:
+        if "model" in saved and _canonical(before) != _canonical(after):
             raise ValueError(
                 f"model.{name} is {after} here and {before} in the checkpoint, whose {name} resuming goes on with: "
                 "leave it as it was, or start anew from these weights with --init_weights in place of --ckpt_path"
@@ -132,6 +122,13 @@ def refuse_dropped(saved: dict[str, Any], now: dict[str, Any]) -> None:
             f"EarlyStopping is {after} here and {before} in the checkpoint, whose patience resuming goes on with: "
             "leave it as it was, or start anew from these weights with --init_weights in place of --ckpt_path"
         )
+
+
+def _canonical(spec: Any) -> Any:
+    """Return a spec with the class in place of its path, of which there may be several."""
+    if not isinstance(spec, dict):
+        return spec
+    return {**spec, "class_path": listed(str(spec.get("class_path"))) or spec.get("class_path")}
 
 
 def _early_stopping(settings: dict[str, Any]) -> list[dict[str, Any]]:

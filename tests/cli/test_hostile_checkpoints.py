@@ -227,7 +227,7 @@ def edited(change: Any, name: str = "pixels") -> Path:
 
 
 def model_args(content: dict[str, Any]) -> dict[str, Any]:
-    return content["lit_effattn"]["config"]["model"]["init_args"]
+    return content["hyper_parameters"]
 
 
 SYSTEM = {"class_path": "os.system", "init_args": {"command": "touch pwned"}}
@@ -237,8 +237,9 @@ EDITS = {
     "a class of the current folder": lambda c: model_args(c)["backbone"]["init_args"].update(
         attention="evil.MyAttention"
     ),
-    "the model itself": lambda c: c["lit_effattn"]["config"].update(model=SYSTEM),
-    "what Python built": lambda c: (c.pop("lit_effattn"), c["hyper_parameters"].update(optimizer=SYSTEM)),
+    "the model itself": lambda c: model_args(c).update(_class_path="os.system"),
+    "a model beside none": lambda c: (c.pop("hyper_parameters"), c["lit_effattn"]["config"].update(model=SYSTEM)),
+    "what Python built": lambda c: (c.pop("lit_effattn"), model_args(c).update(optimizer=SYSTEM)),
 }
 
 

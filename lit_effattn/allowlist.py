@@ -1,7 +1,7 @@
 """The classes that a checkpoint may name, and those that the user trusts besides.
 
-A checkpoint is data from somebody. It says what it was built from by the names of classes, and building runs their
-code; so it may name the classes listed here and no others. Nothing is imported to find out whether a name is listed.
+A checkpoint names the classes that its model was built from, and building the model runs their code. Therefore it may
+name only the classes listed here. Checking whether a name is listed imports nothing that the checkpoint names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OURS = (
     "lit_effattn.callbacks",
     "lit_effattn.datamodules",
 )
-"""Modules whose public classes are listed, as far as their code is part of this distribution."""
+"""Modules whose public classes are listed if their code is part of this distribution."""
 
 SUBCLASSES = {
     "torch.optim": "torch.optim.Optimizer",
@@ -58,10 +58,10 @@ OTHERS = (
 """Classes that are listed by name."""
 
 INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
-"""What our checkpoints have as `hyper_parameters["_instantiator"]`; no other value is accepted."""
+"""The value of `hyper_parameters["_instantiator"]` in our checkpoints. No other value is accepted."""
 
 SCORING_CALLBACKS = ("MemoryCarry",)
-"""Our callbacks without which a checkpoint would score another figure; all others are left out when it is scored."""
+"""Callbacks that change the result of scoring. The other callbacks in a checkpoint are ignored when it is scored."""
 
 LIMITS = (
     *("accelerator", "devices", "num_nodes", "precision", "logger", "deterministic", "benchmark", "inference_mode"),
@@ -89,14 +89,14 @@ MOVED = {
     "lit_effattn.lstm": "lit_effattn.nn.lstm",
     "lit_effattn.transformer": "lit_effattn.nn.transformer",
 }
-"""Modules, and all below them, that have another name since checkpoints were written."""
+"""Modules that were renamed after checkpoints had been written. Submodules are renamed with them."""
 
 _HERE = Path(__file__).resolve().parent
 _FOLDERS = (_HERE, *((_HERE / name).resolve() for name in ("callbacks", "datamodules")))
 
 
 class NotAllowedError(ValueError):
-    """A name that may not be used where it stands."""
+    """A checkpoint, file or flag names a class or function that is not allowed there."""
 
 
 def listed(name: str) -> type | None:

@@ -1,4 +1,4 @@
-"""Checkpoints: written whole or not at all, read as data, and without other people's paths."""
+"""Checkpoints: atomic writing, safe reading, and relative paths."""
 
 from __future__ import annotations
 

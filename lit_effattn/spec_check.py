@@ -1,7 +1,7 @@
-"""What a configuration names, held against the types of the places where it stands.
+"""Check the classes and functions that a configuration names against the annotations of the parameters they are for.
 
 A configuration is plain data; `{"class_path": …, "init_args": …}` in it names a class that will be called. `check`
-walks it along the annotations of what is called, as jsonargparse reads them, and asks a judge about each name:
+follows the annotations of the called classes, as jsonargparse reads them, and asks a judge about each name:
 `CheckpointJudge` for what comes from a file (before anything is imported), `UserJudge` for YAML and flags.
 """
 
@@ -38,7 +38,7 @@ and give --trainer.callbacks+=my_module.MyCallback"""
 
 
 class Place(NamedTuple):
-    """What an annotation lets stand at a place.
+    """The values that an annotation accepts.
 
     Attributes:
         classes: An object of one of these: a spec of a subclass.
@@ -62,7 +62,7 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, *annotations: Any) -> Place:
-        """Read annotations, of which a value need only fit one."""
+        """Read annotations. A value needs to match only one of them."""
         fields: dict[str, Any] = {}
         for member in (m for annotation in annotations for m in _members(annotation)):
             for name, value in _read(member).items():
@@ -71,7 +71,7 @@ class Place(NamedTuple):
 
     @property
     def named(self) -> tuple[type, ...]:
-        """Base classes of what may be named here."""
+        """Base classes of the classes that may be named here."""
         return self.classes + self.makes
 
     @property
@@ -135,7 +135,7 @@ def _is_built(kind: Any) -> bool:
 
 
 class Judge(Protocol):
-    """Decides about names. A method returns what may stand there, or raises `NotAllowedError`."""
+    """Decides about names. Each method returns the accepted value, or raises `NotAllowedError`."""
 
     def named(self, name: str, place: Place, where: str) -> tuple[str, Any]:
         """Return the class (or function) that a `class_path` means, by its name; None: it is not called."""
@@ -179,7 +179,7 @@ def _check(value: Any, place: Place, where: str, judge: Judge) -> Any:
 
 
 def _inside(place: Place, annotations: tuple[Any, ...]) -> Place:
-    """Return the place of what is in a list or mapping: names are judged in it as they are at the place itself."""
+    """Return the place of the items of a list or mapping. Names in it are judged as at the place itself."""
     if not annotations:
         return place if place.holds_names else ANYTHING
     inside = Place.of(*annotations)
@@ -220,7 +220,7 @@ def _check_arguments(
 
 
 def _is_default(value: Any, default: Any) -> bool:
-    """Whether `value` is what the code says, which nobody has named; jsonargparse tells functions by their paths."""
+    """Return whether `value` is the default in the code. jsonargparse represents a default function by its path."""
     if isinstance(value, str) or default is None:
         return False
     if isinstance(default, str):

@@ -1,4 +1,4 @@
-"""The `lit-effattn` command: its help, and how errors are told. What it does is in `command`, which loads slowly."""
+"""The `lit-effattn` command: its help and error messages. `cli.command`, which is slow to import, does the rest."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import sys
 from typing import NoReturn
 
-# Lightning 2.6 itself calls what jsonargparse deprecates; a user can do nothing about it.
+# Lightning 2.6 itself uses deprecated functions of jsonargparse; users cannot change that.
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 
 HELP = """\
@@ -37,7 +37,7 @@ DEBUG = "LIT_EFFATTN_DEBUG"
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run the command; a user's mistake ends it with one message and exit code 1 or 2."""
+    """Run the command. An error of the user ends it with one message and exit code 1 or 2."""
     args = sys.argv[1:] if args is None else args
     if not args or args[0] in ("-h", "--help"):
         print(HELP, end="")
@@ -62,13 +62,13 @@ def main(args: list[str] | None = None) -> None:
         run(args)
     except UsageError as error:
         fail(plain(str(error)), code=2)
-    # What our own checks raise, and those below us: their messages name the culprit, their tracebacks don't help.
+    # Errors of our checks and of the libraries below: the message names the cause, a traceback would not help.
     except (ValueError, OSError, ModuleNotFoundError, MisconfigurationException) as error:
         fail(plain(_message(error)))
 
 
 def _message(error: BaseException) -> str:
-    """Return what `error` says; of an error in a data loader's process, what that process said."""
+    """Return the message of `error`; for an error in a data loader process, the message of the original error."""
     text = str(error).strip() or type(error).__name__
     if text.startswith("Caught ") and "\nOriginal Traceback" in text:
         text = text.splitlines()[-1].partition(": ")[2] or text.splitlines()[-1]
@@ -76,7 +76,7 @@ def _message(error: BaseException) -> str:
 
 
 def fail(message: str, code: int = 1) -> NoReturn:
-    """End the command with a message; code 2 is for what was said wrong, 1 for what went wrong."""
+    """Print an error and exit, with code 2 for invalid arguments and code 1 for any other error."""
     print(f"lit-effattn: error: {message}", file=sys.stderr)
     if code == 1:
         print(f"(with {DEBUG}=1 in the environment you see where)", file=sys.stderr)

@@ -1,6 +1,4 @@
-"""What the `lit-effattn` command does: LightningCLI, with runs in folders of their own and checkpoints that bring their
-configuration.
-"""
+"""The `lit-effattn` command: a LightningCLI that gives each run a folder and reads the configuration in checkpoints."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ import lit_effattn.positions
 import lit_effattn.schedules
 import lit_effattn.tasks.ctc
 
-# Imported for their classes, which YAML and flags may then name without their modules.
+# These imports make the classes known by their short names in YAML and flags.
 from lit_effattn import callbacks, datamodules
 from lit_effattn.checkpoints import AtomicCheckpointIO, read_checkpoint, with_config
 from lit_effattn.cli.resume import CHECKPOINT, ROOT, ResolvedArgs, fixed_by_data, is_child, refuse_dropped
@@ -45,7 +43,7 @@ from lit_effattn.tasks import Task
 __all__ = ["CLI", "callbacks", "datamodules", "lit_effattn", "run"]
 
 RUN = "LIT_EFFATTN_RUN"
-"""How the process that a user started tells those that it starts itself (DDP) which run's folder is theirs."""
+"""Environment variable with the folder of the run, set for the processes that DDP starts."""
 
 _USAGE = "lit-effattn {} [--config FILE] [--GROUP.OPTION VALUE ...]"
 _ABOUT = {
@@ -58,7 +56,7 @@ _ABOUT = {
 
 
 def run(args: list[str]) -> None:
-    """Parse `args` and do what they say."""
+    """Parse `args` and run the command."""
     _quieten()
     sys.path.append(str(Path.cwd()))  # classes of the user's own: --model.backbone.attention my_module.MyAttention
     # Enforce jsonargparse's denylist; build no classes where any value will do.
@@ -76,7 +74,7 @@ def run(args: list[str]) -> None:
 
 
 def _quieten() -> None:
-    """Silence what users of the command can't act upon; see the comment at each."""
+    """Suppress warnings that users of the command cannot act upon. A comment gives the reason for each."""
     for message in (
         ".*LightningCLI's args parameter is intended to run from within Python.*",  # it is
         ".*does not have many workers.*",  # images in memory need none; `num_workers` is documented
@@ -94,15 +92,15 @@ def _quieten() -> None:
 
 
 class UsageError(Exception):
-    """What was said makes no sense; in the words of jsonargparse."""
+    """The arguments are invalid. The message is that of jsonargparse."""
 
 
 class _Parser(LightningArgumentParser):
-    """A parser that leaves it to others to end the command."""
+    """A parser that raises `UsageError` instead of exiting."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Say what is wrong."""
-        if not self.exit_on_error:  # a nested parser, whose parent will tell
+        """Raise `UsageError`."""
+        if not self.exit_on_error:  # a nested parser: its parent reports the error
             super().error(message, ex)
         raise UsageError(message) from ex
 
@@ -114,7 +112,7 @@ class _Parser(LightningArgumentParser):
 
 
 class CLI(LightningCLI):
-    """LightningCLI with a folder a run, and checkpoints whose configuration comes first and flags over it."""
+    """A LightningCLI with one folder for each run. Files and flags override the configuration in a checkpoint."""
 
     def __init__(self, args: list[str]) -> None:
         self.resolved = ResolvedArgs.parse(args)
@@ -138,17 +136,17 @@ class CLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the commands, with the arguments that are not for the user."""
+        """Return the commands, each with the parameters that are not options."""
         return {**LightningCLI.subcommands(), "generate": {"model", "datamodule"}}
 
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
-        """Build the parser of the command at hand only: each takes a third of a second."""
+        """Build only the parser of the current command: each takes a third of a second."""
         commands = self.subcommands()
         self.subcommands = lambda: {self.resolved.command: commands[self.resolved.command]}  # type: ignore[method-assign]
         super()._add_subcommands(parser, **kwargs)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add our options, and hand what the data fixes to the model."""
+        """Add the options of this command, and link the arguments of the model that the data determines."""
         parser.add_argument(
             "--trust",
             type=list[str] | None,
@@ -170,12 +168,12 @@ class CLI(LightningCLI):
             parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
 
     def _parse_ckpt_path(self) -> None:
-        """Do nothing: Lightning would lay the checkpoint's hyper-parameters over the user's flags, silently."""
+        """Do nothing. Lightning would silently override the user's flags by the hyper-parameters in the checkpoint."""
 
     # -------------------------------------------------------------------------------------------------- instantiation
 
     def before_instantiate_classes(self) -> None:
-        """Refuse functions that the user did not name as trusted, and what a resumed run would drop."""
+        """Reject functions that are not trusted, and settings that resuming would ignore."""
         config, judge = self.config[self.subcommand], UserJudge(self.resolved.trust)
         for action in self._parser(self.subcommand)._actions:
             if action.dest in config and hasattr(action, "_typehint"):
@@ -187,14 +185,14 @@ class CLI(LightningCLI):
             refuse_dropped(saved, self.settings())
 
     def settings(self) -> dict[str, Any]:
-        """Return everything that is set, as YAML would have it, without what the data fixes."""
+        """Return all settings as plain data, without the arguments that the data determines."""
         text = self._parser(self.subcommand).dump(self.config[self.subcommand], skip_none=False)
         settings = without_folders(yaml.safe_load(text))
         settings.pop("trust", None)
         return settings
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        """Make the trainer, whose root is the run's folder, with the callbacks that every run has."""
+        """Build the trainer: its root is the folder of the run, and it has the callbacks that every run has."""
         config = self.config_init[self.subcommand].trainer
         quiet = bool(config.fast_dev_run)
         root = Path(config.default_root_dir or ROOT)
@@ -269,7 +267,7 @@ class CLI(LightningCLI):
     # --------------------------------------------------------------------------------------------------- the commands
 
     def before_fit(self) -> None:
-        """Load the weights to start from."""
+        """Load the weights of `--init_weights`."""
         path = self.config[self.subcommand].init_weights
         if path is None:
             return
@@ -285,17 +283,17 @@ class CLI(LightningCLI):
             rank_zero_info(f"Not in it, and left as this model drew them: {', '.join(kept)}")
 
     def after_fit(self) -> None:
-        """Say where things are."""
+        """Print the best value of the monitored metric and the path of its checkpoint."""
         best = next((c for c in self.trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)), None)
         if best is not None and best.best_model_path:
             rank_zero_info(f"{best.monitor} {best.best_model_score:.4f} is the best, in {short(best.best_model_path)}")
 
     def after_test(self) -> None:
-        """Say the result in one line."""
+        """Print the metrics, one line each."""
         self._say_result("test")
 
     def after_validate(self) -> None:
-        """Say the result in one line."""
+        """Print the metrics, one line each."""
         self._say_result("val")
 
     def _say_result(self, stage: str) -> None:
@@ -307,7 +305,7 @@ class CLI(LightningCLI):
                 rank_zero_only(print)(f"{shown}: {value:.4f}" if value.is_floating_point() else f"{shown}: {value:,}")
 
     def predict(self, **kwargs: Any) -> None:
-        """Score or recognise every item by itself, and write that as the task does."""
+        """Run prediction and let the task write the results."""
         if self.trainer.world_size > 1:
             raise ValueError(f"predict runs on one process, not {self.trainer.world_size}: give --trainer.devices 1")
         predictions: Any = self.trainer.predict(**{**kwargs, "return_predictions": True})
@@ -315,7 +313,7 @@ class CLI(LightningCLI):
         print(self.model.write_predictions(predictions, folder))
 
     def generate(self, **kwargs: Any) -> None:
-        """Draw samples."""
+        """Draw samples and print where they are."""
         if self.trainer.world_size > 1:
             raise ValueError(f"generate runs on one process, not {self.trainer.world_size}: give --trainer.devices 1")
         assert isinstance(self.trainer, Trainer)
@@ -323,7 +321,7 @@ class CLI(LightningCLI):
 
 
 class Configuration(pl.Callback):
-    """Puts everything that was set into the run's folder, and into its checkpoints.
+    """Writes all settings into the folder of the run and into its checkpoints.
 
     Args:
         settings: As `CLI.settings` gives them.
@@ -333,7 +331,7 @@ class Configuration(pl.Callback):
         self.settings = settings
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write `config.yaml`, now that there is something to train; that of a resumed run beside the one before."""
+        """Write `config.yaml`; a resumed run writes `config_resumed_N.yaml` beside it."""
         if not trainer.is_global_zero or getattr(trainer, "fast_dev_run", False):
             return
         folder = Path(trainer.default_root_dir)

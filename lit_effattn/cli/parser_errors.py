@@ -1,7 +1,7 @@
-"""What is wrong with a configuration, in a line or two.
+"""Short messages for errors in a configuration.
 
-jsonargparse tells of every type of a union that did not fit, level by level. Here its report is boiled down to the
-option, the value and what would have been right; what is not understood is passed on, without the noise.
+jsonargparse reports every type of a union that did not match, level by level. `plain` reduces its report to the option,
+the value and what was expected. Reports that are not recognised are passed on without the repetitions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NOISE = re.compile(
 
 
 def plain(report: str) -> str:
-    """Boil a report of jsonargparse down; any other text comes back as it is."""
+    """Shorten a report of jsonargparse. Any other text is returned unchanged."""
     if "required: fit.data, fit.model" in report:
         return "fit needs to know what to train: give --config with one of the files in configs/, or --model and --data"
     if "Parser key" not in report and "Does not validate" not in report:
@@ -71,7 +71,7 @@ def plain(report: str) -> str:
 
 
 def _option(report: str) -> str:
-    """Return the keys from the outermost to the innermost; the same ones come again for every type that was tried."""
+    """Return the keys from the outermost to the innermost. The report repeats them for every type that was tried."""
     keys: list[str] = []
     depth = -1
     for match in re.finditer(r'^(\s*).*Parser key "([^"]+)"', report, re.M):
@@ -82,7 +82,7 @@ def _option(report: str) -> str:
 
 
 def _value(report: str) -> str | None:
-    """Return the innermost value, which is told first."""
+    """Return the innermost value, which the report states first."""
     found = re.search(r"(?:Got|Given) value: (.*?)(?:\. Got value: .*)?$", report, re.M)
     return found[1] if found else None
 

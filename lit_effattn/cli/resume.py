@@ -1,4 +1,4 @@
-"""Which checkpoint the command is about, and the configuration that it brings."""
+"""Resolve the command-line arguments: find the checkpoint and merge its configuration with files and flags."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from lit_effattn.runs import find_checkpoint, short
 from lit_effattn.tasks import Task
 
 ROOT = "runs"
-"""Where runs lie, unless `trainer.default_root_dir` says otherwise."""
+"""The default of `trainer.default_root_dir`: the folder that holds all runs."""
 
 CHECKPOINT = "LIT_EFFATTN_CKPT_PATH"
-"""How the process that a user started tells those that it starts itself (DDP) which checkpoint is meant."""
+"""Environment variable with the path of the checkpoint, set for the processes that DDP starts."""
 
 
 class ResolvedArgs(NamedTuple):
-    """The command, the checkpoint that is meant, and the arguments with what that checkpoint brings.
+    """The command, its checkpoint, and all arguments including the configuration in the checkpoint.
 
     Attributes:
         command: As in `lit-effattn COMMAND`.
-        args: All arguments, `command` first.
-        checkpoint: None: there is none.
-        saved: The settings that it brings.
-        trust: What the user trusts by name.
+        args: All arguments, starting with `command`.
+        checkpoint: The file, or None.
+        saved: The settings taken from the checkpoint, or None.
+        trust: What the user trusts by name (`--trust`).
         uses_data: Whether the command takes data.
         data_fixes: Whether the model takes what `Task.fixed_by_data` names from the data; else from the checkpoint.
     """
@@ -49,7 +49,7 @@ class ResolvedArgs(NamedTuple):
 
     @classmethod
     def parse(cls, args: list[str]) -> ResolvedArgs:
-        """Have a first look at `args`.
+        """Find the checkpoint and the configuration files in `args`.
 
         Raises:
             ValueError: a command that needs a checkpoint was given none.
@@ -95,7 +95,7 @@ def _given(args: list[str], *options: str) -> bool:
 
 
 def _saved_settings(checkpoint: Path, command: str, uses_data: bool, data_fixes: bool) -> dict[str, Any]:
-    """Return what the checkpoint says of how it was made, as far as `command` has such options; nothing is checked."""
+    """Return the settings in the checkpoint that are options of `command`. Nothing in them is checked yet."""
     config = saved_config(read_checkpoint(checkpoint), short(checkpoint))
     parts = ["seed_everything", "trainer", "model", *(["data"] if uses_data else [])]
     parts += ["checkpoint"] if command == "fit" else []
@@ -108,7 +108,7 @@ def _saved_settings(checkpoint: Path, command: str, uses_data: bool, data_fixes:
 
 
 def refuse_dropped(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse settings that resuming would drop: Lightning lays the checkpoint's over them, silently."""
+    """Reject settings that resuming would ignore: Lightning restores the state of the optimiser and others silently."""
     for name in ("optimizer", "lr_scheduler"):
         before, after = (_section(_section(s, "model"), "init_args").get(name) for s in (saved, now))
         if "model" in saved and _canonical(before) != _canonical(after):
@@ -125,7 +125,7 @@ def refuse_dropped(saved: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def _canonical(spec: Any) -> Any:
-    """Return a spec with the class in place of its path, of which there may be several."""
+    """Return a spec with the class itself in place of its import path. A class may have several paths."""
     if not isinstance(spec, dict):
         return spec
     return {**spec, "class_path": listed(str(spec.get("class_path"))) or spec.get("class_path")}
@@ -169,12 +169,12 @@ def find_config(name: str) -> str:
 
 
 def is_child() -> bool:
-    """Whether another process of this run started this one."""
+    """Return whether this process was started by another process of the same run (DDP)."""
     return int(os.environ.get("LOCAL_RANK", 0)) > 0
 
 
 def _read_yaml(name: str) -> dict[str, Any]:
-    """Read a configuration for a first look; what is wrong with it, jsonargparse will say better."""
+    """Read a YAML file. Errors are ignored here: jsonargparse reports them later."""
     try:
         content = yaml.safe_load(Path(name).read_text())
     except (OSError, yaml.YAMLError):

@@ -1,7 +1,7 @@
-"""What the command takes from the configuration in a checkpoint, and what it leaves to the user.
+"""Select and check the settings that the command takes from the configuration in a checkpoint.
 
-A configuration says more than what model it is: where to log, what to call back, which folder to write to. Of a file
-that may be somebody else's, the command takes the model, the data, and plain values of the trainer.
+A configuration also names loggers, callbacks and folders to write to. A checkpoint may come from somebody else, so the
+command takes only the model, the data, and plain values of the trainer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
 class UserOptions(NamedTuple):
-    """What the user has said, as far as it is in place of what a checkpoint says.
+    """The options that the user has given, which take precedence over those in a checkpoint.
 
     Attributes:
         args: The flags.
@@ -37,7 +37,7 @@ class UserOptions(NamedTuple):
     files: list[dict[str, Any]]
 
     def name(self, group: str, option: str) -> bool:
-        """Whether they set `group.option` in place of what was there."""
+        """Return whether the user sets `group.option`, replacing the value in the checkpoint."""
         flags = (f"--{group}.{option}", f"--{group}.init_args.{option}")
         sections = [_section(file, group) for file in self.files]
         return any(arg.split("=")[0] in flags for arg in self.args) or any(
@@ -45,14 +45,14 @@ class UserOptions(NamedTuple):
         )
 
     def mention(self, word: str) -> bool:
-        """Whether a flag or a file has `word` in it."""
+        """Return whether a flag or a file contains `word`."""
         return any(word in arg for arg in self.args) or word in repr(self.files)
 
 
 def checked_settings(
     saved: dict[str, Any], command: str, checkpoint: Path, trust: Trust, user: UserOptions
 ) -> dict[str, Any]:
-    """Return what `command` takes of the settings that `checkpoint` brings, with every name in them checked.
+    """Return the settings in `checkpoint` that `command` takes, with every name in them checked.
 
     Raises:
         NotAllowedError: They name what a checkpoint may not, or what only the user may.
@@ -126,7 +126,7 @@ def _tell_paths(texts: dict[str, str]) -> None:
 
 
 def _forbid_downloads(data: Any, user: UserOptions) -> None:
-    """See that nothing is downloaded because a file says so; only what the user names himself."""
+    """Disable downloads of data that only the checkpoint names."""
     init_args = data.setdefault("init_args", {}) if isinstance(data, dict) else {}
     if init_args.get("dataset") in _DOWNLOADED and not (user.name("data", "download") or user.name("data", "dataset")):
         init_args["download"] = False

@@ -1,4 +1,4 @@
-"""Lightning's Trainer, able to generate too."""
+"""Lightning's Trainer with a method that draws samples."""
 
 from __future__ import annotations
 

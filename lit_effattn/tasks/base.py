@@ -1,6 +1,4 @@
-"""What every task shares: the training step, the optimiser, and checkpoints that hold all it takes to build the model
-again.
-"""
+"""The base class of tasks: the steps, the optimiser, and checkpoints from which the model can be rebuilt."""
 
 from __future__ import annotations
 
@@ -32,12 +30,12 @@ if TYPE_CHECKING:
 
 
 class Objective(NamedTuple):
-    """What a training step computes.
+    """The result of `Task.objective`.
 
     Attributes:
-        loss: What is minimised.
-        figures: What is logged, detached, by its name.
-        state: The backbone's after the batch, detached, where the next batch goes on from it.
+        loss: The scalar to minimise.
+        figures: Values to log by name, detached.
+        state: The state of the backbone after the batch, detached, if the next batch continues from it.
     """
 
     loss: Tensor
@@ -46,7 +44,7 @@ class Objective(NamedTuple):
 
 
 class Task(HasInitArgs, pl.LightningModule):
-    """A LightningModule that knows what it was built from, whether YAML or Python built it.
+    """A LightningModule that records its constructor arguments, whether it is built from YAML or in Python.
 
     The training, validation and test steps are here. A subclass defines what they call:
 
@@ -64,7 +62,7 @@ class Task(HasInitArgs, pl.LightningModule):
     """
 
     monitor: str
-    """The metric whose lowest value makes the best checkpoint."""
+    """The metric whose lowest value determines the best checkpoint."""
 
     fixed_by_data: ClassVar[tuple[str, ...]] = ()
     """Arguments of the task that the command takes from the attributes of the same name of the data module."""
@@ -90,7 +88,7 @@ class Task(HasInitArgs, pl.LightningModule):
             rank_zero_warn(f"Checkpoints of this model won't rebuild it by themselves: {error}")
             return
         kind = type(self)
-        # The form in which LightningCLI saves its own models, and which load_from_checkpoint instantiates.
+        # The form in which LightningCLI saves hyper-parameters.
         self.save_hyperparameters(
             {
                 "_class_path": f"{kind.__module__}.{kind.__qualname__}",
@@ -149,12 +147,12 @@ class Task(HasInitArgs, pl.LightningModule):
         return model
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep folders of this machine out of the file."""
+        """Remove folders of this machine from the checkpoint."""
         if self._trainer is not None:
             hide_folders(checkpoint, self._trainer)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Make the optimiser and its schedule."""
+        """Build the optimiser and its schedule."""
         optimizer = self._optimizer(self.parameters())
         if self._lr_scheduler is None:
             return optimizer
@@ -167,9 +165,9 @@ class Task(HasInitArgs, pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_train_epoch_end(self) -> None:
-        """Show a schedule that watches a metric its value.
+        """Step a schedule that monitors a metric.
 
-        Lightning would do so after the checkpoint of this epoch is saved, and not at all when it is resumed from.
+        Lightning would do so after the checkpoint of this epoch is saved, and not at all after resuming from it.
 
         Raises:
             ValueError: there is no such metric.
@@ -187,9 +185,9 @@ class Task(HasInitArgs, pl.LightningModule):
             scheduler.step(metrics[config.monitor])
 
     def objective(self, batch: Any, memory: State | None = None) -> Objective:
-        """Compute what a training step minimises, going on from `memory`.
+        """Compute the loss of a batch, starting from the state `memory`.
 
-        From tensors to tensors, with no look at their values: `compile_objective` makes one program of it.
+        It must not depend on values of tensors in Python, so that `compile_objective` can compile it as one graph.
 
         Raises:
             NotImplementedError: the task, a subclass, does not say what it minimises.
@@ -241,27 +239,27 @@ class Task(HasInitArgs, pl.LightningModule):
             self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True, prog_bar=not counts, batch_size=rows)
 
     def run_objective(self, batch: Any, memory: State | None = None) -> Objective:
-        """Return `objective`'s, compiled if it is."""
+        """Run `objective`, compiled if `compile_objective` was called."""
         return self._objective(self, batch, memory)
 
     def compile_objective(self, backend: str = "inductor") -> None:
-        """Let `torch.compile` make one program of `objective`: see the callback `Compile`.
+        """Compile `objective` with `torch.compile`: see the callback `Compile`.
 
-        Names of parameters, checkpoints, evaluation and generation are as before.
+        Parameter names, checkpoints, evaluation and generation do not change.
 
         Raises:
             ValueError: the class defines no `objective`, so that its training step is one piece.
         """
         if type(self).objective is Task.objective:
             raise ValueError(f"{type(self).__name__} can't be compiled: it defines no `objective`; see `Task`")
-        # The function, not the bound method: a copy of this model computes with its own weights.
+        # The function, not the bound method, so that a copy of this model uses its own weights.
         self._objective = torch.compile(type(self).objective, backend=backend)
 
     @staticmethod
     def with_auxiliary(loss: Tensor, figures: dict[str, Tensor], state: State, weight: float = 1.0) -> Objective:
-        """Add the auxiliary losses that `state` carries to `loss`, the mean over the rows.
+        """Add the mean over the rows of the auxiliary losses in `state` to `loss`.
 
-        Each kind's is a figure by itself, unweighted: `train/auxiliary_loss/` and its state's class.
+        The unweighted loss of each kind is logged as `train/auxiliary_loss/` and the name of its state's class.
         """
         by_kind = sequence.losses_by_kind(state)
         figures = {**figures, **{f"train/auxiliary_loss/{k}": of_k.detach().mean() for k, of_k in by_kind.items()}}
@@ -269,9 +267,9 @@ class Task(HasInitArgs, pl.LightningModule):
         return Objective(loss if auxiliary is None else loss + weight * auxiliary.mean(), figures)
 
     def write_predictions(self, predictions: list[Any], folder: Path) -> str:
-        """Write what `predict_step` returned, batch by batch, into `folder`, and return what to say of it.
+        """Write the results of `predict_step`, one for each batch, into `folder`, and return a message for the user.
 
-        This default takes dictionaries of tensors, (B,) each, and writes `predictions.csv`, a row an item.
+        This default takes dictionaries of tensors (B,) and writes `predictions.csv` with one row for each item.
         """
         path = folder / "predictions.csv"
         rows = [row for batch in predictions for row in zip(*(v.tolist() for v in batch.values()), strict=True)]
@@ -282,7 +280,7 @@ class Task(HasInitArgs, pl.LightningModule):
         return f"scores of {len(rows)} items: {short(path)}"
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another model, in a few words, and drop paths that lead out of the run.
+        """Reject a checkpoint of another model, and drop paths that lie outside the run.
 
         Raises:
             ValueError: names the first parameters that differ.
@@ -306,7 +304,7 @@ class Task(HasInitArgs, pl.LightningModule):
 
 
 def _where_it_was(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
-    """Keep a tensor on its device, if there is one like it here."""
+    """Keep a tensor on its device if that device is available; otherwise use the CPU."""
     here = location == "cpu" or (location.startswith("cuda") and torch.cuda.is_available())
     return None if here else storage.cpu()
 

@@ -1,4 +1,4 @@
-"""What happens around training, as Lightning callbacks. They know a model by what it can do, never by its class."""
+"""Lightning callbacks. They check a model's methods and attributes, not its class."""
 
 from lit_effattn.callbacks.checkpoints import LastCheckpoint
 from lit_effattn.callbacks.compile import Compile

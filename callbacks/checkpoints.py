@@ -1,4 +1,4 @@
-"""The checkpoint to go on from."""
+"""The checkpoint for resuming."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 
 class LastCheckpoint(Checkpoint):
-    """Keeps `last.ckpt`, from which training goes on as if it had never stopped.
+    """Saves `last.ckpt`, from which training resumes as if it had not been interrupted.
 
-    Saved at the end of every epoch, after its validation; when asked, every so many steps too; and when the run is
-    stopped by a signal. A crash leaves the one before: what crashed might be what would be saved.
+    It is saved at the end of every epoch, after its validation, when a signal stops the run, and, if
+    `every_n_train_steps` is given, between epochs. A crash keeps the previous checkpoint, since the current state may
+    be the cause of the crash.
 
     Args:
-        every_n_train_steps: Save every so many optimiser steps too, which bounds what a killed run loses.
+        every_n_train_steps: Also save after every so many optimiser steps, which bounds the loss if the run is killed.
     """
 
     def __init__(self, every_n_train_steps: int | None = None) -> None:
@@ -28,27 +29,27 @@ class LastCheckpoint(Checkpoint):
         self._saved_step = -1
 
     def path(self, trainer: pl.Trainer) -> Path:
-        """Where `last.ckpt` is: in `checkpoints`, in the run's folder."""
+        """Return the path of `last.ckpt`, in `checkpoints` in the run's folder."""
         return Path(trainer.default_root_dir) / "checkpoints" / "last.ckpt"
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take down where the run begins: within the first step there is nothing to save."""
+        """Record the first step, so that nothing is saved before it ends."""
         self._saved_step = trainer.global_step
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Save, if it is time."""
+        """Save if `every_n_train_steps` divides the step."""
         step = trainer.global_step
         if self.every_n_train_steps and step != self._saved_step and step % self.every_n_train_steps == 0:
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Save."""
+        """Save at the end of the epoch."""
         self._save(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Save if a signal stopped the run, which happens between two steps, or in a validation.
+        """Save if a signal stopped the run, which happens between two steps or in a validation.
 
-        Resumed, the run goes on after that validation, with the training that it would have done.
+        After a stop in a validation, the resumed run continues with the training that follows it.
         """
         fitting = trainer.state.fn == TrainerFn.FITTING
         if isinstance(exception, SystemExit) and fitting and not trainer.sanity_checking:

@@ -1,4 +1,4 @@
-"""Training steps as one compiled program."""
+"""Compilation of training steps with `torch.compile`."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from lit_effattn.ops.runtime.check_inductor import check_inductor
 
 
 class Compile(pl.Callback):
-    """Has `torch.compile` make one program of what a training step computes: embedding, backbone, loss, and the state.
+    """Compiles a training step into one graph with `torch.compile`: embedding, backbone, loss and state.
 
-    For models with `compile_objective` (every `Task`). Evaluation and generation run as without it, and checkpoints
-    are the same, so that a run may be resumed, tested or drawn from with it or without. The first step compiles, which
-    takes a minute or so; the first batch of another size compiles once more, for all sizes; memory that is carried
-    (`MemoryCarry`) compiles nothing. CTC and `AdaptiveHead`'s loss can't be compiled and stand between two programs.
-    Rounding differs from that of the plain run, and so do dropout's random numbers.
+    Works with models that have `compile_objective` (every `Task`). Evaluation and generation are not compiled, and
+    checkpoints are the same, so a run may be resumed, tested or sampled from with or without this callback. The first
+    step compiles, which takes about a minute. The first batch of another size compiles once more, for all sizes. A
+    carried memory (`MemoryCarry`) causes no recompilation. CTC and `AdaptiveHead`'s loss can't be compiled and break
+    the graph. Rounding and dropout's random numbers differ from the run without compilation.
 
-    An LSTM's recurrence is unrolled, which takes it a tenth of a second a position and layer: leave it plain.
+    An LSTM's recurrence is unrolled, which takes a tenth of a second per position and layer: do not compile it.
 
     Args:
-        backend: That of `torch.compile`.
+        backend: Backend of `torch.compile`.
 
     Raises:
-        ValueError: there is no such backend; on setting up, the model can't be compiled, or inductor lacks something.
+        ValueError: If there is no such backend; in `setup`, if the model can't be compiled or inductor lacks a
+            requirement.
 
     Example:
         >>> Compile("inducktor")  # doctest: +ELLIPSIS
@@ -41,7 +42,7 @@ class Compile(pl.Callback):
         self.backend = backend
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Compile, which begins with the first step: before DDP wraps the model, and in each of its processes."""
+        """Request compilation, which the first step starts: before DDP wraps the model, and in each process."""
         if stage != "fit":
             return
         model: Any = pl_module

@@ -1,4 +1,4 @@
-"""New random features now and then, for models whose attention estimates with them."""
+"""Periodic redrawing of random features, for attention that uses them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import nn
 
 
 class FeatureRedraw(pl.Callback):
-    """Has every module with a method `redraw(generator)` draw new random features, every so many optimiser steps.
+    """Calls `redraw(generator)` on every module that has it, every `every_n_steps` optimiser steps of training.
 
-    A model then does not settle on one draw's errors (Choromanski et al. 2020). In training only. What is
-    drawn follows from the seed, the step and which module it is, and from nothing else: it is the same on every
-    process, and after a resume. The features themselves are in the checkpoint, with the model's weights.
+    This keeps the model from adapting to the errors of one draw (Choromanski et al. 2020). A draw is a pure function of
+    the seed, the step and the module's index. It is the same on every process and after resuming. The features are in
+    the checkpoint, with the model's weights.
 
     Args:
-        every_n_steps: How many optimiser steps (not batches) there are between two draws.
-        seed: Of the draws.
+        every_n_steps: Number of optimiser steps (not batches) between two draws.
+        seed: Seed of the draws.
     """
 
     def __init__(self, every_n_steps: int = 1000, seed: int = 0) -> None:
@@ -32,11 +32,11 @@ class FeatureRedraw(pl.Callback):
         self._step = 0  # of the last draw
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Begin; a checkpoint is loaded after this."""
+        """Reset the step of the last draw. A checkpoint is loaded after this."""
         self._step = 0
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse a model without random features."""
+        """Raise ValueError if the model has no random features."""
         if not _drawing(pl_module):
             raise ValueError(
                 f"FeatureRedraw: no module of this {type(pl_module).__name__} has a method `redraw`; leave the "
@@ -44,7 +44,7 @@ class FeatureRedraw(pl.Callback):
             )
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        """Redraw, if it is time: before the first batch of a step, so that its batches all see the same features."""
+        """Redraw if the step is due: before its first batch, so that all its batches use the same features."""
         step = trainer.global_step
         if step == self._step or step % self.every_n_steps:
             return
@@ -54,14 +54,14 @@ class FeatureRedraw(pl.Callback):
             module.redraw(torch.Generator().manual_seed(int(sequence.generate_state(1, np.uint64)[0])))
 
     def state_dict(self) -> dict[str, Any]:
-        """Remember the step of the last draw: a checkpoint may be saved after it, before the step is taken."""
+        """Return the step of the last draw: a checkpoint may be saved after the draw but before the step."""
         return {"step": self._step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the step of the last draw."""
         self._step = state_dict["step"]
 
 
 def _drawing(model: nn.Module) -> list[Any]:
-    """Return the modules that can redraw, each once; by their class, for wrappers pass attributes on."""
+    """Return the modules with `redraw`, each once. The class is checked, since wrappers forward attributes."""
     return [module for module in model.modules() if callable(getattr(type(module), "redraw", None))]

@@ -1,4 +1,4 @@
-"""Truncated back-propagation through time: the state of one batch, handed to the next."""
+"""Truncated back-propagation through time: the state is carried from batch to batch."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ MEMORY_KEY = "memory_carry"
 
 
 class MemoryCarry(pl.Callback):
-    """Lets every batch go on where the one before ended: each stream's state is kept, detached, between batches.
+    """Carries each stream's detached state from one batch to the next.
 
     Gradients end at a segment's border, the context does not (Dai et al. 2019, section 3.2). Training, validation and
-    test have memories of their own; a validation in mid-epoch leaves that of training alone. A memory starts empty
-    with every epoch, and row by row where the batch's `fresh` says that a new document starts. It lies in the
-    checkpoint for every process, so that a resumed run goes on with the memories it had.
+    test have separate memories; a validation within an epoch does not change that of training. A memory is empty at the
+    start of every epoch, and is reset in the rows where the batch's `fresh` marks a new document. The checkpoint has
+    the memory of every process, so a resumed run continues with the same memories.
 
-    For models with `carries_memory`, `memory` and `active_backbone` (see `LanguageModel`), on data in contiguous
-    streams: row i of a batch follows row i of the one before.
+    Works with models that have `carries_memory`, `memory` and `active_backbone` (see `LanguageModel`), on data in
+    contiguous streams: row i of a batch continues row i of the previous one.
 
     Args:
-        training: Whether memories are carried in training.
-        evaluation: Whether they are in validation, test and prediction.
+        training: Whether to carry memories in training.
+        evaluation: Whether to carry memories in validation, test and prediction.
 
     Raises:
-        ValueError: on setting up, the model can't, or its state would grow without bound.
+        ValueError: In `setup`, if the model can't carry a memory, or its state would grow without bound.
     """
 
     def __init__(self, training: bool = True, evaluation: bool = True) -> None:
@@ -44,7 +44,7 @@ class MemoryCarry(pl.Callback):
         self._carried = False  # before the evaluation
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse what can't be carried, before anything is trained."""
+        """Check that the model can carry a memory."""
         if not hasattr(pl_module, "active_backbone"):
             raise ValueError(f"MemoryCarry: {type(pl_module).__name__} carries no memory between batches; leave it out")
         if stage == "fit" and self.training:
@@ -59,41 +59,41 @@ class MemoryCarry(pl.Callback):
     # ------------------------------------------------------------------------------------------------------- training
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Carry from here on."""
+        """Start carrying the memory."""
         pl_module.carries_memory = self.training
-        if pl_module.memory is not None:  # of a checkpoint: it was read to the CPU
+        if pl_module.memory is not None:  # from a checkpoint, which is loaded to the CPU
             pl_module.memory = sequence.to(pl_module.memory, pl_module.device)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Carry no further: whoever calls the model now has other data. The memory stays, for a checkpoint."""
+        """Stop carrying, since later calls have other data. The memory is kept for a checkpoint."""
         pl_module.carries_memory = False
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Begin the streams again. Not called where a run resumes in mid-epoch: its memory stays."""
+        """Clear the memory. Not called if a run resumes within an epoch, which keeps its memory."""
         pl_module.memory = None
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Forget what the rows that start anew remember."""
+        """Reset the memory of rows that start a new document."""
         if self.training:
             _start_rows(pl_module, batch)
 
     # ----------------------------------------------------------------------------------------------------- evaluation
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Put the training's memory aside."""
+        """Set the training's memory aside."""
         self._aside, pl_module.memory = pl_module.memory, None
         self._evaluating, self._carried = True, pl_module.carries_memory
         pl_module.carries_memory = self.evaluation
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Go on with the training's memory."""
+        """Restore the training's memory."""
         pl_module.memory, self._aside = self._aside, None
         self._evaluating, pl_module.carries_memory = False, self._carried
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Begin the streams with the first batch; forget what the rows that start anew remember."""
+        """Clear the memory at the first batch; reset the memory of rows that start a new document."""
         if batch_idx == 0:
             pl_module.memory = None
         if self.evaluation:
@@ -116,7 +116,7 @@ class MemoryCarry(pl.Callback):
         checkpoint[MEMORY_KEY] = everyone
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Take this process's memory up again; with another number of processes the streams are others."""
+        """Restore this process's memory, unless the number of processes differs: the streams are then different."""
         everyone = checkpoint.get(MEMORY_KEY)
         if everyone is None or not self.training or trainer.state.fn != TrainerFn.FITTING:
             return
@@ -131,7 +131,7 @@ class MemoryCarry(pl.Callback):
 
 
 def _start_rows(pl_module: Any, batch: Any) -> None:
-    """Make sure there is a memory for every row, empty in those that start anew."""
+    """Make sure that every row has a memory, which is empty in rows that start a new document."""
     module: SequenceModule = pl_module.active_backbone
     fresh = batch.fresh
     rows = len(batch.inputs)
@@ -145,7 +145,7 @@ def _start_rows(pl_module: Any, batch: Any) -> None:
             f"a batch has {rows} rows and the one before had {had}: memories go from row to row, so the batches of an "
             "epoch need equally many; use data in contiguous streams (TextStream)"
         )
-    if not reads_values(fresh) or fresh.any():  # to reset none is to copy all
+    if not reads_values(fresh) or fresh.any():  # a reset copies the whole memory, even if no row is fresh
         pl_module.memory = module.reset(memory, fresh)
 
 

@@ -1,4 +1,4 @@
-"""How far the run is."""
+"""The progress bar."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import RichProgressBar
 
 EVERY = 0.1
-"""Seconds from one picture to the next, at least; drawing one takes as long as a small step."""
+"""Minimum time between two refreshes in seconds. A refresh takes as long as a small training step."""
 
 
 class ProgressBar(RichProgressBar):
-    """Lightning's rich progress bar, drawn ten times a second and no more often.
+    """Lightning's rich progress bar, refreshed at most ten times a second.
 
-    Lightning's draws every step, and waits for the GPU to show its loss. The logger's version number is left out: runs
-    have a folder each here.
+    Lightning's own refreshes after every step, and waits for the GPU to get the loss. The logger's version number is
+    left out, since each run has its own folder.
     """
 
     def __init__(self) -> None:
@@ -27,18 +27,18 @@ class ProgressBar(RichProgressBar):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Draw the step if it is time, or if it is an epoch's last."""
+        """Refresh if `EVERY` seconds have passed, or if the batch is the last of an epoch."""
         self._batch_idx = batch_idx
         if time.monotonic() - self._drawn >= EVERY or trainer.is_last_batch:
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
             self._drawn = time.monotonic()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Draw the step at which a run of so many steps ends."""
+        """Refresh once more: a run limited by its number of steps may end between two refreshes."""
         super().on_train_batch_end(trainer, pl_module, None, None, self._batch_idx)
 
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
-        """Return what is shown beside the bar."""
+        """Return the metrics shown beside the bar."""
         shown = super().get_metrics(trainer, pl_module)
         shown.pop("v_num", None)
         return shown

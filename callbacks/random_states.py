@@ -1,4 +1,4 @@
-"""The state of every random generator, in the checkpoint."""
+"""Saving and restoring of the random states in checkpoints."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ RANDOM_STATES_KEY = "random_states"
 class RandomStates(pl.Callback):
     """Saves the random state of every process (Python, NumPy, torch, its GPU), and restores it on resuming.
 
-    Dropout then goes on where it was: a resumed run equals one that was never stopped. Resumed with another number of
-    processes, each goes on from its own seed, and a warning says so.
+    Dropout thus continues its random sequence, and a resumed run equals an uninterrupted one. With another number of
+    processes, each process starts from its own seed, with a warning.
 
     Args:
-        restore: Whether to restore; False where the user asked for another seed.
+        restore: Whether to restore the states; False if the user asked for another seed.
     """
 
     def __init__(self, restore: bool = True) -> None:
@@ -30,7 +30,7 @@ class RandomStates(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Gather the states; called on every process, unlike `state_dict`."""
+        """Gather the states of all processes. This hook is called on every process, unlike `state_dict`."""
         states: list[Any] = [_capture(pl_module.device)]
         if trainer.world_size > 1:
             states = [None] * trainer.world_size
@@ -40,7 +40,7 @@ class RandomStates(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Take this process's state out of the checkpoint."""
+        """Read this process's state from the checkpoint."""
         states = checkpoint.get(RANDOM_STATES_KEY)
         if not self.restore or states is None:
             return
@@ -53,16 +53,16 @@ class RandomStates(pl.Callback):
             )
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        """Restore at the last moment: setting up loaders and progress bars draws numbers too."""
+        """Restore the state before the first batch, since setting up loaders and progress bars draws numbers too."""
         if self._loaded is not None:
             _restore(self._loaded, pl_module.device)
             self._loaded = None
 
 
 def _capture(device: torch.device) -> dict[str, Any]:
-    """Return plain containers, which load under `weights_only=True`."""
+    """Return the states in plain containers, which load with `weights_only=True`."""
     version, internal, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 (what libraries draw from)
+    kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 (libraries use the global generator)
     states = {
         "python": [version, list(internal), gauss],
         "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],

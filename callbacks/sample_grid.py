@@ -1,4 +1,4 @@
-"""Pictures of what the model has learned so far."""
+"""Grids of generated images during training."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from lit_effattn.pictures import grid, save_png
 
 
 class SampleGrid(pl.Callback):
-    """Draws a grid of samples every so many epochs, into the run's `samples` folder and TensorBoard.
+    """Saves a grid of samples every `every_n_epochs` epochs, in the run's `samples` folder and TensorBoard.
 
-    For models with `sample(n, seed=…)` and `to_images(levels)`. The same seed every time, so that the pictures show
-    one and the same draw as the model learns.
+    Works with models that have `sample(n, seed=…)` and `to_images(levels)`. The seed is the same each time, so the
+    grids of different epochs can be compared.
 
     Args:
-        every_n_epochs: How often.
-        n_samples: How many images.
+        every_n_epochs: Number of epochs between two grids.
+        n_samples: Number of images in a grid.
         temperature: Divides the log-probabilities.
-        seed: Of the draw.
+        seed: Seed of the samples.
     """
 
     def __init__(self, every_n_epochs: int = 1, n_samples: int = 16, temperature: float = 1.0, seed: int = 0) -> None:
@@ -34,12 +34,12 @@ class SampleGrid(pl.Callback):
         self.seed = seed
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse a model that draws no images, before training and not after its first epoch."""
+        """Raise ValueError before training if the model can't sample images."""
         if not callable(getattr(pl_module, "sample", None)) or not callable(getattr(pl_module, "to_images", None)):
             raise ValueError(f"SampleGrid: {type(pl_module).__name__} has no `sample` and `to_images`; leave it out")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Draw, on the first process."""
+        """Sample and save a grid, on the first process only."""
         epoch = trainer.current_epoch + 1
         if not trainer.is_global_zero or getattr(trainer, "fast_dev_run", False) or epoch % self.every_n_epochs:
             return

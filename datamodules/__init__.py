@@ -1,4 +1,4 @@
-"""What the models learn from: one LightningDataModule a kind of data."""
+"""Data modules: one `LightningDataModule` per kind of data."""
 
 from lit_effattn.datamodules.audio import AudioError, read_audio
 from lit_effattn.datamodules.augment import SpecAugment

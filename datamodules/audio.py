@@ -1,4 +1,4 @@
-"""Recordings, read whole or in part, at one sampling rate; what cannot be used is told by name."""
+"""Reading of recordings, whole or in part, at one sampling rate, with errors that name the file."""
 
 import math
 import os
@@ -9,27 +9,27 @@ import torch
 from torch import Tensor
 
 MAX_SECONDS = 40.0
-"""Longer recordings are refused unless told otherwise: LibriSpeech's longest utterance has 35 s."""
+"""Longer recordings are rejected by default. LibriSpeech's longest utterance has 35 s."""
 
 _MOST_WEIGHTS = 2 * 10**7  # of a resampling filter: 44,100 to 16,000 Hz takes 80,000; a rate from a damaged header, 10⁹
-_TOLERANCE = 0.1  # seconds that a part may reach beyond the end of its file, since manifests round
+_TOLERANCE = 0.1  # seconds that a part may extend beyond the end of its file, since manifests round
 
 
 class AudioError(ValueError):
     """A recording that cannot be used.
 
     Attributes:
-        reason: Why, in a word or two, the same for all that have the same fault.
+        reason: The kind of fault in a word or two, the same for all recordings with this fault.
     """
 
-    # From its message alone, as a loader makes it again that gets it from a worker.
+    # `reason` has a default: a loader rebuilds a worker's exception from its message alone.
     def __init__(self, message: str, reason: str = "unreadable") -> None:
         super().__init__(message)
         self.reason = reason
 
     @classmethod
     def of(cls, path: Path, reason: str, message: str) -> "AudioError":
-        """The error that names `path`."""
+        """Return an error whose message starts with `path`."""
         return cls(f"{path}: {message}", reason)
 
 
@@ -42,30 +42,31 @@ def read_audio(
     max_seconds: float = MAX_SECONDS,
     upsample: bool = False,
 ) -> Tensor:
-    """Read a recording, or a part of one, of which only that part is decoded.
+    """Read a recording, or a part of one. Only that part is decoded.
 
-    All that libsndfile reads: WAV, FLAC, Ogg, MP3, AIFF, NIST SPHERE as on TIMIT's discs, …
+    Supports all formats of libsndfile: WAV, FLAC, Ogg, MP3, AIFF, NIST SPHERE as on TIMIT's discs, …
 
     Args:
         path: The file.
-        start: Where to begin, in seconds.
-        duration: How much to read, in seconds; it may reach 0.1 s beyond the file's end, since manifests round.
+        start: Start of the part, in seconds.
+        duration: Length of the part, in seconds. It may extend 0.1 s beyond the file's end, since manifests round.
             Default: to the end.
-        sample_rate: Of the result, in Hz.
-        max_seconds: The longest that is read; the header decides, before anything is decoded.
-        upsample: Take recordings of a lower rate too. They have nothing above half their own rate, where a model that
-            was trained on others expects something, so by default they are refused.
+        sample_rate: Sampling rate of the result, in Hz.
+        max_seconds: Longest part that is read. It is compared with the header, before anything is decoded.
+        upsample: Accept recordings of a lower rate. They have no frequencies above half their own rate, which a model
+            trained on other recordings expects, so they are rejected by default.
 
     Returns:
         (n,) float32 in −1 … 1, with n = ⌈samples · sample_rate / the file's rate⌉.
 
     Raises:
-        AudioError: names the file, the fault and the remedy: there is no such file, or it is empty, unreadable, of
-            several channels, too long, of too low or too odd a rate, or ends before the part does.
+        AudioError: If the file is missing, empty or unreadable, has several channels, is too long, has a rate that is
+            too low or has no simple ratio to `sample_rate`, or ends before the part does. The message names the file,
+            the fault and the remedy.
     """
     try:
         _check_file(path)
-        # A name need not be UTF-8, but soundfile takes it for that, unless it gets bytes.
+        # soundfile encodes a str as UTF-8, but a file name need not be UTF-8; bytes are passed on as they are.
         with soundfile.SoundFile(os.fsencode(path) if os.name == "posix" else path) as file:
             first, n = _part(path, file, start, duration)
             _check_header(path, file, n, sample_rate, max_seconds, upsample)
@@ -84,7 +85,7 @@ def read_audio(
         )
     if not samples.isfinite().all():
         raise AudioError.of(path, "unreadable", "some of its samples are not finite numbers; get it again")
-    from torchaudio.functional import resample  # here, since help need not wait for it
+    from torchaudio.functional import resample  # imported here to keep `--help` fast
 
     return samples if rate == sample_rate else resample(samples, rate, sample_rate)
 
@@ -94,13 +95,13 @@ def _check_file(path: Path) -> None:
         raise AudioError.of(path, "missing", "there is no such file; correct the path, or leave it out")
     if not path.is_file():
         raise AudioError.of(path, "missing", "this is not a file; name the files in it")
-    with path.open("rb") as file:  # which tells what one may not read
+    with path.open("rb") as file:  # raises OSError without read permission
         if not file.read(1):
             raise AudioError.of(path, "empty", "the file is empty; get it again, or leave it out")
 
 
 def _part(path: Path, file: soundfile.SoundFile, start: float, duration: float | None) -> tuple[int, int]:
-    """The first sample, and how many."""
+    """Return the first sample and the number of samples."""
     if file.frames == 0:
         raise AudioError.of(path, "empty", "there is not one sample in it; get it again, or leave it out")
     first = round(start * file.samplerate)
@@ -139,7 +140,7 @@ def _check_header(
             f"it has {file.samplerate} Hz, less than sample_rate={sample_rate}, so that its upper band would be empty; "
             f"take upsample=true to use it nevertheless, or train with sample_rate={file.samplerate}",
         )
-    # What resampling by a ratio in lowest terms takes, in time and memory.
+    # The time and memory of resampling grow with the ratio's terms in lowest terms.
     common = math.gcd(file.samplerate, sample_rate)
     if (file.samplerate // common) * (sample_rate // common) > _MOST_WEIGHTS:
         raise AudioError.of(
@@ -155,5 +156,5 @@ def _unreadable(path: Path, error: Exception) -> str:
         header = file.read(1024)
     if header.startswith(b"NIST_1A") and b"shorten" in header:
         return "this is SPHERE compressed with shorten, which libsndfile does not read; convert it with sph2pipe -f wav"
-    why = str(getattr(error, "error_string", error)).rstrip(".")  # the former without the file's name
+    why = str(getattr(error, "error_string", error)).rstrip(".")  # `error_string` lacks the file's name
     return f"libsndfile cannot read it ({why}); convert it to WAV or FLAC, or get it again"

@@ -1,23 +1,23 @@
-"""Features with parts of them hidden, so that a model learns not to rely on any."""
+"""SpecAugment: masking of parts of the features as regularisation."""
 
 import numpy as np
 from torch import Tensor
 
 
 class SpecAugment:
-    """Bands of frequencies and stretches of time are set to 0, the mean of normalised features (Park et al. 2019).
+    """Frequency and time masking: masked features are 0, the mean of normalised features (Park et al. 2019).
 
-    A band has f ~ U{0, …, `freq_mask`} filters and begins at f₀ ~ U{0, …, F − f}; a stretch has
-    t ~ U{0, …, min(`time_mask`, ⌊p T⌋)} frames and begins at t₀ ~ U{0, …, T − t}, p = `max_share`. The defaults are the
-    paper's "Switchboard mild" (table 1). Its third operation, time warping, is left out: it costs most and gives least
+    A frequency mask covers f ~ U{0, …, `freq_mask`} filters from f₀ ~ U{0, …, F − f}. A time mask covers
+    t ~ U{0, …, min(`time_mask`, ⌊p T⌋)} frames from t₀ ~ U{0, …, T − t}, p = `max_share`. The defaults are the paper's
+    "Switchboard mild" (table 1). The paper's third operation, time warping, is left out: it costs most and gains least
     (section 5).
 
     Args:
-        n_freq_masks: Number of bands.
-        freq_mask: Filters of the widest band, at most `n_mels`.
-        n_time_masks: Number of stretches.
-        time_mask: Frames of the longest stretch.
-        max_share: What a stretch may hide of an utterance at most, 0 … 1.
+        n_freq_masks: Number of frequency masks.
+        freq_mask: Largest number of filters in a mask, at most `n_mels`.
+        n_time_masks: Number of time masks.
+        time_mask: Largest number of frames in a mask.
+        max_share: Largest share of an utterance's frames in a time mask, 0 … 1.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -50,7 +50,7 @@ class SpecAugment:
         self.max_share = max_share
 
     def __call__(self, features: Tensor, rng: np.random.Generator) -> Tensor:
-        """A copy of the features (T, F) with what ``rng`` draws set to 0."""
+        """Return a copy of the features (T, F) with the masks that `rng` draws."""
         features = features.clone()
         n_frames, n_mels = features.shape
         for _ in range(self.n_freq_masks):

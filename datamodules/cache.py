@@ -1,4 +1,4 @@
-"""Folders that are made once, by one of the processes that want them, and are whole or not there."""
+"""Cache folders, which one process creates once and which are either complete or absent."""
 
 import os
 import shutil
@@ -7,15 +7,15 @@ from pathlib import Path
 
 
 def default_cache() -> Path:
-    """Where they lie unless the arguments say otherwise."""
+    """Return the default cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lit-effattn"
 
 
 def cached_folder(folder: Path, make: Callable[[Path], None], is_whole: Callable[[Path], bool]) -> None:
-    """Let ``make(another name)`` fill a folder that is renamed to ``folder`` when it is whole, unless that is there.
+    """Create `folder` unless it is complete: `make` fills a temporary folder, which is then renamed to `folder`.
 
-    Of several processes that ask, one makes it, the others wait. What an interrupted run left, or what has been damaged
-    since, is made again.
+    If several processes call this, one creates the folder and the others wait. A folder that an interrupted run left or
+    that was damaged later is created again.
     """
     from filelock import FileLock
 
@@ -25,7 +25,7 @@ def cached_folder(folder: Path, make: Callable[[Path], None], is_whole: Callable
     with FileLock(folder.with_suffix(".lock")):
         if is_whole(folder):
             return
-        unfinished = folder.with_name(f".{folder.name}.lit-effattn-unfinished")  # a name that nobody else gives
+        unfinished = folder.with_name(f".{folder.name}.lit-effattn-unfinished")  # a name that no other program uses
         for left in (unfinished, folder):
             shutil.rmtree(left, ignore_errors=True)
         unfinished.mkdir()

@@ -1,4 +1,4 @@
-"""The copy task: say again what was said (Kitaev et al. 2020; Katharopoulos et al. 2020, section 4.1)."""
+"""The copy task: repeat a sequence (Kitaev et al. 2020; Katharopoulos et al. 2020, section 4.1)."""
 
 import torch
 from torch import Tensor
@@ -13,21 +13,22 @@ SEPARATOR = 0
 class CopyTask(SyntheticTask):
     """Sequences `0 w 0 w`: a separator, a word of random symbols, a separator, the word again.
 
-    A batch is a `TokenBatch` of sequences padded on the right; only the second word is scored, for only it can be
-    known. A model that does not look back scores ln n_symbols nats, one that copies, 0.
+    A batch is a `TokenBatch` of sequences padded on the right. Only the second word is scored, since only it can be
+    predicted. A model without context reaches a loss of ln n_symbols nats, a model that copies reaches 0.
 
     Args:
-        max_len: Most tokens of a sequence, separators included; words have at most ⌊max_len / 2⌋ − 1 symbols. The
-            paper's is 128.
-        min_len: Fewest tokens of a sequence. Default: one symbol a word. Equal to `max_len`: all words equally long.
-        n_symbols: Symbols of a word, 1 … n_symbols.
-        batch_size: Sequences a step and process.
+        max_len: Maximum length of a sequence in tokens, separators included. Words have at most ⌊max_len / 2⌋ − 1
+            symbols. The paper's value is 128.
+        min_len: Minimum length of a sequence in tokens. Default: that of one-symbol words. If equal to `max_len`, all
+            words have the same length.
+        n_symbols: Number of symbols, which are 1 … n_symbols.
+        batch_size: Sequences per step and process.
         eval_batch_size: The same in validation, test and prediction. Default: `batch_size`.
-        n_train: Sequences of an epoch; every epoch draws new ones.
-        n_val: Sequences of validation, always the same.
-        n_test: Sequences of the test, always the same.
-        seed: Of the training sequences; those of validation and test do not depend on it.
-        num_workers: Processes that draw ahead; 0: none.
+        n_train: Sequences per epoch. Every epoch draws new ones.
+        n_val: Validation sequences, always the same.
+        n_test: Test sequences, always the same.
+        seed: Seed of the training sequences. Validation and test sequences do not depend on it.
+        num_workers: Worker processes; 0: none.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -75,7 +76,7 @@ class CopyTask(SyntheticTask):
 
     @property
     def vocab_size(self) -> int:
-        """Symbols and separator."""
+        """Number of symbols plus 1, the separator."""
         return self.n_symbols + 1
 
     def sequences(self, split: str) -> "CopySequences":
@@ -84,12 +85,12 @@ class CopyTask(SyntheticTask):
 
 
 class CopySequences(Dataset[TokenBatch]):
-    """As many sequences as there are integers; the i-th is always the same.
+    """Sequences drawn by index: the i-th is always the same, for any integer i.
 
     Args:
-        words: Fewest and most symbols of a word.
+        words: Minimum and maximum number of symbols in a word.
         n_symbols: Number of symbols.
-        stream: Different streams have different sequences.
+        stream: Number of the random stream. Different streams have different sequences.
     """
 
     def __init__(self, words: tuple[int, int], n_symbols: int, stream: int) -> None:
@@ -110,7 +111,7 @@ class CopySequences(Dataset[TokenBatch]):
         return TokenBatch(inputs, targets, torch.tensor([2 * len(word) + 1 for word in words]))
 
     def _word(self, i: int) -> Tensor:
-        # Mixed by multiplication with odd constants, so that neither (stream, i) pairs nor neighbours collide.
+        # Multiplication by odd constants keeps the seeds of (stream, i) pairs and of neighbours different.
         mixed = (self.stream * 0x9E3779B97F4A7C15 + i * 0xD1B54A32D192ED03) % 2**63
         generator = torch.Generator().manual_seed(mixed)
         least, most = self.words

@@ -1,4 +1,4 @@
-"""Speech corpora: of manifests, of LibriSpeech, and the one that espeak-ng makes."""
+"""Speech corpora: JSON-lines manifests, LibriSpeech, and speech synthesised by espeak-ng."""
 
 import sys
 from pathlib import Path
@@ -9,16 +9,16 @@ from lit_effattn.datamodules.json_data import parse_json
 from lit_effattn.datamodules.phonemes import ESPEAK_PHONES, Lexicon, pronounced
 from lit_effattn.datamodules.utterances import SpeechCorpus, Utterance
 
-_SHOWN = 5  # bad lines of a manifest
+_SHOWN = 5  # bad lines of a manifest that an error names
 
 
 class ManifestLine(NamedTuple):
-    """What a line of a manifest says.
+    """A line of a manifest.
 
     Attributes:
         where: File and line, for errors.
-        utterance: Its phones may be None.
-        text: May be None, if the utterance has phones.
+        utterance: The utterance. Its phones may be None.
+        text: The transcript; may be None if the utterance has phones.
     """
 
     where: str
@@ -27,19 +27,19 @@ class ManifestLine(NamedTuple):
 
 
 def read_manifest(path: Path, *, spoken: bool = True) -> list[ManifestLine]:
-    """Read a manifest in JSON lines, as NeMo's are; what it says besides is ignored.
+    """Read a manifest in JSON lines, the format of NeMo. Other fields are ignored.
 
-    ``{"audio_filepath": "a.wav", "duration": 2.5, "text": "hello"}``: the file, relative to the manifest's folder; its
-    length in seconds; and what is said, or instead of the text ``"phonemes"``, a list or a string with spaces.
-    Optional are "offset", in seconds, where in the file it begins, "speaker" and "id".
+    A line is `{"audio_filepath": "a.wav", "duration": 2.5, "text": "hello"}`: the file, relative to the manifest's
+    folder, its length in seconds, and the transcript. `"phonemes"`, a list or a string with spaces, may replace the
+    text. Optional fields are "offset", the start within the file in seconds, "speaker" and "id".
 
     Args:
         path: The manifest.
-        spoken: Whether every line has to say what is said.
+        spoken: Whether every line must have a text or phonemes.
 
     Raises:
-        FileNotFoundError: If it is not there.
-        ValueError: Names the first bad lines, and what is wrong with them.
+        FileNotFoundError: If the manifest is missing.
+        ValueError: If lines are invalid. The message names the first ones and their faults.
     """
     if not path.is_file():
         raise FileNotFoundError(
@@ -89,7 +89,7 @@ def _manifest_line(line: bytes, where: str, folder: Path, spoken: bool) -> Manif
 
 def _string(fields: dict[str, Any], key: str) -> str | None:
     value = fields.get(key)
-    if isinstance(value, int) and not isinstance(value, bool):  # a speaker's number
+    if isinstance(value, int) and not isinstance(value, bool):  # such as a speaker's number
         value = str(value)
     if value is not None and not (isinstance(value, str) and value.strip()):
         raise ValueError(f"{key}={value!r} must be a string that is not empty")
@@ -126,19 +126,19 @@ def _check_unique(lines: list[ManifestLine]) -> None:
 
 
 class ManifestCorpus(SpeechCorpus):
-    """Utterances that manifests list, as `read_manifest` says: WSJ, or speech of your own.
+    """Utterances listed in manifests (see `read_manifest`), such as WSJ or your own speech.
 
     Args:
-        train: The manifest of the training utterances.
-        val: Of those that validate.
-        test: Of those that test.
-        lexicon: Turns texts into phones: a file in CMUdict's format, whose phones are then the inventory; utterances
-            with words that it lacks are left out, and counted in a warning. Not needed where each line has phonemes;
-            those of the training utterances are then the inventory.
-        stress: Keep the digits of the lexicon's vowels (AH0, AH1) as phones of their own.
+        train: Manifest of the training utterances.
+        val: Manifest of the validation utterances.
+        test: Manifest of the test utterances.
+        lexicon: A file in CMUdict's format that maps words to phones; its phones are the inventory. Utterances with
+            words that it lacks are left out and counted in a warning. Not needed if each line has phonemes; the
+            inventory is then that of the training utterances.
+        stress: Keep the lexicon's stress digits, so that AH0 and AH1 are different phones.
 
     Raises:
-        ValueError: If ``stress`` is given without a lexicon.
+        ValueError: If `stress` is given without a lexicon.
     """
 
     def __init__(self, train: str, val: str, test: str, *, lexicon: str | None = None, stress: bool = False) -> None:
@@ -149,11 +149,11 @@ class ManifestCorpus(SpeechCorpus):
         self._read: dict[str, list[Utterance]] = {}
 
     def prepare(self) -> None:
-        """See that what the arguments name is there and right.
+        """Check that the manifests and the lexicon exist and are valid.
 
         Raises:
-            FileNotFoundError: If it is not there.
-            ValueError: If lines are bad.
+            FileNotFoundError: If one is missing.
+            ValueError: If lines are invalid.
         """
         if self.lexicon is not None:
             self.lexicon.check()
@@ -161,11 +161,11 @@ class ManifestCorpus(SpeechCorpus):
             self.utterances(split)
 
     def utterances(self, split: str) -> list[Utterance]:
-        """Return those of "train", "val" or "test"; ids begin with that.
+        """Return the utterances of "train", "val" or "test". Ids begin with the split's name.
 
         Raises:
-            FileNotFoundError: If the manifest is not there.
-            ValueError: If lines are bad, or have a text though there is no lexicon.
+            FileNotFoundError: If the manifest is missing.
+            ValueError: If lines are invalid, or have a text but no lexicon is given.
         """
         if split not in self._read:
             self._read[split] = self._pronounced(split)
@@ -173,7 +173,7 @@ class ManifestCorpus(SpeechCorpus):
 
     @property
     def phones(self) -> tuple[str, ...]:
-        """The lexicon's, or those of the training utterances, sorted."""
+        """The phones of the lexicon, or else of the training utterances, sorted."""
         if self.lexicon is not None:
             return self.lexicon.phones
         return tuple(sorted({phone for utterance in self.utterances("train") for phone in utterance.phones or ()}))
@@ -198,17 +198,17 @@ class ManifestCorpus(SpeechCorpus):
 
 
 class LibriSpeechCorpus(SpeechCorpus):
-    """LibriSpeech (Panayotov et al. 2015), its words turned into phones by a lexicon.
+    """LibriSpeech (Panayotov et al. 2015), with words mapped to phones by a lexicon.
 
-    Utterances with words that the lexicon lacks are left out, and counted in a warning.
+    Utterances with words that the lexicon lacks are left out and counted in a warning.
 
     Args:
-        root: The folder with LibriSpeech in it, as unpacked: LibriSpeech/train-clean-100/19/198/19-198-0000.flac.
-        lexicon: A file in CMUdict's format; librispeech-lexicon.txt of https://www.openslr.org/11 knows all words.
-        train: Subsets to train on.
-        val: Subsets that validate.
-        test: Subsets that test.
-        stress: Keep the digits of the lexicon's vowels (AH0, AH1) as phones of their own.
+        root: The folder that contains LibriSpeech as unpacked: LibriSpeech/train-clean-100/19/198/19-198-0000.flac.
+        lexicon: A file in CMUdict's format; librispeech-lexicon.txt of https://www.openslr.org/11 has all words.
+        train: Training subsets.
+        val: Validation subsets.
+        test: Test subsets.
+        stress: Keep the lexicon's stress digits, so that AH0 and AH1 are different phones.
     """
 
     def __init__(
@@ -227,10 +227,10 @@ class LibriSpeechCorpus(SpeechCorpus):
         self._read: dict[str, list[Utterance]] = {}
 
     def prepare(self) -> None:
-        """See that the subsets and the lexicon are there.
+        """Check that the subsets and the lexicon exist.
 
         Raises:
-            FileNotFoundError: If they are not; says where one gets them.
+            FileNotFoundError: If one is missing. The message says where to get it.
         """
         self.lexicon.check()
         missing = [
@@ -244,10 +244,10 @@ class LibriSpeechCorpus(SpeechCorpus):
             )
 
     def utterances(self, split: str) -> list[Utterance]:
-        """Return those of "train", "val" or "test".
+        """Return the utterances of "train", "val" or "test".
 
         Raises:
-            FileNotFoundError: If a subset is not there, or an utterance has no transcript.
+            FileNotFoundError: If a subset is missing, or an utterance has no transcript.
             ValueError: If a subset is empty.
         """
         if split not in self._read:
@@ -257,7 +257,7 @@ class LibriSpeechCorpus(SpeechCorpus):
 
     @property
     def phones(self) -> tuple[str, ...]:
-        """The lexicon's, sorted."""
+        """The phones of the lexicon, sorted."""
         return self.lexicon.phones
 
     def _folder(self, subset: str) -> Path:
@@ -280,22 +280,22 @@ def _of_librispeech(folder: Path, metadata: tuple[str, int, str, int, int, int])
 
 
 class EspeakCorpus(SpeechCorpus):
-    """English speech that espeak-ng synthesises: the default, which needs no download.
+    """English speech synthesised by espeak-ng: the default corpus, which needs no download.
 
-    8 dialects, spoken by 13 variants of the voice at several speeds and pitches, and sentences of the documentation of
-    the running Python and its library, cut to 12 words at most. Training, validation and test share no sentence and no
-    variant; they share the dialects, whose phones differ. The phones are those that the synthesis itself reports,
-    mapped to the 46 of `ESPEAK_PHONES`; pauses have no label, so they cannot be got right or wrong. The manifests
-    have the times of the phones, too.
+    The speakers are 8 dialects with 13 voice variants at several speeds and pitches. The sentences are from the
+    documentation of the running Python and its library, in pieces of at most 12 words. The splits share no sentence and
+    no variant; they share the dialects, whose phones differ. The phones are those that the synthesiser reports, mapped
+    to the 46 of `ESPEAK_PHONES`. Pauses have no label, so they are not scored. The manifests also have the times of the
+    phones.
 
-    The same arguments give the same files on the same Python and espeak-ng, which ``about.json`` names.
+    The same arguments give the same files with the same Python and espeak-ng, whose versions are in `about.json`.
 
     Args:
-        root: Folder of the corpus; made by `prepare`, or by ``python -m lit_effattn.datamodules.espeak``.
-        minutes: Of audio; 80 % of it train, 10 % validate, 10 % test.
+        root: Folder of the corpus; made by `prepare`, or by `python -m lit_effattn.datamodules.espeak`.
+        minutes: Minutes of audio: 80 % for training, 10 % for validation, 10 % for test.
 
     Raises:
-        ValueError: If ``minutes`` is not more than 0.
+        ValueError: If `minutes` is not positive.
     """
 
     def __init__(self, root: str = "data/espeak", *, minutes: float = ESPEAK_MINUTES) -> None:
@@ -305,20 +305,20 @@ class EspeakCorpus(SpeechCorpus):
         self.minutes = minutes
 
     def prepare(self) -> None:
-        """Synthesise the corpus if it is not there: an hour in about a minute.
+        """Synthesise the corpus if it does not exist. An hour of audio takes about a minute.
 
         Raises:
-            FileExistsError: If ``root`` holds something else, or another corpus.
-            ModuleNotFoundError: If espeak-ng is not installed; names the extra.
-            ChildProcessError: If it does not work.
+            FileExistsError: If `root` holds other files, or another corpus.
+            ModuleNotFoundError: If espeak-ng is not installed. The message names the extra.
+            ChildProcessError: If espeak-ng fails.
         """
         make_corpus(self.root, self.minutes)
 
     def utterances(self, split: str) -> list[Utterance]:
-        """Return those of "train", "val" or "test", which `prepare` has made."""
+        """Return the utterances of "train", "val" or "test". `prepare` must have been called."""
         return [line.utterance for line in read_manifest(self.root / f"{split}.jsonl")]
 
     @property
     def phones(self) -> tuple[str, ...]:
-        """`ESPEAK_PHONES`, known before there is a corpus."""
+        """`ESPEAK_PHONES`, available before the corpus is made."""
         return ESPEAK_PHONES

@@ -1,4 +1,4 @@
-"""Makes a corpus of English speech that espeak-ng synthesises, with the phones that it says itself to have spoken.
+"""Synthesis of a corpus of English speech with espeak-ng, labelled with the phones that espeak-ng reports.
 
 python -m lit_effattn.datamodules.espeak --help
 """
@@ -31,33 +31,33 @@ from lit_effattn.datamodules.phonemes import espeak_phones
 from lit_effattn.datamodules.text_sources import SPLITS, library_files
 
 FORMAT = 1
-"""Raised when the same arguments would give other files."""
+"""Version of the corpus format. Increment it if the same arguments give different files."""
 
 ESPEAK_MINUTES = 60.0
-"""What `EspeakCorpus` has by default."""
+"""Default length of `EspeakCorpus` in minutes."""
 
 SAMPLE_RATE = 16_000
-ABOUT = "about.json"  # its presence tells a whole corpus
+ABOUT = "about.json"  # present if the corpus is complete
 
-_SHARES = {"test": 0.1, "val": 0.1, "train": 0.8}  # of the minutes; in this order they choose from the sentences
+_SHARES = {"test": 0.1, "val": 0.1, "train": 0.8}  # of the minutes; sentences are assigned in this order
 _DIALECTS = ("en", "en-029", "en-gb-scotland", "en-gb-x-gbclan", "en-gb-x-gbcwmd", "en-gb-x-rp", "en-us", "en-us-nyc")
 _VARIANTS = {  # of the voice
     "train": ("f1", "f3", "f5", "m1", "m2", "m4", "m5", "m7", "m8"),
     "val": ("f2", "m3"),
     "test": ("f4", "m6"),
 }
-_RATES = range(140, 201, 10)  # words a minute
-_PITCHES = range(35, 66, 5)  # of 0 to 99
+_RATES = range(140, 201, 10)  # words per minute
+_PITCHES = range(35, 66, 5)  # espeak-ng's scale is 0 to 99
 
 _LEAST_WORDS, _MOST_WORDS = 4, 12  # of an utterance: about 2 to 6 seconds
 
 
 class Speaker(NamedTuple):
-    """A voice that keeps its speed and pitch.
+    """A voice with a fixed speed and pitch.
 
     Attributes:
-        voice: What espeak-ng calls it: dialect and variant, as in en-us+m1.
-        rate: Words a minute.
+        voice: espeak-ng's name: dialect and variant, as in en-us+m1.
+        rate: Words per minute.
         pitch: 0 to 99.
     """
 
@@ -67,12 +67,12 @@ class Speaker(NamedTuple):
 
 
 class Spoken(NamedTuple):
-    """What espeak-ng made of a text.
+    """A synthesised text.
 
     Attributes:
         samples: (n,) 16-bit integers at `SAMPLE_RATE`.
-        phones: What was said.
-        times: Start and end of each, in seconds.
+        phones: The spoken phones.
+        times: Start and end of each phone, in seconds.
     """
 
     samples: np.ndarray
@@ -81,7 +81,7 @@ class Spoken(NamedTuple):
 
 
 def speakers(split: str) -> list[Speaker]:
-    """Those of a split, in a fixed order: every dialect with each of the split's variants."""
+    """Return the speakers of a split in a fixed order: every dialect with each of the split's variants."""
     voices = [f"{dialect}+{variant}" for variant in _VARIANTS[split] for dialect in _DIALECTS]
     return [_speaker(voices[i]) for i in fixed_order(voices)]
 
@@ -95,10 +95,10 @@ def _speaker(voice: str) -> Speaker:
 
 
 def library_sentences() -> list[list[str]]:
-    """Sentences of the documentation of the running Python and its library, cut into pieces of plain words.
+    """Collect the sentences in the documentation of the running Python and its library, cut into pieces of plain words.
 
     Returns:
-        For each sentence its pieces, in a fixed order; no piece occurs twice.
+        The pieces of each sentence, in a fixed order. No piece occurs twice.
     """
     sentences = {sentence for text in _documentation() for sentence in sentences_of(text)}
     order, seen, found = sorted(sentences), set[str](), []
@@ -118,20 +118,20 @@ def _documentation() -> Iterator[str]:
     for path in library_files(root):
         try:
             tree = ast.parse(path.read_bytes())
-        except SyntaxError:  # deliberate, in what tests and translators of old code read
+        except SyntaxError:  # deliberate, in inputs of tests and of translators of old code
             continue
         yield from docstrings(tree)
 
 
 def docstrings(tree: ast.Module) -> Iterator[str]:
-    """Those of a module, its classes and functions."""
+    """Yield the docstrings of a module, its classes and functions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield ast.get_docstring(node) or ""
 
 
 def sentences_of(text: str) -> Iterator[str]:
-    """The sentences of a text that are plain words, at least four, and end with a full stop; without punctuation."""
+    """Yield the sentences of at least four plain words that end with a full stop, without punctuation."""
     for paragraph in re.split(r"\n\s*\n", text):
         for sentence in re.split(r"(?<=[.:;?!])\s+", paragraph.strip()):
             words = re.sub(r"[,;]", " ", sentence[:-1]).split()
@@ -143,7 +143,7 @@ def sentences_of(text: str) -> Iterator[str]:
 
 
 def cut(sentence: str) -> list[str]:
-    """Pieces of a sentence, as few and as equal in words as possible, of twelve words at most."""
+    """Cut a sentence into as few pieces of at most twelve words as possible, with lengths as equal as possible."""
     words = sentence.split()
     n = math.ceil(len(words) / _MOST_WORDS)
     borders = [len(words) * i // n for i in range(n + 1)]
@@ -154,12 +154,12 @@ def cut(sentence: str) -> list[str]:
 
 
 def espeak_library() -> tuple[str, str | None]:
-    """Where espeak-ng is, and the folder of its data; None: where it looks by itself.
+    """Return the path of espeak-ng's library and the folder of its data; None: the library's default folder.
 
-    The one of the package ``espeakng-loader`` goes before the system's.
+    The library of the package `espeakng-loader` takes precedence over the system's.
 
     Raises:
-        ModuleNotFoundError: If there is neither; says how to get one.
+        ModuleNotFoundError: If there is neither. The message says how to install one.
     """
     if find_spec("espeakng_loader") is not None:
         import espeakng_loader
@@ -174,14 +174,14 @@ def espeak_library() -> tuple[str, str | None]:
 
 
 class Synthesizer:
-    """espeak-ng in a process of its own, which `close` ends: the same texts in the same order give the same audio.
+    """espeak-ng in a separate process, which `close` ends. The same texts in the same order give the same audio.
 
     Attributes:
-        version: Of espeak-ng.
+        version: Version of espeak-ng.
 
     Raises:
-        ModuleNotFoundError: If it is not there.
-        ChildProcessError: If it does not start.
+        ModuleNotFoundError: If espeak-ng is not installed.
+        ChildProcessError: If the process does not start.
     """
 
     def __init__(self) -> None:
@@ -198,11 +198,11 @@ class Synthesizer:
         self._sample_rate: int = hello["sample_rate"]
 
     def say(self, speaker: Speaker, text: str) -> Spoken:
-        """Speak.
+        """Synthesise `text`.
 
         Raises:
-            ChildProcessError: If it has no such voice, or has ended.
-            ValueError: If it makes a sound that `espeak_phones` does not know.
+            ChildProcessError: If espeak-ng has no such voice, or the process has ended.
+            ValueError: If espeak-ng reports a sound that `espeak_phones` does not know.
         """
         request = speaker._asdict() | {"text": text}
         requests = _pipe(self._process.stdin)
@@ -237,7 +237,7 @@ def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
 
 @contextmanager
 def synthesizer() -> Iterator[Synthesizer]:
-    """A `Synthesizer`, closed at the end."""
+    """Start a `Synthesizer` and close it on exit."""
     voice = Synthesizer()
     try:
         yield voice
@@ -248,15 +248,15 @@ def synthesizer() -> Iterator[Synthesizer]:
 def timed_phones(
     sounds: Iterable[tuple[str, int]], n_samples: int, sample_rate: int
 ) -> tuple[list[str], list[tuple[float, float]]]:
-    """The phones that espeak-ng's sounds stand for, and where each starts and ends, in seconds.
+    """Convert espeak-ng's sounds to phones, with the start and end of each in seconds.
 
-    A sound lasts until the next one, pauses included. One that is two phones is halved. A final l or r may last no
-    time: it is the end of its vowel.
+    A sound lasts until the next one, pauses included. A sound of two phones is halved. A final l or r may have length
+    0, since it is the end of its vowel.
 
     Args:
-        sounds: Names, and the samples that they start with.
-        n_samples: Of all.
-        sample_rate: Samples a second.
+        sounds: Names and first samples.
+        n_samples: Total number of samples.
+        sample_rate: Sampling rate in Hz.
     """
     sounds = list(sounds)
     phones, times = list[str](), list[tuple[float, float]]()
@@ -271,7 +271,7 @@ def timed_phones(
 def _resampled(audio: np.ndarray, sample_rate: int) -> np.ndarray:
     from torchaudio.functional import resample
 
-    # In float64, where the order of a sum, which differs between machines, does not show in 16 bits.
+    # In float64 the order of summation, which differs between machines, does not change the 16-bit result.
     samples = resample(torch.from_numpy(audio.astype(np.float64)), sample_rate, SAMPLE_RATE)
     return samples.round().clamp(-(2**15), 2**15 - 1).to(torch.int16).numpy()
 
@@ -280,16 +280,16 @@ def _resampled(audio: np.ndarray, sample_rate: int) -> np.ndarray:
 
 
 def make_corpus(root: Path, minutes: float) -> None:
-    """Make a corpus in a folder, unless it is there already: FLAC files, and a manifest of each split.
+    """Make a corpus in a folder unless it exists: FLAC files, and a manifest for each split.
 
     Args:
         root: The folder.
-        minutes: Of audio; 80 % of it train, 10 % validate, 10 % test.
+        minutes: Minutes of audio: 80 % for training, 10 % for validation, 10 % for test.
 
     Raises:
-        FileExistsError: If the folder has something else in it.
-        ModuleNotFoundError: If espeak-ng is not there.
-        ValueError: If there are too few sentences for so many minutes.
+        FileExistsError: If the folder holds other files.
+        ModuleNotFoundError: If espeak-ng is not installed.
+        ValueError: If there are too few sentences for this length.
     """
     if not minutes > 0:
         raise ValueError(f"minutes={minutes:g} must be more than 0")
@@ -319,7 +319,7 @@ def _make(folder: Path, minutes: float) -> None:
     about: dict[str, Any] = {"format": FORMAT, "minutes": minutes, "python": sys.version.split()[0]}
     with synthesizer() as voice, Progress(transient=True) as bar:
         about["espeak-ng"] = voice.version
-        sentences = iter(library_sentences())  # only now: it takes seconds, and espeak-ng may not be there
+        sentences = iter(library_sentences())  # after espeak-ng has started, since this takes seconds
         task = bar.add_task("Synthesising speech", total=minutes * 60)
         for split, share in _SHARES.items():
             about[split] = _make_split(

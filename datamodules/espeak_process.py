@@ -1,14 +1,14 @@
-"""espeak-ng in a process of its own: a program that reads requests, and writes what was said and how.
+"""A program that runs espeak-ng: it reads requests and writes the spoken phones and the audio.
 
-In its own, because the library keeps something of every utterance that no call resets, so that only a fresh process
-gives the same audio for the same requests; because it sets the locale, and on some errors ends the process. It is run
-by its path and imports nothing but Python's own library, so that it starts in a moment.
+espeak-ng runs in a separate process for three reasons. The library keeps state of every utterance that no call resets,
+so only a new process gives the same audio for the same requests. It sets the locale. It ends the process on some
+errors. This file is run by its path and imports only the standard library, so that it starts fast.
 
     python espeak_process.py LIBRARY [FOLDER_OF_ITS_DATA]
 
-First it writes a line of JSON, {"sample_rate", "version"}. Then, for every line {"voice", "rate", "pitch", "text"}
-read, a line {"phones": [[name, start in samples], ...], "samples"}, followed by that many samples of 16 bits. An error
-is a line {"error"}.
+The program first writes a line of JSON, {"sample_rate", "version"}. For every line {"voice", "rate", "pitch", "text"}
+that it reads, it writes a line {"phones": [[name, start in samples], ...], "samples"}, followed by that many 16-bit
+samples. An error is a line {"error"}.
 """
 
 import ctypes
@@ -50,14 +50,14 @@ _Callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctype
 
 
 class _Espeak:
-    """The library, initialised.
+    """The initialised library.
 
     Args:
-        library: Its path or name.
-        data: The folder that holds espeak-ng-data; None: where the library looks by itself.
+        library: Path or name of the library.
+        data: The folder that holds espeak-ng-data; None: the library's default.
 
     Raises:
-        RuntimeError: If it does not work.
+        RuntimeError: If the library cannot be initialised.
     """
 
     def __init__(self, library: str, data: str | None) -> None:
@@ -71,7 +71,7 @@ class _Espeak:
         self.sample_rate = self.library.espeak_Initialize(_SYNCHRONOUS, _BUFFER_MS, path, options)
         if self.sample_rate <= 0:
             raise RuntimeError(f"{library} finds no data in {data}; if that is a long path, make a shorter one")
-        if hasattr(self.library, "espeak_ng_SetRandSeed"):  # breath is noise, which 1.52 seeds with the time
+        if hasattr(self.library, "espeak_ng_SetRandSeed"):  # version 1.52 seeds breath noise with the time
             self.library.espeak_ng_SetRandSeed(ctypes.c_long(_SEED))
         self.library.espeak_SetSynthCallback(self._callback)
         found = ctypes.c_char_p()
@@ -86,12 +86,12 @@ class _Espeak:
             if events[i].type == _PHONEME:
                 self._phones.append((events[i].id.string.decode(errors="replace"), events[i].sample))
             i += 1
-        return 0  # go on
+        return 0  # continue the synthesis
 
     def say(self, voice: str, rate: int, pitch: int, text: str) -> tuple[list[tuple[str, int]], bytes]:
-        """The names of the sounds of a text and the samples they start with, and 16-bit audio."""
+        """Return the names and first samples of a text's sounds, and the 16-bit audio."""
         variant = voice.partition("+")[2]
-        # The library takes the plain voice if a variant is missing, and does not tell.
+        # The library silently falls back to the plain voice if a variant is missing.
         if self.library.espeak_SetVoiceByName(voice.encode()) or not (self._variants / variant).exists():
             raise RuntimeError(f"espeak-ng {self.version} has no voice {voice!r}")
         self.library.espeak_SetParameter(_RATE, rate, 0)
@@ -105,7 +105,7 @@ class _Espeak:
 
 def _main(library: str, data: str | None = None) -> None:
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # should the library print something, it shall not be among the answers
+    os.dup2(2, 1)  # keeps the library's own output out of the answers
     try:
         espeak = _Espeak(library, data)
         _answer(answers, {"sample_rate": espeak.sample_rate, "version": espeak.version})

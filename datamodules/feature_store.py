@@ -1,4 +1,4 @@
-"""Features of recordings: each is read once, so that faults and statistics are known, and may be kept in a file."""
+"""Features of recordings. Each is read once to find faults and statistics, and may be cached in a file."""
 
 import hashlib
 import json
@@ -21,16 +21,16 @@ from lit_effattn.datamodules.json_data import parse_json
 from lit_effattn.datamodules.utterances import Utterance
 
 FORMAT = 1
-"""Raised when the same recordings would give other files."""
+"""Version of the file format. Increment it if the same recordings give different files."""
 
-_QUICK = 500  # utterances that need no progress bar
+_QUICK = 500  # fewer utterances show no progress bar
 
 
 class Fault(NamedTuple):
-    """Why an utterance is left out.
+    """The reason why an utterance is left out.
 
     Attributes:
-        reason: In a word or two, the same for all that have the same fault.
+        reason: The kind of fault in a word or two, the same for all utterances with this fault.
         message: Names the utterance or its file, the fault and the remedy.
     """
 
@@ -39,13 +39,13 @@ class Fault(NamedTuple):
 
 
 class FeatureReader(NamedTuple):
-    """How a recording becomes features.
+    """Reads a recording and computes its features.
 
     Attributes:
-        filterbanks: What is computed.
-        min_seconds: The shortest recording.
-        max_seconds: The longest.
-        upsample: Whether those of a lower sampling rate are taken.
+        filterbanks: Computes the features.
+        min_seconds: Shortest accepted recording.
+        max_seconds: Longest accepted recording.
+        upsample: Whether recordings of a lower sampling rate are accepted.
     """
 
     filterbanks: Filterbanks
@@ -54,10 +54,10 @@ class FeatureReader(NamedTuple):
     upsample: bool
 
     def __call__(self, utterance: Utterance) -> Tensor:
-        """The features of an utterance, (T, F), T ≥ 1.
+        """Return the features of an utterance, (T, F), T ≥ 1.
 
         Raises:
-            AudioError: As `read_audio`, or if it is shorter than `min_seconds` or a frame.
+            AudioError: As in `read_audio`, or if the utterance is shorter than `min_seconds` or a frame.
         """
         samples = read_audio(
             utterance.audio,
@@ -75,12 +75,12 @@ class FeatureReader(NamedTuple):
 
 
 class Readings(NamedTuple):
-    """What reading each utterance once has shown.
+    """The results of reading each utterance once.
 
     Attributes:
-        n_frames: (n,), of each; 0 for those that have faults.
-        faults: By the number of the utterance.
-        statistics: `moments` of all that each speaker says, and, under None, of everything.
+        n_frames: (n,), frames of each utterance; 0 for utterances with faults.
+        faults: Faults by the index of the utterance.
+        statistics: `moments` of each speaker's utterances, and, under None, of all utterances.
     """
 
     n_frames: np.ndarray
@@ -92,7 +92,7 @@ class Features:
     """The features of utterances, (T, F) each, not normalised.
 
     Attributes:
-        readings: What is known of all of them.
+        readings: Frames, faults and statistics of the utterances.
     """
 
     def __init__(
@@ -101,24 +101,24 @@ class Features:
         self.readings = readings
         self._utterances = utterances
         self._reader = reader
-        self._kept = kept  # the file of (frames of all, F)
+        self._kept = kept  # file of the features, (frames of all utterances, F)
 
     @cached_property
     def _borders(self) -> np.ndarray:
         return np.concatenate([[0], np.cumsum(self.readings.n_frames)])
 
     def __getitem__(self, i: int) -> Tensor:
-        """Those of utterance ``i``, which has no fault."""
+        """Return the features of utterance `i`, which must have no fault."""
         if self._kept is None:
             return self._reader(self._utterances[i])
-        # Mapped anew each time, which is quick: spawned workers would be sent a copy of a whole array that is mapped.
+        # Mapped again on each call, which is fast: a stored memmap would be copied whole to spawned workers.
         shape = (int(self.readings.n_frames[i]), self._reader.filterbanks.n_mels)
         frames = np.memmap(self._kept, np.float32, mode="r", offset=4 * shape[1] * int(self._borders[i]), shape=shape)
         return torch.from_numpy(np.array(frames))
 
 
 def read_features(utterances: Sequence[Utterance], reader: FeatureReader, *, num_workers: int = 0) -> Features:
-    """Read every utterance once. Features are computed whenever they are asked for."""
+    """Read every utterance once. The features are computed again on each access."""
     return Features(utterances, reader, _read(utterances, reader, num_workers, "Reading the audio", None))
 
 
@@ -131,19 +131,19 @@ def stored_features(
     keep: bool,
     num_workers: int = 0,
 ) -> Features:
-    """Read every utterance once, unless an earlier run did, and neither a file nor a setting has changed since.
+    """Read every utterance once, or load the results of an earlier run if no file and no setting has changed.
 
-    Of several processes that ask, one reads, the others wait. The files come into being under another name, and get
-    theirs when they are whole.
+    If several processes call this, one reads and the others wait. The files are written to a temporary folder, which is
+    renamed when they are complete.
 
     Args:
-        utterances: Of one split.
-        reader: How they are read.
-        name: Of the split.
-        folder: Where the files of all runs are.
-        keep: Keep the features too, 4·F bytes a frame, in a file that processes map and share. Otherwise they are
-            computed whenever they are asked for.
-        num_workers: Processes that read; 0: this one.
+        utterances: The utterances of one split.
+        reader: Reads the utterances.
+        name: Name of the split.
+        folder: The cache folder, shared by all runs.
+        keep: Cache the features too, 4·F bytes per frame, in a file that processes map and share. Otherwise they are
+            computed again on each access.
+        num_workers: Worker processes that read; 0: this process.
     """
     store = folder / f"speech-{name}-{_digest(utterances, reader, keep)}"
     cached_folder(store, partial(_make, utterances, reader, keep, num_workers, name), _is_whole)
@@ -165,7 +165,7 @@ def _digest(utterances: Sequence[Utterance], reader: FeatureReader, keep: bool) 
 def _version(path: Path) -> tuple[int, int] | None:
     try:
         status = path.stat()
-    except (OSError, ValueError):  # ValueError: a name that no file can have
+    except (OSError, ValueError):  # ValueError: an invalid file name
         return None
     return status.st_size, status.st_mtime_ns
 
@@ -182,7 +182,7 @@ def _make(
     np.save(folder / "n_frames.npy", readings.n_frames)
     np.save(folder / "statistics.npy", torch.stack(list(readings.statistics.values())).numpy())
     about = {
-        "speakers": list(readings.statistics),  # None among them
+        "speakers": list(readings.statistics),  # includes None
         "faults": readings.faults,
         "sizes": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
     }
@@ -192,7 +192,7 @@ def _make(
 def _is_whole(folder: Path) -> bool:
     try:
         sizes = parse_json((folder / "about.json").read_text())["sizes"]
-    except (FileNotFoundError, ValueError):  # ValueError: no JSON, such as after a loss of power
+    except (FileNotFoundError, ValueError):  # ValueError: invalid JSON, such as after a power failure
         return False
     return all((folder / n).is_file() and (folder / n).stat().st_size == sizes[n] for n in sizes)
 
@@ -229,14 +229,14 @@ def _read(
 def _progress(each: "_Each", num_workers: int, title: str) -> Iterator[Tensor | Fault]:
     from rich.progress import Progress
 
-    # In order, whatever the number of workers; with a generator of its own, since a loader draws a number at its start.
+    # The order does not depend on the workers. A loader draws a number at its start, hence the separate generator.
     loader = DataLoader(each, batch_size=None, num_workers=num_workers, generator=torch.Generator())
     with Progress(transient=True, disable=len(each) < _QUICK) as bar:
         yield from bar.track(loader, total=len(each), description=title)
 
 
 class _Each(Dataset[Any]):
-    """The features of each utterance, or its fault."""
+    """The features or the fault of each utterance."""
 
     def __init__(self, utterances: Sequence[Utterance], reader: FeatureReader) -> None:
         self.utterances = utterances

@@ -1,26 +1,26 @@
-"""Log-mel filterbanks as Kaldi has them, and their mean and variance."""
+"""Kaldi's log-mel filterbanks, and their normalisation by mean and variance."""
 
 import torch
 from torch import Tensor
 
-_LOWEST = 20.0  # Hz, where the first filter begins
+_LOWEST = 20.0  # Hz, lower edge of the first filter
 _SCALE = 2.0**15  # Kaldi's samples are 16-bit integers
-_LEAST_STD = 1e-3  # of a channel, in nats: what varies less does not vary
+_LEAST_STD = 1e-3  # of a channel, in nats: a channel that varies less counts as constant
 
 
 class Filterbanks:
     """x_t = log max(M |FFT(w · preemphasised(s_t − mean s_t))|², ε): Kaldi's `compute-fbank-feats`, without dither.
 
-    s_t are the `frame_ms` of samples from t · `hop_ms` on, on the scale of 16-bit integers; only frames that lie within
-    the recording count (snip-edges). Preemphasis .97, w = Hann^.85 (the Povey window), an FFT of the next power of two,
-    M the triangular filters, equally spaced from 20 Hz to half the sampling rate on the scale
-    mel(f) = 1127 ln(1 + f / 700); ε = 2⁻²³.
+    s_t are the `frame_ms` of samples from t · `hop_ms` on, on the scale of 16-bit integers. Only frames that lie within
+    the recording count (snip-edges). The preemphasis is .97, w = Hann^.85 (the Povey window), and the FFT has the next
+    power of two as its size. M are triangular filters, equally spaced from 20 Hz to half the sampling rate on the scale
+    mel(f) = 1127 ln(1 + f / 700). ε = 2⁻²³.
 
     Args:
-        sample_rate: Of the recordings, in Hz.
+        sample_rate: Sampling rate of the recordings, in Hz.
         n_mels: Number of filters, F.
         frame_ms: Length of a frame in milliseconds.
-        hop_ms: From one frame to the next, in milliseconds.
+        hop_ms: Hop from one frame to the next in milliseconds.
 
     Raises:
         ValueError: If an argument is out of its range, or there are so many filters that some lie between two
@@ -44,7 +44,7 @@ class Filterbanks:
         self.n_mels = n_mels
         self.frame_ms = frame_ms
         self.hop_ms = hop_ms
-        # As torchaudio computes them, so that the numbers of frames agree at any rate.
+        # The formulas of torchaudio, so that the numbers of frames agree at any rate.
         self.frame_samples = int(sample_rate * frame_ms * 0.001)
         self.hop_samples = int(sample_rate * hop_ms * 0.001)
         if self.hop_samples < 1:
@@ -52,7 +52,7 @@ class Filterbanks:
         self._check_filters()
 
     def _check_filters(self) -> None:
-        from torchaudio.compliance import kaldi  # here, since help need not wait for it
+        from torchaudio.compliance import kaldi  # imported here to keep `--help` fast
 
         size = 2 ** (self.frame_samples - 1).bit_length()
         filters, _ = kaldi.get_mel_banks(self.n_mels, size, self.sample_rate, _LOWEST, 0.0, 100.0, -500.0, 1.0)
@@ -64,15 +64,15 @@ class Filterbanks:
 
     @property
     def frame_seconds(self) -> float:
-        """From one frame to the next, in seconds."""
+        """Hop from one frame to the next in seconds."""
         return self.hop_samples / self.sample_rate
 
     def n_frames(self, n_samples: int) -> int:
-        """⌊(n_samples − frame) / hop⌋ + 1, the frames that lie within a recording; 0 if it is shorter than one."""
+        """Return ⌊(n_samples − frame) / hop⌋ + 1, the number of frames in a recording; 0 if it is shorter than one."""
         return max(0, (n_samples - self.frame_samples) // self.hop_samples + 1)
 
     def __call__(self, samples: Tensor) -> Tensor:
-        """The features (T, F), T = ``n_frames(n)``, of samples (n,) in −1 … 1."""
+        """Return the features (T, F), T = `n_frames(n)`, of samples (n,) in −1 … 1."""
         if not self.n_frames(len(samples)):
             return samples.new_empty(0, self.n_mels)
         from torchaudio.compliance import kaldi
@@ -93,20 +93,20 @@ class Filterbanks:
 
 
 def moments(features: Tensor) -> Tensor:
-    """The number of frames of (T, F), their sum and the sum of their squares: (3, F), float64; those of several add."""
+    """Return the count, sum and sum of squares of frames (T, F): (3, F), float64. Moments of several inputs add up."""
     x = features.double()
     return torch.stack([torch.full_like(x[0], len(x)), x.sum(0), x.square().sum(0)])  # (T, F) -> (3, F)
 
 
 def normalized(features: Tensor, statistics: Tensor) -> Tensor:
-    """(x − mean) / max(std, 1e-3), channel by channel, with the mean and deviation of what ``statistics`` are of.
+    """Return (x − mean) / max(std, 1e-3) for each channel, with mean and standard deviation from `statistics`.
 
     Args:
         features: (T, F).
-        statistics: (3, F), `moments`.
+        statistics: (3, F), as returned by `moments`.
 
     Returns:
-        (T, F) of the features' type; a channel that never varies is 0.
+        (T, F) of the features' type. A constant channel becomes 0.
     """
     n, total, squares = statistics
     mean = total / n

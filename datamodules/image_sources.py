@@ -1,4 +1,4 @@
-"""Where the images come from: uint8 arrays of shape (n, H, W, C), or the paths of files, split once and for all."""
+"""Sources of images: uint8 arrays of shape (n, H, W, C), or paths of files, with fixed splits."""
 
 import hashlib
 import math
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".webp")
-PATCH = 32  # side of the crops from photographs, that of CIFAR-10's images
-MAX_PIXELS = 2**26  # of an image file: 8192 × 8192, 270 MB as Pillow holds it
-_TIMEOUT = 3.0  # seconds until a mirror counts as out of reach
+PATCH = 32  # side of the crops from photographs, as in CIFAR-10
+MAX_PIXELS = 2**26  # of an image file: 8192 × 8192, 270 MB in Pillow
+_TIMEOUT = 3.0  # seconds until a mirror counts as unreachable
 
 
 def fixed_order(keys: Iterable[str]) -> list[int]:
-    """An order as good as random that is the same on every machine, with every version of every library."""
+    """Return a pseudo-random order that is the same on every machine and with every library version."""
     digests = [hashlib.sha256(key.encode()).digest() for key in keys]
     return sorted(range(len(digests)), key=digests.__getitem__)
 
 
 def _split_off(images: Tensor, **counts: int) -> dict[str, Tensor]:
-    """Splits of the given names and sizes; the rest is "train"."""
+    """Return splits of the given names and sizes. The rest is "train"."""
     order = fixed_order(str(i) for i in range(len(images)))
     splits = {}
     for name, count in counts.items():
@@ -39,11 +39,11 @@ def _split_off(images: Tensor, **counts: int) -> dict[str, Tensor]:
     return {"train": images[order], **splits}
 
 
-# What comes with scikit-learn
+# Data included in scikit-learn
 
 
 def digits() -> dict[str, Tensor]:
-    """The 1797 digits of 8 × 8 × 1 at levels 0 to 16: 1437 train, 180 validate, 180 test."""
+    """Return the 1797 digits of 8 × 8 × 1 at levels 0 to 16: 1437 for training, 180 for validation, 180 for test."""
     from sklearn.datasets import load_digits
 
     images = torch.from_numpy(load_digits().images.astype(np.uint8)).unsqueeze(-1)  # (1797, 8, 8, 1)
@@ -51,7 +51,7 @@ def digits() -> dict[str, Tensor]:
 
 
 def photos(stride: int) -> dict[str, Tensor]:
-    """Crops of two photographs: the left 5/6 of one train, its right 1/6 validates, the other tests."""
+    """Return crops of two photographs: the left 5/6 of one as "train", its right 1/6 as "val", the other as "test"."""
     from sklearn.datasets import load_sample_images
 
     china, flower = (torch.tensor(image) for image in load_sample_images().images)  # (427, 640, 3) each
@@ -68,12 +68,12 @@ def _crops(photo: Tensor, stride: int) -> Tensor:
     return crops.permute(0, 1, 3, 4, 2).reshape(-1, PATCH, PATCH, 3)
 
 
-# What torchvision downloads
+# Data downloaded by torchvision
 
 
 @dataclass(frozen=True)
 class _Archive:
-    """A file to download, and the files it unpacks to."""
+    """A file to download and the files that it contains."""
 
     urls: tuple[str, ...]
     md5: str
@@ -89,10 +89,10 @@ class _Archive:
         return check_integrity(self.path, self.md5)
 
     def fetch(self) -> None:
-        """Download unless it is here, and unpack.
+        """Download the file if it is missing, and unpack it.
 
         Raises:
-            OSError: If no mirror could deliver it.
+            OSError: If the download failed from all mirrors.
         """
         from torchvision.datasets.utils import download_and_extract_archive
 
@@ -135,12 +135,12 @@ def _cifar10_files(root: Path) -> list[tuple[Path, str]]:
 
 
 def prepare_mnist(root: Path, download: bool) -> None:
-    """See that MNIST's files lie under ``root``; raise FileNotFoundError if they neither do nor can be had."""
+    """Make sure that MNIST's files are in `root`; raise FileNotFoundError if they are missing and not downloaded."""
     _prepare("MNIST", _mnist_archives(root), download)
 
 
 def prepare_cifar10(root: Path, download: bool) -> None:
-    """See that CIFAR-10's files lie under ``root``; raise FileNotFoundError if they neither do nor can be had."""
+    """Make sure that CIFAR-10's files are in `root`; raise FileNotFoundError if they are missing and not downloaded."""
     _prepare("CIFAR-10", _cifar10_archives(root), download)
 
 
@@ -169,7 +169,7 @@ def _not_found(title: str, absent: list[_Archive], reason: str) -> FileNotFoundE
 
 
 def _unreachable(urls: Sequence[str]) -> str:
-    """Why none of the mirrors answers; empty if one does. torchvision's own attempt may hang for minutes."""
+    """Return why no mirror answers, or "" if one does. torchvision's own attempt may hang for minutes."""
     failures = []
     for url in urls:
         if not (failure := _no_answer(url)):
@@ -188,7 +188,7 @@ def _no_answer(url: str) -> str:
         except OSError as error:
             failure[0] = str(error)
 
-    # In a thread: the timeout of a socket does not bound the time its host's name takes to be looked up.
+    # In a thread, since the timeout of a socket does not bound the DNS lookup.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(_TIMEOUT)
@@ -196,7 +196,7 @@ def _no_answer(url: str) -> str:
 
 
 def mnist(root: Path, test: bool) -> dict[str, Tensor]:
-    """MNIST's training images as "train" and "val" (of 60,000: 55,000 and 5,000), or its own test images as "test"."""
+    """Return MNIST's training images as "train" (55,000) and "val" (5,000), or its test images as "test"."""
     from torchvision.datasets import MNIST
 
     part = "t10k" if test else "train"
@@ -213,7 +213,7 @@ def mnist(root: Path, test: bool) -> dict[str, Tensor]:
 
 
 def _idx_shape(path: Path, item: tuple[int, ...]) -> int:
-    """How many items of shape ``item`` an IDX file of bytes holds; ValueError if its size belies its header."""
+    """Return the number of items of shape `item` in an IDX file; raise ValueError if header and size disagree."""
     n_dims = 1 + len(item)
     with path.open("rb") as file:
         header = file.read(4 + 4 * n_dims)
@@ -231,9 +231,9 @@ def _idx_shape(path: Path, item: tuple[int, ...]) -> int:
 
 
 def cifar10(root: Path, test: bool) -> dict[str, Tensor]:
-    """CIFAR-10's training images as "train" and "val" (of 50,000: 48,000 and 2,000), or its own test images as "test".
+    """Return CIFAR-10's training images as "train" (48,000) and "val" (2,000), or its test images as "test".
 
-    Each file must have the MD5 sum it was published with, so counts cannot differ.
+    Each file must have its published MD5 sum, so the counts are certain.
     """
     from torchvision.datasets import CIFAR10
     from torchvision.datasets.utils import calculate_md5
@@ -249,10 +249,10 @@ def cifar10(root: Path, test: bool) -> dict[str, Tensor]:
 
 
 def folder(root: Path) -> dict[str, list[Path]]:
-    """The images of a folder: by its subfolders train, val and test, or a fixed 80, 10 and 10 %.
+    """Return the images of a folder, split by its subfolders train, val and test, or else into a fixed 80/10/10 %.
 
     Raises:
-        FileNotFoundError: If there is no such folder, or not one image in it.
+        FileNotFoundError: If the folder is missing or has no images.
         ValueError: If one or two of the three subfolders are missing, or there are too few images to split.
     """
     names = ("train", "val", "test")
@@ -267,7 +267,7 @@ def folder(root: Path) -> dict[str, list[Path]]:
     paths = _images_in(root)
     if len(paths) < 10:
         raise ValueError(f"{root}: {len(paths)} images are too few to split 80/10/10; add some to have at least 10")
-    # By the hash of its name: an image keeps its place among the others when some are added or removed.
+    # Ordered by the hashes of the names: images keep their relative order when some are added or removed.
     paths = [paths[i] for i in fixed_order(path.relative_to(root).as_posix() for path in paths)]
     held_out = len(paths) // 10
     return {"test": paths[:held_out], "val": paths[held_out : 2 * held_out], "train": paths[2 * held_out :]}
@@ -277,7 +277,7 @@ def _images_in(root: Path) -> list[Path]:
     wanted = " ".join(EXTENSIONS)
     if not root.is_dir():
         raise FileNotFoundError(f"{root.resolve()}: no such folder; root must name one with images ({wanted})")
-    # Names that begin with a dot are what file managers leave behind, not images.
+    # File managers leave files whose names begin with a dot; they are not images.
     paths = [p for p in root.rglob("*") if p.suffix.lower() in EXTENSIONS and not p.name.startswith(".")]
     if not paths:
         raise FileNotFoundError(f"{root.resolve()}: not one image in it or below it ({wanted})")
@@ -285,10 +285,10 @@ def _images_in(root: Path) -> list[Path]:
 
 
 def read_image(path: Path, image_size: int, channels: int, max_pixels: int = MAX_PIXELS) -> Tensor:
-    """The centre square of an image, resized with antialiasing, its transparency ignored: (size, size, channels).
+    """Read an image: its centre square, resized with antialiasing, without transparency: (size, size, channels).
 
     Raises:
-        ValueError: If it cannot be read, or has more than ``max_pixels``.
+        ValueError: If the image cannot be read, or has more than `max_pixels`.
     """
     from PIL import Image
 
@@ -304,18 +304,18 @@ def _decode(path: Path, channels: int, max_pixels: int) -> "Image":
 
     try:
         with Image.open(path) as file:
-            if file.width * file.height > max_pixels:  # known before anything is decoded
+            if file.width * file.height > max_pixels:  # from the header, before decoding
                 raise ValueError(f"{file.width} × {file.height} are more than max_pixels={max_pixels}")
             image = ImageOps.exif_transpose(file)
             if image.mode.startswith("I"):  # 16 bits: `convert` would clip at 255
                 image = Image.fromarray((np.asarray(image) // 256).astype(np.uint8))
             return image.convert("L" if channels == 1 else "RGB")
-    except Exception as error:  # Pillow's decoders raise almost anything on a broken file
+    except Exception as error:  # Pillow's decoders raise many types of exceptions on a broken file
         raise ValueError(f"{path}: not a readable image ({error}); remove it or replace it") from error
 
 
 def verify_images(paths: Sequence[Path], max_pixels: int = MAX_PIXELS) -> None:
-    """Decode every image once; ValueError names the first broken one. A bar shows progress over 2000 and more."""
+    """Decode every image once; ValueError names the first broken one. More than 2000 images show a progress bar."""
     from rich.progress import track
 
     with ThreadPoolExecutor() as pool:

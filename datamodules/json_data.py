@@ -1,14 +1,14 @@
-"""JSON from files, which may be anybody's."""
+"""Parsing of JSON from untrusted files."""
 
 import json
 from typing import Any
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return what JSON says.
+    """Parse JSON.
 
     Raises:
-        ValueError: If it is no JSON, or nested more deeply than Python can follow.
+        ValueError: If the text is not valid JSON, or is nested too deeply for Python's parser.
     """
     try:
         return json.loads(text)

@@ -1,35 +1,35 @@
-"""Batches of samples of like length, so that little of a batch is padding."""
+"""Batches of samples of similar length, which need little padding."""
 
 from collections.abc import Iterator
 
 import numpy as np
 from torch.utils.data import DistributedSampler
 
-_RATIO = 1.1  # of the longest to the shortest length in a bucket
+_RATIO = 1.1  # maximum ratio of the longest to the shortest length in a bucket
 
 
 class LengthBatches(DistributedSampler[list[int]]):
-    """Batches of samples of like length, each process its own share, as a pure function of (seed, epoch).
+    """Batches of samples of similar length, sharded over processes, as a pure function of (seed, epoch).
 
-    The lengths fall into buckets, in each of which the longest is at most 1.1 times the shortest. An epoch shuffles
-    within the buckets, cuts the samples, longest first, into groups of one batch for every process, and shuffles the
-    groups. So every sample comes exactly once an epoch over all processes, the batches of a step have like lengths on
-    all of them, each process has the same number of batches, and every epoch the same number, as `ResumableLoader` and
-    Lightning want it. The sharing out does not change which samples a step has: two processes with batches of half the
-    size see what one sees, up to rounding of the bound.
+    Samples are divided into buckets. In each bucket the longest sample is at most 1.1 times as long as the shortest. An
+    epoch shuffles within the buckets, cuts the samples, longest first, into groups of one batch per process, and
+    shuffles the groups. Over all processes, every sample occurs exactly once per epoch. The batches of a step have
+    similar lengths on all processes. The number of batches is the same on all processes and in every epoch, as
+    `ResumableLoader` and Lightning require. The sharding does not change the samples of a step: two processes with
+    batches of half the size see the same samples as one, up to rounding of the bound.
 
-    ``batch · longest ≤ batch_size`` for every batch, with two exceptions: a sample that is longer than `batch_size` is
-    a batch by itself, and if fewer samples than processes are left over at the end, the shortest ones, each goes into
-    one of the last batches in addition.
+    `batch · longest ≤ batch_size` for every batch, with two exceptions. A sample longer than `batch_size` is a batch by
+    itself. If fewer samples than processes are left over at the end (the shortest ones), each is added to one of the
+    last batches.
 
     Args:
-        lengths: (n,), of the samples, at least 1.
-        batch_size: Positions of a batch of one process, padding included.
-        max_samples: Samples of a batch at most.
+        lengths: (n,), lengths of the samples, at least 1.
+        batch_size: Maximum number of positions in a batch of one process, padding included.
+        max_samples: Maximum number of samples in a batch.
         num_replicas: Number of processes.
-        rank: This process, 0 to ``num_replicas - 1``.
-        shuffle: Draw a new order every epoch, and give sample i in epoch e as the index ``i + e * n``, so that what is
-            drawn for it can be another each time. Otherwise: longest first.
+        rank: This process, 0 to `num_replicas - 1`.
+        shuffle: Draw a new order every epoch, and return sample i in epoch e as the index `i + e * n`, so that its
+            augmentation can depend on the epoch. Otherwise: longest first.
         seed: Seed of the order, 0 or more.
 
     Raises:
@@ -63,7 +63,7 @@ class LengthBatches(DistributedSampler[list[int]]):
         if lengths.min() < 1:
             raise ValueError(f"lengths has {lengths.min()}; a sample has at least one position")
         super().__init__(
-            range(len(lengths)),  # type: ignore[arg-type]  # of the data set, only its length is asked
+            range(len(lengths)),  # type: ignore[arg-type]  # only the length of the data set is used
             num_replicas=num_replicas,
             rank=rank,
             shuffle=shuffle,
@@ -72,7 +72,7 @@ class LengthBatches(DistributedSampler[list[int]]):
         self.lengths = lengths
         self._buckets, longest = _buckets(lengths)
         self._borders = _borders(longest, batch_size, max_samples, num_replicas)
-        self.start = 0  # batches that `ResumableLoader` skips, trained on before the interruption
+        self.start = 0  # batches that `ResumableLoader` skips, since the interrupted run trained on them
 
     def __len__(self) -> int:
         return len(self._borders) - 1
@@ -80,7 +80,7 @@ class LengthBatches(DistributedSampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         n = len(self.lengths)
         if self.shuffle:
-            # A pair as the seed: with a sum, epoch 1 of seed 0 would be epoch 0 of seed 1.
+            # The seed is a pair: with a sum, epoch 1 of seed 0 would equal epoch 0 of seed 1.
             rng = np.random.default_rng((self.seed, self.epoch))
             order = np.lexsort((rng.random(n), self._buckets)) + self.epoch * n
             groups = rng.permutation(len(self))
@@ -91,7 +91,7 @@ class LengthBatches(DistributedSampler[list[int]]):
 
 
 def _buckets(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The bucket of each sample, 0 having the longest; and, of all samples in that order, its bucket's longest."""
+    """Return each sample's bucket, 0 with the longest samples, and, longest sample first, its bucket's longest."""
     order = np.argsort(-lengths, kind="stable")
     buckets, longest = np.empty(len(lengths), int), np.empty(len(lengths), int)
     bucket = -1
@@ -104,7 +104,7 @@ def _buckets(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _borders(longest: np.ndarray, batch_size: int, max_samples: int, num_replicas: int) -> list[int]:
-    """Where groups begin, and the end. Nothing in a group is longer than the bucket of its first sample."""
+    """Return the starts of the groups, and the end. `longest` of its first sample bounds the lengths in a group."""
     borders = [0]
     while borders[-1] < len(longest):
         each = max(1, min(max_samples, batch_size // int(longest[borders[-1]])))

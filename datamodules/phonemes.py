@@ -1,4 +1,4 @@
-"""Which phones there are, which count as the same, and how words become phones."""
+"""Phone inventories, their folding for scoring, and pronunciation lexicons."""
 
 import re
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_effattn.datamodules.utterances import Utterance
 
-_NAMED = 5  # so many of what is wrong are named, the rest is counted
+_NAMED = 5  # items that a message names; the rest is counted
 
 # ------------------------------------------------------------------------------------------------------------- TIMIT
 
@@ -18,8 +18,8 @@ _48 = (
     "uw v vcl w y z zh"
 )
 TIMIT_48 = tuple(_48.split())
-"""What models of TIMIT are trained on: Lee & Hon 1989, "Speaker-independent phone recognition using hidden Markov
-models", table 1."""
+"""The training phones of TIMIT: Lee & Hon 1989, "Speaker-independent phone recognition using hidden Markov models",
+table 1."""
 
 _TO_48 = {
     "ax-h": "ax",
@@ -52,16 +52,16 @@ _TO_39 = {
 
 
 def timit_48(label: str) -> str | None:
-    """What one of TIMIT's 61 labels is among the 48; None for the glottal stop q, which is deleted.
+    """Map one of TIMIT's 61 labels to the 48 phones; None for the glottal stop q, which is deleted.
 
     Raises:
-        KeyError: If it is none of the 61.
+        KeyError: If the label is not one of the 61.
     """
     return None if label == "q" else _TIMIT_61[label]
 
 
 def timit_39(phone: str) -> str:
-    """What one of the 48 counts as when errors are counted; all silences and closures are sil."""
+    """Map one of the 48 phones to the 39 used for scoring. All silences and closures become sil."""
     return _TO_39.get(phone, phone)
 
 
@@ -74,10 +74,11 @@ _VOWELS = "i ɪ e ɛ æ a ɑ ɒ ɔ o ʊ u ʌ ɜ ə aɪ aʊ eɪ oʊ əʊ ɔɪ"  #
 ESPEAK_PHONES = tuple(sorted((_CONSONANTS + " " + _VOWELS).split()))
 """The 46 phones of espeak-ng's English dialects, in IPA, without marks of stress and length.
 
-No two phones of a dialect differ in length alone, but for spellings of one sound (i, iː), so the mark tells nothing.
-What ends in ə, ɹ or l, such as eə, ɔːɹ, əl, is two phones; which of the two it is written as depends on the dialect.
-Variants that are rare or confined to a dialect are folded into their nearest: the weak ᵻ and ɐ into ɪ and ə, the
-rhotic ɚ into ɜ, Scottish ʉ, r and ʍ into u, ɹ and w. What espeak writes for a pause or a transition is no phone.
+The length mark carries no information: no two phones of a dialect differ in length alone, except for spellings of one
+sound (i, iː). Sounds that end in ə, ɹ or l, such as eə, ɔːɹ, əl, are two phones; which of the two spellings occurs
+depends on the dialect. Variants that are rare or confined to a dialect are folded into the nearest phone: the weak ᵻ
+and ɐ into ɪ and ə, the rhotic ɚ into ɜ, Scottish ʉ, r and ʍ into u, ɹ and w. espeak's symbols for pauses and
+transitions are not phones.
 """
 
 _ESPEAK_OTHERS = {
@@ -102,10 +103,10 @@ _ESPEAK = {phone: (phone,) for phone in ESPEAK_PHONES} | {k: tuple(v.split()) fo
 
 
 def espeak_phones(name: str) -> tuple[str, ...]:
-    """What espeak-ng's name of a sound, in IPA, stands for: no, one or two phones of `ESPEAK_PHONES`.
+    """Map espeak-ng's name of a sound, in IPA, to zero, one or two phones of `ESPEAK_PHONES`.
 
     Raises:
-        ValueError: If it is not known.
+        ValueError: If the name is unknown.
     """
     bare = re.sub("[ˈˌː:]", "", name)
     if bare not in _ESPEAK:
@@ -122,14 +123,14 @@ _VARIANT = re.compile(r"(.+)\((\d+)\)")
 
 
 class Lexicon:
-    """Pronunciations in the format of CMUdict: a line a word, ``WORD  P HH OW N Z``, of any case.
+    """Pronunciations in CMUdict's format: one word per line, `WORD  P HH OW N Z`, in any case.
 
-    Lines that begin with ``;;;`` and what follows `` #`` are comments. Of the variants of a word, ``WORD(1)`` and so
-    on, or one word in several lines, the first counts.
+    Lines that begin with `;;;` and text after ` #` are comments. If a word has several variants (`WORD(1)` and so on,
+    or several lines), the first is used.
 
     Args:
         path: The file.
-        stress: Keep the digit that a vowel ends with (AH0, AH1), which makes three phones of each.
+        stress: Keep the stress digit at the end of a vowel (AH0, AH1), which makes three phones of each vowel.
     """
 
     def __init__(self, path: str | Path, *, stress: bool = False) -> None:
@@ -138,14 +139,14 @@ class Lexicon:
 
     @cached_property
     def phones(self) -> tuple[str, ...]:
-        """All that occur in it, sorted."""
+        """All phones in the lexicon, sorted."""
         return tuple(sorted({phone for phones in self._words.values() for phone in phones}))
 
     def check(self) -> None:
-        """See that the file is there.
+        """Check that the file exists.
 
         Raises:
-            FileNotFoundError: If it is not; says where one gets one.
+            FileNotFoundError: If it does not. The message says where to get a lexicon.
         """
         if not self.path.is_file():
             raise FileNotFoundError(
@@ -155,15 +156,15 @@ class Lexicon:
             )
 
     def words(self, text: str) -> list[str]:
-        """The words of a text as the lexicon spells them: without punctuation around them, in capitals."""
+        """Split a text into words in the lexicon's spelling: in capitals, without punctuation around them."""
         stripped = (word.strip('.,;:!?"()[]“”…-–—') for word in text.upper().split())
         return [word for word in stripped if word]
 
     def pronounce(self, words: Iterable[str]) -> tuple[str, ...]:
-        """The phones of words.
+        """Return the phones of words.
 
         Raises:
-            KeyError: If one is unknown.
+            KeyError: If a word is unknown.
         """
         return tuple(phone for word in words for phone in self._words[word])
 
@@ -192,19 +193,19 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        return path.read_text(encoding="latin-1")  # as CMUdict was until 0.7b
+        return path.read_text(encoding="latin-1")  # CMUdict's encoding until 0.7b
 
 
 def pronounced(spoken: Iterable[tuple[Utterance, str | None]], lexicon: Lexicon, name: str) -> list[Utterance]:
-    """Give utterances the phones of their texts; leave out, and count in a warning, those with unknown words.
+    """Add the phones of their texts to utterances. Leave out those with unknown words, and count them in a warning.
 
     Args:
-        spoken: Utterances and what was said in words; None: the utterance has its phones.
-        lexicon: Knows the words.
-        name: Of where they are from, for the warning.
+        spoken: Utterances and their texts; None: the utterance already has phones.
+        lexicon: The lexicon.
+        name: Name of the source, for the warning.
 
     Raises:
-        ValueError: If not one utterance is left.
+        ValueError: If no utterance is left.
     """
     known, unknown, n_left_out = [], dict[str, None](), 0
     for utterance, text in spoken:
@@ -231,7 +232,7 @@ def pronounced(spoken: Iterable[tuple[Utterance, str | None]], lexicon: Lexicon,
 
 
 def first_few(names: Iterable[str], what: str) -> str:
-    """So many of a kind, and the first of them: ``7 words (A, B, C, D, E, …)``."""
+    """Format a count with the first few names: `7 words (A, B, C, D, E, …)`."""
     names = list(names)
     more = ", …" if len(names) > _NAMED else ""
     return f"{len(names)} {what}{'' if len(names) == 1 else 's'} ({', '.join(names[:_NAMED])}{more})"

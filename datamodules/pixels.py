@@ -1,4 +1,4 @@
-"""Images as sequences of integer levels, for models that predict them value after value."""
+"""Images as sequences of integer levels, for autoregressive models."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from lit_effattn.datamodules.sampling import ResumableLoader, ShardedBatches, lo
 
 
 class _Kind(NamedTuple):
-    shape: tuple[int, int, int] | None  # (H, W, C); None: the arguments say
+    shape: tuple[int, int, int] | None  # (H, W, C); None: given by the arguments
     n_levels: int
-    options: tuple[str, ...]  # arguments that other kinds of data refuse
+    options: tuple[str, ...]  # arguments that other kinds of data reject
 
 
 _KINDS = {
@@ -32,33 +32,32 @@ _KINDS = {
 class PixelSequences(LightningDataModule):
     """Images as autoregressive sequences of integer levels.
 
-    A batch is one tensor (B, N) of uint8, N = H·W·C, with levels 0 to ``n_levels - 1`` in raster order: row by row,
-    pixel by pixel, and of each pixel its channels (R, G, B) in turn.
+    A batch is one tensor (B, N) of uint8, N = H·W·C, with levels 0 to `n_levels - 1` in raster order: row by row,
+    pixel by pixel, with the channels (R, G, B) of each pixel in turn.
 
-    The splits do not depend on ``seed``: results of different runs are about the same images. ``predict`` sees the test
-    images.
+    The splits do not depend on `seed`, so different runs are scored on the same images. `predict` uses the test images.
 
     Args:
         dataset: digits: scikit-learn's 1797 digits, 8×8×1 at 17 levels, 1437/180/180 for training, validation and test.
-            photos: 32×32×3 crops of scikit-learn's two photographs; one trains (its left 5/6) and validates (the rest,
-            no pixel shared), the other tests. mnist: 28×28×1, 55,000/5,000/10,000. cifar10: 32×32×3,
+            photos: 32×32×3 crops of scikit-learn's two photographs; one is for training (its left 5/6) and validation
+            (the rest, no pixel shared), the other for test. mnist: 28×28×1, 55,000/5,000/10,000. cifar10: 32×32×3,
             48,000/2,000/10,000. folder: any images; subfolders train, val and test are the splits, otherwise a fixed
             80/10/10 %. digits and photos need no network.
-        root: folder: where the images are (png, jpg, jpeg, webp, bmp, gif or ppm, in subfolders too).
-            mnist, cifar10: where the files are or are downloaded to; default: data.
+        root: folder: folder of the images (png, jpg, jpeg, webp, bmp, gif or ppm, in subfolders too).
+            mnist, cifar10: folder of the files, or for their download; default: data.
         batch_size: Images per step and process.
-        eval_batch_size: The same in validation, test and prediction; default: ``batch_size``.
-        num_workers: Processes that read ahead; 0: none.
-        n_levels: Levels a value is quantised to, 2 up to those of the data (digits 17, others 256), which is the
+        eval_batch_size: The same in validation, test and prediction; default: `batch_size`.
+        num_workers: Worker processes that load data; 0: none.
+        n_levels: Number of levels after quantisation, from 2 to that of the data (digits 17, others 256), which is the
             default: level = ⌊value · n_levels / levels of the data⌋.
         flip: photos, cifar10, folder: mirror each training image left to right with probability 1/2.
-        seed: Of the order of the training images and of their flips.
+        seed: Seed of the order and the flips of the training images.
         image_size: folder: side of the square that images are resized to and centre-cropped; required.
         channels: folder: 3 for colour (default), 1 for grey.
         stride: photos: pixels from one training crop to the next; default: 8.
         download: mnist, cifar10: download files that are missing; default: true.
-        verify: folder: decode every image once before the run, so that a broken one is named at once; default: true.
-        max_pixels: folder: refuse an image of more pixels, which would fill the memory; default: 67,108,864.
+        verify: folder: decode every image once before the run, to find broken ones early; default: true.
+        max_pixels: folder: reject images with more pixels, which would exhaust the memory; default: 67,108,864.
 
     Raises:
         ValueError: If an argument is out of its range or does not apply to the data set.
@@ -126,18 +125,18 @@ class PixelSequences(LightningDataModule):
 
     @property
     def n_levels(self) -> int:
-        """Levels a value takes, 0 to ``n_levels - 1``."""
+        """Number of levels. Values are 0 to `n_levels - 1`."""
         return self._n_levels
 
     def to_images(self, levels: Tensor) -> Tensor:
-        """Sequences of levels (B, N) as images (B, C, H, W) of uint8, 0 to 255."""
+        """Convert sequences of levels (B, N) to images (B, C, H, W) of uint8, 0 to 255."""
         return levels_to_images(levels, self.image_shape, self.n_levels)
 
     def prepare_data(self) -> None:
         """Download what is missing, or decode every image of a folder once.
 
         Raises:
-            FileNotFoundError: If there are no files and no download.
+            FileNotFoundError: If files are missing and not downloaded.
             ValueError: If an image cannot be read.
         """
         if self.dataset == "mnist":
@@ -174,21 +173,21 @@ class PixelSequences(LightningDataModule):
         return {name: ImageArray(images[name], native, self.n_levels) for name in images}
 
     def train_dataloader(self) -> ResumableLoader:
-        """Equal batches in a new order each epoch."""
+        """Return a loader of the training images, in batches of equal size and in a new order each epoch."""
         data = self.splits["train"]
         sampler = self._sampler(data, self.batch_size, shuffle=True, variants=2 if self.flip else 1, drop_last=True)
         return ResumableLoader(data, sampler=sampler, **loader_options(self.num_workers, self.seed))
 
     def val_dataloader(self) -> DataLoader[Tensor]:
-        """Every validation image once."""
+        """Return a loader of every validation image once."""
         return self._eval_dataloader("val")
 
     def test_dataloader(self) -> DataLoader[Tensor]:
-        """Every test image once."""
+        """Return a loader of every test image once."""
         return self._eval_dataloader("test")
 
     def predict_dataloader(self) -> DataLoader[Tensor]:
-        """Every test image once."""
+        """Return a loader of every test image once."""
         return self._eval_dataloader("test")
 
     def _eval_dataloader(self, split: str) -> DataLoader[Tensor]:
@@ -223,7 +222,7 @@ class PixelDataset(Dataset[Tensor], ABC):
 
     @abstractmethod
     def read(self, indices: list[int]) -> Tensor:
-        """Fresh copies of the images (B, H, W, C), uint8."""
+        """Return new copies of the images (B, H, W, C), uint8."""
 
     def __getitem__(self, indices: list[int]) -> Tensor:
         n = len(self)
@@ -244,12 +243,12 @@ class ImageArray(PixelDataset):
         return len(self.images)
 
     def read(self, indices: list[int]) -> Tensor:
-        """Fresh copies of the images (B, H, W, C), uint8."""
-        return self.images[torch.tensor(indices)]  # a list would be looked at number by number
+        """Return new copies of the images (B, H, W, C), uint8."""
+        return self.images[torch.tensor(indices)]  # indexing with a list is slower
 
 
 class ImageFiles(PixelDataset):
-    """Image files, each read when its turn comes."""
+    """Image files, each read on access."""
 
     def __init__(self, paths: list[Path], image_shape: tuple[int, int, int], n_levels: int, max_pixels: int) -> None:
         super().__init__(256, n_levels)
@@ -261,17 +260,17 @@ class ImageFiles(PixelDataset):
         return len(self.paths)
 
     def read(self, indices: list[int]) -> Tensor:
-        """The files, decoded and resized (B, H, W, C), uint8."""
+        """Return the decoded and resized images (B, H, W, C), uint8."""
         paths = [self.paths[i] for i in indices]
         images = [image_sources.read_image(path, self.image_size, self.channels, self.max_pixels) for path in paths]
         return torch.stack(images)
 
 
 def levels_to_images(levels: Tensor, image_shape: tuple[int, int, int], n_levels: int) -> Tensor:
-    """Images to look at: value = level / (n_levels − 1) · 255, rounded.
+    """Convert levels to images for display: value = level / (n_levels − 1) · 255, rounded.
 
     Args:
-        levels: (B, N) integers, 0 to ``n_levels - 1``, in raster order.
+        levels: (B, N) integers, 0 to `n_levels - 1`, in raster order.
         image_shape: (H, W, C), with H·W·C = N.
         n_levels: Number of levels.
 
@@ -290,9 +289,9 @@ def levels_to_images(levels: Tensor, image_shape: tuple[int, int, int], n_levels
 
 
 def images_to_levels(images: Tensor, n_levels: int) -> Tensor:
-    """Images (B, C, H, W) of uint8 as sequences (B, N) of levels, quantised as the data are: ⌊value · n_levels / 256⌋.
+    """Convert images (B, C, H, W) of uint8 to levels (B, N), quantised like the data: ⌊value · n_levels / 256⌋.
 
-    Undoes `levels_to_images` for 17 levels and for every power of two up to 256.
+    Inverts `levels_to_images` for 17 levels and for every power of two up to 256.
     """
     return _quantise(images.permute(0, 2, 3, 1), 256, n_levels).flatten(1)  # (B, C, H, W) -> (B, H, W, C) -> (B, N)
 

@@ -1,4 +1,4 @@
-"""Recordings that a person names: files, folders of them, and manifests."""
+"""Recordings given by the user: files, folders and manifests."""
 
 from pathlib import Path
 
@@ -10,14 +10,14 @@ _MANIFESTS = {".json", ".jsonl"}
 
 
 def recordings(path: Path) -> list[Utterance]:
-    """The recordings that ``path`` names.
+    """Return the recordings that `path` refers to.
 
-    A file is one; of a folder, every file in it and its subfolders that ends like a recording, sorted by name; of a
-    manifest, those of `read_manifest`, whose lines need not say what is said.
+    A file is one recording. A folder gives every file in it and its subfolders with a suffix of audio files, sorted by
+    name. A manifest gives the utterances of `read_manifest`, without the need for text or phonemes.
 
     Raises:
         FileNotFoundError: If there is no such file or folder.
-        ValueError: If the folder has none, or lines of the manifest are bad.
+        ValueError: If the folder has no recordings, or lines of the manifest are invalid.
     """
     if path.is_dir():
         found = sorted(p for p in path.rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file())

@@ -1,4 +1,4 @@
-"""Which samples are in which batch, on which process, and where an interrupted epoch goes on."""
+"""Sharding of samples into batches and over processes, and a loader that resumes an interrupted epoch."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,33 +9,33 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 
 class ShardedBatches(DistributedSampler[list[int]]):
-    """Whole batches of indices, each process its own share, as a pure function of (seed, epoch).
+    """Batches of indices, sharded over processes, as a pure function of (seed, epoch).
 
-    Give it to a loader as ``sampler=`` with ``batch_size=None``: the data set's ``__getitem__`` then gets a list of
-    indices and returns the whole batch. Being a ``DistributedSampler``, it is left alone by Lightning, which
-    otherwise wraps samplers in one that shuffles and repeats samples.
+    Pass it to a loader as `sampler=` with `batch_size=None`: the data set's `__getitem__` then gets a list of indices
+    and returns the whole batch. It is a `DistributedSampler` because Lightning replaces other samplers by one that
+    shuffles and repeats samples.
 
-    With ``drop_last`` (training) all batches are equal and the ragged rest of the epoch is dropped. The samples of the
-    t-th batch of all processes together depend on their number and their batch size by the product alone.
+    With `drop_last` (training) all batches have the same size and the rest of the epoch is dropped. The samples in the
+    t-th batches of all processes together depend only on the product of the number of processes and the batch size.
 
-    Without it (evaluation) every sample comes exactly once over all processes, none is repeated, and still all
-    processes have the same number of batches, since DDP's exchange of buffers hangs where one process has a batch more.
-    Shards are divided as evenly as possible, so batches are a little smaller than ``batch_size``; where a process has
-    fewer samples than another has batches, one of them is larger by one.
+    Without `drop_last` (evaluation) every sample occurs exactly once over all processes. All processes have the same
+    number of batches, since DDP's exchange of buffers hangs if one process has a batch more. Shards are divided as
+    evenly as possible, so batches are a little smaller than `batch_size`. If a process has fewer samples than another
+    has batches, one of the batches is larger by one.
 
     Args:
         n_samples: Size of the data set.
-        batch_size: Samples a process takes at a time.
+        batch_size: Batch size of one process.
         num_replicas: Number of processes.
-        rank: This process, 0 to ``num_replicas - 1``.
+        rank: This process, 0 to `num_replicas - 1`.
         shuffle: Draw a new order every epoch.
         seed: Seed of the order, 0 or more.
-        variants: Each epoch draws for every sample one of its variants 0, 1, …; variant v of sample i is the index
-            ``i + v * n_samples``.
-        drop_last: Drop what does not fill a batch on every process.
+        variants: Number of variants of each sample. Every epoch draws one for each sample; variant v of sample i is the
+            index `i + v * n_samples`.
+        drop_last: Drop samples that do not fill a batch on every process.
 
     Raises:
-        ValueError: If there are too few samples for the processes.
+        ValueError: If an argument is out of its range, or there are too few samples for the processes.
 
     Example:
         >>> list(ShardedBatches(5, 2, num_replicas=1, rank=0, shuffle=False, seed=0, drop_last=False))
@@ -65,7 +65,7 @@ class ShardedBatches(DistributedSampler[list[int]]):
                 f"n_samples={n_samples} cannot give each of {num_replicas} processes {each}; {remedy}, or more samples"
             )
         super().__init__(
-            range(n_samples),  # type: ignore[arg-type]  # of the data set, only its length is asked
+            range(n_samples),  # type: ignore[arg-type]  # only the length of the data set is used
             num_replicas=num_replicas,
             rank=rank,
             shuffle=shuffle,
@@ -75,7 +75,7 @@ class ShardedBatches(DistributedSampler[list[int]]):
         self.n_samples = n_samples
         self.batch_size = batch_size
         self.variants = variants
-        self.start = 0  # batches that `ResumableLoader` skips, trained on before the interruption
+        self.start = 0  # batches that `ResumableLoader` skips, since the interrupted run trained on them
 
     def __len__(self) -> int:
         if self.drop_last:
@@ -95,29 +95,30 @@ class ShardedBatches(DistributedSampler[list[int]]):
         return list(order[:used].reshape(len(self), self.num_replicas, self.batch_size)[:, self.rank])
 
     def _order(self) -> np.ndarray:
-        # A pair as the seed: with a sum, epoch 1 of seed 0 would be epoch 0 of seed 1.
+        # The seed is a pair: with a sum, epoch 1 of seed 0 would equal epoch 0 of seed 1.
         rng = np.random.default_rng((self.seed, self.epoch))
         order = rng.permutation(self.n_samples) if self.shuffle else np.arange(self.n_samples)
         return order + self.n_samples * rng.integers(self.variants, size=self.n_samples)
 
 
 class ResumableLoader(DataLoader[Any]):
-    """A loader over `ShardedBatches`, or `InOrder`, that goes on, after an interruption, with exactly the next batch.
+    """A loader over `ShardedBatches` or `InOrder` that resumes an interrupted epoch with exactly the next batch.
 
-    Its state is the epoch and the number of batches it gave out, whatever the number of workers, which may change.
-    It is the same on every process, so that the one Lightning saves, of the first process, fits all.
+    Its state is the epoch and the number of batches returned. It does not depend on the number of workers, which may
+    change. It is the same on every process, so the first process's state, which Lightning saves, is valid for all.
 
-    Lightning makes the iterator before it says which epoch it is for, and stops at the last batch without asking for
-    one more. A loader whose workers fetch ahead at once, or which takes an epoch for unfinished until then (torchdata's
-    ``StatefulDataLoader``), thus repeats or loses batches from the second epoch on. Hence ``__iter__`` is a generator:
-    nothing happens before the first batch is asked for; and a state belongs to its epoch: for another it is void.
+    Lightning creates the iterator before it sets the epoch, and stops after the last batch without a further `next`. A
+    loader whose workers prefetch at once, or which takes an epoch as unfinished until that `next` (torchdata's
+    `StatefulDataLoader`), therefore repeats or loses batches from the second epoch on. For this reason `__iter__` is a
+    generator, which does nothing before the first batch is requested, and a state is ignored in other epochs than its
+    own.
 
     Raises:
         ValueError: On the first batch, if the interrupted epoch had another number of batches than this one.
     """
 
     sampler: ShardedBatches
-    _epoch = 0  # of the latest iteration, whose next batch is number `_batches`
+    _epoch = 0  # epoch of the latest iteration, whose next batch has index `_batches`
     _batches = 0
     _loaded: dict[str, int] | None = None
 
@@ -140,23 +141,23 @@ class ResumableLoader(DataLoader[Any]):
         return state["batches"]
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, the batches given out in it, and how many it has."""
+        """Return the epoch, the number of batches returned in it, and its total number of batches."""
         return {"epoch": self._epoch, "batches": self._batches, "n_batches": len(self)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken."""
+        """Resume from the position in `state_dict`."""
         self._loaded = dict(state_dict)
         self._epoch, self._batches = state_dict["epoch"], state_dict["batches"]
         self.sampler.set_epoch(self._epoch)
 
 
 def loader_options(num_workers: int, seed: int = 0) -> dict[str, Any]:
-    """Options of every loader whose sampler forms whole batches."""
+    """Return the options of a loader whose sampler returns whole batches."""
     return {
         "batch_size": None,  # the sampler forms the batches
         "num_workers": num_workers,
         "persistent_workers": num_workers > 0,
         "pin_memory": torch.cuda.is_available(),
-        # Its own: loaders draw a number at each start, which would shift torch's global random state.
+        # A separate generator: loaders draw a number at each start, which would change torch's global random state.
         "generator": torch.Generator().manual_seed(seed),
     }

@@ -1,4 +1,4 @@
-"""The sorting task: name the types of a long stream by how frequent they were (Martins et al. 2022, section 4.1)."""
+"""The sorting task: list a long stream's token types by frequency (Martins et al. 2022, section 4.1)."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from lit_effattn.datamodules.tokens import IGNORE, TokenBatch
 
 SEPARATOR = 0
 
-_EMPTY = -1  # in place of a sequence's number: an empty row
+_EMPTY = -1  # index of an empty row, instead of a sequence's
 
 
 class SortingTask(SyntheticTask):
@@ -20,31 +20,31 @@ class SortingTask(SyntheticTask):
 
         x_i ~ (1 − r) p_0 + r p_1,  r = i / length,  0 ≤ i < length
 
-    p_0 and p_1 are n_types whole numbers from 1 to 9 each, drawn anew for each sequence and normalised. Types of equal
-    frequency are named in the order of their first appearance, those that never appeared last, by their number. The
-    token of type k is k + 1, the separator's is 0.
+    p_0 and p_1 are n_types integers from 1 to 9 each, drawn for each sequence and normalised. Types of equal frequency
+    are ordered by their first appearance. Types that do not occur come last, ordered by number. The token of type k is
+    k + 1, the separator's is 0.
 
-    A batch is a `TokenBatch` with one segment of each of `batch_size` sequences, all in step; `fresh` marks the first
-    of a sequence. The callback `MemoryCarry` takes the memory from segment to segment. Only the n_types answers are
-    scored. Where a sequence is not a multiple of `segment_len`, its *first* segment is shorter, so that the last is
-    full: under truncated back-propagation that one alone has a gradient. With as many `accumulate_grad_batches` as a
-    sequence has segments there is one optimiser step for each. For back-propagation through all, leave out
-    `segment_len`: then a batch has whole sequences.
+    A batch is a `TokenBatch` with one segment of each of `batch_size` sequences, at the same position in all of them;
+    `fresh` marks the first segment of a sequence. The callback `MemoryCarry` carries the memory from segment to
+    segment. Only the n_types answers are scored. If the length of a sequence is not a multiple of `segment_len`, its
+    *first* segment is shorter, so that the last is full: with truncated back-propagation only the last has a gradient.
+    With `accumulate_grad_batches` equal to the number of segments there is one optimiser step per sequence. For
+    back-propagation through the whole sequence, set `segment_len` to null: a batch then has whole sequences.
 
-    A model that knows nothing gets 1/n Σ 1/k of the answers, .18 of 20, and one that counts what it can see gets what
-    `counting_accuracy` says.
+    A model that guesses reaches an accuracy of 1/n Σ 1/k, .18 for 20 types. A model that counts the tokens it sees
+    reaches `counting_accuracy`.
 
     Args:
-        length: Tokens of a stream, without separator and answers. The paper has 4k, 8k and 16k.
-        n_types: Types.
-        segment_len: Most tokens a segment has; null: all.
-        batch_size: Sequences a step and process.
+        length: Tokens of a stream, without separator and answers. The paper uses 4k, 8k and 16k.
+        n_types: Number of types.
+        segment_len: Maximum length of a segment in tokens; null: the whole sequence.
+        batch_size: Sequences per step and process.
         eval_batch_size: The same in validation, test and prediction. Default: `batch_size`.
-        n_train: Sequences of an epoch; every epoch draws new ones.
-        n_val: Sequences of validation, always the same.
-        n_test: Sequences of the test, always the same.
-        seed: Of the training sequences; those of validation and test do not depend on it.
-        num_workers: Processes that draw ahead; 0: none.
+        n_train: Sequences per epoch. Every epoch draws new ones.
+        n_val: Validation sequences, always the same.
+        n_test: Test sequences, always the same.
+        seed: Seed of the training sequences. Validation and test sequences do not depend on it.
+        num_workers: Worker processes; 0: none.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -92,7 +92,7 @@ class SortingTask(SyntheticTask):
 
     @property
     def vocab_size(self) -> int:
-        """Types and separator."""
+        """Number of types plus 1, the separator."""
         return self.n_types + 1
 
     def sequences(self, split: str) -> "SortingSequences":
@@ -104,13 +104,13 @@ class SortingTask(SyntheticTask):
 
 
 class SortingSequences(Dataset[TokenBatch]):
-    """As many sequences as there are integers; the i-th is always the same.
+    """Sequences drawn by index: the i-th is always the same, for any non-negative integer i.
 
     Args:
         length: Tokens of a stream.
-        n_types: Types.
-        segment_len: Most tokens a segment has.
-        stream: Different streams have different sequences.
+        n_types: Number of types.
+        segment_len: Maximum length of a segment in tokens.
+        stream: Number of the random stream. Different streams have different sequences.
     """
 
     def __init__(self, length: int, n_types: int, segment_len: int, stream: int) -> None:
@@ -121,7 +121,7 @@ class SortingSequences(Dataset[TokenBatch]):
 
     @property
     def n_segments(self) -> int:
-        """Segments of a sequence, which reads length + n_types tokens: the last answer is not read."""
+        """Segments of a sequence. Its input has length + n_types tokens, since the last answer is not read."""
         return -(-(self.length + self.n_types) // self.segment_len)
 
     def types(self, i: int) -> np.ndarray:
@@ -130,12 +130,12 @@ class SortingSequences(Dataset[TokenBatch]):
         weights = rng.integers(1, 10, (2, self.n_types))
         ends = weights.cumsum(1) / weights.sum(1, keepdims=True)
         late = rng.random(self.length) < np.arange(self.length) / self.length
-        # The last end is exactly 1, which no draw reaches.
+        # The last end is exactly 1, and every draw is below 1.
         drawn = rng.random(self.length)
         return np.where(late, *(np.searchsorted(end, drawn, side="right") for end in ends[::-1]))
 
     def __getitem__(self, item: tuple[list[int], int]) -> TokenBatch:
-        """Return the segment item[1] of the sequences item[0]."""
+        """Return segment item[1] of the sequences item[0]."""
         indices, segment = item
         end = self.length + self.n_types - (self.n_segments - 1 - segment) * self.segment_len
         begin = max(0, end - self.segment_len)
@@ -160,25 +160,25 @@ class SortingSequences(Dataset[TokenBatch]):
 
 
 class Segments(DistributedSampler[tuple[list[int], int]]):
-    """Every batch of sequences, as many times as a sequence has segments; Lightning leaves such a sampler alone.
+    """A sampler that returns every batch of sequences once per segment. Lightning does not replace such a sampler.
 
-    Memories go from row to row, so all batches have equally many rows: where one has fewer sequences than another, the
-    last rows are empty.
+    Memories are carried by row, so all batches have the same number of rows. If a batch has fewer sequences, its last
+    rows are empty.
     """
 
     def __init__(self, batches: ShardedBatches, n_segments: int) -> None:
         super().__init__(
-            range(batches.n_samples),  # type: ignore[arg-type]  # of the data set, only its length is asked
+            range(batches.n_samples),  # type: ignore[arg-type]  # only the length of the data set is used
             num_replicas=batches.num_replicas,
             rank=batches.rank,
             shuffle=batches.shuffle,
         )
         self.batches = batches
         self.n_segments = n_segments
-        self.start = 0  # batches that `ResumableLoader` skips, trained on before the interruption
+        self.start = 0  # batches that `ResumableLoader` skips, since the interrupted run trained on them
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw the order of this epoch."""
+        """Set the epoch, which determines the order."""
         super().set_epoch(epoch)
         self.batches.set_epoch(epoch)
 
@@ -197,9 +197,9 @@ class Segments(DistributedSampler[tuple[list[int], int]]):
 
 
 def by_frequency(types: np.ndarray, n_types: int) -> np.ndarray:
-    """Order all types by how often they are among `types`, the most frequent first: (n_types,).
+    """Order all types by their frequency in `types`, the most frequent first: (n_types,).
 
-    Equally frequent ones are in the order of their first appearance, those that are absent in that of their numbers.
+    Types of equal frequency are ordered by their first appearance, absent types by number.
     """
     counts = np.bincount(types, minlength=n_types)
     first = len(types) + np.arange(n_types)
@@ -209,15 +209,15 @@ def by_frequency(types: np.ndarray, n_types: int) -> np.ndarray:
 
 
 def counting_accuracy(streams: np.ndarray, n_types: int, last: int) -> float:
-    """Return how many answers are right if one counts the `last` tokens of each stream: what a short memory can reach.
+    """Return the accuracy of counting the `last` tokens of each stream: the upper bound for a short memory.
 
-    As in the task, the answer after some right ones is sought: the type that is most frequent among the tokens seen, of
-    those that have not been named.
+    As in the task, each answer is given after the correct previous ones: the most frequent type among the tokens seen,
+    of the types not listed yet.
 
     Args:
         streams: (S, length) types.
         n_types: Number of types.
-        last: Tokens seen before the separator; all, if there are fewer.
+        last: Tokens seen before the separator. If the stream has fewer, all are seen.
     """
     right = 0
     for types in streams:

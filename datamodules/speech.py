@@ -1,4 +1,4 @@
-"""Speech as filterbanks, and the phones that are said."""
+"""Speech as filterbanks, with phone labels."""
 
 import zlib
 from collections.abc import Sequence
@@ -26,53 +26,55 @@ from lit_effattn.datamodules.sampling import ResumableLoader, loader_options
 from lit_effattn.datamodules.utterances import BLANK, SpeechBatch, SpeechCorpus, Utterance
 
 _SPLITS_OF = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("test",)}
-_NAMED = 3  # faults of a kind that a warning names
+_NAMED = 3  # faults of each kind that a warning names
 
 
 class SpeechData(LightningDataModule):
-    """Utterances as log-mel filterbanks, 25 ms every 10 ms, with the phones that are said in them.
+    """Utterances as log-mel filterbanks, 25 ms every 10 ms, with phone labels.
 
-    A batch is a `SpeechBatch`: utterances of like length, padded on the right with 0, which is the mean unless
-    ``normalize=null``. Batches are a pure function of (seed, epoch), as many on every process, and an interrupted epoch
-    goes on with the next one. In validation, test and prediction every utterance comes exactly once over all processes,
-    the longest first.
+    A batch is a `SpeechBatch`: utterances of similar length, padded on the right with 0, which is the mean unless
+    `normalize=null`. Batches are a pure function of (seed, epoch), and every process has the same number of them. An
+    interrupted epoch resumes with the next batch. In validation, test and prediction every utterance occurs exactly
+    once over all processes, the longest first.
 
-    All recordings are read once before the first run with them (again if a file or a setting has changed), so that what
-    cannot be used is known and named at once, counted by reason, and left out: a file that is missing, empty,
-    unreadable, of several channels, too long or short, or of a lower sampling rate; an utterance whose phones are not
-    known or not in the inventory; and, of training only, one that is shorter than its phones, since CTC needs
-    ⌈T / `subsampling`⌉ ≥ phones + pairs of equal neighbours. Validation and test keep the latter: the error rate of
-    what is recognised is defined. What these leave out is not in the score, as the warning says.
+    All recordings are read once before their first run (again if a file or a setting has changed). Unusable utterances
+    are left out, and a warning counts them by reason and names the first few. A file is unusable if it is missing,
+    empty or unreadable, has several channels, is too long or too short, or has a lower sampling rate. An utterance is
+    unusable if its phones are unknown or not in the inventory. In training, an utterance is also left out if it is too
+    short for its phones, since CTC needs ⌈T / `subsampling`⌉ ≥ phones + pairs of equal neighbours. Validation and test
+    keep such utterances, whose error rate is defined. Other utterances that these leave out are not in the score, as
+    the warning says.
 
     Args:
-        corpus: The utterances, and the inventory of phones. Default: EspeakCorpus, which needs no download.
-        n_mels: F, filters; 40 in most papers, or 80.
-        sample_rate: In Hz; recordings of a higher rate are resampled.
-        normalize: Over what the mean of each filter is made 0 and its variance 1. speaker: all that he or she says in
-            the split (an utterance without speaker by itself). utterance: each by itself. corpus: the training
-            utterances, whose statistics are in the checkpoint. null: nothing.
-        batch_frames: B · T at most, frames of a batch of one process in training, padding included. A longer utterance
+        corpus: The utterances and the inventory of phones. Default: EspeakCorpus, which needs no download.
+        n_mels: F, number of filters; 40 in most papers, or 80.
+        sample_rate: Sampling rate in Hz. Recordings of a higher rate are resampled.
+        normalize: Utterances over which each filter's mean is set to 0 and its variance to 1. speaker: all utterances
+            of a speaker in the split (an utterance without speaker by itself). utterance: each by itself. corpus: the
+            training utterances, whose statistics are in the checkpoint. null: no normalisation.
+        batch_frames: Maximum of B · T, the frames of one process's training batch, padding included. A longer utterance
             is a batch by itself.
-        eval_batch_frames: The same in validation, test and prediction. Default: ``batch_frames``.
-        batch_utterances: B at most, in all of them.
-        subsampling: Frames that the model takes for one; excludes training utterances that are then too short.
-        spec_augment: Hides parts of the training utterances, others each epoch, as a pure function of (seed, epoch,
-            utterance). Default: no.
-        cache: Keep the features in a file that processes share, 4·F bytes a frame (58 MB an hour at 40 filters).
-            Otherwise they are computed whenever an utterance is asked for.
-        cache_dir: Folder for what was read; may be deleted at any time. Default: lit-effattn in $XDG_CACHE_HOME, that
-            is in ~/.cache.
+        eval_batch_frames: The same in validation, test and prediction. Default: `batch_frames`.
+        batch_utterances: Maximum of B, in training and evaluation.
+        subsampling: Subsampling factor of the model, in frames. Training utterances that it makes too short are left
+            out.
+        spec_augment: Masks parts of the training utterances, different ones each epoch, as a pure function of (seed,
+            epoch, utterance). Default: none.
+        cache: Cache the features in a file that processes share, 4·F bytes per frame (58 MB per hour at 40 filters).
+            Otherwise they are computed again on each access.
+        cache_dir: Cache folder; may be deleted at any time. Default: lit-effattn in $XDG_CACHE_HOME, which defaults to
+            ~/.cache.
         min_seconds: Shortest utterance.
         max_seconds: Longest utterance.
-        upsample: Take recordings of a lower sampling rate, too, whose upper band is then empty.
-        audio: predict: what to recognise instead of the test split: a file, a folder of files, or a JSON-lines manifest
-            as `ManifestCorpus` reads them, which need not say what is said; or several of these. What cannot be used
-            is refused, not left out. The corpus is then not needed.
-        seed: Of the order of the training utterances, and of what `spec_augment` hides.
-        num_workers: Processes that read ahead; 0: none.
+        upsample: Also accept recordings of a lower sampling rate, whose upper band is then empty.
+        audio: predict: recordings to recognise instead of the test split: a file, a folder of files, a JSON-lines
+            manifest as in `ManifestCorpus`, but text and phonemes are optional; or several of these. Unusable
+            recordings raise an error and are not left out. The corpus is then not needed.
+        seed: Seed of the order of the training utterances and of `spec_augment`.
+        num_workers: Worker processes that load data; 0: none.
 
     Attributes:
-        left_out: Of each split that was set up, why utterances are left out; the warnings name the first few.
+        left_out: For each split that was set up, the reasons why utterances are left out.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -100,7 +102,7 @@ class SpeechData(LightningDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
-        # Without what is no plain data, which would make checkpoints unreadable with weights_only.
+        # Without objects that are not plain data: checkpoints could not be read with `weights_only`.
         self.save_hyperparameters(logger=False, ignore=["corpus", "spec_augment"])
         _check_at_least(1, batch_frames=batch_frames, eval_batch_frames=eval_batch_frames)
         _check_at_least(1, batch_utterances=batch_utterances, subsampling=subsampling)
@@ -133,34 +135,34 @@ class SpeechData(LightningDataModule):
 
     @property
     def n_mels(self) -> int:
-        """F, filters."""
+        """F, the number of filters."""
         return self.filterbanks.n_mels
 
     @property
     def phones(self) -> list[str]:
-        """The inventory: label i + 1 of a batch is phone i."""
+        """The inventory of phones. Label i + 1 of a batch is phone i."""
         return list(self.corpus.phones)
 
     @property
     def folded(self) -> list[str]:
-        """What each phone counts as when errors are counted; "" counts as nothing."""
+        """The phone that each phone is scored as; "": not scored."""
         return list(self.corpus.folded)
 
     @property
     def frame_seconds(self) -> float:
-        """From one frame to the next, in seconds."""
+        """Hop from one frame to the next in seconds."""
         return self.filterbanks.frame_seconds
 
     def prepare_data(self) -> None:
-        """Make the corpus, if it can be made, or say what is missing."""
+        """Make the corpus if possible, or raise an error that names the missing files."""
         if self.audio is None:
             self.corpus.prepare()
 
     def setup(self, stage: str) -> None:
-        """Read the recordings, unless an earlier run did, and say what there is and what is left out.
+        """Read the recordings, or load an earlier run's results, and report the utterances found and left out.
 
         Raises:
-            ValueError: If a split has no utterance that can be used, or something that `audio` names cannot be used.
+            ValueError: If a split has no usable utterance, or a recording of `audio` is unusable.
         """
         if overfit_batches := getattr(self.trainer, "overfit_batches", 0):
             raise ValueError(
@@ -201,7 +203,7 @@ class SpeechData(LightningDataModule):
         labels: "_Labels",
         faults: dict[int, Fault],
     ) -> dict[int, Fault]:
-        """Which are left out for having fewer frames than phones; validation and test keep them, and say so."""
+        """Return the utterances to leave out for too few frames. Validation and test keep them, with a warning."""
         short = labels.short(utterances, -(-n_frames // self.subsampling))
         short = {i: fault for i, fault in short.items() if i not in faults}
         if split == "train":
@@ -243,21 +245,21 @@ class SpeechData(LightningDataModule):
         return Split(utterances, [[] for _ in utterances], features, np.arange(len(utterances)))
 
     def train_dataloader(self) -> ResumableLoader:
-        """Every utterance once an epoch, in other batches each."""
+        """Return a loader of every training utterance once per epoch, in different batches each epoch."""
         data = self._dataset("train", self.spec_augment)
         sampler = self._sampler(data, self.batch_frames, shuffle=True)
         return ResumableLoader(data, sampler=sampler, **loader_options(self.num_workers, self.seed))
 
     def val_dataloader(self) -> DataLoader[SpeechBatch]:
-        """Every validation utterance once."""
+        """Return a loader of every validation utterance once."""
         return self._eval_dataloader("val")
 
     def test_dataloader(self) -> DataLoader[SpeechBatch]:
-        """Every test utterance once."""
+        """Return a loader of every test utterance once."""
         return self._eval_dataloader("test")
 
     def predict_dataloader(self) -> DataLoader[SpeechBatch]:
-        """Everything that `audio` names once, or every test utterance."""
+        """Return a loader of every recording of `audio` once, or of every test utterance."""
         return self._eval_dataloader("predict")
 
     def _eval_dataloader(self, split: str) -> DataLoader[SpeechBatch]:
@@ -266,8 +268,8 @@ class SpeechData(LightningDataModule):
         return DataLoader(data, sampler=sampler, **loader_options(self.num_workers, self.seed))
 
     def _dataset(self, split: str, augment: SpecAugment | None) -> "SpeechUtterances":
-        of_split = self._splits[split]  # first: before `setup`, Lightning's __str__ may ask, and nothing is to be read
-        # Only now, since what a checkpoint says of the statistics comes after `setup`.
+        of_split = self._splits[split]  # first: fails before `setup`, so that Lightning's __str__ reads no recordings
+        # Not in `setup`, since a checkpoint's statistics are loaded after it.
         of_corpus = self.normalize == "corpus"
         statistics: dict[str | None, Tensor] | None = {None: self._corpus_statistics()} if of_corpus else None
         return SpeechUtterances(of_split, self.normalize, statistics, augment, self.seed)
@@ -294,15 +296,15 @@ class SpeechData(LightningDataModule):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What the labels mean, and what the features are."""
+        """Return the inventory of phones and the settings of the features."""
         state: dict[str, Any] = {"phones": self.phones, "features": repr(self.filterbanks)}
         return state | ({"statistics": self._corpus_statistics()} if self.normalize == "corpus" else {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the training utterances' statistics from a checkpoint.
+        """Load the statistics of the training utterances from a checkpoint.
 
         Raises:
-            ValueError: If its labels or features mean something else.
+            ValueError: If the checkpoint's labels or features differ.
         """
         if state_dict["features"] != repr(self.filterbanks):
             raise ValueError(
@@ -322,10 +324,10 @@ class Split(NamedTuple):
     """The utterances of a split.
 
     Attributes:
-        utterances: All of them.
-        labels: Of each; none of those whose phones are not known or not in the inventory.
-        features: Of each.
-        kept: (n,), the numbers of those that are not left out.
+        utterances: All utterances.
+        labels: Labels of each utterance; empty if its phones are unknown or not in the inventory.
+        features: Features of each utterance.
+        kept: (n,), the indices of the utterances that are not left out.
     """
 
     utterances: list[Utterance]
@@ -335,14 +337,14 @@ class Split(NamedTuple):
 
 
 class SpeechUtterances(Dataset[SpeechBatch]):
-    """A list of indices gives the batch; of n utterances, index i + e · n is utterance i in epoch e.
+    """A data set that maps a list of indices to a batch. With n utterances, index i + e · n is utterance i in epoch e.
 
     Args:
         split: The utterances.
         normalize: As in `SpeechData`.
-        statistics: `moments` to normalise with, by speaker, and under None for all. Default: those of the split.
-        augment: Hides parts of the features.
-        seed: Of what it hides.
+        statistics: `moments` for the normalisation, by speaker, and under None for all. Default: those of the split.
+        augment: Masks parts of the features.
+        seed: Seed of `augment`.
     """
 
     def __init__(
@@ -364,7 +366,7 @@ class SpeechUtterances(Dataset[SpeechBatch]):
 
     @property
     def n_frames(self) -> np.ndarray:
-        """(n,), frames of each."""
+        """(n,), frames of each utterance."""
         return self.split.features.readings.n_frames[self.split.kept]
 
     def __getitem__(self, indices: list[int]) -> SpeechBatch:
@@ -385,7 +387,7 @@ class SpeechUtterances(Dataset[SpeechBatch]):
         features = self._normalized(utterance, self.split.features[i])
         if self.augment is None:
             return features
-        # By name: what is hidden of an utterance does not depend on which others there are.
+        # Seeded by the id: the masks of an utterance do not depend on the other utterances.
         name = zlib.crc32(utterance.id.encode(errors="surrogatepass"))
         return self.augment(features, np.random.default_rng((self.seed, epoch, name)))
 
@@ -399,7 +401,7 @@ class SpeechUtterances(Dataset[SpeechBatch]):
 
 
 class _Labels:
-    """The labels of phones, and which utterances they do not fit."""
+    """Maps phones to labels, and finds utterances without valid labels."""
 
     def __init__(self, phones: Sequence[str]) -> None:
         self._of = {phone: i + 1 for i, phone in enumerate(phones)}
@@ -408,7 +410,7 @@ class _Labels:
         return [self._of[phone] for phone in utterance.phones or () if phone in self._of]
 
     def faults(self, utterances: Sequence[Utterance]) -> dict[int, Fault]:
-        """Those of which it is not known what is said, or in phones that are not in the inventory."""
+        """Return the faults of utterances whose phones are unknown or not in the inventory."""
         found = {}
         for i, u in enumerate(utterances):
             if u.phones is None:
@@ -418,7 +420,7 @@ class _Labels:
         return found
 
     def short(self, utterances: Sequence[Utterance], n_frames: np.ndarray) -> dict[int, Fault]:
-        """Those of fewer frames than CTC needs: one for each phone, and one between equal neighbours."""
+        """Return the faults of utterances too short for CTC: one frame per phone, and one between equal neighbours."""
         found = {}
         for i, (u, n) in enumerate(zip(utterances, n_frames.tolist(), strict=True)):
             labels = self(u)

@@ -1,4 +1,4 @@
-"""Tokens as parallel streams, cut into segments: what a model with a memory reads."""
+"""Tokens as parallel streams, cut into segments, for models with a memory."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,31 +13,30 @@ from lit_effattn.datamodules.tokens import IGNORE, TokenBatch
 
 
 class TokenStreams(Dataset[TokenBatch]):
-    """Item t is the t-th segment of each of this process's streams.
+    """A data set whose item t is the t-th segment of each of this process's streams.
 
-    The documents, each cut into segments of its own (unless ``joined``), lie one after the other; this sequence of
-    segments is divided into ``num_replicas · batch_size`` contiguous streams, of which process r has those from
-    r · ``batch_size`` on. Streams thus depend on that product alone. A stream's row of the batches is the same
-    throughout.
+    Each document is cut into segments of its own (unless `joined`). The sequence of all segments is divided into
+    `num_replicas · batch_size` contiguous streams. Process r has `batch_size` of them, from stream r · `batch_size` on.
+    The streams thus depend only on that product. A stream has the same row in all batches.
 
-    A document's first token is predicted from ``start``, every other one from the one before it, whatever segment or
-    stream that is in: each is the target of exactly one position.
+    A document's first token is predicted from `start`, every other token from the previous one, which may be in another
+    segment or stream. Each token is the target of exactly one position.
 
     Args:
-        tokens: (n,) of unsigned integers, `borders` as in `SplitTokens`.
-        borders: (documents + 1,), where documents begin and end.
+        tokens: (n,) unsigned integers, as in `SplitTokens`.
+        borders: (documents + 1,), the borders of the documents, as in `SplitTokens`.
         start: The token read before a document.
-        segment_len: N, tokens a segment has at most.
+        segment_len: N, maximum length of a segment in tokens.
         batch_size: B, streams of this process.
         num_replicas: Number of processes.
-        rank: This process, 0 to ``num_replicas - 1``.
-        joined: Segments reach over the borders of documents; only the last one may be short.
-        drop_last: All streams are equally long, and what is left over is dropped; from a single document or joined
-            ones, also its last segment if it is short. Otherwise streams differ by one segment at most, and where one
-            has no more, its row is empty (length 0).
+        rank: This process, 0 to `num_replicas - 1`.
+        joined: Segments cross the borders of documents, and only the last one may be short.
+        drop_last: Make all streams equally long and drop the rest. With a single document or `joined`, also drop the
+            last segment if it is short. Otherwise the lengths of streams differ by at most one segment; a stream that
+            has ended gives empty rows (length 0).
 
     Raises:
-        ValueError: With ``drop_last``, if there are fewer tokens than a segment has, or fewer segments than streams.
+        ValueError: With `drop_last`, if there are fewer tokens than a segment has, or fewer segments than streams.
 
     Example:
         >>> streams = TokenStreams(
@@ -68,18 +67,18 @@ class TokenStreams(Dataset[TokenBatch]):
         self.batch_size = batch_size
         self.num_replicas = num_replicas
         self.rank = rank
-        # What is cut into segments: the documents, or all of them as one.
+        # The units that are cut into segments: the documents, or all of them as one.
         self.borders = borders[[0, -1]] if joined else borders
         n_each = -(-np.diff(self.borders) // segment_len)
         if drop_last and len(n_each) == 1:
             n_each = np.diff(self.borders) // segment_len
-        self.first = np.concatenate([[0], np.cumsum(n_each)])  # of each document, the number of its first segment
+        self.first = np.concatenate([[0], np.cumsum(n_each)])  # index of each document's first segment
         n_segments, n_streams = int(self.first[-1]), num_replicas * batch_size
         if drop_last:
             self._check(n_segments, n_streams)
             n_segments -= n_segments % n_streams
         ends = np.arange(n_streams + 1) * n_segments // n_streams
-        self.begins, self.ends = ends[:-1], ends[1:]  # of each stream, in segments
+        self.begins, self.ends = ends[:-1], ends[1:]  # of each stream, as indices of segments
 
     def _check(self, n_segments: int, n_streams: int) -> None:
         if len(self.tokens) < self.segment_len:
@@ -97,7 +96,7 @@ class TokenStreams(Dataset[TokenBatch]):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        # For workers that are not forked: numpy would send them all that it maps.
+        # For workers that are not forked: numpy would pickle the whole mapped array.
         tokens = self.tokens
         return self.__dict__ | ({"tokens": (tokens.filename, tokens.dtype)} if isinstance(tokens, np.memmap) else {})
 
@@ -111,7 +110,7 @@ class TokenStreams(Dataset[TokenBatch]):
         return int((self.ends - self.begins).max())
 
     def __getitem__(self, step: int) -> TokenBatch:
-        segments = self.begins + step  # of all processes, so that all give `lengths` or none does
+        segments = self.begins + step  # of all processes, so that `lengths` is None on all or on none
         present = segments < self.ends
         document = np.searchsorted(self.first, np.where(present, segments, 0), side="right") - 1
         begins = self.borders[document] + (segments - self.first[document]) * self.segment_len
@@ -134,19 +133,19 @@ class TokenStreams(Dataset[TokenBatch]):
                 continue
             targets[row, :length] = self.tokens[begin : begin + length]
             inputs[row, 1:length] = targets[row, : length - 1]
-            inputs[row, 0] = self.tokens[begin - 1]  # at 0 the last token, overwritten: a document starts there
+            inputs[row, 0] = self.tokens[begin - 1]  # overwritten below where a document starts, so at 0
             first, last = np.searchsorted(self.documents, (begin, begin + length))
             inputs[row, self.documents[first:last] - begin] = self.start
         return inputs, targets
 
 
 class InOrder(DistributedSampler[int]):
-    """The numbers 0, 1, … of a process's batches; Lightning leaves a ``DistributedSampler`` alone."""
+    """A sampler of the indices 0, 1, … of a process's batches. Lightning does not replace a `DistributedSampler`."""
 
     def __init__(self, streams: TokenStreams) -> None:
         super().__init__(streams, num_replicas=streams.num_replicas, rank=streams.rank, shuffle=False)
         self.n_batches = len(streams)
-        self.start = 0  # batches that `ResumableLoader` skips, trained on before the interruption
+        self.start = 0  # batches that `ResumableLoader` skips, since the interrupted run trained on them
 
     def __len__(self) -> int:
         return self.n_batches
@@ -156,23 +155,23 @@ class InOrder(DistributedSampler[int]):
 
 
 class StreamLoader(ResumableLoader):
-    """A loader over `TokenStreams` that goes on, after an interruption, with exactly the next segments.
+    """A loader over `TokenStreams` that resumes an interrupted epoch with exactly the next segments.
 
-    With another number of processes there are other streams: they start afresh, with a warning, and the interrupted
-    epoch ends after as many batches as it had left.
+    With another number of processes the streams are different. They then start from their beginnings, with a warning,
+    and the interrupted epoch ends after its remaining number of batches.
     """
 
     dataset: TokenStreams
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, the batches given out in it, how many it has, and what the streams depend on."""
+        """Return the epoch, its batches returned so far, its total number of batches, and the streams' settings."""
         return {**super().state_dict(), **self._division()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken.
+        """Resume from the position in `state_dict`.
 
         Raises:
-            ValueError: If the segments have another length or each process another number of streams.
+            ValueError: If the segment length or the number of streams per process differs.
         """
         state, now = dict(state_dict), self._division()
         was = {name: state.pop(name) for name in now}

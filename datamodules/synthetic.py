@@ -1,4 +1,4 @@
-"""What the papers' synthetic tasks share: sequences that are drawn, not read."""
+"""Base class of the synthetic tasks, whose sequences are drawn at random."""
 
 from abc import abstractmethod
 
@@ -8,20 +8,20 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from lit_effattn.datamodules.sampling import ResumableLoader, ShardedBatches, loader_options
 from lit_effattn.datamodules.tokens import TokenBatch
 
-_DRAWS = 2**20  # of a training sequence: every epoch draws another of that many, so hardly any ever comes again
+_DRAWS = 2**20  # variants of a training sequence; every epoch draws one, so repetitions are rare
 
 
 class SyntheticTask(LightningDataModule):
-    """Sequences of tokens that stand for no text, drawn as they are asked for.
+    """Sequences of tokens that do not represent text, drawn on access.
 
     Args:
-        batch_size: Sequences a step and process.
+        batch_size: Sequences per step and process.
         eval_batch_size: The same in validation, test and prediction. Default: `batch_size`.
-        n_train: Sequences of an epoch; every epoch draws new ones.
-        n_val: Sequences of validation, always the same.
-        n_test: Sequences of the test, always the same.
-        seed: Of the training sequences; those of validation and test do not depend on it.
-        num_workers: Processes that draw ahead; 0: none.
+        n_train: Sequences per epoch. Every epoch draws new ones.
+        n_val: Validation sequences, always the same.
+        n_test: Test sequences, always the same.
+        seed: Seed of the training sequences. Validation and test sequences do not depend on it.
+        num_workers: Worker processes; 0: none.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -58,34 +58,34 @@ class SyntheticTask(LightningDataModule):
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """How many tokens there are."""
+        """Size of the vocabulary."""
 
     @property
     def unit(self) -> str:
-        """What a token is."""
+        """Name of the unit that a token represents."""
         return "token"
 
     @property
     def tokenizer(self) -> None:
-        """The tokens stand for no text."""
+        """None, since the tokens do not represent text."""
         return None
 
     def train_dataloader(self) -> ResumableLoader:
-        """Equal batches of new sequences each epoch."""
+        """Return a loader of new sequences each epoch, in batches of equal size."""
         batches = self._batches("train", self.batch_size, shuffle=True, variants=_DRAWS, drop_last=True)
         options = loader_options(self.num_workers, self.seed)
         return ResumableLoader(self.sequences("train"), sampler=self._sampler(batches), **options)
 
     def val_dataloader(self) -> DataLoader[TokenBatch]:
-        """Every validation sequence once."""
+        """Return a loader of every validation sequence once."""
         return self._eval_dataloader("val")
 
     def test_dataloader(self) -> DataLoader[TokenBatch]:
-        """Every test sequence once."""
+        """Return a loader of every test sequence once."""
         return self._eval_dataloader("test")
 
     def predict_dataloader(self) -> DataLoader[TokenBatch]:
-        """Every test sequence once."""
+        """Return a loader of every test sequence once."""
         return self._eval_dataloader("test")
 
     @abstractmethod
@@ -93,12 +93,12 @@ class SyntheticTask(LightningDataModule):
         """Return the sequences of "train", "val" or "test"."""
 
     def _stream(self, split: str) -> int:
-        """Return a number that no other split has, and in training no other seed."""
+        """Return a number that is unique to the split and, in training, to the seed."""
         number = list(self.sizes).index(split)
         return number if number else len(self.sizes) + self.seed
 
     def _sampler(self, batches: ShardedBatches) -> DistributedSampler:
-        """Return what says which sequences, or parts of them, come when."""
+        """Return the sampler, which a subclass may wrap to return parts of sequences."""
         return batches
 
     def _eval_dataloader(self, split: str) -> DataLoader[TokenBatch]:

@@ -1,4 +1,4 @@
-"""Text without end, in parallel streams, for models that remember what they read."""
+"""Text in parallel streams, for language models with a memory."""
 
 import hashlib
 from functools import cached_property
@@ -19,9 +19,9 @@ from lit_effattn.datamodules.tokenizers import KINDS, ByteTokenizer, Tokenizer
 
 
 class _Source(NamedTuple):
-    tokens: str  # unless the arguments say otherwise
-    root: str | None  # the same
-    options: tuple[str, ...]  # arguments that other sources refuse
+    tokens: str  # default
+    root: str | None  # default
+    options: tuple[str, ...]  # arguments that other sources reject
 
 
 _SOURCES = {
@@ -38,44 +38,46 @@ _LEAST_VOCABULARY = {"words": 3, "bpe": 257}  # a word, <unk> and <start>; all b
 class TextStream(LightningDataModule):
     """Text as contiguous streams of tokens, read segment by segment: batch t holds segment t of every stream.
 
-    A batch is a `TokenBatch` (B, N). The text of a split is divided into B · processes contiguous streams, of which
-    each process has B; a stream keeps its row, so that a memory carried from batch to batch belongs to it. Every
-    epoch has the same streams. What training leaves over at the end, less than a segment of every stream, is dropped.
+    A batch is a `TokenBatch` (B, N). The text of a split is divided into B · processes contiguous streams, B for each
+    process. A stream has the same row in all batches, so a memory can be carried from batch to batch. Every epoch has
+    the same streams. In training, the rest of the text, less than one segment per stream, is dropped.
 
-    Every document is read from ``<start>``, which the vocabulary has in addition, so its first token is predicted too:
-    in validation and test every token of the text is scored exactly once, whatever the batch size and the number of
-    processes, and ``<start>`` never. Where a stream starts in the middle of a document, its first token is predicted
-    from the one before it, with a shorter context; eval_batch_size=1 on one process gives every token its full one.
+    Every document is read from `<start>`, an additional token of the vocabulary, so its first token is predicted too.
+    In validation and test every token of the text is scored exactly once, for any batch size and number of processes;
+    `<start>` is never scored. If a stream starts in the middle of a document, its first token is predicted from the
+    previous token alone; eval_batch_size=1 on one process gives every token its full context.
 
-    ``predict`` sees the test text.
+    `predict` uses the test text.
 
     Args:
         source: stdlib: the sources of the running Python's standard library, about 11 MB, each file a document;
             needs no network. enwik8, text8: the file of that name, divided 90/5/5, each part one document.
             wikitext103: wiki.train.tokens and so on, each one document. files: a text file, divided 90/5/5; or a
-            folder, each file a document; its subfolders train, val and test are the splits, otherwise names decide,
-            90/5/5. huggingface: a data set, each row a document; its splits train, validation and test, or every 20th
-            row of train.
-        tokens: bytes: 256 of them, of anything. characters: those of the training text. words: between white
-            space, line ends being ``<eos>``. bpe: byte-pair encoding, learnt from the training text. What training does
-            not have is ``<unk>`` (bytes and bpe know all). Default: bytes; text8 characters, wikitext103 words.
+            folder, each file a document; its subfolders train, val and test are the splits, otherwise files are divided
+            by name, 90/5/5. huggingface: a data set, each row a document; its splits train, validation and test, or
+            every 20th row of train.
+        tokens: bytes: the 256 bytes. characters: those of the training text. words: separated by white space, with
+            `<eos>` for line ends. bpe: byte-pair encoding, learnt from the training text. Characters and words that are
+            not in the training text are `<unk>`. Default: bytes; for text8 characters, for wikitext103 words.
         segment_len: N in training.
-        eval_segment_len: N in validation, test and prediction; default: ``segment_len``.
+        eval_segment_len: N in validation, test and prediction; default: `segment_len`.
         batch_size: B in training: streams of each process.
-        eval_batch_size: B in validation, test and prediction; default: ``batch_size``.
-        vocab_size: words, bpe: tokens at most, special ones included. Default for words: no limit; bpe needs it.
-        documents: apart: each starts a segment, and is `fresh`: no memory crosses to it; the segment before may be
-            short. joined: segments run on over their borders, without padding, and memory is kept.
-        num_workers: Processes that read ahead; 0: none.
+        eval_batch_size: B in validation, test and prediction; default: `batch_size`.
+        vocab_size: words, bpe: maximum size of the vocabulary, special tokens included. Default for words: no limit;
+            required for bpe.
+        documents: apart: a document starts a new segment, marked `fresh`, and gets no memory of the previous one, whose
+            last segment may be short. joined: segments cross documents' borders without padding, and memory is kept.
+        num_workers: Worker processes that load data; 0: none.
         root: enwik8, text8, wikitext103: folder of the files; default: data, data, data/wikitext-103.
             files: the folder or file; required.
-        glob: files: which ones of a folder; default: ``**/*.txt``. Empty and hidden ones are left out.
+        glob: files: pattern of the files in a folder; default: `**/*.txt`. Empty and hidden files are left out.
         path: huggingface: name or folder of the data set; required.
-        subset: huggingface: which of its configurations, if it has several.
-        column: huggingface: where the text is; default: text.
-        max_bytes: stdlib, enwik8, text8: use no more of the text than this.
-        cache: Folder for the tokens and vocabularies, made once for a source and its settings, and again when one has
-            changed; may be deleted at any time. Default: lit-effattn in $XDG_CACHE_HOME, that is in ~/.cache.
+        subset: huggingface: configuration of the data set, if it has several.
+        column: huggingface: column of the text; default: text.
+        max_bytes: stdlib, enwik8, text8: maximum number of bytes of text to use.
+        cache: Folder for tokens and vocabularies. They are made once for a source and its settings, and again if one
+            has changed. May be deleted at any time. Default: lit-effattn in $XDG_CACHE_HOME, which defaults to
+            ~/.cache.
 
     Raises:
         ValueError: If an argument is out of its range or does not apply to the source.
@@ -125,32 +127,32 @@ class TextStream(LightningDataModule):
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the vocabulary, ``<start>``, the last one, included. Unless these are bytes, it is made if need be.
+        """Size of the vocabulary, including `<start>`, its last token. Made on first access, except for bytes.
 
         Raises:
-            FileNotFoundError: If the source is not there.
-            ValueError: If it cannot be tokenized.
+            FileNotFoundError: If the source is missing.
+            ValueError: If the source cannot be tokenized.
         """
         return self._tokenizer.n_tokens
 
     @property
     def tokenizer(self) -> str:
-        """The vocabulary in JSON, which `datamodules.tokenizers.Tokenizer.from_spec` reads; like `vocab_size`."""
+        """The vocabulary in JSON, for `datamodules.tokenizers.Tokenizer.from_spec`. Made like `vocab_size`."""
         return self._tokenizer.to_json()
 
     @property
     def unit(self) -> str:
-        """What a token is: byte, character or token."""
+        """Name of the unit that a token represents: byte, character or token."""
         return KINDS[self.tokens].unit
 
     @property
     def n_scored(self) -> dict[str, int]:
-        """How many tokens each of "val" and "test" has: all are scored, once."""
+        """Number of tokens in "val" and in "test". Each token is scored once."""
         return {split: self._store.n_tokens(split) for split in ("val", "test")}
 
     @property
     def n_bytes(self) -> dict[str, int]:
-        """How many bytes of text each of "val" and "test" has, of which bits per byte are the mean."""
+        """Number of bytes of text in "val" and in "test", the denominator of bits per byte."""
         return {split: self._store.n_bytes(split) for split in ("val", "test")}
 
     @cached_property
@@ -176,16 +178,16 @@ class TextStream(LightningDataModule):
         )
 
     def prepare_data(self) -> None:
-        """Tokenize the text, unless an earlier run did.
+        """Tokenize the text unless an earlier run did.
 
         Raises:
-            FileNotFoundError: If it is not there.
-            ValueError: If it cannot be tokenized.
+            FileNotFoundError: If the source is missing.
+            ValueError: If the source cannot be tokenized.
         """
         _ = self._store
 
     def setup(self, stage: str) -> None:
-        """Open the tokens and say how many there are."""
+        """Open the tokens and log their number."""
         if overfit_batches := getattr(self.trainer, "overfit_batches", 0):
             raise ValueError(
                 f"overfit_batches={overfit_batches} would replace the sampler that keeps the streams in order; "
@@ -197,20 +199,20 @@ class TextStream(LightningDataModule):
         rank_zero_info(f"{self.source}: {', '.join(counts)}; vocabulary of {self.vocab_size:,} {self.tokens}")
 
     def train_dataloader(self) -> StreamLoader:
-        """Segment after segment of equally long streams."""
+        """Return a loader of consecutive segments of equally long streams."""
         streams = self._streams("train", self.segment_len, self.batch_size)
         return StreamLoader(streams, sampler=InOrder(streams), **loader_options(self.num_workers))
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """Every token of the validation text once."""
+        """Return a loader of every token of the validation text once."""
         return self._eval_dataloader("val")
 
     def test_dataloader(self) -> DataLoader[Any]:
-        """Every token of the test text once."""
+        """Return a loader of every token of the test text once."""
         return self._eval_dataloader("test")
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        """Every token of the test text once."""
+        """Return a loader of every token of the test text once."""
         return self._eval_dataloader("test")
 
     def _eval_dataloader(self, split: str) -> DataLoader[Any]:
@@ -232,14 +234,14 @@ class TextStream(LightningDataModule):
         )
 
     def state_dict(self) -> dict[str, str]:
-        """What the vocabulary is, to be told from others."""
+        """Return a description and a digest of the vocabulary."""
         return {"vocabulary": repr(self._tokenizer), "digest": self._vocabulary_digest()}
 
     def load_state_dict(self, state_dict: dict[str, str]) -> None:
-        """Refuse a checkpoint of another vocabulary.
+        """Check that the checkpoint has the same vocabulary.
 
         Raises:
-            ValueError: describes both.
+            ValueError: If it does not. The message describes both vocabularies.
         """
         if state_dict["digest"] != self._vocabulary_digest():
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Where the texts come from: documents, split into training, validation and test once and for all."""
+"""Sources of text: documents with fixed splits for training, validation and test."""
 
 import os
 import sysconfig
@@ -12,21 +12,21 @@ from typing import Any, NamedTuple
 from lit_effattn.datamodules.image_sources import fixed_order
 
 SPLITS = ("train", "val", "test")
-HELD_OUT = 20  # one part in so many validates, another one tests: 90/5/5 %
+HELD_OUT = 20  # 1/20 of the text is for validation, another 1/20 for test: 90/5/5 %
 _BLOCK = 1 << 20  # bytes read at a time
 
-# Tests repeat what they test, pydoc_data is prose made by a program, and the rest differs between builds of a Python.
+# Tests repeat the tested code, pydoc_data is generated prose, and the others differ between builds of Python.
 _NO_SOURCES = {"__pycache__", "dist-packages", "idle_test", "pydoc_data", "site-packages", "test", "tests"}
 _OF_THE_BUILD = ("_sysconfigdata", "config-", "sitecustomize", "usercustomize")
 
 
 class Document(NamedTuple):
-    """A text to be read from its beginning, which may lie in the midst of a file.
+    """A text that is read from its beginning. It may be a part of a file.
 
     Attributes:
-        name: To name in errors.
-        start: The byte of the file that it begins with.
-        blocks: Gives its bytes, some at a time.
+        name: Name for error messages.
+        start: Offset of its first byte in the file.
+        blocks: Returns an iterator over blocks of its bytes.
     """
 
     name: str
@@ -35,13 +35,13 @@ class Document(NamedTuple):
 
 
 class TextSource(NamedTuple):
-    """Documents, by split.
+    """Documents by split.
 
     Attributes:
-        name: A short one, for files made from it.
+        name: Short name, used in the names of cached files.
         splits: Documents of "train", "val" and "test".
-        identity: Plain data that change when the texts do.
-        n_bytes: Of each split; None: not known before they are read.
+        identity: Plain data that change if the texts change.
+        n_bytes: Number of bytes in each split; None: unknown before the documents are read.
     """
 
     name: str
@@ -51,7 +51,7 @@ class TextSource(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A part of a file, and what the file is called among others."""
+    """A part of a file, with the file's name relative to its source."""
 
     path: Path
     name: str
@@ -68,27 +68,27 @@ class _Part(NamedTuple):
 
 
 def stdlib(max_bytes: int | None = None) -> TextSource:
-    """The sources of the running Python's standard library, without tests; each file is a document."""
+    """Return the sources of the running Python's standard library, without tests. Each file is a document."""
     root = Path(sysconfig.get_paths()["stdlib"])
     return _source("stdlib", root, _split_by_name(_non_empty(library_files(root), root), max_bytes))
 
 
 def library_files(root: Path) -> Iterator[Path]:
-    """The sources under a folder of Python's library, without tests and what differs between builds."""
+    """Yield the source files in a folder of Python's library, without tests and files that differ between builds."""
     for folder, subfolders, names in os.walk(root):
-        # Not even looked into: site-packages may be vast.
+        # Prune before descending: site-packages may be very large.
         subfolders[:] = [name for name in subfolders if name not in _NO_SOURCES and not name.startswith(_OF_THE_BUILD)]
         yield from (Path(folder, n) for n in names if n.endswith(".py") and not n.startswith(_OF_THE_BUILD))
 
 
 def one_file(name: str, path: Path, *, whole_characters: bool, max_bytes: int | None = None) -> TextSource:
-    """The first 90 % of a file train, the next 5 % validate, the last 5 % test; each is one document.
+    """Divide a file into documents: the first 90 % for training, the next 5 % for validation, the last 5 % for test.
 
     Args:
-        name: Of the source.
+        name: Name of the source.
         path: The file.
-        whole_characters: Part between characters of UTF-8, where necessary up to three bytes further on.
-        max_bytes: Take no more than the beginning of the file.
+        whole_characters: Divide between UTF-8 characters, up to three bytes later if necessary.
+        max_bytes: Use only this many bytes from the beginning of the file.
 
     Raises:
         ValueError: If the file is too short to be divided.
@@ -112,10 +112,10 @@ def _next_character(path: Path, position: int) -> int:
 
 
 def benchmark(name: str, root: Path, *, whole_characters: bool, max_bytes: int | None = None) -> TextSource:
-    """enwik8 or text8: a file of that name in ``root``, divided 90/5/5 as in the literature.
+    """Return enwik8 or text8: the file of that name in `root`, divided 90/5/5 as in the literature.
 
     Raises:
-        FileNotFoundError: If it is not there; says where it can be had.
+        FileNotFoundError: If the file is missing. The message says where to get it.
     """
     if not (root / name).is_file():
         raise FileNotFoundError(
@@ -126,10 +126,10 @@ def benchmark(name: str, root: Path, *, whole_characters: bool, max_bytes: int |
 
 
 def wikitext103(root: Path) -> TextSource:
-    """WikiText-103: wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens (or .raw), each one document.
+    """Return WikiText-103: wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens (or .raw), each one document.
 
     Raises:
-        FileNotFoundError: If they are not there.
+        FileNotFoundError: If a file is missing.
     """
     for end in ("tokens", "raw"):
         paths = {name: root / f"wiki.{'valid' if name == 'val' else name}.{end}" for name in SPLITS}
@@ -142,14 +142,14 @@ def wikitext103(root: Path) -> TextSource:
 
 
 def files(root: Path, glob: str, *, whole_characters: bool) -> TextSource:
-    """One file, divided 90/5/5; or a folder, each of its files a document.
+    """Return a single file, divided 90/5/5, or a folder with each of its files as a document.
 
-    A folder's subfolders train, val and test are the splits, otherwise its files are divided by their names, 90/5/5 %,
-    with at least one file to validate and one to test. Empty and hidden files are left out.
+    A folder's subfolders train, val and test are the splits. Otherwise its files are divided by name, 90/5/5 %, with at
+    least one file for validation and one for test. Empty and hidden files are left out.
 
     Raises:
-        FileNotFoundError: If nothing is there.
-        ValueError: If there is too little to divide.
+        FileNotFoundError: If there is no such file or folder, or no file matches.
+        ValueError: If there is too little to divide, or a subfolder is missing.
     """
     if root.is_file():
         return one_file("files", root, whole_characters=whole_characters)
@@ -177,7 +177,7 @@ def _some_files(root: Path, glob: str, under: str = "") -> list[_Part]:
 
 
 def _files(root: Path, glob: str, under: str = "") -> list[_Part]:
-    # Names that begin with a dot are what file managers and version control leave behind.
+    # File managers and version control leave files whose names begin with a dot.
     found = {path for path in root.glob(glob) if not any(n.startswith(".") for n in path.relative_to(root).parts)}
     return _non_empty(found, root, under)
 
@@ -219,12 +219,12 @@ def _source(name: str, root: Path, splits: dict[str, list[_Part]]) -> TextSource
 
 
 def huggingface(path: str, subset: str | None, column: str) -> TextSource:
-    """A data set of Hugging Face, each row a document.
+    """Return a data set of Hugging Face, each row a document.
 
-    Splits are those named train, validation and test; where one of the latter is missing, every 20th row of train.
+    The splits are train, validation and test. If validation or test is missing, it is every 20th row of train.
 
     Raises:
-        ValueError: If ``datasets`` is not installed, or there is no such column.
+        ValueError: If `datasets` is not installed, or there is no split train with this column.
     """
     if find_spec("datasets") is None:
         raise ValueError("source='huggingface' needs the package datasets: pip install 'lit-effattn[huggingface]'")
@@ -244,7 +244,7 @@ def huggingface(path: str, subset: str | None, column: str) -> TextSource:
 
 
 class _Rows:
-    """The rows of a split, of which those missing of others are left out."""
+    """The rows of a split, without rows of train that serve as another split."""
 
     def __init__(self, path: str, name: str, splits: dict[str, Any], column: str) -> None:
         held_out = {split: i for i, split in enumerate(("test", "val")) if splits[split] is None}

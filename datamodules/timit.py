@@ -1,4 +1,4 @@
-"""TIMIT (Garofolo et al. 1993, LDC93S1) from its folder."""
+"""The TIMIT corpus (Garofolo et al. 1993, LDC93S1)."""
 
 from pathlib import Path
 
@@ -17,36 +17,36 @@ _CORE_TEST = (
     "mnjm0 fdhc0 mjln0 mpam0 fmld0"
 )
 DEVELOPMENT_SPEAKERS = frozenset(_DEVELOPMENT.split())
-"""50 of the test folder, none of the core test; the division that Kaldi's recipe made customary."""
+"""50 speakers of the test folder, none of the core test: the usual development set, from Kaldi's recipe."""
 CORE_TEST_SPEAKERS = frozenset(_CORE_TEST.split())
-"""24 of the test folder, two men and a woman of each dialect; named in TIMIT's documentation."""
+"""24 speakers of the test folder, two men and a woman of each dialect, listed in TIMIT's documentation."""
 
 _SPEAKERS = {"train": None, "val": DEVELOPMENT_SPEAKERS, "test": CORE_TEST_SPEAKERS}
 _N_UTTERANCES = {"train": 3696, "val": 400, "test": 192}
-_AUDIO = (".wav.wav", ".flac", ".wav", ".sph")  # the first goes before: copies in RIFF are called .WAV.wav
+_AUDIO = (".wav.wav", ".flac", ".wav", ".sph")  # in order of preference; copies in RIFF are called .WAV.wav
 
 
 class TimitCorpus(SpeechCorpus):
-    """TIMIT: 3,696 utterances train, 400 of 50 development speakers validate, 192 of the 24 core speakers test.
+    """TIMIT: 3,696 training utterances, 400 of 50 speakers for validation, 192 of the 24 core speakers for test.
 
-    The two sentences that all speakers say, SA1 and SA2, are left out. The 61 labels become 48 for training, the
-    glottal stop q being deleted, and these count as 39 when errors are counted (Lee & Hon 1989), silences and closures
-    alike as sil.
+    The two sentences that all speakers say, SA1 and SA2, are left out. The 61 labels are mapped to 48 for training,
+    with the glottal stop q deleted. The 48 are folded to 39 for scoring (Lee & Hon 1989), with all silences and
+    closures as sil.
 
     Args:
-        root: The folder with TRAIN and TEST in it; names in capitals or not. Audio is NIST SPHERE as on the disc, RIFF
-            or FLAC.
+        root: The folder that contains TRAIN and TEST. Names may be in upper or lower case. Audio is NIST SPHERE as on
+            the disc, RIFF or FLAC.
     """
 
     def __init__(self, root: str) -> None:
         self.root = Path(root)
 
     def prepare(self) -> None:
-        """See that it is there, and warn if it is not all there.
+        """Check that the corpus exists, and warn if utterances are missing.
 
         Raises:
-            FileNotFoundError: If it is not; says what belongs there.
-            ValueError: If a label is none of TIMIT's.
+            FileNotFoundError: If the corpus is missing. The message says which files are expected.
+            ValueError: If a label is not one of TIMIT's.
         """
         for split, expected in _N_UTTERANCES.items():
             if (found := len(self.utterances(split))) != expected:
@@ -56,11 +56,11 @@ class TimitCorpus(SpeechCorpus):
                 )
 
     def utterances(self, split: str) -> list[Utterance]:
-        """Return those of "train", "val" or "test".
+        """Return the utterances of "train", "val" or "test".
 
         Raises:
             FileNotFoundError: If there are none, or one has no audio.
-            ValueError: If a label is none of TIMIT's.
+            ValueError: If a label is not one of TIMIT's.
         """
         labels = _labels(self._folder("train" if split == "train" else "test"), _SPEAKERS[split])
         if not labels:
@@ -69,12 +69,12 @@ class TimitCorpus(SpeechCorpus):
 
     @property
     def phones(self) -> tuple[str, ...]:
-        """The 48."""
+        """The 48 training phones."""
         return TIMIT_48
 
     @property
     def folded(self) -> tuple[str, ...]:
-        """What each counts as: 39 different ones."""
+        """The phone that each phone is scored as, 39 different ones."""
         return tuple(timit_39(phone) for phone in TIMIT_48)
 
     def _folder(self, name: str) -> Path:
@@ -116,7 +116,7 @@ def _utterance(labels: Path) -> Utterance:
 
 
 def _read_labels(path: Path) -> tuple[str, ...]:
-    """The phones of a .PHN file; its lines are like ``3050 4559 sh``, the times in samples."""
+    """Return the phones of a .PHN file. Its lines are like `3050 4559 sh`, with times in samples."""
     phones = []
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         try:

@@ -1,4 +1,4 @@
-"""Texts as tokens in files, made once: numpy maps them, so that processes share them and memory stays free."""
+"""Cached files of tokens, made once per text. They are memory-mapped, so processes share them."""
 
 import hashlib
 import json
@@ -18,9 +18,9 @@ from lit_effattn.datamodules.text_sources import SPLITS, Document, TextSource
 from lit_effattn.datamodules.tokenizers import ByteTokenizer, Tokenizer
 
 FORMAT = 1
-"""Raised when the same texts would give other files."""
+"""Version of the file format. Increment it if the same texts give different files."""
 
-_QUICK = 20_000_000  # bytes of text that need no progress bar
+_QUICK = 20_000_000  # less text, in bytes, shows no progress bar
 _Advance = Callable[[int], None]
 
 
@@ -28,8 +28,8 @@ class SplitTokens(NamedTuple):
     """The tokens of a split.
 
     Attributes:
-        tokens: (n,), mapped from a file; the smallest unsigned type that holds them. Without ``<start>``.
-        borders: (documents + 1,): document i is ``tokens[borders[i] : borders[i + 1]]``, never empty.
+        tokens: (n,), mapped from a file, of the smallest unsigned type that holds them, without `<start>`.
+        borders: (documents + 1,): document i is `tokens[borders[i] : borders[i + 1]]`, never empty.
     """
 
     tokens: np.ndarray
@@ -45,15 +45,15 @@ class TokenStore:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """What made the tokens."""
+        """The tokenizer of the tokens."""
         return Tokenizer.from_spec((self.folder / "tokenizer.json").read_text(encoding="utf-8"))
 
     def n_tokens(self, split: str) -> int:
-        """How many tokens a split has."""
+        """Return the number of tokens in a split."""
         return self._about[split]["n_tokens"]
 
     def n_bytes(self, split: str) -> int:
-        """How many bytes of text they stand for."""
+        """Return the number of bytes of text in a split."""
         return self._about[split]["n_bytes"]
 
     def split(self, name: str) -> SplitTokens:
@@ -63,19 +63,19 @@ class TokenStore:
         return SplitTokens(tokens, np.load(self.folder / f"{name}.npy"))
 
     def is_whole(self) -> bool:
-        """Whether every file has the size it was written with."""
+        """Return whether every file has the size it was written with."""
         sizes = self._about["sizes"]
         return all((self.folder / n).is_file() and (self.folder / n).stat().st_size == sizes[n] for n in sizes)
 
 
 def tokenized(source: TextSource, kind: type[Tokenizer], vocab_size: int | None, cache: Path) -> TokenStore:
-    """The tokens of a source: those of an earlier run, if neither it nor the settings have changed.
+    """Tokenize a source, or open the tokens of an earlier run if neither the source nor the settings have changed.
 
-    Of several processes that ask, one makes them, the others wait. They come into being under another name, and get
-    theirs when they are whole.
+    If several processes call this, one tokenizes and the others wait. The files are written to a temporary folder,
+    which is renamed when they are complete.
 
     Raises:
-        ValueError: If a text is not UTF-8, though ``kind`` needs it, or a split has no tokens.
+        ValueError: If a text is not UTF-8, though `kind` needs it, or a split has no tokens.
     """
     folder = cache / f"{source.name}-{kind.kind}-{_digest(source, kind, vocab_size)}"
     cached_folder(folder, partial(_make, source, kind, vocab_size), _is_whole)
@@ -90,7 +90,7 @@ def _digest(source: TextSource, kind: type[Tokenizer], vocab_size: int | None) -
 def _is_whole(folder: Path) -> bool:
     try:
         return TokenStore(folder).is_whole()
-    except (FileNotFoundError, ValueError):  # ValueError: no JSON, such as after a loss of power
+    except (FileNotFoundError, ValueError):  # ValueError: invalid JSON, such as after a power failure
         return False
 
 
@@ -98,7 +98,7 @@ def _make(source: TextSource, kind: type[Tokenizer], vocab_size: int | None, fol
     sizes = source.n_bytes
     with _progress("Reading the vocabulary", sizes["train"] if sizes else None) as advance:
         tokenizer = kind.learn(_train_texts(source, kind, advance), vocab_size)
-    dtype = np.min_scalar_type(tokenizer.start - 1)  # the largest token but <start>, which is not stored
+    dtype = np.min_scalar_type(tokenizer.start - 1)  # the largest stored token; <start> is not stored
     about: dict[str, Any] = {"dtype": dtype.name}
     with _progress("Tokenizing", sum(sizes.values()) if sizes else None) as advance:
         for name in SPLITS:
@@ -139,7 +139,7 @@ def _write(
 
 
 def _chunks(document: Document, kind: type[Tokenizer]) -> Iterator[tuple[int, bytes]]:
-    """Where they begin, and pieces of a document that the tokenizer may encode one by one."""
+    """Yield pieces of a document that can be encoded separately, each with its offset."""
     offset, rest = document.start, b""
     for block in document.blocks():
         rest += block
@@ -162,7 +162,7 @@ def _decoded(document: Document, offset: int, chunk: bytes) -> str:
 
 @contextmanager
 def _progress(title: str, n_bytes: int | None) -> Iterator[_Advance]:
-    """A bar, if it takes more than a moment."""
+    """Show a progress bar for long texts."""
     from rich.progress import Progress
 
     with Progress(transient=True, disable=n_bytes is not None and n_bytes < _QUICK) as bar:

@@ -1,4 +1,4 @@
-"""How text becomes tokens, and tokens text."""
+"""Tokenizers: bytes, characters, words and byte-pair encoding."""
 
 import json
 from abc import ABC, abstractmethod
@@ -20,18 +20,19 @@ _UNKNOWN_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer(ABC):
-    """A vocabulary, and what it makes of a text.
+    """A vocabulary with its encoding and decoding.
 
-    Every vocabulary ends with ``<start>``: the token that is read before the first one of a document, so that this one
-    is predicted, and counted, like any other. It is never predicted itself, no text contains it, and it decodes to
+    The last token of every vocabulary is `<start>`. It is read before the first token of a document, so that this token
+    is predicted and scored like any other. `<start>` itself is never predicted, does not occur in texts, and decodes to
     nothing.
 
-    A long text may be encoded piece by piece: cut where `cut` says, the pieces give the tokens of the whole.
+    A long text may be encoded in pieces. If it is cut at the positions that `cut` returns, the pieces give the same
+    tokens as the whole.
 
     Attributes:
-        kind: What ``tokens=`` calls it: bytes, characters, words or bpe.
-        unit: What a token is, for reports: byte, character or token.
-        n_tokens: Size of the vocabulary, ``<start>`` included.
+        kind: Name in `tokens=`: bytes, characters, words or bpe.
+        unit: Name of the unit that a token represents, for reports: byte, character or token.
+        n_tokens: Size of the vocabulary, `<start>` included.
     """
 
     kind: ClassVar[str]
@@ -40,37 +41,37 @@ class Tokenizer(ABC):
 
     @property
     def start(self) -> int:
-        """The token before a document's first one."""
+        """The token `<start>`, which is read before a document."""
         return self.n_tokens - 1
 
     @abstractmethod
     def encode(self, text: str | bytes) -> np.ndarray:
-        """The tokens of a text, one-dimensional; bytes are UTF-8 (for bytes as tokens: anything)."""
+        """Encode a text, (n,). Bytes must be UTF-8, except for the tokenizer of bytes."""
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of tokens."""
+        """Decode tokens to text."""
 
     def unknown(self, text: str) -> list[str]:
-        """What of a text becomes ``<unk>``, each once, in order. Bytes and bpe know all."""
+        """Return the parts of a text that become `<unk>`, each once, in order. Bytes and bpe have none."""
         return []
 
     @abstractmethod
     def spec(self) -> dict[str, Any]:
-        """All of it as plain data; `from_spec` undoes it."""
+        """Return the tokenizer as plain data, the input of `from_spec`."""
 
     @staticmethod
     @abstractmethod
     def cut(block: bytes) -> int:
-        """How much of the beginning of a text can be encoded whatever follows; 0: none."""
+        """Return the length of the prefix that can be encoded without the text that follows; 0: none."""
 
     @classmethod
     @abstractmethod
     def learn(cls, texts: Iterable[str], vocab_size: int | None) -> "Tokenizer":
-        """Make the vocabulary of a text that comes in pieces, of at most ``vocab_size`` tokens."""
+        """Learn a vocabulary of at most `vocab_size` tokens from a text in pieces."""
 
     def to_json(self) -> str:
-        """`spec` as one line of JSON, the same for the same vocabulary."""
+        """Return `spec` as one line of JSON, which is the same for the same vocabulary."""
         return json.dumps(self.spec(), ensure_ascii=False, sort_keys=True)
 
     def __repr__(self) -> str:
@@ -78,10 +79,10 @@ class Tokenizer(ABC):
 
     @staticmethod
     def from_spec(spec: str | dict[str, Any]) -> "Tokenizer":
-        """The tokenizer that said ``spec()`` or ``to_json()``.
+        """Create a tokenizer from the output of `spec()` or `to_json()`.
 
         Raises:
-            ValueError: If no tokenizer says so.
+            ValueError: If `spec` is not valid.
         """
         try:
             content = parse_json(spec) if isinstance(spec, str) else spec
@@ -101,17 +102,17 @@ class Tokenizer(ABC):
 
 
 class ByteTokenizer(Tokenizer):
-    """Bytes, 0 to 255: 257 tokens, whatever the text."""
+    """Bytes, 0 to 255, and `<start>`: 257 tokens for any text."""
 
     kind, unit = "bytes", "byte"
     n_tokens = 257
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """The bytes of a text, UTF-8 unless they are given."""
+        """Return the bytes of a text. A str is encoded as UTF-8."""
         return np.frombuffer(text.encode() if isinstance(text, str) else text, np.uint8)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of bytes; what is not UTF-8 becomes U+FFFD."""
+        """Decode bytes to text. Invalid UTF-8 becomes U+FFFD."""
         return bytes(i for i in ids if i != self.start).decode(errors="replace")
 
     def spec(self) -> dict[str, Any]:
@@ -120,12 +121,12 @@ class ByteTokenizer(Tokenizer):
 
     @staticmethod
     def cut(block: bytes) -> int:
-        """Anywhere."""
+        """Return the whole length: bytes can be cut anywhere."""
         return len(block)
 
     @classmethod
     def learn(cls, texts: Iterable[str], vocab_size: int | None) -> "ByteTokenizer":
-        """There is nothing to learn."""
+        """Return the tokenizer, which learns nothing from the text."""
         return cls()
 
     @classmethod
@@ -134,10 +135,10 @@ class ByteTokenizer(Tokenizer):
 
 
 class CharacterTokenizer(Tokenizer):
-    """Unicode characters: those of the training text in their order, ``<unk>`` for all others, ``<start>``.
+    """Unicode characters: those of the training text in order of code points, `<unk>` for all others, `<start>`.
 
     Args:
-        characters: The known ones, each once.
+        characters: The known characters, each once.
     """
 
     kind, unit = "characters", "character"
@@ -146,19 +147,19 @@ class CharacterTokenizer(Tokenizer):
         self.characters = characters
         self._shown = [*characters, _UNKNOWN_CHARACTER, ""]
         self.n_tokens = len(characters) + 2
-        self._ids = np.full(0x110000, len(characters), np.uint32)  # by code point; <unk> unless it is said otherwise
+        self._ids = np.full(0x110000, len(characters), np.uint32)  # by code point; <unk> by default
         self._ids[_code_points(characters)] = np.arange(len(characters))
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """The characters' numbers."""
+        """Return the characters' tokens."""
         return self._ids[_code_points(_as_str(text))]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text; ``<unk>`` becomes U+FFFD."""
+        """Decode tokens to text. `<unk>` becomes U+FFFD."""
         return "".join(self._shown[i] for i in ids)
 
     def unknown(self, text: str) -> list[str]:
-        """The characters that the training text does not have."""
+        """Return the characters that are not in the training text."""
         return [character for character in dict.fromkeys(text) if character not in self.characters]
 
     def spec(self) -> dict[str, Any]:
@@ -167,18 +168,18 @@ class CharacterTokenizer(Tokenizer):
 
     @staticmethod
     def cut(block: bytes) -> int:
-        """Before a character that may be incomplete, which has at most four bytes."""
+        """Cut before a character at the end that may be incomplete. Characters have at most four bytes."""
         for length in range(1, min(4, len(block)) + 1):
             byte = block[-length]
             if byte < 0x80:
                 return len(block)
             if byte >= 0xC0:  # a character's first byte
                 return len(block) - length
-        return len(block)  # no UTF-8: decoding will say so
+        return len(block)  # invalid UTF-8: decoding raises the error
 
     @classmethod
     def learn(cls, texts: Iterable[str], vocab_size: int | None) -> "CharacterTokenizer":
-        """All characters that occur."""
+        """Learn all characters of the text."""
         seen: set[str] = set()
         for text in texts:
             seen.update(text)
@@ -192,13 +193,13 @@ class CharacterTokenizer(Tokenizer):
 
 
 class WordTokenizer(Tokenizer):
-    """Words between white space, and ``<eos>`` for every line end, as WikiText-103 is read in the literature.
+    """Words separated by white space, with `<eos>` for every line end, the usual tokens of WikiText-103.
 
-    The vocabulary is that of the training text, the most frequent first, as adaptive softmax wants it; words beyond
-    ``vocab_size`` and unknown ones are ``<unk>``; ``<start>`` comes last.
+    The vocabulary is that of the training text, the most frequent word first, as adaptive softmax requires. Words
+    beyond `vocab_size` and unknown words are `<unk>`. `<start>` comes last.
 
     Args:
-        words: The known ones, ``<unk>`` among them.
+        words: The known words, including `<unk>`.
     """
 
     kind, unit = "words", "token"
@@ -209,13 +210,13 @@ class WordTokenizer(Tokenizer):
         self._ids = {word: i for i, word in enumerate(words)}
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """The words' numbers."""
+        """Return the words' tokens."""
         unknown = self._ids[UNK]
         words = _words(_as_str(text))
         return np.fromiter((self._ids.get(word, unknown) for word in words), np.uint32, len(words))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The words, a space between two, and lines."""
+        """Decode tokens to words separated by spaces and line ends."""
         lines: list[list[str]] = [[]]
         for word in (self.words[i] for i in ids if i != self.start):
             if word == EOS:
@@ -225,7 +226,7 @@ class WordTokenizer(Tokenizer):
         return "\n".join(" ".join(line) for line in lines)
 
     def unknown(self, text: str) -> list[str]:
-        """The words that the vocabulary does not have."""
+        """Return the words that are not in the vocabulary."""
         return [word for word in dict.fromkeys(_words(text)) if word not in self._ids]
 
     def spec(self) -> dict[str, Any]:
@@ -234,19 +235,19 @@ class WordTokenizer(Tokenizer):
 
     @staticmethod
     def cut(block: bytes) -> int:
-        """After a line, or else between words."""
+        """Cut after a line, or else between words."""
         return _line_or_word_end(block)
 
     @classmethod
     def learn(cls, texts: Iterable[str], vocab_size: int | None) -> "WordTokenizer":
-        """The most frequent words; equally frequent ones by the alphabet."""
+        """Learn the most frequent words. Equally frequent words are sorted alphabetically."""
         counts: Counter[str] = Counter()
         for text in texts:
             counts.update(_words(text))
         unknown = counts.pop(UNK, 0)
         kept, rare = _ranked(counts), []
         if vocab_size is not None:
-            kept, rare = kept[: vocab_size - 2], kept[vocab_size - 2 :]  # leaving room for <unk> and <start>
+            kept, rare = kept[: vocab_size - 2], kept[vocab_size - 2 :]  # room for <unk> and <start>
         ranks = {word: counts[word] for word in kept} | {UNK: unknown + sum(counts[word] for word in rare)}
         return cls(_ranked(ranks))
 
@@ -260,13 +261,13 @@ class WordTokenizer(Tokenizer):
 class BPETokenizer(Tokenizer):
     """Byte-pair encoding over bytes (Sennrich et al. 2016; Radford et al. 2019), learnt from the training text.
 
-    No text has unknown tokens. Lines are learnt from and encoded one by one, so no token reaches over a line end.
+    No text has unknown tokens. Lines are learnt from and encoded separately, so no token crosses a line end.
 
     Args:
-        model: As the package ``tokenizers`` saves it, in JSON.
+        model: The model in JSON, as saved by the package `tokenizers`.
 
     Raises:
-        ValueError: If ``tokenizers`` is not installed.
+        ValueError: If `tokenizers` is not installed.
     """
 
     kind, unit = "bpe", "token"
@@ -277,17 +278,17 @@ class BPETokenizer(Tokenizer):
 
         try:
             self._model = tokenizers.Tokenizer.from_str(model)
-        except Exception as error:  # the package raises nothing more special
+        except Exception as error:  # the package raises no more specific type
             raise ValueError(f"model={model[:80]!r} is no model of byte pairs: {error}") from error
         self.n_tokens = self._model.get_vocab_size() + 1
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """The tokens' numbers."""
+        """Encode a text."""
         ids = [encoded.ids for encoded in self._model.encode_batch(_lines(_as_str(text)))]
         return np.fromiter((i for line in ids for i in line), np.uint32)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text; what is not UTF-8 becomes U+FFFD."""
+        """Decode tokens to text. Invalid UTF-8 becomes U+FFFD."""
         return self._model.decode([int(i) for i in ids if i != self.start])
 
     def spec(self) -> dict[str, Any]:
@@ -296,20 +297,20 @@ class BPETokenizer(Tokenizer):
 
     @staticmethod
     def cut(block: bytes) -> int:
-        """After a line, or else before the space of a word."""
+        """Cut after a line, or else before the space of a word."""
         return _line_or_word_end(block)
 
     @classmethod
     def learn(cls, texts: Iterable[str], vocab_size: int | None) -> "BPETokenizer":
-        """Merge the most frequent pairs until there are ``vocab_size`` tokens."""
+        """Merge the most frequent pairs until there are `vocab_size` tokens."""
         assert vocab_size is not None
         _need_tokenizers()
         from tokenizers import trainers
 
         model = _untrained_bpe()
-        # All 256 bytes, whether or not they occur in the training text.
+        # The alphabet has all 256 bytes, even if the training text does not.
         trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=_byte_alphabet(), show_progress=False)
-        # Line by line: it takes 256 of what it is given at a time.
+        # Passed line by line, since the trainer buffers 256 items at a time.
         model.train_from_iterator((line for text in texts for line in _lines(text)), trainer)
         return cls(model.to_str())
 
@@ -366,9 +367,9 @@ def _ranked(counts: dict[str, int]) -> list[str]:
 
 
 def _line_or_word_end(block: bytes) -> int:
-    """The last place after a line end, else before a space that follows a visible ASCII character; 0: there is none.
+    """Return the last position after a line end, else before a space after a visible ASCII character; 0: none.
 
-    Other white space than the space may be in two bytes, or belong to the token before it.
+    White space other than the space may have two bytes, or belong to the token before it.
     """
     if line := block.rfind(b"\n") + 1:
         return line

@@ -1,21 +1,21 @@
-"""What a batch of tokens is, whatever it was made from."""
+"""The batch of tokens shared by text and synthetic tasks."""
 
 from typing import NamedTuple
 
 from torch import Tensor
 
 IGNORE = -100
-"""A target that is not scored; the value that torch's losses leave out."""
+"""A target that is not scored: the default `ignore_index` of torch's losses."""
 
 
 class TokenBatch(NamedTuple):
-    """A segment of each of B sequences, and what a model should say after every token of it.
+    """A segment of each of B sequences, with the target after every token.
 
     Attributes:
-        inputs: (B, N) tokens to read.
-        targets: (B, N), the token that follows each; `IGNORE` where none is scored, padding included.
-        lengths: (B,), valid positions of each row; None: all are.
-        fresh: (B,), True where the row starts a new sequence, so that nothing remembered belongs to it; None: all do.
+        inputs: (B, N) input tokens.
+        targets: (B, N), the next token at each position; `IGNORE` where it is not scored, padding included.
+        lengths: (B,), number of valid positions in each row; None: all positions are valid.
+        fresh: (B,), True where the row starts a new sequence, so that its memory must be reset; None: all rows do.
     """
 
     inputs: Tensor

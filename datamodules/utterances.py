@@ -1,4 +1,4 @@
-"""What a speech corpus and a batch of speech are, whatever they were made from."""
+"""Utterances, the interface of speech corpora, and the batch of speech."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -11,15 +11,15 @@ BLANK = 0
 
 
 class Utterance(NamedTuple):
-    """One recording, or a part of one, and what was said in it.
+    """A recording, or a part of one, with its phones.
 
     Attributes:
-        id: Unique within its corpus.
+        id: Identifier, unique within the corpus.
         audio: The file.
-        speaker: Who speaks; None: nobody knows, so the utterance is its own speaker.
-        phones: What was said; None: not known.
-        start: Where in the file it begins, in seconds.
-        duration: How long it is, in seconds; None: to the file's end.
+        speaker: The speaker; None: unknown, the utterance then counts as its own speaker.
+        phones: The spoken phones; None: unknown.
+        start: Start within the file, in seconds.
+        duration: Length in seconds; None: to the file's end.
     """
 
     id: str
@@ -31,36 +31,36 @@ class Utterance(NamedTuple):
 
 
 class SpeechCorpus(ABC):
-    """Utterances, divided, and the phones that occur in them."""
+    """Utterances in splits, with an inventory of phones."""
 
     @abstractmethod
     def prepare(self) -> None:
-        """Make what is missing, or say what is and where to get it; one process calls it before all others."""
+        """Make missing files, or raise an error that says where to get them. One process calls it before all others."""
 
     @abstractmethod
     def utterances(self, split: str) -> list[Utterance]:
-        """Return those of "train", "val" or "test"."""
+        """Return the utterances of "train", "val" or "test"."""
 
     @property
     @abstractmethod
     def phones(self) -> tuple[str, ...]:
-        """The inventory; every phone of every utterance is one of it, or the utterance is left out, and counted."""
+        """The inventory of phones. Utterances with other phones are left out and counted."""
 
     @property
     def folded(self) -> tuple[str, ...]:
-        """What each phone of the inventory counts as when errors are counted; "" counts as nothing."""
+        """The phone that each phone of the inventory is scored as; "": not scored."""
         return self.phones
 
 
 class SpeechBatch(NamedTuple):
-    """Utterances, and what was said in them.
+    """A batch of utterances with their labels.
 
     Attributes:
         features: (B, T, F) log-mel filterbanks, normalised; 0 in the padding.
-        lengths: (B,), frames of each.
+        lengths: (B,), number of frames of each utterance.
         phones: (B, U) labels, i + 1 for phone i of the inventory; `BLANK` in the padding.
-        phone_lengths: (B,), labels of each.
-        ids: B names.
+        phone_lengths: (B,), number of labels of each utterance.
+        ids: Ids of the B utterances.
     """
 
     features: Tensor

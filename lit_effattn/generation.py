@@ -1,4 +1,4 @@
-"""Sampling from any causal `SequenceModule` through its state: the prompt once, then one position a step."""
+"""Sampling from any causal `SequenceModule` with its state: the prompt in one call, then one position per step."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from lit_effattn.sequence import SequenceModule, State, donated, tensors
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
-    """Refuse settings that make no distribution.
+    """Check that the settings define a distribution.
 
     Raises:
-        ValueError: names the setting and its value.
+        ValueError: A setting is out of range. The message names it and its value.
     """
     if not temperature >= 0:
         raise ValueError(f"temperature={temperature}; 0 takes the likeliest level, 1 samples as trained")
@@ -37,7 +37,7 @@ def draw(
     top_k: int | None = None,
     top_p: float | None = None,
 ) -> Tensor:
-    """Draw one level a row, by inverting the cumulative distribution at `uniform`.
+    """Draw one level per row, by inverting the cumulative distribution at `uniform`.
 
     Args:
         log_probs: (B, L).
@@ -65,7 +65,7 @@ def draw(
 
 
 class _Sampling(NamedTuple):
-    """How a level is drawn: see `draw`."""
+    """Sampling settings: see `draw`."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -90,34 +90,34 @@ def generate(
 ) -> Tensor:
     """Continue `prompt` by `n_tokens` tokens.
 
-    Row i draws from a random stream of its own, made from `seed` and i, so a sample does not depend on how many
-    others are drawn beside it, nor on the device.
+    Row i has its own random stream, seeded by `seed` and i, so a sample depends neither on the number of rows nor on
+    the device.
 
     With `compile` a step is one program, on CUDA one graph of kernels, without Python between the layers. The same
-    tokens are drawn, but where rounding decides. Compiling takes seconds to a minute; later calls with as many rows
-    find it done. A prompt of several tokens is read as without. States that hold all positions are then looked at
-    whole, filled or not: so they begin with room for 256 positions, and twice as many, compiled again, when that is
-    full.
+    tokens are drawn, except where rounding decides. Compiling takes seconds to a minute; later calls with the same
+    number of rows reuse the program. A prompt of several tokens is read without compilation. A compiled step reads all
+    slots of the state, filled or not. A state that holds all positions therefore starts with room for 256; when it is
+    full, the room is doubled and the step compiled again.
 
     Args:
         backbone: Causal; see `SequenceModule`.
         embed: (B, N) tokens -> (B, N, backbone.d_input).
-        head: What turns the backbone's output into a distribution.
+        head: Maps the backbone's output to a distribution.
         prompt: (B, P) tokens, P at least 1.
-        n_tokens: How many to draw.
+        n_tokens: Number of tokens to draw.
         temperature: See `draw`.
         top_k: See `draw`.
         top_p: See `draw`.
-        seed: Of the random streams.
-        compile: Through `torch.compile`; worth it for many samples, not for one.
+        seed: Seed of the random streams.
+        compile: Use `torch.compile`; worth it for many samples, not for one.
         progress: Wraps the iterable of steps (rich's or tqdm's `track`).
-        on_tokens: Is shown each step's tokens (B,) as they are drawn.
+        on_tokens: Called with each step's tokens (B,) as they are drawn.
 
     Returns:
         (B, n_tokens), the tokens drawn.
 
     Raises:
-        ValueError: The backbone is not causal, or a setting makes no distribution, or this can't be compiled.
+        ValueError: The backbone is not causal, a setting is out of range, or the step can't be compiled.
     """
     check_sampling(temperature, top_k, top_p)
     if not backbone.causal:
@@ -165,17 +165,17 @@ def _step(model: _Model, tokens: Tensor, uniform: Tensor, state: State) -> tuple
 # ----------------------------------------------------------------------------------------------------------- compiled
 
 BACKEND = "inductor"
-"""What makes a step one program."""
+"""Backend of `torch.compile`."""
 
 LEAST_ROOM = 256
-"""Positions for which compiled generation first makes a state."""
+"""Positions that the first state of compiled generation has room for."""
 
 _MOST_PROGRAMS = 128
-"""For all models, numbers of rows and rooms together. Torch's own limit, 8 for a function, is soon reached here."""
+"""Most compiled programs, over all models, numbers of rows and sizes of state. Torch's default of 8 is too low here."""
 
 
 def _compiled_steps(model: _Model, prompt: Tensor, uniform: Tensor) -> Iterator[Tensor]:
-    """Yield what `_steps` does; what a step reads and writes lies where it is for as long as the state has room."""
+    """Yield the tokens of `_steps`. A step's inputs and outputs stay at the same address while the state has room."""
     rows, fed = prompt.shape
     total = fed + len(uniform)
     state = None
@@ -201,23 +201,23 @@ def _compiled_steps(model: _Model, prompt: Tensor, uniform: Tensor) -> Iterator[
 
 
 def room_for(positions: int, total: int) -> int:
-    """Return how many positions to make a state for: few different numbers, for each is compiled by itself."""
+    """Return how many positions to make a state for: one of few numbers, because each is compiled separately."""
     power: int = 2 ** (positions - 1).bit_length()
     return min(max(LEAST_ROOM, power), -(-total // 64) * 64)
 
 
 def _moved(state: State, into: State) -> State:
-    """Copy `state` to `into`, which has at least its room: all states begin alike, however long they may become."""
+    """Copy `state` to the first slots of `into`, which has at least its size: see `SequenceModule.initial_state`."""
     for old, new in zip(tensors(state), tensors(into), strict=True):
         new[tuple(map(slice, old.shape))] = old
     return into
 
 
 class _Advance:
-    """Reads `tokens` (B, 1), and overwrites them with the next ones, and `state` with what it is then.
+    """Reads `tokens` (B, 1), and overwrites them with the next tokens and `state` with the next state.
 
-    On CUDA, the first call is recorded as a graph that the others replay. It lives as long as the run: parameters may
-    lie elsewhere in the next one.
+    On CUDA, the first call is recorded as a graph that later calls replay. The graph is not kept for another
+    `generate`, because the parameters may then be at other addresses.
     """
 
     def __init__(self, model: _Model, tokens: Tensor, uniform: Tensor, state: State) -> None:
@@ -232,7 +232,7 @@ class _Advance:
 
         model, tokens, _, _ = self._arguments
         try:
-            # As a context, for not every torch that we take lets `torch.compile` have a limit of its own.
+            # A context, because not every supported torch has a limit as an option of `torch.compile`.
             with torch._dynamo.config.patch(recompile_limit=_MOST_PROGRAMS):
                 self._replay = _recorded(self._run, tokens.device) if _on_cuda(tokens.device) else self._run_once()
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
@@ -256,18 +256,18 @@ def _on_cuda(device: torch.device) -> bool:
 
 
 def _recorded(run: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Run once, and return what runs the same kernels again without Python."""
+    """Run once, and return a function that runs the same kernels again without Python."""
     with torch.cuda.device(device):
-        # One stream for both, of this device: what was compiled may be guarded by its stream, and torch's own stream
-        # for recording is of the device that recorded first in this process.
+        # Both runs use one stream of this device: compiled code may be guarded by its stream, and torch's default
+        # stream for recording belongs to the device that recorded first in this process.
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            run()  # compiles, and allocates what is allocated once
+            run()  # compiles, and makes the allocations that happen once
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):  # threads that load data go on
-            run()  # is recorded, not run
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):  # data loaders keep running
+            run()  # recorded, not run
     return graph.replay
 
 

@@ -1,4 +1,4 @@
-"""What an object was built from, as plain data, so that a checkpoint can build it again."""
+"""The constructor arguments of an object as plain data, from which a checkpoint builds it again."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ T = TypeVar("T", bound="HasInitArgs")
 
 
 class HasInitArgs:
-    """Remembers the arguments its class was called with.
+    """Stores the arguments that its class was called with.
 
-    `spec(object)` gives them as nested `{"class_path": …, "init_args": …}`, the form that YAML configurations have
-    and that jsonargparse instantiates. Checkpoints carry it, so that `load_from_checkpoint` builds the same model
-    from it under `weights_only=True`, whether the model came from YAML or from Python.
+    `spec(object)` returns them as nested `{"class_path": …, "init_args": …}`, the form that YAML configurations have
+    and that jsonargparse instantiates. Checkpoints contain it, so `load_from_checkpoint` builds the same model from it
+    under `weights_only=True`, whether the model came from YAML or from Python.
     """
 
     _call: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls: type[T], *args: Any, **kwargs: Any) -> T:
-        """Take down the call, before any `__init__` runs."""
+        """Store the arguments, before any `__init__` runs."""
         self = super().__new__(cls)
-        object.__setattr__(self, "_call", (args, kwargs))  # past nn.Module.__setattr__, which is not ready yet
+        object.__setattr__(self, "_call", (args, kwargs))  # not nn.Module's, which needs its __init__ first
         return self
 
 
@@ -30,7 +30,7 @@ def init_args(module: HasInitArgs) -> dict[str, Any]:
     """Return the arguments that `module` was built with, as plain data, without those left at their defaults.
 
     Raises:
-        TypeError: An argument can't be told in plain data (a lambda, a module that is not `HasInitArgs`).
+        TypeError: An argument can't be expressed as plain data (a lambda, a module that is not `HasInitArgs`).
     """
     args, kwargs = module._call
     bound = inspect.signature(type(module).__init__).bind(module, *args, **kwargs)
@@ -68,7 +68,7 @@ def _plain(value: Any, where: str) -> Any:
 
 
 def _kind_of(factory: partial[Any]) -> type | None:
-    """Return the class of partial(Kind, …), or of what jsonargparse makes, partial(its own functions, Kind, …)."""
+    """Return the class of `partial(Kind, …)`, or of jsonargparse's `partial(its own functions, Kind, …)`."""
     given = [factory.func, *factory.args]
     kinds = [part for part in given if isinstance(part, type)]
     others = [part for part in given if not isinstance(part, type)]

@@ -1,4 +1,4 @@
-"""Pictures: grids of images, rows with a name, and what was recognised in a sound."""
+"""Pictures: grids of images, labelled rows of images, and recognised utterances."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ MIN_SIDE = 48
 """Smaller images are enlarged, pixel by pixel, to at least this many pixels."""
 
 TICK = 0.5
-"""Seconds between two marks on an axis of time."""
+"""Seconds between two ticks of a time axis."""
 
 
 def grid(images: Tensor, columns: int | None = None) -> Tensor:
-    """Lay (n, C, H, W) uint8 out in a grid, (C, height, width), nearly square unless `columns` says otherwise."""
-    from torchvision.utils import make_grid  # slow to import, and not every run draws
+    """Arrange (n, C, H, W) uint8 in a grid, (C, height, width), nearly square unless `columns` is given."""
+    from torchvision.utils import make_grid  # slow to import, and not used by every run
 
     scale = max(1, math.ceil(MIN_SIDE / images.size(2)))
     images = images.repeat_interleave(scale, 2).repeat_interleave(scale, 3)
@@ -37,7 +37,7 @@ def save_png(picture: Tensor, path: Path) -> Path:
 
 
 def labelled_rows(rows: dict[str, Tensor], path: Path) -> Path:
-    """Write rows of (n, C, H, W) uint8 images as PNG, each with its name before it."""
+    """Write rows of (n, C, H, W) uint8 images as PNG, each with its name on the left."""
     from PIL import Image, ImageDraw
 
     strips = [grid(images, columns=len(images)) for images in rows.values()]
@@ -61,16 +61,16 @@ def recognised(
     factor: int = 1,
     frame_seconds: float = 0.01,
 ) -> Path:
-    """Write, as PNG, an utterance's filterbank and below it, at the same times, each label's probability.
+    """Write a PNG of an utterance's filterbank and, below it on the same time axis, each label's probability.
 
     Args:
         features: (T, F), the lowest frequency first; the loudest is white.
-        probabilities: (T', V), each frame's labels'; 1 is white.
-        names: V, what the labels are called; letters of the phonetic alphabet need the font DejaVu Sans, which many
-            systems have, and matplotlib (the extra `bench`).
-        path: Where to.
-        factor: Feature vectors to a frame.
-        frame_seconds: From one feature vector to the next.
+        probabilities: (T', V), of the labels in each frame; 1 is white.
+        names: V names of the labels. Letters of the phonetic alphabet need the font DejaVu Sans, which many systems and
+            matplotlib (the extra `bench`) have.
+        path: File to write.
+        factor: Feature vectors per frame.
+        frame_seconds: Seconds from one feature vector to the next.
     """
     from PIL import Image, ImageDraw
 
@@ -85,7 +85,7 @@ def recognised(
     for top, panel in ((above, sound), (above + height + below, labels)):
         sheet.paste(_to_pil(panel.expand(3, -1, -1)), (left, top))
     for i, name in enumerate(names):
-        # Pillow's own font has no letters of the phonetic alphabet: the label's number stands for such a name.
+        # Pillow's default font has no letters of the phonetic alphabet: the label's number replaces such a name.
         shown = name if font is not None or name.isascii() else f"label {i}"
         draw.text((4, above + height + below + row * i), shown, fill=(255, 255, 255), font=font)
     pixels_per_tick = across * TICK / frame_seconds
@@ -98,7 +98,7 @@ def recognised(
 
 
 def _phonetic_font() -> ImageFont.FreeTypeFont | None:
-    """Return a font that has the letters of the phonetic alphabet; None: there is none here."""
+    """Return a font that has the letters of the phonetic alphabet, or None if none is found."""
     from PIL import ImageFont
 
     matplotlib = find_spec("matplotlib")
@@ -112,7 +112,7 @@ def _phonetic_font() -> ImageFont.FreeTypeFont | None:
 
 
 def _brightness(features: Tensor) -> Tensor:
-    """Bring all but the extreme hundredths to 0 … 255."""
+    """Scale to 0 … 255, clipping the lowest and the highest hundredth."""
     features = features.float()
     low, high = (features.flatten().kthvalue(max(1, round(q * features.numel()))).values for q in (0.01, 0.99))
     return ((features - low) / (high - low).clamp(min=1e-6)).clamp(0, 1) * 255

@@ -1,4 +1,4 @@
-"""How a model knows where a token stands."""
+"""Encodings of token positions: sinusoidal, learned, on a grid, rotary."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Positions(HasInitArgs, nn.Module, ABC):
         """Return the vectors of `position`."""
 
     def bind(self, shape: Sequence[int]) -> None:
-        """Learn the shape of the data, where it was not given: `(length,)`, or `(height, width, channels)`."""
+        """Set the shape of the data if it was not given: `(length,)`, or `(height, width, channels)`."""
 
 
 class SinusoidalPositions(Positions):
-    """Fixed waves (Vaswani et al. 2017, section 3.5), for streams of any length.
+    """Sinusoids (Vaswani et al. 2017, section 3.5), for streams of any length.
 
         p(t)_{2i} = sin(t / 10000^{2i/width}),  p(t)_{2i+1} = cos(t / 10000^{2i/width})
 
@@ -55,7 +55,7 @@ class SinusoidalPositions(Positions):
 
 
 class LearnedPositions(Positions):
-    """One learned vector a position.
+    """One learned vector per position.
 
     Args:
         width: Dimensions of a vector.
@@ -69,7 +69,7 @@ class LearnedPositions(Positions):
             self.bind([max_len])
 
     def bind(self, shape: Sequence[int]) -> None:
-        """Make the table, unless `max_len` made it."""
+        """Create the table, unless `max_len` was given."""
         if self.table is None:
             self.table = _table(math.prod(shape), self.width)
 
@@ -98,7 +98,7 @@ class GridPositions(Positions):
             self.bind(shape)
 
     def bind(self, shape: Sequence[int]) -> None:
-        """Make the tables, unless `shape` made them."""
+        """Create the tables, unless `shape` was given."""
         if len(shape) != 3:
             raise ValueError(f"GridPositions: shape={tuple(shape)} is not (height, width, channels)")
         if self.row is None:
@@ -114,16 +114,16 @@ class GridPositions(Positions):
 
 
 class RotaryPositions(Positions):
-    """Turns pairs of dimensions of queries and keys by an angle that grows with the position (Su et al. 2021, eq. 34).
+    """Rotates pairs of dimensions of queries and keys by an angle proportional to position (Su et al. 2021, eq. 34).
 
         (x_i, x_{i+D/2}) -> (x_i cos a − x_{i+D/2} sin a, x_i sin a + x_{i+D/2} cos a),  a = t · base^{−2i/D}
 
-    A scalar product of a query and a key then depends on the difference of their positions alone. Not added to
-    anything: a `Transformer` hands it to its attentions, which turn q and k before any feature map.
+    The dot product of a query and a key then depends only on the difference of their positions. Nothing is added to the
+    input: a `Transformer` passes the positions to its attentions, which rotate q and k before any feature map.
 
     Args:
         width: Dimensions D of a head, even.
-        base: Of the geometric series of frequencies.
+        base: Base of the geometric series of frequencies.
     """
 
     def __init__(self, width: int, base: float = 10000.0) -> None:
@@ -138,7 +138,7 @@ class RotaryPositions(Positions):
         return torch.cat([angle.cos(), angle.sin()], -1)
 
     def turn(self, x: Tensor, position: Tensor) -> Tensor:
-        """Turn `x` (B, H, N, D) by `position` (B or 1, N)."""
+        """Rotate `x` (B, H, N, D) by `position` (B or 1, N)."""
         cos, sin = self(position)[:, None].chunk(2, dim=-1)  # (B, 1, N, D / 2)
         a, b = x.to(accumulator(x.dtype)).chunk(2, dim=-1)
         return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
@@ -149,7 +149,7 @@ PositionsFactory = Callable[[int], Positions]
 
 
 def bind(module: nn.Module, shape: Sequence[int]) -> None:
-    """Tell all positions in `module` the shape of the data: what the data fixes is never typed twice."""
+    """Set the shape of the data in all positions in `module`, so that it need not be configured again."""
     for part in module.modules():
         if isinstance(part, Positions):
             part.bind(shape)

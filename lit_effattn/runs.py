@@ -1,6 +1,6 @@
-"""Where runs live, and which checkpoint is meant.
+"""Folders of runs, and search for checkpoints.
 
-A run has one folder, named by the time it began (UTC), somewhere under the root that `trainer.default_root_dir` names:
+A run has one folder, named by its start time (UTC), at any depth under the root `trainer.default_root_dir`:
 
     runs/digits_linear/2026-11-21_09-40-12/
         config.yaml         everything that was set
@@ -19,12 +19,12 @@ _RUN = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(_\d+)?")
 
 
 def new_run(root: Path) -> Path:
-    """Make the folder of a new run under `root`: never one that exists."""
+    """Create the folder of a new run under `root`. It is never an existing folder."""
     return new_folder(root, datetime.now(timezone.utc).strftime("%Y-%m-%d_%H-%M-%S"))
 
 
 def new_folder(parent: Path, name: str) -> Path:
-    """Make `parent/name`, or `name_1`, `name_2`, … where that exists. Two processes never get the same."""
+    """Create `parent/name`, or `name_1`, `name_2`, … if that exists. Two processes never get the same folder."""
     attempt = 0
     while True:
         folder = parent / (f"{name}_{attempt}" if attempt else name)
@@ -37,16 +37,16 @@ def new_folder(parent: Path, name: str) -> Path:
 
 
 def run_of(checkpoint: Path) -> Path | None:
-    """Return the run that `checkpoint` belongs to; None if it lies outside any."""
+    """Return the run that `checkpoint` belongs to; None if it is outside all runs."""
     folder = checkpoint.resolve().parent
     return folder.parent if folder.name == "checkpoints" and _RUN.fullmatch(folder.parent.name) else None
 
 
 def find_checkpoint(name: str, root: Path) -> Path:
-    """Return the checkpoint that `name` means: a path, or `last` or `best` of the newest run under `root` that has one.
+    """Return the checkpoint that `name` names: a path, or `last` or `best` of the newest run under `root` that has one.
 
     Raises:
-        FileNotFoundError: there is none; says where it was looked for.
+        FileNotFoundError: There is none. The message says where it was searched.
     """
     if name not in ("last", "best"):
         path = Path(name)
@@ -68,7 +68,7 @@ def _age(checkpoint: Path) -> tuple[str, int]:
 
 
 def discard_if_empty(run: Path) -> None:
-    """Delete the folder of a run that failed before it wrote anything, and those above that were made for it."""
+    """Delete the folder of a run that failed before it wrote anything, and parent folders that are then empty."""
     run = run.resolve()  # the parents of a relative path end in ".", which can't be deleted
     if not run.is_dir() or any(path.is_file() for path in run.rglob("*")):
         return
@@ -80,6 +80,6 @@ def discard_if_empty(run: Path) -> None:
 
 
 def short(path: str | Path) -> str:
-    """Return `path` as seen from the current folder, if it lies below."""
+    """Return `path` relative to the current folder if it is below it, else unchanged."""
     path = Path(path)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

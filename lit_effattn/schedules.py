@@ -17,7 +17,7 @@ class WarmupCosine(LambdaLR):
         optimizer: Its learning rate is the peak.
         total_steps: Steps of the whole run.
         warmup_steps: Steps of the rise.
-        final: What the rate ends at, as a fraction of the peak.
+        final: Final rate, as a fraction of the peak.
     """
 
     def __init__(self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, final: float = 0.0) -> None:
@@ -36,11 +36,11 @@ class WarmupCosine(LambdaLR):
 
 
 class InverseSquareRoot(LambdaLR):
-    """Rises linearly over `warmup_steps`, then falls with one over the square root of the steps taken.
+    """Rises linearly over `warmup_steps`, then falls with the inverse square root of the steps taken.
 
         rate(step) = peak · min(step / warmup_steps, √(warmup_steps / step)),  step = 1, 2, …
 
-    Vaswani et al. 2017, equation 3, by its peak, which is reached at step `warmup_steps`. There the rate is
+    Vaswani et al. 2017, equation 3, scaled by its peak, which is reached at step `warmup_steps`. The paper's rate is
     d_model^−½ · min(step^−½, step · warmup_steps^−1.5), so its peak is (d_model · warmup_steps)^−½: 7·10⁻⁴ for the base
     model's 512 and 4000. Counts optimiser steps.
 

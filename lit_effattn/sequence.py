@@ -1,7 +1,7 @@
-"""The contract of everything that mixes a sequence, `y, state = module(x, state, lengths)`, and what a state allows.
+"""The contract of all sequence modules, `y, state = module(x, state, lengths)`, and the operations on states.
 
-Here, and nowhere else, it is said how a state is detached, moved, selected, counted and saved. What is *in* a state
-belongs to each kind of module; nothing outside that module looks.
+Only this file defines how a state is detached, moved, selected, counted and saved. The contents of a state are private
+to the kind of module that returned it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SequenceModule(HasInitArgs, nn.Module, ABC):
     Attributes:
         d_input: Width of `x`; equal to `d_model` unless the module adds dimensions of its own (concatenated positions).
         d_model: Width of `y`.
-        causal: Whether `y` at a position depends on that and earlier positions alone. Only causal modules have a state.
+        causal: Whether `y` at a position depends only on that and earlier positions. Only causal modules have a state.
     """
 
     d_input: int
@@ -45,14 +45,14 @@ class SequenceModule(HasInitArgs, nn.Module, ABC):
     def forward(
         self, x: Tensor, state: State | None = None, lengths: Tensor | None = None
     ) -> tuple[Tensor, State | None]:
-        """Mix `x`, going on from `state`.
+        """Mix `x`, continuing from `state`.
 
         Args:
             x: (B, N, d_input).
-            state: What an earlier call returned for the positions before `x`; None: there are none. It is not
-                changed, except inside `donated()`.
-            lengths: (B,) integers in 0 … N, the valid positions of each row; the rest, on the right, is padding:
-                it changes no output, no gradient and no state, and its own outputs are 0. None: all are valid.
+            state: State that an earlier call returned for the positions before `x`; None: no earlier positions. It is
+                not changed, except inside `donated()`.
+            lengths: (B,) integers in 0 … N, the number of valid positions of each row. The rest, on the right, is
+                padding: it affects no output, gradient or state, and its own outputs are 0. None: all are valid.
 
         Returns:
             y: (B, N, d_model), and the state after `x` (None for a module that is not causal).
@@ -67,34 +67,34 @@ class SequenceModule(HasInitArgs, nn.Module, ABC):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> State:
-        """Return the state that None stands for.
+        """Return the empty state, equivalent to `state=None`.
 
         Args:
             batch_size: Number of rows.
-            max_len: The most positions that will ever be fed; all shapes are then final, as compiled generation
-                wants them. None: states that grow, grow. Made with more, a state begins alike: a full one goes on when
-                copied to the first places of a longer one.
+            max_len: Maximum number of positions. All shapes are then fixed, as compiled generation requires. A full
+                state can be continued after copying it to the first slots of a state with a larger `max_len`. None:
+                the state may grow.
             device: Default: the parameters'.
-            dtype: Type of what is stored (what accumulates has at least float32). Default: the parameters'.
+            dtype: Type of the stored tensors (accumulators have at least float32). Default: the parameters'.
         """
 
     def reset(self, state: State, rows: Tensor) -> State:
-        """Return `state` with the rows where `rows` (B,) is True as in `initial_state`.
+        """Return `state` with the rows where `rows` (B,) is True reset to `initial_state`.
 
-        This default zeroes them. A kind whose empty state is not all zeros (a running maximum) overrides it.
+        The default sets them to zero. A kind whose empty state is not all zeros (a running maximum) overrides it.
         """
         return map_tensors(lambda t: t.masked_fill(_as_column(rows, t), 0), state)
 
     @property
     def bounded_by(self) -> str | None:
-        """None if the state's size has a bound, else the option that gives it one, as in "window"; "" if none does."""
+        """None if the state's size is bounded, else the option that bounds it, such as "window"; "" if none does."""
         return None
 
     def check(self, x: Tensor, state: State | None, lengths: Tensor | None) -> None:
-        """Refuse arguments of `forward` that are not what it takes.
+        """Check the arguments of `forward`.
 
         Raises:
-            ValueError: names the argument, its value and what was expected.
+            ValueError: An argument is invalid. The message names it, its value and what was expected.
         """
         name = type(self).__name__
         if x.dim() != 3 or x.size(-1) != self.d_input:
@@ -119,13 +119,13 @@ class SequenceModule(HasInitArgs, nn.Module, ABC):
             raise ValueError(f"{name}: lengths is {lengths.tolist()}; expected values from 0 to {x.size(1)}")
 
     def default(self, device: torch.device | None, dtype: torch.dtype | None) -> tuple[torch.device, torch.dtype]:
-        """Fill in a device and type that were not given, from the parameters."""
+        """Return `device` and `dtype`, with the parameters' for None."""
         parameter = next(self.parameters())
         return device or parameter.device, dtype or parameter.dtype
 
 
 def reads_values(tensor: Tensor) -> bool:
-    """Whether looking at `tensor`'s values is free: on the CPU, outside torch.compile (a GPU would have to wait)."""
+    """Whether reading `tensor`'s values is free: on the CPU, outside torch.compile (a GPU would synchronise)."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
@@ -135,7 +135,7 @@ def valid_positions(lengths: Tensor, n: int) -> Tensor:
 
 
 def without_padding(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """Put 0 where `x` (B, N, …) is padding, whatever stands there, NaN included."""
+    """Set the padding of `x` (B, N, …) to 0, even where it is NaN."""
     return x if lengths is None else x.masked_fill(~valid_positions(lengths, x.size(1))[..., None], 0)
 
 
@@ -169,7 +169,7 @@ def tensors(state: State) -> Iterator[Tensor]:
 
 
 def detach(state: State) -> State:
-    """Cut `state` from the graph: truncated back-propagation through time is this, between two batches."""
+    """Detach `state` from the graph, as truncated back-propagation through time does between two batches."""
     return map_tensors(Tensor.detach, state)
 
 
@@ -179,7 +179,7 @@ def to(state: State, device: torch.device | str) -> State:
 
 
 def select(state: State, rows: Tensor) -> State:
-    """Return the rows of `state` that `rows` (integers) names, in that order; a row may be named many times."""
+    """Return the rows of `state` with the indices `rows`, in that order; an index may be repeated."""
     return map_tensors(lambda t: t.index_select(0, rows.to(t.device)), state)
 
 
@@ -189,7 +189,7 @@ def nbytes(state: State) -> int:
 
 
 def losses(state: State) -> Tensor | None:
-    """Sum the auxiliary losses of the last call, (B,), over all fields named `loss` in the tree; None without any."""
+    """Sum the auxiliary losses of the last call, (B,), over all fields named `loss` in the tree; None if none."""
     total: Tensor | None = None
     for loss in losses_by_kind(state).values():
         total = loss if total is None else total + loss
@@ -197,7 +197,7 @@ def losses(state: State) -> Tensor | None:
 
 
 def losses_by_kind(state: State) -> dict[str, Tensor]:
-    """Sum them, (B,), for each class of state that has such a field, under the class's name."""
+    """Sum the auxiliary losses, (B,), for each class of state with a field `loss`, by class name."""
     found: dict[str, Tensor] = {}
     if isinstance(state, tuple):
         for name, part in zip(getattr(state, "_fields", [""] * len(state)), state, strict=True):
@@ -213,7 +213,7 @@ def pack(state: State) -> Any:
 
 
 def unpack(packed: Any, like: State) -> State:
-    """Undo `pack`. `like` is any state of the same module: its `initial_state(1)` will do."""
+    """Undo `pack`. `like` is any state of the same module, such as `initial_state(1)`."""
     if not isinstance(like, tuple):
         return packed
     parts = [unpack(part, example) for part, example in zip(packed, like, strict=True)]
@@ -224,16 +224,17 @@ def _as_column(rows: Tensor, t: Tensor) -> Tensor:
     return rows.view(-1, *[1] * (t.dim() - 1))
 
 
-# ------------------------------------------------------------------------------------------------- giving states away
+# ----------------------------------------------------------------------------------------------------- donated states
 
 _donated: ContextVar[bool] = ContextVar("donated", default=False)
 
 
 @contextmanager
 def donated() -> Iterator[None]:
-    """Give away every state passed to a module inside: it may be overwritten in place and must not be used again.
+    """Donate every state passed to a module inside the context.
 
-    Copying a key/value cache for every new token costs more than the attention itself; inside, it is written to.
+    A donated state may be overwritten in place and must not be used again. A key/value cache is then written in place;
+    copying it for every new token would cost more than the attention itself.
     """
     token = _donated.set(True)
     try:
@@ -243,5 +244,5 @@ def donated() -> Iterator[None]:
 
 
 def may_overwrite() -> bool:
-    """Whether the state at hand may be written in place: given away, and no gradient wants its old value."""
+    """Whether the current state may be written in place: it is donated, and gradients are disabled."""
     return not torch.is_grad_enabled() and _donated.get()

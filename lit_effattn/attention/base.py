@@ -13,11 +13,12 @@ from lit_effattn.sequence import SequenceModule, State, without_padding
 
 
 class Attention(SequenceModule):
-    """Multi-head attention whose `attend` says how queries, keys and values combine.
+    """Multi-head attention. `attend` defines how queries, keys and values are combined.
 
         y = W_o concat_h attend(W_q x, W_k x, W_v x)                          Vaswani et al. 2017, section 3.2.2
 
-    A new kind implements `attend` and `initial_state`, on a state with a field `length` (B,): the positions seen.
+    A new kind implements `attend` and `initial_state`. Its state has a field `length` (B,), the number of positions
+    seen.
 
     Args:
         d_model: Width E.
@@ -31,7 +32,7 @@ class Attention(SequenceModule):
     """
 
     takes_rotary = True
-    """Whether rotary positions mean something to this kind."""
+    """Whether this kind supports rotary positions."""
 
     def __init__(
         self, d_model: int, n_heads: int, causal: bool = True, *, bias: bool = True, d_qk: int | None = None
@@ -56,7 +57,7 @@ class Attention(SequenceModule):
         self.v_proj = nn.Linear(d_model, d_model, bias=bias)
         self.out_proj = nn.Linear(d_model, d_model, bias=bias)
         self.rotary: RotaryPositions | None = None
-        """Turns queries and keys by their position; set by a `Transformer` whose positions are rotary."""
+        """Rotates queries and keys by their position. Set by a `Transformer` with rotary positions."""
 
     @abstractmethod
     def attend(
@@ -65,14 +66,14 @@ class Attention(SequenceModule):
         """Combine queries, keys and values.
 
         Args:
-            q: (B, H, N, D), as are `k` and `v`; what stands in padding is finite, but not zero.
+            q: (B, H, N, D). Values in padding are finite, but not zero.
             k: See `q`.
             v: See `q`.
             state: State before the first position, or None.
             lengths: (B,) valid positions, or None.
 
         Returns:
-            The heads' outputs (B, H, N, D), anything finite in padding, and the state after the last valid position.
+            The heads' outputs (B, H, N, D), any finite values in padding, and the state after the last valid position.
         """
 
     def forward(
@@ -102,7 +103,7 @@ class Attention(SequenceModule):
         return x.unflatten(2, (self.n_heads, -1)).transpose(1, 2)
 
     def extra_repr(self) -> str:
-        """Show what the projections do not."""
+        """Return the options that the projections do not show."""
         return f"n_heads={self.n_heads}, causal={self.causal}"
 
 

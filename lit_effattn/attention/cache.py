@@ -1,4 +1,4 @@
-"""How vectors are remembered, one for every position: what the states of several kinds have in common."""
+"""Caches with one vector per position, shared by the states of several attention kinds."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from lit_effattn.sequence import may_overwrite, reads_values
 
 
 def append(stored: Sequence[Tensor], new: Sequence[Tensor], length: Tensor, *, grows: bool) -> list[Tensor]:
-    """Write each of `new` (B, H, N, ·) behind each row's `length` in its `stored` (B, H, M, ·).
+    """Write each tensor of `new` (B, H, N, ·) to its tensor of `stored` (B, H, M, ·), from each row's `length` on.
 
-    Padding is written too; the next call overwrites it. In place where the state was given away.
+    Padding is written too; the next call overwrites it. Writes in place if the state is donated.
 
     Args:
-        stored: Position t in slot t.
-        new: As many.
-        length: (B,), the positions of each row so far.
-        grows: Whether there is always room for N more; else M slots are all there will ever be.
+        stored: Caches; slot t holds position t.
+        new: New vectors, one tensor for each of `stored`.
+        length: (B,), the number of positions of each row so far.
+        grows: Whether to add N slots; if False, the M slots are final.
 
     Raises:
-        ValueError: they are full.
+        ValueError: the N new positions do not fit in M slots.
     """
     n, room = new[0].size(2), stored[0].size(2)
     if grows:
@@ -35,10 +35,10 @@ def append(stored: Sequence[Tensor], new: Sequence[Tensor], length: Tensor, *, g
 
 
 def check_room(room: int, length: Tensor, n: int) -> None:
-    """Refuse `n` more positions after each row's `length` in `room` slots.
+    """Check that `n` more positions after each row's `length` fit in `room` slots.
 
     Raises:
-        ValueError: they are full.
+        ValueError: they do not fit.
     """
     if reads_values(length) and int(length.max()) + n > room:
         raise ValueError(
@@ -48,9 +48,9 @@ def check_room(room: int, length: Tensor, n: int) -> None:
 
 
 def write(stored: Tensor, slots: Tensor, new: Tensor) -> Tensor:
-    """Write `new` (B, H, N, ·) to each row's `slots` (B, N) of `stored` (B, H, M, ·), in place if it was given away."""
+    """Write `new` (B, H, N, ·) to each row's `slots` (B, N) of `stored` (B, H, M, ·), in place if it is donated."""
     stored = stored if may_overwrite() else stored.clone()
     rows = torch.arange(len(stored), device=stored.device)[:, None]
-    # An assignment, not `scatter_`: what torch.compile makes of that copies all of `stored`, twice.
+    # An assignment, not `scatter_`, for which torch.compile copies all of `stored` twice.
     stored[rows, :, slots] = new.transpose(1, 2).to(stored.dtype)  # (B, H, N, ·) -> (B, N, H, ·)
     return stored

@@ -1,4 +1,4 @@
-"""The Compressive Transformer's attention: what leaves Transformer-XL's memory is compressed, not forgotten."""
+"""The Compressive Transformer's attention: inputs that leave Transformer-XL's memory are compressed, not discarded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Compression = Literal["conv", "mean", "max"]
 
 
 class CompressiveMemory(NamedTuple):
-    """The newest inputs of the layer and, of those before, summaries of c each; the newest last in both."""
+    """The newest inputs of the layer, and summaries of c older inputs each; the newest is last in both."""
 
     inputs: Tensor  # (B, mem_len + c − 1, E)
     compressed: Tensor  # (B, compressed_len, E)
@@ -33,53 +33,52 @@ class CompressiveMemory(NamedTuple):
 
 
 class ProjectedCompressiveMemory(NamedTuple):
-    """The same as keys and values, in slots that are written where they are.
+    """The same memory as keys and values, in two ring buffers.
 
-    Of the first M slots, t mod M holds position t; behind them, R summaries likewise.
+    Position t is in slot t mod M of the first M slots. Summary number i is in slot i mod R of the R slots after them.
     """
 
     keys: Tensor  # (B, H, M + R, D)
     values: Tensor  # (B, H, M + R, D)
-    inputs: Tensor  # (B, M, E), which are yet to be compressed
+    inputs: Tensor  # (B, M, E), inputs that are not compressed yet
     length: Tensor  # (B,), positions seen in all
     loss: Tensor  # (B,), the reconstruction loss of the last call
 
 
 class CompressiveAttention(TransformerXLAttention):
-    """Transformer-XL's attention, with a second memory of compressed inputs behind the first.
+    """Transformer-XL's attention with a second memory, of older inputs that are compressed.
 
         y_i = W_o concat_h Σ_j softmax_j(((q_i + u) · k_j + (q_i + v) · W_r R_{i−j}) / √D) v_j
         k, v = W_k, W_v [compressed; memory; x],  compressed_b = f(x_{bc}, …, x_{bc+c−1})
 
     Rae et al. 2019, section 3 and algorithm 1. f is a convolution of width and stride c, or the mean or maximum.
 
-    The memories are those of feeding one position at a time. The position t sees its own input and the `mem_len`
-    before it. Older inputs gather, still seen as they are; as soon as there are c of them they are replaced by one
-    summary, and the `compressed_len` newest summaries are seen. So x_{b(t)}, …, x_t are seen uncompressed, with
-    b(t) = c ⌊(t − mem_len) / c⌋, at least 0. Nothing depends on where a call begins: splitting a stream changes
-    nothing. As in the paper, a summary takes one place in the row of keys, so i − j counts one for each summary
-    between. The reach of one layer is mem_len + c · compressed_len; time O(N (mem_len + compressed_len)). As in
-    `TransformerXLAttention`, a state made with `max_len` holds keys and values.
+    The memories are updated as if positions were fed one at a time, so splitting a stream changes nothing. Position t
+    sees its own input and the `mem_len` inputs before it. Older inputs stay uncompressed until there are c of them;
+    then one summary replaces them. The `compressed_len` newest summaries are seen. So t sees x_{b(t)}, …, x_t
+    uncompressed, with b(t) = c ⌊(t − mem_len) / c⌋, at least 0. As in the paper, a summary takes one place in the row
+    of keys, so each summary in between adds 1 to i − j. The reach of one layer is mem_len + c · compressed_len; time
+    O(N (mem_len + compressed_len)). As in `TransformerXLAttention`, a state made with `max_len` holds keys and values.
 
-    f learns from the reconstruction loss (section 3.2, algorithm 2), in the state's field `loss`: the mean squared
-    difference (the paper's is a norm) between attention, by content alone, to the inputs that a call compresses and to
-    their summaries, for the queries of that call, at most `chunk_size` at a time. Its gradient reaches f alone. Like
-    any training on segments it depends on how the stream is split, and is best with calls of many c. It is 0 where no
-    gradient is wanted, nothing was compressed, or f has no parameters. The task's gradient reaches f, too, where a
-    call sees summaries that it made itself: modules never detach.
+    f is trained by the reconstruction loss (section 3.2, algorithm 2), which is the state's field `loss`. It is the
+    mean squared difference (a norm in the paper) between content-based attention to the inputs that a call compresses
+    and content-based attention to their summaries. The queries are those of the call, at most `chunk_size` at a time.
+    Its gradient reaches only f. It depends on how the stream is split, and is best with calls of many times c
+    positions. It is 0 if gradients are disabled, nothing was compressed, or f has no parameters. The task's gradient
+    also reaches f where a call sees summaries that it made itself: modules never detach.
 
     Args:
         d_model: Width E, even.
         n_heads: Heads H.
-        causal: True; there is no memory without.
-        mem_len: Inputs remembered as they are; c − 1 more while they wait for their compression.
-        compressed_len: Summaries remembered.
-        compression_rate: c, inputs in a summary.
+        causal: Must be True, because the memory needs it.
+        mem_len: Inputs that stay uncompressed; up to c − 1 more are kept until they are compressed.
+        compressed_len: Number of summaries.
+        compression_rate: c, inputs per summary.
         compression: f: "conv", "mean" or "max".
-        clamp_len: Distances beyond it look like it; None: none do.
+        clamp_len: Larger distances are clamped to it; None: no clamping.
         dropout: Probability with which an attention weight is dropped in training.
-        position_dropout: Probability with which a number of R is dropped in training.
-        chunk_size: Queries computed at once; no effect on the result, but see above for the loss of longer calls.
+        position_dropout: Probability with which an element of R is dropped in training.
+        chunk_size: Queries computed at once; no effect on the outputs, but on the loss of longer calls (see above).
         bias: Whether q_proj, k_proj, v_proj, out_proj and the convolution have a bias; not in Transformer-XL.
     """
 
@@ -123,11 +122,11 @@ class CompressiveAttention(TransformerXLAttention):
         self.compressed_len = compressed_len
         self.compression_rate = compression_rate
         self.compression = compression
-        # A convolution whose stride is its width is one matrix for windows that lie side by side.
+        # A convolution whose stride equals its width is one matrix, applied to adjacent windows.
         self.compressor = nn.Linear(compression_rate * d_model, d_model, bias=bias) if compression == "conv" else None
 
     def set_memory(self, mem_len: int, clamp_len: int | None = None, same_length: bool = False) -> None:
-        """See `TransformerXLAttention.set_memory`; what a position sees never depends on the split here."""
+        """See `TransformerXLAttention.set_memory`. `same_length` must be False: the split never has an effect here."""
         if same_length:
             raise ValueError(
                 "same_length=True: CompressiveAttention sees the same however a stream is split; leave it out"
@@ -160,11 +159,11 @@ class CompressiveAttention(TransformerXLAttention):
 
     @property
     def _reach(self) -> int:
-        """Earlier inputs that a position may see uncompressed: S."""
+        """S, the number of earlier inputs that a position may see uncompressed."""
         return self.mem_len + self.compression_rate - 1
 
     def check(self, x: Tensor, state: State | None, lengths: Tensor | None) -> None:
-        """See `SequenceModule.check`; the state has to be one of this memory."""
+        """See `SequenceModule.check`. Also checks that the state has the size of this memory."""
         SequenceModule.check(self, x, state, lengths)
         if isinstance(state, CompressiveMemory):
             self._check_slots(state.inputs.size(1), self._reach)
@@ -192,7 +191,7 @@ class CompressiveAttention(TransformerXLAttention):
     def _segment(
         self, q: Tensor, x: Tensor, state: CompressiveMemory, seen: Tensor
     ) -> tuple[Tensor, CompressiveMemory]:
-        """Attend to memories of inputs."""
+        """Attend with a memory of inputs."""
         inputs = torch.cat([state.inputs.to(x.dtype), x], 1)  # (B, S + N, E)
         windows = self._windows(inputs, state.length, x.size(1))  # (B, K, c, E)
         compressed = torch.cat([state.compressed.to(x.dtype), self._compress(windows).to(x.dtype)], 1)
@@ -209,10 +208,10 @@ class CompressiveAttention(TransformerXLAttention):
     def _several(
         self, q: Tensor, x: Tensor, state: ProjectedCompressiveMemory, seen: Tensor
     ) -> tuple[Tensor, ProjectedCompressiveMemory]:
-        """Attend several positions to memories of keys and values."""
+        """Attend several positions with a memory of keys and values."""
         slots, length, far = state.inputs.size(1), state.length, self.compressed_len
         made = self._summaries(length)
-        # In the order of `_see`: summaries, new ones, inputs, new ones.
+        # In the order of `_see`: the state's summaries, new summaries, the state's inputs, new inputs.
         earlier = (torch.arange(-self._reach, 0, device=x.device) + length[:, None]) % slots  # (B, S)
         before = (torch.arange(-far, 0, device=x.device) + made[:, None]) % far + slots  # (B, R)
         inputs = torch.cat([_take_inputs(state.inputs, earlier).to(x.dtype), x], 1)
@@ -248,16 +247,16 @@ class CompressiveAttention(TransformerXLAttention):
     def _one(
         self, q: Tensor, x: Tensor, state: ProjectedCompressiveMemory, seen: Tensor
     ) -> tuple[Tensor, ProjectedCompressiveMemory]:
-        """Attend one position where the keys lie, then compress what it pushed out."""
+        """Attend one position in the ring buffers, then compress the inputs that it pushed out."""
         slots, length, c = state.inputs.size(1), state.length[:, None], self.compression_rate
-        # A padded position is written too: into a slot that the next one will overwrite before it looks.
+        # A padded position is written too. The next position overwrites its slot before reading it.
         k, v = self._keys_values(x)
         keys, values = write_ring(state.keys, length % slots, k, 2), write_ring(state.values, length % slots, v, 2)
         inputs = write_ring(state.inputs, length % slots, x, 1)
 
         made = self._summaries(length)  # (B, 1)
         waiting = length - c * made  # (B, 1), t − b(t)
-        # Where no row has more positions than slots, no row has a summary.
+        # If no row has more positions than slots, no row has a summary.
         used = min(slots + self.compressed_len, int(state.length.max()) + 1) if reads_values(length) else keys.size(2)
         slot = torch.arange(used, device=x.device)
         back = (made - 1 - (slot - slots)) % self.compressed_len + 1  # (B, used), 1 for the nearest summary
@@ -293,15 +292,15 @@ class CompressiveAttention(TransformerXLAttention):
         return self._heads(self.k_proj(inputs)), self._heads(self.v_proj(inputs))
 
     def _summaries(self, position: Tensor) -> Tensor:
-        """Return b(t) / c: how many summaries there are before each position t."""
+        """Return b(t) / c, the number of summaries before each position t."""
         return ((position - self.mem_len) // self.compression_rate).clamp(min=0)
 
     def _windows(self, inputs: Tensor, length: Tensor, n: int) -> Tensor:
-        """Return what is next compressed, and as many times c as this call can fill: (B, K, c, E)."""
+        """Return the K windows of c inputs that this call may compress: (B, K, c, E)."""
         c = self.compression_rate
-        oldest = self._reach - (length - c * self._summaries(length))  # (B,), where x_{b(length)} lies
+        oldest = self._reach - (length - c * self._summaries(length))  # (B,), the index of x_{b(length)}
         index = oldest[:, None] + torch.arange((n + c - 1) // c * c, device=inputs.device)  # (B, K c)
-        # Beyond the end nothing is compressed yet, and what stands there is not seen.
+        # Windows beyond the end are not compressed yet, and their contents are not seen.
         index = index.clamp(max=inputs.size(1) - 1)
         return inputs.gather(1, index[..., None].expand(-1, -1, inputs.size(2))).unflatten(1, (-1, c))
 
@@ -312,17 +311,17 @@ class CompressiveAttention(TransformerXLAttention):
         return windows.mean(2) if self.compression == "mean" else windows.amax(2)
 
     def _see(self, q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
-        """Let each query see its own input, those before that are not compressed, and the newest summaries.
+        """Attend from each query to its own input, the uncompressed inputs before it, and the newest summaries.
 
-        `k` and `v` (B, H, compressed_len + K + S + N, D) are of the state's summaries, of this call's, of the state's
-        inputs, and of this call's.
+        `k` and `v` (B, H, compressed_len + K + S + N, D) are those of the state's summaries, this call's summaries, the
+        state's inputs, and this call's inputs.
         """
         c, reach, n, device = self.compression_rate, self._reach, q.size(2), q.device
         summaries = k.size(2) - reach - n  # compressed_len + K
-        count = self.mem_len + c + self.compressed_len  # the largest distance, and 0
+        count = self.mem_len + c + self.compressed_len  # distances from 0 to the largest
         r, u = self._positions_for(q, count), self.u.to(q.dtype)[:, None]
-        made = self._summaries(length)[:, None]  # (B, 1), before this call; the first of them is number 0
-        # For each chunk of queries: where it ends, the summaries that any row sees, and the inputs.
+        made = self._summaries(length)[:, None]  # (B, 1), summaries made before this call, numbered from 0
+        # For each chunk of queries: its end, and the ranges of summaries and of inputs that any row sees.
         starts = range(0, n, self.chunk_size)
         ends = [min(start + self.chunk_size, n) for start in starts]
         far_bounds = [
@@ -339,13 +338,13 @@ class CompressiveAttention(TransformerXLAttention):
             new = self._summaries(position) - made  # (B, C), summaries of this call that the query sees
             waiting = position - c * (made + new)  # (B, C), t − b(t)
 
-            # Input at slot s is S + i − s before query i.
+            # The input at slot s is S + i − s positions before query i.
             slot = torch.arange(start, reach + end, device=device)
             distance = reach + torch.arange(start, end, device=device)[:, None] - slot  # (C, M)
             near = (distance >= 0) & (distance <= waiting[..., None])  # (B, C, M)
 
-            # The summary at a slot is number made − compressed_len + slot, and a query sees those at slots new … new +
-            # compressed_len − 1; the nearest is a step beyond x_{b(t)}.
+            # The summary at slot s is number made − compressed_len + s. A query sees those at slots new … new +
+            # compressed_len − 1. The distance of the nearest is that of x_{b(t)}, plus 1.
             slot = torch.arange(low, high, device=device)
             back = (new + self.compressed_len)[..., None] - slot  # (B, C, M'), 1 for the nearest
             far = (back > 0) & (back <= self.compressed_len) & (slot + (made - self.compressed_len)[..., None] >= 0)
@@ -359,10 +358,10 @@ class CompressiveAttention(TransformerXLAttention):
         return out[0] if len(out) == 1 else torch.cat(out, 2)
 
     def _reconstruction_loss(self, q: Tensor, windows: Tensor, length: Tensor, seen: Tensor) -> Tensor:
-        """Return the mean squared difference that compression makes to attention by content, (B,), 0 without any.
+        """Return the mean squared error of attention by content to the summaries, (B,), 0 if nothing is compressed.
 
-        Everything but the compressor is a constant here, so that nothing else learns from it. Detached copies, never
-        `detach_`: the weights go on learning from the task.
+        Everything but the compressor is detached, so nothing else learns from this loss. The weights are detached as
+        copies, never with `detach_`, because they also learn from the task.
         """
         full = accumulator(q.dtype)
         total = torch.zeros(len(q), device=q.device, dtype=full)
@@ -372,7 +371,7 @@ class CompressiveAttention(TransformerXLAttention):
         q, windows, queries = q.detach(), windows.detach(), torch.zeros_like(length)
         new = self._compress(windows)  # (B, K, E)
         starts = range(0, n, self.chunk_size)
-        # Of each chunk's queries, the windows that its inputs pushed out of the memory.
+        # For each chunk, the windows that its inputs pushed out of the memory.
         bounds = [
             (max(0, (start - self.mem_len) // c), min(windows.size(1), (start + self.chunk_size + c - 1) // c))
             for start in starts
@@ -401,10 +400,10 @@ class CompressiveAttention(TransformerXLAttention):
             self._heads(F.linear(inputs, p.weight.detach(), None if p.bias is None else p.bias.detach()))
             for p in (self.k_proj, self.v_proj)
         )
-        chosen = chosen | ~chosen.any(1, keepdim=True)  # a row without any sees all, lest its softmax be 0 / 0
+        chosen = chosen | ~chosen.any(1, keepdim=True)  # a row without any sees all: avoids a softmax of 0 / 0
         return F.scaled_dot_product_attention(q, k, v, chosen[:, None, None])
 
 
 def _take_inputs(t: Tensor, index: Tensor) -> Tensor:
-    """Take the entries `index` (B, K) of `t` (B, M, E), the first where that is negative."""
+    """Take the entries `index` (B, K) of `t` (B, M, E); a negative index takes the first."""
     return t.gather(1, index.clamp(min=0)[..., None].expand(-1, -1, t.size(2)))

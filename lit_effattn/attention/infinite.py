@@ -1,4 +1,4 @@
-"""The ∞-former's attention: what leaves Transformer-XL's memory goes into a continuous signal of constant size."""
+"""The ∞-former's attention: inputs that leave Transformer-XL's memory enter a continuous signal of constant size."""
 
 from __future__ import annotations
 
@@ -29,52 +29,54 @@ from lit_effattn.sequence import SequenceModule, State, accumulator, reads_value
 Writes = Literal["evicted", "segment"]
 
 _TOGETHER = 4096
-"""Positions that attend to their signals at once, where nothing stands in the way: fewer operators, bounded memory."""
+"""Positions that attend to their signals at once, unless `sticky`: fewer operators, with bounded memory."""
 
-_LEAST_VARIANCE = 1e-6  # σ of 0.001: a density far narrower than any basis function is still one, and has a logarithm
+_LEAST_VARIANCE = 1e-6  # σ = 0.001, far narrower than any basis function: keeps ln σ² finite
 
 
 class InfiniteMemory(NamedTuple):
-    """The newest inputs, and the signal that the older ones became, as the last position saw it."""
+    """The newest inputs, and the signal fitted to older inputs, as the last position saw it."""
 
     inputs: Tensor  # (B, mem_len + segment_len, E), the newest last
     coefficients: Tensor  # (B, n_basis, E), in float32 or more; zeros before the first segment is written
     histogram: Tensor  # (B, n_bins), where this signal was attended to; (B, 0) unless sticky
-    counter: Tensor  # (B,), differs from update to update and from row to row: for the jitter of samples
+    counter: Tensor  # (B,), seeds the jitter of samples; differs between updates and between rows
     length: Tensor  # (B,), positions seen in all
     loss: Tensor  # (B,), the regulariser of the last call
 
 
 class InfiniteAttention(TransformerXLAttention):
-    """Transformer-XL's attention, and attention to a signal X̄(t) = Bᵀψ(t), t ∈ [0, 1], of all that was before.
+    """Transformer-XL's attention, and attention to a signal X̄(t) = Bᵀψ(t), t ∈ [0, 1], of all earlier inputs.
 
         y_i = XL_i + W_o' concat_h Σ_j E_{N(t; μ, σ²)}[ψ_j(t)] W_v' B_j
         μ = sigmoid(w_μ · s + b_μ),  σ² = softplus(w_σ · s + b_σ),  s_j = (W_q' x_i) · (W_k' B_j) / √D, μ and σ a head
 
     Martins, Marinho & Martins 2022, sections 2.2 and 3; XL is the equation of `TransformerXLAttention`, ψ_j are normal
-    densities. Per position the cost does not depend on how many there were, and nor does the size of the state.
+    densities. The cost per position and the size of the state do not depend on the number of earlier positions.
 
-    Every `segment_len` positions a segment of so many inputs is written, at fixed positions of the stream: the old
-    signal is sampled at `n_samples` times, these samples are placed evenly on [0, τ] and the segment on [τ, 1], and B
-    is fitted to both by ridge regression (section 3.2). The first segment has all of [0, 1]; until then the term is 0.
+    Every `segment_len` positions, at fixed positions of the stream, a segment of `segment_len` inputs is written. The
+    old signal is sampled at `n_samples` times, these samples are placed evenly on [0, τ] and the segment on [τ, 1], and
+    B is fitted to both by ridge regression (section 3.2). The first segment takes all of [0, 1]; before it the term is
+    0.
 
-        "evicted": a segment is written when the memory has let go of it, that is before position t with L = segment_len
-            dividing t − mem_len. Until then its inputs wait, and are attended to as they are: t attends to
-            x_{b(t)}, …, x_t, b(t) = L ⌊(t − mem_len) / L⌋, at least 0, and to the signal of x_0, …, x_{b(t)−1}.
-        "segment": each segment is written when it is over, so that the newest inputs are in both: t attends to the
-            signal of x_0, …, x_{L⌊t/L⌋−1}.
+        "evicted": a segment is written when it has left the memory, that is before position t with L = segment_len
+            dividing t − mem_len. Until then its inputs are attended to directly: t attends to x_{b(t)}, …, x_t,
+            b(t) = L ⌊(t − mem_len) / L⌋, at least 0, and to the signal of x_0, …, x_{b(t)−1}.
+        "segment": a segment is written at its end, so the newest inputs are in the memory and in the signal: t attends
+            to the signal of x_0, …, x_{L⌊t/L⌋−1}.
 
-    Nothing depends on where a call begins: splitting a stream changes nothing. In calls of L positions from a multiple
-    of L on, with `mem_len` a multiple of L, XL sees what `TransformerXLAttention` sees.
+    Splitting a stream changes nothing. In calls of L positions that begin at a multiple of L, with `mem_len` a multiple
+    of L, XL sees what `TransformerXLAttention` sees.
 
-    With `sticky` (section 3.3) the old signal is sampled where it was attended to: at the quantiles of a histogram of
-    the densities, summed over the heads and over the positions since the last update, a thousandth of it spread evenly.
-    In evaluation these are the middles of `n_samples` equal parts; in training each is at another place of its part,
-    which a counter in the state says, so that a recomputation repeats it and rows and updates differ.
+    With `sticky` (section 3.3) the old signal is sampled at the quantiles of a histogram of the densities, that is,
+    where it was attended to. The histogram is summed over the heads and over the positions since the last update, and a
+    thousandth of it is spread evenly. In evaluation the quantiles are the midpoints of `n_samples` equal parts. In
+    training each is jittered within its part. The jitter follows from a counter in the state, so a recomputation
+    repeats it, and it differs between rows and updates.
 
-    A module never detaches its state, so gradients flow through all updates of a call; whoever carries the state
-    detaches it (the paper's memories have no gradient). A segment is written by the call that first attends to it,
-    so that the gate learns even then.
+    A module never detaches its state, so gradients flow through all updates of a call. The caller detaches the state
+    between calls (the paper's memories have no gradient). A segment is written by the call that first attends to it, so
+    the gate learns even with a detached state.
 
     The state's `loss` is `kl_weight` times the mean of ½ (σ²/σ₀² − ln(σ²/σ₀²) − 1) over the heads and positions of a
     call that attend to a signal: it keeps densities from becoming uniform.
@@ -82,24 +84,24 @@ class InfiniteAttention(TransformerXLAttention):
     Args:
         d_model: Width E, even.
         n_heads: Heads H.
-        causal: True; there is no memory without.
-        mem_len: Inputs before a position that are always attended to as they are; 0: those since the last multiple of
+        causal: Must be True, because the memory needs it.
+        mem_len: Inputs before a position that are always attended to directly; 0: those since the last multiple of
             `segment_len`.
         segment_len: L, inputs written at once.
-        n_basis: Number of ψ_j, as many of each width, with even centres. 0: no signal, Transformer-XL's alone.
-        widths: Their standard deviations. The paper's are (0.01, 0.05) for sorting, these for language.
-        ridge: λ, the penalty on B. The paper's is 1 for sorting, this for language.
-        tau: τ, the part of [0, 1] that the old signal keeps. The paper's is 0.75 for sorting, this for language.
+        n_basis: Number of ψ_j, equally many of each width, with evenly spaced centres. 0: no signal, only XL.
+        widths: Standard deviations of the ψ_j. The paper has (0.01, 0.05) for sorting, the default for language.
+        ridge: λ, the penalty on B. The paper has 1 for sorting, the default for language.
+        tau: τ, the part of [0, 1] that the old signal keeps. The paper has 0.75 for sorting, the default for language.
         n_samples: Samples of the old signal.
         writes: "evicted" or "segment".
         gate: Write x ⊙ sigmoid(conv(x)), a convolution of width 3 over the segment, instead of x.
         sticky: Sample the old signal where it was attended to.
-        n_bins: Of the histogram.
-        kl_weight: Of the regulariser.
-        sigma_0: σ₀, the width it draws densities to.
-        clamp_len: Distances beyond it look like it; None: none do.
+        n_bins: Bins of the histogram.
+        kl_weight: Weight of the regulariser.
+        sigma_0: σ₀, the width that the regulariser pulls the densities towards.
+        clamp_len: Larger distances are clamped to it; None: no clamping.
         dropout: Probability with which a weight of XL's attention is dropped in training.
-        position_dropout: Probability with which a number of R is dropped in training.
+        position_dropout: Probability with which an element of R is dropped in training.
         chunk_size: Queries computed at once; no effect on the result.
         bias: Whether q_proj, k_proj, v_proj and out_proj have a bias; not in Transformer-XL.
     """
@@ -171,7 +173,7 @@ class InfiniteAttention(TransformerXLAttention):
         self.kl_weight = kl_weight
         self.sigma_0 = sigma_0
         if n_basis:
-            # Without biases the term is 0 where there is no signal, and so is its gradient, which yet is there.
+            # Without biases the term is 0 where there is no signal. Its gradient is then 0, not None.
             self.ltm_q_proj, self.ltm_k_proj, self.ltm_v_proj, self.ltm_out_proj = (
                 nn.Linear(d_model, d_model, bias=False) for _ in range(4)
             )
@@ -180,7 +182,7 @@ class InfiniteAttention(TransformerXLAttention):
             self._solve()
 
     def _solve(self) -> None:
-        """Make the matrices that fit the signal: attributes, not buffers, lest `half()` rounds them."""
+        """Compute the matrices that fit the signal. They are not buffers, so that `half()` does not round them."""
         weight, basis = self.ltm_density.weight, (self.n_basis, self.widths)
         options: dict[str, Any] = {"dtype": accumulator(weight.dtype), "device": weight.device}
         self._fit_first = fit_matrix(0, self.segment_len, self.tau, *basis, self.ridge, **options)
@@ -189,14 +191,14 @@ class InfiniteAttention(TransformerXLAttention):
         self._centres_variances = basis_of(*basis, **options)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> InfiniteAttention:
-        """Follow the parameters to another device or type."""
+        """Recompute the matrices for the parameters' new device and type."""
         super()._apply(fn, recurse)
         if self.n_basis:
             self._solve()
         return self
 
     def set_memory(self, mem_len: int, clamp_len: int | None = None, same_length: bool = False) -> None:
-        """See `TransformerXLAttention.set_memory`; what a position sees never depends on the split here."""
+        """See `TransformerXLAttention.set_memory`. `same_length` must be False: the split never has an effect here."""
         if same_length:
             raise ValueError(
                 "same_length=True: InfiniteAttention sees the same however a stream is split; leave it out"
@@ -205,7 +207,7 @@ class InfiniteAttention(TransformerXLAttention):
 
     @property
     def _reach(self) -> int:
-        """Earlier inputs that a position may see as they are, or that may have to be written before it."""
+        """Number of earlier inputs that a position may see directly, or that may have to be written before it."""
         return self.mem_len + self.segment_len
 
     def initial_state(
@@ -216,7 +218,7 @@ class InfiniteAttention(TransformerXLAttention):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> InfiniteMemory:
-        """Return empty memories, whose size is final anyway: see `SequenceModule.initial_state`."""
+        """Return empty memories, of fixed size with or without `max_len`: see `SequenceModule.initial_state`."""
         device, dtype = self.default(device, dtype)
         full = accumulator(dtype)
 
@@ -233,11 +235,11 @@ class InfiniteAttention(TransformerXLAttention):
         )
 
     def reset(self, state: InfiniteMemory, rows: Tensor) -> InfiniteMemory:
-        """See `SequenceModule.reset`; the counter goes on, so that the next document's samples have other jitter."""
+        """See `SequenceModule.reset`. The counter is kept, so the next document's samples have different jitter."""
         return super().reset(state, rows)._replace(counter=state.counter)
 
     def check(self, x: Tensor, state: State | None, lengths: Tensor | None) -> None:
-        """See `SequenceModule.check`; the state has to be one of this memory."""
+        """See `SequenceModule.check`. Also checks that the state has the size of this memory."""
         SequenceModule.check(self, x, state, lengths)
         if state is not None:
             self._check_slots(state.inputs.size(1), self._reach)
@@ -262,7 +264,7 @@ class InfiniteAttention(TransformerXLAttention):
         memory = newest(inputs, m + seen, self._reach).to(before.inputs.dtype)
         return without_padding(y, lengths), after._replace(inputs=memory, length=before.length + seen)
 
-    # ----------------------------------------------------------------------------------------- what lies in the signal
+    # ------------------------------------------------------------------------------------------------------ the signal
 
     def signal(self, state: InfiniteMemory, times: Tensor) -> Tensor:
         """Return X̄(t) at `times` (T,), as the last position saw it: (B, T, E)."""
@@ -275,7 +277,7 @@ class InfiniteAttention(TransformerXLAttention):
         return gaussian(times.to(mean), mean[..., None], variance[..., None])
 
     def sample_times(self, state: InfiniteMemory) -> Tensor:
-        """Return where the next update samples the signal, to put that evenly on [0, τ]: (M,), or (B, M) if sticky."""
+        """Return the times at which the next update samples the signal, (M,), or (B, M) if sticky."""
         n, histogram = self.n_samples, state.histogram
         if not self.sticky:
             return midpoints(n, dtype=histogram.dtype, device=histogram.device)
@@ -286,15 +288,15 @@ class InfiniteAttention(TransformerXLAttention):
 
     @property
     def _delay(self) -> int:
-        """Positions between the end of a segment and when it is written."""
+        """Number of positions between the end of a segment and its write."""
         return self.mem_len if self.writes == "evicted" else 0
 
     def _writes_before(self, position: Tensor, delay: int) -> Tensor:
-        """Return how many whole segments there are `delay` positions before each `position`."""
+        """Return the number of whole segments that end at least `delay` positions before each `position`."""
         return ((position - delay) // self.segment_len).clamp(min=0)
 
     def _short_term(self, x: Tensor, inputs: Tensor, length: Tensor) -> Tensor:
-        """Attend to inputs as they are, x_{b(t)} to x_t: (B, N, E), (B, M + N, E) -> (B, H, N, D)."""
+        """Attend directly to the inputs x_{b(t)}, …, x_t: (B, N, E), (B, M + N, E) -> (B, H, N, D)."""
         n, m = x.size(1), inputs.size(1) - x.size(1)
         q = self._heads(self.q_proj(x))
         position = length[:, None] + torch.arange(n, device=x.device)  # (B, N)
@@ -315,13 +317,14 @@ class InfiniteAttention(TransformerXLAttention):
         )
 
     def _is_step(self, q: Tensor) -> bool:
-        """Whether it costs less to apply W_k and W_v to each head's queries (B, H, N, D) than to what they see."""
+        """Whether it costs less to apply W_k and W_v to each head's queries (B, H, N, D) than to the inputs."""
         return q.size(1) * q.size(2) <= self.d_model
 
     def _near_few(self, q: Tensor, inputs: Tensor, first: Tensor) -> Tensor:
-        """Do the same with (W_kᵀ q) · x for q · (W_k x), and W_v (Σ w x) for Σ w (W_v x), x being the inputs.
+        """Compute `_short_term` with (W_kᵀ q) · x instead of q · (W_k x), and W_v (Σ w x) instead of Σ w (W_v x).
 
-        A generated token then costs O(H (mem_len + segment_len) E), not E² for each input, without a cache of keys.
+        x are the inputs. A generated token then costs O(H (mem_len + segment_len) E), not E² for each input, without a
+        cache of keys.
         """
         n, slots = q.size(2), torch.arange(inputs.size(1), device=q.device)
         seen = (slots >= first[..., None]) & (slots <= slots[-n:, None])  # (B, N, M + N)
@@ -348,10 +351,11 @@ class InfiniteAttention(TransformerXLAttention):
     def _long_term(
         self, x: Tensor, inputs: Tensor, state: InfiniteMemory, seen: Tensor
     ) -> tuple[Tensor, InfiniteMemory]:
-        """Attend to the signal, and write what is due: (B, H, N, D), and the state with what it is then.
+        """Attend to the signal, and write the segments that are due. Return (B, H, N, D) and the new state.
 
-        A call of N positions has at most ⌈N / L⌉ updates a row, and so one more group of positions that see the same
-        signal. Rows stand at different positions: each has its own borders, and all groups have room for P = min(N, L).
+        A call of N positions has at most ⌈N / L⌉ updates a row, so at most ⌈N / L⌉ + 1 groups of positions that see the
+        same signal. Rows are at different positions, so each has its own group borders. Every group has room for
+        P = min(N, L) positions.
         """
         n, size, full = x.size(1), self.segment_len, accumulator(x.dtype)
         room = min(n, size)
@@ -379,7 +383,7 @@ class InfiniteAttention(TransformerXLAttention):
         low, high = used.start, used.stop
         groups = gather_rows(q, index[:, low:high].flatten(1).clamp(max=n - 1))  # (B, H, G P, D)
         groups = groups.unflatten(2, (-1, room)).transpose(1, 2)  # (B, G, H, P, D)
-        together = 1 if self.sticky else max(1, _TOGETHER // room)  # a sticky update wants what was attended to before
+        together = 1 if self.sticky else max(1, _TOGETHER // room)  # a sticky update needs the histogram so far
         out = []
         with torch.autocast(x.device.type, enabled=False):
             new = range(max(low, 1), high)  # groups before which a segment is written
@@ -408,20 +412,20 @@ class InfiniteAttention(TransformerXLAttention):
         return (y.masked_fill((since < 0)[:, None, :, None], 0) if low else y), state
 
     def _nothing(self, like: Tensor) -> Tensor:
-        """Return zeros from which every parameter here has a gradient, 0: DDP waits for one from each."""
+        """Return zeros that give every parameter of the long-term memory a gradient of 0, since DDP waits for each."""
         parameters = [p for name, p in self.named_parameters() if name.startswith(("ltm_", "gate"))]
         return torch.zeros_like(like) + 0 * sum(p.flatten()[0] for p in parameters)
 
     def _fits(self, inputs: Tensor, end: Tensor, first: Tensor) -> tuple[Tensor, ...]:
         """Fit the segments of `inputs` (B, M + N, E) before each `end` (B, K), to be added to the old signal's part.
 
-        Those that are the `first` (B, K) are fitted to all of [0, 1]; nothing is added to.
+        Segments where `first` (B, K) is True are fitted to all of [0, 1]; for them there is no old signal.
 
         Returns:
-            K times (B, n_basis, E).
+            K tensors (B, n_basis, E).
         """
         size = self.segment_len
-        # Beyond what there is lie segments that no row writes.
+        # Segments beyond the end of `inputs` are not written by any row.
         index = end.clamp(max=inputs.size(1))[..., None] + torch.arange(-size, 0, device=end.device)  # (B, K, L)
         index = index.flatten(1).clamp(min=0)[..., None].expand(-1, -1, inputs.size(2))
         segments = self._gated(inputs.gather(1, index).view(-1, size, inputs.size(2)))  # (B K, L, E)
@@ -431,9 +435,9 @@ class InfiniteAttention(TransformerXLAttention):
         return torch.where(first[..., None, None], alone, after).unbind(1)
 
     def _write(self, state: InfiniteMemory, fit: Tensor, rows: Tensor) -> InfiniteMemory:
-        """Write a segment, whose `fit` (B, n_basis, E) this is, after the signal in `rows`; others stay.
+        """Write a segment with the given `fit` (B, n_basis, E) after the signal of `rows`; other rows are unchanged.
 
-        Before the first segment the signal is 0, and so is what it adds.
+        Before the first segment the signal is 0, so it adds 0 to the fit.
         """
         if self.sticky:
             old = evaluate_signal(state.coefficients, self.sample_times(state), self._basis(fit))  # (B, M, E)
@@ -449,10 +453,11 @@ class InfiniteAttention(TransformerXLAttention):
     def _recall(
         self, q: Tensor, signals: Tensor, state: InfiniteMemory, attends: Tensor
     ) -> tuple[Tensor, InfiniteMemory]:
-        """Let groups of queries (B, G, H, P, D) attend to a signal each, (B, G, n_basis, E).
+        """Attend from groups of queries (B, G, H, P, D) to one signal each, (B, G, n_basis, E).
 
         Returns:
-            (B, G, H, P, D), and the state that knows of the positions that `attends` (B, G, P) counts.
+            (B, G, H, P, D), and the state with the loss and histogram of the positions where `attends` (B, G, P) is
+            True.
         """
         shape, b = q.shape[:2], signals.flatten(0, 1)
         mean, variance = self._attended(q.flatten(0, 1), b)  # (B G, H, P)
@@ -479,7 +484,7 @@ class InfiniteAttention(TransformerXLAttention):
 
     def _attended(self, q: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """Return μ and σ² of queries (B, H, P, D) to the signal of `b` (B, n_basis, E): (B, H, P) each."""
-        # w · s = q · W_k' (Σ_j w_j B_j) / √D: no score of each query and basis function is needed.
+        # w · s = q · W_k' (Σ_j w_j B_j) / √D, so no score of each query and basis function is needed.
         key = F.linear(self.ltm_density.weight.to(b.dtype) @ b, self.ltm_k_proj.weight.to(b.dtype))  # (B, 2, E)
         scores = q @ self._heads(key).mT * self.head_dim**-0.5 + self.ltm_density.bias.to(b.dtype)  # (B, H, P, 2)
         return scores[..., 0].sigmoid(), F.softplus(scores[..., 1]) + _LEAST_VARIANCE
@@ -494,6 +499,6 @@ class InfiniteAttention(TransformerXLAttention):
 
 
 def _span(used: list[bool]) -> tuple[int, int]:
-    """Return where the True ones begin, and end; they are next to each other."""
+    """Return the start and the end of the True values, which are adjacent."""
     first = used.index(True) if any(used) else 0
     return first, first + sum(used)

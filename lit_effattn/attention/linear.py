@@ -1,4 +1,4 @@
-"""Linear attention: softmax's exponential replaced by a feature map, so that sums can be kept."""
+"""Linear attention: a feature map replaces softmax's exponential, so the state consists of sums."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lit_effattn.sequence import accumulator, may_overwrite, valid_positions
 
 
 class FeatureMap(HasInitArgs, nn.Module, ABC):
-    """Maps (…, D) queries or keys to (…, n_features) numbers that are not negative.
+    """Maps (…, D) queries or keys to (…, n_features) non-negative numbers.
 
     Args:
         head_dim: D.
@@ -45,9 +45,9 @@ class EluFeatureMap(FeatureMap):
 
 
 class _Elu(torch.autograd.Function):
-    """elu(x) + 1, whose derivative min(φ, 1) is made from φ alone: the backward pass keeps what attention keeps too.
+    """elu(x) + 1, whose derivative min(φ, 1) is computed from φ alone, which attention saves anyway.
 
-    F.elu(x) + 1 is 0 in float32 from x = −17 on, and keeps x besides.
+    F.elu(x) + 1 is 0 in float32 for x ≤ −17, and saves x as well.
     """
 
     @staticmethod
@@ -65,11 +65,11 @@ class _Elu(torch.autograd.Function):
 
 
 class ReluFeatureMap(FeatureMap):
-    """φ(x) = relu(x) + floor; the floor keeps a query that no key answers from dividing 0 by 0.
+    """φ(x) = relu(x) + floor. The floor avoids 0 / 0 for a query that has a product of 0 with every key.
 
     Args:
         head_dim: D.
-        floor: What is added.
+        floor: Constant that is added.
     """
 
     def __init__(self, head_dim: int, floor: float = 1e-3) -> None:
@@ -84,7 +84,7 @@ class ReluFeatureMap(FeatureMap):
 
 
 class LinearState(NamedTuple):
-    """The sums of everything seen, in float32 or more: its size does not depend on how much that was."""
+    """Sums over all positions seen, in float32 or more. The size does not depend on the number of positions."""
 
     s: Tensor  # (B, H, F, D), Σ φ(k) vᵀ
     z: Tensor  # (B, H, F), Σ φ(k)
@@ -98,9 +98,9 @@ class LinearAttention(Attention):
 
     Katharopoulos et al. 2020, equations 9 to 12. Queries are not scaled by 1/√D. Time O(N (C + F) D) with chunks of C
     positions; state O(F D), constant. Splitting a stream changes nothing: the memory reaches back to the start.
-    Feature map, sums and division are computed in float32 at least, whatever the autocast: in float16 the
-    denominator overflows near N = 1024, and a running sum in bfloat16 drifts by a quarter. Causal attention runs
-    through kernels of its own, on CUDA for elu + 1, on the CPU for any feature map: see `ops.runtime.selection`.
+    Feature map, sums and division are computed in float32 at least, regardless of autocast: in float16 the
+    denominator overflows near N = 1024, and a running sum in bfloat16 drifts by a quarter. Causal attention has its own
+    kernels, on CUDA for elu + 1, on the CPU for any feature map: see `ops.runtime.selection`.
 
     Args:
         d_model: Width E.

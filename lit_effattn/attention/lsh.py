@@ -1,4 +1,4 @@
-"""Reformer's attention: of all keys, those that hash like the query."""
+"""Reformer's attention: a query attends to the keys with the same hash."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from lit_effattn.sequence import accumulator, may_overwrite, valid_positions
 
 
 class LSHCache(NamedTuple):
-    """All vectors so far and where they hashed; slot t holds position t, those from `length` on nothing of meaning."""
+    """All vectors so far and their hashes. Slot t holds position t; slots from `length` on are undefined."""
 
     shared: Tensor  # (B, H, M, D), queries and keys in one
     values: Tensor  # (B, H, M, D)
     places: Tensor  # (B, H, M, R), chunk and bucket in each round
-    recent: Tensor  # (B, H, R, n_buckets · 2C), the newest 2C positions of each bucket: all that a next one can see
-    counts: Tensor  # (B, H, R, n_buckets), positions that each bucket has had
-    drawn: Tensor  # (B,), how often the rotations had been redrawn
+    recent: Tensor  # (B, H, R, n_buckets · 2C), the newest 2C positions of each bucket: all that the next can see
+    counts: Tensor  # (B, H, R, n_buckets), number of positions in each bucket so far
+    drawn: Tensor  # (B,), number of redraws of the rotations before the hashes were computed
     length: Tensor  # (B,)
 
 
 class FixedLSHCache(NamedTuple):
-    """An `LSHCache` whose M slots are all there will ever be."""
+    """An `LSHCache` with a fixed number of slots M."""
 
     shared: Tensor  # (B, H, M, D)
     values: Tensor  # (B, H, M, D)
@@ -53,26 +53,27 @@ class LSHAttention(Attention):
         h_r(x) = argmax [x R_r; −x R_r]                               Kitaev et al. 2020, section 2 and appendix A
 
     with x the shared queries and keys, and chunks of C positions. A key seen in several of the rounds r counts once, as
-    in the paper. Not causal, chunks are cut from all positions sorted by bucket, as published. There later positions
-    move the borders; so if causal, each bucket is cut by itself, chunk_r(i) being the number of i's earlier fellows
-    div C. Splitting a stream then changes nothing.
+    in the paper. If not causal, chunks are cut from all positions sorted by bucket, as published; later positions then
+    move the borders of chunks. If causal, each bucket is therefore cut separately: chunk_r(i) is the number of earlier
+    positions in i's bucket, div C. Splitting a stream then changes nothing.
 
-    Time O(R N (C + n_buckets C² / N) (C + D)) for R rounds, memory likewise, but on the CPU only
-    O(N D + R (N + n_buckets C)) beside what a few chunks take: linear in N with these fixed, though what is seen is
-    then an ever smaller part. State: all shared vectors and values; a single position looks up the at most 2 R C that
-    it sees. Hashes, scores and sums are computed in float32 at least, whatever the autocast. The first positions of a
-    stream see one other or none, so their outputs may not depend on what they ask.
+    Time O(R N (C + n_buckets C² / N) (C + D)) for R rounds. Memory is the same, but on the CPU only
+    O(N D + R (N + n_buckets C)) plus that of a few chunks. Both are linear in N if R, C and n_buckets are fixed, but a
+    query then sees a smaller share of the keys as N grows. State: all shared vectors and values. A single position
+    reads only the at most 2 R C positions that it sees. Hashes, scores and sums are computed in float32 at least,
+    regardless of autocast. The first positions of a stream see one other or none, so their outputs may not depend on
+    their queries.
 
-    The rotations R_r are a buffer, drawn for each round and head from torch's random numbers. `redraw` draws others,
-    say by the callback `FeatureRedraw`. Old hashes mean nothing under new rotations: a row whose state is of another
-    draw sees nothing earlier than the call, its positions going on.
+    The rotations R_r are a buffer, drawn for each round and head from torch's random generator. `redraw` draws new
+    ones, for example by the callback `FeatureRedraw`. Old hashes are invalid under new rotations: a row whose state is
+    of another draw sees only positions of the call, but its positions continue to count.
 
     Args:
         d_model: Width E.
         n_heads: Heads H.
         causal: Whether a position sees only itself and earlier ones.
-        n_hashes: Rounds R: each more finds more of the keys that matter, at the same price again.
-        n_buckets: Even; 1: no hashing, all fall together. About N / C fills each bucket with one chunk.
+        n_hashes: Rounds R. Each further round finds more of the relevant keys, at the cost of the first.
+        n_buckets: An even number, or 1: no hashing. About N / C fills each bucket with one chunk.
         chunk_size: C.
         bias: Whether the projections have a bias.
 
@@ -112,7 +113,7 @@ class LSHAttention(Attention):
         self.register_buffer("draws", torch.zeros((), dtype=torch.long))
 
     def redraw(self, generator: torch.Generator) -> None:
-        """Draw other rotations, from `generator` on the CPU: they are then the same on every device and process."""
+        """Draw new rotations from `generator` on the CPU, so that they are the same on every device and process."""
         self.rotations.copy_(torch.randn(self.rotations.shape, generator=generator))
         self.draws.add_(1)
 
@@ -123,7 +124,7 @@ class LSHAttention(Attention):
 
     @property
     def bounded_by(self) -> str:
-        """The state grows with every position, and nothing bounds it."""
+        """The state grows with every position, and no option bounds it."""
         return ""
 
     def initial_state(
@@ -154,7 +155,7 @@ class LSHAttention(Attention):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, state: LSHCache | FixedLSHCache | None, lengths: Tensor | None
     ) -> tuple[Tensor, LSHCache | FixedLSHCache | None]:
-        """Combine the shared vectors `q`, which are `k`, and values: see `Attention.attend`."""
+        """Combine the shared vectors (`q` and `k` are the same) and the values: see `Attention.attend`."""
         with torch.autocast(q.device.type, enabled=False):
             full = accumulator(q.dtype)
             buckets = hash_buckets(q.to(full), self.rotations.to(full))  # (B, H, R, N)
@@ -180,7 +181,7 @@ class LSHAttention(Attention):
             newest = self._remember(newest, buckets, ranks, torch.zeros_like(seen))
             return y, LSHCache(x, v, chunks.places, newest, counts, drawn, seen)
 
-        # What was hashed under other rotations is in no bucket.
+        # Positions hashed under other rotations are in no bucket.
         before = state.counts.masked_fill((state.drawn != drawn)[:, None, None, None], 0)
         chunks, ranks, first, counts = ranked_chunks(buckets, self.n_buckets, self.chunk_size, before)
         old, new = (state.shared, state.values, state.places), (x, v, chunks.places)
@@ -208,11 +209,11 @@ class LSHAttention(Attention):
         return y, type(state)(shared, values, places, newest, counts, drawn, state.length + seen)
 
     def _remember(self, recent: Tensor, buckets: Tensor, ranks: Tensor, before: Tensor) -> Tensor:
-        """Write the new positions into their buckets' newest 2C, over older ones."""
+        """Write the new positions to the newest 2C of their buckets, over older ones."""
         twice = 2 * self.chunk_size
         positions = before[:, None, None, None] + torch.arange(buckets.size(-1), device=before.device)
         padding = buckets == self.n_buckets
-        positions = positions.expand_as(buckets).masked_fill(padding, -1)  # older than all, and so not written
+        positions = positions.expand_as(buckets).masked_fill(padding, -1)  # older than all, so not written
         index = buckets.masked_fill(padding, 0) * twice + ranks % twice
         write = Tensor.scatter_reduce_ if may_overwrite() else Tensor.scatter_reduce
         return write(recent, -1, index, positions, "amax")

@@ -35,11 +35,11 @@ _MAPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 _LOG_SPACE = ("positive", "hyperbolic")
 _PAIRED = ("hyperbolic", "trigonometric")
-_NOTHING_SEEN = 1e-30  # a denominator without any key is this, not 0; beside any other it is nothing
+_NOTHING_SEEN = 1e-30  # added to the denominator: avoids 0 / 0 without any key, negligible otherwise
 
 
 class PerformerState(NamedTuple):
-    """The sums of everything seen, in float32 or more, and the features that they are sums of."""
+    """Sums over all positions seen, in float32 or more, and the draw of the features that were summed."""
 
     s: Tensor  # (B, H, F, D), Σ e^{log φ(k) − m} vᵀ
     z: Tensor  # (B, H, F), Σ e^{log φ(k) − m}
@@ -49,7 +49,7 @@ class PerformerState(NamedTuple):
 
 
 class PerformerAttention(Attention):
-    """Softmax attention, its exponential estimated by random features φ (FAVOR+).
+    """Softmax attention with the exponential estimated by random features φ (FAVOR+).
 
         y_i = Σ_j φ(q_i)ᵀφ(k_j) v_j / Σ_j φ(q_i)ᵀφ(k_j),  j ≤ i if causal           Choromanski et al. 2020, section 2.2
 
@@ -59,19 +59,20 @@ class PerformerAttention(Attention):
         relu:           φ(x) = F^(−½) (relu(ωᵀx) + 10⁻³), a kernel of its own                       (section 2.2)
 
     with x̃ = D^(−¼) x and ω ~ N(0, I), so that E φ(q)ᵀφ(k) = exp(q·k / √D) for the first three. The parameters are those
-    of `SoftmaxAttention`: a model trained with it can go on with this. Every exponential's estimate is unbiased, their
-    ratio not quite. Positive and hyperbolic features are summed in log space with a running maximum a feature, exact
-    and finite for all norms: see `ops.favor.pytorch.causal_favor`, and `ops.favor.dispatch` for the
-    kernels of causal attention. Trigonometric features are there to be compared with: they may be negative, so that a
-    denominator may be near 0, or cross it, and exp(‖k̃‖²/2) may overflow.
+    of `SoftmaxAttention`, so a model trained with it can continue with this kind. The estimate of each exponential is
+    unbiased, that of their ratio is not quite. Positive and hyperbolic features are summed in log space with a running
+    maximum per feature, which is exact and finite for all norms: see `ops.favor.pytorch.causal_favor`, and
+    `ops.favor.dispatch` for the kernels of causal attention. Trigonometric features are included for comparison: they
+    may be negative, so a denominator may be near 0 or change sign, and exp(‖k̃‖²/2) may overflow.
 
     Time O(N F (C + D)), state O(F D), constant. Splitting a stream changes nothing: the memory reaches back to the
-    start, or to the last redraw. Features, sums and division are computed in float32 at least, whatever the autocast.
+    start, or to the last redraw. Features, sums and division are computed in float32 at least, regardless of autocast.
 
-    The vectors ω are a buffer, drawn for each head by itself (heads then err independently, at no cost) from torch's
-    random generator, and saved in checkpoints; it keeps at least float32 in a module that is cast to fewer bits.
-    `redraw` draws new ones, say by the callback `FeatureRedraw`. Sums of the old features mean nothing under the new: a
-    state from before counts as empty, row by row, while its positions go on.
+    The vectors ω are a buffer, saved in checkpoints. They are drawn from torch's random generator, separately for each
+    head, so the errors of the heads are independent, at no cost. The buffer keeps at least float32 in a module that is
+    cast to fewer bits. `redraw` draws new vectors, for example by the callback `FeatureRedraw`. Sums of the old
+    features are invalid under the new ones: each row of an earlier draw counts as empty, but its positions continue to
+    count.
 
     Args:
         d_model: Width E.
@@ -81,7 +82,7 @@ class PerformerAttention(Attention):
             sequence's length (theorem 4), rounded up to a multiple of 8; the paper's experiments have 256.
         features: Which φ.
         orthogonal: Whether the ω of a block of D are orthogonal: less variance, still unbiased (theorem 2).
-        norms: Of the ω: "gaussian", those of Gaussian vectors, or "sqrt_d", all √D: biased, less so the larger D.
+        norms: Norms of the ω: "gaussian", those of Gaussian vectors, or "sqrt_d", all √D: biased, less so for large D.
         chunk_size: Positions computed at once when causal and without kernels, a power of 2; no effect on the result.
         bias: Whether the projections have a bias.
     """
@@ -125,7 +126,7 @@ class PerformerAttention(Attention):
 
     @torch.no_grad()
     def redraw(self, generator: torch.Generator) -> None:
-        """Draw new features from `generator`, in place; states from before count as empty from now on."""
+        """Draw new features from `generator`, in place. Earlier states then count as empty."""
         self.omega.copy_(self._draw(generator))
         self.draws.add_(1)
 
@@ -136,7 +137,7 @@ class PerformerAttention(Attention):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PerformerAttention:
-        """Keep at least float32 where the parameters are cast to fewer bits, by `half` and its like."""
+        """Keep `omega` in at least float32 where the parameters are cast to fewer bits, as by `half`."""
         before = self.omega
         super()._apply(fn, recurse)
         wide = accumulator(self.omega.dtype)
@@ -196,7 +197,7 @@ class PerformerAttention(Attention):
             return y.to(v.dtype), PerformerState(s, z, m, length, state.drawn)
 
     def _all(self, q: Tensor, k: Tensor, v: Tensor, there: Tensor | None) -> Tensor:
-        """Let every query see every key that is `there`."""
+        """Attend from every query to every key where `there` is True."""
         if self._in_log_space:
             return favor(*self._features(q, k, there), v)
         return linear_attention(*self._features(q, k, there), v, eps=_NOTHING_SEEN)
@@ -204,7 +205,7 @@ class PerformerAttention(Attention):
     def _sum(
         self, q: Tensor, k: Tensor, v: Tensor, there: Tensor | None, s: Tensor, z: Tensor, m: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Go on from the sums, over one position or many."""
+        """Continue the sums over one or more positions."""
         if self._in_log_space:
             if q.size(2) == 1:
                 return favor_step(*self._features(q, k, there), v, s, z, m, in_place=may_overwrite())
@@ -223,7 +224,7 @@ class PerformerAttention(Attention):
         return self.features in _LOG_SPACE
 
     def _directions(self, dtype: torch.dtype) -> Tensor:
-        """Return the vectors, (H, F, D), whose positive features are these."""
+        """Return the vectors (H, F, D) whose positive features equal the features of this kind."""
         omega = self.omega.to(dtype)
         return torch.cat([omega, -omega], 1) if self.features == "hyperbolic" else omega  # (H, F/2, D) -> (H, F, D)
 
@@ -242,7 +243,7 @@ class PerformerAttention(Attention):
         return x * self.head_dim**-0.25
 
     def _current(self, state: PerformerState) -> PerformerState:
-        """Empty the rows whose sums are of features that have been redrawn since; their positions go on."""
+        """Empty the rows whose features have been redrawn since; their positions continue to count."""
         stale = state.drawn != self.draws
         if reads_values(stale) and not stale.any():
             return state

@@ -1,4 +1,4 @@
-"""Softmax attention with relative positions: the first that knew distances, not places."""
+"""Softmax attention with learned relative positions."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from lit_effattn.sequence import accumulator
 
 
 class ShawAttention(SoftmaxAttention):
-    """Softmax attention whose keys and values depend on how far away they are.
+    """Softmax attention whose keys and values depend on their distance from the query.
 
         y_i = Σ_j α_ij (v_j + aᵛ_d),  α_ij = softmax_j(q_i · (k_j + aᵏ_d) / √D),  d = clip(j − i, −K, K),
         j ≤ i if causal                                                     Shaw et al. 2018, equations 3 and 4
 
-    All heads share the learned vectors: 2K + 1 for keys and as many for values, K + 1 if causal. All zero, they leave
-    `SoftmaxAttention`, whose state this has. Time O(N²) and the N × N scores in memory, or O(N · window); beyond the
-    scores memory is O(N (D + K)). Scores and sums are computed in float32 at least. Rotary positions are refused: a
-    turned query's product with aᵏ would depend on its place.
+    All heads share the learned vectors: 2K + 1 for keys and as many for values, or K + 1 if causal. If they are zero,
+    this equals `SoftmaxAttention`. The state is that of `SoftmaxAttention`. Time O(N²) and the N × N scores in memory,
+    or O(N · window); apart from the scores, memory is O(N (D + K)). Scores and sums are computed in float32 at least.
+    Rotary positions are not supported: the product of a rotated query with aᵏ would depend on its position.
 
     Args:
         d_model: Width E.
         n_heads: Heads H.
         causal: Whether a position sees only itself and earlier ones.
-        max_distance: K; all that is further away looks K away.
+        max_distance: K; larger distances are clipped to K.
         window: Number of keys a position sees, its own included; None: all. Needs `causal`. Bounds the state.
         dropout: Probability with which an attention weight is dropped in training.
         bias: Whether the projections have a bias.

@@ -1,4 +1,4 @@
-"""Softmax attention: the measure of all others."""
+"""Softmax attention, with all keys or a window of the newest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lit_effattn.sequence import reads_values, valid_positions
 
 
 class KeyValueCache(NamedTuple):
-    """All keys and values so far; slot t holds position t, and slots from `length` on hold nothing of meaning."""
+    """All keys and values so far. Slot t holds position t; slots from `length` on are undefined."""
 
     keys: Tensor  # (B, H, M, D)
     values: Tensor  # (B, H, M, D)
@@ -24,7 +24,7 @@ class KeyValueCache(NamedTuple):
 
 
 class FixedCache(NamedTuple):
-    """A `KeyValueCache` whose M slots are all there will ever be."""
+    """A `KeyValueCache` with a fixed number of slots M."""
 
     keys: Tensor  # (B, H, M, D)
     values: Tensor  # (B, H, M, D)
@@ -40,10 +40,7 @@ class WindowCache(NamedTuple):
 
 
 class RingCache(NamedTuple):
-    """The newest keys and values in slots that are written where they are: of M = window, or fewer if never more come.
-
-    Slot t mod M holds position t.
-    """
+    """The newest keys and values in a ring buffer of M = min(window, max_len) slots: slot t mod M holds position t."""
 
     keys: Tensor  # (B, H, M, D)
     values: Tensor  # (B, H, M, D)
@@ -58,10 +55,10 @@ class SoftmaxAttention(Attention):
 
         y_i = Σ_j softmax_j(q_i · k_j / √D) v_j,  j ≤ i if causal               Vaswani et al. 2017, equation 1
 
-    Time O(N²), or O(N · window); state: all keys and values, or the newest window − 1. Through
+    Time O(N²), or O(N · window); state: all keys and values, or the newest window − 1. It calls
     `torch.nn.functional.scaled_dot_product_attention`, so memory is O(N) wherever a fused kernel applies. With a
-    `window`, splitting a stream changes nothing: every position sees the `window` newest, itself included. One more
-    position costs what it sees where the state is made with `max_len` and given away; else the state is copied, too.
+    `window`, splitting a stream changes nothing: every position sees the `window` newest, itself included. If the state
+    is made with `max_len` and donated, one more position costs only its attention; otherwise the state is also copied.
 
     Args:
         d_model: Width E.
@@ -133,14 +130,14 @@ class SoftmaxAttention(Attention):
             assert state is None or isinstance(state, WindowCache)
             return self._attend_window(q, k, v, state, seen, self.window)
         if state is None:
-            # A padded key stands after every valid query, so that the causal mask hides it.
+            # A padded key comes after every valid query, so the causal mask hides it.
             return self._see(q, k, v), KeyValueCache(k, v, seen)
         assert isinstance(state, KeyValueCache | FixedCache)
         cache = _append(state, k, v)
         position = state.length[:, None] + torch.arange(n, device=q.device)  # (B, N)
         keys, values = cache.keys, cache.values
         if reads_values(state.length):
-            used = int(state.length.max()) + n  # no need to look at slots that no row has reached
+            used = int(state.length.max()) + n  # skips slots that no row has reached
             keys, values = keys[:, :, :used], values[:, :, :used]
         mask = torch.arange(keys.size(2), device=q.device) <= position[..., None]  # (B, N, M)
         y = self._see(q, keys.to(q.dtype), values.to(q.dtype), mask[:, None], position)
@@ -163,7 +160,7 @@ class SoftmaxAttention(Attention):
     def _attend_ring(
         self, q: Tensor, k: Tensor, v: Tensor, state: RingCache, seen: Tensor, window: int
     ) -> tuple[Tensor, RingCache]:
-        """Attend several positions, in the order of time, and put the newest where they belong."""
+        """Attend several positions in time order, then write the newest to their slots."""
         slots, length = state.keys.size(2), state.length[:, None]  # (B, 1)
         if slots < window:
             check_room(slots, state.length, q.size(2))
@@ -172,7 +169,7 @@ class SoftmaxAttention(Attention):
         k = torch.cat([gather_rows(state.keys, earlier[:, None]).to(k.dtype), k], 2)  # (B, H, M + N, D)
         v = torch.cat([gather_rows(state.values, earlier[:, None]).to(v.dtype), v], 2)
         y = self._see_window(q, k, v, window, state.length.clamp(max=m))
-        # What a slot would hold from before these is not seen any more, whatever it is.
+        # A position before the first of `k` is outside all later windows, so its slot may hold anything.
         index = (_held(length + seen[:, None] - 1, slots) - length + m).clamp(min=0)[:, None]  # (B, 1, slots)
         keys, values = (gather_rows(t, index).to(state.keys.dtype) for t in (k, v))
         return y, RingCache(keys, values, state.length + seen)
@@ -180,11 +177,11 @@ class SoftmaxAttention(Attention):
     def _step(
         self, q: Tensor, k: Tensor, v: Tensor, state: RingCache, seen: Tensor, window: int
     ) -> tuple[Tensor, RingCache]:
-        """Attend one position where the keys lie. The oldest, which it does not see, makes room for its own."""
+        """Attend one position in the ring buffer. Its key overwrites the oldest, which it does not see."""
         slots, position = state.keys.size(2), state.length[:, None]  # (B, 1)
         if slots < window:
             check_room(slots, state.length, 1)
-        # A padded position is written too: into a slot that the next one will overwrite before it looks.
+        # A padded position is written too. The next position overwrites its slot before reading it.
         keys, values = write(state.keys, position % slots, k), write(state.values, position % slots, v)
         used = min(slots, int(position.max()) + 1) if reads_values(position) else slots
         at = _held(position, slots)[:, :used]  # (B, used)
@@ -201,16 +198,16 @@ class SoftmaxAttention(Attention):
         position: Tensor | None = None,
         at: Tensor | None = None,
     ) -> Tensor:
-        """Let queries see keys where `mask` (B, 1, N or 1, M) says; None: all, or those up to themselves if causal.
+        """Attend to the keys where `mask` (B, 1, N or 1, M) is True; None: all, or those up to the query if causal.
 
-        `position` (B, N) is where the queries stand; None: from 0 on. `at` (B, M) is where the keys stand, likewise.
-        They matter to a kind that looks at distances.
+        `position` (B, N) and `at` (B, M) are the positions of the queries and of the keys; None: from 0 on. Subclasses
+        with relative positions use them.
         """
         is_causal = self.causal and mask is None
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, dropout_p=self._dropout_now)
 
     def _see_window(self, q: Tensor, k: Tensor, v: Tensor, window: int, past: Tensor | None) -> Tensor:
-        """Let queries see the `window` newest keys: see `windowed_attention`."""
+        """Attend from each query to the `window` newest keys: see `windowed_attention`."""
         return windowed_attention(q, k, v, window, past=past, dropout=self._dropout_now)
 
     @property
@@ -219,7 +216,7 @@ class SoftmaxAttention(Attention):
 
 
 def _append(cache: KeyValueCache | FixedCache, k: Tensor, v: Tensor) -> KeyValueCache | FixedCache:
-    """Write `k` and `v` (B, H, N, D) behind each row's `length`, which stays."""
+    """Write `k` and `v` (B, H, N, D) from each row's `length` on; `length` is not changed."""
     grows = isinstance(cache, KeyValueCache)
     keys, values = append((cache.keys, cache.values), (k, v), cache.length, grows=grows)
     return cache._replace(keys=keys, values=values)
@@ -233,10 +230,10 @@ def _newest(t: Tensor, end: Tensor, count: int) -> Tensor:
 
 
 def _held(newest: Tensor, slots: int) -> Tensor:
-    """Return which position each slot of a ring holds, `newest` (B, 1) the last; below 0: none yet. (B, slots)."""
+    """Return the position in each slot of a ring buffer up to `newest` (B, 1): (B, slots), negative if empty."""
     return newest - (newest - torch.arange(slots, device=newest.device)) % slots
 
 
 def _key_mask(lengths: Tensor, n: int) -> Tensor:
-    """Return (B, 1, 1, N): which keys are there. A row without any sees the first, lest its softmax be 0 / 0."""
+    """Return the mask of valid keys, (B, 1, 1, N). A row without any sees the first: avoids a softmax of 0 / 0."""
     return valid_positions(lengths.clamp(min=1), n)[:, None, None]

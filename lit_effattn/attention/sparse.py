@@ -1,4 +1,4 @@
-"""Sparse attention: a query sees keys near it, and far ones in a fixed pattern."""
+"""Sparse attention: a query sees local keys, and distant keys in a fixed pattern."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Combination = Literal["merged", "heads", "local", "distant"]
 
 
 class SummaryCache(NamedTuple):
-    """Each row's current block and all its summary columns, each of the heads that see them."""
+    """Each row's current block and all its summary columns, each for the heads that see them."""
 
     block_keys: Tensor  # (B, H_local, stride, D), position p in slot p mod stride
     block_values: Tensor  # (B, H_local, stride, D)
@@ -30,7 +30,7 @@ class SummaryCache(NamedTuple):
 
 
 class FixedSummaryCache(NamedTuple):
-    """A `SummaryCache` whose slots are all there will ever be."""
+    """A `SummaryCache` with a fixed number of slots."""
 
     block_keys: Tensor  # (B, H_local, stride, D)
     block_values: Tensor  # (B, H_local, stride, D)
@@ -53,15 +53,14 @@ class SparseAttention(Attention):
 
     with l = `stride` and c = `summary`. The strided local set holds l keys, i's own included, as in the authors' code
     (the paper's formula has l + 1). Fixed distant sets hold i too: they would be empty before the first summary column.
-    Without `causal`, j ≤ i is left out, and strided local is |i − j| < l: the pattern on both sides.
+    Without `causal`, j ≤ i is dropped and strided local is |i − j| < l, so the pattern extends to both sides.
 
     Time and memory O(N (l + N/l)) strided, O(N (l + c N/l)) fixed: O(N √N) for l = √N, training included. State:
-    strided, all keys and values (local alone: the newest l − 1); fixed, the current block and the summary columns.
-    One more position costs O(l + N/l) or O(l + c N/l) where the state is made with `max_len` and given away; a state
-    that grows is copied each time. Fixed ones grow by whole blocks: off the CPU, each call that goes on from one waits
-    for the device.
-    Splitting a stream changes nothing; the pattern follows each row's position. On CUDA, merged sets can be had through
-    FlexAttention, without scores in memory: see `lit_effattn.ops.flex`.
+    all keys and values if strided (local alone: the newest l − 1); the current block and the summary columns if fixed.
+    If the state is made with `max_len` and donated, one more position costs O(l + N/l) or O(l + c N/l). A state that
+    grows is copied at each call. With the fixed pattern it grows by whole blocks: except on the CPU, each call that
+    continues it waits for the device. Splitting a stream changes nothing; the pattern follows each row's position. On
+    CUDA, merged sets can be computed with FlexAttention, without scores in memory: see `lit_effattn.ops.flex`.
 
     Args:
         d_model: Width E.
@@ -71,16 +70,16 @@ class SparseAttention(Attention):
         stride: l.
         summary: c, of the fixed pattern only. Default: 1.
         combine: "merged": every head sees the union. "heads": the first ⌈H/2⌉ heads see local keys, the others distant
-            ones. "local", "distant": one set alone; a `Transformer` that lists both deals them over its layers in turn
+            ones. "local", "distant": one set alone; a `Transformer` that lists both alternates them over its layers
             ("interleaved").
-        distinct: Whether each head has summary columns of its own: head h = 0 … H − 1 those with
+        distinct: Whether each head has its own summary columns: head h = 0 … H − 1 has those with
             l − (h + 1) c ≤ j mod l < l − h c. Needs H c ≤ l. Fixed only.
         dropout: Probability with which an attention weight is dropped in training.
         bias: Whether the projections have a bias.
         d_qk: Width of all heads' queries and keys together. Default: E.
 
     Raises:
-        ValueError: An option that is out of range, or has no meaning beside another.
+        ValueError: An option is out of range, or has no meaning with another.
     """
 
     def __init__(
@@ -129,7 +128,7 @@ class SparseAttention(Attention):
         self.pattern, self.stride, self.summary = pattern, stride, columns
         self.combine, self.distinct, self.dropout = combine, distinct, dropout
         head = torch.arange(n_heads if distinct else 1)[:, None]
-        # (H or 1, c), which positions of a block summarise it
+        # (H or 1, c), the positions of a block that summarise it
         self.register_buffer("columns", stride - (head + 1) * columns + torch.arange(columns), persistent=False)
         self.columns: Tensor
 
@@ -145,7 +144,7 @@ class SparseAttention(Attention):
 
     @property
     def bounded_by(self) -> str | None:
-        """Local sets are bounded; distant ones are not, by any option."""
+        """Local sets are bounded; no option bounds distant ones."""
         return None if self.combine == "local" else ""
 
     @property
@@ -223,7 +222,7 @@ class SparseAttention(Attention):
         keys, values = append((state.keys, state.values), (k, v), state.length, grows=grows)
         after = type(state)(keys, values, state.length + seen)
         if reads_values(state.length):
-            used = int(state.length.max()) + q.size(2)  # no need to look at slots that no row has reached
+            used = int(state.length.max()) + q.size(2)  # skips slots that no row has reached
             keys, values = keys[:, :, :used], values[:, :, :used]
         y = self._see_strided(q, keys.to(q.dtype), values.to(q.dtype), state.length)
         return y, after
@@ -271,7 +270,10 @@ class SparseAttention(Attention):
     def _with_room(
         self, cache: SummaryCache | FixedSummaryCache, n: int, *, begun: bool
     ) -> SummaryCache | FixedSummaryCache:
-        """Add summary slots, or check that there are enough, for `n` more positions; none before, unless `begun`."""
+        """Add summary slots for `n` more positions, or check that there are enough.
+
+        `begun` is False if the cache holds no positions yet.
+        """
         if cache.summary_keys.size(1) == 0:
             return cache
         room = cache.summary_keys.size(2) // self.summary  # blocks
@@ -283,7 +285,7 @@ class SparseAttention(Attention):
                 )
             return cache
         if torch.compiler.is_compiling() or not begun:
-            more = -(-n // self.stride)  # no row can need more, wherever it stands
+            more = -(-n // self.stride)  # enough for any row, at any position
         else:
             more = max(0, -(-(int(cache.length.max()) + n) // self.stride) - room)
         more *= self.summary
@@ -326,7 +328,7 @@ class SparseAttention(Attention):
 
     @property
     def _groups(self) -> list[tuple[slice, bool, bool]]:
-        """Heads that see the same: which, whether local keys, whether distant ones."""
+        """Groups of heads that see the same keys: the heads, whether they see local keys, whether distant ones."""
         if self.combine == "heads":
             return [(self._local, True, False), (self._distant, False, True)]
         return [(slice(0, self.n_heads), self.combine != "distant", self.combine != "local")]
@@ -337,21 +339,21 @@ class SparseAttention(Attention):
 
 
 def _with_block(stored: Tensor, new: Tensor, start: Tensor, seen: Tensor) -> Tensor:
-    """Return each row's block (B, H, stride, D) after the first `seen` (B,) of `new` (B, H, N, D) came at `start`."""
+    """Return the blocks (B, H, stride, D) with the first `seen` (B,) of `new` (B, H, N, D) from `start` on."""
     stride, n = stored.size(2), new.size(2)
     new = new.to(stored.dtype)
     if n == 1 and may_overwrite():
-        # A row that has not seen it has nothing in that slot yet.
+        # Padding is written too: that slot holds no position of the row's current block yet.
         return write(stored, (start % stride)[:, None], new)
     last = (start + seen - 1)[:, None]  # (B, 1)
-    position = last - (last - torch.arange(stride, device=new.device)) % stride  # (B, stride), each slot's newest
+    position = last - (last - torch.arange(stride, device=new.device)) % stride  # (B, stride), the newest in each slot
     offset = position - start[:, None]
     fresh = (offset >= 0)[:, None, :, None]  # (B, 1, stride, 1)
     return torch.where(fresh, gather_rows(new, offset.clamp(0, n - 1)[:, None]), stored)
 
 
 def _with_summaries(stored: Tensor, new: Tensor, start: Tensor, stride: int, columns: Tensor) -> Tensor:
-    """Return the summary columns (B, H, S, D) after `new` (B, H, N, D) at `start`; padding is overwritten later."""
+    """Return the summary columns (B, H, S, D) with `new` (B, H, N, D) from `start` on; padding is overwritten later."""
     c, n = columns.size(1), new.size(2)
     new = new.to(stored.dtype)
     if n == 1 and may_overwrite():
@@ -360,5 +362,5 @@ def _with_summaries(stored: Tensor, new: Tensor, start: Tensor, stride: int, col
         index = slot[..., None].expand(-1, new.size(1), -1, new.size(3))  # (B, H, C, D)
         return stored.scatter_(2, index, torch.where(fresh[..., None], new, stored.gather(2, index)))
     offset = summary_positions(columns, stride, stored.size(2) // c) - start[:, None, None]  # (B, H or 1, S)
-    fresh = offset >= 0  # slots that are not reached yet too: they are overwritten when they are
+    fresh = offset >= 0  # also slots that are not reached yet: they are overwritten later
     return torch.where(fresh[..., None], gather_rows(new, offset.clamp(0, n - 1)), stored)

@@ -21,7 +21,7 @@ class InputMemory(NamedTuple):
 
 
 class ProjectedMemory(NamedTuple):
-    """The newest keys and values; slot t mod M holds position t, so that a step writes one slot and moves none."""
+    """The newest keys and values in a ring buffer: slot t mod M holds position t, so a step writes only one slot."""
 
     keys: Tensor  # (B, H, M, D)
     values: Tensor  # (B, H, M, D)
@@ -34,16 +34,17 @@ class TransformerXLAttention(Attention):
         y_i = W_o concat_h Σ_j softmax_j(((q_i + u) · k_j + (q_i + v) · W_r R_{i−j}) / √D) v_j
         q = W_q x,  k = W_k [memory; x],  v = W_v [memory; x],  R_d = [sin(d ω), cos(d ω)],  ω_i = 10000^{−2i/E}
 
-    Dai et al. 2019, sections 3.2 and 3.3. Its positions are its own: give the `Transformer` none (`positions: null`).
+    Dai et al. 2019, sections 3.2 and 3.3. It has its own positions: set `positions: null` in the `Transformer`.
 
-    A position sees the whole segment (call) before it and `mem_len` positions more, so that by its definition the
-    outputs depend on how a stream is split, until the memory holds all the past. With `same_length` a position sees
-    `mem_len` keys, its own included, as the paper evaluates: splitting a stream then changes nothing, and a call much
-    longer than the memory costs O(N · mem_len). In a stack of L layers information comes from L · mem_len back.
+    A position sees the earlier positions of its segment (call) and `mem_len` positions before the segment. By this
+    definition the outputs depend on how a stream is split, unless the memory holds all the past. With `same_length` a
+    position sees `mem_len` keys, its own included, as in the paper's evaluation: splitting a stream then changes
+    nothing, and a call much longer than the memory costs O(N · mem_len). A stack of L layers reaches L · mem_len
+    positions back.
 
-    The state holds inputs, so that W_k and W_v learn from the memory too, even where its carrier detaches it. A state
-    made with `max_len` holds their keys and values instead: a generated token then costs O(mem_len · E), not
-    O(mem_len · E²). The outputs are the same, and so are gradients through a state that was not detached.
+    The state holds inputs, so W_k and W_v also learn from the memory, even if the caller detaches it. A state made with
+    `max_len` holds their keys and values instead: a generated token then costs O(mem_len · E), not O(mem_len · E²). The
+    outputs are the same, and so are gradients through a state that was not detached.
 
     With causal=False (an encoder) the distances are negative too, and there is no memory.
 
@@ -51,11 +52,11 @@ class TransformerXLAttention(Attention):
         d_model: Width E, even.
         n_heads: Heads H.
         causal: Whether a position sees only itself and earlier ones.
-        mem_len: Positions remembered; no parameter depends on it, and `set_memory` changes it.
-        clamp_len: Distances beyond it look like it; None: none do. For memories longer than in training.
+        mem_len: Positions in the memory. No parameter depends on it, and `set_memory` changes it.
+        clamp_len: Larger distances are clamped to it, for memories longer than in training; None: no clamping.
         same_length: Whether each position sees `mem_len` keys, its own included. Needs `causal`.
         dropout: Probability with which an attention weight is dropped in training.
-        position_dropout: Probability with which a number of R is dropped in training.
+        position_dropout: Probability with which an element of R is dropped in training.
         chunk_size: Queries computed at once; no effect on the result.
         bias: Whether q_proj, k_proj, v_proj and out_proj have a bias; not in the paper.
     """
@@ -93,9 +94,9 @@ class TransformerXLAttention(Attention):
         self.set_memory(mem_len, clamp_len, same_length)
 
     def set_memory(self, mem_len: int, clamp_len: int | None = None, same_length: bool = False) -> None:
-        """Choose another memory than that of training, as evaluation may; the options are those of the constructor.
+        """Change the memory, for example for evaluation. The options are those of the constructor.
 
-        States made before do not fit any more, unless `mem_len` and `same_length` stay what they were.
+        Earlier states become invalid, unless `mem_len` and `same_length` are unchanged.
         """
         if mem_len < 0:
             raise ValueError(f"mem_len={mem_len} is negative; 0 remembers nothing")
@@ -111,7 +112,7 @@ class TransformerXLAttention(Attention):
 
     @property
     def _reach(self) -> int:
-        """Earlier positions that the first of a segment sees: what a state has to hold."""
+        """Number of earlier positions that the first of a segment sees, which a state has to hold."""
         return self.mem_len - 1 if self.same_length else self.mem_len
 
     def initial_state(
@@ -132,7 +133,7 @@ class TransformerXLAttention(Attention):
         return ProjectedMemory(keys, values, length)
 
     def check(self, x: Tensor, state: State | None, lengths: Tensor | None) -> None:
-        """See `SequenceModule.check`; the state has to be one of this memory."""
+        """See `SequenceModule.check`. Also checks that the state has the size of this memory."""
         super().check(x, state, lengths)
         if isinstance(state, InputMemory):
             self._check_slots(state.inputs.size(1), self._reach)
@@ -147,7 +148,7 @@ class TransformerXLAttention(Attention):
             )
 
     def _check_room(self, slots: int, length: Tensor, n: int) -> None:
-        """Check a state that may have fewer slots than the memory, since all that is ever fed fits in them."""
+        """Check a state made with `max_len`, which may have fewer slots than the memory."""
         if slots > self._reach + 1:
             self._check_slots(slots, self._reach + 1)
         if slots <= self._reach and reads_values(length) and int(length.max()) + n > slots:
@@ -181,10 +182,10 @@ class TransformerXLAttention(Attention):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, state: ProjectedMemory | None, lengths: Tensor | None
     ) -> tuple[Tensor, ProjectedMemory | None]:
-        """Combine queries, keys and values, where `forward` needs no inputs: see `Attention.attend`."""
+        """Combine queries, keys and values, without a memory of inputs: see `Attention.attend`."""
         n = q.size(2)
         if state is None:
-            # A row without any key sees the first, lest its softmax be 0 / 0.
+            # A row without any key sees the first: avoids a softmax of 0 / 0.
             there = None if lengths is None else valid_positions(lengths.clamp(min=1), n)
             r = self._relative_keys(n - 1, 1 - n)
             return self._relative(q, k, v, r, there), None
@@ -192,7 +193,7 @@ class TransformerXLAttention(Attention):
         return self._step(q, k, v, state, seen) if n == 1 else self._prompt(q, k, v, state, seen)
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
-        """Let queries see the M earlier keys in front of theirs, of which the last `length` (B,) hold something."""
+        """Attend from the queries to their keys and the M earlier ones, of which the last `length` (B,) are valid."""
         n, m = q.size(2), k.size(2) - q.size(2)
         there = None if m == 0 else torch.arange(m + n, device=q.device) >= m - length[:, None]  # (B, M + N)
         window = self.mem_len if self.same_length else None
@@ -219,7 +220,7 @@ class TransformerXLAttention(Attention):
     def _prompt(
         self, q: Tensor, k: Tensor, v: Tensor, state: ProjectedMemory, seen: Tensor
     ) -> tuple[Tensor, ProjectedMemory]:
-        """Several positions after a memory of keys and values."""
+        """Attend several positions with a memory of keys and values."""
         slots, length = state.keys.size(2), state.length
         m = slots_used(length, slots - 1)
         earlier = (torch.arange(-m, 0, device=q.device) + length[:, None]) % slots  # (B, M)
@@ -233,9 +234,9 @@ class TransformerXLAttention(Attention):
     def _step(
         self, q: Tensor, k: Tensor, v: Tensor, state: ProjectedMemory, seen: Tensor
     ) -> tuple[Tensor, ProjectedMemory]:
-        """Attend one position where the keys lie. The oldest, which it does not see, makes room for its own."""
+        """Attend one position in the ring buffer. Its key overwrites the oldest, which it does not see."""
         slots, length = state.keys.size(2), state.length[:, None]  # (B, 1)
-        # A padded position is written too: into a slot that the next one will overwrite before it looks.
+        # A padded position is written too. The next position overwrites its slot before reading it.
         keys, values = write_ring(state.keys, length % slots, k, 2), write_ring(state.values, length % slots, v, 2)
         used = slots_used(state.length + 1, slots)
         slot = torch.arange(used, device=q.device)
@@ -261,9 +262,10 @@ class TransformerXLAttention(Attention):
         return F.dropout(r, self.position_dropout, self.training)
 
     def _positions_for(self, q: Tensor, count: int) -> Tensor:
-        """Return what `_scores_by_distance` takes for the distances count − 1, …, 0.
+        """Return the argument `r` of `_scores_by_distance` for the distances count − 1, …, 0.
 
-        W_r R, (H, count, D), costs count · E². For few queries it costs less to bring them to R itself, (count, E).
+        W_r R, (H, count, D), costs count · E². For few queries it costs less to return R, (count, E), and apply W_r to
+        the queries.
         """
         few = q.size(0) * q.size(1) * q.size(2) <= self.d_model
         return (self._sinusoids(count - 1, 0) if few else self._relative_keys(count - 1, 0)).to(q.dtype)
@@ -289,26 +291,26 @@ def newest(t: Tensor, end: Tensor, count: int) -> Tensor:
 
 
 def gather_rows(t: Tensor, index: Tensor) -> Tensor:
-    """Take the entries `index` (B, K) of `t` (B, H, M, D), the first where that is negative."""
+    """Take the entries `index` (B, K) of `t` (B, H, M, D); a negative index takes the first."""
     return t.gather(2, index.clamp(min=0)[:, None, :, None].expand(-1, t.size(1), -1, t.size(3)))
 
 
 def latest(end: Tensor, slots: int) -> Tensor:
     """Return the newest position before `end` (B,) that each slot holds, t in slot t mod slots: (B, slots).
 
-    It is negative where there is none yet; what stands there is not seen, whatever it is.
+    It is negative if there is none yet; the contents of that slot are not seen.
     """
     newest = end[:, None] - 1
     return newest - (newest - torch.arange(slots, device=end.device)) % slots
 
 
 def slots_used(length: Tensor, slots: int) -> int:
-    """Return how many of `slots` any row has filled, where it costs nothing to look."""
+    """Return how many of `slots` any row has filled, or `slots` where reading values is not free."""
     return min(slots, int(length.max())) if reads_values(length) else slots
 
 
 def write_ring(t: Tensor, slot: Tensor, new: Tensor, dim: int) -> Tensor:
-    """Write `new`, of one position, to each row's `slot` (B, 1) of `t` along `dim`; in place where that is allowed."""
+    """Write `new`, of one position, to each row's `slot` (B, 1) of `t` along `dim`, in place if it is donated."""
     t = t if may_overwrite() else t.clone()
     rows = torch.arange(len(t), device=t.device)
     t.movedim(dim, 1)[rows, slot.flatten()] = new.select(dim, 0).to(t.dtype)  # as in `cache.write`, no `scatter_`

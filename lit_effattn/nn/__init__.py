@@ -1,1 +1,1 @@
-"""What models are made of besides attention: Transformer, LSTM, heads, embeddings, front ends."""
+"""Parts of models other than attention: Transformer, LSTM, heads, embeddings, front ends."""

@@ -13,19 +13,19 @@ from lit_effattn.sequence import accumulator
 
 
 class Bands(nn.Module):
-    """The vectors of a vocabulary that is cut into bands 0 … K of frequency, and how wide each band's are.
+    """The vectors of a vocabulary that is divided into frequency bands 0 … K, with a width for each band.
 
-    Token w of band i has a row e_w of width d_i = d_model / div_value^i, and each band with d_i < d_model a projection
-    P_i (d_model, d_i): P_i e_w is the token's vector. Embedding and softmax can share them.
+    Token w of band i has a row e_w of width d_i = d_model / div_value^i, and each band with d_i < d_model has a
+    projection P_i (d_model, d_i). The token's vector is P_i e_w. An embedding and a softmax can share them.
 
     Args:
         n_tokens: Number of tokens, the most frequent first.
         d_model: Width.
         cutoffs: K tokens: the first of each band but the first.
-        div_value: How much narrower a band is than the one before.
+        div_value: Factor by which each band is narrower than the previous one.
 
     Raises:
-        ValueError: `cutoffs` are not in order within the vocabulary, or a band would have no width.
+        ValueError: `cutoffs` do not ascend within the vocabulary, or a band would have a width of 0.
     """
 
     cutoffs: Tensor
@@ -47,7 +47,7 @@ class Bands(nn.Module):
         widths = [int(d_model / div_value**i) for i in range(len(self.sizes))]
         self.rows = nn.ParameterList(torch.empty(n, d) for n, d in zip(self.sizes, widths, strict=True))
         self.projections = nn.ParameterList(torch.empty(d_model, d) for d in widths if d < d_model)
-        # P e is then as large in every band.
+        # P e then has the same scale in every band.
         for rows in self.rows:
             nn.init.normal_(rows, std=self.INIT_STD)
         for projection in self.projections:
@@ -58,16 +58,16 @@ class Bands(nn.Module):
         return len(self.sizes)
 
     def of(self, tokens: Tensor) -> Tensor:
-        """Return the band of each token. One that is none of the vocabulary's counts to the outermost."""
+        """Return the band of each token. A token outside the vocabulary gets the nearest band."""
         return (tokens[..., None] >= self.cutoffs).sum(-1)
 
     def projection(self, band: int) -> Tensor | None:
         """Return P of a band, None where it is the identity."""
-        narrower = band - (len(self) - len(self.projections))  # those without are the first
+        narrower = band - (len(self) - len(self.projections))  # the bands without one come first
         return self.projections[narrower] if narrower >= 0 else None
 
     def describe(self) -> str:
-        """Return the shapes of all rows, for complaints."""
+        """Return the shapes of all rows, for error messages."""
         return ", ".join(f"{rows.size(0)} × {rows.size(1)}" for rows in self.rows)
 
 
@@ -76,15 +76,15 @@ class AdaptiveEmbedding(nn.Module):
 
         y = P_i e_w,  w in band i                                              Baevski & Auli 2019, section 3
 
-    All bands are computed for every token and masked: with a `div_value` of 4 that costs less than a third of a
-    d_model × d_model matrix, has shapes that do not depend on the data, and gives every parameter a gradient in every
-    process. Every band's vectors start with standard deviation 0.02.
+    All bands are computed for every token and masked. With a `div_value` of 4 this costs less than a third of a
+    d_model × d_model matrix. Shapes do not depend on the data, and every parameter has a gradient in every process.
+    Every band's vectors start with standard deviation 0.02.
 
     Args:
         n_tokens: Number of tokens, the most frequent first.
         d_model: Width of the output.
         cutoffs: The first token of each band but the first (WikiText-103: 20000, 40000, 200000).
-        div_value: How much narrower a band's vectors are than those of the band before. 1: none is, none is projected.
+        div_value: Factor by which each band's vectors are narrower than the previous band's; 1: no projections.
 
     Raises:
         ValueError: see `Bands`.
@@ -116,15 +116,15 @@ class AdaptiveHead(Head):
 
     where the first softmax runs over band 0's tokens and the K bands. Grave et al. 2017, section 4, with the biases of
     Transformer-XL. `nll` computes the second softmax only where the target is in that band, so it never holds a
-    position × vocabulary matrix (under `torch.compile`, which wants shapes that do not depend on the data, it does;
-    `loss`, which training calls, is never compiled); `log_probs`, and a loss with label smoothing, have to. Every
-    parameter gets a gradient from every batch, zero where a band has no target.
+    position × vocabulary matrix. Under `torch.compile`, which needs shapes that do not depend on the data, it does, but
+    `loss`, which training calls, is never compiled. `log_probs`, and a loss with label smoothing, hold the matrix.
+    Every parameter gets a gradient from every batch, zero where a band has no target.
 
     Args:
         d_model: Width of the hidden state.
         n_levels: Number of tokens, the most frequent first.
         cutoffs: The first token of each band but the first (WikiText-103: 20000, 40000, 200000).
-        div_value: How much narrower a band's vectors are than those of the band before. 1: none is, none is projected.
+        div_value: Factor by which each band's vectors are narrower than the previous band's; 1: no projections.
 
     Raises:
         ValueError: see `Bands`.
@@ -153,14 +153,14 @@ class AdaptiveHead(Head):
         choice = torch.where(band == 0, flat, self.bands.sizes[0] + band - 1)
         nll = F.cross_entropy(self._first(h), choice, reduction="none")
         for i in range(1, len(self.bands)):
-            here = (band == i).nonzero()[:, 0]  # if none, still computed: DDP waits for every gradient
+            here = (band == i).nonzero()[:, 0]  # computed even if empty: DDP waits for every gradient
             within = F.cross_entropy(self._within(h[here], i), flat[here] - self.bands.starts[i], reduction="none")
             nll = nll.index_add(0, here, within)
         return nll.view(target.shape)
 
     @torch.compiler.disable(reason="which rows a band has depends on the data")
     def loss(self, h: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
-        """See `Head.loss`; never compiled, so that here too it does not hold the whole matrix."""
+        """See `Head.loss`. Never compiled, so that it does not hold the whole matrix."""
         return super().loss(h, target, label_smoothing)
 
     def _first(self, h: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ class AdaptiveHead(Head):
         return logits.to(accumulator(logits.dtype))
 
     def tie(self, embedding: nn.Module) -> None:
-        """Have the vectors and projections of an `AdaptiveEmbedding`: see `Head.tie`."""
+        """Share the vectors and projections of an `AdaptiveEmbedding`: see `Head.tie`."""
         if not isinstance(embedding, AdaptiveEmbedding):
             raise ValueError(f"AdaptiveHead is tied to an AdaptiveEmbedding, not to {type(embedding).__name__}")
         mine, other = self.bands.describe(), embedding.bands.describe()

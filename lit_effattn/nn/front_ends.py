@@ -1,4 +1,4 @@
-"""What makes the input of a model out of sound: fewer frames, and their width."""
+"""Front ends: map feature vectors of sound to the input of a model, with fewer frames and its width."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lit_effattn.sequence import valid_positions, without_padding
 
 
 class FrontEnd(HasInitArgs, nn.Module, ABC):
-    """Turns feature vectors into the model's input, `factor` of them into one.
+    """Maps feature vectors to the model's input, `factor` of them to one.
 
-    A frame depends on its own utterance alone: padding is nothing.
+    A frame depends only on its own utterance: padding has no effect.
 
     Attributes:
-        factor: Frames that become one. A row of T frames becomes one of ⌈T / factor⌉.
+        factor: Number of frames that become one. A row of T frames becomes a row of ⌈T / factor⌉ frames.
     """
 
     factor: int
@@ -29,7 +29,7 @@ class FrontEnd(HasInitArgs, nn.Module, ABC):
 
         Args:
             x: (B, T, F).
-            lengths: (B,), frames of each row; the rest is padding, whatever stands there.
+            lengths: (B,), frames of each row; the rest is padding, with any values.
 
         Returns:
             (B, ⌈T / factor⌉, E), 0 in the padding, and the rows' lengths, ⌈lengths / factor⌉.
@@ -37,7 +37,7 @@ class FrontEnd(HasInitArgs, nn.Module, ABC):
 
 
 class Projection(FrontEnd):
-    """One matrix at every frame: y_t = W x_t + b.
+    """One matrix, applied to every frame: y_t = W x_t + b.
 
     Args:
         n_features: Width F of a frame.
@@ -56,7 +56,7 @@ class Projection(FrontEnd):
 
 
 class FrameStacking(FrontEnd):
-    """Frames side by side, and one matrix: y_t = W [x_{st}; …; x_{st+s−1}] + b, 0 beyond the end (Sak et al. 2015).
+    """One matrix on adjacent frames: y_t = W [x_{st}; …; x_{st+s−1}] + b, 0 beyond the end (Sak et al. 2015).
 
     Args:
         n_features: Width F of a frame.
@@ -90,8 +90,8 @@ class ConvSubsampling(FrontEnd):
     Args:
         n_features: Width F of a frame.
         d_model: Width E of the model's input.
-        factor: 2, one convolution, or 4, two.
-        channels: Of each convolution.
+        factor: 2 (one convolution) or 4 (two).
+        channels: Channels of each convolution.
 
     Raises:
         ValueError: an option is out of its range.
@@ -113,7 +113,7 @@ class ConvSubsampling(FrontEnd):
         """See `FrontEnd.forward`."""
         x = x[:, None]  # (B, T, F) -> (B, 1, T, F)
         for conv in self.convs:
-            # Zeros beyond each row's end, as beyond the longest one's; the biases of the layer before stand there.
+            # Zeros beyond each row's end, as beyond the longest row's: the previous layer left its biases there.
             x = x.masked_fill(~valid_positions(lengths, x.size(2))[:, None, :, None], 0)
             x = conv(x).relu()  # -> (B, C, ⌈T / 2⌉, ⌈F / 2⌉)
             lengths = _divided(lengths, 2)

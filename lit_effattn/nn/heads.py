@@ -1,4 +1,4 @@
-"""What turns hidden states into a distribution over levels: last layer, loss, and the table that is sampled from."""
+"""Heads: map hidden states to a distribution over levels, for the loss and for sampling."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lit_effattn.sequence import accumulator
 class Head(HasInitArgs, nn.Module, ABC):
     """A distribution over `n_levels` ordered values, given a hidden state.
 
-    Loss and sampler read the same `log_probs`, so they can't disagree. All of it is float32 at least.
+    The loss and the sampler use the same distribution. It is computed in float32 at least.
 
     Args:
         d_model: Width of the hidden state.
@@ -48,7 +48,7 @@ class Head(HasInitArgs, nn.Module, ABC):
             label_smoothing: ε. If it is not 0, all the log-probabilities are computed.
 
         Raises:
-            ValueError: `label_smoothing` is no share.
+            ValueError: `label_smoothing` is not in [0, 1).
         """
         if not 0 <= label_smoothing < 1:
             raise ValueError(f"label_smoothing={label_smoothing} is not a share of the target, from 0 to below 1")
@@ -60,21 +60,21 @@ class Head(HasInitArgs, nn.Module, ABC):
         return -(1 - share) * of_target - share * log_probs.mean(-1)
 
     def tie(self, embedding: nn.Module) -> None:
-        """Have one matrix with `embedding`, and its values (Press & Wolf 2017).
+        """Share the matrix of `embedding`, and its values (Press & Wolf 2017).
 
         Raises:
-            ValueError: its shape is not the head's, or the head has no matrix that an embedding could have.
+            ValueError: Its shape is not the head's, or the head has no matrix that an embedding could share.
         """
         raise ValueError(f"{type(self).__name__} can't be tied: it has no vector for each level")
 
 
 class CategoricalHead(Head):
-    """One logit a value: p = softmax(W h + b).
+    """One logit per value: p = softmax(W h + b).
 
     Args:
         d_model: Width of the hidden state.
         n_levels: Number of values.
-        zero_init: Start with W = b = 0, so at exactly log2(n_levels) bits (Child et al. 2019, section 5.2).
+        zero_init: Start with W = b = 0, so with a loss of exactly log2(n_levels) bits (Child et al. 2019, section 5.2).
     """
 
     def __init__(self, d_model: int, n_levels: int, zero_init: bool = False) -> None:
@@ -102,7 +102,7 @@ class CategoricalHead(Head):
         return loss.view(target.shape)
 
     def tie(self, embedding: nn.Module) -> None:
-        """Have one matrix with a `torch.nn.Embedding`: see `Head.tie`."""
+        """Share the matrix of a `torch.nn.Embedding`: see `Head.tie`."""
         if not isinstance(embedding, nn.Embedding):
             raise ValueError(f"CategoricalHead is tied to a torch.nn.Embedding, not to {type(embedding).__name__}")
         mine, other = tuple(self.proj.weight.shape), tuple(embedding.weight.shape)
@@ -119,9 +119,9 @@ class MixtureOfLogisticsHead(Head):
 
         p(level) = Σ_k π_k [σ((x + ½w − μ_k) / s_k) − σ((x − ½w − μ_k) / s_k)],  x = 2 level / (n_levels − 1) − 1
 
-    with bins of width w = 2 / (n_levels − 1), the outermost reaching to ±∞: the probabilities sum to 1. One dimension
-    a mixture, colours not coupled, as in Katharopoulos et al. 2020. Knows that neighbouring levels are alike, which a
-    categorical head has to learn.
+    with bins of width w = 2 / (n_levels − 1), of which the outermost reach to ±∞, so the probabilities sum to 1. Each
+    dimension has its own mixture, and colours are not coupled, as in Katharopoulos et al. 2020. Neighbouring levels
+    have similar probabilities by construction; a categorical head has to learn this.
 
     Args:
         d_model: Width of the hidden state.
@@ -157,8 +157,8 @@ class MixtureOfLogisticsHead(Head):
             x = level[..., None].to(out.dtype) * (2 * half) - 1
             upper = (x + half - mean) * inverse
             lower = (x - half - mean) * inverse
-            # σ(u) − σ(l) = σ(u) σ(−l) (1 − e^{l−u}): no difference of nearly equal numbers. In the outermost bins one
-            # of the borders is infinite, so that its factor and the last one are 1.
+            # σ(u) − σ(l) = σ(u) σ(−l) (1 − e^{l−u}) avoids a difference of nearly equal numbers. In the outermost bins
+            # one of the borders is infinite, so its factor and the last one are 1.
             first, last = level[..., None] == 0, level[..., None] == self.n_levels - 1
             bins = (
                 F.logsigmoid(upper).masked_fill(last, 0)

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from lit_effattn.sequence import SequenceModule, accumulator, valid_positions, without_padding
 
-# cuDNN wants a layer's weights side by side in one block. Ours may be cast to float32, or widened by a column (see
-# `_Layer`), so they are copied there at every call: little beside the recurrence, and nothing the reader can mend.
+# cuDNN expects a layer's weights in one contiguous block. These may be cast to float32, or widened by a column (see
+# `_Layer`), so they are copied at every call. The copy costs little beside the recurrence, and users can't avoid it.
 warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk of memory")
 
 
 class LSTMState(NamedTuple):
-    """What every layer remembers, in float32 or more, and how many positions it has seen."""
+    """The state of every layer, in float32 or more, and the number of positions seen."""
 
     h: Tensor  # (B, n_layers, d_model)
     c: Tensor  # (B, n_layers, d_model)
@@ -32,22 +32,22 @@ class LSTM(SequenceModule):
         c_t = f ⊙ c_{t−1} + i ⊙ tanh(W_g [x_t, h_{t−1}] + b_g),  h_t = o ⊙ tanh(c_t)
 
     Zaremba et al. 2014, section 3.1. Time O(N d_model²), one position after the other; state: h and c of each layer.
-    Splitting a stream changes nothing. Everything is computed in float32 at least, whatever the autocast. The forget
+    Splitting a stream changes nothing. Everything is computed in float32 at least, regardless of autocast. The forget
     gates' bias starts at 1, so that a new model remembers (Jozefowicz et al. 2015, section 2); other biases at 0, and
     matrices uniform within ±1/√hidden.
 
-    `torch.compile` unrolls the recurrence, which takes it about a tenth of a second a position and layer: compile
-    single steps, as in generation, not whole sequences.
+    `torch.compile` unrolls the recurrence, which takes about 0.1 s per position and layer. Compile single steps, as in
+    generation, not whole sequences.
 
     Args:
-        d_model: Width of the output. Both directions together if not causal, each then has half of it.
+        d_model: Width of the output. If not causal, each of the two directions has half of it.
         n_layers: Number of layers.
         d_input: Width of the input. Default: `d_model`.
-        causal: One direction, with a state; else two, concatenated after every layer (Bi-LSTM).
-        dropout: On the input and on the output of each layer (Zaremba et al. 2014, section 3.2).
+        causal: True: one direction, with a state. False: two, concatenated after every layer (Bi-LSTM).
+        dropout: Dropout on the input and on the output of each layer (Zaremba et al. 2014, section 3.2).
 
     Raises:
-        ValueError: a size is not positive, `d_model` is odd and there are two directions, `dropout` is none.
+        ValueError: A size is not positive, `d_model` is odd with two directions, or `dropout` is not in [0, 1).
 
     Example:
         >>> model = LSTM(d_model=32, n_layers=2)
@@ -100,7 +100,7 @@ class LSTM(SequenceModule):
     def _both_ways(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         zero = x.new_zeros(x.size(0), self.d_model // 2)
         for forward, backward in zip(self.layers, self.backward_layers, strict=True):
-            # Padding stays on the right of what is turned round, so neither direction has seen any before its end.
+            # Padding stays on the right of the reversed rows, so neither direction sees it before the valid positions.
             there, *_ = forward(x, zero, zero)
             back, *_ = backward(_turned(x, lengths), zero, zero)
             x = self._drop(torch.cat([there, _turned(back, lengths)], -1))  # (B, N, d_model)
@@ -127,7 +127,7 @@ class LSTM(SequenceModule):
         )
 
     def extra_repr(self) -> str:
-        """Show what the layers do not."""
+        """Return the options that the layers do not show."""
         return f"causal={self.causal}, dropout={self.dropout}"
 
 
@@ -144,16 +144,16 @@ class _Layer(nn.Module):
         for weight in (self.weight_ih, self.weight_hh):
             nn.init.uniform_(weight, -1 / math.sqrt(hidden), 1 / math.sqrt(hidden))
         nn.init.ones_(self.bias[hidden : 2 * hidden])
-        # What padding adds to the gates: there σ is 0 or 1 to the last bit, and flat. (It takes 746 in float64; float16
-        # ends at 65504.)
+        # Added to the gates at padding, where σ is then exactly 0 or 1, with a gradient of 0. (float64 needs 746; the
+        # largest float16 is 65504.)
         keep = torch.tensor([-1e4, 1e4, 0, 0]).repeat_interleave(hidden)[:, None]  # (4 hidden, 1)
         self.register_buffer("keep", keep, persistent=False)
 
     def forward(self, x: Tensor, h: Tensor, c: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Go over `x` (B, N, d_input) from `h` and `c` (B, hidden); return all outputs, and h and c after `lengths`.
+        """Run `x` (B, N, d_input) from `h` and `c` (B, hidden). Return all outputs, and h and c after `lengths`.
 
-        The fused recurrence gives c after the last position only. So padding keeps c as it is: one more input is 1
-        there, and shuts the input gate and opens the forget gate.
+        The fused recurrence returns c after the last position only, so padding must not change c. An additional input
+        is 1 at padding; it closes the input gate and opens the forget gate.
         """
         w = self.weight_ih.to(x.dtype)
         if lengths is not None:
@@ -162,7 +162,7 @@ class _Layer(nn.Module):
             w = torch.cat([w, self.keep.to(x.dtype)], 1)
         b = self.bias.to(x.dtype)
         weights = [w, self.weight_hh.to(x.dtype), b, torch.zeros_like(b)]
-        start = h[None].contiguous(), c[None].contiguous()  # cuDNN takes no view into the layers' states
+        start = h[None].contiguous(), c[None].contiguous()  # cuDNN does not accept views of the layers' states
         # cuDNN computes gradients only after a forward pass in training mode.
         y, after, c = torch.lstm(x, start, weights, True, 1, 0.0, torch.is_grad_enabled(), False, True)
         if lengths is None:

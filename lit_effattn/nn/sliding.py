@@ -1,4 +1,4 @@
-"""The evaluation that memory makes unnecessary: a fresh context for every single position."""
+"""Sliding-window evaluation: a new context for every position."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class SlidingState(NamedTuple):
 
 
 class SlidingWindow(SequenceModule):
-    """Shows a module of fixed segments the `window` newest positions, for every position anew.
+    """Runs a module of fixed segments on the `window` newest positions, separately for every position.
 
         y_i = module(x_{i−w+1} … x_i), its last output
 
-    So Al-Rfou et al. (2018, section 3) evaluate a Transformer that has no memory: each prediction has the longest
-    context that the model was trained with, at the price of a whole segment for every single token. Splitting a
-    stream changes nothing. `module` begins at its position 0 in each window.
+    Al-Rfou et al. (2018, section 3) evaluate a Transformer without a memory in this way. Each prediction has the
+    longest context that the model was trained with, at the cost of a whole segment per token. Splitting a stream
+    changes nothing. `module` starts at position 0 in each window.
 
     Args:
         module: Causal; its own state is not used.
@@ -52,7 +52,7 @@ class SlidingWindow(SequenceModule):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> SlidingState:
-        """Return no inputs: see `SequenceModule.initial_state`."""
+        """Return an empty state: see `SequenceModule.initial_state`."""
         device, dtype = self.default(device, dtype)
         return SlidingState(
             torch.zeros(batch_size, self.window - 1, self.d_input, device=device, dtype=dtype),
@@ -71,12 +71,12 @@ class SlidingWindow(SequenceModule):
         reach = self.window - 1
         stream = torch.cat([state.inputs.to(x.dtype), x], 1)  # (B, window − 1 + N, E)
 
-        # Window i holds the inputs i … i + window − 1 of `stream`, of which as many are there as the row has seen.
+        # Window i holds the inputs i … i + window − 1 of `stream`. At most as many are valid as the row has seen.
         position = state.length[:, None] + torch.arange(n, device=x.device)  # (B, N)
         there = (position + 1).clamp(max=self.window)
         shift = self.window - there
         index = torch.arange(n, device=x.device)[:, None] + torch.arange(self.window, device=x.device)  # (N, window)
-        index = (index + shift[..., None]).clamp(max=reach + n - 1)  # what is there comes first
+        index = (index + shift[..., None]).clamp(max=reach + n - 1)  # valid inputs come first
         y = [
             self._last_of_each(stream, i, t)
             for i, t in zip(index.split(self._columns(b), 1), there.split(self._columns(b), 1), strict=True)

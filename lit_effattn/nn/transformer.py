@@ -1,4 +1,4 @@
-"""The Transformer: blocks of any attention, and what goes around them."""
+"""The Transformer: blocks with any attention, positions, feed-forward layers and initialisation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Initialisation = Literal["pytorch", "xavier", "normal", "gpt2"]
 
 
 class FeedForward(nn.Module):
-    """Two matrices around a non-linearity, at every position alone (Vaswani et al. 2017, equation 2).
+    """Two matrices around a non-linearity, applied to each position separately (Vaswani et al. 2017, equation 2).
 
         relu, gelu: W₂ f(W₁ x + b₁) + b₂;  swiglu: W₂ (silu(W_g x) ⊙ W₁ x), without biases (Shazeer 2020, equation 6)
 
@@ -61,9 +61,9 @@ class Block(SequenceModule):
 
     Args:
         attention: Mixes the sequence.
-        feed_forward: What follows, at every position alone.
+        feed_forward: Applied after the attention, to each position separately.
         norm: LayerNorm before each branch, or after each residual.
-        dropout: On the output of each branch.
+        dropout: Dropout on the output of each branch.
     """
 
     def __init__(
@@ -105,21 +105,21 @@ class Block(SequenceModule):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> State:
-        """Return the attention's: see `SequenceModule.initial_state`."""
+        """Return the attention's state: see `SequenceModule.initial_state`."""
         return self.attention.initial_state(batch_size, max_len=max_len, device=device, dtype=dtype)
 
     def reset(self, state: State, rows: Tensor) -> State:
-        """Reset the attention's: see `SequenceModule.reset`."""
+        """Reset the attention's state: see `SequenceModule.reset`."""
         return self.attention.reset(state, rows)
 
     @property
     def bounded_by(self) -> str | None:
-        """The attention's."""
+        """See `SequenceModule.bounded_by`."""
         return self.attention.bounded_by
 
 
 class TransformerState(NamedTuple):
-    """Where each row stands, and what each layer remembers."""
+    """The number of positions of each row, and the state of each layer."""
 
     length: Tensor  # (B,), positions seen
     layers: tuple[State, ...]
@@ -133,21 +133,21 @@ class Transformer(SequenceModule):
         n_heads: Heads of every attention.
         n_layers: Number of blocks.
         d_ff: Width inside the feed-forward. Default: 4 E, or 8/3 E for swiglu, which has three matrices.
-        attention: The kind of attention, or several, dealt over the layers in turn.
+        attention: The kind of attention, or a list of kinds that the layers take in turn.
         causal: Whether a position sees only itself and earlier ones.
-        positions: How the model knows where a token stands; null: it does not.
+        positions: The encoding of positions; null: none.
         position_width: None: positions are added to the input. Else this many of the `d_model` dimensions hold the
-            position, concatenated to an input of the others (Katharopoulos et al. 2020 use half and half).
+            position, which is concatenated to a narrower input (Katharopoulos et al. 2020 use half for each).
         norm: LayerNorm before each branch ("pre") or after each residual ("post", as in the 2017 paper).
         final_norm: A LayerNorm on the output. Default: with "pre" only.
-        activation: Of the feed-forward.
-        dropout: On the input and on the output of each branch.
-        init: "pytorch": as each module does by itself. "xavier": uniform Xavier matrices and zero biases (2017).
-            "normal": N(0, 0.02) and zero biases, as Dai et al. 2019. "gpt2": the same, and 1/√(2 n_layers) of it for
+        activation: Activation of the feed-forward.
+        dropout: Dropout on the input and on the output of each branch.
+        init: "pytorch": the default of each module. "xavier": uniform Xavier matrices and zero biases (2017).
+            "normal": N(0, 0.02) and zero biases, as Dai et al. 2019. "gpt2": the same, scaled by 1/√(2 n_layers) for
             the last matrix of each branch, so that the residual's variance does not grow with depth (Child et al. 2019,
             section 5.2; Radford et al. 2019).
-        gradient_checkpointing: Keep only the blocks' inputs for the backward pass, and compute the rest again: memory
-            for about a third more time.
+        gradient_checkpointing: Keep only the blocks' inputs for the backward pass, and compute the rest again: less
+            memory, about a third more time.
         tied: Names of the attention's parameters that all layers share, as Transformer-XL does with [u, v].
 
     Example:
@@ -165,7 +165,7 @@ class Transformer(SequenceModule):
         n_heads: int,
         n_layers: int,
         d_ff: int | None = None,
-        # The list first: in the other order a list is saved as a string that can't be read again.
+        # The list comes first: in the other order a list is saved as a string that can't be read again.
         attention: list[AttentionFactory] | AttentionFactory = SoftmaxAttention,
         causal: bool = True,
         positions: PositionsFactory | None = SinusoidalPositions,
@@ -222,7 +222,7 @@ class Transformer(SequenceModule):
             self._tie(name)
 
     def _tie(self, name: str) -> None:
-        """Let all layers' attentions share the first one's parameter `name`."""
+        """Make the attentions of all layers share the parameter `name` of the first."""
         attentions = [block.attention for block in self.blocks]
         if any(name not in attention._parameters for attention in attentions):
             kinds = ", ".join(sorted({type(attention).__name__ for attention in attentions}))
@@ -233,7 +233,7 @@ class Transformer(SequenceModule):
             setattr(attention, name, getattr(attentions[0], name))
 
     def _place(self, positions: PositionsFactory, width: int | None) -> nn.Module | None:
-        """Make the positions; rotary ones go to the attentions."""
+        """Create the positions. Rotary ones are set on the attentions, and None is returned."""
         made = positions(width or self.d_model)
         if not isinstance(made, RotaryPositions):
             return made
@@ -283,7 +283,7 @@ class Transformer(SequenceModule):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> TransformerState:
-        """Return every layer's: see `SequenceModule.initial_state`."""
+        """Return the states of all layers: see `SequenceModule.initial_state`."""
         device, dtype = self.default(device, dtype)
         return TransformerState(
             torch.zeros(batch_size, dtype=torch.long, device=device),
@@ -291,13 +291,13 @@ class Transformer(SequenceModule):
         )
 
     def reset(self, state: TransformerState, rows: Tensor) -> TransformerState:
-        """Reset every layer's: see `SequenceModule.reset`."""
+        """Reset the states of all layers: see `SequenceModule.reset`."""
         layers = tuple(block.reset(s, rows) for block, s in zip(self.blocks, state.layers, strict=True))
         return TransformerState(state.length.masked_fill(rows, 0), layers)
 
     @property
     def bounded_by(self) -> str | None:
-        """That of the first layer that grows."""
+        """The value of the first layer whose state grows: see `SequenceModule.bounded_by`."""
         return next((block.bounded_by for block in self.blocks if block.bounded_by is not None), None)
 
 

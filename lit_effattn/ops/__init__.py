@@ -1,4 +1,4 @@
-"""Pure functions on queries, keys and values: the mathematics, without parameters, projections or states."""
+"""Pure functions of queries, keys and values, without parameters, projections or module states."""
 
 from lit_effattn.ops.continuous import evaluate_signal, expected_basis, fit_matrix, normal_masses, quantiles
 from lit_effattn.ops.favor.pytorch import causal_favor, favor, favor_step

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-_FLOOR = 1e-3  # of all samples, the part that is spread evenly, so that every bin has one some time
+_FLOOR = 1e-3  # share of the samples that is spread evenly, so that every bin is sampled at times
 
 
 def gaussian(t: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
@@ -101,21 +101,22 @@ def fit_matrix(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Return what turns n_old vectors, evenly on [0, τ], and n_new, evenly on [τ, 1], into coefficients.
+    """Return the matrix that maps n_old vectors, evenly on [0, τ], and n_new, evenly on [τ, 1], to coefficients.
 
-    As in the authors' code the signal is fitted to zeros on [−½, 0] and [1, 1½] too, as dense as the n_old + n_new
-    targets are on [0, 1]; their columns are left out, being multiplied by 0. Solved in float64, once for each choice of
-    arguments. Not to be changed in place, since all callers get the same, nor to be called in what is compiled.
+    As in the authors' code the signal is also fitted to zeros on [−½, 0] and [1, 1½], as dense as the n_old + n_new
+    targets on [0, 1]; their columns are left out, since they are multiplied by 0. Solved in float64, once for each
+    choice of arguments. All callers share the result, so it must not be changed in place. Do not call this function in
+    compiled code.
 
     Args:
-        n_old: Vectors on [0, τ]; 0: the others have all of [0, 1].
+        n_old: Vectors on [0, τ]; 0: the new vectors are on all of [0, 1].
         n_new: Vectors on [τ, 1].
         tau: τ.
         n_basis: Number of basis functions: see `basis_of`.
-        widths: Their widths.
+        widths: Widths of the basis functions.
         penalty: λ of `ridge`.
-        dtype: Of the result.
-        device: Of the result.
+        dtype: Type of the result.
+        device: Device of the result.
 
     Returns:
         (n_basis, n_old + n_new).
@@ -124,7 +125,7 @@ def fit_matrix(
     with (
         torch.inference_mode(False),
         torch.no_grad(),
-    ):  # it is kept: made by a first call in validation, training uses it
+    ):  # not an inference tensor: it is cached, and training may use one made in validation
         start = tau if n_old else 0.0
         old, new = (midpoints(n, dtype=torch.float64, device=cpu) for n in (n_old, n_new))
         n = n_old + n_new
@@ -147,11 +148,11 @@ def refit_matrix(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Return what the coefficients of a signal add to those after it was sampled evenly and moved to [0, τ].
+    """Return the matrix that maps old coefficients to their share of the new ones, for a signal moved to [0, τ].
 
         B' = G_old Ψᵀ B + G_new X,  [G_old, G_new] = fit_matrix(…),  Ψ the basis at n_old even times
 
-    Its product is made once, in float64: an update then samples nothing. See `fit_matrix` for the arguments.
+    The product is computed once, in float64, so an update needs no sampling. See `fit_matrix` for the arguments.
 
     Returns:
         G_old Ψᵀ, (n_basis, n_basis).
@@ -171,9 +172,10 @@ def normal_masses(mean: Tensor, variance: Tensor, n_bins: int) -> Tensor:
 
 
 def quantiles(histogram: Tensor, levels: Tensor) -> Tensor:
-    """Return the times before which parts `levels` of a histogram's mass lie, as if it were even within each bin.
+    """Return the quantiles `levels` of a histogram, with its mass evenly distributed within each bin.
 
-    A thousandth of the mass is spread evenly over all bins, so that no time is impossible; of no mass, all.
+    A thousandth of the mass is spread evenly over all bins, so that no time is impossible. If the mass is 0, the
+    distribution is uniform.
 
     Args:
         histogram: (B, n_bins), not negative, of equal parts of [0, 1].
@@ -187,7 +189,7 @@ def quantiles(histogram: Tensor, levels: Tensor) -> Tensor:
     share = histogram / torch.where(total > 0, total, 1)
     share = torch.where(total > 0, (1 - _FLOOR) * share + _FLOOR / n_bins, 1 / n_bins)  # (B, n_bins)
     end = share.cumsum(1)
-    # The last end is 1 but for rounding: what lies beyond is in the last bin.
+    # The last end is 1 except for rounding: levels beyond it are in the last bin.
     number = torch.searchsorted(end.detach(), levels, right=True).clamp(max=n_bins - 1)  # (B, T)
     end, share = end.gather(1, number), share.gather(1, number)
     return (number + 1 + (levels - end) / share).clamp(0, n_bins) / n_bins
@@ -196,7 +198,8 @@ def quantiles(histogram: Tensor, levels: Tensor) -> Tensor:
 def jitter(counter: Tensor, n: int, dtype: torch.dtype) -> Tensor:
     """Return n numbers in (0, 1) that differ with `counter` (B,), evenly spread over time: (B, n).
 
-    Multiples of two irrational numbers, modulo 1, in integers: a pure function, so that a recomputation has the same.
+    They are multiples of two irrational numbers modulo 1, computed in integers: a pure function, so that recomputation
+    gives the same numbers.
     """
     # 1/φ and 1/ρ, the golden and the plastic ratio, in units of 2⁻²²: the middles of those are exact in float32.
     steps = counter[:, None] * 2_592_223 + torch.arange(n, device=counter.device) * 3_166_187

@@ -1,8 +1,8 @@
-"""Attention among vectors that hash alike (Kitaev et al. 2020, section 2 and appendix A).
+"""Attention among vectors with the same hash (Kitaev et al. 2020, section 2 and appendix A).
 
-There are H heads, R rounds of hashing, and chunks of C positions. Where a position is in a round is one number, its
-place: `chunk · n_buckets + bucket`. A position sees another if their places differ by 0 (the same chunk of the same
-bucket) or by `n_buckets` (the chunk before).
+There are H heads, R rounds of hashing, and chunks of C positions. In each round a position has one number, its place:
+`chunk · n_buckets + bucket`. A position sees another if their places differ by 0 (the same chunk of the same bucket)
+or by `n_buckets` (the chunk before).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from lit_effattn.ops.runtime.operators import Operator
 from lit_effattn.sequence import accumulator, reads_values
 
 NOWHERE = -(2**30)
-"""The place of what is not there: no difference to a place is 0 or `n_buckets`."""
+"""The place of padding: its difference to any place is neither 0 nor `n_buckets`."""
 SELF = -1e5
-"""The score of a position with itself: so little that it counts where nothing else is seen, and then all."""
+"""The score of a position with itself: so low that its weight is 0, unless nothing else is seen; it is then 1."""
 
 
 class Chunks(NamedTuple):
@@ -33,7 +33,7 @@ class Chunks(NamedTuple):
 
 
 def hash_buckets(x: Tensor, rotations: Tensor) -> Tensor:
-    """Hash vectors, so that those in similar directions likely fall together: argmax [x R; −x R].
+    """Hash vectors, so that similar directions are likely in the same bucket: argmax [x R; −x R].
 
     Args:
         x: (B, H, N, D).
@@ -77,8 +77,8 @@ class RankedChunks(NamedTuple):
 def ranked_chunks(buckets: Tensor, n_buckets: int, chunk_size: int, before: Tensor | None = None) -> RankedChunks:
     """Cut each bucket by itself: a position's chunk is its rank, the number of earlier ones in its bucket, div C.
 
-    No later position moves a border. Each chunk of each bucket has slots of its own, some of them empty; with `before`,
-    each bucket's first ones are two chunks for `earlier_slots`.
+    The borders do not depend on later positions. Each chunk of each bucket has its own slots, some of them empty. With
+    `before`, each bucket's first two chunks are for `earlier_slots`.
 
     Args:
         buckets: (B, H, R, N); padding in bucket `n_buckets`.
@@ -93,7 +93,7 @@ def ranked_chunks(buckets: Tensor, n_buckets: int, chunk_size: int, before: Tens
     ranks = torch.zeros_like(ranks).scatter(-1, order, ranks)
     counts = counts[..., :-1]  # (B, H, R, n_buckets)
 
-    # The last, unfinished chunk of the past is gone on with; the finished one before it is seen from there.
+    # The unfinished last chunk of earlier calls is continued, and sees the complete chunk before it.
     n, lead = buckets.size(-1), 0 if before is None else 1
     if before is None:
         before = torch.zeros_like(counts)
@@ -120,7 +120,7 @@ class Recent(NamedTuple):
 
 
 def recent_of(positions: Tensor, counts: Tensor) -> Recent:
-    """Say what buckets with `counts` (…) positions hold in `positions` (…, 2C)."""
+    """Describe the contents `positions` (…, 2C) of buckets that have had `counts` (…) positions."""
     twice = positions.size(-1)
     last = counts[..., None] - 1
     ranks = last - (last - torch.arange(twice, device=counts.device)) % twice
@@ -129,7 +129,7 @@ def recent_of(positions: Tensor, counts: Tensor) -> Recent:
 
 
 def earlier_slots(recent: Recent, counts: Tensor, first: Tensor) -> Tensor:
-    """Return the slots (B, H, R, n_buckets, 2C) of what is seen of earlier calls, −1 for the rest.
+    """Return the slots (B, H, R, n_buckets, 2C) of the visible positions of earlier calls, −1 for the rest.
 
     Args:
         recent: What the buckets hold.
@@ -153,7 +153,7 @@ def attend_in_chunks(
     before: Tensor | None = None,
     earlier: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Let each position see those of its bucket in its own chunk and the one before, in R rounds together.
+    """Compute attention of each position to its bucket, in its own chunk and the one before, over R rounds jointly.
 
         out_i = Σ_r exp(z_i^r − z_i) o_i^r,  o_i^r = Σ_{j ∈ P_i^r} exp(s_ij − log N_ij − z_i^r) v_j
 
@@ -161,16 +161,16 @@ def attend_in_chunks(
     which i sees j, exp z_i^r normalises and z_i = log Σ_r exp z_i^r. This equals softmax attention to the union of the
     P_i^r. Time O(R T C (C + D)) for T chunks; the N_ij take R integer comparisons for each score.
 
-    On the CPU it is computed a few chunks at a time, forward and backward by hand: beside inputs, outputs and their
-    gradients, which are O(N D), and the O(R T C) places, there is only what these few take; where no position asks or
-    none can be seen, nothing is computed. The backward pass builds the scores anew and can't be differentiated itself.
-    Elsewhere it is `plain_attend_in_chunks`.
+    On the CPU it is computed a few chunks at a time, with a hand-written backward pass: beside inputs, outputs and
+    their gradients, O(N D), and the places, O(R T C), only the memory of these chunks is needed. Blocks without queries
+    or visible keys are skipped. The backward pass recomputes the scores and can't be differentiated. Other devices use
+    `plain_attend_in_chunks`.
 
     Args:
         x: (B, H, M, D), queries and, before they are normalised, keys.
         v: (B, H, M, D).
         places: (B, H, M, R), as in `Chunks`.
-        chunks: Of the N positions that ask, by `ranked_chunks` if causal, else by `sorted_chunks`.
+        chunks: Chunks of the N query positions, by `ranked_chunks` if causal, else by `sorted_chunks`.
         n_buckets: Number of buckets.
         chunk_size: C.
         causal: Whether a position sees no later one.
@@ -181,7 +181,7 @@ def attend_in_chunks(
         (B, H, N, D); finite in padding.
 
     Raises:
-        NotImplementedError: on the CPU, where the gradient is differentiated again; `plain_attend_in_chunks` can be.
+        NotImplementedError: On the CPU, if the gradient is differentiated; `plain_attend_in_chunks` supports that.
     """
     if x.device.type != "cpu":
         return plain_attend_in_chunks(
@@ -206,7 +206,7 @@ def plain_attend_in_chunks(
     before: Tensor | None = None,
     earlier: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Do what `attend_in_chunks` does, all chunks at once, differentiated by autograd, as often as one likes.
+    """Compute `attend_in_chunks` with all chunks at once. Autograd differentiates it, any number of times.
 
     Memory O(R T C (C + D)).
     """
@@ -239,7 +239,7 @@ def plain_attend_in_chunks(
 
 
 def attend_recent(x: Tensor, v: Tensor, places: Tensor, before: Tensor, recent: Recent, n_buckets: int) -> Tensor:
-    """Do what `attend_in_chunks` does, causal, for one position: what generating one more token costs, O(R C D).
+    """Compute causal `attend_in_chunks` for one position, as in generation, in O(R C D).
 
     Args:
         x: (B, H, M, D), its own included, as in `v` and `places`.
@@ -274,7 +274,7 @@ def rows(t: Tensor, index: Tensor) -> Tensor:
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Divide by the length, but leave 0 alone: `F.normalize` would multiply its gradient by 10¹²."""
+    """Divide by the norm, except for 0, whose gradient `F.normalize` would multiply by 10¹²."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x / length.masked_fill(length == 0, 1)
 
@@ -331,24 +331,24 @@ def _rounds_together(out: Tensor, z: Tensor, slots: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------- on the CPU, by hand
 
 _SCORES = 2**17
-"""How many scores are computed at once, a thread: few enough for a core's cache, enough for what a call costs."""
+"""Scores computed at once per thread: few enough for a core's cache, enough to outweigh a call's overhead."""
 
 
 class _Tiles(NamedTuple):
-    """G blocks of S slots that ask, and what each asks: the W slots up to its own last one."""
+    """G blocks of S query slots, and the key slots of each: the W slots up to its own last one."""
 
-    blocks: Tensor  # (G, W / S), the last the one that asks, counted through all rows and heads
-    queries: Tensor  # (G, S), rows of (B · H · N, …); B · H · N: nobody asks
-    keys: Tensor  # (G, W), rows of (B · H · M, …), the last S being the queries; anyone's where nobody is
+    blocks: Tensor  # (G, W / S), the last is the query block, numbered over all rows and heads
+    queries: Tensor  # (G, S), rows of (B · H · N, …); B · H · N: empty slot
+    keys: Tensor  # (G, W), rows of (B · H · M, …), the last S are the queries; arbitrary in empty slots
     places: Tensor  # (R, G, W), of the keys
 
 
 class _Layout:
-    """The slots of all rounds, cut into blocks, and what each block asks.
+    """The slots of all rounds, cut into blocks, with the keys of each block.
 
-    A causal chunk is some blocks. A block asks the chunk before, if its bucket has one, and its own chunk up to itself.
-    All that is full and in order, so a triangle hides what is later. Not causal, a block is a chunk; it asks that and
-    the one before, and what is of another bucket is to be hidden.
+    A causal chunk has several blocks. The keys of a block are those of the chunk before, if its bucket has one, and of
+    its own chunk up to itself. These are full and in order, so a triangular mask hides later keys. Without causality a
+    block is a chunk. Its keys are those of the chunk and the one before, and keys of other buckets are masked.
     """
 
     def __init__(self, places: Tensor, grid: Tensor, before: Tensor, n: int, n_buckets: int, causal: bool) -> None:
@@ -369,7 +369,7 @@ class _Layout:
         self.size, self.n_buckets, self.causal = size, n_buckets, causal
         self.places = places.flatten(0, 2)  # (BHM, R)
         self.later = F.pad(torch.full((size, size), -torch.inf).triu_(1), (2 * c - size, 0))  # (S, 2C)
-        self.widths = widths.movedim(2, 0).reshape(n_rounds, -1)  # (R, L), in blocks; 0: nobody asks
+        self.widths = widths.movedim(2, 0).reshape(n_rounds, -1)  # (R, L), in blocks; 0: no queries
         # (B, H, R, T, C) -> (R, L, S)
         self.queries, self.keys, self.there = (
             t.movedim(2, 0).reshape(n_rounds, -1, size)
@@ -422,7 +422,7 @@ class _Layout:
 
 
 def _block_size(chunk_size: int) -> int:
-    """Return S: at most four blocks a chunk, of at least 32 slots, for small products are slow."""
+    """Return S: at most four blocks per chunk, of at least 32 slots, since small products are slow."""
     parts = [n for n in (4, 3, 2) if chunk_size % n == 0 and chunk_size // n >= 32]
     return chunk_size // max(parts, default=1)
 
@@ -437,7 +437,7 @@ def _own(scores: Tensor) -> Tensor:
 
 
 def _queries_and_keys(x: Tensor, tiles: _Tiles, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return queries (G, S, D) and unit keys (G, W, D); e to the scores is 2 to their products, for exp2 is faster."""
+    """Return queries (G, S, D) and unit keys (G, W, D), scaled for exp2, which is faster than exp."""
     k = _look_up(x, tiles.keys).to(dtype)
     q = k[:, -tiles.queries.size(1) :] / (math.log(2) * math.sqrt(x.size(-1)))
     length = torch.linalg.vector_norm(k, dim=-1, keepdim=True)
@@ -456,7 +456,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, queries' highest scores, and the sums of the exponentials below these, both (B, H, N).
 
-    Not the normalisers' logarithms: beside `SELF` the logarithm of R would be rounded away.
+    The normalisers' logarithms are not returned, since the logarithm of R would be lost in rounding beside `SELF`.
     """
     out, highest, total = _forward_shapes(x, v, places, grid, slots, before, n_buckets, causal)
     layout = _Layout(places, grid, before, out.size(2), n_buckets, causal)
@@ -528,7 +528,7 @@ def _backward(
     dtype, x_flat, v_flat = out.dtype, x.flatten(0, 2), v.flatten(0, 2)  # (BHM, D)
     g_q, g_k, g_v = (torch.zeros_like(t, dtype=dtype) for t in (x_flat, x_flat, v_flat))
     g = g / total[..., None]
-    # The last rows are of nobody, who gives no weight to anyone.
+    # The last row is for empty slots, whose weights are 0.
     g_total = F.pad((g * out).sum(-1).neg_().flatten(), (0, 1))  # (BHN + 1,)
     top, g = F.pad(highest.flatten(), (0, 1), value=torch.inf), F.pad(g.flatten(0, 2), (0, 0, 0, 1))
     with torch.autocast("cpu", enabled=False):
@@ -567,7 +567,7 @@ def _gradients(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     return g_x, g_v, None, None, None, None, None, None
 
 
-# An operator, so that torch.compile leaves the loops over chunks, whose number depends on the hashes, as they are.
+# A custom operator, so that torch.compile does not unroll the loops over chunks, whose number depends on the hashes.
 _OPERATOR = Operator(
     "lsh",
     "(Tensor x, Tensor v, Tensor places, Tensor grid, Tensor slots, Tensor before, int n_buckets, bool causal) "

@@ -23,11 +23,11 @@ def sinusoids(
 
     Args:
         first: The largest distance; the first row.
-        last: The smallest, at most 0; negative ones are of keys behind the query.
+        last: The smallest distance, at most 0; negative distances are those of keys after the query.
         width: E, even.
-        clamp: Distances beyond it, either way, look like it; None: none do.
-        dtype: Of the result.
-        device: Of the result.
+        clamp: Largest absolute distance, to which larger ones are clipped; None: no limit.
+        dtype: Type of the result.
+        device: Device of the result.
 
     Returns:
         (first − last + 1, E).
@@ -43,8 +43,8 @@ def sinusoids(
 def _waves(count: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return sines and cosines of 0, …, count − 1 times each frequency, (count, E / 2).
 
-    Each generated token wants them for its whole memory, and sines would cost more than the attention. So
-    d = S a + b with S = ⌈√count⌉, and 2 S sines make all by sin(x + y) = sin x cos y + cos x sin y.
+    Each generated token needs them for its whole memory, where computing all sines would cost more than the attention.
+    With d = S a + b and S = ⌈√count⌉, 2 S sines give all by sin(x + y) = sin x cos y + cos x sin y.
     """
     step = math.isqrt(count - 1) + 1
     # Angles in float64, since float32 is off by 0.06 at distance 10⁶.
@@ -56,10 +56,10 @@ def _waves(count: int, width: int, dtype: torch.dtype, device: torch.device) -> 
 
 
 def relative_shift(scores: Tensor) -> Tensor:
-    """Bring scores by distance to their keys: out[i, j] = scores[i, n − 1 − i + j].
+    """Reindex scores from distances to keys: out[i, j] = scores[i, n − 1 − i + j].
 
-    A copy and two reshapes, so the cost is that of the scores alone. Where n − 1 − i + j is not below L, beyond the
-    smallest distance that `scores` has, stands something of another row, to be masked.
+    This takes a copy and two reshapes, so the cost is that of the scores alone. Where n − 1 − i + j ≥ L, beyond the
+    smallest distance in `scores`, the result has entries of another row, which must be masked.
 
     Args:
         scores: (…, n, L), a column for each distance, in falling order.
@@ -68,7 +68,7 @@ def relative_shift(scores: Tensor) -> Tensor:
         (…, n, L).
     """
     n, width = scores.shape[-2:]
-    # One column more in front, and an element lies n further on than where its row by keys wants it.
+    # With one more column in front, each element is n places after its place in the result.
     return F.pad(scores, (1, 0)).flatten(-2)[..., n:].unflatten(-1, (n, width))
 
 
@@ -87,13 +87,13 @@ def relative_attention(
     chunk_size: int = 128,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Let queries see keys by what they hold and by how far they are.
+    """Compute softmax attention with content and relative position terms.
 
         out_i = Σ_j softmax_j(((q_i + u) · k_j + (q_i + w) · r_{i−j}) / √D) v_j
 
-    The queries go in chunks of C, each seeing the keys up to its last, or in its window: time O(N (M + N)), or
-    O(N (C + window)), and never more than C (M + N) scores at once where no gradient keeps them. With
-    LIT_EFFATTN_FLEX=1 in the environment, where it can be, through `relative_flex_attention`.
+    Queries are processed in chunks of C, each with the keys up to its last query, or in its window: time O(N (M + N)),
+    or O(N (C + window)), and at most C (M + N) scores at once unless they are saved for a gradient. With
+    LIT_EFFATTN_FLEX=1 in the environment, `relative_flex_attention` is used if supported.
 
     Args:
         q: (B, H, N, D).
@@ -105,8 +105,8 @@ def relative_attention(
         w: (H, D), v in the paper.
         causal: Whether a query sees only its own and earlier keys.
         window: Number of keys that a query sees, its own included; None: all. Needs `causal`.
-        there: (B, M + N), False at keys that hold nothing; None: all hold something. Each query must see one.
-        first: (B, N), which key is the first that a query sees; None: the others say.
+        there: (B, M + N), False at empty keys; None: no key is empty. Each query must see a key.
+        first: (B, N), index of the first key that a query sees; None: given by the other arguments.
         chunk_size: C; no effect on the result.
         dropout: Probability with which an attention weight is dropped.
 
@@ -125,7 +125,7 @@ def relative_attention(
     ]
     pieces: Iterable[tuple[Tensor, Tensor]]
     if window is None:
-        # Each is a good part of all keys. Made only when it is wanted, its gradient is added up at once, and not kept.
+        # Each piece has a large part of all keys. Made when needed, its gradient is added at once and not kept.
         pieces = ((k[:, :, low:high], v[:, :, low:high]) for low, high in bounds)
     else:
         pieces = zip(slices(k, bounds, 2), slices(v, bounds, 2), strict=True)
@@ -149,14 +149,14 @@ def relative_attention(
 
 
 def furthest(n: int, m: int, window: int | None, chunk_size: int) -> int:
-    """Return the largest distance that `relative_attention` asks `r` for."""
+    """Return the largest distance that `relative_attention` needs in `r`."""
     return m + n - 1 if window is None else min(m + n, window - 1 + min(n, chunk_size)) - 1
 
 
 def attention_by_distance(
     q: Tensor, k: Tensor, v: Tensor, by_distance: Tensor, index: Tensor, seen: Tensor, *, dropout: float = 0.0
 ) -> Tensor:
-    """Let queries see keys in any order, at distances that differ from row to row.
+    """Compute attention to keys in any order, with distances that differ between rows.
 
         out_i = Σ_j softmax_j(q_i · k_j / √D + by_distance[i, index[i, j]]) v_j,  j with seen[i, j]
 
@@ -165,7 +165,7 @@ def attention_by_distance(
         k: (B, H, M, D).
         v: (B, H, M, D).
         by_distance: (B, H, N, L), what each distance adds to the score.
-        index: (B, N, M), which of these L a key has; where it is not seen, any.
+        index: (B, N, M), index of each key's distance, below L; arbitrary for keys that are not seen.
         seen: (B, N, M). Each query must see a key.
         dropout: Probability with which an attention weight is dropped.
 

@@ -21,12 +21,12 @@ def shaw_attention(
     mask: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Let queries see keys and values that know how far away they are.
+    """Compute attention with learned vectors for distances added to keys and values.
 
         out_i = Σ_j α_ij (v_j + aᵛ_d),  α_ij = softmax_j(q_i · (k_j + aᵏ_d) / √D),  d = clip(distance_ij, −K, K)
 
     There are few distances, so a query's product with each is computed once and looked up, and its weights are summed
-    for each before they meet the vectors: time O(N M D), memory O(N (M + R)), never N × M × D.
+    per distance before the product with the vectors: time O(N M D), memory O(N (M + R)), never N × M × D.
 
     Args:
         q: (B, H, N, D).
@@ -47,7 +47,7 @@ def shaw_attention(
     index = index[:, None].expand(*q.shape[:3], -1)  # (B, H, N, M)
     q = q / math.sqrt(q.size(-1))
     by_distance = q @ key_table.T  # (B, H, N, R)
-    # In place, for of N × M numbers every copy costs; no gradient wants the values before.
+    # In place, to avoid a copy of N × M numbers; no gradient needs the previous values.
     scores = (q @ k.transpose(-1, -2)).add_(by_distance.gather(-1, index))  # (B, H, N, M)
     if mask is not None:
         scores = scores.masked_fill_(~mask, -torch.inf)

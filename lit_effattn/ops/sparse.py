@@ -1,9 +1,9 @@
-"""Softmax attention to few keys in a fixed pattern (Child et al. 2019, section 4), at the cost of those alone.
+"""Sparse softmax attention in a fixed pattern (Child et al. 2019, section 4), at the cost of the seen keys alone.
 
-Each set of keys is dense in a layout of its own: windows and blocks side by side, positions that are a stride apart in
-columns, summary columns gathered. Where a query sees two sets, one softmax runs over both: the sets are kept apart so
-that no key counts twice, and put together by their maxima and sums. With LIT_EFFATTN_FLEX=1 in the environment, where
-it can be, each such set is computed through `flex_sums`; a set alone goes through scaled_dot_product_attention anyway.
+Each set of keys is dense in its own layout: windows and blocks side by side, positions a stride apart in columns,
+summary columns gathered. If a query sees two sets, one softmax runs over both: the sets are disjoint, so that no key
+counts twice, and are merged by their maxima and sums. With LIT_EFFATTN_FLEX=1 in the environment, each such set is
+computed by `flex_sums` if supported. A single set always uses scaled_dot_product_attention.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def strided_attention(
     lengths: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Let query i see the keys less than `stride` away (local) and those whole strides away (distant).
+    """Compute attention of query i to keys less than `stride` away (local) and a multiple of it away (distant).
 
         local:    j ≤ i,  i − j < stride;       distant:  j ≤ i,  (i − j) mod stride = 0
 
     Without `causal`, |i − j| < stride and (i − j) mod stride = 0, on both sides. Time and memory are
-    O(N (stride + N / stride)), and O(stride + M / stride) for one query that goes on from a `start`.
+    O(N (stride + N / stride)), and O(stride + M / stride) for one query with a `start`.
 
     Args:
         q: (B, H, N, D).
@@ -69,8 +69,8 @@ def strided_attention(
         distant: Whether the far ones are.
         causal: Whether a query sees only itself and earlier positions.
         start: (B,), position of each row's first query; None: 0. Causal only.
-        lengths: (B,), how many keys are there; None: all. A query that is not there sees itself too. Not read when
-            causal: keys that are not there are later than any query that is.
+        lengths: (B,), number of valid keys; None: all. A query in the padding sees itself too. Not used if causal,
+            since the padding comes after every valid query.
         dropout: Probability with which an attention weight is dropped.
 
     Returns:
@@ -102,7 +102,7 @@ def fixed_attention(
     lengths: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Let query i see the keys of its block (local) and, in all blocks, those in summary columns (distant).
+    """Compute attention of query i to keys in its block (local) and in the summary columns of all blocks (distant).
 
         local:    j ≤ i,  ⌊j / stride⌋ = ⌊i / stride⌋;       distant:  j ≤ i,  j mod stride ∈ columns, or j = i
 
@@ -171,7 +171,7 @@ def _window(
         k, v = gather_rows(k, index), gather_rows(v, index)
     k, v = (t.unfold(2, size, stride).permute(0, 2, 1, 4, 3) for t in (k, v))  # (B, G, H, size, D)
 
-    # Index r of a block's queries and index c of its keys are so far apart.
+    # Distance between index r of a block's queries and index c of its keys.
     r = torch.arange(stride, device=q.device)[:, None]
     c = torch.arange(size, device=q.device)
     distance = r + stride - c  # (S, size)
@@ -316,7 +316,7 @@ def _fused(part: Part, dropout: float) -> Tensor:
 
 
 def _summed(part: Part, dropout: float) -> Sums:
-    """Of the attention weights, only the exponentials are kept for the backward pass: hence the operations in place."""
+    """Compute the sums in place, so that the backward pass saves only the exponentials of the attention weights."""
     full = accumulator(part.q.dtype)
     q, k, v = (t.to(full) for t in part[:3])
     scores = (q / math.sqrt(q.size(-1))) @ k.transpose(-1, -2)  # (B, G, H, Q, K)
@@ -330,7 +330,7 @@ def _summed(part: Part, dropout: float) -> Sums:
 
 
 def _summed_by_flex(part: Part) -> Sums:
-    """Do the same through kernels that keep no score: top is the logarithm of the denominator, which is then 1."""
+    """Compute `_summed` with kernels that save no scores: top is the logarithm of the denominator, which is then 1."""
     y, log = flex_sums(part.q, part.k, part.v, part.mask, part.band)
     top = part.back(log[..., None])
     return Sums(part.back(y).to(top.dtype), torch.ones_like(top), top)
@@ -371,7 +371,7 @@ def _fixed_step(
     summary: tuple[Tensor, Tensor] | None,
     dropout: float,
 ) -> Tensor:
-    """Let one query see itself and what is stored."""
+    """Compute attention of one query to itself and the stored keys."""
     shape = (q.size(0), q.size(1), 1, -1)
     keys, values = [k], [v]
     seen = [torch.ones((*shape[:3], 1), dtype=torch.bool, device=q.device)]
@@ -396,9 +396,9 @@ def _fixed_step(
 
 
 def _lay_out(t: Tensor, start: Tensor | None, stride: int) -> Tensor:
-    """Move the entries of `t` (B, H, N, D) right, as far as each row's `start` is into a block, and fill up blocks.
+    """Shift the entries of `t` (B, H, N, D) right by each row's `start` modulo `stride`, and pad to whole blocks.
 
-    (B, H, N, D) -> (B, H, G · stride, D). What fills is finite, and no query of `t` sees it.
+    (B, H, N, D) -> (B, H, G · stride, D). The padding is finite, and no query of `t` sees it.
     """
     n = t.size(2)
     if start is None:
@@ -437,5 +437,5 @@ def _positions(start: Tensor | None, n: int, device: torch.device) -> Tensor:
 
 
 def _ends(lengths: Tensor | None, n: int, device: torch.device) -> Tensor:
-    """Return how many keys are there, (B or 1,)."""
+    """Return the number of valid keys, (B or 1,)."""
     return torch.full((1,), n, device=device) if lengths is None else lengths

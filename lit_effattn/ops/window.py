@@ -1,4 +1,4 @@
-"""Softmax attention to the last few positions, at the cost of those alone."""
+"""Softmax attention to the last few positions, at a cost linear in the window."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 def windowed_attention(
     q: Tensor, k: Tensor, v: Tensor, window: int, *, past: Tensor | None = None, dropout: float = 0.0
 ) -> Tensor:
-    """Let each query see the `window` newest keys, its own included: key j for query i if i − window < j ≤ i.
+    """Compute attention to the `window` newest keys, a query's own included: i − window < j ≤ i for query i, key j.
 
     Blocks of `window` queries attend to their own block of keys and the one before, so time and memory are
     O(N · window), not O(N²).
@@ -23,7 +23,7 @@ def windowed_attention(
         k: (B, H, M + N, D): the keys of the M positions before the first query, then its own.
         v: (B, H, M + N, D).
         window: Number of keys that a query sees, at least 1. M is at most window − 1.
-        past: (B,), how many of the M earlier positions are there (the last ones); None: all M.
+        past: (B,), number of valid earlier positions, the last of the M; None: all M.
         dropout: Probability with which an attention weight is dropped.
 
     Returns:
@@ -37,7 +37,7 @@ def windowed_attention(
 def window_tiles(
     q: Tensor, k: Tensor, v: Tensor, window: int, past: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cut what `windowed_attention` takes into blocks of S = min(window, N) queries that are each dense attention.
+    """Cut the inputs of `windowed_attention` into blocks of S = min(window, N) queries, each with dense attention.
 
     Returns:
         Queries (B·⌈N/S⌉, H, S, D), keys and values (B·⌈N/S⌉, H, S + R, D), and which of these the queries see,
@@ -78,8 +78,8 @@ def untiled(y: Tensor, b: int, n: int) -> Tensor:
 def slices(t: Tensor, bounds: Sequence[tuple[int, int]], dim: int) -> tuple[Tensor, ...]:
     """Return `t`'s slice from low to high − 1 along `dim` for each (low, high) of `bounds`; they may overlap.
 
-    The same views as by indexing. But there the backward pass writes a gradient as large as `t` for every slice, which
-    for N / C slices is O(N² / C); here they are added into one, in time O(sum of the slices).
+    The views are the same as by indexing, whose backward pass writes a gradient as large as `t` for every slice:
+    O(N² / C) for N / C slices. Here the gradients are added into one, in time O(sum of the slices).
     """
     return _Slices.apply(t, tuple(bounds), dim)
 

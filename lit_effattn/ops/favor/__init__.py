@@ -1,1 +1,1 @@
-"""FAVOR+, Performer's attention: the forms in PyTorch, when kernels are used, and these, in C++ and in Triton."""
+"""FAVOR+, Performer's attention: the forms in PyTorch, the dispatch to kernels, and the kernels in C++ and Triton."""

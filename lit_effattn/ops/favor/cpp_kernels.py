@@ -1,4 +1,4 @@
-"""Causal Performer's kernels for the CPU: what kernels.cpp does, on tensors."""
+"""Causal Performer on the CPU: tensor interface of the kernels in kernels.cpp."""
 
 from __future__ import annotations
 
@@ -63,15 +63,15 @@ def forward(
         k: (B, H, N, E), keys.
         v: (B, H, N, D).
         omega: (H, F, E), the directions.
-        offset: (B, H, N), what the logarithms of a key's features have in common, −∞ where it is padding; None: what
-            those of positive features have, −‖scale · k‖²/2 − (log F)/2.
-        lengths: (B,), the keys that are there; None: all are.
-        scale: By which queries and keys are multiplied.
+        offset: (B, H, N), the common term of the logarithms of a key's features, −∞ where it is padding; None: that of
+            positive features, −‖scale · k‖²/2 − (log F)/2.
+        lengths: (B,), number of valid keys; None: all are valid.
+        scale: Factor of queries and keys.
         s: (B, H, F, D), the sum of e^{log φ(k) − m} vᵀ before the first position.
         z: (B, H, F), the sum of e^{log φ(k) − m}.
-        m: (B, H, F), the greatest log φ(k); −∞: there is none.
-        out: (B, H, N, D) in float32, its last dimension's numbers next to one another; 0 where nothing is seen.
-        denominator: (B, H, N) in float32, contiguous; None: it is not asked for.
+        m: (B, H, F), the greatest log φ(k); −∞: no key yet.
+        out: (B, H, N, D) in float32, contiguous in its last dimension; 0 where a query sees no key.
+        denominator: (B, H, N) in float32, contiguous; None: not computed.
     """
     q, k, v = heads(q), heads(k), heads(v)
     omega, s, z, m = _full(omega), copied(s), copied(z), copied(m)
@@ -107,9 +107,9 @@ def backward(
 
     Args:
         g: (B, H, N, D), the gradient of the output.
-        g_s: (B, H, F, D), that of the last `s`.
-        g_z: (B, H, F), that of the last `z`.
-        q: As in `forward`; so are the others that are not named here.
+        g_s: (B, H, F, D), the gradient of the last `s`.
+        g_z: (B, H, F), the gradient of the last `z`.
+        q: As in `forward`.
         k: As in `forward`.
         v: As in `forward`.
         omega: As in `forward`.
@@ -119,10 +119,10 @@ def backward(
         s: As in `forward`.
         z: As in `forward`.
         m: As in `forward`.
-        g_q: (B, H, N, E) in float32, its last dimension's numbers next to one another.
-        g_k: The same.
-        g_v: (B, H, N, D), the same.
-        g_offset: (B, H, N) in float32; None where `offset` is.
+        g_q: (B, H, N, E) in float32, contiguous in its last dimension.
+        g_k: Like `g_q`.
+        g_v: (B, H, N, D), like `g_q`.
+        g_offset: (B, H, N) in float32; None if `offset` is None.
     """
     g, q, k, v = heads(g), heads(q), heads(k), heads(v)
     omega, s, z, m = _full(omega), _full(s), _full(z), _full(m)
@@ -143,7 +143,7 @@ def backward(
 def _inputs(
     q: Tensor, k: Tensor, v: Tensor, omega: Tensor, offset: Tensor | None, lengths: Tensor | None, scale: float
 ) -> _Inputs:
-    """Describe them; they have to outlive what is made of them."""
+    """Describe the tensors, which must outlive the result."""
     return _Inputs(
         *(*q.shape[:3], omega.size(1), Heads.of(q), Heads.of(k), Heads.of(v)),
         *(omega.data_ptr(), address(offset), address(lengths), scale),

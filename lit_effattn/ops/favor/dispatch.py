@@ -1,6 +1,6 @@
-"""Causal Performer through selection, in Triton or C++: when they are used, and what autograd and compilers see.
+"""Dispatch of causal Performer to kernels in Triton or C++, as operators for autograd and `torch.compile`.
 
-`lit_effattn.ops.runtime.selection` says when that is.
+`lit_effattn.ops.runtime.selection` describes when kernels are used.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _WIDEST_IN_FULL = 64  # columns in float32 on CUDA: registers and shared memory 
 
 
 def use_kernels(q: Tensor, v: Tensor, n_features: int) -> bool:
-    """Whether `positive_favor` is to be used.
+    """Return whether to use `positive_favor`.
 
-    If not, it says once why where that is a loss, unless the plain form was asked for.
+    A warning gives the reason once if kernels can't be used, unless the plain form was asked for.
 
     Args:
-        q: (B, H, N, E), queries; their type, device and width are looked at.
+        q: (B, H, N, E), queries, of which type, device and width are checked.
         v: (B, H, N, D), values.
         n_features: F.
 
     Raises:
-        ValueError: `LIT_EFFATTN_KERNELS` is not a form, or one that can't be had.
+        ValueError: If `LIT_EFFATTN_KERNELS` is not a form, or one that can't be used.
     """
     width = max(q.size(-1), v.size(-1))
     return _chosen(os.environ.get(KERNELS, ""), q.device, (q.dtype, v.dtype), width, n_features)
@@ -54,7 +54,7 @@ def _chosen(asked: str, device: torch.device, dtypes: tuple[torch.dtype, ...], w
 
 @cache
 def _failure(device: torch.device, dtype: torch.dtype, width: int, n_features: int) -> str | None:
-    """Try them, once, beside the plain form: one of two heads has keys that rise far."""
+    """Compare the kernels with the plain form, once. In one of two heads log φ(k) rises far."""
 
     def compare() -> tuple[list[Tensor], list[Tensor]]:
         random = torch.Generator().manual_seed(0)
@@ -72,7 +72,7 @@ def _failure(device: torch.device, dtype: torch.dtype, width: int, n_features: i
         out, s, z, m = plain_causal_favor(q @ omega.mT, log_k, v.float(), zeros, zeros[..., 0], none)
         return found, [*(t.detach() for t in (out, s, z, m)), *torch.autograd.grad(out, inputs, g.to(out))]
 
-    # Where one key outweighs the others, gradients are small differences: rounded to bfloat16, as products may be, 5 %.
+    # If one key outweighs the others, gradients are small differences. With products in bfloat16 they are off by 5 %.
     return selection.failed_self_check(device, dtype, compare, most=0.1)
 
 
@@ -88,38 +88,39 @@ def positive_favor(
     *,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Do what `causal_favor` does, with positive features inside, and padding.
+    """Compute `causal_favor` with positive features and padding.
 
         log φ(x) = ωᵀx̃ − ‖x̃‖²/2 − (log F)/2,  x̃ = scale · x           Choromanski et al. 2020, lemma 1
         out_i = φ(q_i)ᵀ S_i / φ(q_i)ᵀ z_i,  S_i = Σ_{j ≤ i} φ(k_j) v_jᵀ,  z_i with v_j = 1
 
-    S and z are kept scaled by e^{−m}, m being the greatest log φ(k). Exact for any norms, and no maximum looks ahead:
-    see `causal_favor`. Hyperbolic features are positive ones of the directions ω and −ω.
+    S and z are stored scaled by e^{−m}, where m is the greatest log φ(k). Exact for any norms, and no maximum includes
+    later keys: see `causal_favor`. Hyperbolic features are positive features of the directions ω and −ω.
 
-    Computed in float32, ωᵀx as exactly as float32 has it; how the factors of the other matrix products are rounded on
-    CUDA, `torch.set_float32_matmul_precision` says: "highest" is float32 for float32 inputs, TF32 for half precision;
-    "high" is TF32; "medium" is bfloat16. For the backward pass the arguments are kept, and on CUDA the output, what its
-    rounding took off, and two numbers a query; it can't be differentiated itself. Results repeat bit by bit.
+    Computed in float32, with ωᵀx in full float32 precision. On CUDA, `torch.set_float32_matmul_precision` sets the
+    rounding of the factors of the other matrix products: "highest" is float32 for float32 inputs, TF32 for half
+    precision; "high" is TF32; "medium" is bfloat16. The backward pass saves the arguments, and on CUDA the output, its
+    rounding error, and two numbers per query. It can't be differentiated. Results are bitwise reproducible.
 
     Args:
-        q: (B, H, N, E), queries before the feature map, of any strides; on CUDA E is at most 128, in float32 64. As
+        q: (B, H, N, E), queries before the feature map, of any strides; on CUDA E is at most 128, in float32 64. Like
             `k` and `v`, in bfloat16, float16 or float32.
         k: (B, H, N, E), keys before the feature map.
         v: (B, H, N, D); on CUDA D is at most 128, in float32 64.
         omega: (H, F, E) in float32, the directions; they get no gradient.
         s: (B, H, F, D) in float32, the sum of e^{log φ(k) − m} vᵀ before the first position.
         z: (B, H, F) in float32, the sum of e^{log φ(k) − m}.
-        m: (B, H, F) in float32, the greatest log φ(k); −∞: there is none, and the sums are 0. No gradient goes through
-            it, for it cancels.
-        lengths: (B,), the keys that are there; the rest is padding. None: all are.
-        scale: By which queries and keys are multiplied; D^(−¼) makes softmax's 1/√D.
+        m: (B, H, F) in float32, the greatest log φ(k); −∞: no key yet, and the sums are 0. It has no gradient, since it
+            cancels.
+        lengths: (B,), number of valid keys; the rest is padding. None: all are valid.
+        scale: Factor of queries and keys; D^(−¼) gives softmax's 1/√D.
 
     Returns:
         The output (B, H, N, D) in v's type, 0 where no key is seen, and `s`, `z` and `m` after the last position.
 
     Raises:
-        ValueError: names the argument, its shape or type, and what was expected; or `omega` requires a gradient.
-        NotImplementedError: where the gradient is differentiated again; `plain_causal_favor` can be.
+        ValueError: If an argument has a wrong shape or type, or `omega` requires a gradient. The message names the
+            argument and what was expected.
+        NotImplementedError: If the gradient is differentiated; `plain_causal_favor` supports that.
     """
     _check(q, k, v, omega, s, z, m, lengths)
     out, s, z, m, *_ = _OPERATOR(q, k, v, omega, s, z, m, lengths, scale)
@@ -153,7 +154,7 @@ def _in_cpp(q: Tensor) -> bool:
 
 
 def _forward(q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from lit_effattn.ops.favor import triton_kernels  # here, since importing Triton takes time, and not all have it
+    from lit_effattn.ops.favor import triton_kernels  # imported here, since Triton is slow to import and optional
 
     with on_device(q):
         return triton_kernels.forward(q, *others)
@@ -211,7 +212,7 @@ def _backward_on_cpu(
 
 
 def _nothing(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what the kernels in C++ keep beside the output: they find all of it again."""
+    """Return empty tensors, since the C++ kernels save nothing beside the output: they compute it again."""
     return q.new_empty(0), q.new_empty(0), q.new_empty(0)
 
 

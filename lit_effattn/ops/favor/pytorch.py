@@ -18,7 +18,7 @@ from lit_effattn.ops.runtime.operators import Operator
 Norms = Literal["gaussian", "sqrt_d"]
 
 WHAT = "Performer"
-"""What its kernels are called in messages."""
+"""Name of the operation in messages."""
 
 # ---------------------------------------------------------------------------------------------- the random directions
 
@@ -34,9 +34,9 @@ def draw_omega(
 ) -> Tensor:
     """Draw n random vectors ω a head, each as if from N(0, I).
 
-    Orthogonal ones come in blocks of `dim`, the rows of a random rotation (section 2.4). A rotation from the QR
+    Orthogonal vectors come in blocks of `dim`, the rows of a random rotation (section 2.4). A rotation from the QR
     decomposition of a Gaussian matrix is uniform (of Haar measure) only if R's diagonal is made positive: LAPACK's
-    signs are no coin tosses, and without the correction the estimate is biased (Mezzadri 2007).
+    signs are not random, and without the correction the estimate is biased (Mezzadri 2007).
 
     Args:
         heads: Independent draws H.
@@ -45,7 +45,7 @@ def draw_omega(
         orthogonal: Whether the vectors of a block are orthogonal; else all are independent.
         norms: "gaussian": those of Gaussian vectors, so that each ω is one, and softmax-kernel estimates unbiased.
             "sqrt_d": √D, the root of E ‖ω‖²: less variance, but a bias, which shrinks with D.
-        generator: Where to draw from, on any device; None: torch's default one.
+        generator: Random generator, on any device; None: torch's default.
 
     Returns:
         (H, n, D) in float64, on the generator's device, or the CPU.
@@ -83,7 +83,7 @@ def log_positive_features(x: Tensor, omega: Tensor) -> Tensor:
 
 
 def log_offset(x: Tensor, n_features: int) -> Tensor:
-    """Return what the logs of positive features have in common, −‖x‖²/2 − (log F)/2: (B, H, N, D) -> (B, H, N)."""
+    """Return the common term of the logs of positive features, −‖x‖²/2 − (log F)/2: (B, H, N, D) -> (B, H, N)."""
     return -_half_square(x).squeeze(-1) - math.log(n_features) / 2
 
 
@@ -122,12 +122,12 @@ def _half_square(x: Tensor) -> Tensor:
 
 
 def favor(log_q: Tensor, log_k: Tensor, v: Tensor) -> Tensor:
-    """Let every query see every key.
+    """Compute FAVOR+ in which every query sees every key.
 
         out_i = φ(q_i)ᵀ Σ_j φ(k_j) v_jᵀ / φ(q_i)ᵀ Σ_j φ(k_j)
 
-    A feature's largest key, and then a query's largest product, are scaled to 1: nothing overflows, and the denominator
-    is at least 1. Both maxima belong to one row and cancel, so no gradient goes through them.
+    The largest key of each feature, and then the largest product of each query, are scaled to 1, so nothing overflows
+    and the denominator is at least 1. Both maxima are per row and cancel, so they have no gradient.
 
     Args:
         log_q: (B, H, N, F), log φ(q).
@@ -154,41 +154,40 @@ def causal_favor(
     *,
     chunk_size: int = 64,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Let query i see the keys up to i, and those that `s`, `z` and `m` sum up.
+    """Compute FAVOR+ in which query i sees the keys up to i and those summed in `s`, `z` and `m`.
 
         log φ(q) = ωᵀq + …,  log φ(k) = ωᵀk + offset,  m_i = max(m_{i−1}, log φ(k_i)),
         S_i = e^{m_{i−1} − m_i} S_{i−1} + e^{log φ(k_i) − m_i} v_iᵀ,  z_i with v_i = 1,
         out_i = p_iᵀ S_i / p_iᵀ z_i,  p_i = exp(log φ(q_i) + m_i − max_f(…)), all but S v a feature f
 
-    What a query's features have in common cancels, and is not asked for. Exact for any norms: no exponential overflows,
-    and the denominator does not come near 0. No maximum looks ahead.
+    The common term of a query's features cancels and is not an argument. Exact for any norms: no exponential overflows,
+    and the denominator does not come near 0. No maximum includes later keys.
 
-    On the CPU one chunk of C positions follows another, forward and backward by hand: beside inputs, outputs and their
-    gradients, which are O(N D), there is only what one chunk takes; features, scores and sums are built anew in the
-    backward pass, which can't be differentiated itself. A key is scaled once, by m at the chunk's border; where it
-    rises too far above that, the chunk's queries from there on are computed as in `plain_causal_favor`. That is what
-    is done on other devices. In float32, where there is a compiler, a kernel in C++ does the former; where a key rises
-    too far, it begins another chunk.
+    On the CPU chunks of C positions are computed one after another, with a hand-written backward pass: beside inputs,
+    outputs and their gradients, O(N D), only the memory of one chunk is needed. The backward pass recomputes features,
+    scores and sums, and can't be differentiated. A key is scaled once, by m at the chunk's border. If it rises too far
+    above that, the chunk's queries from there on are computed as in `plain_causal_favor`. Other devices use
+    `plain_causal_favor` for all queries. In float32, if there is a compiler, a C++ kernel is used on the CPU; if a key
+    rises too far, it starts another chunk.
 
     Args:
         q: (B, H, N, E), queries.
         k: (B, H, N, E), keys.
         v: (B, H, N, D).
         omega: (H, F, E), the directions; they get no gradient.
-        offset: (B, H, N), what the logarithms of a key's features have in common; −∞ where a key is padding.
+        offset: (B, H, N), the common term of the logarithms of a key's features; −∞ where a key is padding.
         s: (B, H, F, D), the sum of e^{log φ(k) − m} vᵀ before the first position.
         z: (B, H, F), the sum of e^{log φ(k) − m}.
-        m: (B, H, F), the greatest log φ(k); −∞: there is none, and the sums are 0. No gradient goes through it, for it
-            cancels.
-        chunk_size: C where the products are PyTorch's, a power of 2; they take O(F (C + D)) a position and head, but
+        m: (B, H, F), the greatest log φ(k); −∞: no key yet, and the sums are 0. It has no gradient, since it cancels.
+        chunk_size: C, a power of 2, not used by the C++ kernel. Products take O(F (C + D)) per position and head, but
             small ones are slow.
 
     Returns:
         The output (B, H, N, D), 0 where no key is seen, and `s`, `z` and `m` after the last position.
 
     Raises:
-        ValueError: `omega` requires a gradient.
-        NotImplementedError: on the CPU, where the gradient is differentiated again; `plain_causal_favor` can be.
+        ValueError: If `omega` requires a gradient.
+        NotImplementedError: On the CPU, if the gradient is differentiated; `plain_causal_favor` supports that.
     """
     if omega.requires_grad:
         raise ValueError("omega requires a gradient, and would get none; give causal_favor omega.detach()")
@@ -202,12 +201,12 @@ def causal_favor(
 def plain_causal_favor(
     log_q: Tensor, log_k: Tensor, v: Tensor, s: Tensor, z: Tensor, m: Tensor, *, chunk_size: int = 64
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Do what `causal_favor` does with any logarithms, differentiated by autograd, as often as one likes.
+    """Compute `causal_favor` from any logarithms of features. Autograd differentiates it, any number of times.
 
-    Exact for any norms: p_i is 1 for one feature, and there z_i ≥ 1, so the denominator is at least 1. Two factors
-    that are matrix products need one scale for many keys, and for the queries that see them. Before a chunk of C
-    positions it is m at its border. Within, blocks are halved: the queries of a block's second half see all keys of the
-    first, scaled by that half's own maximum, down to halves of one; there remains a query's own key.
+    Exact for any norms: p_i is 1 for one feature, for which z_i ≥ 1, so the denominator is at least 1. A matrix product
+    needs one scale for many keys and the queries that see them. For keys before a chunk of C positions the scale is m
+    at its border. Within a chunk, blocks are halved recursively: the queries of a block's second half see all keys of
+    its first half, scaled by that half's own maximum, down to halves of one position. A query's own key is added last.
 
     Time O(N F (C/2 + D)) in matrix products and N F (3 + log₂ C) exponentials, which a backward pass keeps; memory
     O(N (C + F log C + F D / C)): never N × N, never N × F × D. The N / C chunks' sums are added up one by one.
@@ -218,7 +217,7 @@ def plain_causal_favor(
         v: (B, H, N, D).
         s: (B, H, F, D), the sum of e^{log φ(k) − m} vᵀ before the first position.
         z: (B, H, F), the sum of e^{log φ(k) − m}.
-        m: (B, H, F), the greatest log φ(k); −∞: there is none.
+        m: (B, H, F), the greatest log φ(k); −∞: no key yet.
         chunk_size: C, a power of 2.
 
     Returns:
@@ -248,9 +247,9 @@ def plain_causal_favor(
 def favor_step(
     log_q: Tensor, log_k: Tensor, v: Tensor, s: Tensor, z: Tensor, m: Tensor, *, in_place: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Do what `causal_favor` does, for one position: what generating one more token costs.
+    """Compute `causal_favor` for one position, as in generation.
 
-    With `in_place` the sums are scaled and added to where they are, and nothing of their size is allocated.
+    With `in_place` the sums are scaled and updated in place, and nothing of their size is allocated.
     """
     new = torch.maximum(m, log_k.detach()[:, :, 0])  # (B, H, F)
     kept = _scaled_keys(m, new)  # (B, H, F)
@@ -330,8 +329,8 @@ def _chunked(t: Tensor, chunk: int, value: float) -> Tensor:
 # ------------------------------------------------------------------------------------------------- on the CPU, by hand
 
 _LIMIT = 40.0
-"""How far the logarithm of a key may rise above its chunk's reference: products of what is as large as e^40 and what is
-as small as float32 can hold, e^−87, are nothing beside a denominator."""
+"""How far the logarithm of a key may rise above its chunk's reference: products of a number as large as e^40 and the
+smallest float32 numbers, e^−87, are negligible beside a denominator."""
 
 
 class _Late(NamedTuple):
@@ -357,7 +356,7 @@ class _Chunk(NamedTuple):
 def _chunk(q: Tensor, k: Tensor, omega: Tensor, offset: Tensor, m: Tensor) -> _Chunk:
     """Return the features of a chunk, (BH, C, E) each, from `m` before it, (BH, 1, F).
 
-    The reference is m, or, where there is nothing before the chunk, its first key: never one to come. Keys go through
+    The reference is m, or the chunk's first key if there is none before it; it never depends on later keys. Keys use
     torch's exp2, which is 2.6 times as fast as its exp.
     """
     r = m
@@ -463,7 +462,7 @@ def _forward(
 
 
 def _in_cpp(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> bool:
-    """Whether the kernel is used: for float32 alone (what is laid out as the inputs are has to suit it, too)."""
+    """Return whether to use the kernel: for float32 only, with layouts of the inputs that it supports."""
     if any(t.dtype != torch.float32 for t in (q, k, v, *others)) or any(t.stride(-1) != 1 for t in (q, k, v)):
         return False
     asked = os.environ.get(selection.KERNELS, "")
@@ -484,7 +483,7 @@ def _forward_rows(
     *,
     chunk_size: int,
 ) -> None:
-    """Fill `out` and `denominator`, and bring `s`, `z` and `m` from before the first position to after the last."""
+    """Fill `out` and `denominator`, and update `s`, `z` and `m` in place from the first position to the last."""
     omega, s = omega.flatten(0, 1), s.flatten(0, 1)  # (BH, F, ·)
     z, m = z.flatten(0, 1)[:, None], m.flatten(0, 1)[:, None]  # (BH, 1, F)
     for *inputs, y, below in _chunks(chunk_size, q, k, v, offset, out, denominator):
@@ -552,14 +551,14 @@ def _backward_rows(
     *,
     chunk_size: int,
 ) -> None:
-    """Fill the gradients of the inputs, and bring `g_s` and `g_z` from after the last position to before the first.
+    """Fill the gradients of the inputs, and update `g_s` and `g_z` in place from the last position to the first.
 
     With the gradients of the numerators, x_i = g_i / denominator_i, and of the denominators, y_i = −x_i · out_i,
 
         d log φ(q_i) = φ(q_i) ∘ (S_i x_i + y_i z_i),  d log φ(k_j) = φ(k_j) ∘ (R_j v_j + r_j),  dv_j = R_jᵀ φ(k_j),
         R_j = Σ_{i ≥ j} φ(q_i) x_iᵀ,  r_j = Σ_{i ≥ j} y_i φ(q_i)
 
-    S and z can only be summed forward, R and r backward, from the gradients of the last sums on.
+    S and z are summed forward; R and r are summed backward, starting with the gradients of the last sums.
     """
     y_all = torch.empty_like(denominator)
     rightwards = _chunks(chunk_size, q, k, v, offset, g, denominator, out, y_all, g_q)
@@ -601,7 +600,7 @@ def _backward_rows(
 
 
 def rest_of(out: Tensor) -> Tensor:
-    """Return room for what rounding to `out`'s type takes off, laid out alike; none for float32's."""
+    """Allocate the rounding error of `out`, in the same layout; empty for float32."""
     return out.new_empty(0) if out.dtype == torch.float32 else torch.empty_like(out)
 
 
@@ -618,7 +617,7 @@ def _gradients(ctx: Any, g: Tensor, g_s: Tensor, g_z: Tensor, *_: Tensor) -> tup
     return g_q, g_k, g_v, None, g_offset, g_s, g_z, None, None
 
 
-# An operator, so that torch.compile keeps the loops over chunks as they are and does not unroll them.
+# A custom operator, so that torch.compile does not unroll the loops over chunks.
 _OPERATOR = Operator(
     "causal_favor",
     "(Tensor q, Tensor k, Tensor v, Tensor omega, Tensor offset, Tensor s, Tensor z, Tensor m, int chunk_size) "

@@ -6,7 +6,7 @@ C = 64 positions (Choromanski et al. 2020, section 2.2, and lemma 1):
     out_i = num_i / den_i,  num_i = p_iᵀ S + Σ_j (p_i · κ_j) v_j,  den_i the same with 1 for v,
     p_i = exp(log φ(q_i) + r − top_i),  κ_j = exp(log φ(k_j) − r),  j of the chunk, up to i
 
-r is m before the chunk, or, where that is −∞, the chunk's first key: never something to come. S is the sum of
+r is m before the chunk, or the chunk's first key where that is −∞; it never depends on later keys. S is the sum of
 e^{log φ(k) − m} vᵀ before the chunk. top_i, the greatest of log φ(q_i) + r over the features, cancels in the division,
 and keeps p at most 1, and den at least 1. Where keys rise too far above r, the queries from the first such on take
 Σ_f exp(log φ(q_i) + log φ(k_j) − top_i) for p_i · κ_j, key by key: slow, rare, and exact for any norms. No bit of an
@@ -25,12 +25,12 @@ and den_i, and a_ij = x_i · v_j + y_i, which no feature is needed for:
     ∇log φ(k_j) = κ_j ∘ (R v_j + r + Σ_{i ≥ j} a_ij p_i)             from right to left, R the sum of p xᵀ to the right,
     ∇v_j        = Rᵀκ_j + Σ_{i ≥ j} (p_i · κ_j) x_i                  r of y p, scaled by m at the chunk's end
 
-For them out, top and den are kept, beside the inputs; S is summed again. Where one key outweighs all others, a is a
-small difference: so what out's rounding took off is kept, too. m at the chunks' borders, (B, H, N / C, F), is there
-while the gradients are computed. No number depends on the order in which programs run.
+Beside the inputs, out, top and den are saved for them; S is summed again. If one key outweighs all others, a is a small
+difference, so the rounding error of out is saved too. m at the chunks' borders, (B, H, N / C, F), is in memory while
+the gradients are computed. No result depends on the order in which programs run.
 
-All is computed in float32; ωᵀq and ωᵀk as exactly as that has it (their errors are in exponents), the other products'
-factors rounded as `torch.set_float32_matmul_precision` says: see `_precision` of linear attention's.
+All is computed in float32: ωᵀq and ωᵀk in full precision (their errors are in exponents), the factors of other products
+rounded as set by `torch.set_float32_matmul_precision`: see `_precision` of linear attention's kernels.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ CHUNK = 64
 """C: the least that a warp group's matrix product takes, and a wider triangle is more work."""
 
 FEATURES = 32
-"""How many features a walk takes at once: more do not fit into registers, beside what a chunk sums over them."""
+"""Number of features that a program processes at once: more do not fit into registers beside a chunk's sums."""
 
 _MOST_GROUPS = 64  # of a head; `_add_up_keys` goes over them one by one
 _SUMMED_AT_ONCE = 64  # features in a program that makes a group's own sums
@@ -73,7 +73,7 @@ _BY_LENGTH = ["n", "chunks", "each"]  # arguments: else Triton compiles anew for
 _NOTHING = tl.constexpr(float("-inf"))  # the logarithm of a key that is not there
 _BOTTOM = tl.constexpr(-1e38)  # a reference where there is no key: any rises too far above it
 _TOP = tl.constexpr(1e38)  # m of a feature that is not there: no key rises above it
-_LIMIT = tl.constexpr(40.0)  # how far a key may rise above the reference: see `favor._LIMIT`
+_LIMIT = tl.constexpr(40.0)  # how far a key may rise above the reference: see `_LIMIT` in pytorch.py
 
 
 # ------------------------------------------------------------------------------------------------- parts of the kernels
@@ -644,7 +644,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the output in v's type, `s`, `z` and `m` after the last position, and what else `backward` takes.
 
-    That is what the output's rounding took off, nothing of float32, and each query's top and denominator.
+    These are the rounding error of the output, empty for float32, and each query's top and denominator.
     """
     plan = _Plan(q, v, omega, lengths, scale)
     s, z, m = _copy(s), _copy(z), _copy(m)
@@ -700,7 +700,7 @@ def backward(
 
 
 class _Plan:
-    """How the heads' sequences are cut, and what all kernels are told."""
+    """The division of the heads' sequences into groups, and the common arguments of all kernels."""
 
     def __init__(self, q: Tensor, v: Tensor, omega: Tensor, lengths: Tensor | None, scale: float) -> None:
         b, h, n, e = q.shape

@@ -1,1 +1,1 @@
-"""Linear attention: the forms in PyTorch, when kernels are used, and these, in C++ and in Triton."""
+"""Linear attention: the forms in PyTorch, the dispatch to kernels, and the kernels in C++ and Triton."""

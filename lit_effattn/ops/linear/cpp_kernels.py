@@ -1,4 +1,4 @@
-"""Causal linear attention's kernels for the CPU: what kernels.cpp does, on tensors."""
+"""Causal linear attention on the CPU: tensor interface of the kernels in kernels.cpp."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ def forward(
     """Fill `out` and `denominator`, all in float32 or less, and return `s` and `z` after the last position.
 
     Args:
-        q: (B, H, N, F), queries; as `k`, before the feature map elu + 1, or after one.
+        q: (B, H, N, F), queries; like `k`, before the feature map elu + 1 if `elu`, else after a feature map.
         k: (B, H, N, F), keys.
         v: (B, H, N, D).
         s: (B, H, F, D), the sum of φ(k) vᵀ before the first position.
         z: (B, H, F), the sum of φ(k).
-        lengths: (B,), the keys that are there; None: all are.
+        lengths: (B,), number of valid keys; None: all are valid.
         eps: Keeps the division finite where no key is seen.
-        out: (B, H, N, D) in float32, its last dimension's numbers next to one another.
-        denominator: (B, H, N) in float32, contiguous; None: it is not asked for.
-        elu: Whether queries and keys are to be mapped.
+        out: (B, H, N, D) in float32, contiguous in its last dimension.
+        denominator: (B, H, N) in float32, contiguous; None: not computed.
+        elu: Whether to apply the feature map to queries and keys.
     """
     q, k, v = heads(q), heads(k), heads(v)
     s, z = copied(s), copied(z)
@@ -96,18 +96,18 @@ def backward(
 
     Args:
         g: (B, H, N, D), the gradient of the output.
-        g_s: (B, H, F, D), that of the last `s`.
-        g_z: (B, H, F), that of the last `z`.
-        q: As in `forward`; so are the others that are not named here.
+        g_s: (B, H, F, D), the gradient of the last `s`.
+        g_z: (B, H, F), the gradient of the last `z`.
+        q: As in `forward`.
         k: As in `forward`.
         v: As in `forward`.
         s: As in `forward`.
         z: As in `forward`.
         lengths: As in `forward`.
         eps: As in `forward`.
-        g_q: (B, H, N, F) in float32, its last dimension's numbers next to one another.
-        g_k: The same.
-        g_v: (B, H, N, D), the same.
+        g_q: (B, H, N, F) in float32, contiguous in its last dimension.
+        g_k: Like `g_q`.
+        g_v: (B, H, N, D), like `g_q`.
         elu: As in `forward`.
     """
     g, q, k, v = heads(g), heads(q), heads(k), heads(v)

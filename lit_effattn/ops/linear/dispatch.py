@@ -1,6 +1,6 @@
-"""Causal linear attention through selection, in Triton or C++: when they are used, and what autograd and compilers see.
+"""Dispatch of causal linear attention to kernels in Triton or C++, as operators for autograd and `torch.compile`.
 
-`lit_effattn.ops.runtime.selection` says when that is.
+`lit_effattn.ops.runtime.selection` describes when kernels are used.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from lit_effattn.ops.runtime.selection import KERNELS, by_position, interpreted,
 
 
 def use_kernels(q: Tensor, v: Tensor, *, elu: bool) -> bool:
-    """Whether `elu_linear_attention` is to be used.
+    """Return whether to use `elu_linear_attention`.
 
-    If not, it says once why where that is a loss, unless the plain form was asked for. On the CPU another feature map
-    is none: `causal_linear_attention` has kernels there too.
+    A warning gives the reason once if kernels can't be used, unless the plain form was asked for. On the CPU another
+    feature map causes no warning, since `causal_linear_attention` has kernels there too.
 
     Args:
-        q: (B, H, N, D), queries; their type, device and width are looked at.
+        q: (B, H, N, D), queries, of which type, device and width are checked.
         v: (B, H, N, D'), values.
         elu: Whether the feature map is elu + 1.
 
     Raises:
-        ValueError: `LIT_EFFATTN_KERNELS` is not a form, or one that can't be had.
+        ValueError: If `LIT_EFFATTN_KERNELS` is not a form, or one that can't be used.
     """
     return _chosen(os.environ.get(KERNELS, ""), q.device, (q.dtype, v.dtype), max(q.size(-1), v.size(-1)), elu)
 
@@ -46,7 +46,7 @@ def _chosen(asked: str, device: torch.device, dtypes: tuple[torch.dtype, ...], w
 
 @cache
 def _failure(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
-    """Try them, once, beside the plain form."""
+    """Compare the kernels with the plain form, once."""
 
     def compare() -> tuple[list[Tensor], list[Tensor]]:
         random = torch.Generator().manual_seed(0)
@@ -65,31 +65,31 @@ def _failure(device: torch.device, dtype: torch.dtype, width: int) -> str | None
 def elu_linear_attention(
     q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, lengths: Tensor | None = None, *, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do what `causal_linear_attention` does, with the feature map inside, and padding.
+    """Compute `causal_linear_attention` with the feature map elu + 1 and padding.
 
         S_i = S_{i-1} + φ(k_i) v_iᵀ,  z_i = z_{i-1} + φ(k_i),  out_i = φ(q_i)ᵀ S_i / (φ(q_i) · z_i + eps),
         φ(x) = elu(x) + 1                                      Katharopoulos et al. 2020, equations 7 and 16 to 20
 
-    Computed in float32; how the factors of matrix products are rounded on CUDA, `torch.set_float32_matmul_precision`
-    says: "highest" is float32 for float32 inputs, TF32 for half precision; "high" is TF32; "medium" is bfloat16. For
-    the backward pass nothing is kept but the arguments; it can't be differentiated itself. Results repeat bit by bit.
+    Computed in float32. On CUDA, `torch.set_float32_matmul_precision` sets the rounding of the factors of matrix
+    products: "highest" is float32 for float32 inputs, TF32 for half precision; "high" is TF32; "medium" is bfloat16.
+    The backward pass saves only the arguments and can't be differentiated. Results are bitwise reproducible.
 
     Args:
-        q: (B, H, N, D), queries before the feature map, of any strides; D at most 128 on CUDA. As `k` and `v`, in
+        q: (B, H, N, D), queries before the feature map, of any strides; D at most 128 on CUDA. Like `k` and `v`, in
             bfloat16, float16 or float32.
         k: (B, H, N, D), keys before the feature map.
         v: (B, H, N, D'), D' at most 128 on CUDA.
         s: (B, H, D, D') in float32, the sum of φ(k) vᵀ before the first position.
         z: (B, H, D) in float32, the sum of φ(k).
-        lengths: (B,), the keys that are there; the rest is padding. None: all are.
+        lengths: (B,), number of valid keys; the rest is padding. None: all are valid.
         eps: Keeps the division finite where no key is seen.
 
     Returns:
         The output (B, H, N, D') in v's type, and `s` and `z` after the last position.
 
     Raises:
-        ValueError: names the argument, its shape or type, and what was expected.
-        NotImplementedError: where the gradient is differentiated again; `plain_causal_linear_attention` can be.
+        ValueError: If an argument has a wrong shape or type. The message names it and what was expected.
+        NotImplementedError: If the gradient is differentiated; `plain_causal_linear_attention` supports that.
     """
     _check(q, k, v, s, z, lengths)
     return _OPERATOR(q, k, v, s, z, lengths, eps)
@@ -110,7 +110,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, lengths: Tenso
 
 
 def _forward(q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    from lit_effattn.ops.linear import triton_kernels  # here, since importing Triton takes time, and not all have it
+    from lit_effattn.ops.linear import triton_kernels  # imported here, since Triton is slow to import and optional
 
     with on_device(q):
         return triton_kernels.forward(q, *others)

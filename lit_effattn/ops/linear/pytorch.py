@@ -15,11 +15,11 @@ from lit_effattn.ops.runtime import selection
 from lit_effattn.ops.runtime.operators import Operator
 
 WHAT = "linear attention"
-"""What its kernels are called in messages."""
+"""Name of the operation in messages."""
 
 
 def linear_attention(q: Tensor, k: Tensor, v: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """Let every query see every key.
+    """Compute linear attention in which every query sees every key.
 
         out_i = q_i Σ_j k_j v_jᵀ / (q_i · Σ_j k_j + eps)
 
@@ -40,14 +40,14 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, *, eps: float = 1e-6) -> T
 def causal_linear_attention(
     q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *, chunk_size: int = 64, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Let query i see the keys up to i, and those that `s` and `z` sum up.
+    """Compute linear attention in which query i sees the keys up to i and those summed in `s` and `z`.
 
         S_i = S_{i-1} + k_i v_iᵀ,  z_i = z_{i-1} + k_i,  out_i = q_iᵀ S_i / (q_i · z_i + eps)
 
-    Chunks of C positions are matrix products: within a chunk a C × C triangle of scores, before it the sums at the
-    chunk's border. On the CPU one chunk follows another, forward and backward by hand: beside inputs, outputs and
-    their gradients, which are O(N (F + D)), there is only what one chunk takes; the backward pass builds the scores and
-    the sums anew. It can't be differentiated itself. Elsewhere it is `plain_causal_linear_attention`.
+    Chunks of C positions are computed as matrix products: a C × C triangle of scores within a chunk, and the sums at
+    its border for earlier keys. On the CPU chunks are computed one after another, with a hand-written backward pass:
+    beside inputs, outputs and their gradients, O(N (F + D)), only the memory of one chunk is needed. The backward pass
+    recomputes the scores and sums, and can't be differentiated. Other devices use `plain_causal_linear_attention`.
 
     Args:
         q: (B, H, N, F), queries after the feature map.
@@ -55,16 +55,16 @@ def causal_linear_attention(
         v: (B, H, N, D).
         s: (B, H, F, D), the sum of k vᵀ before the first position.
         z: (B, H, F), the sum of k before the first position.
-        chunk_size: C where the products are PyTorch's; they take O(C + D) a position and head, but small ones are slow:
-            D, or 64, is best.
+        chunk_size: C, not used by the C++ kernel. Products take O(C + D) per position and head, but small ones are
+            slow: D, or 64, is best.
         eps: Keeps the division finite where no key is seen.
 
     Returns:
         The output (B, H, N, D) and `s` and `z` after the last position.
 
     Raises:
-        NotImplementedError: on the CPU, where the gradient is differentiated again; `plain_causal_linear_attention`
-            can be.
+        NotImplementedError: On the CPU, if the gradient is differentiated; `plain_causal_linear_attention` supports
+            that.
     """
     if q.device.type != "cpu":
         return plain_causal_linear_attention(q, k, v, s, z, chunk_size=chunk_size, eps=eps)
@@ -75,7 +75,7 @@ def causal_linear_attention(
 def plain_causal_linear_attention(
     q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *, chunk_size: int = 64, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do what `causal_linear_attention` does, all chunks at once, differentiated by autograd, as often as one likes.
+    """Compute `causal_linear_attention` with all chunks at once. Autograd differentiates it, any number of times.
 
     Memory O(N (C + F D / C)): never N × N, never N × F × D.
     """
@@ -90,16 +90,16 @@ def plain_causal_linear_attention(
     numerator = scores @ v + q @ s[:, :, :-1]
     denominator = scores.sum(-1, keepdim=True) + q @ z[:, :, :-1, :, None]
     out = numerator / (denominator + eps)
-    # Copies: as views they would keep the sums of every chunk alive for as long as the state lives.
+    # Copies: views would keep the sums of every chunk in memory as long as the state exists.
     return out.flatten(2, 3)[:, :, :n], s[:, :, -1].clone(), z[:, :, -1].clone()
 
 
 def linear_attention_step(
     q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *, eps: float = 1e-6, in_place: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do what `causal_linear_attention` does, for one position: what generating one more token costs.
+    """Compute `causal_linear_attention` for one position, as in generation.
 
-    With `in_place` the sums are added to where they are, and nothing of their size is allocated.
+    With `in_place` the sums are updated in place, and nothing of their size is allocated.
     """
     column = k.transpose(-1, -2)  # (B, H, F, 1), times v (B, H, 1, D)
     s = s.addcmul_(column, v) if in_place else torch.addcmul(s, column, v)
@@ -108,13 +108,13 @@ def linear_attention_step(
 
 
 def _chunked(t: Tensor, chunk: int) -> Tensor:
-    """(B, H, N, F) -> (B, H, ⌈N/C⌉, C, F), filled up with zeros: keys that are not there."""
+    """(B, H, N, F) -> (B, H, ⌈N/C⌉, C, F), padded with zeros, which act as absent keys."""
     t = F.pad(t, (0, 0, 0, -t.size(-2) % chunk))
     return t.unflatten(2, (-1, chunk))
 
 
 def _running(increments: Tensor, start: Tensor) -> Tensor:
-    """Return the sums from `start` on, before each increment (dimension 2) and after the last: one more than given."""
+    """Return the cumulative sums from `start`, before each increment (dimension 2) and after the last: one more."""
     return F.pad(increments, [0, 0] * (increments.dim() - 3) + [1, 0]).cumsum(2) + start[:, :, None]
 
 
@@ -137,7 +137,7 @@ def _forward(
 
 
 def _in_cpp(q: Tensor, k: Tensor, v: Tensor, *sums: Tensor) -> bool:
-    """Whether the kernel is used: for float32 alone (what is laid out as the inputs are has to suit it, too)."""
+    """Return whether to use the kernel: for float32 only, with layouts of the inputs that it supports."""
     if any(t.dtype != torch.float32 for t in (q, k, v, *sums)) or any(t.stride(-1) != 1 for t in (q, k, v)):
         return False
     asked = os.environ.get(selection.KERNELS, "")
@@ -156,12 +156,12 @@ def _forward_rows(
     chunk_size: int,
     eps: float,
 ) -> None:
-    """Fill `out` and `denominator`, and bring `s` and `z` from before the first position to after the last."""
+    """Fill `out` and `denominator`, and update `s` and `z` in place from the first position to the last."""
     s, z = s.flatten(0, 1), z.flatten(0, 1)[:, None]  # (BH, F, D), (BH, 1, F)
     for *inputs, y, below in _chunks(chunk_size, q, k, v, out, denominator):
         q, k, v = (t.flatten(0, 1) for t in inputs)  # (B, H, C, ·) -> (BH, C, ·)
         before = torch.bmm(z, q.mT)  # (BH, 1, C)
-        z.add_(k.sum(1, keepdim=True))  # first, for a sum brings k into the caches sooner than a product does
+        z.add_(k.sum(1, keepdim=True))  # first, since a sum loads k into the caches faster than a product
         scores = torch.bmm(q, k.mT).tril_()  # (BH, C, C)
         torch.add(scores.sum(-1).view_as(below), before.view_as(below), out=below).add_(eps)
         torch.div(torch.bmm(q, s).baddbmm_(scores, v).view_as(y), below[..., None], out=y)
@@ -211,14 +211,14 @@ def _backward_rows(
     *,
     chunk_size: int,
 ) -> None:
-    """Fill `g_q`, `g_k` and `g_v`, and bring `g_s` and `g_z` from after the last position to before the first.
+    """Fill `g_q`, `g_k` and `g_v`, and update `g_s` and `g_z` in place from the last position to the first.
 
     With the gradients of the numerators, x_i = g_i / denominator_i, and of the denominators, y_i = −x_i · out_i,
 
         dq_i = S_i x_i + y_i z_i,  dk_j = R_j v_j + r_j,  dv_j = R_jᵀ k_j,
         R_j = Σ_{i ≥ j} q_i x_iᵀ,  r_j = Σ_{i ≥ j} y_i q_i
 
-    S and z can only be summed forward, R and r backward, from the gradients of the last sums on.
+    S and z are summed forward; R and r are summed backward, starting with the gradients of the last sums.
     """
     y_all = torch.empty_like(denominator)
     rightwards = _chunks(chunk_size, k, v, g, denominator, out, y_all, g_q)
@@ -257,7 +257,7 @@ def _gradients(ctx: Any, g: Tensor, g_s: Tensor, g_z: Tensor, _: Tensor) -> tupl
     return *found, None, None
 
 
-# An operator, so that torch.compile keeps the loops over chunks as they are and does not unroll them.
+# A custom operator, so that torch.compile does not unroll the loops over chunks.
 _OPERATOR = Operator(
     "causal_linear",
     "(Tensor q, Tensor k, Tensor v, Tensor s, Tensor z, int chunk_size, float eps) -> (Tensor, Tensor, Tensor, Tensor)",

@@ -16,11 +16,11 @@ gradients of num_i and den_i (Katharopoulos et al. 2020, section 3.3.1, and the 
     ∇φ(k_j) = Σ_{i ≥ j} (u_i · v_j + w_i) φ(q_i)     from right to left, with the sums R of φ(q) uᵀ
     ∇v_j    = Σ_{i ≥ j} (φ(q_i) · φ(k_j)) u_i        together with the last
 
-Nothing but the inputs is kept for them: S is summed again, and g_i · out_i is φ(q_i) · (S u_i)'s by-product. No number
+Only the inputs are saved for them: S is summed again, and g_i · out_i is a by-product of φ(q_i) · (S u_i). No result
 depends on the order in which programs run.
 
-All is computed in float32; only the matrix products' factors are rounded, as `torch.set_float32_matmul_precision` says:
-see `_precision`.
+All is computed in float32. Only the factors of matrix products are rounded, as set by
+`torch.set_float32_matmul_precision`: see `_precision`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _BY_LENGTH = ["n", "chunks", "each"]  # arguments: else Triton compiles anew for
 
 @triton.jit
 def _phi(x, there):
-    """Return elu(x) + 1; 0 where nothing is there, for φ(0) is not."""
+    """Return elu(x) + 1, and 0 in padding, since φ(0) is 1."""
     return tl.where(there, tl.where(x > 0, x + 1.0, tl.exp(x)), 0.0)  # NaN stays NaN, as in no maximum
 
 
@@ -348,7 +348,7 @@ def backward(
 
 
 class _Plan:
-    """How the heads' sequences are cut, and what all kernels are told."""
+    """The division of the heads' sequences into groups, and the common arguments of all kernels."""
 
     def __init__(self, q: Tensor, v: Tensor, *, backward: bool) -> None:
         b, h, n, d = q.shape

@@ -1,1 +1,1 @@
-"""How kernels are chosen, compiled and registered, whatever they compute."""
+"""Selection, compilation and registration of kernels."""

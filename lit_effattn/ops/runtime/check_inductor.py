@@ -1,4 +1,4 @@
-"""Whether `torch.compile` has what it needs on this machine, said before it is wanted."""
+"""Checks that `torch.compile` can run on this machine."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 
 
 def check_inductor(asked: str, device: torch.device) -> None:
-    """Refuse to compile where inductor would fail, in the first step and in many words.
+    """Raise a short error at once where inductor would fail in the first step.
 
     Args:
-        asked: What asked for it, as the error is to name it.
-        device: What is compiled for: a CPU wants a C++ compiler, CUDA a C compiler, and both Python's headers.
+        asked: Name of the caller, for the error message.
+        device: Target device. The CPU needs a C++ compiler, CUDA a C compiler, and both need Python's headers.
 
     Raises:
-        ValueError: One is not there.
+        ValueError: If a requirement is missing.
     """
     if device.type == "cpu":
         _check_for_cpu(asked)
@@ -43,12 +43,12 @@ def _check_for_cpu(asked: str) -> None:
 
 
 def _check_for_cuda(asked: str) -> None:
-    """Have Triton make what its kernels are launched by: it keeps that on the disk, and so may need no compiler."""
+    """Let Triton build its kernel launcher. Triton caches it on disk, so it may need no compiler."""
     try:
         from triton.runtime import driver
 
         driver.active.get_current_device()
-    except Exception as error:  # of Triton, of the compiler that it runs, of the driver
+    except Exception as error:  # from Triton, its compiler or the driver
         raise ValueError(
             f"{asked} needs Triton on CUDA, and Triton a C compiler and Python's headers ({type(error).__name__}: "
             f"{str(error).partition(chr(10))[0]}): install them (Debian: apt-get install gcc python3-dev), or leave "

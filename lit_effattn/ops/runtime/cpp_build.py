@@ -1,8 +1,8 @@
-"""Kernels for the CPU, in C++: compiled where they run, once, by the machine's own compiler, and kept.
+"""Building of C++ kernels for the CPU: compiled once, on the machine that runs them, and cached.
 
-They need g++ 12 or clang++ 14, or a newer one, with OpenMP (Apple's has none: brew install gcc); the environment
-variable CXX names another than is found. That takes about two seconds; they are found again in `~/.cache/lit_effattn`
-($XDG_CACHE_HOME) by their source, compiler and vectors.
+Compilation needs g++ 12 or clang++ 14 or newer, with OpenMP (Apple's clang has none: brew install gcc). The environment
+variable CXX selects another compiler. Compilation takes about two seconds. The libraries are cached in
+`~/.cache/lit_effattn` ($XDG_CACHE_HOME), keyed by source, compiler and vector options.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _VECTORS = {
 
 
 class CompilerError(Exception):
-    """The compiler is missing, or refuses; the text says which, and what to do."""
+    """The compiler is missing or fails. The message says which, and the remedy."""
 
 
 class Heads(ctypes.Structure):
-    """(B, H, N, D) in float32, numbers next to one another; as `Heads` in gemm_tiles.hpp."""
+    """A float32 tensor (B, H, N, D), contiguous in its last dimension; as `Heads` in gemm_tiles.hpp."""
 
     _fields_ = (
         ("p", ctypes.c_void_p),
@@ -48,39 +48,39 @@ class Heads(ctypes.Structure):
 
     @classmethod
     def of(cls, t: Tensor) -> Heads:
-        """Describe `t`, which has to outlive what is made of it."""
+        """Describe `t`, which must outlive the result."""
         return cls(t.data_ptr(), *t.stride()[:3], t.size(3))
 
 
 def heads(t: Tensor) -> Tensor:
-    """Return `t` in float32, its last dimension's numbers next to one another."""
+    """Return `t` in float32, contiguous in its last dimension."""
     t = t.float()
     return t if t.stride(-1) == 1 or t.size(-1) <= 1 else t.contiguous()
 
 
 def copied(t: Tensor) -> Tensor:
-    """Copy `t` in float32, for a kernel to write to."""
+    """Return a float32 copy of `t`, for a kernel to write to."""
     return t.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
 def address(t: Tensor | None) -> int | None:
-    """Return where `t`'s numbers lie, for a kernel; None is null."""
+    """Return the address of `t`'s data, for a kernel; None for None."""
     return None if t is None else t.data_ptr()
 
 
 @cache
 def library(name: str) -> ctypes.CDLL:
-    """Compile the kernels of operation `name`, unless that was done before, and load them.
+    """Compile the kernels of operation `name` if necessary, and load them.
 
     Raises:
-        CompilerError: says why it can't be had.
+        CompilerError: If the compiler is missing or fails.
     """
     return ctypes.CDLL(str(build(name, _VECTORS.get(torch.backends.cpu.get_cpu_capability(), ()))))
 
 
 @cache
 def obstacle(name: str) -> str | None:
-    """Say why `library` can't be had, None if it can."""
+    """Return why `library` can't be built, or None if it can."""
     try:
         library(name)
     except (CompilerError, OSError) as error:
@@ -89,14 +89,14 @@ def obstacle(name: str) -> str | None:
 
 
 def build(name: str, vectors: Sequence[str] = ()) -> Path:
-    """Compile `name`/kernels.cpp, unless that was done before, and return where the library lies.
+    """Compile `name`/kernels.cpp if necessary, and return the path of the library.
 
     Args:
-        name: The operation's, a folder of `lit_effattn/ops`.
-        vectors: The compiler's options for what vectors the processor has.
+        name: Name of the operation, a folder of `lit_effattn/ops`.
+        vectors: Compiler options for the processor's vector instructions.
 
     Raises:
-        CompilerError: The compiler is missing, or refuses.
+        CompilerError: If the compiler is missing or fails.
     """
     compiler = _compiler()
     options = (*_OPTIONS, *vectors)
@@ -105,7 +105,7 @@ def build(name: str, vectors: Sequence[str] = ()) -> Path:
     file = f"{name}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.so"
     folder = _folder()
     if not (folder / file).exists():
-        # Under a name of its own first: others may be compiling it, or loading it, at the same time.
+        # Compiled to a temporary file: other processes may compile or load it at the same time.
         handle, temporary = tempfile.mkstemp(suffix=".so", dir=folder)
         os.close(handle)
         try:
@@ -132,10 +132,7 @@ def _compiler() -> list[str]:
 
 @cache
 def _folder() -> Path:
-    """Return a folder to keep libraries in, which nobody else can write to.
-
-    Where there is none, one that lasts as long as the machine runs.
-    """
+    """Return a cache folder that no other user can write to, or else a temporary folder."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lit_effattn"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -143,7 +140,7 @@ def _folder() -> Path:
             if _is_private(folder):
                 return folder
         reason = f"{folder} belongs to another user or can be written by others (chmod go-w {folder})"
-    except (OSError, RuntimeError) as error:  # no home, not ours, full
+    except (OSError, RuntimeError) as error:  # no home, another owner, disk full
         reason = str(error)
     private = Path(tempfile.mkdtemp(prefix="lit_effattn-"))
     warnings.warn(f"Compiled kernels are kept in {private}, for this process alone: {reason}", stacklevel=2)
@@ -151,7 +148,7 @@ def _folder() -> Path:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether only this user can put a library into `folder`, which would be run."""
+    """Return whether only this user can write to `folder`, whose libraries are executed."""
     about = folder.stat()
     return not hasattr(os, "getuid") or (about.st_uid == os.getuid() and not about.st_mode & 0o022)
 

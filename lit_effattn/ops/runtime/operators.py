@@ -1,4 +1,4 @@
-"""Operators of our own: whole to whoever looks at operators, and called straight where nobody does."""
+"""Custom operators with hand-written gradients, called directly on the CPU in eager mode."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Operator:
-    """`lit_effattn::name` and `lit_effattn::name_backward`, its gradients by hand; they have none themselves.
+    """The operators `lit_effattn::name` and `lit_effattn::name_backward`, its gradients, which have no gradients.
 
-    Compilers, modes and tracers see them as they see PyTorch's own. Nobody looks where a model simply runs: there, on
-    the CPU, PyTorch's dispatcher is passed by, whose part in Python takes as long as a short sequence.
+    `torch.compile`, dispatch modes and tracers see them like PyTorch's own operators. In eager mode on the CPU they are
+    called without PyTorch's dispatcher, whose Python overhead is as large as the cost of a short sequence.
 
     Args:
-        name: What it is called.
-        signature: Its arguments and results, as `torch.library.define` takes them.
-        signature_of_backward: Those of its gradients.
-        forward: It, on the CPU.
-        backward: Its gradients, on the CPU.
-        keep: Takes autograd's context, the arguments and the results, and keeps what `gradients` needs.
+        name: Name of the operator.
+        signature: Its arguments and results, as in `torch.library.define`.
+        signature_of_backward: Arguments and results of its gradients.
+        forward: Its implementation on the CPU.
+        backward: The implementation of its gradients on the CPU.
+        keep: Takes autograd's context, the arguments and the results, and saves the inputs of `gradients`.
         gradients: Takes autograd's context and the results' gradients, calls `self.backward` and returns the
             arguments' gradients.
-        refusal: What is said where the gradients are to be differentiated.
+        refusal: Error message if the gradients are differentiated.
     """
 
     def __init__(
@@ -62,18 +62,18 @@ class Operator:
         self._straight: Any = type(name, (torch.autograd.Function,), parts)
 
     def __call__(self, *inputs: Any) -> Any:
-        """Return the results."""
+        """Apply the operator, with autograd."""
         return self._forward(*inputs) if _watched(inputs) else self._straight.apply(*inputs)
 
     def backward(self, *inputs: Any) -> Any:
-        """Return the gradients, of all that its signature names."""
-        if torch.is_grad_enabled() or _watched(inputs):  # they may be differentiated: the operator says that it can't
+        """Return the gradients, the results of `signature_of_backward`."""
+        if torch.is_grad_enabled() or _watched(inputs):  # the operator raises the error if they are differentiated
             return self._backward(*inputs)
         return self._backward_on_cpu(*inputs)
 
 
 def _watched(inputs: tuple[Any, ...]) -> bool:
-    """Whether the dispatcher has to see the operator: others look, or it knows the device and what it calls there."""
+    """Return whether to call the dispatcher: in compilation, tracing or a dispatch mode, or on another device."""
     if torch.compiler.is_compiling() or inputs[0].device.type != "cpu":
         return True
     if any(isinstance(t, Tensor) and type(t) not in _PLAIN for t in inputs):

@@ -1,8 +1,8 @@
-"""When kernels are used: on CUDA those written in Triton, on the CPU those written in C++, wherever they can be.
+"""Selection of kernels: Triton on CUDA and C++ on the CPU where possible, else PyTorch ("plain").
 
-Those for CUDA are tried beside the plain form first; those for the CPU are compiled first, as `cpp_build` says.
-`LIT_EFFATTN_KERNELS` in the environment forces a form: "plain", "triton" or "c++"; the latter two are then an
-error where they can't be had.
+Triton kernels are compared with the plain form before their first use. C++ kernels are compiled before their first use
+(see `cpp_build`). The environment variable `LIT_EFFATTN_KERNELS` forces a form: "plain", "triton" or "c++". If
+"triton" or "c++" is forced and not usable, an error is raised.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torch import Tensor
 from lit_effattn.ops.runtime import cpp_build
 
 KERNELS = "LIT_EFFATTN_KERNELS"
-"""The environment's variable that forces a form."""
+"""The environment variable that forces a form."""
 
 FORMS = ("plain", "triton", "c++")
-"""Its values."""
+"""The values of `KERNELS`."""
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Of the kernels' queries, keys and values."""
+"""Supported types of queries, keys and values."""
 
 WIDEST = 128
-"""The most columns of queries, keys or values on CUDA: what a walk carries stays in registers."""
+"""Maximum width of queries, keys or values on CUDA, so that a program's sums stay in registers."""
 
-_INTERPRET = "TRITON_INTERPRET"  # Triton's own: its kernels then run in Python, on the CPU
+_INTERPRET = "TRITON_INTERPRET"  # Triton's variable: its kernels then run in Python, on the CPU
 _OLDEST = (8, 0)  # compute capability, the first with TF32
 
 
@@ -45,21 +45,21 @@ def use_triton(
     obstacle: str | None,
     trial: Callable[[], str | None],
 ) -> bool:
-    """Whether kernels written in Triton are to be used.
+    """Return whether to use Triton kernels.
 
-    If not, it says once why where that is a loss: on CUDA, unless another form was asked for.
+    On CUDA, a warning gives the reason once if they can't be used, unless another form was asked for.
 
     Args:
-        what: Whose kernels they are, for messages.
-        asked: The value of `LIT_EFFATTN_KERNELS`, "" if there is none.
-        device: The tensors'.
-        dtypes: Theirs.
-        width: The most columns that one has.
-        obstacle: What keeps these kernels from being used, if anything that the others do not mind.
-        trial: Says what is wrong with them on this device, None if nothing is.
+        what: Name of the operation, for messages.
+        asked: The value of `LIT_EFFATTN_KERNELS`, "" if it is not set.
+        device: Device of the tensors.
+        dtypes: Types of the tensors.
+        width: Largest width of the tensors.
+        obstacle: Why these kernels in particular can't be used, or None.
+        trial: Returns what is wrong with the kernels on this device, or None.
 
     Raises:
-        ValueError: `LIT_EFFATTN_KERNELS` is not a form, or is "triton", and that can't be had.
+        ValueError: If `LIT_EFFATTN_KERNELS` is not a form, or is "triton", which can't be used.
     """
     if _form(asked, device) != "triton":
         return False
@@ -70,20 +70,20 @@ def use_triton(
 
 
 def use_cpp(what: str, asked: str, device: torch.device, dtypes: tuple[torch.dtype, ...], name: str) -> bool:
-    """Whether kernels written in C++ are to be used.
+    """Return whether to use C++ kernels.
 
-    If not, it says once why where that is a loss: on the CPU, unless another form was asked for. In float64 there are
-    none, and nobody is told.
+    On the CPU, a warning gives the reason once if they can't be used, unless another form was asked for. There are none
+    for float64, which causes no warning.
 
     Args:
-        what: Whose kernels they are, for messages.
-        asked: The value of `LIT_EFFATTN_KERNELS`, "" if there is none.
-        device: The tensors'.
-        dtypes: Theirs.
-        name: The source's.
+        what: Name of the operation, for messages.
+        asked: The value of `LIT_EFFATTN_KERNELS`, "" if it is not set.
+        device: Device of the tensors.
+        dtypes: Types of the tensors.
+        name: Name of the source.
 
     Raises:
-        ValueError: `LIT_EFFATTN_KERNELS` is not a form, or is "c++", and that can't be had.
+        ValueError: If `LIT_EFFATTN_KERNELS` is not a form, or is "c++", which can't be used.
     """
     if _form(asked, device) != "c++":
         return False
@@ -95,14 +95,14 @@ def use_cpp(what: str, asked: str, device: torch.device, dtypes: tuple[torch.dty
 
 
 def _form(asked: str, device: torch.device) -> str:
-    """Return what was asked for, or what is for the device."""
+    """Return the form asked for, or else the device's default."""
     if asked not in ("", *FORMS):
         raise ValueError(f"{KERNELS}={asked!r} in the environment is no form: {', '.join(FORMS)}; unset, it is chosen")
     return asked or {"cuda": "triton", "cpu": "c++"}.get(device.type, "plain")
 
 
 def _usable_or_raise(what: str, asked: str, obstacle: str | None) -> bool:
-    """Whether there is no obstacle; if there is one, it is said, or raised where the form was asked for."""
+    """Return whether there is no obstacle. Warn of an obstacle, or raise it if the form was asked for."""
     if obstacle is None:
         return True
     if asked != "":
@@ -148,13 +148,13 @@ def failed_self_check(
     *,
     most: float = 0.02,
 ) -> str | None:
-    """Say what is wrong with kernels, None if nothing is: no GPU was at hand when they were written.
+    """Compare kernels with the plain form, since they were written without a GPU. Return the fault, or None.
 
     Args:
-        device: Where they are tried.
-        dtype: The inputs'.
-        compare: Returns what they find, and the same by the plain form in float32.
-        most: How far what is right may be off, by its norm.
+        device: Device of the comparison.
+        dtype: Type of the inputs.
+        compare: Returns the kernels' results, and those of the plain form in float32.
+        most: Maximum error, relative to the norm of the result.
     """
     try:
         with torch.inference_mode(False), torch.enable_grad():
@@ -162,9 +162,9 @@ def failed_self_check(
         worst = max(
             float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(found, wanted, strict=True)
         )
-    except Exception as error:  # of Triton's compiler, of the driver: there are many kinds
+    except Exception as error:  # Triton's compiler and the driver raise many types
         return f"tried on {device} in {dtype}, they fail: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    # bfloat16 rounds to 2⁻⁹; what is wrong is off by far more. NaN is not less, either.
+    # bfloat16 rounds to 2⁻⁹; a wrong result is off by far more. NaN fails the comparison too.
     return None if worst < most else f"tried on {device} in {dtype}, they are off by {worst:.1%}"
 
 
@@ -176,12 +176,13 @@ def refuse_others(
     widest: int | None = WIDEST,
     widest_in_full: int | None = None,
 ) -> None:
-    """Refuse `sums` that are not in float32, and `heads` of a type or width that kernels do not take.
+    """Check that `sums` are in float32, and that kernels support the types and widths of `heads`.
 
-    Heads may have `widest` columns, in float32 `widest_in_full`; None: no fewer than others, and any number.
+    `widest` is the maximum width of heads (None: no maximum), `widest_in_full` that in float32 (None: `widest`).
 
     Raises:
-        ValueError: names the argument, its type or width, and what was expected: `otherwise` takes any.
+        ValueError: If not. The message names the argument, its type or width, what was expected, and `otherwise`, the
+            function that takes any.
     """
     for name, t in sums.items():
         if t.dtype != torch.float32:
@@ -197,16 +198,16 @@ def refuse_others(
 
 
 def interpreted() -> bool:
-    """Whether kernels written in Triton were asked for: on the CPU, Triton's interpreter runs them."""
+    """Return whether Triton kernels were asked for; on the CPU, Triton's interpreter runs them."""
     return os.environ.get(KERNELS, "") == "triton"
 
 
 def on_device(t: Tensor) -> AbstractContextManager[Any]:
-    """Make `t`'s GPU the current one: where Triton launches."""
+    """Make `t`'s GPU the current one, on which Triton launches kernels."""
     return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
 
 
 def by_position(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return room for (B, H, N, D), laid out (B, N, H, D): what joins the heads again then copies nothing."""
+    """Allocate (B, H, N, D) in the memory layout (B, N, H, D), so that joining the heads copies nothing."""
     b, h, n, d = like.shape
     return like.new_empty(b, n, h, d, dtype=dtype).transpose(1, 2)

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lit_effattn.allowlist import INSTANTIATOR, NotAllowedError
+from lit_effattn.runs import short
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -154,10 +155,21 @@ def hide_folders(checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
 
     A checkpoint that is given away then tells nobody's name, and a run can be moved. `own_folders` undoes it.
     """
+    for name in checkpoint.keys() & {"hyper_parameters", "datamodule_hyper_parameters"}:
+        checkpoint[name] = without_folders(checkpoint[name])
     root = Path(trainer.default_root_dir).resolve()
     for folder, state in _checkpoint_states(checkpoint, trainer):
         state["dirpath"] = str(folder.relative_to(root)) if folder.is_relative_to(root) else str(folder)
         _map_paths(state, lambda path, folder=folder: _inside(folder, path))
+
+
+def without_folders(settings: Any) -> Any:
+    """Return `settings` with absolute paths below the current folder as seen from it, which name nobody's home."""
+    if isinstance(settings, dict):
+        return {name: without_folders(value) for name, value in settings.items()}
+    if isinstance(settings, list):
+        return [without_folders(value) for value in settings]
+    return short(settings) if isinstance(settings, str) and Path(settings).is_absolute() else settings
 
 
 def own_folders(checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:

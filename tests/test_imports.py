@@ -20,7 +20,7 @@ ROOMS: dict[str, set[str]] = {
     "pictures": set(),
     "allowlist": set(),
     "spec_check": {"allowlist"},
-    "checkpoints": {"allowlist"},
+    "checkpoints": {"allowlist", "runs"},
     "datamodules": set(),
     "callbacks": {"sequence", "ops", "pictures"},
     "tasks": {

@@ -32,9 +32,9 @@ import lit_effattn.tasks.ctc
 
 # These imports make the classes known by their short names in YAML and flags.
 from lit_effattn import callbacks, datamodules
-from lit_effattn.checkpoints import AtomicCheckpointIO, read_checkpoint, with_config
-from lit_effattn.cli.resume import CHECKPOINT, ROOT, ResolvedArgs, fixed_by_data, is_child, refuse_dropped
-from lit_effattn.cli.saved_settings import OFFLINE, homes, without_folders
+from lit_effattn.checkpoints import AtomicCheckpointIO, read_checkpoint, with_config, without_folders
+from lit_effattn.cli.resume import CHECKPOINT, ROOT, ResolvedArgs, is_child, refuse_dropped
+from lit_effattn.cli.saved_settings import OFFLINE, fixed_by_data, homes
 from lit_effattn.cli.trainer import Trainer
 from lit_effattn.runs import discard_if_empty, find_checkpoint, new_folder, new_run, run_of, short
 from lit_effattn.spec_check import Place, UserJudge, check

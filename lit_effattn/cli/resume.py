@@ -15,9 +15,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_effattn.allowlist import Trust, listed
 from lit_effattn.checkpoints import read_checkpoint, saved_config
-from lit_effattn.cli.saved_settings import UserOptions, checked_settings
+from lit_effattn.cli.saved_settings import UserOptions, checked_settings, fixed_by_data
 from lit_effattn.runs import find_checkpoint, short
-from lit_effattn.tasks import Task
 
 ROOT = "runs"
 """The default of `trainer.default_root_dir`: the folder that holds all runs."""
@@ -135,17 +134,6 @@ def _early_stopping(settings: dict[str, Any]) -> list[dict[str, Any]]:
     given = _section(settings, "trainer").get("callbacks") or []
     given = given if isinstance(given, list) else [given]
     return [_section(c, "init_args") for c in given if str(c.get("class_path")).endswith("EarlyStopping")]
-
-
-def fixed_by_data() -> set[str]:
-    """Return the arguments of any task that are taken from the data: see `Task.fixed_by_data`."""
-    tasks: list[type[Task]] = [Task]
-    found: set[str] = set()
-    while tasks:
-        task = tasks.pop()
-        found.update(task.fixed_by_data)
-        tasks += task.__subclasses__()
-    return found
 
 
 def find_config(name: str) -> str:

@@ -69,11 +69,15 @@ def checked_settings(
                 taken["trainer"]["default_root_dir"] = short(run.parent)
     if "model" in saved:
         taken["model"] = check(saved["model"], Place(classes=(Task,)), "model", judge)
+    fixed = tuple(f"model.{name}" for name in fixed_by_data())
+    paths = {k: v for k, v in judge.texts.items() if not k.startswith(fixed) and re.search(r"[./\\]", v)}
     judge.texts.clear()
     if "data" in saved:
         taken["data"] = check(saved["data"], Place(classes=(pl.LightningDataModule,)), "data", judge)
-        _tell_paths(judge.texts)
+        paths.update(judge.texts)
         _forbid_downloads(taken["data"], user)
+    if paths:
+        rank_zero_info("It names " + ", ".join(f"{where} {text!r}" for where, text in sorted(paths.items())))
     return taken
 
 
@@ -120,9 +124,15 @@ def _class_of(value: Any) -> str:
     return str(value.get("class_path") if isinstance(value, dict) else value)
 
 
-def _tell_paths(texts: dict[str, str]) -> None:
-    if texts:
-        rank_zero_info("It names " + ", ".join(f"{where} {text!r}" for where, text in sorted(texts.items())))
+def fixed_by_data() -> set[str]:
+    """Return the arguments of any task that are taken from the data: see `Task.fixed_by_data`."""
+    tasks: list[type[Task]] = [Task]
+    found: set[str] = set()
+    while tasks:
+        task = tasks.pop()
+        found.update(task.fixed_by_data)
+        tasks += task.__subclasses__()
+    return found
 
 
 def _forbid_downloads(data: Any, user: UserOptions) -> None:
@@ -147,12 +157,3 @@ def homes(settings: Any) -> list[str]:
         return [path for value in values for path in homes(value)]
     home = str(Path.home())
     return [settings] if isinstance(settings, str) and len(home) > 1 and settings.startswith(f"{home}/") else []
-
-
-def without_folders(settings: Any) -> Any:
-    """Return `settings` with absolute paths below the current folder as seen from it, which name nobody's home."""
-    if isinstance(settings, dict):
-        return {name: without_folders(value) for name, value in settings.items()}
-    if isinstance(settings, list):
-        return [without_folders(value) for value in settings]
-    return short(settings) if isinstance(settings, str) and Path(settings).is_absolute() else settings

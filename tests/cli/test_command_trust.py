@@ -185,6 +185,17 @@ def test_a_checkpoint_has_no_path_of_the_current_folder(tmp_path: Path):
     assert list(Path("moved").rglob("*.ckpt")) == list(run.rglob("*.ckpt"))
 
 
+def test_data_that_are_named_in_full_are_saved_as_seen_from_here(tmp_path: Path):
+    write_texts()
+    content = torch.load(OLD / "language.ckpt", weights_only=True)["lit_effattn"]["config"]
+    content["data"]["init_args"].update(root=str(tmp_path / "texts"), cache=str(tmp_path / "cache"))
+    Path("text.yaml").write_text(yaml.safe_dump({**content, "checkpoint": {}}))
+    main(["fit", "--config", "text.yaml"])
+    (checkpoint,) = Path("runs").rglob("last.ckpt")
+    assert str(tmp_path).encode() not in checkpoint.read_bytes()
+    main(["test", "--ckpt_path", str(checkpoint)])
+
+
 @pytest.mark.filterwarnings("error:The dirpath has changed")
 def test_a_better_checkpoint_replaces_the_best_after_resuming():
     main(["fit", "--config", "tiny.yaml"])
@@ -210,6 +221,13 @@ def test_what_a_home_gives_away_is_said(tmp_path: Path, monkeypatch: pytest.Monk
 def test_folders_that_a_checkpoint_names_are_said_before_they_are_used(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ):
+    content = torch.load(OLD / "speech.ckpt", weights_only=True)
+    decoder = {"class_path": "lit_effattn.ctc.BeamDecoder", "init_args": {"lm": "nowhere/lm.arpa"}}
+    content["hyper_parameters"].update(decoder=decoder)
+    torch.save(content, "it.ckpt")
+    fails(capsys, "test", "--ckpt_path", "it.ckpt")
+    assert "model.decoder.lm 'nowhere/lm.arpa'" in caplog.text
+    assert "phones" not in caplog.text
     assert "texts" in fails(capsys, "test", "--ckpt_path", str(OLD / "language.ckpt"))
     assert "It names data.cache 'cache', data.root 'texts'" in caplog.text
 

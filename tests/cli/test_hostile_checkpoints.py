@@ -263,6 +263,16 @@ def test_the_processes_that_a_run_starts_refuse_it_too(
     assert nothing_happened()
 
 
+@pytest.mark.parametrize("edit", EDITS)
+def test_weights_to_start_from_are_weights_alone(edit: str):
+    """What else the file holds is not looked at."""
+    path = edited(EDITS[edit], "pixels")
+    settings = torch.load(OLD / "pixels.ckpt", weights_only=True)["lit_effattn"]["config"]
+    Path("pixels.yaml").write_text(yaml.safe_dump(settings))
+    main(["fit", "--config", "pixels.yaml", "--init_weights", str(path), "--trainer.fast_dev_run", "1"])
+    assert nothing_happened()
+
+
 def test_data_that_recordings_replace_are_not_fixed_by_names(capsys: pytest.CaptureFixture[str]):
     """`--data.audio` takes from `hyper_parameters` what data would fix."""
     path = edited(lambda c: c["hyper_parameters"].update(phones=SYSTEM), "speech")

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_origin
 
 OURS = (
     "lit_effattn",
@@ -139,7 +139,8 @@ def _public(module: str) -> Iterator[tuple[str, type]]:
     imported = importlib.import_module(module)
     for name in dir(imported):
         value = getattr(imported, name)
-        if isinstance(value, type) and not name.startswith("_"):
+        # Until Python 3.10, list[int] and the like count as types.
+        if isinstance(value, type) and get_origin(value) is None and not name.startswith("_"):
             yield f"{module}.{name}", value
 
 

@@ -6,10 +6,10 @@ to the kind of module that returned it.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -226,7 +226,14 @@ def _as_column(rows: Tensor, t: Tensor) -> Tensor:
 
 # ----------------------------------------------------------------------------------------------------- donated states
 
-_donated: ContextVar[bool] = ContextVar("donated", default=False)
+
+class _Donated(threading.local):
+    """Whether the current thread is inside `donated()`. `torch.compile` of PyTorch 2.11 cannot trace a ContextVar."""
+
+    now = False
+
+
+_donated = _Donated()
 
 
 @contextmanager
@@ -236,13 +243,13 @@ def donated() -> Iterator[None]:
     A donated state may be overwritten in place and must not be used again. A key/value cache is then written in place;
     copying it for every new token would cost more than the attention itself.
     """
-    token = _donated.set(True)
+    before, _donated.now = _donated.now, True
     try:
         yield
     finally:
-        _donated.reset(token)
+        _donated.now = before
 
 
 def may_overwrite() -> bool:
     """Whether the current state may be written in place: it is donated, and gradients are disabled."""
-    return not torch.is_grad_enabled() and _donated.get()
+    return not torch.is_grad_enabled() and _donated.now

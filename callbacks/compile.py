@@ -6,8 +6,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch.torch_version import TorchVersion
 
 from lit_effattn.ops.runtime.check_inductor import check_inductor
+
+_OLDEST = "2.14"  # tested; 2.12 and 2.13 were not
 
 
 class Compile(pl.Callback):
@@ -25,8 +28,8 @@ class Compile(pl.Callback):
         backend: Backend of `torch.compile`.
 
     Raises:
-        ValueError: If there is no such backend; in `setup`, if the model can't be compiled or inductor lacks a
-            requirement.
+        ValueError: If there is no such backend; in `setup`, if the model can't be compiled, PyTorch is older than 2.14,
+            or inductor lacks a requirement.
 
     Example:
         >>> Compile("inducktor")  # doctest: +ELLIPSIS
@@ -48,6 +51,11 @@ class Compile(pl.Callback):
         model: Any = pl_module
         if not hasattr(model, "compile_objective"):
             raise ValueError(f"Compile: {type(model).__name__} has no `compile_objective`; leave the callback out")
+        if TorchVersion(torch.__version__) < _OLDEST:
+            raise ValueError(
+                f"Compile needs PyTorch {_OLDEST} or newer, and this is {torch.__version__}: with 2.11, compiled steps "
+                "fail or have wrong gradients. Update PyTorch or leave the callback out"
+            )
         if self.backend == "inductor":
             check_inductor("Compile", trainer.strategy.root_device)
         model.compile_objective(self.backend)

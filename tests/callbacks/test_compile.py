@@ -158,6 +158,12 @@ def test_models_that_can_not_be_compiled_are_refused(model: Any, complaint: str,
         Compile("eager").setup(trainer(tmp_path, []), model(), "fit")
 
 
+def test_a_pytorch_whose_compiled_gradients_are_wrong_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    with pytest.raises(ValueError, match=r"needs PyTorch 2\.14 or newer, and this is 2\.11\.0\+cu130"):
+        Compile("eager").setup(trainer(tmp_path, []), PixelModel(Transformer(8, 2, 1), (2, 2, 1), 4), "fit")
+
+
 def test_what_inductor_needs_is_missed_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     fitting = trainer(tmp_path, [Compile()])
     monkeypatch.setenv("CXX", "no-such-compiler")

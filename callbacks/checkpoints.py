@@ -24,7 +24,9 @@ class LastCheckpoint(Checkpoint):
     def __init__(self, every_n_train_steps: int | None = None) -> None:
         super().__init__()
         if every_n_train_steps is not None and every_n_train_steps < 1:
-            raise ValueError(f"every_n_train_steps={every_n_train_steps} is not positive; leave it out for every epoch")
+            raise ValueError(
+                f"every_n_train_steps={every_n_train_steps} is not positive; leave it out to save every epoch"
+            )
         self.every_n_train_steps = every_n_train_steps
         self._saved_step = -1
 

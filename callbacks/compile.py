@@ -35,13 +35,13 @@ class Compile(pl.Callback):
         >>> Compile("inducktor")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
             ...
-        ValueError: backend='inducktor' is none of ...inductor...
+        ValueError: backend='inducktor' is not one of ...inductor...
     """
 
     def __init__(self, backend: str = "inductor") -> None:
         known = torch.compiler.list_backends(exclude_tags=())
         if backend not in known:
-            raise ValueError(f"backend={backend!r} is none of {', '.join(known)}; inductor is the usual one")
+            raise ValueError(f"backend={backend!r} is not one of {', '.join(known)}; the usual choice is inductor")
         self.backend = backend
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -26,7 +26,7 @@ class FeatureRedraw(pl.Callback):
         if every_n_steps < 1:
             raise ValueError(f"every_n_steps={every_n_steps} is not positive; leave FeatureRedraw out to keep one draw")
         if seed < 0:
-            raise ValueError(f"seed={seed} is negative; 0 and up are seeds")
+            raise ValueError(f"seed={seed} is negative; choose a seed of at least 0")
         self.every_n_steps = every_n_steps
         self.seed = seed
         self._step = 0  # of the last draw

@@ -122,8 +122,8 @@ class MemoryCarry(pl.Callback):
             return
         if len(everyone) != trainer.world_size:
             rank_zero_warn(
-                f"the checkpoint's memories are of {len(everyone)} processes, this run has {trainer.world_size}: the "
-                "streams are cut otherwise, and memories start empty"
+                f"the checkpoint has the memories of {len(everyone)} processes, this run has {trainer.world_size}: the "
+                "streams are divided differently, so the memories start empty"
             )
             return
         packed = everyone[trainer.global_rank]
@@ -142,8 +142,8 @@ def _start_rows(pl_module: Any, batch: Any) -> None:
     had = len(next(sequence.tensors(memory)))
     if had != rows:
         raise ValueError(
-            f"a batch has {rows} rows and the one before had {had}: memories go from row to row, so the batches of an "
-            "epoch need equally many; use data in contiguous streams (TextStream)"
+            f"a batch has {rows} rows and the one before had {had}: row i continues the memory of row i, so "
+            "all batches of an epoch need the same number; use data in contiguous streams (TextStream)"
         )
     if not reads_values(fresh) or fresh.any():  # a reset copies the whole memory, even if no row is fresh
         pl_module.memory = module.reset(memory, fresh)
@@ -152,9 +152,5 @@ def _start_rows(pl_module: Any, batch: Any) -> None:
 def _refuse_unbounded(module: SequenceModule) -> None:
     if module.bounded_by is None:
         return
-    how = (
-        f"set its option `{module.bounded_by}`"
-        if module.bounded_by
-        else "take another attention, which has a bounded one"
-    )
+    how = f"set its option `{module.bounded_by}`" if module.bounded_by else "use an attention whose state is bounded"
     raise ValueError(f"MemoryCarry: the model's state grows with every segment, without bound; {how}")

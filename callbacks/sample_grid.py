@@ -27,7 +27,7 @@ class SampleGrid(pl.Callback):
 
     def __init__(self, every_n_epochs: int = 1, n_samples: int = 16, temperature: float = 1.0, seed: int = 0) -> None:
         if every_n_epochs < 1 or n_samples < 1:
-            raise ValueError(f"every_n_epochs={every_n_epochs}, n_samples={n_samples}: both are at least 1")
+            raise ValueError(f"every_n_epochs={every_n_epochs}, n_samples={n_samples}: both must be at least 1")
         self.every_n_epochs = every_n_epochs
         self.n_samples = n_samples
         self.temperature = temperature

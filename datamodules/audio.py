@@ -77,7 +77,7 @@ def read_audio(
         raise AudioError.of(path, "unreadable", _unreadable(path, error)) from error
     except OSError as error:
         raise AudioError.of(
-            path, "unreadable", f"it cannot be opened ({error.strerror}); see to that, or leave it out"
+            path, "unreadable", f"it cannot be opened ({error.strerror}); correct that, or leave it out"
         ) from error
     if len(samples) < n:
         raise AudioError.of(
@@ -103,7 +103,7 @@ def _check_file(path: Path) -> None:
 def _part(path: Path, file: soundfile.SoundFile, start: float, duration: float | None) -> tuple[int, int]:
     """Return the first sample and the number of samples."""
     if file.frames == 0:
-        raise AudioError.of(path, "empty", "there is not one sample in it; get it again, or leave it out")
+        raise AudioError.of(path, "empty", "it has no samples; get it again, or leave it out")
     first = round(start * file.samplerate)
     last = file.frames if duration is None else round((start + duration) * file.samplerate)
     if not 0 <= first < min(last, file.frames) or last > file.frames + _TOLERANCE * file.samplerate:
@@ -112,7 +112,7 @@ def _part(path: Path, file: soundfile.SoundFile, start: float, duration: float |
         raise AudioError.of(
             path,
             "not so long",
-            f"{wanted} is wanted, but it has {seconds:.2f} s; correct start and duration, or get the whole file",
+            f"{wanted} was requested, but it has {seconds:.2f} s; correct start and duration, or get the whole file",
         )
     return first, min(last, file.frames) - first
 
@@ -124,7 +124,7 @@ def _check_header(
         raise AudioError.of(
             path,
             "several channels",
-            f"it has {file.channels} channels, and which of them is meant is not known; make it mono",
+            f"it has {file.channels} channels, but must have one; convert it to mono",
         )
     if n / file.samplerate > max_seconds:
         raise AudioError.of(
@@ -138,7 +138,7 @@ def _check_header(
             path,
             "low sampling rate",
             f"it has {file.samplerate} Hz, less than sample_rate={sample_rate}, so that its upper band would be empty; "
-            f"take upsample=true to use it nevertheless, or train with sample_rate={file.samplerate}",
+            f"set upsample=true to use it anyway, or train with sample_rate={file.samplerate}",
         )
     # The time and memory of resampling grow with the ratio's terms in lowest terms.
     common = math.gcd(file.samplerate, sample_rate)

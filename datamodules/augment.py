@@ -42,7 +42,7 @@ class SpecAugment:
             if value < 0:
                 raise ValueError(f"{name}={value} must be at least 0")
         if not 0 <= max_share <= 1:
-            raise ValueError(f"max_share={max_share} must be from 0 to 1, a part of the utterance")
+            raise ValueError(f"max_share={max_share} must be from 0 to 1, a fraction of the utterance")
         self.n_freq_masks = n_freq_masks
         self.freq_mask = freq_mask
         self.n_time_masks = n_time_masks

@@ -70,7 +70,7 @@ class CopyTask(SyntheticTask):
                 raise ValueError(f"{name}={value} must be at least {least}")
         min_len = 4 if min_len is None else min_len
         if not 4 <= min_len <= max_len:
-            raise ValueError(f"min_len={min_len} must be from 4, two separators and a word twice, to max_len={max_len}")
+            raise ValueError(f"min_len={min_len} must be from 4 (a separator and a symbol, twice) to max_len={max_len}")
         self.words = (min_len // 2 - 1, max_len // 2 - 1)
         self.n_symbols = n_symbols
 

@@ -143,7 +143,7 @@ class ManifestCorpus(SpeechCorpus):
 
     def __init__(self, train: str, val: str, test: str, *, lexicon: str | None = None, stress: bool = False) -> None:
         if stress and lexicon is None:
-            raise ValueError("stress=True needs a lexicon, whose digits it keeps; give lexicon")
+            raise ValueError("stress=True needs a lexicon, because it keeps the lexicon's stress digits; give lexicon")
         self.manifests = {"train": Path(train), "val": Path(val), "test": Path(test)}
         self.lexicon = None if lexicon is None else Lexicon(lexicon, stress=stress)
         self._read: dict[str, list[Utterance]] = {}

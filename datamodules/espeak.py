@@ -168,8 +168,8 @@ def espeak_library() -> tuple[str, str | None]:
     if (found := ctypes.util.find_library("espeak-ng")) is not None:
         return found, None
     raise ModuleNotFoundError(
-        "speech is synthesised by espeak-ng, which is not there: pip install 'lit-effattn[speech]', or on Debian and "
-        "Ubuntu: apt install libespeak-ng1"
+        "speech is synthesised by espeak-ng, which is not installed: pip install 'lit-effattn[speech]', or on Debian "
+        "and Ubuntu: apt install libespeak-ng1"
     )
 
 
@@ -210,7 +210,7 @@ class Synthesizer:
             requests.write(json.dumps(request).encode() + b"\n")
             requests.flush()
         except BrokenPipeError as error:
-            raise ChildProcessError(f"espeak-ng has ended before {text!r}") from error
+            raise ChildProcessError(f"the espeak-ng process ended before {text!r}") from error
         answer = self._answer()
         audio = np.frombuffer(_pipe(self._process.stdout).read(2 * answer["samples"]), np.int16)
         phones, times = timed_phones(answer["phones"], len(audio), self._sample_rate)
@@ -219,7 +219,7 @@ class Synthesizer:
     def _answer(self) -> dict[str, Any]:
         line = _pipe(self._process.stdout).readline()
         if not line:
-            raise ChildProcessError(f"espeak-ng has ended, with status {self._process.wait()}")
+            raise ChildProcessError(f"the espeak-ng process ended with status {self._process.wait()}")
         answer = json.loads(line)
         if "error" in answer:
             raise ChildProcessError(answer["error"])
@@ -304,11 +304,11 @@ def _is_made(root: Path, minutes: float) -> bool:
         found = {"format": about["format"], "minutes": about["minutes"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FileExistsError(
-            f"root={str(root)!r} holds something else than such a corpus; name another folder"
+            f"root={str(root)!r} holds other files than a corpus of espeak-ng; name another folder"
         ) from error
     if found != (wanted := {"format": FORMAT, "minutes": minutes}):
         raise FileExistsError(
-            f"root={str(root)!r} holds a corpus of {found}, but {wanted} is wanted; delete it or name another folder"
+            f"root={str(root)!r} holds a corpus of {found} instead of {wanted}; delete it or name another folder"
         )
     return True
 
@@ -367,8 +367,8 @@ def _next(sentences: Iterator[list[str]], split: str, done: float, seconds: floa
     pieces = next(sentences, None)
     if pieces is None:
         raise ValueError(
-            f"this Python's documentation is spoken in {done / 60:.0f} of the {seconds / 60:.0f} minutes of {split!r}; "
-            "ask for fewer minutes"
+            f"this Python's documentation gives only {done / 60:.0f} of the {seconds / 60:.0f} minutes of {split!r}; "
+            "request fewer minutes"
         )
     return pieces
 
@@ -381,7 +381,7 @@ def main(arguments: list[str] | None = None) -> None:
         "voice, several speeds and pitches, sentences from the documentation of Python's library. Training, "
         "validation and test share no sentence and no variant. The same arguments give the same files.",
     )
-    parser.add_argument("--root", default="data/espeak", help="folder to make (default: %(default)s)")
+    parser.add_argument("--root", default="data/espeak", help="folder to create (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=ESPEAK_MINUTES, help="of audio (default: %(default)g)")
     options = parser.parse_args(arguments)
     try:

@@ -70,7 +70,7 @@ class _Espeak:
         path = None if data is None else os.fsencode(data)
         self.sample_rate = self.library.espeak_Initialize(_SYNCHRONOUS, _BUFFER_MS, path, options)
         if self.sample_rate <= 0:
-            raise RuntimeError(f"{library} finds no data in {data}; if that is a long path, make a shorter one")
+            raise RuntimeError(f"{library} finds no data in {data}; if that path is long, use a shorter one")
         if hasattr(self.library, "espeak_ng_SetRandSeed"):  # version 1.52 seeds breath noise with the time
             self.library.espeak_ng_SetRandSeed(ctypes.c_long(_SEED))
         self.library.espeak_SetSynthCallback(self._callback)

@@ -222,9 +222,7 @@ def _idx_shape(path: Path, item: tuple[int, ...]) -> int:
     shape = struct.unpack(f">{n_dims}I", header[4:])
     held = path.stat().st_size - len(header)
     if held != math.prod(shape):
-        raise ValueError(
-            f"{path}: holds {held} bytes, but its header promises {math.prod(shape)}; delete it and run again"
-        )
+        raise ValueError(f"{path}: holds {held} bytes, but its header says {math.prod(shape)}; delete it and run again")
     if shape[1:] != item:
         raise ValueError(f"{path}: items of shape {shape[1:]} instead of {item}; delete it and run again")
     return shape[0]
@@ -280,7 +278,7 @@ def _images_in(root: Path) -> list[Path]:
     # File managers leave files whose names begin with a dot; they are not images.
     paths = [p for p in root.rglob("*") if p.suffix.lower() in EXTENSIONS and not p.name.startswith(".")]
     if not paths:
-        raise FileNotFoundError(f"{root.resolve()}: not one image in it or below it ({wanted})")
+        raise FileNotFoundError(f"{root.resolve()}: no image in it or in its subfolders ({wanted})")
     return sorted(paths, key=lambda path: path.relative_to(root).as_posix())
 
 

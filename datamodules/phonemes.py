@@ -111,7 +111,7 @@ def espeak_phones(name: str) -> tuple[str, ...]:
     bare = re.sub("[ˈˌː:]", "", name)
     if bare not in _ESPEAK:
         raise ValueError(
-            f"espeak-ng's sound {name!r} is none that its English had in version 1.52; install that version: "
+            f"espeak-ng's sound {name!r} is not one of its English sounds in version 1.52; install that version: "
             "pip install 'lit-effattn[speech]'"
         )
     return _ESPEAK[bare]
@@ -223,7 +223,7 @@ def pronounced(spoken: Iterable[tuple[Utterance, str | None]], lexicon: Lexicon,
         return known
     message = (
         f"{name}: {n_left_out} of {n_left_out + len(known)} utterances are left out, because {lexicon.path} lacks "
-        f"{first_few(unknown, 'word')}; add what they are pronounced like"
+        f"{first_few(unknown, 'word')}; add their pronunciations"
     )
     if not known:
         raise ValueError(message)

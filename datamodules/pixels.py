@@ -282,7 +282,7 @@ def levels_to_images(levels: Tensor, image_shape: tuple[int, int, int], n_levels
     """
     height, width, channels = image_shape
     if levels.shape[1] != height * width * channels:
-        raise ValueError(f"sequences of length {levels.shape[1]} are no images of image_shape={image_shape}")
+        raise ValueError(f"sequences of length {levels.shape[1]} are not images of image_shape={image_shape}")
     top = n_levels - 1
     values = (2 * 255 * levels.int() + top) // (2 * top)  # rounded in integers: the same on every device
     return values.to(torch.uint8).view(-1, height, width, channels).permute(0, 3, 1, 2)  # (B, N) -> (B, C, H, W)

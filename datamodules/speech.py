@@ -113,7 +113,7 @@ class SpeechData(LightningDataModule):
             raise ValueError(f"min_seconds={min_seconds} must be from 0 to below max_seconds={max_seconds}")
         _check_augment(spec_augment, n_mels, normalize)
         if audio is not None and not audio:
-            raise ValueError(f"audio={audio!r} names nothing; give files, folders or manifests, or leave it out")
+            raise ValueError(f"audio={audio!r} is empty; give files, folders or manifests, or leave it out")
         self.corpus = EspeakCorpus() if corpus is None else corpus
         self.filterbanks = Filterbanks(sample_rate, n_mels=n_mels)
         self.normalize = normalize
@@ -171,7 +171,7 @@ class SpeechData(LightningDataModule):
             )
         if self.audio is not None:
             if stage != "predict":
-                raise ValueError(f"audio={self.audio} is for predict, and this is about the corpus: leave it out")
+                raise ValueError(f"audio={self.audio} is for predict only; leave it out to use the corpus")
             self._splits["predict"] = self._given(self.audio)
             return
         for split in _SPLITS_OF[stage]:
@@ -182,7 +182,9 @@ class SpeechData(LightningDataModule):
     def _of_corpus(self, split: str, *, labelled: bool) -> "Split":
         utterances, features = self._read(split)
         if not utterances:
-            raise ValueError(f"{type(self.corpus).__name__} has no utterances of {split!r}; see how it is divided")
+            raise ValueError(
+                f"{type(self.corpus).__name__} has no utterances of {split!r}; check how it is divided into splits"
+            )
         labels = _Labels(self.corpus.phones)
         mislabelled, faults = labels.faults(utterances), features.readings.faults
         if labelled:
@@ -240,7 +242,7 @@ class SpeechData(LightningDataModule):
         utterances = [u for name in audio for u in recordings(Path(name))]
         features = read_features(utterances, self._reader, num_workers=self.num_workers)
         if faults := list(features.readings.faults.values()):
-            others = f" ({len(faults) - 1} more of {len(utterances)} are at fault)" if len(faults) > 1 else ""
+            others = f" ({len(faults) - 1} more of {len(utterances)} can't be used)" if len(faults) > 1 else ""
             raise ValueError(f"{faults[0].message}{others}")
         return Split(utterances, [[] for _ in utterances], features, np.arange(len(utterances)))
 
@@ -414,7 +416,7 @@ class _Labels:
         found = {}
         for i, u in enumerate(utterances):
             if u.phones is None:
-                found[i] = Fault("without phones", f"{u.id}: what is said in it is not known; give its phones")
+                found[i] = Fault("without phones", f"{u.id}: it has no phones; give them")
             elif unknown := next((phone for phone in u.phones if phone not in self._of), None):
                 found[i] = Fault("unknown phone", f"{u.id}: {unknown!r} is not in the inventory of the corpus")
         return found
@@ -426,7 +428,7 @@ class _Labels:
             labels = self(u)
             needed = len(labels) + sum(a == b for a, b in pairwise(labels))
             if n < needed:
-                message = f"{u.id}: {n} frames, subsampled, are less than the {needed} that its phones need; check both"
+                message = f"{u.id}: {n} frames after subsampling, but its phones need {needed}; check both"
                 found[i] = Fault("shorter than its phones", message)
         return found
 
@@ -446,7 +448,7 @@ def _check_augment(augment: SpecAugment | None, n_mels: int, normalize: str | No
     if augment is None:
         return
     if normalize is None:
-        raise ValueError("normalize=None: spec_augment hides with 0, the mean of normalised features; choose utterance")
+        raise ValueError("normalize=None: spec_augment masks with 0, the mean of normalised features; choose utterance")
     if augment.freq_mask > n_mels:
         raise ValueError(f"spec_augment.freq_mask={augment.freq_mask} must be at most n_mels={n_mels}")
 

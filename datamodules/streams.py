@@ -83,7 +83,7 @@ class TokenStreams(Dataset[TokenBatch]):
     def _check(self, n_segments: int, n_streams: int) -> None:
         if len(self.tokens) < self.segment_len:
             raise ValueError(
-                f"segment_len={self.segment_len} is more than the {len(self.tokens)} tokens there are to train on; "
+                f"segment_len={self.segment_len} is more than the {len(self.tokens)} training tokens; "
                 "use a smaller one, or more text"
             )
         if n_segments < n_streams:
@@ -178,13 +178,13 @@ class StreamLoader(ResumableLoader):
         for name in ("batch_size", "segment_len"):
             if was[name] != now[name]:
                 raise ValueError(
-                    f"{name}={now[name]}, but the interrupted run had {was[name]}: its streams cannot go on; "
-                    "resume with what it was started with"
+                    f"{name}={now[name]}, but the interrupted run had {was[name]}: its streams cannot be continued; "
+                    "resume with the value that it was started with"
                 )
         if was != now:
             rank_zero_warn(
-                f"Training goes on with {now['n_processes']} processes instead of {was['n_processes']}: other streams, "
-                "which start afresh, at the beginning of the text and without a memory."
+                f"Training continues with {now['n_processes']} processes instead of {was['n_processes']}: the streams "
+                "are divided differently, so they restart at the beginning of the text, with empty memories."
             )
             state |= {"batches": 0, "n_batches": len(self)}
         super().load_state_dict(state)

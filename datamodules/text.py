@@ -284,7 +284,7 @@ def _check_vocabulary(tokens: str, vocab_size: int | None) -> None:
         return
     if tokens not in _LEAST_VOCABULARY:
         raise ValueError(
-            f"vocab_size={vocab_size} does not apply to tokens={tokens!r}, whose number the text decides; leave it out"
+            f"vocab_size={vocab_size} does not apply to tokens={tokens!r}, which takes it from the text; leave it out"
         )
     if vocab_size < _LEAST_VOCABULARY[tokens]:
         raise ValueError(f"vocab_size={vocab_size} must be at least {_LEAST_VOCABULARY[tokens]} for tokens={tokens!r}")

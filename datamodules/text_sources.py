@@ -162,7 +162,7 @@ def files(root: Path, glob: str, *, whole_characters: bool) -> TextSource:
         missing = " and ".join(name for name in SPLITS if name not in own)
         raise ValueError(
             f"{root.resolve()}: has a subfolder {' and '.join(own)}, but not {missing}; add what is missing, or rename "
-            "what is there to have all files divided"
+            "the existing ones to have all files divided"
         )
     return _source("files", root, _split_by_name(_some_files(root, glob)))
 

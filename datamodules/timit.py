@@ -51,7 +51,7 @@ class TimitCorpus(SpeechCorpus):
         for split, expected in _N_UTTERANCES.items():
             if (found := len(self.utterances(split))) != expected:
                 rank_zero_warn(
-                    f"{self.root}: TIMIT has {expected} utterances for {split!r}, but {found} are there; errors cannot "
+                    f"{self.root}: TIMIT has {expected} utterances for {split!r}, but {found} were found; errors can't "
                     "be compared with published ones"
                 )
 

@@ -156,7 +156,7 @@ def _decoded(document: Document, offset: int, chunk: bytes) -> str:
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{document.name}: byte {offset + error.start} is {chunk[error.start]:#04x}, which is "
-            "not UTF-8; convert the file, or choose tokens='bytes', which takes any"
+            "not UTF-8; convert the file, or choose tokens='bytes', which accepts any"
         ) from error
 
 

@@ -87,14 +87,16 @@ class Tokenizer(ABC):
         try:
             content = parse_json(spec) if isinstance(spec, str) else spec
         except ValueError as error:
-            raise ValueError(f"spec={str(spec)[:80]!r} describes no tokenizer: {error}") from error
+            raise ValueError(f"spec={str(spec)[:80]!r} does not describe a tokenizer: {error}") from error
         name = content.get("tokens") if isinstance(content, dict) else None
         if not isinstance(name, str) or name not in KINDS:
-            raise ValueError(f"spec={str(spec)[:80]!r} describes no tokenizer; its tokens must be one of {[*KINDS]}")
+            raise ValueError(
+                f"spec={str(spec)[:80]!r} does not describe a tokenizer; its tokens must be one of {[*KINDS]}"
+            )
         try:
             return KINDS[name]._from(content.get("vocabulary"))
         except TypeError as error:
-            raise ValueError(f"spec={str(spec)[:80]!r} has no vocabulary of {name}: {error}") from error
+            raise ValueError(f"spec={str(spec)[:80]!r} does not have a vocabulary of {name}: {error}") from error
 
     @classmethod
     @abstractmethod
@@ -279,7 +281,7 @@ class BPETokenizer(Tokenizer):
         try:
             self._model = tokenizers.Tokenizer.from_str(model)
         except Exception as error:  # the package raises no more specific type
-            raise ValueError(f"model={model[:80]!r} is no model of byte pairs: {error}") from error
+            raise ValueError(f"model={model[:80]!r} is not a model of byte pairs: {error}") from error
         self.n_tokens = self._model.get_vocab_size() + 1
 
     def encode(self, text: str | bytes) -> np.ndarray:

@@ -44,7 +44,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             reason = _os_error(error)
             if reason is None and isinstance(error, RuntimeError) and "inline_container" not in str(error):
                 raise
-            kept = f"; {path} is the one saved before, intact" if path.exists() else ""
+            kept = f"; {path} is the one saved before, still intact" if path.exists() else ""
             raise OSError(
                 f"the checkpoint {path} could not be written: {reason.strerror if reason else error}{kept}. "
                 "Make room, then resume with --ckpt_path last"
@@ -80,7 +80,7 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
     except Exception as error:  # what is no pickle fails in every way there is
         reason = str(error).partition("\n")[0].partition(". ")[0]  # what torch adds is advice to trust the file
         raise ValueError(
-            f"{path} ({path.stat().st_size:,} bytes) can't be read as a checkpoint: it is cut off, damaged, or of "
+            f"{path} ({path.stat().st_size:,} bytes) can't be read as a checkpoint: it is cut off, damaged, or from "
             f"another program ({reason or type(error).__name__})"
         ) from error
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:

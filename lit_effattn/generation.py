@@ -22,7 +22,9 @@ def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -
         ValueError: A setting is out of range. The message names it and its value.
     """
     if not temperature >= 0:
-        raise ValueError(f"temperature={temperature}; 0 takes the likeliest level, 1 samples as trained")
+        raise ValueError(
+            f"temperature={temperature} must be at least 0; 0 takes the likeliest level, 1 samples as trained"
+        )
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k={top_k} leaves no level to draw; give at least 1, or leave it out")
     if top_p is not None and not 0 < top_p <= 1:
@@ -121,7 +123,9 @@ def generate(
     """
     check_sampling(temperature, top_k, top_p)
     if not backbone.causal:
-        raise ValueError(f"{type(backbone).__name__} has causal=False: it sees the future, and can't generate")
+        raise ValueError(
+            f"{type(backbone).__name__} has causal=False, so it sees the future and can't generate; use causal=True"
+        )
     if compile and BACKEND == "inductor":
         check_inductor("compile=True", prompt.device)
     rows = len(prompt)

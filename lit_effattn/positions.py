@@ -129,7 +129,7 @@ class RotaryPositions(Positions):
     def __init__(self, width: int, base: float = 10000.0) -> None:
         super().__init__(width)
         if width % 2:
-            raise ValueError(f"rotary positions turn pairs of dimensions, but a head has {width}, an odd number")
+            raise ValueError(f"rotary positions rotate pairs of dimensions, but a head's width={width} is odd")
         self.base = base
 
     def forward(self, position: Tensor) -> Tensor:

@@ -266,12 +266,12 @@ class CheckpointJudge:
         if kind is None:
             raise NotAllowedError(f"{self.source} names {name!r} as {where}, {self._remedy(name)}")
         if not inspect.isclass(kind):
-            raise NotAllowedError(f"{self.source} names {name} as {where}: a checkpoint can name classes, no functions")
+            raise NotAllowedError(f"{self.source} names {name} as {where}: a checkpoint can't name functions")
         if not place.named:
-            raise NotAllowedError(f"{self.source} names {name} as {where}, where a checkpoint can name nothing")
+            raise NotAllowedError(f"{self.source} names {name} as {where}, where a checkpoint can't name a class")
         if not issubclass(kind, place.named):
             expected = " or ".join(base.__name__ for base in place.named)
-            raise NotAllowedError(f"{self.source} names {name} as {where}, which is no {expected}")
+            raise NotAllowedError(f"{self.source} names {name} as {where}, which is not derived from {expected}")
         return (moved(name) if "." in name else f"{kind.__module__}.{kind.__qualname__}"), kind
 
     @staticmethod
@@ -299,7 +299,7 @@ class CheckpointJudge:
 
     def object(self, value: Any, place: Place, where: str) -> Any:
         """Refuse it: a checkpoint's configuration is plain data."""
-        raise NotAllowedError(f"{self.source} has a {type(value).__name__} as {where}, where plain data belongs")
+        raise NotAllowedError(f"{self.source} has a {type(value).__name__} as {where}, where plain data is expected")
 
 
 class UserJudge:
@@ -337,5 +337,5 @@ class UserJudge:
             is_function = callable(value) and not isinstance(value, place.classes)
         if is_function and not self.trust.has(value):
             name = f"{value.__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"
-            raise NotAllowedError(f"{where} names the function {name}: if you want it to be called, --trust {name}")
+            raise NotAllowedError(f"{where} names the function {name}: to allow it to be called, give --trust {name}")
         return value

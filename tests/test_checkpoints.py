@@ -122,7 +122,7 @@ def test_a_full_disk_later(saved: Path, request: pytest.FixtureRequest):
     said = str(caught.value)
     assert str(saved) in said
     assert "File too large" in said  # what the operating system says of EFBIG
-    assert "saved before, intact" in said
+    assert "saved before, still intact" in said
     assert "\n" not in said
     assert intact(saved)
 

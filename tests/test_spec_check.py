@@ -100,7 +100,7 @@ def test_a_checkpoints_names_are_kept_and_short_ones_completed():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("torch.optim.SGD", "is no Attention"),
+        ("torch.optim.SGD", "is not derived from Attention"),
         ("os.system", "no checkpoint may name; do not use this file"),
         ("mine.Attention", "--trust mine.Attention (in Python: trust=('mine.Attention',))"),
     ],

@@ -45,7 +45,9 @@ class Attention(SequenceModule):
             )
         width = d_model if d_qk is None else d_qk
         if width < 1 or width % n_heads:
-            raise ValueError(f"d_qk={d_qk}: queries and keys have d_qk / n_heads dimensions, and n_heads={n_heads}")
+            raise ValueError(
+                f"d_qk={d_qk} is not a multiple of n_heads={n_heads}: heads have d_qk / n_heads dimensions; change one"
+            )
         self.d_input = self.d_model = d_model
         self.n_heads = n_heads
         self.head_dim = d_model // n_heads

@@ -110,15 +110,17 @@ class CompressiveAttention(TransformerXLAttention):
             bias=bias,
         )
         if not causal:
-            raise ValueError("causal=False leaves nothing to compress: CompressiveAttention is of the past alone")
+            raise ValueError("causal=False: CompressiveAttention compresses past positions, so it needs causal=True")
         if compressed_len < 1:
-            raise ValueError(f"compressed_len={compressed_len}; without summaries this is TransformerXLAttention")
+            raise ValueError(
+                f"compressed_len={compressed_len} is not positive; use TransformerXLAttention for no summaries"
+            )
         if compression_rate < 1:
             raise ValueError(
-                f"compression_rate={compression_rate}; a summary is of 1 input at least, of 2 to 4 usually"
+                f"compression_rate={compression_rate} is not positive; 2 to 4 inputs per summary are usual"
             )
         if compression not in get_args(Compression):
-            raise ValueError(f"compression={compression!r} is none of {get_args(Compression)}")
+            raise ValueError(f"compression={compression!r} is not one of {get_args(Compression)}")
         self.compressed_len = compressed_len
         self.compression_rate = compression_rate
         self.compression = compression
@@ -129,7 +131,7 @@ class CompressiveAttention(TransformerXLAttention):
         """See `TransformerXLAttention.set_memory`. `same_length` must be False: the split never has an effect here."""
         if same_length:
             raise ValueError(
-                "same_length=True: CompressiveAttention sees the same however a stream is split; leave it out"
+                "same_length=True: what CompressiveAttention sees never depends on how a stream is split; leave it out"
             )
         super().set_memory(mem_len, clamp_len)
 

@@ -143,24 +143,24 @@ class InfiniteAttention(TransformerXLAttention):
             bias=bias,
         )
         if not causal:
-            raise ValueError("causal=False leaves nothing to remember: InfiniteAttention is of the past alone")
+            raise ValueError("causal=False: InfiniteAttention remembers past positions, so it needs causal=True")
         least = {"segment_len": (segment_len, 1), "n_basis": (n_basis, 0), "n_samples": (n_samples, 1)}
         for name, (value, fewest) in (least | {"n_bins": (n_bins, 1)}).items():
             if value < fewest:
                 raise ValueError(f"{name}={value} must be at least {fewest}")
         if not widths or min(widths) <= 0:
-            raise ValueError(f"widths={widths}: basis functions have at least one width, all above 0")
+            raise ValueError(f"widths={widths} must hold at least one width of the basis functions, all above 0")
         if n_basis % len(widths):
             raise ValueError(f"n_basis={n_basis} is not divisible by the {len(widths)} widths {widths}; change one")
         for name, positive in (("ridge", ridge), ("sigma_0", sigma_0)):
             if positive <= 0:
                 raise ValueError(f"{name}={positive} must be above 0")
         if kl_weight < 0:
-            raise ValueError(f"kl_weight={kl_weight} is negative; 0 leaves densities as they are")
+            raise ValueError(f"kl_weight={kl_weight} is negative; 0 turns the regulariser off")
         if not 0 < tau < 1:
-            raise ValueError(f"tau={tau} leaves nothing to the old signal, or to the new segment: 0 < τ < 1")
+            raise ValueError(f"tau={tau} must be between 0 and 1, both excluded: it is the share of the old signal")
         if writes not in get_args(Writes):
-            raise ValueError(f"writes={writes!r} is none of {get_args(Writes)}")
+            raise ValueError(f"writes={writes!r} is not one of {get_args(Writes)}")
         self.segment_len = segment_len
         self.n_basis = n_basis
         self.widths = tuple(widths)
@@ -201,7 +201,7 @@ class InfiniteAttention(TransformerXLAttention):
         """See `TransformerXLAttention.set_memory`. `same_length` must be False: the split never has an effect here."""
         if same_length:
             raise ValueError(
-                "same_length=True: InfiniteAttention sees the same however a stream is split; leave it out"
+                "same_length=True: what InfiniteAttention sees never depends on how a stream is split; leave it out"
             )
         super().set_memory(mem_len, clamp_len)
 

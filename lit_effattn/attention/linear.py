@@ -75,7 +75,7 @@ class ReluFeatureMap(FeatureMap):
     def __init__(self, head_dim: int, floor: float = 1e-3) -> None:
         super().__init__(head_dim)
         if floor < 0:
-            raise ValueError(f"floor={floor} is negative, and so would the attention's weights be")
+            raise ValueError(f"floor={floor} is negative, which makes attention weights negative; choose at least 0")
         self.floor = floor
 
     def forward(self, x: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ class LSHAttention(Attention):
     ) -> None:
         super().__init__(d_model, n_heads, causal, bias=bias)
         if n_hashes < 1:
-            raise ValueError(f"n_hashes={n_hashes} is no round of hashing; 1 is the fastest, 4 to 8 are usual")
+            raise ValueError(f"n_hashes={n_hashes} is not positive; 1 is the fastest, 4 to 8 are usual")
         if n_buckets < 1 or (n_buckets % 2 and n_buckets != 1):
             raise ValueError(
                 f"n_buckets={n_buckets}: buckets come in pairs, one for each direction of a rotated axis; choose an "

@@ -106,11 +106,11 @@ class PerformerAttention(Attention):
         super().__init__(d_model, n_heads, causal, bias=bias)
         for name, value, known in (("features", features, get_args(Features)), ("norms", norms, get_args(Norms))):
             if value not in known:
-                raise ValueError(f"{name}={value!r} is none of {known}")
+                raise ValueError(f"{name}={value!r} is not one of {known}")
         if n_features is None:
             n_features = 8 * max(1, math.ceil(self.head_dim * math.log(self.head_dim) / 8))
         if n_features < 1:
-            raise ValueError(f"n_features={n_features}; it takes at least 1, and D ln D or more to be accurate")
+            raise ValueError(f"n_features={n_features} is not positive; D ln D or more are accurate")
         if features in _PAIRED and n_features % 2:
             raise ValueError(f"n_features={n_features} is odd; features={features!r} come in pairs: make it even")
         if chunk_size < 1 or chunk_size & (chunk_size - 1):

@@ -50,7 +50,7 @@ class ShawAttention(SoftmaxAttention):
     ) -> None:
         super().__init__(d_model, n_heads, causal, window=window, dropout=dropout, bias=bias)
         if max_distance < 1:
-            raise ValueError(f"max_distance={max_distance} tells no two distances apart; it is at least 1")
+            raise ValueError(f"max_distance={max_distance} must be at least 1, to distinguish distances")
         self.max_distance = max_distance
         rows = max_distance + 1 if causal else 2 * max_distance + 1
         self.key_table = nn.Parameter(torch.empty(rows, self.head_dim))

@@ -81,9 +81,9 @@ class SoftmaxAttention(Attention):
     ) -> None:
         super().__init__(d_model, n_heads, causal, bias=bias)
         if window is not None and window < 1:
-            raise ValueError(f"window={window} sees nothing; it counts a position itself, so it is at least 1")
+            raise ValueError(f"window={window} must be at least 1: it includes the position itself")
         if window is not None and not causal:
-            raise ValueError(f"window={window} needs causal=True; without, leave it out")
+            raise ValueError(f"window={window} needs causal=True; leave it out if causal=False")
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout={dropout} is not a probability from 0 to below 1")
         self.window = window

@@ -103,7 +103,7 @@ class SparseAttention(Attention):
             ("combine", combine, get_args(Combination)),
         ):
             if value not in known:
-                raise ValueError(f"{name}={value!r} is none of {known}")
+                raise ValueError(f"{name}={value!r} is not one of {known}")
         if stride < 1:
             raise ValueError(f"stride={stride} is not positive; about √N costs least")
         if pattern == "strided" and (summary is not None or distinct):
@@ -114,7 +114,7 @@ class SparseAttention(Attention):
         columns = summary if summary is not None else 1
         if not 1 <= columns <= stride:
             raise ValueError(
-                f"summary={summary} of the stride={stride} positions in a block; choose from 1 to {stride}"
+                f"summary={summary} columns in a block of stride={stride} positions; choose from 1 to {stride}"
             )
         if distinct and n_heads * columns > stride:
             raise ValueError(
@@ -122,7 +122,9 @@ class SparseAttention(Attention):
                 f"take {n_heads * columns} positions of a block of {stride}; lower summary or raise stride"
             )
         if combine == "heads" and n_heads < 2:
-            raise ValueError(f"combine='heads' with n_heads={n_heads}; it deals two sets of keys over at least 2 heads")
+            raise ValueError(
+                f"combine='heads' with n_heads={n_heads}; it divides two sets of keys among at least 2 heads"
+            )
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout={dropout} is not a probability from 0 to below 1")
         self.pattern, self.stride, self.summary = pattern, stride, columns

@@ -99,13 +99,15 @@ class TransformerXLAttention(Attention):
         Earlier states become invalid, unless `mem_len` and `same_length` are unchanged.
         """
         if mem_len < 0:
-            raise ValueError(f"mem_len={mem_len} is negative; 0 remembers nothing")
+            raise ValueError(f"mem_len={mem_len} is negative; 0 keeps no memory")
         if same_length and mem_len < 1:
-            raise ValueError(f"same_length=True with mem_len={mem_len}: a position sees itself, so it is at least 1")
+            raise ValueError(
+                f"same_length=True with mem_len={mem_len}: a position sees itself, so mem_len must be at least 1"
+            )
         if same_length and not self.causal:
-            raise ValueError("same_length=True needs causal=True; without, leave it out")
+            raise ValueError("same_length=True needs causal=True; leave it out if causal=False")
         if clamp_len is not None and clamp_len < 0:
-            raise ValueError(f"clamp_len={clamp_len} is negative; None clamps nothing")
+            raise ValueError(f"clamp_len={clamp_len} is negative; None turns clamping off")
         self.mem_len = mem_len
         self.clamp_len = clamp_len
         self.same_length = same_length
@@ -144,7 +146,7 @@ class TransformerXLAttention(Attention):
         if slots != wanted:
             raise ValueError(
                 f"the state has room for {slots} positions, but with mem_len={self.mem_len} "
-                f"{type(self).__name__} remembers {wanted}: it was made before set_memory; start afresh"
+                f"{type(self).__name__} remembers {wanted}: it was made before set_memory; start with state=None"
             )
 
     def _check_room(self, slots: int, length: Tensor, n: int) -> None:

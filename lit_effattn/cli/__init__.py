@@ -30,7 +30,7 @@ examples:
 
 All options of a command: lit-effattn COMMAND --help; those of a class: --model.help PixelModel,
 --model.backbone.help Transformer, --model.backbone.attention.help LinearAttention, --data.help PixelSequences.
-What a command would do with these options: --print_config. A whole traceback on errors: LIT_EFFATTN_DEBUG=1.
+The settings that a command would use: --print_config. Full traceback of an error: LIT_EFFATTN_DEBUG=1.
 """
 COMMANDS = ("fit", "validate", "test", "predict", "generate")
 DEBUG = "LIT_EFFATTN_DEBUG"
@@ -79,5 +79,5 @@ def fail(message: str, code: int = 1) -> NoReturn:
     """Print an error and exit, with code 2 for invalid arguments and code 1 for any other error."""
     print(f"lit-effattn: error: {message}", file=sys.stderr)
     if code == 1:
-        print(f"(with {DEBUG}=1 in the environment you see where)", file=sys.stderr)
+        print(f"(set {DEBUG}=1 in the environment to see the traceback)", file=sys.stderr)
     sys.exit(code)

@@ -47,7 +47,7 @@ RUN = "LIT_EFFATTN_RUN"
 
 _USAGE = "lit-effattn {} [--config FILE] [--GROUP.OPTION VALUE ...]"
 _ABOUT = {
-    "fit": "Train a model; with --ckpt_path, go on from a checkpoint as if it had never stopped.",
+    "fit": "Train a model; with --ckpt_path, resume the run of a checkpoint exactly where it stopped.",
     "validate": "Score a checkpoint on the validation data.",
     "test": "Score a checkpoint on the test data.",
     "predict": "Score every test item by itself, into a CSV file; or transcribe audio, with --data.audio.",
@@ -161,8 +161,8 @@ class CLI(LightningCLI):
                 "--init_weights",
                 type=str | None,
                 default=None,
-                help="Start from the weights of this checkpoint (a path, `last` or `best`), with everything else new: "
-                "fine-tuning, where --ckpt_path resumes.",
+                help="Start from the weights of this checkpoint (a path, `last` or `best`), with everything else new, "
+                "for fine-tuning. To resume a run, use --ckpt_path.",
             )
         for name in sorted(fixed_by_data()) if self.resolved.data_fixes else ():
             parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
@@ -272,7 +272,9 @@ class CLI(LightningCLI):
         if path is None:
             return
         if self.resolved.checkpoint is not None:
-            raise ValueError("--init_weights and --ckpt_path were both given; one starts anew, the other resumes")
+            raise ValueError(
+                "--init_weights and --ckpt_path were both given; give the first for a new run, the second to resume"
+            )
         found = find_checkpoint(path, Path(self.config[self.subcommand].trainer.default_root_dir or ROOT))
         checkpoint = read_checkpoint(found)
         kept = _keep_buffers(self.model, checkpoint["state_dict"])
@@ -280,7 +282,7 @@ class CLI(LightningCLI):
         self.model.load_state_dict(checkpoint["state_dict"])
         rank_zero_info(f"Starting from the weights of {found}")
         if kept:
-            rank_zero_info(f"Not in it, and left as this model drew them: {', '.join(kept)}")
+            rank_zero_info(f"Not in the checkpoint, so kept as this model initialised them: {', '.join(kept)}")
 
     def after_fit(self) -> None:
         """Print the best value of the monitored metric and the path of its checkpoint."""
@@ -342,7 +344,9 @@ class Configuration(pl.Callback):
             path = folder / f"config_resumed_{attempt}.yaml"
         path.write_text(yaml.safe_dump(self.settings, sort_keys=False))
         if named := homes(self.settings):
-            rank_zero_info(f"Whoever gets this run's checkpoints reads in them: {', '.join(dict.fromkeys(named))}")
+            rank_zero_info(
+                f"Anyone who gets this run's checkpoints can read in them: {', '.join(dict.fromkeys(named))}"
+            )
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

@@ -112,14 +112,14 @@ def refuse_dropped(saved: dict[str, Any], now: dict[str, Any]) -> None:
         before, after = (_section(_section(s, "model"), "init_args").get(name) for s in (saved, now))
         if "model" in saved and _canonical(before) != _canonical(after):
             raise ValueError(
-                f"model.{name} is {after} here and {before} in the checkpoint, whose {name} resuming goes on with: "
-                "leave it as it was, or start anew from these weights with --init_weights in place of --ckpt_path"
+                f"model.{name} is {after} here and {before} in the checkpoint; resuming keeps the checkpoint's {name}: "
+                "leave it unchanged, or start a new run from these weights with --init_weights instead of --ckpt_path"
             )
     before, after = (_early_stopping(s) for s in (saved, now))
     if before and after and before != after:
         raise ValueError(
-            f"EarlyStopping is {after} here and {before} in the checkpoint, whose patience resuming goes on with: "
-            "leave it as it was, or start anew from these weights with --init_weights in place of --ckpt_path"
+            f"EarlyStopping is {after} here and {before} in the checkpoint; resuming keeps the checkpoint's patience: "
+            "leave it unchanged, or start a new run from these weights with --init_weights instead of --ckpt_path"
         )
 
 

@@ -77,7 +77,9 @@ def checked_settings(
         paths.update(judge.texts)
         _forbid_downloads(taken["data"], user)
     if paths:
-        rank_zero_info("It names " + ", ".join(f"{where} {text!r}" for where, text in sorted(paths.items())))
+        rank_zero_info(
+            "The checkpoint names " + ", ".join(f"{where} {text!r}" for where, text in sorted(paths.items()))
+        )
     return taken
 
 
@@ -112,7 +114,7 @@ def _is_plain(name: str, value: Any) -> bool:
 
 
 def _restore(source: str, option: str, kind: str) -> str:
-    plain = {"logger": ", or --trainer.logger true for ours", "strategy": ", or --trainer.strategy auto"}
+    plain = {"logger": ", or --trainer.logger true for the default", "strategy": ", or --trainer.strategy auto"}
     return (
         f"{source} was trained with trainer.{option.rstrip('+')} {kind}, which a checkpoint does not restore: give "
         f"--trainer.{option} {kind} and its options again{plain.get(option, '')}"
@@ -142,7 +144,7 @@ def _forbid_downloads(data: Any, user: UserOptions) -> None:
         init_args["download"] = False
     if init_args.get("source") == "huggingface" and not user.name("data", "path"):
         os.environ.update(dict.fromkeys(OFFLINE, "1"))
-        rank_zero_info("Only what is in Hugging Face's cache is read; to have it downloaded, give --data.path yourself")
+        rank_zero_info("Only Hugging Face's cache is read; to allow a download, give --data.path yourself")
 
 
 def _section(config: dict[str, Any], name: str) -> dict[str, Any]:

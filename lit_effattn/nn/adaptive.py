@@ -38,8 +38,8 @@ class Bands(nn.Module):
             raise ValueError(f"cutoffs={cutoffs} do not ascend between 0 and {n_tokens}, the number of tokens")
         if div_value < 1 or d_model < div_value ** len(cutoffs):
             raise ValueError(
-                f"div_value={div_value} with d_model={d_model} and {len(cutoffs)} cutoffs: it is at least 1, and "
-                "d_model / div_value^(number of cutoffs) too, which is the width of the last band"
+                f"div_value={div_value} with d_model={d_model} and {len(cutoffs)} cutoffs: it must be at least 1, and "
+                "so must d_model / div_value^(number of cutoffs), the width of the last band"
             )
         self.register_buffer("cutoffs", torch.tensor(cutoffs), persistent=False)
         self.starts = borders[:-1]
@@ -178,11 +178,13 @@ class AdaptiveHead(Head):
     def tie(self, embedding: nn.Module) -> None:
         """Share the vectors and projections of an `AdaptiveEmbedding`: see `Head.tie`."""
         if not isinstance(embedding, AdaptiveEmbedding):
-            raise ValueError(f"AdaptiveHead is tied to an AdaptiveEmbedding, not to {type(embedding).__name__}")
+            raise ValueError(
+                f"AdaptiveHead can be tied only to an AdaptiveEmbedding, not to {type(embedding).__name__}"
+            )
         mine, other = self.bands.describe(), embedding.bands.describe()
         if mine != other:
             raise ValueError(
-                f"the head's bands are {mine} (tokens × width) and the embedding's {other}: to tie them, give both the "
-                "same cutoffs and div_value, and the backbone a d_input equal to its d_model"
+                f"the head's bands are {mine} (tokens × width) and the embedding's {other}: to tie them, use the "
+                "same cutoffs and div_value for both, and a backbone whose d_input equals its d_model"
             )
         self.bands = embedding.bands

@@ -100,7 +100,7 @@ class ConvSubsampling(FrontEnd):
     def __init__(self, n_features: int, d_model: int, *, factor: int = 4, channels: int = 32) -> None:
         super().__init__()
         if factor not in (2, 4):
-            raise ValueError(f"factor={factor} is neither 2 nor 4; FrameStacking takes any")
+            raise ValueError(f"factor={factor} is neither 2 nor 4; FrameStacking accepts any")
         if channels < 1:
             raise ValueError(f"channels={channels} is not positive; 16 to 64 are usual")
         self.factor = factor

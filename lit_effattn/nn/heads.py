@@ -51,7 +51,7 @@ class Head(HasInitArgs, nn.Module, ABC):
             ValueError: `label_smoothing` is not in [0, 1).
         """
         if not 0 <= label_smoothing < 1:
-            raise ValueError(f"label_smoothing={label_smoothing} is not a share of the target, from 0 to below 1")
+            raise ValueError(f"label_smoothing={label_smoothing} is not a fraction from 0 to below 1")
         return self._smoothed(h, target, label_smoothing) if label_smoothing else self.nll(h, target)
 
     def _smoothed(self, h: Tensor, target: Tensor, share: float) -> Tensor:
@@ -104,12 +104,14 @@ class CategoricalHead(Head):
     def tie(self, embedding: nn.Module) -> None:
         """Share the matrix of a `torch.nn.Embedding`: see `Head.tie`."""
         if not isinstance(embedding, nn.Embedding):
-            raise ValueError(f"CategoricalHead is tied to a torch.nn.Embedding, not to {type(embedding).__name__}")
+            raise ValueError(
+                f"CategoricalHead can be tied only to a torch.nn.Embedding, not to {type(embedding).__name__}"
+            )
         mine, other = tuple(self.proj.weight.shape), tuple(embedding.weight.shape)
         if mine != other:
             raise ValueError(
-                f"the head's matrix is {mine} (n_levels, d_model) and the embedding's {other}: to tie them, give the "
-                "backbone a d_input equal to its d_model, and both as many levels"
+                f"the head's matrix is {mine} (n_levels, d_model) and the embedding's {other}: to tie them, use "
+                "a backbone whose d_input equals its d_model, and the same number of levels for both"
             )
         self.proj.weight = embedding.weight
 

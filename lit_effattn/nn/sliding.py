@@ -35,10 +35,10 @@ class SlidingWindow(SequenceModule):
     def __init__(self, module: SequenceModule, window: int, *, windows_at_once: int = 256) -> None:
         super().__init__()
         if not module.causal:
-            raise ValueError(f"{type(module).__name__} has causal=False; a window slides over a causal module")
+            raise ValueError(f"{type(module).__name__} has causal=False; SlidingWindow needs a causal module")
         for name, value in (("window", window), ("windows_at_once", windows_at_once)):
             if value < 1:
-                raise ValueError(f"{name}={value}; it is at least 1")
+                raise ValueError(f"{name}={value} must be at least 1")
         self.d_input, self.d_model, self.causal = module.d_input, module.d_model, True
         self.module = module
         self.window = window

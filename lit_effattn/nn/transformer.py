@@ -185,20 +185,20 @@ class Transformer(SequenceModule):
             ("init", init, get_args(Initialisation)),
         ):
             if value not in known:
-                raise ValueError(f"{name}={value!r} is none of {known}")
+                raise ValueError(f"{name}={value!r} is not one of {known}")
         kinds = attention if isinstance(attention, list) else [attention]
         if n_layers < 1:
             raise ValueError(f"n_layers={n_layers}; a Transformer has at least one layer")
         if not 0 < len(kinds) <= n_layers:
             raise ValueError(
                 f"attention lists {len(kinds)} kinds for n_layers={n_layers}; name between 1 and {n_layers}, "
-                "they are dealt over the layers in turn"
+                "which the layers use in turn"
             )
         if position_width is not None and (positions is None or not 0 < position_width < d_model):
             raise ValueError(
                 f"position_width={position_width} with d_model={d_model} and "
                 f"{'no positions' if positions is None else 'positions'}: it takes that many of the d_model dimensions "
-                "for the position, so it lies between 1 and d_model − 1 and needs `positions`"
+                "for the position, so it must be between 1 and d_model − 1, and needs `positions`"
             )
         self.d_model = d_model
         self.d_input = d_model - (position_width or 0)
@@ -227,7 +227,7 @@ class Transformer(SequenceModule):
         if any(name not in attention._parameters for attention in attentions):
             kinds = ", ".join(sorted({type(attention).__name__ for attention in attentions}))
             raise ValueError(
-                f"tied names {name!r}, which is no parameter of every attention ({kinds}); tied: null ties nothing"
+                f"tied names {name!r}, which is not a parameter of every attention ({kinds}); tied: null ties none"
             )
         for attention in attentions[1:]:
             setattr(attention, name, getattr(attentions[0], name))
@@ -238,7 +238,9 @@ class Transformer(SequenceModule):
         if not isinstance(made, RotaryPositions):
             return made
         if width is not None:
-            raise ValueError(f"position_width={width}: rotary positions turn queries and keys, nothing is concatenated")
+            raise ValueError(
+                f"position_width={width} does not apply to rotary positions, which concatenate nothing; leave it out"
+            )
         for block in self.blocks:
             if not isinstance(block.attention, Attention) or not block.attention.takes_rotary:
                 raise ValueError(f"{type(block.attention).__name__} does not take rotary positions; choose others")

@@ -52,23 +52,23 @@ def use_flex(q: Tensor, dropout: float = 0.0, *, batch: int = 1) -> bool:
 
 def _obstacle(q: Tensor, dropout: float, batch: int) -> str | None:
     if q.device.type != "cuda":
-        return f"the tensors are on {q.device.type}; on CUDA alone it has a backward pass"
+        return f"the tensors are on {q.device.type}; it has a backward pass on CUDA only"
     if q.dtype == torch.float64:
-        return "float64 is none of its types; choose float32 or less"
+        return "it does not support float64; choose float32 or less"
     if q.size(-1) < _NARROWEST:
         return f"heads of width {q.size(-1)} are narrower than {_NARROWEST}; choose fewer heads"
     if batch > _MOST:
         return f"{batch} groups side by side are more than {_MOST}; choose a smaller batch, or a greater stride"
     if dropout > 0:
-        return f"it drops no attention weight, as dropout={dropout} asks for; choose 0"
+        return f"it does not support attention dropout, but dropout={dropout}; choose 0"
     if torch.are_deterministic_algorithms_enabled():
-        return "its gradients are added up in any order, and deterministic algorithms are wanted"
+        return "its gradients are summed in any order, but deterministic algorithms are enabled"
     return None
 
 
 @cache
 def _notice(obstacle: str) -> None:
-    warnings.warn(f"{FLEX}=1, but FlexAttention can't be used, and the plain form is: {obstacle}", stacklevel=3)
+    warnings.warn(f"{FLEX}=1, but FlexAttention can't be used, so the plain form is: {obstacle}", stacklevel=3)
 
 
 def relative_flex_attention(

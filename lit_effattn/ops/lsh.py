@@ -578,7 +578,7 @@ _OPERATOR = Operator(
     _backward,
     keep=_keep,
     gradients=_gradients,
-    refusal="attend_in_chunks has no second derivative on the CPU; plain_attend_in_chunks has",
+    refusal="attend_in_chunks has no second derivative on the CPU; plain_attend_in_chunks has one",
 )
 
 

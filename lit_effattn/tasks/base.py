@@ -85,7 +85,7 @@ class Task(HasInitArgs, pl.LightningModule):
         try:
             arguments = init_args(self)
         except TypeError as error:
-            rank_zero_warn(f"Checkpoints of this model won't rebuild it by themselves: {error}")
+            rank_zero_warn(f"Checkpoints of this model can't rebuild it on their own: {error}")
             return
         kind = type(self)
         # The form in which LightningCLI saves hyper-parameters.
@@ -179,7 +179,7 @@ class Task(HasInitArgs, pl.LightningModule):
             if config.monitor not in metrics:
                 known = ", ".join(sorted(metrics)) or "none"
                 raise ValueError(
-                    f"the learning rate's schedule watches {config.monitor!r}, which was not logged; there are {known}"
+                    f"the learning rate's schedule monitors {config.monitor!r}, which was not logged; there are {known}"
                 )
             scheduler: Any = config.scheduler
             scheduler.step(metrics[config.monitor])
@@ -292,7 +292,7 @@ class Task(HasInitArgs, pl.LightningModule):
         if mine == theirs:
             return
         differences = [
-            f"{name} is {_shape(theirs.get(name))} there, {_shape(mine.get(name))} here"
+            f"{name} is {_shape(theirs.get(name))} in the checkpoint, {_shape(mine.get(name))} here"
             for name in dict.fromkeys([*mine, *theirs])
             if mine.get(name) != theirs.get(name)
         ]

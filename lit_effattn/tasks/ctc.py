@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torchaudio.functional import TokenSpan
 
 
-@torch.compiler.disable(reason="torch.compile knows no shape for what torch's ctc_loss returns")
+@torch.compiler.disable(reason="torch.compile can't infer the shape of the result of ctc_loss")
 def ctc_nll(log_probs: Tensor, lengths: Tensor, labels: Tensor, label_lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Return −ln p(y|x) in nats, and where there is one.
 
@@ -131,7 +131,7 @@ class BeamDecoder(Decoder):
         if find_spec("flashlight") is None:
             raise ValueError("BeamDecoder needs the package flashlight-text: pip install 'lit-effattn[beam]'")
         if lm is not None and not Path(lm).is_file():
-            raise FileNotFoundError(f"lm={lm}: no such file; it names an n-gram model, KenLM's or ARPA's")
+            raise FileNotFoundError(f"lm={lm}: no such file; give an n-gram model in KenLM's or ARPA's format")
         self.beam_size, self.lm, self.lm_weight = beam_size, lm, lm_weight
         self._made: tuple[tuple[str, ...], Any] = (), None  # for which phones, and what decodes them
 

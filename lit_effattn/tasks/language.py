@@ -99,7 +99,7 @@ class LanguageModel(Task):
         if not backbone.causal:
             raise ValueError("backbone has causal=False; a token must not see those it predicts, so set causal=True")
         if unit not in _METRICS:
-            raise ValueError(f"unit={unit!r} is none of {', '.join(_METRICS)}")
+            raise ValueError(f"unit={unit!r} is not one of {', '.join(_METRICS)}")
         if not 0 <= label_smoothing < 1:
             raise ValueError(f"label_smoothing={label_smoothing} is not a fraction from 0 to below 1")
         self.vocab_size = vocab_size
@@ -127,7 +127,9 @@ class LanguageModel(Task):
         self._outside: list[list[dict[str, Any]]] = []  # memories' settings before each evaluation
         for name, value in self._eval_memory.items():
             if not any(hasattr(module, name) for module in self._with_memory):
-                raise ValueError(f"eval_{name}={value}, but nothing in the backbone has a `{name}` that can be changed")
+                raise ValueError(
+                    f"eval_{name}={value}, but no module in the backbone has a `{name}` that can be changed"
+                )
         self._sliding = None if eval_window is None else [SlidingWindow(backbone, eval_window)]  # not a submodule again
 
     @property
@@ -320,7 +322,7 @@ class LanguageModel(Task):
             ValueError: the model was trained on tokens that stand for no text.
         """
         if self.tokenizer is None:
-            raise ValueError("the model's tokens stand for no text: it was trained without a tokenizer")
+            raise ValueError("the model's tokens can't be decoded to text: it was trained without a tokenizer")
         return Tokenizer.from_spec(self.tokenizer)
 
     def check_batch(self, batch: TokenBatch) -> None:
@@ -334,7 +336,7 @@ class LanguageModel(Task):
             if not 0 <= token < self.vocab_size:
                 raise ValueError(
                     f"the data hold token {token}, but the model has vocab_size={self.vocab_size}: 0 … "
-                    f"{self.vocab_size - 1}; give both the same vocabulary"
+                    f"{self.vocab_size - 1}; use the same vocabulary for both"
                 )
 
 
@@ -379,7 +381,7 @@ def _prompt(prompt: str | None, prompt_file: str | None) -> str:
     if prompt_file is None:
         return prompt or ""
     if prompt is not None:
-        raise ValueError("--prompt and --prompt_file were both given; a text has one beginning")
+        raise ValueError("--prompt and --prompt_file were both given; give only one")
     try:
         return Path(prompt_file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -393,5 +395,5 @@ def _check_known(tokenizer: Any, prompt: str) -> None:
         return
     shown = ", ".join(map(repr, unknown[:5])) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
     if tokenizer.unit == "character":
-        raise ValueError(f"the prompt has {shown}, of which the model's training text had none; leave it out")
+        raise ValueError(f"the prompt has {shown}, which the model's training text does not contain; leave it out")
     rank_zero_warn(f"the prompt has {shown}, read as <unk>: not in the model's vocabulary")

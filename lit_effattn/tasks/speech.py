@@ -255,8 +255,8 @@ class SpeechRecognizer(Task):
         """Refuse features or labels that are not this model's: see `Task.check_batch`."""
         if batch.features.size(-1) != self.n_mels:
             raise ValueError(
-                f"features have width {batch.features.size(-1)}, but the model has n_mels={self.n_mels}; give both the "
-                "same"
+                f"features have width {batch.features.size(-1)}, but the model has n_mels={self.n_mels}; use the "
+                "same for both"
             )
         if not reads_values(batch.phones):
             return
@@ -265,7 +265,7 @@ class SpeechRecognizer(Task):
             if not 1 <= label <= len(self.phones):
                 raise ValueError(
                     f"the data hold label {label}, but the model has {len(self.phones)} phones: 1 … "
-                    f"{len(self.phones)}; give both the same inventory"
+                    f"{len(self.phones)}; use the same inventory for both"
                 )
 
 
@@ -275,7 +275,7 @@ def _references(batch: SpeechBatch) -> list[list[int]]:
 
 def _check_phones(phones: tuple[str, ...], folded: tuple[str, ...]) -> None:
     if not phones:
-        raise ValueError("phones is empty; name those that there are to recognise")
+        raise ValueError("phones is empty; name the phones to recognise")
     twice = sorted({phone for phone in phones if phones.count(phone) > 1})
     if twice:
         raise ValueError(f"phones names {', '.join(twice)} more than once; each has one label")

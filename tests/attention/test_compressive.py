@@ -190,7 +190,7 @@ def test_evaluation_with_another_memory():
     x = torch.randn(2, 30, E, dtype=torch.float64)
     assert torch.equal(changed(x)[0], fresh(x)[0])
     for state in states:
-        with pytest.raises(ValueError, match=r"mem_len=7.*start afresh"):
+        with pytest.raises(ValueError, match=r"mem_len=7.*start with state=None"):
             changed(x, state)
     with pytest.raises(ValueError, match="same_length=True"):
         changed.set_memory(7, None, True)

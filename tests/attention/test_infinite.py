@@ -312,7 +312,7 @@ def test_evaluation_with_another_memory():
     changed.set_memory(7, 5)
     x = inputs(2, 30)
     assert torch.equal(changed(x)[0], fresh(x)[0])
-    with pytest.raises(ValueError, match=r"mem_len=7.*start afresh"):
+    with pytest.raises(ValueError, match=r"mem_len=7.*start with state=None"):
         changed(x, state)
     with pytest.raises(ValueError, match="same_length=True"):
         changed.set_memory(7, None, True)

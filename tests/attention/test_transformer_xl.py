@@ -137,7 +137,7 @@ def test_a_state_of_another_memory_is_refused(max_len: int | None):
     x = torch.zeros(1, 2, E, dtype=torch.float64)
     state = attention.initial_state(1, max_len=max_len)
     attention.set_memory(4)
-    with pytest.raises(ValueError, match=r"mem_len=4.*start afresh"):
+    with pytest.raises(ValueError, match=r"mem_len=4.*start with state=None"):
         attention(x, state)
 
 

@@ -364,7 +364,7 @@ def test_a_softmax_models_weights_start_its_performer_twin(
     first = fit("--model.backbone.attention", "SoftmaxAttention")
     caplog.clear()
     second = fit("--init_weights", "last", *twin_flags, "--model.optimizer.lr", "0.0")
-    assert "Not in it, and left as this model drew them: omega (2×), draws (2×)" in caplog.messages
+    assert "Not in the checkpoint, so kept as this model initialised them: omega (2×), draws (2×)" in caplog.messages
     trained, twin = (weights(run / "checkpoints" / "last.ckpt") for run in (first, second))
     features = {name for name in twin if name.endswith(("omega", "draws"))}
     assert len(features) == 4

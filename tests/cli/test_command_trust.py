@@ -212,7 +212,7 @@ def test_what_a_home_gives_away_is_said(tmp_path: Path, monkeypatch: pytest.Monk
     Path("work").mkdir()
     monkeypatch.chdir("work")
     main(["fit", "--config", "../tiny.yaml", "--trainer.default_root_dir", str(tmp_path / "runs")])
-    assert f"reads in them: {tmp_path / 'runs'}" in caplog.text
+    assert f"can read in them: {tmp_path / 'runs'}" in caplog.text
 
 
 # ------------------------------------------------------------------------------------------------ paths and downloads
@@ -229,7 +229,7 @@ def test_folders_that_a_checkpoint_names_are_said_before_they_are_used(
     assert "model.decoder.lm 'nowhere/lm.arpa'" in caplog.text
     assert "phones" not in caplog.text
     assert "texts" in fails(capsys, "test", "--ckpt_path", str(OLD / "language.ckpt"))
-    assert "It names data.cache 'cache', data.root 'texts'" in caplog.text
+    assert "The checkpoint names data.cache 'cache', data.root 'texts'" in caplog.text
 
 
 @pytest.mark.parametrize("dataset", ["mnist", "cifar10"])
@@ -258,7 +258,7 @@ def test_a_data_set_of_a_hub_is_read_from_its_cache_alone(
             main(["test", "--ckpt_path", "it.ckpt", *flags])
     assert set(asked) == {("some/stories", "1"), ("some/stories", None)}
     assert "data.path 'some/stories'" in caplog.text
-    assert "to have it downloaded, give --data.path" in caplog.text
+    assert "to allow a download, give --data.path" in caplog.text
     assert "HF_HUB_OFFLINE" not in os.environ
 
 

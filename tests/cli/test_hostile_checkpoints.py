@@ -201,7 +201,7 @@ def test_the_rest_of_a_configuration_is_plain(part: str, form: str):
 def test_what_takes_any_value_takes_no_class():
     """Even a listed one: whatever it is given to might call it."""
     for place in (ANYTHING, Place(function=True)):
-        with pytest.raises(NotAllowedError, match=r"can name nothing"):
+        with pytest.raises(NotAllowedError, match=r"where a checkpoint can't name a class"):
             check({"class_path": "torch.optim.SGD"}, place, "there", CheckpointJudge("it.ckpt", Trust()))
 
 

@@ -109,11 +109,11 @@ FAULTS = {
     "missing": ("a.wav", lambda path: path, "no such file"),
     "folder": ("a", lambda path: path.mkdir() or path, "not a file"),
     "no bytes": ("a.wav", bytes_of(b""), "file is empty"),
-    "no samples": ("a.wav", lambda path: write(path, noise(0)), "not one sample"),
+    "no samples": ("a.wav", lambda path: write(path, noise(0)), "it has no samples"),
     "text": ("a.wav", bytes_of(b"hello" * 100), "libsndfile cannot read it.*convert it to WAV or FLAC"),
     "cut off": ("a.flac", cut_off, "cut off|cannot read"),
     "no numbers": ("a.wav", no_numbers, "not finite"),
-    "stereo": ("a.wav", stereo, "2 channels.*make it mono"),
+    "stereo": ("a.wav", stereo, "2 channels.*convert it to mono"),
     "low rate": ("a.wav", lambda path: write(path, noise(8000), 8000), "8000 Hz.*sample_rate=16000.*upsample=true"),
     "odd rate": ("a.wav", damaged_header, "48001 Hz and sample_rate=16000 have no simple ratio; convert it"),
     "long name": ("a" * 300, lambda path: path, "cannot be opened .*too long"),
@@ -155,7 +155,7 @@ def test_an_hour_is_refused_before_it_is_decoded(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("start", "duration"), [(-0.1, None), (1.0, None), (0.5, 0.0), (0.5, 0.7), (2.0, 0.1)])
 def test_a_part_outside_the_file_is_refused(tmp_path, start, duration):
     path = write(tmp_path / "a.wav", noise(RATE))
-    with pytest.raises(AudioError, match=r"is wanted, but it has 1\.00 s; correct start") as error:
+    with pytest.raises(AudioError, match=r"was requested, but it has 1\.00 s; correct start") as error:
         read_audio(path, start=start, duration=duration)
     assert error.value.reason == "not so long"
 

@@ -78,7 +78,7 @@ def test_a_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 @needs_espeak
 def test_too_few_sentences_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(espeak, "library_sentences", lambda: SENTENCES[:2])
-    with pytest.raises(ValueError, match=r"documentation is spoken.*fewer minutes"):
+    with pytest.raises(ValueError, match=r"documentation gives only.*fewer minutes"):
         espeak.make_corpus(tmp_path / "a", 1)
     assert not (tmp_path / "a").exists()
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
@@ -86,7 +86,7 @@ def test_too_few_sentences_leave_nothing(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_another_folder_is_left_alone(tmp_path: Path):
     (tmp_path / "thesis.txt").touch()
-    with pytest.raises(FileExistsError, match="something else"):
+    with pytest.raises(FileExistsError, match="holds other files"):
         espeak.make_corpus(tmp_path, 1)
     assert (tmp_path / "thesis.txt").exists()
     with pytest.raises(ValueError, match="minutes=-1 must be"):
@@ -144,7 +144,7 @@ def test_the_command_says_what_is_wrong_at_once_and_plainly(
     monkeypatch.setattr(espeak, "library_sentences", lambda: pytest.fail("read the documentation for nothing"))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").touch()
-    for root, message in (("new", "pip install 'lit-effattn[speech]'"), ("full", "something else")):
+    for root, message in (("new", "pip install 'lit-effattn[speech]'"), ("full", "holds other files")):
         with pytest.raises(SystemExit, match="1"):
             espeak.main(["--root", str(tmp_path / root)])
         assert message in capsys.readouterr().err

@@ -349,7 +349,7 @@ def bad_audio(folder):
     [
         ("gone.wav", r"gone\.wav: there is no such file"),
         ("empty", "empty: has no recordings"),
-        ("stereo.wav", r"stereo\.wav: it has 2 channels.*make it mono"),
+        ("stereo.wav", r"stereo\.wav: it has 2 channels.*convert it to mono"),
         ("short.wav", "short.wav: 0.013 s are less than"),
         ("m.jsonl", r"m\.jsonl:2: lacks audio_filepath"),
     ],
@@ -362,13 +362,13 @@ def test_predict_refuses_recordings_that_cannot_be_used(make, tmp_path, name, me
 
 def test_predict_says_how_many_more_there_are(make, tmp_path):
     bad_audio(tmp_path)
-    with pytest.raises(ValueError, match=r"short.wav: .*\(1 more of 2 are at fault\)"):
+    with pytest.raises(ValueError, match=r"short.wav: .*\(1 more of 2 can't be used\)"):
         make("predict", audio=[str(tmp_path / "short.wav"), str(tmp_path / "stereo.wav")])
 
 
 def test_recordings_are_for_predict(make, corpus):
     first = str(corpus.splits["test"][0].audio)
-    with pytest.raises(ValueError, match=r"audio=\['.*'\] is for predict, and this is about the corpus"):
+    with pytest.raises(ValueError, match=r"audio=\['.*'\] is for predict only; leave it out to use the corpus"):
         make("fit", audio=[first])
     assert set(rows_of(make("predict", audio=first).predict_dataloader())) == {first}
 
@@ -513,7 +513,7 @@ def test_overfitting_batches_would_replace_the_sampler(make):
         ({"min_seconds": 5.0, "max_seconds": 2.0}, r"min_seconds=5\.0 .* max_seconds=2\.0"),
         ({"spec_augment": SpecAugment(freq_mask=21)}, "freq_mask=21 must be at most n_mels=20"),
         ({"spec_augment": SpecAugment(), "normalize": None}, "normalize=None: spec_augment"),
-        ({"audio": []}, r"audio=\[\] names nothing"),
+        ({"audio": []}, r"audio=\[\] is empty"),
         ({"n_mels": 2}, "n_mels=2"),
     ],
 )

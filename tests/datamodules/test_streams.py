@@ -113,7 +113,7 @@ def test_training_on_one_text_is_all_full():
 
 
 def test_too_little_text_is_refused():
-    with pytest.raises(ValueError, match=r"segment_len=11 .* 10 tokens"):
+    with pytest.raises(ValueError, match=r"segment_len=11 .* 10 training tokens"):
         streams((6, 4), 11, 1, drop_last=True)
     with pytest.raises(ValueError, match=r"batch_size=6 makes 6 streams.*5 segments of segment_len=2.*batch_size=5"):
         streams((11,), 2, 6, drop_last=True)
@@ -186,7 +186,7 @@ def test_another_number_of_processes_starts_afresh_and_says_so():
         warnings.simplefilter("error")
         loader().load_state_dict(first.state_dict())
     second = loader(world=2, batch_size=2)
-    with pytest.warns(UserWarning, match="2 processes instead of 1.*afresh"):
+    with pytest.warns(UserWarning, match="2 processes instead of 1.*restart"):
         second.load_state_dict(first.state_dict())
     assert epoch_of(second, 0) == epoch_of(loader(world=2, batch_size=2), 0)
 

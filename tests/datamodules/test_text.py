@@ -273,7 +273,7 @@ def test_too_little_text_is_named(tmp_path):
 def test_segments_and_batches_that_do_not_fit_are_refused(tmp_path):
     write_folder(tmp_path / "texts")
     data = ready(source="files", root=str(tmp_path / "texts"), segment_len=4000)
-    with pytest.raises(ValueError, match=r"segment_len=4000 is more than the \d+ tokens"):
+    with pytest.raises(ValueError, match=r"segment_len=4000 is more than the \d+ training tokens"):
         data.train_dataloader()
     data = ready(source="files", root=str(tmp_path / "texts"), segment_len=20, batch_size=300)
     with pytest.raises(ValueError, match=r"batch_size=300 makes 300 streams.*use at most batch_size=\d+"):

@@ -66,7 +66,7 @@ def test_what_is_not_there_is_told(tmp_path: Path):
     with pytest.warns(UserWarning, match="TIMIT has") as warned:
         TimitCorpus(str(tmp_path)).prepare()
     for expected, found in (("3696 utterances for 'train'", 4), ("400 utterances for 'val'", 2), ("192 utterances", 2)):
-        assert any(expected in str(w.message) and f"but {found} are there" in str(w.message) for w in warned)
+        assert any(expected in str(w.message) and f"but {found} were found" in str(w.message) for w in warned)
     (tmp_path / "TEST/DR1/MDAB0/SX108.WAV").unlink()
     with pytest.raises(FileNotFoundError, match=r"SX108\.WAV: there is no such file"):
         TimitCorpus(str(tmp_path)).utterances("test")

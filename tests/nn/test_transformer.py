@@ -228,7 +228,7 @@ def test_initial_values_of_pytorch():
         ({"position_width": 4, "positions": None}, "position_width=4.*no positions"),
         ({"position_width": 4, "positions": RotaryPositions}, "position_width=4.*rotary"),
         ({"n_heads": 3}, "n_heads=3.*d_model=8"),
-        ({"n_heads": 8, "positions": RotaryPositions}, "a head has 1"),
+        ({"n_heads": 8, "positions": RotaryPositions}, "a head's width=1 is odd"),
     ],
 )
 def test_bad_options_are_named(options: dict, words: str):

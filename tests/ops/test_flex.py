@@ -277,7 +277,7 @@ def test_where_it_can_be():
     ("queries", "dropout", "reason"),
     [
         (Queries("cpu"), 0, "tensors are on cpu"),
-        (Queries(dtype=torch.float64), 0, "float64 is none"),
+        (Queries(dtype=torch.float64), 0, "it does not support float64"),
         (Queries(width=8), 0, "heads of width 8"),
         (Queries(), 0.1, "dropout=0.1"),
     ],

@@ -226,7 +226,7 @@ def test_drawing_leaves_a_training_model_training():
 def test_a_tokenizer_comes_with_the_model():
     spec = ByteTokenizer().to_json()
     assert model(tokenizer=spec).text.encode("ab").tolist() == [97, 98]
-    with pytest.raises(ValueError, match="stand for no text"):
+    with pytest.raises(ValueError, match="can't be decoded to text"):
         _ = model().text
 
 
@@ -264,9 +264,9 @@ def test_a_checkpoint_builds_the_model_again(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"unit": "bit"}, "unit='bit' is none of"),
+        ({"unit": "bit"}, "unit='bit' is not one of"),
         ({"label_smoothing": 1.0}, "label_smoothing=1.0"),
-        ({"eval_mem_len": 3}, "eval_mem_len=3, but nothing in the backbone has a `mem_len`"),
+        ({"eval_mem_len": 3}, "eval_mem_len=3, but no module in the backbone has a `mem_len`"),
         ({"eval_window": 0}, "window=0"),
     ],
 )

@@ -385,16 +385,18 @@ def test_a_recordable_model_does_not_warn():
 def test_a_checkpoint_of_another_model_is_refused_in_a_few_words(tmp_path: Path):
     path = trained(PixelModel(Transformer(8, 2, 1), SHAPE, LEVELS), tmp_path)
     other = PixelModel(Transformer(16, 2, 3), SHAPE, LEVELS)
-    with pytest.raises(ValueError, match=r"another model.*embedding\.weight is 5×8 there, 5×16 here") as caught:
+    with pytest.raises(
+        ValueError, match=r"another model.*embedding\.weight is 5×8 in the checkpoint, 5×16 here"
+    ) as caught:
         trainer(tmp_path, max_steps=2).fit(other, data(), ckpt_path=path)
     said = str(caught.value)
     assert len(said) < 500
     assert " more)" in said
     deeper = PixelModel(Transformer(8, 2, 2), SHAPE, LEVELS)
-    with pytest.raises(ValueError, match=r"backbone\.blocks\.1\.\S+ is absent there, "):
+    with pytest.raises(ValueError, match=r"backbone\.blocks\.1\.\S+ is absent in the checkpoint, "):
         deeper.on_load_checkpoint(torch.load(path, weights_only=True))
     shallower = torch.load(trained(deeper, tmp_path), weights_only=True)
-    with pytest.raises(ValueError, match=r"backbone\.blocks\.1\.\S+ is \S+ there, absent here"):
+    with pytest.raises(ValueError, match=r"backbone\.blocks\.1\.\S+ is \S+ in the checkpoint, absent here"):
         PixelModel(Transformer(8, 2, 1), SHAPE, LEVELS).on_load_checkpoint(shallower)
 
 
@@ -490,7 +492,7 @@ def test_a_schedule_that_watches_a_metric_goes_on_where_it_was(tmp_path: Path):
 
 
 def test_a_metric_that_is_not_there_is_named(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"watches 'val/per', which was not logged; there are .*val/bits_per_dim"):
+    with pytest.raises(ValueError, match=r"monitors 'val/per', which was not logged; there are .*val/bits_per_dim"):
         rates(tmp_path, partial(ReduceLROnPlateau, monitor="val/per"))
 
 

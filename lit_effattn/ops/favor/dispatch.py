@@ -143,7 +143,7 @@ def _check(
     else:
         selection.refuse_others(sums, heads, "causal_favor", widest_in_full=_WIDEST_IN_FULL)
     if omega.requires_grad:
-        raise ValueError("omega requires a gradient, and would get none; give positive_favor omega.detach()")
+        raise ValueError("omega requires a gradient, which positive_favor does not compute; pass omega.detach()")
 
 
 def _in_cpp(q: Tensor) -> bool:
@@ -240,7 +240,7 @@ _OPERATOR = Operator(
     _backward_on_cpu,
     keep=_keep,
     gradients=_gradients,
-    refusal="positive_favor has no second derivative; plain_causal_favor has",
+    refusal="positive_favor has no second derivative; plain_causal_favor has one",
 )
 
 

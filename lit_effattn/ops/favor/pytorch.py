@@ -190,7 +190,7 @@ def causal_favor(
         NotImplementedError: On the CPU, if the gradient is differentiated; `plain_causal_favor` supports that.
     """
     if omega.requires_grad:
-        raise ValueError("omega requires a gradient, and would get none; give causal_favor omega.detach()")
+        raise ValueError("omega requires a gradient, which causal_favor does not compute; pass omega.detach()")
     if q.device.type != "cpu":
         log_q, log_k = q @ omega.mT, k @ omega.mT + offset[..., None]
         return plain_causal_favor(log_q, log_k, v, s, z, m, chunk_size=chunk_size)
@@ -628,7 +628,7 @@ _OPERATOR = Operator(
     _backward,
     keep=_keep,
     gradients=_gradients,
-    refusal="causal_favor has no second derivative on the CPU; plain_causal_favor has",
+    refusal="causal_favor has no second derivative on the CPU; plain_causal_favor has one",
 )
 
 

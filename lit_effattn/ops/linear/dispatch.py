@@ -38,7 +38,7 @@ def use_kernels(q: Tensor, v: Tensor, *, elu: bool) -> bool:
 
 @torch.compiler.assume_constant_result
 def _chosen(asked: str, device: torch.device, dtypes: tuple[torch.dtype, ...], width: int, elu: bool) -> bool:
-    obstacle = None if elu else "their feature map is elu + 1 (EluFeatureMap), and another was given"
+    obstacle = None if elu else "their feature map is elu + 1 (EluFeatureMap), but another was given"
     if selection.use_triton(WHAT, asked, device, dtypes, width, obstacle, lambda: _failure(device, dtypes[0], width)):
         return True
     return elu and selection.use_cpp(WHAT, asked, device, dtypes, cpp_kernels.NAME)
@@ -163,7 +163,7 @@ _OPERATOR = Operator(
     _backward_on_cpu,
     keep=_keep,
     gradients=_gradients,
-    refusal="elu_linear_attention has no second derivative; plain_causal_linear_attention has",
+    refusal="elu_linear_attention has no second derivative; plain_causal_linear_attention has one",
 )
 
 

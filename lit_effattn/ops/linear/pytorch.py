@@ -267,7 +267,7 @@ _OPERATOR = Operator(
     _backward,
     keep=_keep,
     gradients=_gradients,
-    refusal="causal_linear_attention has no second derivative on the CPU; plain_causal_linear_attention has",
+    refusal="causal_linear_attention has no second derivative on the CPU; plain_causal_linear_attention has one",
 )
 
 

@@ -143,7 +143,7 @@ def _folder() -> Path:
     except (OSError, RuntimeError) as error:  # no home, another owner, disk full
         reason = str(error)
     private = Path(tempfile.mkdtemp(prefix="lit_effattn-"))
-    warnings.warn(f"Compiled kernels are kept in {private}, for this process alone: {reason}", stacklevel=2)
+    warnings.warn(f"Compiled kernels are kept in {private}, for this process only: {reason}", stacklevel=2)
     return private
 
 

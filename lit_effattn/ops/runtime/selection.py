@@ -97,7 +97,9 @@ def use_cpp(what: str, asked: str, device: torch.device, dtypes: tuple[torch.dty
 def _form(asked: str, device: torch.device) -> str:
     """Return the form asked for, or else the device's default."""
     if asked not in ("", *FORMS):
-        raise ValueError(f"{KERNELS}={asked!r} in the environment is no form: {', '.join(FORMS)}; unset, it is chosen")
+        raise ValueError(
+            f"{KERNELS}={asked!r} in the environment is not one of {', '.join(FORMS)}; unset it for an automatic choice"
+        )
     return asked or {"cuda": "triton", "cpu": "c++"}.get(device.type, "plain")
 
 
@@ -126,7 +128,7 @@ def _obstacle_of_device(device: torch.device) -> str | None:
 def _obstacle_of_tensors(dtypes: tuple[torch.dtype, ...], width: int) -> str | None:
     for dtype in dtypes:
         if dtype not in TYPES:
-            return f"{dtype} is none of their types; choose torch.float32 or less"
+            return f"{dtype} is not one of their types; choose torch.float32 or less"
     if width > WIDEST:
         return f"heads of width {width} are wider than {WIDEST}; choose more heads"
     return None
@@ -186,14 +188,14 @@ def refuse_others(
     """
     for name, t in sums.items():
         if t.dtype != torch.float32:
-            raise ValueError(f"{name} is {t.dtype}; sums are torch.float32: {name}.float()")
+            raise ValueError(f"{name} is {t.dtype}; sums must be torch.float32: {name}.float()")
     for name, t in heads.items():
         if t.dtype not in TYPES:
-            raise ValueError(f"{name} is {t.dtype}; expected bfloat16, float16 or float32: `{otherwise}` takes any")
+            raise ValueError(f"{name} is {t.dtype}; expected bfloat16, float16 or float32: `{otherwise}` accepts any")
         most = (widest_in_full if t.dtype == torch.float32 else None) or widest
         if most is not None and t.size(-1) > most:
             raise ValueError(
-                f"{name} is {t.dtype} of width {t.size(-1)}; expected at most {most}: `{otherwise}` takes any"
+                f"{name} is {t.dtype} of width {t.size(-1)}; expected at most {most}: `{otherwise}` accepts any"
             )
 
 

@@ -301,13 +301,16 @@ def test_compiled_without_a_break(groups):
         ({"omega": torch.zeros(2, F, 16)}, f"omega has shape (2, {F}, 16)"),
         ({"m": torch.zeros(2, 1, 3)}, "m has shape (2, 1, 3)"),
         ({"lengths": torch.tensor([5])}, "lengths has shape (1,)"),
-        ({"m": torch.zeros(2, 1, F).double()}, "m is torch.float64; sums are torch.float32: m.float()"),
+        ({"m": torch.zeros(2, 1, F).double()}, "m is torch.float64; sums must be torch.float32: m.float()"),
         ({"q": torch.zeros(2, 1, 5, 16).double()}, "q is torch.float64; expected bfloat16, float16 or float32"),
         (
             {"v": torch.zeros(2, 1, 5, 65), "s": torch.zeros(2, 1, F, 65)},
             "v is torch.float32 of width 65; expected at most 64: `causal_favor`",
         ),
-        ({"omega": torch.zeros(1, F, 16).requires_grad_()}, "give positive_favor omega.detach()"),
+        (
+            {"omega": torch.zeros(1, F, 16).requires_grad_()},
+            "which positive_favor does not compute; pass omega.detach()",
+        ),
     ],
 )
 def test_what_they_can_not_take_is_refused(changed, words: str):
@@ -366,7 +369,7 @@ def _unsaid(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("q", "reason"),
     [
-        (Tensors(dtype=torch.float64), "torch.float64 is none"),
+        (Tensors(dtype=torch.float64), "torch.float64 is not one of their types"),
         (Tensors(width=129), "heads of width 129"),
         (Tensors(width=65, dtype=torch.float32), "heads of width 65 in torch.float32 are wider than 64"),
     ],

@@ -222,7 +222,7 @@ def test_compiled_without_a_break(groups):
         ),
         ({"s": torch.zeros(2, 1, 16, 8)}, "s has shape (2, 1, 16, 8)"),
         ({"lengths": torch.tensor([5])}, "lengths has shape (1,)"),
-        ({"z": torch.zeros(2, 1, 16).double()}, "z is torch.float64; sums are torch.float32: z.float()"),
+        ({"z": torch.zeros(2, 1, 16).double()}, "z is torch.float64; sums must be torch.float32: z.float()"),
         ({"q": torch.zeros(2, 1, 5, 16).double()}, "q is torch.float64; expected bfloat16, float16 or"),
         ({"v": torch.zeros(2, 1, 5, 129), "s": torch.zeros(2, 1, 16, 129)}, "v is torch.float32 of width 129"),
     ],
@@ -308,7 +308,7 @@ def test_chosen_on_cuda(capability):
     ("q", "v", "elu", "numbers", "reason"),
     [
         (Tensors(), Tensors(), False, (9, 0), "feature map is elu"),
-        (Tensors(), Tensors(dtype=torch.float64), True, (9, 0), "torch.float64 is none"),
+        (Tensors(), Tensors(dtype=torch.float64), True, (9, 0), "torch.float64 is not one of their types"),
         (Tensors(width=129), Tensors(), True, (9, 0), "heads of width 129"),
         (Tensors(), Tensors(width=256), True, (9, 0), "heads of width 256"),
         (Tensors(), Tensors(), True, (7, 5), "GPU of old is older than compute capability 8.0"),
@@ -374,7 +374,7 @@ def test_what_is_forced(capability, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ValueError, match="pip install triton"):
         use_kernels(Tensors(), Tensors(), elu=True)
     monkeypatch.setenv(KERNELS, "cuda")
-    with pytest.raises(ValueError, match=f"{KERNELS}='cuda' in the environment is no form: plain, triton, c"):
+    with pytest.raises(ValueError, match=f"{KERNELS}='cuda' in the environment is not one of plain, triton, c"):
         use_kernels(Tensors(), Tensors(), elu=True)
 
 

@@ -107,7 +107,7 @@ def with_memory(length: int, size: Size, segment_len: int, segments: int, device
     """Return a Transformer-XL whose memory holds `length` positions, and is full."""
     attention = partial(TransformerXLAttention, mem_len=length, same_length=True)
     model = _model(size, device, attention=attention, positions=None, tied=["u", "v"])
-    model.memory = model.backbone.initial_state(1)
+    model.memory = model.backbone.initial_state(1, device=device)
     model(_batch(length, device))
     return Reader(model, segment_len, segments)
 
@@ -124,9 +124,7 @@ def sliding(length: int, size: Size, windows: int, device: torch.device) -> Read
 def _model(size: Size, device: torch.device, eval_window: int | None = None, **options: Any) -> LanguageModel:
     torch.manual_seed(0)
     backbone = Transformer(size.d_model, size.n_heads, size.n_layers, **options)
-    model = LanguageModel(backbone, N_TOKENS, unit="byte", eval_window=eval_window).to(device).eval()
-    model.carries_memory = True
-    return model
+    return LanguageModel(backbone, N_TOKENS, unit="byte", eval_window=eval_window).to(device).eval()
 
 
 def _batch(length: int, device: torch.device) -> TokenBatch:

@@ -323,7 +323,6 @@ class Bare:
         """Begin where `model` does."""
         self.model.load_state_dict(model.state_dict())
         self.model.train()
-        self.model.carries_memory = self.carries
         configured: Any = self.model.configure_optimizers()
         self.optimizer: Any = configured["optimizer"] if isinstance(configured, dict) else configured
         self.optimizer.zero_grad()

@@ -95,7 +95,6 @@ def count(model: LanguageModel, args: argparse.Namespace) -> Row:
     torch._dynamo.reset()
     counters.clear()
     model.to(args.device).train().compile_objective("eager")
-    model.carries_memory = model.backbone.bounded_by is None
     start = time.perf_counter()
     first = _graphs(model, 4, args, steps=1)
     seconds, breaks = time.perf_counter() - start, dict(counters["graph_break"])
@@ -103,7 +102,7 @@ def count(model: LanguageModel, args: argparse.Namespace) -> Row:
     _graphs(model, 3, args, steps=1)
     other = _graphs(model, 6, args, steps=1)
     return {
-        "state": "carried" if model.carries_memory else "none",
+        "state": "carried" if model.backbone.bounded_by is None else "none",
         "graphs": first,
         "breaks": sum(breaks.values()),
         "why": "; ".join(map(_explained, breaks)) or "–",
@@ -123,7 +122,7 @@ def _explained(reason: str) -> str:
 def _graphs(model: LanguageModel, rows: int, args: argparse.Namespace, steps: int) -> int:
     """Train by `steps` steps of `rows` rows, the first without a past; return how many graphs there are by now."""
     memory = model.memory
-    if model.carries_memory and (memory is None or len(memory.length) != rows):
+    if model.backbone.bounded_by is None and (memory is None or len(memory.length) != rows):
         model.memory = model.backbone.initial_state(rows, device=args.device)
     for _ in range(steps):
         tokens = torch.randint(N_TOKENS, (rows, args.segment_len), device=args.device)

@@ -152,9 +152,9 @@ class _Step:
         )
         optimizer = partial(torch.optim.AdamW, lr=2e-3, weight_decay=0.05)
         self.model = LanguageModel(backbone, vocab_size, tie=True, optimizer=optimizer).to(device).train()
-        self.model.carries_memory = True
         self.optimizer: Any = self.model.configure_optimizers()
         self.batch = batch
+        self.model.memory = backbone.initial_state(len(batch.inputs), device=device)
 
     def __call__(self) -> None:
         self.optimizer.zero_grad()

@@ -130,7 +130,6 @@ class _Step:
         batch = next(iter(made.train_dataloader()))
         self.batch = self.model.transfer_batch_to_device(batch, device, 0)
         if "MemoryCarry" in str(config["trainer"]["callbacks"]):
-            self.model.carries_memory = True
             self.model.memory = self.model.backbone.initial_state(len(batch[0]), device=device)
         configured = self.model.configure_optimizers()
         self.optimizer = configured["optimizer"] if isinstance(configured, dict) else configured

@@ -23,8 +23,9 @@ class MemoryCarry(pl.Callback):
     start of every epoch, and is reset in the rows where the batch's `fresh` marks a new document. The checkpoint has
     the memory of every process, so a resumed run continues with the same memories.
 
-    Works with models that have `carries_memory`, `memory` and `active_backbone` (see `LanguageModel`), on data in
-    contiguous streams: row i of a batch continues row i of the previous one.
+    Works with models that have `memory` and `active_backbone` (see `LanguageModel`), on data in contiguous streams: row
+    i of a batch continues row i of the previous one. A step reads the model's `memory` and replaces it by the state
+    after the batch; all else is done here.
 
     Args:
         training: Whether to carry memories in training.
@@ -39,9 +40,7 @@ class MemoryCarry(pl.Callback):
             raise ValueError("training=False and evaluation=False: MemoryCarry then does nothing; leave it out")
         self.training = training
         self.evaluation = evaluation
-        self._aside: State | None = None  # the training's memory while the model is evaluated
-        self._evaluating = False
-        self._carried = False  # before the evaluation
+        self._training: State | None = None  # the training's memory, while the model does not train
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check that the model can carry a memory."""
@@ -59,56 +58,55 @@ class MemoryCarry(pl.Callback):
     # ------------------------------------------------------------------------------------------------------- training
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Start carrying the memory."""
-        pl_module.carries_memory = self.training
-        if pl_module.memory is not None:  # from a checkpoint, which is loaded to the CPU
-            pl_module.memory = sequence.to(pl_module.memory, pl_module.device)
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Stop carrying, since later calls have other data. The memory is kept for a checkpoint."""
-        pl_module.carries_memory = False
+        """Give the model the memory of a checkpoint, which is loaded to the CPU."""
+        pl_module.memory = sequence.to(self._training, pl_module.device)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Clear the memory. Not called if a run resumes within an epoch, which keeps its memory."""
-        pl_module.memory = None
+        pl_module.memory = self._training = None
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Reset the memory of rows that start a new document."""
         if self.training:
-            _start_rows(pl_module, batch)
+            pl_module.memory = _for_batch(pl_module.active_backbone, pl_module.memory, batch)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Set the memory aside, for a checkpoint; later calls of the model have other data."""
+        if pl_module.memory is not None:
+            self._training, pl_module.memory = pl_module.memory, None
 
     # ----------------------------------------------------------------------------------------------------- evaluation
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Set the training's memory aside."""
-        self._aside, pl_module.memory = pl_module.memory, None
-        self._evaluating, self._carried = True, pl_module.carries_memory
-        pl_module.carries_memory = self.evaluation
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Restore the training's memory."""
-        pl_module.memory, self._aside = self._aside, None
-        self._evaluating, pl_module.carries_memory = False, self._carried
+    on_validation_start = on_test_start = on_predict_start = on_train_end
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Clear the memory at the first batch; reset the memory of rows that start a new document."""
-        if batch_idx == 0:
-            pl_module.memory = None
         if self.evaluation:
-            _start_rows(pl_module, batch)
+            memory = None if batch_idx == 0 else pl_module.memory
+            pl_module.memory = _for_batch(pl_module.active_backbone, memory, batch)
 
-    on_test_start = on_predict_start = on_validation_start
-    on_test_end = on_predict_end = on_validation_end
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Restore the training's memory, if the training goes on."""
+        within_training = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        pl_module.memory = self._training if within_training else None
+
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+    on_test_end = on_predict_end = on_validation_end
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
+        """Leave no memory in the model."""
+        if trainer.training:
+            self.on_train_end(trainer, pl_module)
+        pl_module.memory = None
 
     # ----------------------------------------------------------------------------------------------------- checkpoints
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add the training's memory of every process."""
-        memory = self._aside if self._evaluating else pl_module.memory
-        mine = sequence.pack(sequence.to(sequence.detach(memory), "cpu"))
+        memory = pl_module.memory if trainer.training and pl_module.memory is not None else self._training
+        mine = sequence.pack(sequence.to(memory, "cpu"))
         everyone: list[Any] = [mine]
         if trainer.world_size > 1:
             everyone = [None] * trainer.world_size
@@ -127,26 +125,24 @@ class MemoryCarry(pl.Callback):
             )
             return
         packed = everyone[trainer.global_rank]
-        pl_module.memory = None if packed is None else sequence.unpack(packed, pl_module.backbone.initial_state(1))
+        self._training = None if packed is None else sequence.unpack(packed, pl_module.backbone.initial_state(1))
 
 
-def _start_rows(pl_module: Any, batch: Any) -> None:
-    """Make sure that every row has a memory, which is empty in rows that start a new document."""
-    module: SequenceModule = pl_module.active_backbone
+def _for_batch(module: SequenceModule, memory: State | None, batch: Any) -> State:
+    """Return a memory for every row of `batch`, empty in the rows that start a new document."""
     fresh = batch.fresh
     rows = len(batch.inputs)
-    memory = pl_module.memory
     if memory is None or fresh is None:
-        pl_module.memory = module.initial_state(rows, device=batch.inputs.device)
-        return
+        return module.initial_state(rows, device=batch.inputs.device)
     had = len(next(sequence.tensors(memory)))
     if had != rows:
         raise ValueError(
             f"a batch has {rows} rows and the one before had {had}: row i continues the memory of row i, so "
             "all batches of an epoch need the same number; use data in contiguous streams (TextStream)"
         )
-    if not reads_values(fresh) or fresh.any():  # a reset copies the whole memory, even if no row is fresh
-        pl_module.memory = module.reset(memory, fresh)
+    if reads_values(fresh) and not fresh.any():  # a reset copies the whole memory, even if no row is fresh
+        return memory
+    return module.reset(memory, fresh)
 
 
 def _refuse_unbounded(module: SequenceModule) -> None:

@@ -35,7 +35,7 @@ class Objective(NamedTuple):
     Attributes:
         loss: The scalar to minimise.
         figures: Values to log by name, detached.
-        state: The state of the backbone after the batch, detached, if the next batch continues from it.
+        state: The state of the backbone after the batch, detached, if the batch went on from a memory.
     """
 
     loss: Tensor
@@ -70,11 +70,11 @@ class Task(HasInitArgs, pl.LightningModule):
     in_progress_bar: ClassVar[tuple[str, ...]] = ("train/loss",)
     """Figures of training that the progress bar shows."""
 
-    carries_memory = False
-    """Whether a batch goes on from the state after the one before; the callback `MemoryCarry` sets it."""
-
     memory: State | None = None
-    """The state after the last batch, detached, while memory is carried."""
+    """The state from which a step goes on, and which it replaces by the state after the batch, detached.
+
+    The callback `MemoryCarry` sets it. None: the batch starts anew, and no state is kept.
+    """
 
     def __init__(self, optimizer: OptimizerCallable | None, lr_scheduler: LRSchedulerCallable | None) -> None:
         super().__init__()
@@ -212,9 +212,7 @@ class Task(HasInitArgs, pl.LightningModule):
     def training_step(self, batch: Any) -> Tensor:
         """Return the loss of `objective`, and log its figures."""
         self.check_batch(batch)
-        loss, figures, state = self.run_objective(batch, self.memory if self.carries_memory else None)
-        if self.carries_memory:
-            self.memory = state
+        loss, figures, self.memory = self.run_objective(batch, self.memory)
         self.log_figures(figures)
         return loss
 

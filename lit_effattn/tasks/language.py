@@ -147,9 +147,8 @@ class LanguageModel(Task):
             ValueError: a token is not of this vocabulary.
         """
         self.check_batch(batch)
-        memory = self.memory if self.carries_memory else None
-        hidden, state = self.active_backbone(self._embed(batch.inputs), memory, batch.lengths)
-        if self.carries_memory:
+        hidden, state = self.active_backbone(self._embed(batch.inputs), self.memory, batch.lengths)
+        if self.memory is not None:
             self.memory = sequence.detach(state)
         return hidden, state
 
@@ -159,13 +158,13 @@ class LanguageModel(Task):
         return self.head.nll(hidden, batch.targets.clamp(min=0)).masked_fill(batch.targets == IGNORE, 0)
 
     def objective(self, batch: TokenBatch, memory: State | None = None) -> Objective:
-        """Return the mean over the batch's targets, in nats, the auxiliary losses, and the state if it is carried."""
+        """Return the mean over the batch's targets, in nats, the auxiliary losses, and the state after `memory`."""
         hidden, state = self.active_backbone(self._embed(batch.inputs), memory, batch.lengths)
         scored = batch.targets != IGNORE
         losses = self.head.loss(hidden, batch.targets.clamp(min=0), self.label_smoothing)
         loss = losses.masked_fill(~scored, 0).sum() / scored.sum().clamp(min=1)
         objective = self.with_auxiliary(loss, {"train/loss": loss.detach()}, state, self.auxiliary_weight)
-        return objective._replace(state=sequence.detach(state)) if self.carries_memory else objective
+        return objective if memory is None else objective._replace(state=sequence.detach(state))
 
     def predict_step(self, batch: TokenBatch) -> dict[str, Tensor]:
         """Return how many targets each row has, and their mean −log2 p, (B,) each."""

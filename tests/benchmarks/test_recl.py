@@ -93,7 +93,6 @@ def test_loss_is_of_exactly_so_much_context():
             batch = TokenBatch(tokens[None, t - c : t], tokens[None, t - c + 1 : t + 1])
             assert float(loss) == pytest.approx(model(batch)[0, -1].item(), rel=1e-4)
     assert model.memory is None
-    assert not model.carries_memory
 
 
 def test_a_memory_of_five_makes_use_of_no_more():

@@ -134,11 +134,14 @@ def test_evaluation_scores_what_one_pass_scores(tmp_path, stage: str, attention:
     assert made.memory is None
 
 
+@pytest.mark.parametrize("saved_first", [True, False], ids=["saved-before", "saved-after"])
 @pytest.mark.parametrize("attention", [LinearAttention, STICKY], ids=["linear", "infinite"])
-def test_the_memory_is_in_the_checkpoint_and_taken_up_again(tmp_path, attention: Any):
+def test_the_memory_is_in_the_checkpoint_and_taken_up_again(tmp_path, attention: Any, saved_first: bool):
     straight, second = Spy(), Spy()
     path = tmp_path / "half.ckpt"
-    trainer(tmp_path, [MemoryCarry(), straight, Save(3, path)], max_epochs=1).fit(model(attention), loader(6))
+    callbacks = [MemoryCarry(), straight]
+    callbacks.insert(0 if saved_first else 2, Save(3, path))
+    trainer(tmp_path, callbacks, max_epochs=1).fit(model(attention), loader(6))
     packed = torch.load(path, weights_only=True)["memory_carry"]
     assert len(packed) == 1
     rest = Rest(loader(6), 3)
@@ -177,12 +180,12 @@ class Rest:
 
 def test_memories_of_another_number_of_processes_start_empty(tmp_path):
     carry, made = MemoryCarry(), model()
-    made.memory = "untouched"
     fitting = trainer(tmp_path, [])
     fitting.state.fn = TrainerFn.FITTING
     with pytest.warns(UserWarning, match="of 2 processes, this run has 1"):
         carry.on_load_checkpoint(fitting, made, {"memory_carry": [None, None]})
-    assert made.memory == "untouched"
+    carry.on_train_start(fitting, made)
+    assert made.memory is None
 
 
 def test_evaluation_neither_takes_up_the_memories_of_a_checkpoint_nor_complains_about_them(tmp_path, recwarn):
@@ -197,7 +200,32 @@ def test_evaluation_neither_takes_up_the_memories_of_a_checkpoint_nor_complains_
     trainer(tmp_path, [MemoryCarry()]).test(fresh, loader(2), ckpt_path=path, verbose=False)
     assert not [w for w in recwarn if "memories" in str(w.message)]
     assert fresh.memory is None
-    assert not fresh.carries_memory
+
+
+@pytest.mark.parametrize("stage", ["train", "validation"])
+def test_an_exception_leaves_no_memory_in_the_model_and_that_of_training_for_a_checkpoint(tmp_path, stage: str):
+    class Raise(pl.Callback):
+        def on_train_batch_end(self, trainer, *_: Any) -> None:
+            if stage == "train" and trainer.global_step == 2:
+                raise RuntimeError("on purpose")
+
+        def on_validation_batch_end(self, trainer, *_: Any) -> None:
+            if stage == "validation":
+                raise RuntimeError("on purpose")
+
+        def on_exception(self, trainer, *_: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "x.ckpt")
+
+    carry, made, data = MemoryCarry(), model(), loader(6)
+    fit = trainer(tmp_path, [Raise(), carry], max_epochs=1, val_check_interval=2, num_sanity_val_steps=0)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fit.fit(made, data, loader(3, seed=9))
+    assert made.memory is None
+    (packed,) = torch.load(tmp_path / "x.ckpt", weights_only=True)["memory_carry"]
+    found = sequence.unpack(packed, made.backbone.initial_state(1))
+    _, expected = made.backbone(made.embedding(data.dataset.tokens[:, : 2 * SEGMENT]))
+    for a, b in zip(sequence.tensors(found), sequence.tensors(expected), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_after_training_the_model_is_called_without_its_memory(tmp_path):
@@ -235,7 +263,6 @@ def test_what_has_no_memory_is_refused(tmp_path):
 
 def test_batches_of_unequal_size_are_refused():
     made = model()
-    made.carries_memory = True
     batch = Streams(1)[0]
     made.memory = made.backbone.initial_state(2)
     with pytest.raises(ValueError, match=re.escape("a batch has 3 rows and the one before had 2")):

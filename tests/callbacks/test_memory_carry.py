@@ -202,8 +202,11 @@ def test_evaluation_neither_takes_up_the_memories_of_a_checkpoint_nor_complains_
     assert fresh.memory is None
 
 
+@pytest.mark.parametrize("saved_first", [True, False], ids=["saved-before", "saved-after"])
 @pytest.mark.parametrize("stage", ["train", "validation"])
-def test_an_exception_leaves_no_memory_in_the_model_and_that_of_training_for_a_checkpoint(tmp_path, stage: str):
+def test_an_exception_leaves_no_memory_in_the_model_and_that_of_training_for_a_checkpoint(
+    tmp_path, stage: str, saved_first: bool
+):
     class Raise(pl.Callback):
         def on_train_batch_end(self, trainer, *_: Any) -> None:
             if stage == "train" and trainer.global_step == 2:
@@ -217,7 +220,8 @@ def test_an_exception_leaves_no_memory_in_the_model_and_that_of_training_for_a_c
             trainer.save_checkpoint(tmp_path / "x.ckpt")
 
     carry, made, data = MemoryCarry(), model(), loader(6)
-    fit = trainer(tmp_path, [Raise(), carry], max_epochs=1, val_check_interval=2, num_sanity_val_steps=0)
+    callbacks = [Raise(), carry] if saved_first else [carry, Raise()]
+    fit = trainer(tmp_path, callbacks, max_epochs=1, val_check_interval=2, num_sanity_val_steps=0)
     with pytest.raises(RuntimeError, match="on purpose"):
         fit.fit(made, data, loader(3, seed=9))
     assert made.memory is None
@@ -228,10 +232,25 @@ def test_an_exception_leaves_no_memory_in_the_model_and_that_of_training_for_a_c
         torch.testing.assert_close(a, b)
 
 
+def test_a_checkpoint_of_an_epoch_s_start_has_an_empty_memory(tmp_path):
+    class SaveAtStart(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+            trainer.save_checkpoint(tmp_path / f"{trainer.current_epoch}-{batch_idx}.ckpt")
+
+    trainer(tmp_path, [SaveAtStart(), MemoryCarry()], max_epochs=2).fit(model(), loader(2), loader(2, seed=9))
+    for name, empty in {"0-0": True, "0-1": False, "1-0": True, "1-1": False}.items():
+        (packed,) = torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["memory_carry"]
+        assert (packed is None) == empty
+
+
 def test_after_training_the_model_is_called_without_its_memory(tmp_path):
     made, data = model(), loader(6)
-    trainer(tmp_path, [MemoryCarry()], max_steps=2).fit(made, data)
+    callbacks: list[pl.Callback] = [MemoryCarry()]
+    trainer(tmp_path, callbacks, max_steps=2).fit(made, data)
     batch = data.dataset[3]
+    for _ in range(2):
+        assert made.memory is None
+        trainer(tmp_path, callbacks).validate(made, data, verbose=False)
     with torch.no_grad():
         assert torch.equal(made(batch), made(batch))
         assert torch.equal(made(batch), model()(batch))

@@ -2,12 +2,10 @@
 
 import hashlib
 import math
+import socket
 import struct
-import threading
-import urllib.request
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +15,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from torchvision.datasets import CIFAR10, MNIST
 
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".webp")
 PATCH = 32  # side of the crops from photographs, as in CIFAR-10
@@ -68,131 +67,44 @@ def _crops(photo: Tensor, stride: int) -> Tensor:
     return crops.permute(0, 1, 3, 4, 2).reshape(-1, PATCH, PATCH, 3)
 
 
-# Data downloaded by torchvision
+# Data downloaded by torchvision, which tries its mirrors in turn and checks MD5 sums
 
 
-@dataclass(frozen=True)
-class _Archive:
-    """A file to download and the files that it contains."""
-
-    urls: tuple[str, ...]
-    md5: str
-    path: Path
-    files: tuple[Path, ...]
-
-    def is_unpacked(self) -> bool:
-        return all(file.is_file() for file in self.files)
-
-    def is_here(self) -> bool:
-        from torchvision.datasets.utils import check_integrity
-
-        return check_integrity(self.path, self.md5)
-
-    def fetch(self) -> None:
-        """Download the file if it is missing, and unpack it.
-
-        Raises:
-            OSError: If the download failed from all mirrors.
-        """
-        from torchvision.datasets.utils import download_and_extract_archive
-
-        failures = []
-        for url in self.urls:
-            try:
-                return download_and_extract_archive(url, self.path.parent, filename=self.path.name, md5=self.md5)
-            except (OSError, RuntimeError) as error:
-                failures.append(f"{url}: {error}")
-        raise OSError("; ".join(failures))
-
-
-def _mnist_archives(root: Path) -> list[_Archive]:
-    from torchvision.datasets import MNIST
-
-    raw = root / "MNIST" / "raw"
-    return [
-        _Archive(
-            urls=tuple(mirror + name for mirror in MNIST.mirrors),
-            md5=md5,
-            path=raw / name,
-            files=(raw / name.removesuffix(".gz"),),
-        )
-        for name, md5 in MNIST.resources
-    ]
-
-
-def _cifar10_archives(root: Path) -> list[_Archive]:
-    from torchvision.datasets import CIFAR10
-
-    files = tuple(path for path, _ in _cifar10_files(root))
-    return [_Archive(urls=(CIFAR10.url,), md5=CIFAR10.tgz_md5, path=root / CIFAR10.filename, files=files)]
-
-
-def _cifar10_files(root: Path) -> list[tuple[Path, str]]:
-    from torchvision.datasets import CIFAR10
-
-    listed = [*CIFAR10.train_list, *CIFAR10.test_list, [CIFAR10.meta["filename"], CIFAR10.meta["md5"]]]
-    return [(root / CIFAR10.base_folder / name, md5) for name, md5 in listed]
+_TIMEOUT = 10.0  # seconds that a server may be silent; torchvision sets no limit and waits for minutes
 
 
 def prepare_mnist(root: Path, download: bool) -> None:
     """Make sure that MNIST's files are in `root`; raise FileNotFoundError if they are missing and not downloaded."""
-    _prepare("MNIST", _mnist_archives(root), download)
+    from torchvision.datasets import MNIST
+
+    folder, names = root / "MNIST" / "raw", [name for name, _ in MNIST.resources]
+    # torchvision loads the files as well, and its errors do not name a damaged one. `mnist` checks those that are here.
+    if not all((folder / name.removesuffix(".gz")).is_file() for name in names):
+        _open(MNIST, root, download, f"{', '.join(names)} of {MNIST.mirrors[0]}", folder)
 
 
 def prepare_cifar10(root: Path, download: bool) -> None:
-    """Make sure that CIFAR-10's files are in `root`; raise FileNotFoundError if they are missing and not downloaded."""
-    _prepare("CIFAR-10", _cifar10_archives(root), download)
+    """Make sure that CIFAR-10's files are in `root` and undamaged; raise FileNotFoundError if they are not."""
+    from torchvision.datasets import CIFAR10
+
+    _open(CIFAR10, root, download, CIFAR10.url, root)
 
 
-def _prepare(title: str, archives: list[_Archive], download: bool) -> None:
-    packed = [archive for archive in archives if not archive.is_unpacked()]
-    absent = [archive for archive in packed if not archive.is_here()]
-    if absent and not download:
-        raise _not_found(title, absent, "download=False forbids a download")
-    if absent and (failure := _unreachable(absent[0].urls)):
-        raise _not_found(title, absent, f"the download failed ({failure})")
+def _open(dataset: "type[MNIST | CIFAR10]", root: Path, download: bool, archives: str, folder: Path) -> None:
+    """Open a data set by torchvision, whose errors do not say which files belong where."""
+    timeout = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(_TIMEOUT)
     try:
-        for archive in packed:
-            archive.fetch()
-    except OSError as error:
-        raise _not_found(title, packed, f"fetching it failed ({error})") from error
-
-
-def _not_found(title: str, absent: list[_Archive], reason: str) -> FileNotFoundError:
-    folder = absent[0].path.parent.resolve()
-    names = ", ".join(archive.path.name for archive in absent)
-    unpacked = ", ".join(str(file.resolve().relative_to(folder)) for archive in absent for file in archive.files)
-    return FileNotFoundError(
-        f"{title} is not in {folder}, and {reason}. Put {names} there, or what they unpack to: {unpacked}. "
-        "configs/digits_linear.yaml and configs/photos_linear.yaml need no download."
-    )
-
-
-def _unreachable(urls: Sequence[str]) -> str:
-    """Return why no mirror answers, or "" if one does. torchvision's own attempt may hang for minutes."""
-    failures = []
-    for url in urls:
-        if not (failure := _no_answer(url)):
-            return ""
-        failures.append(f"{url}: {failure}")
-    return "; ".join(failures)
-
-
-def _no_answer(url: str) -> str:
-    failure = [f"no answer within {_TIMEOUT:g} s"]
-
-    def ask() -> None:
-        try:
-            urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=_TIMEOUT).close()
-            failure[0] = ""
-        except OSError as error:
-            failure[0] = str(error)
-
-    # In a thread, since the timeout of a socket does not bound the DNS lookup.
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(_TIMEOUT)
-    return failure[0]
+        dataset(root, download=download)
+    except (OSError, RuntimeError) as error:
+        said = " ".join(str(error).split())
+        reason = f"the download failed ({said})" if download else "download=False forbids a download"
+        raise FileNotFoundError(
+            f"{dataset.__name__} is missing or damaged in {folder.resolve()}, and {reason}. Put {archives} there"
+            f"{'' if download else ', unpacked'}. --config digits_linear and --config photos_linear need no download."
+        ) from error
+    finally:
+        socket.setdefaulttimeout(timeout)
 
 
 def mnist(root: Path, test: bool) -> dict[str, Tensor]:
@@ -229,16 +141,9 @@ def _idx_shape(path: Path, item: tuple[int, ...]) -> int:
 
 
 def cifar10(root: Path, test: bool) -> dict[str, Tensor]:
-    """Return CIFAR-10's training images as "train" (48,000) and "val" (2,000), or its test images as "test".
-
-    Each file must have its published MD5 sum, so the counts are certain.
-    """
+    """Return CIFAR-10's training images as "train" (48,000) and "val" (2,000), or its test images as "test"."""
     from torchvision.datasets import CIFAR10
-    from torchvision.datasets.utils import calculate_md5
 
-    for path, md5 in _cifar10_files(root):
-        if (found := calculate_md5(path)) != md5:
-            raise ValueError(f"{path}: damaged (its MD5 is {found} instead of {md5}); delete it and run again")
     images = torch.from_numpy(CIFAR10(root, train=not test).data)  # (n, 32, 32, 3)
     return {"test": images} if test else _split_off(images, val=len(images) // 25)
 

@@ -208,7 +208,7 @@ def test_every_configuration_works_as_far_as_it_needs_no_download(config: Path):
     else:
         with pytest.raises(FileNotFoundError) as missing:
             ask_for_data(config, *([] if text else ["--data.download", "false"]))
-        assert ("source='stdlib'" if text else "configs/digits_linear.yaml") in str(missing.value)
+        assert ("source='stdlib'" if text else "--config digits_linear") in str(missing.value)
         assert str(Path("data").resolve()) in str(missing.value)
     assert not Path("runs").exists()
 

@@ -2,7 +2,9 @@ import ast
 import gzip
 import hashlib
 import pickle
+import socket
 import struct
+import tarfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -417,40 +419,48 @@ def test_cifar10(tmp_path, monkeypatch):
     assert len(as_set(torch.cat([data.splits["train"].images, data.splits["val"].images]).flatten(1))) == 50
 
 
-def test_cifar10_names_damaged_files(tmp_path, monkeypatch):
+def test_cifar10_unpacks_its_archive_in_place_of_damaged_files_without_a_network(tmp_path, monkeypatch):
+    no_network(monkeypatch)
     write_cifar10(tmp_path, monkeypatch)
+    archive = tmp_path / CIFAR10.filename
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(tmp_path / CIFAR10.base_folder, CIFAR10.base_folder)
+    monkeypatch.setattr(CIFAR10, "tgz_md5", md5(archive))
     broken = tmp_path / CIFAR10.base_folder / "data_batch_3"
     broken.write_bytes(broken.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=f"{broken}: damaged"):
-        ready(dataset="cifar10", root=str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="CIFAR10 is missing or damaged"):
+        ready(dataset="cifar10", root=str(tmp_path), download=False)
+    assert len(ready(dataset="cifar10", root=str(tmp_path)).splits["train"]) == 48
 
 
-@pytest.mark.parametrize(("dataset", "name"), [("mnist", "t10k-labels-idx1-ubyte"), ("cifar10", "data_batch_5")])
-def test_no_files_and_no_network(tmp_path, monkeypatch, dataset, name):
+@pytest.mark.parametrize(
+    ("dataset", "folder", "names"),
+    [
+        ("mnist", "MNIST/raw", [*(name for name, _ in MNIST.resources), "ossci-datasets"]),
+        ("cifar10", "", ["https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"]),
+    ],
+)
+def test_no_files_and_no_network(tmp_path, monkeypatch, dataset, folder, names):
     no_network(monkeypatch)
     data = PixelSequences(dataset, root=str(tmp_path))
-    with pytest.raises(FileNotFoundError, match="the network was asked") as caught:
+    with pytest.raises(FileNotFoundError, match=r"the download failed \(.*the network was asked") as caught:
         data.prepare_data()
-    for part in (str(tmp_path), name, "configs/digits_linear.yaml", "configs/photos_linear.yaml"):
+    for part in (str(tmp_path / folder), *names, "--config digits_linear", "--config photos_linear"):
         assert part in str(caught.value)
-    with pytest.raises(FileNotFoundError, match="download=False"):
+    with pytest.raises(FileNotFoundError, match=r"download=False.* there, unpacked\."):
         PixelSequences(dataset, root=str(tmp_path), download=False).prepare_data()
 
 
 def test_a_mirror_that_never_answers_costs_seconds(tmp_path, monkeypatch):
     monkeypatch.setattr(image_sources, "_TIMEOUT", 0.2)
-    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: time.sleep(3))
-    start = time.monotonic()
-    with pytest.raises(FileNotFoundError, match=r"no answer within 0.2 s"):
-        PixelSequences("mnist", root=str(tmp_path)).prepare_data()
-    assert time.monotonic() - start < 2
-
-
-def test_a_download_that_breaks_off(tmp_path, monkeypatch):
-    monkeypatch.setattr(image_sources, "_unreachable", lambda urls: "")
-    no_network(monkeypatch)
-    with pytest.raises(FileNotFoundError, match=r"fetching it failed .*the network was asked"):
-        PixelSequences("cifar10", root=str(tmp_path)).prepare_data()
+    monkeypatch.setenv("no_proxy", "*")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(MNIST, "mirrors", [f"http://127.0.0.1:{silent.getsockname()[1]}/"])
+        start = time.monotonic()
+        with pytest.raises(FileNotFoundError, match=r"the download failed \(timed out"):
+            PixelSequences("mnist", root=str(tmp_path)).prepare_data()
+    assert time.monotonic() - start < 5
+    assert socket.getdefaulttimeout() is None
 
 
 # Folders

@@ -5,10 +5,13 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+NAME = "lit-effattn"
+"""Name of the default cache folder."""
+
 
 def default_cache() -> Path:
     """Return the default cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lit-effattn"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / NAME
 
 
 def cached_folder(folder: Path, make: Callable[[Path], None], is_whole: Callable[[Path], bool]) -> None:
@@ -21,7 +24,9 @@ def cached_folder(folder: Path, make: Callable[[Path], None], is_whole: Callable
 
     if is_whole(folder):
         return
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    # The default folder holds the compiled kernels too, so only this user may write to it.
+    mode = 0o700 if folder.parent.name == NAME else 0o777
+    folder.parent.mkdir(mode=mode, parents=True, exist_ok=True)
     with FileLock(folder.with_suffix(".lock")):
         if is_whole(folder):
             return

@@ -2,7 +2,7 @@
 
 Compilation needs g++ 12 or clang++ 14 or newer, with OpenMP (Apple's clang has none: brew install gcc). The environment
 variable CXX selects another compiler. Compilation takes about two seconds. The libraries are cached in
-`~/.cache/lit_effattn` ($XDG_CACHE_HOME), keyed by source, compiler and vector options.
+`~/.cache/lit-effattn/kernels` ($XDG_CACHE_HOME), keyed by source, compiler and vector options.
 """
 
 from __future__ import annotations
@@ -132,19 +132,21 @@ def _compiler() -> list[str]:
 
 @cache
 def _folder() -> Path:
-    """Return a cache folder that no other user can write to, or else a temporary folder."""
+    """Return a cache folder that no other user can write to or replace, or else a temporary folder."""
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lit_effattn"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # The parent is `datamodules.cache.default_cache()`. Whoever can write to it can replace the folder.
+        parent = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lit-effattn"
+        folder = parent / "kernels"
+        for path in (parent, folder):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not _is_private(path):
+                raise PermissionError(f"{path} belongs to another user or can be written by others (chmod go-w {path})")
         with tempfile.TemporaryFile(dir=folder):
-            if _is_private(folder):
-                return folder
-        reason = f"{folder} belongs to another user or can be written by others (chmod go-w {folder})"
+            return folder
     except (OSError, RuntimeError) as error:  # no home, another owner, disk full
-        reason = str(error)
-    private = Path(tempfile.mkdtemp(prefix="lit_effattn-"))
-    warnings.warn(f"Compiled kernels are kept in {private}, for this process only: {reason}", stacklevel=2)
-    return private
+        private = Path(tempfile.mkdtemp(prefix="lit-effattn-"))
+        warnings.warn(f"Compiled kernels are kept in {private}, for this process only: {error}", stacklevel=2)
+        return private
 
 
 def _is_private(folder: Path) -> bool:

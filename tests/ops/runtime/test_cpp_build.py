@@ -1,3 +1,5 @@
+import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -5,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from lit_effattn.datamodules.cache import cached_folder, default_cache
 from lit_effattn.ops.linear import cpp_kernels
 from lit_effattn.ops.runtime import cpp_build
 from lit_effattn.ops.runtime.cpp_build import CompilerError, build, library, obstacle
@@ -27,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     caches = cpp_build._folder, library, obstacle
     for function in caches:
         function.cache_clear()
-    yield tmp_path / "cache" / "lit_effattn"
+    yield tmp_path / "cache" / "lit-effattn" / "kernels"
     for function in caches:
         function.cache_clear()
 
@@ -88,14 +91,18 @@ def test_what_is_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 @needs_compiler
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o1777])
-def test_where_others_can_write_nothing_is_loaded(mode: int, folder: Path, tmp_path: Path, monkeypatch: Any):
-    """They could put a library of theirs in the place of ours."""
+@pytest.mark.parametrize("of_parent", [False, True])
+def test_where_others_can_write_nothing_is_loaded(
+    mode: int, of_parent: bool, folder: Path, tmp_path: Path, monkeypatch: Any
+):
+    """They could put a library or a folder of theirs in the place of ours."""
     planted = build("small")
     planted.write_bytes(b"theirs")
     cpp_build._folder.cache_clear()
-    folder.chmod(mode)
+    writable = folder.parent if of_parent else folder
+    writable.chmod(mode)
     monkeypatch.setattr(cpp_build.tempfile, "tempdir", str(tmp_path))
-    with pytest.warns(UserWarning, match=rf"chmod go-w {folder}"):
+    with pytest.warns(UserWarning, match=rf"chmod go-w {writable}\)"):
         assert library("small").answer() == 42
     assert planted.read_bytes() == b"theirs"
 
@@ -103,7 +110,22 @@ def test_where_others_can_write_nothing_is_loaded(mode: int, folder: Path, tmp_p
 @needs_compiler
 def test_the_folder_is_made_for_this_user_alone(folder: Path):
     build("small")
-    assert folder.stat().st_mode & 0o777 == 0o700
+    assert folder.stat().st_mode & 0o777 == folder.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_folder_lies_in_the_cache_of_the_data_which_is_private_too(folder: Path, tmp_path: Path):
+    assert cpp_build._folder() == folder
+    assert folder.parent == default_cache()
+    shutil.rmtree(folder.parent)
+    cpp_build._folder.cache_clear()
+    umask = os.umask(0o002)
+    try:
+        cached_folder(default_cache() / "tokens", Path.touch, Path.exists)
+        cached_folder(tmp_path / "shared" / "tokens", Path.touch, Path.exists)
+    finally:
+        os.umask(umask)
+    assert (tmp_path / "shared").stat().st_mode & 0o777 == 0o775
+    assert cpp_build._folder() == folder
 
 
 @needs_compiler
@@ -113,4 +135,4 @@ def test_where_nothing_can_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # not a folder
     monkeypatch.setattr(cpp_build.tempfile, "tempdir", str(tmp_path))
     assert library("small").answer() == 42
-    assert [p.suffix for p in next(tmp_path.glob("lit_effattn-*")).iterdir()] == [".so"]
+    assert [p.suffix for p in next(tmp_path.glob("lit-effattn-*")).iterdir()] == [".so"]

@@ -47,6 +47,7 @@ class Run(NamedTuple):
     name: str
     folder: Path
     scores: dict[str, str]
+    steps: int
     curve: list[tuple[int, float]]  # step, loss
 
 
@@ -67,12 +68,13 @@ def run(args: argparse.Namespace) -> Report:
         best = find_checkpoint("best", root)
         reported = scores(command("test", "--ckpt_path", str(best)))
         folder = best.parent.parent
-        runs.append(Run(path.stem, folder, reported, _curve(folder)))
-    steps = {r.name: _Step(r, args.device) for r in runs}
-    peaks = {name: step.peak() for name, step in steps.items()}
-    for step in steps.values():
+        steps = read_checkpoint(folder / "checkpoints" / "last.ckpt")["global_step"]
+        runs.append(Run(path.stem, folder, reported, steps, _curve(folder)))
+    single = {r.name: _Step(r, args.device) for r in runs}
+    peaks = {name: step.peak() for name, step in single.items()}
+    for step in single.values():
         step()
-    timed = interleaved("steps", {n: partial(seconds_of, s, args.device) for n, s in steps.items()}, args.repeats)
+    timed = interleaved("steps", {n: partial(seconds_of, s, args.device) for n, s in single.items()}, args.repeats)
     seconds = {name: Spread(tuple(samples)) for name, samples in timed.items()}
     first = runs[0].name
     names = list(dict.fromkeys(name for r in runs for name in r.scores))
@@ -80,7 +82,7 @@ def run(args: argparse.Namespace) -> Report:
         {
             "configuration": r.name,
             **{f"test {name}": r.scores.get(name) for name in names},
-            "steps": r.curve[-1][0] if r.curve else None,
+            "steps": r.steps,
             "s/step": seconds[r.name],
             f"÷ {first}'s": seconds[r.name] / seconds[first],
             "peak memory, MiB": peaks[r.name] / MIB,

@@ -1,4 +1,8 @@
-"""What `fit` costs a step beside a bare loop, and what bfloat16, compilation and checkpointing change."""
+"""What `fit` costs a step beside a bare loop, and what bfloat16, compilation and checkpointing change.
+
+Unlike `steps` and `training`, which call the model themselves, it times steps inside a running Trainer: only its
+figures contain the loader, callbacks and loggers, and show the effect of the Trainer's precision and of compilation.
+"""
 
 from __future__ import annotations
 

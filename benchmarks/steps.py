@@ -1,4 +1,7 @@
-"""One training step, linear attention against softmax attention: time and memory at equal tokens a step."""
+"""One training step, linear attention against softmax attention: time and memory at equal tokens a step.
+
+Unlike `training` and `fit` it needs no data set and no run: it times new models on random levels, at any length.
+"""
 
 from __future__ import annotations
 

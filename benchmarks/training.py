@@ -1,4 +1,7 @@
-"""Whole runs beside each other: what each configuration scores, what a step costs, and how its loss falls."""
+"""Whole runs beside each other: what each configuration scores, what a step costs, and how its loss falls.
+
+Unlike `steps` and `fit` it trains to the end: only it reports test scores and loss curves, and steps of trained models.
+"""
 
 from __future__ import annotations
 

@@ -68,9 +68,10 @@ class Attention(SequenceModule):
         """Combine queries, keys and values.
 
         Args:
-            q: (B, H, N, D). Values in padding are finite, but not zero.
-            k: See `q`.
-            v: See `q`.
+            q: (B, H, N, D_qk), where D_qk is `qk_dim`: D, unless `d_qk` is given. Values in padding are finite, but not
+                zero; in `k` and `v` too.
+            k: (B, H, N, D_qk).
+            v: (B, H, N, D).
             state: State before the first position, or None.
             lengths: (B,) valid positions, or None.
 
@@ -97,11 +98,11 @@ class Attention(SequenceModule):
         return without_padding(y, lengths), state
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values, (B, N, E) -> (B, H, N, D) each."""
+        """Return queries and keys, (B, N, E) -> (B, H, N, D_qk), and values, (B, N, E) -> (B, H, N, D)."""
         return self._heads(self.q_proj(x)), self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
 
     def _heads(self, x: Tensor) -> Tensor:
-        """(B, N, E) -> (B, H, N, D)."""
+        """Split the width into heads: (B, N, H · D) -> (B, H, N, D)."""
         return x.unflatten(2, (self.n_heads, -1)).transpose(1, 2)
 
     def extra_repr(self) -> str:

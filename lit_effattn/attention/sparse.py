@@ -22,9 +22,9 @@ Combination = Literal["merged", "heads", "local", "distant"]
 class SummaryCache(NamedTuple):
     """Each row's current block and all its summary columns, each for the heads that see them."""
 
-    block_keys: Tensor  # (B, H_local, stride, D), position p in slot p mod stride
+    block_keys: Tensor  # (B, H_local, stride, D_qk), position p in slot p mod stride
     block_values: Tensor  # (B, H_local, stride, D)
-    summary_keys: Tensor  # (B, H_distant, blocks · summary, D), in the order of positions
+    summary_keys: Tensor  # (B, H_distant, blocks · summary, D_qk), in the order of positions
     summary_values: Tensor  # (B, H_distant, blocks · summary, D)
     length: Tensor  # (B,)
 
@@ -32,9 +32,9 @@ class SummaryCache(NamedTuple):
 class FixedSummaryCache(NamedTuple):
     """A `SummaryCache` with a fixed number of slots."""
 
-    block_keys: Tensor  # (B, H_local, stride, D)
+    block_keys: Tensor  # (B, H_local, stride, D_qk)
     block_values: Tensor  # (B, H_local, stride, D)
-    summary_keys: Tensor  # (B, H_distant, blocks · summary, D)
+    summary_keys: Tensor  # (B, H_distant, blocks · summary, D_qk)
     summary_values: Tensor  # (B, H_distant, blocks · summary, D)
     length: Tensor  # (B,)
 
@@ -76,7 +76,7 @@ class SparseAttention(Attention):
             l − (h + 1) c ≤ j mod l < l − h c. Needs H c ≤ l. Fixed only.
         dropout: Probability with which an attention weight is dropped in training.
         bias: Whether the projections have a bias.
-        d_qk: Width of all heads' queries and keys together. Default: E.
+        d_qk: Width of all heads' queries and keys together. Default: E. Another width replaces D in √D by d_qk / H.
 
     Raises:
         ValueError: An option is out of range, or has no meaning with another.

@@ -26,7 +26,7 @@ class Part(NamedTuple):
 
     q: Tensor  # (B, G, H, Q, D)
     k: Tensor  # (B, G, H, K, D)
-    v: Tensor  # (B, G, H, K, D)
+    v: Tensor  # (B, G, H, K, D')
     mask: Tensor | None  # (B or 1, G or 1, H or 1, Q, K), which keys are seen; None: those up to the query's index
     back: Callable[[Tensor], Tensor]  # (B, G, H, Q, …) -> (B, H, N, …)
     band: Band | None = None  # where the mask has all its keys, for all groups; None: anywhere
@@ -35,7 +35,7 @@ class Part(NamedTuple):
 class Sums(NamedTuple):
     """A softmax over some of its keys: numerator and denominator, both divided by exp(top)."""
 
-    numerator: Tensor  # (B, H, N, D)
+    numerator: Tensor  # (B, H, N, D')
     denominator: Tensor  # (B, H, N, 1)
     top: Tensor  # (B, H, N, 1)
 
@@ -293,7 +293,7 @@ def _itself(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Sums:
 
 
 def _attend(parts: Sequence[Part], dropout: float, sums: Sequence[Sums] = ()) -> Tensor:
-    """Return (B, H, N, D): one softmax over all the keys."""
+    """Compute one softmax over the keys of all `parts` and `sums`, and return its outputs (B, H, N, D')."""
     if len(parts) == 1 and not sums:
         return parts[0].back(_fused(parts[0], dropout))
     batch = max(part.q.size(0) * part.q.size(1) for part in parts)
@@ -312,7 +312,7 @@ def _fused(part: Part, dropout: float) -> Tensor:
     if mask is not None:
         mask = mask.expand(*part.q.shape[:2], -1, -1, -1).flatten(0, 1)  # (B·G, H or 1, Q, K)
     y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, is_causal=mask is None)
-    return y.unflatten(0, part.q.shape[:2])  # (B, G, H, Q, D)
+    return y.unflatten(0, part.q.shape[:2])  # (B, G, H, Q, D')
 
 
 def _summed(part: Part, dropout: float) -> Sums:

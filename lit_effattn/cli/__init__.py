@@ -22,8 +22,8 @@ commands:
   generate   draw samples from a checkpoint
 
 examples:
-  lit-effattn fit --config configs/digits_linear.yaml
-  lit-effattn fit --config configs/digits_linear.yaml --model.backbone.attention SoftmaxAttention
+  lit-effattn fit --config digits_linear
+  lit-effattn fit --config digits_linear --model.backbone.attention SoftmaxAttention
   lit-effattn fit --ckpt_path last
   lit-effattn test --ckpt_path best
   lit-effattn generate --ckpt_path best --n 64 --complete 0.5

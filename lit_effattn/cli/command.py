@@ -45,7 +45,7 @@ __all__ = ["CLI", "callbacks", "datamodules", "lit_effattn", "run"]
 RUN = "LIT_EFFATTN_RUN"
 """Environment variable with the folder of the run, set for the processes that DDP starts."""
 
-_USAGE = "lit-effattn {} [--config FILE] [--GROUP.OPTION VALUE ...]"
+_USAGE = "lit-effattn {} [--config NAME_OR_FILE] [--GROUP.OPTION VALUE ...]"
 _ABOUT = {
     "fit": "Train a model; with --ckpt_path, resume the run of a checkpoint exactly where it stopped.",
     "validate": "Score a checkpoint on the validation data.",

@@ -45,7 +45,10 @@ _NOISE = re.compile(
 def plain(report: str) -> str:
     """Shorten a report of jsonargparse. Any other text is returned unchanged."""
     if "required: fit.data, fit.model" in report:
-        return "fit needs a model and data: give --config with one of the files in configs/, or --model and --data"
+        return (
+            "fit needs a model and data: give --config with a shipped configuration, such as digits_linear, or a file "
+            "of your own; or --model and --data"
+        )
     if "Parser key" not in report and "Does not validate" not in report:
         return report
     option = _option(report)

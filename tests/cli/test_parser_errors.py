@@ -232,5 +232,5 @@ def test_fit_without_anything():
     with pytest.raises(ArgumentError) as caught:
         parser.parse_args(["fit"])
     said = plain(str(caught.value))
-    for word in ("--config", "configs/", "--model", "--data"):
+    for word in ("--config", "digits_linear", "--model", "--data"):
         assert word in said

@@ -10,6 +10,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 import lit_effattn.attention
 import lit_effattn.nn.adaptive
 import lit_effattn.nn.heads
+import lit_effattn.nn.transformer
 import lit_effattn.positions
 import lit_effattn.schedules
 

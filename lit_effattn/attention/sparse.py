@@ -20,7 +20,7 @@ Combination = Literal["merged", "heads", "local", "distant"]
 
 
 class SummaryCache(NamedTuple):
-    """Each row's current block and all its summary columns, each for the heads that see them."""
+    """Keys and values of each row's current block and of its summary columns, for the heads that see them."""
 
     block_keys: Tensor  # (B, H_local, stride, D_qk), position p in slot p mod stride
     block_values: Tensor  # (B, H_local, stride, D)
@@ -146,12 +146,12 @@ class SparseAttention(Attention):
 
     @property
     def bounded_by(self) -> str | None:
-        """Local sets are bounded; no option bounds distant ones."""
+        """Return None for local sets alone, whose state is bounded, else "": no option bounds distant sets."""
         return None if self.combine == "local" else ""
 
     @property
     def _columns(self) -> Tensor:
-        """(H_distant or 1, c)."""
+        """Return the summary columns of the heads that see them, (H_distant or 1, c)."""
         return self.columns[self._distant] if self.distinct else self.columns
 
     def initial_state(
@@ -205,6 +205,7 @@ class SparseAttention(Attention):
     def _attend_window(
         self, q: Tensor, k: Tensor, v: Tensor, state: WindowCache | None, seen: Tensor
     ) -> tuple[Tensor, WindowCache]:
+        """Attend to the strided local set alone. The state holds the newest l − 1 keys and values."""
         past, before, m = None, torch.zeros_like(seen), 0
         if state is not None:
             before, m = state.length, state.keys.size(2)
@@ -218,6 +219,7 @@ class SparseAttention(Attention):
     def _attend_strided(
         self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueCache | FixedCache | None, seen: Tensor
     ) -> tuple[Tensor, KeyValueCache | FixedCache]:
+        """Attend in the strided pattern. The state holds all keys and values."""
         if state is None:
             return self._see_strided(q, k, v), KeyValueCache(k, v, seen)
         grows = isinstance(state, KeyValueCache)
@@ -232,6 +234,7 @@ class SparseAttention(Attention):
     def _see_strided(
         self, q: Tensor, k: Tensor, v: Tensor, start: Tensor | None = None, lengths: Tensor | None = None
     ) -> Tensor:
+        """Compute the outputs (B, H, N, D) in the strided pattern, for each group of heads: see `strided_attention`."""
         return torch.cat(
             [
                 strided_attention(
@@ -254,6 +257,7 @@ class SparseAttention(Attention):
     def _attend_fixed(
         self, q: Tensor, k: Tensor, v: Tensor, state: SummaryCache | FixedSummaryCache | None, seen: Tensor
     ) -> tuple[Tensor, SummaryCache | FixedSummaryCache]:
+        """Attend in the fixed pattern. The state holds the current block and the summary columns."""
         start = None if state is None else state.length
         before = self.initial_state(q.size(0), device=q.device, dtype=k.dtype) if state is None else state
         assert isinstance(before, SummaryCache | FixedSummaryCache)
@@ -306,6 +310,7 @@ class SparseAttention(Attention):
         summary: tuple[Tensor, Tensor] | None = None,
         lengths: Tensor | None = None,
     ) -> Tensor:
+        """Compute the outputs (B, H, N, D) in the fixed pattern, for each group of heads: see `fixed_attention`."""
         return torch.cat(
             [
                 fixed_attention(
@@ -330,18 +335,26 @@ class SparseAttention(Attention):
 
     @property
     def _groups(self) -> list[tuple[slice, bool, bool]]:
-        """Groups of heads that see the same keys: the heads, whether they see local keys, whether distant ones."""
+        """Return the groups of heads that see the same keys: the heads, whether they see local and distant keys."""
         if self.combine == "heads":
             return [(self._local, True, False), (self._distant, False, True)]
         return [(slice(0, self.n_heads), self.combine != "distant", self.combine != "local")]
 
     @property
     def _dropout_now(self) -> float:
+        """Return the probability of dropout: 0 in evaluation."""
         return self.dropout if self.training else 0.0
 
 
 def _with_block(stored: Tensor, new: Tensor, start: Tensor, seen: Tensor) -> Tensor:
-    """Return the blocks (B, H, stride, D) with the first `seen` (B,) of `new` (B, H, N, D) from `start` on."""
+    """Return each row's current block after new positions.
+
+    Args:
+        stored: (B, H, stride, D), the block before; position p in slot p mod stride.
+        new: (B, H, N, D), keys or values of the new positions.
+        start: (B,), the first new position.
+        seen: (B,), number of new positions that are valid.
+    """
     stride, n = stored.size(2), new.size(2)
     new = new.to(stored.dtype)
     if n == 1 and may_overwrite():
@@ -355,7 +368,15 @@ def _with_block(stored: Tensor, new: Tensor, start: Tensor, seen: Tensor) -> Ten
 
 
 def _with_summaries(stored: Tensor, new: Tensor, start: Tensor, stride: int, columns: Tensor) -> Tensor:
-    """Return the summary columns (B, H, S, D) with `new` (B, H, N, D) from `start` on; padding is overwritten later."""
+    """Return the summary columns after new positions. Padding is written too, and overwritten later.
+
+    Args:
+        stored: (B, H, S, D), the columns before, with slots for those of the new positions.
+        new: (B, H, N, D), keys or values of the new positions.
+        start: (B,), the first new position.
+        stride: l.
+        columns: (H or 1, c), the positions of a block that summarise it.
+    """
     c, n = columns.size(1), new.size(2)
     new = new.to(stored.dtype)
     if n == 1 and may_overwrite():

@@ -12,7 +12,7 @@ _FLOOR = 1e-3  # share of the samples that is spread evenly, so that every bin i
 
 
 def gaussian(t: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-    """Return the density N(t; mean, variance), with broadcasting."""
+    """Return the density of the normal distribution N(mean, variance) at t. The arguments are broadcast."""
     return torch.exp(-((t - mean) ** 2) / (2 * variance)) / torch.sqrt(2 * math.pi * variance)
 
 
@@ -36,8 +36,8 @@ def expected_basis(mean: Tensor, variance: Tensor, basis: tuple[Tensor, Tensor])
 
         E_{N(t; μ, σ²)}[ψ_j(t)] = N(μ; μ_j, σ² + σ_j²)                 Martins et al. 2022, section 2.2
 
-    Distances are the same for all widths, and variances for all centres: one exponential is all that has the size of
-    the result.
+    The distances do not depend on the width, nor the variances on the centre, so only the exponents and their
+    exponentials are computed for every basis function.
 
     Args:
         mean: μ, any shape.
@@ -166,7 +166,10 @@ def refit_matrix(
 
 
 def normal_masses(mean: Tensor, variance: Tensor, n_bins: int) -> Tensor:
-    """Return ∫ N(t; mean, variance) dt over each of n_bins equal parts of [0, 1]: (…,) -> (…, n_bins)."""
+    """Return the mass of normal densities in each of n_bins equal parts of [0, 1].
+
+    `mean` and `variance` (…,) -> (…, n_bins), ∫ N(t; mean, variance) dt over each part.
+    """
     edges = torch.linspace(0, 1, n_bins + 1, dtype=mean.dtype, device=mean.device)
     return torch.erf((edges - mean[..., None]) / torch.sqrt(2 * variance[..., None])).diff(dim=-1) / 2
 

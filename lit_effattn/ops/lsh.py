@@ -66,7 +66,7 @@ def sorted_chunks(buckets: Tensor, n_buckets: int, chunk_size: int) -> Chunks:
 
 
 class RankedChunks(NamedTuple):
-    """What `ranked_chunks` finds."""
+    """The result of `ranked_chunks`."""
 
     chunks: Chunks
     ranks: Tensor  # (B, H, R, N), of each position in its bucket
@@ -120,7 +120,7 @@ class Recent(NamedTuple):
 
 
 def recent_of(positions: Tensor, counts: Tensor) -> Recent:
-    """Describe the contents `positions` (…, 2C) of buckets that have had `counts` (…) positions."""
+    """Describe `positions` (…, 2C), the newest ones of buckets that have had `counts` (…) positions."""
     twice = positions.size(-1)
     last = counts[..., None] - 1
     ranks = last - (last - torch.arange(twice, device=counts.device)) % twice
@@ -274,18 +274,18 @@ def rows(t: Tensor, index: Tensor) -> Tensor:
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Divide by the norm, except for 0, whose gradient `F.normalize` would multiply by 10¹²."""
+    """Divide vectors (…, D) by their norms. 0 stays 0: `F.normalize` would multiply its gradient by 10¹²."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x / length.masked_fill(length == 0, 1)
 
 
 def _count(t: Tensor) -> Tensor:
-    """0, 1, … along the last dimension of `t`."""
+    """Return 0, 1, …, as many as the last dimension of `t` has entries."""
     return torch.arange(t.size(-1), device=t.device)
 
 
 def _of_bucket(t: Tensor, buckets: Tensor) -> Tensor:
-    """Look up `t` (B, H, R, n_buckets) at `buckets` (B, H, R, N), 0 for the bucket of padding."""
+    """Return the entries of `t` (B, H, R, n_buckets) for `buckets` (B, H, R, N): (B, H, R, N); 0 for padding."""
     return F.pad(t, (0, 1)).gather(-1, buckets)
 
 
@@ -304,24 +304,36 @@ def _grid(chunks: Chunks, chunk_size: int, before: Tensor | None, earlier: tuple
 
 
 def _chunks(buckets: Tensor, chunk: Tensor, slots: Tensor, n_buckets: int, size: int, n_chunks: int) -> Chunks:
+    """Return the `Chunks` of positions with the given buckets, chunks of their buckets and slots, (B, H, R, N) each.
+
+    Padding gets the place `NOWHERE` and the slot `size`.
+    """
     padding = buckets == n_buckets
     places = (chunk * n_buckets + buckets).masked_fill(padding, NOWHERE)
     return Chunks(places.transpose(2, 3).to(torch.int32), slots.masked_fill(padding, size), n_chunks)
 
 
 def _sees(place: Tensor, other: Tensor, n_buckets: int) -> Tensor:
+    """Return whether place − other, with broadcasting, is 0 or `n_buckets`: the position at `place` sees the other."""
     difference = place - other
     return (difference == 0) | (difference == n_buckets)
 
 
 def _with_previous(t: Tensor, fill: int = 0) -> Tensor:
-    """Put before each chunk the one before it: (B, H, R, T, C, …) -> (B, H, R, T, 2C, …); before the first, `fill`."""
+    """Put before each chunk the chunk before it, and `fill` before the first.
+
+    (B, H, R, T, C, …) -> (B, H, R, T, 2C, …).
+    """
     before = F.pad(t, [0, 0] * (t.dim() - 4) + [1, -1], value=fill)
     return torch.cat([before, t], 4)
 
 
 def _rounds_together(out: Tensor, z: Tensor, slots: Tensor) -> Tensor:
-    """Sum rounds (B, H, R, T · C, D) by their normalisers' logarithms (B, H, R, T · C), at `slots` (B, H, R, N)."""
+    """Return the outputs (B, H, N, D) over all rounds.
+
+    The rounds' outputs `out` (B, H, R, T · C, D) are taken at `slots` (B, H, R, N) and summed with weights
+    exp(z_i^r − z_i), where `z` (B, H, R, T · C) are the logarithms of the rounds' normalisers.
+    """
     shape = slots.shape
     out = rows(out.flatten(1, 2), slots.flatten(1, 2)).unflatten(1, shape[1:3])  # (B, H, R, N, D)
     share = z.gather(-1, slots).softmax(2)  # exp(z_i^r − z_i)
@@ -377,7 +389,7 @@ class _Layout:
         )
 
     def tiles(self, r: int) -> Iterator[_Tiles]:
-        """Yield round r's tiles, those of one width together."""
+        """Yield the tiles of round r. All blocks of a tile have the same number of keys."""
         widths = self.widths[r]
         for width in widths[widths > 0].unique().tolist():
             at_once = max(1, _SCORES * torch.get_num_threads() // (width * self.size**2))
@@ -422,22 +434,26 @@ class _Layout:
 
 
 def _block_size(chunk_size: int) -> int:
-    """Return S: at most four blocks per chunk, of at least 32 slots, since small products are slow."""
+    """Return S: a chunk has at most four blocks, of at least 32 slots each, since small products are slow."""
     parts = [n for n in (4, 3, 2) if chunk_size % n == 0 and chunk_size // n >= 32]
     return chunk_size // max(parts, default=1)
 
 
 def _look_up(t: Tensor, index: Tensor) -> Tensor:
+    """Return the entries `index` (…) of `t` (M, …) along its first dimension."""
     return t.index_select(0, index.flatten()).unflatten(0, index.shape)
 
 
 def _own(scores: Tensor) -> Tensor:
-    """View the scores of queries with themselves, (G, S, W) -> (G, S)."""
+    """Return a view of the scores of queries with themselves, (G, S, W) -> (G, S)."""
     return scores[..., -scores.size(1) :].diagonal(dim1=1, dim2=2)
 
 
 def _queries_and_keys(x: Tensor, tiles: _Tiles, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return queries (G, S, D) and unit keys (G, W, D), scaled for exp2, which is faster than exp."""
+    """Return the queries (G, S, D) and the unit keys (G, W, D) of the tiles.
+
+    The queries are scaled by 1 / (ln 2 √D), so that the weights are powers of 2: exp2 is faster than exp.
+    """
     k = _look_up(x, tiles.keys).to(dtype)
     q = k[:, -tiles.queries.size(1) :] / (math.log(2) * math.sqrt(x.size(-1)))
     length = torch.linalg.vector_norm(k, dim=-1, keepdim=True)
@@ -454,9 +470,10 @@ def _forward(
     n_buckets: int,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output, queries' highest scores, and the sums of the exponentials below these, both (B, H, N).
+    """Return the outputs (B, H, N, D), and each query's highest score and sum of exponentials, (B, H, N) each.
 
-    The normalisers' logarithms are not returned, since the logarithm of R would be lost in rounding beside `SELF`.
+    The sum is divided by the exponential of the highest score. The normalisers' logarithms are not returned, since the
+    logarithm of R would be lost in rounding beside `SELF`.
     """
     out, highest, total = _forward_shapes(x, v, places, grid, slots, before, n_buckets, causal)
     layout = _Layout(places, grid, before, out.size(2), n_buckets, causal)
@@ -477,7 +494,10 @@ def _forward(
 def _round(
     x: Tensor, v: Tensor, layout: _Layout, slots: Tensor, r: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return round r's numerators (BHN, D), 0 in padding, and (BHN,) highest scores and denominators."""
+    """Return the numerators (BHN, D), highest scores (BHN,) and denominators (BHN,) of round r.
+
+    The numerators are 0 in padding.
+    """
     size, widths = layout.size, layout.widths[r]
     nowhere = int((widths > 0).sum()) * size  # the row that is padding's
     y, top = x.new_zeros(nowhere + 1, v.size(-1), dtype=dtype), x.new_zeros(nowhere + 1, dtype=dtype)

@@ -156,7 +156,10 @@ def summary_positions(columns: Tensor, stride: int, blocks: int) -> Tensor:
 def _window(
     q: Tensor, k: Tensor, v: Tensor, stride: int, causal: bool, start: Tensor | None, lengths: Tensor | None
 ) -> Part:
-    """Blocks of `stride` queries, each with its own block of keys, the one before, and without `causal` the next."""
+    """Return the local part: one group for each block of `stride` queries.
+
+    Its keys are those of the block, of the block before and, without `causal`, of the block after.
+    """
     n = q.size(2)
     laid = _lay_out(q, start, stride)  # (B, H, G·S, D)
     blocks = laid.size(2) // stride
@@ -197,7 +200,10 @@ def _columns(
     *,
     itself: bool,
 ) -> Part:
-    """The positions with the same remainder by `stride`, one column a remainder: dense attention within each."""
+    """Return the distant part: one group for each remainder of positions modulo `stride`, dense within.
+
+    `itself` says whether a query sees its own key.
+    """
     n = q.size(2)
     laid = _lay_out(q, start, stride)
     q, k, v = (_blocks(F.pad(t, (0, 0, 0, -t.size(2) % stride)), stride).transpose(1, 3) for t in (laid, k, v))
@@ -228,7 +234,7 @@ def _own_block(
     block: tuple[Tensor, Tensor] | None,
     lengths: Tensor | None,
 ) -> Part:
-    """Blocks of `stride` queries and keys."""
+    """Return the local part: one group for each block of `stride` queries, with the keys of the same block."""
     n = q.size(2)
     q, k, v = (_lay_out(t, start, stride) for t in (q, k, v))  # (B, H, G·S, D)
     if start is not None:
@@ -261,7 +267,10 @@ def _summary(
     *,
     other_blocks: bool,
 ) -> Part:
-    """All queries and the keys in summary columns but the query itself, or but those of its block."""
+    """Return the distant part: one group of all queries and all keys in summary columns.
+
+    A query does not see its own key, nor, with `other_blocks`, any key of its block.
+    """
     n = q.size(2)
     j = summary_positions(columns, stride, k.size(2) // columns.size(1))[:, None]  # (H or 1, 1, S)
     mask = _sees_summary(_positions(start, n, q.device), j, stride, causal, other_blocks)  # (B or 1, H or 1, N, S)
@@ -282,7 +291,7 @@ def _sees_summary(i: Tensor, j: Tensor, stride: int, causal: bool, other_blocks:
 
 
 def _itself(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Sums:
-    """Each query and its own key."""
+    """Return the sums over one key for each query, its own."""
     full = accumulator(q.dtype)
     score = (q.to(full) * k.to(full)).sum(-1, keepdim=True) / math.sqrt(q.size(-1))  # (B, H, N, 1)
     one = torch.ones_like(score)
@@ -307,6 +316,7 @@ def _attend(parts: Sequence[Part], dropout: float, sums: Sequence[Sums] = ()) ->
 
 
 def _fused(part: Part, dropout: float) -> Tensor:
+    """Compute attention within the groups of a single part by scaled_dot_product_attention: (B, G, H, Q, D')."""
     q, k, v = (t.flatten(0, 1) for t in part[:3])  # (B·G, H, ·, D)
     mask = part.mask
     if mask is not None:
@@ -316,7 +326,10 @@ def _fused(part: Part, dropout: float) -> Tensor:
 
 
 def _summed(part: Part, dropout: float) -> Sums:
-    """Compute the sums in place, so that the backward pass saves only the exponentials of the attention weights."""
+    """Return the sums over the keys of a part.
+
+    They are computed in place, so that the backward pass saves only the exponentials of the attention weights.
+    """
     full = accumulator(part.q.dtype)
     q, k, v = (t.to(full) for t in part[:3])
     scores = (q / math.sqrt(q.size(-1))) @ k.transpose(-1, -2)  # (B, G, H, Q, K)
@@ -330,7 +343,10 @@ def _summed(part: Part, dropout: float) -> Sums:
 
 
 def _summed_by_flex(part: Part) -> Sums:
-    """Compute `_summed` with kernels that save no scores: top is the logarithm of the denominator, which is then 1."""
+    """Return the sums over the keys of a part, by kernels that save no scores.
+
+    Their top is the logarithm of the denominator, which is then 1.
+    """
     y, log = flex_sums(part.q, part.k, part.v, part.mask, part.band)
     top = part.back(log[..., None])
     return Sums(part.back(y).to(top.dtype), torch.ones_like(top), top)
@@ -342,7 +358,7 @@ def _summed_by_flex(part: Part) -> Sums:
 def _strided_step(
     q: Tensor, k: Tensor, v: Tensor, stride: int, local: bool, distant: bool, start: Tensor, dropout: float
 ) -> Tensor:
-    """Gather the keys that one query sees."""
+    """Compute `strided_attention` for one query a row, (B, H, 1, D), of gathered keys."""
     i = start[:, None]  # (B, 1)
     positions, seen = [], []
     if local:
@@ -371,7 +387,7 @@ def _fixed_step(
     summary: tuple[Tensor, Tensor] | None,
     dropout: float,
 ) -> Tensor:
-    """Compute attention of one query to itself and the stored keys."""
+    """Compute `fixed_attention` for one query a row, (B, H, 1, D), of its own key and the stored keys."""
     shape = (q.size(0), q.size(1), 1, -1)
     keys, values = [k], [v]
     seen = [torch.ones((*shape[:3], 1), dtype=torch.bool, device=q.device)]
@@ -416,12 +432,12 @@ def _unlay(t: Tensor, start: Tensor | None, stride: int, n: int) -> Tensor:
 
 
 def _blocks(t: Tensor, stride: int) -> Tensor:
-    """(B, H, G · stride, D) -> (B, G, H, stride, D)."""
+    """Split positions into blocks: (B, H, G · stride, D) -> (B, G, H, stride, D)."""
     return t.unflatten(2, (-1, stride)).transpose(1, 2)
 
 
 def _unblock(t: Tensor) -> Tensor:
-    """(B, G, H, stride, D) -> (B, H, G · stride, D)."""
+    """Join the blocks: (B, G, H, stride, D) -> (B, H, G · stride, D)."""
     return t.transpose(1, 2).flatten(2, 3)
 
 
@@ -437,5 +453,5 @@ def _positions(start: Tensor | None, n: int, device: torch.device) -> Tensor:
 
 
 def _ends(lengths: Tensor | None, n: int, device: torch.device) -> Tensor:
-    """Return the number of valid keys, (B or 1,)."""
+    """Return the number of valid keys of each row, (B or 1,): `lengths`, or n without `lengths`."""
     return torch.full((1,), n, device=device) if lengths is None else lengths

@@ -81,28 +81,28 @@ _LIMIT = tl.constexpr(40.0)  # how far a key may rise above the reference: see `
 
 @triton.jit
 def _load_as_is(pointer, strides, rows, columns, n, width):
-    """Return a chunk, (C, width) in its own type; 0 where nothing is there."""
+    """Load a chunk of a head's (N, width) in its own type, (C, BE); 0 beyond the n rows and `width` columns."""
     there = (rows < n)[:, None] & (columns < width)[None, :]
     return tl.load(_at(pointer, strides, rows, columns), mask=there, other=0.0)
 
 
 @triton.jit
 def _offsets(k, rows, valid, half_square, common):
-    """Return what the logarithms of a key's features have in common, (C,); −∞ where it is padding."""
+    """Return −½ ‖k̃‖² − ½ ln F, the summand of all log φ(k) of a key, for keys k (C, BE): (C,); −∞ in padding."""
     k = k.to(tl.float32)
     return tl.where(rows < valid, -half_square * tl.sum(k * k, 1) - common, _NOTHING)
 
 
 @triton.jit
 def _directions(omega, features, dims, E: tl.constexpr, F: tl.constexpr):
-    """Return ω of some features, (BF, BE)."""
+    """Load the vectors ω of `features` (BF,) from a head's (F, E): (BF, BE), 0 where there is none."""
     there = (features < F)[:, None] & (dims < E)[None, :]
     return tl.load(omega + features[:, None] * E + dims[None, :], mask=there, other=0.0)
 
 
 @triton.jit
 def _along(x, omega):
-    """Return ωᵀx as exact as float32 has it, (C, BE), (BF, BE) -> (C, BF)."""
+    """Return the products ωᵀx of x (C, BE) and ω (BF, BE), as accurate as float32: (C, BF)."""
     if x.dtype == tl.float32:
         found = _zeros_dot(x, tl.trans(omega), "tf32x3")
     else:  # ω is split into three numbers of x's type, whose products with x are exact; the least are added first
@@ -118,7 +118,11 @@ def _along(x, omega):
 
 @triton.jit
 def _logs(queries, keys, offset, omega, features, F: tl.constexpr, BF: tl.constexpr):
-    """Return log φ(q), less what a query's have in common, and log φ(k), (C, BF); of a feature that is not there −∞."""
+    """Return the logarithms of a chunk's features, (C, BF) each: ωᵀq and log φ(k).
+
+    ωᵀq is log φ(q) without the summand of all features of a query, which cancels in the division. It is −∞ for features
+    that do not exist.
+    """
     log_q, log_k = _along(queries, omega), _along(keys, omega) + offset[:, None]
     if F % BF:
         log_q += tl.where(features < F, 0.0, _NOTHING)[None, :]
@@ -127,7 +131,7 @@ def _logs(queries, keys, offset, omega, features, F: tl.constexpr, BF: tl.conste
 
 @triton.jit
 def _reference(m, log_k):
-    """Return r, (BF,): m, or where there is no key before the chunk, whose log φ(k) are (C, BF), its first."""
+    """Return r (BF,): m, or where m is −∞ log φ(k) of the chunk's first key; at least `_BOTTOM`. `log_k`: (C, BF)."""
     r = m
     if tl.min(m) == _NOTHING:
         first = tl.sum(tl.where(tl.arange(0, log_k.shape[0])[:, None] == 0, log_k, 0.0), 0)
@@ -137,24 +141,28 @@ def _reference(m, log_k):
 
 @triton.jit
 def _maximum(after):
-    """Return m after a chunk, of the greater of its reference and its keys."""
+    """Return m after a chunk, (BF,), from the maximum of r and the chunk's log φ(k): −∞ if no key was seen."""
     return tl.where(after == _BOTTOM, _NOTHING, after)
 
 
 @triton.jit
 def _larger(a, b):
+    """Return the larger of two numbers, for a scan."""
     return tl.maximum(a, b)
 
 
 @triton.jit
 def _is_late(log_k, r):
-    """Return which queries, (C,), see a key that rises too far above the reference."""
+    """Return which queries are late, (C,): they see a key of the chunk more than `_LIMIT` above r in some feature."""
     return tl.cumsum((tl.max(log_k - r[None, :], 1) > _LIMIT).to(tl.int32), 0) > 0
 
 
 @triton.jit
 def _pair(log_q, log_k, top, late, j):
-    """Return the products of late queries' features with those of the chunk's key j, (C, BF); 0 if j is yet to come."""
+    """Return the products φ(q_i) φ(k_j) e^(−top_i) of late queries and the chunk's key j, feature by feature: (C, BF).
+
+    They are 0 for other queries, and for queries before j.
+    """
     places = tl.arange(0, log_q.shape[0])
     key = tl.sum(tl.where(places[:, None] == j, log_k, 0.0), 0)  # (BF,)
     sees = late & (places >= j)
@@ -163,12 +171,13 @@ def _pair(log_q, log_k, top, late, j):
 
 @triton.jit
 def _sums_at(s, features, columns, F: tl.constexpr, D: tl.constexpr):
+    """Return pointers to a head's S (F, D) at `features` (BF,) and `columns` (BD,), and which exist: (BF, BD) each."""
     return s + features[:, None] * D + columns[None, :], (features < F)[:, None] & (columns < D)[None, :]
 
 
 @triton.jit
 def _fade(m, after):
-    """Return e^{m − after}, by which sums are scaled when the maximum grows; 0 where there was no key before."""
+    """Return e^(m − after), the factor for sums scaled by e^(−m) when the maximum becomes `after`; 0 where m is −∞."""
     return tl.exp(m - tl.where(after == _NOTHING, 0.0, after))
 
 
@@ -186,7 +195,10 @@ def _sum_keys(
     E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, C: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
     BF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write each group's own sums: S, z and m as if no key were before it."""
+    """Compute S (F, D), z (F,) and m (F,) of each group alone, as if there were no keys before it.
+
+    A program writes those of one block of features of one group to `s`, `z` and `m` (heads, groups, …).
+    """
     head, slot = tl.program_id(0), tl.program_id(1)
     features = tl.program_id(2) * BF + tl.arange(0, BF)
     dims, columns = tl.arange(0, BE), tl.arange(0, BD)
@@ -220,7 +232,10 @@ def _add_up_keys(
     s, z, m, s_end, z_end, m_end, slots,
     D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    """Replace each group's own sums by all that was before it, from those in `s_end` on, and these by all."""
+    """Replace the sums of each group alone by the sums of all keys before the group.
+
+    `s_end`, `z_end` and `m_end` (heads, …) hold the sums before the first position, and then those of all keys.
+    """
     head = tl.program_id(0).to(tl.int64)
     features, columns = tl.program_id(1) * BF + tl.arange(0, BF), tl.arange(0, BD)
     here = features < F
@@ -259,7 +274,11 @@ def _outputs(
     E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, C: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
     BF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Walk a group from its sums; leave those after it in their place."""
+    """Compute the outputs of one group of a head, from left to right.
+
+    The walk starts from the sums before the group, in `s`, `z` and `m`, and leaves there the sums after it. It also
+    writes the outputs' rounding errors to `rest`, and the queries' top and den to `top` and `denominator` (heads, N).
+    """
     head, slot = tl.program_id(0), tl.program_id(1)
     dims, columns = tl.arange(0, BE), tl.arange(0, BD)
     q = _of_head(q, q_strides, head, N_HEADS)
@@ -343,7 +362,7 @@ def _outputs(
 
 @triton.jit
 def _late_scores(log_q, log_k, top, late):
-    """Return late queries' products with the chunk's keys, (C, C)."""
+    """Return the products of late queries and the chunk's keys, summed over features, by query and key: (C, C)."""
     places = tl.arange(0, log_q.shape[0])
     scores = tl.zeros([log_q.shape[0], log_q.shape[0]], tl.float32)
     for j in range(log_q.shape[0]):
@@ -354,7 +373,10 @@ def _late_scores(log_q, log_k, top, late):
 
 @triton.jit
 def _late_to_queries(a, log_q, log_k, top, late):
-    """Return what the products of late queries with the chunk's keys, whose gradients are a (C, C), give log φ(q)."""
+    """Return the gradient of log φ(q) from the products in `_late_scores`, (C, BF).
+
+    `a` (C, C) is the gradient of these products, by query and key.
+    """
     places = tl.arange(0, log_q.shape[0])
     found = tl.zeros(log_q.shape, tl.float32)
     for j in range(log_q.shape[0]):
@@ -365,7 +387,10 @@ def _late_to_queries(a, log_q, log_k, top, late):
 
 @triton.jit
 def _late_to_keys(a, log_q, log_k, top, late):
-    """Return what they give log φ(k), and the products; a and these, (C, C), by key."""
+    """Return the gradient of log φ(k) from the products in `_late_scores`, (C, BF), and these products, (C, C).
+
+    `a` (C, C) is the gradient of these products. Both are by key and query here.
+    """
     places = tl.arange(0, log_q.shape[0])
     found = tl.zeros(log_q.shape, tl.float32)
     scores = tl.zeros([log_q.shape[0], log_q.shape[0]], tl.float32)
@@ -385,7 +410,11 @@ def _query_gradients(
     E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, C: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
     BF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Walk a group from its sums, as `_outputs` does; write the gradient of q, y, and m at the chunks' borders."""
+    """Compute the gradient of q for one group of a head, from left to right.
+
+    The walk uses the sums as `_outputs` does. It also writes y (heads, N), and m before each chunk and after the last
+    to `borders` (heads, chunks + 1, F).
+    """
     head, slot = tl.program_id(0), tl.program_id(1)
     dims, columns = tl.arange(0, BE), tl.arange(0, BD)
     q = _of_head(q, q_strides, head, N_HEADS)
@@ -461,7 +490,7 @@ def _query_gradients(
 
 @triton.jit
 def _queries(log_q, r, top, rows, n):
-    """Return p, (C, BF), from what top was found to be; 0 beyond the sequence."""
+    """Return p (C, BF), given `top` (C,) of the forward pass; 0 beyond the n rows."""
     return tl.where((rows < n)[:, None], tl.exp(log_q + r[None, :] - top[:, None]), 0.0)
 
 
@@ -471,7 +500,10 @@ def _sum_queries(
     E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, C: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
     BF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write each group's own sums R and r, scaled by m at its start."""
+    """Compute R (F, D) and r (F,) of each group alone, as if there were no queries after it.
+
+    They are scaled by m at the group's start, and written to `s` and `z` (heads, groups, …).
+    """
     head, slot = tl.program_id(0), tl.program_id(1)
     features = tl.program_id(2) * BF + tl.arange(0, BF)
     here = features < F
@@ -510,7 +542,11 @@ def _add_up_queries(
     s, z, borders, s_end, z_end, slots, chunks, each,
     D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    """Replace each group's own sums by all to its right, from those in `s_end` on, and these by all."""
+    """Replace the sums of each group alone by the sums of all queries after the group.
+
+    `s_end` and `z_end` (heads, …) hold the gradients of the sums after the last position, and then the sums of all
+    queries.
+    """
     head = tl.program_id(0).to(tl.int64)
     features, columns = tl.program_id(1) * BF + tl.arange(0, BF), tl.arange(0, BD)
     here = features < F
@@ -547,7 +583,10 @@ def _key_value_gradients(
     E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, C: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
     BF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Walk a group from right to left, from its sums R; write the gradients of k and v."""
+    """Compute the gradients of k and v for one group of a head, from right to left.
+
+    The walk starts from the sums R and r after the group, in `s` and `z`, and leaves there those before it.
+    """
     head, slot = tl.program_id(0), tl.program_id(1)
     dims, columns = tl.arange(0, BE), tl.arange(0, BD)
     q = _of_head(q, q_strides, head, N_HEADS)
@@ -642,9 +681,22 @@ def forward(
     lengths: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the output in v's type, `s`, `z` and `m` after the last position, and what else `backward` takes.
+    """Compute causal attention with positive features in log space.
 
-    These are the rounding error of the output, empty for float32, and each query's top and denominator.
+    Args:
+        q: (B, H, N, E).
+        k: (B, H, N, E).
+        v: (B, H, N, D).
+        omega: (H, F, E).
+        s: (B, H, F, D), Σ e^(log φ(k) − m) vᵀ before the first position, in float32.
+        z: (B, H, F), Σ e^(log φ(k) − m) before the first position, in float32.
+        m: (B, H, F), max log φ(k) before the first position, in float32.
+        lengths: (B,), number of valid keys; None: all.
+        scale: Factor of queries and keys.
+
+    Returns:
+        The output (B, H, N, D) in v's type, and `s`, `z` and `m` after the last position. Then what `backward` takes
+        besides: the rounding errors of the output, empty for float32, and each query's top and den, (B, H, N) each.
     """
     plan = _Plan(q, v, omega, lengths, scale)
     s, z, m = _copy(s), _copy(z), _copy(m)
@@ -678,7 +730,10 @@ def backward(
     denominator: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v, s and z, from those of `out` and of the sums that `forward` returned."""
+    """Return the gradients of q, k, v, s and z, in their shapes.
+
+    `g`, `g_s` and `g_z` are the gradients of the output and the sums that `forward` returned.
+    """
     plan = _Plan(q, v, omega, lengths, scale)
     dq, dk, dv = (by_position(t) for t in (q, k, v))
     y = torch.empty_like(top)
@@ -700,7 +755,7 @@ def backward(
 
 
 class _Plan:
-    """The division of the heads' sequences into groups, and the common arguments of all kernels."""
+    """The division of each head's sequence into groups of chunks, and the arguments that the kernels share."""
 
     def __init__(self, q: Tensor, v: Tensor, omega: Tensor, lengths: Tensor | None, scale: float) -> None:
         b, h, n, e = q.shape
@@ -722,7 +777,10 @@ class _Plan:
         self.warps = 8 if max(_padded(e), _padded(d)) > _WIDE else 4
 
     def starts(self, k: Tensor, v: Tensor, s: Tensor, z: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sums before each group; `s`, `z` and `m`, before all, become those after all."""
+        """Return the sums before each group, (heads, groups, …).
+
+        `s`, `z` and `m` hold the sums before the first position. The kernels replace them by the sums after the last.
+        """
         if self.groups == 1:
             return s, z, m  # and are walked in place
         sums = self._sums(s, z, m)
@@ -736,7 +794,11 @@ class _Plan:
     def ends(
         self, q: Tensor, g: Tensor, borders: Tensor, top: Tensor, denominator: Tensor, y: Tensor, s: Tensor, z: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the sums R and r after each group; `s` and `z`, after all, become those before all."""
+        """Return the sums R and r after each group, (heads, groups, …).
+
+        `s` and `z` hold the gradients of the sums after the last position. The kernels replace them by those of the
+        initial sums.
+        """
         if self.groups == 1:
             return s, z
         sums = self._sums(s, z)
@@ -748,12 +810,15 @@ class _Plan:
         return sums[0], sums[1]
 
     def _sums(self, *like: Tensor) -> list[Tensor]:
+        """Return uninitialised tensors for the sums of each group, with the last dimensions of `like`."""
         return [t.new_empty(self.heads, self.groups, *t.shape[2:]) for t in like]
 
     def _parts(self) -> tuple[int, int]:
+        """Return the grid of `_add_up_keys` and `_add_up_queries`: heads, and blocks of features."""
         return self.heads, triton.cdiv(self.constants["F"], _ADDED_AT_ONCE)
 
     def _part(self) -> dict[str, int]:
+        """Return the constants of `_add_up_keys` and `_add_up_queries`."""
         return {name: self.constants[name] for name in ("D", "F", "BD")} | {"BF": _ADDED_AT_ONCE}
 
 

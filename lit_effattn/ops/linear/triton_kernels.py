@@ -50,19 +50,22 @@ _BY_LENGTH = ["n", "chunks", "each"]  # arguments: else Triton compiles anew for
 
 @triton.jit
 def _phi(x, there):
-    """Return elu(x) + 1, and 0 in padding, since φ(0) is 1."""
+    """Return φ(x) = elu(x) + 1, and 0 where `there` is false, since φ(0) is 1."""
     return tl.where(there, tl.where(x > 0, x + 1.0, tl.exp(x)), 0.0)  # NaN stays NaN, as in no maximum
 
 
 @triton.jit
 def _slope(phi):
-    """Return φ'(x), of φ(x): exp(x) below 0 is both, and above, φ is more than 1; 0 where nothing is there."""
+    """Return φ'(x), computed from φ(x): φ(x) itself for x < 0, where both are exp(x), and 1 above; 0 in padding."""
     return tl.where(phi > 1.0, 1.0, phi)
 
 
 @triton.jit
 def _dot(a, b, c, PRECISION: tl.constexpr):
-    """Return a b + c."""
+    """Return the matrix product of a (M, K) and b (K, N), plus c (M, N) in float32.
+
+    `PRECISION` says how the factors are rounded: see `_precision`.
+    """
     if PRECISION == "bf16":
         return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), c)
     else:  # noqa: RET505, a constant decides which of the two is compiled
@@ -71,42 +74,48 @@ def _dot(a, b, c, PRECISION: tl.constexpr):
 
 @triton.jit
 def _zeros_dot(a, b, PRECISION: tl.constexpr):
-    """Return a b."""
+    """Return the matrix product of a (M, K) and b (K, N), rounded as in `_dot`."""
     return _dot(a, b, tl.zeros([a.shape[0], b.shape[1]], tl.float32), PRECISION)
 
 
 @triton.jit
 def _of_head(pointer, strides, head, N_HEADS):
-    """Return where the head's (N, D) begins; in 64 bits, as all that may pass 2³¹."""
+    """Return a pointer to the (N, D) of head `head`, numbered over rows and heads, of a tensor (B, H, N, D).
+
+    Offsets are computed in 64 bits, since they may exceed 2³¹.
+    """
     return pointer + (head // N_HEADS).to(tl.int64) * strides[0] + (head % N_HEADS).to(tl.int64) * strides[1]
 
 
 @triton.jit
 def _at(pointer, strides, rows, columns):
+    """Return pointers to the entries at `rows` (C,) and `columns` (BD,) of a head's (N, D): (C, BD)."""
     return pointer + rows[:, None] * strides[2] + columns[None, :] * strides[3]
 
 
 @triton.jit
 def _load(pointer, strides, rows, columns, n, width):
-    """Return a chunk, (C, width) in float32; 0 where nothing is there."""
+    """Load a chunk of a head's (N, width) in float32, (C, BD); 0 beyond the n rows and `width` columns."""
     there = (rows < n)[:, None] & (columns < width)[None, :]
     return tl.load(_at(pointer, strides, rows, columns), mask=there, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _store(pointer, strides, rows, columns, n, width, x):
+    """Store a chunk x (C, BD) of a head's (N, width) in its type; nothing beyond the n rows and `width` columns."""
     there = (rows < n)[:, None] & (columns < width)[None, :]
     tl.store(_at(pointer, strides, rows, columns), x.to(pointer.dtype.element_ty), mask=there)
 
 
 @triton.jit
 def _sums_at(s, rows, columns, D: tl.constexpr, DV: tl.constexpr):
+    """Return pointers to the sums S (D, DV) at `rows` (BD,) and `columns` (BV,), and which exist: (BD, BV) each."""
     return s + rows[:, None] * DV + columns[None, :], (rows < D)[:, None] & (columns < DV)[None, :]
 
 
 @triton.jit
 def _valid(lengths, head, n, N_HEADS):
-    """Return how many of the head's keys are there."""
+    """Return the number of valid keys of the head: its row's entry of `lengths` (B,), or n without `lengths`."""
     if lengths is None:
         return n
     else:  # noqa: RET505
@@ -122,9 +131,12 @@ def _sum_groups(
     D: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
     BACKWARD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write `s` and `z` to a head's slot 0 of `sums`, and to slot i the sums of group i − 1, `each` chunks.
+    """Sum each group of `each` chunks, for `_add_up`.
 
-    Forward x = k and y = v: φ(k) vᵀ and φ(k). Backward x = q and y = g, the groups from the right: φ(q) uᵀ and w φ(q).
+    A program writes to one slot of `sums` (heads, groups, D · DV + D): S (D, DV), then z (D,). Slot 0 gets the initial
+    sums `s` and `z`, and slot i the sums of group i − 1 alone. In the forward pass x = k and y = v: S sums φ(k) vᵀ and
+    z sums φ(k). In the backward pass x = q and y = g: S sums φ(q) uᵀ and z sums w φ(q); groups are numbered from the
+    right.
     """
     head, slot = tl.program_id(0), tl.program_id(1)
     features = tl.arange(0, BD)
@@ -160,7 +172,10 @@ def _sum_groups(
 
 @triton.jit(do_not_specialize=["slots"])
 def _add_up(sums, slots, SIZE: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add to each slot those before it, in place: the sums before each group."""
+    """Add to each slot of `sums` (heads, slots, SIZE) all slots before it, in place.
+
+    Slot i then has the sums before group i.
+    """
     slot = tl.arange(0, SLOTS)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = sums + (tl.program_id(0).to(tl.int64) * slots + slot)[:, None] * SIZE + place[None, :]
@@ -174,7 +189,11 @@ def _outputs(
     n, chunks, each, N_HEADS, eps,
     D: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Walk a group from its sums, which lie in `s` and `z` at head · by_head + group · by_slot."""
+    """Compute the outputs of one group of a head, from left to right.
+
+    The walk starts from the group's sums, S (D, DV) at `s` + head · by_head[0] + group · by_slot[0], and z (D,) at `z`
+    with by_head[1] and by_slot[1]. The last group writes the sums after the last position to `s_after` and `z_after`.
+    """
     head, slot = tl.program_id(0), tl.program_id(1)
     features = tl.arange(0, BD)
     columns = tl.program_id(2) * BV + tl.arange(0, BV)
@@ -214,7 +233,10 @@ def _query_gradients(
     n, chunks, each, N_HEADS, eps,
     D: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Walk a group from its sums, as `_outputs` does; write the gradient of q, and r and w."""
+    """Compute the gradient of q for one group of a head, from left to right.
+
+    The walk starts from the group's sums, as in `_outputs`. It also writes r and w, (heads, N) each.
+    """
     head, slot = tl.program_id(0), tl.program_id(1)
     features, columns = tl.arange(0, BD), tl.arange(0, BV)
     q = _of_head(q, q_strides, head, N_HEADS)
@@ -257,7 +279,11 @@ def _key_value_gradients(
     s_before, z_before, by_head, by_slot, n, chunks, each, N_HEADS,
     D: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Walk a group from right to left, from its sums R; write the gradients of k, v and, at the end, of S and z."""
+    """Compute the gradients of k and v for one group of a head, from right to left.
+
+    The walk starts from the group's sums R (D, DV) and Σ w φ(q) (D,), placed as in `_outputs`; groups are numbered from
+    the right. The last one writes the gradients of the initial sums to `s_before` and `z_before`.
+    """
     head, slot = tl.program_id(0), tl.program_id(1)
     features, columns = tl.arange(0, BD), tl.arange(0, BV)
     q = _of_head(q, q_strides, head, N_HEADS)
@@ -304,7 +330,20 @@ def _key_value_gradients(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, lengths: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output in v's type, and the sums `s` and `z` after the last position."""
+    """Compute causal linear attention with φ(x) = elu(x) + 1.
+
+    Args:
+        q: (B, H, N, D).
+        k: (B, H, N, D).
+        v: (B, H, N, DV).
+        s: (B, H, D, DV), Σ φ(k) vᵀ before the first position, in float32.
+        z: (B, H, D), Σ φ(k) before the first position, in float32.
+        lengths: (B,), number of valid keys; None: all.
+        eps: Constant that is added to the denominator.
+
+    Returns:
+        The output (B, H, N, DV) in v's type, and `s` and `z` after the last position.
+    """
     plan = _Plan(q, v, backward=False)
     s, z, lengths = s.contiguous(), z.contiguous(), None if lengths is None else lengths.contiguous()
     starts = plan.starts(k, v, None, None, lengths, s, z, backward=False)
@@ -329,7 +368,10 @@ def backward(
     lengths: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v, s and z, from those of what `forward` returned."""
+    """Return the gradients of q, k, v, s and z, in their shapes.
+
+    `g`, `g_s` and `g_z` are the gradients of the three tensors that `forward` returned.
+    """
     plan = _Plan(q, v, backward=True)
     s, z, g_s, g_z = (t.contiguous() for t in (s, z, g_s, g_z))
     lengths = None if lengths is None else lengths.contiguous()
@@ -348,7 +390,7 @@ def backward(
 
 
 class _Plan:
-    """The division of the heads' sequences into groups, and the common arguments of all kernels."""
+    """The division of each head's sequence into groups of chunks, and the arguments that the kernels share."""
 
     def __init__(self, q: Tensor, v: Tensor, *, backward: bool) -> None:
         b, h, n, d = q.shape
@@ -374,7 +416,11 @@ class _Plan:
         self, x: Tensor, y: Tensor, r: Tensor | None, w: Tensor | None, lengths: Tensor | None, s: Tensor, z: Tensor,
         *, backward: bool,
     ) -> tuple[Tensor, Tensor, tuple[int, int], tuple[int, int]]:  # fmt: skip
-        """Return the sums before each group, S and z, and how far one head's and one group's are from the next's."""
+        """Return the sums before each group, S and z, and their distances in memory.
+
+        The first pair of distances is from head to head, of S and of z; the second is from group to group. See
+        `_sum_groups` for the arguments.
+        """
         size, last = s[0, 0].numel(), z.size(2)
         if self.groups == 1:
             return s, z, (size, last), (0, 0)
@@ -389,6 +435,7 @@ class _Plan:
 
 
 def _padded(width: int) -> int:
+    """Return the columns of a block that holds `width` columns: a power of 2, at least `_NARROWEST`."""
     return max(_NARROWEST, triton.next_power_of_2(width))
 
 
@@ -411,5 +458,5 @@ def _precision(q: Tensor, v: Tensor) -> str:
 
 @cache
 def _at_once(device: torch.device) -> int:
-    """Return how many programs fill the device: two a multiprocessor, by their registers; few where interpreted."""
+    """Return how many programs fill the device: two per multiprocessor, limited by registers; 8 if interpreted."""
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8

@@ -1,6 +1,6 @@
 """Lightning callbacks. They check a model's methods and attributes, not its class."""
 
-from lit_effattn.callbacks.checkpoints import LastCheckpoint
+from lit_effattn.callbacks.checkpoints import BestCheckpoint, LastCheckpoint
 from lit_effattn.callbacks.compile import Compile
 from lit_effattn.callbacks.feature_redraw import FeatureRedraw
 from lit_effattn.callbacks.memory_carry import MemoryCarry
@@ -10,6 +10,7 @@ from lit_effattn.callbacks.sample_grid import SampleGrid
 from lit_effattn.callbacks.stop_on_signal import StopOnSignal, Stopped
 
 __all__ = [
+    "BestCheckpoint",
     "Compile",
     "FeatureRedraw",
     "LastCheckpoint",

@@ -1,4 +1,4 @@
-"""The checkpoint for resuming."""
+"""The checkpoints of a run: the last, for resuming, and the best."""
 
 from __future__ import annotations
 
@@ -6,16 +6,28 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Checkpoint
+import torch
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lit_effattn.callbacks import resume_point
+from lit_effattn.callbacks.stop_on_signal import Stopped
+from lit_effattn.checkpoints import remove_parts
+from lit_effattn.runs import LAST, PREVIOUS
+
+SET_ASIDE = "set_aside.ckpt"
+"""The name of a `last.ckpt` after resuming from `previous.ckpt`."""
 
 
 class LastCheckpoint(Checkpoint):
     """Saves `last.ckpt`, from which training resumes as if it had not been interrupted.
 
     It is saved at the end of every epoch, after its validation, when a signal stops the run, and, if
-    `every_n_train_steps` is given, between epochs. A crash keeps the previous checkpoint, since the current state may
-    be the cause of the crash.
+    `every_n_train_steps` is given, between epochs: always between two optimiser steps. If something else stops the run
+    while gradients are accumulated, say `max_time`, the run goes on to the end of that optimiser step. A crash keeps
+    the previous checkpoint, since the current state may be the cause of the crash.
 
     Args:
         every_n_train_steps: Also save after every so many optimiser steps, which bounds the loss if the run is killed.
@@ -29,35 +41,74 @@ class LastCheckpoint(Checkpoint):
             )
         self.every_n_train_steps = every_n_train_steps
         self._saved_step = -1
+        self._stop_after_step = False
 
     def path(self, trainer: pl.Trainer) -> Path:
         """Return the path of `last.ckpt`, in `checkpoints` in the run's folder."""
-        return Path(trainer.default_root_dir) / "checkpoints" / "last.ckpt"
+        return Path(trainer.default_root_dir) / "checkpoints" / LAST
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Record the first step, so that nothing is saved before it ends."""
+        """Prepare the loops for exact resuming, and remove unfinished files of processes that were killed."""
         self._saved_step = trainer.global_step
+        self._stop_after_step = False
+        resume_point.restore(trainer)
+        if trainer.is_global_zero:
+            last = self.path(trainer)
+            remove_parts(last.parent)
+            if trainer.ckpt_path is not None and Path(trainer.ckpt_path) == last.with_name(PREVIOUS) and last.exists():
+                last.replace(last.with_name(SET_ASIDE))  # damaged: it must not become previous.ckpt
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Save if `every_n_train_steps` divides the step."""
+        self._finish_step(trainer)
         step = trainer.global_step
-        if self.every_n_train_steps and step != self._saved_step and step % self.every_n_train_steps == 0:
+        due = self.every_n_train_steps and step != self._saved_step and step % self.every_n_train_steps == 0
+        if due and resume_point.can_resume(trainer):
             self._save(trainer)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Finish the optimiser step if the validation stops the run."""
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._finish_step(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save at the end of the epoch."""
         self._save(trainer)
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Save if a signal stopped the run, which happens between two steps or in a validation.
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Write down where the run resumes."""
+        resume_point.mark(checkpoint["loops"], trainer)
 
-        After a stop in a validation, the resumed run continues with the training that follows it.
-        """
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        if isinstance(exception, SystemExit) and fitting and not trainer.sanity_checking:
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Save if a signal stopped the run, which happens between two steps or in a validation."""
+        if isinstance(exception, Stopped) and trainer.state.fn == TrainerFn.FITTING:
             self._save(trainer)
+
+    def _finish_step(self, trainer: pl.Trainer) -> None:
+        """Put off a stop to the end of the optimiser step: gradients are not in a checkpoint."""
+        if resume_point.within_accumulation(trainer):
+            self._stop_after_step |= trainer.should_stop
+            trainer.should_stop = False
+        elif self._stop_after_step:
+            trainer.should_stop = True
 
     def _save(self, trainer: pl.Trainer) -> None:
         if not trainer.sanity_checking and not getattr(trainer, "fast_dev_run", False):
             trainer.save_checkpoint(self.path(trainer))
             self._saved_step = trainer.global_step
+
+
+class BestCheckpoint(ModelCheckpoint):
+    """Lightning's `ModelCheckpoint`, for which a metric that is infinite or NaN is never among the best."""
+
+    @property
+    def state_key(self) -> str:
+        """The key of `ModelCheckpoint`, under which older checkpoints have the state."""
+        return super().state_key.replace(type(self).__qualname__, ModelCheckpoint.__qualname__, 1)
+
+    def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:
+        """Return whether `current` is to be saved."""
+        if current is not None and not torch.isfinite(current):
+            rank_zero_warn(f"{self.monitor} is {float(current)}: it is not taken as the best")
+            return False
+        return super().check_monitor_top_k(trainer, current)

@@ -16,8 +16,9 @@ RANDOM_STATES_KEY = "random_states"
 class RandomStates(pl.Callback):
     """Saves the random state of every process (Python, NumPy, torch, its GPU), and restores it on resuming.
 
-    Dropout thus continues its random sequence, and a resumed run equals an uninterrupted one. With another number of
-    processes, each process starts from its own seed, with a warning.
+    Dropout thus continues its random sequence, and a resumed run equals an uninterrupted one. A validation does not
+    change the states, so that training does not depend on how often it is validated. With another number of processes,
+    each process starts from its own seed, with a warning.
 
     Args:
         restore: Whether to restore the states; False if the user asked for another seed.
@@ -26,15 +27,17 @@ class RandomStates(pl.Callback):
     def __init__(self, restore: bool = True) -> None:
         self.restore = restore
         self._loaded: dict[str, Any] | None = None
+        self._outside: dict[str, Any] | None = None  # the states before the validation that is running
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Gather the states of all processes. This hook is called on every process, unlike `state_dict`."""
-        states: list[Any] = [_capture(pl_module.device)]
+        mine = self._outside or _capture(pl_module.device)
+        states: list[Any] = [mine]
         if trainer.world_size > 1:
             states = [None] * trainer.world_size
-            torch.distributed.all_gather_object(states, _capture(pl_module.device))
+            torch.distributed.all_gather_object(states, mine)
         checkpoint[RANDOM_STATES_KEY] = states
 
     def on_load_checkpoint(
@@ -52,11 +55,27 @@ class RandomStates(pl.Callback):
                 "states start from the seed again, and the run won't repeat the uninterrupted one exactly."
             )
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Forget a validation that an exception ended."""
+        self._outside = None
+
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Restore the state before the first batch, since setting up loaders and progress bars draws numbers too."""
         if self._loaded is not None:
             _restore(self._loaded, pl_module.device)
             self._loaded = None
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Keep the state; a run that resumes with a validation restores it first."""
+        if not trainer.sanity_checking:
+            self.on_train_batch_start(trainer, pl_module)
+            self._outside = _capture(pl_module.device)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Restore the state from before the validation."""
+        if self._outside is not None:
+            _restore(self._outside, pl_module.device)
+            self._outside = None
 
 
 def _capture(device: torch.device) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lit_effattn.callbacks.resume_point import can_resume
+
 
 class Stopped(SystemExit):
     """Raised if a signal stops the run. The process exits with 128 + the signal's number, as shells expect."""
@@ -47,12 +49,17 @@ class StopOnSignal(pl.Callback):
         self.teardown(trainer, pl_module, "fit")
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Stop if a signal was received."""
+        """Stop if a signal was received, at the end of an optimiser step."""
+        if can_resume(trainer):
+            self._stop_if_asked(trainer)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Stop if a signal was received since the last step."""
         self._stop_if_asked(trainer)
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """Stop if a signal was received, without waiting for the end of the validation."""
-        if self._before:
+        if self._before and can_resume(trainer):
             self._stop_if_asked(trainer)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:

@@ -1,8 +1,9 @@
-"""Checkpoints: atomic writing, safe reading, and relative paths."""
+"""Checkpoints: atomic writing, safe reading with a check for damage, and relative paths."""
 
 from __future__ import annotations
 
 import os
+import zipfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lit_effattn.allowlist import INSTANTIATOR, NotAllowedError
-from lit_effattn.runs import short
+from lit_effattn.runs import LAST, PREVIOUS, short
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint beside its place and moves it there when it is whole.
 
-    A crash or a full disk while saving leaves the checkpoint that was there before as it was.
+    A crash or a full disk while saving leaves the checkpoint that was there before as it was. A new `last.ckpt` makes
+    the one before it `previous.ckpt`.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
@@ -35,6 +37,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())  # the bytes before the name: a power cut must not leave an empty file
+            if path.name == LAST and path.exists():
+                _keep(path, path.with_name(PREVIOUS))
             part.replace(path)
         except BaseException as error:
             with suppress(OSError):
@@ -61,8 +65,41 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return read_checkpoint(path)
 
 
+def _keep(path: Path, other: Path) -> None:
+    """Give a file a second name, which may be in use; where the file system has no links, rename it."""
+    other.unlink(missing_ok=True)
+    try:
+        os.link(path, other)
+    except OSError:
+        path.replace(other)
+
+
+def remove_parts(folder: Path) -> None:
+    """Delete the unfinished checkpoints in `folder` of processes that have ended."""
+    for part in folder.glob(".*.part"):
+        process = part.suffixes[-2][1:] if len(part.suffixes) > 1 else ""
+        if process.isdecimal() and int(process) != os.getpid() and not _is_running(int(process)):
+            part.unlink(missing_ok=True)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass  # it is somebody else's
+    return True
+
+
+class DamagedError(ValueError):
+    """A checkpoint is cut off or changed, or no checkpoint at all."""
+
+
 def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, Any]:
     """Read a checkpoint, which may hold plain containers of tensors only: nothing in it is executed.
+
+    The checksums (CRC-32) of all its parts are verified first.
 
     Args:
         path: The file.
@@ -70,22 +107,36 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: the file is cut off, or not a checkpoint.
+        DamagedError: the file is cut off, changed, or not a checkpoint. It is a ValueError.
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint {path}")
+    if damage := _damage(path):
+        raise DamagedError(f"{path} is damaged: {damage}")
     try:
         checkpoint = torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:  # what is no pickle fails in every way there is
         reason = str(error).partition("\n")[0].partition(". ")[0]  # what torch adds is advice to trust the file
-        raise ValueError(
+        raise DamagedError(
             f"{path} ({path.stat().st_size:,} bytes) can't be read as a checkpoint: it is cut off, damaged, or from "
             f"another program ({reason or type(error).__name__})"
         ) from error
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise ValueError(f"{path} holds no Lightning checkpoint: it has no `state_dict`")
+        raise DamagedError(f"{path} holds no Lightning checkpoint: it has no `state_dict`")
     return checkpoint
+
+
+def _damage(path: Path) -> str | None:
+    """Return what is wrong with a torch file, a zip whose every entry has a checksum; None: nothing."""
+    if not zipfile.is_zipfile(path):
+        return None  # an older torch's format, or no torch file: torch.load says which
+    try:
+        with zipfile.ZipFile(path) as file:
+            entry = file.testzip()
+    except Exception as error:  # a changed header is read as any unsupported option there is
+        return str(error) or type(error).__name__
+    return None if entry is None else f"the checksum of {entry} is wrong"
 
 
 def _os_error(error: BaseException | None) -> OSError | None:

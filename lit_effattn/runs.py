@@ -4,7 +4,7 @@ A run has one folder, named by its start time (UTC), at any depth under the root
 
     runs/digits_linear/2026-11-21_09-40-12/
         config.yaml         everything that was set
-        checkpoints/        last.ckpt, best.ckpt
+        checkpoints/        last.ckpt, previous.ckpt (the last but one), best.ckpt
         tensorboard/  csv/  samples/  generated/  predictions/
 """
 
@@ -14,6 +14,9 @@ import re
 import shutil
 from datetime import datetime, timezone
 from pathlib import Path
+
+LAST, PREVIOUS = "last.ckpt", "previous.ckpt"
+"""The newest checkpoint of a run, and the one before it, from which a run resumes if the newest is damaged."""
 
 _RUN = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(_\d+)?")
 
@@ -45,6 +48,8 @@ def run_of(checkpoint: Path) -> Path | None:
 def find_checkpoint(name: str, root: Path) -> Path:
     """Return the checkpoint that `name` names: a path, or `last` or `best` of the newest run under `root` that has one.
 
+    `last` is `previous.ckpt` in a run that has no `last.ckpt`.
+
     Raises:
         FileNotFoundError: There is none. The message says where it was searched.
     """
@@ -53,13 +58,14 @@ def find_checkpoint(name: str, root: Path) -> Path:
         if path.is_file():
             return path.resolve()
         raise FileNotFoundError(f"--ckpt_path {name}: there is no such file (and it is neither `last` nor `best`)")
-    found = [path for path in root.rglob(f"checkpoints/{name}.ckpt") if run_of(path)]
+    names = (LAST, PREVIOUS) if name == "last" else (f"{name}.ckpt",)
+    found = [path for file in names for path in root.rglob(f"checkpoints/{file}") if run_of(path)]
     if not found:
         raise FileNotFoundError(
             f"--ckpt_path {name}: no run under {root.resolve()} has a {name}.ckpt; train one first, name another root "
             "with --trainer.default_root_dir, or give the checkpoint's path"
         )
-    return max(found, key=_age).resolve()
+    return max(found, key=_age).resolve()  # the first of equals
 
 
 def _age(checkpoint: Path) -> tuple[str, int]:

@@ -38,7 +38,7 @@ def saved(tmp_path: Path) -> Path:
 
 def intact(path: Path) -> bool:
     loaded = AtomicCheckpointIO().load_checkpoint(path)
-    return files(path.parent) == ["last.ckpt"] and torch.equal(
+    return not set(files(path.parent)) - {"last.ckpt", "previous.ckpt"} and torch.equal(
         loaded["state_dict"]["weight"], content(1)["state_dict"]["weight"]
     )
 
@@ -47,7 +47,8 @@ def test_what_is_saved_is_loaded(saved: Path):
     assert intact(saved)
     AtomicCheckpointIO().save_checkpoint(content(2), str(saved))
     assert AtomicCheckpointIO().load_checkpoint(str(saved))["global_step"] == 2
-    assert files(saved.parent) == ["last.ckpt"]
+    assert AtomicCheckpointIO().load_checkpoint(saved.with_name("previous.ckpt"))["global_step"] == 1
+    assert files(saved.parent) == ["last.ckpt", "previous.ckpt"]
 
 
 def test_the_name_never_means_half_a_file(saved: Path, monkeypatch: pytest.MonkeyPatch):

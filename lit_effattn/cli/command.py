@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 import torch
 import yaml
 from jsonargparse import set_parsing_settings
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
@@ -36,7 +36,7 @@ from lit_effattn.checkpoints import AtomicCheckpointIO, read_checkpoint, with_co
 from lit_effattn.cli.resume import CHECKPOINT, ROOT, ResolvedArgs, is_child, refuse_dropped
 from lit_effattn.cli.saved_settings import OFFLINE, fixed_by_data, homes
 from lit_effattn.cli.trainer import Trainer
-from lit_effattn.runs import discard_if_empty, find_checkpoint, new_folder, new_run, run_of, short
+from lit_effattn.runs import LAST, PREVIOUS, discard_if_empty, find_checkpoint, new_folder, new_run, run_of, short
 from lit_effattn.spec_check import Place, UserJudge, check
 from lit_effattn.tasks import Task
 
@@ -234,7 +234,7 @@ class CLI(LightningCLI):
             standard.append(self.config_init[self.subcommand].checkpoint)
             if config.limit_val_batches != 0:
                 standard.append(
-                    ModelCheckpoint(
+                    callbacks.BestCheckpoint(
                         folder / "checkpoints",
                         filename="best",
                         monitor=self.model.monitor,
@@ -254,7 +254,7 @@ class CLI(LightningCLI):
             return Path(os.environ[RUN])
         checkpoint = self.resolved.checkpoint
         of = run_of(checkpoint) if checkpoint else None
-        if checkpoint is None or of is None or (self.subcommand == "fit" and checkpoint.name != "last.ckpt"):
+        if checkpoint is None or of is None or (self.subcommand == "fit" and checkpoint.name not in (LAST, PREVIOUS)):
             # Where another program started all processes (torchrun), the first makes the folder; only it writes.
             of = new_run(root) if self._is_first() else root / "of another process"
         os.environ[RUN] = str(of)
@@ -286,7 +286,7 @@ class CLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Print the best value of the monitored metric and the path of its checkpoint."""
-        best = next((c for c in self.trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)), None)
+        best = next((c for c in self.trainer.checkpoint_callbacks if isinstance(c, callbacks.BestCheckpoint)), None)
         if best is not None and best.best_model_path:
             rank_zero_info(f"{best.monitor} {best.best_model_score:.4f} is the best, in {short(best.best_model_path)}")
 

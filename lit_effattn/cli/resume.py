@@ -6,17 +6,18 @@ import argparse
 import json
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lit_effattn.allowlist import Trust, listed
-from lit_effattn.checkpoints import read_checkpoint, saved_config
+from lit_effattn.checkpoints import DamagedError, read_checkpoint, saved_config
 from lit_effattn.cli.saved_settings import UserOptions, checked_settings, fixed_by_data
-from lit_effattn.runs import find_checkpoint, short
+from lit_effattn.runs import LAST, PREVIOUS, find_checkpoint, run_of, short
 
 ROOT = "runs"
 """The default of `trainer.default_root_dir`: the folder that holds all runs."""
@@ -77,12 +78,13 @@ class ResolvedArgs(NamedTuple):
             return cls(command, [command, *configs, *root_args, *others], None, None, trust)
         checkpoint = Path(os.environ[CHECKPOINT]) if CHECKPOINT in os.environ and is_child() else None
         checkpoint = checkpoint or find_checkpoint(name, Path(root))
+        checkpoint, content = _read(checkpoint, command, Path(root))
         os.environ[CHECKPOINT] = str(checkpoint)
         # What is drawn from nothing, or from a prompt, needs no data on disk, nor do recordings of the user's own need
         # the corpus: the checkpoint says what data fixed.
         uses_data = command != "generate" or _given(others, "--complete")
         data_fixes = uses_data and not _given(others, "--data.audio", "--data.init_args.audio")
-        saved = _saved_settings(checkpoint, command, uses_data, data_fixes)
+        saved = _saved_settings(content, checkpoint, command, uses_data, data_fixes)
         rank_zero_info(f"{command} from {short(checkpoint)}")
         saved = checked_settings(saved, command, checkpoint, trust, UserOptions(others, files))
         args = [command, "--config", json.dumps(saved), *configs, *root_args, *others, "--ckpt_path", str(checkpoint)]
@@ -93,9 +95,41 @@ def _given(args: list[str], *options: str) -> bool:
     return any(arg.split("=")[0].rstrip("+") in options for arg in args)
 
 
-def _saved_settings(checkpoint: Path, command: str, uses_data: bool, data_fixes: bool) -> dict[str, Any]:
+def _read(checkpoint: Path, command: str, root: Path) -> tuple[Path, dict[str, Any]]:
+    """Read a checkpoint. Training goes on from the one before it if it is damaged.
+
+    Raises:
+        DamagedError: It is damaged; names what else there is.
+    """
+    previous = checkpoint.with_name(PREVIOUS)
+    try:
+        content = read_checkpoint(checkpoint)
+    except DamagedError as error:
+        if command == "fit" and checkpoint.name == LAST and previous.is_file():
+            with suppress(DamagedError):
+                content = read_checkpoint(previous)
+                rank_zero_warn(f"{error}. {_goes_on_from(previous, content)}")
+                return previous, content
+        others = [path for path in checkpoint.parent.glob("*.ckpt") if path != checkpoint]
+        others += [path for path in sorted(root.rglob(f"checkpoints/{LAST}"), reverse=True) if run_of(path)]
+        others = [path for path in dict.fromkeys(path.resolve() for path in others) if path != checkpoint]
+        there = f"; there are {', '.join(short(path) for path in others[:4])}" if others else ""
+        raise DamagedError(f"{error}{there}") from error
+    if checkpoint.name == PREVIOUS and command == "fit" and not checkpoint.with_name(LAST).exists():
+        rank_zero_warn(f"there is no {short(checkpoint.with_name(LAST))}. {_goes_on_from(checkpoint, content)}")
+    return checkpoint, content
+
+
+def _goes_on_from(previous: Path, content: dict[str, Any]) -> str:
+    step = content.get("global_step")
+    return f"Training goes on from {short(previous)}, saved at step {step}: what came after it is trained again"
+
+
+def _saved_settings(
+    content: dict[str, Any], checkpoint: Path, command: str, uses_data: bool, data_fixes: bool
+) -> dict[str, Any]:
     """Return the settings in the checkpoint that are options of `command`. Nothing in them is checked yet."""
-    config = saved_config(read_checkpoint(checkpoint), short(checkpoint))
+    config = saved_config(content, short(checkpoint))
     parts = ["seed_everything", "trainer", "model", *(["data"] if uses_data else [])]
     parts += ["checkpoint"] if command == "fit" else []
     saved = {part: config[part] for part in parts if config.get(part) is not None}

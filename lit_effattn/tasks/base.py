@@ -165,14 +165,16 @@ class Task(HasInitArgs, pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_train_epoch_end(self) -> None:
-        """Step a schedule that monitors a metric.
+        """Step a schedule that monitors a metric, at the end of a whole epoch.
 
-        Lightning would do so after the checkpoint of this epoch is saved, and not at all after resuming from it.
+        `max_steps`, `max_time` and early stopping end an epoch before it is whole; a resumed run then goes on in it.
+        Lightning would step it after the checkpoint of this epoch is saved, and not at all after resuming from it.
 
         Raises:
             ValueError: there is no such metric.
         """
-        for config in self.trainer.lr_scheduler_configs:
+        whole = self.trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+        for config in self.trainer.lr_scheduler_configs if whole else ():
             if not config.reduce_on_plateau:
                 continue
             metrics = self.trainer.callback_metrics

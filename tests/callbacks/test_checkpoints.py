@@ -35,7 +35,8 @@ def test_every_so_many_steps_and_at_the_end_of_an_epoch(tmp_path: Path):
     trainer(tmp_path, [watch, LastCheckpoint(every_n_train_steps=2)], max_epochs=2).fit(Tiny(), loader(5))
     assert watch.steps == [None, None, 2, 2, 4, 5, 6, 6, 8, 8]  # before steps 1 … 10
     assert read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["global_step"] == 10
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["last.ckpt"]
+    assert read_checkpoint(tmp_path / "checkpoints" / "previous.ckpt")["global_step"] == 8
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["last.ckpt", "previous.ckpt"]
 
 
 def test_at_the_end_of_an_epoch_only_and_after_its_validation(tmp_path: Path):
@@ -50,7 +51,7 @@ def test_steps_are_counted_and_not_batches(every: int, tmp_path: Path):
     watch = Watch()
     run = trainer(tmp_path, [watch, LastCheckpoint(every)], max_epochs=1, accumulate_grad_batches=3)
     run.fit(Tiny(), loader(12))
-    assert [step for step, _ in watch.saved_at] == [*range(every, 5, every), 4]
+    assert [step for step, _ in watch.saved_at] == [*range(every, 5, every)]  # the last one at the epoch's end
     first_batch_after = [None] * 3 * every + [every]
     assert watch.steps[: len(first_batch_after)] == first_batch_after
 

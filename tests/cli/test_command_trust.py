@@ -201,7 +201,7 @@ def test_a_better_checkpoint_replaces_the_best_after_resuming():
     main(["fit", "--config", "tiny.yaml"])
     main(["fit", "--ckpt_path", "last", "--trainer.max_epochs", "3"])
     (run,) = Path("runs").iterdir()
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["best.ckpt", "last.ckpt"]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["best.ckpt", "last.ckpt", "previous.ckpt"]
     content = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
     (state,) = (state for key, state in content["callbacks"].items() if key.startswith("ModelCheckpoint"))
     assert list(state["best_k_models"]) == ["best.ckpt"]

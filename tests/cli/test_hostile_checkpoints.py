@@ -345,7 +345,7 @@ def test_no_folder_that_a_callback_remembers_is_deleted(hide: str):
 
     edited(change).rename(run / "last.ckpt")
     main(["fit", "--ckpt_path", str(run / "last.ckpt"), "--trainer.max_epochs", "2"])
-    assert sorted(path.name for path in run.iterdir()) == ["best.ckpt", "last.ckpt", "link"]
+    assert sorted(path.name for path in run.iterdir()) == ["best.ckpt", "last.ckpt", "link", "previous.ckpt"]
     assert Path("precious/thesis.txt").read_text() == "years"
 
 

@@ -1,5 +1,6 @@
 """Lightning callbacks. They check a model's methods and attributes, not its class."""
 
+from lit_effattn.callbacks.check_finite import CheckFinite, NotFiniteError
 from lit_effattn.callbacks.checkpoints import BestCheckpoint, LastCheckpoint
 from lit_effattn.callbacks.compile import Compile
 from lit_effattn.callbacks.feature_redraw import FeatureRedraw
@@ -11,10 +12,12 @@ from lit_effattn.callbacks.stop_on_signal import StopOnSignal, Stopped
 
 __all__ = [
     "BestCheckpoint",
+    "CheckFinite",
     "Compile",
     "FeatureRedraw",
     "LastCheckpoint",
     "MemoryCarry",
+    "NotFiniteError",
     "ProgressBar",
     "RandomStates",
     "SampleGrid",

@@ -63,7 +63,7 @@ def main(args: list[str] | None = None) -> None:
     except UsageError as error:
         fail(plain(str(error)), code=2)
     # Errors of our checks and of the libraries below: the message names the cause, a traceback would not help.
-    except (ValueError, OSError, ModuleNotFoundError, MisconfigurationException) as error:
+    except (ValueError, OSError, ArithmeticError, ModuleNotFoundError, MisconfigurationException) as error:
         fail(plain(_message(error)))
 
 

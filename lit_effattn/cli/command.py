@@ -223,6 +223,8 @@ class CLI(LightningCLI):
             return standard
         saved = self.resolved.saved
         seed_kept = saved is None or saved.get("seed_everything") == self.settings().get("seed_everything")
+        if callbacks.CheckFinite not in given:
+            standard.append(callbacks.CheckFinite())
         standard += [
             callbacks.StopOnSignal(),
             callbacks.RandomStates(restore=seed_kept),
@@ -285,10 +287,12 @@ class CLI(LightningCLI):
             rank_zero_info(f"Not in the checkpoint, so kept as this model initialised them: {', '.join(kept)}")
 
     def after_fit(self) -> None:
-        """Print the best value of the monitored metric and the path of its checkpoint."""
+        """Print the best value of the monitored metric and the path of its checkpoint, or that there is none."""
         best = next((c for c in self.trainer.checkpoint_callbacks if isinstance(c, callbacks.BestCheckpoint)), None)
         if best is not None and best.best_model_path:
             rank_zero_info(f"{best.monitor} {best.best_model_score:.4f} is the best, in {short(best.best_model_path)}")
+        elif best is not None and best.monitor in self.trainer.callback_metrics:
+            rank_zero_info(f"{best.monitor} was never finite: there is no best.ckpt")
 
     def after_test(self) -> None:
         """Print the metrics, one line each."""

@@ -1,0 +1,132 @@
+"""Stopping, or skipping, when the loss or a gradient is infinite or NaN."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lit_effattn.callbacks.resume_point import within_accumulation
+
+PATIENCE_WITH_SCALER = 20
+"""Steps in a row that float16's loss scaler may skip. Each halves the scale, which starts at 2^16."""
+
+_NEVER = 2**62
+
+
+class NotFiniteError(ArithmeticError):
+    """The loss, a gradient or a weight is infinite or NaN."""
+
+
+class CheckFinite(pl.Callback):
+    """Stops training if the loss or a gradient is infinite or NaN, before a checkpoint is overwritten.
+
+    Every step is checked on its device. The result is read, by all processes together, at the steps that
+    `log_every_n_steps` divides and before every checkpoint, so that the other steps don't wait for the device. A
+    checkpoint with a weight that is not finite is never written; `last.ckpt` is then from before, and can be resumed.
+
+    With float16 the loss scaler skips such steps itself; training stops after 20 in a row.
+
+    Args:
+        skip: How many such steps in a row to skip instead. A skipped step leaves weights and optimiser as they are, and a
+            carried memory starts anew; the learning rate's schedule goes on. Every step then waits for its device.
+
+    Raises:
+        NotFiniteError: In training. It names the step, the batch and the learning rate.
+    """
+
+    def __init__(self, skip: int = 0) -> None:
+        if skip < 0:
+            raise ValueError(f"skip={skip} is negative; give how many steps in a row may be skipped, 0 for none")
+        self.skip = skip
+        self.skipped = 0
+        self._where = "before the first step"
+        self._steps: deque[tuple[int, str]] = deque(maxlen=10_000)  # since the last check, each with what to say of it
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start counting."""
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self._scaled = scaler is not None
+        self._patience = max(self.skip, PATIENCE_WITH_SCALER if self._scaled else 0)
+        self._steps.clear()
+        self._finite = torch.ones((), dtype=torch.bool, device=pl_module.device)  # in the current optimiser step
+        self._in_a_row = torch.zeros((), dtype=torch.int64, device=pl_module.device)
+        self._failed = torch.full_like(self._in_a_row, _NEVER)  # the first step that was one too many
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        """Check the loss."""
+        self._finite &= loss.detach().isfinite().all()
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        """Check the gradients; skip the step if it is to be skipped."""
+        rates = ", ".join(f"{group['lr']:.3g}" for group in optimizer.param_groups)
+        batch = trainer.fit_loop.epoch_loop.batch_idx
+        self._where = f"step {trainer.global_step + 1} (epoch {trainer.current_epoch}, batch {batch}, lr {rates})"
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self._finite &= _all_finite([p.grad for p in parameters], self._finite.device)
+        if not self.skip or self._scaled:
+            return
+        if trainer.world_size > 1:
+            everywhere = self._finite.int()
+            dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+            self._finite = everywhere.bool()
+        if self._finite:
+            return
+        self.skipped += 1
+        rank_zero_warn(f"the loss or a gradient is infinite or NaN: {self._where} is skipped")
+        for parameter in parameters:
+            parameter.grad = None  # optimisers leave a parameter without a gradient as it is
+        if hasattr(pl_module, "memory"):
+            pl_module.memory = None  # type: ignore[assignment]
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        """Count the steps that were not finite; at the logging interval, stop."""
+        if within_accumulation(trainer):
+            return
+        step = trainer.global_step
+        self._in_a_row = torch.where(self._finite, 0, self._in_a_row + 1)
+        self._failed = torch.where(self._in_a_row > self._patience, self._failed.clamp(max=step), self._failed)
+        self._finite = torch.ones_like(self._finite)
+        self._steps.append((step, self._where))
+        if step % (trainer.log_every_n_steps or 50) == 0:  # type: ignore[attr-defined]
+            self._stop(self._failed, trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stop here too: the run may end."""
+        self._stop(self._failed, trainer)
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
+        """Refuse to save weights that are not finite."""
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            finite = _all_finite([p for p in pl_module.parameters() if p.is_floating_point()], self._failed.device)
+            self._stop(torch.where(finite, self._failed, self._failed.clamp(max=trainer.global_step)), trainer)
+
+    def _stop(self, failed: Tensor, trainer: pl.Trainer) -> None:
+        """Stop if a step failed, on any process."""
+        if trainer.world_size > 1:
+            failed = failed.clone()
+            dist.all_reduce(failed, dist.ReduceOp.MIN)
+        step = int(failed)  # waits for the device
+        if step == _NEVER:
+            self._steps.clear()
+            return
+        raise NotFiniteError(
+            f"the loss, a gradient or a weight is infinite or NaN at {dict(self._steps).get(step, self._where)}. The "
+            "checkpoints are of earlier steps and finite. Lower the learning rate (--model.optimizer.lr) or clip "
+            "gradients (--trainer.gradient_clip_val 1), with --init_weights to start from a checkpoint; or skip such "
+            "steps with --trainer.callbacks+=CheckFinite --trainer.callbacks.skip 3"
+        )
+
+
+def _all_finite(tensors: list[Any], device: torch.device) -> Tensor:
+    """Return whether all values are finite, (), on `device`, without waiting for it."""
+    if not tensors:
+        return torch.ones((), dtype=torch.bool, device=device)
+    largest = torch._foreach_norm(tensors, float("inf"))  # a sum of squares would overflow
+    return torch.stack([norm.detach().to(device, torch.float32) for norm in largest]).isfinite().all()

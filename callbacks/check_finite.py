@@ -34,7 +34,7 @@ class CheckFinite(pl.Callback):
     With float16 the loss scaler skips such steps itself; training stops after 20 in a row.
 
     Args:
-        skip: How many such steps in a row to skip instead. A skipped step leaves weights and optimiser as they are, and a
+        skip: How many such steps in a row to skip instead. A skipped step does not change weights and optimiser, and a
             carried memory starts anew; the learning rate's schedule goes on. Every step then waits for its device.
 
     Raises:

@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lit_effattn import slurm
 from lit_effattn.callbacks import resume_point
 from lit_effattn.callbacks.stop_on_signal import Stopped
 from lit_effattn.checkpoints import remove_parts
@@ -83,6 +84,8 @@ class LastCheckpoint(Checkpoint):
         """Save if a signal stopped the run, which happens between two steps or in a validation."""
         if isinstance(exception, Stopped) and trainer.state.fn == TrainerFn.FITTING:
             self._save(trainer)
+            if exception.job is not None and trainer.is_global_zero:
+                slurm.requeue(exception.job)
 
     def _finish_step(self, trainer: pl.Trainer) -> None:
         """Put off a stop to the end of the optimiser step: gradients are not in a checkpoint."""

@@ -8,20 +8,40 @@ from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lit_effattn import slurm
 from lit_effattn.callbacks.resume_point import can_resume
+
+SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if hasattr(signal, name)
+)  # Windows lacks the last two
 
 
 class Stopped(SystemExit):
-    """Raised if a signal stops the run. The process exits with 128 + the signal's number, as shells expect."""
+    """Raised if a signal stops the run. The process exits with 128 + the signal's number, as shells expect.
+
+    Args:
+        code: The exit code.
+        job: The number of the SLURM job to requeue when the run is saved.
+    """
+
+    def __init__(self, code: int, job: str | None = None) -> None:
+        super().__init__(code)
+        self.job = job
 
 
 class StopOnSignal(pl.Callback):
-    """Ends training between two steps on SIGTERM or Ctrl-C, on all processes at the same step, so that it can be saved.
+    """Ends training between two steps on a signal, on all processes at the same step, so that it can be saved.
 
-    The process then exits with 143 (SIGTERM) or 130 (Ctrl-C). A second Ctrl-C stops at once. Lightning's own handler
-    exits with 0, and runs collective communication inside the signal handler, which can deadlock.
+    The signals are SIGTERM, Ctrl-C (SIGINT), SIGUSR1 and SIGHUP. One that was ignored when the training started, as
+    `nohup` ignores SIGHUP, stays ignored. The process then exits with 128 + the signal's number. A second Ctrl-C stops
+    at once and saves nothing. In a SLURM job SIGUSR1 (`sbatch --signal=USR1@120`) also requeues the job, which then
+    goes on with the same run.
+
+    Lightning's own handler exits with 0, and runs collective communication inside the signal handler, which can
+    deadlock; in a SLURM job it saves outside of the run.
     """
 
     def __init__(self) -> None:
@@ -32,7 +52,8 @@ class StopOnSignal(pl.Callback):
         """Install the signal handlers."""
         self._signal = 0
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
+            heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._ask) for number in heard}
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restore the previous handlers, before Lightning restores the ones from before it installed its own."""
@@ -77,5 +98,7 @@ class StopOnSignal(pl.Callback):
             return
         number = self._signal or signal.SIGTERM
         rank_zero_info(f"\nStopped by {signal.Signals(number).name} at step {trainer.global_step}.")
+        cluster = trainer._accelerator_connector.cluster_environment
+        requeues = isinstance(cluster, SLURMEnvironment) and cluster.auto_requeue and number == cluster.requeue_signal
         # The launcher kills its own process if one of its children reports a failure.
-        raise Stopped(128 + number if trainer.is_global_zero else 0)
+        raise Stopped(128 + number if trainer.is_global_zero else 0, slurm.job() if requeues else None)

@@ -34,6 +34,8 @@ The settings that a command would use: --print_config. Full traceback of an erro
 """
 COMMANDS = ("fit", "validate", "test", "predict", "generate")
 DEBUG = "LIT_EFFATTN_DEBUG"
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells expect."""
 
 
 def main(args: list[str] | None = None) -> None:
@@ -56,12 +58,22 @@ def main(args: list[str] | None = None) -> None:
         return
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+    from lit_effattn.cli.failures import explained
     from lit_effattn.cli.parser_errors import plain
 
     try:
         run(args)
     except UsageError as error:
         fail(plain(str(error)), code=2)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except SystemExit as error:
+        # Lightning turns Ctrl-C into the exit code 1.
+        sys.exit(INTERRUPTED if isinstance(error.__context__, KeyboardInterrupt) else error.code)
+    except RuntimeError as error:
+        if (message := explained(error)) is None:
+            raise
+        fail(message)
     # Errors of our checks and of the libraries below: the message names the cause, a traceback would not help.
     except (ValueError, OSError, ArithmeticError, ModuleNotFoundError, MisconfigurationException) as error:
         fail(plain(_message(error)))

@@ -31,7 +31,7 @@ import lit_effattn.schedules
 import lit_effattn.tasks.ctc
 
 # These imports make the classes known by their short names in YAML and flags.
-from lit_effattn import callbacks, datamodules
+from lit_effattn import callbacks, datamodules, slurm
 from lit_effattn.checkpoints import AtomicCheckpointIO, read_checkpoint, with_config, without_folders
 from lit_effattn.cli.resume import CHECKPOINT, ROOT, ResolvedArgs, is_child, refuse_dropped
 from lit_effattn.cli.saved_settings import OFFLINE, fixed_by_data, homes
@@ -271,7 +271,7 @@ class CLI(LightningCLI):
     def before_fit(self) -> None:
         """Load the weights of `--init_weights`."""
         path = self.config[self.subcommand].init_weights
-        if path is None:
+        if path is None or self.resolved.requeued:
             return
         if self.resolved.checkpoint is not None:
             raise ValueError(
@@ -342,6 +342,7 @@ class Configuration(pl.Callback):
             return
         folder = Path(trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
+        slurm.record_job(folder)
         path, attempt = folder / "config.yaml", 0
         while path.exists():
             attempt += 1

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import yaml
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lit_effattn import slurm
 from lit_effattn.allowlist import Trust, listed
 from lit_effattn.checkpoints import DamagedError, read_checkpoint, saved_config
 from lit_effattn.cli.saved_settings import UserOptions, checked_settings, fixed_by_data
@@ -36,6 +37,7 @@ class ResolvedArgs(NamedTuple):
         saved: The settings taken from the checkpoint, or None.
         trust: What the user trusts by name (`--trust`).
         uses_data: Whether the command takes data.
+        requeued: Whether the checkpoint is that of a SLURM job that was restarted, whatever its arguments say.
         data_fixes: Whether the model takes what `Task.fixed_by_data` names from the data; else from the checkpoint.
     """
 
@@ -46,6 +48,7 @@ class ResolvedArgs(NamedTuple):
     trust: Trust
     uses_data: bool = True
     data_fixes: bool = True
+    requeued: bool = False
 
     @classmethod
     def parse(cls, args: list[str]) -> ResolvedArgs:
@@ -72,6 +75,8 @@ class ResolvedArgs(NamedTuple):
         trust = Trust([*said.trust, *(name for file in files for name in file.get("trust") or ())])
         name = said.ckpt_path or _last(f.get("ckpt_path") for f in files)
         root = said.root or _last(_section(f, "trainer").get("default_root_dir") for f in files) or ROOT
+        requeued = slurm.interrupted_checkpoint(Path(root)) if command == "fit" else None
+        name = requeued or name
         if name is None:
             if command != "fit":
                 raise ValueError(f"{command} needs a trained model: give --ckpt_path best, last, or a path")
@@ -88,7 +93,7 @@ class ResolvedArgs(NamedTuple):
         rank_zero_info(f"{command} from {short(checkpoint)}")
         saved = checked_settings(saved, command, checkpoint, trust, UserOptions(others, files))
         args = [command, "--config", json.dumps(saved), *configs, *root_args, *others, "--ckpt_path", str(checkpoint)]
-        return cls(command, args, checkpoint, saved, trust, uses_data, data_fixes)
+        return cls(command, args, checkpoint, saved, trust, uses_data, data_fixes, requeued is not None)
 
 
 def _given(args: list[str], *options: str) -> bool:

@@ -1,0 +1,29 @@
+"""Messages for failures of the machine, whose tracebacks don't help: full memory, processes that were killed."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+_RESUME = "Resume with --ckpt_path last"
+
+
+def explained(error: RuntimeError) -> str | None:
+    """Return what to say of a failure of the machine; None if `error` is something else."""
+    text = " ".join(str(error).split())
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
+        where = "the GPU" if isinstance(error, torch.OutOfMemoryError) else "this machine"
+        return (
+            f"{where} has not enough memory ({text.partition('. GPU')[0]}). Use a smaller --data.batch_size with "
+            f"--trainer.accumulate_grad_batches, or --trainer.precision bf16-mixed. {_RESUME}"
+        )
+    if match := re.search(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (.+?)\.? ?$", text.partition(". It is")[0]):
+        said = f"a process that loads data ({match[1]}) {match[2]}"
+        return f"{said}. If memory ran out, use fewer --data.num_workers. {_RESUME}"
+    if re.search(r"gloo|Connection (closed|reset) by peer|ncclRemoteError|remote process exited|NCCL", text):
+        return (
+            f"another process of this run ended ({text[:120]}). What it printed above says why; if it printed nothing, "
+            f"it was killed, perhaps since memory ran out. {_RESUME}"
+        )
+    return None

@@ -22,14 +22,15 @@ ROOMS: dict[str, set[str]] = {
     "spec_check": {"allowlist"},
     "checkpoints": {"allowlist", "runs"},
     "datamodules": set(),
-    "callbacks": {"sequence", "ops", "pictures"},
+    "slurm": {"runs"},
+    "callbacks": {"sequence", "ops", "pictures", "checkpoints", "runs", "slurm"},
     "tasks": {
         *("generation", "nn", "positions", "sequence", "hparams", "datamodules"),
         *("allowlist", "checkpoints", "spec_check", "runs", "pictures"),
     },
     "cli": {
         *("tasks", "generation", "nn", "attention", "positions", "sequence", "schedules", "datamodules", "callbacks"),
-        *("allowlist", "checkpoints", "spec_check", "runs", "pictures"),
+        *("allowlist", "checkpoints", "spec_check", "runs", "pictures", "slurm"),
     },
     "__init__": {"nn", "tasks"},  # when they are asked for
 }

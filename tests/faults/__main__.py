@@ -1,0 +1,384 @@
+"""Interrupt training runs and check that each resumed run equals the uninterrupted one bit for bit.
+
+Every trial trains a small model with the `lit-effattn` command, interrupts it one to three times, resumes it with
+`--ckpt_path last` and compares the result with that of an uninterrupted run of the same configuration: weights,
+optimiser, schedule, random states, carried memory and logged values. It prints a line for each interruption and a table.
+
+Without --cells, runs are killed (SIGKILL to all their processes) at random times and at named moments. With --cells they
+are stopped in order, by SIGTERM or by a time limit, in a cover of all pairs of task, limits, moment, processes,
+accumulation, validation and schedule. The exit code is 1 if any resumed run differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import chdir
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import lit_effattn.cli.command  # noqa: F401  # imported once; the runs are forked
+from lit_effattn.runs import find_checkpoint
+from tests.faults.cases import DIMENSIONS, EPOCHS, TRUST, Settings, pairwise, write_data
+from tests.faults.comparison import check_files, compare_best, compare_checkpoints, compare_logs, read_log
+from tests.faults.processes import Run, in_fork
+
+EXIT_CODES = {"kill": -9, "term": 143, "stop": 0}
+HOOKS = (
+    "before a step",
+    "after a step",
+    "in an accumulation window",
+    "after the last batch of an epoch",
+    "at the end of an epoch",
+    "in a validation",
+)
+FILES = {"while a checkpoint is written": "write", "before its rename": "before_rename", "after it": "after_rename"}
+VARIANTS = (
+    Settings(every_n_train_steps=2),
+    Settings(accumulate=3, validation="within epochs", every_n_train_steps=1),
+    Settings(validation="within epochs", schedule="plateau", every_n_train_steps=3),
+)
+"""Settings of the runs that are killed."""
+MOMENTS = ("at a random time", *HOOKS, *FILES)
+
+
+@dataclass(frozen=True)
+class Interruption:
+    """One interruption of a run.
+
+    Attributes:
+        moment: Its name in the table.
+        plan: What the callback `Fault` does; None: the run is killed at a random time.
+        fraction: The random time, as a fraction of that of the uninterrupted run.
+        from_start: The time is counted from the start of the process, else from that of the training.
+    """
+
+    moment: str
+    plan: dict[str, Any] | None = None
+    fraction: float = 0.0
+    from_start: bool = False
+
+    @property
+    def act(self) -> str:
+        return self.plan["act"] if self.plan else "kill"
+
+    def where(self) -> str:
+        """Describe the place in the run."""
+        if self.plan is None:
+            return f"{self.fraction:.0%} of the {'run' if self.from_start else 'training'}"
+        if "file" in self.plan:
+            return f"write {self.plan['nth']} of {self.plan['file']}"
+        return ", ".join(f"{key} {self.plan[key]}" for key in ("epoch", "batch") if key in self.plan)
+
+
+@dataclass
+class Outcome:
+    """The result of a trial.
+
+    Attributes:
+        settings: Of the run.
+        interruptions: Those that took place, each with the step that the run was resumed from; None: started anew.
+        difference: The first difference from the uninterrupted run, or None.
+    """
+
+    settings: Settings
+    interruptions: list[tuple[Interruption, int | None]] = field(default_factory=list)
+    difference: str | None = None
+
+    def lines(self) -> Iterator[str]:
+        """Return a line for each interruption."""
+        for interruption, step in self.interruptions:
+            where = f"{interruption.moment} ({interruption.where()})"
+            resumed = "started anew" if step is None else f"from step {step}"
+            exact = "exact" if self.difference is None else f"NOT exact: {self.difference}"
+            yield f"{describe(self.settings)} | {where} | {resumed} | {exact}"
+
+
+def describe(s: Settings) -> str:
+    """Return a short description of `s`."""
+    parts = [s.task, f"{s.processes} process{'es' * (s.processes > 1)}", s.limits, f"accumulate {s.accumulate}"]
+    parts += [f"validation {s.validation}", s.schedule]
+    return ", ".join([*parts, *([f"saved every {s.every_n_train_steps}"] if s.every_n_train_steps else [])])
+
+
+@dataclass
+class Whole:
+    """An uninterrupted run: its folder, and the seconds of the process and until its training started."""
+
+    run: Path
+    seconds: float
+    before: float
+
+
+class Harness:
+    """Runs trials in the current folder."""
+
+    def __init__(self) -> None:
+        self._whole: dict[Settings, Whole] = {}
+        self._trials = 0
+
+    def whole(self, settings: Settings) -> Whole:
+        """Return the uninterrupted run of `settings`, which is trained at the first call."""
+        if settings not in self._whole:
+            folder = Path(f"whole-{len(self._whole)}")
+            run = Run(start(settings, folder), settings.processes, folder, Path("cache"))
+            before = run.started()
+            code = run.wait()
+            if code != 0 or before is None:
+                raise RuntimeError(f"{settings}: the uninterrupted run failed\n{run.output.read_text()}")
+            batches = int(run.marker.read_text())
+            if batches != settings.batches:
+                raise RuntimeError(f"{settings}: an epoch has {batches} batches, not {settings.batches}")
+            self._whole[settings] = Whole(newest(folder), run.seconds, before)
+        return self._whole[settings]
+
+    def trial(self, settings: Settings, interruptions: Iterable[Interruption]) -> Outcome:
+        """Interrupt and resume a run of `settings`, then compare."""
+        timed = settings.limits == "max_time"
+        settings_of_run = replace(settings, limits="max_epochs") if timed else settings
+        whole = self.whole(settings_of_run)
+        self._trials += 1
+        folder, outcome = Path(f"trial-{self._trials}"), Outcome(settings)
+        outcome.difference = self._interrupt(settings_of_run, list(interruptions), whole, folder, outcome)
+        if outcome.difference is None:
+            shutil.rmtree(folder)
+        return outcome
+
+    def _interrupt(
+        self, settings: Settings, planned: list[Interruption], whole: Whole, folder: Path, outcome: Outcome
+    ) -> str | None:
+        # A random kill may hit the preparation of the data.
+        cache = folder / "cache" if planned[0].plan is None else Path("cache")
+        may_lack, may_add = -1, None
+        for interruption in (*planned, None):
+            resumed = outcome.interruptions and outcome.interruptions[-1][1] is not None
+            args = resume(folder) if resumed else start(settings, folder)
+            run = Run(args, settings.processes, folder, cache, interruption.plan if interruption else None)
+            if interruption and interruption.plan is None:
+                self._kill_at(run, interruption, whole)
+            code = run.wait()
+            if code is None:
+                return f"did not end; see {run.output}"
+            if interruption is None or (code == 0 and interruption.act == "kill"):
+                if interruption and interruption.plan and not outcome.interruptions:
+                    outcome.interruptions.append((interruption, None))
+                    return "the moment did not come"
+                if code:
+                    return f"exit code {code} of the resumed run: {last_line(run)}"
+                break
+            last = newest(folder) / "checkpoints" / "last.ckpt" if newest(folder) else None
+            step = None if last is None else in_fork(lambda last=last: step_of(last), folder)
+            outcome.interruptions.append((interruption, step))
+            if code != EXIT_CODES[interruption.act]:
+                return f"exit code {code}, not {EXIT_CODES[interruption.act]}: {last_line(run)}"
+            if interruption.plan and run.plan.exists():
+                return "the moment did not come"
+            if interruption.act == "kill":
+                may_lack = -1 if step is None else step - 1
+            elif interruption.act == "stop":
+                may_add = max((s for k, v in read_log(newest(folder)).items() if k[:4] == "val/" for s in v), default=None)
+        ended = newest(folder)
+        return in_fork(lambda: compare(whole.run, ended, may_lack, may_add), folder)
+
+    @staticmethod
+    def _kill_at(run: Run, interruption: Interruption, whole: Whole) -> None:
+        if interruption.from_start:
+            time.sleep(interruption.fraction * whole.seconds)
+        elif run.started() is not None:
+            time.sleep(interruption.fraction * (whole.seconds - whole.before))
+        run.kill()
+
+
+def compare(whole: Path, resumed: Path, may_lack: int, may_add: int | None) -> str | None:
+    """Return the first difference of two runs."""
+    a, b = (run / "checkpoints" / "last.ckpt" for run in (whole, resumed))
+    return (
+        compare_checkpoints(a, b)
+        or compare_logs(read_log(whole), read_log(resumed), may_lack, may_add)
+        or (compare_best(a.with_name("best.ckpt"), b.with_name("best.ckpt")) if may_add is None else None)
+        or check_files(resumed)
+    )
+
+
+def start(settings: Settings, folder: Path) -> list[str]:
+    """Return the arguments of a new run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump(settings.config()))
+    return ["fit", "--config", str(config), "--trainer.default_root_dir", str(folder / "runs")]
+
+
+def resume(folder: Path) -> list[str]:
+    """Return the arguments that resume the newest run."""
+    return ["fit", "--ckpt_path", "last", "--trainer.default_root_dir", str(folder / "runs"), *TRUST]
+
+
+def newest(folder: Path) -> Path | None:
+    """Return the run that `--ckpt_path last` resumes, or None."""
+    try:
+        return find_checkpoint("last", folder / "runs").parent.parent
+    except FileNotFoundError:
+        return None
+
+
+def step_of(checkpoint: Path) -> int | None:
+    import torch
+
+    return torch.load(checkpoint, weights_only=True)["global_step"]
+
+
+def last_line(run: Run) -> str:
+    lines = [line for line in run.output.read_text().splitlines() if line.strip()]
+    errors = [line for line in lines if "error" in line.lower()]
+    return (errors or lines or ["no output"])[-1].strip()[:200]
+
+
+# --------------------------------------------------------------------------------------------------------- the trials
+
+
+def cells() -> Iterator[tuple[Settings, list[Interruption]]]:
+    """Orderly stops, in a cover of all pairs of the dimensions; those with one process first."""
+    for cell in sorted(pairwise(DIMENSIONS), key=lambda cell: cell["processes"]):
+        moment = cell.pop("moment")
+        settings = Settings(**cell)
+        act = "stop" if settings.limits == "max_time" else "term"
+        plan = {"act": act, **stop_at(moment, settings)}
+        yield settings, [Interruption(f"{'SIGTERM' if act == 'term' else 'time limit'}, {moment}", plan)]
+
+
+def stop_at(moment: str, settings: Settings) -> dict[str, Any]:
+    """Return where to stop. A time limit that expires in a validation stops the run after the next batch."""
+    hook = "train_batch_end" if settings.limits == "max_time" else "train_batch_start"
+    within = settings.validation == "within epochs"
+    if moment == "during validation" and settings.limits != "max_time":
+        return {"moment": "validation_batch_start", "epoch": 1, "batch": 1}
+    epoch, batch = {
+        "first step": (0, settings.accumulate - 1),
+        "mid-epoch": (1, settings.batches // 2 - 1),
+        "last step of an epoch": (1, settings.batches - 1),
+        "during validation": (1, 4) if within else (2, 0),
+    }[moment]
+    return {"moment": hook, "epoch": epoch, "batch": batch}
+
+
+def kills(n: int, rng: random.Random, tasks: tuple[str, ...]) -> Iterator[tuple[Settings, list[Interruption]]]:
+    """Yield trials with `n` kills together: a third at random times, a quarter of the trials with two processes."""
+    named, i = [m for m in MOMENTS if m != MOMENTS[0]], 0
+    while n > 0:
+        moment = MOMENTS[0] if i % 3 == 2 else named[(i - i // 3) % len(named)]
+        settings = rng.choice(VARIANTS[1:2] if "window" in moment else VARIANTS)
+        settings = replace(
+            settings, task=tasks[(i + i // 12) % len(tasks)], processes=2 if (i + i // 4) % 4 == 3 else 1
+        )
+        planned = [killed_at(moment, settings, rng)]
+        for _ in range(min(n - 1, rng.choice((0, 0, 0, 1, 1, 2)))):
+            later = rng.choice((MOMENTS[0], "at the end of an epoch", *FILES))
+            planned.append(killed_at(later, settings, rng, later=True))
+        yield settings, planned
+        n -= len(planned)
+        i += 1
+
+
+def killed_at(moment: str, settings: Settings, rng: random.Random, later: bool = False) -> Interruption:
+    """Draw the place of a kill; `later`: one that comes if the run was interrupted before."""
+    if moment == MOMENTS[0]:
+        from_start = settings.processes == 1 and rng.random() < 0.3
+        return Interruption(moment, None, rng.uniform(0.0, 0.5 if later else 0.95), from_start)
+    if moment in FILES:
+        file = "last.ckpt" if later else rng.choice(("last.ckpt", "last.ckpt", "best.ckpt"))
+        nth = 1 if later or file == "best.ckpt" else rng.randint(1, EPOCHS)
+        return Interruption(moment, {"act": "kill", "moment": FILES[moment], "file": file, "nth": nth})
+    n, batches = settings.accumulate, settings.batches
+    first = rng.randrange(settings.steps) * n
+    plan = {
+        "before a step": {"moment": "train_batch_start", "batch": first},
+        "after a step": {"moment": "train_batch_end", "batch": min(first + n, batches) - 1},
+        "in an accumulation window": {"moment": "train_batch_end", "batch": first},
+        "after the last batch of an epoch": {"moment": "train_batch_end", "batch": batches - 1},
+        "at the end of an epoch": {"moment": "train_epoch_end"},
+        "in a validation": {"moment": "validation_batch_start", "batch": rng.randrange(2)},
+    }[moment]
+    return Interruption(moment, {"act": "kill", "epoch": EPOCHS - 1 if later else rng.randrange(EPOCHS), **plan})
+
+
+# --------------------------------------------------------------------------------------------------------- the command
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """Return a Markdown table with a row for each moment."""
+    rows: dict[str, list[int]] = {}
+    for outcome in outcomes:
+        for interruption, step in outcome.interruptions:
+            for name in (interruption.moment, "**all**"):
+                row = rows.setdefault(name, [0, 0, 0, 0])
+                row[0] += 1
+                row[1] += outcome.difference is None
+                row[2] += (outcome.difference or "").startswith("log: ")
+                row[3] += step is None
+    total = rows.pop("**all**", [0, 0, 0, 0])
+    lines = [f"| {name} | {' | '.join(map(str, row))} |" for name, row in [*sorted(rows.items()), ("**all**", total)]]
+    return "\n".join(["| moment | kills | exact | only the log differs | started anew |", "|---|--:|--:|--:|--:|", *lines])
+
+
+def parse(args: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, metavar="N", help="number of kills (default: 100)")
+    parser.add_argument("--cells", action="store_true", help="the orderly stops; with --kills N, both")
+    parser.add_argument("--quick", action="store_true", help="a few kills and stops of one process, under a minute")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the kills (default: 0)")
+    parser.add_argument("--only", choices=DIMENSIONS["task"], help="one task")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep all runs in this new folder")
+    return parser.parse_args(args)
+
+
+def trials(options: argparse.Namespace) -> list[tuple[Settings, list[Interruption]]]:
+    """Return the trials that the options ask for."""
+    tasks = (options.only,) if options.only else DIMENSIONS["task"]
+    n_kills = options.kills
+    if n_kills is None:
+        n_kills = 12 if options.quick else 0 if options.cells else 100
+    found = list(cells()) if options.cells or options.quick else []
+    found = [trial for trial in found if trial[0].task in tasks]
+    found += kills(n_kills, random.Random(options.seed), tasks)
+    if options.quick:
+        found = [trial for trial in found if trial[0].processes == 1]
+        found = found[:: max(1, len(found) // 12)]
+    return found
+
+
+def main(args: list[str]) -> int:
+    """Run the harness; return the exit code."""
+    options = parse(args)
+    folder = options.keep or Path(tempfile.mkdtemp(prefix="faults-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    begun, outcomes = time.monotonic(), []
+    with chdir(folder):
+        write_data()
+        harness = Harness()
+        for settings, interruptions in trials(options):
+            outcome = harness.trial(settings, interruptions)
+            outcomes.append(outcome)
+            for line in outcome.lines():
+                print(line, flush=True)
+    print(f"\n{table(outcomes)}\n")
+    failed = sum(outcome.difference is not None for outcome in outcomes)
+    print(f"{len(outcomes)} runs in {time.monotonic() - begun:.0f} s; {failed} of them not exact")
+    if failed:
+        print(f"The runs that are not exact are kept in {folder}")
+    elif not options.keep:
+        shutil.rmtree(folder)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

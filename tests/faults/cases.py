@@ -1,0 +1,239 @@
+"""Small runs of four tasks, and a deterministic cover of the pairs of their settings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.support.tones import Tones
+
+TRUST = ["--trust", "tests.faults.moments", "--trust", "tests.support.tones.Tones"]
+EPOCHS = 3
+
+DIMENSIONS: dict[str, tuple[Any, ...]] = {
+    "task": ("pixels", "text", "speech", "sorting"),
+    "limits": ("max_steps", "max_epochs", "both", "max_time"),
+    "moment": ("mid-epoch", "last step of an epoch", "first step", "during validation"),
+    "processes": (1, 2),
+    "accumulate": (1, 3),
+    "validation": ("each epoch", "within epochs"),
+    "schedule": ("warm-up", "plateau"),
+}
+
+BATCHES = {"pixels": 10, "text": 11, "speech": 10, "sorting": 12}
+"""Training batches of an epoch, for any number of processes: divisible by 3 in one task only."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What determines an uninterrupted run.
+
+    Attributes:
+        task: pixels, text, speech or sorting.
+        limits: What ends the run: max_steps in mid-epoch, max_epochs, or both at the same step. A run of max_time has
+            max_epochs, and is stopped before by the time limit.
+        processes: 1 or 2.
+        accumulate: Batches of an optimiser step.
+        validation: "each epoch" or "within epochs", which is every four batches.
+        schedule: "warm-up" or "plateau" (`ReduceLROnPlateau`).
+        every_n_train_steps: As in `LastCheckpoint`.
+    """
+
+    task: str = "pixels"
+    limits: str = "max_epochs"
+    processes: int = 1
+    accumulate: int = 1
+    validation: str = "each epoch"
+    schedule: str = "warm-up"
+    every_n_train_steps: int | None = None
+
+    def __str__(self) -> str:
+        changed = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
+        return ", ".join(str(v) if isinstance(v, str) else f"{name}={v}" for name, v in changed) or self.task
+
+    @property
+    def batches(self) -> int:
+        """Training batches of an epoch."""
+        return BATCHES[self.task]
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps of an epoch. The last window of an epoch may be short."""
+        return math.ceil(self.batches / self.accumulate)
+
+    def config(self) -> dict[str, Any]:
+        """Return the configuration of the run."""
+        model, data = TASKS[self.task]
+        init_args: dict[str, Any] = {
+            **model["init_args"],
+            "optimizer": {"class_path": "torch.optim.RAdam", "init_args": {"lr": 0.003}},
+            "lr_scheduler": _SCHEDULES[self.schedule],
+        }
+        data = {**data, "init_args": {**data["init_args"], **_for_processes(self.task, self.processes)}}
+        trainer: dict[str, Any] = {
+            "accelerator": "cpu",
+            "devices": self.processes,
+            "strategy": "ddp" if self.processes > 1 else "auto",
+            "log_every_n_steps": 1,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "accumulate_grad_batches": self.accumulate,
+            "callbacks": [
+                *([{"class_path": "MemoryCarry"}] if self.task in ("text", "sorting") else []),
+                {"class_path": "tests.faults.moments.Fault"},
+            ],
+            **_limits(self.limits, self.steps),
+        }
+        if self.validation == "within epochs":
+            trainer["val_check_interval"] = 4
+        return {
+            "seed_everything": 3,
+            "model": {**model, "init_args": init_args},
+            "data": data,
+            "trainer": trainer,
+            "checkpoint": {"every_n_train_steps": self.every_n_train_steps},
+        }
+
+
+def _limits(limits: str, steps: int) -> dict[str, int]:
+    if limits == "max_steps":
+        return {"max_steps": (EPOCHS - 1) * steps + max(1, steps // 2), "max_epochs": -1}
+    if limits == "both":
+        return {"max_steps": EPOCHS * steps, "max_epochs": EPOCHS}
+    return {"max_epochs": EPOCHS}
+
+
+def _for_processes(task: str, processes: int) -> dict[str, int]:
+    """Return the options that keep the number of batches: each process gets a part of the batch."""
+    if task == "speech":
+        return {"batch_frames": 100 // processes}
+    return {"batch_size": {"pixels": 140, "text": 4, "sorting": 8}[task] // processes}
+
+
+_SCHEDULES = {
+    "warm-up": {"class_path": "WarmupCosine", "init_args": {"total_steps": 40, "warmup_steps": 3}},
+    "plateau": {
+        "class_path": "torch.optim.lr_scheduler.ReduceLROnPlateau",
+        "init_args": {"patience": 0, "threshold": 10.0, "factor": 0.5},  # no improvement is enough: halves each time
+    },
+}
+
+
+def _backbone(attention: Any, **options: Any) -> dict[str, Any]:
+    init_args = {"d_model": 16, "n_heads": 2, "n_layers": 1, "attention": attention, "dropout": 0.2, **options}
+    return {"class_path": "Transformer", "init_args": init_args}
+
+
+TASKS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "pixels": (
+        {"class_path": "PixelModel", "init_args": {"backbone": _backbone("LinearAttention")}},
+        {"class_path": "PixelSequences", "init_args": {"dataset": "digits", "eval_batch_size": 45}},
+    ),
+    "text": (
+        {
+            "class_path": "LanguageModel",
+            "init_args": {
+                "backbone": _backbone(
+                    {"class_path": "TransformerXLAttention", "init_args": {"mem_len": 6}}, positions=None, n_layers=2
+                ),
+                "tie": True,
+            },
+        },
+        {
+            "class_path": "TextStream",
+            "init_args": {"source": "files", "root": "texts", "segment_len": 8, "eval_batch_size": 4},
+        },
+    ),
+    "speech": (
+        {
+            "class_path": "SpeechRecognizer",
+            "init_args": {
+                "backbone": _backbone("LinearAttention", causal=False),
+                "front_end": {"class_path": "ConvSubsampling", "init_args": {"factor": 2, "channels": 4}},
+            },
+        },
+        {
+            "class_path": "SpeechData",
+            "init_args": {
+                "corpus": {"class_path": "tests.support.tones.Tones", "init_args": {"n": 24}},
+                "normalize": "corpus",
+                "eval_batch_frames": 200,
+                "spec_augment": {"class_path": "SpecAugment", "init_args": {"freq_mask": 4, "time_mask": 3}},
+            },
+        },
+    ),
+    "sorting": (
+        {
+            "class_path": "LanguageModel",
+            "init_args": {
+                "backbone": _backbone(
+                    {
+                        "class_path": "InfiniteAttention",
+                        "init_args": {
+                            "mem_len": 8,
+                            "segment_len": 16,
+                            "n_basis": 8,
+                            "widths": [0.1],
+                            "n_samples": 16,
+                            "chunk_size": 16,
+                            "sticky": True,
+                        },
+                    },
+                    positions=None,
+                ),
+                "accuracy": True,
+            },
+        },
+        {
+            "class_path": "SortingTask",
+            "init_args": {
+                "length": 60,
+                "n_types": 4,
+                "segment_len": 16,
+                "eval_batch_size": 8,
+                "n_train": 24,
+                "n_val": 16,
+                "n_test": 16,
+            },
+        },
+    ),
+}
+"""The model and the data of each task."""
+
+
+def write_data() -> None:
+    """Write the data of the tasks into the current folder."""
+    rng = np.random.default_rng(0)
+    for split, sizes in (("train", (90, 40, 160, 70)), ("val", (60, 30)), ("test", (30,))):
+        for i, n in enumerate(sizes):
+            path = Path("texts", split, f"{i}.txt")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(rng.choice(list("abcdefgh \n"), n)))
+    Tones(n=24).prepare()
+
+
+def pairwise(dimensions: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Return cells that contain every pair of values of every two dimensions; greedy, and always the same.
+
+    Example:
+        >>> [tuple(cell.values()) for cell in pairwise({"a": (0, 1), "b": (0, 1), "c": (0, 1)})]
+        [(0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 1, 0)]
+    """
+    names, candidates = list(dimensions), list(product(*dimensions.values()))
+
+    def pairs(cell: tuple[Any, ...]) -> set[Any]:
+        return set(combinations(enumerate(cell), 2))
+
+    missing = set().union(*map(pairs, candidates))
+    cells = []
+    while missing:
+        best = max(candidates, key=lambda cell: len(pairs(cell) & missing))  # the first of equally good ones
+        missing -= pairs(best)
+        cells.append(dict(zip(names, best, strict=True)))
+    return cells

@@ -1,0 +1,122 @@
+"""Bit-for-bit comparison of a resumed run with an uninterrupted one."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KEYS = ("global_step", "epoch", "state_dict", "optimizer_states", "lr_schedulers", "random_states", "memory_carry")
+"""What a checkpoint must have in common with that of the uninterrupted run."""
+
+Log = dict[str, dict[int, float]]
+"""The last value of each column, by step."""
+
+
+def first_difference(a: Any, b: Any, name: str = "") -> str | None:
+    """Return where `a` and `b` differ first, or None if they are equal bit for bit. NaN equals NaN."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return f"{name}: {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}"
+        bits = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
+        if torch.equal(*bits):
+            return None
+        return f"{name}: tensors differ by up to {(a.double() - b.double()).abs().max().item():.1g}"
+    if type(a) is not type(b):
+        return f"{name}: {_short(a)} and {_short(b)}"
+    if isinstance(a, Mapping):
+        if a.keys() != b.keys():
+            return f"{name}: only one has {', '.join(map(str, sorted(a.keys() ^ b.keys(), key=str)))}"
+        return next((d for key in a if (d := first_difference(a[key], b[key], _join(name, key)))), None)
+    if isinstance(a, (list, tuple)):
+        if len(a) != len(b):
+            return f"{name}: {len(a)} and {len(b)} entries"
+        found = (first_difference(x, y, _join(name, i)) for i, (x, y) in enumerate(zip(a, b, strict=True)))
+        return next((d for d in found if d), None)
+    if a == b or (isinstance(a, float) and math.isnan(a) and math.isnan(b)):
+        return None
+    return f"{name}: {_short(a)} and {_short(b)}"
+
+
+def compare_checkpoints(whole: Path, resumed: Path) -> str | None:
+    """Return the first difference of two checkpoints: what training has made, and from what it goes on."""
+    a, b = (torch.load(path, weights_only=True) for path in (whole, resumed))
+    a, b = ({key: checkpoint.get(key) for key in KEYS} for checkpoint in (a, b))
+    return first_difference(a, b)
+
+
+def compare_best(whole: Path, resumed: Path) -> str | None:
+    """Return the first difference of the weights of two best checkpoints."""
+    if not resumed.exists():
+        return "best.ckpt is missing"
+    a, b = (torch.load(path, weights_only=True) for path in (whole, resumed))
+    keys = ("global_step", "state_dict")
+    return first_difference(*({key: checkpoint[key] for key in keys} for checkpoint in (a, b)), "best.ckpt")
+
+
+def read_log(run: Path) -> Log:
+    """Read all logged values of training, validation and the learning rate; a resumed run overrides earlier values."""
+    log: Log = {}
+    for path in sorted((run / "csv").rglob("metrics.csv"), key=_version):
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                for name, value in row.items():
+                    if value and re.match(r"train/|val/|lr-", name):
+                        log.setdefault(name, {})[int(row["step"])] = float(value)
+    return log
+
+
+def compare_logs(whole: Log, resumed: Log, may_lack: int = -1, may_add: int | None = None) -> str | None:
+    """Return the first difference of two logs.
+
+    Args:
+        whole: The uninterrupted run's.
+        resumed: The resumed run's.
+        may_lack: Steps up to this one may be missing: a killed process loses the values that it has not written yet.
+        may_add: A step at which `resumed` may have results of a validation that the other one lacks.
+    """
+    for name in sorted(whole.keys() | resumed.keys()):
+        a, b = whole.get(name, {}), resumed.get(name, {})
+        for step in sorted(a.keys() | b.keys()):
+            if step not in b:
+                if step > may_lack:
+                    return f"log: {name} of step {step} is missing"
+            elif step not in a:
+                if step != may_add or not name.startswith("val/"):
+                    return f"log: {name} of step {step} is not in the uninterrupted run's"
+            elif difference := first_difference(a[step], b[step], f"log: {name} of step {step}"):
+                return difference
+    return None
+
+
+def check_files(run: Path) -> str | None:
+    """Return what is wrong with the files of a run that has ended: remains of a write, or an unreadable checkpoint."""
+    remains = sorted(path.name for path in run.rglob(".*.part"))
+    if remains:
+        return f"left over: {re.sub(r'[.][0-9]+[.]', '.PID.', remains[0])}"
+    for path in sorted(run.rglob("*.ckpt")):
+        try:
+            torch.load(path, weights_only=True)
+        except Exception as error:
+            return f"{path.name} can't be read: {type(error).__name__}"
+    return None
+
+
+def _version(path: Path) -> int:
+    found = re.search(r"version_(\d+)", str(path))
+    return int(found[1]) if found else -1
+
+
+def _join(name: str, key: Any) -> str:
+    return f"{name}.{key}" if name else str(key)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -246,7 +246,7 @@ def last_line(run: Run) -> str:
 
 def cells() -> Iterator[tuple[Settings, list[Interruption]]]:
     """Orderly stops, in a cover of all pairs of the dimensions; those with one process first."""
-    for cell in sorted(pairwise(DIMENSIONS), key=lambda cell: cell["processes"]):
+    for cell in sorted(pairwise(DIMENSIONS, "processes"), key=lambda cell: cell["processes"]):
         moment = cell.pop("moment")
         settings = Settings(**cell)
         act = "stop" if settings.limits == "max_time" else "term"

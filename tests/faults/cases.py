@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import combinations, product
@@ -218,22 +219,27 @@ def write_data() -> None:
     Tones(n=24).prepare()
 
 
-def pairwise(dimensions: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+def pairwise(dimensions: Mapping[str, Sequence[Any]], expensive: str = "") -> list[dict[str, Any]]:
     """Return cells that contain every pair of values of every two dimensions; greedy, and always the same.
 
+    Of equally good cells, that with the first value of the dimension `expensive` is taken, and then a random one.
+
     Example:
-        >>> [tuple(cell.values()) for cell in pairwise({"a": (0, 1), "b": (0, 1), "c": (0, 1)})]
-        [(0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 1, 0)]
+        >>> cells = pairwise({"a": (0, 1), "b": (0, 1), "c": (0, 1)})
+        >>> len(cells), {(cell["a"], cell["c"]) for cell in cells} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+        (5, True)
     """
-    names, candidates = list(dimensions), list(product(*dimensions.values()))
+    candidates = [dict(zip(dimensions, cell, strict=True)) for cell in product(*dimensions.values())]
+    random.Random(0).shuffle(candidates)
+    if expensive:
+        candidates.sort(key=lambda cell: dimensions[expensive].index(cell[expensive]))
 
-    def pairs(cell: tuple[Any, ...]) -> set[Any]:
-        return set(combinations(enumerate(cell), 2))
+    def pairs(cell: dict[str, Any]) -> set[Any]:
+        return set(combinations(cell.items(), 2))
 
-    missing = set().union(*map(pairs, candidates))
-    cells = []
+    missing, cells = set().union(*map(pairs, candidates)), []
     while missing:
-        best = max(candidates, key=lambda cell: len(pairs(cell) & missing))  # the first of equally good ones
+        best = max(candidates, key=lambda cell: len(pairs(cell) & missing))
         missing -= pairs(best)
-        cells.append(dict(zip(names, best, strict=True)))
+        cells.append(best)
     return cells

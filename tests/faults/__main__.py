@@ -12,13 +12,13 @@ accumulation, validation and schedule. The exit code is 1 if any resumed run dif
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import chdir
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,8 @@ HOOKS = (
     "at the end of an epoch",
     "in a validation",
 )
+AFTER_STATE = ("log: ", "best.ckpt", "left over: ")
+"""How a difference begins that was found after `last.ckpt` was found equal."""
 FILES = {"while a checkpoint is written": "write", "before its rename": "before_rename", "after it": "after_rename"}
 VARIANTS = (
     Settings(every_n_train_steps=2),
@@ -157,7 +159,8 @@ class Harness:
     ) -> str | None:
         # A random kill may hit the preparation of the data.
         cache = folder / "cache" if planned[0].plan is None else Path("cache")
-        may_lack, may_add = -1, None
+        may_lack: set[int] = set()
+        may_add = None
         for interruption in (*planned, None):
             resumed = outcome.interruptions and outcome.interruptions[-1][1] is not None
             args = resume(folder) if resumed else start(settings, folder)
@@ -181,10 +184,12 @@ class Harness:
                 return f"exit code {code}, not {EXIT_CODES[interruption.act]}: {last_line(run)}"
             if interruption.plan and run.plan.exists():
                 return "the moment did not come"
-            if interruption.act == "kill":
-                may_lack = -1 if step is None else step - 1
+            if interruption.act == "kill" and step is not None:
+                may_lack.add(step - 1)  # its values are logged after the checkpoint is saved
             elif interruption.act == "stop":
-                may_add = max((s for k, v in read_log(newest(folder)).items() if k[:4] == "val/" for s in v), default=None)
+                may_add = max(
+                    (s for k, v in read_log(newest(folder)).items() if k[:4] == "val/" for s in v), default=None
+                )
         ended = newest(folder)
         return in_fork(lambda: compare(whole.run, ended, may_lack, may_add), folder)
 
@@ -197,7 +202,7 @@ class Harness:
         run.kill()
 
 
-def compare(whole: Path, resumed: Path, may_lack: int, may_add: int | None) -> str | None:
+def compare(whole: Path, resumed: Path, may_lack: set[int], may_add: int | None) -> str | None:
     """Return the first difference of two runs."""
     a, b = (run / "checkpoints" / "last.ckpt" for run in (whole, resumed))
     return (
@@ -297,7 +302,7 @@ def killed_at(moment: str, settings: Settings, rng: random.Random, later: bool =
         nth = 1 if later or file == "best.ckpt" else rng.randint(1, EPOCHS)
         return Interruption(moment, {"act": "kill", "moment": FILES[moment], "file": file, "nth": nth})
     n, batches = settings.accumulate, settings.batches
-    first = rng.randrange(settings.steps) * n
+    first = rng.randrange(batches // n if "window" in moment else settings.steps) * n
     plan = {
         "before a step": {"moment": "train_batch_start", "batch": first},
         "after a step": {"moment": "train_batch_end", "batch": min(first + n, batches) - 1},
@@ -321,11 +326,11 @@ def table(outcomes: list[Outcome]) -> str:
                 row = rows.setdefault(name, [0, 0, 0, 0])
                 row[0] += 1
                 row[1] += outcome.difference is None
-                row[2] += (outcome.difference or "").startswith("log: ")
+                row[2] += (outcome.difference or "log: ").startswith(AFTER_STATE)
                 row[3] += step is None
     total = rows.pop("**all**", [0, 0, 0, 0])
     lines = [f"| {name} | {' | '.join(map(str, row))} |" for name, row in [*sorted(rows.items()), ("**all**", total)]]
-    return "\n".join(["| moment | kills | exact | only the log differs | started anew |", "|---|--:|--:|--:|--:|", *lines])
+    return "\n".join(["| moment | kills | exact | same state | started anew |", "|---|--:|--:|--:|--:|", *lines])
 
 
 def parse(args: list[str]) -> argparse.Namespace:
@@ -362,14 +367,14 @@ def main(args: list[str]) -> int:
     folder = options.keep or Path(tempfile.mkdtemp(prefix="faults-"))
     folder.mkdir(parents=True, exist_ok=True)
     begun, outcomes = time.monotonic(), []
-    with chdir(folder):
-        write_data()
-        harness = Harness()
-        for settings, interruptions in trials(options):
-            outcome = harness.trial(settings, interruptions)
-            outcomes.append(outcome)
-            for line in outcome.lines():
-                print(line, flush=True)
+    os.chdir(folder)
+    write_data()
+    harness = Harness()
+    for settings, interruptions in trials(options):
+        outcome = harness.trial(settings, interruptions)
+        outcomes.append(outcome)
+        for line in outcome.lines():
+            print(line, flush=True)
     print(f"\n{table(outcomes)}\n")
     failed = sum(outcome.difference is not None for outcome in outcomes)
     print(f"{len(outcomes)} runs in {time.monotonic() - begun:.0f} s; {failed} of them not exact")

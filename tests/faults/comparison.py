@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,20 +72,20 @@ def read_log(run: Path) -> Log:
     return log
 
 
-def compare_logs(whole: Log, resumed: Log, may_lack: int = -1, may_add: int | None = None) -> str | None:
+def compare_logs(whole: Log, resumed: Log, may_lack: Collection[int] = (), may_add: int | None = None) -> str | None:
     """Return the first difference of two logs.
 
     Args:
         whole: The uninterrupted run's.
         resumed: The resumed run's.
-        may_lack: Steps up to this one may be missing: a killed process loses the values that it has not written yet.
+        may_lack: Steps whose values of training may be missing: a killed process loses what it has not written yet.
         may_add: A step at which `resumed` may have results of a validation that the other one lacks.
     """
     for name in sorted(whole.keys() | resumed.keys()):
         a, b = whole.get(name, {}), resumed.get(name, {})
         for step in sorted(a.keys() | b.keys()):
             if step not in b:
-                if step > may_lack:
+                if step not in may_lack or name.startswith("val/"):
                     return f"log: {name} of step {step} is missing"
             elif step not in a:
                 if step != may_add or not name.startswith("val/"):

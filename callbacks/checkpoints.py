@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -17,6 +18,8 @@ from lit_effattn.callbacks import resume_point
 from lit_effattn.callbacks.stop_on_signal import Stopped
 from lit_effattn.checkpoints import remove_parts
 from lit_effattn.runs import LAST, PREVIOUS
+
+LOGGED_KEY = "logged"
 
 SET_ASIDE = "set_aside.ckpt"
 """The name of a `last.ckpt` after resuming from `previous.ckpt`."""
@@ -43,6 +46,7 @@ class LastCheckpoint(Checkpoint):
         self.every_n_train_steps = every_n_train_steps
         self._saved_step = -1
         self._stop_after_step = False
+        self._logged: dict[str, Any] = {}  # from the checkpoint that is resumed
 
     def path(self, trainer: pl.Trainer) -> Path:
         """Return the path of `last.ckpt`, in `checkpoints` in the run's folder."""
@@ -53,6 +57,12 @@ class LastCheckpoint(Checkpoint):
         self._saved_step = trainer.global_step
         self._stop_after_step = False
         resume_point.restore(trainer)
+        logged, self._logged = self._logged, {}
+        trainer.callback_metrics.update(
+            {name: torch.tensor(value) for name, value in logged.get("metrics", {}).items()}
+        )
+        for logger in trainer.loggers if "step" in logged else ():
+            logger.log_metrics(logged["of_step"], logged["step"])
         if trainer.is_global_zero:
             last = self.path(trainer)
             remove_parts(last.parent)
@@ -77,8 +87,19 @@ class LastCheckpoint(Checkpoint):
         self._save(trainer)
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Write down where the run resumes."""
+        """Add where the run resumes, the latest metrics, and those of this step, which are logged after it is saved."""
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
+            return
+        logged: dict[str, Any] = {"metrics": convert_tensors_to_scalars(dict(trainer.callback_metrics))}
+        if resume_point.within_step(trainer) and trainer._logger_connector.should_update_logs:
+            logged["of_step"] = convert_tensors_to_scalars(trainer._logger_connector.metrics["log"])
+            logged["step"] = trainer.fit_loop.epoch_loop._batches_that_stepped
+        checkpoint[LOGGED_KEY] = logged
         resume_point.mark(checkpoint["loops"], trainer)
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Read the metrics."""
+        self._logged = checkpoint.get(LOGGED_KEY) or {}
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Save if a signal stopped the run, which happens between two steps or in a validation."""
@@ -97,6 +118,8 @@ class LastCheckpoint(Checkpoint):
 
     def _save(self, trainer: pl.Trainer) -> None:
         if not trainer.sanity_checking and not getattr(trainer, "fast_dev_run", False):
+            for logger in trainer.loggers:
+                logger.save()
             trainer.save_checkpoint(self.path(trainer))
             self._saved_step = trainer.global_step
 

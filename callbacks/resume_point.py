@@ -21,7 +21,6 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.trainer.states import TrainerFn
 
 _ZERO = {"ready": 0, "started": 0, "processed": 0, "completed": 0}
 _IN_VALIDATION = {"total": {**_ZERO, "ready": 1, "started": 1}, "current": dict(_ZERO), "is_last_batch": False}
@@ -31,6 +30,12 @@ _IN_VALIDATION = {"total": {**_ZERO, "ready": 1, "started": 1}, "current": dict(
 def within_accumulation(trainer: pl.Trainer) -> bool:
     """Return whether gradients are accumulated that no optimiser step has used yet. A checkpoint has no gradients."""
     return trainer.fit_loop.epoch_loop._should_accumulate()
+
+
+def within_step(trainer: pl.Trainer) -> bool:
+    """Return whether callbacks are at the end of a training batch, before Lightning logs its metrics."""
+    total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+    return total.processed > total.completed
 
 
 def can_resume(trainer: pl.Trainer) -> bool:
@@ -47,12 +52,9 @@ def can_resume(trainer: pl.Trainer) -> bool:
 
 def mark(loops: dict[str, Any], trainer: pl.Trainer) -> None:
     """Change the loops' state in a checkpoint that `trainer` is about to save, as the module's docstring says."""
-    if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
-        return
     state = loops["fit_loop"]
     epochs, batches = state["epoch_progress"], state["epoch_loop.batch_progress"]
-    after_step = batches["total"]["processed"] > batches["total"]["completed"]
-    if trainer.validating or after_step:
+    if trainer.validating or within_step(trainer):
         follows = _validation_follows(trainer)
         _set(batches, completed=0 if follows else -1)
         if follows:

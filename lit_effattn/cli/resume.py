@@ -37,7 +37,7 @@ class ResolvedArgs(NamedTuple):
         saved: The settings taken from the checkpoint, or None.
         trust: What the user trusts by name (`--trust`).
         uses_data: Whether the command takes data.
-        requeued: Whether the checkpoint is that of a SLURM job that was restarted, whatever its arguments say.
+        requeued: Whether this is a restarted SLURM job, which goes on with its run whatever its arguments say.
         data_fixes: Whether the model takes what `Task.fixed_by_data` names from the data; else from the checkpoint.
     """
 
@@ -76,6 +76,9 @@ class ResolvedArgs(NamedTuple):
         name = said.ckpt_path or _last(f.get("ckpt_path") for f in files)
         root = said.root or _last(_section(f, "trainer").get("default_root_dir") for f in files) or ROOT
         requeued = slurm.interrupted_checkpoint(Path(root)) if command == "fit" else None
+        if requeued and name is None:  # these arguments began the run: nothing is taken from its checkpoint
+            args = [command, *configs, *root_args, *others, "--ckpt_path", requeued]
+            return cls(command, args, Path(requeued).resolve(), None, trust, requeued=True)
         name = requeued or name
         if name is None:
             if command != "fit":

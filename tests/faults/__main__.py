@@ -2,10 +2,12 @@
 
 Every trial trains a small model with the `lit-effattn` command, interrupts it one to three times, resumes it with
 `--ckpt_path last` and compares the result with that of an uninterrupted run of the same configuration: weights,
-optimiser, schedule, random states, carried memory and logged values. It prints a line for each interruption and a table.
+optimiser, schedule, random states, carried memory, logged values, the best checkpoint and the files that are left. It
+prints a line for each interruption and a table. In the table, "same state" counts the runs whose last.ckpt is equal,
+whatever else differs.
 
-Without --cells, runs are killed (SIGKILL to all their processes) at random times and at named moments. With --cells they
-are stopped in order, by SIGTERM or by a time limit, in a cover of all pairs of task, limits, moment, processes,
+Without --cells, runs are killed (SIGKILL to all their processes) at random times and at named moments. With --cells
+they are stopped in order, by SIGTERM or by a time limit, in a cover of all pairs of task, limits, moment, processes,
 accumulation, validation and schedule. The exit code is 1 if any resumed run differs.
 """
 
@@ -23,9 +25,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
-import lit_effattn.cli.command  # noqa: F401  # imported once; the runs are forked
 from lit_effattn.runs import find_checkpoint
 from tests.faults.cases import DIMENSIONS, EPOCHS, TRUST, Settings, pairwise, write_data
 from tests.faults.comparison import check_files, compare_best, compare_checkpoints, compare_logs, read_log
@@ -235,8 +237,6 @@ def newest(folder: Path) -> Path | None:
 
 
 def step_of(checkpoint: Path) -> int | None:
-    import torch
-
     return torch.load(checkpoint, weights_only=True)["global_step"]
 
 
@@ -339,7 +339,7 @@ def parse(args: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--kills", type=int, metavar="N", help="number of kills (default: 100)")
     parser.add_argument("--cells", action="store_true", help="the orderly stops; with --kills N, both")
-    parser.add_argument("--quick", action="store_true", help="a few kills and stops of one process, under a minute")
+    parser.add_argument("--quick", action="store_true", help="a few stops and kills of one process, under a minute")
     parser.add_argument("--seed", type=int, default=0, help="seed of the kills (default: 0)")
     parser.add_argument("--only", choices=DIMENSIONS["task"], help="one task")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep all runs in this new folder")
@@ -349,16 +349,18 @@ def parse(args: list[str]) -> argparse.Namespace:
 def trials(options: argparse.Namespace) -> list[tuple[Settings, list[Interruption]]]:
     """Return the trials that the options ask for."""
     tasks = (options.only,) if options.only else DIMENSIONS["task"]
+    stops = list(cells()) if options.cells or options.quick else []
     n_kills = options.kills
     if n_kills is None:
-        n_kills = 12 if options.quick else 0 if options.cells else 100
-    found = list(cells()) if options.cells or options.quick else []
-    found = [trial for trial in found if trial[0].task in tasks]
-    found += kills(n_kills, random.Random(options.seed), tasks)
-    if options.quick:
-        found = [trial for trial in found if trial[0].processes == 1]
-        found = found[:: max(1, len(found) // 12)]
-    return found
+        n_kills = 8 if options.quick else 0 if options.cells else 100
+    found = [
+        [trial for trial in stops if trial[0].task in tasks],
+        list(kills(n_kills, random.Random(options.seed), tasks)),
+    ]
+    if options.quick:  # three or four stops, and at most five runs that are killed
+        found = [[trial for trial in trials if trial[0].processes == 1] for trials in found]
+        found = [found[0][:: -(-len(found[0]) // 4) or 1], found[1][:5]]
+    return [trial for trials in found for trial in trials]
 
 
 def main(args: list[str]) -> int:

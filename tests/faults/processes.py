@@ -14,6 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+# Imported here so that the forked runs need not: most of the time of a run is imports.
+import sklearn.datasets  # noqa: F401
+import torch.utils.tensorboard
+
+import lit_effattn.cli.command  # noqa: F401
 from lit_effattn.cli import main
 from tests.faults.moments import PLAN, STARTED
 
@@ -134,8 +139,6 @@ def in_fork(function: Callable[[], Any], folder: Path) -> Any:
 
 
 def _command(args: Sequence[str], environment: dict[str, str]) -> None:
-    import torch
-
     os.environ.update(environment)
     torch.set_num_threads(1)
     main(list(args))

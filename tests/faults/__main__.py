@@ -30,7 +30,14 @@ import yaml
 
 from lit_effattn.runs import find_checkpoint
 from tests.faults.cases import DIMENSIONS, EPOCHS, TRUST, Settings, pairwise, write_data
-from tests.faults.comparison import check_files, compare_best, compare_checkpoints, compare_logs, read_log
+from tests.faults.comparison import (
+    compare_best,
+    compare_checkpoints,
+    compare_logs,
+    read_log,
+    remains,
+    unreadable,
+)
 from tests.faults.processes import Run, in_fork
 
 EXIT_CODES = {"kill": -9, "term": 143, "stop": 0}
@@ -104,6 +111,8 @@ class Outcome:
             resumed = "started anew" if step is None else f"from step {step}"
             exact = "exact" if self.difference is None else f"NOT exact: {self.difference}"
             yield f"{describe(self.settings)} | {where} | {resumed} | {exact}"
+        if not self.interruptions:
+            yield f"{describe(self.settings)} | not interrupted | {self.difference or 'exact'}"
 
 
 def describe(s: Settings) -> str:
@@ -172,20 +181,19 @@ class Harness:
             code = run.wait()
             if code is None:
                 return f"did not end; see {run.output}"
-            if interruption is None or (code == 0 and interruption.act == "kill"):
-                if interruption and interruption.plan and not outcome.interruptions:
-                    outcome.interruptions.append((interruption, None))
-                    return "the moment did not come"
+            if not run.interrupted(code):
                 if code:
-                    return f"exit code {code} of the resumed run: {last_line(run)}"
+                    return f"exit code {code} of the {'resumed' if resumed else 'first'} run: {last_line(run)}"
+                if interruption and interruption.plan and not outcome.interruptions:
+                    return "the moment did not come"
                 break
             last = newest(folder) / "checkpoints" / "last.ckpt" if newest(folder) else None
             step = None if last is None else in_fork(lambda last=last: step_of(last), folder)
             outcome.interruptions.append((interruption, step))
+            if step == -1:
+                return "last.ckpt can't be read"
             if code != EXIT_CODES[interruption.act]:
                 return f"exit code {code}, not {EXIT_CODES[interruption.act]}: {last_line(run)}"
-            if interruption.plan and run.plan.exists():
-                return "the moment did not come"
             if interruption.act == "kill" and step is not None:
                 may_lack.add(step - 1)  # its values are logged after the checkpoint is saved
             elif interruption.act == "stop":
@@ -193,6 +201,8 @@ class Harness:
                     (s for k, v in read_log(newest(folder)).items() if k[:4] == "val/" for s in v), default=None
                 )
         ended = newest(folder)
+        if ended is None:
+            return "there is no last.ckpt"
         return in_fork(lambda: compare(whole.run, ended, may_lack, may_add), folder)
 
     @staticmethod
@@ -208,10 +218,11 @@ def compare(whole: Path, resumed: Path, may_lack: set[int], may_add: int | None)
     """Return the first difference of two runs."""
     a, b = (run / "checkpoints" / "last.ckpt" for run in (whole, resumed))
     return (
-        compare_checkpoints(a, b)
+        unreadable(resumed)
+        or compare_checkpoints(a, b)
         or compare_logs(read_log(whole), read_log(resumed), may_lack, may_add)
         or (compare_best(a.with_name("best.ckpt"), b.with_name("best.ckpt")) if may_add is None else None)
-        or check_files(resumed)
+        or remains(resumed)
     )
 
 
@@ -236,8 +247,12 @@ def newest(folder: Path) -> Path | None:
         return None
 
 
-def step_of(checkpoint: Path) -> int | None:
-    return torch.load(checkpoint, weights_only=True)["global_step"]
+def step_of(checkpoint: Path) -> int:
+    """Return the step of a checkpoint, or -1 if it can't be read."""
+    try:
+        return torch.load(checkpoint, weights_only=True)["global_step"]
+    except Exception:
+        return -1
 
 
 def last_line(run: Run) -> str:

@@ -95,17 +95,20 @@ def compare_logs(whole: Log, resumed: Log, may_lack: Collection[int] = (), may_a
     return None
 
 
-def check_files(run: Path) -> str | None:
-    """Return what is wrong with the files of a run that has ended: remains of a write, or an unreadable checkpoint."""
-    remains = sorted(path.name for path in run.rglob(".*.part"))
-    if remains:
-        return f"left over: {re.sub(r'[.][0-9]+[.]', '.PID.', remains[0])}"
+def unreadable(run: Path) -> str | None:
+    """Return the first checkpoint of `run` that can't be read, or None."""
     for path in sorted(run.rglob("*.ckpt")):
         try:
             torch.load(path, weights_only=True)
         except Exception as error:
             return f"{path.name} can't be read: {type(error).__name__}"
     return None
+
+
+def remains(run: Path) -> str | None:
+    """Return the first file of `run` that an interrupted write has left, or None."""
+    found = sorted(path.name for path in run.rglob(".*.part"))
+    return f"left over: {re.sub(r'[.][0-9]+[.]', '.PID.', found[0])}" if found else None
 
 
 def _version(path: Path) -> int:

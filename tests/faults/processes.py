@@ -56,18 +56,20 @@ class Run:
             "XDG_CACHE_HOME": str(cache.resolve()),
             "OMP_NUM_THREADS": "1",
         }
+        self._planned = plan is not None
         self.begun = time.monotonic()
         if processes == 1:
             self.pid = fork(lambda: _command(args, added), self.output)
         else:
             with self.output.open("a") as output:
-                self.pid = subprocess.Popen(
+                self._process = subprocess.Popen(
                     [sys.executable, "-m", "lit_effattn.cli", *args],
                     stdout=output,
                     stderr=output,
                     env={**os.environ, **added, "PYTHONPATH": str(REPOSITORY)},
                     start_new_session=True,
-                ).pid
+                )
+            self.pid = self._process.pid
 
     def started(self) -> float | None:
         """Wait until the training starts. Return the seconds that it took, or None if the run ended before."""
@@ -78,6 +80,10 @@ class Run:
                 return None
             time.sleep(0.005)
         return time.monotonic() - self.begun
+
+    def interrupted(self, code: int) -> bool:
+        """Return whether the run, which ended with `code`, was interrupted: by its plan or from outside."""
+        return not self.plan.exists() if self._planned else code == -signal.SIGKILL
 
     def kill(self) -> None:
         """Kill all processes of the run."""

@@ -58,9 +58,8 @@ class LastCheckpoint(Checkpoint):
         self._stop_after_step = False
         resume_point.restore(trainer)
         logged, self._logged = self._logged, {}
-        trainer.callback_metrics.update(
-            {name: torch.tensor(value) for name, value in logged.get("metrics", {}).items()}
-        )
+        metrics = logged.get("metrics", {})
+        trainer.callback_metrics.update({name: torch.tensor(float(value)) for name, value in metrics.items()})
         for logger in trainer.loggers if "step" in logged else ():
             logger.log_metrics(logged["of_step"], logged["step"])
         if trainer.is_global_zero:

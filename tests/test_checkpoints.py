@@ -1,9 +1,11 @@
 import errno
 import io
+import os
 import pickle
 import re
 import resource
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_effattn.allowlist import INSTANTIATOR
 from lit_effattn.callbacks import LastCheckpoint
-from lit_effattn.checkpoints import AtomicCheckpointIO, own_folders, read_checkpoint, saved_config, with_config
+from lit_effattn.checkpoints import (
+    AtomicCheckpointIO,
+    DamagedError,
+    own_folders,
+    read_checkpoint,
+    remove_parts,
+    saved_config,
+    with_config,
+)
 from tests.callbacks.tiny import Tiny, loader, trainer
 
 # ------------------------------------------------------------------------------------------------ AtomicCheckpointIO
@@ -146,6 +156,56 @@ def test_no_space_left(where: str, saved: Path, monkeypatch: pytest.MonkeyPatch)
     assert isinstance(caught.value.__cause__, OSError)
     monkeypatch.undo()
     assert intact(saved)
+
+
+def test_where_the_file_system_has_no_links_the_one_before_is_kept_too(saved: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    AtomicCheckpointIO().save_checkpoint(content(2), saved)
+    AtomicCheckpointIO().save_checkpoint(content(3), saved)
+    steps = [read_checkpoint(saved.with_name(name))["global_step"] for name in ("previous.ckpt", "last.ckpt")]
+    assert steps == [2, 3]
+
+
+def test_only_unfinished_files_of_dead_processes_are_removed(tmp_path: Path):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    mine, gone, other = (tmp_path / f".last.ckpt.{n}.part" for n in (os.getpid(), ended.pid, "of-somebody"))
+    running = tmp_path / ".best.ckpt.1.part"
+    for path in (mine, gone, other, running):
+        path.touch()
+    remove_parts(tmp_path)
+    assert files(tmp_path) == sorted(path.name for path in (mine, other, running))
+    remove_parts(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("where", [0.25, 0.5, 0.75])
+def test_changed_bytes_are_noticed(saved: Path, where: float):
+    """64 bytes, in a tensor: torch itself reads them without a complaint."""
+    data = bytearray(saved.read_bytes())
+    start = int(where * len(data))
+    data[start : start + 64] = bytes(255 - byte for byte in data[start : start + 64])
+    saved.write_bytes(data)
+    torch.load(saved, weights_only=True)
+    with pytest.raises(DamagedError, match=r"last\.ckpt is damaged: the checksum of .*data/0 is wrong"):
+        read_checkpoint(saved)
+
+
+@pytest.mark.parametrize("entry", range(4))
+def test_a_changed_header_is_noticed(saved: Path, entry: int):
+    data = bytearray(saved.read_bytes())
+    start = [i for i in range(len(data)) if data[i : i + 4] == b"PK\x03\x04"][entry]
+    for at in range(4, 30):
+        changed = bytearray(data)
+        changed[start + at] ^= 0xFF
+        saved.write_bytes(changed)
+        try:
+            found = read_checkpoint(saved)
+        except DamagedError:
+            continue
+        assert torch.equal(found["state_dict"]["weight"], content(1)["state_dict"]["weight"])  # a date, say
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path):

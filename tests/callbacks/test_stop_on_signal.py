@@ -10,7 +10,7 @@ from lit_effattn.callbacks import LastCheckpoint, StopOnSignal, Stopped
 from lit_effattn.checkpoints import read_checkpoint
 from tests.callbacks.tiny import Tiny, loader, trainer
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +40,9 @@ class Send(pl.Callback):
     def on_before_optimizer_step(self, trainer, *_):
         self._send(trainer, "on_before_optimizer_step")
 
+    def on_train_batch_start(self, trainer, *_):
+        self._send(trainer, "on_train_batch_start")
+
     def on_validation_batch_start(self, trainer, *_):
         self._send(trainer, "on_validation_batch_start")
 
@@ -59,7 +62,10 @@ def last(folder: Path) -> dict:
     return read_checkpoint(folder / "checkpoints" / "last.ckpt")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138), (signal.SIGHUP, 129)],
+)
 def test_the_run_ends_after_the_step_with_everything_saved(number: int, code: int, tmp_path: Path):
     exit_, model, run = stopped(tmp_path, Send(5, number))
     assert isinstance(exit_, Stopped)
@@ -68,7 +74,56 @@ def test_the_run_ends_after_the_step_with_everything_saved(number: int, code: in
     saved = last(tmp_path)
     assert saved["global_step"] == 6
     assert saved["state_dict"]["weight"].item() == model.weight.item()
-    assert [signal.getsignal(n) for n in SIGNALS] == [marked, marked]
+    assert {signal.getsignal(n) for n in SIGNALS} == {marked}
+
+
+def test_a_signal_that_was_ignored_stays_ignored(tmp_path: Path):
+    """As under nohup."""
+
+    class Hang(pl.Callback):
+        def on_train_batch_start(self, *_):
+            os.kill(os.getpid(), signal.SIGHUP)
+
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    run = trainer(tmp_path, [StopOnSignal(), Hang()], max_epochs=1)
+    run.fit(Tiny(), loader(4))
+    assert run.global_step == 4
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+def test_gradients_that_are_accumulated_are_used_first(tmp_path: Path):
+    exit_, model, run = stopped(
+        tmp_path, Send(0, signal.SIGTERM, hook="on_train_batch_start"), accumulate_grad_batches=3
+    )
+    assert (exit_.code, run.global_step, len(model.drawn)) == (143, 1, 3)
+
+
+def test_a_stop_within_an_accumulation_is_put_off(tmp_path: Path):
+    class OutOfTime(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+            trainer.should_stop = trainer.should_stop or batch_idx == 0
+
+    model = Tiny()
+    run = trainer(tmp_path, [OutOfTime(), LastCheckpoint()], max_epochs=1, accumulate_grad_batches=3)
+    run.fit(model, loader(7))
+    assert (run.global_step, len(model.drawn), last(tmp_path)["global_step"]) == (1, 3, 1)
+
+
+def test_a_slurm_job_is_requeued_when_it_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked = []
+
+    def requeue(number: str) -> None:
+        asked.append((number, last(tmp_path)["global_step"]))
+
+    monkeypatch.setattr("lit_effattn.slurm.requeue", requeue)
+    environment = {"JOB_ID": "77", "NTASKS": "1", "NTASKS_PER_NODE": "1", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}
+    for name, value in environment.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    exit_, _, _ = stopped(tmp_path, Send(5, signal.SIGUSR1))
+    assert (exit_.code, asked) == (138, [("77", 6)])
+    asked.clear()
+    stopped(tmp_path, Send(5, signal.SIGTERM))
+    assert asked == []
 
 
 def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path):
@@ -128,7 +183,7 @@ def test_handlers_are_given_back_when_training_ends(tmp_path: Path):
 
     trainer(tmp_path, [StopOnSignal(), Look()], max_epochs=1).fit(Tiny(), loader(2))
     assert all(handler != marked for handlers in during for handler in handlers)
-    assert [signal.getsignal(n) for n in SIGNALS] == [marked, marked]
+    assert {signal.getsignal(n) for n in SIGNALS} == {marked}
 
 
 def test_handlers_are_given_back_after_a_crash(tmp_path: Path):
@@ -141,7 +196,7 @@ def test_handlers_are_given_back_after_a_crash(tmp_path: Path):
 
     with pytest.raises(RuntimeError, match="crashed"):
         trainer(tmp_path, [StopOnSignal(), Crash()], max_epochs=1).fit(Tiny(), loader(2))
-    assert [signal.getsignal(n) for n in SIGNALS] == [marked, marked]
+    assert {signal.getsignal(n) for n in SIGNALS} == {marked}
 
 
 def test_the_next_run_is_not_stopped_by_an_old_signal(tmp_path: Path):

@@ -449,6 +449,52 @@ def test_unknown_commands_are_refused(capsys: pytest.CaptureFixture[str]):
     assert "'train' is not a command" in fails(capsys, "train", code=2)
 
 
+# ------------------------------------------------------------------------------------------------ damaged checkpoints
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    middle = len(data) // 2
+    data[middle : middle + 64] = bytes(255 - byte for byte in data[middle : middle + 64])
+    path.write_bytes(data)
+
+
+def test_training_goes_on_from_the_one_before_a_damaged_one(capsys: pytest.CaptureFixture[str]):
+    run = fit("--trainer.max_epochs", "2")
+    folder = run / "checkpoints"
+    before = torch.load(folder / "previous.ckpt", weights_only=True)
+    damage(folder / "last.ckpt")
+    said = fails(capsys, "test", "--ckpt_path", "last")
+    assert re.search(r"last\.ckpt is damaged: the checksum of \S+/data/\d+ is wrong; there are", said)
+    assert "best.ckpt" in said
+    with pytest.warns(
+        UserWarning, match=r"last\.ckpt is damaged: .* goes on from .*previous\.ckpt, saved at step 3: what"
+    ):
+        main(["fit", "--ckpt_path", "last"])
+    assert sorted(path.name for path in folder.iterdir()) == ["best.ckpt", "last.ckpt", "set_aside.ckpt"]
+    assert before["global_step"] == 3
+    assert torch.load(folder / "last.ckpt", weights_only=True)["global_step"] == 6
+    (folder / "last.ckpt").rename(folder / "previous.ckpt")
+    with pytest.warns(UserWarning, match=r"there is no .*last\.ckpt\. Training goes on from .* saved at step 6"):
+        main(["fit", "--ckpt_path", "last", "--trainer.max_epochs", "3"])
+    assert len(runs()) == 1
+    for name in ("last.ckpt", "previous.ckpt"):
+        damage(folder / name)
+    said = fails(capsys, "fit", "--ckpt_path", "last")
+    assert "last.ckpt is damaged" in said
+    assert "best.ckpt" in said
+
+
+def test_a_run_that_is_not_finite_stops_with_a_good_checkpoint(capsys: pytest.CaptureFixture[str]):
+    flags = ["--trainer.max_epochs", "4", "--checkpoint.every_n_train_steps", "1", "--trainer.log_every_n_steps", "4"]
+    said = fails(capsys, "fit", "--config", "tiny.yaml", "--model.optimizer.lr", "1e30", *flags)
+    assert "is infinite or NaN at step 2 (epoch 0, batch 1, lr " in said
+    assert "--trainer.callbacks+=CheckFinite" in said
+    (run,) = runs()
+    checkpoint = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+    assert all(weight.isfinite().all() for weight in checkpoint["state_dict"].values())
+
+
 # ------------------------------------------------------------------------------------------------ processes
 
 

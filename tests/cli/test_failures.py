@@ -1,0 +1,62 @@
+import os
+import re
+import signal
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from lit_effattn.cli.failures import explained
+
+
+class Dying(Dataset[int]):
+    """A data set whose process is killed, as by a machine that runs out of memory."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, i: int) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return i
+
+
+def test_a_loader_s_process_that_was_killed():
+    with pytest.raises(RuntimeError) as caught:
+        next(iter(DataLoader(Dying(), num_workers=1)))
+    said = explained(caught.value)
+    assert said is not None
+    assert re.match(r"a process that loads data \(\d+\) (is killed by signal: Killed|exited unexpectedly)\. If", said)
+    assert said.endswith("use fewer --data.num_workers. Resume with --ckpt_path last")
+
+
+def test_memory_that_does_not_suffice():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    said = explained(caught.value)
+    assert said is not None
+    assert said.startswith("this machine has not enough memory")
+    gpu = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB"
+    )
+    said = explained(gpu)
+    assert said is not None
+    assert said.startswith(
+        "the GPU has not enough memory (CUDA out of memory. Tried to allocate 2.00 GiB). Use a smaller"
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:33115",
+        "NCCL communicator was aborted on rank 0. remote process exited or there was a network error",
+    ],
+)
+def test_another_process_of_the_run_ended(text: str):
+    said = explained(RuntimeError(text))
+    assert said is not None
+    assert "another process of this run ended" in said
+
+
+def test_what_is_no_failure_of_the_machine_keeps_its_traceback():
+    assert explained(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None

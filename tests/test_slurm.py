@@ -1,0 +1,68 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from lit_effattn.slurm import interrupted_checkpoint, job, record_job, requeue
+
+
+@pytest.fixture(autouse=True)
+def _job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+
+
+def run(root: Path, name: str, *checkpoints: str) -> Path:
+    """Make the folder of a run of this job."""
+    folder = root / name
+    (folder / "checkpoints").mkdir(parents=True)
+    for checkpoint in checkpoints:
+        (folder / "checkpoints" / checkpoint).touch()
+    record_job(folder)
+    return folder
+
+
+def test_a_job_of_an_array_has_its_index(monkeypatch: pytest.MonkeyPatch):
+    assert job() == "77"
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "70")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "6")
+    assert job() == "70_6"
+
+
+def test_a_restarted_job_goes_on_with_its_own_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run(tmp_path, "2026-01-01_00-00-00", "last.ckpt", "previous.ckpt")
+    own = run(tmp_path / "deeper", "2026-01-02_00-00-00", "last.ckpt", "previous.ckpt")
+    run(tmp_path, "2026-01-03_00-00-00")  # was killed before its first checkpoint
+    monkeypatch.setenv("SLURM_JOB_ID", "78")
+    run(tmp_path, "2026-01-04_00-00-00", "last.ckpt")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    assert interrupted_checkpoint(tmp_path) is None  # it was not restarted
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert interrupted_checkpoint(tmp_path) == str(own / "checkpoints" / "last.ckpt")
+    (own / "checkpoints" / "last.ckpt").unlink()
+    assert interrupted_checkpoint(tmp_path) == str(own / "checkpoints" / "previous.ckpt")
+    monkeypatch.setenv("SLURM_JOB_ID", "79")
+    assert interrupted_checkpoint(tmp_path) is None
+
+
+def test_without_slurm_nothing_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert not list(run(tmp_path, "2026-01-01_00-00-00").glob("slurm_job"))
+
+
+@pytest.mark.parametrize(
+    ("script", "failure"), [("exit 0", None), ("echo denied >&2; exit 1", "denied"), (None, "No such")]
+)
+def test_a_failed_requeue_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn, script: str | None, failure: str | None
+):
+    if script is not None:
+        (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n{script}\n')
+        (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    requeue("77")
+    if script is not None:
+        assert (tmp_path / "asked").read_text() == "requeue 77\n"
+    said = "".join(str(w.message) for w in recwarn)
+    assert (failure is None and not said) or (failure in said and "resume with --ckpt_path last" in said)

@@ -26,7 +26,7 @@ test: lint  ## Lint, check types, run the tests.
 	$(BIN)/pytest -n 2 -m "not processes" -q
 	$(BIN)/pytest -m processes -q
 
-faults: $(VENV)/.installed-dev  ## Kill and stop training runs, and compare the resumed runs (about 15 minutes on 2 cores).
+faults: $(VENV)/.installed-dev  ## Kill and stop training runs, and compare the resumed runs (about 20 minutes on 2 cores).
 	$(BIN)/python -m tests.faults --cells --kills 100
 
 lint: $(VENV)/.installed-dev  ## Lint with ruff and check types with mypy.

@@ -51,7 +51,11 @@ HOOKS = (
 )
 AFTER_STATE = ("log: ", "best.ckpt", "left over: ")
 """How a difference begins that was found after `last.ckpt` was found equal."""
-FILES = {"while a checkpoint is written": "write", "before its rename": "before_rename", "after it": "after_rename"}
+FILES = {
+    "while a checkpoint is written": "write",
+    "before its part file is renamed": "before_rename",
+    "after its part file was renamed": "after_rename",
+}
 VARIANTS = (
     Settings(every_n_train_steps=2),
     Settings(accumulate=3, validation="within epochs", every_n_train_steps=1),
@@ -110,16 +114,9 @@ class Outcome:
             where = f"{interruption.moment} ({interruption.where()})"
             resumed = "started anew" if step is None else f"from step {step}"
             exact = "exact" if self.difference is None else f"NOT exact: {self.difference}"
-            yield f"{describe(self.settings)} | {where} | {resumed} | {exact}"
+            yield f"{self.settings} | {where} | {resumed} | {exact}"
         if not self.interruptions:
-            yield f"{describe(self.settings)} | not interrupted | {self.difference or 'exact'}"
-
-
-def describe(s: Settings) -> str:
-    """Return a short description of `s`."""
-    parts = [s.task, f"{s.processes} process{'es' * (s.processes > 1)}", s.limits, f"accumulate {s.accumulate}"]
-    parts += [f"validation {s.validation}", s.schedule]
-    return ", ".join([*parts, *([f"saved every {s.every_n_train_steps}"] if s.every_n_train_steps else [])])
+            yield f"{self.settings} | not interrupted | {self.difference or 'exact'}"
 
 
 @dataclass

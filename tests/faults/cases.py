@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -55,8 +55,9 @@ class Settings:
     every_n_train_steps: int | None = None
 
     def __str__(self) -> str:
-        changed = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
-        return ", ".join(str(v) if isinstance(v, str) else f"{name}={v}" for name, v in changed) or self.task
+        parts = [self.task, f"{self.processes} process{'es' * (self.processes > 1)}", self.limits]
+        parts += [f"accumulate {self.accumulate}", f"validation {self.validation}", self.schedule]
+        return ", ".join([*parts, *([f"saved every {self.every_n_train_steps}"] if self.every_n_train_steps else [])])
 
     @property
     def batches(self) -> int:

@@ -471,7 +471,12 @@ def test_training_goes_on_from_the_one_before_a_damaged_one(capsys: pytest.Captu
         UserWarning, match=r"last\.ckpt is damaged: .* goes on from .*previous\.ckpt, saved at step 3: what"
     ):
         main(["fit", "--ckpt_path", "last"])
-    assert sorted(path.name for path in folder.iterdir()) == ["best.ckpt", "last.ckpt", "set_aside.ckpt"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "best.ckpt",
+        "last.ckpt",
+        "previous.ckpt",
+        "set_aside.ckpt",
+    ]
     assert before["global_step"] == 3
     assert torch.load(folder / "last.ckpt", weights_only=True)["global_step"] == 6
     (folder / "last.ckpt").rename(folder / "previous.ckpt")

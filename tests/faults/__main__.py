@@ -167,7 +167,6 @@ class Harness:
     ) -> str | None:
         # A random kill may hit the preparation of the data.
         cache = folder / "cache" if planned[0].plan is None else Path("cache")
-        may_lack: set[int] = set()
         may_add = None
         for interruption in (*planned, None):
             resumed = outcome.interruptions and outcome.interruptions[-1][1] is not None
@@ -191,16 +190,14 @@ class Harness:
                 return "last.ckpt can't be read"
             if code != EXIT_CODES[interruption.act]:
                 return f"exit code {code}, not {EXIT_CODES[interruption.act]}: {last_line(run)}"
-            if interruption.act == "kill" and step is not None:
-                may_lack.add(step - 1)  # its values are logged after the checkpoint is saved
-            elif interruption.act == "stop":
+            if interruption.act == "stop":
                 may_add = max(
                     (s for k, v in read_log(newest(folder)).items() if k[:4] == "val/" for s in v), default=None
                 )
         ended = newest(folder)
         if ended is None:
             return "there is no last.ckpt"
-        return in_fork(lambda: compare(whole.run, ended, may_lack, may_add), folder)
+        return in_fork(lambda: compare(whole.run, ended, may_add), folder)
 
     @staticmethod
     def _kill_at(run: Run, interruption: Interruption, whole: Whole) -> None:
@@ -211,13 +208,13 @@ class Harness:
         run.kill()
 
 
-def compare(whole: Path, resumed: Path, may_lack: set[int], may_add: int | None) -> str | None:
+def compare(whole: Path, resumed: Path, may_add: int | None) -> str | None:
     """Return the first difference of two runs."""
     a, b = (run / "checkpoints" / "last.ckpt" for run in (whole, resumed))
     return (
         unreadable(resumed)
         or compare_checkpoints(a, b)
-        or compare_logs(read_log(whole), read_log(resumed), may_lack, may_add)
+        or compare_logs(read_log(whole), read_log(resumed), may_add)
         or (compare_best(a.with_name("best.ckpt"), b.with_name("best.ckpt")) if may_add is None else None)
         or remains(resumed)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,23 +72,21 @@ def read_log(run: Path) -> Log:
     return log
 
 
-def compare_logs(whole: Log, resumed: Log, may_lack: Collection[int] = (), may_add: int | None = None) -> str | None:
+def compare_logs(whole: Log, resumed: Log, may_add: int | None = None) -> str | None:
     """Return the first difference of two logs.
 
     Args:
         whole: The uninterrupted run's.
         resumed: The resumed run's.
-        may_lack: Steps whose values of training may be missing: a killed process loses what it has not written yet.
-        may_add: A step at which `resumed` may have results of a validation that the other one lacks.
+        may_add: A step at which `resumed` may have values that the other one lacks: where a time limit stopped it.
     """
     for name in sorted(whole.keys() | resumed.keys()):
         a, b = whole.get(name, {}), resumed.get(name, {})
         for step in sorted(a.keys() | b.keys()):
             if step not in b:
-                if step not in may_lack or name.startswith("val/"):
-                    return f"log: {name} of step {step} is missing"
-            elif step not in a:
-                if step != may_add or not name.startswith("val/"):
+                return f"log: {name} of step {step} is missing"
+            if step not in a:
+                if step != may_add:
                     return f"log: {name} of step {step} is not in the uninterrupted run's"
             elif difference := first_difference(a[step], b[step], f"log: {name} of step {step}"):
                 return difference

@@ -12,7 +12,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers import CSVLogger
 
 PLAN = "LIT_EFFATTN_FAULT"
 """Environment variable with the path of the plan, a JSON file. Without the file the callback does nothing."""
@@ -53,32 +52,19 @@ class Fault(pl.Callback):
             Path(os.environ[STARTED]).write_text(str(trainer.num_training_batches))
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self._write_log(trainer)
         self._at(trainer, moment="train_batch_start", batch=batch_idx)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._at(trainer, moment="train_batch_end", batch=batch_idx)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._write_log(trainer)
         self._at(trainer, moment="train_epoch_end")
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._write_log(trainer)
-
-    on_validation_end = on_validation_start
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if not trainer.sanity_checking:
             self._at(trainer, moment="validation_batch_start", batch=batch_idx)
-
-    @staticmethod
-    def _write_log(trainer: pl.Trainer) -> None:
-        for logger in trainer.loggers:
-            if isinstance(logger, CSVLogger):
-                logger.save()
 
     def _at(self, trainer: pl.Trainer, **now: Any) -> None:
         now["epoch"] = trainer.current_epoch

@@ -45,6 +45,11 @@ def run_of(checkpoint: Path) -> Path | None:
     return folder.parent if folder.name == "checkpoints" and _RUN.fullmatch(folder.parent.name) else None
 
 
+def deleted_run(path: Path) -> Path | None:
+    """Return the run that `path` lies in if its folder is gone."""
+    return next((folder for folder in path.parents if _RUN.fullmatch(folder.name) and not folder.exists()), None)
+
+
 def find_checkpoint(name: str, root: Path) -> Path:
     """Return the checkpoint that `name` names: a path, or `last` or `best` of the newest run under `root` that has one.
 

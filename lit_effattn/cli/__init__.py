@@ -74,8 +74,10 @@ def main(args: list[str] | None = None) -> None:
         if (message := explained(error)) is None:
             raise
         fail(message)
+    except OSError as error:
+        fail(explained(error) or plain(_message(error)))
     # Errors of our checks and of the libraries below: the message names the cause, a traceback would not help.
-    except (ValueError, OSError, ArithmeticError, ModuleNotFoundError, MisconfigurationException) as error:
+    except (ValueError, ArithmeticError, ModuleNotFoundError, MisconfigurationException) as error:
         fail(plain(_message(error)))
 
 

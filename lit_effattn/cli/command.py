@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import sys
+import threading
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -84,11 +85,18 @@ def _quieten() -> None:
         ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",  # Lightning's own call
     ):
         warnings.filterwarnings("ignore", message)
+    threading.excepthook = _report_thread
     # Advertisements, and a remark at every checkpoint.
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda r: "litlogger" not in r.getMessage())
     logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector").addFilter(
         lambda r: "`weights_only` was not set" not in r.getMessage()
     )
+
+
+def _report_thread(failed: threading.ExceptHookArgs) -> None:
+    """Report an exception in a thread, unless it is TensorBoard's missing file, which the main thread raises again."""
+    if failed.exc_type is not FileNotFoundError:
+        threading.__excepthook__(failed)
 
 
 class UsageError(Exception):

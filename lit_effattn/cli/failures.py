@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 
 import torch
+
+from lit_effattn.runs import deleted_run, short
 
 _RESUME = "Resume with --ckpt_path last"
 
 
-def explained(error: RuntimeError) -> str | None:
+def explained(error: RuntimeError | OSError) -> str | None:
     """Return what to say of a failure of the machine; None if `error` is something else."""
+    if isinstance(error, OSError):
+        run = deleted_run(Path(os.fsdecode(error.filename))) if isinstance(error.filename, (str, bytes)) else None
+        return None if run is None else f"the folder of this run, {short(run)}, was deleted while the run wrote to it"
     text = " ".join(str(error).split())
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
         where = "the GPU" if isinstance(error, torch.OutOfMemoryError) else "this machine"

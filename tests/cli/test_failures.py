@@ -1,6 +1,7 @@
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,6 +57,17 @@ def test_another_process_of_the_run_ended(text: str):
     said = explained(RuntimeError(text))
     assert said is not None
     assert "another process of this run ended" in said
+
+
+def test_a_run_whose_folder_was_deleted(tmp_path: Path):
+    run = tmp_path / "2026-01-01_00-00-00"
+    missing = run / "csv" / "metrics.csv"
+    for name in (str(missing), os.fsencode(missing)):
+        said = explained(FileNotFoundError(2, "No such file or directory", name))
+        assert said == f"the folder of this run, {run}, was deleted while the run wrote to it"
+    run.mkdir()
+    assert explained(FileNotFoundError(2, "No such file or directory", str(missing))) is None
+    assert explained(OSError("full")) is None
 
 
 def test_what_is_no_failure_of_the_machine_keeps_its_traceback():

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lit_effattn.callbacks.resume_point import within_accumulation
@@ -100,6 +100,19 @@ class CheckFinite(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop here too: the run may end."""
         self._stop(self._failed, trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Say how many steps were skipped."""
+        if self.skipped:
+            rank_zero_info(f"{self.skipped} steps were skipped, since the loss or a gradient was infinite or NaN")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how many steps were skipped."""
+        return {"skipped": self.skipped}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on counting."""
+        self.skipped = int(state_dict["skipped"])
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
         """Refuse to save weights that are not finite."""

@@ -5,6 +5,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader
 
 from lit_effattn.callbacks import BestCheckpoint, CheckFinite, LastCheckpoint, NotFiniteError
@@ -112,6 +113,29 @@ def test_too_many_in_a_row_stop_the_run(tmp_path: Path):
     model = Adam({2: math.nan, 4: math.nan, 5: math.nan, 6: math.nan})
     with pytest.warns(UserWarning, match="is skipped"), pytest.raises(NotFiniteError, match="at step 7 "):
         fit(tmp_path, model, CheckFinite(skip=2))
+
+
+@pytest.mark.parametrize("n_bad", [20, 21])
+def test_float16_s_scaler_skips_by_itself_up_to_a_limit(tmp_path: Path, n_bad: int):
+    precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    model = Adam(dict.fromkeys(range(1, n_bad + 1), math.inf))
+    run = pl.Trainer(
+        default_root_dir=tmp_path, accelerator="cpu", callbacks=[CheckFinite()], plugins=[precision], max_epochs=1,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    if n_bad > 20:
+        with pytest.raises(NotFiniteError, match="at step 22 "):
+            run.fit(model, loader(30))
+    else:
+        run.fit(model, loader(30))
+        assert torch.isfinite(model.weight).all()
+
+
+def test_the_count_of_skipped_steps_is_in_the_checkpoint():
+    check, other = CheckFinite(skip=2), CheckFinite(skip=2)
+    check.skipped = 3
+    other.load_state_dict(check.state_dict())
+    assert other.skipped == 3
 
 
 def test_a_negative_number_is_refused():

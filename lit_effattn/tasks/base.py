@@ -164,6 +164,11 @@ class Task(HasInitArgs, pl.LightningModule):
             return {"optimizer": optimizer, "lr_scheduler": settings}
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
+    @property
+    def epoch_is_whole(self) -> bool:
+        """Whether the epoch's last batch was trained on: a limit may end an epoch earlier."""
+        return self.trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+
     def on_train_epoch_end(self) -> None:
         """Step a schedule that monitors a metric, at the end of a whole epoch.
 
@@ -173,8 +178,7 @@ class Task(HasInitArgs, pl.LightningModule):
         Raises:
             ValueError: there is no such metric.
         """
-        whole = self.trainer.fit_loop.epoch_loop._num_ready_batches_reached()
-        for config in self.trainer.lr_scheduler_configs if whole else ():
+        for config in self.trainer.lr_scheduler_configs if self.epoch_is_whole else ():
             if not config.reduce_on_plateau:
                 continue
             metrics = self.trainer.callback_metrics

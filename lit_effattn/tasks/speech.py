@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
@@ -34,6 +35,9 @@ class Transcript(NamedTuple):
     entry: dict[str, Any]
     features: Tensor | None
     probabilities: Tensor | None
+
+
+_IMPOSSIBLE = "train_impossible"
 
 
 class SpeechRecognizer(Task):
@@ -141,9 +145,26 @@ class SpeechRecognizer(Task):
     def log_figures(self, figures: dict[str, Tensor]) -> None:
         """Log the figures of a training step, and count the impossible utterances."""
         impossible = figures.pop("train/impossible")
-        self.impossible(impossible[impossible])
-        self.log("train/impossible", self.impossible, on_step=False, on_epoch=True)
+        self.impossible.update(impossible[impossible])
         super().log_figures(figures)
+
+    def on_train_epoch_start(self) -> None:
+        """Start counting the epoch's impossible utterances. Not called if a run resumes within an epoch."""
+        self.impossible.reset()
+
+    def on_train_epoch_end(self) -> None:
+        """Log how many utterances of the epoch were impossible."""
+        super().on_train_epoch_end()
+        if self.epoch_is_whole:
+            self.log("train/impossible", self.impossible.compute().float())
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the epoch's impossible utterances so far, of all processes."""
+        super().on_save_checkpoint(checkpoint)
+        count = self.impossible.count.clone()
+        if self._trainer is not None and self.trainer.world_size > 1:
+            dist.all_reduce(count)
+        checkpoint[_IMPOSSIBLE] = int(count)
 
     def score(self, stage: str, batch: SpeechBatch) -> dict[str, Any]:
         """Update loss, phoneme error rate, and the counts of all and of impossible utterances."""
@@ -239,6 +260,8 @@ class SpeechRecognizer(Task):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of other phones, or else of another model: see `Task.on_load_checkpoint`.
 
+        Training goes on counting the epoch's impossible utterances.
+
         Raises:
             ValueError: describes both.
         """
@@ -250,6 +273,8 @@ class SpeechRecognizer(Task):
                 "data that the checkpoint was trained with"
             )
         super().on_load_checkpoint(checkpoint)
+        if self._trainer is not None and self.trainer.is_global_zero:
+            self.impossible.count += int(checkpoint.get(_IMPOSSIBLE, 0))
 
     def check_batch(self, batch: SpeechBatch) -> None:
         """Refuse features or labels that are not this model's: see `Task.check_batch`."""

@@ -1,0 +1,141 @@
+"""`test_exact_resume` compares whole runs; here is what these can't show."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lit_effattn.callbacks import LastCheckpoint, RandomStates, StopOnSignal, Stopped
+from lit_effattn.checkpoints import read_checkpoint
+from tests.callbacks.tiny import Tiny, loader, trainer
+
+
+class Drawing(Tiny):
+    """A model whose validation draws random numbers, as a sampling attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated: list[float] = []
+
+    def on_validation_start(self) -> None:
+        self.validated = []
+
+    def validation_step(self, batch: torch.Tensor) -> None:
+        self.validated.append(torch.rand(()).item())
+
+
+class Signal(pl.Callback):
+    """Sends SIGTERM at a batch of training or of validation of epoch 1."""
+
+    def __init__(self, batch: int, validation: bool = False) -> None:
+        self.batch, self.validation = batch, validation
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        if not self.validation and (trainer.current_epoch, batch_idx) == (1, self.batch):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0) -> None:
+        if self.validation and (trainer.current_epoch, batch_idx) == (1, self.batch):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Take(pl.Callback):
+    """Takes down what each validation drew."""
+
+    def __init__(self) -> None:
+        self.validations: list[list[float]] = []
+
+    def on_validation_end(self, trainer, pl_module) -> None:
+        self.validations.append(pl_module.validated)
+
+
+def last(folder: Path) -> Path:
+    return folder / "checkpoints" / "last.ckpt"
+
+
+def fit(folder: Path, model: Tiny, *callbacks: pl.Callback, validation: Any = None, **options: Any) -> pl.Trainer:
+    run = trainer(folder, [StopOnSignal(), RandomStates(), *callbacks, LastCheckpoint()], max_epochs=3)
+    torch.manual_seed(5)
+    run.fit(model, loader(4), validation, **options)
+    return run
+
+
+def test_validations_do_not_change_the_random_states_of_training(tmp_path: Path):
+    with_it, without = Drawing(), Drawing()
+    fit(tmp_path / "a", with_it, validation=loader(2))
+    fit(tmp_path / "b", without)
+    assert len(with_it.validated) == 2
+    assert with_it.drawn == without.drawn
+
+
+def test_an_interrupted_validation_is_repeated_with_its_random_states(tmp_path: Path):
+    whole, stopped, resumed = Drawing(), Drawing(), Drawing()
+    expected, found = Take(), Take()
+    fit(tmp_path / "whole", whole, expected, validation=loader(3))
+    with pytest.raises(Stopped):
+        fit(tmp_path, stopped, Signal(1, validation=True), validation=loader(3))
+    assert len(stopped.validated) == 2
+    fit(tmp_path, resumed, found, validation=loader(3), ckpt_path=last(tmp_path))
+    assert found.validations == expected.validations[1:]
+    assert resumed.drawn == whole.drawn[8:]
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_steps": 12}], ids=["max_epochs", "max_steps"])
+def test_a_signal_at_an_epoch_s_last_batch_stops_where_the_next_one_begins(tmp_path: Path, limits: dict[str, int]):
+    whole, stopped, resumed = Tiny(), Tiny(), Tiny()
+    fit(tmp_path / "whole", whole)
+    with pytest.raises(Stopped):
+        fit(tmp_path, stopped, Signal(3))
+    saved = read_checkpoint(last(tmp_path))
+    assert saved["global_step"] == 8
+    state = saved["loops"]["fit_loop"]
+    assert set(state["epoch_progress"]["total"].values()) == {2}
+    assert set(state["epoch_loop.batch_progress"]["current"].values()) == {0}
+    assert "combined_loader" not in state["state_dict"]
+    run = trainer(tmp_path, [RandomStates()], max_epochs=3, **limits)
+    run.fit(resumed, loader(4), ckpt_path=last(tmp_path))
+    assert run.current_epoch == 3
+    assert run.fit_loop.epoch_loop._batches_that_stepped == 12
+    assert torch.equal(resumed.weight, whole.weight)
+    assert resumed.drawn == whole.drawn[8:]
+
+
+def test_a_validation_that_ends_a_stopped_run_is_not_due_for_the_resumed_one(tmp_path: Path):
+    class StopAt(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+            trainer.should_stop = trainer.should_stop or batch_idx == 1
+
+        def on_validation_start(self, trainer, pl_module) -> None:
+            shutil.copy(last(tmp_path), tmp_path / "killed.ckpt")  # as if the run were killed now
+
+    run = trainer(tmp_path, [StopAt(), LastCheckpoint(1)], max_epochs=1)
+    run.fit(Tiny(), loader(4), loader(1))
+    resumed = trainer(tmp_path, [LastCheckpoint()], max_epochs=1)
+    resumed.fit(Tiny(), loader(4), loader(1), ckpt_path=tmp_path / "killed.ckpt")
+    assert resumed.global_step == resumed.fit_loop.epoch_loop._batches_that_stepped == 4
+
+
+def test_a_repeated_validation_is_over_in_later_checkpoints(tmp_path: Path):
+    with pytest.raises(Stopped):
+        fit(tmp_path, Tiny(), Signal(0, validation=True), validation=loader(2))
+    run = trainer(tmp_path, [LastCheckpoint(1)], max_steps=9)
+    run.fit(Tiny(), loader(4), loader(2), ckpt_path=last(tmp_path))
+    total = read_checkpoint(last(tmp_path))["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]["total"]
+    assert total["started"] == total["processed"]
+
+
+def test_a_validation_that_stops_the_run_within_an_accumulation(tmp_path: Path):
+    class Enough(pl.Callback):
+        def on_validation_end(self, trainer, pl_module) -> None:
+            trainer.should_stop = True
+
+    model = Tiny()
+    options = {"accumulate_grad_batches": 3, "val_check_interval": 2}
+    run = trainer(tmp_path, [Enough(), LastCheckpoint()], max_epochs=1, **options)
+    run.fit(model, loader(8), loader(1))
+    assert (run.global_step, len(model.drawn)) == (1, 3)

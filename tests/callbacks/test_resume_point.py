@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from lit_effattn.callbacks import LastCheckpoint, RandomStates, StopOnSignal, Stopped
 from lit_effattn.checkpoints import read_checkpoint
@@ -85,6 +86,24 @@ def test_an_interrupted_validation_is_repeated_with_its_random_states(tmp_path: 
     assert resumed.drawn == whole.drawn[8:]
 
 
+class Stateful(DataLoader[torch.Tensor]):
+    """A loader that has a state, which is of use within its epoch only."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+def test_the_state_of_a_loader_that_has_ended_is_not_saved(tmp_path: Path):
+    data = Stateful(torch.ones(4), generator=torch.Generator())
+    run = trainer(tmp_path, [LastCheckpoint(3)], max_epochs=2)
+    run.fit(Tiny(), data)
+    for name, there in (("previous", True), ("last", False)):  # of steps 6 and 8
+        saved = read_checkpoint(last(tmp_path).with_stem(name))
+        assert ("combined_loader" in saved["loops"]["fit_loop"]["state_dict"]) == there
+
+
 @pytest.mark.parametrize("limits", [{}, {"max_steps": 12}], ids=["max_epochs", "max_steps"])
 def test_a_signal_at_an_epoch_s_last_batch_stops_where_the_next_one_begins(tmp_path: Path, limits: dict[str, int]):
     whole, stopped, resumed = Tiny(), Tiny(), Tiny()
@@ -96,7 +115,6 @@ def test_a_signal_at_an_epoch_s_last_batch_stops_where_the_next_one_begins(tmp_p
     state = saved["loops"]["fit_loop"]
     assert set(state["epoch_progress"]["total"].values()) == {2}
     assert set(state["epoch_loop.batch_progress"]["current"].values()) == {0}
-    assert "combined_loader" not in state["state_dict"]
     run = trainer(tmp_path, [RandomStates()], max_epochs=3, **limits)
     run.fit(resumed, loader(4), ckpt_path=last(tmp_path))
     assert run.current_epoch == 3
@@ -121,12 +139,14 @@ def test_a_validation_that_ends_a_stopped_run_is_not_due_for_the_resumed_one(tmp
 
 
 def test_a_repeated_validation_is_over_in_later_checkpoints(tmp_path: Path):
+    options = {"max_epochs": 2, "val_check_interval": 2}
     with pytest.raises(Stopped):
-        fit(tmp_path, Tiny(), Signal(0, validation=True), validation=loader(2))
-    run = trainer(tmp_path, [LastCheckpoint(1)], max_steps=9)
+        run = trainer(tmp_path, [StopOnSignal(), Signal(0, validation=True), LastCheckpoint()], **options)
+        run.fit(Tiny(), loader(4), loader(2))
+    run = trainer(tmp_path, [LastCheckpoint()], max_steps=7, **options)  # in the same epoch
     run.fit(Tiny(), loader(4), loader(2), ckpt_path=last(tmp_path))
     total = read_checkpoint(last(tmp_path))["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]["total"]
-    assert total["started"] == total["processed"]
+    assert (total["started"], total["processed"]) == (2, 2)
 
 
 def test_a_validation_that_stops_the_run_within_an_accumulation(tmp_path: Path):

@@ -140,8 +140,8 @@ def test_a_validation_that_ends_a_stopped_run_is_not_due_for_the_resumed_one(tmp
 
 def test_a_repeated_validation_is_over_in_later_checkpoints(tmp_path: Path):
     options = {"max_epochs": 2, "val_check_interval": 2}
+    run = trainer(tmp_path, [StopOnSignal(), Signal(0, validation=True), LastCheckpoint()], **options)
     with pytest.raises(Stopped):
-        run = trainer(tmp_path, [StopOnSignal(), Signal(0, validation=True), LastCheckpoint()], **options)
         run.fit(Tiny(), loader(4), loader(2))
     run = trainer(tmp_path, [LastCheckpoint()], max_steps=7, **options)  # in the same epoch
     run.fit(Tiny(), loader(4), loader(2), ckpt_path=last(tmp_path))

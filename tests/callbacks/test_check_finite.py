@@ -30,7 +30,7 @@ class Adam(Tiny):
                 lambda g: g * factor if self.trainer.fit_loop.epoch_loop.batch_idx == batch_idx else g
             )
             return loss
-        return loss * factor
+        return loss + factor if self.where == "loss alone" and factor != 1 else loss * factor
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.1)
@@ -43,12 +43,18 @@ def fit(folder: Path, model: pl.LightningModule, *callbacks: pl.Callback, n: int
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("where", ["loss", "gradient"])
+@pytest.mark.parametrize("where", ["loss", "gradient", "loss alone"])
 def test_it_stops_within_the_logging_interval_and_says_which_step(tmp_path: Path, where: str, value: float):
     model = Adam({5: value}, where)
     with pytest.raises(NotFiniteError, match=r"at step 6 \(epoch 0, batch 5, lr 0\.1\)"):
         fit(tmp_path, model, CheckFinite())
     assert len(model.drawn) == 8
+
+
+def test_of_an_accumulation_the_optimiser_step_is_named(tmp_path: Path):
+    model = Adam({4: math.nan})
+    with pytest.raises(NotFiniteError, match=r"at step 2 \(epoch 0, batch 5, lr 0\.1\)"):
+        fit(tmp_path, model, CheckFinite(), accumulate_grad_batches=3)
 
 
 def test_it_stops_at_the_end_of_an_epoch_too(tmp_path: Path):
@@ -117,10 +123,11 @@ def test_too_many_in_a_row_stop_the_run(tmp_path: Path):
 
 @pytest.mark.parametrize("n_bad", [20, 21])
 def test_float16_s_scaler_skips_by_itself_up_to_a_limit(tmp_path: Path, n_bad: int):
+    check = CheckFinite(skip=2)
     precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     model = Adam(dict.fromkeys(range(1, n_bad + 1), math.inf))
     run = pl.Trainer(
-        default_root_dir=tmp_path, accelerator="cpu", callbacks=[CheckFinite()], plugins=[precision], max_epochs=1,
+        default_root_dir=tmp_path, accelerator="cpu", callbacks=[check], plugins=[precision], max_epochs=1,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     if n_bad > 20:
@@ -129,6 +136,7 @@ def test_float16_s_scaler_skips_by_itself_up_to_a_limit(tmp_path: Path, n_bad: i
     else:
         run.fit(model, loader(30))
         assert torch.isfinite(model.weight).all()
+    assert check.skipped == 0
 
 
 def test_the_count_of_skipped_steps_is_in_the_checkpoint():

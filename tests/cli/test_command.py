@@ -500,7 +500,39 @@ def test_a_run_that_is_not_finite_stops_with_a_good_checkpoint(capsys: pytest.Ca
     assert all(weight.isfinite().all() for weight in checkpoint["state_dict"].values())
 
 
+def test_a_requeued_slurm_job_goes_on_in_the_same_run(monkeypatch: pytest.MonkeyPatch):
+    Path("bin").mkdir()
+    Path("bin/scontrol").write_text('#!/bin/sh\necho "$@" >> asked\n')
+    Path("bin/scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{Path('bin').resolve()}:/usr/bin:/bin")
+    environment = {"JOB_ID": "77", "NTASKS": "1", "NTASKS_PER_NODE": "1", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}
+    for name, value in environment.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    job = ["fit", "--config", "tiny.yaml", "--trainer.max_epochs", "2"]
+    job += ["--trainer.callbacks+=tests.support.interruptions.SignalAt", "--trainer.callbacks.step", "1"]
+    job += ["--trainer.callbacks.number", str(int(signal.SIGUSR1))]
+    with pytest.raises(SystemExit) as stopped:
+        main(job)
+    assert stopped.value.code == 138
+    assert Path("asked").read_text() == "requeue 77\n"
+    assert torch.load(last("runs"), weights_only=True)["global_step"] == 2
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    main(job)  # the same command
+    assert torch.load(last("runs"), weights_only=True)["global_step"] == 6
+    assert len(runs()) == 1
+
+
 # ------------------------------------------------------------------------------------------------ processes
+
+
+@pytest.mark.processes
+def test_two_processes_stop_together_if_the_loss_is_not_finite():
+    stopped = command(
+        "fit", "--config", "tiny.yaml", "--model.optimizer.lr", "1e30", "--trainer.log_every_n_steps", "2", *TWO
+    )
+    assert stopped.returncode == 1
+    assert "infinite or NaN at step 2" in stopped.stderr
+    assert "Traceback" not in stopped.stderr
 
 
 def interrupted(root: str, callback: str, step: int, *args: str) -> subprocess.CompletedProcess[str]:

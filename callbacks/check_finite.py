@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -141,8 +142,10 @@ def _all_finite(tensors: list[Any], device: torch.device) -> Tensor:
     """Return whether all values are finite, (), on `device`, without waiting for it."""
     if not tensors:
         return torch.ones((), dtype=torch.bool, device=device)
+    found: Sequence[Tensor]
     if tensors[0].is_cuda:
         found = torch._foreach_norm(tensors, float("inf"))  # a few kernels for all
     else:  # ten times as fast there; not squares, which overflow early
         found = [t.detach().sum(dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors]
-    return torch.stack([value.detach().to(device, torch.float32) for value in found]).isfinite().all()
+    widest = torch.float64 if any(value.dtype == torch.float64 for value in found) else torch.float32
+    return torch.stack([value.detach().to(device, widest) for value in found]).isfinite().all()

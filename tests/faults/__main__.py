@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -283,22 +284,20 @@ def stop_at(moment: str, settings: Settings) -> dict[str, Any]:
     return {"moment": hook, "epoch": epoch, "batch": batch}
 
 
-def kills(n: int, rng: random.Random, tasks: tuple[str, ...]) -> Iterator[tuple[Settings, list[Interruption]]]:
-    """Yield trials with `n` kills together: a third at random times, a quarter of the trials with two processes."""
-    named, i = [m for m in MOMENTS if m != MOMENTS[0]], 0
-    while n > 0:
+def kills(rng: random.Random, tasks: tuple[str, ...]) -> Iterator[tuple[Settings, list[Interruption]]]:
+    """Yield trials without end: a third of them killed at random times, a quarter with two processes."""
+    named = [m for m in MOMENTS if m != MOMENTS[0]]
+    for i in count():
         moment = MOMENTS[0] if i % 3 == 2 else named[(i - i // 3) % len(named)]
         settings = rng.choice(VARIANTS[1:2] if "window" in moment else VARIANTS)
         settings = replace(
             settings, task=tasks[(i + i // 12) % len(tasks)], processes=2 if (i + i // 4) % 4 == 3 else 1
         )
         planned = [killed_at(moment, settings, rng)]
-        for _ in range(min(n - 1, rng.choice((0, 0, 0, 1, 1, 2)))):
+        for _ in range(rng.choice((0, 0, 0, 1, 1, 2))):
             later = rng.choice((MOMENTS[0], "at the end of an epoch", *FILES))
             planned.append(killed_at(later, settings, rng, later=True))
         yield settings, planned
-        n -= len(planned)
-        i += 1
 
 
 def killed_at(moment: str, settings: Settings, rng: random.Random, later: bool = False) -> Interruption:
@@ -339,7 +338,9 @@ def table(outcomes: list[Outcome]) -> str:
                 row[3] += step is None
     total = rows.pop("**all**", [0, 0, 0, 0])
     lines = [f"| {name} | {' | '.join(map(str, row))} |" for name, row in [*sorted(rows.items()), ("**all**", total)]]
-    return "\n".join(["| moment | kills | exact | same state | started anew |", "|---|--:|--:|--:|--:|", *lines])
+    return "\n".join(
+        ["| moment | interruptions | exact | same state | started anew |", "|---|--:|--:|--:|--:|", *lines]
+    )
 
 
 def parse(args: list[str]) -> argparse.Namespace:
@@ -355,21 +356,22 @@ def parse(args: list[str]) -> argparse.Namespace:
     return parser.parse_args(args)
 
 
-def trials(options: argparse.Namespace) -> list[tuple[Settings, list[Interruption]]]:
-    """Return the trials that the options ask for."""
+def trials(options: argparse.Namespace, done: list[Outcome]) -> Iterator[tuple[Settings, list[Interruption]]]:
+    """Yield the trials that the options ask for. A later kill of a run may not come, so those in `done` are counted."""
     tasks = (options.only,) if options.only else DIMENSIONS["task"]
     stops = list(cells()) if options.cells or options.quick else []
     n_kills = options.kills
     if n_kills is None:
         n_kills = 8 if options.quick else 0 if options.cells else 100
-    found = [
-        [trial for trial in stops if trial[0].task in tasks],
-        list(kills(n_kills, random.Random(options.seed), tasks)),
-    ]
-    if options.quick:  # three or four stops, and at most five runs that are killed
-        found = [[trial for trial in trials if trial[0].processes == 1] for trials in found]
-        found = [found[0][:: -(-len(found[0]) // 4) or 1], found[1][:5]]
-    return [trial for trials in found for trial in trials]
+    stops = [trial for trial in stops if trial[0].task in tasks]
+    killed = kills(random.Random(options.seed), tasks)
+    if options.quick:  # three or four stops
+        stops = [trial for trial in stops if trial[0].processes == 1]
+        stops = stops[:: -(-len(stops) // 4) or 1]
+        killed = (trial for trial in killed if trial[0].processes == 1)
+    yield from stops
+    while sum(i.act == "kill" for outcome in done for i, _ in outcome.interruptions) < n_kills:
+        yield next(killed)
 
 
 def main(args: list[str]) -> int:
@@ -377,11 +379,12 @@ def main(args: list[str]) -> int:
     options = parse(args)
     folder = options.keep or Path(tempfile.mkdtemp(prefix="faults-"))
     folder.mkdir(parents=True, exist_ok=True)
-    begun, outcomes = time.monotonic(), []
+    begun = time.monotonic()
+    outcomes: list[Outcome] = []
     os.chdir(folder)
     write_data()
     harness = Harness()
-    for settings, interruptions in trials(options):
+    for settings, interruptions in trials(options, outcomes):
         outcome = harness.trial(settings, interruptions)
         outcomes.append(outcome)
         for line in outcome.lines():

@@ -30,7 +30,8 @@ class CheckFinite(pl.Callback):
 
     Every step is checked on its device. The result is read, by all processes together, at the steps that
     `log_every_n_steps` divides and before every checkpoint, so that the other steps don't wait for the device. A
-    checkpoint with a weight that is not finite is never written; `last.ckpt` is then from before, and can be resumed.
+    checkpoint with a parameter that is not finite is never written; `last.ckpt` is then from before, and can be
+    resumed. Buffers may hold infinities.
 
     With float16 the loss scaler skips such steps itself; training stops after 20 in a row.
 
@@ -47,6 +48,7 @@ class CheckFinite(pl.Callback):
             raise ValueError(f"skip={skip} is negative; give how many steps in a row may be skipped, 0 for none")
         self.skip = skip
         self.skipped = 0
+        self._in_a_row = torch.zeros((), dtype=torch.int64)
         self._where = "before the first step"
         self._steps: deque[tuple[int, str]] = deque(maxlen=10_000)  # since the last check, each with what to say of it
 
@@ -57,7 +59,7 @@ class CheckFinite(pl.Callback):
         self._patience = max(self.skip, PATIENCE_WITH_SCALER if self._scaled else 0)
         self._steps.clear()
         self._finite = torch.ones((), dtype=torch.bool, device=pl_module.device)  # in the current optimiser step
-        self._in_a_row = torch.zeros((), dtype=torch.int64, device=pl_module.device)
+        self._in_a_row = self._in_a_row.to(pl_module.device)
         self._failed = torch.full_like(self._in_a_row, _NEVER)  # the first step that was one too many
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
@@ -95,7 +97,7 @@ class CheckFinite(pl.Callback):
         self._failed = torch.where(self._in_a_row > self._patience, self._failed.clamp(max=step), self._failed)
         self._finite = torch.ones_like(self._finite)
         self._steps.append((step, self._where))
-        if step % (trainer.log_every_n_steps or 50) == 0:  # type: ignore[attr-defined]
+        if trainer._logger_connector.should_update_logs:
             self._stop(self._failed, trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -108,12 +110,19 @@ class CheckFinite(pl.Callback):
             rank_zero_info(f"{self.skipped} steps were skipped, since the loss or a gradient was infinite or NaN")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many steps were skipped."""
-        return {"skipped": self.skipped}
+        """Return how many steps were skipped, and how many in a row were not finite."""
+        return {"skipped": self.skipped, "in_a_row": int(self._in_a_row)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting."""
-        self.skipped = int(state_dict["skipped"])
+        """Go on counting.
+
+        Raises:
+            ValueError: the counts are no integers.
+        """
+        counts = state_dict.get("skipped"), state_dict.get("in_a_row", 0)
+        if not all(isinstance(count, int) for count in counts):
+            raise ValueError(f"CheckFinite: the checkpoint's counts are {counts}, not integers")
+        self.skipped, self._in_a_row = state_dict["skipped"], torch.tensor(counts[1])
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
         """Refuse to save weights that are not finite."""
@@ -133,13 +142,14 @@ class CheckFinite(pl.Callback):
         raise NotFiniteError(
             f"the loss, a gradient or a weight is infinite or NaN at {dict(self._steps).get(step, self._where)}. The "
             "checkpoints are of earlier steps and finite. Lower the learning rate (--model.optimizer.lr) or clip "
-            "gradients (--trainer.gradient_clip_val 1), with --init_weights to start from a checkpoint; or skip such "
-            "steps with --trainer.callbacks+=CheckFinite --trainer.callbacks.skip 3"
+            "gradients (--trainer.gradient_clip_val 1), with --init_weights to start from a checkpoint; or skip more "
+            f"than {self.skip} such steps in a row with --trainer.callbacks+=CheckFinite --trainer.callbacks.skip"
         )
 
 
 def _all_finite(tensors: list[Any], device: torch.device) -> Tensor:
     """Return whether all values are finite, (), on `device`, without waiting for it."""
+    tensors = [t for t in tensors if t.numel()]
     if not tensors:
         return torch.ones((), dtype=torch.bool, device=device)
     found: Sequence[Tensor]

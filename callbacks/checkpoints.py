@@ -13,9 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lit_effattn import slurm
 from lit_effattn.callbacks import resume_point
-from lit_effattn.callbacks.stop_on_signal import Stopped
 from lit_effattn.checkpoints import remove_parts
 from lit_effattn.runs import LAST, PREVIOUS
 
@@ -58,11 +56,11 @@ class LastCheckpoint(Checkpoint):
         self._stop_after_step = False
         resume_point.restore(trainer)
         logged, self._logged = self._logged, {}
-        metrics = logged.get("metrics", {})
-        trainer.callback_metrics.update({name: torch.tensor(float(value)) for name, value in metrics.items()})
-        for logger in trainer.loggers if "step" in logged else ():
+        metrics = logged.get("metrics", {}).items()
+        trainer.callback_metrics.update({name: torch.tensor(value, dtype=torch.float64) for name, value in metrics})
+        for logger in trainer.loggers if logged.get("of_step") else ():
             logger.log_metrics(logged["of_step"], logged["step"])
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False):
             last = self.path(trainer)
             remove_parts(last.parent)
             if trainer.ckpt_path is not None and Path(trainer.ckpt_path) == last.with_name(PREVIOUS) and last.exists():
@@ -74,7 +72,7 @@ class LastCheckpoint(Checkpoint):
         step = trainer.global_step
         due = self.every_n_train_steps and step != self._saved_step and step % self.every_n_train_steps == 0
         if due and resume_point.can_resume(trainer):
-            self._save(trainer)
+            self.save(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Finish the optimiser step if the validation stops the run."""
@@ -83,29 +81,32 @@ class LastCheckpoint(Checkpoint):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save at the end of the epoch."""
-        self._save(trainer)
+        self.save(trainer)
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Add where the run resumes, the latest metrics, and those of this step, which are logged after it is saved."""
+        """Add where the run resumes, the latest metrics, and those of this step or epoch, which are logged later."""
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return
         logged: dict[str, Any] = {"metrics": convert_tensors_to_scalars(dict(trainer.callback_metrics))}
-        if resume_point.within_step(trainer) and trainer._logger_connector.should_update_logs:
+        after_step, after_epoch = resume_point.within_step(trainer), resume_point.within_epoch_end(trainer)
+        if after_epoch or (after_step and trainer._logger_connector.should_update_logs):
             logged["of_step"] = convert_tensors_to_scalars(trainer._logger_connector.metrics["log"])
-            logged["step"] = trainer.fit_loop.epoch_loop._batches_that_stepped
+            logged["step"] = trainer.fit_loop.epoch_loop._batches_that_stepped - after_epoch
         checkpoint[LOGGED_KEY] = logged
         resume_point.mark(checkpoint["loops"], trainer)
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Read the metrics."""
-        self._logged = checkpoint.get(LOGGED_KEY) or {}
+        """Read the metrics, and correct the loops' counters of checkpoints that an older lit-effattn has saved.
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Save if a signal stopped the run, which happens between two steps or in a validation."""
-        if isinstance(exception, Stopped) and trainer.state.fn == TrainerFn.FITTING:
-            self._save(trainer)
-            if exception.job is not None and trainer.is_global_zero:
-                slurm.requeue(exception.job)
+        Raises:
+            ValueError: the metrics are no numbers.
+        """
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        if LOGGED_KEY in checkpoint:
+            self._logged = _checked(checkpoint[LOGGED_KEY])
+        else:
+            resume_point.mark_epoch_end(checkpoint["loops"]["fit_loop"])
 
     def _finish_step(self, trainer: pl.Trainer) -> None:
         """Put off a stop to the end of the optimiser step: gradients are not in a checkpoint."""
@@ -115,12 +116,22 @@ class LastCheckpoint(Checkpoint):
         elif self._stop_after_step:
             trainer.should_stop = True
 
-    def _save(self, trainer: pl.Trainer) -> None:
+    def save(self, trainer: pl.Trainer) -> None:
+        """Save now; only between two steps or in a validation."""
         if not trainer.sanity_checking and not getattr(trainer, "fast_dev_run", False):
             for logger in trainer.loggers:
                 logger.save()
             trainer.save_checkpoint(self.path(trainer))
             self._saved_step = trainer.global_step
+
+
+def _checked(logged: Any) -> dict[str, Any]:
+    """Return what a checkpoint holds of logged values, all of them numbers."""
+    if isinstance(logged, dict) and isinstance(logged.get("step", 0), int):
+        tables = [logged.get(name, {}) for name in ("metrics", "of_step")]
+        if all(isinstance(t, dict) and all(isinstance(v, (int, float)) for v in t.values()) for t in tables):
+            return {"metrics": {}, "of_step": {}, **logged}
+    raise ValueError(f"the checkpoint's {LOGGED_KEY!r} are not numbers by name: it was not saved by lit-effattn")
 
 
 class BestCheckpoint(ModelCheckpoint):
@@ -133,7 +144,8 @@ class BestCheckpoint(ModelCheckpoint):
 
     def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:
         """Return whether `current` is to be saved."""
-        if current is not None and not torch.isfinite(current):
+        # On all processes together: a metric that is not synchronised may be finite on some.
+        if current is not None and not trainer.strategy.reduce_boolean_decision(bool(torch.isfinite(current))):
             rank_zero_warn(f"{self.monitor} is {float(current)}: it is not taken as the best")
             return False
         return super().check_monitor_top_k(trainer, current)

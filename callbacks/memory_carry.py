@@ -67,6 +67,7 @@ class MemoryCarry(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Reset the memory of rows that start a new document."""
+        self._training = None  # the model has it
         if self.training:
             pl_module.memory = _for_batch(pl_module.active_backbone, pl_module.memory, batch)
 

@@ -38,6 +38,12 @@ def within_step(trainer: pl.Trainer) -> bool:
     return total.processed > total.completed
 
 
+def within_epoch_end(trainer: pl.Trainer) -> bool:
+    """Return whether callbacks are at the end of a training epoch, before Lightning logs its metrics."""
+    total: Any = trainer.fit_loop.epoch_progress.total
+    return trainer.training and total.processed > total.completed
+
+
 def can_resume(trainer: pl.Trainer) -> bool:
     """Return whether a checkpoint that is saved after the current training batch, or in a validation, resumes exactly.
 
@@ -61,15 +67,34 @@ def mark(loops: dict[str, Any], trainer: pl.Trainer) -> None:
             state["epoch_loop.val_loop.batch_progress"] = _IN_VALIDATION
     elif epochs["total"]["started"] == epochs["total"]["processed"]:
         if trainer.fit_loop.epoch_loop._num_ready_batches_reached():
-            _set(epochs, ready=0, started=0, completed=0)
-            batches["current"], batches["is_last_batch"] = dict(_ZERO), False
-            state["state_dict"].pop("combined_loader", None)  # the next epoch's begins at its start
-        elif epochs["total"]["processed"] > epochs["total"]["completed"]:
-            for counts in epochs["total"], epochs["current"]:
-                counts["processed"] -= 1
-            # As after the step: on resuming, Lightning counts its batch as completed, and adds 1 to the steps.
-            _set(batches, completed=-1)
-            state["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
+            _end_epoch(state)
+        elif batches["current"]["ready"] > 0:
+            _continue_epoch(state, stepped=not within_accumulation(trainer))
+
+
+def mark_epoch_end(state: dict[str, Any]) -> None:
+    """Do what `mark` does at an epoch's end, to the state of a fit loop that was saved without it."""
+    epochs = state["epoch_progress"]["total"]
+    if epochs["ready"] == epochs["started"] == epochs["processed"] == epochs["completed"] + 1:
+        if state["epoch_loop.batch_progress"]["is_last_batch"]:
+            _end_epoch(state)
+        else:
+            _continue_epoch(state, stepped=True)
+
+
+def _end_epoch(state: dict[str, Any]) -> None:
+    _set(state["epoch_progress"], ready=0, started=0, completed=0)
+    batches = state["epoch_loop.batch_progress"]
+    batches["current"], batches["is_last_batch"] = dict(_ZERO), False
+    state["state_dict"].pop("combined_loader", None)  # the next epoch's begins at its start
+
+
+def _continue_epoch(state: dict[str, Any], stepped: bool) -> None:
+    for counts in state["epoch_progress"]["total"], state["epoch_progress"]["current"]:
+        counts["processed"] = counts["completed"] = counts["processed"] - 1
+    # As after the step: on resuming, Lightning counts its batch as completed, and adds 1 to the steps.
+    _set(state["epoch_loop.batch_progress"], completed=-1)
+    state["epoch_loop.state_dict"]["_batches_that_stepped"] -= stepped
 
 
 def _set(progress: dict[str, Any], **offsets: int) -> None:
@@ -84,11 +109,17 @@ def restore(trainer: pl.Trainer) -> None:
     # With `max_steps` Lightning takes the next epoch as one to resume, and leaves it at once.
     if epoch_loop.restarting and epoch_loop.batch_progress.current.ready == 0:
         epoch_loop.restarting = False
-    epoch_loop.val_loop.batch_progress.total.reset()  # else a later checkpoint has the counters of `_IN_VALIDATION`
+    validation = epoch_loop.val_loop
+    validation._has_run = False  # of an earlier fit
+    if epoch_loop.restarting and validation.restarted_mid_evaluation and not _validation_follows(trainer):
+        epoch_loop._batches_that_stepped += 1  # it was switched off; Lightning would count the step after it
+    validation.batch_progress.total.reset()  # else a later checkpoint has the counters of `_IN_VALIDATION`
 
 
 def _validation_follows(trainer: pl.Trainer) -> bool:
     """Return whether a validation is due after the current batch; one that ends a stopped run is not due."""
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        return False  # the clock decides, for every run anew
     fetcher = trainer.fit_loop._data_fetcher
     assert fetcher is not None
     stop, trainer.should_stop = trainer.should_stop, False

@@ -8,10 +8,14 @@ from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_effattn import slurm
+from lit_effattn.callbacks.checkpoints import LastCheckpoint
 from lit_effattn.callbacks.resume_point import can_resume
 
 SIGNALS = tuple(
@@ -66,8 +70,16 @@ class StopOnSignal(pl.Callback):
         self._before = {}
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Restore the previous handlers."""
-        self.teardown(trainer, pl_module, "fit")
+        """Save if a signal stopped the run, and requeue its job; restore the previous handlers then."""
+        try:
+            if isinstance(exception, Stopped) and trainer.state.fn == TrainerFn.FITTING:
+                for callback in trainer.checkpoint_callbacks:
+                    if isinstance(callback, LastCheckpoint):
+                        callback.save(trainer)
+                if exception.job is not None and trainer.is_global_zero:
+                    slurm.requeue(exception.job)
+        finally:
+            self.teardown(trainer, pl_module, "fit")
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Stop if a signal was received, at the end of an optimiser step."""
@@ -91,12 +103,13 @@ class StopOnSignal(pl.Callback):
             rank_zero_info("\nStopping after this step, to save. Press Ctrl-C again to stop at once.")
 
     def _stop_if_asked(self, trainer: pl.Trainer) -> None:
-        # A signal may reach only some of the processes, but all must stop at the same step.
-        if trainer.world_size > 1 and not trainer.strategy.reduce_boolean_decision(bool(self._signal), all=False):
+        number = self._signal
+        if trainer.world_size > 1:  # a signal may reach only some of the processes, but all stop at the same step
+            asked = torch.tensor(number, device=trainer.strategy.root_device)
+            dist.all_reduce(asked, dist.ReduceOp.MAX)
+            number = int(asked)
+        if not number:
             return
-        if trainer.world_size == 1 and not self._signal:
-            return
-        number = self._signal or signal.SIGTERM
         rank_zero_info(f"\nStopped by {signal.Signals(number).name} at step {trainer.global_step}.")
         cluster = trainer._accelerator_connector.cluster_environment
         requeues = isinstance(cluster, SLURMEnvironment) and cluster.auto_requeue and number == cluster.requeue_signal

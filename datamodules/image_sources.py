@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".webp")
 PATCH = 32  # side of the crops from photographs, as in CIFAR-10
 MAX_PIXELS = 2**26  # of an image file: 8192 × 8192, 270 MB in Pillow
-_TIMEOUT = 3.0  # seconds until a mirror counts as unreachable
 
 
 def fixed_order(keys: Iterable[str]) -> list[int]:

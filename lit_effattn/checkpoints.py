@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import zipfile
 from contextlib import suppress
@@ -79,13 +80,16 @@ def remove_parts(folder: Path) -> None:
     for part in folder.glob(".*.part"):
         process = part.suffixes[-2][1:] if len(part.suffixes) > 1 else ""
         if process.isdecimal() and int(process) != os.getpid() and not _is_running(int(process)):
-            part.unlink(missing_ok=True)
+            with suppress(OSError):
+                part.unlink()
 
 
 def _is_running(process: int) -> bool:
+    if os.name == "nt":
+        return True  # there the signal 0 is Ctrl-C
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except OSError:
         pass  # it is somebody else's
@@ -112,11 +116,13 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint {path}")
-    if damage := _damage(path):
-        raise DamagedError(f"{path} is damaged: {damage}")
+    if found := damage(path):
+        raise DamagedError(f"{path} is damaged: {found}")
     try:
         checkpoint = torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:  # what is no pickle fails in every way there is
+        if _of_machine(error):
+            raise
         reason = str(error).partition("\n")[0].partition(". ")[0]  # what torch adds is advice to trust the file
         raise DamagedError(
             f"{path} ({path.stat().st_size:,} bytes) can't be read as a checkpoint: it is cut off, damaged, or from "
@@ -127,16 +133,27 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
     return checkpoint
 
 
-def _damage(path: Path) -> str | None:
+def damage(path: Path) -> str | None:
     """Return what is wrong with a torch file, a zip whose every entry has a checksum; None: nothing."""
     if not zipfile.is_zipfile(path):
         return None  # an older torch's format, or no torch file: torch.load says which
     try:
         with zipfile.ZipFile(path) as file:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.infolist()):
+                return "it is compressed, as torch's files never are"
             entry = file.testzip()
     except Exception as error:  # a changed header is read as any unsupported option there is
+        if _of_machine(error):
+            raise
         return str(error) or type(error).__name__
     return None if entry is None else f"the checksum of {entry} is wrong"
+
+
+def _of_machine(error: Exception) -> bool:
+    """Return whether reading failed for the machine's sake, not the file's, in which EINVAL is a position beyond it."""
+    if isinstance(error, OSError):
+        return error.errno not in (None, errno.EINVAL)
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 
 def _os_error(error: BaseException | None) -> OSError | None:

@@ -5,6 +5,8 @@ import pytest
 
 from lit_effattn.slurm import interrupted_checkpoint, job, record_job, requeue
 
+ARGS = ["fit", "--config", "a.yaml"]
+
 
 @pytest.fixture(autouse=True)
 def _job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,7 +21,7 @@ def run(root: Path, name: str, *checkpoints: str) -> Path:
     (folder / "checkpoints").mkdir(parents=True)
     for checkpoint in checkpoints:
         (folder / "checkpoints" / checkpoint).touch()
-    record_job(folder)
+    record_job(folder, ARGS)
     return folder
 
 
@@ -37,13 +39,16 @@ def test_a_restarted_job_goes_on_with_its_own_newest_run(tmp_path: Path, monkeyp
     monkeypatch.setenv("SLURM_JOB_ID", "78")
     run(tmp_path, "2026-01-04_00-00-00", "last.ckpt")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
-    assert interrupted_checkpoint(tmp_path) is None  # it was not restarted
+    assert interrupted_checkpoint(tmp_path, ARGS) is None  # it was not restarted
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert interrupted_checkpoint(tmp_path) == str(own / "checkpoints" / "last.ckpt")
+    assert interrupted_checkpoint(tmp_path, ARGS) == own / "checkpoints" / "last.ckpt"
+    assert interrupted_checkpoint(tmp_path, [*ARGS, "--seed", "2"]) is None  # another command of the same job
+    (tmp_path / "slurm_job").write_bytes(b"\xff")
+    (tmp_path / "folder" / "slurm_job").mkdir(parents=True)
     (own / "checkpoints" / "last.ckpt").unlink()
-    assert interrupted_checkpoint(tmp_path) == str(own / "checkpoints" / "previous.ckpt")
+    assert interrupted_checkpoint(tmp_path, ARGS) == own / "checkpoints" / "previous.ckpt"
     monkeypatch.setenv("SLURM_JOB_ID", "79")
-    assert interrupted_checkpoint(tmp_path) is None
+    assert interrupted_checkpoint(tmp_path, ARGS) is None
 
 
 def test_without_slurm_nothing_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

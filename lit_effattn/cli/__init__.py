@@ -71,11 +71,11 @@ def main(args: list[str] | None = None) -> None:
         # Lightning turns Ctrl-C into the exit code 1.
         sys.exit(INTERRUPTED if isinstance(error.__context__, KeyboardInterrupt) else error.code)
     except RuntimeError as error:
-        if (message := explained(error)) is None:
+        if (message := explained(error, args[0])) is None:
             raise
         fail(message)
     except OSError as error:
-        fail(explained(error) or plain(_message(error)))
+        fail(explained(error, args[0]) or plain(_message(error)))
     # Errors of our checks and of the libraries below: the message names the cause, a traceback would not help.
     except (ValueError, ArithmeticError, ModuleNotFoundError, MisconfigurationException) as error:
         fail(plain(_message(error)))

@@ -123,6 +123,7 @@ class CLI(LightningCLI):
     """A LightningCLI with one folder for each run. Files and flags override the configuration in a checkpoint."""
 
     def __init__(self, args: list[str]) -> None:
+        self.given = args
         self.resolved = ResolvedArgs.parse(args)
         super().__init__(
             model_class=Task,
@@ -236,7 +237,7 @@ class CLI(LightningCLI):
         standard += [
             callbacks.StopOnSignal(),
             callbacks.RandomStates(restore=seed_kept),
-            Configuration(self.settings()),
+            Configuration(self.settings(), self.given),
         ]
         if kwargs.get("logger", config.logger) and LearningRateMonitor not in given:
             standard.append(LearningRateMonitor("step"))
@@ -339,10 +340,12 @@ class Configuration(pl.Callback):
 
     Args:
         settings: As `CLI.settings` gives them.
+        args: The arguments of the command, by which a restarted SLURM job finds its run.
     """
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, settings: dict[str, Any], args: list[str]) -> None:
         self.settings = settings
+        self.args = args
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write `config.yaml`; a resumed run writes `config_resumed_N.yaml` beside it."""
@@ -350,7 +353,7 @@ class Configuration(pl.Callback):
             return
         folder = Path(trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        slurm.record_job(folder)
+        slurm.record_job(folder, self.args)
         path, attempt = folder / "config.yaml", 0
         while path.exists():
             attempt += 1

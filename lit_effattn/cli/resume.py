@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,9 +17,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lit_effattn import slurm
 from lit_effattn.allowlist import Trust, listed
-from lit_effattn.checkpoints import DamagedError, read_checkpoint, saved_config
+from lit_effattn.checkpoints import DamagedError, damage, read_checkpoint, saved_config
 from lit_effattn.cli.saved_settings import UserOptions, checked_settings, fixed_by_data
-from lit_effattn.runs import LAST, PREVIOUS, find_checkpoint, run_of, short
+from lit_effattn.runs import LAST, PREVIOUS, find_checkpoint, short
 
 ROOT = "runs"
 """The default of `trainer.default_root_dir`: the folder that holds all runs."""
@@ -75,11 +76,12 @@ class ResolvedArgs(NamedTuple):
         trust = Trust([*said.trust, *(name for file in files for name in file.get("trust") or ())])
         name = said.ckpt_path or _last(f.get("ckpt_path") for f in files)
         root = said.root or _last(_section(f, "trainer").get("default_root_dir") for f in files) or ROOT
-        requeued = slurm.interrupted_checkpoint(Path(root)) if command == "fit" else None
+        requeued = slurm.interrupted_checkpoint(Path(root), args) if command == "fit" else None
         if requeued and name is None:  # these arguments began the run: nothing is taken from its checkpoint
-            args = [command, *configs, *root_args, *others, "--ckpt_path", requeued]
-            return cls(command, args, Path(requeued).resolve(), None, trust, requeued=True)
-        name = requeued or name
+            goes_on, _ = _read(requeued, command, Path(root))
+            args = [command, *configs, *root_args, *others, "--ckpt_path", str(goes_on)]
+            return cls(command, args, goes_on, None, trust, requeued=True)
+        name = str(requeued) if requeued else name
         if name is None:
             if command != "fit":
                 raise ValueError(f"{command} needs a trained model: give --ckpt_path best, last, or a path")
@@ -118,10 +120,10 @@ def _read(checkpoint: Path, command: str, root: Path) -> tuple[Path, dict[str, A
                 content = read_checkpoint(previous)
                 rank_zero_warn(f"{error}. {_goes_on_from(previous, content)}")
                 return previous, content
-        others = [path for path in checkpoint.parent.glob("*.ckpt") if path != checkpoint]
-        others += [path for path in sorted(root.rglob(f"checkpoints/{LAST}"), reverse=True) if run_of(path)]
-        others = [path for path in dict.fromkeys(path.resolve() for path in others) if path != checkpoint]
-        there = f"; there are {', '.join(short(path) for path in others[:4])}" if others else ""
+        others = [*checkpoint.parent.glob("*.ckpt"), *sorted(root.rglob(f"checkpoints/{LAST}"), reverse=True)]
+        whole = (path for path in dict.fromkeys(path.resolve() for path in others) if not damage(path))
+        there = ", ".join(short(path) for path in islice(whole, 4))
+        there = f"; there are {there}" if there else ""
         raise DamagedError(f"{error}{there}") from error
     if checkpoint.name == PREVIOUS and command == "fit" and not checkpoint.with_name(LAST).exists():
         rank_zero_warn(f"there is no {short(checkpoint.with_name(LAST))}. {_goes_on_from(checkpoint, content)}")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lit_effattn.datamodules.utterances import SpeechBatch
@@ -156,15 +157,20 @@ class SpeechRecognizer(Task):
         """Log how many utterances of the epoch were impossible."""
         super().on_train_epoch_end()
         if self.epoch_is_whole:
-            self.log("train/impossible", self.impossible.compute().float())
+            self.log("train/impossible", self._count_impossible().float(), sync_dist=True)  # equal on all processes
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the epoch's impossible utterances so far, of all processes."""
         super().on_save_checkpoint(checkpoint)
+        checkpoint[_IMPOSSIBLE] = int(self._count_impossible())
+
+    def _count_impossible(self) -> Tensor:
+        """Return the number of this epoch's impossible utterances, of all processes."""
         count = self.impossible.count.clone()
         if self._trainer is not None and self.trainer.world_size > 1:
+            count = count.to(self.trainer.strategy.root_device)
             dist.all_reduce(count)
-        checkpoint[_IMPOSSIBLE] = int(count)
+        return count
 
     def score(self, stage: str, batch: SpeechBatch) -> dict[str, Any]:
         """Update loss, phoneme error rate, and the counts of all and of impossible utterances."""
@@ -263,7 +269,7 @@ class SpeechRecognizer(Task):
         Training goes on counting the epoch's impossible utterances.
 
         Raises:
-            ValueError: describes both.
+            ValueError: describes both; or the count is no integer.
         """
         phones = tuple(checkpoint.get("hyper_parameters", {}).get("phones", self.phones))
         if phones != self.phones:
@@ -273,8 +279,11 @@ class SpeechRecognizer(Task):
                 "data that the checkpoint was trained with"
             )
         super().on_load_checkpoint(checkpoint)
-        if self._trainer is not None and self.trainer.is_global_zero:
-            self.impossible.count += int(checkpoint.get(_IMPOSSIBLE, 0))
+        count = checkpoint.get(_IMPOSSIBLE, 0)
+        if not isinstance(count, int):
+            raise ValueError(f"the checkpoint's {_IMPOSSIBLE!r} is {count!r}, not an integer")
+        if self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING and self.trainer.is_global_zero:
+            self.impossible.count += count
 
     def check_batch(self, batch: SpeechBatch) -> None:
         """Refuse features or labels that are not this model's: see `Task.check_batch`."""

@@ -44,6 +44,11 @@ class Tokenizer(ABC):
         """The token `<start>`, which is read before a document."""
         return self.n_tokens - 1
 
+    @property
+    def end(self) -> int | None:
+        """The token at which beam search ends a text, or None."""
+        return None
+
     @abstractmethod
     def encode(self, text: str | bytes) -> np.ndarray:
         """Encode a text, (n,). Bytes must be UTF-8, except for the tokenizer of bytes."""
@@ -210,6 +215,11 @@ class WordTokenizer(Tokenizer):
         self.words = words
         self.n_tokens = len(words) + 1
         self._ids = {word: i for i, word in enumerate(words)}
+
+    @property
+    def end(self) -> int | None:
+        """The token `<eos>`, a line end, if the training text has one."""
+        return self._ids.get(EOS)
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Return the words' tokens."""

@@ -15,6 +15,7 @@ ROOMS: dict[str, set[str]] = {
     "attention": {"ops", "positions", "sequence", "hparams"},
     "nn": {"attention", "positions", "sequence", "hparams"},
     "generation": {"nn", "attention", "ops", "sequence"},
+    "beam": {"nn", "sequence"},
     "schedules": set(),
     "runs": set(),
     "pictures": set(),
@@ -25,11 +26,12 @@ ROOMS: dict[str, set[str]] = {
     "slurm": {"runs"},
     "callbacks": {"sequence", "ops", "pictures", "checkpoints", "runs", "slurm"},
     "tasks": {
-        *("generation", "nn", "positions", "sequence", "hparams", "datamodules"),
+        *("generation", "beam", "nn", "positions", "sequence", "hparams", "datamodules"),
         *("allowlist", "checkpoints", "spec_check", "runs", "pictures"),
     },
     "cli": {
-        *("tasks", "generation", "nn", "attention", "positions", "sequence", "schedules", "datamodules", "callbacks"),
+        *("tasks", "generation", "beam", "nn", "attention", "positions", "sequence"),
+        *("schedules", "datamodules", "callbacks"),
         *("allowlist", "checkpoints", "spec_check", "runs", "pictures", "slurm"),
     },
     "__init__": {"nn", "tasks"},  # when they are asked for

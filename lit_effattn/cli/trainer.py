@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lit_effattn.beam import LENGTH_PENALTY, check_beam
 from lit_effattn.checkpoints import read_checkpoint
 from lit_effattn.generation import check_sampling
 from lit_effattn.runs import new_folder
@@ -24,8 +25,8 @@ class Trainer(pl.Trainer):
         datamodule: pl.LightningDataModule | None = None,
         ckpt_path: str | None = None,
         n: int | None = None,
-        seed: int = 0,
-        temperature: float = 1.0,
+        seed: int | None = None,
+        temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
         compile: bool = False,
@@ -33,6 +34,8 @@ class Trainer(pl.Trainer):
         prompt: str | None = None,
         prompt_file: str | None = None,
         n_tokens: int | None = None,
+        beam: int | None = None,
+        length_penalty: float | None = None,
         output: str | None = None,
     ) -> str:
         """Draw samples from a trained model; its configuration is found in the checkpoint.
@@ -41,14 +44,15 @@ class Trainer(pl.Trainer):
         channels). With `complete`, `completed.png` has the erased, completed and original images in three rows.
 
         Of text: shows each sample, a single one while it is drawn, and writes them, prompt included, to `samples.txt`.
+        With `beam` it does not draw but searches for the likeliest texts, and shows and writes their scores as well.
 
         Args:
             model: The model.
             datamodule: Where images to complete come from.
             ckpt_path: The checkpoint: its path, or `last` or `best` of the newest run.
             n: How many samples. Default: 16 images, 1 text.
-            seed: Equal seeds draw equal samples.
-            temperature: Below 1 draws likelier samples, 0 the likeliest, 1 as the model was trained.
+            seed: Equal seeds draw equal samples. Default: 0.
+            temperature: Below 1 draws likelier samples, 0 the likeliest. Default: 1, as the model was trained.
             top_k: Draw among the k likeliest levels or tokens only.
             top_p: Draw among the likeliest whose probabilities add up to p.
             compile: Draw each token by one compiled program: faster, after some seconds to a minute of compiling.
@@ -56,6 +60,11 @@ class Trainer(pl.Trainer):
             prompt: Text: how it begins.
             prompt_file: Text: a file with its beginning.
             n_tokens: Text: tokens to draw. Default: 500.
+            beam: Text: search for the likeliest texts with this many hypotheses; `n` of them are written. The search
+                draws nothing, so `temperature`, `top_k`, `top_p`, `seed` and `compile` do not go with it. 1 is greedy.
+                A text ends at `n_tokens`; of words, at a line end before.
+            length_penalty: Text, with `beam`: texts are ranked by log p / ((5 + tokens) / 6) ** length_penalty. 0 ranks
+                by log p, more prefers longer texts. Default: 0.6.
             output: Folder to write to, which must not exist or be empty. Default: a new one in the run's `generated`.
 
         Returns:
@@ -63,12 +72,19 @@ class Trainer(pl.Trainer):
         """
         if n is not None and n < 1:
             raise ValueError(f"--n {n}: draw at least one sample")
-        check_sampling(temperature, top_k, top_p)
+        settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+        sampling: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
+        sampling |= {"compile": True} if compile else {}
+        check_sampling(1.0 if temperature is None else temperature, top_k, top_p)
+        _check_search(beam, length_penalty, n, sampling)
         _refuse_used(output)
         if not callable(getattr(model, "write_samples", None)):
             raise ValueError(f"{type(model).__name__} can't generate: it has no `write_samples`")
         task: Any = model
-        options = {"complete": complete, "prompt": prompt, "prompt_file": prompt_file, "n_tokens": n_tokens}
+        options = {
+            **{"complete": complete, "prompt": prompt, "prompt_file": prompt_file, "n_tokens": n_tokens},
+            **{"beam": beam, "length_penalty": length_penalty},
+        }
         given = {name: value for name, value in options.items() if value is not None}
         for name in given.keys() - inspect.signature(task.write_samples).parameters.keys():
             raise ValueError(f"--{name} {given[name]}: {type(model).__name__} has no such option")
@@ -81,11 +97,24 @@ class Trainer(pl.Trainer):
             partial(_output_folder, output, Path(self.default_root_dir)),
             datamodule=datamodule,
             n=n,
-            sampling={"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "compile": compile},
+            sampling=sampling,
             progress=_track,
             **given,
         )
         return said
+
+
+def _check_search(beam: int | None, length_penalty: float | None, n: int | None, sampling: dict[str, Any]) -> None:
+    """Refuse options of beam search that are out of range, or without it, or beside options of sampling."""
+    if beam is None:
+        if length_penalty is not None:
+            raise ValueError(f"--length_penalty {length_penalty} is an option of beam search; give --beam, too")
+        return
+    for name, value in sampling.items():
+        raise ValueError(f"--beam {beam} and --{name} {value} were both given; a search draws nothing; give only one")
+    if n is not None and n > beam >= 1:
+        raise ValueError(f"--n {n}: a search with --beam {beam} finds {beam} at most; give --beam {n} or more")
+    check_beam(beam, 1, LENGTH_PENALTY if length_penalty is None else length_penalty)
 
 
 def _track(steps: Iterable[int]) -> Iterable[int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lit_effattn import sequence
+from lit_effattn.beam import LENGTH_PENALTY, Hypotheses, beam_search
 from lit_effattn.datamodules.tokenizers import Tokenizer
 from lit_effattn.datamodules.tokens import IGNORE, TokenBatch
 from lit_effattn.generation import generate
@@ -229,10 +231,7 @@ class LanguageModel(Task):
             (B, n_tokens), the tokens drawn.
         """
         self._check_tokens(prompt)
-        training = [module for module in self.modules() if module.training]  # parts may be frozen
-        self.eval()
-        self.on_validation_start()
-        try:
+        with self._in_evaluation():
             return generate(
                 self.backbone,
                 self._embed,
@@ -247,6 +246,43 @@ class LanguageModel(Task):
                 progress=progress,
                 on_tokens=on_tokens,
             )
+
+    @torch.no_grad()
+    def beam_search(
+        self,
+        prompt: Tensor,
+        max_len: int,
+        *,
+        beam: int,
+        end: int | None = None,
+        length_penalty: float = LENGTH_PENALTY,
+        n_best: int = 1,
+        progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+    ) -> Hypotheses:
+        """Find the likeliest continuations of each row of `prompt` (B, P): see `beam.beam_search`."""
+        self._check_tokens(prompt)
+        with self._in_evaluation():
+            return beam_search(
+                self.backbone,
+                self._embed,
+                self.head,
+                prompt.to(self.device),
+                max_len,
+                beam=beam,
+                end=end,
+                length_penalty=length_penalty,
+                n_best=n_best,
+                progress=progress,
+            )
+
+    @contextmanager
+    def _in_evaluation(self) -> Iterator[None]:
+        """Put the modules into evaluation mode, with the memory of evaluation, and back."""
+        training = [module for module in self.modules() if module.training]  # parts may be frozen
+        self.eval()
+        self.on_validation_start()
+        try:
+            yield
         finally:
             self.on_validation_end()
             for module in training:
@@ -263,8 +299,13 @@ class LanguageModel(Task):
         prompt: str | None = None,
         prompt_file: str | None = None,
         n_tokens: int = 500,
+        beam: int | None = None,
+        length_penalty: float = LENGTH_PENALTY,
     ) -> str:
         """Continue a text and write the samples: see `Task.write_samples`. A single sample is shown while it is drawn.
+
+        With `beam`, the samples are the best continuations, each with its score. They end at the tokenizer's end token,
+        if it has one, or after `n_tokens`.
 
         Args:
             folder: Makes the folder to write to.
@@ -275,20 +316,38 @@ class LanguageModel(Task):
             prompt: How the text begins.
             prompt_file: A file with its beginning, in place of `prompt`.
             n_tokens: Tokens to draw.
+            beam: Search with this many hypotheses instead of drawing. `sampling` is then not used.
+            length_penalty: See `beam.beam_search`.
+
+        Raises:
+            ValueError: An option is out of range, or the prompt can't be read.
         """
         if n_tokens < 1:
             raise ValueError(f"--n_tokens {n_tokens}: draw at least one")
         begin = _prompt(prompt, prompt_file)
         tokenizer = self.text
         _check_known(tokenizer, begin)
-        tokens = torch.tensor([tokenizer.start, *tokenizer.encode(begin).tolist()]).expand(n or 1, -1)
-        shown = Decoded(tokenizer) if n in (None, 1) else None
+        tokens = torch.tensor([[tokenizer.start, *tokenizer.encode(begin).tolist()]])
+        shown = Decoded(tokenizer) if n in (None, 1) and beam is None else None
         if shown is not None:
             print(begin, end="", flush=True)
             progress = iter
-        drawn = self.sample(tokens, n_tokens, progress=progress, on_tokens=shown, **sampling).cpu()
-        texts = [begin + tokenizer.decode(row.numpy()) for row in drawn]
-        numbered = [f"--- {i}\n{text}" for i, text in enumerate(texts)]
+        if beam is None:
+            drawn = self.sample(
+                tokens.expand(n or 1, -1), n_tokens, progress=progress, on_tokens=shown, **sampling
+            ).cpu()
+            numbered = [f"--- {i}\n{begin}{tokenizer.decode(row.numpy())}" for i, row in enumerate(drawn)]
+        else:
+            found = self.beam_search(
+                tokens,
+                n_tokens,
+                beam=beam,
+                end=tokenizer.end,
+                length_penalty=length_penalty,
+                n_best=n or 1,
+                progress=progress,
+            )
+            numbered = _with_scores(found, begin, tokenizer)
         if shown is not None:
             shown.finish()
         else:
@@ -374,6 +433,16 @@ class Decoded:
     def _show(self, text: str) -> None:
         print(text[self._shown :], end="", flush=True)
         self._shown = len(text)
+
+
+def _with_scores(found: Hypotheses, begin: str, tokenizer: Tokenizer) -> list[str]:
+    """Return the texts of the only prompt's hypotheses, each under its number, score and log-probability."""
+    rows, lengths, scores, log_probs = (t[0].cpu() for t in found)
+    return [
+        f"--- {i}, score {score:.4f}, log p {log_p:.4f}\n{begin}{tokenizer.decode(row[:length].numpy())}"
+        for i, (row, length, score, log_p) in enumerate(zip(rows, lengths, scores, log_probs, strict=True))
+        if length > 0
+    ]
 
 
 def _prompt(prompt: str | None, prompt_file: str | None) -> str:

@@ -136,6 +136,7 @@ def test_completing_keeps_what_is_not_erased():
         (["--temperature", "-1"], "temperature=-1.0"),
         (["--top_k", "0"], "top_k=0"),
         (["--top_p", "1.5"], "top_p=1.5"),
+        (["--beam", "2"], "--beam 2: PixelModel has no such option"),
         (["--complete", "1"], "--complete 1.0"),
         (["--complete", "0.5", "--n", "181"], "only 180 test images"),
         (["--output", "runs"], "--output runs exists"),

@@ -177,6 +177,48 @@ def test_a_prompt_may_be_a_file():
     assert samples(run)[0].startswith("2 birds sit à")
 
 
+@pytest.mark.parametrize(("tokens", "n_tokens"), [("words", 6), ("characters", 4)])
+def test_a_beam_writes_the_best_with_their_scores(tokens: str, n_tokens: int, capsys: pytest.CaptureFixture[str]):
+    """Of all continuations: words end at a line end, characters after `n_tokens`."""
+    run = fit("--data.tokens", tokens, "--data.segment_len", "4")
+    capsys.readouterr()
+    flags = ["--n_tokens", str(n_tokens), "--beam", "9", "--n", "3", "--length_penalty", "1"]
+    main(["generate", "--ckpt_path", "last", "--prompt", "3 birds sit ", *flags])
+    said = capsys.readouterr().out
+    (path,) = run.rglob("samples.txt")
+    written = path.read_text(encoding="utf-8")
+    assert all(line in said.splitlines() for line in written.splitlines())
+    model = LanguageModel.load_from_checkpoint(run / "checkpoints" / "last.ckpt")
+    prompt = torch.tensor([[model.text.start, *model.text.encode("3 birds sit ").tolist()]])
+    end = model.text.words.index("<eos>") if tokens == "words" else None
+    found = model.beam_search(prompt, n_tokens, beam=9, end=end, length_penalty=1.0, n_best=3)
+    expected = [
+        f"--- {i}, score {found.scores[0, i]:.4f}, log p {found.log_probs[0, i]:.4f}\n3 birds sit "
+        + model.text.decode(found.tokens[0, i, : found.lengths[0, i]].numpy())
+        for i in range(3)
+    ]
+    assert written == "\n\n".join(expected)
+    assert (found.lengths < n_tokens).any() == (tokens == "words")
+
+
+def test_a_beam_refuses_what_is_for_drawing(capsys: pytest.CaptureFixture[str]):
+    run = fit()
+    beam = ["--beam", "4"]
+    for args, words in (
+        ([*beam, "--temperature", "1"], "--beam 4 and --temperature 1.0"),
+        ([*beam, "--top_k", "3"], "--beam 4 and --top_k 3"),
+        ([*beam, "--top_p", "0.5"], "--beam 4 and --top_p 0.5"),
+        ([*beam, "--seed", "0"], "--beam 4 and --seed 0"),
+        ([*beam, "--compile", "true"], "--beam 4 and --compile True"),
+        ([*beam, "--n", "5"], "--n 5: a search with --beam 4"),
+        ([*beam, "--length_penalty", "-1"], "length_penalty=-1.0"),
+        (["--beam", "0"], "beam=0"),
+        (["--length_penalty", "0.6"], "give --beam, too"),
+    ):
+        assert words in fails(capsys, "generate", "--ckpt_path", "last", *args)
+    assert not (run / "generated").exists()
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [

@@ -294,3 +294,20 @@ def test_data_without_documents_start_afresh_with_every_batch():
     tokens = torch.zeros(ROWS, 2, dtype=torch.long)
     MemoryCarry().on_train_batch_start(None, made, TokenBatch(tokens, tokens.fill_(IGNORE)), 0)
     assert all((t == 0).all() for t in sequence.tensors(made.memory))
+
+
+def test_a_skipped_step_leaves_no_older_memory(tmp_path):
+    class Forget(pl.Callback):
+        """What `CheckFinite` does to the memory of a step that it skips."""
+
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
+            if trainer.global_step == 3:
+                pl_module.memory = None
+
+        def on_train_batch_end(self, trainer, *_: Any) -> None:
+            if trainer.global_step == 4:
+                trainer.save_checkpoint(tmp_path / "skipped.ckpt")
+
+    fit = trainer(tmp_path, [MemoryCarry(), Forget()], max_epochs=1, val_check_interval=1)
+    fit.fit(model(), loader(6), loader(2, seed=9))
+    assert torch.load(tmp_path / "skipped.ckpt", weights_only=True)["memory_carry"] == [None]

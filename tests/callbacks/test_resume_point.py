@@ -159,3 +159,62 @@ def test_a_validation_that_stops_the_run_within_an_accumulation(tmp_path: Path):
     run = trainer(tmp_path, [Enough(), LastCheckpoint()], max_epochs=1, **options)
     run.fit(model, loader(8), loader(1))
     assert (run.global_step, len(model.drawn)) == (1, 3)
+
+
+def test_a_used_trainer_goes_on_too(tmp_path: Path):
+    with pytest.raises(Stopped):
+        fit(tmp_path, Tiny(), Signal(0, validation=True), validation=loader(2))
+    run = trainer(tmp_path / "used", [LastCheckpoint()], max_epochs=3)
+    run.fit(Tiny(), loader(4), loader(2))
+    resumed = Tiny()
+    run.fit(resumed, loader(4), loader(2), ckpt_path=last(tmp_path))
+    assert (run.global_step, len(resumed.drawn)) == (12, 4)
+
+
+@pytest.mark.parametrize("stop", [2, 4], ids=["mid-epoch", "epoch-end"])
+def test_a_checkpoint_saved_after_training_goes_on_in_its_epoch(tmp_path: Path, stop: int):
+    whole, part, rest = Tiny(), Tiny(), Tiny()
+    fit(tmp_path / "whole", whole)
+    run = trainer(tmp_path, [LastCheckpoint()], max_steps=stop)
+    torch.manual_seed(5)
+    run.fit(part, loader(4))
+    run.save_checkpoint(tmp_path / "after.ckpt")
+    resumed = trainer(tmp_path, [LastCheckpoint()], max_epochs=3)
+    resumed.fit(rest, loader(4), ckpt_path=tmp_path / "after.ckpt")
+    assert (resumed.global_step, resumed.current_epoch) == (12, 3)
+    assert resumed.fit_loop.epoch_loop._batches_that_stepped == resumed.global_step
+
+
+def test_a_validation_by_the_clock_is_left_to_it(tmp_path: Path):
+    run = trainer(
+        tmp_path, [StopOnSignal(), Signal(1), LastCheckpoint()], max_epochs=2, val_check_interval="00:00:00:00"
+    )
+    with pytest.raises(Stopped):
+        run.fit(Tiny(), loader(4), loader(1))
+    resumed = trainer(tmp_path, [LastCheckpoint()], max_epochs=2, val_check_interval="01:00:00:00")
+    resumed.fit(Tiny(), loader(4), loader(1), ckpt_path=last(tmp_path))
+    assert resumed.fit_loop.epoch_loop._batches_that_stepped == resumed.global_step
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_steps": 12}], ids=["max_epochs", "max_steps"])
+def test_an_epoch_s_end_that_was_saved_without_this_callback(tmp_path: Path, limits: dict[str, int]):
+    class Plain(pl.Callback):
+        def on_train_epoch_end(self, trainer, pl_module) -> None:
+            trainer.save_checkpoint(tmp_path / f"{trainer.current_epoch}.ckpt")
+
+    whole, rest = Tiny(), Tiny()
+    run = trainer(tmp_path, [Plain()], max_epochs=3, **limits)
+    run.fit(whole, loader(4))
+    resumed = trainer(tmp_path, [LastCheckpoint()], max_epochs=3, **limits)
+    resumed.fit(rest, loader(4), ckpt_path=tmp_path / "0.ckpt")
+    assert (resumed.global_step, resumed.current_epoch, len(rest.drawn)) == (12, 3, 8)
+    assert resumed.fit_loop.epoch_loop._batches_that_stepped == 12
+
+
+def test_logged_values_that_are_no_numbers_are_refused(tmp_path: Path):
+    fit(tmp_path, Tiny())
+    saved = torch.load(last(tmp_path), weights_only=True)
+    for wrong in ([1], {"metrics": {"a": "b"}}, {"of_step": [1], "step": 1}, {"step": "1"}):
+        torch.save({**saved, "logged": wrong}, tmp_path / "x.ckpt")
+        with pytest.raises(ValueError, match="'logged' are not numbers by name"):
+            trainer(tmp_path, [LastCheckpoint()], max_epochs=4).fit(Tiny(), loader(4), ckpt_path=tmp_path / "x.ckpt")

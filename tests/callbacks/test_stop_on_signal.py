@@ -109,6 +109,22 @@ def test_a_stop_within_an_accumulation_is_put_off(tmp_path: Path):
     assert (run.global_step, len(model.drawn), last(tmp_path)["global_step"]) == (1, 3, 1)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_another_signal_while_it_is_saved_changes_nothing(tmp_path: Path, number: int):
+    class Again(pl.Callback):
+        def on_save_checkpoint(self, trainer, *_):
+            if trainer.global_step == 6:
+                os.kill(os.getpid(), number)
+
+    for n in SIGNALS:
+        signal.signal(n, marked)
+    run = trainer(tmp_path, [StopOnSignal(), Send(5, number), Again(), LastCheckpoint()], max_epochs=2)
+    with pytest.raises(Stopped):
+        run.fit(Tiny(), loader(4))
+    assert last(tmp_path)["global_step"] == 6
+    assert {signal.getsignal(n) for n in SIGNALS} == {marked}
+
+
 def test_a_slurm_job_is_requeued_when_it_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     asked = []
 

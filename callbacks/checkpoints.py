@@ -44,22 +44,29 @@ class LastCheckpoint(Checkpoint):
         self.every_n_train_steps = every_n_train_steps
         self._saved_step = -1
         self._stop_after_step = False
-        self._logged: dict[str, Any] = {}  # from the checkpoint that is resumed
+        self._metrics: dict[str, float] = {}  # from the checkpoint that is resumed
+        self._to_log: tuple[dict[str, float], int] | None = None
 
     def path(self, trainer: pl.Trainer) -> Path:
         """Return the path of `last.ckpt`, in `checkpoints` in the run's folder."""
         return Path(trainer.default_root_dir) / "checkpoints" / LAST
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Log what was not logged yet when the checkpoint was saved, even if there is nothing left to train."""
+        if self._to_log is not None:
+            for logger in trainer.loggers:
+                logger.log_metrics(*self._to_log)
+                logger.save()
+        self._to_log = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Prepare the loops for exact resuming, and remove unfinished files of processes that were killed."""
         self._saved_step = trainer.global_step
         self._stop_after_step = False
         resume_point.restore(trainer)
-        logged, self._logged = self._logged, {}
-        metrics = logged.get("metrics", {}).items()
-        trainer.callback_metrics.update({name: torch.tensor(value, dtype=torch.float64) for name, value in metrics})
-        for logger in trainer.loggers if logged.get("of_step") else ():
-            logger.log_metrics(logged["of_step"], logged["step"])
+        metrics, self._metrics = self._metrics, {}
+        known = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
+        trainer.callback_metrics.update(known)
         if trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False):
             last = self.path(trainer)
             remove_parts(last.parent)
@@ -104,7 +111,7 @@ class LastCheckpoint(Checkpoint):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         if LOGGED_KEY in checkpoint:
-            self._logged = _checked(checkpoint[LOGGED_KEY])
+            self._metrics, self._to_log = _checked(checkpoint[LOGGED_KEY])
         else:
             resume_point.mark_epoch_end(checkpoint["loops"]["fit_loop"])
 
@@ -125,12 +132,13 @@ class LastCheckpoint(Checkpoint):
             self._saved_step = trainer.global_step
 
 
-def _checked(logged: Any) -> dict[str, Any]:
-    """Return what a checkpoint holds of logged values, all of them numbers."""
+def _checked(logged: Any) -> tuple[dict[str, float], tuple[dict[str, float], int] | None]:
+    """Return the metrics in a checkpoint, and those to log with their step. All of them are numbers."""
     if isinstance(logged, dict) and isinstance(logged.get("step", 0), int):
         tables = [logged.get(name, {}) for name in ("metrics", "of_step")]
         if all(isinstance(t, dict) and all(isinstance(v, (int, float)) for v in t.values()) for t in tables):
-            return {"metrics": {}, "of_step": {}, **logged}
+            metrics, of_step = tables
+            return metrics, (of_step, logged["step"]) if of_step and "step" in logged else None
     raise ValueError(f"the checkpoint's {LOGGED_KEY!r} are not numbers by name: it was not saved by lit-effattn")
 
 

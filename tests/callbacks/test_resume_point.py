@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lit_effattn.callbacks import LastCheckpoint, RandomStates, StopOnSignal, Stopped
@@ -209,6 +210,24 @@ def test_an_epoch_s_end_that_was_saved_without_this_callback(tmp_path: Path, lim
     resumed.fit(rest, loader(4), ckpt_path=tmp_path / "0.ckpt")
     assert (resumed.global_step, resumed.current_epoch, len(rest.drawn)) == (12, 3, 8)
     assert resumed.fit_loop.epoch_loop._batches_that_stepped == 12
+
+
+def test_values_of_a_run_s_last_epoch_are_logged_by_the_resumed_run(tmp_path: Path):
+    """Which has nothing left to train: the process was killed when its last checkpoint was saved."""
+
+    class Counting(Tiny):
+        def on_train_epoch_end(self) -> None:
+            self.log("train/count", 7.0)
+
+    def run(**options: Any) -> None:
+        logger = CSVLogger(tmp_path, name="csv", version="")
+        made = trainer(tmp_path, [LastCheckpoint()], max_epochs=1, logger=logger, log_every_n_steps=1)
+        made.fit(Counting(), loader(2), **options)
+
+    run()
+    shutil.rmtree(tmp_path / "csv")
+    run(ckpt_path=last(tmp_path))
+    assert (tmp_path / "csv" / "metrics.csv").read_text().splitlines() == ["step,train/count", "1,7.0"]
 
 
 def test_logged_values_that_are_no_numbers_are_refused(tmp_path: Path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import zipfile
 from collections.abc import Iterable
 from contextlib import suppress
 from difflib import get_close_matches
@@ -121,7 +122,8 @@ def _read(checkpoint: Path, command: str, root: Path) -> tuple[Path, dict[str, A
                 rank_zero_warn(f"{error}. {_goes_on_from(previous, content)}")
                 return previous, content
         others = [*checkpoint.parent.glob("*.ckpt"), *sorted(root.rglob(f"checkpoints/{LAST}"), reverse=True)]
-        whole = (path for path in dict.fromkeys(path.resolve() for path in others) if not damage(path))
+        others = list(dict.fromkeys(path.resolve() for path in others))
+        whole = (path for path in others if zipfile.is_zipfile(path) and not damage(path))
         there = ", ".join(short(path) for path in islice(whole, 4))
         there = f"; there are {there}" if there else ""
         raise DamagedError(f"{error}{there}") from error

@@ -21,7 +21,7 @@ PATIENCE_WITH_SCALER = 20
 _NEVER = 2**62
 
 
-class NotFiniteError(ArithmeticError):
+class NotFiniteError(FloatingPointError):
     """The loss, a gradient or a weight is infinite or NaN."""
 
 

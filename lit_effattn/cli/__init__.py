@@ -77,7 +77,7 @@ def main(args: list[str] | None = None) -> None:
     except OSError as error:
         fail(explained(error, args[0]) or plain(_message(error)))
     # Errors of our checks and of the libraries below: the message names the cause, a traceback would not help.
-    except (ValueError, ArithmeticError, ModuleNotFoundError, MisconfigurationException) as error:
+    except (ValueError, FloatingPointError, ModuleNotFoundError, MisconfigurationException) as error:
         fail(plain(_message(error)))
 
 

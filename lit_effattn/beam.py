@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lit_effattn.generation import first_state
 from lit_effattn.nn.heads import Head
-from lit_effattn.sequence import SequenceModule, State, donated, reads_values, select
+from lit_effattn.sequence import SequenceModule, State, donated, reads_values, reorder, select
 
 LENGTH_PENALTY = 0.6
 """The default α (Vaswani et al. 2017, section 6.1)."""
@@ -81,7 +82,8 @@ def beam_search(
     best ended hypothesis has at least the score that the others can reach, so stopping changes no result. The result
     for a prompt does not depend on the other prompts.
 
-    All kinds of state work: the rows of the state are reordered with `sequence.select`, which copies it at every step.
+    All kinds of state work. The rows of the state are reordered with `sequence.reorder`, which copies it at every step,
+    except for the source of a decoder.
 
     Args:
         backbone: Causal; see `SequenceModule`.
@@ -93,8 +95,8 @@ def beam_search(
         end: The token that ends a continuation; None: all have `max_len` tokens.
         length_penalty: α; 0: none. Higher values favour longer continuations.
         n_best: Number of continuations to return, at most `beam`.
-        state: The state of B rows from which the prompt is read; it is not changed. If it has a fixed size, it needs
-            room for P + max_len − 1 positions. None: no earlier positions.
+        state: The state of B rows from which the prompt is read, such as a decoder's with a source; it is not changed.
+            Best made with `max_len`; then it is grown if it has too little room. None: no earlier positions.
         progress: Wraps the iterable of steps (rich's or tqdm's `track`). The search may end before the last.
 
     Returns:
@@ -105,8 +107,7 @@ def beam_search(
     """
     check_beam(beam, n_best, length_penalty)
     _check(backbone, head, prompt, max_len, end)
-    if state is None:
-        state = backbone.initial_state(len(prompt), max_len=prompt.size(1) + max_len - 1)
+    state = first_state(backbone, state, len(prompt), prompt.size(1) + max_len - 1)
     y, state = backbone(embed(prompt), state)
     first = torch.arange(len(prompt), device=prompt.device)
     rows = first.repeat_interleave(beam)
@@ -119,7 +120,7 @@ def beam_search(
         if step + 1 == max_len or _all_stopped(slots, step):
             break
         if beam > 1:
-            state = select(state, (beam * first[:, None] + source).flatten())
+            state = reorder(state, (beam * first[:, None] + source).flatten())
         with donated():
             y, state = backbone(embed(slots.tokens[:, :, step].reshape(-1, 1)), state)
         log_probs = head.log_probs(y[:, -1])  # (B·k, V)

@@ -12,7 +12,7 @@ from torch import Tensor
 from lit_effattn.attention.base import Attention
 from lit_effattn.nn.heads import Head
 from lit_effattn.ops.runtime.check_inductor import check_inductor
-from lit_effattn.sequence import SequenceModule, State, donated, tensors
+from lit_effattn.sequence import SequenceModule, State, donated, map_tensors, tensors
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
@@ -86,6 +86,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
+    state: State | None = None,
     compile: bool = False,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
     on_tokens: Callable[[Tensor], None] | None = None,
@@ -111,6 +112,8 @@ def generate(
         top_k: See `draw`.
         top_p: See `draw`.
         seed: Seed of the random streams.
+        state: The state from which the prompt is read, such as a decoder's with a source; it is not changed. Best made
+            with `max_len`; then it is grown if it has too little room. None: no earlier positions.
         compile: Use `torch.compile`; worth it for many samples, not for one.
         progress: Wraps the iterable of steps (rich's or tqdm's `track`).
         on_tokens: Called with each step's tokens (B,) as they are drawn.
@@ -119,7 +122,8 @@ def generate(
         (B, n_tokens), the tokens drawn.
 
     Raises:
-        ValueError: The backbone is not causal, a setting is out of range, or the step can't be compiled.
+        ValueError: The backbone is not causal, a setting is out of range, or the step can't be compiled with this
+            state.
     """
     check_sampling(temperature, top_k, top_p)
     if not backbone.causal:
@@ -132,7 +136,7 @@ def generate(
     uniform = torch.stack([_random_stream(seed, i, n_tokens) for i in range(rows)], 1).to(prompt.device)
     drawn = torch.empty(rows, n_tokens, dtype=torch.long, device=prompt.device)
     model = _Model(backbone, embed, head, _Sampling(temperature, top_k, top_p))
-    steps = (_compiled_steps if compile else _steps)(model, prompt, uniform)
+    steps = (_compiled_steps if compile else _steps)(model, prompt, uniform, state)
     for step, tokens in zip(progress(range(n_tokens)), steps, strict=False):
         drawn[:, step] = tokens
         if on_tokens is not None:
@@ -147,15 +151,25 @@ class _Model(NamedTuple):
     sampling: _Sampling
 
 
-def _steps(model: _Model, prompt: Tensor, uniform: Tensor) -> Iterator[Tensor]:
+def _steps(model: _Model, prompt: Tensor, uniform: Tensor, state: State | None) -> Iterator[Tensor]:
     """Yield the tokens (B,) drawn at each of `uniform` (n_tokens, B)."""
-    state = model.backbone.initial_state(len(prompt), max_len=prompt.size(1) + len(uniform))
+    state = first_state(model.backbone, state, len(prompt), prompt.size(1) + len(uniform))
     tokens = prompt
     for u in uniform:
         with donated():
             drawn, state = _step(model, tokens, u, state)
         yield drawn
         tokens = drawn[:, None]
+
+
+def first_state(backbone: SequenceModule, state: State | None, rows: int, more: int) -> State:
+    """Return a copy of `state`, which can be donated, with room for `more` positions; None: an empty state."""
+    if state is None:
+        return backbone.initial_state(rows, max_len=more)
+    length = getattr(state, "length", None)
+    if length is not None:
+        state = backbone.grow(state, int(length.max()) + more)
+    return map_tensors(Tensor.clone, state)
 
 
 def _step(model: _Model, tokens: Tensor, uniform: Tensor, state: State) -> tuple[Tensor, State]:
@@ -178,25 +192,31 @@ _MOST_PROGRAMS = 128
 """Most compiled programs, over all models, numbers of rows and sizes of state. Torch's default of 8 is too low here."""
 
 
-def _compiled_steps(model: _Model, prompt: Tensor, uniform: Tensor) -> Iterator[Tensor]:
+def _compiled_steps(model: _Model, prompt: Tensor, uniform: Tensor, state: State | None) -> Iterator[Tensor]:
     """Yield the tokens of `_steps`. A step's inputs and outputs stay at the same address while the state has room."""
-    rows, fed = prompt.shape
-    total = fed + len(uniform)
-    state = None
-    if fed > 1:
-        state = model.backbone.initial_state(rows, max_len=room_for(fed, total))
+    rows, n = prompt.shape
+    fed = 0 if state is None else int(state.length.max())
+    total = fed + n + len(uniform)
+    if n > 1 or state is not None:
+        state = first_state(model.backbone, state, rows, room_for(fed + n, total) - fed)
+        shapes = [t.shape for t in tensors(state)]
         with donated():
             drawn, state = _step(model, prompt, uniform[0], state)
+        if [t.shape for t in tensors(state)] != shapes:
+            raise ValueError(
+                "compile=True: the given state was made without max_len, so each step has other shapes; make it with "
+                "max_len, or leave compile out"
+            )
         yield drawn
-        prompt, uniform = drawn[:, None], uniform[1:]
-    else:
-        fed = 0
+        fed, prompt, uniform = fed + n, drawn[:, None], uniform[1:]
     room, tokens, now = 0, prompt.clone(), torch.empty_like(uniform[:1]).view(-1)
     for u in uniform:
         if fed == room or not room:
             room = room_for(fed + 1, total)
-            empty = model.backbone.initial_state(rows, max_len=room)
-            state = empty if state is None else _moved(state, empty)
+            if state is None:
+                state = model.backbone.initial_state(rows, max_len=room)
+            else:
+                state = model.backbone.grow(state, room)
             advance = _Advance(model, tokens, now, state)
         now.copy_(u)
         advance()
@@ -208,13 +228,6 @@ def room_for(positions: int, total: int) -> int:
     """Return how many positions to make a state for: one of few numbers, because each is compiled separately."""
     power: int = 2 ** (positions - 1).bit_length()
     return min(max(LEAST_ROOM, power), -(-total // 64) * 64)
-
-
-def _moved(state: State, into: State) -> State:
-    """Copy `state` to the first slots of `into`, which has at least its size: see `SequenceModule.initial_state`."""
-    for old, new in zip(tensors(state), tensors(into), strict=True):
-        new[tuple(map(slice, old.shape))] = old
-    return into
 
 
 class _Advance:

@@ -71,9 +71,8 @@ class SequenceModule(HasInitArgs, nn.Module, ABC):
 
         Args:
             batch_size: Number of rows.
-            max_len: Maximum number of positions. All shapes are then fixed, as compiled generation requires. A full
-                state can be continued after copying it to the first slots of a state with a larger `max_len`. None:
-                the state may grow.
+            max_len: Maximum number of positions. All shapes are then fixed, as compiled generation requires; `grow`
+                makes room for more. None: the state may grow.
             device: Default: the parameters'.
             dtype: Type of the stored tensors (accumulators have at least float32). Default: the parameters'.
         """
@@ -84,6 +83,23 @@ class SequenceModule(HasInitArgs, nn.Module, ABC):
         The default sets them to zero. A kind whose empty state is not all zeros (a running maximum) overrides it.
         """
         return map_tensors(lambda t: t.masked_fill(_as_column(rows, t), 0), state)
+
+    def grow(self, state: State, max_len: int) -> State:
+        """Return `state` with room for `max_len` positions in all.
+
+        A state that was made without `max_len` grows by itself, and is returned as it is; so is one that has the room.
+        The default copies it to the first slots of an empty state of that size.
+        """
+        first = next(tensors(state))
+        larger = self.initial_state(first.size(0), max_len=max_len, device=first.device)
+        if type(state) is not type(larger):
+            return state
+        pairs = list(zip(tensors(state), tensors(larger), strict=True))
+        if all(old.numel() >= new.numel() for old, new in pairs):
+            return state
+        for old, new in pairs:
+            new[tuple(map(slice, old.shape))] = old
+        return larger
 
     @property
     def bounded_by(self) -> str | None:
@@ -181,6 +197,19 @@ def to(state: State, device: torch.device | str) -> State:
 def select(state: State, rows: Tensor) -> State:
     """Return the rows of `state` with the indices `rows`, in that order; an index may be repeated."""
     return map_tensors(lambda t: t.index_select(0, rows.to(t.device)), state)
+
+
+def reorder(state: State, rows: Tensor) -> State:
+    """Return the rows of `state` with the indices `rows`, where each row is replaced by one that has the same source.
+
+    Like `select`, but the state of a source, which has a field `given`, is not copied: beams of one sentence share it.
+    """
+    if hasattr(state, "given"):
+        return state
+    if isinstance(state, tuple):
+        parts = [reorder(part, rows) for part in state]
+        return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
+    return select(state, rows)
 
 
 def nbytes(state: State) -> int:

@@ -2,6 +2,13 @@
 
 from lit_effattn.attention.base import Attention, AttentionFactory
 from lit_effattn.attention.compressive import CompressiveAttention
+from lit_effattn.attention.cross import (
+    CrossAttention,
+    CrossAttentionFactory,
+    LinearCrossAttention,
+    PerformerCrossAttention,
+    SoftmaxCrossAttention,
+)
 from lit_effattn.attention.infinite import InfiniteAttention
 from lit_effattn.attention.linear import EluFeatureMap, FeatureMap, LinearAttention, ReluFeatureMap
 from lit_effattn.attention.lsh import LSHAttention
@@ -15,15 +22,20 @@ __all__ = [
     "Attention",
     "AttentionFactory",
     "CompressiveAttention",
+    "CrossAttention",
+    "CrossAttentionFactory",
     "EluFeatureMap",
     "FeatureMap",
     "InfiniteAttention",
     "LSHAttention",
     "LinearAttention",
+    "LinearCrossAttention",
     "PerformerAttention",
+    "PerformerCrossAttention",
     "ReluFeatureMap",
     "ShawAttention",
     "SoftmaxAttention",
+    "SoftmaxCrossAttention",
     "SparseAttention",
     "TransformerXLAttention",
 ]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_effattn.attention.base import Attention
 from lit_effattn.ops.favor.dispatch import positive_favor, use_kernels
@@ -35,7 +35,7 @@ _MAPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 _LOG_SPACE = ("positive", "hyperbolic")
 _PAIRED = ("hyperbolic", "trigonometric")
-_NOTHING_SEEN = 1e-30  # added to the denominator: avoids 0 / 0 without any key, negligible otherwise
+NOTHING_SEEN = 1e-30  # added to the denominator: avoids 0 / 0 without any key, negligible otherwise
 
 
 class PerformerState(NamedTuple):
@@ -48,7 +48,79 @@ class PerformerState(NamedTuple):
     drawn: Tensor  # (B,), how often the features had been redrawn when the sums were gathered
 
 
-class PerformerAttention(Attention):
+class RandomFeatures(nn.Module):
+    """The features φ of a Performer, for its self-attention and its cross-attention: see `PerformerAttention`."""
+
+    n_heads: int
+    head_dim: int
+    omega: Tensor
+    draws: Tensor
+
+    def _draw_features(self, n_features: int | None, features: Features, orthogonal: bool, norms: Norms) -> None:
+        """Check the options, and make the buffers `omega` and `draws`."""
+        for name, value, known in (("features", features, get_args(Features)), ("norms", norms, get_args(Norms))):
+            if value not in known:
+                raise ValueError(f"{name}={value!r} is not one of {known}")
+        if n_features is None:
+            n_features = 8 * max(1, math.ceil(self.head_dim * math.log(self.head_dim) / 8))
+        if n_features < 1:
+            raise ValueError(f"n_features={n_features} is not positive; D ln D or more are accurate")
+        if features in _PAIRED and n_features % 2:
+            raise ValueError(f"n_features={n_features} is odd; features={features!r} come in pairs: make it even")
+        self.n_features = n_features
+        self.features = features
+        self.orthogonal = orthogonal
+        self.norms: Norms = norms
+        omega = self._draw(None).to(accumulator(torch.get_default_dtype()))
+        self.register_buffer("omega", omega)  # (H, F or F/2, D)
+        self.register_buffer("draws", torch.zeros((), dtype=torch.long))
+
+    @torch.no_grad()
+    def redraw(self, generator: torch.Generator) -> None:
+        """Draw new features from `generator`, in place. Earlier states then count as empty."""
+        self.omega.copy_(self._draw(generator))
+        self.draws.add_(1)
+
+    def _draw(self, generator: torch.Generator | None) -> Tensor:
+        n = self.n_features // 2 if self.features in _PAIRED else self.n_features
+        return draw_omega(
+            self.n_heads, n, self.head_dim, orthogonal=self.orthogonal, norms=self.norms, generator=generator
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RandomFeatures:
+        """Keep `omega` in at least float32 where the parameters are cast to fewer bits, as by `half`."""
+        before = self.omega
+        super()._apply(fn, recurse)
+        wide = accumulator(self.omega.dtype)
+        if self.omega.dtype != wide:
+            self.omega = before.to(self.omega.device, wide)
+        return self
+
+    @property
+    def _in_log_space(self) -> bool:
+        return self.features in _LOG_SPACE
+
+    def _directions(self, dtype: torch.dtype) -> Tensor:
+        """Return the vectors (H, F, D) whose positive features equal the features of this kind."""
+        omega = self.omega.to(dtype)
+        return torch.cat([omega, -omega], 1) if self.features == "hyperbolic" else omega  # (H, F/2, D) -> (H, F, D)
+
+    def _features(self, q: Tensor, k: Tensor, there: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Map (B, H, N, D) queries and keys to features (B, H, N, F), or to their logarithms."""
+        q, k = self._map(q), self._map(k)
+        if there is not None:
+            k = k.masked_fill(~there[..., None], -torch.inf if self._in_log_space else 0.0)
+        return q, k
+
+    def _map(self, x: Tensor) -> Tensor:
+        omega = self.omega.to(x.dtype)
+        return relu_features(x, omega) if self.features == "relu" else _MAPS[self.features](self._scaled(x), omega)
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x * self.head_dim**-0.25
+
+
+class PerformerAttention(RandomFeatures, Attention):
     """Softmax attention with the exponential estimated by random features φ (FAVOR+).
 
         y_i = Σ_j φ(q_i)ᵀφ(k_j) v_j / Σ_j φ(q_i)ᵀφ(k_j),  j ≤ i if causal           Choromanski et al. 2020, section 2.2
@@ -87,9 +159,6 @@ class PerformerAttention(Attention):
         bias: Whether the projections have a bias.
     """
 
-    omega: Tensor
-    draws: Tensor
-
     def __init__(
         self,
         d_model: int,
@@ -104,46 +173,10 @@ class PerformerAttention(Attention):
         bias: bool = True,
     ) -> None:
         super().__init__(d_model, n_heads, causal, bias=bias)
-        for name, value, known in (("features", features, get_args(Features)), ("norms", norms, get_args(Norms))):
-            if value not in known:
-                raise ValueError(f"{name}={value!r} is not one of {known}")
-        if n_features is None:
-            n_features = 8 * max(1, math.ceil(self.head_dim * math.log(self.head_dim) / 8))
-        if n_features < 1:
-            raise ValueError(f"n_features={n_features} is not positive; D ln D or more are accurate")
-        if features in _PAIRED and n_features % 2:
-            raise ValueError(f"n_features={n_features} is odd; features={features!r} come in pairs: make it even")
+        self._draw_features(n_features, features, orthogonal, norms)
         if chunk_size < 1 or chunk_size & (chunk_size - 1):
             raise ValueError(f"chunk_size={chunk_size} is not a power of 2, so it can't be halved; 32 to 128 are fast")
-        self.n_features = n_features
-        self.features = features
-        self.orthogonal = orthogonal
-        self.norms: Norms = norms
         self.chunk_size = chunk_size
-        omega = self._draw(None).to(accumulator(torch.get_default_dtype()))
-        self.register_buffer("omega", omega)  # (H, F or F/2, D)
-        self.register_buffer("draws", torch.zeros((), dtype=torch.long))
-
-    @torch.no_grad()
-    def redraw(self, generator: torch.Generator) -> None:
-        """Draw new features from `generator`, in place. Earlier states then count as empty."""
-        self.omega.copy_(self._draw(generator))
-        self.draws.add_(1)
-
-    def _draw(self, generator: torch.Generator | None) -> Tensor:
-        n = self.n_features // 2 if self.features in _PAIRED else self.n_features
-        return draw_omega(
-            self.n_heads, n, self.head_dim, orthogonal=self.orthogonal, norms=self.norms, generator=generator
-        )
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PerformerAttention:
-        """Keep `omega` in at least float32 where the parameters are cast to fewer bits, as by `half`."""
-        before = self.omega
-        super()._apply(fn, recurse)
-        wide = accumulator(self.omega.dtype)
-        if self.omega.dtype != wide:
-            self.omega = before.to(self.omega.device, wide)
-        return self
 
     def initial_state(
         self,
@@ -200,7 +233,7 @@ class PerformerAttention(Attention):
         """Attend from every query to every key where `there` is True."""
         if self._in_log_space:
             return favor(*self._features(q, k, there), v)
-        return linear_attention(*self._features(q, k, there), v, eps=_NOTHING_SEEN)
+        return linear_attention(*self._features(q, k, there), v, eps=NOTHING_SEEN)
 
     def _sum(
         self, q: Tensor, k: Tensor, v: Tensor, there: Tensor | None, s: Tensor, z: Tensor, m: Tensor
@@ -216,31 +249,8 @@ class PerformerAttention(Attention):
             return causal_favor(q, k, v, omega, offset, s, z, m, chunk_size=self.chunk_size)
         features = self._features(q, k, there)
         if q.size(2) == 1:
-            return *linear_attention_step(*features, v, s, z, eps=_NOTHING_SEEN, in_place=may_overwrite()), m
-        return *causal_linear_attention(*features, v, s, z, eps=_NOTHING_SEEN, chunk_size=self.chunk_size), m
-
-    @property
-    def _in_log_space(self) -> bool:
-        return self.features in _LOG_SPACE
-
-    def _directions(self, dtype: torch.dtype) -> Tensor:
-        """Return the vectors (H, F, D) whose positive features equal the features of this kind."""
-        omega = self.omega.to(dtype)
-        return torch.cat([omega, -omega], 1) if self.features == "hyperbolic" else omega  # (H, F/2, D) -> (H, F, D)
-
-    def _features(self, q: Tensor, k: Tensor, there: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Map (B, H, N, D) queries and keys to features (B, H, N, F), or to their logarithms."""
-        q, k = self._map(q), self._map(k)
-        if there is not None:
-            k = k.masked_fill(~there[..., None], -torch.inf if self._in_log_space else 0.0)
-        return q, k
-
-    def _map(self, x: Tensor) -> Tensor:
-        omega = self.omega.to(x.dtype)
-        return relu_features(x, omega) if self.features == "relu" else _MAPS[self.features](self._scaled(x), omega)
-
-    def _scaled(self, x: Tensor) -> Tensor:
-        return x * self.head_dim**-0.25
+            return *linear_attention_step(*features, v, s, z, eps=NOTHING_SEEN, in_place=may_overwrite()), m
+        return *causal_linear_attention(*features, v, s, z, eps=NOTHING_SEEN, chunk_size=self.chunk_size), m
 
     def _current(self, state: PerformerState) -> PerformerState:
         """Empty the rows whose features have been redrawn since; their positions continue to count."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lit_effattn.attention.base import Attention, AttentionFactory
+from lit_effattn.attention.cross import CrossAttention, CrossAttentionFactory, check_source
 from lit_effattn.attention.softmax import SoftmaxAttention
 from lit_effattn.positions import PositionsFactory, RotaryPositions, SinusoidalPositions
 from lit_effattn.sequence import SequenceModule, State, without_padding
@@ -52,18 +53,31 @@ class FeedForward(nn.Module):
         return F.relu(x) if self.activation == "relu" else F.gelu(x)
 
 
+class DecoderBlockState(NamedTuple):
+    """The state of a block with cross-attention."""
+
+    attention: State
+    """The self-attention's; None: nothing seen yet."""
+    source: State
+    """The cross-attention's."""
+
+
 class Block(SequenceModule):
-    """Attention, then feed-forward, each with a residual and a LayerNorm.
+    """Attention, cross-attention if it has one, then feed-forward, each with a residual and a LayerNorm.
 
         pre:  x ← x + f(norm(x))      post:  x ← norm(x + f(x))
 
-    Its state is its attention's.
+    Its state is its attention's, or a `DecoderBlockState` if it has cross-attention.
 
     Args:
         attention: Mixes the sequence.
         feed_forward: Applied after the attention, to each position separately.
         norm: LayerNorm before each branch, or after each residual.
         dropout: Dropout on the output of each branch.
+        cross_attention: Reads a source, after the attention. Needs a causal `attention`.
+
+    Raises:
+        ValueError: `cross_attention` is given, and `attention` is not causal.
     """
 
     def __init__(
@@ -72,6 +86,7 @@ class Block(SequenceModule):
         feed_forward: nn.Module,
         norm: Literal["pre", "post"] = "pre",
         dropout: float = 0.0,
+        cross_attention: CrossAttention | None = None,
     ) -> None:
         super().__init__()
         self.d_input = self.d_model = attention.d_model
@@ -82,6 +97,14 @@ class Block(SequenceModule):
         self.norm_1 = nn.LayerNorm(self.d_model)
         self.norm_2 = nn.LayerNorm(self.d_model)
         self.dropout = nn.Dropout(dropout)
+        self.cross_attention = cross_attention
+        self.norm_cross: nn.Module | None = None
+        if cross_attention is not None:
+            if not self.causal:
+                raise ValueError(
+                    "cross_attention needs causal=True: a source is a state, which only causal modules have"
+                )
+            self.norm_cross = nn.LayerNorm(self.d_model)
 
     def forward(
         self, x: Tensor, state: State | None = None, lengths: Tensor | None = None
@@ -89,13 +112,34 @@ class Block(SequenceModule):
         """See `SequenceModule.forward`."""
         self.check(x, state, lengths)
         x = without_padding(x, lengths)  # a NaN in padding would reach the LayerNorm's gradients as 0 · NaN
-        if self.norm == "pre":
-            y, state = self.attention(self.norm_1(x), state, lengths)
-            x = x + self.dropout(y)
-            return without_padding(x + self.dropout(self.feed_forward(self.norm_2(x))), lengths), state
-        y, state = self.attention(x, state, lengths)
-        x = self.norm_1(x + self.dropout(y))
-        return without_padding(self.norm_2(x + self.dropout(self.feed_forward(x))), lengths), state
+        before, source = (None, None) if state is None else (state, None) if self.norm_cross is None else state
+        y, after = self.attention(self._before(self.norm_1, x), before, lengths)
+        x = self._after(self.norm_1, x, y)
+        if self.norm_cross is not None and self.cross_attention is not None:
+            y, source = self.cross_attention(self._before(self.norm_cross, x), source, lengths)
+            x = self._after(self.norm_cross, x, y)
+            after = DecoderBlockState(after, source)
+        x = self._after(self.norm_2, x, self.feed_forward(self._before(self.norm_2, x)))
+        return without_padding(x, lengths), after
+
+    def _before(self, norm: nn.Module, x: Tensor) -> Tensor:
+        """Return the input of a branch."""
+        return norm(x) if self.norm == "pre" else x
+
+    def _after(self, norm: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """Add the output `y` of a branch to the residual."""
+        x = x + self.dropout(y)
+        return x if self.norm == "pre" else norm(x)
+
+    def remember(self, source: Tensor, lengths: Tensor | None = None, *, max_len: int | None = None) -> State:
+        """Return the state from which the block reads `source`: see `Transformer.remember`."""
+        if self.cross_attention is None:
+            raise ValueError(f"{type(self).__name__} has no cross_attention, so it can't read a source")
+        kept = self.cross_attention.remember(source, lengths)
+        before = None
+        if max_len is not None:
+            before = self.attention.initial_state(source.size(0), max_len=max_len, device=source.device)
+        return DecoderBlockState(before, kept)
 
     def initial_state(
         self,
@@ -105,12 +149,25 @@ class Block(SequenceModule):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> State:
-        """Return the attention's state: see `SequenceModule.initial_state`."""
-        return self.attention.initial_state(batch_size, max_len=max_len, device=device, dtype=dtype)
+        """Return the attention's state, and that without a source: see `SequenceModule.initial_state`."""
+        empty = self.attention.initial_state(batch_size, max_len=max_len, device=device, dtype=dtype)
+        if self.cross_attention is None:
+            return empty
+        return DecoderBlockState(empty, self.cross_attention.initial_state(batch_size, device=device, dtype=dtype))
 
     def reset(self, state: State, rows: Tensor) -> State:
-        """Reset the attention's state: see `SequenceModule.reset`."""
-        return self.attention.reset(state, rows)
+        """Reset the attention's state, and remove the source: see `SequenceModule.reset`."""
+        if self.cross_attention is None:
+            return self.attention.reset(state, rows)
+        before = None if state.attention is None else self.attention.reset(state.attention, rows)
+        return DecoderBlockState(before, self.cross_attention.reset(state.source, rows))
+
+    def grow(self, state: State, max_len: int) -> State:
+        """Make room in the attention's state: see `SequenceModule.grow`."""
+        if self.cross_attention is None:
+            return self.attention.grow(state, max_len)
+        before = None if state.attention is None else self.attention.grow(state.attention, max_len)
+        return state._replace(attention=before)
 
     @property
     def bounded_by(self) -> str | None:
@@ -143,12 +200,15 @@ class Transformer(SequenceModule):
         activation: Activation of the feed-forward.
         dropout: Dropout on the input and on the output of each branch.
         init: "pytorch": the default of each module. "xavier": uniform Xavier matrices and zero biases (2017).
-            "normal": N(0, 0.02) and zero biases, as Dai et al. 2019. "gpt2": the same, scaled by 1/√(2 n_layers) for
-            the last matrix of each branch, so that the residual's variance does not grow with depth (Child et al. 2019,
-            section 5.2; Radford et al. 2019).
+            "normal": N(0, 0.02) and zero biases, as Dai et al. 2019. "gpt2": the same, scaled for the last matrix of
+            each branch by 1/√branches, 2 or with cross-attention 3 of each layer, so that the residual's variance does
+            not grow with depth (Child et al. 2019, section 5.2; Radford et al. 2019).
         gradient_checkpointing: Keep only the blocks' inputs for the backward pass, and compute the rest again: less
             memory, about a third more time.
         tied: Names of the attention's parameters that all layers share, as Transformer-XL does with [u, v].
+        cross_attention: The kind of cross-attention, or a list of kinds that the layers take in turn: the stack is then
+            a decoder, whose blocks read a source between attention and feed-forward. See `remember`.
+        d_source: Width of the source. Default: E.
 
     Example:
         >>> from lit_effattn.attention import LinearAttention
@@ -177,6 +237,8 @@ class Transformer(SequenceModule):
         init: Initialisation = "gpt2",
         gradient_checkpointing: bool = False,
         tied: list[str] | None = None,
+        cross_attention: list[CrossAttentionFactory] | CrossAttentionFactory | None = None,
+        d_source: int | None = None,
     ) -> None:
         super().__init__()
         for name, value, known in (
@@ -186,14 +248,14 @@ class Transformer(SequenceModule):
         ):
             if value not in known:
                 raise ValueError(f"{name}={value!r} is not one of {known}")
-        kinds = attention if isinstance(attention, list) else [attention]
         if n_layers < 1:
             raise ValueError(f"n_layers={n_layers}; a Transformer has at least one layer")
-        if not 0 < len(kinds) <= n_layers:
-            raise ValueError(
-                f"attention lists {len(kinds)} kinds for n_layers={n_layers}; name between 1 and {n_layers}, "
-                "which the layers use in turn"
-            )
+        kinds = _in_turn("attention", attention, n_layers)
+        cross_kinds = None if cross_attention is None else _in_turn("cross_attention", cross_attention, n_layers)
+        if cross_kinds is None and d_source is not None:
+            raise ValueError(f"d_source={d_source} does not apply without cross_attention; leave it out")
+        if cross_kinds is not None and not causal:
+            raise ValueError("cross_attention needs causal=True: a decoder's position must not see those it predicts")
         if position_width is not None and (positions is None or not 0 < position_width < d_model):
             raise ValueError(
                 f"position_width={position_width} with d_model={d_model} and "
@@ -202,17 +264,19 @@ class Transformer(SequenceModule):
             )
         self.d_model = d_model
         self.d_input = d_model - (position_width or 0)
+        self.d_source = d_model if d_source is None else d_source
         self.causal = causal
         self.gradient_checkpointing = gradient_checkpointing
         d_ff = d_ff or (round(8 * d_model / 3) if activation == "swiglu" else 4 * d_model)
         self.blocks: list[Block] = nn.ModuleList(  # type: ignore[assignment]
             Block(
-                kinds[i % len(kinds)](d_model, n_heads, causal),
+                kind(d_model, n_heads, causal),
                 FeedForward(d_model, d_ff, activation),
                 norm=norm,
                 dropout=dropout,
+                cross_attention=None if cross_kinds is None else cross_kinds[i](d_model, n_heads, self.d_source),
             )
-            for i in range(n_layers)
+            for i, kind in enumerate(kinds)
         )
         self.dropout = nn.Dropout(dropout)
         self.norm = nn.LayerNorm(d_model) if (norm == "pre" if final_norm is None else final_norm) else nn.Identity()
@@ -268,6 +332,28 @@ class Transformer(SequenceModule):
         length = torch.full((b,), n, device=x.device) if lengths is None else lengths
         return y, TransformerState(length if state is None else state.length + length, tuple(after))
 
+    def remember(
+        self, source: Tensor, lengths: Tensor | None = None, *, max_len: int | None = None
+    ) -> TransformerState:
+        """Return the state before the first position of a target, from which the stack reads `source`.
+
+        `reset` removes the source of rows.
+
+        Args:
+            source: (B, S, d_source), such as an encoder's output.
+            lengths: (B,) integers in 0 … S, the number of valid positions of each row. None: all are valid.
+            max_len: Maximum number of positions of the target: see `SequenceModule.initial_state`. None, as in
+                training: the state may grow.
+
+        Raises:
+            ValueError: The stack has no cross-attention, or an argument is invalid.
+        """
+        if self.blocks[0].cross_attention is None:
+            raise ValueError(f"{type(self).__name__} has no cross_attention, so it can't read a source; name a kind")
+        check_source(self, source, lengths)
+        length = torch.zeros(source.size(0), dtype=torch.long, device=source.device)
+        return TransformerState(length, tuple(b.remember(source, lengths, max_len=max_len) for b in self.blocks))
+
     def _with_positions(self, x: Tensor, state: TransformerState | None) -> Tensor:
         if self.positions is None:
             return x
@@ -297,6 +383,12 @@ class Transformer(SequenceModule):
         layers = tuple(block.reset(s, rows) for block, s in zip(self.blocks, state.layers, strict=True))
         return TransformerState(state.length.masked_fill(rows, 0), layers)
 
+    def grow(self, state: TransformerState, max_len: int) -> TransformerState:
+        """Make room in the states of all layers: see `SequenceModule.grow`."""
+        return state._replace(
+            layers=tuple(block.grow(s, max_len) for block, s in zip(self.blocks, state.layers, strict=True))
+        )
+
     @property
     def bounded_by(self) -> str | None:
         """The value of the first layer whose state grows: see `SequenceModule.bounded_by`."""
@@ -306,7 +398,8 @@ class Transformer(SequenceModule):
 def _initialise(transformer: Transformer, init: Initialisation) -> None:
     if init == "pytorch":
         return
-    last = 1 / math.sqrt(2 * len(transformer.blocks)) if init == "gpt2" else 1.0
+    branches = sum(2 if block.cross_attention is None else 3 for block in transformer.blocks)
+    last = 1 / math.sqrt(branches) if init == "gpt2" else 1.0
     for name, module in transformer.named_modules():
         if isinstance(module, nn.Linear):
             if init == "xavier":
@@ -315,3 +408,14 @@ def _initialise(transformer: Transformer, init: Initialisation) -> None:
                 nn.init.normal_(module.weight, std=0.02 * (last if name.endswith(("out_proj", "down")) else 1))
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
+
+
+def _in_turn(name: str, kinds: Any, n_layers: int) -> list[Any]:
+    """Return the kind of each layer."""
+    listed = kinds if isinstance(kinds, list) else [kinds]
+    if not 0 < len(listed) <= n_layers:
+        raise ValueError(
+            f"{name} lists {len(listed)} kinds for n_layers={n_layers}; name between 1 and {n_layers}, which the "
+            "layers use in turn"
+        )
+    return [listed[i % len(listed)] for i in range(n_layers)]

@@ -137,9 +137,29 @@ def favor(log_q: Tensor, log_k: Tensor, v: Tensor) -> Tensor:
     Returns:
         (B, H, N, D); 0 in a row without keys.
     """
-    m = log_k.detach().amax(-2, keepdim=True)  # (B, H, 1, F)
-    v = _with_ones(v)
-    return _divided(_scaled_queries(log_q, m, _top(log_q, m)) @ (_scaled_keys(log_k, m).mT @ v))
+    return read_favor_sums(log_q, *favor_sums(log_k, v))
+
+
+def favor_sums(log_k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return all that `favor` reads of keys and values.
+
+    Args:
+        log_k: (B, H, M, F), log φ(k); −∞ where a key is padding.
+        v: (B, H, M, D).
+
+    Returns:
+        Σ e^{log φ(k) − m} vᵀ, (B, H, F, D), Σ e^{log φ(k) − m}, and m = max log φ(k), both (B, H, F).
+    """
+    m = log_k.detach().amax(-2)  # (B, H, F)
+    sums = _scaled_keys(log_k, m[:, :, None]).mT @ _with_ones(v)  # (B, H, F, D + 1)
+    return sums[..., :-1], sums[..., -1], m
+
+
+def read_favor_sums(log_q: Tensor, s: Tensor, z: Tensor, m: Tensor) -> Tensor:
+    """Compute `favor` of queries, log φ(q) (B, H, N, F), from the sums of `favor_sums`: (B, H, N, D)."""
+    row = m[:, :, None]  # (B, H, 1, F)
+    p = _scaled_queries(log_q, row, _top(log_q, row))
+    return _divided(p @ torch.cat([s, z[..., None]], -1))
 
 
 def causal_favor(
@@ -262,6 +282,7 @@ def favor_step(
         s, z, m = torch.addcmul(s * kept[..., None], key[..., None], v), z * kept + key, new
     row = new[:, :, None]  # (B, H, 1, F)
     p = _scaled_queries(log_q, row, _top(log_q, row))
+    # Two products: joining s and z, as in `read_favor_sums`, would copy s.
     return _divided(torch.cat([p @ s, p @ z[..., None]], -1)), s, z, m
 
 

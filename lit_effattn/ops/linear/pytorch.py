@@ -32,8 +32,16 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, *, eps: float = 1e-6) -> T
     Returns:
         (B, H, N, D).
     """
-    s = k.transpose(-1, -2) @ v  # (B, H, F, D)
-    z = k.sum(-2)  # (B, H, F)
+    return read_sums(q, *key_sums(k, v), eps=eps)
+
+
+def key_sums(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return all that `linear_attention` reads of keys (B, H, M, F) and values (B, H, M, D): Σ k vᵀ and Σ k."""
+    return k.transpose(-1, -2) @ v, k.sum(-2)  # (B, H, F, D), (B, H, F)
+
+
+def read_sums(q: Tensor, s: Tensor, z: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """Compute `linear_attention` of queries (B, H, N, F) from the sums of `key_sums`: (B, H, N, D)."""
     return (q @ s) / ((q @ z[..., None]) + eps)
 
 
@@ -104,7 +112,7 @@ def linear_attention_step(
     column = k.transpose(-1, -2)  # (B, H, F, 1), times v (B, H, 1, D)
     s = s.addcmul_(column, v) if in_place else torch.addcmul(s, column, v)
     z = z.add_(k[:, :, 0]) if in_place else z + k[:, :, 0]
-    return (q @ s) / ((q @ z[..., None]) + eps), s, z
+    return read_sums(q, s, z, eps=eps), s, z
 
 
 def _chunked(t: Tensor, chunk: int) -> Tensor:

@@ -1,0 +1,408 @@
+"""Cross-attention: a target reads a source. The source is the state."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lit_effattn.attention.linear import EluFeatureMap, FeatureMap
+from lit_effattn.attention.performer import NOTHING_SEEN, Features, RandomFeatures
+from lit_effattn.ops.favor.pytorch import Norms, favor_sums, read_favor_sums
+from lit_effattn.ops.linear.pytorch import key_sums, read_sums
+from lit_effattn.sequence import SequenceModule, State, accumulator, reads_values, valid_positions, without_padding
+
+
+class SourceKeys(NamedTuple):
+    """The keys and values of a source."""
+
+    keys: Tensor  # (B, H, S, D)
+    values: Tensor  # (B, H, S, D)
+    length: Tensor  # (B,), positions of the source; the slots after them are padding
+    given: Tensor  # (B,), whether the row has a source, which may be empty
+
+
+class SourceSums(NamedTuple):
+    """Sums over the positions of a source, in float32 or more. The size does not depend on its length."""
+
+    s: Tensor  # (B, H, F, D), Σ φ(k) vᵀ
+    z: Tensor  # (B, H, F), Σ φ(k)
+    length: Tensor  # (B,), positions of the source
+    given: Tensor  # (B,), whether the row has a source, which may be empty
+
+
+class PerformerSourceSums(NamedTuple):
+    """Sums over the positions of a source, in float32 or more, and the draw of the features that were summed."""
+
+    s: Tensor  # (B, H, F, D), Σ e^{log φ(k) − m} vᵀ
+    z: Tensor  # (B, H, F), Σ e^{log φ(k) − m}
+    m: Tensor  # (B, H, F), max log φ(k), −∞ without keys; (B, H, 0) for features that are not in log space
+    length: Tensor  # (B,), positions of the source
+    drawn: Tensor  # (B,), how often the features had been redrawn when the source was read
+    given: Tensor  # (B,), whether the row has a source, which may be empty
+
+
+class CrossAttention(SequenceModule):
+    """Multi-head attention from the positions of a target, x, to those of a source.
+
+        y = W_o concat_h attend(W_q x, W_k source, W_v source)             Vaswani et al. 2017, sections 3.2.2, 3.2.3
+
+    The source is the state: `remember` reads it once, `forward` reads the state and returns it unchanged. Each position
+    of the target is computed by itself, so the module is causal in the target, whatever its length or split. Rotary
+    positions do not apply. The output is 0 in a row without a source, and in one whose source is empty.
+
+    A new kind implements `keep`, `read` and `initial_state`.
+
+    Args:
+        d_model: Width E of the target and of the output.
+        n_heads: Heads H; each has D = E / H dimensions.
+        d_source: Width of the source. Default: E.
+        bias: Whether the four projections have a bias.
+
+    Raises:
+        ValueError: `n_heads` does not divide `d_model`.
+    """
+
+    def __init__(self, d_model: int, n_heads: int, d_source: int | None = None, *, bias: bool = True) -> None:
+        super().__init__()
+        if n_heads < 1 or d_model < 1 or d_model % n_heads:
+            raise ValueError(
+                f"n_heads={n_heads} does not divide d_model={d_model}: each head has d_model / n_heads dimensions; "
+                "change one of them"
+            )
+        self.d_input = self.d_model = d_model
+        self.d_source = d_model if d_source is None else d_source
+        self.n_heads = n_heads
+        self.head_dim = d_model // n_heads
+        self.causal = True
+        self.q_proj = nn.Linear(d_model, d_model, bias=bias)
+        self.k_proj = nn.Linear(self.d_source, d_model, bias=bias)
+        self.v_proj = nn.Linear(self.d_source, d_model, bias=bias)
+        self.out_proj = nn.Linear(d_model, d_model, bias=bias)
+
+    @abstractmethod
+    def keep(self, k: Tensor, v: Tensor, length: Tensor, given: Tensor) -> State:
+        """Return the state for a source.
+
+        Args:
+            k: (B, H, S, D) keys. Values in padding are finite, but not zero; in `v` too.
+            v: (B, H, S, D).
+            length: (B,), valid positions.
+            given: (B,), all True.
+
+        Returns:
+            A NamedTuple with the fields `length` and `given`, as above.
+        """
+
+    @abstractmethod
+    def read(self, q: Tensor, state: State) -> Tensor:
+        """Read the source.
+
+        Args:
+            q: (B, H, N, D) queries.
+            state: What `keep` returned.
+
+        Returns:
+            The heads' outputs, (B, H, N, D); any finite values in rows whose source is empty.
+        """
+
+    def remember(self, source: Tensor, lengths: Tensor | None = None) -> State:
+        """Return the state from which `forward` reads `source`.
+
+        Args:
+            source: (B, S, d_source).
+            lengths: (B,) integers in 0 … S, the number of valid positions of each row. The rest is padding and has no
+                effect. None: all are valid.
+
+        Raises:
+            ValueError: An argument is invalid.
+        """
+        check_source(self, source, lengths)
+        b, n, _ = source.shape
+        source = without_padding(source, lengths)
+        k, v = self._heads(self.k_proj(source)), self._heads(self.v_proj(source))  # (B, S, E) -> (B, H, S, D)
+        length = torch.full((b,), n, device=source.device) if lengths is None else lengths
+        return self.keep(k, v, length, torch.ones_like(length, dtype=torch.bool))
+
+    def forward(
+        self, x: Tensor, state: State | None = None, lengths: Tensor | None = None
+    ) -> tuple[Tensor, State | None]:
+        """Read the source in `state`, and return `state` as it is: see `SequenceModule.forward`."""
+        self.check(x, state, lengths)
+        if state is None:
+            state = self.initial_state(x.size(0), device=x.device, dtype=x.dtype)
+        q = self._heads(self.q_proj(without_padding(x, lengths)))  # (B, N, E) -> (B, H, N, D)
+        y = self.read(q, state)
+        y = self.out_proj(y.transpose(1, 2).flatten(2))  # (B, H, N, D) -> (B, N, E)
+        y = y.masked_fill((state.length == 0)[:, None, None], 0)
+        return without_padding(y, lengths), state
+
+    def grow(self, state: State, max_len: int) -> State:
+        """Return `state`, whose size does not depend on the target's length."""
+        return state
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """Split the width into heads: (B, N, H · D) -> (B, H, N, D)."""
+        return x.unflatten(2, (self.n_heads, -1)).transpose(1, 2)
+
+    def extra_repr(self) -> str:
+        """Return the options that the projections do not show."""
+        return f"n_heads={self.n_heads}"
+
+
+class SoftmaxCrossAttention(CrossAttention):
+    """Scaled dot-product attention to a source.
+
+        y_i = Σ_j softmax_j(q_i · k_j / √D) v_j                                 Vaswani et al. 2017, equation 1
+
+    Time O(N S); state: all keys and values of the source.
+
+    Args:
+        d_model: Width E of the target and of the output.
+        n_heads: Heads H.
+        d_source: Width of the source. Default: E.
+        dropout: Probability with which an attention weight is dropped in training.
+        bias: Whether the projections have a bias.
+    """
+
+    def __init__(
+        self, d_model: int, n_heads: int, d_source: int | None = None, *, dropout: float = 0.0, bias: bool = True
+    ) -> None:
+        super().__init__(d_model, n_heads, d_source, bias=bias)
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout={dropout} is not a probability from 0 to below 1")
+        self.dropout = dropout
+
+    def initial_state(
+        self,
+        batch_size: int,
+        *,
+        max_len: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> SourceKeys:
+        """Return the state without a source: see `SequenceModule.initial_state`."""
+        device, dtype = self.default(device, dtype)
+        none = torch.zeros(batch_size, self.n_heads, 0, self.head_dim, device=device, dtype=dtype)
+        return SourceKeys(none, none, *_no_source(batch_size, device))
+
+    def keep(self, k: Tensor, v: Tensor, length: Tensor, given: Tensor) -> SourceKeys:
+        """Keep the keys and values: see `CrossAttention.keep`."""
+        return SourceKeys(k, v, length, given)
+
+    def read(self, q: Tensor, state: SourceKeys) -> Tensor:
+        """Attend to the keys: see `CrossAttention.read`."""
+        slots = state.keys.size(2)
+        if slots == 0:
+            return torch.zeros_like(q)
+        mask = None
+        if not reads_values(state.length) or int(state.length.min()) < slots:
+            # An empty row sees the first key, which avoids a softmax of 0 / 0.
+            mask = valid_positions(state.length.clamp(min=1), slots)[:, None, None]  # (B, 1, 1, S)
+        dropout = self.dropout if self.training else 0.0
+        keys, values = state.keys.to(q.dtype), state.values.to(q.dtype)
+        return F.scaled_dot_product_attention(q, keys, values, mask, dropout_p=dropout)
+
+
+class LinearCrossAttention(CrossAttention):
+    """Attention to a source with a feature map φ.
+
+        y_i = φ(q_i)ᵀ S / (φ(q_i)ᵀ z + 1e-6),  S = Σ_j φ(k_j) v_jᵀ,  z = Σ_j φ(k_j)
+
+    Katharopoulos et al. 2020, equations 4 to 6, of a source's keys and values. Time O((N + S) F D), state O(F D): a
+    position of the target costs the same for a source of any length. Feature map, sums and division are computed in
+    float32 at least, regardless of autocast.
+
+    Args:
+        d_model: Width E of the target and of the output.
+        n_heads: Heads H.
+        d_source: Width of the source. Default: E.
+        feature_map: Makes φ from the heads' dimension D.
+        bias: Whether the projections have a bias.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        d_source: int | None = None,
+        *,
+        feature_map: Callable[[int], FeatureMap] = EluFeatureMap,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(d_model, n_heads, d_source, bias=bias)
+        self.feature_map = feature_map(self.head_dim)
+
+    def initial_state(
+        self,
+        batch_size: int,
+        *,
+        max_len: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> SourceSums:
+        """Return empty sums: see `SequenceModule.initial_state`."""
+        device, dtype = self.default(device, dtype)
+        shape, full = (batch_size, self.n_heads, self.feature_map.n_features), accumulator(dtype)
+        s = torch.zeros(*shape, self.head_dim, device=device, dtype=full)
+        return SourceSums(s, torch.zeros(shape, device=device, dtype=full), *_no_source(batch_size, device))
+
+    def keep(self, k: Tensor, v: Tensor, length: Tensor, given: Tensor) -> SourceSums:
+        """Sum the features of the keys: see `CrossAttention.keep`."""
+        full = accumulator(k.dtype)
+        with torch.autocast(k.device.type, enabled=False):
+            # φ(0) is not 0, so it is φ(k) that must be masked.
+            phi = self.feature_map(k.to(full)).masked_fill(~_mask(k, length), 0)  # (B, H, S, F)
+            return SourceSums(*key_sums(phi, v.to(full)), length, given)
+
+    def read(self, q: Tensor, state: SourceSums) -> Tensor:
+        """Read the sums: see `CrossAttention.read`."""
+        full = accumulator(q.dtype)
+        with torch.autocast(q.device.type, enabled=False):
+            return read_sums(self.feature_map(q.to(full)), state.s.to(full), state.z.to(full)).to(q.dtype)
+
+
+class PerformerCrossAttention(RandomFeatures, CrossAttention):
+    """Softmax attention to a source with the exponential estimated by random features φ (FAVOR+).
+
+        y_i = φ(q_i)ᵀ Σ_j φ(k_j) v_jᵀ / φ(q_i)ᵀ Σ_j φ(k_j)                        Choromanski et al. 2020, section 2.2
+
+    See `PerformerAttention` for the features, their redraw and the options; the parameters are those of
+    `SoftmaxCrossAttention`. Time O((N + S) F D), state O(F D), constant.
+
+    The sums of a source become invalid when the features are redrawn. Reading them then raises a ValueError on the CPU;
+    on a GPU, where a check would wait for the device, the output is NaN.
+
+    Args:
+        d_model: Width E of the target and of the output.
+        n_heads: Heads H.
+        d_source: Width of the source. Default: E.
+        n_features: F: see `PerformerAttention`.
+        features: Which φ.
+        orthogonal: Whether the ω of a block of D are orthogonal.
+        norms: Norms of the ω.
+        bias: Whether the projections have a bias.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        d_source: int | None = None,
+        *,
+        n_features: int | None = None,
+        features: Features = "positive",
+        orthogonal: bool = True,
+        norms: Norms = "gaussian",
+        bias: bool = True,
+    ) -> None:
+        super().__init__(d_model, n_heads, d_source, bias=bias)
+        self._draw_features(n_features, features, orthogonal, norms)
+
+    def initial_state(
+        self,
+        batch_size: int,
+        *,
+        max_len: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> PerformerSourceSums:
+        """Return empty sums: see `SequenceModule.initial_state`."""
+        device, dtype = self.default(device, dtype)
+        shape, full = (batch_size, self.n_heads, self.n_features), accumulator(dtype)
+        maxima = shape if self._in_log_space else (*shape[:2], 0)
+        length, given = _no_source(batch_size, device)
+        return PerformerSourceSums(
+            torch.zeros(*shape, self.head_dim, device=device, dtype=full),
+            torch.zeros(shape, device=device, dtype=full),
+            torch.full(maxima, -torch.inf, device=device, dtype=full),
+            length,
+            self.draws.to(device).repeat(batch_size),
+            given,
+        )
+
+    def reset(self, state: PerformerSourceSums, rows: Tensor) -> PerformerSourceSums:
+        """Remove the source of the rows where `rows` is True: see `SequenceModule.reset`."""
+        empty = super().reset(state, rows)
+        return empty._replace(
+            m=state.m.masked_fill(rows[:, None, None], -torch.inf), drawn=torch.where(rows, self.draws, state.drawn)
+        )
+
+    def keep(self, k: Tensor, v: Tensor, length: Tensor, given: Tensor) -> PerformerSourceSums:
+        """Sum the features of the keys: see `CrossAttention.keep`."""
+        full = accumulator(k.dtype)
+        with torch.autocast(k.device.type, enabled=False):
+            phi = self._map(k.to(full)).masked_fill(~_mask(k, length), -torch.inf if self._in_log_space else 0.0)
+            if self._in_log_space:
+                s, z, m = favor_sums(phi, v.to(full))
+            else:
+                s, z = key_sums(phi, v.to(full))
+                m = z[..., :0]
+            return PerformerSourceSums(s, z, m, length, self.draws.repeat(len(length)), given)
+
+    def read(self, q: Tensor, state: PerformerSourceSums) -> Tensor:
+        """Read the sums: see `CrossAttention.read`."""
+        stale = state.drawn != self.draws  # (B,)
+        if reads_values(stale) and stale.any():
+            raise ValueError(
+                f"{type(self).__name__}: the features were redrawn after `remember` read the source; call it again"
+            )
+        full = accumulator(q.dtype)
+        with torch.autocast(q.device.type, enabled=False):
+            s, z = state.s.to(full), state.z.to(full)
+            if self._in_log_space:
+                y = read_favor_sums(self._map(q.to(full)), s, z, state.m.to(full))
+            else:
+                y = read_sums(self._map(q.to(full)), s, z, eps=NOTHING_SEEN)
+        return y.to(q.dtype).masked_fill(stale[:, None, None, None], torch.nan)
+
+
+CrossAttentionFactory = Callable[[int, int, int], CrossAttention]
+"""Makes a cross-attention from width, heads and width of the source: `Kind`, or `functools.partial(Kind, option=…)`."""
+
+
+def check_source(module: Any, source: Tensor, lengths: Tensor | None) -> None:
+    """Check the arguments of `remember`.
+
+    Raises:
+        ValueError: An argument is invalid. The message names it, its value and what was expected.
+    """
+    name = type(module).__name__
+    if source.dim() != 3 or source.size(-1) != module.d_source or source.size(1) == 0:
+        raise ValueError(
+            f"{name}: source has shape {tuple(source.shape)}; expected (batch, length, {module.d_source}) and at least "
+            "one position"
+        )
+    if lengths is None:
+        return
+    if lengths.shape != source.shape[:1] or lengths.is_floating_point():
+        raise ValueError(
+            f"{name}: lengths is {lengths.dtype} of shape {tuple(lengths.shape)}; expected integers of shape "
+            f"({source.size(0)},)"
+        )
+    if reads_values(lengths) and not 0 <= int(lengths.min()) <= int(lengths.max()) <= source.size(1):
+        raise ValueError(f"{name}: lengths is {lengths.tolist()}; expected values from 0 to {source.size(1)}")
+
+
+def sources(state: State) -> Iterator[Any]:
+    """Yield the states in the tree `state` that `CrossAttention.remember` made."""
+    if hasattr(state, "given"):
+        yield state
+    elif isinstance(state, tuple):
+        for part in state:
+            yield from sources(part)
+
+
+def _no_source(batch_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return `length` and `given` of rows without a source."""
+    length = torch.zeros(batch_size, dtype=torch.long, device=device)
+    return length, torch.zeros_like(length, dtype=torch.bool)
+
+
+def _mask(k: Tensor, length: Tensor) -> Tensor:
+    """Return the mask of valid keys, (B, 1, S, 1)."""
+    return valid_positions(length, k.size(2))[:, None, :, None]

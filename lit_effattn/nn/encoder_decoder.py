@@ -1,0 +1,112 @@
+"""An encoder that reads a source, and a decoder that writes a target from it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lit_effattn.attention.cross import sources
+from lit_effattn.nn.transformer import Transformer, TransformerState
+from lit_effattn.sequence import SequenceModule, reads_values
+
+
+class EncoderDecoder(SequenceModule):
+    """An encoder and a decoder with cross-attention (Vaswani et al. 2017, section 3.1).
+
+        p(y | x) = Π_t p(y_t | y_1 … y_{t−1}, encoder(x))
+
+    `remember` encodes a source and returns the decoder's state; calls from that state read the target, so training is
+    one call and generation is one call for each token. The state of a source is made once. With linear attention or
+    Performer its size does not depend on the source's length.
+
+    Args:
+        encoder: Reads the source; not causal, unless the source is to be read from left to right. Any sequence module.
+        decoder: A causal Transformer with `cross_attention`, whose `d_source` is the encoder's `d_model`.
+
+    Raises:
+        ValueError: The decoder has no cross-attention, or another `d_source`.
+
+    Example:
+        >>> from lit_effattn.attention import LinearAttention, LinearCrossAttention
+        >>> encoder = Transformer(32, 4, 2, attention=LinearAttention, causal=False)
+        >>> decoder = Transformer(32, 4, 2, attention=LinearAttention, cross_attention=LinearCrossAttention)
+        >>> model = EncoderDecoder(encoder, decoder)
+        >>> state = model.remember(torch.zeros(1, 1000, 32))
+        >>> y, state = model(torch.zeros(1, 10, 32), state)
+        >>> y.shape, state.length
+        (torch.Size([1, 10, 32]), tensor([10]))
+    """
+
+    def __init__(self, encoder: SequenceModule, decoder: Transformer) -> None:
+        super().__init__()
+        if decoder.blocks[0].cross_attention is None:
+            raise ValueError("the decoder has no cross_attention, so it can't read a source; name a kind")
+        if decoder.d_source != encoder.d_model:
+            raise ValueError(
+                f"the decoder's d_source={decoder.d_source} is not the encoder's d_model={encoder.d_model}; set "
+                "the decoder's d_source"
+            )
+        self.encoder = encoder
+        self.decoder = decoder
+        self.d_input = decoder.d_input
+        self.d_model = decoder.d_model
+        self.d_source = encoder.d_input
+        """Width of `remember`'s source."""
+        self.causal = True
+
+    def remember(
+        self, source: Tensor, lengths: Tensor | None = None, *, max_len: int | None = None
+    ) -> TransformerState:
+        """Encode `source`, and return the decoder's state before the first position of the target.
+
+        Args:
+            source: (B, S, d_source).
+            lengths: (B,) integers in 0 … S, the number of valid positions of each row. None: all are valid.
+            max_len: Maximum number of positions of the target: see `Transformer.remember`.
+        """
+        encoded, _ = self.encoder(source, None, lengths)
+        return self.decoder.remember(encoded, lengths, max_len=max_len)
+
+    def forward(
+        self, x: Tensor, state: TransformerState | None = None, lengths: Tensor | None = None
+    ) -> tuple[Tensor, TransformerState | None]:
+        """Read the target `x` (B, N, d_input), going on from `state`: see `SequenceModule.forward`.
+
+        Raises:
+            ValueError: `state` is None, or a row has no source. On a GPU, where a check would wait for the device, the
+                output of such a row is NaN.
+        """
+        if state is None:
+            raise ValueError("EncoderDecoder: state=None has no source; start from the state that `remember` returns")
+        given = torch.stack([source.given for source in sources(state)]).all(0)  # (B,)
+        y, after = self.decoder(x, state, lengths)
+        if not reads_values(given):
+            return y.masked_fill(~given[:, None, None], torch.nan), after
+        if not given.all():
+            missing = (~given).nonzero()[:, 0].tolist()
+            raise ValueError(f"EncoderDecoder: rows {missing} of the state have no source; `remember` gives them one")
+        return y, after
+
+    def initial_state(
+        self,
+        batch_size: int,
+        *,
+        max_len: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> TransformerState:
+        """Return the decoder's state without a source, from which `forward` refuses to run."""
+        return self.decoder.initial_state(batch_size, max_len=max_len, device=device, dtype=dtype)
+
+    def reset(self, state: TransformerState, rows: Tensor) -> TransformerState:
+        """Reset the decoder's state, and remove the source: see `SequenceModule.reset`."""
+        return self.decoder.reset(state, rows)
+
+    def grow(self, state: TransformerState, max_len: int) -> TransformerState:
+        """Make room for more positions of the target: see `SequenceModule.grow`."""
+        return self.decoder.grow(state, max_len)
+
+    @property
+    def bounded_by(self) -> str | None:
+        """The decoder's: see `SequenceModule.bounded_by`."""
+        return self.decoder.bounded_by

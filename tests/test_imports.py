@@ -15,7 +15,7 @@ ROOMS: dict[str, set[str]] = {
     "attention": {"ops", "positions", "sequence", "hparams"},
     "nn": {"attention", "positions", "sequence", "hparams"},
     "generation": {"nn", "attention", "ops", "sequence"},
-    "beam": {"nn", "sequence"},
+    "beam": {"generation", "nn", "sequence"},
     "schedules": set(),
     "runs": set(),
     "pictures": set(),

@@ -58,7 +58,7 @@ def beam_search(
     embed: Callable[[Tensor], Tensor],
     head: Head,
     prompt: Tensor,
-    max_len: int,
+    max_len: int | Tensor,
     *,
     beam: int,
     end: int | None = None,
@@ -90,7 +90,7 @@ def beam_search(
         embed: (B, N) tokens -> (B, N, backbone.d_input).
         head: Maps the backbone's output to a distribution.
         prompt: (B, P) tokens, P at least 1.
-        max_len: Most tokens of a continuation.
+        max_len: Most tokens of a continuation; or (B,) integers, that of each prompt.
         beam: Number of slots of each prompt, k.
         end: The token that ends a continuation; None: all have `max_len` tokens.
         length_penalty: α; 0: none. Higher values favour longer continuations.
@@ -106,18 +106,20 @@ def beam_search(
         ValueError: The backbone is not causal, or an argument is out of range.
     """
     check_beam(beam, n_best, length_penalty)
-    _check(backbone, head, prompt, max_len, end)
-    state = first_state(backbone, state, len(prompt), prompt.size(1) + max_len - 1)
+    limits = torch.as_tensor(max_len, device=prompt.device).expand(len(prompt))  # (B,)
+    _check(backbone, head, prompt, limits, end)
+    longest = int(limits.max())
+    state = first_state(backbone, state, len(prompt), prompt.size(1) + longest - 1)
     y, state = backbone(embed(prompt), state)
     first = torch.arange(len(prompt), device=prompt.device)
     rows = first.repeat_interleave(beam)
     state = select(state, rows)  # a copy, which can be donated
     log_probs = head.log_probs(y[:, -1])[rows]  # (B, V) -> (B·k, V)
-    slots = _Slots.start(len(prompt), beam, max_len, 0 if end is None else end, prompt.device)
-    for step in progress(range(max_len)):
-        slots, source = _extend(slots, log_probs.view(len(prompt), beam, -1), step, end)
-        slots = _stop(slots, max_len, length_penalty, n_best)
-        if step + 1 == max_len or _all_stopped(slots, step):
+    slots = _Slots.start(len(prompt), beam, longest, 0 if end is None else end, prompt.device)
+    for step in progress(range(longest)):
+        slots, source = _extend(slots, log_probs.view(len(prompt), beam, -1), step, end, limits)
+        slots = _stop(slots, limits, length_penalty, n_best)
+        if step + 1 == longest or _all_stopped(slots, step):
             break
         if beam > 1:
             state = reorder(state, (beam * first[:, None] + source).flatten())
@@ -127,15 +129,15 @@ def beam_search(
     return _ranked(slots, length_penalty, n_best)
 
 
-def _check(backbone: SequenceModule, head: Head, prompt: Tensor, max_len: int, end: int | None) -> None:
+def _check(backbone: SequenceModule, head: Head, prompt: Tensor, limits: Tensor, end: int | None) -> None:
     if not backbone.causal:
         raise ValueError(
             f"{type(backbone).__name__} has causal=False, so it sees the future and can't generate; use causal=True"
         )
     if prompt.dim() != 2 or prompt.size(1) == 0:
         raise ValueError(f"prompt has shape {tuple(prompt.shape)}; expected (batch, length) and at least one token")
-    if max_len < 1:
-        raise ValueError(f"max_len={max_len}; a continuation has at least one token")
+    if limits.min() < 1:
+        raise ValueError(f"max_len={int(limits.min())}; a continuation has at least one token")
     if end is not None and not 0 <= end < head.n_levels:
         raise ValueError(f"end={end} is not a token of the model: 0 … {head.n_levels - 1}")
 
@@ -171,8 +173,10 @@ def _lp(lengths: Tensor, length_penalty: float) -> Tensor:
     return ((5 + lengths.double()) / 6) ** length_penalty
 
 
-def _extend(slots: _Slots, log_probs: Tensor, step: int, end: int | None) -> tuple[_Slots, Tensor]:
+def _extend(slots: _Slots, log_probs: Tensor, step: int, end: int | None, limits: Tensor) -> tuple[_Slots, Tensor]:
     """Extend the hypotheses by one token, given the log-probabilities of all tokens after each, (B, k, V).
+
+    Those with as many tokens as `limits` (B,) says end.
 
     Returns:
         The new hypotheses, and (B, k), the slot that each one's state is in.
@@ -190,14 +194,14 @@ def _extend(slots: _Slots, log_probs: Tensor, step: int, end: int | None) -> tup
     after = slots.tokens.gather(1, source[..., None].expand_as(slots.tokens))
     after[:, :, step] = token
     lengths = torch.where(ended, slots.lengths, step + 1)
-    if end is not None:
-        ended = ended | (token == end) & (total > -math.inf)
+    ends = (limits == step + 1)[:, None] if end is None else (limits == step + 1)[:, None] | (token == end)
+    ended = ended | ends & (total > -math.inf)
     return _Slots(after, lengths, total, ended, slots.padding), source
 
 
-def _stop(slots: _Slots, max_len: int, length_penalty: float, n_best: int) -> _Slots:
+def _stop(slots: _Slots, limits: Tensor, length_penalty: float, n_best: int) -> _Slots:
     """Drop the live hypotheses of the prompts where none can surpass the n_best-th best that has ended."""
-    attainable = slots.of_live().amax(1) / _lp(slots.lengths.new_tensor(max_len), length_penalty)  # (B,)
+    attainable = slots.of_live().amax(1) / _lp(limits, length_penalty)  # (B,)
     ended = slots.scores(length_penalty).masked_fill(~slots.ended, -math.inf)
     stopped = ended.topk(n_best).values[:, -1] >= attainable
     return slots._replace(log_probs=slots.log_probs.masked_fill(stopped[:, None] & ~slots.ended, -math.inf))

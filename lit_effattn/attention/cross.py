@@ -141,6 +141,31 @@ class CrossAttention(SequenceModule):
         y = y.masked_fill((state.length == 0)[:, None, None], 0)
         return without_padding(y, lengths), state
 
+    @torch.no_grad()
+    def attention_weights(self, x: Tensor, source: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Return the weight that each position of `x` gives to each position of `source`, to look at: O(N S) memory.
+
+        The output is linear in the values, so reading the unit matrix as values gives the weights, for any kind.
+
+        Args:
+            x: (B, N, E).
+            source: (B, S, d_source).
+            lengths: (B,), valid positions of `source`; None: all.
+
+        Returns:
+            (B, H, N, S), in float32 or more: rows add up to 1, columns of padding are 0; all 0 where a source is empty.
+            The module must be in evaluation mode, or dropout applies.
+        """
+        check_source(self, source, lengths)
+        full = accumulator(x.dtype)
+        b, n, _ = source.shape
+        k = self._heads(self.k_proj(without_padding(source, lengths))).to(full)  # (B, S, E) -> (B, H, S, D)
+        q = self._heads(self.q_proj(x)).to(full)  # (B, N, E) -> (B, H, N, D)
+        length = torch.full((b,), n, device=x.device) if lengths is None else lengths
+        unit = torch.eye(n, device=x.device, dtype=full).expand(b, self.n_heads, n, n)
+        weights = self.read(q, self.keep(k, unit, length, torch.ones_like(length, dtype=torch.bool)))
+        return weights.masked_fill(~valid_positions(length, n)[:, None, None], 0)
+
     def grow(self, state: State, max_len: int) -> State:
         """Return `state`, whose size does not depend on the target's length."""
         return state

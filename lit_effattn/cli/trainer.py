@@ -36,9 +36,10 @@ class Trainer(pl.Trainer):
         n_tokens: int | None = None,
         beam: int | None = None,
         length_penalty: float | None = None,
+        source: str | None = None,
         output: str | None = None,
     ) -> str:
-        """Draw samples from a trained model; its configuration is found in the checkpoint.
+        """Draw samples from a trained model, or write a target for a source. Its configuration is in the checkpoint.
 
         Of images: writes `samples.png`, a grid, and `samples.npy`, the levels as integers (n, height, width,
         channels). With `complete`, `completed.png` has the erased, completed and original images in three rows.
@@ -46,11 +47,14 @@ class Trainer(pl.Trainer):
         Of text: shows each sample, a single one while it is drawn, and writes them, prompt included, to `samples.txt`.
         With `beam` it does not draw but searches for the likeliest texts, and shows and writes their scores as well.
 
+        Of a sequence-to-sequence model: shows the `n` best targets of `source` with their scores, and writes them to
+        `translations.jsonl`, with a picture of the source tokens that each output looked at.
+
         Args:
             model: The model.
             datamodule: Where images to complete come from.
             ckpt_path: The checkpoint: its path, or `last` or `best` of the newest run.
-            n: How many samples. Default: 16 images, 1 text.
+            n: How many samples. Default: 16 images, 1 text, 1 target.
             seed: Equal seeds draw equal samples. Default: 0.
             temperature: Below 1 draws likelier samples, 0 the likeliest. Default: 1, as the model was trained.
             top_k: Draw among the k likeliest levels or tokens only.
@@ -60,11 +64,13 @@ class Trainer(pl.Trainer):
             prompt: Text: how it begins.
             prompt_file: Text: a file with its beginning.
             n_tokens: Text: tokens to draw. Default: 500.
-            beam: Text: search for the likeliest texts with this many hypotheses; `n` of them are written. The search
-                draws nothing, so `temperature`, `top_k`, `top_p`, `seed` and `compile` do not go with it. 1 is greedy.
-                A text ends at `n_tokens`; of words, at a line end before.
-            length_penalty: Text, with `beam`: texts are ranked by log p / ((5 + tokens) / 6) ** length_penalty. 0 ranks
-                by log p, more prefers longer texts. Default: 0.6.
+            beam: Text and targets: search for the likeliest ones with this many hypotheses; `n` of them are written.
+                The search draws nothing, so `temperature`, `top_k`, `top_p`, `seed` and `compile` do not go with it. 1
+                is greedy. A text ends at `n_tokens`; of words, at a line end before. Targets are always searched for;
+                the default is then the model's.
+            length_penalty: Targets, and text with `beam`: they are ranked by log p / ((5 + tokens) / 6) **
+                length_penalty. 0 ranks by log p, more prefers longer ones. Default: 0.6, or the model's.
+            source: The text to write a target for.
             output: Folder to write to, which must not exist or be empty. Default: a new one in the run's `generated`.
 
         Returns:
@@ -76,18 +82,22 @@ class Trainer(pl.Trainer):
         sampling: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
         sampling |= {"compile": True} if compile else {}
         check_sampling(1.0 if temperature is None else temperature, top_k, top_p)
-        _check_search(beam, length_penalty, n, sampling)
+        _check_search(beam, length_penalty, n, sampling, always=source is not None)
         _refuse_used(output)
         if not callable(getattr(model, "write_samples", None)):
             raise ValueError(f"{type(model).__name__} can't generate: it has no `write_samples`")
         task: Any = model
         options = {
             **{"complete": complete, "prompt": prompt, "prompt_file": prompt_file, "n_tokens": n_tokens},
-            **{"beam": beam, "length_penalty": length_penalty},
+            **{"beam": beam, "length_penalty": length_penalty, "source": source},
         }
         given = {name: value for name, value in options.items() if value is not None}
-        for name in given.keys() - inspect.signature(task.write_samples).parameters.keys():
+        known = inspect.signature(task.write_samples).parameters
+        for name in given.keys() - known.keys():
             raise ValueError(f"--{name} {given[name]}: {type(model).__name__} has no such option")
+        for name in options.keys() & known.keys() - given.keys():
+            if known[name].default is inspect.Parameter.empty:
+                raise ValueError(f"--{name} is missing: {type(model).__name__} needs it to generate")
         if ckpt_path is not None:
             checkpoint = read_checkpoint(ckpt_path)
             task.on_load_checkpoint(checkpoint)
@@ -104,10 +114,12 @@ class Trainer(pl.Trainer):
         return said
 
 
-def _check_search(beam: int | None, length_penalty: float | None, n: int | None, sampling: dict[str, Any]) -> None:
+def _check_search(
+    beam: int | None, length_penalty: float | None, n: int | None, sampling: dict[str, Any], *, always: bool
+) -> None:
     """Refuse options of beam search that are out of range, or without it, or beside options of sampling."""
     if beam is None:
-        if length_penalty is not None:
+        if length_penalty is not None and not always:
             raise ValueError(f"--length_penalty {length_penalty} is an option of beam search; give --beam, too")
         return
     for name, value in sampling.items():

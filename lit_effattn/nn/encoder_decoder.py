@@ -87,6 +87,32 @@ class EncoderDecoder(SequenceModule):
             raise ValueError(f"EncoderDecoder: rows {missing} of the state have no source; `remember` gives them one")
         return y, after
 
+    @torch.no_grad()
+    def attention_weights(
+        self, source: Tensor, x: Tensor, source_lengths: Tensor | None = None, lengths: Tensor | None = None
+    ) -> list[Tensor]:
+        """Return the weights of each layer's cross-attention: see `CrossAttention.attention_weights`.
+
+        Args:
+            source: (B, S, d_source).
+            x: (B, N, d_input), the target.
+            source_lengths: (B,), valid positions of `source`; None: all.
+            lengths: (B,), valid positions of `x`; None: all.
+
+        Returns:
+            (B, H, N, S) for each layer of the decoder.
+        """
+        encoded, _ = self.encoder(source, None, source_lengths)
+        inputs: list[Tensor] = []
+        kinds = [block.cross_attention for block in self.decoder.blocks if block.cross_attention is not None]
+        hooks = [kind.register_forward_pre_hook(lambda _, given: inputs.append(given[0])) for kind in kinds]
+        try:
+            self.decoder(x, self.decoder.remember(encoded, source_lengths), lengths)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return [k.attention_weights(i, encoded, source_lengths) for k, i in zip(kinds, inputs, strict=True)]
+
     def initial_state(
         self,
         batch_size: int,

@@ -75,14 +75,16 @@ class CategoricalHead(Head):
         d_model: Width of the hidden state.
         n_levels: Number of values.
         zero_init: Start with W = b = 0, so with a loss of exactly log2(n_levels) bits (Child et al. 2019, section 5.2).
+        bias: Whether there is a b.
     """
 
-    def __init__(self, d_model: int, n_levels: int, zero_init: bool = False) -> None:
+    def __init__(self, d_model: int, n_levels: int, zero_init: bool = False, bias: bool = True) -> None:
         super().__init__(d_model, n_levels)
-        self.proj = nn.Linear(d_model, n_levels)
+        self.proj = nn.Linear(d_model, n_levels, bias=bias)
         if zero_init:
             nn.init.zeros_(self.proj.weight)
-            nn.init.zeros_(self.proj.bias)
+            if bias:
+                nn.init.zeros_(self.proj.bias)
 
     def _logits(self, h: Tensor) -> Tensor:
         logits = self.proj(h)

@@ -1,0 +1,445 @@
+"""Models that write one sequence from another: translation, and pronunciation of words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+
+from lit_effattn import sequence
+from lit_effattn.beam import LENGTH_PENALTY, Hypotheses, beam_search, check_beam
+from lit_effattn.datamodules.tokenizers import Tokenizer
+from lit_effattn.datamodules.tokens import IGNORE, PairBatch
+from lit_effattn.nn.encoder_decoder import EncoderDecoder
+from lit_effattn.nn.heads import CategoricalHead, HeadFactory
+from lit_effattn.pictures import attention_map
+from lit_effattn.runs import short
+from lit_effattn.sequence import State
+from lit_effattn.tasks.base import Objective, Task
+from lit_effattn.tasks.metrics import Count, ErrorRate, ExactMatch, Perplexity
+from lit_effattn.tasks.text_metrics import Bleu, Chrf
+
+DecodedMetric = Literal["bleu", "chrf", "error_rate", "exact_match"]
+
+_METRICS: dict[str, Callable[[], Any]] = {
+    "bleu": Bleu,
+    "chrf": Chrf,
+    "error_rate": ErrorRate,
+    "exact_match": ExactMatch,
+}
+_IN_UNITS = ("error_rate", "exact_match")
+
+EXTRA_LEN = 50
+"""How many more tokens an output may have than its source (Vaswani et al. 2017, section 6.1)."""
+
+PICTURES = 4
+"""Of how many sources `predict` and `generate` draw where each output looked."""
+
+
+class Translation(NamedTuple):
+    """What was written for a source.
+
+    Attributes:
+        entry: What `translations.jsonl` has of it: see `SequenceToSequence.predict_step`.
+        weights: (N, S), which source each token of the best output looked at, to be drawn; None: it is not.
+        outputs: N tokens of the best output.
+        sources: S tokens of the source.
+    """
+
+    entry: dict[str, Any]
+    weights: Tensor | None
+    outputs: list[str]
+    sources: list[str]
+
+
+class SequenceToSequence(Task):
+    """Models a target given a source, token by token, with an encoder and a decoder.
+
+        p(y | x) = Π_t p(y_t | y_1 … y_{t−1}, x),  perplexity = exp(−Σ_t ln p / T)           Vaswani et al. 2017
+
+    A batch is a `PairBatch`. Training and perplexity use teacher forcing: each token is predicted from the right ones
+    before it. The end token is scored, too. Embeddings are drawn from N(0, 1/E) and multiplied by √E (section 3.4).
+
+    `test` writes every target by beam search, and scores it with `metrics`: "bleu" and "chrf" by sacrebleu, on text;
+    "error_rate", edits to the nearest reference, over its length, in units separated by spaces (words or phones);
+    "exact_match", the fraction that equals a reference. A word error rate of pronunciations is 1 − exact match, their
+    phone error rate is the error rate. `val` does the same where `decode_every_n_epochs` says so.
+
+    Args:
+        backbone: Encoder and decoder.
+        source_vocab_size: Number of tokens of the source. From the command: that of the data.
+        target_vocab_size: Number of tokens of the target; the last one begins and ends a sequence. From the command:
+            that of the data.
+        source_tokenizer: How the source's text becomes tokens, as `Tokenizer.spec` says; checkpoints carry it. From the
+            command: that of the data.
+        target_tokenizer: The same of the target.
+        tie: Share matrices: "target": that of the target's embedding and of the head. "all": of the source's embedding,
+            too, for one vocabulary of both. "none": three matrices.
+        head: Makes the distribution over the target's tokens. Default: CategoricalHead.
+        label_smoothing: ε of the training loss. It is spread over all tokens, the right one included, as in
+            torch.nn.CrossEntropyLoss.
+        metrics: What `test` reports of the outputs.
+        beam: Hypotheses of the search in `test`, `val` and `predict`; 1 is greedy. See `beam.beam_search`.
+        length_penalty: α of the search.
+        decode_every_n_epochs: In validation, write and score the outputs every n epochs; null: never.
+        auxiliary_weight: Of the auxiliary losses that attention kinds have.
+        optimizer: Makes the optimiser from the parameters. Default: torch.optim.RAdam.
+        lr_scheduler: Makes the schedule from the optimiser; it steps once an optimiser step.
+
+    Raises:
+        ValueError: an option is out of its range, or the vocabularies can't be shared.
+    """
+
+    monitor = "val/perplexity"
+    fixed_by_data = ("source_vocab_size", "target_vocab_size", "source_tokenizer", "target_tokenizer")
+
+    def __init__(
+        self,
+        backbone: EncoderDecoder,
+        source_vocab_size: int,
+        target_vocab_size: int,
+        source_tokenizer: str | None = None,
+        target_tokenizer: str | None = None,
+        tie: Literal["none", "target", "all"] = "none",
+        head: HeadFactory | None = None,
+        label_smoothing: float = 0.0,
+        metrics: Sequence[DecodedMetric] = ("exact_match", "error_rate"),
+        beam: int = 4,
+        length_penalty: float = LENGTH_PENALTY,
+        decode_every_n_epochs: int | None = None,
+        auxiliary_weight: float = 1.0,
+        optimizer: OptimizerCallable | None = None,
+        lr_scheduler: LRSchedulerCallable | None = None,
+    ) -> None:
+        super().__init__(optimizer, lr_scheduler)
+        if not 0 <= label_smoothing < 1:
+            raise ValueError(f"label_smoothing={label_smoothing} is not a fraction from 0 to below 1")
+        if tie not in ("none", "target", "all"):
+            raise ValueError(f"tie={tie!r} is not one of none, target, all")
+        if decode_every_n_epochs is not None and decode_every_n_epochs < 1:
+            raise ValueError(f"decode_every_n_epochs={decode_every_n_epochs} is not positive; null never decodes")
+        for name in metrics:
+            if name not in _METRICS:
+                raise ValueError(f"metrics names {name!r}, which is not one of {', '.join(get_args(DecodedMetric))}")
+        check_beam(beam, 1, length_penalty)
+        self.source_vocab_size = source_vocab_size
+        self.target_vocab_size = target_vocab_size
+        self.source_tokenizer = source_tokenizer
+        self.target_tokenizer = target_tokenizer
+        self.backbone = backbone
+        self.source_embedding = _embedding(source_vocab_size, backbone.d_source)
+        self.target_embedding = _embedding(target_vocab_size, backbone.d_input)
+        self.head = (head or CategoricalHead)(backbone.d_model, target_vocab_size)
+        if tie != "none":
+            self.head.tie(self.target_embedding)
+        if tie == "all":
+            self._share_source_embedding()
+        self.label_smoothing = label_smoothing
+        self.metrics = tuple(metrics)
+        self.beam = beam
+        self.length_penalty = length_penalty
+        self.decode_every_n_epochs = decode_every_n_epochs
+        self.auxiliary_weight = auxiliary_weight
+        self.scores = nn.ModuleDict({stage: _scores(self.metrics) for stage in ("val", "test")})
+
+    def _share_source_embedding(self) -> None:
+        source, target = self.source_embedding.weight, self.target_embedding.weight
+        if source.shape != target.shape or self.source_tokenizer != self.target_tokenizer:
+            raise ValueError(
+                f"tie='all' needs one vocabulary of source and target, not {tuple(source.shape)} and "
+                f"{tuple(target.shape)}; set joint=true in the data, or tie='target'"
+            )
+        self.source_embedding.weight = target
+
+    @property
+    def border(self) -> int:
+        """The token that begins and ends a target."""
+        return self.target_vocab_size - 1
+
+    def _embed_source(self, tokens: Tensor) -> Tensor:
+        return self.backbone.d_source**0.5 * self.source_embedding(tokens)
+
+    def _embed_target(self, tokens: Tensor) -> Tensor:
+        return self.backbone.d_input**0.5 * self.target_embedding(tokens)
+
+    def remember(self, source: Tensor, source_lengths: Tensor | None = None, *, max_len: int | None = None) -> State:
+        """Encode source tokens (B, S): see `EncoderDecoder.remember`."""
+        return self.backbone.remember(self._embed_source(source), source_lengths, max_len=max_len)
+
+    def hidden(self, batch: PairBatch) -> tuple[Tensor, State]:
+        """Return the decoder's output (B, N, d_model) by teacher forcing, and its state."""
+        state = self.remember(batch.source, batch.source_lengths)
+        return self.backbone(self._embed_target(batch.inputs), state, batch.lengths)
+
+    def forward(self, batch: PairBatch) -> Tensor:
+        """Return −log p in nats of every target, 0 in padding: (B, N)."""
+        self.check_batch(batch)
+        hidden, _ = self.hidden(batch)
+        return self.head.nll(hidden, batch.targets.clamp(min=0)).masked_fill(batch.targets == IGNORE, 0)
+
+    def training_step(self, batch: PairBatch) -> Tensor:
+        """Return the loss of `objective`. Compiled code is not compiled again for other texts."""
+        return super().training_step(batch._replace(sources=[], references=[]))
+
+    def objective(self, batch: PairBatch, memory: State | None = None) -> Objective:
+        """Return the mean over the batch's targets, in nats, and the auxiliary losses; there is no memory."""
+        hidden, state = self.hidden(batch)
+        scored = batch.targets != IGNORE
+        losses = self.head.loss(hidden, batch.targets.clamp(min=0), self.label_smoothing)
+        loss = losses.masked_fill(~scored, 0).sum() / scored.sum().clamp(min=1)
+        return self.with_auxiliary(loss, {"train/loss": loss.detach()}, state, self.auxiliary_weight)
+
+    def score(self, stage: str, batch: PairBatch) -> dict[str, Any]:
+        """Update the perplexity, and in test the metrics of the outputs."""
+        metrics: Any = self.scores[stage]
+        metrics["perplexity"](self(batch)[batch.targets != IGNORE])
+        found = {"perplexity": metrics["perplexity"]}
+        if stage == "test":
+            metrics["sequences"](batch.lengths)
+            found["sequences"] = metrics["sequences"]
+        elif self.decode_every_n_epochs is None or (self.current_epoch + 1) % self.decode_every_n_epochs:
+            return found
+        outputs = self._texts(self.search(batch.source, batch.source_lengths))
+        for name in self.metrics:
+            if name in _IN_UNITS:
+                references = [[text.split() for text in texts] for texts in batch.references]
+                metrics[name].update([texts[0].split() for texts in outputs], references)
+            else:
+                metrics[name].update([texts[0] for texts in outputs], batch.references)
+            found[name] = metrics[name]
+        return found
+
+    # -------------------------------------------------------------------------------------------------- the outputs
+
+    @torch.no_grad()
+    def search(
+        self,
+        source: Tensor,
+        source_lengths: Tensor | None = None,
+        *,
+        beam: int | None = None,
+        length_penalty: float | None = None,
+        n_best: int = 1,
+        progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+    ) -> Hypotheses:
+        """Find the likeliest targets of source tokens (B, S): see `beam.beam_search`.
+
+        A target has at most 50 tokens more than its source, the end token included.
+
+        Args:
+            source: (B, S) tokens, the end token included.
+            source_lengths: (B,); None: all are valid.
+            beam: Number of hypotheses. Default: the task's.
+            length_penalty: α. Default: the task's.
+            n_best: Number of targets to return for each source, at most `beam`.
+            progress: Wraps the iterable of steps.
+        """
+        if source_lengths is None:
+            source_lengths = torch.full((len(source),), source.size(1), device=source.device)
+        limits = source_lengths + EXTRA_LEN  # (B,)
+        state = self.remember(source, source_lengths, max_len=int(limits.max()))
+        return beam_search(
+            self.backbone,
+            self._embed_target,
+            self.head,
+            torch.full((len(source), 1), self.border, device=source.device),
+            limits,
+            beam=self.beam if beam is None else beam,
+            end=self.border,
+            length_penalty=self.length_penalty if length_penalty is None else length_penalty,
+            n_best=n_best,
+            state=state,
+            progress=progress,
+        )
+
+    def _texts(self, found: Hypotheses) -> list[list[str]]:
+        """Return the n best texts of each source."""
+        tokenizer = self.target_text
+        lengths = found.lengths.tolist()
+        return [
+            [tokenizer.decode(row[:length].numpy()) for row, length in zip(rows, of_rows, strict=True)]
+            for rows, of_rows in zip(found.tokens.cpu(), lengths, strict=True)
+        ]
+
+    def predict_step(self, batch: PairBatch, batch_idx: int = 0) -> list[Translation]:
+        """Write a target for each source.
+
+        Returns:
+            A `Translation` each. Its entry has `source`, `outputs`, a list of `text`, `score` and `log_p` in nats, the
+            best first, and `references` where there are any.
+        """
+        return self._translations(batch, n_best=1, drawn=PICTURES if batch_idx == 0 else 0)
+
+    def _translations(
+        self, batch: PairBatch, *, n_best: int, drawn: int, beam: int | None = None, length_penalty: float | None = None
+    ) -> list[Translation]:
+        found = self.search(batch.source, batch.source_lengths, beam=beam, length_penalty=length_penalty, n_best=n_best)
+        scores, log_probs = found.scores.tolist(), found.log_probs.tolist()
+        translations = []
+        for row, texts in enumerate(self._texts(found)):
+            entry: dict[str, Any] = {
+                "source": batch.sources[row],
+                "outputs": [
+                    {"text": text, "score": round(score, 4), "log_p": round(log_p, 4)}
+                    for text, score, log_p in zip(texts, scores[row], log_probs[row], strict=True)
+                    if score > -torch.inf
+                ],
+            }
+            if batch.references and batch.references[row]:
+                entry["references"] = batch.references[row]
+            if row < drawn:
+                source = batch.source[row, : int(batch.source_lengths[row])]
+                target = found.tokens[row, 0, : int(found.lengths[row, 0])]
+                translations.append(Translation(entry, *self._looked_at(source, target)))
+            else:
+                translations.append(Translation(entry, None, [], []))
+        return translations
+
+    def _looked_at(self, source: Tensor, target: Tensor) -> tuple[Tensor, list[str], list[str]]:
+        """Return which source tokens (S,) each of `target` (N,) looked at, (N, S), and the names of both.
+
+        The mean over the heads of the layer that looks most sharply: the one whose largest weights are largest.
+        """
+        inputs = torch.cat([target.new_tensor([self.border]), target[:-1]])[None]  # (1, N)
+        layers = self.backbone.attention_weights(self._embed_source(source[None]), self._embed_target(inputs))
+        weights = max((w[0].mean(0) for w in layers), key=lambda w: float(w.amax(-1).mean()))  # (N, S)
+        names = [
+            [tokenizer.decode([int(token)]) or "</s>" for token in tokens]
+            for tokenizer, tokens in ((self.target_text, target), (self.source_text, source))
+        ]
+        return weights.float().cpu(), names[0], names[1]
+
+    def write_predictions(self, predictions: list[Any], folder: Path) -> str:
+        """Write `translations.jsonl`, a line a source, and pictures: see `Task.write_predictions`."""
+        return _written([t for batch in predictions for t in batch], folder)
+
+    def write_samples(
+        self,
+        folder: Callable[[], Path],
+        *,
+        datamodule: Any,
+        n: int | None,
+        sampling: dict[str, Any],
+        progress: Callable[[Iterable[int]], Iterable[int]],
+        source: str,
+        beam: int | None = None,
+        length_penalty: float | None = None,
+    ) -> str:
+        """Write the `n` best targets of a source, with their scores: see `Task.write_samples`.
+
+        Args:
+            folder: Makes the folder to write to.
+            datamodule: Not used.
+            n: How many. Default: 1.
+            sampling: Must be empty, since a search draws nothing.
+            progress: Not used.
+            source: The source's text.
+            beam: Number of hypotheses. Default: the task's, or `n` if that is more.
+            length_penalty: α. Default: the task's.
+
+        Raises:
+            ValueError: an option is out of range.
+        """
+        for name, value in sampling.items():
+            raise ValueError(f"--{name} {value}: {type(self).__name__} searches and draws nothing; leave it out")
+        tokens = self.encode(source)[None].to(self.device)
+        batch = PairBatch(tokens, torch.tensor([tokens.size(1)], device=self.device), *[tokens] * 3, [source], [[]])
+        n = n or 1
+        found = self._translations(
+            batch, n_best=n, drawn=1, beam=max(n, self.beam) if beam is None else beam, length_penalty=length_penalty
+        )
+        for output in found[0].entry["outputs"]:
+            print(f"{output['score']:.4f}  {output['text']}")
+        return _written(found, folder())
+
+    def encode(self, text: str) -> Tensor:
+        """Return a source text's tokens, the end token last: (S,).
+
+        Raises:
+            ValueError: it has no token, or one that the model's training texts do not have.
+        """
+        tokenizer = self.source_text
+        tokens = [int(token) for token in tokenizer.encode(text)]
+        if not tokens:
+            raise ValueError(f"the source {text!r} has no tokens; give a text")
+        if unknown := tokenizer.unknown(text):
+            shown = ", ".join(map(repr, unknown[:5]))
+            raise ValueError(f"the source {text!r} has {shown}, which the model's training texts do not contain")
+        return torch.tensor([*tokens, tokenizer.start])
+
+    # ------------------------------------------------------------------------------------------------- what fits what
+
+    @property
+    def source_text(self) -> Tokenizer:
+        """How a source's text becomes tokens."""
+        return _tokenizer(self.source_tokenizer, "source_tokenizer")
+
+    @property
+    def target_text(self) -> Tokenizer:
+        """How a target's text becomes tokens."""
+        return _tokenizer(self.target_tokenizer, "target_tokenizer")
+
+    def check_batch(self, batch: PairBatch) -> None:
+        """Refuse tokens that are not of the vocabularies: see `Task.check_batch`."""
+        for name, tokens, size in (
+            ("source", batch.source, self.source_vocab_size),
+            ("target", batch.inputs, self.target_vocab_size),
+        ):
+            if sequence.reads_values(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < size:
+                raise ValueError(
+                    f"the data hold {name} token {int(tokens.max())}, but the model has {name}_vocab_size={size}: 0 … "
+                    f"{size - 1}; use the same vocabulary for both"
+                )
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint of other vocabularies, or else of another model: see `Task.on_load_checkpoint`.
+
+        Raises:
+            ValueError: names the vocabulary that differs.
+        """
+        built = checkpoint.get("hyper_parameters", {})
+        for name in ("source_tokenizer", "target_tokenizer"):
+            theirs, mine = built.get(name), getattr(self, name)
+            if theirs is not None and mine is not None and theirs != mine:
+                raise ValueError(
+                    f"the checkpoint's {name} ({Tokenizer.from_spec(theirs)!r}) is not this model's "
+                    f"({Tokenizer.from_spec(mine)!r}): the same number means another token; use the data and the "
+                    "settings that the checkpoint was trained with"
+                )
+        super().on_load_checkpoint(checkpoint)
+
+
+def _embedding(n_tokens: int, width: int) -> nn.Embedding:
+    embedding = nn.Embedding(n_tokens, width)
+    nn.init.normal_(embedding.weight, std=width**-0.5)
+    return embedding
+
+
+def _scores(metrics: Iterable[str]) -> nn.ModuleDict:
+    return nn.ModuleDict(
+        {"perplexity": Perplexity(), "sequences": Count(), **{name: _METRICS[name]() for name in metrics}}
+    )
+
+
+def _tokenizer(spec: str | None, name: str) -> Tokenizer:
+    if spec is None:
+        raise ValueError(f"{name} is not known, so tokens can't be decoded; give the model the data's {name}")
+    return Tokenizer.from_spec(spec)
+
+
+def _written(translations: list[Translation], folder: Path) -> str:
+    """Write the translations and their pictures, and return what to say of them."""
+    path, pictures = folder / "translations.jsonl", 0
+    with path.open("w", encoding="utf-8") as file:
+        for entry, weights, outputs, sources in translations:
+            if weights is not None:
+                pictures += 1
+                entry["picture"] = f"attention_{pictures}.png"
+                attention_map(weights, outputs, sources, folder / entry["picture"])
+            print(json.dumps(entry, ensure_ascii=False), file=file)
+    return f"{len(translations)} translations: {short(path)}\npictures beside them: {pictures}"

@@ -9,11 +9,12 @@ from lit_effattn.datamodules.length_batches import LengthBatches
 from lit_effattn.datamodules.phonemes import Lexicon
 from lit_effattn.datamodules.pixels import PixelSequences, images_to_levels, levels_to_images
 from lit_effattn.datamodules.sampling import ResumableLoader, ShardedBatches
+from lit_effattn.datamodules.sequence_pairs import SequencePairs
 from lit_effattn.datamodules.sorting_task import SortingTask, counting_accuracy
 from lit_effattn.datamodules.speech import SpeechData
 from lit_effattn.datamodules.text import TextStream
 from lit_effattn.datamodules.timit import TimitCorpus
-from lit_effattn.datamodules.tokens import IGNORE, TokenBatch
+from lit_effattn.datamodules.tokens import IGNORE, PairBatch, TokenBatch
 from lit_effattn.datamodules.utterances import BLANK, SpeechBatch, SpeechCorpus, Utterance
 
 __all__ = [
@@ -27,8 +28,10 @@ __all__ = [
     "Lexicon",
     "LibriSpeechCorpus",
     "ManifestCorpus",
+    "PairBatch",
     "PixelSequences",
     "ResumableLoader",
+    "SequencePairs",
     "ShardedBatches",
     "SortingTask",
     "SpecAugment",

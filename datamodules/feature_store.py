@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lit_effattn.datamodules.audio import AudioError, read_audio
 from lit_effattn.datamodules.cache import cached_folder
+from lit_effattn.datamodules.faults import Fault
 from lit_effattn.datamodules.filterbanks import Filterbanks, moments
 from lit_effattn.datamodules.json_data import parse_json
 from lit_effattn.datamodules.utterances import Utterance
@@ -24,18 +25,6 @@ FORMAT = 1
 """Version of the file format. Increment it if the same recordings give different files."""
 
 _QUICK = 500  # fewer utterances show no progress bar
-
-
-class Fault(NamedTuple):
-    """The reason why an utterance is left out.
-
-    Attributes:
-        reason: The kind of fault in a word or two, the same for all utterances with this fault.
-        message: Names the utterance or its file, the fault and the remedy.
-    """
-
-    reason: str
-    message: str
 
 
 class FeatureReader(NamedTuple):

@@ -1,7 +1,7 @@
 """Phone inventories, their folding for scoring, and pronunciation lexicons."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -175,18 +175,30 @@ class Lexicon:
     def _words(self) -> dict[str, tuple[str, ...]]:
         self.check()
         words: dict[str, tuple[str, ...]] = {}
-        for number, line in enumerate(_text(self.path).splitlines(), 1):
-            parts = re.split(r"\s#", line, maxsplit=1)[0].split()
-            if not parts or line.startswith(";;;"):
-                continue
-            if len(parts) == 1:
-                raise ValueError(f"{self.path}:{number}: {parts[0]!r} has no phones; expected WORD  P HH OW N Z")
-            variant = _VARIANT.fullmatch(parts[0])
-            phones = parts[1:] if self.stress else [phone.rstrip("012") for phone in parts[1:]]
-            words.setdefault((variant[1] if variant else parts[0]).upper(), tuple(phones))
-        if not words:
-            raise ValueError(f"{self.path}: holds no word; expected lines such as WORD  P HH OW N Z")
+        for word, phones in lexicon_entries(self.path, stress=self.stress):
+            words.setdefault(word.upper(), phones)
         return words
+
+
+def lexicon_entries(path: Path, *, stress: bool) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the words and phones of a file in CMUdict's format, variants under their word: `WORD(1)` is `WORD`.
+
+    Raises:
+        ValueError: If a line has no phones, or the file has no word.
+    """
+    empty = True
+    for number, line in enumerate(_text(path).splitlines(), 1):
+        parts = re.split(r"\s#", line, maxsplit=1)[0].split()
+        if not parts or line.startswith(";;;"):
+            continue
+        if len(parts) == 1:
+            raise ValueError(f"{path}:{number}: {parts[0]!r} has no phones; expected WORD  P HH OW N Z")
+        variant = _VARIANT.fullmatch(parts[0])
+        phones = parts[1:] if stress else [phone.rstrip("012") for phone in parts[1:]]
+        yield variant[1] if variant else parts[0], tuple(phones)
+        empty = False
+    if empty:
+        raise ValueError(f"{path}: holds no word; expected lines such as WORD  P HH OW N Z")
 
 
 def _text(path: Path) -> str:

@@ -18,7 +18,8 @@ from lit_effattn.datamodules.audio import MAX_SECONDS
 from lit_effattn.datamodules.augment import SpecAugment
 from lit_effattn.datamodules.cache import default_cache
 from lit_effattn.datamodules.corpora import EspeakCorpus
-from lit_effattn.datamodules.feature_store import Fault, FeatureReader, Features, read_features, stored_features
+from lit_effattn.datamodules.faults import Fault, Faults
+from lit_effattn.datamodules.feature_store import FeatureReader, Features, read_features, stored_features
 from lit_effattn.datamodules.filterbanks import Filterbanks, moments, normalized
 from lit_effattn.datamodules.length_batches import LengthBatches
 from lit_effattn.datamodules.recordings import recordings
@@ -26,7 +27,6 @@ from lit_effattn.datamodules.sampling import ResumableLoader, loader_options
 from lit_effattn.datamodules.utterances import BLANK, SpeechBatch, SpeechCorpus, Utterance
 
 _SPLITS_OF = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("test",)}
-_NAMED = 3  # faults of each kind that a warning names
 
 
 class SpeechData(LightningDataModule):
@@ -434,14 +434,7 @@ class _Labels:
 
 
 def _warn(what: str, faults: dict[int, Fault]) -> None:
-    by_reason: dict[str, list[str]] = {}
-    for i in sorted(faults):
-        by_reason.setdefault(faults[i].reason, []).append(faults[i].message)
-    lines = []
-    for reason, messages in by_reason.items():
-        more = [f"and {len(messages) - _NAMED} more"] if len(messages) > _NAMED else []
-        lines.append(f"{len(messages)} {reason}:\n    " + "\n    ".join(messages[:_NAMED] + more))
-    rank_zero_warn(f"{what}:\n  " + "\n  ".join(lines))
+    rank_zero_warn(f"{what}:\n  {Faults(faults[i] for i in sorted(faults))}")
 
 
 def _check_augment(augment: SpecAugment | None, n_mels: int, normalize: str | None) -> None:

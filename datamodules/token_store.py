@@ -96,11 +96,11 @@ def _is_whole(folder: Path) -> bool:
 
 def _make(source: TextSource, kind: type[Tokenizer], vocab_size: int | None, folder: Path) -> None:
     sizes = source.n_bytes
-    with _progress("Reading the vocabulary", sizes["train"] if sizes else None) as advance:
+    with progress("Reading the vocabulary", sizes["train"] if sizes else None) as advance:
         tokenizer = kind.learn(_train_texts(source, kind, advance), vocab_size)
     dtype = np.min_scalar_type(tokenizer.start - 1)  # the largest stored token; <start> is not stored
     about: dict[str, Any] = {"dtype": dtype.name}
-    with _progress("Tokenizing", sum(sizes.values()) if sizes else None) as advance:
+    with progress("Tokenizing", sum(sizes.values()) if sizes else None) as advance:
         for name in SPLITS:
             about[name] = _write(source, name, tokenizer, dtype, folder, advance)
     (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
@@ -161,8 +161,8 @@ def _decoded(document: Document, offset: int, chunk: bytes) -> str:
 
 
 @contextmanager
-def _progress(title: str, n_bytes: int | None) -> Iterator[_Advance]:
-    """Show a progress bar for long texts."""
+def progress(title: str, n_bytes: int | None) -> Iterator[_Advance]:
+    """Show a progress bar for long texts, or texts of unknown length."""
     from rich.progress import Progress
 
     with Progress(transient=True, disable=n_bytes is not None and n_bytes < _QUICK) as bar:

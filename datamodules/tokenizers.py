@@ -23,8 +23,8 @@ class Tokenizer(ABC):
     """A vocabulary with its encoding and decoding.
 
     The last token of every vocabulary is `<start>`. It is read before the first token of a document, so that this token
-    is predicted and scored like any other. `<start>` itself is never predicted, does not occur in texts, and decodes to
-    nothing.
+    is predicted and scored like any other. `<start>` does not occur in texts, and decodes to nothing. In a stream of
+    documents it is never predicted. In `PairBatch` it is also the end of a sequence, which is predicted.
 
     A long text may be encoded in pieces. If it is cut at the positions that `cut` returns, the pieces give the same
     tokens as the whole.
@@ -41,7 +41,7 @@ class Tokenizer(ABC):
 
     @property
     def start(self) -> int:
-        """The token `<start>`, which is read before a document."""
+        """The token `<start>`, which is read before a document; in `PairBatch` also the end of a sequence."""
         return self.n_tokens - 1
 
     @property
@@ -52,6 +52,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode(self, text: str | bytes) -> np.ndarray:
         """Encode a text, (n,). Bytes must be UTF-8, except for the tokenizer of bytes."""
+
+    def encode_all(self, texts: list[str]) -> list[np.ndarray]:
+        """Encode several texts, each by itself."""
+        return [self.encode(text) for text in texts]
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
@@ -296,8 +300,14 @@ class BPETokenizer(Tokenizer):
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Encode a text."""
-        ids = [encoded.ids for encoded in self._model.encode_batch(_lines(_as_str(text)))]
-        return np.fromiter((i for line in ids for i in line), np.uint32)
+        (ids,) = self.encode_all([_as_str(text)])
+        return ids
+
+    def encode_all(self, texts: list[str]) -> list[np.ndarray]:
+        """Encode several texts, each by itself; faster than one after the other."""
+        lines = [_lines(text) for text in texts]
+        encoded = iter(self._model.encode_batch([line for text in lines for line in text]))
+        return [np.fromiter((i for _ in text for i in next(encoded).ids), np.uint32) for text in lines]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode tokens to text. Invalid UTF-8 becomes U+FFFD."""

@@ -1,4 +1,4 @@
-"""The batch of tokens shared by text and synthetic tasks."""
+"""The batches of tokens: of text and synthetic tasks, and of pairs of sequences."""
 
 from typing import NamedTuple
 
@@ -22,3 +22,34 @@ class TokenBatch(NamedTuple):
     targets: Tensor
     lengths: Tensor | None = None
     fresh: Tensor | None = None
+
+
+class PairBatch(NamedTuple):
+    """B pairs of sequences, a source and its target, padded on the right.
+
+    The token `<start>` of a vocabulary is the border of a sequence: it begins the decoder's input, and it ends sources
+    and targets, as in fairseq. With source tokens x and target tokens y:
+
+        source = x1 … xm <start>,   inputs = <start> y1 … yn,   targets = y1 … yn <start>
+
+    If the targets are unknown, `inputs` is `<start>` alone, the prompt of a generated target, and no target is scored.
+
+    Attributes:
+        source: (B, S) source tokens and the end token; the end token in the padding, too.
+        source_lengths: (B,), number of valid positions in each row of `source`, the end token included.
+        inputs: (B, N) the start token and the target's tokens; the start token in the padding, too.
+        targets: (B, N) the target's tokens and the end token; `IGNORE` in the padding.
+        lengths: (B,), number of valid positions in each row of `inputs` and `targets`.
+        sources: The B source texts as they were given.
+        references: Of each row, all accepted target texts, that of `targets` first; none if they are unknown.
+        indices: (B,), the position of each row in its split or file, by which the original order can be restored.
+    """
+
+    source: Tensor
+    source_lengths: Tensor
+    inputs: Tensor
+    targets: Tensor
+    lengths: Tensor
+    sources: list[str]
+    references: list[list[str]]
+    indices: Tensor | None = None

@@ -12,17 +12,27 @@ if TYPE_CHECKING:
     from lit_effattn.nn.encoder_decoder import EncoderDecoder
     from lit_effattn.nn.lstm import LSTM
     from lit_effattn.nn.transformer import Transformer
-    from lit_effattn.tasks import LanguageModel, PixelModel, SpeechRecognizer
+    from lit_effattn.tasks import LanguageModel, PixelModel, SequenceToSequence, SpeechRecognizer
 
     __version__: str
 
-__all__ = ["LSTM", "EncoderDecoder", "LanguageModel", "PixelModel", "SpeechRecognizer", "Transformer", "__version__"]
+__all__ = [
+    "LSTM",
+    "EncoderDecoder",
+    "LanguageModel",
+    "PixelModel",
+    "SequenceToSequence",
+    "SpeechRecognizer",
+    "Transformer",
+    "__version__",
+]
 
 _MODULES = {
     "EncoderDecoder": "lit_effattn.nn.encoder_decoder",
     "LSTM": "lit_effattn.nn.lstm",
     "LanguageModel": "lit_effattn.tasks",
     "PixelModel": "lit_effattn.tasks",
+    "SequenceToSequence": "lit_effattn.tasks",
     "SpeechRecognizer": "lit_effattn.tasks",
     "Transformer": "lit_effattn.nn.transformer",
 }

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_effattn.attention.linear import EluFeatureMap, FeatureMap
 from lit_effattn.attention.performer import NOTHING_SEEN, Features, RandomFeatures
+from lit_effattn.ops.dot_product import dot_product_attention
 from lit_effattn.ops.favor.pytorch import Norms, favor_sums, read_favor_sums
 from lit_effattn.ops.linear.pytorch import key_sums, read_sums
 from lit_effattn.sequence import SequenceModule, State, accumulator, reads_values, valid_positions, without_padding
@@ -230,7 +230,7 @@ class SoftmaxCrossAttention(CrossAttention):
             mask = valid_positions(state.length.clamp(min=1), slots)[:, None, None]  # (B, 1, 1, S)
         dropout = self.dropout if self.training else 0.0
         keys, values = state.keys.to(q.dtype), state.values.to(q.dtype)
-        return F.scaled_dot_product_attention(q, keys, values, mask, dropout_p=dropout)
+        return dot_product_attention(q, keys, values, mask, dropout=dropout)
 
 
 class LinearCrossAttention(CrossAttention):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lit_effattn.attention.base import Attention
 from lit_effattn.attention.cache import append, check_room, write
+from lit_effattn.ops.dot_product import dot_product_attention
 from lit_effattn.ops.sparse import gather_rows
 from lit_effattn.ops.window import windowed_attention
 from lit_effattn.sequence import reads_values, valid_positions
@@ -204,7 +205,7 @@ class SoftmaxAttention(Attention):
         with relative positions use them.
         """
         is_causal = self.causal and mask is None
-        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, dropout_p=self._dropout_now)
+        return dot_product_attention(q, k, v, mask, is_causal=is_causal, dropout=self._dropout_now)
 
     def _see_window(self, q: Tensor, k: Tensor, v: Tensor, window: int, past: Tensor | None) -> Tensor:
         """Attend from each query to the `window` newest keys: see `windowed_attention`."""

@@ -12,15 +12,28 @@ from torch import Tensor
 from torchmetrics import Metric
 
 
-class _Sums(Metric, ABC):
-    """A function of two sums.
-
-    They are float64, in which counts are exact, and are added over batches and processes before the one division, so
-    the figure does not depend on how the data was cut into batches or dealt to processes.
-    """
+class Float64Metric(Metric, ABC):
+    """A metric whose states stay float64, in which counts are exact, when the model becomes half precision."""
 
     full_state_update = False
     is_differentiable = False
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Float64Metric:
+        """Go where the model goes, but stay float64 where it becomes bfloat16 (`precision="bf16-true"`)."""
+        return super()._apply(lambda t: t.to(fn(t).device), *args, **kwargs)  # type: ignore[return-value]
+
+    @abstractmethod
+    def compute(self) -> Tensor:
+        """Return the figure."""
+
+
+class _Sums(Float64Metric):
+    """A function of two sums.
+
+    They are added over batches and processes before the one division, so the figure does not depend on how the data
+    was cut into batches or dealt to processes.
+    """
+
     total: Tensor
     count: Tensor
 
@@ -28,14 +41,6 @@ class _Sums(Metric, ABC):
         super().__init__()
         self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("count", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> _Sums:
-        """Go where the model goes, but stay float64 where it becomes bfloat16 (`precision="bf16-true"`)."""
-        return super()._apply(lambda t: t.to(fn(t).device), *args, **kwargs)  # type: ignore[return-value]
-
-    @abstractmethod
-    def compute(self) -> Tensor:
-        """Return the figure."""
 
 
 class _Mean(_Sums):
@@ -125,11 +130,48 @@ class Count(_Mean):
         return self.count.long()
 
 
-class PhonemeErrorRate(_Sums):
-    """Σ edits / Σ phones of the references, over all utterances: a fraction, which may exceed 1.
+class ErrorRate(_Sums):
+    """Σ edits to the nearest reference / Σ its tokens, over all sequences: a fraction, which may exceed 1.
 
-    Edits are the fewest insertions, deletions and substitutions that make the one of the other. Long utterances weigh
-    more: it is no mean of the utterances' rates.
+    Edits are the fewest insertions, deletions and substitutions that make the one of the other. The nearest reference
+    has the fewest; of several it is the shortest, so that the order of the references does not matter. Long sequences
+    weigh more: it is no mean of the sequences' rates. Of sequences of words it is the word error rate, of phones the
+    phone error rate.
+
+    Example:
+        >>> metric = ErrorRate()
+        >>> metric.update([["T", "AH", "M"]], [[["T", "AH", "M", "EY"], ["T", "AA", "M", "AA", "T"]]])
+        >>> float(metric.compute())
+        0.25
+    """
+
+    higher_is_better = False
+
+    def update(self, hypotheses: Sequence[Sequence[Any]], references: Sequence[Sequence[Sequence[Any]]]) -> None:
+        """Add sequences.
+
+        Args:
+            hypotheses: The tokens of each.
+            references: The references of each, at least one; their number may vary.
+
+        Raises:
+            ValueError: a sequence has no reference.
+        """
+        from torchaudio.functional import edit_distance  # here, since help need not wait for it
+
+        _check_references(references)
+        for hypothesis, of_it in zip(hypotheses, references, strict=True):
+            edits, tokens = min((edit_distance(hypothesis, reference), len(reference)) for reference in of_it)
+            self.total += edits
+            self.count += tokens
+
+    def compute(self) -> Tensor:
+        """Return the fraction."""
+        return self.total / self.count
+
+
+class PhonemeErrorRate(ErrorRate):
+    """The `ErrorRate` of utterances, each with one reference.
 
     Example:
         >>> metric = PhonemeErrorRate()
@@ -138,18 +180,52 @@ class PhonemeErrorRate(_Sums):
         0.4
     """
 
-    higher_is_better = False
-
     def update(self, hypotheses: Sequence[Sequence[Any]], references: Sequence[Sequence[Any]]) -> None:
         """Add utterances: what was recognised in each, and what was said."""
-        from torchaudio.functional import edit_distance  # here, since help need not wait for it
+        super().update(hypotheses, [[reference] for reference in references])
 
-        self.total += sum(edit_distance(h, r) for h, r in zip(hypotheses, references, strict=True))
-        self.count += sum(map(len, references))
+
+class ExactMatch(_Sums):
+    """The fraction of sequences that equal one of their references: exact-match accuracy.
+
+    Example:
+        >>> metric = ExactMatch()
+        >>> metric.update([["AY"], ["R", "EH", "D"]], [[["IY"]], [["R", "IY", "D"], ["R", "EH", "D"]]])
+        >>> float(metric.compute())
+        0.5
+    """
+
+    higher_is_better = True
+
+    def update(self, hypotheses: Sequence[Sequence[Any]], references: Sequence[Sequence[Sequence[Any]]]) -> None:
+        """Add sequences: see `ErrorRate.update`."""
+        _check_references(references)
+        for hypothesis, of_it in zip(hypotheses, references, strict=True):
+            self.total += any(list(hypothesis) == list(reference) for reference in of_it)
+            self.count += 1
 
     def compute(self) -> Tensor:
         """Return the fraction."""
         return self.total / self.count
+
+
+class SequenceErrorRate(ExactMatch):
+    """The fraction of sequences that equal none of their references, 1 − `ExactMatch`.
+
+    It is what grapheme-to-phoneme conversion calls the word error rate (WER): a sequence is one word's phones.
+    """
+
+    higher_is_better = False
+
+    def compute(self) -> Tensor:
+        """Return the fraction."""
+        return 1 - super().compute()
+
+
+def _check_references(references: Sequence[Sequence[Any]]) -> None:
+    for i, of_it in enumerate(references):
+        if not len(of_it):
+            raise ValueError(f"references[{i}] is empty; give at least one reference for each hypothesis")
 
 
 class NatsPerPhone(_Sums):

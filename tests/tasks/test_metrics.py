@@ -11,9 +11,12 @@ from lit_effattn.tasks.metrics import (
     BitsPerByte,
     BitsPerCharacter,
     BitsPerDim,
+    ErrorRate,
+    ExactMatch,
     NatsPerPhone,
     Perplexity,
     PhonemeErrorRate,
+    SequenceErrorRate,
 )
 
 
@@ -180,6 +183,48 @@ def test_the_phoneme_error_rate_of_another_library():
     assert metric.compute().item() == pytest.approx(theirs.compute().item(), rel=1e-6)
 
 
+VARIANTS = [  # a hypothesis, its references, and the edits and tokens that count
+    ("t ah m", ["t ah m ey t ow", "t ah m"], 0, 3),
+    ("t ah m", ["t ah m ey t ow"], 3, 6),
+    ("r eh d", ["r iy d", "r eh d s"], 1, 3),  # equally near: the shorter one
+    ("r eh d", ["r eh d s", "r iy d"], 1, 3),
+    ("r iy", ["r eh d z", "r"], 1, 1),  # the nearest, though it has the higher rate
+    ("", ["k ae t", ""], 0, 0),
+    ("k ae t", [""], 3, 0),
+]
+
+
+def test_the_error_rate_with_several_references_by_hand():
+    metric = ErrorRate()
+    for hypothesis, references, edits, tokens in VARIANTS:
+        before = metric.total.item(), metric.count.item()
+        metric.update([hypothesis.split()], [[r.split() for r in references]])
+        assert (metric.total.item() - before[0], metric.count.item() - before[1]) == (edits, tokens)
+    assert metric.compute().item() == pytest.approx(9 / 16, rel=1e-15)
+    whole = ErrorRate()
+    hypotheses = [h.split() for h, *_ in VARIANTS]
+    assert whole(hypotheses, [[r.split() for r in rs] for _, rs, *_ in VARIANTS]).item() == metric.compute().item()
+    assert metric.higher_is_better is False
+
+
+def test_whole_sequences_by_hand():
+    match, error = ExactMatch(), SequenceErrorRate()
+    for metric in match, error:
+        for hypothesis, references, *_ in VARIANTS:
+            metric.update([tuple(hypothesis.split())], [[r.split() for r in references]])
+    assert match.compute().item() == pytest.approx(2 / 7, rel=1e-15)
+    assert error.compute().item() == pytest.approx(5 / 7, rel=1e-15)
+    assert (match.higher_is_better, error.higher_is_better) == (True, False)
+
+
+@pytest.mark.parametrize("kind", [ErrorRate, ExactMatch])
+def test_a_sequence_without_reference_is_refused(kind: type):
+    metric = kind()
+    with pytest.raises(ValueError, match=r"references\[1\] is empty"):
+        metric.update([["a"], ["b"]], [[["a"]], []])
+    assert metric.count == 0
+
+
 def test_nats_per_phone_are_divided_once():
     one, other = NatsPerPhone(), NatsPerPhone()
     one.update(torch.tensor([4.0, 3.0]), torch.tensor([2, 0]))
@@ -191,5 +236,5 @@ def test_nats_per_phone_are_divided_once():
 
 def test_the_examples_of_the_docstrings():
     result = doctest.testmod(metrics, extraglobs={"torch": torch, "math": math})
-    assert result.attempted >= 15
+    assert result.attempted >= 24
     assert result.failed == 0

@@ -1,0 +1,162 @@
+"""BLEU and chrF by sacrebleu, from sums over batches and processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lit_effattn.tasks.metrics import Float64Metric
+
+if TYPE_CHECKING:
+    from sacrebleu.metrics.base import Metric as SacreBleuMetric
+
+Tokenizer = Literal["13a", "intl", "zh", "ja-mecab", "ko-mecab", "char", "none"]
+"""sacrebleu's tokenizers, without those that download a model."""
+
+
+class _CorpusScore(Float64Metric):
+    """A score of sacrebleu: a function of statistics that are added over all sentences.
+
+    The statistics are integers, and sacrebleu's own formula is applied to their sums. Thus the score equals that of all
+    sentences at once, however they were cut into batches or dealt to processes.
+
+    Args:
+        scorer: Extracts the statistics, and computes the score from their sums.
+        n_statistics: How many there are.
+    """
+
+    higher_is_better = True
+    statistics: Tensor
+    fewest_references: Tensor
+    most_references: Tensor
+
+    def __init__(self, scorer: SacreBleuMetric, n_statistics: int) -> None:
+        super().__init__()
+        self._scorer = scorer
+        self._n_references: int | None = None
+        self.add_state("statistics", torch.zeros(n_statistics, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("fewest_references", torch.tensor(math.inf, dtype=torch.float64), dist_reduce_fx="min")
+        self.add_state("most_references", torch.tensor(0, dtype=torch.float64), dist_reduce_fx="max")
+
+    def update(self, hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> None:
+        """Add sentences.
+
+        Args:
+            hypotheses: Detokenised texts.
+            references: The references of each, at least one; their number may vary.
+
+        Raises:
+            ValueError: a sentence has no reference, or a text instead of a list of texts; or the numbers of hypotheses
+                and references differ.
+        """
+        for i, of_it in enumerate(references):
+            if isinstance(of_it, str) or not len(of_it):
+                raise ValueError(
+                    f"references[{i}]={of_it!r} is no list of texts; give at least one for each hypothesis"
+                )
+        if len(hypotheses) != len(references):
+            raise ValueError(f"{len(hypotheses)} hypotheses have {len(references)} lists of references; give one each")
+        if not hypotheses:
+            return
+        streams = list(zip_longest(*references))  # the first references of all sentences, the second ones, …
+        by_sentence = self._scorer._extract_corpus_statistics(hypotheses, streams)
+        self.statistics += torch.tensor(by_sentence, dtype=torch.float64, device=self.device).sum(0)
+        counts = torch.tensor([len(of_it) for of_it in references], dtype=torch.float64, device=self.device)
+        self.fewest_references = torch.minimum(self.fewest_references, counts.min())
+        self.most_references = torch.maximum(self.most_references, counts.max())
+
+    def compute(self) -> Tensor:
+        """Return the score, from 0 to 100."""
+        most = int(self.most_references)
+        self._n_references = (most if most == self.fewest_references else -1) if most else None
+        score: Any = self._scorer._compute_score_from_stats([int(n) for n in self.statistics.tolist()])
+        return torch.tensor(score.score, dtype=torch.float64, device=self.device)
+
+    def signature(self) -> str:
+        """Return sacrebleu's signature of the score that `compute` returned last: its options and version.
+
+        Raises:
+            ValueError: nothing was computed yet, so that the number of references is not known.
+        """
+        if self._n_references is None:
+            raise ValueError("the signature names the number of references, which is not known before `compute`")
+        self._scorer.num_refs = self._n_references  # as its `corpus_score` does
+        return str(self._scorer.get_signature())
+
+
+class Bleu(_CorpusScore):
+    """BLEU of a corpus, by sacrebleu (Post 2018).
+
+        BLEU = 100 · min(1, exp(1 − r / c)) · exp(Σₙ ln pₙ / 4),  n = 1 … 4      Papineni et al. 2002, section 2.3
+
+    pₙ is the fraction of the hypotheses' n-grams that are in a reference, c the hypotheses' length in tokens, r that of
+    the references nearest in length.
+
+    Args:
+        tokenize: sacrebleu's tokenizer, one of those that download nothing; "none" for texts that are tokenised.
+        lowercase: Do not tell cases apart.
+
+    Raises:
+        ValueError: sacrebleu is not installed, or there is no such tokenizer.
+
+    Example:
+        >>> metric = Bleu()
+        >>> metric.update(["the cat sat on the mat"], [["the cat sat on a mat", "a cat sat on the mat"]])
+        >>> round(float(metric.compute()), 1)
+        95.5
+        >>> metric.signature().partition("|version")[0]
+        'nrefs:2|case:mixed|eff:no|tok:13a|smooth:exp'
+    """
+
+    def __init__(self, tokenize: Tokenizer = "13a", lowercase: bool = False) -> None:
+        if tokenize not in get_args(Tokenizer):
+            raise ValueError(f"tokenize={tokenize!r} is not one of {', '.join(get_args(Tokenizer))}")
+        scorer = _sacrebleu().BLEU(tokenize=tokenize, lowercase=lowercase)
+        super().__init__(scorer, n_statistics=2 + 2 * scorer.max_ngram_order)
+
+
+class Chrf(_CorpusScore):
+    """chrF of a corpus, by sacrebleu (Post 2018).
+
+        chrF = 100 · (1 + β²) P R / (β² P + R),  β = 2                            Popović 2015, equation 1
+
+    P and R are the precision and the recall of n-grams of characters, each averaged over n = 1 … 6. Of several
+    references of a sentence the one with the highest chrF counts.
+
+    Args:
+        word_order: Count n-grams of words up to this length as well: 2 is chrF++ (Popović 2017).
+        lowercase: Do not tell cases apart.
+
+    Raises:
+        ValueError: sacrebleu is not installed, or `word_order` is negative.
+
+    Example:
+        >>> metric = Chrf()
+        >>> metric.update(["the cat sat on the mat"], [["the cat sat on a mat"]])
+        >>> round(float(metric.compute()), 1)
+        72.1
+    """
+
+    def __init__(self, word_order: int = 0, lowercase: bool = False) -> None:
+        if word_order < 0:
+            raise ValueError(f"word_order={word_order} is negative; 0 is chrF, 2 is chrF++")
+        scorer = _sacrebleu().CHRF(word_order=word_order, lowercase=lowercase)
+        super().__init__(scorer, n_statistics=3 * scorer.order)
+
+
+def _sacrebleu() -> Any:
+    """Return `sacrebleu.metrics`, imported here, since help need not wait for it.
+
+    Its methods `_extract_corpus_statistics` and `_compute_score_from_stats` are the same from 2.0 to 2.6. Its own tests
+    of significance use them.
+    """
+    try:
+        from sacrebleu import metrics
+    except ImportError:
+        raise ValueError("BLEU and chrF need the package sacrebleu: pip install 'lit-effattn[translation]'") from None
+    return metrics

@@ -1,0 +1,141 @@
+import copy
+import doctest
+import random
+import sys
+from collections.abc import Callable
+
+import pytest
+import sacrebleu
+import torch
+from sacrebleu.metrics import BLEU, CHRF
+
+from lit_effattn.tasks import text_metrics
+from lit_effattn.tasks.text_metrics import Bleu, Chrf
+
+KINDS: dict[str, tuple[Callable, Callable]] = {
+    "bleu": (Bleu, BLEU),
+    "bleu_words": (
+        lambda: Bleu(tokenize="none", lowercase=True),
+        lambda: BLEU(tokenize="none", lowercase=True, force=True),
+    ),
+    "chrf": (Chrf, CHRF),
+    "chrf++": (lambda: Chrf(word_order=2, lowercase=True), lambda: CHRF(word_order=2, lowercase=True)),
+}
+
+
+def corpus(n: int, most: int, seed: int = 0) -> tuple[list[str], list[list[str]]]:
+    """Make sentences with one to `most` references, which are the sentence with some words changed."""
+    rng = random.Random(seed)
+    words = ["The", "the", "a", "cat,", "dog", "sat", "on", "mat.", "(under)", "it's", "3.5", "%"]
+
+    def changed(sentence: list[str]) -> str:
+        return " ".join(rng.choice(words) if rng.random() < 0.3 else word for word in sentence)
+
+    sentences = [[rng.choice(words) for _ in range(rng.randint(0, 14))] for _ in range(n)]
+    return (
+        [" ".join(sentence) for sentence in sentences],
+        [[changed(sentence) for _ in range(rng.randint(1, most))] for sentence in sentences],
+    )
+
+
+def streams(references: list[list[str]]) -> list[list[str | None]]:
+    """Put references into the form of sacrebleu: the first ones of all sentences, the second ones, …"""
+    most = max(map(len, references))
+    return [[of_it[i] if i < len(of_it) else None for of_it in references] for i in range(most)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("most", [1, 3])
+def test_batches_score_as_all_texts_at_once(kind: str, most: int):
+    ours, theirs = (make() for make in KINDS[kind])
+    hypotheses, references = corpus(50, most)
+    for start, end in ((0, 1), (1, 30), (30, 30), (30, 50)):
+        ours.update(hypotheses[start:end], references[start:end])
+    expected = theirs.corpus_score(hypotheses, streams(references)).score
+    assert ours.compute().item() == expected
+    assert 5 < expected < 95
+    assert ours.signature() == str(theirs.get_signature())
+    assert ours.higher_is_better is True
+
+
+def test_the_defaults_are_those_of_the_corpus_functions():
+    hypotheses, references = corpus(20, 2)
+    assert Bleu()(hypotheses, references).item() == sacrebleu.corpus_bleu(hypotheses, streams(references)).score
+    assert Chrf()(hypotheses, references).item() == sacrebleu.corpus_chrf(hypotheses, streams(references)).score
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_processes_add_their_statistics(kind: str):
+    """What torchmetrics does in DDP: gather every state, then reduce it as declared. One process has no sentence."""
+    make, theirs = KINDS[kind]
+    hypotheses, references = corpus(12, 1)
+    references[-1].append("A second one.")
+    ranks = [make() for _ in range(3)]
+    ranks[0].update(hypotheses[:9], references[:9])
+    ranks[1].update(hypotheses[9:], references[9:])
+    metric = ranks[0]
+    gathered = {id(getattr(metric, name)): [getattr(rank, name) for rank in ranks] for name in metric._defaults}
+    metric.distributed_available_fn = lambda: True
+    metric.dist_sync_fn = lambda state, group: gathered[id(state)]
+    scorer = theirs()
+    assert metric.compute().item() == scorer.corpus_score(hypotheses, streams(references)).score
+    assert metric.signature() == str(scorer.get_signature())
+    assert "nrefs:var" in metric.signature()
+
+
+def test_counts_stay_exact_when_the_model_becomes_half_precision():
+    metric = torch.nn.ModuleDict({"bleu": Bleu()}).to(torch.bfloat16)["bleu"]
+    hypotheses, references = corpus(300, 1)
+    for _ in range(4):
+        metric.update(hypotheses, references)
+    expected = sacrebleu.corpus_bleu(hypotheses * 4, streams(references * 4)).score
+    assert metric.compute().item() == expected
+    assert copy.deepcopy(metric).compute().item() == expected
+
+
+def test_the_signature_outlives_a_reset():
+    """Lightning resets metrics before the command prints the signature."""
+    metric = Bleu()
+    with pytest.raises(ValueError, match="not known before `compute`"):
+        metric.signature()
+    metric(["a b c d e"], [["a b c d e"]])
+    assert metric.compute().item() == pytest.approx(100)
+    metric.reset()
+    assert metric.signature().startswith("nrefs:1|")
+    metric.update(["x"], [["a b c d e", "y"]])
+    assert metric.compute().item() == 0
+    assert metric.signature().startswith("nrefs:2|")
+
+
+@pytest.mark.parametrize(
+    ("hypotheses", "references", "words"),
+    [
+        (["a", "b"], [["a"], []], r"references\[1\]=\[\] is no list of texts"),
+        (["abc"], ["abc"], r"references\[0\]='abc' is no list of texts"),
+        (["a", "b"], [["a"]], "2 hypotheses have 1 lists"),
+    ],
+)
+@pytest.mark.parametrize("kind", [Bleu, Chrf])
+def test_what_is_no_text_with_references_is_refused(kind: type, hypotheses: list, references: list, words: str):
+    with pytest.raises(ValueError, match=words):
+        kind().update(hypotheses, references)
+
+
+def test_options_out_of_range_are_refused():
+    with pytest.raises(ValueError, match="tokenize='flores200' is not one of 13a, "):  # it would download a model
+        Bleu(tokenize="flores200")
+    with pytest.raises(ValueError, match="word_order=-1"):
+        Chrf(word_order=-1)
+
+
+@pytest.mark.parametrize("kind", [Bleu, Chrf])
+def test_without_the_package_the_extra_is_named(kind: type, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)
+    with pytest.raises(ValueError, match=r"pip install 'lit-effattn\[translation\]'"):
+        kind()
+
+
+def test_the_examples_of_the_docstrings():
+    result = doctest.testmod(text_metrics)
+    assert result.attempted >= 7
+    assert result.failed == 0

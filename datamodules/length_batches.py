@@ -92,15 +92,15 @@ class LengthBatches(DistributedSampler[list[int]]):
 
 def _buckets(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return each sample's bucket, 0 with the longest samples, and, longest sample first, its bucket's longest."""
-    order = np.argsort(-lengths, kind="stable")
-    buckets, longest = np.empty(len(lengths), int), np.empty(len(lengths), int)
+    values, which, counts = np.unique(lengths, return_inverse=True, return_counts=True)
+    of_value, longest = np.empty(len(values), int), np.empty(len(values), int)
     bucket = -1
     most = np.inf
-    for place, i in enumerate(order):
-        if lengths[i] * _RATIO < most:
-            bucket, most = bucket + 1, lengths[i]
-        buckets[i], longest[place] = bucket, most
-    return buckets, longest
+    for i in reversed(range(len(values))):
+        if values[i] * _RATIO < most:
+            bucket, most = bucket + 1, values[i]
+        of_value[i], longest[i] = bucket, most
+    return of_value[which], np.repeat(longest[::-1], counts[::-1])
 
 
 def _borders(longest: np.ndarray, batch_size: int, max_samples: int, num_replicas: int) -> list[int]:

@@ -284,7 +284,7 @@ def _checked(where: str, source: str | bytes, target: str | bytes) -> Pair | Fau
         try:
             # JSON can hold halves of characters, which no file of text can.
             texts.append(text.decode() if isinstance(text, bytes) else text.encode().decode())
-        except UnicodeError as error:
+        except (UnicodeDecodeError, UnicodeEncodeError) as error:
             return Fault("not UTF-8", f"{where}: is not UTF-8 ({error.reason} at {error.start})")
     if not all(text.strip() for text in texts):
         side = "source" if texts[1].strip() else "target" if texts[0].strip() else "source and no target"

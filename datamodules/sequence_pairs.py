@@ -260,11 +260,10 @@ class SequencePairs(LightningDataModule):
         """Return the items of a split that are used, and warn about those that are not."""
         pairs, faults = self._store.split(split), self._store.faults(split)
         lengths = pairs.lengths()  # (items, 2)
-        used = np.ones(len(lengths), bool)
-        if split == "train":
-            used = ((lengths >= self.min_len) & (lengths <= self.max_len)).all(1)  # (items, 2) -> (items,)
-            for i in np.flatnonzero(~used).tolist():
-                faults.add(self._length_fault(pairs, i, lengths[i].tolist()))
+        fits = (lengths >= self.min_len) & (lengths <= self.max_len)  # (items, 2)
+        used = np.logical_and.reduce(fits, axis=1) | (split != "train")  # (items, 2) -> (items,)
+        for i in np.flatnonzero(~used).tolist():
+            faults.add(self._length_fault(pairs, i, lengths[i].tolist()))
         self.left_out[split] = faults
         if not used.any():
             raise ValueError(

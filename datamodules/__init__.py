@@ -6,7 +6,7 @@ from lit_effattn.datamodules.copy_task import CopyTask
 from lit_effattn.datamodules.corpora import EspeakCorpus, LibriSpeechCorpus, ManifestCorpus
 from lit_effattn.datamodules.filterbanks import Filterbanks
 from lit_effattn.datamodules.length_batches import LengthBatches
-from lit_effattn.datamodules.phonemes import Lexicon
+from lit_effattn.datamodules.phonemes import Lexicon, Pronouncer
 from lit_effattn.datamodules.pixels import PixelSequences, images_to_levels, levels_to_images
 from lit_effattn.datamodules.sampling import ResumableLoader, ShardedBatches
 from lit_effattn.datamodules.sequence_pairs import SequencePairs
@@ -30,6 +30,7 @@ __all__ = [
     "ManifestCorpus",
     "PairBatch",
     "PixelSequences",
+    "Pronouncer",
     "ResumableLoader",
     "SequencePairs",
     "ShardedBatches",

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from lit_effattn.datamodules.espeak import ESPEAK_MINUTES, make_corpus
 from lit_effattn.datamodules.json_data import parse_json
-from lit_effattn.datamodules.phonemes import ESPEAK_PHONES, Lexicon, pronounced
+from lit_effattn.datamodules.phonemes import ESPEAK_PHONES, Lexicon, Pronouncer, pronounced
 from lit_effattn.datamodules.utterances import SpeechCorpus, Utterance
 
 _SHOWN = 5  # bad lines of a manifest that an error names
@@ -136,14 +136,27 @@ class ManifestCorpus(SpeechCorpus):
             words that it lacks are left out and counted in a warning. Not needed if each line has phonemes; the
             inventory is then that of the training utterances.
         stress: Keep the lexicon's stress digits, so that AH0 and AH1 are different phones.
+        g2p: Pronounces the words that the lexicon lacks, such as `TrainedPronouncer`. They are counted and named.
 
     Raises:
-        ValueError: If `stress` is given without a lexicon.
+        ValueError: If `stress` or `g2p` is given without a lexicon.
     """
 
-    def __init__(self, train: str, val: str, test: str, *, lexicon: str | None = None, stress: bool = False) -> None:
+    def __init__(
+        self,
+        train: str,
+        val: str,
+        test: str,
+        *,
+        lexicon: str | None = None,
+        stress: bool = False,
+        g2p: Pronouncer | None = None,
+    ) -> None:
         if stress and lexicon is None:
             raise ValueError("stress=True needs a lexicon, because it keeps the lexicon's stress digits; give lexicon")
+        if g2p is not None and lexicon is None:
+            raise ValueError("g2p was given without a lexicon, whose phones are the inventory; give lexicon")
+        self.g2p = g2p
         self.manifests = {"train": Path(train), "val": Path(val), "test": Path(test)}
         self.lexicon = None if lexicon is None else Lexicon(lexicon, stress=stress)
         self._read: dict[str, list[Utterance]] = {}
@@ -188,7 +201,7 @@ class ManifestCorpus(SpeechCorpus):
             for line in lines
         ]
         if self.lexicon is not None:
-            return pronounced(spoken, self.lexicon, str(self.manifests[split]))
+            return pronounced(spoken, self.lexicon, str(self.manifests[split]), self.g2p)
         for line in lines:
             if line.utterance.phones is None:
                 raise ValueError(
@@ -200,7 +213,7 @@ class ManifestCorpus(SpeechCorpus):
 class LibriSpeechCorpus(SpeechCorpus):
     """LibriSpeech (Panayotov et al. 2015), with words mapped to phones by a lexicon.
 
-    Utterances with words that the lexicon lacks are left out and counted in a warning.
+    Utterances with words that the lexicon lacks are left out and counted in a warning, unless `g2p` pronounces them.
 
     Args:
         root: The folder that contains LibriSpeech as unpacked: LibriSpeech/train-clean-100/19/198/19-198-0000.flac.
@@ -209,6 +222,7 @@ class LibriSpeechCorpus(SpeechCorpus):
         val: Validation subsets.
         test: Test subsets.
         stress: Keep the lexicon's stress digits, so that AH0 and AH1 are different phones.
+        g2p: Pronounces the words that the lexicon lacks, such as `TrainedPronouncer`. They are counted and named.
     """
 
     def __init__(
@@ -220,7 +234,9 @@ class LibriSpeechCorpus(SpeechCorpus):
         val: tuple[str, ...] = ("dev-clean",),
         test: tuple[str, ...] = ("test-clean",),
         stress: bool = False,
+        g2p: Pronouncer | None = None,
     ) -> None:
+        self.g2p = g2p
         self.root = Path(root)
         self.lexicon = Lexicon(lexicon, stress=stress)
         self.subsets = {"train": tuple(train), "val": tuple(val), "test": tuple(test)}
@@ -252,7 +268,9 @@ class LibriSpeechCorpus(SpeechCorpus):
         """
         if split not in self._read:
             spoken = [pair for subset in self.subsets[split] for pair in self._spoken(subset)]
-            self._read[split] = pronounced(spoken, self.lexicon, "LibriSpeech " + " ".join(self.subsets[split]))
+            self._read[split] = pronounced(
+                spoken, self.lexicon, f"LibriSpeech {' '.join(self.subsets[split])}", self.g2p
+            )
         return self._read[split]
 
     @property

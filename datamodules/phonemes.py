@@ -1,11 +1,12 @@
 """Phone inventories, their folding for scoring, and pronunciation lexicons."""
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lit_effattn.datamodules.utterances import Utterance
 
@@ -168,6 +169,10 @@ class Lexicon:
         """
         return tuple(phone for word in words for phone in self._words[word])
 
+    def add(self, words: dict[str, tuple[str, ...]]) -> None:
+        """Add words, in capitals, and their phones, which must be in `phones`."""
+        self._words.update(words)
+
     def __contains__(self, word: str) -> bool:
         return word in self._words
 
@@ -208,17 +213,31 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="latin-1")  # CMUdict's encoding until 0.7b
 
 
-def pronounced(spoken: Iterable[tuple[Utterance, str | None]], lexicon: Lexicon, name: str) -> list[Utterance]:
+class Pronouncer(ABC):
+    """Finds the phones of words that a lexicon lacks."""
+
+    @abstractmethod
+    def pronounce(self, words: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        """Return the phones of those words that it can pronounce."""
+
+
+def pronounced(
+    spoken: Iterable[tuple[Utterance, str | None]], lexicon: Lexicon, name: str, g2p: Pronouncer | None = None
+) -> list[Utterance]:
     """Add the phones of their texts to utterances. Leave out those with unknown words, and count them in a warning.
 
     Args:
         spoken: Utterances and their texts; None: the utterance already has phones.
         lexicon: The lexicon.
         name: Name of the source, for the warning.
+        g2p: Pronounces the words that the lexicon lacks. None: they are unknown.
 
     Raises:
         ValueError: If no utterance is left.
     """
+    spoken = list(spoken)
+    if g2p is not None:
+        _complete(lexicon, [text for _, text in spoken if text is not None], name, g2p)
     known, unknown, n_left_out = [], dict[str, None](), 0
     for utterance, text in spoken:
         if text is None:
@@ -241,6 +260,21 @@ def pronounced(spoken: Iterable[tuple[Utterance, str | None]], lexicon: Lexicon,
         raise ValueError(message)
     rank_zero_warn(message)
     return known
+
+
+def _complete(lexicon: Lexicon, texts: list[str], name: str, g2p: Pronouncer) -> None:
+    """Add the words of `texts` that `lexicon` lacks, unless their phones are not in its inventory."""
+    missing = dict.fromkeys(word for text in texts for word in lexicon.words(text) if word not in lexicon)
+    found = g2p.pronounce(missing)
+    usable = {word: phones for word, phones in found.items() if set(phones) <= set(lexicon.phones)}
+    lexicon.add(usable)
+    if usable:
+        rank_zero_info(
+            f"{name}: {first_few(usable, 'word')} that {lexicon.path} lacks have their phones from {g2p}, such as "
+            f"{next(iter(usable))}  {' '.join(next(iter(usable.values())))}"
+        )
+    if strange := found.keys() - usable.keys():
+        rank_zero_warn(f"{name}: {first_few(sorted(strange), 'word')} have phones from {g2p} that {lexicon.path} lacks")
 
 
 def first_few(names: Iterable[str], what: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lit_effattn import sequence
@@ -44,12 +45,14 @@ class Translation(NamedTuple):
     """What was written for a source.
 
     Attributes:
+        place: Its place in the file or the split.
         entry: What `translations.jsonl` has of it: see `SequenceToSequence.predict_step`.
         weights: (N, S), which source each token of the best output looked at, to be drawn; None: it is not.
         outputs: N tokens of the best output.
         sources: S tokens of the source.
     """
 
+    place: int
     entry: dict[str, Any]
     weights: Tensor | None
     outputs: list[str]
@@ -203,15 +206,22 @@ class SequenceToSequence(Task):
             found["sequences"] = metrics["sequences"]
         elif self.decode_every_n_epochs is None or (self.current_epoch + 1) % self.decode_every_n_epochs:
             return found
-        outputs = self._texts(self.search(batch.source, batch.source_lengths))
+        outputs = self.texts(self.search(batch.source, batch.source_lengths))
         for name in self.metrics:
             if name in _IN_UNITS:
                 references = [[text.split() for text in texts] for texts in batch.references]
-                metrics[name].update([texts[0].split() for texts in outputs], references)
+                metrics[name]([texts[0].split() for texts in outputs], references)
             else:
-                metrics[name].update([texts[0] for texts in outputs], batch.references)
+                metrics[name]([texts[0] for texts in outputs], batch.references)
             found[name] = metrics[name]
         return found
+
+    def on_test_end(self) -> None:
+        """Say how BLEU and chrF were computed."""
+        metrics: Any = self.scores["test"]
+        for name in ("bleu", "chrf"):
+            if name in self.metrics:
+                rank_zero_info(f"{name}: sacrebleu {metrics[name].signature()}")
 
     # -------------------------------------------------------------------------------------------------- the outputs
 
@@ -256,7 +266,7 @@ class SequenceToSequence(Task):
             progress=progress,
         )
 
-    def _texts(self, found: Hypotheses) -> list[list[str]]:
+    def texts(self, found: Hypotheses) -> list[list[str]]:
         """Return the n best texts of each source."""
         tokenizer = self.target_text
         lengths = found.lengths.tolist()
@@ -280,7 +290,7 @@ class SequenceToSequence(Task):
         found = self.search(batch.source, batch.source_lengths, beam=beam, length_penalty=length_penalty, n_best=n_best)
         scores, log_probs = found.scores.tolist(), found.log_probs.tolist()
         translations = []
-        for row, texts in enumerate(self._texts(found)):
+        for row, texts in enumerate(self.texts(found)):
             entry: dict[str, Any] = {
                 "source": batch.sources[row],
                 "outputs": [
@@ -291,12 +301,13 @@ class SequenceToSequence(Task):
             }
             if batch.references and batch.references[row]:
                 entry["references"] = batch.references[row]
+            place = row if batch.indices is None else int(batch.indices[row])
             if row < drawn:
                 source = batch.source[row, : int(batch.source_lengths[row])]
                 target = found.tokens[row, 0, : int(found.lengths[row, 0])]
-                translations.append(Translation(entry, *self._looked_at(source, target)))
+                translations.append(Translation(place, entry, *self._looked_at(source, target)))
             else:
-                translations.append(Translation(entry, None, [], []))
+                translations.append(Translation(place, entry, None, [], []))
         return translations
 
     def _looked_at(self, source: Tensor, target: Tensor) -> tuple[Tensor, list[str], list[str]]:
@@ -314,8 +325,11 @@ class SequenceToSequence(Task):
         return weights.float().cpu(), names[0], names[1]
 
     def write_predictions(self, predictions: list[Any], folder: Path) -> str:
-        """Write `translations.jsonl`, a line a source, and pictures: see `Task.write_predictions`."""
-        return _written([t for batch in predictions for t in batch], folder)
+        """Write `translations.jsonl`, a line a source in the order of the file, and pictures of the first batch.
+
+        See `Task.write_predictions`.
+        """
+        return _written(sorted((t for batch in predictions for t in batch), key=lambda t: t.place), folder)
 
     def write_samples(
         self,
@@ -347,7 +361,11 @@ class SequenceToSequence(Task):
         for name, value in sampling.items():
             raise ValueError(f"--{name} {value}: {type(self).__name__} searches and draws nothing; leave it out")
         tokens = self.encode(source)[None].to(self.device)
-        batch = PairBatch(tokens, torch.tensor([tokens.size(1)], device=self.device), *[tokens] * 3, [source], [[]])
+        border = torch.full_like(tokens[:, :1], self.border)
+        count = torch.ones_like(border[0])
+        batch = PairBatch(
+            tokens, count * tokens.size(1), border, torch.full_like(border, IGNORE), count, [source], [[]]
+        )
         n = n or 1
         found = self._translations(
             batch, n_best=n, drawn=1, beam=max(n, self.beam) if beam is None else beam, length_penalty=length_penalty
@@ -437,7 +455,7 @@ def _written(translations: list[Translation], folder: Path) -> str:
 
     path, pictures = folder / "translations.jsonl", 0
     with path.open("w", encoding="utf-8") as file:
-        for entry, weights, outputs, sources in translations:
+        for _, entry, weights, outputs, sources in translations:
             if weights is not None:
                 pictures += 1
                 entry["picture"] = f"attention_{pictures}.png"

@@ -1,0 +1,273 @@
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lit_effattn import EncoderDecoder, Transformer
+from lit_effattn.attention import LinearAttention, LinearCrossAttention, SoftmaxCrossAttention
+from lit_effattn.beam import Hypotheses
+from lit_effattn.datamodules.tokenizers import CharacterTokenizer, WordTokenizer
+from lit_effattn.datamodules.tokens import IGNORE, PairBatch
+from lit_effattn.tasks import SequenceToSequence
+
+LETTERS = CharacterTokenizer("abcd")  # 4 letters, <unk>, <start>
+PHONES = WordTokenizer(["AA", "B", "K", "<unk>"])  # and <start>
+
+
+def model(cross: Any = SoftmaxCrossAttention, **options: Any) -> SequenceToSequence:
+    """Return a small model far from uniform, always the same, in float64 and without dropout."""
+    torch.manual_seed(5)
+    backbone = EncoderDecoder(
+        Transformer(8, 2, 2, attention=LinearAttention, causal=False, init="pytorch"),
+        Transformer(8, 2, 1, attention=LinearAttention, cross_attention=cross, init="pytorch"),
+    )
+    vocabularies = {"source_tokenizer": LETTERS.to_json(), "target_tokenizer": PHONES.to_json()}
+    made = SequenceToSequence(
+        backbone, LETTERS.n_tokens, PHONES.n_tokens, **{**vocabularies, **{"metrics": ["exact_match"]}, **options}
+    )
+    with torch.no_grad():
+        made.head.proj.weight.mul_(4)
+    return made.double().eval()
+
+
+def batch() -> PairBatch:
+    """Return pairs of several lengths."""
+    generator = torch.Generator().manual_seed(0)
+    source_lengths, lengths = torch.tensor([5, 2, 3]), torch.tensor([2, 4, 1])
+    source = torch.randint(4, (3, 5), generator=generator)
+    target = torch.randint(3, (3, 3), generator=generator)
+    for row in range(3):
+        source[row, source_lengths[row] - 1 :] = LETTERS.start
+    start = torch.full((3, 1), PHONES.start)
+    inputs, targets = torch.cat([start, target], 1), torch.cat([target, start], 1)
+    for row, n in enumerate(lengths.tolist()):
+        targets[row, n - 1] = PHONES.start
+        targets[row, n:] = IGNORE
+    texts = ["abcd", "a", "ab"]
+    return PairBatch(source, source_lengths, inputs, targets, lengths, texts, [["AA B"], ["B"], ["K"]])
+
+
+def conditionals(made: SequenceToSequence, given: PairBatch) -> list[list[float]]:
+    """−ln p(target | source, targets before), each from a pair without padding whose target ends before it."""
+    costs: list[list[float]] = []
+    for row in range(len(given.source)):
+        source = given.source[row, : given.source_lengths[row]]
+        costs.append([])
+        for t in range(int(given.lengths[row])):
+            encoded, _ = made.backbone.encoder(8**0.5 * made.source_embedding.weight[source][None])
+            state = made.backbone.decoder.remember(encoded)
+            x = 8**0.5 * made.target_embedding.weight[given.inputs[row, : t + 1]][None]
+            h, _ = made.backbone.decoder(x, state)
+            logits = h[0, -1] @ made.head.proj.weight.T + made.head.proj.bias
+            costs[-1].append((logits.logsumexp(0) - logits[given.targets[row, t]]).item())
+    return costs
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cross", [SoftmaxCrossAttention, LinearCrossAttention])
+def test_costs_are_those_of_the_conditionals(cross: Any):
+    made, given = model(cross), batch()
+    nats = made(given)
+    for row, n, expected in zip(nats, given.lengths, conditionals(made, given), strict=True):
+        assert row[:n].tolist() == pytest.approx(expected)
+        assert (row[n:] == 0).all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_training_loss_is_the_mean_over_the_targets(smoothing: float):
+    made, given = model(label_smoothing=smoothing), batch()
+    h, _ = made.hidden(given)
+    log_p = made.head.log_probs(h)[given.targets != IGNORE]
+    right = -log_p.gather(-1, given.targets[given.targets != IGNORE][:, None])
+    expected = (1 - smoothing) * right.mean() - smoothing * log_p.mean()
+    torch.testing.assert_close(made.training_step(given), expected)
+
+
+def test_embeddings_have_unit_variance_after_scaling():
+    torch.manual_seed(0)
+    backbone = EncoderDecoder(
+        Transformer(64, 2, 1, causal=False), Transformer(64, 2, 1, cross_attention=SoftmaxCrossAttention)
+    )
+    made = SequenceToSequence(backbone, 500, 500)
+    for embed in (made._embed_source, made._embed_target):
+        assert embed(torch.arange(500)).std().item() == pytest.approx(1, abs=0.02)
+
+
+def test_matrices_are_shared():
+    one = {"target_tokenizer": LETTERS.to_json(), "source_tokenizer": LETTERS.to_json()}
+    backbone = model().float().backbone
+    none, target, everything = (
+        SequenceToSequence(backbone, 6, 6, **one, tie=tie, metrics=["exact_match"]) for tie in ("none", "target", "all")
+    )
+    counts = [sum(p.numel() for p in made.parameters()) for made in (none, target, everything)]
+    assert counts[0] - counts[1] == counts[1] - counts[2] == 6 * 8
+    assert everything.head.proj.weight is everything.source_embedding.weight is everything.target_embedding.weight
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"label_smoothing": 1.0}, "label_smoothing=1.0"),
+        ({"tie": "both"}, "tie='both'"),
+        ({"tie": "all"}, r"one vocabulary .* \(6, 8\) and \(5, 8\); set joint=true"),
+        ({"metrics": ["wer"]}, "metrics names 'wer'.*error_rate"),
+        ({"decode_every_n_epochs": 0}, "decode_every_n_epochs=0"),
+        ({"beam": 0}, "beam=0"),
+        ({"length_penalty": -1.0}, "length_penalty=-1.0"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
+def test_bad_arguments_are_named(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        model(**options)
+
+
+def test_equal_shapes_are_not_one_vocabulary():
+    others = CharacterTokenizer("abce").to_json()
+    with pytest.raises(ValueError, match="one vocabulary"):
+        model(tie="all", target_tokenizer=others).__class__(
+            model().backbone, 6, 6, LETTERS.to_json(), others, tie="all", metrics=["exact_match"]
+        )
+
+
+# ------------------------------------------------------------------------------------------------------- the outputs
+
+
+@torch.no_grad()
+def greedy(made: SequenceToSequence, source: Tensor) -> list[int]:
+    """The likeliest token after each prefix, each read from the start, up to the end token or source + 50."""
+    tokens = [PHONES.start]
+    for _ in range(len(source) + 50):
+        state = made.remember(source[None])
+        h, _ = made.backbone(made._embed_target(torch.tensor([tokens])), state)
+        tokens.append(int(made.head.log_probs(h[0, -1]).argmax()))
+        if tokens[-1] == PHONES.start:
+            break
+    return tokens[1:]
+
+
+def test_a_beam_of_one_is_greedy_for_each_source():
+    made, given = model(), batch()
+    with torch.no_grad():
+        made.head.proj.bias[PHONES.start] += 1  # not too early, not too late
+    found = made.search(given.source, given.source_lengths, beam=1)
+    expected = [greedy(made, s[:n]) for s, n in zip(given.source, given.source_lengths, strict=True)]
+    assert len({len(tokens) for tokens in expected}) > 1
+    for row, n, tokens in zip(found.tokens[:, 0], found.lengths[:, 0], expected, strict=True):
+        assert row[:n].tolist() == tokens
+
+
+def test_each_target_has_at_most_50_tokens_more_than_its_source():
+    made, given = model(), batch()
+    with torch.no_grad():
+        made.head.proj.bias[PHONES.start] = -1e9
+    found = made.search(given.source, given.source_lengths, beam=2)
+    assert found.lengths[:, 0].tolist() == (given.source_lengths + 50).tolist()
+
+
+def answers(*texts: str) -> Any:
+    """A search that finds these."""
+
+    def search(source: Tensor, lengths: Tensor, **_: Any) -> Hypotheses:
+        tokens = [[*PHONES.encode(text).tolist(), PHONES.start] for text in texts]
+        found = torch.full((len(texts), 1, 9), PHONES.start)
+        for row, of_row in enumerate(tokens):
+            found[row, 0, : len(of_row)] = torch.tensor(of_row)
+        scores = torch.zeros(len(texts), 1, dtype=torch.float64)
+        return Hypotheses(found, torch.tensor([[len(t)] for t in tokens]), scores, scores)
+
+    return search
+
+
+def test_outputs_are_scored_against_the_nearest_reference(monkeypatch: pytest.MonkeyPatch):
+    """Of 3 sequences one equals its second reference; edits are 0 of 2, 1 of 2 and 1 of 1."""
+    made = model(metrics=["exact_match", "error_rate"])
+    monkeypatch.setattr(made, "search", answers("AA B", "K B", ""))
+    given = batch()._replace(references=[["K K K", "AA B"], ["K AA"], ["B"]])
+    metrics = made.score("test", given)
+    assert float(metrics["exact_match"].compute()) == pytest.approx(1 / 3)
+    assert float(metrics["error_rate"].compute()) == pytest.approx(2 / 5)
+    assert int(metrics["sequences"].compute()) == 3
+    assert float(metrics["perplexity"].compute()) == pytest.approx(
+        math.exp(sum(map(sum, conditionals(made, given))) / 7)
+    )
+
+
+def test_texts_are_scored_by_sacrebleu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    sacrebleu = pytest.importorskip("sacrebleu")
+    made = model(metrics=["bleu", "chrf"])
+    outputs = ["AA B K AA K", "K B AA", "B B K B AA"]
+    monkeypatch.setattr(made, "search", answers(*outputs))
+    references = ["AA B K AA B", "K B AA", "B K K B AA"]
+    metrics = made.score("test", batch()._replace(references=[[text] for text in references]))
+    expected = sacrebleu.corpus_bleu(outputs, [references]).score
+    assert float(metrics["bleu"].compute()) == pytest.approx(expected)
+    assert float(metrics["chrf"].compute()) == pytest.approx(sacrebleu.corpus_chrf(outputs, [references]).score)
+
+
+@pytest.mark.parametrize(("every", "epoch", "decodes"), [(None, 0, False), (2, 0, False), (2, 1, True), (2, 3, True)])
+def test_validation_decodes_every_n_epochs(every: int | None, epoch: int, decodes: bool):
+    made = model(decode_every_n_epochs=every)
+    made._trainer = SimpleNamespace(current_epoch=epoch)  # type: ignore[assignment]
+    assert ("exact_match" in made.score("val", batch())) == decodes
+
+
+def test_samples_are_the_best_targets_with_their_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    made = model()
+    options: Any = {"datamodule": None, "sampling": {}, "progress": iter}
+    made.write_samples(lambda: tmp_path, n=2, source="abc", beam=3, length_penalty=0.0, **options)
+    (line,) = (tmp_path / "translations.jsonl").read_text().splitlines()
+    entry = json.loads(line)
+    tokens = torch.tensor([[*LETTERS.encode("abc").tolist(), LETTERS.start]])
+    found = made.search(tokens, beam=3, length_penalty=0.0, n_best=2)
+    assert entry["source"] == "abc"
+    assert [o["text"] for o in entry["outputs"]] == made.texts(found)[0]
+    assert [o["log_p"] for o in entry["outputs"]] == pytest.approx(found.log_probs[0].tolist(), abs=1e-4)
+    assert (tmp_path / entry["picture"]).is_file()
+    assert all(o["text"] in capsys.readouterr().out for o in entry["outputs"][:1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"source": "axz"}, "'x', 'z', which the model's training texts do not contain"),
+        ({"source": ""}, "has no tokens"),
+        ({"source": "a", "sampling": {"temperature": 0.5}}, "--temperature 0.5.*draws nothing"),
+    ],
+    ids=["unknown", "empty", "sampling"],
+)
+def test_what_can_not_be_written_is_refused(options: dict[str, Any], message: str, tmp_path: Path):
+    arguments: Any = {"datamodule": None, "n": None, "sampling": {}, "progress": iter, **options}
+    with pytest.raises(ValueError, match=message):
+        model().write_samples(lambda: tmp_path, **arguments)
+
+
+def test_predictions_are_in_the_order_of_the_file(tmp_path: Path):
+    made = model()
+    given = batch()._replace(indices=torch.tensor([2, 0, 1]))
+    made.write_predictions([made.predict_step(given, 1)], tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "translations.jsonl").read_text().splitlines()]
+    assert [line["source"] for line in lines] == ["a", "ab", "abcd"]
+    assert [line["references"] for line in lines] == [["B"], ["K"], ["AA B"]]
+
+
+@pytest.mark.parametrize(("name", "token"), [("source", 6), ("target", 5)])
+def test_tokens_of_another_vocabulary_are_refused(name: str, token: int):
+    given = batch()
+    field = given.source if name == "source" else given.inputs
+    field[0, 0] = token
+    with pytest.raises(ValueError, match=rf"{name} token {token}, .*{name}_vocab_size={token}"):
+        model()(given)
+
+
+def test_a_checkpoint_of_other_letters_is_refused():
+    made = model()
+    others = {"hyper_parameters": {"source_tokenizer": CharacterTokenizer("abce").to_json()}}
+    with pytest.raises(ValueError, match="source_tokenizer.*another token"):
+        made.on_load_checkpoint({**others, "state_dict": made.state_dict()})

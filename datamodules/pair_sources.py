@@ -274,7 +274,7 @@ def _field(row: Any, column: str) -> Any:
     if not isinstance(row, dict):
         return None
     first, _, rest = column.partition(".")
-    return row[column] if column in row or not rest else _field(row.get(first), rest)
+    return _field(row.get(first), rest) if rest and column not in row else row.get(column)
 
 
 def _checked(where: str, source: str | bytes, target: str | bytes) -> Pair | Fault:

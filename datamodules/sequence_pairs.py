@@ -54,10 +54,11 @@ class SequencePairs(LightningDataModule):
     (seed, epoch), and every process has the same number of them. An interrupted epoch resumes with the next batch. In
     validation, test and prediction every item occurs exactly once over all processes, the longest first.
 
-    The pairs are read and tokenized once. The tokens and texts are in memory-mapped files in the cache, so a corpus of
-    millions of pairs takes little memory, and processes share it. Pairs without a text on one side, or not in UTF-8,
-    are left out; a warning counts them by reason and names the first few. In training, pairs shorter than `min_len` or
-    longer than `max_len` are left out and counted, too. Validation and test keep them, so that scores are comparable.
+    The pairs are read and tokenized once. The tokens and texts are in memory-mapped files in the cache, up to about
+    twice the size of the texts, so a corpus of millions of pairs takes little memory, and processes share it. A corpus
+    that is too large for the disk cannot be streamed. Pairs without a text on one side, or not in UTF-8, are left out;
+    a warning counts them by reason and names the first few. In training, pairs shorter than `min_len` or longer than
+    `max_len` are left out and counted, too. Validation and test keep them, so that scores are comparable.
 
     Vocabularies are learnt from the training pairs. Characters and words that they lack are `<unk>`.
 
@@ -164,6 +165,7 @@ class SequencePairs(LightningDataModule):
         self.left_out: dict[str, Faults] = {}
         self._options: dict[str, Any] = options
         self._kept: dict[str, np.ndarray] = {}  # of each split that was set up, the items that are not left out
+        self._given: list[str] = []  # the lines of `source_file`
         self._loaded: Tokenizers | None = None  # those of the checkpoint, for `source_file`
 
     @property
@@ -234,7 +236,8 @@ class SequencePairs(LightningDataModule):
         """Open the pairs, and report the numbers of those that are used and left out.
 
         Raises:
-            ValueError: If no training pair can be used.
+            FileNotFoundError: If there is no `source_file`.
+            ValueError: If no training pair can be used, or `source_file` has a line that is empty or not UTF-8.
         """
         if overfit_batches := getattr(self.trainer, "overfit_batches", 0):
             raise ValueError(
@@ -246,6 +249,8 @@ class SequencePairs(LightningDataModule):
                 raise ValueError(
                     f"source_file={str(self.source_file)!r} is for predict only; leave it out to use the corpus"
                 )
+            self._given = pair_sources.source_lines(self.source_file)
+            rank_zero_info(f"{self.source_file}: {len(self._given):,} source texts")
             return
         splits = _SPLITS_OF[stage]
         for split in splits:
@@ -305,7 +310,7 @@ class SequencePairs(LightningDataModule):
     def _eval_dataloader(self, split: str) -> DataLoader[PairBatch]:
         items: SourceItems | PairItems
         if self.source_file is not None:
-            items = SourceItems(pair_sources.source_lines(self.source_file), self._loaded or self._tokenizers)
+            items = SourceItems(self._given, self._loaded or self._tokenizers)
         else:
             items = PairItems(self._store.split(split), self._kept[split], self._tokenizers)
         sampler = self._sampler(items.lengths(), self.eval_batch_tokens, shuffle=False)

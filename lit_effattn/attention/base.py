@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_effattn.positions import RotaryPositions
-from lit_effattn.sequence import SequenceModule, State, without_padding
+from lit_effattn.sequence import SequenceModule, State, accumulator, valid_positions, without_padding
 
 
 class Attention(SequenceModule):
@@ -86,13 +86,7 @@ class Attention(SequenceModule):
         self.check(x, state, lengths)
         x = without_padding(x, lengths)
         q, k, v = self.project(x)
-        if self.rotary is not None:
-            position = torch.arange(x.size(1), device=x.device)[None]  # (1, N)
-            if state is not None:
-                position = position + state.length[:, None]  # (B, N)
-            shared = k is q
-            q = self.rotary.turn(q, position)
-            k = q if shared else self.rotary.turn(k, position)
+        q, k = self._turned(q, k, state)
         y, state = self.attend(q, k, v, state, lengths)
         y = self.out_proj(y.transpose(1, 2).flatten(2))  # (B, H, N, D) -> (B, N, E)
         return without_padding(y, lengths), state
@@ -101,6 +95,67 @@ class Attention(SequenceModule):
         """Return queries and keys, (B, N, E) -> (B, H, N, D_qk), and values, (B, N, E) -> (B, H, N, D)."""
         return self._heads(self.q_proj(x)), self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
 
+    def _turned(self, q: Tensor, k: Tensor, state: State | None) -> tuple[Tensor, Tensor]:
+        """Rotate queries and keys (B, H, N, D_qk) by their positions if `rotary` is set."""
+        if self.rotary is None:
+            return q, k
+        position = torch.arange(q.size(2), device=q.device)[None]  # (1, N)
+        if state is not None:
+            position = position + state.length[:, None]  # (B, N)
+        turned = self.rotary.turn(q, position)
+        return turned, turned if k is q else self.rotary.turn(k, position)
+
+    @torch.no_grad()
+    def attention_weights(self, x: Tensor, state: State | None = None, lengths: Tensor | None = None) -> Tensor:
+        """Return the weight that each position of `x` gives to each key in `forward`, without dropout.
+
+        For inspection, not for training: time and memory O(N M) whatever the kind, and no gradient. `state` is not
+        changed. The arguments are those of `forward`.
+
+        Returns:
+            (B, H, N, M), in float32 or more. The last N columns are the positions of `x`. The M − N columns before
+            them are the positions right before `x`, the newest last, as far back as any row can see. Positions before
+            a row's first have weight 0. Without a state M = N. A kind whose columns are others says so. The weights of
+            a valid position sum to 1; those of padding are 0.
+
+        Raises:
+            NotImplementedError: the kind defines no weights.
+            ValueError: an argument is invalid: see `check`.
+        """
+        self.check(x, state, lengths)
+        q, k, _ = self.project(without_padding(x, lengths))
+        q, k = self._turned(q, k, state)
+        full = accumulator(q.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            weights = self.weigh(q.to(full), k.to(full), state, lengths)
+        if lengths is None:
+            return weights
+        return weights.masked_fill(~valid_positions(lengths, x.size(1))[:, None, :, None], 0)
+
+    def weigh(self, q: Tensor, k: Tensor, state: State | None, lengths: Tensor | None) -> Tensor:
+        """Return the weights of `attention_weights`, (B, H, N, M), any values in rows of padding.
+
+        A kind that has weights overrides this method. The arguments are those of `attend`, in float32 or more.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no attention weights; it does not override `weigh`")
+
+    def _order(
+        self, n: int, m: int, state: State | None, lengths: Tensor | None, device: torch.device
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `weigh` needs to know of N queries and of the keys of M positions before them and their own.
+
+        Returns:
+            The queries' positions (B or 1, N, 1), the keys' positions (B or 1, 1, M + N), and whether a key exists and,
+            if causal, is not after the query, (B or 1, N or 1, M + N).
+        """
+        j = torch.arange(-m, n, device=device)[None, None]  # (1, 1, M + N)
+        if state is not None:
+            j = j + state.length[:, None, None]  # (B, 1, M + N)
+        i = j[..., m:].mT  # (B or 1, N, 1)
+        if self.causal:
+            return i, j, (j >= 0) & (j <= i)
+        return i, j, torch.ones_like(j, dtype=torch.bool) if lengths is None else j < lengths[:, None, None]
+
     def _heads(self, x: Tensor) -> Tensor:
         """Split the width into heads: (B, N, H · D) -> (B, H, N, D)."""
         return x.unflatten(2, (self.n_heads, -1)).transpose(1, 2)
@@ -108,6 +163,11 @@ class Attention(SequenceModule):
     def extra_repr(self) -> str:
         """Return the options that the projections do not show."""
         return f"n_heads={self.n_heads}, causal={self.causal}"
+
+
+def softmax_over(scores: Tensor, seen: Tensor) -> Tensor:
+    """Return the softmax of `scores` (B, H, N, M) over the keys where `seen` is True, and 0 elsewhere."""
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1).masked_fill(~seen, 0)
 
 
 AttentionFactory = Callable[[int, int, bool], Attention]

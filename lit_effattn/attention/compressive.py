@@ -67,6 +67,10 @@ class CompressiveAttention(TransformerXLAttention):
     positions. It is 0 if gradients are disabled, nothing was compressed, or f has no parameters. The task's gradient
     also reaches f where a call sees summaries that it made itself: modules never detach.
 
+    The first columns of `attention_weights` and `attention_terms` are summaries, the newest last: those that the state
+    holds, and those that the call makes and that a position sees. Then come the inputs before the call, at
+    most mem_len + c − 1, and the N of the call.
+
     Args:
         d_model: Width E, even.
         n_heads: Heads H.
@@ -212,8 +216,25 @@ class CompressiveAttention(TransformerXLAttention):
     ) -> tuple[Tensor, ProjectedCompressiveMemory]:
         """Attend several positions with a memory of keys and values."""
         slots, length, far = state.inputs.size(1), state.length, self.compressed_len
+        keys, values, inputs, windows = self._in_order(x, state)
+        y = self._see(q, keys, values, length)
+
+        after, made, n_new = length + seen, self._summaries(length), windows.size(1)
+        held = latest(after, slots) - length[:, None] + self._reach  # (B, M)
+        held_far = latest(self._summaries(after), far) - made[:, None] + far  # (B, R)
+        index = torch.cat([held.clamp(min=0) + far + n_new, held_far], 1)
+        return y, ProjectedCompressiveMemory(
+            gather_rows(keys, index).to(state.keys.dtype),
+            gather_rows(values, index).to(state.values.dtype),
+            _take_inputs(inputs, held).to(state.inputs.dtype),
+            after,
+            self._reconstruction_loss(q, windows, length, seen).to(state.loss.dtype),
+        )
+
+    def _in_order(self, x: Tensor, state: ProjectedCompressiveMemory) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return keys and values as `_see` expects them, the state's inputs and `x`, and the windows to compress."""
+        slots, length, far = state.inputs.size(1), state.length, self.compressed_len
         made = self._summaries(length)
-        # In the order of `_see`: the state's summaries, new summaries, the state's inputs, new inputs.
         earlier = (torch.arange(-self._reach, 0, device=x.device) + length[:, None]) % slots  # (B, S)
         before = (torch.arange(-far, 0, device=x.device) + made[:, None]) % far + slots  # (B, R)
         inputs = torch.cat([_take_inputs(state.inputs, earlier).to(x.dtype), x], 1)
@@ -232,19 +253,7 @@ class CompressiveAttention(TransformerXLAttention):
             )
             for t, new in zip((state.keys, state.values), fresh, strict=True)
         )
-        y = self._see(q, keys, values, length)
-
-        after = length + seen
-        held = latest(after, slots) - length[:, None] + self._reach  # (B, M)
-        held_far = latest(self._summaries(after), far) - made[:, None] + far  # (B, R)
-        index = torch.cat([held.clamp(min=0) + far + n_new, held_far], 1)
-        return y, ProjectedCompressiveMemory(
-            gather_rows(keys, index).to(state.keys.dtype),
-            gather_rows(values, index).to(state.values.dtype),
-            _take_inputs(inputs, held).to(state.inputs.dtype),
-            after,
-            self._reconstruction_loss(q, windows, length, seen).to(state.loss.dtype),
-        )
+        return keys, values, inputs, windows
 
     def _one(
         self, q: Tensor, x: Tensor, state: ProjectedCompressiveMemory, seen: Tensor
@@ -318,11 +327,10 @@ class CompressiveAttention(TransformerXLAttention):
         `k` and `v` (B, H, compressed_len + K + S + N, D) are those of the state's summaries, this call's summaries, the
         state's inputs, and this call's inputs.
         """
-        c, reach, n, device = self.compression_rate, self._reach, q.size(2), q.device
+        c, reach, n = self.compression_rate, self._reach, q.size(2)
         summaries = k.size(2) - reach - n  # compressed_len + K
         count = self.mem_len + c + self.compressed_len  # distances from 0 to the largest
         r, u = self._positions_for(q, count), self.u.to(q.dtype)[:, None]
-        made = self._summaries(length)[:, None]  # (B, 1), summaries made before this call, numbered from 0
         # For each chunk of queries: its end, and the ranges of summaries and of inputs that any row sees.
         starts = range(0, n, self.chunk_size)
         ends = [min(start + self.chunk_size, n) for start in starts]
@@ -336,28 +344,62 @@ class CompressiveAttention(TransformerXLAttention):
         for start, end, chunk, (low, high), piece in zip(
             starts, ends, q.split(self.chunk_size, 2), far_bounds, pieces, strict=True
         ):
-            position = length[:, None] + torch.arange(start, end, device=device)  # (B, C)
-            new = self._summaries(position) - made  # (B, C), summaries of this call that the query sees
-            waiting = position - c * (made + new)  # (B, C), t − b(t)
-
-            # The input at slot s is S + i − s positions before query i.
-            slot = torch.arange(start, reach + end, device=device)
-            distance = reach + torch.arange(start, end, device=device)[:, None] - slot  # (C, M)
-            near = (distance >= 0) & (distance <= waiting[..., None])  # (B, C, M)
-
-            # The summary at slot s is number made − compressed_len + s. A query sees those at slots new … new +
-            # compressed_len − 1. The distance of the nearest is that of x_{b(t)}, plus 1.
-            slot = torch.arange(low, high, device=device)
-            back = (new + self.compressed_len)[..., None] - slot  # (B, C, M'), 1 for the nearest
-            far = (back > 0) & (back <= self.compressed_len) & (slot + (made - self.compressed_len)[..., None] >= 0)
-
             keys, values = (torch.cat(pair, 2) for pair in (piece[:2], piece[2:]))  # (B, H, M' + M, D)
-            distance = torch.cat([waiting[..., None] + back, distance.expand(len(q), -1, -1)], -1)
-            seen = torch.cat([far, near], -1)
+            distance, seen = self._distances(length, (start, end), (low, high))
             scores = self._scores_by_distance(chunk, r)
             index = count - 1 - distance
             out.append(attention_by_distance(chunk + u, keys, values, scores, index, seen, dropout=self._dropout_now))
         return out[0] if len(out) == 1 else torch.cat(out, 2)
+
+    def _distances(self, length: Tensor, queries: tuple[int, int], summaries: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Return the distances from a chunk of C queries to M' summaries and to the inputs that any of them may see.
+
+        Args:
+            length: (B,), positions before the call.
+            queries: The first query and the end of the chunk.
+            summaries: The first slot and the end of the summaries.
+
+        Returns:
+            Two tensors (B, C, M' + S + C), distances and whether the query sees the key.
+        """
+        (start, end), device = queries, length.device
+        made = self._summaries(length)[:, None]  # (B, 1), summaries made before this call, numbered from 0
+        position = length[:, None] + torch.arange(start, end, device=device)  # (B, C)
+        new = self._summaries(position) - made  # (B, C), summaries of this call that the query sees
+        waiting = position - self.compression_rate * (made + new)  # (B, C), t − b(t)
+
+        # The input at slot s is S + i − s positions before query i.
+        slot = torch.arange(start, self._reach + end, device=device)
+        distance = self._reach + torch.arange(start, end, device=device)[:, None] - slot  # (C, M)
+        near = (distance >= 0) & (distance <= waiting[..., None])  # (B, C, M)
+
+        # The summary at slot s is number made − compressed_len + s. A query sees those at slots new … new +
+        # compressed_len − 1. The distance of the nearest is that of x_{b(t)}, plus 1.
+        slot = torch.arange(*summaries, device=device)
+        back = (new + self.compressed_len)[..., None] - slot  # (B, C, M'), 1 for the nearest
+        far = (back > 0) & (back <= self.compressed_len) & (slot + (made - self.compressed_len)[..., None] >= 0)
+        distance = torch.cat([waiting[..., None] + back, distance.expand(len(length), -1, -1)], -1)
+        return distance, torch.cat([far, near], -1)
+
+    def _keys(self, x: Tensor, state: State | None, lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """See `TransformerXLAttention._keys`. The columns are those that the class names."""
+        n, far = x.size(1), self.compressed_len
+        state = self.initial_state(len(x), device=x.device, dtype=x.dtype) if state is None else state
+        if isinstance(state, CompressiveMemory):
+            inputs = torch.cat([state.inputs.to(x.dtype), x], 1)  # (B, S + N, E)
+            new = self._compress(self._windows(inputs, state.length, n)).to(x.dtype)
+            k = self._heads(self.k_proj(torch.cat([state.compressed.to(x.dtype), new, inputs], 1)))
+        else:
+            k = self._in_order(x, state)[0]
+        slots = k.size(2) - self._reach - n  # compressed_len + K
+        distance, seen = self._distances(state.length, (0, n), (0, slots))
+        made = self._summaries(state.length)
+        first = far - min(far, int(made.max()))
+        end = far + int((self._summaries(state.length + n - 1) - made).max())
+        m = min(self._reach, int(state.length.max()))
+        column = torch.arange(k.size(2), device=x.device)
+        shown = ((column >= first) & (column < end)) | (column >= slots + self._reach - m)
+        return k[:, :, shown], distance[..., shown], seen[..., shown]
 
     def _reconstruction_loss(self, q: Tensor, windows: Tensor, length: Tensor, seen: Tensor) -> Tensor:
         """Return the mean squared error of attention by content to the summaries, (B,), 0 if nothing is compressed.

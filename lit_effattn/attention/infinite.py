@@ -284,6 +284,44 @@ class InfiniteAttention(TransformerXLAttention):
         within = jitter(state.counter, n, histogram.dtype) if self.training else torch.full_like(histogram[:, :1], 0.5)
         return quantiles(histogram, (torch.arange(n, device=histogram.device) + within) / n)
 
+    @torch.no_grad()
+    def attention_densities(
+        self, x: Tensor, state: InfiniteMemory | None = None, lengths: Tensor | None = None, *, times: Tensor
+    ) -> Tensor:
+        """Return N(t; μ, σ²) at `times` (T,), with which each position of `x` attends to the signal in `forward`.
+
+        A position attends to the signal of its own time, which changes when a segment is written. For inspection, not
+        for training: it goes through the positions one by one, and has no gradient. `state` is not changed.
+        `attention_weights` and `attention_terms` are those of the short-term memory.
+
+        Args:
+            x: (B, N, E), as in `forward`.
+            state: As in `forward`.
+            lengths: As in `forward`.
+            times: (T,), the t at which the densities are computed; the signal is on [0, 1].
+
+        Returns:
+            (B, H, N, T), in float32 or more; 0 in padding and while nothing has been written.
+
+        Raises:
+            ValueError: there is no signal, or an argument is invalid: see `check`.
+        """
+        if not self.n_basis:
+            raise ValueError("n_basis=0: there is no signal, so there are no densities; use attention_weights")
+        self.check(x, state, lengths)
+        x = without_padding(x, lengths)
+        state = self.initial_state(len(x), device=x.device, dtype=x.dtype) if state is None else state
+        found = []
+        for i, position in enumerate(x.split(1, 1)):
+            now = torch.ones_like(state.length) if lengths is None else (i < lengths).long()  # (B,), 0 in padding
+            attends = (self._writes_before(state.length, self._delay) > 0) & (now > 0)
+            inputs = torch.cat([state.inputs.to(x.dtype), position], 1)  # (B, M + 1, E)
+            _, after = self._long_term(position, inputs, state, now)
+            memory = newest(inputs, self._reach + now, self._reach).to(state.inputs.dtype)
+            state = after._replace(inputs=memory, length=state.length + now)
+            found.append(self.density(position, state, times).masked_fill(~attends[:, None, None, None], 0))
+        return torch.cat(found, 2)
+
     # ------------------------------------------------------------------------------------------- the short-term memory
 
     @property
@@ -315,6 +353,14 @@ class InfiniteAttention(TransformerXLAttention):
             chunk_size=self.chunk_size,
             dropout=self._dropout_now,
         )
+
+    def _keys(self, x: Tensor, state: InfiniteMemory | None, lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """See `TransformerXLAttention._keys`."""
+        n, m = x.size(1), 0 if state is None else min(int(state.length.max()), self._reach)
+        if state is not None:
+            x = torch.cat([state.inputs[:, self._reach - m :].to(x.dtype), x], 1)  # (B, M + N, E)
+        i, j, seen = self._order(n, m, state, lengths, x.device)
+        return self._heads(self.k_proj(x)), i - j, seen & (j >= self.segment_len * self._writes_before(i, self.mem_len))
 
     def _is_step(self, q: Tensor) -> bool:
         """Whether it costs less to apply W_k and W_v to each head's queries (B, H, N, D) than to the inputs."""

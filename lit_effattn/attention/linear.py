@@ -13,7 +13,12 @@ from torch import Tensor, nn
 from lit_effattn.attention.base import Attention
 from lit_effattn.hparams import HasInitArgs
 from lit_effattn.ops.linear.dispatch import elu_linear_attention, use_kernels
-from lit_effattn.ops.linear.pytorch import causal_linear_attention, linear_attention, linear_attention_step
+from lit_effattn.ops.linear.pytorch import (
+    causal_linear_attention,
+    linear_attention,
+    linear_attention_step,
+    linear_attention_weights,
+)
 from lit_effattn.sequence import accumulator, may_overwrite, valid_positions
 
 
@@ -176,3 +181,12 @@ class LinearAttention(Attention):
             # φ(0) is not 0, so it is φ(k) that must be masked; masking v would leave the denominator wrong.
             phi_k = phi_k.masked_fill(~valid_positions(lengths, q.size(2))[:, None, :, None], 0)
         return phi_q, phi_k
+
+    def weigh(self, q: Tensor, k: Tensor, state: LinearState | None, lengths: Tensor | None) -> Tensor:
+        """Return φ(q_i)ᵀφ(k_j) / (φ(q_i)ᵀz_i + 1e-6): see `Attention.weigh`.
+
+        The state holds no single keys. With a state M = 1 + N: the first column is the weight of all earlier positions
+        together. The rows sum to 1 but for the 1e-6.
+        """
+        before = None if state is None else state.z.to(q.dtype)
+        return linear_attention_weights(*self._features(q, k, lengths), before, causal=self.causal)

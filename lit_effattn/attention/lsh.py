@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lit_effattn.attention.base import Attention
@@ -16,7 +17,9 @@ from lit_effattn.ops.lsh import (
     hash_buckets,
     ranked_chunks,
     recent_of,
+    rows,
     sorted_chunks,
+    weights_by_places,
 )
 from lit_effattn.sequence import accumulator, may_overwrite, valid_positions
 
@@ -181,8 +184,7 @@ class LSHAttention(Attention):
             newest = self._remember(newest, buckets, ranks, torch.zeros_like(seen))
             return y, LSHCache(x, v, chunks.places, newest, counts, drawn, seen)
 
-        # Positions hashed under other rotations are in no bucket.
-        before = state.counts.masked_fill((state.drawn != drawn)[:, None, None, None], 0)
+        before = self._counts(state)
         chunks, ranks, first, counts = ranked_chunks(buckets, self.n_buckets, self.chunk_size, before)
         old, new = (state.shared, state.values, state.places), (x, v, chunks.places)
         shared, values, places = append(old, new, state.length, grows=isinstance(state, LSHCache))
@@ -217,3 +219,37 @@ class LSHAttention(Attention):
         index = buckets.masked_fill(padding, 0) * twice + ranks % twice
         write = Tensor.scatter_reduce_ if may_overwrite() else Tensor.scatter_reduce
         return write(recent, -1, index, positions, "amax")
+
+    def _counts(self, state: LSHCache | FixedLSHCache) -> Tensor:
+        """Return the positions in each bucket, (B, H, R, n_buckets). Those hashed under other rotations are in none."""
+        return state.counts.masked_fill((state.drawn != self.draws)[:, None, None, None], 0)
+
+    def weigh(self, q: Tensor, k: Tensor, state: LSHCache | FixedLSHCache | None, lengths: Tensor | None) -> Tensor:
+        """Return the softmax over P_i, the union of what the rounds see: see `Attention.weigh`."""
+        n, m = q.size(2), 0 if state is None else int(state.length.max())
+        buckets = hash_buckets(q, self.rotations.to(q.dtype))  # (B, H, R, N)
+        if lengths is not None:
+            buckets = buckets.masked_fill(~valid_positions(lengths, n)[:, None, None], self.n_buckets)
+        _, _, seen = self._order(n, m, state, lengths, q.device)
+        seen = seen[:, None]  # (B or 1, 1, N or 1, M + N)
+        if not self.causal:
+            places = sorted_chunks(buckets, self.n_buckets, self.chunk_size).places
+        elif state is None:
+            places = ranked_chunks(buckets, self.n_buckets, self.chunk_size).chunks.places
+        else:
+            before = self._counts(state)
+            places = ranked_chunks(buckets, self.n_buckets, self.chunk_size, before).chunks.places
+            slot = (state.length[:, None] + torch.arange(-m, 0, device=q.device)).clamp(min=0)  # (B, M)
+            slot = slot[:, None].expand(-1, self.n_heads, -1)  # (B, H, M)
+            k = torch.cat([rows(state.shared, slot).to(k.dtype), k], 2)  # (B, H, M + N, D)
+            places = torch.cat([rows(state.places, slot), places], 2)  # (B, H, M + N, R)
+            seen = seen & F.pad(self._within_reach(state, before, m), (0, n), value=True)[:, :, None]
+        return weights_by_places(q, k, places, seen, self.n_buckets)
+
+    def _within_reach(self, state: LSHCache | FixedLSHCache, counts: Tensor, m: int) -> Tensor:
+        """Return which of each row's newest M positions later ones may see in some round, (B, H, M)."""
+        recent = recent_of(state.recent.unflatten(-1, (self.n_buckets, -1)), counts)
+        index = recent.positions - state.length[:, None, None, None, None] + m
+        index = torch.where(recent.seen, index, m).flatten(2)  # (B, H, R · n_buckets · 2C)
+        found = index.new_zeros(*index.shape[:2], m + 1, dtype=torch.bool)
+        return found.scatter_(2, index, True)[..., :m]

@@ -20,10 +20,16 @@ from lit_effattn.ops.favor.pytorch import (
     log_hyperbolic_features,
     log_offset,
     log_positive_features,
+    log_products,
     relu_features,
     trigonometric_features,
 )
-from lit_effattn.ops.linear.pytorch import causal_linear_attention, linear_attention, linear_attention_step
+from lit_effattn.ops.linear.pytorch import (
+    causal_linear_attention,
+    linear_attention,
+    linear_attention_step,
+    linear_attention_weights,
+)
 from lit_effattn.sequence import accumulator, may_overwrite, reads_values, valid_positions
 
 Features = Literal["positive", "hyperbolic", "trigonometric", "relu"]
@@ -258,3 +264,24 @@ class PerformerAttention(RandomFeatures, Attention):
         if reads_values(stale) and not stale.any():
             return state
         return self.reset(state, stale)._replace(length=state.length)
+
+    def weigh(self, q: Tensor, k: Tensor, state: PerformerState | None, lengths: Tensor | None) -> Tensor:
+        """Return φ(q_i)ᵀφ(k_j) / φ(q_i)ᵀz_i, with this module's features: see `Attention.weigh`.
+
+        The state holds no single keys. With a state M = 1 + N: the first column is the weight of all earlier positions
+        together, 0 if the features have been redrawn since. Trigonometric features may give negative weights.
+        """
+        n = q.size(2)
+        there = None if lengths is None else valid_positions(lengths, n)[:, None]  # (B, 1, N)
+        q, k = self._features(q, k, there)
+        before = None if state is None else self._current(state)
+        if not self._in_log_space:
+            z = None if before is None else before.z.to(q.dtype)
+            return linear_attention_weights(q, k, z, causal=self.causal, eps=_NOTHING_SEEN)
+        scores = log_products(q, k)  # (B, H, N, N)
+        if self.causal:
+            scores = scores.masked_fill(scores.new_ones(n, n, dtype=torch.bool).triu(1), -torch.inf)
+        if before is not None:
+            earlier = (before.m + before.z.log()).to(q.dtype)[:, :, None]  # (B, H, 1, F)
+            scores = torch.cat([log_products(q, earlier), scores], -1)  # (B, H, N, 1 + N)
+        return scores.softmax(-1)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_effattn.attention.softmax import SoftmaxAttention
-from lit_effattn.ops.shaw import shaw_attention
+from lit_effattn.ops.shaw import shaw_attention, shaw_scores
 from lit_effattn.ops.window import untiled, window_tiles
 from lit_effattn.sequence import accumulator
 
@@ -96,3 +96,6 @@ class ShawAttention(SoftmaxAttention):
                 dropout=self._dropout_now,
             )
             return y.to(v.dtype)
+
+    def _scores(self, q: Tensor, k: Tensor, distance: Tensor) -> Tensor:
+        return shaw_scores(q, k, distance, self.key_table.to(q.dtype), max_distance=self.max_distance)[0]

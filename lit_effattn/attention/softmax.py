@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_effattn.attention.base import Attention
+from lit_effattn.attention.base import Attention, softmax_over
 from lit_effattn.attention.cache import append, check_room, write
 from lit_effattn.ops.dot_product import dot_product_attention
 from lit_effattn.ops.sparse import gather_rows
@@ -214,6 +214,33 @@ class SoftmaxAttention(Attention):
     @property
     def _dropout_now(self) -> float:
         return self.dropout if self.training else 0.0
+
+    def weigh(self, q: Tensor, k: Tensor, state: SoftmaxState | None, lengths: Tensor | None) -> Tensor:
+        """Return softmax(q_i · k_j / √D): see `Attention.weigh`."""
+        if state is not None:
+            k = torch.cat([earlier_keys(state, self.window).to(k.dtype), k], 2)  # (B, H, M + N, D)
+        n = q.size(2)
+        i, j, seen = self._order(n, k.size(2) - n, state, lengths, q.device)
+        if self.window is not None:
+            seen = seen & (i - j < self.window)
+        return softmax_over(self._scores(q, k, j - i), seen[:, None])
+
+    def _scores(self, q: Tensor, k: Tensor, distance: Tensor) -> Tensor:
+        """Return the scores (B, H, N, M) of keys at `distance` (1, N, M) from the queries."""
+        return q @ k.mT * self.head_dim**-0.5
+
+
+def earlier_keys(state: SoftmaxState, window: int | None) -> Tensor:
+    """Return the keys of each row's newest M positions, (B, H, M, D), undefined where a row has fewer.
+
+    M is the number of positions of the longest row, at most `window` − 1.
+    """
+    slots, m = state.keys.size(2), int(state.length.max())
+    m = m if window is None else min(m, window - 1)
+    if isinstance(state, WindowCache):
+        return state.keys[:, :, slots - m :]
+    slot = (state.length[:, None] + torch.arange(-m, 0, device=state.keys.device)) % max(slots, 1)  # (B, M)
+    return gather_rows(state.keys, slot[:, None])
 
 
 def _append(cache: KeyValueCache | FixedCache, k: Tensor, v: Tensor) -> KeyValueCache | FixedCache:

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_effattn.attention.base import Attention
+from lit_effattn.attention.base import Attention, softmax_over
 from lit_effattn.attention.cache import append, write
-from lit_effattn.attention.softmax import FixedCache, KeyValueCache, WindowCache, _newest
+from lit_effattn.attention.softmax import FixedCache, KeyValueCache, WindowCache, _newest, earlier_keys
 from lit_effattn.ops.sparse import fixed_attention, gather_rows, strided_attention, summary_positions
 from lit_effattn.ops.window import windowed_attention
 from lit_effattn.sequence import may_overwrite, reads_values
@@ -344,6 +344,47 @@ class SparseAttention(Attention):
     def _dropout_now(self) -> float:
         """Return the probability of dropout: 0 in evaluation."""
         return self.dropout if self.training else 0.0
+
+    def weigh(self, q: Tensor, k: Tensor, state: SparseState | None, lengths: Tensor | None) -> Tensor:
+        """Return the softmax over A_i: see `Attention.weigh`."""
+        if state is not None:
+            k = torch.cat([self._earlier_keys(state).to(k.dtype), k], 2)  # (B, H, M + N, D_qk)
+        n = q.size(2)
+        i, j, seen = self._order(n, k.size(2) - n, state, lengths, q.device)
+        return softmax_over(q @ k.mT * self.qk_dim**-0.5, seen[:, None] & self._pattern_sees(i[:, None], j[:, None]))
+
+    def _pattern_sees(self, i: Tensor, j: Tensor) -> Tensor:
+        """Return whether j ∈ A_i without regard to order: positions (B or 1, 1, ·, ·) -> (B or 1, H, N, M)."""
+        if self.pattern == "strided":
+            local, distant = (i - j).abs() < self.stride, (i - j) % self.stride == 0
+        else:
+            first = self._columns[:, :1, None]  # (H_distant or 1, 1, 1)
+            column = j % self.stride
+            local = j // self.stride == i // self.stride
+            distant = ((column >= first) & (column < first + self.summary)) | (i == j)
+        sees = torch.zeros(len(local), self.n_heads, *local.shape[2:], dtype=torch.bool, device=i.device)
+        sees[:, self._local] |= local
+        sees[:, self._distant] |= distant
+        return sees
+
+    def _earlier_keys(self, state: SparseState) -> Tensor:
+        """Return the keys of the newest M positions, (B, H, M, D_qk), undefined where no later position sees them."""
+        window = self.stride if self.combine == "local" else None
+        if not isinstance(state, SummaryCache | FixedSummaryCache):
+            return earlier_keys(state, window)
+        length, m = state.length[:, None, None], int(state.length.max())
+        m = m if window is None else min(m, window - 1)
+        blocks = state.summary_keys.size(2) // self.summary
+        block = length - length % self.stride + torch.arange(self.stride, device=length.device)  # (B, 1, stride)
+        columns = summary_positions(self._columns, self.stride, blocks)[None]  # (1, H_distant or 1, S)
+        keys = state.block_keys.new_zeros(len(length), self.n_heads, m + 1, self.qk_dim)
+        for heads, stored, at in (
+            (self._local, state.block_keys, block),
+            (self._distant, state.summary_keys, columns),
+        ):
+            index = torch.where(at < length, at - length + m, m)  # the last entry takes what is not there
+            keys[:, heads].scatter_(2, index[..., None].expand(stored.shape), stored)
+        return keys[:, :, :m]
 
 
 def _with_block(stored: Tensor, new: Tensor, start: Tensor, seen: Tensor) -> Tensor:

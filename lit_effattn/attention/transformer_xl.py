@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_effattn.attention.base import Attention
+from lit_effattn.attention.base import Attention, softmax_over
 from lit_effattn.ops.relative import attention_by_distance, furthest, relative_attention, sinusoids
-from lit_effattn.sequence import State, may_overwrite, reads_values, valid_positions, without_padding
+from lit_effattn.sequence import State, accumulator, may_overwrite, reads_values, valid_positions, without_padding
 
 
 class InputMemory(NamedTuple):
@@ -26,6 +27,15 @@ class ProjectedMemory(NamedTuple):
     keys: Tensor  # (B, H, M, D)
     values: Tensor  # (B, H, M, D)
     length: Tensor  # (B,), positions seen in all
+
+
+class ScoreTerms(NamedTuple):
+    """The four terms of the scores, (B, H, N, M) each, divided by √D; −∞ where a key is not seen and in padding."""
+
+    content: Tensor  # (a): q_i · k_j
+    position: Tensor  # (b): q_i · W_r R_{i−j}
+    content_bias: Tensor  # (c): u · k_j, the same for all queries
+    position_bias: Tensor  # (d): v · W_r R_{i−j}, the same for all queries and keys at a distance
 
 
 class TransformerXLAttention(Attention):
@@ -283,6 +293,55 @@ class TransformerXLAttention(Attention):
     @property
     def _dropout_now(self) -> float:
         return self.dropout if self.training else 0.0
+
+    def attention_weights(self, x: Tensor, state: State | None = None, lengths: Tensor | None = None) -> Tensor:
+        """Return the softmax of the sum of `attention_terms`: see `Attention.attention_weights`."""
+        scores = reduce(torch.add, self.attention_terms(x, state, lengths))
+        return softmax_over(scores, scores > -torch.inf)
+
+    @torch.no_grad()
+    def attention_terms(self, x: Tensor, state: State | None = None, lengths: Tensor | None = None) -> ScoreTerms:
+        """Return the scores' terms (a) to (d) of Dai et al. 2019, section 3.3, apart, without dropout.
+
+        For inspection, not for training: time and memory O(N M), and no gradient. `state` is not changed. The arguments
+        are those of `forward`, the columns those of `attention_weights`.
+        """
+        self.check(x, state, lengths)
+        x = without_padding(x, lengths)
+        q = self._heads(self.q_proj(x))
+        k, distance, seen = self._keys(x, state, lengths)
+        if lengths is not None:
+            seen = seen & valid_positions(lengths, x.size(1))[..., None]
+        distance = torch.where(seen, distance, 0)  # (B or 1, N, M)
+        first, last = int(distance.max()), int(distance.min())
+        weight, full = self.r_proj.weight, accumulator(q.dtype)
+        r = sinusoids(first, last, self.d_model, clamp=self.clamp_len, dtype=weight.dtype, device=weight.device)
+        r = self.r_proj(r).unflatten(1, (self.n_heads, -1)).transpose(0, 1)  # (L, E) -> (H, L, D)
+        with torch.autocast(x.device.type, enabled=False):
+            q, k, r, u, v = (t.to(full) for t in (q, k, r, self.u, self.v))
+            q, u, v = (t * self.head_dim**-0.5 for t in (q, u, v))
+            shape = (*q.shape[:3], k.size(2))
+            row = first - distance  # (B or 1, N, M), of the distance in r
+            terms = (
+                q @ k.mT,
+                torch.einsum("bhnd,hld->bhnl", q, r).gather(-1, row[:, None].expand(shape)),
+                u[:, None] @ k.mT,  # (B, H, 1, M)
+                (r @ v[..., None]).squeeze(-1)[:, row].transpose(0, 1),  # (H, L) -> (B or 1, H, N, M)
+            )
+        return ScoreTerms(*(torch.where(seen[:, None], t, -torch.inf).expand(shape) for t in terms))
+
+    def _keys(self, x: Tensor, state: State | None, lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the keys of `attention_terms` (B, H, M, D), their distances, and which are seen, (B or 1, N, M)."""
+        n, m = x.size(1), 0 if state is None else min(int(state.length.max()), self._reach)
+        k = self._heads(self.k_proj(x))
+        if isinstance(state, InputMemory):
+            earlier = self._heads(self.k_proj(state.inputs[:, self._reach - m :].to(x.dtype)))
+            k = torch.cat([earlier, k], 2)  # (B, H, M + N, D)
+        elif state is not None:
+            slots = (torch.arange(-m, 0, device=x.device) + state.length[:, None]) % state.keys.size(2)  # (B, M)
+            k = torch.cat([gather_rows(state.keys, slots).to(k.dtype), k], 2)
+        i, j, seen = self._order(n, m, state, lengths, x.device)
+        return k, i - j, seen & (i - j < self.mem_len) if self.same_length else seen
 
 
 def newest(t: Tensor, end: Tensor, count: int) -> Tensor:

@@ -1,0 +1,349 @@
+"""`attention_weights` of every kind: the sum of the values that they weigh is what the kind returns."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from lit_effattn.attention import (
+    Attention,
+    CompressiveAttention,
+    InfiniteAttention,
+    LinearAttention,
+    LSHAttention,
+    PerformerAttention,
+    ShawAttention,
+    SoftmaxAttention,
+    SparseAttention,
+    TransformerXLAttention,
+)
+from tests.laws import definitions
+from tests.laws.cases import ATTENTIONS, ROTARY, Case, kind
+from tests.laws.tools import assert_close, assert_same, copied, each, inputs
+
+E, H = 8, 2
+CASES = [*ATTENTIONS, *ROTARY, *kind(SoftmaxAttention, definitions.softmax, 5, window=5, causal=[True], rotary=True)]
+SUMMED = LinearAttention, PerformerAttention
+"""Kinds whose state holds no single keys."""
+
+
+def build(case: Case) -> Attention:
+    """Build a module whose output is that of its weights alone."""
+    attention = case.build()
+    if isinstance(attention, InfiniteAttention) and attention.n_basis:
+        torch.nn.init.zeros_(attention.ltm_out_proj.weight)
+    return attention
+
+
+def values(attention: Attention, x: Tensor) -> Tensor:
+    """(B, N, E) -> (B, H, N, D)."""
+    v = x @ attention.v_proj.weight.T + (0 if attention.v_proj.bias is None else attention.v_proj.bias)
+    return v.unflatten(2, (H, -1)).transpose(1, 2)
+
+
+def summaries(attention: Attention, x: Tensor) -> Tensor:
+    """The summaries that the last position of `x` sees or has forgotten, (B, K, E)."""
+    c, n = attention.compression_rate, max(0, x.size(1) - 1 - attention.mem_len)
+    found = [definitions.summary(attention, x[:, i : i + c]) for i in range(0, n - c + 1, c)]
+    return torch.stack(found, 1) if found else x[:, :0]
+
+
+def mixed(attention: Attention, weights: Tensor, x: Tensor) -> Tensor:
+    """W_o Σ_j w_ij v_j of weights without a state."""
+    if isinstance(attention, CompressiveAttention):
+        x = torch.cat([summaries(attention, x), x], 1)
+    y = weights @ values(attention, x)
+    if isinstance(attention, ShawAttention):
+        k, n = attention.max_distance, x.size(1)
+        ahead = 0 if attention.causal else k
+        row = torch.tensor([[min(max(j - i, -k), ahead) + k for j in range(n)] for i in range(n)])
+        y = y + torch.einsum("bhij,ijd->bhid", weights, attention.value_table[row])
+    return definitions.heads_together(attention, y)
+
+
+@each(CASES)
+def test_weighted_values_are_the_output(case: Case):
+    attention, n = build(case), case.long
+    x, lengths = inputs(attention, 3, n), torch.tensor([n, n // 2, 0])
+    weights = attention.attention_weights(x, None, lengths)
+    assert weights.shape[:3] == (3, H, n)
+    assert not weights.requires_grad
+    if not isinstance(attention, CompressiveAttention):
+        assert weights.size(3) == n
+    valid = torch.arange(n) < lengths[:, None]
+    assert (weights.transpose(1, 2)[~valid] == 0).all()
+    total = weights.sum(-1).transpose(1, 2)[valid]
+    if isinstance(attention, LinearAttention):  # its denominator has 1e-6 added
+        assert ((total > 0.5) & (total < 1)).all()
+    else:
+        assert_close(total, torch.ones_like(total))
+    assert_close(mixed(attention, weights, x)[valid], attention(x, None, lengths)[0][valid])
+    assert_close(attention.attention_weights(x)[:1], weights[:1])
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["grows", "max_len"])
+@each([case for case in CASES if case.causal])
+def test_a_state_changes_no_weight(case: Case, fixed: bool):
+    """Row by row the weights are those of the whole stream, in columns that lie where they are documented."""
+    attention, end = build(case), case.long
+    x = inputs(attention, 4, end)
+    whole = attention.attention_weights(x)
+    before, n = torch.tensor([end - 6, end // 3, 0, 2 * case.unit]), 6
+    lengths = torch.tensor([6, 4, 6, 0])
+    state = attention.initial_state(4, max_len=end + n) if fixed else None
+    _, state = attention(x[:, : end - 6], state, before)
+    saved = copied(state)
+    segment = x.gather(1, (before[:, None] + torch.arange(n)).clamp(max=end - 1)[..., None].expand(-1, -1, E))
+    weights = attention.attention_weights(segment, state, lengths)
+    assert_same(state, saved)
+    for row, (start, count) in enumerate(zip(before.tolist(), lengths.tolist(), strict=True)):
+        assert (weights[row, :, count:] == 0).all()
+        found, expected = weights[row, :, :count], whole[row, :, start : start + count]
+        if isinstance(attention, SUMMED):
+            assert found.size(-1) == 1 + n
+            assert_close(found[..., 0], expected[..., :start].sum(-1))
+            assert_close(found[..., 1 : 1 + count], expected[..., start : start + count])
+            continue
+        earlier = found.size(-1) - n
+        if isinstance(attention, CompressiveAttention):
+            earlier = min(attention.mem_len + attention.compression_rate - 1, int(before.max()))
+            made = (before - attention.mem_len).div(attention.compression_rate, rounding_mode="floor").clamp(min=0)
+            first = int(made[row]) - min(attention.compressed_len, int(made.max()))
+            assert_close(placed(found[..., : -earlier - n], first, whole.size(-1) - end), expected[..., :-end])
+            found, expected = found[..., -earlier - n :], expected[..., -end:]
+        assert_close(placed(found, start - earlier, end), expected)
+
+
+def placed(weights: Tensor, first: int, size: int) -> Tensor:
+    """Put columns, the first of them for position `first`, into the `size` of all positions; no others have weight."""
+    position = torch.arange(first, first + weights.size(-1))
+    there = (position >= 0) & (position < size)
+    assert (weights[..., ~there] == 0).all()
+    whole = weights.new_zeros(*weights.shape[:-1], size)
+    whole[..., position[there]] = weights[..., there]
+    return whole
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["grows", "max_len"])
+def test_a_memory_of_few_inputs(fixed: bool):
+    """Where the split of a stream decides what is seen: all of the call, and `mem_len` before it."""
+    attention = TransformerXLAttention(E, H, mem_len=4).double()
+    x, before = inputs(attention, 2, 20), torch.tensor([13, 2])
+    _, state = attention(x[:, :13], attention.initial_state(2, max_len=30) if fixed else None, before)
+    segment = torch.stack([x[0, 13:], x[1, 2:9]])
+    weights = attention.attention_weights(segment, state)
+    assert weights.shape == (2, H, 7, 4 + 7)
+    seen = torch.cat([torch.stack([x[0, 9:13], torch.cat([x[1, :2], x[1, :2]])]), segment], 1)
+    assert (weights[1, ..., :2] == 0).all()
+    y = definitions.heads_together(attention, weights @ values(attention, seen))
+    assert_close(y, attention(segment, state)[0])
+
+
+@pytest.mark.parametrize(
+    ("make", "most"),
+    [
+        (partial(SoftmaxAttention, window=5), 4),
+        (partial(SparseAttention, combine="local", stride=5), 4),
+        (partial(SparseAttention, combine="local", pattern="fixed", stride=5), 4),
+        (partial(TransformerXLAttention, mem_len=5), 5),
+        (partial(TransformerXLAttention, mem_len=5, same_length=True), 4),
+        (partial(InfiniteAttention, mem_len=3, segment_len=2, n_basis=0), 5),
+        (LinearAttention, 1),
+    ],
+)
+@pytest.mark.parametrize("max_len", [None, 600])
+def test_a_bounded_memory_has_few_columns(make, most: int, max_len: int | None):
+    attention = make(E, H)
+    _, state = attention(torch.randn(1, 500, E), attention.initial_state(1, max_len=max_len))
+    assert attention.attention_weights(torch.randn(1, 2, E), state).shape == (1, H, 2, most + 2)
+
+
+@pytest.mark.parametrize("features", ["positive", "relu"])
+def test_redrawn_features_forget(features: str):
+    attention = PerformerAttention(E, H, features=features).double()
+    x = inputs(attention, 2, 9)
+    _, state = attention(x[:, :5])
+    attention.redraw(torch.Generator().manual_seed(1))
+    weights = attention.attention_weights(x[:, 5:], state)
+    assert (weights[..., 0] == 0).all()
+    assert_close(weights[..., 1:], attention.attention_weights(x[:, 5:]))
+
+
+def test_redrawn_rotations_forget():
+    """Also in the calls after, whose state has hashes of both draws in it."""
+    attention = LSHAttention(E, H, n_hashes=2, n_buckets=2, chunk_size=4).double()
+    x = inputs(attention, 2, 24)
+    _, state = attention(x[:, :8])
+    attention.redraw(torch.Generator().manual_seed(1))
+    weights = attention.attention_weights(x[:, 8:16], state)
+    assert (weights[..., :8] == 0).all()
+    assert_close(weights[..., 8:], attention.attention_weights(x[:, 8:16]))
+    _, state = attention(x[:, 8:16], state)
+    weights = attention.attention_weights(x[:, 16:], state)
+    assert (weights[..., :8] == 0).all()
+    y = definitions.heads_together(attention, weights @ values(attention, x))
+    assert_close(y, attention(x[:, 16:], state)[0])
+
+
+def test_performers_weights_are_finite_for_large_norms():
+    attention = PerformerAttention(E, H)
+    x = 1000 * torch.randn(2, 12, E)
+    _, state = attention(x[:, :6])
+    for weights in (attention.attention_weights(x), attention.attention_weights(x[:, 6:], state)):
+        assert_close(weights.sum(-1), torch.ones_like(weights.sum(-1)), rtol=0, atol=1e-5)
+
+
+EACH_KIND = list({type(case.build()): case for case in reversed(ATTENTIONS) if case.causal}.values())
+
+
+@each(EACH_KIND)
+def test_weights_have_float32_or_more(case: Case):
+    x = torch.randn(2, 7, E)
+    for dtype in (torch.float32, torch.float64):
+        attention = case.build(dtype)
+        assert attention.attention_weights(x.to(dtype)).dtype == dtype
+    attention = case.build(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, state = attention(x)
+        assert attention.attention_weights(x, state).dtype == torch.float32
+    attention = case.build(torch.bfloat16)
+    _, state = attention(x.bfloat16())
+    weights = attention.attention_weights(x.bfloat16(), state)
+    assert weights.dtype == torch.float32
+    assert_close(weights.sum(-1), torch.ones(2, H, 7), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(SoftmaxAttention, dropout=0.5),
+        partial(ShawAttention, dropout=0.5),
+        partial(SparseAttention, dropout=0.5),
+        partial(TransformerXLAttention, dropout=0.5, position_dropout=0.5),
+    ],
+)
+def test_weights_without_dropout(make):
+    attention, x = make(E, H).train(), torch.randn(2, 7, E)
+    random = torch.get_rng_state()
+    weights = attention.attention_weights(x)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(attention.eval().attention_weights(x), weights)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@each(CASES)
+def test_weights_on_the_gpu(case: Case):
+    attention = case.build()
+    x, lengths, states = inputs(attention, 2, 2 * case.long), torch.tensor([case.long, 3]), [None, None]
+    if case.causal:
+        _, states[0] = attention(x[:, : case.long], None, lengths)
+    here = attention.attention_weights(x[:, case.long :], states[0], lengths)
+    attention, x, lengths = attention.cuda(), x.cuda(), lengths.cuda()
+    if case.causal:
+        _, states[1] = attention(x[:, : case.long], None, lengths)
+    assert_close(attention.attention_weights(x[:, case.long :], states[1], lengths).cpu(), here, rtol=1e-6, atol=1e-8)
+
+
+def test_a_kind_without_weights_is_named():
+    class OwnAttention(Attention):
+        def initial_state(self, batch_size, *, max_len=None, device=None, dtype=None):
+            raise NotImplementedError
+
+        def attend(self, q, k, v, state, lengths):
+            raise NotImplementedError
+
+    with pytest.raises(NotImplementedError, match=r"OwnAttention.*weigh"):
+        OwnAttention(E, H).attention_weights(torch.zeros(1, 2, E))
+
+
+def test_arguments_are_checked():
+    for attention in (SoftmaxAttention(E, H), TransformerXLAttention(E, H)):
+        with pytest.raises(ValueError, match=r"lengths is \[3\]"):
+            attention.attention_weights(torch.zeros(1, 2, E), None, torch.tensor([3]))
+
+
+# --------------------------------------------------------------------------------------------------- Transformer-XL's
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mem_len": 50},
+        {"mem_len": 50, "clamp_len": 4, "bias": True},
+        {"mem_len": 5, "same_length": True},
+        {"causal": False, "clamp_len": 4},
+    ],
+)
+def test_terms_of_transformer_xl(options: dict):
+    """The four terms of Dai et al. 2019, section 3.3, of each pair of positions."""
+    attention = TransformerXLAttention(E, H, **options).double()
+    torch.nn.init.normal_(attention.u)
+    torch.nn.init.normal_(attention.v)
+    x, n = inputs(attention, 2, 16), 16
+    q, k, _ = definitions.queries_keys_values(attention, x)
+    r = definitions.relative_vectors(attention, [[i - j for j in range(n)] for i in range(n)]).unflatten(-1, (H, -1))
+    scale = (E / H) ** -0.5
+    expected = [
+        torch.einsum("bhid,bhjd->bhij", q, k) * scale,
+        torch.einsum("bhid,ijhd->bhij", q, r) * scale,
+        torch.einsum("hd,bhjd->bhj", attention.u, k)[:, :, None].expand(2, H, n, n) * scale,
+        torch.einsum("hd,ijhd->hij", attention.v, r).expand(2, H, n, n) * scale,
+    ]
+    reach = attention.mem_len if attention.same_length else n
+    hidden = torch.tensor([[attention.causal and not i - reach < j <= i for j in range(n)] for i in range(n)])
+    expected = [term.masked_fill(hidden, -torch.inf) for term in expected]
+    terms = attention.attention_terms(x)
+    assert terms._fields == ("content", "position", "content_bias", "position_bias")
+    for term, e in zip(terms, expected, strict=True):
+        assert_close(term, e)
+    assert_close(sum(terms).softmax(-1), attention.attention_weights(x))
+    if not attention.causal:
+        return
+    for max_len in (None, n):
+        _, state = attention(x[:, :10], attention.initial_state(2, max_len=max_len))
+        terms = attention.attention_terms(x[:, 10:], state, torch.tensor([6, 3]))
+        for term, e in zip(terms, expected, strict=True):
+            assert_close(term[0], e[0, :, 10:, -term.size(-1) :])
+            assert_close(term[1, :, :3], e[1, :, 10:13, -term.size(-1) :])
+            assert (term[1, :, 3:] == -torch.inf).all()
+
+
+# -------------------------------------------------------------------------------------------------------- the signal's
+
+SIGNAL = {"mem_len": 3, "segment_len": 3, "n_basis": 10, "widths": (0.1, 0.2), "n_samples": 6, "n_bins": 8}
+
+
+@pytest.mark.parametrize("options", [{"sticky": True, "gate": True}, {"writes": "segment"}])
+def test_densities_read_the_signal(options: dict):
+    """What is read at a position is ∫ p(t) W_v' X̄(t) dt, X̄ being the signal that the position sees."""
+    torch.manual_seed(0)
+    attention = InfiniteAttention(E, H, **SIGNAL | options).double()
+    near = InfiniteAttention(E, H, **SIGNAL | options).double()
+    near.load_state_dict(attention.state_dict())
+    torch.nn.init.zeros_(near.ltm_out_proj.weight)
+    x, before, lengths = inputs(attention, 3, 24), torch.tensor([10, 4, 0]), torch.tensor([9, 5, 14])
+    times = torch.linspace(-1.5, 2.5, 2001, dtype=torch.float64)
+    _, state = attention(x[:, :10], None, before)
+    saved = copied(state)
+    densities = attention.attention_densities(x[:, 10:], state, lengths, times=times)
+    assert densities.shape == (3, H, 14, 2001)
+    assert_same(state, saved)
+    y = attention(x[:, 10:], state, lengths)[0] - near(x[:, 10:], state, lengths)[0]
+    for i in range(14):
+        now = (i < lengths).long()
+        assert (densities[now == 0, :, i] == 0).all()
+        _, state = attention(x[:, 10 + i : 11 + i], state, now)
+        value = attention.signal(state, times) @ attention.ltm_v_proj.weight.T  # (B, T, E)
+        read = torch.einsum("bht,bthd->bhd", densities[:, :, i], value.unflatten(2, (H, -1))) * (times[1] - times[0])
+        assert_close(read.flatten(1) @ attention.ltm_out_proj.weight.T, y[:, i], rtol=0, atol=1e-7)
+    written = attention._delay + attention.segment_len  # the first position that attends to a signal
+    assert (densities[2, :, :written] == 0).all()
+    assert (densities[2, :, written].sum(-1) > 0).all()
+
+
+def test_no_signal_has_no_densities():
+    attention = InfiniteAttention(E, H, **SIGNAL | {"n_basis": 0})
+    with pytest.raises(ValueError, match="n_basis=0"):
+        attention.attention_densities(torch.zeros(1, 2, E), times=torch.zeros(1))

@@ -1,4 +1,4 @@
-"""Pictures: grids of images, labelled rows of images, and recognised utterances."""
+"""Pictures: grids of images, labelled rows of images, recognised utterances, and attention maps."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ MIN_SIDE = 48
 
 TICK = 0.5
 """Seconds between two ticks of a time axis."""
+
+CELL = 20
+"""Pixels of a side of a square in an attention map."""
 
 
 def grid(images: Tensor, columns: int | None = None) -> Tensor:
@@ -97,7 +100,73 @@ def recognised(
     return path
 
 
-def _phonetic_font() -> ImageFont.FreeTypeFont | None:
+def attention_map(weights: Tensor, rows: list[str], columns: list[str], path: Path) -> Path:
+    """Write a PNG of attention weights: a square for each pair, white for 0, dark blue for 1.
+
+    Args:
+        weights: (N, M), as one row and head of `attention_weights`. Those below 0 are drawn as 0, above 1 as 1.
+        rows: N labels of the queries, drawn on the left. Spaces alone are drawn in quotes, line ends as escapes.
+        columns: M labels of the keys, drawn above, upwards if any is wider than a square. Labels that are not ASCII
+            need the font DejaVu Sans, as in `recognised`.
+        path: File to write.
+
+    Raises:
+        ValueError: there is no label for each row and column, or a weight is not finite.
+    """
+    from PIL import Image, ImageDraw
+
+    if weights.shape != (len(rows), len(columns)) or not rows or not columns:
+        raise ValueError(
+            f"weights has shape {tuple(weights.shape)}, with {len(rows)} rows and {len(columns)} columns of labels; "
+            "give one label for each row and column, and at least one of each"
+        )
+    weights = weights.detach().float().cpu()
+    if not weights.isfinite().all():
+        raise ValueError("weights is not finite everywhere; look at the model's parameters and inputs for NaN")
+    left, above = (_labels(names) for names in (rows, columns))
+    if max(label.width for label in above) > CELL:
+        above = [label.transpose(Image.Transpose.ROTATE_90) for label in above]
+    margin, top = max(label.width for label in left) + 8, max(label.height for label in above) + 8
+    sheet = Image.new("RGB", (margin + CELL * len(columns) + 8, top + CELL * len(rows) + 8), (255, 255, 255))
+    squares = _stretched(weights.clamp(0, 1), CELL, CELL)[..., None]  # (N · CELL, M · CELL, 1)
+    blue = torch.tensor([8.0, 48.0, 107.0])
+    sheet.paste(_to_pil((255 + squares * (blue - 255)).round().permute(2, 0, 1)), (margin, top))
+    for i, label in enumerate(left):
+        sheet.paste(label, (margin - 4 - label.width, top + CELL * i + (CELL - label.height) // 2))
+    for i, label in enumerate(above):
+        sheet.paste(label, (margin + CELL * i + (CELL - label.width) // 2, top - 4 - label.height))
+    draw, end = ImageDraw.Draw(sheet), (margin + CELL * len(columns), top + CELL * len(rows))
+    for x in range(margin, end[0] + 1, CELL):
+        draw.line((x, top, x, end[1]), fill=(208, 208, 208))
+    for y in range(top, end[1] + 1, CELL):
+        draw.line((margin, y, end[0], y), fill=(208, 208, 208))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sheet.save(path)
+    return path
+
+
+def _labels(names: list[str]) -> list[Image.Image]:
+    """Draw names in black on white, all of one height."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    found = _phonetic_font(14)
+    font = found or ImageFont.load_default(14)
+    _, ascent, _, descent = font.getbbox("Ågjp", anchor="ls")
+    images = []
+    for i, name in enumerate(names):
+        # Pillow's default font lacks many letters: the label's number replaces such a name.
+        shown = name if found is not None or name.isascii() else f"label {i}"
+        if not shown.isprintable():
+            shown = repr(shown)[1:-1]
+        elif not shown.strip():
+            shown = repr(shown)
+        image = Image.new("RGB", (max(1, math.ceil(font.getlength(shown))), round(descent - ascent)), (255, 255, 255))
+        ImageDraw.Draw(image).text((0, -ascent), shown, fill=(0, 0, 0), font=font, anchor="ls")
+        images.append(image)
+    return images
+
+
+def _phonetic_font(size: int = 10) -> ImageFont.FreeTypeFont | None:
     """Return a font that has the letters of the phonetic alphabet, or None if none is found."""
     from PIL import ImageFont
 
@@ -105,7 +174,7 @@ def _phonetic_font() -> ImageFont.FreeTypeFont | None:
     folder = Path(matplotlib.origin).parent / "mpl-data/fonts/ttf" if matplotlib and matplotlib.origin else Path()
     for name in ("DejaVuSans.ttf", str(folder / "DejaVuSans.ttf")):
         try:
-            return ImageFont.truetype(name, 10)
+            return ImageFont.truetype(name, size)
         except OSError:
             continue
     return None

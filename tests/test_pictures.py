@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lit_effattn.pictures import MIN_SIDE, grid, labelled_rows, recognised, save_png
+from lit_effattn.pictures import CELL, MIN_SIDE, attention_map, grid, labelled_rows, recognised, save_png
 
 BORDER, GREY = 4, 64
 
@@ -124,6 +124,71 @@ def test_names_of_the_phonetic_alphabet_are_told_apart(tmp_path: Path, monkeypat
         assert all((name > 200).any() for name in names[:3])
         assert not torch.equal(names[1], names[2])
         monkeypatch.setattr("lit_effattn.pictures._phonetic_font", lambda: None)
+
+
+def drawn_map(weights: torch.Tensor, rows: list[str], columns: list[str], tmp_path: Path):
+    """Return the labels on the left, those above, and the squares, (N, M, CELL, CELL) each with its colours."""
+    path = attention_map(weights, rows, columns, tmp_path / "new" / "map.png")
+    sheet = torch.from_numpy(np.array(Image.open(path))).float()
+    n, m = weights.shape
+    top, left = sheet.size(0) - 8 - n * CELL, sheet.size(1) - 8 - m * CELL
+    squares = sheet[top:-8, left:-8].unflatten(0, (n, CELL)).unflatten(2, (m, CELL)).transpose(1, 2)
+    return sheet[top:-8, :left].mean(-1).split(CELL), sheet[:top, left:-8].mean(-1).split(CELL, 1), squares
+
+
+def test_squares_of_an_attention_map_are_as_dark_as_their_weights(tmp_path: Path):
+    weights = torch.tensor([[0, 0.25, 0.5], [0.75, 1, -0.5]])
+    _, _, squares = drawn_map(weights, ["a", "b"], ["x", "y", "z"], tmp_path)
+    inside = squares[:, :, 2:-2, 2:-2]
+    assert (inside == inside[:, :, :1, :1]).all()
+    shade = inside[:, :, 0, 0].mean(-1)  # (N, M)
+    assert shade[0, 0] == shade[1, 2] == 255
+    darkest = 255 - shade[1, 1]
+    assert darkest > 150
+    torch.testing.assert_close((255 - shade) / darkest, weights.clamp(min=0), rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize("columns", [["x", "y", "W"], ["consequently", "of", "W"]])
+def test_labels_of_an_attention_map_stand_at_their_rows_and_columns(columns: list[str], tmp_path: Path):
+    """Those of the columns stand upright if they all fit, else all lie on their side."""
+    rows = ["a rather long label", "W"]
+    left, above, _ = drawn_map(torch.zeros(2, 3), rows, columns, tmp_path)
+    assert left[0].size(1) > 100
+    assert all((label < 128).any() and (label[:, 0] > 200).all() for label in left)  # none is cut off
+    assert ((left[0] < 128).sum() > 5 * (left[1] < 128).sum()).all()
+    assert all((label < 128).any() and (label[0] > 200).all() for label in above)
+    if columns[0] == "x":
+        assert above[0].size(0) < 2 * CELL
+    else:
+        ink = [(label < 128).sum().item() for label in above]
+        assert ink[0] > 3 * ink[2]
+        assert above[0].size(0) > 60
+        assert (above[0] < 128).any(1).sum() > 50  # pixels along the word: it goes up
+
+
+@pytest.mark.parametrize("font", [True, False])
+def test_labels_that_have_no_ink_are_written_out(font: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    if not font:
+        monkeypatch.setattr("lit_effattn.pictures._phonetic_font", lambda size: None)
+    names = [" ", "\n", "", "a", "ʒ", "ɑ"]
+    left, above, _ = drawn_map(torch.eye(6), names, ["x"] * 6, tmp_path)
+    assert all((label < 128).any() for label in left)
+    assert len({label.numpy().tobytes() for label in left}) == 6
+    assert len({label[:, 1:].numpy().tobytes() for label in above}) == 1
+
+
+@pytest.mark.parametrize(
+    ("weights", "rows", "columns", "words"),
+    [
+        (torch.zeros(2, 3), ["a"], ["x", "y", "z"], r"\(2, 3\).*1 rows and 3 columns"),
+        (torch.zeros(2, 3), ["a", "b"], ["x", "y"], r"\(2, 3\).*2 rows and 2 columns"),
+        (torch.zeros(0, 3), [], ["x", "y", "z"], r"\(0, 3\).*0 rows"),
+        (torch.full((1, 1), torch.nan), ["a"], ["x"], "not finite"),
+    ],
+)
+def test_attention_maps_without_labels_or_numbers_are_refused(weights, rows, columns, words: str, tmp_path: Path):
+    with pytest.raises(ValueError, match=words):
+        attention_map(weights, rows, columns, tmp_path / "map.png")
 
 
 @pytest.mark.gpu

@@ -277,7 +277,7 @@ class PerformerAttention(RandomFeatures, Attention):
         before = None if state is None else self._current(state)
         if not self._in_log_space:
             z = None if before is None else before.z.to(q.dtype)
-            return linear_attention_weights(q, k, z, causal=self.causal, eps=_NOTHING_SEEN)
+            return linear_attention_weights(q, k, z, causal=self.causal, eps=NOTHING_SEEN)
         scores = log_products(q, k)  # (B, H, N, N)
         if self.causal:
             scores = scores.masked_fill(scores.new_ones(n, n, dtype=torch.bool).triu(1), -torch.inf)

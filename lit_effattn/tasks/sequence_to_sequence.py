@@ -18,6 +18,7 @@ from lit_effattn.datamodules.tokenizers import Tokenizer
 from lit_effattn.datamodules.tokens import IGNORE, PairBatch
 from lit_effattn.nn.encoder_decoder import EncoderDecoder
 from lit_effattn.nn.heads import CategoricalHead, HeadFactory
+from lit_effattn.pictures import attention_map
 from lit_effattn.runs import short
 from lit_effattn.sequence import State
 from lit_effattn.tasks.base import Objective, Task
@@ -451,8 +452,6 @@ def _tokenizer(spec: str | None, name: str) -> Tokenizer:
 
 def _written(translations: list[Translation], folder: Path) -> str:
     """Write the translations and their pictures, and return what to say of them."""
-    from lit_effattn.pictures import attention_map
-
     path, pictures = folder / "translations.jsonl", 0
     with path.open("w", encoding="utf-8") as file:
         for _, entry, weights, outputs, sources in translations:

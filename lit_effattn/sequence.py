@@ -94,12 +94,10 @@ class SequenceModule(HasInitArgs, nn.Module, ABC):
         larger = self.initial_state(first.size(0), max_len=max_len, device=first.device)
         if type(state) is not type(larger):
             return state
-        pairs = list(zip(tensors(state), tensors(larger), strict=True))
-        if all(old.numel() >= new.numel() for old, new in pairs):
+        if all(old.numel() >= new.numel() for old, new in zip(tensors(state), tensors(larger), strict=True)):
             return state
-        for old, new in pairs:
-            new[tuple(map(slice, old.shape))] = old
-        return larger
+        stored = tensors(state)
+        return map_tensors(lambda empty: _with_first_slots(empty, next(stored)), larger)
 
     @property
     def bounded_by(self) -> str | None:
@@ -243,10 +241,17 @@ def pack(state: State) -> Any:
 
 def unpack(packed: Any, like: State) -> State:
     """Undo `pack`. `like` is any state of the same module, such as `initial_state(1)`."""
-    if not isinstance(like, tuple):
+    if packed is None or not isinstance(like, tuple):
         return packed
     parts = [unpack(part, example) for part, example in zip(packed, like, strict=True)]
     return type(like)(*parts) if hasattr(like, "_fields") else tuple(parts)
+
+
+def _with_first_slots(empty: Tensor, stored: Tensor) -> Tensor:
+    """Copy `stored` to the first slots of `empty`, in the type of `stored`."""
+    larger = empty.to(stored.dtype)
+    larger[tuple(map(slice, stored.shape))] = stored
+    return larger
 
 
 def _as_column(rows: Tensor, t: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from lit_effattn.generation import generate
 from lit_effattn.nn.heads import CategoricalHead, Head
 from lit_effattn.nn.lstm import LSTM
 from lit_effattn.sequence import SequenceModule
-from tests.laws.cases import CAUSAL, Case
+from tests.laws.cases import CAUSAL, CROSS, Case
 from tests.laws.tools import assert_same, copied, each
 
 KINDS: dict[str, Callable[[], SequenceModule]] = {
@@ -151,7 +151,8 @@ def test_a_narrow_beam_and_an_early_stop(name: str, beam: int, n_best: int, alph
         assert_found(found, [with_slots(made, row, 4, alpha, END, beam) for row in prompt], END)
 
 
-@each(CAUSAL)
+# A cross-attention alone sees no earlier token, so hypotheses of the same pairs of tokens are equally likely.
+@each([case for case in CAUSAL if case not in CROSS])
 def test_states_of_all_kinds_are_reordered(case: Case):
     made, prompt = parts(case.build()), torch.tensor([[0, 1, 1], [1, 0, 0], [0, 0, 1]])
     found = beam_search(*made, prompt, 5, beam=4, n_best=4)

@@ -371,7 +371,7 @@ class PerformerCrossAttention(RandomFeatures, CrossAttention):
 
     def read(self, q: Tensor, state: PerformerSourceSums) -> Tensor:
         """Read the sums: see `CrossAttention.read`."""
-        stale = state.drawn != self.draws  # (B,)
+        stale = (state.drawn != self.draws) & state.given  # (B,)
         if reads_values(stale) and stale.any():
             raise ValueError(
                 f"{type(self).__name__}: the features were redrawn after `remember` read the source; call it again"

@@ -1,6 +1,7 @@
 """Who keeps the laws: every attention kind, with the options that matter, and what is built of them.
 
-A new kind of attention is enrolled by a line in `ATTENTIONS` and its definition in `definitions.py`.
+A new kind of attention is enrolled by a line in `ATTENTIONS`, a kind of cross-attention by one in `CROSS`, and its
+definition in `definitions.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,26 +10,31 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_effattn.attention import (
     Attention,
     CompressiveAttention,
+    CrossAttention,
     InfiniteAttention,
     LinearAttention,
+    LinearCrossAttention,
     LSHAttention,
     PerformerAttention,
+    PerformerCrossAttention,
     ReluFeatureMap,
     ShawAttention,
     SoftmaxAttention,
+    SoftmaxCrossAttention,
     SparseAttention,
     TransformerXLAttention,
 )
+from lit_effattn.nn.encoder_decoder import EncoderDecoder
 from lit_effattn.nn.lstm import LSTM
 from lit_effattn.nn.sliding import SlidingWindow
 from lit_effattn.nn.transformer import Block, FeedForward, Transformer
 from lit_effattn.positions import LearnedPositions, RotaryPositions
-from lit_effattn.sequence import SequenceModule
+from lit_effattn.sequence import SequenceModule, State
 from tests.laws import definitions
 
 D_MODEL, N_HEADS = 8, 2
@@ -187,6 +193,111 @@ ROTARY = [
 ]
 
 
+# ------------------------------------------------------------------------------------------------- what reads a source
+
+SLOTS, VALID = 7, 5  # positions of the source, and those that are not padding
+D_SOURCE = 6
+
+
+class FromSource(SequenceModule):
+    """A module that reads a source, and the source, so that the laws of a module without one apply.
+
+    The source is the same in all rows. It is a parameter, so that its gradients are compared too. What `None` stands
+    for, and what `reset` restores, is the state with the source.
+    """
+
+    def __init__(self, reader: CrossAttention | Transformer | EncoderDecoder) -> None:
+        super().__init__()
+        self.reader = reader
+        self.d_input, self.d_model, self.causal = reader.d_input, reader.d_model, reader.causal
+        self.source = nn.Parameter(2 * torch.randn(SLOTS, reader.d_source))
+
+    def remember(self, rows: int, **options: int) -> State:
+        """Read the source in every row."""
+        lengths = torch.full((rows,), VALID, device=self.source.device)
+        return self.reader.remember(self.source.expand(rows, -1, -1), lengths, **options)
+
+    def initial_state(self, batch_size, *, max_len=None, device=None, dtype=None) -> State:
+        """With `max_len` what `remember` makes with it; else the reader's own empty state, and the source in it."""
+        if max_len is not None and not isinstance(self.reader, CrossAttention):
+            return self.remember(batch_size, max_len=max_len)
+        empty = self.reader.initial_state(batch_size, max_len=max_len, device=device, dtype=dtype)
+        return _with_sources(empty, self.remember(batch_size))
+
+    def forward(self, x, state=None, lengths=None):
+        return self.reader(x, self.remember(len(x)) if state is None else state, lengths)
+
+    def reset(self, state: State, rows: Tensor) -> State:
+        return _with_sources(self.reader.reset(state, rows), self.remember(len(rows)), rows)
+
+    def grow(self, state: State, max_len: int) -> State:
+        return self.reader.grow(state, max_len)
+
+    @property
+    def bounded_by(self) -> str | None:
+        return self.reader.bounded_by
+
+
+def _with_sources(state: State, other: State, rows: Tensor | None = None) -> State:
+    """Return `state` with the sources of `other` where `rows` is True; None: everywhere."""
+    if hasattr(state, "given"):
+        if rows is None:
+            return other
+        columns = (rows.view(-1, *[1] * (t.dim() - 1)) for t in state)
+        return type(state)(*map(torch.where, columns, other, state))
+    if not isinstance(state, tuple) or other is None:
+        return state
+    parts = [_with_sources(a, b, rows) for a, b in zip(state, other, strict=True)]
+    return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
+
+
+def subject(module: SequenceModule) -> SequenceModule:
+    """Return the module that the laws are about."""
+    return module.reader if isinstance(module, FromSource) else module
+
+
+def cross(
+    cls: type[CrossAttention], definition: Callable[[Any, Tensor, Tensor], Tensor], d_source: int, **options: Any
+) -> Case:
+    """Return the case of a cross-attention with these options."""
+
+    def make(d_model: int, n_heads: int, causal: bool) -> SequenceModule:
+        return FromSource(cls(d_model, n_heads, d_source, **options))
+
+    def by_definition(module: Any, x: Tensor) -> Tensor:
+        return definition(module.reader, x, module.source[:VALID].expand(len(x), -1, -1))
+
+    said = [f"{name}={getattr(value, '__name__', value)}" for name, value in options.items()]
+    return Case("-".join([cls.__name__, *said]), make, 3, definition=by_definition)
+
+
+CROSS = [
+    cross(SoftmaxCrossAttention, definitions.softmax_cross, D_SOURCE),
+    cross(LinearCrossAttention, definitions.linear_cross, D_SOURCE, feature_map=ReluFeatureMap, bias=False),
+    cross(PerformerCrossAttention, definitions.performer_cross, D_SOURCE),
+    cross(PerformerCrossAttention, definitions.performer_cross, D_SOURCE, features="relu", bias=False),
+]
+
+
+def decoder(d_model: int, n_heads: int, causal: bool) -> SequenceModule:
+    """Make a decoder whose layers differ in both attentions, and whose states grow."""
+    kinds = [SoftmaxCrossAttention, PerformerCrossAttention]
+    options = {"positions": RotaryPositions, "norm": "post", "cross_attention": kinds, "d_source": D_SOURCE}
+    return FromSource(stack([SOFTMAX, LINEAR], **options)(d_model, n_heads, causal))
+
+
+def encoder_decoder(d_model: int, n_heads: int, causal: bool) -> SequenceModule:
+    """Make an encoder, bidirectional and of another width, and a decoder, with efficient attention alone."""
+    encoder = Transformer(6, 2, 1, attention=LINEAR, causal=False, init="pytorch")
+    made = Transformer(
+        d_model, n_heads, 1, attention=LINEAR, cross_attention=LinearCrossAttention, d_source=6, init="pytorch"
+    )
+    return FromSource(EncoderDecoder(encoder, made))
+
+
+# --------------------------------------------------------------------------------------------------------- and the rest
+
+
 def stack(attention: Any, **options: Any) -> Callable[[int, int, bool], SequenceModule]:
     """Return what makes a Transformer of two layers."""
 
@@ -228,10 +339,12 @@ STACKS = [
     Case("Transformer-XL-tied", stack([XL_WINDOW], positions=None, norm="post", tied=["u", "v"]), 3),
     Case("Block", block, 4),
     Case("SlidingWindow", sliding, 5),
+    Case("Decoder", decoder, 4),
+    Case("EncoderDecoder", encoder_decoder, 4),
     Case("LSTM", lstm, 3),
     Case("LSTM-bidirectional", lstm, 3, causal=False),
 ]
 
-CASES = [*ATTENTIONS, *STACKS]
+CASES = [*ATTENTIONS, *CROSS, *STACKS]
 CAUSAL = [case for case in CASES if case.causal]
 CAUSAL_ROTARY = [case for case in ROTARY if case.causal]

@@ -104,6 +104,27 @@ def random_features(module, x: Tensor) -> Tensor:
     raise NotImplementedError(f"write the definition of features={module.features!r} here")
 
 
+def softmax_cross(module, x: Tensor, source: Tensor) -> Tensor:
+    """softmax(Q Kᵀ / √D) V, Vaswani et al. 2017, equation 1 and section 3.2.3; keys and values of a source (B, S, ·)."""
+    q, k, v = queries_and_source(module, x, source)
+    exponential = (q @ k.transpose(-1, -2) / math.sqrt(module.head_dim)).exp()
+    return heads_together(module, exponential / exponential.sum(-1, keepdim=True) @ v)
+
+
+def linear_cross(module, x: Tensor, source: Tensor) -> Tensor:
+    """Katharopoulos et al. 2020, equation 4, of a source's keys and values, with 10⁻⁶ in the denominator."""
+    q, k, v = queries_and_source(module, x, source)
+    weights = phi(module, q) @ phi(module, k).transpose(-1, -2)  # (B, H, N, S)
+    return heads_together(module, weights / (weights.sum(-1, keepdim=True) + 1e-6) @ v)
+
+
+def performer_cross(module, x: Tensor, source: Tensor) -> Tensor:
+    """Choromanski et al. 2020, section 2.2, of a source's keys and values, with the module's own random vectors."""
+    q, k, v = queries_and_source(module, x, source)
+    weights = random_features(module, q) @ random_features(module, k).transpose(-1, -2)  # (B, H, N, S)
+    return heads_together(module, weights / weights.sum(-1, keepdim=True) @ v)
+
+
 def transformer_xl(module, x: Tensor) -> Tensor:
     """Dai et al. 2019, section 3.3: the four terms (a) to (d), for each pair of positions; one segment, no memory."""
     q, k, v = queries_keys_values(module, x)
@@ -294,18 +315,27 @@ def quantiles(module, levels: list[float], densities: list, row: int) -> Tensor:
 
 def queries_keys_values(module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(B, N, E) -> three of (B, H, N, D), queries and keys turned where the module has rotary positions."""
-    b, n, _ = x.shape
-
-    def heads(projection) -> Tensor:
-        y = x @ projection.weight.T
-        if projection.bias is not None:
-            y = y + projection.bias
-        return y.reshape(b, n, module.n_heads, -1).permute(0, 2, 1, 3)
-
-    q, k, v = heads(module.q_proj), heads(module.k_proj), heads(module.v_proj)
+    q, k, v = (in_heads(module, projection, x) for projection in (module.q_proj, module.k_proj, module.v_proj))
     if module.rotary is not None:
         q, k = rotated(q, module.rotary.base), rotated(k, module.rotary.base)
     return q, k, v
+
+
+def queries_and_source(module, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(B, N, E) -> queries (B, H, N, D); (B, S, d_source) -> keys and values (B, H, S, D)."""
+    return (
+        in_heads(module, module.q_proj, x),
+        in_heads(module, module.k_proj, source),
+        in_heads(module, module.v_proj, source),
+    )
+
+
+def in_heads(module, projection, x: Tensor) -> Tensor:
+    """Project: (B, N, ·) -> (B, H, N, D)."""
+    y = x @ projection.weight.T
+    if projection.bias is not None:
+        y = y + projection.bias
+    return y.reshape(len(x), x.size(1), module.n_heads, -1).permute(0, 2, 1, 3)
 
 
 def heads_together(module, y: Tensor) -> Tensor:

@@ -6,7 +6,13 @@ import torch
 from torch import nn
 
 from lit_effattn import Transformer, sequence
-from lit_effattn.attention import LinearAttention, SoftmaxAttention
+from lit_effattn.attention import (
+    LinearAttention,
+    LinearCrossAttention,
+    PerformerCrossAttention,
+    SoftmaxAttention,
+    SoftmaxCrossAttention,
+)
 from lit_effattn.nn.transformer import Block, FeedForward
 from lit_effattn.positions import LearnedPositions, RotaryPositions, SinusoidalPositions
 from tests.laws import definitions
@@ -197,6 +203,14 @@ def test_initial_values_of_normal_and_gpt2(init: str, last: float):
         assert (linear.bias == 0).all(), name
 
 
+def test_initial_values_of_a_decoder():
+    """It has three branches in each layer."""
+    model = Transformer(128, 4, 8, init="gpt2", cross_attention=LinearCrossAttention)
+    for name, linear in matrices(model).items():
+        expected = 0.02 / math.sqrt(3 * 8) if name.endswith((".out_proj", ".down")) else 0.02
+        assert linear.weight.std().item() == pytest.approx(expected, rel=0.05), name
+
+
 def test_initial_values_of_xavier():
     for name, linear in matrices(Transformer(64, 4, 2, init="xavier")).items():
         bound = math.sqrt(6 / (linear.in_features + linear.out_features))
@@ -228,6 +242,9 @@ def test_initial_values_of_pytorch():
         ({"position_width": 4, "positions": None}, "position_width=4.*no positions"),
         ({"position_width": 4, "positions": RotaryPositions}, "position_width=4.*rotary"),
         ({"n_heads": 3}, "n_heads=3.*d_model=8"),
+        ({"cross_attention": []}, "cross_attention lists 0 kinds for n_layers=2"),
+        ({"cross_attention": LinearCrossAttention, "causal": False}, "cross_attention needs causal=True"),
+        ({"d_source": 6}, "d_source=6 does not apply without cross_attention"),
         ({"n_heads": 8, "positions": RotaryPositions}, "a head's width=1 is odd"),
     ],
 )
@@ -275,3 +292,48 @@ def test_a_block_has_its_attentions_state():
     _, state = block(torch.randn(2, 5, E))
     assert type(state) is type(block.initial_state(2)) is type(attention.initial_state(2))
     assert block.reset(state, torch.tensor([True, False])).length.tolist() == [0, 5]
+
+
+# --------------------------------------------------------------------------------------------------------- a decoder
+
+
+def test_cross_attentions_are_dealt_over_the_layers():
+    kinds = [LinearCrossAttention, partial(PerformerCrossAttention, n_features=16)]
+    model = Transformer(E, H, 3, cross_attention=kinds, d_source=6)
+    crosses = [block.cross_attention for block in model.blocks]
+    assert [type(c) for c in crosses] == [LinearCrossAttention, PerformerCrossAttention, LinearCrossAttention]
+    assert [c.d_source for c in crosses] == [6, 6, 6]
+    assert crosses[1].n_features == 16
+    assert Transformer(E, H, 1, cross_attention=LinearCrossAttention).blocks[0].cross_attention.d_source == E
+
+
+def test_all_layers_read_the_source():
+    model = uneven(Transformer(E, H, 2, cross_attention=SoftmaxCrossAttention)).double()
+    source = torch.randn(1, 4, E, dtype=torch.float64)
+    state = model.remember(source)
+    layers = [block.cross_attention.remember(source) for block in model.blocks]
+    for made, expected in zip(state.layers, layers, strict=True):
+        assert torch.equal(made.source.keys, expected.keys)
+        assert torch.equal(made.source.values, expected.values)
+
+
+def test_dropout_on_the_branch_that_reads():
+    """Without the others, a dropped output leaves the residual as it was."""
+    model = Transformer(E, H, 1, dropout=0.5, positions=None, cross_attention=SoftmaxCrossAttention, final_norm=False)
+    (block,) = model.blocks
+    for layer in (block.attention.out_proj, block.feed_forward.down):
+        nn.init.zeros_(layer.weight)
+    x, state = torch.ones(1, 500, E), model.remember(torch.randn(1, 4, E))
+    y, _ = block(x, state.layers[0])
+    assert 0.45 < (y == x).float().mean() < 0.55
+    y, _ = block.eval()(x, state.layers[0])
+    assert (y != x).all()
+
+
+def test_what_cannot_read_a_source_says_so():
+    model = Transformer(E, H, 1)
+    for module in (model, model.blocks[0]):
+        with pytest.raises(ValueError, match=f"{type(module).__name__} has no cross_attention"):
+            module.remember(torch.zeros(1, 2, E))
+    with pytest.raises(ValueError, match="cross_attention needs causal=True"):
+        Block(SoftmaxAttention(E, H, False), FeedForward(E, 16), cross_attention=SoftmaxCrossAttention(E, H))

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
 from lit_effattn import sequence
@@ -222,7 +222,7 @@ class SequenceToSequence(Task):
         metrics: Any = self.scores["test"]
         for name in ("bleu", "chrf"):
             if name in self.metrics:
-                rank_zero_info(f"{name}: sacrebleu {metrics[name].signature()}")
+                rank_zero_only(print)(f"{name} is that of sacrebleu, {metrics[name].signature()}")
 
     # -------------------------------------------------------------------------------------------------- the outputs
 

@@ -1,0 +1,145 @@
+"""The command with pairs of sequences: training, resuming, scores, translations, and what is refused."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lit_effattn.cli import main
+from lit_effattn.tasks import SequenceToSequence
+from tests.support.commands import TWO, assert_same_end, command, fails, last
+
+STACK: dict[str, Any] = {
+    "d_model": 16,
+    "n_heads": 2,
+    "n_layers": 1,
+    "attention": {"class_path": "LinearAttention"},
+    "dropout": 0.2,
+}
+TINY: dict[str, Any] = {
+    "seed_everything": 3,
+    "model": {
+        "class_path": "SequenceToSequence",
+        "init_args": {
+            "backbone": {
+                "class_path": "EncoderDecoder",
+                "init_args": {
+                    "encoder": {"class_path": "Transformer", "init_args": {**STACK, "causal": False}},
+                    "decoder": {
+                        "class_path": "Transformer",
+                        "init_args": {**STACK, "cross_attention": {"class_path": "PerformerCrossAttention"}},
+                    },
+                },
+            },
+            "tie": "target",
+            "label_smoothing": 0.1,
+            "metrics": ["exact_match", "error_rate", "bleu"],
+            "beam": 2,
+            "optimizer": {"class_path": "torch.optim.RAdam", "init_args": {"lr": 0.003}},
+            "lr_scheduler": {"class_path": "InverseSquareRoot", "init_args": {"warmup_steps": 5}},
+        },
+    },
+    "data": {
+        "class_path": "SequencePairs",
+        "init_args": {
+            "corpus": "tsv",
+            "root": "pairs",
+            "source_tokens": "characters",
+            "target_tokens": "words",
+            "batch_tokens": 60,
+            "cache": "cache",
+        },
+    },
+    "trainer": {
+        "max_epochs": 2,
+        "enable_progress_bar": False,
+        "logger": False,
+        "callbacks": [{"class_path": "FeatureRedraw", "init_args": {"every_n_steps": 4}}],
+    },
+}
+
+
+def pair(i: int) -> str:
+    word = "abcd"[i % 4] + "efg"[i % 3] * (1 + i % 5)
+    return f"{word}\t{' '.join(word.upper())}\n"
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_with_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(yaml.safe_dump(TINY))
+    Path("pairs").mkdir()
+    for split, begin, end in (("train", 0, 40), ("val", 40, 49), ("test", 49, 60)):
+        Path("pairs", f"{split}.tsv").write_text("".join(map(pair, range(begin, end))))
+
+
+def fit(*args: str) -> Path:
+    main(["fit", "--config", "tiny.yaml", *args])
+    return last("runs" if "--trainer.default_root_dir" not in args else args[-1]).parent.parent
+
+
+@pytest.mark.check
+def test_training_scoring_and_writing(capsys: pytest.CaptureFixture[str]):
+    """The corpus is needed to test, but neither to translate a file nor a single text."""
+    run = fit("--model.decode_every_n_epochs", "1")
+    capsys.readouterr()
+    main(["test", "--ckpt_path", "best"])
+    out = capsys.readouterr().out
+    assert re.search(r"^test perplexity: [\d.]+$", out, re.M)
+    assert re.search(r"^test exact_match: [\d.]+$", out, re.M)
+    assert re.search(r"^test error_rate: [\d.]+$", out, re.M)
+    assert re.search(r"^test sequences: 11$", out, re.M)
+    assert "bleu is that of sacrebleu, nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:" in out
+    shutil.rmtree("pairs")
+    shutil.rmtree("cache")
+    Path("words.txt").write_text("aeee\ndff\nbg\n")
+    main(["predict", "--ckpt_path", "last", "--data.source_file", "words.txt"])
+    (path,) = run.rglob("predictions/*/translations.jsonl")
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [entry["source"] for entry in entries] == ["aeee", "dff", "bg"]
+    assert (path.parent / "attention_1.png").is_file()
+    capsys.readouterr()
+    main(["generate", "--ckpt_path", "last", "--source", "dff", "--n", "2", "--beam", "3", "--length_penalty", "0.6"])
+    said = capsys.readouterr().out
+    model = SequenceToSequence.load_from_checkpoint(run / "checkpoints" / "last.ckpt").eval()
+    best = model.texts(model.search(model.encode("dff")[None], beam=3, n_best=2))[0]
+    assert [line.split("  ")[1] for line in said.splitlines()[:2]] == best
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one():
+    whole = fit("--trainer.default_root_dir", "whole")
+    assert torch.load(last("whole"), weights_only=True)["global_step"] > 6
+    main(["fit", "--config", "tiny.yaml", "--trainer.default_root_dir", "part", "--trainer.max_steps", "5"])
+    main(["fit", "--ckpt_path", str(last("part")), "--trainer.max_steps", "-1"])
+    assert_same_end(whole / "checkpoints" / "last.ckpt", last("part"))
+
+
+def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]):
+    fit("--trainer.max_epochs", "1")
+    said = fails(capsys, "generate", "--ckpt_path", "last")
+    assert "--source is missing" in said
+    assert "--prompt a: SequenceToSequence has no such option" in fails(
+        capsys, "generate", "--ckpt_path", "last", "--source", "a", "--prompt", "a"
+    )
+    assert "--temperature 0.5" in fails(
+        capsys, "generate", "--ckpt_path", "last", "--source", "a", "--temperature", "0.5"
+    )
+    assert "cross_attention" in fails(
+        capsys, "fit", "--config", "tiny.yaml", "--model.backbone.decoder.cross_attention", "null"
+    )
+
+
+@pytest.mark.processes
+def test_two_processes_score_as_one(capsys: pytest.CaptureFixture[str]):
+    fit("--trainer.max_epochs", "1")
+    capsys.readouterr()
+    main(["test", "--ckpt_path", "last"])
+    alone = sorted(line for line in capsys.readouterr().out.splitlines() if line.startswith("test "))
+    done = command("test", "--ckpt_path", "last", *TWO)
+    assert done.returncode == 0, done.stderr
+    assert sorted(line for line in done.stdout.splitlines() if line.startswith("test ")) == alone

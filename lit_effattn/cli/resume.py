@@ -91,15 +91,19 @@ class ResolvedArgs(NamedTuple):
         checkpoint = checkpoint or find_checkpoint(name, Path(root))
         checkpoint, content = _read(checkpoint, command, Path(root))
         os.environ[CHECKPOINT] = str(checkpoint)
-        # What is drawn from nothing, or from a prompt, needs no data on disk, nor do recordings of the user's own need
-        # the corpus: the checkpoint says what data fixed.
+        # What is drawn from nothing, or from a prompt, needs no data on disk, nor do recordings or texts of the user's
+        # own need the corpus: the checkpoint says what data fixed.
         uses_data = command != "generate" or _given(others, "--complete")
-        data_fixes = uses_data and not _given(others, "--data.audio", "--data.init_args.audio")
+        data_fixes = uses_data and not _given(others, *_OF_THE_USERS_OWN)
         saved = _saved_settings(content, checkpoint, command, uses_data, data_fixes)
         rank_zero_info(f"{command} from {short(checkpoint)}")
         saved = checked_settings(saved, command, checkpoint, trust, UserOptions(others, files))
         args = [command, "--config", json.dumps(saved), *configs, *root_args, *others, "--ckpt_path", str(checkpoint)]
         return cls(command, args, checkpoint, saved, trust, uses_data, data_fixes, requeued is not None)
+
+
+_OF_THE_USERS_OWN = tuple(f"--data.{part}{name}" for part in ("", "init_args.") for name in ("audio", "source_file"))
+"""Flags that name what to predict instead of the corpus."""
 
 
 def _given(args: list[str], *options: str) -> bool:

@@ -142,7 +142,7 @@ def _forbid_downloads(data: Any, user: UserOptions) -> None:
     init_args = data.setdefault("init_args", {}) if isinstance(data, dict) else {}
     if init_args.get("dataset") in _DOWNLOADED and not (user.name("data", "download") or user.name("data", "dataset")):
         init_args["download"] = False
-    if init_args.get("source") == "huggingface" and not user.name("data", "path"):
+    if "huggingface" in (init_args.get("source"), init_args.get("corpus")) and not user.name("data", "path"):
         os.environ.update(dict.fromkeys(OFFLINE, "1"))
         rank_zero_info("Only Hugging Face's cache is read; to allow a download, give --data.path yourself")
 

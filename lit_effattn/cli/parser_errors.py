@@ -15,7 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lit_effattn.attention import Attention
+from lit_effattn.attention import Attention, CrossAttention
 from lit_effattn.nn.front_ends import FrontEnd
 from lit_effattn.nn.heads import Head
 from lit_effattn.positions import Positions
@@ -27,7 +27,10 @@ _BASES: dict[str, type] = {
     "model": Task,
     "data": pl.LightningDataModule,
     "backbone": SequenceModule,
+    "encoder": SequenceModule,
+    "backbone.decoder": SequenceModule,
     "attention": Attention,
+    "cross_attention": CrossAttention,
     "positions": Positions,
     "head": Head,
     "embedding": torch.nn.Module,
@@ -107,16 +110,24 @@ def _unknown_option(path: str, name: str, class_paths: list[str]) -> str:
     return f"{path}: {kind.__name__} has no option {name!r}; {_instead(name, known)}"
 
 
+def _base(path: str) -> type | None:
+    """Return the base class of what the option `path` names."""
+    parts = path.split(".")
+    return _BASES.get(".".join(parts[-2:])) or _BASES.get(parts[-1])
+
+
 def _classless_option(path: str, name: str) -> str:
-    base = _BASES.get(path.rpartition(".")[2])
+    base = _base(path)
     known = sorted({kind.__name__ for kind in _concrete(base)}) if base else []
     named = f" (there are {', '.join(known)})" if 0 < len(known) < 10 else ""
     return f"{path}.{name}: name the class that option {name!r} belongs to first, --{path} CLASS{named}"
 
 
 def _unknown_class(path: str, name: str) -> str:
-    base = _BASES.get(path.rpartition(".")[2])
+    base = _base(path)
     known = sorted({kind.__name__ for kind in _concrete(base)}) if base else []
+    if base and any(kind.__name__ == name for other in _BASES.values() for kind in _concrete(other)):
+        return f"{path}: {name} is no {base.__name__}; there are {', '.join(known)}"
     instead = _instead(name, known)
     # Of modules there are hundreds, too many to list.
     return f"{path}: there is no class {name!r}" + (f"; {instead}" if known and len(instead) < 1000 else "")

@@ -256,6 +256,7 @@ class Transformer(SequenceModule):
             raise ValueError(f"d_source={d_source} does not apply without cross_attention; leave it out")
         if cross_kinds is not None and not causal:
             raise ValueError("cross_attention needs causal=True: a decoder's position must not see those it predicts")
+        _check_kinds(kinds, cross_kinds or [])
         if position_width is not None and (positions is None or not 0 < position_width < d_model):
             raise ValueError(
                 f"position_width={position_width} with d_model={d_model} and "
@@ -408,6 +409,28 @@ def _initialise(transformer: Transformer, init: Initialisation) -> None:
                 nn.init.normal_(module.weight, std=0.02 * (last if name.endswith(("out_proj", "down")) else 1))
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
+
+
+def _check_kinds(kinds: list[Any], cross_kinds: list[Any]) -> None:
+    """Check that classes, or partial calls of classes, are of the right kind: both are called with three arguments."""
+    for kind in kinds:
+        if _is_subclass(kind, CrossAttention):
+            raise ValueError(f"attention={_name(kind)} reads a source: give it as cross_attention")
+    for kind in cross_kinds:
+        if _is_subclass(kind, Attention):
+            raise ValueError(
+                f"cross_attention={_name(kind)} can't read a source; choose SoftmaxCrossAttention, "
+                "LinearCrossAttention or PerformerCrossAttention"
+            )
+
+
+def _is_subclass(kind: Any, base: type) -> bool:
+    kind = getattr(kind, "func", kind)
+    return isinstance(kind, type) and issubclass(kind, base)
+
+
+def _name(kind: Any) -> str:
+    return str(getattr(kind, "func", kind).__name__)
 
 
 def _in_turn(name: str, kinds: Any, n_layers: int) -> list[Any]:

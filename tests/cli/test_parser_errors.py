@@ -235,3 +235,25 @@ def test_fit_without_anything():
     said = plain(str(caught.value))
     for word in ("--config", "digits_linear", "--model", "--data"):
         assert word in said
+
+
+PAIRS = ["fit", "--model", "SequenceToSequence", "--data", "SequencePairs", "--model.backbone", "EncoderDecoder"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            ["--model.backbone.decoder", "Transformer", "--model.backbone.decoder.cross_attention", "LSHAttention"],
+            "model.backbone.decoder.cross_attention: LSHAttention is no CrossAttention; there are "
+            "LinearCrossAttention, PerformerCrossAttention, SoftmaxCrossAttention",
+        ),
+        (
+            ["--model.backbone.decoder", "Transfomer"],
+            "model.backbone.decoder: there is no class 'Transfomer'; did you mean Transformer?",
+        ),
+    ],
+    ids=["self-attention", "misspelt"],
+)
+def test_a_class_of_another_kind_is_named(flags: list[str], said: str):
+    assert complaint(*PAIRS, *flags) == said

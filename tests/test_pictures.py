@@ -148,7 +148,7 @@ def test_squares_of_an_attention_map_are_as_dark_as_their_weights(tmp_path: Path
     torch.testing.assert_close((255 - shade) / darkest, weights.clamp(min=0), rtol=0, atol=0.01)
 
 
-@pytest.mark.parametrize("columns", [["x", "y", "W"], ["consequently", "of", "W"]])
+@pytest.mark.parametrize("columns", [["|", "y", "W"], ["consequently", "of", "W"]])
 def test_labels_of_an_attention_map_stand_at_their_rows_and_columns(columns: list[str], tmp_path: Path):
     """Those of the columns stand upright if they all fit, else all lie on their side."""
     rows = ["a rather long label", "W"]
@@ -157,8 +157,9 @@ def test_labels_of_an_attention_map_stand_at_their_rows_and_columns(columns: lis
     assert all((label < 128).any() and (label[:, 0] > 200).all() for label in left)  # none is cut off
     assert ((left[0] < 128).sum() > 5 * (left[1] < 128).sum()).all()
     assert all((label < 128).any() and (label[0] > 200).all() for label in above)
-    if columns[0] == "x":
+    if columns[0] == "|":
         assert above[0].size(0) < 2 * CELL
+        assert (above[0] < 128).any(1).sum() > (above[0] < 128).any(0).sum()
     else:
         ink = [(label < 128).sum().item() for label in above]
         assert ink[0] > 3 * ink[2]
@@ -170,10 +171,10 @@ def test_labels_of_an_attention_map_stand_at_their_rows_and_columns(columns: lis
 def test_labels_that_have_no_ink_are_written_out(font: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     if not font:
         monkeypatch.setattr("lit_effattn.pictures._phonetic_font", lambda size: None)
-    names = [" ", "\n", "", "a", "ʒ", "ɑ"]
-    left, above, _ = drawn_map(torch.eye(6), names, ["x"] * 6, tmp_path)
+    names = [" ", "\n", "", "a", "a\nb", "ʒ", "ɑ"]
+    left, above, _ = drawn_map(torch.eye(7), names, ["x"] * 7, tmp_path)
     assert all((label < 128).any() for label in left)
-    assert len({label.numpy().tobytes() for label in left}) == 6
+    assert len({label.numpy().tobytes() for label in left}) == 7
     assert len({label[:, 1:].numpy().tobytes() for label in above}) == 1
 
 

@@ -382,7 +382,7 @@ class SparseAttention(Attention):
             (self._local, state.block_keys, block),
             (self._distant, state.summary_keys, columns),
         ):
-            index = torch.where(at < length, at - length + m, m)  # the last entry takes what is not there
+            index = (at - length + m).clamp(max=m)  # the last entry takes what is not there
             keys[:, heads].scatter_(2, index[..., None].expand(stored.shape), stored)
         return keys[:, :, :m]
 

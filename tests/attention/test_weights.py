@@ -82,17 +82,21 @@ def test_weighted_values_are_the_output(case: Case):
     assert_close(attention.attention_weights(x)[:1], weights[:1])
 
 
+@pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
 @pytest.mark.parametrize("fixed", [False, True], ids=["grows", "max_len"])
 @each([case for case in CASES if case.causal])
-def test_a_state_changes_no_weight(case: Case, fixed: bool):
-    """Row by row the weights are those of the whole stream, in columns that lie where they are documented."""
+def test_a_state_changes_no_weight(case: Case, fixed: bool, early: bool):
+    """Row by row the weights are those of the whole stream, in columns that lie where they are documented.
+
+    Early in the stream memories of fixed size are not full.
+    """
     attention, end = build(case), case.long
     x = inputs(attention, 4, end)
     whole = attention.attention_weights(x)
-    before, n = torch.tensor([end - 6, end // 3, 0, 2 * case.unit]), 6
+    before, n = torch.tensor([2, 1, 0, 2] if early else [end - 6, end // 3, 0, 2 * case.unit]), 6
     lengths = torch.tensor([6, 4, 6, 0])
     state = attention.initial_state(4, max_len=end + n) if fixed else None
-    _, state = attention(x[:, : end - 6], state, before)
+    _, state = attention(x[:, : int(before.max())], state, before)
     saved = copied(state)
     segment = x.gather(1, (before[:, None] + torch.arange(n)).clamp(max=end - 1)[..., None].expand(-1, -1, E))
     weights = attention.attention_weights(segment, state, lengths)

@@ -1,4 +1,4 @@
-"""Small runs of four tasks, and a deterministic cover of the pairs of their settings."""
+"""Small runs of five tasks, and a deterministic cover of the pairs of their settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRUST = ["--trust", "tests.faults.moments", "--trust", "tests.support.tones.Tone
 EPOCHS = 3
 
 DIMENSIONS: dict[str, tuple[Any, ...]] = {
-    "task": ("pixels", "text", "speech", "sorting"),
+    "task": ("pixels", "text", "speech", "sorting", "pairs"),
     "limits": ("max_steps", "max_epochs", "both", "max_time"),
     "moment": ("mid-epoch", "last step of an epoch", "first step", "during validation"),
     "processes": (1, 2),
@@ -27,7 +27,7 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "schedule": ("warm-up", "plateau"),
 }
 
-BATCHES = {"pixels": 10, "text": 11, "speech": 10, "sorting": 12}
+BATCHES = {"pixels": 10, "text": 11, "speech": 10, "sorting": 12, "pairs": 10}
 """Training batches of an epoch, for any number of processes: divisible by 3 in one task only."""
 
 
@@ -36,7 +36,7 @@ class Settings:
     """What determines an uninterrupted run.
 
     Attributes:
-        task: pixels, text, speech or sorting.
+        task: pixels, text, speech, sorting or pairs.
         limits: What ends the run: max_steps in mid-epoch, max_epochs, or both at the same step. A run of max_time has
             max_epochs, and is stopped before by the time limit.
         processes: 1 or 2.
@@ -115,6 +115,8 @@ def _for_processes(task: str, processes: int) -> dict[str, int]:
     """Return the options that keep the number of batches: each process gets a part of the batch."""
     if task == "speech":
         return {"batch_frames": 100 // processes}
+    if task == "pairs":
+        return {"batch_tokens": 60 // processes}
     return {"batch_size": {"pixels": 140, "text": 4, "sorting": 8}[task] // processes}
 
 
@@ -205,6 +207,27 @@ TASKS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
             },
         },
     ),
+    "pairs": (
+        {
+            "class_path": "SequenceToSequence",
+            "init_args": {
+                "backbone": {
+                    "class_path": "EncoderDecoder",
+                    "init_args": {
+                        "encoder": _backbone("LinearAttention", causal=False),
+                        "decoder": _backbone("LinearAttention", cross_attention="PerformerCrossAttention"),
+                    },
+                },
+                "label_smoothing": 0.1,
+                "decode_every_n_epochs": 2,
+                "beam": 2,
+            },
+        },
+        {
+            "class_path": "SequencePairs",
+            "init_args": {"corpus": "tsv", "root": "pairs", "eval_batch_tokens": 60, "cache": "cache"},
+        },
+    ),
 }
 """The model and the data of each task."""
 
@@ -217,6 +240,10 @@ def write_data() -> None:
             path = Path("texts", split, f"{i}.txt")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(rng.choice(list("abcdefgh \n"), n)))
+    Path("pairs").mkdir()
+    for split, n in (("train", 100), ("val", 20), ("test", 10)):
+        words = ["".join(rng.choice(list("abcd"), 5)) for _ in range(n)]  # of one length: ten batches of ten
+        Path("pairs", f"{split}.tsv").write_text("".join(f"{word}\t{word[::-1]}\n" for word in words))
     Tones(n=24).prepare()
 
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: the last, for resuming, and the best."""
+"""The checkpoints of a run: the last, for resuming, some before it, for averaging, and the best."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lit_effattn.callbacks import resume_point
 from lit_effattn.checkpoints import remove_parts
-from lit_effattn.runs import LAST, PREVIOUS
+from lit_effattn.runs import LAST, PREVIOUS, kept_checkpoints, kept_name
 
 LOGGED_KEY = "logged"
 
@@ -31,18 +31,37 @@ class LastCheckpoint(Checkpoint):
     while gradients are accumulated, say `max_time`, the run goes on to the end of that optimiser step. A crash keeps
     the previous checkpoint, since the current state may be the cause of the crash.
 
+    With `keep` it also saves checkpoints that stay, `step_00001000.ckpt` and so on, of which the last `keep` are there
+    to be averaged. They come at fixed steps or at the ends of whole epochs, whatever stops and resumes the run: a
+    resumed run ends with those of an uninterrupted one. Each is there before the `last.ckpt` of its step.
+
     Args:
         every_n_train_steps: Also save after every so many optimiser steps, which bounds the loss if the run is killed.
+        keep: How many checkpoints to keep for averaging (`--average`). Each is as large as `last.ckpt`.
+        keep_every_n_train_steps: Steps from one that is kept to the next. Default: one an epoch.
+
+    Raises:
+        ValueError: a number is out of its range, or steps are given with `keep=0`.
     """
 
-    def __init__(self, every_n_train_steps: int | None = None) -> None:
+    def __init__(
+        self, every_n_train_steps: int | None = None, keep: int = 0, keep_every_n_train_steps: int | None = None
+    ) -> None:
         super().__init__()
-        if every_n_train_steps is not None and every_n_train_steps < 1:
-            raise ValueError(
-                f"every_n_train_steps={every_n_train_steps} is not positive; leave it out to save every epoch"
-            )
+        for name, every in (
+            ("every_n_train_steps", every_n_train_steps),
+            ("keep_every_n_train_steps", keep_every_n_train_steps),
+        ):
+            if every is not None and every < 1:
+                raise ValueError(f"{name}={every} is not positive; leave it out to save every epoch")
+        if keep < 0:
+            raise ValueError(f"keep={keep} is negative; 0 keeps none, 5 and 20 are usual")
+        if keep == 0 and keep_every_n_train_steps is not None:
+            raise ValueError(f"keep_every_n_train_steps={keep_every_n_train_steps} needs keep=5, or how many to keep")
         self.every_n_train_steps = every_n_train_steps
-        self._saved_step = -1
+        self.keep = keep
+        self.keep_every_n_train_steps = keep_every_n_train_steps
+        self._saved_step = self._kept_step = -1
         self._stop_after_step = False
         self._metrics: dict[str, float] = {}  # from the checkpoint that is resumed
         self._to_log: tuple[dict[str, float], int] | None = None
@@ -61,7 +80,7 @@ class LastCheckpoint(Checkpoint):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Prepare the loops for exact resuming, and remove unfinished files of processes that were killed."""
-        self._saved_step = trainer.global_step
+        self._saved_step = self._kept_step = trainer.global_step
         self._stop_after_step = False
         resume_point.restore(trainer)
         metrics, self._metrics = self._metrics, {}
@@ -74,10 +93,11 @@ class LastCheckpoint(Checkpoint):
                 last.replace(last.with_name(SET_ASIDE))  # damaged: it must not become previous.ckpt
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Save if `every_n_train_steps` divides the step."""
+        """Save if `every_n_train_steps` or `keep_every_n_train_steps` divides the step."""
         self._finish_step(trainer)
         step = trainer.global_step
-        due = self.every_n_train_steps and step != self._saved_step and step % self.every_n_train_steps == 0
+        due = _is_due(step, self.every_n_train_steps, self._saved_step)
+        due |= _is_due(step, self.keep_every_n_train_steps, self._kept_step)
         if due and resume_point.can_resume(trainer):
             self.save(trainer)
 
@@ -88,7 +108,8 @@ class LastCheckpoint(Checkpoint):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save at the end of the epoch."""
-        self.save(trainer)
+        by_epoch = self.keep > 0 and self.keep_every_n_train_steps is None
+        self.save(trainer, keep=by_epoch and resume_point.epoch_is_whole(trainer))
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add where the run resumes, the latest metrics, and those of this step or epoch, which are logged later."""
@@ -123,13 +144,38 @@ class LastCheckpoint(Checkpoint):
         elif self._stop_after_step:
             trainer.should_stop = True
 
-    def save(self, trainer: pl.Trainer) -> None:
-        """Save now; only between two steps or in a validation."""
+    def save(self, trainer: pl.Trainer, keep: bool = False) -> None:
+        """Save now; only between two steps or in a validation.
+
+        Args:
+            trainer: The trainer.
+            keep: Save a checkpoint that stays as well. At steps that `keep_every_n_train_steps` divides it always does.
+        """
         if not trainer.sanity_checking and not getattr(trainer, "fast_dev_run", False):
             for logger in trainer.loggers:
                 logger.save()
+            if keep or _is_due(trainer.global_step, self.keep_every_n_train_steps, self._kept_step):
+                self._keep(trainer)
             trainer.save_checkpoint(self.path(trainer))
             self._saved_step = trainer.global_step
+
+    def _keep(self, trainer: pl.Trainer) -> None:
+        """Save a checkpoint that stays, and delete those before the last `keep`.
+
+        Those of later steps are deleted too: this run was resumed from before them.
+        """
+        path = self.path(trainer).with_name(kept_name(trainer.global_step))
+        trainer.save_checkpoint(path)
+        self._kept_step = trainer.global_step
+        if trainer.is_global_zero:
+            kept = kept_checkpoints(path.parent)
+            end = kept.index(path) + 1
+            for superseded in [*kept[: max(end - self.keep, 0)], *kept[end:]]:
+                superseded.unlink(missing_ok=True)
+
+
+def _is_due(step: int, every: int | None, before: int) -> bool:
+    return every is not None and step != before and step % every == 0
 
 
 def _checked(logged: Any) -> tuple[dict[str, float], tuple[dict[str, float], int] | None]:

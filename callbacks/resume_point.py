@@ -44,6 +44,11 @@ def within_epoch_end(trainer: pl.Trainer) -> bool:
     return trainer.training and total.processed > total.completed
 
 
+def epoch_is_whole(trainer: pl.Trainer) -> bool:
+    """Return whether the epoch's last batch was trained on: a limit may end an epoch earlier."""
+    return trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+
+
 def can_resume(trainer: pl.Trainer) -> bool:
     """Return whether a checkpoint that is saved after the current training batch, or in a validation, resumes exactly.
 
@@ -52,8 +57,7 @@ def can_resume(trainer: pl.Trainer) -> bool:
     """
     if within_accumulation(trainer):
         return False
-    ended = trainer.fit_loop.epoch_loop._num_ready_batches_reached()
-    return trainer.validating or not ended or _validation_follows(trainer)
+    return trainer.validating or not epoch_is_whole(trainer) or _validation_follows(trainer)
 
 
 def mark(loops: dict[str, Any], trainer: pl.Trainer) -> None:
@@ -66,7 +70,7 @@ def mark(loops: dict[str, Any], trainer: pl.Trainer) -> None:
         if follows:
             state["epoch_loop.val_loop.batch_progress"] = _IN_VALIDATION
     elif epochs["total"]["started"] == epochs["total"]["processed"]:
-        if trainer.fit_loop.epoch_loop._num_ready_batches_reached():
+        if epoch_is_whole(trainer):
             _end_epoch(state)
         elif batches["current"]["ready"] > 0:
             _continue_epoch(state, stepped=not within_accumulation(trainer))

@@ -4,7 +4,7 @@ A run has one folder, named by its start time (UTC), at any depth under the root
 
     runs/digits_linear/2026-11-21_09-40-12/
         config.yaml         everything that was set
-        checkpoints/        last.ckpt, previous.ckpt (the last but one), best.ckpt
+        checkpoints/        last.ckpt, previous.ckpt (the last but one), best.ckpt, step_00001000.ckpt, … (those kept)
         tensorboard/  csv/  samples/  generated/  predictions/
 """
 
@@ -18,6 +18,7 @@ from pathlib import Path
 LAST, PREVIOUS = "last.ckpt", "previous.ckpt"
 """The newest checkpoint of a run, and the one before it, from which a run resumes if the newest is damaged."""
 
+_KEPT = re.compile(r"step_(\d+)\.ckpt")
 _RUN = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(_\d+)?")
 
 
@@ -45,6 +46,40 @@ def run_of(checkpoint: Path) -> Path | None:
     return folder.parent if folder.name == "checkpoints" and _RUN.fullmatch(folder.parent.name) else None
 
 
+def kept_name(step: int) -> str:
+    """Return the file name of the checkpoint that a run keeps of a step."""
+    return f"step_{step:08d}.ckpt"
+
+
+def kept_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints in `folder` that a run has kept, by their steps."""
+    steps = {path: int(match[1]) for path in folder.glob("step_*.ckpt") if (match := _KEPT.fullmatch(path.name))}
+    return sorted(steps, key=steps.__getitem__)
+
+
+def last_kept(checkpoint: Path, n: int) -> list[Path]:
+    """Return the last `n` checkpoints that the run of `checkpoint` has kept, oldest first.
+
+    If `checkpoint` is one of those kept, it is the last.
+
+    Raises:
+        ValueError: `n` is not positive, or more than there are.
+    """
+    if n < 1:
+        raise ValueError(f"average={n} is not positive; 5 and 20 are usual")
+    folder = checkpoint.resolve().parent
+    kept = kept_checkpoints(folder)
+    if checkpoint.resolve() in kept:
+        kept = kept[: kept.index(checkpoint.resolve()) + 1]
+    if len(kept) < n:
+        last = f", the last {kept[-1].name}; average {len(kept)} or fewer" if kept else ""
+        raise ValueError(
+            f"average={n}: there are {len(kept)} kept checkpoints in {short(folder)}{last}; "
+            f"training keeps {n} with --checkpoint.keep {n}"
+        )
+    return kept[-n:]
+
+
 def deleted_run(path: Path) -> Path | None:
     """Return the run that `path` lies in if its folder is gone."""
     return next((folder for folder in path.parents if _RUN.fullmatch(folder.name) and not folder.exists()), None)
@@ -53,16 +88,19 @@ def deleted_run(path: Path) -> Path | None:
 def find_checkpoint(name: str, root: Path) -> Path:
     """Return the checkpoint that `name` names: a path, or `last` or `best` of the newest run under `root` that has one.
 
-    `last` is `previous.ckpt` in a run that has no `last.ckpt`.
+    `last` is `previous.ckpt` in a run that has no `last.ckpt`. The path of a run's folder means its `last`.
 
     Raises:
         FileNotFoundError: There is none. The message says where it was searched.
     """
     if name not in ("last", "best"):
-        path = Path(name)
-        if path.is_file():
-            return path.resolve()
-        raise FileNotFoundError(f"--ckpt_path {name}: there is no such file (and it is neither `last` nor `best`)")
+        for path in (Path(name), *(Path(name, "checkpoints", file) for file in (LAST, PREVIOUS))):
+            if path.is_file():
+                return path.resolve()
+        raise FileNotFoundError(
+            f"--ckpt_path {name}: there is no such file, nor a run's folder with a checkpoint (and it is neither "
+            "`last` nor `best`)"
+        )
     names = (LAST, PREVIOUS) if name == "last" else (f"{name}.ckpt",)
     found = [path for file in names for path in root.rglob(f"checkpoints/{file}") if run_of(path)]
     if not found:

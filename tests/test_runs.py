@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lit_effattn.runs import discard_if_empty, find_checkpoint, new_folder, new_run, run_of
+from lit_effattn.runs import discard_if_empty, find_checkpoint, kept_checkpoints, last_kept, new_folder, new_run, run_of
 
 
 def saved(root: Path, run: str, *names: str) -> Path:
@@ -100,6 +100,41 @@ def test_a_path_that_is_no_file_is_named(tmp_path: Path):
     for name in (str(tmp_path / "missing.ckpt"), str(tmp_path), "lst"):
         with pytest.raises(FileNotFoundError, match=f"{re.escape(name)}.*neither `last` nor `best`"):
             find_checkpoint(name, tmp_path)
+
+
+def test_a_runs_folder_means_its_last(tmp_path: Path):
+    folder = saved(tmp_path, "2026-03-02_09-00-00", "previous.ckpt", "best.ckpt")
+    assert find_checkpoint(str(folder.parent), tmp_path) == (folder / "previous.ckpt").resolve()
+    (folder / "last.ckpt").touch()
+    assert find_checkpoint(str(folder.parent), tmp_path) == (folder / "last.ckpt").resolve()
+
+
+# ----------------------------------------------------------------------------------------------------------- those kept
+
+
+def test_those_kept_are_ordered_by_their_steps(tmp_path: Path):
+    names = ["step_00000900.ckpt", "step_00010000.ckpt", "step_99999999.ckpt", "step_100000000.ckpt"]
+    others = ["last.ckpt", ".step_00000900.ckpt.12.part", "step_x.ckpt", "step_00000900.ckpt.ckpt", "old_step_1.ckpt"]
+    folder = saved(tmp_path, "2026-03-02_09-00-00", *reversed(names), *others)
+    assert [path.name for path in kept_checkpoints(folder)] == names
+    assert [path.name for path in last_kept(folder / "last.ckpt", 3)] == names[1:]
+    assert [path.name for path in last_kept(folder / "step_99999999.ckpt", 2)] == names[1:3]  # up to the one named
+
+
+def test_more_than_were_kept_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = saved(tmp_path, "2026-03-02_09-00-00", "last.ckpt", "step_00000001.ckpt", "step_00000002.ckpt")
+    monkeypatch.chdir(tmp_path)
+    words = (
+        r"average=3: there are 2 kept checkpoints in 2026-03-02_09-00-00/checkpoints, the last step_00000002\.ckpt; "
+    )
+    with pytest.raises(ValueError, match=words + r"average 2 or fewer; .* --checkpoint\.keep 3"):
+        last_kept(folder / "last.ckpt", 3)
+    with pytest.raises(ValueError, match="average=0 is not positive"):
+        last_kept(folder / "last.ckpt", 0)
+    with pytest.raises(
+        ValueError, match=r"average=1: there are 0 kept checkpoints in other/checkpoints; training keeps"
+    ):
+        last_kept(saved(tmp_path, "other", "last.ckpt") / "last.ckpt", 1)
 
 
 # ------------------------------------------------------------------------------------------------------------- run_of

@@ -1,12 +1,16 @@
+import signal
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from lit_effattn.callbacks import LastCheckpoint
-from lit_effattn.checkpoints import read_checkpoint
+from lit_effattn.callbacks import LastCheckpoint, StopOnSignal, Stopped
+from lit_effattn.checkpoints import AtomicCheckpointIO, read_checkpoint
 from tests.callbacks.tiny import Tiny, loader, trainer
+from tests.faults.comparison import compare_checkpoints
 
 # --------------------------------------------------------------------------------------------------- LastCheckpoint
 
@@ -86,3 +90,192 @@ def test_nothing_is_saved_in_a_trial(tmp_path: Path):
 def test_a_number_of_steps_that_never_comes(every: int):
     with pytest.raises(ValueError, match=f"every_n_train_steps={every} is not positive"):
         LastCheckpoint(every)
+
+
+# ------------------------------------------------------------------------------------------------ LastCheckpoint(keep)
+
+
+def kept(folder: Path) -> dict[int, float]:
+    """Return what is kept: the steps in the files' names, and the weights."""
+    paths = sorted((folder / "checkpoints").glob("step_*"))
+    contents = [read_checkpoint(path) for path in paths]
+    assert [int(path.name[5:13]) for path in paths] == [content["global_step"] for content in contents]
+    return {content["global_step"]: content["state_dict"]["weight"].item() for content in contents}
+
+
+class Weights(pl.Callback):
+    """Takes down the weight after each step."""
+
+    def __init__(self) -> None:
+        self.after: dict[int, float] = {}
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        self.after[trainer.global_step] = pl_module.weight.item()
+
+
+@pytest.mark.parametrize("validation", [None, loader(1)], ids=["", "validation"])
+@pytest.mark.parametrize(
+    ("options", "limits", "steps"),
+    [
+        ({"keep": 2}, {}, [8, 12]),
+        ({"keep": 9}, {}, [4, 8, 12]),
+        ({"keep": 2}, {"max_steps": 11}, [4, 8]),  # the third epoch is not whole
+        ({"keep": 3, "keep_every_n_train_steps": 3}, {}, [6, 9, 12]),
+        ({"keep": 9, "keep_every_n_train_steps": 2}, {"max_steps": 7}, [2, 4, 6]),
+        ({"keep": 3, "keep_every_n_train_steps": 4}, {}, [4, 8, 12]),  # an epoch's last step
+        ({"keep": 9, "keep_every_n_train_steps": 1}, {"accumulate_grad_batches": 2}, [1, 2, 3, 4, 5, 6]),
+    ],
+)
+def test_the_last_ones_are_kept(options: dict, limits: dict, steps: list[int], validation: Any, tmp_path: Path):
+    weights = Weights()
+    run = trainer(tmp_path, [weights, LastCheckpoint(**options)], max_epochs=3, **limits)
+    run.fit(Tiny(), loader(4), validation)
+    assert kept(tmp_path) == {step: weights.after[step] for step in steps}
+    assert read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["global_step"] == run.global_step
+
+
+class KilledError(Exception):
+    """Instead of SIGKILL."""
+
+
+class KilledIO(AtomicCheckpointIO):
+    """Writes so many checkpoints, and no more."""
+
+    def __init__(self, writes: int) -> None:
+        super().__init__()
+        self.writes = writes
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        if self.writes == 0:
+            raise KilledError
+        self.writes -= 1
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+class SignalAt(pl.Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step == self.step:
+            signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"keep": 2},
+        {"keep": 2, "keep_every_n_train_steps": 2},
+        {"keep": 3, "keep_every_n_train_steps": 3, "every_n_train_steps": 2},
+    ],
+    ids=str,
+)
+def test_a_run_that_is_killed_or_stopped_ends_with_the_same_ones(options: dict[str, int], tmp_path: Path):
+    """Killed before each write of a file in turn, or stopped at each step, then resumed, with a validation."""
+
+    def fit(folder: Path, *callbacks: pl.Callback, writes: int = -1) -> None:
+        run = trainer(folder, [StopOnSignal(), *callbacks, LastCheckpoint(**options)], max_epochs=3)
+        run.strategy.checkpoint_io = KilledIO(writes)
+        last = folder / "checkpoints" / "last.ckpt"
+        equal = DataLoader(torch.ones(3), batch_size=1)  # so that a resumed epoch has no batch twice
+        run.fit(Tiny(), equal, loader(1), ckpt_path=last if last.exists() else None, weights_only=True)
+
+    whole, writes = tmp_path / "whole", 0
+    fit(whole)
+    names = sorted(path.name for path in (whole / "checkpoints").iterdir())
+    assert names[0] == "last.ckpt"
+    assert len(names) == 2 + options["keep"]
+    stops = []
+    while True:
+        folder = tmp_path / f"killed_{writes}"
+        try:
+            fit(folder, writes=writes)
+        except KilledError:
+            stops.append(folder)
+            writes += 1
+        else:
+            break
+    assert writes >= 6
+    for step in range(9):
+        with pytest.raises(Stopped):
+            fit(tmp_path / f"stopped_{step}", SignalAt(step))
+        stops.append(tmp_path / f"stopped_{step}")
+    for folder in stops:
+        fit(folder)
+        assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == names, folder.name
+        for name in names:
+            if name != "previous.ckpt":
+                files = (run / "checkpoints" / name for run in (whole, folder))
+                assert compare_checkpoints(*files) is None, (folder.name, name)
+
+
+class Written(AtomicCheckpointIO):
+    """Takes down the names of the files that are written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        self.names.append(Path(path).name)
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def test_each_is_written_once(tmp_path: Path):
+    """Though the epoch ends at its step, and a validation before that is interrupted."""
+
+    class Signal(pl.Callback):
+        def on_validation_batch_start(self, *_):
+            signal.raise_signal(signal.SIGTERM)
+
+    names = []
+    for callbacks in ([Signal()], []):
+        keep = LastCheckpoint(keep=2, keep_every_n_train_steps=3)
+        run = trainer(tmp_path, [StopOnSignal(), *callbacks, keep], max_epochs=1)
+        run.strategy.checkpoint_io = written = Written()
+        last = tmp_path / "checkpoints" / "last.ckpt"
+        try:
+            run.fit(Tiny(), loader(3), loader(2), ckpt_path=last if last.exists() else None, weights_only=True)
+        except Stopped:
+            names.append(written.names)
+    assert names == [["step_00000003.ckpt", "last.ckpt", "last.ckpt"]]  # after the step, in the validation
+    assert written.names == ["last.ckpt"]
+
+
+def test_those_of_steps_that_are_trained_again_are_replaced(tmp_path: Path):
+    trainer(tmp_path, [LastCheckpoint(keep=5, keep_every_n_train_steps=2)], max_steps=8).fit(Tiny(), loader(20))
+    assert [*kept(tmp_path)] == [2, 4, 6, 8]
+    (tmp_path / "checkpoints" / "step_00000004.ckpt").rename(tmp_path / "checkpoints" / "last.ckpt")
+    run = trainer(tmp_path, [LastCheckpoint(keep=5, keep_every_n_train_steps=2)], max_steps=6)
+    model = Tiny()
+    run.fit(model, loader(20), ckpt_path=tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
+    assert [*kept(tmp_path)] == [2, 6]
+    assert kept(tmp_path)[6] == model.weight.item()
+
+
+def test_files_of_other_names_stay(tmp_path: Path):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    names = ["step_.ckpt", "step_00000001.ckpt.bak", ".step_00000001.ckpt.0.part", "my_step_00000001.ckpt"]
+    for name in names:
+        (folder / name).touch()
+    trainer(tmp_path, [LastCheckpoint(keep=1)], max_epochs=2).fit(Tiny(), loader(2))
+    assert {path.name for path in folder.iterdir()} - set(names) == {
+        "last.ckpt",
+        "previous.ckpt",
+        "step_00000004.ckpt",
+    }
+    assert all((folder / name).exists() for name in names)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"keep": -1}, "keep=-1 is negative"),
+        ({"keep": 2, "keep_every_n_train_steps": 0}, "keep_every_n_train_steps=0 is not positive"),
+        ({"keep_every_n_train_steps": 7}, "keep_every_n_train_steps=7 needs keep=5"),
+    ],
+)
+def test_what_keeps_nothing_is_refused(options: dict[str, int], words: str):
+    with pytest.raises(ValueError, match=words):
+        LastCheckpoint(**options)

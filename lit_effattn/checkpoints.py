@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import zipfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,14 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     A crash or a full disk while saving leaves the checkpoint that was there before as it was. A new `last.ckpt` makes
     the one before it `previous.ckpt`.
+
+    Args:
+        read: Reads a checkpoint. Default: `read_checkpoint`.
     """
+
+    def __init__(self, read: Callable[[Path], dict[str, Any]] | None = None) -> None:
+        super().__init__()
+        self._read = read or read_checkpoint
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write `checkpoint` to `path`.
@@ -63,7 +71,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """
         if weights_only is False:
             raise ValueError(f"weights_only=False would run code from {path}: leave it out")
-        return read_checkpoint(path)
+        return self._read(Path(path))
 
 
 def _keep(path: Path, other: Path) -> None:

@@ -22,17 +22,18 @@ ROOMS: dict[str, set[str]] = {
     "allowlist": set(),
     "spec_check": {"allowlist"},
     "checkpoints": {"allowlist", "runs"},
+    "averaging": {"checkpoints", "runs"},
     "datamodules": set(),
     "slurm": {"runs"},
     "callbacks": {"sequence", "ops", "pictures", "checkpoints", "runs", "slurm"},
     "tasks": {
         *("generation", "beam", "nn", "positions", "sequence", "hparams", "datamodules"),
-        *("allowlist", "checkpoints", "spec_check", "runs", "pictures"),
+        *("allowlist", "averaging", "checkpoints", "spec_check", "runs", "pictures"),
     },
     "cli": {
         *("tasks", "generation", "beam", "nn", "attention", "positions", "sequence"),
         *("schedules", "datamodules", "callbacks"),
-        *("allowlist", "checkpoints", "spec_check", "runs", "pictures", "slurm"),
+        *("allowlist", "averaging", "checkpoints", "spec_check", "runs", "pictures", "slurm"),
     },
     "__init__": {"nn", "tasks"},  # when they are asked for
 }

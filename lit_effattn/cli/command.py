@@ -9,6 +9,8 @@ import sys
 import threading
 import warnings
 from collections import Counter
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,6 +35,7 @@ import lit_effattn.tasks.ctc
 
 # These imports make the classes known by their short names in YAML and flags.
 from lit_effattn import callbacks, datamodules, slurm
+from lit_effattn.averaging import average_parameters
 from lit_effattn.checkpoints import AtomicCheckpointIO, read_checkpoint, with_config, without_folders
 from lit_effattn.cli.resume import CHECKPOINT, ROOT, ResolvedArgs, is_child, refuse_dropped
 from lit_effattn.cli.saved_settings import OFFLINE, fixed_by_data, homes
@@ -164,7 +167,15 @@ class CLI(LightningCLI):
             help="A module of your own, or the full name of a class or function, that a checkpoint (classes) or YAML "
             "and flags (functions) may name although it is not on lit-effattn's list. May be given several times.",
         )
-        if self.resolved.command == "fit":
+        if self.resolved.command != "fit":
+            parser.add_argument(
+                "--average",
+                type=int | None,
+                default=None,
+                help="Give the parameters their mean over the last so many checkpoints that the run of --ckpt_path has "
+                "kept (--checkpoint.keep), in place of their values in the checkpoint.",
+            )
+        else:
             parser.add_class_arguments(callbacks.LastCheckpoint, "checkpoint")
             parser.add_argument(
                 "--init_weights",
@@ -209,7 +220,9 @@ class CLI(LightningCLI):
         kwargs["default_root_dir"] = str(folder)
         if config.accelerator == "auto" and torch.backends.mps.is_available():
             kwargs["accelerator"] = "cpu"  # Apple's GPUs have no float64, in which losses are summed
-        kwargs["plugins"] = [*_as_list(config.plugins), AtomicCheckpointIO()]
+        averaged = self.resolved.averaged
+        read = partial(_read_average, averaged, self.model) if averaged else None
+        kwargs["plugins"] = [*_as_list(config.plugins), AtomicCheckpointIO(read)]
         if config.logger in (None, True):
             kwargs["logger"] = (
                 False
@@ -369,6 +382,13 @@ class Configuration(pl.Callback):
     ) -> None:
         """Add the settings."""
         with_config(checkpoint, self.settings, lit_effattn.__version__)
+
+
+def _read_average(averaged: Sequence[Path], model: torch.nn.Module, path: Path) -> dict[str, Any]:
+    """Read a checkpoint, the last of `averaged`, with their mean as its parameters."""
+    checkpoint = read_checkpoint(path)
+    average_parameters(checkpoint, averaged, model)
+    return checkpoint
 
 
 def _keep_buffers(model: torch.nn.Module, weights: dict[str, Any]) -> list[str]:

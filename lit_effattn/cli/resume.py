@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from itertools import islice
@@ -20,7 +20,7 @@ from lit_effattn import slurm
 from lit_effattn.allowlist import Trust, listed
 from lit_effattn.checkpoints import DamagedError, damage, read_checkpoint, saved_config
 from lit_effattn.cli.saved_settings import UserOptions, checked_settings, fixed_by_data
-from lit_effattn.runs import LAST, PREVIOUS, find_checkpoint, short
+from lit_effattn.runs import LAST, PREVIOUS, find_checkpoint, last_kept, short
 
 ROOT = "runs"
 """The default of `trainer.default_root_dir`: the folder that holds all runs."""
@@ -41,6 +41,7 @@ class ResolvedArgs(NamedTuple):
         uses_data: Whether the command takes data.
         requeued: Whether this is a restarted SLURM job, which goes on with its run whatever its arguments say.
         data_fixes: Whether the model takes what `Task.fixed_by_data` names from the data; else from the checkpoint.
+        averaged: The checkpoints whose mean is used (`--average`), of which `checkpoint` is the last; empty: none.
     """
 
     command: str
@@ -51,13 +52,14 @@ class ResolvedArgs(NamedTuple):
     uses_data: bool = True
     data_fixes: bool = True
     requeued: bool = False
+    averaged: Sequence[Path] = ()
 
     @classmethod
     def parse(cls, args: list[str]) -> ResolvedArgs:
         """Find the checkpoint and the configuration files in `args`.
 
         Raises:
-            ValueError: a command that needs a checkpoint was given none.
+            ValueError: a command that needs a checkpoint was given none, or an average of fewer than were kept.
             FileNotFoundError: the checkpoint does not exist.
             NotAllowedError: the checkpoint names what it may not.
         """
@@ -67,6 +69,8 @@ class ResolvedArgs(NamedTuple):
         quick = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         quick.add_argument("-c", "--config", action="append", default=[])
         quick.add_argument("--ckpt_path")
+        if command != "fit":
+            quick.add_argument("--average")
         quick.add_argument("--trainer.default_root_dir", dest="root")
         quick.add_argument("--trust", action="append", default=[])
         said, others = quick.parse_known_args(rest)
@@ -89,6 +93,9 @@ class ResolvedArgs(NamedTuple):
             return cls(command, [command, *configs, *root_args, *others], None, None, trust)
         checkpoint = Path(os.environ[CHECKPOINT]) if CHECKPOINT in os.environ and is_child() else None
         checkpoint = checkpoint or find_checkpoint(name, Path(root))
+        average = None if command == "fit" else said.average or _last(f.get("average") for f in files)
+        averaged = [] if average is None else last_kept(checkpoint, _number(average))
+        checkpoint = averaged[-1] if averaged else checkpoint
         checkpoint, content = _read(checkpoint, command, Path(root))
         os.environ[CHECKPOINT] = str(checkpoint)
         # What is drawn from nothing, or from a prompt, needs no data on disk, nor do recordings or texts of the user's
@@ -96,10 +103,11 @@ class ResolvedArgs(NamedTuple):
         uses_data = command != "generate" or _given(others, "--complete")
         data_fixes = uses_data and not _given(others, *_OF_THE_USERS_OWN)
         saved = _saved_settings(content, checkpoint, command, uses_data, data_fixes)
-        rank_zero_info(f"{command} from {short(checkpoint)}")
+        before = f", averaged with {', '.join(path.name for path in averaged[:-1])}" if averaged[:-1] else ""
+        rank_zero_info(f"{command} from {short(checkpoint)}{before}")
         saved = checked_settings(saved, command, checkpoint, trust, UserOptions(others, files))
         args = [command, "--config", json.dumps(saved), *configs, *root_args, *others, "--ckpt_path", str(checkpoint)]
-        return cls(command, args, checkpoint, saved, trust, uses_data, data_fixes, requeued is not None)
+        return cls(command, args, checkpoint, saved, trust, uses_data, data_fixes, requeued is not None, averaged)
 
 
 _OF_THE_USERS_OWN = tuple(f"--data.{part}{name}" for part in ("", "init_args.") for name in ("audio", "source_file"))
@@ -108,6 +116,13 @@ _OF_THE_USERS_OWN = tuple(f"--data.{part}{name}" for part in ("", "init_args.") 
 
 def _given(args: list[str], *options: str) -> bool:
     return any(arg.split("=")[0].rstrip("+") in options for arg in args)
+
+
+def _number(average: Any) -> int:
+    try:
+        return int(str(average))
+    except ValueError:
+        raise ValueError(f"--average {average} is no number of checkpoints; 5 and 20 are usual") from None
 
 
 def _read(checkpoint: Path, command: str, root: Path) -> tuple[Path, dict[str, Any]]:

@@ -11,7 +11,6 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lit_effattn.beam import LENGTH_PENALTY, check_beam
-from lit_effattn.checkpoints import read_checkpoint
 from lit_effattn.generation import check_sampling
 from lit_effattn.runs import new_folder
 
@@ -99,7 +98,7 @@ class Trainer(pl.Trainer):
             if known[name].default is inspect.Parameter.empty:
                 raise ValueError(f"--{name} is missing: {type(model).__name__} needs it to generate")
         if ckpt_path is not None:
-            checkpoint = read_checkpoint(ckpt_path)
+            checkpoint = self.strategy.load_checkpoint(ckpt_path, weights_only=True)
             task.on_load_checkpoint(checkpoint)
             task.load_state_dict(checkpoint["state_dict"])
         task.to(self.strategy.root_device).eval()

@@ -18,9 +18,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchReduceLROnPlateau
 
 from lit_effattn import sequence
 from lit_effattn.allowlist import INSTANTIATOR, Trust
+from lit_effattn.averaging import average_parameters
 from lit_effattn.checkpoints import hide_folders, own_folders, read_checkpoint, saved_model
 from lit_effattn.hparams import HasInitArgs, init_args
-from lit_effattn.runs import short
+from lit_effattn.runs import last_kept, short
 from lit_effattn.sequence import State
 from lit_effattn.spec_check import CheckpointJudge, Place, check
 from lit_effattn.tasks.metrics import Count
@@ -106,6 +107,7 @@ class Task(HasInitArgs, pl.LightningModule):
         strict: bool | None = None,
         weights_only: Literal[True] | None = None,
         trust: Sequence[str | type] = (),
+        average: int | None = None,
         **kwargs: Any,
     ) -> Self:
         """Build the model that a checkpoint holds, with its weights.
@@ -120,19 +122,26 @@ class Task(HasInitArgs, pl.LightningModule):
             strict: Whether the file must hold exactly this model's parameters and buffers. Default: `strict_loading`.
             weights_only: True or None: checkpoints are never unpickled.
             trust: Your own classes that the file may name besides: the classes, their full names, or your modules.
+            average: Give the parameters their mean over the last so many checkpoints that the run of this one has kept
+                (`LastCheckpoint.keep`). If the file is one of those, it is the last.
             kwargs: Arguments of the model that replace those in the file; all of them, if the file could not hold them.
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it is no checkpoint, holds another model, or names what it may not (`NotAllowedError`).
+            ValueError: it is no checkpoint, holds another model, or names what it may not (`NotAllowedError`); or fewer
+                checkpoints than `average` were kept.
         """
         if weights_only is not None and not weights_only:
             raise ValueError(f"weights_only={weights_only} would run code from {checkpoint_path}: leave it out")
+        paths = [Path(checkpoint_path)] if average is None else last_kept(Path(checkpoint_path), average)
+        checkpoint_path = paths[-1]
         checkpoint = read_checkpoint(checkpoint_path, map_location or _where_it_was)
         judge = CheckpointJudge(str(checkpoint_path), Trust([*trust, cls]))
         spec = saved_model(checkpoint, checkpoint_path)
         checked = None if spec is None else check(spec, Place(classes=(cls,)), "model", judge)
         model = cls(**kwargs) if checked is None else cls._built(checked, kwargs)
+        if average is not None:
+            average_parameters(checkpoint, paths, model, map_location or _where_it_was)
         model.on_load_checkpoint(checkpoint)
         model.load_state_dict(checkpoint["state_dict"], strict=model.strict_loading if strict is None else strict)
         tensors = [value for value in checkpoint["state_dict"].values() if isinstance(value, Tensor)]

@@ -31,9 +31,9 @@ class LastCheckpoint(Checkpoint):
     while gradients are accumulated, say `max_time`, the run goes on to the end of that optimiser step. A crash keeps
     the previous checkpoint, since the current state may be the cause of the crash.
 
-    With `keep` it also saves checkpoints that stay, `step_00001000.ckpt` and so on, of which the last `keep` are there
-    to be averaged. They come at fixed steps or at the ends of whole epochs, whatever stops and resumes the run: a
-    resumed run ends with those of an uninterrupted one. Each is there before the `last.ckpt` of its step.
+    With `keep` it also saves `step_00001000.ckpt` and so on, and deletes all but the last `keep` of them. These are
+    saved at fixed steps, or at the ends of whole epochs, never because a run is stopped. A resumed run thus ends with
+    the same ones as an uninterrupted run. Each is written before the `last.ckpt` of its step.
 
     Args:
         every_n_train_steps: Also save after every so many optimiser steps, which bounds the loss if the run is killed.

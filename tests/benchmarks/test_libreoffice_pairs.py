@@ -13,16 +13,19 @@ id="default_1"><span class="key">{1}</span></span></span>+F2 &amp; wait<br>a mom
 <p id="par_4">short {0}</p>
 <p id="{3}">without a counterpart in the other</p>
 <p id="par_5"></p>
+<p id="par_6">once in English, twice in {4}</p>{5}
 </body></html>"""
 
 
 @pytest.fixture
 def pages(tmp_path):
-    """120 pages, of which all have the same paragraphs but one."""
-    for language, words in {
-        "en-US": ("Title", "Ctrl", "This is", "par_9"),
-        "de": ("Titel", "Strg", "Das ist", "par_8"),
-    }.items():
+    """120 pages with the same paragraphs, apart from their titles."""
+    twice = '<p id="par_6">again</p>'
+    languages = {
+        "en-US": ("Title", "Ctrl", "This is", "par_9", "German", ""),
+        "de": ("Titel", "Strg", "Das ist", "par_8", "Deutsch", twice),
+    }
+    for language, words in languages.items():
         folder = tmp_path / language / "usr/share/libreoffice/help" / language / "text"
         for i in range(120):
             path = folder / f"{i % 3}" / f"{i}.html"

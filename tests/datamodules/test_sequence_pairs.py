@@ -180,6 +180,10 @@ def test_a_batch_has_at_most_batch_tokens_positions_of_each_side(tmp_path, split
     batches = list(loaders(data, split))
     assert max(max(b.source.numel(), b.inputs.numel()) for b in batches) <= 200
     assert min(max(b.source.numel(), b.inputs.numel()) for b in batches[:-1]) > 100 or split == "train"
+    nine = {split: [("123456789", "x"), ("x", "123456789")] for split in SPLITS}  # 10 positions with the end token
+    for size, n in ((19, 2), (20, 1)):
+        data = tsv(tmp_path, "fit" if split == "train" else "test", splits=nine, batch_tokens=size)
+        assert len(list(loaders(data, split))) == n
     few = tsv(tmp_path, "fit" if split == "train" else "test", batch_tokens=1000, batch_pairs=3)
     assert max(len(b.sources) for b in loaders(few, split)) == 3
 
@@ -225,9 +229,9 @@ def test_long_and_short_pairs_are_left_out_of_training_and_named(tmp_path):
     splits = {split: [("a b", "c"), ("d", "e f g h i"), ("j k l", "m n"), ("o p q r s", "t")] for split in SPLITS}
     options = {"source_tokens": "words", "target_tokens": "words"}
     with pytest.warns(UserWarning, match="train: 2 are left out") as said:
-        data = tsv(tmp_path, splits=splits, max_len=4, **options)
+        data = tsv(tmp_path, splits=splits, max_len=3, **options)
     assert "'d': 1 source tokens, 5 target tokens" in str(said[0].message)
-    assert "2 longer than max_len=4" in str(said[0].message)
+    assert "2 longer than max_len=3" in str(said[0].message)
     assert sorted(rows(data.train_dataloader())) == [("a b", "c"), ("j k l", "m n")]
     assert len(data.left_out["train"]) == 2
     assert sorted(rows(data.val_dataloader())) == sorted(splits["val"])
@@ -324,6 +328,14 @@ def test_a_single_file_is_divided_by_its_source_texts(tmp_path, layout):
     assert "source 10" in sources["train"]
     assert {pair_sources.bucket(s, 20) for s in sources["test"]} == {0}
     assert pair_sources.bucket("a", 20) == 0xCA978112CA1BBDCA % 20
+
+
+def test_what_a_divided_file_leaves_out_is_counted_once(tmp_path):
+    root = write_tsv(tmp_path / "x", {"all": PAIRS}) / "all.tsv"
+    root.write_text(root.read_text(encoding="utf-8") + "no tab\n", encoding="utf-8")
+    with pytest.warns(UserWarning, match="train: 1 are left out:\n  1 not two columns"):
+        data = ready(corpus="tsv", root=str(root))
+    assert {split: len(faults) for split, faults in data.left_out.items()} == {"train": 1, "val": 0}
 
 
 def test_json_lines(tmp_path):

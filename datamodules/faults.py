@@ -65,5 +65,6 @@ class Faults:
     def from_data(cls, data: dict[str, Any]) -> "Faults":
         """Create faults from the output of `to_data`."""
         faults = cls()
-        faults._counts, faults._messages = data["counts"], data["messages"]
+        faults._counts = dict(data["counts"])
+        faults._messages = {reason: list(messages) for reason, messages in data["messages"].items()}
         return faults

@@ -234,6 +234,7 @@ def test_long_and_short_pairs_are_left_out_of_training_and_named(tmp_path):
     assert "2 longer than max_len=3" in str(said[0].message)
     assert sorted(rows(data.train_dataloader())) == [("a b", "c"), ("j k l", "m n")]
     assert len(data.left_out["train"]) == 2
+    assert len(data._store.faults("train")) == 0  # those of the source alone
     assert sorted(rows(data.val_dataloader())) == sorted(splits["val"])
     with pytest.warns(UserWarning, match="3 shorter than min_len=2"):
         assert rows(tsv(tmp_path, splits=splits, min_len=2, **options).train_dataloader()) == [("j k l", "m n")]
@@ -645,6 +646,9 @@ class Recorder(LightningModule):
         self.seen.append(batch.indices.tolist())
         return nn.functional.cross_entropy(self.table(batch.inputs).transpose(1, 2), batch.targets)
 
+    def predict_step(self, batch, batch_idx):
+        return batch.sources
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
@@ -686,3 +690,16 @@ def test_lightning_resumes_in_the_middle_of_an_epoch(tmp_path):
     for steps in (1, n + 3, 2 * n):
         fit(tmp_path, [SaveAfter(steps)])
         assert fit(tmp_path, ckpt_path=tmp_path / "a.ckpt") == whole[steps:]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_predicts_with_the_vocabulary_of_the_checkpoint(tmp_path):
+    options = {"source_tokens": "characters", "target_tokens": "characters"}
+    write_tsv(tmp_path / "pairs")
+    trainer = Trainer(accelerator="cpu", max_steps=1, default_root_dir=tmp_path, logger=False)
+    trainer.fit(Recorder(), SequencePairs("tsv", root=str(tmp_path / "pairs"), **options))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    (tmp_path / "lines.txt").write_text("one\ntwo birds\n")
+    data = SequencePairs("tsv", root="nowhere", source_file=str(tmp_path / "lines.txt"), **options)
+    found = trainer.predict(Recorder(), data, ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+    assert found == [["two birds", "one"]]

@@ -8,14 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lit_effattn import Transformer
+from lit_effattn import EncoderDecoder, Transformer, sequence
 from lit_effattn import beam as module
 from lit_effattn.attention import (
     InfiniteAttention,
     LinearAttention,
+    LinearCrossAttention,
     LSHAttention,
     PerformerAttention,
+    PerformerCrossAttention,
     SoftmaxAttention,
+    SoftmaxCrossAttention,
     TransformerXLAttention,
 )
 from lit_effattn.beam import Hypotheses, beam_search
@@ -187,7 +190,7 @@ def test_going_on_from_a_state(name: str):
     made, prompt = parts(name, vocabulary=5), torch.randint(5, (2, 6), generator=torch.Generator().manual_seed(3))
     search = partial(beam_search, *made, max_len=5, beam=3, end=END, n_best=2)
     expected = search(prompt)
-    for room in (None, 6 + 5 - 1):
+    for room in (None, 4, 6 + 5 - 1):  # of 4 positions all are taken, so the state is grown
         with torch.no_grad():
             _, state = made.backbone(made.embed(prompt[:, :4]), made.backbone.initial_state(2, max_len=room))
         before = copied(state)
@@ -195,6 +198,83 @@ def test_going_on_from_a_state(name: str):
             for a, b in zip(search(prompt[:, 4:], state=state), expected, strict=True):
                 torch.testing.assert_close(a, b)
         assert_same(state, before)
+
+
+# -------------------------------------------------------------------------------------------------------- a source
+
+SOURCES = 3 * torch.randn(3, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+SOURCE_LENGTHS = torch.tensor([5, 1, 3])
+CROSS_KINDS = {"softmax": SoftmaxCrossAttention, "linear": LinearCrossAttention, "performer": PerformerCrossAttention}
+
+
+class FromSource(SequenceModule):
+    """A decoder, and the source that all its rows read: a module without a source, for the oracles."""
+
+    def __init__(self, model: EncoderDecoder, row: int) -> None:
+        super().__init__()
+        self.model, self.row = model, row
+        self.d_input, self.d_model, self.causal = model.d_input, model.d_model, True
+
+    def forward(self, x, state=None, lengths=None):
+        n = SOURCE_LENGTHS[self.row]
+        return self.model(x, self.model.remember(SOURCES[[self.row], :n].expand(len(x), -1, -1)))
+
+    def initial_state(self, batch_size, *, max_len=None, device=None, dtype=None):
+        raise NotImplementedError
+
+
+def translator(name: str, vocabulary: int = 3) -> Parts:
+    options = {"attention": [SoftmaxAttention, PerformerAttention], "cross_attention": CROSS_KINDS[name], "d_source": 6}
+    decoder = Transformer(8, 2, 2, init="pytorch", positions=None, **options)
+    encoder = Transformer(6, 2, 1, init="pytorch", causal=False)
+    return parts(EncoderDecoder(encoder, decoder), vocabulary)
+
+
+def remembered(made: Parts, max_len: int | None = None, rows: slice = slice(None)):
+    return sequence.detach(made.backbone.remember(SOURCES[rows], SOURCE_LENGTHS[rows], max_len=max_len))
+
+
+@pytest.mark.parametrize("max_len", [None, 1, 9])
+@pytest.mark.parametrize("name", CROSS_KINDS)
+def test_a_wide_beam_is_exhaustive_for_each_source(name: str, max_len: int | None):
+    made, prompt = translator(name), torch.tensor([[0, 1], [1, 0], [0, 1]])
+    state = remembered(made, max_len)
+    before = copied(state)
+    found = beam_search(*made, prompt, 4, beam=3**3, end=END, n_best=2**3, state=state)
+    assert_same(state, before)
+    alone = [made._replace(backbone=FromSource(made.backbone, row)) for row in range(3)]
+    pairs = zip(alone, prompt, strict=True)
+    assert_found(found, [exhaustive(one, row, 4, module.LENGTH_PENALTY, END) for one, row in pairs], END)
+
+
+@pytest.mark.parametrize("name", CROSS_KINDS)
+def test_a_beam_of_one_is_greedy_for_each_source(name: str):
+    made, prompt = translator(name, vocabulary=6), torch.zeros(3, 1, dtype=torch.long)
+    drawn = generate(*made, prompt, 7, temperature=0, state=remembered(made, 7))
+    assert len(drawn.unique(dim=0)) > 1
+    assert torch.equal(beam_search(*made, prompt, 7, beam=1, state=remembered(made, 7)).tokens[:, 0], drawn)
+
+
+@pytest.mark.parametrize("name", CROSS_KINDS)
+def test_a_source_does_not_know_the_others(name: str):
+    made, prompt = translator(name, vocabulary=6), torch.zeros(3, 1, dtype=torch.long)
+    search = partial(beam_search, *made, max_len=7, beam=4, end=END, n_best=3)
+    together = search(prompt, state=remembered(made, 7))
+    for i in range(3):
+        alone = search(prompt[:1], state=remembered(made, 7, slice(i, i + 1)))
+        for of_all, of_one in zip(together, alone, strict=True):
+            torch.testing.assert_close(of_all[i : i + 1], of_one)
+
+
+def test_the_source_is_not_copied_at_each_step():
+    """Beams of one sentence share it: all later steps read the tensors of the first."""
+    made, read = translator("softmax", vocabulary=6), []
+    made.backbone.decoder.blocks[1].cross_attention.register_forward_pre_hook(
+        lambda module, args: read.append((args[1].keys.data_ptr(), len(args[0])))
+    )
+    beam_search(*made, torch.zeros(3, 1, dtype=torch.long), 6, beam=4, state=remembered(made, 7))
+    assert [rows for _, rows in read] == [3, 12, 12, 12, 12, 12]
+    assert len({where for where, _ in read[1:]}) == 1
 
 
 # --------------------------------------------------------------------------- a model whose probabilities are given

@@ -9,13 +9,19 @@ import pytest
 import torch
 from torch import nn
 
-from lit_effattn import Transformer, generation
-from lit_effattn.attention import LinearAttention, SoftmaxAttention
+from lit_effattn import LSTM, EncoderDecoder, Transformer, generation
+from lit_effattn.attention import (
+    LinearAttention,
+    LinearCrossAttention,
+    PerformerCrossAttention,
+    SoftmaxAttention,
+    SoftmaxCrossAttention,
+)
 from lit_effattn.generation import draw, generate
 from lit_effattn.nn.heads import CategoricalHead, Head
 from lit_effattn.sequence import SequenceModule
 from tests.laws.cases import CAUSAL, Case
-from tests.laws.tools import each
+from tests.laws.tools import assert_same, copied, each
 
 BACKBONES = {
     "softmax": SoftmaxAttention,
@@ -258,6 +264,76 @@ def test_the_prompt_is_read_once_then_one_token_a_step():
     assert seen == [7, 1, 1, 1]
 
 
+# ---------------------------------------------------------------------------------------------------- a first state
+
+CROSS = {"softmax": SoftmaxCrossAttention, "window": PerformerCrossAttention, "linear": LinearCrossAttention}
+SOURCES = torch.randn(3, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+SOURCE_LENGTHS = torch.tensor([6, 1, 4])
+
+
+def translator(name: str, vocabulary: int = 7):
+    """Return an encoder and decoder between an embedding and a head."""
+    torch.manual_seed(2)
+    encoder = Transformer(4, 2, 1, attention=LinearAttention, causal=False, init="pytorch")
+    options = {"attention": BACKBONES[name], "cross_attention": CROSS[name], "d_source": 4, "init": "pytorch"}
+    return around(EncoderDecoder(encoder, Transformer(8, 2, 2, **options)).double().eval(), vocabulary)
+
+
+def remembered(backbone: EncoderDecoder, max_len: int | None, rows: slice = slice(None)):
+    with torch.no_grad():
+        return backbone.remember(SOURCES[rows], SOURCE_LENGTHS[rows], max_len=max_len)
+
+
+# None: the state grows by itself. 2 and 5 are too few positions, so the state is grown, before or after the prompt.
+@pytest.mark.parametrize("max_len", [None, 2, 5, 14])
+@pytest.mark.parametrize("name", CROSS)
+@torch.no_grad()
+def test_each_row_writes_from_its_own_source(name: str, max_len: int | None, monkeypatch: pytest.MonkeyPatch):
+    """What the definition draws, which encodes the source and reads the whole prefix again at every step."""
+    backbone, embed, head = translator(name)
+    uniform, prompt = torch.rand(3, 9, dtype=torch.float64), torch.randint(7, (3, 4))
+    streams(monkeypatch, uniform)
+    expected = prompt
+    for t in range(9):
+        y, _ = backbone(embed(expected), remembered(backbone, None))
+        expected = torch.cat([expected, draw(head.log_probs(y)[:, -1], uniform[:, t])[:, None]], 1)
+    state = remembered(backbone, max_len)
+    before = copied(state)
+    assert torch.equal(generate(backbone, embed, head, prompt, 9, state=state), expected[:, 4:])
+    assert_same(state, before)
+    streams(monkeypatch, uniform[1:])
+    alone = generate(backbone, embed, head, prompt[1:2], 9, state=remembered(backbone, max_len, slice(1, 2)))
+    assert torch.equal(alone[0], expected[1, 4:])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("max_len", [6, 7, 40])
+@pytest.mark.parametrize("name", [*BACKBONES, "lstm"])
+def test_going_on_from_what_was_read(name: str, max_len: int, compiled: bool, monkeypatch: pytest.MonkeyPatch):
+    """As if that were a part of the prompt, for rows at different positions, in states that are full or have room."""
+    uncompiled(monkeypatch, least_room=4)
+    made = around(LSTM(8, 2).double()) if name == "lstm" else parts(name, vocabulary=7)
+    prompt, lengths = torch.randint(7, (2, 8)), torch.tensor([6, 3])
+    with torch.no_grad():
+        _, state = made[0](made[1](prompt[:, :6]), made[0].initial_state(2, max_len=max_len), lengths)
+    before = copied(state)
+    drawn = generate(*made, prompt[:, 6:], 11, state=state, temperature=0, compile=compiled)
+    assert_same(state, before)
+    for i, n in enumerate(lengths):
+        whole = torch.cat([prompt[i : i + 1, :n], prompt[i : i + 1, 6:]], 1)
+        assert torch.equal(drawn[i : i + 1], generate(*made, whole, 11, temperature=0))
+
+
+def test_a_state_that_grows_is_not_compiled(monkeypatch: pytest.MonkeyPatch):
+    uncompiled(monkeypatch, least_room=4)
+    made, prompt = translator("softmax"), torch.zeros(3, 1, dtype=torch.long)
+    with torch.no_grad():
+        _, begun = made[0](made[1](prompt), remembered(made[0], None))
+    for state in (remembered(made[0], None), begun):
+        with pytest.raises(ValueError, match="compile=True: the given state was made without max_len"):
+            generate(*made, prompt, 3, state=state, compile=True)
+
+
 # ------------------------------------------------------------------------------------------------------- compiled
 
 
@@ -292,6 +368,17 @@ def test_compiled_tokens_are_the_same(monkeypatch: pytest.MonkeyPatch):
     made = around(Transformer(8, 2, 3, attention=list(BACKBONES.values()), init="pytorch").double().eval())
     prompt, options = torch.randint(7, (2, 3)), {"top_k": 3, "temperature": 0.9, "seed": 3}
     assert torch.equal(generate(*made, prompt, 8, compile=True, **options), generate(*made, prompt, 8, **options))
+
+
+def test_compiled_tokens_from_a_source_are_the_same(monkeypatch: pytest.MonkeyPatch):
+    """The first state is grown before the first compiled step."""
+    monkeypatch.setattr(generation, "BACKEND", "aot_eager")
+    made, prompt = translator("softmax"), torch.randint(7, (3, 1))
+    expected = generate(*made, prompt, 6, state=remembered(made[0], None), temperature=0)
+    state = remembered(made[0], 2)
+    before = copied(state)
+    assert torch.equal(generate(*made, prompt, 6, state=state, temperature=0, compile=True), expected)
+    assert_same(state, before)
 
 
 @pytest.mark.slow

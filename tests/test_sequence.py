@@ -87,6 +87,26 @@ def test_select_names_rows_in_any_order():
     assert chosen.layers[1] is None
 
 
+class Source(NamedTuple):
+    keys: Tensor
+    given: Tensor
+
+
+def test_reorder_copies_all_but_a_source():
+    source = Source(torch.arange(6.0).view(3, 2), torch.ones(3, dtype=torch.bool))
+    before = state()._replace(layers=((torch.arange(3), source), None, *state().layers))
+    after = sequence.reorder(before, torch.tensor([2, 2, 0]))
+    assert after.layers[0][1] is source
+    assert after.layers[0][0].tolist() == [2, 2, 0]
+    assert after.layers[1] is None
+    expected = sequence.select(state(), torch.tensor([2, 2, 0]))
+    rest = after._replace(layers=after.layers[2:])
+    assert type(rest) is Outer
+    assert type(rest.layers[0]) is Inner
+    for a, b in zip(sequence.tensors(rest), sequence.tensors(expected), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_nbytes_counts():
     assert sequence.nbytes(state()) == 3 * 8 + 3 * 4 + 3 * 2 * 4 + 3 * 2 * 4
     assert sequence.nbytes((torch.zeros(5, dtype=torch.float16), None)) == 10
@@ -132,6 +152,7 @@ def test_pack_makes_plain_tuples_and_unpack_undoes_it():
     for a, b in zip(sequence.tensors(back), sequence.tensors(state()), strict=True):
         assert torch.equal(a, b)
     assert sequence.unpack(sequence.pack(None), like=None) is None
+    assert sequence.unpack((torch.zeros(2), None), like=(torch.zeros(1), state(1)))[1] is None
 
 
 def test_unpack_refuses_a_state_of_another_shape():

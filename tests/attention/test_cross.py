@@ -56,7 +56,7 @@ def redraw(module: CrossAttention) -> None:
     module.redraw(torch.Generator().manual_seed(5))
 
 
-# ------------------------------------------------------------------------------------------------------ what is computed
+# ----------------------------------------------------------------------------------------------------- what is computed
 
 
 @pytest.mark.parametrize("garbage", [100.0, torch.nan, torch.inf])

@@ -105,7 +105,7 @@ def random_features(module, x: Tensor) -> Tensor:
 
 
 def softmax_cross(module, x: Tensor, source: Tensor) -> Tensor:
-    """softmax(Q Kᵀ / √D) V, Vaswani et al. 2017, equation 1 and section 3.2.3; keys and values of a source (B, S, ·)."""
+    """softmax(Q Kᵀ / √D) V, Vaswani et al. 2017, equation 1, of the keys and values of a source (B, S, d_source)."""
     q, k, v = queries_and_source(module, x, source)
     exponential = (q @ k.transpose(-1, -2) / math.sqrt(module.head_dim)).exp()
     return heads_together(module, exponential / exponential.sum(-1, keepdim=True) @ v)

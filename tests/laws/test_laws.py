@@ -540,11 +540,13 @@ def test_streaming_in_half_the_bits(case: Case, dtype: torch.dtype):
 
 
 INDUCTOR = {"SoftmaxAttention", "LinearAttention-chunk_size=4", "Transformer-rotary-post"}
-# Compiling is slow: one of each kind, causal or not, with a state that grows or not. An EncoderDecoder is compiled as it
-# is trained and as it generates, in their tests.
+# Compiling is slow: one of each kind, causal or not, with a state that grows or not. An EncoderDecoder is compiled in
+# tests of its own, where it trains and where it generates.
 COMPILED = list(
     {
-        (type(subject(m := c.build())), m.causal, m.bounded_by): c for c in reversed(CASES) if c.name != "EncoderDecoder"
+        (type(subject(m := c.build())), m.causal, m.bounded_by): c
+        for c in reversed(CASES)
+        if c.name != "EncoderDecoder"
     }.values()
 )
 

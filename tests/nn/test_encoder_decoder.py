@@ -69,6 +69,7 @@ def in_our_names(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
     return ours
 
 
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 @pytest.mark.parametrize("norm", ["pre", "post"])
 def test_equals_that_of_torch(norm: str):
     """Outputs, and the gradients of all parameters and of both inputs, with padding in both."""
@@ -267,7 +268,7 @@ def _joined(a, b):
 
 def test_it_does_not_run_without_a_source(monkeypatch: pytest.MonkeyPatch):
     model, x = built(), inputs(4, 3, E)
-    with pytest.raises(ValueError, match="EncoderDecoder: state=None has no source; .* `remember`"):
+    with pytest.raises(ValueError, match=r"EncoderDecoder: state=None has no source; .* `remember`"):
         model(x)
     for max_len in (None, 9):
         with pytest.raises(ValueError, match=r"EncoderDecoder: rows \[0, 1, 2, 3\] of the state have no source"):

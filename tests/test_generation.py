@@ -371,14 +371,21 @@ def test_compiled_tokens_are_the_same(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_compiled_tokens_from_a_source_are_the_same(monkeypatch: pytest.MonkeyPatch):
-    """The first state is grown before the first compiled step."""
-    monkeypatch.setattr(generation, "BACKEND", "aot_eager")
+    """The first state is grown before the first compiled step; a step copies the source nowhere."""
+    copies = []
+
+    def backend(graph, inputs):
+        copies.append(sum(node.target == "copy_" for node in graph.graph.nodes))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    monkeypatch.setattr(generation, "BACKEND", backend)
     made, prompt = translator("softmax"), torch.randint(7, (3, 1))
     expected = generate(*made, prompt, 6, state=remembered(made[0], None), temperature=0)
     state = remembered(made[0], 2)
     before = copied(state)
     assert torch.equal(generate(*made, prompt, 6, state=state, temperature=0, compile=True), expected)
     assert_same(state, before)
+    assert copies == [4]  # the tokens, and the number of positions in the stack and in its two layers
 
 
 @pytest.mark.slow

@@ -99,6 +99,8 @@ def test_without_a_source_the_output_is_zero(name: str):
 @pytest.mark.parametrize("name", KINDS)
 def test_reset_restores_the_initial_state(name: str):
     module, x = made(name), target()
+    if name in PERFORMERS:
+        redraw(module)  # the initial state counts it
     state = module.remember(source())
     reset = module.reset(state, torch.tensor([True, False, False]))
     if name in EFFICIENT:

@@ -265,8 +265,8 @@ def pronounced(
 def _complete(lexicon: Lexicon, texts: list[str], name: str, g2p: Pronouncer) -> None:
     """Add the words of `texts` that `lexicon` lacks, unless their phones are not in its inventory."""
     missing = dict.fromkeys(word for text in texts for word in lexicon.words(text) if word not in lexicon)
-    found = g2p.pronounce(missing)
-    usable = {word: phones for word, phones in found.items() if set(phones) <= set(lexicon.phones)}
+    found, inventory = g2p.pronounce(missing), set(lexicon.phones)
+    usable = {word: phones for word, phones in found.items() if inventory.issuperset(phones)}
     lexicon.add(usable)
     if usable:
         rank_zero_info(

@@ -1,11 +1,12 @@
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jsonargparse import ArgumentParser
 
-from lit_effattn.datamodules import EspeakCorpus, LibriSpeechCorpus, ManifestCorpus, SpeechCorpus
+from lit_effattn.datamodules import EspeakCorpus, LibriSpeechCorpus, ManifestCorpus, Pronouncer, SpeechCorpus
 from lit_effattn.datamodules.corpora import read_manifest
 from lit_effattn.datamodules.phonemes import ESPEAK_PHONES
 
@@ -139,6 +140,24 @@ def test_texts_need_a_lexicon(tmp_path: Path):
         ManifestCorpus(*manifests, lexicon=str(tmp_path / "nowhere")).prepare()
     with pytest.raises(ValueError, match="stress=True needs a lexicon"):
         ManifestCorpus(*manifests, stress=True)
+
+
+class Reader(Pronouncer):
+    """Reads every word as READ is read."""
+
+    def pronounce(self, words: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        return dict.fromkeys(words, ("R", "IY", "D"))
+
+
+def test_unknown_words_are_pronounced_if_wanted(tmp_path: Path):
+    manifests = three(tmp_path, line(text="hello foo"), line("b.wav", text="bar"))
+    corpus = ManifestCorpus(*manifests, lexicon=lexicon(tmp_path), g2p=Reader())
+    assert [u.phones for u in corpus.utterances("val")] == [spaced("HH AH L OW R IY D"), spaced("R IY D")]
+    with pytest.raises(ValueError, match="g2p was given without a lexicon"):
+        ManifestCorpus(*manifests, g2p=Reader())
+    librispeech(tmp_path, "test-clean", ("61-1-0000", "FOO"))
+    found = LibriSpeechCorpus(str(tmp_path), lexicon(tmp_path), g2p=Reader()).utterances("test")
+    assert [u.phones for u in found] == [spaced("R IY D")]
 
 
 def librispeech(root: Path, subset: str, *utterances: tuple[str, str]) -> None:

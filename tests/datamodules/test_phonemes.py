@@ -1,3 +1,5 @@
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -6,6 +8,7 @@ from lit_effattn.datamodules import Lexicon, Utterance
 from lit_effattn.datamodules.phonemes import (
     ESPEAK_PHONES,
     TIMIT_48,
+    Pronouncer,
     espeak_phones,
     first_few,
     pronounced,
@@ -135,6 +138,36 @@ def test_utterances_with_unknown_words_are_left_out_and_counted(tmp_path: Path):
     assert known[1].phones == ("R", "IY", "D")
     with pytest.raises(ValueError, match=r"1 of 1 utterances.*1 word \(FOO\)"):
         pronounced(spoken[2:3], lexicon, "dev")
+
+
+class Spelling(Pronouncer):
+    """Pronounces words by naming their letters, but knows no digits."""
+
+    def pronounce(self, words: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        return {word: tuple(word) for word in words if word.isalpha()}
+
+    def __str__(self) -> str:
+        return "its letters"
+
+
+def test_words_that_the_lexicon_lacks_are_pronounced_counted_and_named(tmp_path: Path, caplog):
+    """Of five utterances one has a digit, which has no phones, and one a phone that is not in the inventory."""
+    lexicon = Lexicon(lexicon_file(tmp_path / "dict"))
+    inventory = lexicon.phones
+    said = ["hello world", "hello dl, read", "r2", "ld", "xl"]
+    spoken = [(Utterance(str(i), Path(f"{i}.wav")), text) for i, text in enumerate(said)]
+    with (
+        caplog.at_level("INFO"),
+        pytest.warns(UserWarning, match=r"dev: 1 word \(XL\) have phones from its letters that .*dict lacks") as warned,
+    ):
+        known = pronounced(spoken, lexicon, "dev", Spelling())
+    assert any(re.search(r"dev: 2 of 5 utterances are left out.*2 words \(R2, XL\)", str(w.message)) for w in warned)
+    assert [(u.id, u.phones) for u in known[1:]] == [
+        ("1", ("HH", "AH", "L", "OW", "D", "L", "R", "IY", "D")),
+        ("3", ("L", "D")),
+    ]
+    assert "dev: 2 words (DL, LD) that" in caplog.text
+    assert lexicon.phones == inventory
 
 
 def test_phones_that_are_there_are_kept(tmp_path: Path):

@@ -194,6 +194,8 @@ def test_the_size_of_a_state(name: str):
     module = made(name)
     few, many = (sequence.nbytes(module.remember(source(1, n))) for n in (10, 1000))
     assert many - few == (0 if name in EFFICIENT else 2 * 990 * E * 8)
+    empty = module.initial_state(1)
+    assert sequence.nbytes(module.initial_state(1, max_len=99)) == sequence.nbytes(empty)
     assert module.bounded_by is None
 
 

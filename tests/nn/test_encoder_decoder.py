@@ -12,6 +12,7 @@ from lit_effattn.attention import (
     LinearCrossAttention,
     PerformerAttention,
     PerformerCrossAttention,
+    SoftmaxAttention,
     SoftmaxCrossAttention,
 )
 from lit_effattn.nn import encoder_decoder
@@ -205,6 +206,7 @@ def test_weights_of_the_attention_to_the_source(kind: type):
     """Those of each layer, of what it was asked in the pass; with them a layer's output is computed again."""
     model = built(cross_attention=kind)
     source, x, source_lengths, lengths = inputs(2, 5, 6), inputs(2, 4, E), torch.tensor([5, 3]), torch.tensor([4, 2])
+    x[1, 2:] = torch.nan
     found = model.attention_weights(source, x, source_lengths, lengths)
     asked, read = [], []
     for block in model.decoder.blocks:
@@ -238,6 +240,11 @@ def test_a_state_survives_a_checkpoint(begun: bool, max_len: int | None):
         loaded = sequence.unpack(packed, like=model.initial_state(1, max_len=max_len))
         assert_same(loaded, state)
         assert_close(model(x, loaded)[0], model(x, state)[0], rtol=0, atol=0)
+
+
+def test_its_state_grows_as_that_of_the_decoder():
+    assert built().bounded_by is None
+    assert built(attention=SoftmaxAttention).bounded_by == "window"
 
 
 def test_a_new_sentence_in_a_row():

@@ -1,11 +1,13 @@
 import json
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from lit_effattn import EncoderDecoder, Transformer
@@ -13,7 +15,9 @@ from lit_effattn.attention import LinearAttention, LinearCrossAttention, Softmax
 from lit_effattn.beam import Hypotheses
 from lit_effattn.datamodules.tokenizers import CharacterTokenizer, WordTokenizer
 from lit_effattn.datamodules.tokens import IGNORE, PairBatch
+from lit_effattn.nn.heads import CategoricalHead
 from lit_effattn.tasks import SequenceToSequence
+from tests.support.commands import REPOSITORY
 
 LETTERS = CharacterTokenizer("abcd")  # 4 letters, <unk>, <start>
 PHONES = WordTokenizer(["AA", "B", "K", "<unk>"])  # and <start>
@@ -108,6 +112,23 @@ def test_matrices_are_shared():
     counts = [sum(p.numel() for p in made.parameters()) for made in (none, target, everything)]
     assert counts[0] - counts[1] == counts[1] - counts[2] == 6 * 8
     assert everything.head.proj.weight is everything.source_embedding.weight is everything.target_embedding.weight
+
+
+@pytest.mark.parametrize(("name", "stacks"), [("en_de_base", 44_138_496), ("en_de_big", 176_357_376)])
+def test_the_papers_sizes(name: str, stacks: int):
+    """Vaswani et al. 2017, table 3: 65 and 213 million, with a vocabulary of about 37,000. By hand, per layer:
+
+    encoder 4 E² + 4 E (attention), 2 E F + F + E (feed-forward), 4 E (norms); decoder 4 E² + 4 E + 2 E more.
+    """
+    arguments = yaml.safe_load(Path(REPOSITORY, "configs", f"wmt14_{name}.yaml").read_text())["model"]["init_args"]
+    sides = {side: part["init_args"] for side, part in arguments["backbone"]["init_args"].items()}
+    cross = {"cross_attention": SoftmaxCrossAttention}
+    with torch.device("meta"):
+        backbone = EncoderDecoder(Transformer(**sides["encoder"]), Transformer(**{**sides["decoder"], **cross}))
+        head = partial(CategoricalHead, **arguments["head"]["init_args"])
+        made = SequenceToSequence(backbone, 37_000, 37_000, tie=arguments["tie"], head=head, metrics=[])
+    width = sides["encoder"]["d_model"]
+    assert sum(p.numel() for p in made.parameters()) == stacks + width * 37_000
 
 
 @pytest.mark.parametrize(

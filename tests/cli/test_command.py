@@ -178,6 +178,8 @@ def test_a_list_of_attentions_is_dealt_over_the_layers_and_survives_the_checkpoi
 
 OFFLINE = ("copy", "digits", "photos", "sorting", "stdlib", "text_")
 SPEECH = ("espeak", "librispeech", "timit", "wsj")  # see test_command_speech.py
+PAIRS = ("g2p", "iwslt14", "libreoffice", "retrieval", "wmt14")  # see test_command_pairs.py
+OTHERS = SPEECH + PAIRS
 
 
 def built(config: Path, *args: str, device: str = "meta") -> CLI:
@@ -197,7 +199,7 @@ def ask_for_data(config: Path, *args: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:LightningCLI's args")
-@pytest.mark.parametrize("config", [c for c in CONFIGS if not c.stem.startswith(SPEECH)], ids=lambda path: path.stem)
+@pytest.mark.parametrize("config", [c for c in CONFIGS if not c.stem.startswith(OTHERS)], ids=lambda path: path.stem)
 def test_every_configuration_works_as_far_as_it_needs_no_download(config: Path):
     """Offline ones take a step (of one row) of training and validation; others say what belongs where."""
     data = yaml.safe_load(config.read_text())["data"]

@@ -11,8 +11,9 @@ import torch
 import yaml
 
 from lit_effattn.cli import main
+from lit_effattn.cli.command import CLI
 from lit_effattn.tasks import SequenceToSequence
-from tests.support.commands import TWO, assert_same_end, command, fails, last
+from tests.support.commands import REPOSITORY, TWO, assert_same_end, command, fails, last
 
 STACK: dict[str, Any] = {
     "d_model": 16,
@@ -117,6 +118,41 @@ def test_a_resumed_run_equals_an_uninterrupted_one():
     main(["fit", "--config", "tiny.yaml", "--trainer.default_root_dir", "part", "--trainer.max_steps", "5"])
     main(["fit", "--ckpt_path", str(last("part")), "--trainer.max_steps", "-1"])
     assert_same_end(whole / "checkpoints" / "last.ckpt", last("part"))
+
+
+CONFIGS = sorted(
+    path for path in Path(REPOSITORY, "configs").glob("*.yaml") if "class_path: SequencePairs" in path.read_text()
+)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_every_configuration_works_as_far_as_it_needs_no_download(config: Path, capsys: pytest.CaptureFixture[str]):
+    """Those of pronunciations take a step of training and validation; others say what they miss, and are built."""
+    args = ["fit", "--config", str(config), "--trainer.fast_dev_run", "1", "--trainer.enable_progress_bar", "false"]
+    if config.stem.startswith("g2p"):
+        held_out = "".join(f"{'ab'[i % 2]}{chr(97 + i // 26)}{chr(97 + i % 26)}  AH B\n" for i in range(200))
+        Path("small.dict").write_text(f"{held_out}lit  L IH T\nwould  W UH D\n")
+        main([*args, "--data.root", "small.dict", "--data.batch_tokens", "64"])
+        return
+    assert str(yaml.safe_load(config.read_text())["data"]["init_args"]["root"]) in fails(capsys, *args)
+    with pytest.MonkeyPatch.context() as patch, torch.device("meta"):
+        patch.setattr(CLI, "_run_subcommand", lambda *_: None)
+        sizes = ["--data.vocab_size", "300", "--data.batch_tokens", "64"]
+        files = [
+            "--data.corpus",
+            "files",
+            "--data.root",
+            "lines",
+            "--data.source_suffix",
+            "a",
+            "--data.target_suffix",
+            "b",
+        ]
+        Path("lines").mkdir()
+        for name in ("train.a", "train.b", "val.a", "val.b", "test.a", "test.b"):
+            Path("lines", name).write_text("one line\nanother\n")
+        made = CLI([*args, *sizes, *files])
+        made.model.configure_optimizers()
 
 
 def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]):

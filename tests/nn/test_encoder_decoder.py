@@ -208,6 +208,7 @@ def test_weights_of_the_attention_to_the_source(kind: type):
     source, x, source_lengths, lengths = inputs(2, 5, 6), inputs(2, 4, E), torch.tensor([5, 3]), torch.tensor([4, 2])
     x[1, 2:] = torch.nan
     found = model.attention_weights(source, x, source_lengths, lengths)
+    assert not any(module._forward_pre_hooks for module in model.modules())
     asked, read = [], []
     for block in model.decoder.blocks:
         block.cross_attention.register_forward_hook(lambda _, given, result: asked.append((given[0], result[0])))

@@ -8,6 +8,7 @@ from lit_effattn.datamodules.filterbanks import Filterbanks
 from lit_effattn.datamodules.length_batches import LengthBatches
 from lit_effattn.datamodules.phonemes import Lexicon, Pronouncer
 from lit_effattn.datamodules.pixels import PixelSequences, images_to_levels, levels_to_images
+from lit_effattn.datamodules.retrieval_task import RetrievalTask
 from lit_effattn.datamodules.sampling import ResumableLoader, ShardedBatches
 from lit_effattn.datamodules.sequence_pairs import SequencePairs
 from lit_effattn.datamodules.sorting_task import SortingTask, counting_accuracy
@@ -32,6 +33,7 @@ __all__ = [
     "PixelSequences",
     "Pronouncer",
     "ResumableLoader",
+    "RetrievalTask",
     "SequencePairs",
     "ShardedBatches",
     "SortingTask",

@@ -1,12 +1,12 @@
 """Base class of the synthetic tasks, whose sequences are drawn at random."""
 
 from abc import abstractmethod
+from typing import Any
 
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lit_effattn.datamodules.sampling import ResumableLoader, ShardedBatches, loader_options
-from lit_effattn.datamodules.tokens import TokenBatch
 
 _DRAWS = 2**20  # variants of a training sequence; every epoch draws one, so repetitions are rare
 
@@ -56,11 +56,6 @@ class SyntheticTask(LightningDataModule):
         self.num_workers = num_workers
 
     @property
-    @abstractmethod
-    def vocab_size(self) -> int:
-        """Size of the vocabulary."""
-
-    @property
     def unit(self) -> str:
         """Name of the unit that a token represents."""
         return "token"
@@ -76,20 +71,20 @@ class SyntheticTask(LightningDataModule):
         options = loader_options(self.num_workers, self.seed)
         return ResumableLoader(self.sequences("train"), sampler=self._sampler(batches), **options)
 
-    def val_dataloader(self) -> DataLoader[TokenBatch]:
+    def val_dataloader(self) -> DataLoader[Any]:
         """Return a loader of every validation sequence once."""
         return self._eval_dataloader("val")
 
-    def test_dataloader(self) -> DataLoader[TokenBatch]:
+    def test_dataloader(self) -> DataLoader[Any]:
         """Return a loader of every test sequence once."""
         return self._eval_dataloader("test")
 
-    def predict_dataloader(self) -> DataLoader[TokenBatch]:
+    def predict_dataloader(self) -> DataLoader[Any]:
         """Return a loader of every test sequence once."""
         return self._eval_dataloader("test")
 
     @abstractmethod
-    def sequences(self, split: str) -> Dataset[TokenBatch]:
+    def sequences(self, split: str) -> Dataset[Any]:
         """Return the sequences of "train", "val" or "test"."""
 
     def _stream(self, split: str) -> int:
@@ -101,7 +96,7 @@ class SyntheticTask(LightningDataModule):
         """Return the sampler, which a subclass may wrap to return parts of sequences."""
         return batches
 
-    def _eval_dataloader(self, split: str) -> DataLoader[TokenBatch]:
+    def _eval_dataloader(self, split: str) -> DataLoader[Any]:
         batches = self._batches(split, self.eval_batch_size, shuffle=False, variants=1, drop_last=False)
         options = loader_options(self.num_workers, self.seed)
         return DataLoader(self.sequences(split), sampler=self._sampler(batches), **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
@@ -41,6 +41,9 @@ EXTRA_LEN = 50
 PICTURES = 4
 """Of how many sources `predict` and `generate` draw where each output looked."""
 
+PICTURED_LEN = 256
+"""The longest source, in tokens, of which this is drawn. The weights take O(S²) memory; pictures grow wide."""
+
 
 class Translation(NamedTuple):
     """What was written for a source.
@@ -60,6 +63,52 @@ class Translation(NamedTuple):
     sources: list[str]
 
 
+class Text(Protocol):
+    """What the task needs of a `Tokenizer`: see there."""
+
+    @property
+    def start(self) -> int:
+        """The token that begins and ends a sequence."""
+
+    def encode(self, text: str) -> Iterable[int]:
+        """Encode a text."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Decode tokens to text."""
+
+    def unknown(self, text: str) -> list[str]:
+        """Return the parts of a text that no token represents."""
+
+
+class TokenNumbers:
+    """The texts of tokens that represent none: their numbers, separated by spaces.
+
+    Args:
+        n_tokens: Size of the vocabulary. Its last token begins and ends a sequence, and decodes to nothing.
+
+    Example:
+        >>> numbers = TokenNumbers(11)
+        >>> numbers.decode([7, 0, 10]), list(numbers.encode("7 0")), numbers.unknown("7 10 x")
+        ('7 0', [7, 0], ['10', 'x'])
+    """
+
+    def __init__(self, n_tokens: int) -> None:
+        self.start = n_tokens - 1
+        self._numbers = {str(token): token for token in range(self.start)}
+
+    def encode(self, text: str) -> list[int]:
+        """Return the numbers in a text."""
+        return [self._numbers[word] for word in text.split()]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the tokens' numbers."""
+        return " ".join(str(token) for token in ids if token != self.start)
+
+    def unknown(self, text: str) -> list[str]:
+        """Return the words that are not the number of a token, each once."""
+        return [word for word in dict.fromkeys(text.split()) if word not in self._numbers]
+
+
 class SequenceToSequence(Task):
     """Models a target given a source, token by token, with an encoder and a decoder.
 
@@ -71,15 +120,16 @@ class SequenceToSequence(Task):
     `test` writes every target by beam search, and scores it with `metrics`: "bleu" and "chrf" by sacrebleu, on text;
     "error_rate", edits to the nearest reference, over its length, in units separated by spaces (words or phones);
     "exact_match", the fraction that equals a reference. A word error rate of pronunciations is 1 − exact match, their
-    phone error rate is the error rate. `val` does the same where `decode_every_n_epochs` says so.
+    phone error rate is the error rate. `val` does the same where `decode_every_n_epochs` says so. Without tokenizers,
+    as in synthetic tasks, texts are the tokens' numbers, separated by spaces.
 
     Args:
         backbone: Encoder and decoder.
         source_vocab_size: Number of tokens of the source. From the command: that of the data.
         target_vocab_size: Number of tokens of the target; the last one begins and ends a sequence. From the command:
             that of the data.
-        source_tokenizer: How the source's text becomes tokens, as `Tokenizer.spec` says; checkpoints carry it. From the
-            command: that of the data.
+        source_tokenizer: How the source's text becomes tokens, as `Tokenizer.spec` says; checkpoints carry it. None:
+            tokens represent no text. From the command: that of the data.
         target_tokenizer: The same of the target.
         tie: Share matrices: "target": that of the target's embedding and of the head. "all": of the source's embedding,
             too, for one vocabulary of both. "none": three matrices.
@@ -89,6 +139,8 @@ class SequenceToSequence(Task):
         metrics: What `test` reports of the outputs.
         beam: Hypotheses of the search in `test`, `val` and `predict`; 1 is greedy. See `beam.beam_search`.
         length_penalty: α of the search.
+        max_output_len: Most tokens of an output, the end token included. With a long source, the default lets a search
+            go on for long. Default: 50 more than the source has (Vaswani et al. 2017, section 6.1).
         decode_every_n_epochs: In validation, write and score the outputs every n epochs; null: never.
         auxiliary_weight: Of the auxiliary losses that attention kinds have.
         optimizer: Makes the optimiser from the parameters. Default: torch.optim.RAdam.
@@ -114,6 +166,7 @@ class SequenceToSequence(Task):
         metrics: Sequence[DecodedMetric] = ("exact_match", "error_rate"),
         beam: int = 4,
         length_penalty: float = LENGTH_PENALTY,
+        max_output_len: int | None = None,
         decode_every_n_epochs: int | None = None,
         auxiliary_weight: float = 1.0,
         optimizer: OptimizerCallable | None = None,
@@ -126,6 +179,8 @@ class SequenceToSequence(Task):
             raise ValueError(f"tie={tie!r} is not one of none, target, all")
         if decode_every_n_epochs is not None and decode_every_n_epochs < 1:
             raise ValueError(f"decode_every_n_epochs={decode_every_n_epochs} is not positive; null never decodes")
+        if max_output_len is not None and max_output_len < 1:
+            raise ValueError(f"max_output_len={max_output_len}; an output has at least one token, the end token")
         for name in metrics:
             if name not in _METRICS:
                 raise ValueError(f"metrics names {name!r}, which is not one of {', '.join(get_args(DecodedMetric))}")
@@ -146,6 +201,7 @@ class SequenceToSequence(Task):
         self.metrics = tuple(metrics)
         self.beam = beam
         self.length_penalty = length_penalty
+        self.max_output_len = max_output_len
         self.decode_every_n_epochs = decode_every_n_epochs
         self.auxiliary_weight = auxiliary_weight
         self.scores = nn.ModuleDict({stage: _scores(self.metrics) for stage in ("val", "test")})
@@ -239,7 +295,7 @@ class SequenceToSequence(Task):
     ) -> Hypotheses:
         """Find the likeliest targets of source tokens (B, S): see `beam.beam_search`.
 
-        A target has at most 50 tokens more than its source, the end token included.
+        A target has at most 50 tokens more than its source, the end token included, and at most `max_output_len`.
 
         Args:
             source: (B, S) tokens, the end token included.
@@ -252,6 +308,8 @@ class SequenceToSequence(Task):
         if source_lengths is None:
             source_lengths = torch.full((len(source),), source.size(1), device=source.device)
         limits = source_lengths + EXTRA_LEN  # (B,)
+        if self.max_output_len is not None:
+            limits = limits.clamp(max=self.max_output_len)
         state = self.remember(source, source_lengths, max_len=int(limits.max()))
         return beam_search(
             self.backbone,
@@ -303,7 +361,7 @@ class SequenceToSequence(Task):
             if batch.references and batch.references[row]:
                 entry["references"] = batch.references[row]
             place = row if batch.indices is None else int(batch.indices[row])
-            if row < drawn:
+            if row < drawn and int(batch.source_lengths[row]) <= PICTURED_LEN:
                 source = batch.source[row, : int(batch.source_lengths[row])]
                 target = found.tokens[row, 0, : int(found.lengths[row, 0])]
                 translations.append(Translation(place, entry, *self._looked_at(source, target)))
@@ -382,25 +440,25 @@ class SequenceToSequence(Task):
             ValueError: it has no token, or one that the model's training texts do not have.
         """
         tokenizer = self.source_text
-        tokens = [int(token) for token in tokenizer.encode(text)]
-        if not tokens:
-            raise ValueError(f"the source {text!r} has no tokens; give a text")
         if unknown := tokenizer.unknown(text):
             shown = ", ".join(map(repr, unknown[:5]))
             raise ValueError(f"the source {text!r} has {shown}, which the model's training texts do not contain")
+        tokens = [int(token) for token in tokenizer.encode(text)]
+        if not tokens:
+            raise ValueError(f"the source {text!r} has no tokens; give a text")
         return torch.tensor([*tokens, tokenizer.start])
 
     # ------------------------------------------------------------------------------------------------- what fits what
 
     @property
-    def source_text(self) -> Tokenizer:
+    def source_text(self) -> Text:
         """How a source's text becomes tokens."""
-        return _tokenizer(self.source_tokenizer, "source_tokenizer")
+        return _text(self.source_tokenizer, self.source_vocab_size)
 
     @property
-    def target_text(self) -> Tokenizer:
+    def target_text(self) -> Text:
         """How a target's text becomes tokens."""
-        return _tokenizer(self.target_tokenizer, "target_tokenizer")
+        return _text(self.target_tokenizer, self.target_vocab_size)
 
     def check_batch(self, batch: PairBatch) -> None:
         """Refuse tokens that are not of the vocabularies: see `Task.check_batch`."""
@@ -444,10 +502,8 @@ def _scores(metrics: Iterable[str]) -> nn.ModuleDict:
     )
 
 
-def _tokenizer(spec: str | None, name: str) -> Tokenizer:
-    if spec is None:
-        raise ValueError(f"{name} is not known, so tokens can't be decoded; give the model the data's {name}")
-    return Tokenizer.from_spec(spec)
+def _text(spec: str | None, n_tokens: int) -> Text:
+    return TokenNumbers(n_tokens) if spec is None else Tokenizer.from_spec(spec)
 
 
 def _written(translations: list[Translation], folder: Path) -> str:

@@ -141,6 +141,7 @@ def test_the_papers_sizes(name: str, stacks: int):
         ({"decode_every_n_epochs": 0}, "decode_every_n_epochs=0"),
         ({"beam": 0}, "beam=0"),
         ({"length_penalty": -1.0}, "length_penalty=-1.0"),
+        ({"max_output_len": 0}, "max_output_len=0"),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
 )
@@ -192,6 +193,14 @@ def test_each_target_has_at_most_50_tokens_more_than_its_source():
     assert found.lengths[:, 0].tolist() == (given.source_lengths + 50).tolist()
 
 
+def test_outputs_are_at_most_as_long_as_the_option_says():
+    made, given = model(max_output_len=54), batch()
+    with torch.no_grad():
+        made.head.proj.bias[PHONES.start] = -1e9
+    found = made.search(given.source, given.source_lengths, beam=2)
+    assert found.lengths[:, 0].tolist() == [54, 52, 53]  # sources have 5, 2 and 3 tokens
+
+
 def answers(*texts: str) -> Any:
     """A search that finds these."""
 
@@ -230,6 +239,27 @@ def test_texts_are_scored_by_sacrebleu(monkeypatch: pytest.MonkeyPatch, capsys: 
     expected = sacrebleu.corpus_bleu(outputs, [references]).score
     assert float(metrics["bleu"].compute()) == pytest.approx(expected)
     assert float(metrics["chrf"].compute()) == pytest.approx(sacrebleu.corpus_chrf(outputs, [references]).score)
+
+
+def test_without_tokenizers_texts_are_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Of 3 sequences one equals its reference; edits are 0 of 2, 1 of 1 and 1 of 1."""
+    none = {"source_tokenizer": None, "target_tokenizer": None}
+    made = model(**none, metrics=["exact_match", "error_rate"])
+    monkeypatch.setattr(made, "search", answers("AA B", "K B", ""))  # tokens 0 1, 2 1 and none
+    given = batch()._replace(references=[["0 1"], ["2"], ["1"]])
+    metrics = made.score("test", given)
+    assert float(metrics["exact_match"].compute()) == pytest.approx(1 / 3)
+    assert float(metrics["error_rate"].compute()) == pytest.approx(2 / 4)
+    assert [t.entry["outputs"][0]["text"] for t in made.predict_step(given, 1)] == ["0 1", "2 1", ""]
+    assert made.encode("3 0").tolist() == [3, 0, 5]
+    with pytest.raises(ValueError, match="'5', 'x', which"):
+        made.encode("0 5 x")
+
+
+def test_long_sources_are_not_drawn(monkeypatch: pytest.MonkeyPatch):
+    made = model()
+    monkeypatch.setattr("lit_effattn.tasks.sequence_to_sequence.PICTURED_LEN", 3)
+    assert [t.weights is None for t in made.predict_step(batch(), 0)] == [True, False, False]  # 5, 2 and 3 tokens
 
 
 @pytest.mark.parametrize(("every", "epoch", "decodes"), [(None, 0, False), (2, 0, False), (2, 1, True), (2, 3, True)])

@@ -1,0 +1,113 @@
+import pickle
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lit_effattn import EncoderDecoder, Transformer
+from lit_effattn.attention import LinearAttention, LinearCrossAttention
+from lit_effattn.datamodules import RetrievalTask
+from lit_effattn.tasks import SequenceToSequence
+
+SMALL = {"n_needles": 3, "n_symbols": 5, "n_fillers": 2, "batch_size": 4, "n_train": 16, "n_val": 16, "n_test": 16}
+
+
+def batches(data: RetrievalTask, split: str, epoch: int = 0) -> list:
+    loader = getattr(data, f"{split}_dataloader")()
+    loader.sampler.set_epoch(epoch)
+    return list(loader)
+
+
+def places(source: torch.Tensor) -> list[int]:
+    return (source < 5).nonzero()[:, 0].tolist()
+
+
+@pytest.mark.parametrize("split", ["train", "val", "test"])
+def test_targets_list_the_needles_of_the_source(split: str):
+    data = RetrievalTask(30, **SMALL)
+    found, seen = batches(data, split), []
+    for batch in found:
+        assert batch.source.shape == (4, 31)
+        assert batch.source_lengths.tolist() == [31] * 4
+        assert batch.lengths.tolist() == [4] * 4
+        for row in range(4):
+            source, needles = batch.source[row].tolist(), [t for t in batch.source[row].tolist() if t < 5]
+            assert len(needles) == 3
+            assert all(5 <= t < 7 for t in source[:-1] if t not in needles)
+            assert batch.targets[row].tolist() == [*needles, 5]
+            assert batch.inputs[row].tolist() == [5, *needles]
+            assert source[-1] == 7
+            assert batch.sources[row].split() == [str(t) for t in source[:-1]]
+            assert batch.references[row] == [" ".join(map(str, needles))]
+        seen += batch.indices.tolist()
+    if split != "train":
+        assert seen == list(range(16))
+
+
+def test_needles_are_anywhere_and_any_symbol():
+    data = RetrievalTask(6, **{**SMALL, "n_test": 3000, "batch_size": 3000})
+    (batch,) = batches(data, "test")
+    where = (batch.source[:, :-1] < 5).double().mean(0)
+    assert where.tolist() == pytest.approx([0.5] * 6, abs=0.05)  # 3 of 6
+    for t in range(3):
+        share = batch.targets[:, t].bincount(minlength=6) / 3000
+        assert share.tolist() == pytest.approx([0.2] * 5 + [0], abs=0.04)
+    fillers = batch.source[batch.source >= 5].bincount()[5:7]
+    assert (fillers / fillers.sum()).tolist() == pytest.approx([0.5, 0.5], abs=0.03)
+
+
+def test_a_source_may_be_all_needles():
+    data = RetrievalTask(3, **SMALL)
+    assert all(torch.equal(b.source[:, :-1], b.targets[:, :-1]) for b in batches(data, "val"))
+
+
+def test_epochs_and_seeds_draw_new_pairs_and_splits_share_none():
+    data, other = RetrievalTask(40, **SMALL), RetrievalTask(40, **SMALL, seed=1)
+
+    def drawn(data, split, epoch=0):
+        return {tuple(row.tolist()) for batch in batches(data, split, epoch) for row in batch.source}
+
+    assert drawn(data, "train") == drawn(data, "train")
+    groups = [drawn(data, "train"), drawn(data, "train", 1), drawn(other, "train"), drawn(data, "val")]
+    groups.append(drawn(data, "test"))
+    assert len(set().union(*groups)) == 5 * 16
+    assert drawn(data, "val") == drawn(other, "val")
+
+
+def test_what_the_model_is_told():
+    data = RetrievalTask(n_symbols=5, n_fillers=2)
+    assert (data.source_vocab_size, data.target_vocab_size, data.unit) == (8, 6, "token")
+    assert data.source_tokenizer is data.target_tokenizer is None
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("length", 3), ("n_needles", 0), ("n_symbols", 0), ("n_fillers", 0), ("batch_size", 0), ("seed", -1)],
+)
+def test_wrong_options_are_named(option: str, value: int):
+    with pytest.raises(ValueError, match=f"{option}={value}"):
+        RetrievalTask(**{option: value})
+
+
+def test_workers_draw_the_same():
+    data, alone = RetrievalTask(9, **SMALL, num_workers=1), RetrievalTask(9, **SMALL)
+    for a, b in zip(batches(data, "train"), batches(alone, "train"), strict=True):
+        assert torch.equal(a.source, b.source)
+    assert pickle.loads(pickle.dumps(data.sequences("val")))[[3]].source.shape == (1, 10)
+
+
+def test_a_model_is_trained_and_scored_without_tokenizers(tmp_path):
+    data = RetrievalTask(8, **SMALL)
+    encoder = Transformer(8, 2, 1, attention=LinearAttention, causal=False)
+    decoder = Transformer(8, 2, 1, attention=LinearAttention, cross_attention=LinearCrossAttention)
+    sizes = data.source_vocab_size, data.target_vocab_size, data.source_tokenizer, data.target_tokenizer
+    model = SequenceToSequence(EncoderDecoder(encoder, decoder), *sizes, beam=1, max_output_len=5)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(
+        default_root_dir=tmp_path, accelerator="cpu", max_epochs=1, enable_model_summary=False, **quiet
+    )
+    trainer.fit(model, data)
+    (result,) = trainer.test(model, data, verbose=False)
+    assert result["test/sequences"] == 16
+    assert 0 <= result["test/exact_match"] <= 1
+    assert 0 < result["test/error_rate"] <= 5 / 3

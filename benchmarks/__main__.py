@@ -16,6 +16,7 @@ import torch
 
 from benchmarks import (
     compression,
+    decoding,
     evaluation,
     features,
     fit,
@@ -43,6 +44,7 @@ BENCHMARKS = {
     "fit": fit,
     "graphs": graphs,
     "generation": generation,
+    "decoding": decoding,
     "memory": memory,
     "compression": compression,
     "features": features,
@@ -61,13 +63,14 @@ BENCHMARKS = {
     "loader": loader,
 }
 
-PICTURED = ("features", "generation", "longterm", "memory", "scaling", "stream", "training")
+PICTURED = ("decoding", "features", "generation", "longterm", "memory", "scaling", "stream", "training")
 """Those whose folder gets a picture as well."""
 
 SHORT = (
     "steps --small --repeats 5",
     "fit configs/digits_linear.yaml --only fit --steps 5 --repeats 2",
     "generation --small --repeats 2 --windows 4",
+    "decoding --lengths 512 4096 --repeats 2",
     "memory --small --repeats 2 --lengths 256 512 1024",
     "scaling --repeats 2 --lengths 512 1024 2048 --most 1024",
     "kernels --lengths 2048 --repeats 3",

@@ -12,7 +12,7 @@ from torch import Tensor
 from lit_effattn.attention.base import Attention
 from lit_effattn.nn.heads import Head
 from lit_effattn.ops.runtime.check_inductor import check_inductor
-from lit_effattn.sequence import SequenceModule, State, donated, map_tensors, tensors
+from lit_effattn.sequence import SequenceModule, State, donated, reorder, tensors
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
@@ -163,13 +163,16 @@ def _steps(model: _Model, prompt: Tensor, uniform: Tensor, state: State | None) 
 
 
 def first_state(backbone: SequenceModule, state: State | None, rows: int, more: int) -> State:
-    """Return a copy of `state`, which can be donated, with room for `more` positions; None: an empty state."""
+    """Return a copy of `state`, which can be donated, with room for `more` positions; None: an empty state.
+
+    The state of a source is not copied, since it is never overwritten.
+    """
     if state is None:
         return backbone.initial_state(rows, max_len=more)
     length = getattr(state, "length", None)
     if length is not None:
         state = backbone.grow(state, int(length.max()) + more)
-    return map_tensors(Tensor.clone, state)
+    return reorder(state, torch.arange(next(tensors(state)).size(0)))
 
 
 def _step(model: _Model, tokens: Tensor, uniform: Tensor, state: State) -> tuple[Tensor, State]:

@@ -79,13 +79,12 @@ class EncoderDecoder(SequenceModule):
         if state is None:
             raise ValueError("EncoderDecoder: state=None has no source; start from the state that `remember` returns")
         given = torch.stack([source.given for source in sources(state)]).all(0)  # (B,)
-        y, after = self.decoder(x, state, lengths)
-        if not reads_values(given):
-            return y.masked_fill(~given[:, None, None], torch.nan), after
-        if not given.all():
+        checked = reads_values(given)
+        if checked and not given.all():
             missing = (~given).nonzero()[:, 0].tolist()
             raise ValueError(f"EncoderDecoder: rows {missing} of the state have no source; `remember` gives them one")
-        return y, after
+        y, after = self.decoder(x, state, lengths)
+        return (y if checked else y.masked_fill(~given[:, None, None], torch.nan)), after
 
     @torch.no_grad()
     def attention_weights(

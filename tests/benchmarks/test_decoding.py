@@ -51,18 +51,19 @@ def test_beam_search_copies_no_source(rows):
 
 
 @pytest.mark.parametrize("kind", CROSS)
-def test_as_many_steps_are_timed_as_are_divided_by(kind, monkeypatch):
-    decoder, calls = Decoder(build(kind, Size(1, 2, 8), CPU), beam=2, tokens=3), []
+def test_a_token_is_one_step_of_the_decoder(kind, monkeypatch):
+    """By a clock that counts the decoder's calls."""
+    decoder, rows = Decoder(build(kind, Size(1, 2, 8), CPU), beam=2, tokens=3), []
     forward = decoder.model.backbone.forward
-    monkeypatch.setattr(decoder.model.backbone, "forward", lambda *args: calls.append(len(args[0])) or forward(*args))
+    monkeypatch.setattr(decoder.model.backbone, "forward", lambda *args: rows.append(len(args[0])) or forward(*args))
+    monkeypatch.setattr("benchmarks.generation.now", lambda device: float(len(rows)))
     source = random_source(1, 5, CPU)
-    state = decoder.model.remember(source, max_len=6)
     with torch.no_grad():
-        assert decoder._timed(lambda watch: decoder._generate(source, state, watch)) > 0
-        assert calls == [1] * 5  # 2 before the clock starts, 3 that it times
-        calls.clear()
-        assert decoder._timed(lambda watch: decoder._search(source, state, watch)) > 0
-    assert calls == [1] + [2] * 5  # the prompt, 2 steps before the clock starts, 3 that it times
+        state = decoder.model.remember(source, max_len=6)
+        assert decoder._timed(lambda watch: decoder._generate(source, state, watch)) == 1
+        assert rows[-3:] == [1] * 3
+        assert decoder._timed(lambda watch: decoder._search(source, state, watch)) == 1
+        assert rows[-3:] == [2] * 3
 
 
 def test_states_of_sums_have_one_shape():

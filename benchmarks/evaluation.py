@@ -106,7 +106,7 @@ class Reader:
 def with_memory(length: int, size: Size, segment_len: int, segments: int, device: torch.device) -> Reader:
     """Return a Transformer-XL whose memory holds `length` positions, and is full."""
     attention = partial(TransformerXLAttention, mem_len=length, same_length=True)
-    model = _model(size, device, attention=attention, positions=None, tied=["u", "v"])
+    model = _model(size, device, attention=attention, positions=None)
     model.memory = model.backbone.initial_state(1, device=device)
     model(_batch(length, device))
     return Reader(model, segment_len, segments)

@@ -14,6 +14,12 @@ from lit_effattn.sequence import SequenceModule, State, reads_values
 
 MEMORY_KEY = "memory_carry"
 
+BOUNDED = (
+    *("TransformerXLAttention", "CompressiveAttention", "InfiniteAttention", "LinearAttention", "PerformerAttention"),
+    "SoftmaxAttention or ShawAttention with a window",
+)
+"""Kinds of attention whose state has a bounded size."""
+
 
 class MemoryCarry(pl.Callback):
     """Carries each stream's detached state from one batch to the next.
@@ -147,7 +153,12 @@ def _for_batch(module: SequenceModule, memory: State | None, batch: Any) -> Stat
 
 
 def _refuse_unbounded(module: SequenceModule) -> None:
-    if module.bounded_by is None:
+    option = module.bounded_by
+    if option is None:
         return
-    how = f"set its option `{module.bounded_by}`" if module.bounded_by else "use an attention whose state is bounded"
-    raise ValueError(f"MemoryCarry: the model's state grows with every segment, without bound; {how}")
+    parts = [part for part in module.modules() if isinstance(part, SequenceModule) and part.bounded_by == option]
+    how = f"set its `{option}`, or use" if option else "use"
+    raise ValueError(
+        f"MemoryCarry: the state of {type(parts[-1]).__name__} grows with every segment, without bound; {how} "
+        f"{', '.join(BOUNDED)}"
+    )

@@ -186,7 +186,34 @@ def saved_model(checkpoint: dict[str, Any], source: str | Path) -> dict[str, Any
     if instantiator != INSTANTIATOR:
         raise NotAllowedError(f"{source} names the function {instantiator!r} to build its model; do not use this file")
     init_args = {name: value for name, value in arguments.items() if name not in ("_class_path", "_instantiator")}
-    return {"class_path": arguments["_class_path"], "init_args": init_args}
+    try:
+        return _renewed({"class_path": arguments["_class_path"], "init_args": init_args})
+    except RecursionError as error:
+        raise NotAllowedError(f"the model of {source} is nested too deeply") from error
+
+
+def _renewed(spec: Any) -> Any:
+    """Return a spec with today's arguments: `tied: [u, v]` of a Transformer became `share_uv` of its attention."""
+    if isinstance(spec, list):
+        return [_renewed(item) for item in spec]
+    if not isinstance(spec, dict):
+        return spec
+    spec = {name: _renewed(value) for name, value in spec.items()}
+    arguments = spec.get("init_args")
+    if isinstance(arguments, dict) and str(spec.get("class_path")).endswith("Transformer"):
+        if arguments.get("tied") == ["u", "v"]:
+            arguments["attention"] = _with_shared_uv(arguments.get("attention"))
+        if arguments.get("tied") in (None, [], ["u", "v"]):
+            arguments.pop("tied", None)
+    return spec
+
+
+def _with_shared_uv(attention: Any) -> Any:
+    if isinstance(attention, list):
+        return [_with_shared_uv(kind) for kind in attention]
+    if isinstance(attention, dict):
+        return {**attention, "init_args": {**(attention.get("init_args") or {}), "share_uv": True}}
+    return {"class_path": attention, "init_args": {"share_uv": True}}
 
 
 CONFIG_KEY = "lit_effattn"
@@ -218,6 +245,8 @@ def saved_config(checkpoint: dict[str, Any], source: str | Path) -> dict[str, An
     model = saved_model(checkpoint, source)
     if model is not None:
         config["model"] = model
+    else:
+        config = _renewed(config)
     if "model" not in config:
         raise ValueError(f"{source} does not say what model it holds: it was not saved by lit-effattn")
     return config

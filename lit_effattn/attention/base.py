@@ -34,6 +34,12 @@ class Attention(SequenceModule):
     takes_rotary = True
     """Whether this kind supports rotary positions."""
 
+    has_positions = False
+    """Whether this kind has relative positions of its own."""
+
+    shared: tuple[str, ...] = ()
+    """Names of the parameters that all layers of a `Transformer` share."""
+
     def __init__(
         self, d_model: int, n_heads: int, causal: bool = True, *, bias: bool = True, d_qk: int | None = None
     ) -> None:

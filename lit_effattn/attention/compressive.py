@@ -84,6 +84,7 @@ class CompressiveAttention(TransformerXLAttention):
         position_dropout: Probability with which an element of R is dropped in training.
         chunk_size: Queries computed at once; no effect on the outputs, but on the loss of longer calls (see above).
         bias: Whether q_proj, k_proj, v_proj, out_proj and the convolution have a bias; not in Transformer-XL.
+        share_uv: Whether all layers of a `Transformer` share u and v: see `TransformerXLAttention`.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class CompressiveAttention(TransformerXLAttention):
         position_dropout: float = 0.0,
         chunk_size: int = 128,
         bias: bool = False,
+        share_uv: bool = False,
     ) -> None:
         super().__init__(
             d_model,
@@ -112,6 +114,7 @@ class CompressiveAttention(TransformerXLAttention):
             position_dropout=position_dropout,
             chunk_size=chunk_size,
             bias=bias,
+            share_uv=share_uv,
         )
         if not causal:
             raise ValueError("causal=False: CompressiveAttention compresses past positions, so it needs causal=True")

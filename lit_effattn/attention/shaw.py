@@ -36,6 +36,7 @@ class ShawAttention(SoftmaxAttention):
     """
 
     takes_rotary = False
+    has_positions = True
 
     def __init__(
         self,

@@ -44,7 +44,7 @@ class TransformerXLAttention(Attention):
         y_i = W_o concat_h Σ_j softmax_j(((q_i + u) · k_j + (q_i + v) · W_r R_{i−j}) / √D) v_j
         q = W_q x,  k = W_k [memory; x],  v = W_v [memory; x],  R_d = [sin(d ω), cos(d ω)],  ω_i = 10000^{−2i/E}
 
-    Dai et al. 2019, sections 3.2 and 3.3. It has its own positions: set `positions: null` in the `Transformer`.
+    Dai et al. 2019, sections 3.2 and 3.3. It has its own positions: give the `Transformer` `positions: auto` or null.
 
     A position sees the earlier positions of its segment (call) and `mem_len` positions before the segment. By this
     definition the outputs depend on how a stream is split, unless the memory holds all the past. With `same_length` a
@@ -69,9 +69,11 @@ class TransformerXLAttention(Attention):
         position_dropout: Probability with which an element of R is dropped in training.
         chunk_size: Queries computed at once; no effect on the result.
         bias: Whether q_proj, k_proj, v_proj and out_proj have a bias; not in the paper.
+        share_uv: Whether all layers of a `Transformer` share u and v, as in the paper; else each layer has its own.
     """
 
     takes_rotary = False
+    has_positions = True
 
     def __init__(
         self,
@@ -86,6 +88,7 @@ class TransformerXLAttention(Attention):
         position_dropout: float = 0.0,
         chunk_size: int = 128,
         bias: bool = False,
+        share_uv: bool = False,
     ) -> None:
         super().__init__(d_model, n_heads, causal, bias=bias)
         if d_model % 2:
@@ -101,6 +104,7 @@ class TransformerXLAttention(Attention):
         self.r_proj = nn.Linear(d_model, d_model, bias=False)
         self.u = nn.Parameter(0.02 * torch.randn(n_heads, self.head_dim))
         self.v = nn.Parameter(0.02 * torch.randn(n_heads, self.head_dim))
+        self.shared = ("u", "v") if share_uv else ()
         self.set_memory(mem_len, clamp_len, same_length)
 
     def set_memory(self, mem_len: int, clamp_len: int | None = None, same_length: bool = False) -> None:

@@ -40,6 +40,7 @@ from lit_effattn.checkpoints import AtomicCheckpointIO, read_checkpoint, with_co
 from lit_effattn.cli.resume import CHECKPOINT, ROOT, ResolvedArgs, is_child, refuse_dropped
 from lit_effattn.cli.saved_settings import OFFLINE, fixed_by_data, homes
 from lit_effattn.cli.trainer import Trainer
+from lit_effattn.cli.windows import set_windows
 from lit_effattn.runs import LAST, PREVIOUS, discard_if_empty, find_checkpoint, new_folder, new_run, run_of, short
 from lit_effattn.spec_check import Place, UserJudge, check
 from lit_effattn.tasks import Task
@@ -195,6 +196,7 @@ class CLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Reject functions that are not trusted, and settings that resuming would ignore."""
         config, judge = self.config[self.subcommand], UserJudge(self.resolved.trust)
+        set_windows(config, self.resolved.mem_len)
         for action in self._parser(self.subcommand)._actions:
             if action.dest in config and hasattr(action, "_typehint"):
                 value = config[action.dest]

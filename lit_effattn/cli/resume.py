@@ -20,6 +20,7 @@ from lit_effattn import slurm
 from lit_effattn.allowlist import Trust, listed
 from lit_effattn.checkpoints import DamagedError, damage, read_checkpoint, saved_config
 from lit_effattn.cli.saved_settings import UserOptions, checked_settings, fixed_by_data
+from lit_effattn.cli.windows import stated_mem_len
 from lit_effattn.runs import LAST, PREVIOUS, find_checkpoint, last_kept, short
 
 ROOT = "runs"
@@ -42,6 +43,7 @@ class ResolvedArgs(NamedTuple):
         requeued: Whether this is a restarted SLURM job, which goes on with its run whatever its arguments say.
         data_fixes: Whether the model takes what `Task.fixed_by_data` names from the data; else from the checkpoint.
         averaged: The checkpoints whose mean is used (`--average`), of which `checkpoint` is the last; empty: none.
+        mem_len: The memory length that the files of a new run state: see `lit_effattn.cli.windows`.
     """
 
     command: str
@@ -53,6 +55,7 @@ class ResolvedArgs(NamedTuple):
     data_fixes: bool = True
     requeued: bool = False
     averaged: Sequence[Path] = ()
+    mem_len: int | None = None
 
     @classmethod
     def parse(cls, args: list[str]) -> ResolvedArgs:
@@ -90,7 +93,8 @@ class ResolvedArgs(NamedTuple):
         if name is None:
             if command != "fit":
                 raise ValueError(f"{command} needs a trained model: give --ckpt_path best, last, or a path")
-            return cls(command, [command, *configs, *root_args, *others], None, None, trust)
+            plain = [command, *configs, *root_args, *others]
+            return cls(command, plain, None, None, trust, mem_len=stated_mem_len(files))
         checkpoint = Path(os.environ[CHECKPOINT]) if CHECKPOINT in os.environ and is_child() else None
         checkpoint = checkpoint or find_checkpoint(name, Path(root))
         average = None if command == "fit" else said.average or _last(f.get("average") for f in files)

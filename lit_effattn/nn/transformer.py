@@ -192,7 +192,9 @@ class Transformer(SequenceModule):
         d_ff: Width inside the feed-forward. Default: 4 E, or 8/3 E for swiglu, which has three matrices.
         attention: The kind of attention, or a list of kinds that the layers take in turn.
         causal: Whether a position sees only itself and earlier ones.
-        positions: The encoding of positions; null: none.
+        positions: The encoding of positions; null: none. "auto": where the attention has relative positions of its own
+            (Transformer-XL, Compressive, ∞-former, Shaw), none; else rotary ones, or sinusoidal ones if one of the
+            kinds does not take these.
         position_width: None: positions are added to the input. Else this many of the `d_model` dimensions hold the
             position, which is concatenated to a narrower input (Katharopoulos et al. 2020 use half for each).
         norm: LayerNorm before each branch ("pre") or after each residual ("post", as in the 2017 paper).
@@ -205,7 +207,6 @@ class Transformer(SequenceModule):
             not grow with depth (Child et al. 2019, section 5.2; Radford et al. 2019).
         gradient_checkpointing: Keep only the blocks' inputs for the backward pass, and compute the rest again: less
             memory, about a third more time.
-        tied: Names of the attention's parameters that all layers share, as Transformer-XL does with [u, v].
         cross_attention: The kind of cross-attention, or a list of kinds that the layers take in turn: the stack is then
             a decoder, whose blocks read a source between attention and feed-forward. See `remember`.
         d_source: Width of the source. Default: E.
@@ -228,7 +229,7 @@ class Transformer(SequenceModule):
         # The list comes first: in the other order a list is saved as a string that can't be read again.
         attention: list[AttentionFactory] | AttentionFactory = SoftmaxAttention,
         causal: bool = True,
-        positions: PositionsFactory | None = SinusoidalPositions,
+        positions: Literal["auto"] | PositionsFactory | None = SinusoidalPositions,
         position_width: int | None = None,
         norm: Literal["pre", "post"] = "pre",
         final_norm: bool | None = None,
@@ -236,7 +237,6 @@ class Transformer(SequenceModule):
         dropout: float = 0.0,
         init: Initialisation = "gpt2",
         gradient_checkpointing: bool = False,
-        tied: list[str] | None = None,
         cross_attention: list[CrossAttentionFactory] | CrossAttentionFactory | None = None,
         d_source: int | None = None,
     ) -> None:
@@ -257,11 +257,13 @@ class Transformer(SequenceModule):
         if cross_kinds is not None and not causal:
             raise ValueError("cross_attention needs causal=True: a decoder's position must not see those it predicts")
         _check_kinds(kinds, cross_kinds or [])
-        if position_width is not None and (positions is None or not 0 < position_width < d_model):
+        if isinstance(positions, str) and positions != "auto":
+            raise ValueError(f"positions={positions!r} is no encoding of positions; give a class, 'auto' or None")
+        if position_width is not None and (positions in (None, "auto") or not 0 < position_width < d_model):
             raise ValueError(
-                f"position_width={position_width} with d_model={d_model} and "
-                f"{'no positions' if positions is None else 'positions'}: it takes that many of the d_model dimensions "
-                "for the position, so it must be between 1 and d_model − 1, and needs `positions`"
+                f"position_width={position_width} with d_model={d_model} and positions={_name(positions)}: it takes "
+                "that many of the d_model dimensions for the position, so it must be between 1 and d_model − 1, and "
+                "`positions` must name an encoding that is added"
             )
         self.d_model = d_model
         self.d_input = d_model - (position_width or 0)
@@ -281,24 +283,25 @@ class Transformer(SequenceModule):
         )
         self.dropout = nn.Dropout(dropout)
         self.norm = nn.LayerNorm(d_model) if (norm == "pre" if final_norm is None else final_norm) else nn.Identity()
-        self.positions = None if positions is None else self._place(positions, position_width)
+        self.positions = self._place(positions, position_width)
         _initialise(self, init)
-        for name in tied or []:
-            self._tie(name)
+        self._share()
 
-    def _tie(self, name: str) -> None:
-        """Make the attentions of all layers share the parameter `name` of the first."""
-        attentions = [block.attention for block in self.blocks]
-        if any(name not in attention._parameters for attention in attentions):
-            kinds = ", ".join(sorted({type(attention).__name__ for attention in attentions}))
-            raise ValueError(
-                f"tied names {name!r}, which is not a parameter of every attention ({kinds}); tied: null ties none"
-            )
-        for attention in attentions[1:]:
-            setattr(attention, name, getattr(attentions[0], name))
+    def _share(self) -> None:
+        """Make the attentions share the parameters that they name: those of the first that names them."""
+        first: dict[str, nn.Parameter] = {}
+        for attention in (block.attention for block in self.blocks):
+            for name in attention.shared if isinstance(attention, Attention) else ():
+                setattr(attention, name, first.setdefault(name, getattr(attention, name)))
 
-    def _place(self, positions: PositionsFactory, width: int | None) -> nn.Module | None:
+    def _place(self, positions: Literal["auto"] | PositionsFactory | None, width: int | None) -> nn.Module | None:
         """Create the positions. Rotary ones are set on the attentions, and None is returned."""
+        attentions = [block.attention for block in self.blocks]
+        if positions == "auto":
+            attentions = [a for a in attentions if not getattr(a, "has_positions", False)]
+            positions = RotaryPositions if all(map(_takes_rotary, attentions)) else SinusoidalPositions
+        if positions is None or not attentions:
+            return None
         made = positions(width or self.d_model)
         if not isinstance(made, RotaryPositions):
             return made
@@ -306,10 +309,10 @@ class Transformer(SequenceModule):
             raise ValueError(
                 f"position_width={width} does not apply to rotary positions, which concatenate nothing; leave it out"
             )
-        for block in self.blocks:
-            if not isinstance(block.attention, Attention) or not block.attention.takes_rotary:
-                raise ValueError(f"{type(block.attention).__name__} does not take rotary positions; choose others")
-            block.attention.rotary = positions(block.attention.qk_dim)  # type: ignore[assignment]
+        for attention in attentions:
+            if not _takes_rotary(attention):
+                raise ValueError(f"{type(attention).__name__} does not take rotary positions; choose others")
+            attention.rotary = positions(attention.qk_dim)  # type: ignore[arg-type]
         return None
 
     def forward(
@@ -424,13 +427,18 @@ def _check_kinds(kinds: list[Any], cross_kinds: list[Any]) -> None:
             )
 
 
+def _takes_rotary(attention: SequenceModule) -> bool:
+    return isinstance(attention, Attention) and attention.takes_rotary
+
+
 def _is_subclass(kind: Any, base: type) -> bool:
     kind = getattr(kind, "func", kind)
     return isinstance(kind, type) and issubclass(kind, base)
 
 
 def _name(kind: Any) -> str:
-    return str(getattr(kind, "func", kind).__name__)
+    kind = getattr(kind, "func", kind)
+    return str(getattr(kind, "__name__", kind))
 
 
 def _in_turn(name: str, kinds: Any, n_layers: int) -> list[Any]:

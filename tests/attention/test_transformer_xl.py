@@ -1,11 +1,12 @@
 import math
 import re
+from functools import partial
 
 import pytest
 import torch
 
 from lit_effattn import Transformer, sequence
-from lit_effattn.attention import SoftmaxAttention, TransformerXLAttention
+from lit_effattn.attention import CompressiveAttention, InfiniteAttention, SoftmaxAttention, TransformerXLAttention
 from lit_effattn.attention.transformer_xl import InputMemory, ProjectedMemory
 from lit_effattn.positions import RotaryPositions
 
@@ -194,9 +195,13 @@ def test_the_paper_has_no_biases():
     assert TransformerXLAttention(E, H, bias=True).k_proj.bias is not None
 
 
-def test_tied_layers_share_u_and_v():
+def sharing(e: int, h: int, causal: bool) -> TransformerXLAttention:
+    return TransformerXLAttention(e, h, causal, share_uv=True)
+
+
+def test_layers_share_u_and_v():
     def build() -> Transformer:
-        return Transformer(E, H, 3, attention=TransformerXLAttention, positions=None, tied=["u", "v"])
+        return Transformer(E, H, 3, attention=sharing, positions=None)
 
     model, other = build(), build()
     first, *rest = [block.attention for block in model.blocks]
@@ -214,9 +219,17 @@ def test_tied_layers_share_u_and_v():
     assert first.u.grad is not None
 
 
-def test_only_a_parameter_of_every_attention_can_be_tied():
-    with pytest.raises(ValueError, match=r"tied names 'u'.*SoftmaxAttention"):
-        Transformer(E, H, 2, attention=[TransformerXLAttention, SoftmaxAttention], tied=["u"])
+def test_other_kinds_and_layers_that_do_not_share_keep_their_own():
+    model = Transformer(E, H, 4, attention=[TransformerXLAttention, SoftmaxAttention, sharing, sharing])
+    own, _, first, second = (block.attention for block in model.blocks)
+    assert first.u is second.u
+    assert own.u is not first.u
+
+
+@pytest.mark.parametrize("kind", [CompressiveAttention, InfiniteAttention])
+def test_kinds_made_of_it_share_too(kind: type):
+    model = Transformer(E, H, 2, attention=partial(kind, mem_len=4, share_uv=True))
+    assert model.blocks[0].attention.v is model.blocks[1].attention.v
 
 
 def test_rotary_positions_are_refused():

@@ -30,9 +30,11 @@ TINY: dict[str, Any] = {
                     "d_model": 16,
                     "n_heads": 2,
                     "n_layers": 2,
-                    "attention": {"class_path": "TransformerXLAttention", "init_args": {"mem_len": 6}},
-                    "positions": None,
-                    "tied": ["u", "v"],
+                    "attention": {
+                        "class_path": "TransformerXLAttention",
+                        "init_args": {"mem_len": 6, "share_uv": True},
+                    },
+                    "positions": "auto",
                     "dropout": 0.2,
                 },
             },
@@ -52,7 +54,6 @@ TINY: dict[str, Any] = {
         "callbacks": [{"class_path": "MemoryCarry"}],
     },
 }
-UNTIED = ["--model.backbone.tied", "null"]
 CHARACTERS = ["--data.tokens", "characters"]
 
 
@@ -253,6 +254,38 @@ def test_rare_words_from_the_checkpoint_alone(capsys: pytest.CaptureFixture[str]
     assert samples(run)[0].startswith("3 birds sit on")
 
 
+def saved_windows(run: Path) -> list[int | None]:
+    backbone = yaml.safe_load((run / "config.yaml").read_text())["model"]["init_args"]["backbone"]["init_args"]
+    kinds = backbone["attention"] if isinstance(backbone["attention"], list) else [backbone["attention"]]
+    return [kind["init_args"]["window"] for kind in kinds]
+
+
+@pytest.mark.parametrize("kind", ["SoftmaxAttention", "ShawAttention"])
+def test_a_kind_without_bound_gets_the_window_that_the_memory_had(
+    kind: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
+    """A segment's last position sees 6 positions of the memory and 8 of the segment."""
+    with caplog.at_level("INFO"):
+        run = fit("--model.backbone.attention", kind)
+    assert f"{kind}: window=14, the memory's 6 positions and the segment's 8" in caplog.text
+    assert saved_windows(run) == [14]
+    main(["test", "--ckpt_path", "last"])
+    assert "test bits/byte: " in capsys.readouterr().out
+
+
+def test_a_window_of_the_users_own_is_kept():
+    run = fit("--model.backbone.attention", "SoftmaxAttention", "--model.backbone.attention.window", "3")
+    assert saved_windows(run) == [3]
+
+
+def test_without_a_memory_length_there_is_no_window(capsys: pytest.CaptureFixture[str]):
+    config = yaml.safe_load(Path("tiny.yaml").read_text())
+    config["model"]["init_args"]["backbone"]["init_args"]["attention"] = "LinearAttention"
+    Path("linear.yaml").write_text(yaml.safe_dump(config))
+    said = fails(capsys, "fit", "--config", "linear.yaml", "--model.backbone.attention", "SoftmaxAttention")
+    assert "SoftmaxAttention grows with every segment, without bound; set its `window`, or use Transfor" in said
+
+
 # ------------------------------------------------------------------------------------------------ what is refused
 
 
@@ -266,11 +299,10 @@ def test_rare_words_from_the_checkpoint_alone(capsys: pytest.CaptureFixture[str]
         (["--data.root", "empty/a.txt"], "empty/a.txt"),
         (["--data.root", "nowhere"], "nowhere"),
         (["--data.tokens", "bpe"], "vocab_size=None"),
-        (["--model.backbone.attention", "SoftmaxAttention", *UNTIED], "`window`"),
+        (["--model.backbone.attention", "LSHAttention"], "LSHAttention grows with every segment"),
+        (["--model.backbone.attention", "SparseAttention"], "without bound; use TransformerXLAttention"),
         (["--trainer.callbacks", "FeatureRedraw"], "FeatureRedraw"),
-        (["--model.backbone.attention", "LinearAttention", *UNTIED, "--model.eval_mem_len", "3"], "eval_mem_len=3"),
-        (["--model.backbone.attention", "LinearAttention"], "tied: null"),
-        (["--model.backbone.tied", "[w]"], "tied names 'w'"),
+        (["--model.backbone.attention", "LinearAttention", "--model.eval_mem_len", "3"], "eval_mem_len=3"),
         (["--model.backbone.causal", "false"], "causal"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -325,6 +325,7 @@ def sliding(d_model: int, n_heads: int, causal: bool) -> SequenceModule:
 
 LINEAR, SOFTMAX, WINDOW = partial(LinearAttention, chunk_size=4), SoftmaxAttention, partial(SoftmaxAttention, window=5)
 XL_WINDOW = partial(TransformerXLAttention, mem_len=3, same_length=True, chunk_size=2)
+XL_SHARING = partial(XL_WINDOW, share_uv=True)
 
 STACKS = [
     Case("Transformer-dealt", stack([SOFTMAX, LINEAR]), 4),
@@ -336,7 +337,7 @@ STACKS = [
         4,
     ),
     Case("Transformer-checkpointed", stack([WINDOW], gradient_checkpointing=True, positions=None), 5),
-    Case("Transformer-XL-tied", stack([XL_WINDOW], positions=None, norm="post", tied=["u", "v"]), 3),
+    Case("Transformer-XL-tied", stack([XL_SHARING], positions="auto", norm="post"), 3),
     Case("Block", block, 4),
     Case("SlidingWindow", sliding, 5),
     Case("Decoder", decoder, 4),

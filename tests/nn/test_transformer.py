@@ -10,8 +10,10 @@ from lit_effattn.attention import (
     LinearAttention,
     LinearCrossAttention,
     PerformerCrossAttention,
+    ShawAttention,
     SoftmaxAttention,
     SoftmaxCrossAttention,
+    TransformerXLAttention,
 )
 from lit_effattn.nn.transformer import Block, FeedForward
 from lit_effattn.positions import LearnedPositions, RotaryPositions, SinusoidalPositions
@@ -135,6 +137,27 @@ def test_rotary_positions_go_to_every_attention():
         assert (block.attention.rotary.width, block.attention.rotary.base) == (E // H, 50.0)
 
 
+def test_automatic_positions_are_those_that_the_attention_lacks():
+    """Relative ones of its own, else rotary ones, else sinusoids."""
+
+    class Plain(SoftmaxAttention):
+        takes_rotary = False
+
+    def placed(*kinds) -> tuple[object, list[bool]]:
+        model = Transformer(E, H, len(kinds), attention=list(kinds), positions="auto")
+        return model.positions, [block.attention.rotary is not None for block in model.blocks]
+
+    assert placed(TransformerXLAttention, ShawAttention) == (None, [False, False])
+    assert placed(SoftmaxAttention, TransformerXLAttention) == (None, [True, False])
+    positions, turned = placed(Plain, SoftmaxAttention)
+    assert isinstance(positions, SinusoidalPositions)
+    assert turned == [False, False]
+    with pytest.raises(ValueError, match=r"position_width=4 .*positions=auto"):
+        Transformer(E, H, 1, positions="auto", position_width=4)
+    with pytest.raises(ValueError, match="positions='rotary'"):
+        Transformer(E, H, 1, positions="rotary")
+
+
 def test_without_positions_the_last_output_is_a_function_of_a_set():
     model = Transformer(E, H, 1, positions=None).double()
     x = torch.randn(1, 6, E, dtype=torch.float64)
@@ -239,7 +262,7 @@ def test_initial_values_of_pytorch():
         ({"attention": [LinearAttention] * 3}, "lists 3 kinds for n_layers=2"),
         ({"position_width": 8}, "position_width=8 with d_model=8"),
         ({"position_width": 0}, "position_width=0"),
-        ({"position_width": 4, "positions": None}, "position_width=4.*no positions"),
+        ({"position_width": 4, "positions": None}, "position_width=4.*positions=None"),
         ({"position_width": 4, "positions": RotaryPositions}, "position_width=4.*rotary"),
         ({"n_heads": 3}, "n_heads=3.*d_model=8"),
         ({"cross_attention": []}, "cross_attention lists 0 kinds for n_layers=2"),

@@ -6,7 +6,7 @@ CONFIG ?= configs/digits_linear.yaml
 BEST   := --ckpt_path best --trainer.default_root_dir runs/$(basename $(notdir $(CONFIG)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo check test faults lint bench bench-gpu docs clean
+.PHONY: help install demo check test test-all faults lint bench bench-gpu docs clean
 
 help:  ## Show what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,8 +23,11 @@ check: lint  ## Lint, check types, and run a few tests of everything (under 90 s
 	$(BIN)/pytest -n 2 -m check -q
 
 test: lint  ## Lint, check types, run the tests.
-	$(BIN)/pytest -n 2 -m "not processes" -q
+	$(BIN)/pytest -n 2 -m "not processes and not exhaustive" -q
 	$(BIN)/pytest -m processes -q
+
+test-all: test  ## The tests, and those that go through every configuration and kind (30 minutes on 2 cores).
+	$(BIN)/pytest -n 2 -m exhaustive -q
 
 faults: $(VENV)/.installed-dev  ## Kill and stop training runs, and compare the resumed runs (about 20 minutes on 2 cores).
 	$(BIN)/python -m tests.faults --cells --kills 100

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from contextlib import suppress
 from difflib import get_close_matches
 from itertools import islice
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+from jsonargparse import get_loader
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lit_effattn import slurm
@@ -43,7 +44,7 @@ class ResolvedArgs(NamedTuple):
         requeued: Whether this is a restarted SLURM job, which goes on with its run whatever its arguments say.
         data_fixes: Whether the model takes what `Task.fixed_by_data` names from the data; else from the checkpoint.
         averaged: The checkpoints whose mean is used (`--average`), of which `checkpoint` is the last; empty: none.
-        mem_len: The memory length that the files of a new run state: see `lit_effattn.cli.windows`.
+        mem_len: The memory length that the files state: see `lit_effattn.cli.windows`.
     """
 
     command: str
@@ -78,10 +79,18 @@ class ResolvedArgs(NamedTuple):
         quick.add_argument("--trust", action="append", default=[])
         said, others = quick.parse_known_args(rest)
         said.config = [find_config(name) for name in said.config]
-        configs = [arg for file in said.config for arg in ("--config", file)]
         root_args = [] if said.root is None else ["--trainer.default_root_dir", said.root]
         files = [_read_yaml(name) for name in said.config]
+        # What is drawn from nothing, or from a prompt, needs no data on disk.
+        uses_data = command != "generate" or _given(others, "--complete")
+        unknown = {*(() if command == "fit" else _OF_FIT), *(() if uses_data else ("data",))}
+        configs = [
+            arg
+            for name, file in zip(said.config, files, strict=True)
+            for arg in ("--config", _without(unknown, name, file))
+        ]
         trust = Trust([*said.trust, *(name for file in files for name in file.get("trust") or ())])
+        mem_len = stated_mem_len(files)
         name = said.ckpt_path or _last(f.get("ckpt_path") for f in files)
         root = said.root or _last(_section(f, "trainer").get("default_root_dir") for f in files) or ROOT
         requeued = slurm.interrupted_checkpoint(Path(root), args) if command == "fit" else None
@@ -94,7 +103,7 @@ class ResolvedArgs(NamedTuple):
             if command != "fit":
                 raise ValueError(f"{command} needs a trained model: give --ckpt_path best, last, or a path")
             plain = [command, *configs, *root_args, *others]
-            return cls(command, plain, None, None, trust, mem_len=stated_mem_len(files))
+            return cls(command, plain, None, None, trust, mem_len=mem_len)
         checkpoint = Path(os.environ[CHECKPOINT]) if CHECKPOINT in os.environ and is_child() else None
         checkpoint = checkpoint or find_checkpoint(name, Path(root))
         average = None if command == "fit" else said.average or _last(f.get("average") for f in files)
@@ -102,20 +111,30 @@ class ResolvedArgs(NamedTuple):
         checkpoint = averaged[-1] if averaged else checkpoint
         checkpoint, content = _read(checkpoint, command, Path(root))
         os.environ[CHECKPOINT] = str(checkpoint)
-        # What is drawn from nothing, or from a prompt, needs no data on disk, nor do recordings or texts of the user's
-        # own need the corpus: the checkpoint says what data fixed.
-        uses_data = command != "generate" or _given(others, "--complete")
+        # Nor do recordings or texts of the user's own need the corpus: the checkpoint says what data fixed.
         data_fixes = uses_data and not _given(others, *_OF_THE_USERS_OWN)
         saved = _saved_settings(content, checkpoint, command, uses_data, data_fixes)
         before = f", averaged with {', '.join(path.name for path in averaged[:-1])}" if averaged[:-1] else ""
         rank_zero_info(f"{command} from {short(checkpoint)}{before}")
         saved = checked_settings(saved, command, checkpoint, trust, UserOptions(others, files))
         args = [command, "--config", json.dumps(saved), *configs, *root_args, *others, "--ckpt_path", str(checkpoint)]
-        return cls(command, args, checkpoint, saved, trust, uses_data, data_fixes, requeued is not None, averaged)
+        again = requeued is not None
+        return cls(command, args, checkpoint, saved, trust, uses_data, data_fixes, again, averaged, mem_len)
 
 
 _OF_THE_USERS_OWN = tuple(f"--data.{part}{name}" for part in ("", "init_args.") for name in ("audio", "source_file"))
 """Flags that name what to predict instead of the corpus."""
+
+
+_OF_FIT = ("checkpoint", "init_weights")
+"""What only `fit` knows of a YAML file, which serves all commands."""
+
+
+def _without(names: Set[str], path: str, content: dict[str, Any]) -> str:
+    """Return `--config`'s value for a file without what `names` names at its top: the file, or else the rest of it."""
+    if not names & content.keys():
+        return path
+    return json.dumps({name: value for name, value in content.items() if name not in names})
 
 
 def _given(args: list[str], *options: str) -> bool:
@@ -233,7 +252,7 @@ def is_child() -> bool:
 def _read_yaml(name: str) -> dict[str, Any]:
     """Read a YAML file. Errors are ignored here: jsonargparse reports them later."""
     try:
-        content = yaml.safe_load(Path(name).read_text())
+        content = get_loader("yaml")(Path(name).read_text())  # for which 1e-3 is a number
     except (OSError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -216,6 +216,47 @@ def test_every_configuration_works_as_far_as_it_needs_no_download(config: Path):
     assert not Path("runs").exists()
 
 
+FAMILIES = ("digits_performer", "stdlib_infinite")
+
+
+@pytest.mark.filterwarnings("ignore:LightningCLI's args")
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(c, id=c.stem, marks=[] if c.stem in FAMILIES else pytest.mark.exhaustive)
+        for c in CONFIGS
+        if c.stem.startswith(OFFLINE)
+    ],
+)
+def test_a_configuration_serves_every_command(config: Path):
+    """As users of a LightningCLI write it: with the file that the model was trained with."""
+    less = ["--data.batch_size", "1", "--data.eval_batch_size", "1", "--trainer.enable_progress_bar", "false"]
+    if yaml.safe_load(config.read_text())["data"]["class_path"] == "TextStream":
+        less += ["--data.max_bytes", "200000"]
+    made = built(config, *less, device="cpu")
+    trainer = made.trainer
+    trainer.strategy.connect(made.model)
+    trainer.save_checkpoint("model.ckpt")
+    for name in ("validate", "test", "predict"):
+        given = [name, "--config", str(config), "--ckpt_path", "model.ckpt", *less]
+        main([*given, f"--trainer.limit_{name.removesuffix('idate')}_batches", "1"])
+
+
+def test_what_training_alone_knows_is_no_flag_of_another_command(capsys: pytest.CaptureFixture[str]):
+    fit()
+    config = {**TINY, "checkpoint": {"every_n_train_steps": 7}, "init_weights": "nowhere.ckpt", "modle": 1}
+    Path("more.yaml").write_text(yaml.safe_dump(config))
+    assert "modle" in fails(capsys, "test", "--config", "more.yaml", "--ckpt_path", "last", code=2)
+    del config["modle"]
+    Path("more.yaml").write_text(yaml.safe_dump(config))
+    for name in ("test", "generate"):
+        main([name, "--config", "more.yaml", "--ckpt_path", "last"])
+    assert "init_weights" in fails(capsys, "test", "--ckpt_path", "last", "--init_weights", "last", code=2)
+    assert "every_n_train_steps" in fails(
+        capsys, "test", "--ckpt_path", "last", "--checkpoint.every_n_train_steps", "7", code=2
+    )
+
+
 @pytest.mark.filterwarnings("ignore:LightningCLI's args")
 @pytest.mark.parametrize(
     ("name", "millions"),

@@ -1,4 +1,4 @@
-"""The progress bar."""
+"""The progress bar, and the summary of the model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import time
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.callbacks import ModelSummary, RichProgressBar
+from lightning.pytorch.utilities.model_summary import get_human_readable_count
+from rich import get_console
+from rich.table import Table
 
 EVERY = 0.1
 """Minimum time between two refreshes in seconds. A refresh takes as long as a small training step."""
@@ -16,7 +19,7 @@ class ProgressBar(RichProgressBar):
     """Lightning's rich progress bar, refreshed at most ten times a second.
 
     Lightning's own refreshes after every step, and waits for the GPU to get the loss. The logger's version number is
-    left out, since each run has its own folder.
+    left out, since each run has its own folder, and so is the number of epochs if there is no maximum.
     """
 
     def __init__(self) -> None:
@@ -42,3 +45,33 @@ class ProgressBar(RichProgressBar):
         shown = super().get_metrics(trainer, pl_module)
         shown.pop("v_num", None)
         return shown
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        text = super()._get_train_description(current_epoch)
+        return text.replace(f"{current_epoch}/-2", f"{current_epoch}") if self.trainer.max_epochs == -1 else text
+
+
+class ParameterSummary(ModelSummary):
+    """A table of the model's parts that have parameters, and how many there are in all.
+
+    Lightning's own also counts modules by mode, and FLOPs, which are 0 without an example of the input.
+    """
+
+    @staticmethod
+    def summarize(
+        summary_data: list[tuple[str, list[str]]],
+        total_parameters: int,
+        trainable_parameters: int,
+        *args: Any,
+        **options: Any,
+    ) -> None:
+        """Print the table."""
+        columns = {name.strip(): values for name, values in summary_data}
+        table = Table("Name", "Type", "Params")
+        for row in zip(columns["Name"], columns["Type"], columns["Params"], strict=True):
+            if row[2].strip() != "0":
+                table.add_row(*row)
+        frozen = total_parameters - trainable_parameters
+        more = f", {get_human_readable_count(frozen).strip()} of them frozen" if frozen else ""
+        get_console().print(table)
+        get_console().print(f"{get_human_readable_count(total_parameters).strip()} parameters{more}")

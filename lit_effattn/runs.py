@@ -85,7 +85,7 @@ def deleted_run(path: Path) -> Path | None:
     return next((folder for folder in path.parents if _RUN.fullmatch(folder.name) and not folder.exists()), None)
 
 
-def find_checkpoint(name: str, root: Path) -> Path:
+def find_checkpoint(name: str, root: Path, *, option: str = "--ckpt_path") -> Path:
     """Return the checkpoint that `name` names: a path, or `last` or `best` of the newest run under `root` that has one.
 
     `last` is `previous.ckpt` in a run that has no `last.ckpt`. The path of a run's folder means its `last`.
@@ -98,14 +98,14 @@ def find_checkpoint(name: str, root: Path) -> Path:
             if path.is_file():
                 return path.resolve()
         raise FileNotFoundError(
-            f"--ckpt_path {name}: there is no such file, nor a run's folder with a checkpoint (and it is neither "
+            f"{option} {name}: there is no such file, nor a run's folder with a checkpoint (and it is neither "
             "`last` nor `best`)"
         )
     names = (LAST, PREVIOUS) if name == "last" else (f"{name}.ckpt",)
     found = [path for file in names for path in root.rglob(f"checkpoints/{file}") if run_of(path)]
     if not found:
         raise FileNotFoundError(
-            f"--ckpt_path {name}: no run under {root.resolve()} has a {name}.ckpt; train one first, name another root "
+            f"{option} {name}: no run under {root.resolve()} has a {name}.ckpt; train one first, name another root "
             "with --trainer.default_root_dir, or give the checkpoint's path"
         )
     return max(found, key=_age).resolve()  # the first of equals

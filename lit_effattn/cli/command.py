@@ -37,6 +37,7 @@ import lit_effattn.tasks.ctc
 from lit_effattn import callbacks, datamodules, slurm
 from lit_effattn.averaging import average_parameters
 from lit_effattn.checkpoints import AtomicCheckpointIO, read_checkpoint, with_config, without_folders
+from lit_effattn.cli.parser_errors import unrecognized
 from lit_effattn.cli.resume import CHECKPOINT, ROOT, ResolvedArgs, is_child, refuse_dropped
 from lit_effattn.cli.saved_settings import OFFLINE, fixed_by_data, homes
 from lit_effattn.cli.trainer import Trainer
@@ -44,6 +45,7 @@ from lit_effattn.cli.windows import set_windows
 from lit_effattn.runs import LAST, PREVIOUS, discard_if_empty, find_checkpoint, new_folder, new_run, run_of, short
 from lit_effattn.spec_check import Place, UserJudge, check
 from lit_effattn.tasks import Task
+from lit_effattn.tasks.base import OtherModelError
 
 __all__ = ["CLI", "callbacks", "datamodules", "lit_effattn", "run"]
 
@@ -86,12 +88,13 @@ def _quieten() -> None:
         ".*callbacks used to create the checkpoint need to be provided.*",  # scoring needs none
         ".*Checkpoint directory .* exists and is not empty.*",  # a continued run's
         ".*will be duplicated and evaluated twice.*|.*DistributedSampler.*recommended to use.*",  # ours pads nothing
+        ".*is not supported by the model summary.*",  # of its size in MB, which ours does not show
         ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",  # Lightning's own call
     ):
         warnings.filterwarnings("ignore", message)
     threading.excepthook = _report_thread
     # Advertisements, and a remark at every checkpoint.
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda r: "litlogger" not in r.getMessage())
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda r: "💡" not in r.getMessage())
     logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector").addFilter(
         lambda r: "`weights_only` was not set" not in r.getMessage()
     )
@@ -108,13 +111,23 @@ class UsageError(Exception):
 
 
 class _Parser(LightningArgumentParser):
-    """A parser that raises `UsageError` instead of exiting."""
+    """A parser that raises `UsageError` instead of exiting, and knows no abbreviations of options."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise `UsageError`."""
         if not self.exit_on_error:  # a nested parser: its parent reports the error
             super().error(message, ex)
+        if message.startswith("unrecognized arguments: "):
+            message = unrecognized(message.split()[2], self._options())
         raise UsageError(message) from ex
+
+    def _options(self) -> set[str]:
+        """Return the options of the parser and of its commands."""
+        commands = getattr(self._subcommands_action, "_name_parser_map", {}).values()
+        return set(self._option_string_actions).union(*(parser._option_string_actions for parser in commands))
 
     def parse_args(self, args: Any = None, *more: Any, **options: Any) -> Any:
         """Parse `args`; in a nested parser, what jsonargparse makes of `--a.b.c null` is `--c=None`."""
@@ -157,6 +170,13 @@ class CLI(LightningCLI):
         commands = self.subcommands()
         self.subcommands = lambda: {self.resolved.command: commands[self.resolved.command]}  # type: ignore[method-assign]
         super()._add_subcommands(parser, **kwargs)
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        """Leave out Lightning's table of results: they are printed a line each."""
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if subcommand in ("validate", "test"):
+            parser.set_defaults(verbose=False)
+        return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the options of this command, and link the arguments of the model that the data determines."""
@@ -236,6 +256,8 @@ class CLI(LightningCLI):
             )
         trainer_callbacks = _as_list(config.callbacks)
         kwargs["callbacks"] = [*trainer_callbacks, *self._standard_callbacks(config, folder, quiet, kwargs)]
+        if any(isinstance(callback, callbacks.ParameterSummary) for callback in kwargs["callbacks"]):
+            kwargs["enable_model_summary"] = False  # else Lightning remarks that there is one
         return super().instantiate_trainer(**kwargs)
 
     def _standard_callbacks(self, config: Any, folder: Path, quiet: bool, kwargs: dict[str, Any]) -> list[pl.Callback]:
@@ -245,6 +267,10 @@ class CLI(LightningCLI):
             standard.append(callbacks.ProgressBar())
         if self.subcommand != "fit":
             return standard
+        if config.enable_model_summary is not False and not any(
+            issubclass(t, pl.callbacks.ModelSummary) for t in given
+        ):
+            standard.append(callbacks.ParameterSummary())
         saved = self.resolved.saved
         seed_kept = saved is None or saved.get("seed_everything") == self.settings().get("seed_everything")
         if callbacks.CheckFinite not in given:
@@ -301,10 +327,17 @@ class CLI(LightningCLI):
             raise ValueError(
                 "--init_weights and --ckpt_path were both given; give the first for a new run, the second to resume"
             )
-        found = find_checkpoint(path, Path(self.config[self.subcommand].trainer.default_root_dir or ROOT))
+        root = Path(self.config[self.subcommand].trainer.default_root_dir or ROOT)
+        found = find_checkpoint(path, root, option="--init_weights")
         checkpoint = read_checkpoint(found)
         kept = _keep_buffers(self.model, checkpoint["state_dict"])
-        self.model.on_load_checkpoint(checkpoint)
+        try:
+            self.model.on_load_checkpoint(checkpoint)
+        except OtherModelError as error:
+            raise ValueError(
+                f"--init_weights {path}: {error.difference}. Give the model the options of that run: they are in its "
+                "config.yaml"
+            ) from error
         self.model.load_state_dict(checkpoint["state_dict"])
         rank_zero_info(f"Starting from the weights of {found}")
         if kept:

@@ -28,6 +28,9 @@ def explained(error: RuntimeError | OSError, command: str) -> str | None:
     if match := re.search(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (.+?)\.? ?$", text.partition(". It is")[0]):
         said = f"a process that loads data ({match[1]}) {match[2]}"
         return f"{said}. If memory ran out, use fewer --data.num_workers{resume}"
+    if match := re.search(r"conditioned on metric `(.+?)` which is not available.*following: (.*)", text):
+        known = ", ".join(sorted(re.findall(r"`([^`]+)`", match[2])))
+        return f"EarlyStopping: there is no metric monitor={match[1]}; there are {known}"
     if re.search(r"/gloo/transport/|Connection (closed|reset) by peer|ncclRemoteError|remote process exited", text):
         return (
             f"another process of this run ended ({text[:120]}). What it printed above says why; if it printed nothing, "

@@ -55,6 +55,8 @@ def plain(report: str) -> str:
     if "Parser key" not in report and "Does not validate" not in report:
         return report
     option = _option(report)
+    if match := re.search(r"class_path '(?:\w+\.)*(\w+)'.*\n?.*Requirement '([^']+)' not met", report):
+        return f"{match[1]} needs a package that is not installed: pip install '{match[2]}'"
     value = _value(report)
     if match := re.search(r"Option '([^']+)' is not accepted", report):
         return _unknown_option(option, match[1], re.findall(r"class_path[ =]'([^']+)'", report))
@@ -62,18 +64,28 @@ def plain(report: str) -> str:
         return f"{option} names {match[1]}, which YAML and flags may not name"
     if match := re.search(r"Expected ('[^']+' to be a (?:function|sub)[^\n]*?)\.?(?:$|\s+Got value)", report, re.M):
         return f"{option}: expected {_readable(match[1])}"
-    if match := re.search(r"Expected a dot import path string: (\S+)", report):
+    match = re.search(r"Expected a dot import path string: (\S+)", report)
+    if match and not re.search(r"Expected a <class '(int|float)'>", report):
         return _unknown_class(option, match[1])
     if match := re.search(r"Dict must include a class_path.*?but got NestedArg\(key='([^']+)'", report):
         return _classless_option(option, match[1])
     if match := re.search(r"the following arguments are required: (.+)", report):
         return f"{option} needs {match[1]}: give --{option}.{match[1].split(', ')[0]} VALUE, or its init_args in YAML"
     expected = [_readable(e) for e in re.findall(r"^\s*(?:- )?Expected a (.+?)(?:\. Got value: .*)?$", report, re.M)]
-    expected = list(dict.fromkeys(e for e in expected if e != "NoneType"))
+    expected = list(dict.fromkeys(e for e in expected if not e.startswith(("NoneType", "path but", "dot import"))))
     if option and value is not None and expected:
         return f"{option}={value} is not {' or '.join(expected)}"
     kept = [line.strip().removeprefix("- ") for line in report.splitlines() if not _NOISE.match(line)]
     return "; ".join(dict.fromkeys(kept))
+
+
+def unrecognized(argument: str, options: Iterable[str]) -> str:
+    """Return what to say of an argument that is not among `options`."""
+    if not argument.startswith("--"):
+        return f"{argument!r} is no option: options begin with --, and a value follows its option"
+    name = argument.split("=")[0]
+    close = get_close_matches(name, options, n=1)
+    return f"there is no option {name}" + (f"; did you mean {close[0]}?" if close else "")
 
 
 def _option(report: str) -> str:

@@ -238,9 +238,10 @@ def find_config(name: str) -> str:
     if stem in shipped:
         return str(shipped[stem])
     close = get_close_matches(stem, shipped, n=1)
+    what = "this is a folder, not a file" if Path(name).is_dir() else "there is no such file"
     raise ValueError(
-        f"--config {name}: there is no such file, nor a shipped configuration of that name"
-        + (f"; did you mean {close[0]}?" if close else f"; there are {', '.join(sorted(shipped))}")
+        f"--config {name}: {what}, nor a shipped configuration of that name"
+        + (f"; did you mean {close[0]}?" if close else "; `lit-effattn configs` lists those")
     )
 
 
@@ -250,12 +251,25 @@ def is_child() -> bool:
 
 
 def _read_yaml(name: str) -> dict[str, Any]:
-    """Read a YAML file. Errors are ignored here: jsonargparse reports them later."""
+    """Read a YAML file.
+
+    Raises:
+        ValueError: it is no YAML, or holds no settings.
+    """
     try:
-        content = get_loader("yaml")(Path(name).read_text())  # for which 1e-3 is a number
-    except (OSError, yaml.YAMLError):
+        content = get_loader("yaml")(Path(name).read_text(encoding="utf-8"))  # for which 1e-3 is a number
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--config {name} is no text: {error}") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
+        raise ValueError(f"--config {name} is no YAML{where}: {error.problem}") from error
+    if content is None:
         return {}
-    return content if isinstance(content, dict) else {}
+    if not isinstance(content, dict):
+        kind = type(content).__name__
+        raise ValueError(f"--config {name} holds a {kind}, not settings such as `model:`, `data:` and `trainer:`")
+    return content
 
 
 def _section(config: dict[str, Any], name: str) -> dict[str, Any]:

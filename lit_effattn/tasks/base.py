@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -76,6 +77,20 @@ class Task(HasInitArgs, pl.LightningModule):
 
     The callback `MemoryCarry` sets it. None: the batch starts anew, and no state is kept.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuse None for a required argument of `fixed_by_data`: the command found nothing of that name in the data.
+
+        Raises:
+            ValueError: names the argument.
+        """
+        required = inspect.signature(cls.__init__).parameters
+        for name in cls.fixed_by_data:
+            if name in kwargs and kwargs[name] is None and required[name].default is inspect.Parameter.empty:
+                raise ValueError(
+                    f"{cls.__name__} takes {name} from the data, which have none: these data are for another task"
+                )
+        return super().__new__(cls, *args, **kwargs)
 
     def __init__(self, optimizer: OptimizerCallable | None, lr_scheduler: LRSchedulerCallable | None) -> None:
         super().__init__()
@@ -296,7 +311,7 @@ class Task(HasInitArgs, pl.LightningModule):
         """Reject a checkpoint of another model, and drop paths that lie outside the run.
 
         Raises:
-            ValueError: names the first parameters that differ.
+            OtherModelError: names the first parameters that differ.
         """
         if self._trainer is not None:
             own_folders(checkpoint, self._trainer)
@@ -310,10 +325,24 @@ class Task(HasInitArgs, pl.LightningModule):
             if mine.get(name) != theirs.get(name)
         ]
         more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
-        raise ValueError(
-            f"the checkpoint holds another model than this {type(self).__name__}: {'; '.join(differences[:3])}{more}. "
-            "A checkpoint brings its own configuration: leave out the options that change the model's shape"
+        raise OtherModelError(
+            f"the checkpoint holds another model than this {type(self).__name__}: {'; '.join(differences[:3])}{more}"
         )
+
+
+class OtherModelError(ValueError):
+    """The parameters of a checkpoint have other names or shapes than those of the model.
+
+    Args:
+        difference: Says what differs.
+    """
+
+    def __init__(self, difference: str) -> None:
+        super().__init__(
+            f"{difference}. A checkpoint brings its own configuration: leave out the options that change the "
+            "model's shape"
+        )
+        self.difference = difference
 
 
 def _where_it_was(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:

@@ -1,11 +1,13 @@
 import itertools
+import re
 import time
 from pathlib import Path
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import RichProgressBar
 
-from lit_effattn.callbacks import ProgressBar
+from lit_effattn.callbacks import ParameterSummary, ProgressBar
 from tests.callbacks.tiny import Tiny, loader, trainer
 
 
@@ -32,3 +34,25 @@ def test_it_is_drawn_ten_times_a_second_and_at_the_end(
 def test_what_it_shows_in_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     trainer(tmp_path, [ProgressBar()], enable_progress_bar=True, max_epochs=1).fit(Tiny(), loader(4))
     assert "4/4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("options", "shown"), [({"max_epochs": 7}, "Epoch 6/6 "), ({"max_steps": 3}, "Epoch 2 ")])
+def test_only_a_number_of_epochs_that_there_is_is_shown(
+    options: dict[str, int], shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    options = {"limit_train_batches": 1, **options}
+    trainer(tmp_path, [ProgressBar()], enable_progress_bar=True, **options).fit(Tiny(), loader(4))
+    assert shown in capsys.readouterr().out
+
+
+def test_the_summary_counts_what_has_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    model = Tiny()
+    model.nothing = torch.nn.ReLU()
+    model.frozen = torch.nn.Linear(30, 50).requires_grad_(False)
+    trainer(tmp_path, [ParameterSummary()], max_steps=1).fit(model, loader(4))
+    said = capsys.readouterr().out
+    count = sum(p.numel() for p in model.parameters())
+    assert f"\n{count / 1000:.1f} K parameters, 1.6 K of them frozen\n" in said
+    assert re.search(r"│ frozen +│ Linear +│ 1.6 K +│", said)
+    assert "nothing" not in said
+    assert "FLOPs" not in said

@@ -293,7 +293,6 @@ def test_a_shipped_configuration_is_found_by_name_and_ones_own_comes_first(capsy
     for name in ("digits_linear", "digits_linear.yaml"):
         assert printed(name)["seed_everything"] == 77
     assert "did you mean digits_linear?" in fails(capsys, "fit", "--config", "digit_linear")
-    assert "there are cifar_linear, " in fails(capsys, "fit", "--config", "nothing/like/it.yaml")
 
 
 def test_every_configuration_is_named_after_its_runs():
@@ -459,13 +458,70 @@ def test_a_checkpoint_of_another_program_is_named(capsys: pytest.CaptureFixture[
         (["--trainer.max_epochs", "many"], 2, "trainer.max_epochs=many"),
         (["--data.dataset", "folder", "--data.root", "absent", "--data.image_size", "8"], 1, "absent"),
         (["--checkpoint.every_n_train_steps", "0"], 1, "every_n_train_steps=0"),
-        (["--init_weights", "last"], 1, "no run under"),
+        (["--init_weights", "last"], 1, "--init_weights last: no run under"),
+        (["--init_weights", "absent.ckpt"], 1, "--init_weights absent.ckpt: there is no such file"),
+        (["--data", "TextStream"], 1, "PixelModel takes image_shape from the data, which have none"),
+        (
+            ["--trainer.logger", "WandbLogger"],
+            1,
+            "WandbLogger needs a package that is not installed: pip install 'wandb",
+        ),
+        (["--model.optimizer.lr", "fast"], 2, "model.optimizer.lr=fast is not float\n"),
+        (["--modle", "PixelModel"], 2, "there is no option --modle; did you mean --model?"),
+        (["--trainer.max_epoch", "3"], 2, "there is no option --trainer.max_epoch; did you mean --trainer.max_epochs?"),
+        (["--quite_another", "3"], 2, "there is no option --quite_another\n"),
+        (["3"], 2, "'3' is no option"),
+        (["--config", "list.yaml"], 1, "--config list.yaml holds a list, not settings"),
+        (["--config", "broken.yaml"], 1, "--config broken.yaml is no YAML in line 2, column 1: "),
+        (["--config", "images"], 1, "--config images: this is a folder"),
+        (["--config", "image.png"], 1, "--config image.png is no text"),
+        (["--config", "nothing/like/it.yaml"], 1, "`lit-effattn configs` lists those"),
+        (["--model.backbone.n_layers", "two"], 2, "model.backbone.n_layers=two is not int"),
+        (["--model.backbone.n_layers", "0"], 1, "n_layers=0"),
+        (["--model.backbone.dropout", "2"], 1, "dropout probability"),
+        (["--model.backbone.attention", "linear"], 2, "there are CompressiveAttention, "),
+        (
+            ["--model.backbone.attention.chunk", "3"],
+            2,
+            "LinearAttention has no option 'chunk'; did you mean chunk_size?",
+        ),
+        (["--model.backbone.positions", "Rotary"], 2, "did you mean RotaryPositions?"),
+        (["--model.optimizer", "Adamm"], 2, "did you mean Adam?"),
+        (["--model.head", "AdaptiveHead"], 2, "model.head needs cutoffs"),
+        (["--data.num_workers", "-1"], 1, "num_workers=-1"),
+        (["--data.source", "mnist"], 2, "PixelSequences has no option 'source'; there are dataset, "),
+        (["--trainer.precision", "fp8"], 2, "trainer.precision=fp8"),
+        (["--trainer.strategy", "ddpp"], 1, "ddpp"),
+        (["--trainer.val_check_interval", "2.5"], 1, "2.5"),
+        (["--trainer.callbacks", "MemoryCary"], 2, "did you mean MemoryCarry?"),
+        (["--trainer.callbacks", "MemoryCarry"], 1, "PixelModel carries no memory"),
+        (["--trainer.callbacks", "EarlyStopping"], 2, "trainer.callbacks needs monitor"),
+        (["--seed_everything", "x"], 2, "seed_everything=x"),
+        (["--ckpt_path", "tiny.yaml"], 1, "can't be read as a checkpoint"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_mistakes_are_told_in_a_line(flags: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]):
+    Path("images").mkdir()
+    Path("image.png").write_bytes(b"\x89PNG")
+    Path("list.yaml").write_text("- 1")
+    Path("broken.yaml").write_text("model: [1\n")
     assert words in fails(capsys, "fit", "--config", "tiny.yaml", *flags, code=code)
     assert not Path("runs").exists()
+
+
+def test_a_metric_that_is_not_there_is_told_with_those_that_are(capsys: pytest.CaptureFixture[str]):
+    watch = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor", "val/los"]
+    said = fails(capsys, "fit", "--config", "tiny.yaml", *watch)
+    assert "EarlyStopping: there is no metric monitor=val/los; there are " in said
+    assert "val/bits_per_dim" in said
+
+
+def test_weights_of_another_shape_are_no_start(capsys: pytest.CaptureFixture[str]):
+    fit()
+    said = fails(capsys, "fit", "--config", "tiny.yaml", "--init_weights", "last", "--model.backbone.d_model", "8")
+    assert "--init_weights last: the checkpoint holds another model than this PixelModel: " in said
+    assert "they are in its config.yaml" in said
 
 
 @pytest.mark.parametrize("workers", ["0", "1"])

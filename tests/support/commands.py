@@ -23,6 +23,7 @@ def fails(capsys: pytest.CaptureFixture[str], *args: str, code: int = 1) -> str:
     message = said[said.index("lit-effattn: error: ") :]
     assert stopped.value.code == code
     assert len(message.splitlines()) <= 3
+    assert len(message) < 1000
     assert "Traceback" not in said
     return message
 

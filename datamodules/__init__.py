@@ -17,6 +17,7 @@ from lit_effattn.datamodules.text import TextStream
 from lit_effattn.datamodules.timit import TimitCorpus
 from lit_effattn.datamodules.tokens import IGNORE, PairBatch, TokenBatch
 from lit_effattn.datamodules.utterances import BLANK, SpeechBatch, SpeechCorpus, Utterance
+from lit_effattn.datamodules.wave_augment import WaveAugment
 
 __all__ = [
     "BLANK",
@@ -45,6 +46,7 @@ __all__ = [
     "TimitCorpus",
     "TokenBatch",
     "Utterance",
+    "WaveAugment",
     "counting_accuracy",
     "images_to_levels",
     "levels_to_images",

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
@@ -42,8 +42,12 @@ class FeatureReader(NamedTuple):
     max_seconds: float
     upsample: bool
 
-    def __call__(self, utterance: Utterance) -> Tensor:
-        """Return the features of an utterance, (T, F), T ≥ 1.
+    def __call__(self, utterance: Utterance, change: Callable[[Tensor, int], Tensor] | None = None) -> Tensor:
+        """Return the features of an utterance, (T, F), T ≥ 1 unless `change` shortens it.
+
+        Args:
+            utterance: The utterance.
+            change: Changes the samples (n,), given the sampling rate in Hz. Default: they are not changed.
 
         Raises:
             AudioError: As in `read_audio`, or if the utterance is shorter than `min_seconds` or a frame.
@@ -60,7 +64,7 @@ class FeatureReader(NamedTuple):
         if seconds < self.min_seconds or not self.filterbanks.n_frames(len(samples)):
             least = f"min_seconds={self.min_seconds:g} or a frame of {self.filterbanks.frame_ms:g} ms"
             raise AudioError.of(utterance.audio, "too short", f"{seconds:.3f} s are less than {least}; leave it out")
-        return self.filterbanks(samples)
+        return self.filterbanks(samples if change is None else change(samples, self.filterbanks.sample_rate))
 
 
 class Readings(NamedTuple):
@@ -104,6 +108,10 @@ class Features:
         shape = (int(self.readings.n_frames[i]), self._reader.filterbanks.n_mels)
         frames = np.memmap(self._kept, np.float32, mode="r", offset=4 * shape[1] * int(self._borders[i]), shape=shape)
         return torch.from_numpy(np.array(frames))
+
+    def changed(self, i: int, change: Callable[[Tensor, int], Tensor]) -> Tensor:
+        """Return the features of utterance `i` after `change` of its samples (n,), given the sampling rate in Hz."""
+        return self._reader(self._utterances[i], change)
 
 
 def read_features(utterances: Sequence[Utterance], reader: FeatureReader, *, num_workers: int = 0) -> Features:

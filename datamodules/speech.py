@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -25,8 +26,10 @@ from lit_effattn.datamodules.length_batches import LengthBatches
 from lit_effattn.datamodules.recordings import recordings
 from lit_effattn.datamodules.sampling import ResumableLoader, loader_options
 from lit_effattn.datamodules.utterances import BLANK, SpeechBatch, SpeechCorpus, Utterance
+from lit_effattn.datamodules.wave_augment import WaveAugment
 
 _SPLITS_OF = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("test",)}
+_WAVES = 1  # in the seed of `wave_augment`, which draws other numbers than `spec_augment`
 
 
 class SpeechData(LightningDataModule):
@@ -60,6 +63,10 @@ class SpeechData(LightningDataModule):
             out.
         spec_augment: Masks parts of the training utterances, different ones each epoch, as a pure function of (seed,
             epoch, utterance). Default: none.
+        wave_augment: Changes the recordings of the training utterances by speed, pitch, reverberation, noise and a
+            telephone line, differently each epoch, as a pure function of (seed, epoch, utterance). Their features are
+            then computed on each access and not cached. Batches are formed by the lengths before it. Statistics of
+            speakers and of the corpus are those of the recordings before it. Default: none.
         cache: Cache the features in a file that processes share, 4·F bytes per frame (58 MB per hour at 40 filters).
             Otherwise they are computed again on each access.
         cache_dir: Cache folder; may be deleted at any time. Default: lit-effattn in $XDG_CACHE_HOME, which defaults to
@@ -70,7 +77,7 @@ class SpeechData(LightningDataModule):
         audio: predict: recordings to recognise instead of the test split: a file, a folder of files, a JSON-lines
             manifest as in `ManifestCorpus`, but text and phonemes are optional; or several of these. Unusable
             recordings raise an error and are not left out. The corpus is then not needed.
-        seed: Seed of the order of the training utterances and of `spec_augment`.
+        seed: Seed of the order of the training utterances, of `spec_augment` and of `wave_augment`.
         num_workers: Worker processes that load data; 0: none.
 
     Attributes:
@@ -92,6 +99,7 @@ class SpeechData(LightningDataModule):
         batch_utterances: int = 64,
         subsampling: int = 1,
         spec_augment: SpecAugment | None = None,
+        wave_augment: WaveAugment | None = None,
         cache: bool = False,
         cache_dir: str | None = None,
         min_seconds: float = 0.1,
@@ -103,7 +111,7 @@ class SpeechData(LightningDataModule):
     ) -> None:
         super().__init__()
         # Without objects that are not plain data: checkpoints could not be read with `weights_only`.
-        self.save_hyperparameters(logger=False, ignore=["corpus", "spec_augment"])
+        self.save_hyperparameters(logger=False, ignore=["corpus", "spec_augment", "wave_augment"])
         _check_at_least(1, batch_frames=batch_frames, eval_batch_frames=eval_batch_frames)
         _check_at_least(1, batch_utterances=batch_utterances, subsampling=subsampling)
         _check_at_least(0, seed=seed, num_workers=num_workers)
@@ -122,6 +130,7 @@ class SpeechData(LightningDataModule):
         self.batch_utterances = batch_utterances
         self.subsampling = subsampling
         self.spec_augment = spec_augment
+        self.wave_augment = wave_augment
         self.cache = cache
         self.cache_dir = default_cache() if cache_dir is None else Path(cache_dir)
         self.audio = [audio] if isinstance(audio, str) else audio
@@ -174,6 +183,8 @@ class SpeechData(LightningDataModule):
                 raise ValueError(f"audio={self.audio} is for predict only; leave it out to use the corpus")
             self._splits["predict"] = self._given(self.audio)
             return
+        if stage == "fit" and self.wave_augment is not None:
+            self.wave_augment.check()
         for split in _SPLITS_OF[stage]:
             name = "predict" if stage == "predict" else split
             if name not in self._splits:
@@ -206,6 +217,8 @@ class SpeechData(LightningDataModule):
         faults: dict[int, Fault],
     ) -> dict[int, Fault]:
         """Return the utterances to leave out for too few frames. Validation and test keep them, with a warning."""
+        if split == "train" and self.wave_augment is not None:
+            n_frames = self._fewest_frames(n_frames, self.wave_augment)
         short = labels.short(utterances, -(-n_frames // self.subsampling))
         short = {i: fault for i, fault in short.items() if i not in faults}
         if split == "train":
@@ -213,6 +226,12 @@ class SpeechData(LightningDataModule):
         if short:
             _warn(f"{split}: {len(short)} of {len(utterances)} utterances have an error rate, but no loss", short)
         return {}
+
+    def _fewest_frames(self, n_frames: np.ndarray, augment: WaveAugment) -> np.ndarray:
+        """Return the frames that remain of `n_frames` at the largest speed."""
+        banks = self.filterbanks
+        n_samples = ((n_frames - 1) * banks.hop_samples + banks.frame_samples) / augment.fastest
+        return np.array([banks.n_frames(int(n)) for n in n_samples])
 
     def _kept(self, split: str, n: int, faults: dict[int, Fault]) -> np.ndarray:
         self.left_out[split] = [faults[i] for i in sorted(faults)]
@@ -232,7 +251,7 @@ class SpeechData(LightningDataModule):
                 self._reader,
                 name=split,
                 folder=self.cache_dir,
-                keep=self.cache,
+                keep=self.cache and (split != "train" or self.wave_augment is None),
                 num_workers=self.num_workers,
             )
             self._readings[split] = utterances, features
@@ -248,7 +267,7 @@ class SpeechData(LightningDataModule):
 
     def train_dataloader(self) -> ResumableLoader:
         """Return a loader of every training utterance once per epoch, in different batches each epoch."""
-        data = self._dataset("train", self.spec_augment)
+        data = self._dataset("train", self.spec_augment, self.wave_augment)
         sampler = self._sampler(data, self.batch_frames, shuffle=True)
         return ResumableLoader(data, sampler=sampler, **loader_options(self.num_workers, self.seed))
 
@@ -265,16 +284,18 @@ class SpeechData(LightningDataModule):
         return self._eval_dataloader("predict")
 
     def _eval_dataloader(self, split: str) -> DataLoader[SpeechBatch]:
-        data = self._dataset(split, None)
+        data = self._dataset(split)
         sampler = self._sampler(data, self.eval_batch_frames, shuffle=False)
         return DataLoader(data, sampler=sampler, **loader_options(self.num_workers, self.seed))
 
-    def _dataset(self, split: str, augment: SpecAugment | None) -> "SpeechUtterances":
+    def _dataset(
+        self, split: str, augment: SpecAugment | None = None, wave_augment: WaveAugment | None = None
+    ) -> "SpeechUtterances":
         of_split = self._splits[split]  # first: fails before `setup`, so that Lightning's __str__ reads no recordings
         # Not in `setup`, since a checkpoint's statistics are loaded after it.
         of_corpus = self.normalize == "corpus"
         statistics: dict[str | None, Tensor] | None = {None: self._corpus_statistics()} if of_corpus else None
-        return SpeechUtterances(of_split, self.normalize, statistics, augment, self.seed)
+        return SpeechUtterances(of_split, self.normalize, statistics, augment, wave_augment, self.seed)
 
     def _corpus_statistics(self) -> Tensor:
         if self._statistics is None:
@@ -346,7 +367,8 @@ class SpeechUtterances(Dataset[SpeechBatch]):
         normalize: As in `SpeechData`.
         statistics: `moments` for the normalisation, by speaker, and under None for all. Default: those of the split.
         augment: Masks parts of the features.
-        seed: Seed of `augment`.
+        wave_augment: Changes the recordings.
+        seed: Seed of `augment` and `wave_augment`.
     """
 
     def __init__(
@@ -355,12 +377,14 @@ class SpeechUtterances(Dataset[SpeechBatch]):
         normalize: str | None,
         statistics: dict[str | None, Tensor] | None,
         augment: SpecAugment | None,
+        wave_augment: WaveAugment | None,
         seed: int,
     ) -> None:
         self.split = split
         self.normalize = normalize
         self.statistics = split.features.readings.statistics if statistics is None else statistics
         self.augment = augment
+        self.wave_augment = wave_augment
         self.seed = seed
 
     def __len__(self) -> int:
@@ -386,11 +410,16 @@ class SpeechUtterances(Dataset[SpeechBatch]):
 
     def _features(self, i: int, epoch: int) -> Tensor:
         utterance = self.split.utterances[i]
-        features = self._normalized(utterance, self.split.features[i])
+        # Seeded by the id: what is drawn for an utterance does not depend on the other utterances.
+        name = zlib.crc32(utterance.id.encode(errors="surrogatepass"))
+        if self.wave_augment is None:
+            features = self.split.features[i]
+        else:
+            rng = np.random.default_rng((self.seed, epoch, name, _WAVES))
+            features = self.split.features.changed(i, partial(self.wave_augment, rng=rng))
+        features = self._normalized(utterance, features)
         if self.augment is None:
             return features
-        # Seeded by the id: the masks of an utterance do not depend on the other utterances.
-        name = zlib.crc32(utterance.id.encode(errors="surrogatepass"))
         return self.augment(features, np.random.default_rng((self.seed, epoch, name)))
 
     def _normalized(self, utterance: Utterance, features: Tensor) -> Tensor:

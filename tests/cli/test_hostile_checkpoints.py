@@ -133,7 +133,7 @@ def test_no_place_takes_what_is_not_listed(root: str, record_property: Any):
     found = {(kind, name): place for _, kind, name, place in places(ROOTS[root]) if takes_names(place)}
     expected = {
         "model": {(PixelModel, "optimizer"), (LanguageModel, "embedding"), (SpeechRecognizer, "decoder")},
-        "data": {(_listed()["SpeechData"], "corpus"), (_listed()["SpeechData"], "spec_augment")},
+        "data": {(_listed()["SpeechData"], name) for name in ("corpus", "spec_augment", "wave_augment")},
         "callback": set(),
     }
     assert expected[root] <= found.keys()

@@ -19,6 +19,7 @@ from lit_effattn.datamodules import (
     SpeechCorpus,
     SpeechData,
     Utterance,
+    WaveAugment,
     read_audio,
 )
 from lit_effattn.datamodules.corpora import EspeakCorpus
@@ -420,6 +421,68 @@ def test_nothing_is_hidden_in_evaluation(make):
     assert all(torch.equal(rows[name][0], features) for name, (features, _) in rows_of(plain).items())
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_changed_recordings_are_a_function_of_seed_epoch_and_utterance(make, corpus, num_workers):
+    augment = WaveAugment(pitch=0.0, reverb=None)
+    found = {}
+    for seed in range(2):
+        for epoch in range(2):
+            found[seed, epoch] = rows_of(
+                epoch_of(make("fit", seed=seed, wave_augment=augment, cache=True, normalize=None), epoch)
+            )
+    for u in corpus.splits["train"]:
+        of_this = [rows[u.id][0] for rows in found.values()]
+        assert not any(torch.equal(of_this[0], other) for other in of_this[1:])
+    corpus.splits["train"] = corpus.splits["train"][5:]
+    options = {"seed": 1, "wave_augment": augment, "normalize": None, "batch_frames": 70, "num_workers": num_workers}
+    rows = rows_of(epoch_of(make("fit", **options), 1))
+    assert len(rows) == 7
+    assert all(torch.equal(rows[name][0], found[1, 1][name][0]) for name in rows)
+
+
+def test_features_are_of_the_changed_recording(make, corpus):
+    augment = WaveAugment(probability=1.0, speed=(1.25, 1.25), pitch=0.0, reverb=None, noise=None, telephone=False)
+    rows = rows_of(epoch_of(make("fit", wave_augment=augment), 0))
+    for u in corpus.splits["train"]:
+        faster = augment(read_audio(u.audio, sample_rate=RATE), RATE, np.random.default_rng(0))
+        expected = Filterbanks(RATE, n_mels=20)(faster)
+        assert (rows[u.id][0] - normal(expected, expected)).abs().max() < 1e-4
+
+
+def test_changed_recordings_are_hidden_where_others_are(make):
+    masks = SpecAugment(freq_mask=10, time_mask=20, max_share=0.5)
+    augment = WaveAugment(probability=1.0, speed=None, telephone=False)
+    plain = rows_of(epoch_of(make("fit", spec_augment=masks), 0))
+    rows = rows_of(epoch_of(make("fit", spec_augment=masks, wave_augment=augment), 0))
+    assert all(torch.equal(rows[name][0] == 0, features == 0) for name, (features, _) in plain.items())
+
+
+def test_ctc_needs_a_frame_a_phone_at_the_largest_speed_too(make, corpus):
+    augment = WaveAugment(speed=(1.0, 1.25))
+    said = corpus.splits["train"][:3]
+    slow = [len(filterbanks(u)) for u in said]
+    fast = [Filterbanks(RATE, n_mels=20).n_frames(int(((n - 1) * 80 + 200) / 1.25)) for n in slow]
+    said[0] = said[0]._replace(phones=(("aa", "b") * slow[0])[: fast[0]])
+    said[1] = said[1]._replace(phones=(("aa", "b") * slow[1])[: fast[1] + 1])
+    corpus.splits["train"] = said
+    with pytest.warns(UserWarning, match="1 shorter than its phones"):
+        data = make("fit", wave_augment=augment)
+    assert set(rows_of(data.train_dataloader())) == {said[0].id, said[2].id}
+
+
+def test_recordings_are_not_changed_in_evaluation(make):
+    augment = WaveAugment(probability=1.0)
+    rows = rows_of(make("fit", wave_augment=augment).val_dataloader())
+    assert all(torch.equal(rows[name][0], f) for name, (f, _) in rows_of(make("fit").val_dataloader()).items())
+
+
+def test_a_folder_of_noise_is_needed_for_training_only(make):
+    augment = WaveAugment(noises="nowhere")
+    make("test", wave_augment=augment)
+    with pytest.raises(FileNotFoundError, match="nowhere: there is no such file or folder"):
+        make("fit", wave_augment=augment)
+
+
 class Sums(LightningModule):
     """Learns nothing; notes what it sees."""
 
@@ -457,7 +520,8 @@ def trainer(folder, **options):
 
 def fresh(corpus, folder, stage=None):
     options = {"n_mels": 20, "sample_rate": RATE, "batch_frames": 120, "cache_dir": str(folder / "cache")}
-    data = SpeechData(corpus, normalize="corpus", spec_augment=SpecAugment(freq_mask=5), **options)
+    augment = {"spec_augment": SpecAugment(freq_mask=5), "wave_augment": WaveAugment()}
+    data = SpeechData(corpus, normalize="corpus", **augment, **options)
     if stage:
         data.setup(stage)
     return data

@@ -125,6 +125,30 @@ def _check_unique(lines: list[ManifestLine]) -> None:
         seen[line.utterance.id] = line.where
 
 
+def read_folding(path: Path, phones: tuple[str, ...]) -> dict[str, str]:
+    """Read the JSON file of a folding: see `ManifestCorpus`.
+
+    Raises:
+        FileNotFoundError: If the file is missing.
+        ValueError: If it is invalid, or names phones that are not in `phones`.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"folding={str(path)!r}: there is no such file ({path.resolve()}); correct the path")
+    try:
+        folding = parse_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"folding={str(path)!r} is not JSON ({error}); correct it") from error
+    if not isinstance(folding, dict) or not all(isinstance(value, str) for value in folding.values()):
+        raise ValueError(f'folding={str(path)!r} is not an object such as {{"zh": "sh", "sil": ""}}; correct it')
+    for name in (*folding, *(value for value in folding.values() if value)):
+        if name not in phones:
+            raise ValueError(
+                f"folding={str(path)!r} names {name!r}, which is not one of the {len(phones)} phones "
+                f"{' '.join(phones)}; correct it"
+            )
+    return folding
+
+
 class ManifestCorpus(SpeechCorpus):
     """Utterances listed in manifests (see `read_manifest`), such as WSJ or your own speech.
 
@@ -137,6 +161,8 @@ class ManifestCorpus(SpeechCorpus):
             inventory is then that of the training utterances.
         stress: Keep the lexicon's stress digits, so that AH0 and AH1 are different phones.
         g2p: Pronounces the words that the lexicon lacks, such as `TrainedPronouncer`. They are counted and named.
+        folding: A JSON file with an object, `{"zh": "sh", "sil": ""}`, that maps phones of the inventory to the phone
+            that each is scored as; "": not scored. Other phones are scored as themselves.
 
     Raises:
         ValueError: If `stress` or `g2p` is given without a lexicon.
@@ -151,6 +177,7 @@ class ManifestCorpus(SpeechCorpus):
         lexicon: str | None = None,
         stress: bool = False,
         g2p: Pronouncer | None = None,
+        folding: str | None = None,
     ) -> None:
         if stress and lexicon is None:
             raise ValueError("stress=True needs a lexicon, because it keeps the lexicon's stress digits; give lexicon")
@@ -159,19 +186,21 @@ class ManifestCorpus(SpeechCorpus):
         self.g2p = g2p
         self.manifests = {"train": Path(train), "val": Path(val), "test": Path(test)}
         self.lexicon = None if lexicon is None else Lexicon(lexicon, stress=stress)
+        self.folding = None if folding is None else Path(folding)
         self._read: dict[str, list[Utterance]] = {}
 
     def prepare(self) -> None:
-        """Check that the manifests and the lexicon exist and are valid.
+        """Check that the manifests, the lexicon and the folding exist and are valid.
 
         Raises:
             FileNotFoundError: If one is missing.
-            ValueError: If lines are invalid.
+            ValueError: If lines are invalid, or the folding is.
         """
         if self.lexicon is not None:
             self.lexicon.check()
         for split in self.manifests:
             self.utterances(split)
+        _ = self.folded
 
     def utterances(self, split: str) -> list[Utterance]:
         """Return the utterances of "train", "val" or "test". Ids begin with the split's name.
@@ -190,6 +219,17 @@ class ManifestCorpus(SpeechCorpus):
         if self.lexicon is not None:
             return self.lexicon.phones
         return tuple(sorted({phone for utterance in self.utterances("train") for phone in utterance.phones or ()}))
+
+    @property
+    def folded(self) -> tuple[str, ...]:
+        """The phone that each phone is scored as, by `folding`; "": not scored.
+
+        Raises:
+            FileNotFoundError: If the file of the folding is missing.
+            ValueError: If it is invalid, or names phones that the inventory lacks.
+        """
+        folding = {} if self.folding is None else read_folding(self.folding, self.phones)
+        return tuple(folding.get(phone, phone) for phone in self.phones)
 
     def _pronounced(self, split: str) -> list[Utterance]:
         lines = read_manifest(self.manifests[split])

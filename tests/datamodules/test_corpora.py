@@ -132,6 +132,33 @@ def test_manifests_with_texts(tmp_path: Path):
     assert "OW1" in ManifestCorpus(*manifests, lexicon=lexicon(tmp_path), stress=True).phones
 
 
+def test_phones_are_scored_as_the_folding_says(tmp_path: Path):
+    manifests = three(tmp_path, line(phonemes="a b c d"))
+    folding = tmp_path / "folding.json"
+    folding.write_text('{"c": "b", "a": ""}')
+    corpus = ManifestCorpus(*manifests, folding=str(folding))
+    corpus.prepare()
+    assert (corpus.phones, corpus.folded) == (("a", "b", "c", "d"), ("", "b", "b", "d"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"folding='.*f\.json': there is no such file"),
+        ("{", r"folding='.*f\.json' is not JSON"),
+        ('["a"]', "is not an object such as"),
+        ('{"a": 1}', "is not an object such as"),
+        ('{"z": "a"}', "names 'z', which is not one of the 2 phones a b; correct it"),
+        ('{"a": "z"}', "names 'z', which is not one of the 2 phones"),
+    ],
+)
+def test_a_folding_without_sense_is_refused(tmp_path: Path, content: str | None, message: str):
+    if content is not None:
+        (tmp_path / "f.json").write_text(content)
+    with pytest.raises((FileNotFoundError, ValueError), match=message):
+        ManifestCorpus(*three(tmp_path, line(phonemes="a b")), folding=str(tmp_path / "f.json")).prepare()
+
+
 def test_texts_need_a_lexicon(tmp_path: Path):
     manifests = three(tmp_path, line(phonemes="a"), line("b.wav", text="hello"))
     with pytest.raises(ValueError, match=r"manifest\.json:2: has a text, but no phonemes; give a lexicon"):

@@ -424,6 +424,7 @@ def test_nothing_is_hidden_in_evaluation(make):
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_changed_recordings_are_a_function_of_seed_epoch_and_utterance(make, corpus, num_workers):
     augment = WaveAugment(pitch=0.0, reverb=None)
+    corpus.splits["train"][1] = corpus.splits["train"][0]._replace(id="the same recording")
     found = {}
     for seed in range(2):
         for epoch in range(2):
@@ -433,6 +434,7 @@ def test_changed_recordings_are_a_function_of_seed_epoch_and_utterance(make, cor
     for u in corpus.splits["train"]:
         of_this = [rows[u.id][0] for rows in found.values()]
         assert not any(torch.equal(of_this[0], other) for other in of_this[1:])
+    assert all(not torch.equal(rows["train-0"][0], rows["the same recording"][0]) for rows in found.values())
     corpus.splits["train"] = corpus.splits["train"][5:]
     options = {"seed": 1, "wave_augment": augment, "normalize": None, "batch_frames": 70, "num_workers": num_workers}
     rows = rows_of(epoch_of(make("fit", **options), 1))

@@ -42,6 +42,7 @@ TINY = {
             "normalize": "corpus",
             "batch_frames": 120,
             "spec_augment": {"class_path": "SpecAugment", "init_args": {"freq_mask": 4, "time_mask": 3}},
+            "wave_augment": {"class_path": "WaveAugment", "init_args": {"speed": [0.95, 1.05]}},
         },
     },
     "trainer": {

@@ -169,6 +169,7 @@ TASKS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
                 "normalize": "corpus",
                 "eval_batch_frames": 200,
                 "spec_augment": {"class_path": "SpecAugment", "init_args": {"freq_mask": 4, "time_mask": 3}},
+                "wave_augment": {"class_path": "WaveAugment", "init_args": {"speed": [0.95, 1.05]}},
             },
         },
     ),

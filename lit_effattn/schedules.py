@@ -15,23 +15,63 @@ class WarmupCosine(LambdaLR):
 
     Args:
         optimizer: Its learning rate is the peak.
-        total_steps: Steps of the whole run.
-        warmup_steps: Steps of the rise.
+        total_steps: Steps of the whole run. Default: those of the trainer's `max_steps` or `max_epochs`. The number is
+            fixed when the run starts and is part of its checkpoints.
+        warmup_steps: Steps of the rise, or their share of `total_steps` as a float below 1.
         final: Final rate, as a fraction of the peak.
+
+    Raises:
+        ValueError: If an argument is out of its range.
     """
 
-    def __init__(self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, final: float = 0.0) -> None:
-        if not 0 <= warmup_steps < total_steps:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_steps: int | None = None,
+        warmup_steps: int | float = 0,
+        final: float = 0.0,
+    ) -> None:
+        if total_steps is not None and total_steps < 1:
+            raise ValueError(f"total_steps={total_steps} is not positive; leave it out to take the steps of the run")
+        if isinstance(warmup_steps, float) and not 0 <= warmup_steps < 1:
+            raise ValueError(f"warmup_steps={warmup_steps} is not a share from 0 to below 1; give steps as an integer")
+        if warmup_steps < 0 or (total_steps is not None and warmup_steps >= total_steps):
             raise ValueError(f"warmup_steps={warmup_steps} is not from 0 to below total_steps={total_steps}")
         if not 0 <= final <= 1:
             raise ValueError(f"final={final} is not a fraction of the peak, from 0 to 1")
         self.total_steps, self.warmup_steps, self.final = total_steps, warmup_steps, final
         super().__init__(optimizer, self._factor)
 
+    def set_total_steps(self, run_steps: float) -> None:
+        """Set `total_steps` to the steps of the run, unless it is known. Call it before the first step.
+
+        Raises:
+            ValueError: If the run has no limit, or is no longer than the warm-up.
+        """
+        if self.total_steps is not None:
+            return
+        if math.isinf(run_steps):
+            raise ValueError("total_steps=None: the run has no limit in steps; give total_steps or max_steps")
+        if self.warmup_steps >= run_steps:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} is not below the {run_steps} steps of the run; "
+                "give a share of the run, such as 0.1, or train longer"
+            )
+        self.total_steps = int(run_steps)
+        for group, peak in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            group["lr"] = peak * self._factor(0)
+        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
     def _factor(self, step: int) -> float:
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        done = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
+        if self.total_steps is None:
+            if step > 0:
+                raise ValueError("total_steps=None: give the steps of the run, or call set_total_steps first")
+            return 1.0  # no step is taken at this rate
+        share = isinstance(self.warmup_steps, float)
+        rise = round(self.warmup_steps * self.total_steps) if share else self.warmup_steps
+        if step < rise:
+            return (step + 1) / rise
+        done = min(1.0, (step - rise) / max(self.total_steps - rise, 1))
         return self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * done))
 
 

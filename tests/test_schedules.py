@@ -52,6 +52,29 @@ def test_every_group_keeps_its_own_peak():
     assert schedule.get_last_lr() == pytest.approx([0.5, 5.0])
 
 
+def test_a_share_of_the_steps_of_the_run():
+    """Half of 8 steps rise; what was given stays."""
+    schedule = WarmupCosine(optimiser(0.8), warmup_steps=0.5)
+    schedule.set_total_steps(8)
+    expected = rates(WarmupCosine(optimiser(0.8), total_steps=8, warmup_steps=4), 11)
+    assert schedule.get_last_lr() == [expected[0]]
+    assert rates(schedule, 11) == expected
+    with pytest.raises(ValueError, match="total_steps=None"):
+        rates(WarmupCosine(optimiser()), 1)
+    given = WarmupCosine(optimiser(), total_steps=2)
+    given.set_total_steps(8)
+    assert given.total_steps == 2
+
+
+@pytest.mark.parametrize(
+    ("warmup_steps", "run_steps", "words"),
+    [(0, math.inf, "no limit in steps.*max_steps"), (9, 8, "9 is not below")],
+)
+def test_a_run_that_gives_no_schedule_is_refused(warmup_steps: int, run_steps: float, words: str):
+    with pytest.raises(ValueError, match=words):
+        WarmupCosine(optimiser(), warmup_steps=warmup_steps).set_total_steps(run_steps)
+
+
 @pytest.mark.parametrize(("d_model", "warmup"), [(512, 4000), (64, 10), (128, 1)])
 def test_the_rate_of_the_2017_paper(d_model: int, warmup: int):
     """Equation 3: d_model^−½ · min(step^−½, step · warmup^−1.5), whose peak is (d_model · warmup)^−½."""
@@ -98,6 +121,7 @@ def test_it_goes_on_where_it_was_saved(name: str, after: int):
         ({"total_steps": 5, "warmup_steps": 5}, "warmup_steps=5.*total_steps=5"),
         ({"total_steps": 5, "warmup_steps": -1}, "warmup_steps=-1"),
         ({"total_steps": 0}, "total_steps=0"),
+        ({"warmup_steps": 1.0}, r"warmup_steps=1\.0 is not a share"),
         ({"total_steps": 5, "final": 1.1}, r"final=1\.1"),
         ({"total_steps": 5, "final": -0.1}, r"final=-0\.1"),
     ],

@@ -93,8 +93,10 @@ def _quieten() -> None:
     ):
         warnings.filterwarnings("ignore", message)
     threading.excepthook = _report_thread
-    # Advertisements, and a remark at every checkpoint.
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda r: "💡" not in r.getMessage())
+    # Advertisements, and a remark at every checkpoint and one at every schedule that takes its steps from the run.
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
+        lambda r: not any(remark in r.getMessage() for remark in ("💡", "number of stepping batches"))
+    )
     logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector").addFilter(
         lambda r: "`weights_only` was not set" not in r.getMessage()
     )
@@ -146,7 +148,7 @@ class CLI(LightningCLI):
             model_class=Task,
             datamodule_class=pl.LightningDataModule if self.resolved.uses_data else None,
             trainer_class=Trainer,
-            trainer_defaults={"default_root_dir": ROOT, "log_every_n_steps": 10},
+            trainer_defaults={"default_root_dir": ROOT, "log_every_n_steps": 10, "check_val_every_n_epoch": None},
             seed_everything_default=0,
             parser_class=_Parser,
             subclass_mode_model=True,
@@ -240,6 +242,9 @@ class CLI(LightningCLI):
         root = Path(config.default_root_dir or ROOT)
         folder = root if quiet else self._run_folder(root)
         kwargs["default_root_dir"] = str(folder)
+        # An interval in batches counts across epochs, so it may be longer than an epoch; with a number Lightning fails.
+        if not isinstance(config.val_check_interval, int):
+            kwargs["check_val_every_n_epoch"] = config.check_val_every_n_epoch or 1
         if config.accelerator == "auto" and torch.backends.mps.is_available():
             kwargs["accelerator"] = "cpu"  # Apple's GPUs have no float64, in which losses are summed
         averaged = self.resolved.averaged

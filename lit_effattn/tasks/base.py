@@ -181,6 +181,9 @@ class Task(HasInitArgs, pl.LightningModule):
         if self._lr_scheduler is None:
             return optimizer
         scheduler: Any = self._lr_scheduler(optimizer)
+        # A checkpoint has the number. Asking for it opens the loader, whose position Lightning would not restore then.
+        if getattr(scheduler, "total_steps", 0) is None and self.trainer.ckpt_path is None:
+            scheduler.set_total_steps(self.trainer.estimated_stepping_batches)
         if isinstance(scheduler, TorchReduceLROnPlateau):
             monitor = scheduler.monitor if isinstance(scheduler, ReduceLROnPlateau) else self.monitor
             # Never Lightning's turn: `on_train_epoch_end` steps it.
@@ -193,6 +196,14 @@ class Task(HasInitArgs, pl.LightningModule):
         """Whether the epoch's last batch was trained on: a limit may end an epoch earlier."""
         return self.trainer.fit_loop.epoch_loop._num_ready_batches_reached()
 
+    def _was_validated_in_epoch(self) -> bool:
+        """Return whether a validation was due in the epoch that ends; those by the clock are taken as due."""
+        trainer, batches = self.trainer, self.trainer.fit_loop.epoch_loop.batch_progress
+        if trainer.check_val_every_n_epoch is not None:
+            return (trainer.current_epoch + 1) % trainer.check_val_every_n_epoch == 0
+        interval = trainer.val_check_batch or 1  # None: by the clock
+        return batches.total.ready // interval > (batches.total.ready - batches.current.ready) // interval
+
     def on_train_epoch_end(self) -> None:
         """Step a schedule that monitors a metric, at the end of a whole epoch.
 
@@ -204,6 +215,8 @@ class Task(HasInitArgs, pl.LightningModule):
         """
         for config in self.trainer.lr_scheduler_configs if self.epoch_is_whole else ():
             if not config.reduce_on_plateau:
+                continue
+            if str(config.monitor).startswith("val/") and not self._was_validated_in_epoch():
                 continue
             metrics = self.trainer.callback_metrics
             if config.monitor not in metrics:

@@ -36,8 +36,8 @@ CELLS = pairwise(
         "limits": ("max_steps", "max_epochs", "both", "max_time"),
         "moment": ("mid-epoch", "last step of an epoch", "first step", "during validation"),
         "accumulate": (1, 3),
-        "validation": ("each epoch", "within epochs"),
-        "schedule": ("warm-up", "plateau"),
+        "validation": ("each epoch", "within epochs", "across epochs"),
+        "schedule": ("warm-up", "plateau", "steps of the run"),
     }
 )
 
@@ -73,6 +73,7 @@ def images(n: int, batch_size: int, training: bool) -> ResumableLoader:
 
 SCHEDULES = {
     "warm-up": partial(WarmupCosine, total_steps=20, warmup_steps=3),
+    "steps of the run": partial(WarmupCosine, warmup_steps=0.2),
     "plateau": partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0, threshold=10.0, factor=0.5),
 }
 BATCHES = {"pixels": 7, "sorting": 8}
@@ -152,7 +153,8 @@ class Case:
             logger=CSVLogger(folder, name="csv"),
             log_every_n_steps=1,
             accumulate_grad_batches=self.accumulate,
-            val_check_interval=4 if self.validation == "within epochs" else 1.0,
+            val_check_interval={"each epoch": 1.0, "within epochs": 4, "across epochs": 11}[self.validation],
+            check_val_every_n_epoch=None if self.validation == "across epochs" else 1,
             **limits,
         )
         last = folder / "checkpoints" / "last.ckpt"
@@ -172,11 +174,12 @@ def where(moment: str, case: Case, timed: bool) -> dict[str, Any]:
     """Return where to stop. A time limit that expires in a validation stops the run after the next batch."""
     if moment == "during validation" and not timed:
         return {"epoch": 1, "batch": 1, "validating": True}
+    validated = {"each epoch": (2, 0), "within epochs": (1, 4), "across epochs": (1, 10 % case.batches)}
     epoch, batch = {
         "first step": (0, case.accumulate - 1),
         "mid-epoch": (1, 4),  # within a window of three batches
         "last step of an epoch": (1, case.batches - 1),
-        "during validation": (1, 4) if case.validation == "within epochs" else (2, 0),
+        "during validation": validated[case.validation],
     }[moment]
     return {"epoch": epoch, "batch": batch}
 

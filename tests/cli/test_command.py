@@ -74,6 +74,15 @@ def test_a_run_keeps_everything_in_one_folder():
     assert {path.name for path in Path().iterdir()} - {"cache"} == {"tiny.yaml", "runs"}
 
 
+def test_an_interval_counts_across_epochs_and_a_schedule_takes_the_steps_of_the_run():
+    """3 batches an epoch: one validation, after the fourth."""
+    schedule = ["--model.lr_scheduler.total_steps", "null", "--model.lr_scheduler.warmup_steps", "0.5"]
+    run = fit("--trainer.val_check_interval", "4", "--trainer.max_epochs", "2", *schedule)
+    assert torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)["global_step"] == 4
+    saved = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+    assert saved["lr_schedulers"][0]["total_steps"] == saved["global_step"] == 6
+
+
 @pytest.mark.check
 def test_testing_reports_what_the_checkpoint_scores(capsys: pytest.CaptureFixture[str]):
     run = fit()

@@ -272,14 +272,13 @@ def cells() -> Iterator[tuple[Settings, list[Interruption]]]:
 def stop_at(moment: str, settings: Settings) -> dict[str, Any]:
     """Return where to stop. A time limit that expires in a validation stops the run after the next batch."""
     hook = "train_batch_end" if settings.limits == "max_time" else "train_batch_start"
-    within = settings.validation == "within epochs"
     if moment == "during validation" and settings.limits != "max_time":
         return {"moment": "validation_batch_start", "epoch": 1, "batch": 1}
     epoch, batch = {
         "first step": (0, settings.accumulate - 1),
         "mid-epoch": (1, settings.batches // 2 - 1),
         "last step of an epoch": (1, settings.batches - 1),
-        "during validation": (1, 4) if within else (2, 0),
+        "during validation": {"each epoch": (2, 0), "within epochs": (1, 4)}.get(settings.validation, (1, 3)),
     }[moment]
     return {"moment": hook, "epoch": epoch, "batch": batch}
 

@@ -23,7 +23,7 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "moment": ("mid-epoch", "last step of an epoch", "first step", "during validation"),
     "processes": (1, 2),
     "accumulate": (1, 3),
-    "validation": ("each epoch", "within epochs"),
+    "validation": ("each epoch", "within epochs", "across epochs"),
     "schedule": ("warm-up", "plateau"),
 }
 
@@ -41,7 +41,7 @@ class Settings:
             max_epochs, and is stopped before by the time limit.
         processes: 1 or 2.
         accumulate: Batches of an optimiser step.
-        validation: "each epoch" or "within epochs", which is every four batches.
+        validation: "each epoch"; "within epochs", every four batches; or "across epochs", three batches after an epoch.
         schedule: "warm-up" or "plateau" (`ReduceLROnPlateau`).
         every_n_train_steps: As in `LastCheckpoint`.
     """
@@ -93,7 +93,9 @@ class Settings:
             **_limits(self.limits, self.steps),
         }
         if self.validation == "within epochs":
-            trainer["val_check_interval"] = 4
+            trainer |= {"val_check_interval": 4, "check_val_every_n_epoch": 1}
+        if self.validation == "across epochs":
+            trainer["val_check_interval"] = self.batches + 3
         return {
             "seed_everything": 3,
             "model": {**model, "init_args": init_args},

@@ -31,7 +31,7 @@ CODERS: dict[str, dict[str, Any]] = {
     "WebP, lossless": {"format": "WEBP", "lossless": True, "quality": 100, "method": 6},
 }
 
-IMAGES, TEXTS = ("photos", "digits"), ("stdlib",)
+IMAGES, TEXTS = ("photos", "digits", "fashion_mnist"), ("stdlib",)
 
 
 class Compressor(NamedTuple):
@@ -68,7 +68,7 @@ TEXT_NOTES = [
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--datasets", nargs="+", choices=IMAGES + TEXTS, default=list(IMAGES), help="default: photos digits"
+        "--datasets", nargs="+", choices=IMAGES + TEXTS, default=list(IMAGES[:2]), help="default: photos digits"
     )
     parser.add_argument("--ckpt_path", type=Path, nargs="+", default=[], help="checkpoints of models to score as well")
 
@@ -82,6 +82,7 @@ def run(args: argparse.Namespace) -> Report:
         _check_text(path, trained, texts)
     rows: list[Row] = []
     for name, data in images.items():
+        data.prepare_data()
         data.setup("fit")
         data.setup("test")
         rows += _coders(name, data) + _statistics(name, data)

@@ -13,11 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lit_effattn.datamodules.archives import unpack_gzip, unpack_tar
+from lit_effattn.datamodules.faults import Fault, Faults
+
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torchvision.datasets import CIFAR10, MNIST
 
-EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".webp")
+EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 PATCH = 32  # side of the crops from photographs, as in CIFAR-10
 MAX_PIXELS = 2**26  # of an image file: 8192 × 8192, 270 MB in Pillow
 
@@ -69,23 +72,53 @@ def _crops(photo: Tensor, stride: int) -> Tensor:
 # Data downloaded by torchvision, which tries its mirrors in turn and checks MD5 sums
 
 
+_MAX_IDX = 2**28  # bytes of an IDX file; the largest official one has 47 MB
 _TIMEOUT = 10.0  # seconds that a server may be silent; torchvision sets no limit and waits for minutes
 
 
-def prepare_mnist(root: Path, download: bool) -> None:
-    """Make sure that MNIST's files are in `root`; raise FileNotFoundError if they are missing and not downloaded."""
-    from torchvision.datasets import MNIST
+N_TRAIN = {"mnist": 60_000, "fashion_mnist": 60_000, "cifar10": 50_000}
+"""Number of images of the official training files, from which those for validation are split off."""
 
-    folder, names = root / "MNIST" / "raw", [name for name, _ in MNIST.resources]
-    # torchvision loads the files as well, and its errors do not name a damaged one. `mnist` checks those that are here.
-    if not all((folder / name.removesuffix(".gz")).is_file() for name in names):
-        _open(MNIST, root, download, f"{', '.join(names)} of {MNIST.mirrors[0]}", folder)
+
+def _idx_data_set(name: str) -> "type[MNIST]":
+    from torchvision.datasets import MNIST, FashionMNIST
+
+    return {"mnist": MNIST, "fashion_mnist": FashionMNIST}[name]
+
+
+def prepare_idx(name: str, root: Path, download: bool) -> None:
+    """Make sure that the files of mnist or fashion_mnist are in `root`, unpacked.
+
+    Raises:
+        FileNotFoundError: If they are missing and not downloaded.
+        ValueError: If an archive is damaged.
+    """
+    dataset = _idx_data_set(name)
+    folder, archives = root / dataset.__name__ / "raw", [archive for archive, _ in dataset.resources]
+    for archive in archives:
+        if (folder / archive).is_file() and not (folder / archive.removesuffix(".gz")).is_file():
+            unpack_gzip(folder / archive, folder / archive.removesuffix(".gz"), _MAX_IDX)
+    # torchvision loads the files as well, and its errors do not name a damaged one. `idx` checks those that are here.
+    if not all((folder / archive.removesuffix(".gz")).is_file() for archive in archives):
+        _open(dataset, root, download, f"{', '.join(archives)} of {dataset.mirrors[0]}", folder)
 
 
 def prepare_cifar10(root: Path, download: bool) -> None:
-    """Make sure that CIFAR-10's files are in `root` and undamaged; raise FileNotFoundError if they are not."""
-    from torchvision.datasets import CIFAR10
+    """Make sure that CIFAR-10's files are in `root`, unpacked and undamaged.
 
+    Raises:
+        FileNotFoundError: If they are missing and not downloaded.
+        ValueError: If the archive is damaged.
+    """
+    from torchvision.datasets import CIFAR10
+    from torchvision.datasets.utils import check_integrity
+
+    archive, folder = root / CIFAR10.filename, root / CIFAR10.base_folder
+    sums = dict([*CIFAR10.train_list, *CIFAR10.test_list, (CIFAR10.meta["filename"], CIFAR10.meta["md5"])])
+    if archive.is_file() and not all(check_integrity(folder / name, sums[name]) for name in sums):
+        if not check_integrity(archive, CIFAR10.tgz_md5):
+            raise ValueError(f"{archive}: the archive is damaged (its MD5 sum is wrong); delete it and get it again")
+        unpack_tar(archive, sums.keys(), folder)
     _open(CIFAR10, root, download, CIFAR10.url, root)
 
 
@@ -100,18 +133,17 @@ def _open(dataset: "type[MNIST | CIFAR10]", root: Path, download: bool, archives
         reason = f"the download failed ({said})" if download else "download=False forbids a download"
         raise FileNotFoundError(
             f"{dataset.__name__} is missing or damaged in {folder.resolve()}, and {reason}. Put {archives} there"
-            f"{'' if download else ', unpacked'}. --config digits_linear and --config photos_linear need no download."
+            ". --config digits_linear needs no download."
         ) from error
     finally:
         socket.setdefaulttimeout(timeout)
 
 
-def mnist(root: Path, test: bool) -> dict[str, Tensor]:
-    """Return MNIST's training images as "train" (55,000) and "val" (5,000), or its test images as "test"."""
-    from torchvision.datasets import MNIST
-
+def idx(name: str, root: Path, test: bool) -> dict[str, Tensor]:
+    """Return the images of mnist or fashion_mnist: "train" (55,000) and "val" (5,000), or "test" (10,000)."""
+    dataset = _idx_data_set(name)
     part = "t10k" if test else "train"
-    files = root / "MNIST" / "raw"
+    files = root / dataset.__name__ / "raw"
     n_images = _idx_shape(files / f"{part}-images-idx3-ubyte", (28, 28))
     n_labels = _idx_shape(files / f"{part}-labels-idx1-ubyte", ())
     if n_images != n_labels:
@@ -119,7 +151,7 @@ def mnist(root: Path, test: bool) -> dict[str, Tensor]:
             f"{files / f'{part}-labels-idx1-ubyte'}: {n_labels} labels for {n_images} images; "
             f"delete the files of {files} and run again"
         )
-    images = MNIST(root, train=not test).data.unsqueeze(-1)  # (n, 28, 28, 1)
+    images = dataset(root, train=not test).data.unsqueeze(-1)  # (n, 28, 28, 1)
     return {"test": images} if test else _split_off(images, val=len(images) // 12)
 
 
@@ -186,6 +218,13 @@ def _images_in(root: Path) -> list[Path]:
     return sorted(paths, key=lambda path: path.relative_to(root).as_posix())
 
 
+def unread(root: Path) -> Faults:
+    """Return the files of a folder of images that are not read, by suffix. Hidden files are not counted."""
+    others = (p for p in sorted(root.rglob("*")) if p.suffix.lower() not in EXTENSIONS and not p.name.startswith("."))
+    remedy = f"not one of {' '.join(EXTENSIONS)}; convert it if it is an image"
+    return Faults(Fault(p.suffix.lower() or "without suffix", f"{p}: {remedy}") for p in others if p.is_file())
+
+
 def read_image(path: Path, image_size: int, channels: int, max_pixels: int = MAX_PIXELS) -> Tensor:
     """Read an image: its centre square, resized with antialiasing, without transparency: (size, size, channels).
 
@@ -209,6 +248,8 @@ def _decode(path: Path, channels: int, max_pixels: int) -> "Image":
             if file.width * file.height > max_pixels:  # from the header, before decoding
                 raise ValueError(f"{file.width} × {file.height} are more than max_pixels={max_pixels}")
             image = ImageOps.exif_transpose(file)
+            if image.mode == "F":
+                raise ValueError("its pixels are floating-point numbers; save it with 8 or 16 bits a channel")
             if image.mode.startswith("I"):  # 16 bits: `convert` would clip at 255
                 image = Image.fromarray((np.asarray(image) // 256).astype(np.uint8))
             return image.convert("L" if channels == 1 else "RGB")

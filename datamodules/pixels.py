@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -24,9 +25,12 @@ _KINDS = {
     "digits": _Kind((8, 8, 1), 17, ()),
     "photos": _Kind((32, 32, 3), 256, ("flip", "stride")),
     "mnist": _Kind((28, 28, 1), 256, ("root", "download")),
+    "fashion_mnist": _Kind((28, 28, 1), 256, ("root", "download")),
     "cifar10": _Kind((32, 32, 3), 256, ("root", "download", "flip")),
     "folder": _Kind(None, 256, ("root", "image_size", "channels", "verify", "flip", "max_pixels")),
 }
+
+_PURPOSES = {"train": "to train on", "val": "to validate", "test": "to test"}
 
 
 class PixelSequences(LightningDataModule):
@@ -40,11 +44,12 @@ class PixelSequences(LightningDataModule):
     Args:
         dataset: digits: scikit-learn's 1797 digits, 8×8×1 at 17 levels, 1437/180/180 for training, validation and test.
             photos: 32×32×3 crops of scikit-learn's two photographs; one is for training (its left 5/6) and validation
-            (the rest, no pixel shared), the other for test. mnist: 28×28×1, 55,000/5,000/10,000. cifar10: 32×32×3,
-            48,000/2,000/10,000. folder: any images; subfolders train, val and test are the splits, otherwise a fixed
-            80/10/10 %. digits and photos need no network.
-        root: folder: folder of the images (png, jpg, jpeg, webp, bmp, gif or ppm, in subfolders too).
-            mnist, cifar10: folder of the files, or for their download; default: data.
+            (the rest, no pixel shared), the other for test. mnist, fashion_mnist: 28×28×1, 55,000/5,000/10,000.
+            cifar10: 32×32×3, 48,000/2,000/10,000. folder: any images; subfolders train, val and test are the splits,
+            otherwise a fixed 80/10/10 %. digits and photos need no network.
+        root: folder: folder of the images (png, jpg, jpeg, webp, bmp, gif, tif, tiff or ppm, in subfolders too).
+            mnist, fashion_mnist, cifar10: folder of the files, unpacked or as archives, or for their download;
+            default: data.
         batch_size: Images per step and process.
         eval_batch_size: The same in validation, test and prediction; default: `batch_size`.
         num_workers: Worker processes that load data; 0: none.
@@ -55,7 +60,7 @@ class PixelSequences(LightningDataModule):
         image_size: folder: side of the square that images are resized to and centre-cropped; required.
         channels: folder: 3 for colour (default), 1 for grey.
         stride: photos: pixels from one training crop to the next; default: 8.
-        download: mnist, cifar10: download files that are missing; default: true.
+        download: mnist, fashion_mnist, cifar10: download files that are missing; default: true.
         verify: folder: decode every image once before the run, to find broken ones early; default: true.
         max_pixels: folder: reject images with more pixels, which would exhaust the memory; default: 67,108,864.
 
@@ -65,7 +70,7 @@ class PixelSequences(LightningDataModule):
 
     def __init__(
         self,
-        dataset: Literal["digits", "photos", "mnist", "cifar10", "folder"] = "digits",
+        dataset: Literal["digits", "photos", "mnist", "fashion_mnist", "cifar10", "folder"] = "digits",
         *,
         root: str | None = None,
         batch_size: int = 32,
@@ -133,14 +138,14 @@ class PixelSequences(LightningDataModule):
         return levels_to_images(levels, self.image_shape, self.n_levels)
 
     def prepare_data(self) -> None:
-        """Download what is missing, or decode every image of a folder once.
+        """Unpack archives and download what is missing, or decode every image of a folder once.
 
         Raises:
             FileNotFoundError: If files are missing and not downloaded.
-            ValueError: If an image cannot be read.
+            ValueError: If an image cannot be read, or an archive is damaged.
         """
-        if self.dataset == "mnist":
-            image_sources.prepare_mnist(self.root, self.download)
+        if self.dataset in ("mnist", "fashion_mnist"):
+            image_sources.prepare_idx(self.dataset, self.root, self.download)
         elif self.dataset == "cifar10":
             image_sources.prepare_cifar10(self.root, self.download)
         elif self.dataset == "folder" and self.verify:
@@ -148,7 +153,7 @@ class PixelSequences(LightningDataModule):
             image_sources.verify_images([path for paths in splits.values() for path in paths], self.max_pixels)
 
     def setup(self, stage: str) -> None:
-        """Load the splits of the stage: fit, validate, test or predict."""
+        """Load the splits of the stage, fit, validate, test or predict, and log their sizes and what is left out."""
         if overfit_batches := getattr(self.trainer, "overfit_batches", 0):
             raise ValueError(
                 f"overfit_batches={overfit_batches} would replace the sampler that forms the batches; "
@@ -157,6 +162,20 @@ class PixelSequences(LightningDataModule):
         test = stage in ("test", "predict")
         if ("test" if test else "train") not in self.splits:
             self.splits |= self._load(test)
+            self._say(("test",) if test else ("train", "val"))
+
+    def _say(self, splits: tuple[str, ...]) -> None:
+        sizes = {name: len(self.splits[name]) for name in splits}
+        counts = ", ".join(f"{sizes[name]:,} {_PURPOSES[name]}" for name in splits)
+        shape = "×".join(str(n) for n in self.image_shape)
+        rank_zero_info(f"{self.dataset}: {counts}; images of {shape} at {self.n_levels} levels")
+        official = image_sources.N_TRAIN.get(self.dataset)
+        if "train" in sizes and official is not None and sum(sizes.values()) != official:
+            rank_zero_warn(
+                f"{self.dataset}: {sum(sizes.values()):,} training images in {self.root} instead of {official:,}"
+            )
+        if self.dataset == "folder" and (faults := image_sources.unread(self.root)):
+            rank_zero_warn(f"{self.root}: {len(faults)} files are left out:\n  {faults}")
 
     def _load(self, test: bool) -> "dict[str, PixelDataset]":
         if self.dataset == "folder":
@@ -165,7 +184,8 @@ class PixelSequences(LightningDataModule):
         load: dict[str, Callable[[], dict[str, Tensor]]] = {
             "digits": image_sources.digits,
             "photos": lambda: image_sources.photos(self.stride),
-            "mnist": lambda: image_sources.mnist(self.root, test),
+            "mnist": lambda: image_sources.idx("mnist", self.root, test),
+            "fashion_mnist": lambda: image_sources.idx("fashion_mnist", self.root, test),
             "cifar10": lambda: image_sources.cifar10(self.root, test),
         }
         native = _KINDS[self.dataset].n_levels

@@ -9,11 +9,16 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lit_effattn.datamodules.archives import unpack_zip
 from lit_effattn.datamodules.image_sources import fixed_order
 
 SPLITS = ("train", "val", "test")
 HELD_OUT = 20  # 1/20 of the text is for validation, another 1/20 for test: 90/5/5 %
 _BLOCK = 1 << 20  # bytes read at a time
+_BENCHMARK_BYTES = 100_000_000  # of enwik8 and of text8
+_WIKITEXT = {"tokens": "wikitext-103-v1.zip", "raw": "wikitext-103-raw-v1.zip"}  # archives, as they are offered
 
 # Tests repeat the tested code, pydoc_data is generated prose, and the others differ between builds of Python.
 _NO_SOURCES = {"__pycache__", "dist-packages", "idle_test", "pydoc_data", "site-packages", "test", "tests"}
@@ -114,13 +119,23 @@ def _next_character(path: Path, position: int) -> int:
 def benchmark(name: str, root: Path, *, whole_characters: bool, max_bytes: int | None = None) -> TextSource:
     """Return enwik8 or text8: the file of that name in `root`, divided 90/5/5 as in the literature.
 
+    If there is only its zip archive, it is unpacked.
+
     Raises:
         FileNotFoundError: If the file is missing. The message says where to get it.
+        ValueError: If the archive is damaged.
     """
+    archive = root / f"{name}.zip"
+    if not (root / name).is_file() and archive.is_file():
+        unpack_zip(archive, [name], root)
     if not (root / name).is_file():
         raise FileNotFoundError(
-            f"{name} is not in {root.resolve()}: get http://mattmahoney.net/dc/{name}.zip, unpack it, and put the file "
-            f"{name} there (or name its folder with root). source='stdlib' needs no download."
+            f"{name} is not in {root.resolve()}: get http://mattmahoney.net/dc/{name}.zip and put it there (or name "
+            "its folder with root). source='stdlib' needs no download."
+        )
+    if (size := (root / name).stat().st_size) != _BENCHMARK_BYTES:
+        rank_zero_warn(
+            f"{root / name} has {size:,} bytes instead of {_BENCHMARK_BYTES:,}: scores do not compare with papers"
         )
     return one_file(name, root / name, whole_characters=whole_characters, max_bytes=max_bytes)
 
@@ -128,16 +143,23 @@ def benchmark(name: str, root: Path, *, whole_characters: bool, max_bytes: int |
 def wikitext103(root: Path) -> TextSource:
     """Return WikiText-103: wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens (or .raw), each one document.
 
+    If a file is missing, their zip archive in `root` or beside it is unpacked into `root`.
+
     Raises:
         FileNotFoundError: If a file is missing.
+        ValueError: If the archive is damaged.
     """
-    for end in ("tokens", "raw"):
+    for end, archive in _WIKITEXT.items():
         paths = {name: root / f"wiki.{'valid' if name == 'val' else name}.{end}" for name in SPLITS}
+        zipped = [folder / archive for folder in (root, root.parent) if (folder / archive).is_file()]
+        if zipped and not all(path.is_file() for path in paths.values()):
+            unpack_zip(zipped[0], [path.name for path in paths.values()], root)
         if all(path.is_file() for path in paths.values()):
             return _source("wikitext103", root, {name: [_whole(path, root)] for name, path in paths.items()})
     raise FileNotFoundError(
         f"WikiText-103 is not in {root.resolve()}: put wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens there "
-        "(or all three ending in .raw), or name their folder with root. source='stdlib' needs no download."
+        "(or all three ending in .raw, or wikitext-103-v1.zip), or name their folder with root. "
+        "source='stdlib' needs no download."
     )
 
 

@@ -182,8 +182,9 @@ class Task(HasInitArgs, pl.LightningModule):
             return optimizer
         scheduler: Any = self._lr_scheduler(optimizer)
         # A checkpoint has the number. Asking for it opens the loader, whose position Lightning would not restore then.
-        if getattr(scheduler, "total_steps", 0) is None and self.trainer.ckpt_path is None:
-            scheduler.set_total_steps(self.trainer.estimated_stepping_batches)
+        trainer = self._trainer
+        if getattr(scheduler, "total_steps", 0) is None and trainer is not None and trainer.ckpt_path is None:
+            scheduler.set_total_steps(trainer.estimated_stepping_batches)
         if isinstance(scheduler, TorchReduceLROnPlateau):
             monitor = scheduler.monitor if isinstance(scheduler, ReduceLROnPlateau) else self.monitor
             # Never Lightning's turn: `on_train_epoch_end` steps it.

@@ -5,6 +5,7 @@ import sysconfig
 import threading
 import time
 import tracemalloc
+import zipfile
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -194,6 +195,22 @@ def test_wikitext103_is_read_as_in_the_literature(tmp_path):
     for end in ("train", "valid", "test"):
         (tmp_path / f"wiki.{end}.tokens").rename(tmp_path / f"wiki.{end}.raw")
     assert ready(source="wikitext103", root=str(tmp_path), segment_len=4, batch_size=2).vocab_size == 7
+
+
+def test_archives_are_unpacked(tmp_path):
+    """enwik8.zip beside where the file belongs; WikiText-103's with a folder in it, in the folder above."""
+    content = bytes(range(256)) * 4
+    with zipfile.ZipFile(tmp_path / "enwik8.zip", "w") as archive:
+        archive.writestr("enwik8", content)
+    with pytest.warns(match="enwik8 has 1,024 bytes instead of 100,000,000"):
+        data = ready(source="enwik8", root=str(tmp_path), segment_len=8, batch_size=2)
+    assert data.n_scored == {"val": 51, "test": 52}
+    assert (tmp_path / "enwik8").read_bytes() == content
+    with zipfile.ZipFile(tmp_path / "wikitext-103-raw-v1.zip", "w") as archive:
+        for end, text in (("train", "a b \n" * 9), ("valid", "a \n"), ("test", "b b \n")):
+            archive.writestr(f"wikitext-103-raw/wiki.{end}.raw", text)
+    data = ready(source="wikitext103", root=str(tmp_path / "wikitext-103"), segment_len=4, batch_size=2)
+    assert data.n_scored == {"val": 2, "test": 3}
 
 
 @pytest.mark.parametrize(

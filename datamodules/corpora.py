@@ -189,6 +189,11 @@ class ManifestCorpus(SpeechCorpus):
         self.folding = None if folding is None else Path(folding)
         self._read: dict[str, list[Utterance]] = {}
 
+    @property
+    def places(self) -> list[Path]:
+        """The manifests."""
+        return list(self.manifests.values())
+
     def prepare(self) -> None:
         """Check that the manifests, the lexicon and the folding exist and are valid.
 
@@ -282,6 +287,11 @@ class LibriSpeechCorpus(SpeechCorpus):
         self.subsets = {"train": tuple(train), "val": tuple(val), "test": tuple(test)}
         self._read: dict[str, list[Utterance]] = {}
 
+    @property
+    def places(self) -> list[Path]:
+        """The folder of the corpus."""
+        return [self.root]
+
     def prepare(self) -> None:
         """Check that the subsets and the lexicon exist.
 
@@ -361,6 +371,11 @@ class EspeakCorpus(SpeechCorpus):
             raise ValueError(f"minutes={minutes:g} must be more than 0")
         self.root = Path(root)
         self.minutes = minutes
+
+    @property
+    def places(self) -> list[Path]:
+        """The folder of the corpus."""
+        return [self.root]
 
     def prepare(self) -> None:
         """Synthesise the corpus if it does not exist. An hour of audio takes about a minute.

@@ -133,6 +133,14 @@ class PixelSequences(LightningDataModule):
         """Number of levels. Values are 0 to `n_levels - 1`."""
         return self._n_levels
 
+    @property
+    def places(self) -> list[Path]:
+        """Files and folders that the images are read from. They may be missing."""
+        folders = {"mnist": "MNIST/raw", "fashion_mnist": "FashionMNIST/raw", "cifar10": "cifar-10-batches-py"}
+        if self.dataset == "folder":
+            return [self.root]
+        return [self.root / folders[self.dataset]] if self.dataset in folders else []
+
     def to_images(self, levels: Tensor) -> Tensor:
         """Convert sequences of levels (B, N) to images (B, C, H, W) of uint8, 0 to 255."""
         return levels_to_images(levels, self.image_shape, self.n_levels)
@@ -162,7 +170,7 @@ class PixelSequences(LightningDataModule):
         test = stage in ("test", "predict")
         if ("test" if test else "train") not in self.splits:
             self.splits |= self._load(test)
-            self._say(("test",) if test else ("train", "val"))
+        self._say(("test",) if test else ("train", "val"))
 
     def _say(self, splits: tuple[str, ...]) -> None:
         sizes = {name: len(self.splits[name]) for name in splits}

@@ -169,6 +169,12 @@ class SequencePairs(LightningDataModule):
         self._loaded: Tokenizers | None = None  # those of the checkpoint, for `source_file`
 
     @property
+    def places(self) -> list[Path]:
+        """Files and folders that the pairs are read from. They may be missing."""
+        root = self._options["root"]
+        return [] if root is None else [Path(root)]
+
+    @property
     def source_vocab_size(self) -> int:
         """Size of the source vocabulary, including `<start>`, its last token. Made on first access, except for bytes.
 

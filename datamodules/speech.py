@@ -162,6 +162,11 @@ class SpeechData(LightningDataModule):
         """Hop from one frame to the next in seconds."""
         return self.filterbanks.frame_seconds
 
+    @property
+    def places(self) -> list[Path]:
+        """Files and folders that the corpus is read from. They may be missing."""
+        return self.corpus.places
+
     def prepare_data(self) -> None:
         """Make the corpus if possible, or raise an error that names the missing files."""
         if self.audio is None:

@@ -126,6 +126,13 @@ class TextStream(LightningDataModule):
         self._options: dict[str, Any] = options | {"root": root or _SOURCES[source].root}
 
     @property
+    def places(self) -> list[Path]:
+        """Files and folders that the text is read from. They may be missing."""
+        if (root := self._options["root"]) is None:
+            return []
+        return [Path(root, self.source) if self.source in ("enwik8", "text8") else Path(root)]
+
+    @property
     def vocab_size(self) -> int:
         """Size of the vocabulary, including `<start>`, its last token. Made on first access, except for bytes.
 

@@ -47,6 +47,11 @@ class SpeechCorpus(ABC):
         """The inventory of phones. Utterances with other phones are left out and counted."""
 
     @property
+    def places(self) -> list[Path]:
+        """Files and folders that the corpus is read from. They may be missing."""
+        return []
+
+    @property
     def folded(self) -> tuple[str, ...]:
         """The phone that each phone of the inventory is scored as; "": not scored."""
         return self.phones

@@ -100,6 +100,21 @@ def recognised(
     return path
 
 
+def filterbank(features: Tensor, title: str, path: Path) -> Path:
+    """Write a PNG of an utterance's filterbank, (T, F) with the lowest frequency first, and a title below it."""
+    from PIL import Image
+
+    across = max(1, min(4, 1600 // len(features)))
+    sound = _stretched(_brightness(features).T.flip(0), max(1, 160 // features.size(1)), across)  # (F·k, T·across)
+    (label,) = _labels([title])
+    sheet = Image.new("RGB", (max(sound.size(1), label.width), len(sound) + label.height), (255, 255, 255))
+    sheet.paste(_to_pil(sound.expand(3, -1, -1)), (0, 0))
+    sheet.paste(label, (0, len(sound)))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sheet.save(path)
+    return path
+
+
 def attention_map(weights: Tensor, rows: list[str], columns: list[str], path: Path) -> Path:
     """Write a PNG of attention weights: a square for each pair, white for 0, dark blue for 1.
 

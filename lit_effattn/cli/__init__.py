@@ -15,6 +15,7 @@ usage: lit-effattn [-h] [--version] COMMAND [OPTIONS]
 Train, resume, test and sample models whose attention costs less than N².
 
 commands:
+  data       show where data belong, what is there, and a few samples, before training
   fit        train a model, or resume with --ckpt_path last
   validate   score a checkpoint on the validation data
   test       score a checkpoint on the test data
@@ -32,7 +33,7 @@ All options of a command: lit-effattn COMMAND --help; those of a class: --model.
 --model.backbone.help Transformer, --model.backbone.attention.help LinearAttention, --data.help PixelSequences.
 The settings that a command would use: --print_config. Full traceback of an error: LIT_EFFATTN_DEBUG=1.
 """
-COMMANDS = ("fit", "validate", "test", "predict", "generate")
+COMMANDS = ("fit", "validate", "test", "predict", "generate", "data")
 DEBUG = "LIT_EFFATTN_DEBUG"
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells expect."""

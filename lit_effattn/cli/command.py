@@ -37,6 +37,7 @@ import lit_effattn.tasks.ctc
 from lit_effattn import callbacks, datamodules, slurm
 from lit_effattn.averaging import average_parameters
 from lit_effattn.checkpoints import AtomicCheckpointIO, read_checkpoint, with_config, without_folders
+from lit_effattn.cli.look import look
 from lit_effattn.cli.parser_errors import unrecognized
 from lit_effattn.cli.resume import CHECKPOINT, ROOT, ResolvedArgs, is_child, refuse_dropped
 from lit_effattn.cli.saved_settings import OFFLINE, fixed_by_data, homes
@@ -60,6 +61,9 @@ _ABOUT = {
     "predict": "Score every test item by itself, into a CSV file; or transcribe audio, with --data.audio.",
     "generate": "Draw samples from a checkpoint.",
 }
+_ABOUT_DATA = (
+    "Show where the data of a configuration belong, what is there, and samples: --config NAME_OR_FILE --data.…"
+)
 
 
 def run(args: list[str]) -> None:
@@ -70,7 +74,10 @@ def run(args: list[str]) -> None:
     set_parsing_settings(import_path_denylist=[], instantiate_subclass_spec_in_any=False)
     offline = {name: os.environ.get(name) for name in OFFLINE}
     try:
-        CLI(args)
+        if args[0] == "data":
+            look(args[1:], _Parser(prog="lit-effattn data", description=_ABOUT_DATA))
+        else:
+            CLI(args)
     finally:
         for name, value in offline.items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})

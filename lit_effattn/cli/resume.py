@@ -80,7 +80,7 @@ class ResolvedArgs(NamedTuple):
         said, others = quick.parse_known_args(rest)
         said.config = [find_config(name) for name in said.config]
         root_args = [] if said.root is None else ["--trainer.default_root_dir", said.root]
-        files = [_read_yaml(name) for name in said.config]
+        files = [read_yaml(name) for name in said.config]
         # What is drawn from nothing, or from a prompt, needs no data on disk.
         uses_data = command != "generate" or _given(others, "--complete")
         unknown = {*(() if command == "fit" else _OF_FIT), *(() if uses_data else ("data",))}
@@ -250,7 +250,7 @@ def is_child() -> bool:
     return int(os.environ.get("LOCAL_RANK", 0)) > 0
 
 
-def _read_yaml(name: str) -> dict[str, Any]:
+def read_yaml(name: str) -> dict[str, Any]:
     """Read a YAML file.
 
     Raises:

@@ -20,7 +20,7 @@ from lit_effattn.spec_check import ANYTHING, CheckpointJudge, Place, check
 from lit_effattn.tasks import Task
 
 _CALLBACKS = Place(classes=(pl.Callback,), items=(pl.Callback,))
-_DOWNLOADED = ("mnist", "cifar10")
+_DOWNLOADED = ("mnist", "fashion_mnist", "cifar10")
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 """With 1 in these environment variables, Hugging Face's libraries read their cache alone."""
 

@@ -233,7 +233,7 @@ def test_folders_that_a_checkpoint_names_are_said_before_they_are_used(
     assert "The checkpoint names data.cache 'cache', data.root 'texts'" in caplog.text
 
 
-@pytest.mark.parametrize("dataset", ["mnist", "cifar10"])
+@pytest.mark.parametrize("dataset", ["mnist", "fashion_mnist", "cifar10"])
 def test_nothing_is_downloaded_because_a_checkpoint_says_so(dataset: str, capsys: pytest.CaptureFixture[str]):
     content = torch.load(OLD / "pixels.ckpt", weights_only=True)
     content["lit_effattn"]["config"]["data"]["init_args"].update(dataset=dataset, download=True)

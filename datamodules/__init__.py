@@ -5,6 +5,7 @@ from lit_effattn.datamodules.augment import SpecAugment
 from lit_effattn.datamodules.copy_task import CopyTask
 from lit_effattn.datamodules.corpora import EspeakCorpus, LibriSpeechCorpus, ManifestCorpus
 from lit_effattn.datamodules.filterbanks import Filterbanks
+from lit_effattn.datamodules.labelled import LabelledBatch, pad_labelled
 from lit_effattn.datamodules.length_batches import LengthBatches
 from lit_effattn.datamodules.phonemes import Lexicon, Pronouncer
 from lit_effattn.datamodules.pixels import PixelSequences, images_to_levels, levels_to_images
@@ -26,6 +27,7 @@ __all__ = [
     "CopyTask",
     "EspeakCorpus",
     "Filterbanks",
+    "LabelledBatch",
     "LengthBatches",
     "Lexicon",
     "LibriSpeechCorpus",
@@ -50,5 +52,6 @@ __all__ = [
     "counting_accuracy",
     "images_to_levels",
     "levels_to_images",
+    "pad_labelled",
     "read_audio",
 ]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from lit_effattn.nn.encoder_decoder import EncoderDecoder
     from lit_effattn.nn.lstm import LSTM
     from lit_effattn.nn.transformer import Transformer
-    from lit_effattn.tasks import LanguageModel, PixelModel, SequenceToSequence, SpeechRecognizer
+    from lit_effattn.tasks import LanguageModel, PixelModel, SequenceClassifier, SequenceToSequence, SpeechRecognizer
 
     __version__: str
 
@@ -21,6 +21,7 @@ __all__ = [
     "EncoderDecoder",
     "LanguageModel",
     "PixelModel",
+    "SequenceClassifier",
     "SequenceToSequence",
     "SpeechRecognizer",
     "Transformer",
@@ -32,6 +33,7 @@ _MODULES = {
     "LSTM": "lit_effattn.nn.lstm",
     "LanguageModel": "lit_effattn.tasks",
     "PixelModel": "lit_effattn.tasks",
+    "SequenceClassifier": "lit_effattn.tasks",
     "SequenceToSequence": "lit_effattn.tasks",
     "SpeechRecognizer": "lit_effattn.tasks",
     "Transformer": "lit_effattn.nn.transformer",

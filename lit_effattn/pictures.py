@@ -1,4 +1,4 @@
-"""Pictures: grids of images, labelled rows of images, recognised utterances, and attention maps."""
+"""Pictures: grids of images, labelled rows of images, recognised utterances, attention maps, and confusion matrices."""
 
 from __future__ import annotations
 
@@ -158,6 +158,22 @@ def attention_map(weights: Tensor, rows: list[str], columns: list[str], path: Pa
     path.parent.mkdir(parents=True, exist_ok=True)
     sheet.save(path)
     return path
+
+
+def confusion_matrix(counts: Tensor, names: list[str], path: Path) -> Path:
+    """Write a PNG of a confusion matrix: a row for each label, a column for each class that a model chose.
+
+    A square is the share of its row's items, white for 0, dark blue for 1. Each row's name is followed by the number of
+    its items.
+
+    Args:
+        counts: (C, C) integers: `counts[i, j]` items of class i that were taken for class j.
+        names: C names of the classes.
+        path: File to write.
+    """
+    items = counts.sum(1)  # (C,)
+    rows = [f"{name} ({n:,})" for name, n in zip(names, items.tolist(), strict=True)]
+    return attention_map(counts / items.clamp(min=1)[:, None], rows, names, path)
 
 
 def _labels(names: list[str]) -> list[Image.Image]:

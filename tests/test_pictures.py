@@ -6,7 +6,16 @@ import pytest
 import torch
 from PIL import Image
 
-from lit_effattn.pictures import CELL, MIN_SIDE, attention_map, grid, labelled_rows, recognised, save_png
+from lit_effattn.pictures import (
+    CELL,
+    MIN_SIDE,
+    attention_map,
+    confusion_matrix,
+    grid,
+    labelled_rows,
+    recognised,
+    save_png,
+)
 
 BORDER, GREY = 4, 64
 
@@ -190,6 +199,17 @@ def test_labels_that_have_no_ink_are_written_out(font: bool, tmp_path: Path, mon
 def test_attention_maps_without_labels_or_numbers_are_refused(weights, rows, columns, words: str, tmp_path: Path):
     with pytest.raises(ValueError, match=words):
         attention_map(weights, rows, columns, tmp_path / "map.png")
+
+
+def test_a_confusion_matrix_shows_the_share_of_each_rows_items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    drawn = []
+    monkeypatch.setattr("lit_effattn.pictures.attention_map", lambda *given: drawn.append(given) or given[-1])
+    counts = torch.tensor([[3, 1, 0], [0, 0, 0], [500, 500, 1000]])
+    assert confusion_matrix(counts, ["a", "b", "c"], tmp_path / "it.png") == tmp_path / "it.png"
+    ((shares, rows, columns, _),) = drawn
+    torch.testing.assert_close(shares, torch.tensor([[0.75, 0.25, 0], [0, 0, 0], [0.25, 0.25, 0.5]]))
+    assert rows == ["a (4)", "b (0)", "c (2,000)"]
+    assert columns == ["a", "b", "c"]
 
 
 @pytest.mark.gpu

@@ -1,10 +1,19 @@
 """One LightningModule a task."""
 
 from lit_effattn.tasks.base import Task
+from lit_effattn.tasks.classification import SequenceClassifier
 from lit_effattn.tasks.language import LanguageModel
 from lit_effattn.tasks.pixels import PixelModel
 from lit_effattn.tasks.pronouncer import TrainedPronouncer
 from lit_effattn.tasks.sequence_to_sequence import SequenceToSequence
 from lit_effattn.tasks.speech import SpeechRecognizer
 
-__all__ = ["LanguageModel", "PixelModel", "SequenceToSequence", "SpeechRecognizer", "Task", "TrainedPronouncer"]
+__all__ = [
+    "LanguageModel",
+    "PixelModel",
+    "SequenceClassifier",
+    "SequenceToSequence",
+    "SpeechRecognizer",
+    "Task",
+    "TrainedPronouncer",
+]

@@ -248,3 +248,22 @@ class NatsPerPhone(_Sums):
     def compute(self) -> Tensor:
         """Return nats per phone."""
         return self.total / self.count
+
+
+class NatsPerSequence(_Mean):
+    """Σ −ln p(label) / sequences: the cross-entropy of a classifier.
+
+    `update` takes −ln p of the right class, one for each sequence.
+
+    Example:
+        >>> metric = NatsPerSequence()
+        >>> metric.update(torch.tensor([0.5, 1.5]))
+        >>> float(metric.compute())
+        1.0
+    """
+
+    higher_is_better = False
+
+    def compute(self) -> Tensor:
+        """Return nats per sequence."""
+        return self.total / self.count

@@ -14,6 +14,7 @@ from lit_effattn.tasks.metrics import (
     ErrorRate,
     ExactMatch,
     NatsPerPhone,
+    NatsPerSequence,
     Perplexity,
     PhonemeErrorRate,
     SequenceErrorRate,
@@ -111,6 +112,7 @@ FIGURES = {
     BitsPerByte: lambda mean: mean / math.log(2),
     BitsPerCharacter: lambda mean: mean / math.log(2),
     Perplexity: math.exp,
+    NatsPerSequence: lambda mean: mean,
 }
 
 

@@ -1,0 +1,41 @@
+"""Sequences with a class each: the batch, and the function that makes one of an (x, y) data set's items."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+
+class LabelledBatch(NamedTuple):
+    """B sequences and their classes, padded on the right.
+
+    Attributes:
+        x: (B, N) tokens, or (B, N, F) feature vectors.
+        labels: (B,), the number of each row's class, 0 to C − 1; None: they are unknown.
+        lengths: (B,), number of valid positions of each row; None: all positions are valid.
+        indices: (B,), the position of each row in its split or file, by which the original order can be restored.
+    """
+
+    x: Tensor
+    labels: Tensor | None = None
+    lengths: Tensor | None = None
+    indices: Tensor | None = None
+
+
+def pad_labelled(items: Sequence[tuple[Any, int]]) -> LabelledBatch:
+    """Make a batch of sequences of any lengths: the `collate_fn` of a `DataLoader` over an (x, y) data set.
+
+    Args:
+        items: A sequence each, (N,) tokens or (N, F) feature vectors, as a tensor, array or list, and its class.
+
+    Example:
+        >>> pad_labelled([([7, 8, 9], 1), ([4], 0)])
+        LabelledBatch(x=tensor([[7, 8, 9],
+                [4, 0, 0]]), labels=tensor([1, 0]), lengths=tensor([3, 1]), indices=None)
+    """
+    rows = [torch.as_tensor(x) for x, _ in items]
+    lengths = torch.tensor([len(row) for row in rows])
+    labels = torch.tensor([int(label) for _, label in items])
+    return LabelledBatch(pad_sequence(rows, batch_first=True), labels, lengths)

@@ -1,0 +1,333 @@
+"""Classification of sequences: of pixels, bytes, other tokens, or feature vectors."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+
+from lit_effattn.datamodules.labelled import LabelledBatch
+from lit_effattn.pictures import confusion_matrix
+from lit_effattn.positions import bind
+from lit_effattn.runs import short
+from lit_effattn.sequence import SequenceModule, State, accumulator, reads_values, valid_positions, without_padding
+from lit_effattn.tasks.base import Objective, Task
+from lit_effattn.tasks.metrics import Accuracy, Count, NatsPerSequence
+from lit_effattn.tasks.pixels import ordinal_waves
+
+PICTURED_CLASSES = 64
+"""The most classes of which `predict` draws a confusion matrix: a side of the picture takes 20 pixels for each."""
+
+
+class SequenceClassifier(Task):
+    """Assigns a sequence to one of C classes.
+
+        p(c | x) = softmax(W pool(h_1 … h_n) + b)_c,  h = backbone(embed(x)),  n the sequence's valid positions
+        pool: Σ_t h_t / n (mean), or h_n (last)
+
+    A batch is a `LabelledBatch`, or a tuple or list `(x, labels)` or `(x, labels, lengths)`, as a `DataLoader` over an
+    (x, y) data set gives it; `datamodules.pad_labelled` pads sequences of different lengths. x is (B, N) tokens, which
+    are embedded, or (B, N, F) feature vectors, on which one matrix is applied. Reported are the `accuracy`, correct
+    sequences / sequences, and the `loss`, Σ −ln p(label) / sequences.
+
+    The state of a backbone is not handed from batch to batch: every sequence begins anew.
+
+    Args:
+        backbone: Mixes the sequence; causal or not.
+        classes: Names of the C classes, in the order of their labels. From the command: those of the data.
+        vocab_size: Number of tokens, if sequences are tokens. From the command: that of the data.
+        n_features: Width F of the feature vectors, if sequences are those. From the command: that of the data.
+        shape: Of a sequence: (height, width, channels) of an image in raster order, or (length,). Positions that are
+            learned need it. From the command: that of the data.
+        pooling: mean: of the outputs at all valid positions. last: the output at the last valid position, for a causal
+            backbone.
+        embedding_std: Standard deviation of the initial embedding of tokens: see `PixelModel`.
+        ordinal_embedding: Start with waves of the token's number in place of noise, for tokens that are levels: see
+            `PixelModel`.
+        label_smoothing: ε of the training loss. It is spread over all classes, the right one included, as in
+            torch.nn.CrossEntropyLoss.
+        auxiliary_weight: Of the auxiliary losses that attention kinds have.
+        optimizer: Makes the optimiser from the parameters. Default: torch.optim.RAdam.
+        lr_scheduler: Makes the schedule from the optimiser; it steps once an optimiser step (one that watches a
+            metric, once a validation).
+
+    Raises:
+        ValueError: an option is out of its range; `vocab_size` and `n_features` are both given, or none is; or
+            pooling="last" with a backbone that is not causal.
+    """
+
+    monitor = "val/loss"
+    fixed_by_data = ("classes", "vocab_size", "n_features", "shape")
+    in_progress_bar = ("train/loss", "train/accuracy")
+
+    def __init__(
+        self,
+        backbone: SequenceModule,
+        classes: tuple[str, ...],
+        vocab_size: int | None = None,
+        n_features: int | None = None,
+        shape: tuple[int, ...] | None = None,
+        pooling: Literal["mean", "last"] = "mean",
+        embedding_std: float = 1.0,
+        ordinal_embedding: bool = False,
+        label_smoothing: float = 0.0,
+        auxiliary_weight: float = 1.0,
+        optimizer: OptimizerCallable | None = None,
+        lr_scheduler: LRSchedulerCallable | None = None,
+    ) -> None:
+        super().__init__(optimizer, lr_scheduler)
+        self.classes = tuple(classes)
+        _check_classes(self.classes)
+        _check_input(vocab_size, n_features)
+        if pooling not in ("mean", "last"):
+            raise ValueError(f"pooling={pooling!r} is not one of mean, last")
+        if pooling == "last" and not backbone.causal:
+            raise ValueError(
+                "pooling='last' needs a causal backbone, whose last output has seen the whole sequence; set "
+                "causal=True, or pooling='mean'"
+            )
+        if not 0 <= label_smoothing < 1:
+            raise ValueError(f"label_smoothing={label_smoothing} is not a fraction from 0 to below 1")
+        self.vocab_size = vocab_size
+        self.n_features = n_features
+        self.pooling = pooling
+        self.label_smoothing = label_smoothing
+        self.auxiliary_weight = auxiliary_weight
+        if shape is not None:
+            bind(backbone, shape)
+        self.embedding: nn.Embedding | nn.Linear
+        if vocab_size is not None:
+            self.embedding = nn.Embedding(vocab_size, backbone.d_input)
+            nn.init.normal_(self.embedding.weight, std=embedding_std)
+            if ordinal_embedding:
+                self.embedding.weight.data[:] = embedding_std * ordinal_waves(vocab_size, backbone.d_input)
+        elif n_features is not None:
+            self.embedding = nn.Linear(n_features, backbone.d_input)
+        self.backbone = backbone
+        self.output = nn.Linear(backbone.d_model, len(self.classes))
+        self.scores = nn.ModuleDict(
+            {
+                stage: nn.ModuleDict({"loss": NatsPerSequence(), "accuracy": Accuracy(), "sequences": Count()})
+                for stage in ("val", "test")
+            }
+        )
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Return ln p of every class, (B, C).
+
+        Args:
+            x: (B, N) tokens, or (B, N, F) feature vectors.
+            lengths: (B,), valid positions of each row; None: all.
+
+        Raises:
+            ValueError: the sequences are not what the model reads.
+        """
+        self._check_sequences(x, lengths)
+        logits, _ = self._read(x, lengths)
+        return logits.log_softmax(-1)
+
+    def _read(self, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, State]:
+        """Return logits (B, C) and the state of the backbone."""
+        hidden, state = self.backbone(self._embed(x, lengths), None, lengths)
+        logits = self.output(self._pool(hidden, lengths))
+        return logits.to(accumulator(logits.dtype)), state
+
+    def _embed(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+        if self.n_features is not None:
+            return self.embedding(without_padding(x, lengths).to(self.embedding.weight.dtype))  # (B, N, F) -> (B, N, E)
+        # Padding may hold any number.
+        known = x.long() if lengths is None else x.long().masked_fill(~valid_positions(lengths, x.size(1)), 0)
+        return self.embedding(known)  # (B, N) -> (B, N, E)
+
+    def _pool(self, hidden: Tensor, lengths: Tensor | None) -> Tensor:
+        """(B, N, E) -> (B, E). The backbone's outputs are 0 in the padding."""
+        if lengths is None:
+            lengths = torch.full((hidden.size(0),), hidden.size(1), device=hidden.device)
+        if self.pooling == "last":
+            last = (lengths - 1).clamp(min=0)[:, None, None].expand(-1, 1, hidden.size(2))  # (B, 1, E)
+            return hidden.gather(1, last)[:, 0]
+        total = hidden.sum(1, dtype=accumulator(hidden.dtype))
+        return (total / lengths.clamp(min=1)[:, None]).to(hidden.dtype)
+
+    def objective(self, batch: Any, memory: State | None = None) -> Objective:
+        """Return the mean over the batch's sequences, in nats, and the auxiliary losses; there is no memory."""
+        x, labels, lengths, _ = as_labelled(batch)
+        assert labels is not None  # see `check_batch`
+        logits, state = self._read(x, lengths)
+        loss = F.cross_entropy(logits, labels.long(), label_smoothing=self.label_smoothing)
+        right = (logits.detach().argmax(-1) == labels).to(logits.dtype)
+        figures = {"train/loss": loss.detach(), "train/accuracy": right.mean()}
+        return self.with_auxiliary(loss, figures, state, self.auxiliary_weight)
+
+    def score(self, stage: str, batch: Any) -> dict[str, Any]:
+        """Update the loss and the accuracy, and in test the number of sequences."""
+        self.check_batch(batch)
+        x, labels, lengths, _ = as_labelled(batch)
+        assert labels is not None  # see `check_batch`
+        logits, _ = self._read(x, lengths)
+        log_probs = logits.log_softmax(-1)
+        metrics: Any = self.scores[stage]
+        metrics["loss"](F.nll_loss(log_probs, labels.long(), reduction="none"))
+        metrics["accuracy"](log_probs.argmax(-1) == labels)
+        if stage != "test":
+            return {"loss": metrics["loss"], "accuracy": metrics["accuracy"]}
+        metrics["sequences"](labels)
+        return dict(metrics.items())
+
+    # -------------------------------------------------------------------------------------------------- predictions
+
+    def predict_step(self, batch: Any) -> dict[str, Tensor]:
+        """Return the likeliest class of each sequence.
+
+        Args:
+            batch: As in training, or x alone; the labels may be None.
+
+        Returns:
+            `class` and `probability`, (B,); `label` and `index`, (B,), if the batch has labels and indices.
+        """
+        x, labels, lengths, indices = as_labelled(batch)
+        log_p, found = self(x, lengths).max(-1)
+        given = {"label": labels, "index": indices}
+        return {
+            "class": found,
+            "probability": log_p.exp(),
+            **{name: value for name, value in given.items() if value is not None},
+        }
+
+    def write_predictions(self, predictions: list[Any], folder: Path) -> str:
+        """Write `predictions.csv` and, if the labels are known, `confusion.png`: see `Task.write_predictions`.
+
+        A line has the sequence's index, the name of its likeliest class, that one's probability, and the name of its
+        label, if it is known. The picture is drawn for at most `PICTURED_CLASSES` classes.
+        """
+        columns = {name: torch.cat([part[name].cpu() for part in predictions]) for name in predictions[0]}
+        found, labels = columns["class"], columns.get("label")
+        indices = columns.get("index", torch.arange(len(found)))
+        path = folder / "predictions.csv"
+        with path.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(["index", "class", "probability", *([] if labels is None else ["label"])])
+            for i in indices.argsort().tolist():
+                known = [] if labels is None else [self.classes[int(labels[i])]]
+                p = round(float(columns["probability"][i]), 6)
+                writer.writerow([int(indices[i]), self.classes[int(found[i])], p, *known])
+        said = f"classes of {len(found)} sequences: {short(path)}"
+        if labels is None or len(self.classes) > PICTURED_CLASSES:
+            return said
+        counts = torch.zeros(len(self.classes), len(self.classes), dtype=torch.long)
+        counts.index_put_((labels.long(), found), torch.ones_like(found), accumulate=True)
+        picture = confusion_matrix(counts, list(self.classes), folder / "confusion.png")
+        return f"{said}\nconfusion matrix (rows: labels; columns: the model's classes): {short(picture)}"
+
+    # ------------------------------------------------------------------------------------------------- what fits what
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint of other classes, or else of another model: see `Task.on_load_checkpoint`.
+
+        Raises:
+            ValueError: names the first class that differs, or the numbers of classes.
+        """
+        theirs = tuple(checkpoint.get("hyper_parameters", {}).get("classes", self.classes))
+        if len(theirs) != len(self.classes):
+            raise ValueError(
+                f"the checkpoint's model has {len(theirs)} classes, this one {len(self.classes)}; use the data that "
+                "the checkpoint was trained with"
+            )
+        for label, (there, here) in enumerate(zip(theirs, self.classes, strict=True)):
+            if there != here:
+                raise ValueError(
+                    f"label {label} is {there!r} in the checkpoint and {here!r} here; use the data that the checkpoint "
+                    "was trained with"
+                )
+        super().on_load_checkpoint(checkpoint)
+
+    def check_batch(self, batch: Any) -> None:
+        """Refuse sequences or labels that are not this model's: see `Task.check_batch`."""
+        x, labels, lengths, _ = as_labelled(batch)
+        self._check_sequences(x, lengths)
+        if labels is None:
+            raise ValueError("the batch has no labels; without labels, only predict can read it")
+        if labels.shape != x.shape[:1] or labels.is_floating_point():
+            raise ValueError(
+                f"labels is {labels.dtype} of shape {tuple(labels.shape)}; expected integers of shape ({x.size(0)},)"
+            )
+        if not reads_values(labels):
+            return
+        for label in (int(labels.min()), int(labels.max())) if len(labels) else ():
+            if not 0 <= label < len(self.classes):
+                raise ValueError(
+                    f"the data hold label {label}, but the model has {len(self.classes)} classes: 0 … "
+                    f"{len(self.classes) - 1}; give the model the classes of the data"
+                )
+
+    def _check_sequences(self, x: Tensor, lengths: Tensor | None) -> None:
+        tokens = self.vocab_size is not None
+        fits = x.dim() == 2 and not x.is_floating_point() if tokens else x.dim() == 3 and x.size(2) == self.n_features
+        if not fits:
+            wanted = "integers of shape (batch, length)" if tokens else f"shape (batch, length, {self.n_features})"
+            given = f"vocab_size={self.vocab_size}" if tokens else f"n_features={self.n_features}"
+            raise ValueError(
+                f"x is {x.dtype} of shape {tuple(x.shape)}, but a model with {given} reads {wanted}; tokens need "
+                "vocab_size, feature vectors n_features"
+            )
+        if lengths is not None:
+            if lengths.shape != x.shape[:1] or lengths.is_floating_point():
+                raise ValueError(
+                    f"lengths is {lengths.dtype} of shape {tuple(lengths.shape)}; expected integers of shape "
+                    f"({len(x)},)"
+                )
+            if reads_values(lengths) and (lengths < 1).any():
+                raise ValueError(f"lengths is {lengths.tolist()}; leave out sequences without a position")
+        if not tokens or not reads_values(x):
+            return
+        valid = x if lengths is None else x[valid_positions(lengths, x.size(1))]
+        for token in (int(valid.min()), int(valid.max())) if valid.numel() else ():
+            if not 0 <= token < (self.vocab_size or 0):
+                raise ValueError(
+                    f"a sequence holds token {token}, but the model has vocab_size={self.vocab_size}: 0 … "
+                    f"{(self.vocab_size or 0) - 1}; give data and model the same vocab_size"
+                )
+
+
+def as_labelled(batch: Any) -> LabelledBatch:
+    """Return a batch as a `LabelledBatch`.
+
+    Args:
+        batch: One; or a tuple or list `(x, labels)` or `(x, labels, lengths)`; or x alone.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if isinstance(batch, LabelledBatch):
+        return batch
+    if isinstance(batch, Tensor):
+        return LabelledBatch(batch)
+    if not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3):
+        found = f"{type(batch).__name__} of {len(batch)}" if hasattr(batch, "__len__") else type(batch).__name__
+        raise ValueError(f"a batch is {found}; expected a LabelledBatch, (x, labels) or (x, labels, lengths)")
+    return LabelledBatch(*batch)
+
+
+def _check_classes(classes: Sequence[str]) -> None:
+    if len(classes) < 2:
+        raise ValueError(f"classes={tuple(classes)} names fewer than two classes; name all classes of the data")
+    if len(set(classes)) < len(classes):
+        twice = next(name for i, name in enumerate(classes) if name in classes[:i])
+        raise ValueError(f"classes names {twice!r} twice; give each class a name of its own")
+
+
+def _check_input(vocab_size: int | None, n_features: int | None) -> None:
+    if (vocab_size is None) == (n_features is None):
+        raise ValueError(
+            f"vocab_size={vocab_size} and n_features={n_features}: give vocab_size if sequences are tokens, n_features "
+            "if they are feature vectors"
+        )
+    for name, value in (("vocab_size", vocab_size), ("n_features", n_features)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} is not positive")

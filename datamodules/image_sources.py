@@ -179,6 +179,22 @@ def cifar10(root: Path, test: bool) -> dict[str, Tensor]:
     return {"test": images} if test else _split_off(images, val=len(images) // 25)
 
 
+# Classes
+
+
+def labels(dataset: str, root: Path, *, test: bool) -> dict[str, Tensor]:
+    """Return the label of each image, (n,), by split: the order is that of the function named after `dataset`."""
+    if dataset == "digits":
+        from sklearn.datasets import load_digits
+
+        return _split_off(torch.from_numpy(load_digits().target), val=180, test=180)
+    from torchvision.datasets import CIFAR10, MNIST
+
+    kind, held_out = {"mnist": (MNIST, 12), "cifar10": (CIFAR10, 25)}[dataset]
+    found = torch.as_tensor(kind(root, train=not test).targets)
+    return {"test": found} if test else _split_off(found, val=len(found) // held_out)
+
+
 # Folders of images
 
 

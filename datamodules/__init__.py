@@ -7,6 +7,7 @@ from lit_effattn.datamodules.corpora import EspeakCorpus, LibriSpeechCorpus, Man
 from lit_effattn.datamodules.filterbanks import Filterbanks
 from lit_effattn.datamodules.labelled import LabelledBatch, pad_labelled
 from lit_effattn.datamodules.labelled_images import LabelledImages
+from lit_effattn.datamodules.labelled_texts import LabelledTexts
 from lit_effattn.datamodules.length_batches import LengthBatches
 from lit_effattn.datamodules.phonemes import Lexicon, Pronouncer
 from lit_effattn.datamodules.pixels import PixelSequences, images_to_levels, levels_to_images
@@ -30,6 +31,7 @@ __all__ = [
     "Filterbanks",
     "LabelledBatch",
     "LabelledImages",
+    "LabelledTexts",
     "LengthBatches",
     "Lexicon",
     "LibriSpeechCorpus",

@@ -1,6 +1,7 @@
 """Sources of pairs of texts, a source and its target, with fixed splits for training, validation and test."""
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib.util import find_spec
@@ -75,19 +76,20 @@ def tsv(root: Path) -> PairSource:
     return _one_file_each("tsv", root, ".tsv", _tabbed)
 
 
-def jsonl(root: Path, source_column: str, target_column: str) -> PairSource:
+def jsonl(root: Path, source_column: str, target_column: str, *, numbers: bool = False) -> PairSource:
     """Return JSON lines, one object a pair: train.jsonl, val.jsonl (or valid, dev) and test.jsonl, or a single file.
 
     Args:
         root: The folder or file. A single file, or train.jsonl alone, is divided by `bucket`.
         source_column: Key of the source text. `translation.en` is the key en of the object under translation.
         target_column: Key of the target text.
+        numbers: The target may also be an integer, true or false, which becomes a text as JSON writes it.
 
     Raises:
         FileNotFoundError: If there is no such file.
         ValueError: If only one of val and test exists.
     """
-    source = _one_file_each("jsonl", root, ".jsonl", partial(_objects, source_column, target_column))
+    source = _one_file_each("jsonl", root, ".jsonl", partial(_objects, source_column, target_column, numbers))
     return source._replace(identity=[source.identity, source_column, target_column])
 
 
@@ -247,11 +249,11 @@ def _tabbed(path: Path) -> Iterator[Pair | Fault]:
             yield Fault("empty", f"{where}: is empty")
 
 
-def _objects(source_column: str, target_column: str, path: Path) -> Iterator[Pair | Fault]:
+def _objects(source_column: str, target_column: str, numbers: bool, path: Path) -> Iterator[Pair | Fault]:
     for number, line in enumerate(_lines(path), 1):
         where = f"{path}:{number}"
         try:
-            yield _of_fields(where, parse_json(line), source_column, target_column)
+            yield _of_fields(where, parse_json(line), source_column, target_column, numbers)
         except UnicodeDecodeError:
             yield Fault("not UTF-8", f"{where}: is not UTF-8")
         except ValueError as error:
@@ -262,8 +264,10 @@ def _rows(title: str, rows: Iterable[Any], source_column: str, target_column: st
     return (_of_fields(f"{title}[{i}]", row, source_column, target_column) for i, row in enumerate(rows))
 
 
-def _of_fields(where: str, row: Any, source_column: str, target_column: str) -> Pair | Fault:
+def _of_fields(where: str, row: Any, source_column: str, target_column: str, numbers: bool = False) -> Pair | Fault:
     texts = [_field(row, column) for column in (source_column, target_column)]
+    if numbers and isinstance(texts[1], int):
+        texts[1] = json.dumps(texts[1])
     for column, text in zip((source_column, target_column), texts, strict=True):
         if not isinstance(text, str):
             return Fault("without two texts", f"{where}: {column!r} must be a text, but is {str(text)[:40]!r}")

@@ -1,0 +1,167 @@
+import json
+from itertools import chain
+
+import pytest
+import torch
+
+from lit_effattn.datamodules import LabelledTexts
+
+SPLITS = ("train", "val", "test")
+ITEMS = [("gut, gemacht", "good"), ("schlecht", "bad"), ("ümlaut", "good"), ("na ja", "so so"), ("x" * 40, "bad")]
+
+
+def write(root, items=None, suffix="tsv", lines=None):
+    root.mkdir(exist_ok=True)
+    for split in SPLITS:
+        found = lines or [f"{text}\t{label}" for text, label in items or ITEMS]
+        (root / f"{split}.{suffix}").write_text("\n".join(found) + "\n", encoding="utf-8")
+    return str(root)
+
+
+def ready(stage="fit", **options):
+    data = LabelledTexts(**options)
+    data.prepare_data()
+    data.setup(stage)
+    return data
+
+
+def items(loader, classes):
+    """Every text and its class, in the order of the loader."""
+    found = []
+    for batch in loader:
+        assert batch.x.dtype == torch.uint8
+        for row, n, label in zip(batch.x, batch.lengths.tolist(), batch.labels.tolist(), strict=True):
+            assert not row[n:].any()
+            found.append((bytes(row[:n].tolist()).decode(), classes[label]))
+    return found
+
+
+def test_lines_of_a_text_and_a_class(tmp_path):
+    data = ready(root=write(tmp_path / "x"), batch_tokens=64)
+    assert data.classes == ("bad", "good", "so so")
+    assert (data.vocab_size, data.n_features, data.shape) == (256, None, (4096,))
+    for loader in (data.train_dataloader(), data.val_dataloader(), data.test_dataloader()):
+        assert sorted(items(loader, data.classes)) == sorted(ITEMS)
+    (longest, *_) = data.val_dataloader()
+    assert longest.lengths.max() == 40
+    assert all(batch.x.numel() <= 64 for batch in data.train_dataloader())
+    indices = torch.cat([batch.indices for batch in data.predict_dataloader()])
+    assert [items(data.test_dataloader(), data.classes)[i] for i in indices.argsort()] == ITEMS
+
+
+def test_json_lines_whose_classes_may_be_numbers(tmp_path):
+    lines = [
+        {"review": {"body": text}, "stars": stars}
+        for (text, _), stars in zip(ITEMS, (5, 1, "5", True, 10), strict=True)
+    ]
+    root = write(tmp_path / "x", suffix="jsonl", lines=[json.dumps(line) for line in lines])
+    data = ready(corpus="jsonl", root=root, text_column="review.body", label_column="stars")
+    assert data.classes == ("1", "10", "5", "true")
+    assert sorted(items(data.val_dataloader(), data.classes)) == sorted(
+        zip([text for text, _ in ITEMS], ("5", "1", "5", "true", "10"), strict=True)
+    )
+    with pytest.raises(
+        ValueError, match=r"no text with a class for 'train'; left out: .*jsonl:1: 'label' must be a text"
+    ):
+        ready(corpus="jsonl", root=root, text_column="review.body")
+
+
+def test_long_texts_are_cut_to_their_first_bytes(tmp_path):
+    data = ready(root=write(tmp_path / "x"), max_len=6)
+    assert data.shape == (6,)
+    rows = [
+        bytes(row[:n].tolist())
+        for batch in data.val_dataloader()
+        for row, n in zip(batch.x, batch.lengths, strict=True)
+    ]
+    assert sorted(rows) == sorted(text.encode()[:6] for text, _ in ITEMS)
+
+
+def test_one_file_is_divided(tmp_path):
+    path = tmp_path / "all.tsv"
+    path.write_text("".join(f"text {i}\t{'ab'[i % 2]}\n" for i in range(400)))
+    data = ready(root=str(path))
+    data.setup("test")
+    parts = [items(data.train_dataloader(), data.classes), items(data.val_dataloader(), data.classes)]
+    parts.append(items(data.test_dataloader(), data.classes))
+    assert sorted(chain.from_iterable(parts)) == sorted((f"text {i}", "ab"[i % 2]) for i in range(400))
+    assert [8 < len(part) < 35 for part in parts] == [False, True, True]
+
+
+def test_what_is_left_out_is_counted(tmp_path):
+    root = write(tmp_path / "x")
+    with (tmp_path / "x" / "train.tsv").open("a") as file:
+        file.write("no class\n\tgood\n")
+    with pytest.warns(UserWarning, match="train: 2 are left out") as said:
+        data = ready(root=root)
+    assert "train.tsv:6: has 1 columns" in str(said[0].message)
+    assert sorted(items(data.train_dataloader(), data.classes)) == sorted(ITEMS)
+
+
+def test_an_epoch_is_resumed_with_its_next_batch(tmp_path):
+    many = [(f"{'a' * (i % 37 + 1)}{i}", str(i % 3)) for i in range(60)]
+    root = write(tmp_path / "x", many)
+
+    def loader(epoch):
+        made = ready(root=root, batch_tokens=128, seed=3).train_dataloader()
+        made.sampler.set_epoch(epoch)
+        return made
+
+    whole = [batch.indices.tolist() for batch in loader(1)]
+    assert sorted(chain.from_iterable(whole)) == list(range(60))
+    assert whole != [batch.indices.tolist() for batch in loader(0)]
+    begun, resumed = loader(1), loader(0)
+    iterator = iter(begun)
+    for _ in range(2):
+        next(iterator)
+    resumed.load_state_dict(begun.state_dict())
+    resumed.sampler.set_epoch(1)
+    assert [batch.indices.tolist() for batch in resumed] == whole[2:]
+
+
+def test_a_file_of_texts_replaces_the_corpus_in_prediction(tmp_path):
+    path = tmp_path / "texts.txt"
+    path.write_text("kurz\nein langer Text\n")
+    data = ready("predict", root="nowhere", source_file=str(path))
+    (batch,) = data.predict_dataloader()
+    texts = {int(i): bytes(row[:n].tolist()) for i, row, n in zip(batch.indices, batch.x, batch.lengths, strict=True)}
+    assert texts == {0: b"kurz", 1: b"ein langer Text"}
+    assert batch.labels is None
+    with pytest.raises(ValueError, match=r"source_file=.* is for predict only"):
+        ready("fit", root="nowhere", source_file=str(path))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"corpus": "csv"}, "corpus='csv' is not known; choose one of tsv, jsonl"),
+        ({"label_column": "stars"}, "label_column='stars' does not apply to corpus='tsv'"),
+        ({"max_len": 0}, "max_len=0 must be at least 1"),
+        ({"batch_texts": 0}, "batch_texts=0 must be at least 1"),
+        ({"seed": -1}, "seed=-1 must be at least 0"),
+    ],
+)
+def test_bad_options_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        LabelledTexts(**{"root": "x", **options})
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (
+            [f"good\ttext {i}" for i in range(9)],
+            "each of the 9 training texts has a class of its own.*'text 0'; a line is a text, a TAB",
+        ),
+        ([f"text {i}\tgood" for i in range(9)], "'good' is the only class"),
+        (["nothing"], "no text with a class for 'train'; left out: .*train.tsv:1: has 1 columns"),
+    ],
+)
+def test_files_that_are_not_what_they_should_be(lines, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        ready(root=write(tmp_path / "x", lines=lines))
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(FileNotFoundError, match=r"root='nowhere'.*no train.tsv"):
+        ready(root="nowhere")

@@ -188,9 +188,9 @@ def labels(dataset: str, root: Path, *, test: bool) -> dict[str, Tensor]:
         from sklearn.datasets import load_digits
 
         return _split_off(torch.from_numpy(load_digits().target), val=180, test=180)
-    from torchvision.datasets import CIFAR10, MNIST
+    from torchvision.datasets import CIFAR10
 
-    kind, held_out = {"mnist": (MNIST, 12), "cifar10": (CIFAR10, 25)}[dataset]
+    kind, held_out = (CIFAR10, 25) if dataset == "cifar10" else (_idx_data_set(dataset), 12)
     found = torch.as_tensor(kind(root, train=not test).targets)
     return {"test": found} if test else _split_off(found, val=len(found) // held_out)
 

@@ -16,6 +16,10 @@ _DIGITS = tuple("0123456789")
 _CLASSES = {
     "digits": _DIGITS,
     "mnist": _DIGITS,
+    "fashion_mnist": (
+        *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+        *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+    ),
     "cifar10": ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
 }
 

@@ -6,7 +6,7 @@ from sklearn.datasets import load_digits
 from torchvision.datasets import CIFAR10
 
 from lit_effattn.datamodules import LabelledImages, PixelSequences
-from tests.datamodules.test_pixels import write_cifar10, write_idx, write_mnist
+from tests.datamodules.test_pixels import write_cifar10, write_idx
 
 SPLITS = ("train", "val", "test")
 
@@ -50,16 +50,17 @@ def test_loaders_return_labelled_batches():
     assert len(set(first.indices.tolist())) == 32
 
 
-@pytest.mark.parametrize("dataset", ["mnist", "cifar10"])
+@pytest.mark.filterwarnings("ignore:.* training images in")
+@pytest.mark.parametrize("dataset", ["mnist", "fashion_mnist", "cifar10"])
 def test_labels_of_files_belong_to_their_images(dataset, tmp_path, monkeypatch):
     """Each image carries its label in its first value."""
-    if dataset == "mnist":
-        write_mnist(tmp_path)
+    if dataset.endswith("mnist"):
+        folder = "MNIST" if dataset == "mnist" else "FashionMNIST"
         for part, n in (("train", 60), ("t10k", 10)):
             images = np.zeros((n, 28, 28), np.uint8)
             images[:, 0, 0] = np.arange(n) * 7 % 10
-            write_idx(tmp_path / f"MNIST/raw/{part}-images-idx3-ubyte", images)
-            write_idx(tmp_path / f"MNIST/raw/{part}-labels-idx1-ubyte", images[:, 0, 0].copy())
+            write_idx(tmp_path / f"{folder}/raw/{part}-images-idx3-ubyte", images)
+            write_idx(tmp_path / f"{folder}/raw/{part}-labels-idx1-ubyte", images[:, 0, 0].copy())
     else:
         write_cifar10(tmp_path, monkeypatch)
         load = CIFAR10.__init__

@@ -21,6 +21,8 @@ commands:
   test       score a checkpoint on the test data
   predict    score every test item by itself, into a CSV file, or transcribe audio
   generate   draw samples from a checkpoint
+  configs    list the shipped configurations, or show one: configs digits_linear
+  kinds      list the attention kinds, or the options of one: kinds LinearAttention
 
 examples:
   lit-effattn fit --config digits_linear
@@ -35,6 +37,8 @@ The settings that a command would use: --print_config. Full traceback of an erro
 """
 COMMANDS = ("fit", "validate", "test", "predict", "generate", "data")
 DEBUG = "LIT_EFFATTN_DEBUG"
+LISTS = ("configs", "kinds")
+"""Commands that print what there is. They need no Lightning, so they are quick."""
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells expect."""
 
@@ -50,8 +54,11 @@ def main(args: list[str] | None = None) -> None:
 
         print(f"lit-effattn {version('lit-effattn')}")
         return
+    if args[0] in LISTS:
+        _list(args[0], args[1:])
+        return
     if args[0] not in COMMANDS:
-        fail(f"{args[0]!r} is not a command; there are {', '.join(COMMANDS)}", code=2)
+        fail(f"{args[0]!r} is not a command; there are {', '.join((*COMMANDS, *LISTS))}", code=2)
     from lit_effattn.cli.command import UsageError, run
 
     if os.environ.get(DEBUG):
@@ -80,6 +87,24 @@ def main(args: list[str] | None = None) -> None:
     # Errors of our checks and of the libraries below: the message names the cause, a traceback would not help.
     except (ValueError, FloatingPointError, ModuleNotFoundError, MisconfigurationException) as error:
         fail(plain(_message(error)))
+
+
+def _list(what: str, names: list[str]) -> None:
+    """Print the shipped configurations or the attention kinds."""
+    if {"-h", "--help"} & set(names):
+        print(f"usage: lit-effattn {what} [NAME ...]\n\nList the {what}; with names, show these.")
+        return
+    try:
+        if what == "configs":
+            from lit_effattn.cli.shipped import configs
+
+            print(configs(names))
+        else:
+            from lit_effattn.cli.kinds import kinds
+
+            print(kinds(names))
+    except ValueError as error:
+        fail(str(error), code=2)
 
 
 def _message(error: BaseException) -> str:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from lit_effattn import pictures
 from lit_effattn.allowlist import Trust
-from lit_effattn.cli.resume import ROOT, find_config, read_yaml
+from lit_effattn.cli.resume import ROOT, read_yaml
+from lit_effattn.cli.shipped import find_config
 from lit_effattn.datamodules import IGNORE, PairBatch, SpeechBatch, TokenBatch
 from lit_effattn.datamodules.tokenizers import Tokenizer
 from lit_effattn.runs import new_folder, short

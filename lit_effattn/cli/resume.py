@@ -8,7 +8,6 @@ import os
 import zipfile
 from collections.abc import Iterable, Sequence, Set
 from contextlib import suppress
-from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from lit_effattn import slurm
 from lit_effattn.allowlist import Trust, listed
 from lit_effattn.checkpoints import DamagedError, damage, read_checkpoint, saved_config
 from lit_effattn.cli.saved_settings import UserOptions, checked_settings, fixed_by_data
+from lit_effattn.cli.shipped import find_config
 from lit_effattn.cli.windows import stated_mem_len
 from lit_effattn.runs import LAST, PREVIOUS, find_checkpoint, last_kept, short
 
@@ -222,27 +222,6 @@ def _early_stopping(settings: dict[str, Any]) -> list[dict[str, Any]]:
     given = _section(settings, "trainer").get("callbacks") or []
     given = given if isinstance(given, list) else [given]
     return [_section(c, "init_args") for c in given if str(c.get("class_path")).endswith("EarlyStopping")]
-
-
-def find_config(name: str) -> str:
-    """Return the file that `--config name` means: the user's own, or else the shipped configuration of that name.
-
-    Raises:
-        ValueError: there is neither.
-    """
-    stem = name.removeprefix("configs/").removesuffix(".yaml")
-    for own in (Path(name), Path(f"{name}.yaml"), Path("configs", f"{stem}.yaml")):
-        if own.is_file():
-            return str(own)
-    shipped = {path.stem: path for path in (Path(__file__).parent.parent / "configs").glob("*.yaml")}
-    if stem in shipped:
-        return str(shipped[stem])
-    close = get_close_matches(stem, shipped, n=1)
-    what = "this is a folder, not a file" if Path(name).is_dir() else "there is no such file"
-    raise ValueError(
-        f"--config {name}: {what}, nor a shipped configuration of that name"
-        + (f"; did you mean {close[0]}?" if close else "; `lit-effattn configs` lists those")
-    )
 
 
 def is_child() -> bool:

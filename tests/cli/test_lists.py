@@ -1,0 +1,71 @@
+"""`lit-effattn configs` and `lit-effattn kinds`: what there is, without Lightning."""
+
+import sys
+
+import pytest
+import yaml
+
+from lit_effattn.cli import main
+from tests.support.commands import REPOSITORY, fails
+
+KINDS = {  # direction, state and cross-attention, from the papers
+    "CompressiveAttention": ("causal", "bounded", "none"),
+    "InfiniteAttention": ("causal", "bounded", "none"),
+    "LSHAttention": ("causal, bidirectional", "grows", "none"),
+    "LinearAttention": ("causal, bidirectional", "bounded", "LinearCrossAttention"),
+    "PerformerAttention": ("causal, bidirectional", "bounded", "PerformerCrossAttention"),
+    "ShawAttention": ("causal, bidirectional", "grows, unless window is given", "none"),
+    "SoftmaxAttention": ("causal, bidirectional", "grows, unless window is given", "SoftmaxCrossAttention"),
+    "SparseAttention": ("causal, bidirectional", "grows", "none"),
+    "TransformerXLAttention": ("causal, bidirectional", "bounded", "none"),
+}
+
+
+def printed(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    capsys.readouterr()
+    main(list(args))
+    return capsys.readouterr().out
+
+
+def test_configs_are_listed_with_the_first_sentence_of_their_comment(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delitem(sys.modules, "lit_effattn.cli.shipped", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)  # an import of it fails
+    lines = dict(line.split(maxsplit=1) for line in printed(capsys, "configs").splitlines())
+    assert sorted(lines) == sorted(path.stem for path in (REPOSITORY / "configs").glob("*.yaml"))
+    digits = "handwritten digits (8×8, 17 grey levels): no download, 3 minutes on 2 cores"
+    assert lines["digits_softmax"] == f"Softmax Transformer on scikit-learn's 1,797 {digits}"
+    assert lines["wmt14_en_de_base"].startswith("The base Transformer of Vaswani et al. 2017 on WMT14")  # no end at "al."
+    assert all(len(line) > 20 for line in lines.values())
+
+
+def test_a_config_is_shown(capsys: pytest.CaptureFixture[str]):
+    text = printed(capsys, "configs", "digits_softmax")
+    assert text.startswith("# Softmax Transformer")
+    assert yaml.safe_load(text) == yaml.safe_load((REPOSITORY / "configs" / "digits_softmax.yaml").read_text())
+    assert "did you mean digits_softmax?" in fails(capsys, "configs", "digits_softmx", code=2)
+
+
+def test_kinds_say_direction_state_and_cross_attention(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delitem(sys.modules, "lit_effattn.cli.kinds", raising=False)
+    monkeypatch.setitem(sys.modules, "lightning", None)
+    lines = printed(capsys, "kinds").splitlines()
+    starts = [lines[0].index(title) for title in ("kind", "direction", "state", "cross-attention")]
+    columns = [slice(a, b) for a, b in zip(starts, [*starts[1:], None], strict=True)]
+    rows = [[line[column].strip() for column in columns] for line in lines[1:] if line[:1].isupper()]
+    assert {name: tuple(rest) for name, *rest in rows if name in KINDS} == KINDS
+    assert lines[lines.index(next(line for line in lines if line.startswith("LinearA"))) + 1].split(", ") == [
+        "    feature_map=EluFeatureMap",
+        "chunk_size=64",
+        "bias=True",
+    ]
+
+
+def test_the_options_of_a_kind_are_described(capsys: pytest.CaptureFixture[str]):
+    text = printed(capsys, "kinds", "SoftmaxAttention")
+    assert text.startswith("SoftmaxAttention: Scaled dot-product attention.")
+    assert "window=None  Number of keys a position sees, its own included; None: all." in text
+    assert "'LinearAtention'; there are CompressiveAttention, " in fails(capsys, "kinds", "LinearAtention", code=2)

@@ -31,8 +31,9 @@ examples:
   lit-effattn test --ckpt_path best
   lit-effattn generate --ckpt_path best --n 64 --complete 0.5
 
-All options of a command: lit-effattn COMMAND --help; those of a class: --model.help PixelModel,
---model.backbone.help Transformer, --model.backbone.attention.help LinearAttention, --data.help PixelSequences.
+Options of a command: lit-effattn COMMAND --help, with Lightning's trainer: --help all. Those of a class, with any
+command: --model.help PixelModel, --model.backbone.help Transformer, --model.backbone.attention.help LinearAttention,
+--data.help PixelSequences.
 The settings that a command would use: --print_config. Full traceback of an error: LIT_EFFATTN_DEBUG=1.
 """
 COMMANDS = ("fit", "validate", "test", "predict", "generate", "data")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import re
@@ -37,6 +38,7 @@ import lit_effattn.tasks.ctc
 from lit_effattn import callbacks, datamodules, slurm
 from lit_effattn.averaging import average_parameters
 from lit_effattn.checkpoints import AtomicCheckpointIO, read_checkpoint, with_config, without_folders
+from lit_effattn.cli.help import arranged, class_help
 from lit_effattn.cli.look import look
 from lit_effattn.cli.parser_errors import unrecognized
 from lit_effattn.cli.resume import CHECKPOINT, ROOT, ResolvedArgs, is_child, refuse_dropped
@@ -72,6 +74,8 @@ def run(args: list[str]) -> None:
     sys.path.append(str(Path.cwd()))  # classes of the user's own: --model.backbone.attention my_module.MyAttention
     # Enforce jsonargparse's denylist; build no classes where any value will do.
     set_parsing_settings(import_path_denylist=[], instantiate_subclass_spec_in_any=False)
+    if class_help(args, lambda: _Parser(prog=f"lit-effattn {args[0]}")):
+        return
     offline = {name: os.environ.get(name) for name in OFFLINE}
     try:
         if args[0] == "data":
@@ -120,10 +124,28 @@ class UsageError(Exception):
 
 
 class _Parser(LightningArgumentParser):
-    """A parser that raises `UsageError` instead of exiting, and knows no abbreviations of options."""
+    """A parser that raises `UsageError` instead of exiting, and knows no abbreviations of options.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    Args:
+        args: As for `LightningArgumentParser`.
+        command: The command whose parser this is, if it is one's.
+        all_options: Whether its help shows all options.
+        kwargs: As for `LightningArgumentParser`.
+    """
+
+    def __init__(self, *args: Any, command: str | None = None, all_options: bool = False, **kwargs: Any) -> None:
+        self._shown: tuple[str, bool] | None = None if command is None else (command, all_options)
         super().__init__(*args, allow_abbrev=False, **kwargs)
+
+    def format_help(self) -> str:
+        """Return the help, of a command with its own options first."""
+        if self._shown is None:
+            if (self.description or "").startswith("Help for "):  # of one class: its usage would name all options twice
+                self.usage = argparse.SUPPRESS
+            return str(super().format_help())
+        command, all_options = self._shown
+        with arranged(self, command, all_options=all_options):
+            return str(super().format_help())
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise `UsageError`."""
@@ -163,7 +185,15 @@ class CLI(LightningCLI):
             auto_configure_optimizers=False,
             save_config_callback=None,
             load_from_checkpoint_support=False,  # tasks know their own arguments: see lit_effattn.hparams
-            parser_kwargs={name: {"usage": _USAGE.format(name), "description": text} for name, text in _ABOUT.items()},
+            parser_kwargs={
+                name: {
+                    "usage": _USAGE.format(name),
+                    "description": text,
+                    "command": name,
+                    "all_options": "all" in args,
+                }
+                for name, text in _ABOUT.items()
+            },
             args=self.resolved.args,
         )
 

@@ -1,0 +1,118 @@
+"""Help: which options `COMMAND --help` shows, in which order, and the options of one class."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from typing import Any, get_args, get_origin, get_type_hints
+
+import lightning.pytorch as pl
+from jsonargparse import ArgumentParser
+
+from lit_effattn.allowlist import listed
+from lit_effattn.tasks import Task
+
+_TITLES = {
+    "help": "options",
+    "model": "model (the options of a class: --model.help PixelModel, --model.backbone.help Transformer)",
+    "data": "data (the options of a class: --data.help PixelSequences)",
+    "checkpoint": "checkpoints",
+    "ckpt_path": "a checkpoint to start from",
+    "trainer": "Lightning's trainer",
+}
+"""Titles of the groups of options, each by the first name in it, in the order in which they are shown."""
+_HIDDEN = ("trainer", "linked")
+_MORE = "Lightning's trainer has 50 more options, such as --trainer.max_epochs: lit-effattn {} --help all"
+
+
+@contextmanager
+def arranged(parser: ArgumentParser, command: str, *, all_options: bool) -> Iterator[None]:
+    """Put the groups of options in the order of `_TITLES`; without `all_options`, leave out the trainer's."""
+    groups, epilog = parser._action_groups, parser.epilog
+    titles = [group.title for group in groups]
+    by_root = {_root(group): group for group in groups if group._group_actions}
+    order = [root for root in _TITLES if root in by_root] + [root for root in by_root if root not in _TITLES]
+    for root in order:
+        by_root[root].title = _TITLES.get(root, by_root[root].title)
+    parser._action_groups = [by_root[root] for root in order if all_options or root not in _HIDDEN]
+    parser.epilog = None if all_options else _MORE.format(command)
+    try:
+        yield
+    finally:
+        parser._action_groups, parser.epilog = groups, epilog
+        for group, title in zip(groups, titles, strict=True):
+            group.title = title
+
+
+def _root(group: Any) -> str:
+    return "linked" if group.title == "Linked arguments" else str(group._group_actions[0].dest).split(".")[0]
+
+
+def class_help(args: list[str], new_parser: Callable[[], ArgumentParser]) -> bool:
+    """Print the help for a class of the model or the data if `args` ask for it; return whether they do.
+
+    The answer does not depend on the other arguments: `--model.backbone.help Transformer` needs no `--config`. Without
+    a class, it is the list of classes.
+
+    Raises:
+        ValueError: there is no class of that name.
+    """
+    asked = [(i, m) for i, arg in enumerate(args) if (m := re.fullmatch(r"--((?:model|data)[\w.]*)\.help(=.*)?", arg))]
+    if not asked:
+        return False
+    i, match = asked[-1]
+    path = match[1].replace("init_args.", "")
+    expected = _declared(path)
+    kinds = _kinds(expected)
+    known = sorted({kind.__name__ for kind in kinds if _is_listed(kind)})
+    if not known:
+        return False
+    name = match[2][1:] if match[2] else next((arg for arg in args[i + 1 : i + 2] if not arg.startswith("-")), "")
+    if not name:
+        print(f"--{path} is one of {', '.join(known)}.\nThe options of one: --{path}.help {known[0]}")
+        return True
+    if "." not in name and name not in {kind.__name__ for kind in kinds}:
+        close = get_close_matches(name, known, n=1)
+        there = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+        raise ValueError(f"--{path}.help: there is no class {name!r}; {there}")
+    # Of one or several factories, one: its help leaves out what the caller gives, such as the attention's width.
+    factory = next((part for part in get_args(expected) if get_origin(part) is Callable), expected)
+    parser = new_parser()
+    parser.add_argument(f"--{path}", type=factory)
+    parser.parse_args([f"--{path}.help", name])  # prints it and exits
+    return True
+
+
+def _declared(path: str) -> Any:
+    """Return the type that is declared for an option such as `model.backbone.attention`; None: there is none."""
+    first, *names = path.split(".")
+    expected: Any = {"model": Task, "data": pl.LightningDataModule}.get(first)
+    for name in names:
+        declared = (get_type_hints(kind.__init__).get(name) for kind in _kinds(expected) if _is_listed(kind))
+        expected = next((hint for hint in declared if _classes(hint)), None)
+    return expected
+
+
+def _classes(hint: Any) -> list[type]:
+    """Return the classes in a type: its own, those of a union or a list, or those that a factory makes."""
+    if inspect.isclass(hint) and get_origin(hint) is None:
+        return [hint] if hint.__module__ != "builtins" else []
+    return [found for part in get_args(hint) for found in _classes(part)]
+
+
+def _kinds(expected: Any) -> list[type]:
+    """Return the classes that an option of this type may name."""
+    return [kind for base in _classes(expected) for kind in _subclasses(base) if not inspect.isabstract(kind)]
+
+
+def _subclasses(base: type) -> Iterator[type]:
+    yield base
+    for kind in base.__subclasses__():
+        yield from _subclasses(kind)
+
+
+def _is_listed(kind: type) -> bool:
+    return listed(f"{kind.__module__}.{kind.__qualname__}") is kind

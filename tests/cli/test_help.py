@@ -1,0 +1,54 @@
+"""Help: of a command, and of one class without a configuration."""
+
+from contextlib import suppress
+
+import pytest
+
+from lit_effattn.cli import main
+from tests.support.commands import fails
+
+
+def shown(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    capsys.readouterr()
+    with suppress(SystemExit):
+        main(list(args))
+    return capsys.readouterr().out
+
+
+def test_help_begins_with_ours_and_all_of_it_has_the_trainer(capsys: pytest.CaptureFixture[str]):
+    short, whole = shown(capsys, "fit", "--help"), shown(capsys, "fit", "-h", "all")
+    for text in (short, whole):
+        places = [
+            text.index(f"\n  --{option}") for option in ("init_weights", "model", "data", "checkpoint", "ckpt_path")
+        ]
+        assert places == sorted(places)
+    assert "--help all" in short
+    assert "--trainer." not in short.replace("such as --trainer.max_epochs", "")
+    assert whole.index("\n  --trainer.max_epochs ") > whole.index("\n  --ckpt_path ")
+
+
+@pytest.mark.parametrize(
+    ("args", "option"),
+    [
+        (["fit", "--model.help", "PixelModel"], "--model.score_first"),
+        (["fit", "--data.help=PixelSequences"], "--data.dataset"),
+        (["fit", "--model.backbone.help", "Transformer"], "--model.backbone.n_layers"),
+        (["fit", "--model.backbone.help", "Transformer", "--config", "digits_linear"], "--model.backbone.n_layers"),
+        (["test", "--model.backbone.attention.help", "LSHAttention"], "--model.backbone.attention.n_hashes"),
+        (["fit", "--model.optimizer.help", "AdamW"], "--model.optimizer.weight_decay"),
+        (["fit", "--model.init_args.lr_scheduler.help", "WarmupCosine"], "--model.lr_scheduler.warmup_steps"),
+    ],
+)
+def test_a_classs_options_are_shown_in_every_place(args: list[str], option: str, capsys: pytest.CaptureFixture[str]):
+    text = shown(capsys, *args)
+    assert f"\n  {option} " in text
+    assert text.count(option) == 1  # no usage line
+    assert "attention.d_model" not in text  # the Transformer gives it
+    assert "--trainer" not in text
+
+
+def test_help_without_a_class_lists_them(capsys: pytest.CaptureFixture[str]):
+    text = shown(capsys, "fit", "--model.backbone.help")
+    assert text.startswith("--model.backbone is one of ")
+    assert {"LSTM", "Transformer"} <= set(text.splitlines()[0].rstrip(".").replace("of ", ", ").split(", "))
+    assert "did you mean Transformer?" in fails(capsys, "fit", "--model.backbone.help", "Transfromer")

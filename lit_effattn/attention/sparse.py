@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -127,6 +128,7 @@ class SparseAttention(Attention):
             )
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout={dropout} is not a probability from 0 to below 1")
+        self._said_that_all_is_covered = False
         self.pattern, self.stride, self.summary = pattern, stride, columns
         self.combine, self.distinct, self.dropout = combine, distinct, dropout
         head = torch.arange(n_heads if distinct else 1)[:, None]
@@ -188,6 +190,8 @@ class SparseAttention(Attention):
         self, q: Tensor, k: Tensor, v: Tensor, state: SparseState | None, lengths: Tensor | None
     ) -> tuple[Tensor, SparseState | None]:
         """Combine queries, keys and values: see `Attention.attend`."""
+        if self.training and state is None and not torch.compiler.is_compiling():
+            self._say_if_all_is_covered(q.size(2))
         with torch.autocast(q.device.type, enabled=False):
             if not self.causal:
                 see = self._see_strided if self.pattern == "strided" else self._see_fixed
@@ -201,6 +205,15 @@ class SparseAttention(Attention):
                 return self._attend_window(q, k, v, state, seen)
             assert state is None or isinstance(state, KeyValueCache | FixedCache)
             return self._attend_strided(q, k, v, state, seen)
+
+    def _say_if_all_is_covered(self, n: int) -> None:
+        if n <= self.stride and self.combine in ("merged", "local") and not self._said_that_all_is_covered:
+            self._said_that_all_is_covered = True
+            warnings.warn(
+                f"SparseAttention: stride={self.stride} covers all {n} positions, so this is softmax attention; "
+                f"choose a stride near √N, such as {round(n**0.5)}",
+                stacklevel=2,
+            )
 
     def _attend_window(
         self, q: Tensor, k: Tensor, v: Tensor, state: WindowCache | None, seen: Tensor

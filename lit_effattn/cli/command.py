@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import lightning.pytorch as pl
 import torch
 import yaml
-from jsonargparse import set_parsing_settings
+from jsonargparse import Namespace, set_parsing_settings
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -36,15 +36,16 @@ import lit_effattn.tasks.ctc
 
 # These imports make the classes known by their short names in YAML and flags.
 from lit_effattn import callbacks, datamodules, slurm
+from lit_effattn.attention import SparseAttention
 from lit_effattn.averaging import average_parameters
 from lit_effattn.checkpoints import AtomicCheckpointIO, read_checkpoint, with_config, without_folders
+from lit_effattn.cli.derived import set_strides, set_windows, stated
 from lit_effattn.cli.help import arranged, class_help
 from lit_effattn.cli.look import look
 from lit_effattn.cli.parser_errors import unrecognized
 from lit_effattn.cli.resume import CHECKPOINT, ROOT, ResolvedArgs, is_child, refuse_dropped
 from lit_effattn.cli.saved_settings import OFFLINE, fixed_by_data, homes
 from lit_effattn.cli.trainer import Trainer
-from lit_effattn.cli.windows import set_windows
 from lit_effattn.runs import LAST, PREVIOUS, discard_if_empty, find_checkpoint, new_folder, new_run, run_of, short
 from lit_effattn.spec_check import Place, UserJudge, check
 from lit_effattn.tasks import Task
@@ -255,7 +256,7 @@ class CLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Reject functions that are not trusted, and settings that resuming would ignore."""
         config, judge = self.config[self.subcommand], UserJudge(self.resolved.trust)
-        set_windows(config, self.resolved.mem_len)
+        self._derive(config)
         for action in self._parser(self.subcommand)._actions:
             if action.dest in config and hasattr(action, "_typehint"):
                 value = config[action.dest]
@@ -264,6 +265,19 @@ class CLI(LightningCLI):
         saved = self.resolved.saved
         if self.resolved.command == "fit" and saved is not None:
             refuse_dropped(saved, self.settings())
+
+    def _derive(self, config: Namespace) -> None:
+        """Set the options of attention that follow from the run and its data."""
+        set_windows(config, self.resolved.files)
+        flags = [arg for arg in self.given if arg.startswith("--model")]
+        models = [file.get("model", {}) for file in self.resolved.files]
+        if any("stride" in arg for arg in flags) or stated(models, "stride") is not None or not config.get("data"):
+            return
+        new = any(SparseAttention.__name__ in text for text in (*self.given, *map(repr, models)))
+        if new or self.resolved.saved is None:
+            parser = _Parser()
+            parser.add_subclass_arguments(pl.LightningDataModule, "data")
+            set_strides(config, lambda: parser.instantiate_classes(Namespace(data=config.data.clone())).data)
 
     def settings(self) -> dict[str, Any]:
         """Return all settings as plain data, without the arguments that the data determines."""

@@ -21,7 +21,6 @@ from lit_effattn.allowlist import Trust, listed
 from lit_effattn.checkpoints import DamagedError, damage, read_checkpoint, saved_config
 from lit_effattn.cli.saved_settings import UserOptions, checked_settings, fixed_by_data
 from lit_effattn.cli.shipped import find_config
-from lit_effattn.cli.windows import stated_mem_len
 from lit_effattn.runs import LAST, PREVIOUS, find_checkpoint, last_kept, short
 
 ROOT = "runs"
@@ -44,7 +43,7 @@ class ResolvedArgs(NamedTuple):
         requeued: Whether this is a restarted SLURM job, which goes on with its run whatever its arguments say.
         data_fixes: Whether the model takes what `Task.fixed_by_data` names from the data; else from the checkpoint.
         averaged: The checkpoints whose mean is used (`--average`), of which `checkpoint` is the last; empty: none.
-        mem_len: The memory length that the files state: see `lit_effattn.cli.windows`.
+        files: The contents of the YAML files.
     """
 
     command: str
@@ -56,7 +55,7 @@ class ResolvedArgs(NamedTuple):
     data_fixes: bool = True
     requeued: bool = False
     averaged: Sequence[Path] = ()
-    mem_len: int | None = None
+    files: Sequence[dict[str, Any]] = ()
 
     @classmethod
     def parse(cls, args: list[str]) -> ResolvedArgs:
@@ -90,7 +89,6 @@ class ResolvedArgs(NamedTuple):
             for arg in ("--config", _without(unknown, name, file))
         ]
         trust = Trust([*said.trust, *(name for file in files for name in file.get("trust") or ())])
-        mem_len = stated_mem_len(files)
         name = said.ckpt_path or _last(f.get("ckpt_path") for f in files)
         root = said.root or _last(_section(f, "trainer").get("default_root_dir") for f in files) or ROOT
         requeued = slurm.interrupted_checkpoint(Path(root), args) if command == "fit" else None
@@ -103,7 +101,7 @@ class ResolvedArgs(NamedTuple):
             if command != "fit":
                 raise ValueError(f"{command} needs a trained model: give --ckpt_path best, last, or a path")
             plain = [command, *configs, *root_args, *others]
-            return cls(command, plain, None, None, trust, mem_len=mem_len)
+            return cls(command, plain, None, None, trust, files=files)
         checkpoint = Path(os.environ[CHECKPOINT]) if CHECKPOINT in os.environ and is_child() else None
         checkpoint = checkpoint or find_checkpoint(name, Path(root))
         average = None if command == "fit" else said.average or _last(f.get("average") for f in files)
@@ -119,7 +117,7 @@ class ResolvedArgs(NamedTuple):
         saved = checked_settings(saved, command, checkpoint, trust, UserOptions(others, files))
         args = [command, "--config", json.dumps(saved), *configs, *root_args, *others, "--ckpt_path", str(checkpoint)]
         again = requeued is not None
-        return cls(command, args, checkpoint, saved, trust, uses_data, data_fixes, again, averaged, mem_len)
+        return cls(command, args, checkpoint, saved, trust, uses_data, data_fixes, again, averaged, files)
 
 
 _OF_THE_USERS_OWN = tuple(f"--data.{part}{name}" for part in ("", "init_args.") for name in ("audio", "source_file"))

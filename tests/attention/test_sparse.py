@@ -1,4 +1,5 @@
 import re
+import warnings
 from functools import partial
 
 import pytest
@@ -222,3 +223,17 @@ def test_the_papers_model_starts_at_8_bits():
     model = PixelModel(backbone, (4, 4, 3), 256, head=partial(CategoricalHead, zero_init=True)).double()
     bits = model(torch.randint(256, (3, 48)))
     torch.testing.assert_close(bits, torch.full((3,), 8.0, dtype=torch.float64), rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("combine", "n", "said"), [("merged", 8, 1), ("local", 5, 1), ("merged", 9, 0), ("heads", 8, 0)]
+)
+def test_a_pattern_that_covers_everything_is_said_once_in_training(combine: str, n: int, said: int):
+    attention = SparseAttention(8, 2, stride=8, combine=combine)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        attention.eval()(torch.zeros(1, n, 8))
+        for _ in range(2):
+            _, state = attention.train()(torch.zeros(1, n, 8))
+        attention(torch.zeros(1, 1, 8), state)
+    assert ["stride=8 covers all" in str(w.message) for w in found] == [True] * said

@@ -695,3 +695,22 @@ def test_a_full_disk_leaves_the_last_good_checkpoint():
     assert not list(Path("full").rglob("*.part"))
     resumed = command("fit", "--ckpt_path", "last", "--trainer.default_root_dir", "full", "--trainer.callbacks", "null")
     assert resumed.returncode == 0, resumed.stderr
+
+
+def test_a_sparse_pattern_takes_its_stride_from_the_data(caplog: pytest.LogCaptureFixture):
+    """A row of the images, 8 pixels; the checkpoint and the user come first."""
+
+    def stride(run: Path) -> int:
+        model = yaml.safe_load((run / "config.yaml").read_text())["model"]["init_args"]
+        return model["backbone"]["init_args"]["attention"]["init_args"]["stride"]
+
+    sparse = ["--model.backbone.attention", "SparseAttention"]
+    with caplog.at_level("INFO"):
+        first = fit(*sparse)
+    assert "SparseAttention: stride=8, a row of the images" in caplog.messages
+    assert stride(first) == 8
+    second = fit(*sparse, "--model.backbone.attention.stride", "5")
+    assert stride(second) == 5
+    caplog.clear()
+    main(["test", "--ckpt_path", "last"])
+    assert not any("stride" in message for message in caplog.messages)

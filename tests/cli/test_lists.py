@@ -36,9 +36,7 @@ def test_configs_are_listed_with_the_first_sentence_of_their_comment(
     assert sorted(lines) == sorted(path.stem for path in (REPOSITORY / "configs").glob("*.yaml"))
     digits = "handwritten digits (8×8, 17 grey levels): no download, 3 minutes on 2 cores"
     assert lines["digits_softmax"] == f"Softmax Transformer on scikit-learn's 1,797 {digits}"
-    assert lines["wmt14_en_de_base"].startswith(
-        "The base Transformer of Vaswani et al. 2017 on WMT14"
-    )
+    assert lines["wmt14_en_de_base"].startswith("The base Transformer of Vaswani et al. 2017 on WMT14")
     assert all(len(line) > 20 for line in lines.values())
 
 

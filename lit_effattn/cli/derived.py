@@ -1,0 +1,85 @@
+"""Options of attention that follow from the run and the data: windows and strides.
+
+A flag may give any run another kind of attention. What its options should be, the run often knows: how far its memory
+reaches, and how long its sequences are. The values are printed, and saved with the other settings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from jsonargparse import Namespace
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lit_effattn.attention import SparseAttention
+from lit_effattn.callbacks import MemoryCarry
+
+
+def stated(settings: Any, name: str) -> int | None:
+    """Return the last integer of this name in nested settings, as files give them; None: there is none."""
+    found = None
+    for key, value in settings.items() if isinstance(settings, dict) else enumerate(settings):
+        if key == name and type(value) is int:
+            found = value
+        elif isinstance(value, (dict, list)):
+            inner = stated(value, name)
+            found = found if inner is None else inner
+    return found
+
+
+def set_windows(config: Namespace, files: Iterable[dict[str, Any]]) -> None:
+    """Set each `window` that is null to memory length + segment length, if the run carries a memory of known length.
+
+    A run of Transformer-XL states how far its memory reaches. If a flag replaces its attention by one with a `window`,
+    that is what the last position of a segment saw: the memory and the segment.
+
+    Args:
+        config: The parsed settings of a run, which are changed.
+        files: Its YAML files, one of which may state `mem_len`.
+    """
+    mem_len = stated([file.get("model", {}) for file in files], "mem_len")
+    carries = any(str(c.get("class_path")).endswith(MemoryCarry.__name__) for c in _specs(config.trainer.callbacks))
+    segment_len = config.get("data.init_args.segment_len")
+    if not carries or mem_len is None or not isinstance(segment_len, int):
+        return
+    for kind in _attentions(config):
+        if kind.get("init_args.window", False) is not None:
+            continue
+        kind.init_args.window = window = mem_len + segment_len
+        name = kind.class_path.rpartition(".")[2]
+        rank_zero_info(f"{name}: window={window}, the memory's {mem_len} positions and the segment's {segment_len}")
+
+
+def set_strides(config: Namespace, data: Callable[[], Any]) -> None:
+    """Set each `stride` to a row of the images, or √N for sequences of length N; of unknown lengths, leave it.
+
+    Args:
+        config: The parsed settings of a run, which are changed.
+        data: Makes the data module.
+    """
+    kinds = [kind for kind in _attentions(config) if kind.class_path.endswith(SparseAttention.__name__)]
+    if not kinds:
+        return
+    made = data()
+    lengths = (getattr(made, name, None) for name in ("segment_len", "max_len", "length"))
+    length = next((n for n in lengths if isinstance(n, int)), None)
+    if shape := getattr(made, "image_shape", None):
+        stride, why = shape[1] * shape[2], "a row of the images"
+    elif length is not None:
+        stride, why = max(1, round(math.sqrt(length))), f"√N for sequences of N={length}"
+    else:
+        return
+    for kind in kinds:
+        kind.init_args.stride = stride
+    rank_zero_info(f"{SparseAttention.__name__}: stride={stride}, {why}")
+
+
+def _attentions(config: Namespace) -> list[Namespace]:
+    return _specs(config.get("model.init_args.backbone.init_args.attention"))
+
+
+def _specs(value: Any) -> list[Namespace]:
+    """Return the specs in one or a list of them."""
+    return [spec for spec in (value if isinstance(value, list) else [value]) if isinstance(spec, Namespace)]

@@ -702,7 +702,9 @@ def test_a_sparse_pattern_takes_its_stride_from_the_data(caplog: pytest.LogCaptu
 
     def stride(run: Path) -> int:
         model = yaml.safe_load((run / "config.yaml").read_text())["model"]["init_args"]
-        return model["backbone"]["init_args"]["attention"]["init_args"]["stride"]
+        kinds = model["backbone"]["init_args"]["attention"]
+        (kind,) = kinds if isinstance(kinds, list) else [kinds]
+        return kind["init_args"]["stride"]
 
     sparse = ["--model.backbone.attention", "SparseAttention"]
     with caplog.at_level("INFO"):

@@ -1,6 +1,7 @@
 """Folders of runs, and search for checkpoints.
 
-A run has one folder, named by its start time (UTC), at any depth under the root `trainer.default_root_dir`:
+A run has one folder, named by its start time (UTC), at any depth under the root `trainer.default_root_dir`. The runs of
+one name, which is their configuration's if the user gives none, lie side by side:
 
     runs/digits_linear/2026-11-21_09-40-12/
         config.yaml         everything that was set
@@ -86,9 +87,11 @@ def deleted_run(path: Path) -> Path | None:
 
 
 def find_checkpoint(name: str, root: Path, *, option: str = "--ckpt_path") -> Path:
-    """Return the checkpoint that `name` names: a path, or `last` or `best` of the newest run under `root` that has one.
+    """Return the checkpoint that `name` names: a path, or `last` or `best`.
 
-    `last` is `previous.ckpt` in a run that has no `last.ckpt`. The path of a run's folder means its `last`.
+    These are of the newest run under `root`, or, if it has none, of the newest beside it that has one: never of another
+    configuration, whose runs lie in another folder. `last` is `previous.ckpt` in a run that has no `last.ckpt`. The
+    path of a run's folder means its `last`.
 
     Raises:
         FileNotFoundError: There is none. The message says where it was searched.
@@ -101,14 +104,22 @@ def find_checkpoint(name: str, root: Path, *, option: str = "--ckpt_path") -> Pa
             f"{option} {name}: there is no such file, nor a run's folder with a checkpoint (and it is neither "
             "`last` nor `best`)"
         )
-    names = (LAST, PREVIOUS) if name == "last" else (f"{name}.ckpt",)
-    found = [path for file in names for path in root.rglob(f"checkpoints/{file}") if run_of(path)]
+    files = (LAST, PREVIOUS) if name == "last" else (f"{name}.ckpt",)
+    there = [path for path in root.rglob("checkpoints/*.ckpt") if run_of(path)]
+    folder = _runs_beside(max(there, key=_age)) if there else root
+    found = [path for file in files for path in there if path.name == file and _runs_beside(path) == folder]
     if not found:
         raise FileNotFoundError(
-            f"{option} {name}: no run under {root.resolve()} has a {name}.ckpt; train one first, name another root "
-            "with --trainer.default_root_dir, or give the checkpoint's path"
+            f"{option} {name}: no run under {folder.resolve()} {'(the newest run is there) ' if there else ''}has a "
+            f"{name}.ckpt; train one first, name another folder with --trainer.default_root_dir, or give the "
+            "checkpoint's path"
         )
     return max(found, key=_age).resolve()  # the first of equals
+
+
+def _runs_beside(checkpoint: Path) -> Path:
+    """Return the folder that holds the checkpoint's run and others of its configuration."""
+    return checkpoint.parent.parent.parent
 
 
 def _age(checkpoint: Path) -> tuple[str, int]:
@@ -117,10 +128,15 @@ def _age(checkpoint: Path) -> tuple[str, int]:
 
 
 def discard_if_empty(run: Path) -> None:
-    """Delete the folder of a run that failed before it wrote anything, and parent folders that are then empty."""
-    run = run.resolve()  # the parents of a relative path end in ".", which can't be deleted
+    """Delete the folder of a run that wrote nothing, and parent folders that are then empty."""
     if not run.is_dir() or any(path.is_file() for path in run.rglob("*")):
         return
+    discard(run)
+
+
+def discard(run: Path) -> None:
+    """Delete the folder of a run, and parent folders that are then empty."""
+    run = run.resolve()  # the parents of a relative path end in ".", which can't be deleted
     shutil.rmtree(run)
     for folder in run.parents:
         if folder == Path.cwd() or any(folder.iterdir()):

@@ -57,7 +57,11 @@ def test_the_newest_run_that_has_one(tmp_path: Path):
     saved(tmp_path / "linear", "2026-03-01_23-59-59", "last.ckpt", "best.ckpt")
     saved(tmp_path, "2026-03-03_00-00-00")  # stopped before it saved
     assert find_checkpoint("last", tmp_path) == newest / "last.ckpt"
-    assert find_checkpoint("best", tmp_path) == tmp_path / "linear/2026-03-02_09-00-00/checkpoints/best.ckpt"
+    with pytest.raises(FileNotFoundError, match=r"deeper \(the newest run is there\) has a best\.ckpt"):
+        find_checkpoint("best", tmp_path)  # that in `linear` is another configuration's
+    older = saved(tmp_path / "softmax" / "deeper", "2026-03-01_00-00-00", "best.ckpt")
+    assert find_checkpoint("best", tmp_path) == older / "best.ckpt"
+    assert find_checkpoint("best", tmp_path / "linear") == tmp_path / "linear/2026-03-02_09-00-00/checkpoints/best.ckpt"
 
 
 def test_runs_of_one_second_are_told_apart_by_their_number(tmp_path: Path):

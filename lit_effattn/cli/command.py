@@ -46,7 +46,17 @@ from lit_effattn.cli.parser_errors import unrecognized
 from lit_effattn.cli.resume import CHECKPOINT, ROOT, ResolvedArgs, is_child, refuse_dropped
 from lit_effattn.cli.saved_settings import OFFLINE, fixed_by_data, homes
 from lit_effattn.cli.trainer import Trainer
-from lit_effattn.runs import LAST, PREVIOUS, discard_if_empty, find_checkpoint, new_folder, new_run, run_of, short
+from lit_effattn.runs import (
+    LAST,
+    PREVIOUS,
+    discard,
+    discard_if_empty,
+    find_checkpoint,
+    new_folder,
+    new_run,
+    run_of,
+    short,
+)
 from lit_effattn.spec_check import Place, UserJudge, check
 from lit_effattn.tasks import Task
 from lit_effattn.tasks.base import OtherModelError
@@ -173,6 +183,7 @@ class CLI(LightningCLI):
 
     def __init__(self, args: list[str]) -> None:
         self.given = args
+        self._made: Path | None = None  # the folder of a new run
         self.resolved = ResolvedArgs.parse(args)
         super().__init__(
             model_class=Task,
@@ -227,6 +238,13 @@ class CLI(LightningCLI):
             metavar="NAME",
             help="A module of your own, or the full name of a class or function, that a checkpoint (classes) or YAML "
             "and flags (functions) may name although it is not on lit-effattn's list. May be given several times.",
+        )
+        parser.add_argument(
+            "--name",
+            type=str | None,
+            default=None,
+            help="Name of the run: its folder is runs/NAME/TIME. `last` and `best` are then of the newest run of this "
+            "name. Default: the configuration's name, and the classes that flags name in place of its own.",
         )
         if self.resolved.command != "fit":
             parser.add_argument(
@@ -283,7 +301,8 @@ class CLI(LightningCLI):
         """Return all settings as plain data, without the arguments that the data determines."""
         text = self._parser(self.subcommand).dump(self.config[self.subcommand], skip_none=False)
         settings = without_folders(yaml.safe_load(text))
-        settings.pop("trust", None)
+        for name in ("trust", "name"):  # of this command; the folder has the name
+            settings.pop(name, None)
         return settings
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
@@ -365,6 +384,7 @@ class CLI(LightningCLI):
         if checkpoint is None or of is None or (self.subcommand == "fit" and checkpoint.name not in (LAST, PREVIOUS)):
             # Where another program started all processes (torchrun), the first makes the folder; only it writes.
             of = new_run(root) if self._is_first() else root / "of another process"
+            self._made = of if self._is_first() else None
         os.environ[RUN] = str(of)
         return of
 
@@ -383,8 +403,7 @@ class CLI(LightningCLI):
             raise ValueError(
                 "--init_weights and --ckpt_path were both given; give the first for a new run, the second to resume"
             )
-        root = Path(self.config[self.subcommand].trainer.default_root_dir or ROOT)
-        found = find_checkpoint(path, root, option="--init_weights")
+        found = find_checkpoint(path, self.resolved.root or Path(ROOT), option="--init_weights")
         checkpoint = read_checkpoint(found)
         kept = _keep_buffers(self.model, checkpoint["state_dict"])
         try:
@@ -395,9 +414,19 @@ class CLI(LightningCLI):
                 "config.yaml"
             ) from error
         self.model.load_state_dict(checkpoint["state_dict"])
-        rank_zero_info(f"Starting from the weights of {found}")
+        rank_zero_info(f"Starting from the weights of {short(found)}")
         if kept:
             rank_zero_info(f"Not in the checkpoint, so kept as this model initialised them: {', '.join(kept)}")
+
+    def fit(self, **kwargs: Any) -> None:
+        """Train. A new run that fails before its first step leaves no folder."""
+        try:
+            self.trainer.fit(**kwargs)
+        except BaseException:
+            made = self._made
+            if made is not None and self.trainer.global_step == 0 and not any(made.rglob("*.ckpt")):
+                discard(made)
+            raise
 
     def after_fit(self) -> None:
         """Print the best value of the monitored metric and the path of its checkpoint, or that there is none."""

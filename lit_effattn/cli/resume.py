@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lit_effattn import slurm
 from lit_effattn.allowlist import Trust, listed
 from lit_effattn.checkpoints import DamagedError, damage, read_checkpoint, saved_config
+from lit_effattn.cli.run_names import root_of
 from lit_effattn.cli.saved_settings import UserOptions, checked_settings, fixed_by_data
 from lit_effattn.cli.shipped import find_config
 from lit_effattn.runs import LAST, PREVIOUS, find_checkpoint, last_kept, short
@@ -44,6 +45,7 @@ class ResolvedArgs(NamedTuple):
         data_fixes: Whether the model takes what `Task.fixed_by_data` names from the data; else from the checkpoint.
         averaged: The checkpoints whose mean is used (`--average`), of which `checkpoint` is the last; empty: none.
         files: The contents of the YAML files.
+        root: The folder of the configuration's runs, whatever `--name` and swapped classes say; None: not said.
     """
 
     command: str
@@ -56,6 +58,7 @@ class ResolvedArgs(NamedTuple):
     requeued: bool = False
     averaged: Sequence[Path] = ()
     files: Sequence[dict[str, Any]] = ()
+    root: Path | None = None
 
     @classmethod
     def parse(cls, args: list[str]) -> ResolvedArgs:
@@ -76,9 +79,9 @@ class ResolvedArgs(NamedTuple):
             quick.add_argument("--average")
         quick.add_argument("--trainer.default_root_dir", dest="root")
         quick.add_argument("--trust", action="append", default=[])
+        quick.add_argument("--name")
         said, others = quick.parse_known_args(rest)
         said.config = [find_config(name) for name in said.config]
-        root_args = [] if said.root is None else ["--trainer.default_root_dir", said.root]
         files = [read_yaml(name) for name in said.config]
         # What is drawn from nothing, or from a prompt, needs no data on disk.
         uses_data = command != "generate" or _given(others, "--complete")
@@ -90,10 +93,15 @@ class ResolvedArgs(NamedTuple):
         ]
         trust = Trust([*said.trust, *(name for file in files for name in file.get("trust") or ())])
         name = said.ckpt_path or _last(f.get("ckpt_path") for f in files)
-        root = said.root or _last(_section(f, "trainer").get("default_root_dir") for f in files) or ROOT
-        requeued = slurm.interrupted_checkpoint(Path(root), args) if command == "fit" else None
+        stated = Path(said.root or _last(_section(f, "trainer").get("default_root_dir") for f in files) or ROOT)
+        by_name = (
+            {} if said.root else {Path(file).stem: content for file, content in zip(said.config, files, strict=True)}
+        )
+        root = root_of(stated, said.name or _last(f.get("name") for f in files), by_name, others)
+        root_args = ["--trainer.default_root_dir", str(root)] if said.root or root != stated else []
+        requeued = slurm.interrupted_checkpoint(root, args) if command == "fit" else None
         if requeued and name is None:  # these arguments began the run: nothing is taken from its checkpoint
-            goes_on, _ = _read(requeued, command, Path(root))
+            goes_on, _ = _read(requeued, command, root)
             args = [command, *configs, *root_args, *others, "--ckpt_path", str(goes_on)]
             return cls(command, args, goes_on, None, trust, requeued=True)
         name = str(requeued) if requeued else name
@@ -101,13 +109,13 @@ class ResolvedArgs(NamedTuple):
             if command != "fit":
                 raise ValueError(f"{command} needs a trained model: give --ckpt_path best, last, or a path")
             plain = [command, *configs, *root_args, *others]
-            return cls(command, plain, None, None, trust, files=files)
+            return cls(command, plain, None, None, trust, files=files, root=stated)
         checkpoint = Path(os.environ[CHECKPOINT]) if CHECKPOINT in os.environ and is_child() else None
-        checkpoint = checkpoint or find_checkpoint(name, Path(root))
+        checkpoint = checkpoint or find_checkpoint(name, root)
         average = None if command == "fit" else said.average or _last(f.get("average") for f in files)
         averaged = [] if average is None else last_kept(checkpoint, _number(average))
         checkpoint = averaged[-1] if averaged else checkpoint
-        checkpoint, content = _read(checkpoint, command, Path(root))
+        checkpoint, content = _read(checkpoint, command, root)
         os.environ[CHECKPOINT] = str(checkpoint)
         # Nor do recordings or texts of the user's own need the corpus: the checkpoint says what data fixed.
         data_fixes = uses_data and not _given(others, *_OF_THE_USERS_OWN)

@@ -359,6 +359,39 @@ def test_branching_off_another_checkpoint_begins_a_run():
     assert (run / "checkpoints" / "last.ckpt").read_bytes() == before
 
 
+def test_a_swapped_or_named_run_has_a_folder_of_its_own(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
+    config = {**TINY, "trainer": {**TINY["trainer"], "default_root_dir": "runs/tiny"}}
+    Path("tiny.yaml").write_text(yaml.safe_dump(config))
+    swapped = ["--config", "tiny.yaml", "--model.backbone.attention", "SoftmaxAttention"]
+    main(["fit", *swapped])
+    main(["fit", *swapped, "--name", "other", "--trainer.limit_train_batches", "1"])
+    assert {path.name for path in Path("runs").iterdir()} == {"tiny+SoftmaxAttention", "other"}
+    for args, folder in ((swapped, "tiny+SoftmaxAttention"), (["--name", "other"], "other")):
+        caplog.clear()
+        main(["test", "--ckpt_path", "best", *args])
+        assert re.search(rf"^test from runs/{re.escape(folder)}/.*/best\.ckpt$", "\n".join(caplog.messages), re.M)
+    assert "no run under" in fails(capsys, "test", "--config", "tiny.yaml", "--ckpt_path", "best")
+    assert "--name a/b: use letters" in fails(capsys, "fit", "--config", "tiny.yaml", "--name", "a/b")
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_run_that_fails_before_its_first_step_leaves_no_folder(
+    step: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    train = PixelModel.training_step
+
+    def failing(self: PixelModel, batch: torch.Tensor) -> Any:
+        if self.global_step == step:
+            raise ValueError("it fails")
+        return train(self, batch)
+
+    monkeypatch.setattr(PixelModel, "training_step", failing)
+    assert "it fails" in fails(capsys, "fit", "--config", "tiny.yaml", "--trainer.logger", "true")
+    assert Path("runs").exists() == (step > 0)  # what it logged of its steps stays
+
+
 def test_last_is_the_newest_runs():
     fit("--model.backbone.d_model", "8")
     fit("--model.backbone.d_model", "24")

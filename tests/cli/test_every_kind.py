@@ -1,0 +1,86 @@
+"""One flag gives any run another kind of attention: every shipped configuration with every kind."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lit_effattn.cli import main
+from tests.cli.test_command import CONFIGS
+from tests.support.commands import fails
+
+KINDS = ("Softmax", "Shaw", "TransformerXL", "Compressive", "Infinite", "Linear", "Performer", "LSH", "Sparse")
+SHORT = ("stdlib_xl", "timit_linear")
+
+
+def model_of(config: Path) -> dict[str, Any]:
+    return yaml.safe_load(config.read_text())["model"]
+
+
+def stacks(config: Path) -> dict[str, dict[str, Any]]:
+    """Return the options of each Transformer in a configuration by their place."""
+    backbone = model_of(config)["init_args"]["backbone"]
+    if backbone["class_path"] == "Transformer":
+        return {"model.backbone": backbone["init_args"]}
+    if backbone["class_path"] != "EncoderDecoder":
+        return {}
+    return {f"model.backbone.{part}": backbone["init_args"][part]["init_args"] for part in ("encoder", "decoder")}
+
+
+def refusal(config: Path, place: str, kind: str) -> str | None:
+    """Return what is said of a kind that can't be in a place; None: it can."""
+    options = stacks(config)[place]
+    if not options.get("causal", True) and kind in ("Compressive", "Infinite"):
+        return f"causal=False: {kind}Attention"
+    if "MemoryCarry" not in repr(yaml.safe_load(config.read_text())["trainer"].get("callbacks")):
+        return None
+    if kind in ("LSH", "Sparse") or (kind in ("Softmax", "Shaw") and "mem_len" not in repr(options["attention"])):
+        return f"MemoryCarry: the state of {kind}Attention grows with every segment"
+    return None
+
+
+def small(config: Path) -> list[str]:
+    """Return flags for a narrow model and synthetic batches."""
+    flags = ["--trainer.fast_dev_run", "1", "--trainer.enable_progress_bar", "false", "--trainer.precision", "32"]
+    for place, options in stacks(config).items():
+        flags += [f"--{place}.d_model", "16", f"--{place}.n_heads", "2", f"--{place}.n_layers", "2"]
+        flags += [f"--{place}.d_ff", "16"]
+        if options.get("position_width"):
+            flags += [f"--{place}.position_width", "8"]
+    flags += ["--data", "tests.support.any_data.AnyData", "--data.batch", model_of(config)["class_path"]]
+    return [*flags, "--data.colours", "3"] if config.stem.startswith(("cifar", "photos")) else flags
+
+
+CASES = [
+    pytest.param(config, place, kind, id=f"{config.stem}-{place.removeprefix('model.backbone').strip('.')}-{kind}")
+    for config in CONFIGS
+    for place in stacks(config)
+    for kind in KINDS
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "place", "kind"),
+    [
+        pytest.param(*case.values, id=case.id, marks=[] if case.values[0].stem in SHORT else pytest.mark.exhaustive)
+        for case in CASES
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_every_configuration_takes_every_kind(
+    config: Path,
+    place: str,
+    kind: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+):
+    """A step of training and of validation; what can't be is said in one line."""
+    monkeypatch.chdir(tmp_path)
+    given = ["fit", "--config", str(config), *small(config), f"--{place}.attention", f"{kind}Attention"]
+    words = refusal(config, place, kind)
+    if words is None:
+        main(given)
+    else:
+        assert words in fails(capsys, *given)

@@ -1,0 +1,61 @@
+"""Synthetic batches for any task, in the place of its data."""
+
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lit_effattn.datamodules import PairBatch, SpeechBatch, TokenBatch
+from lit_effattn.datamodules.labelled import LabelledBatch
+
+N, VOCABULARY = 24, 300_000
+
+Batch = Literal["PixelModel", "LanguageModel", "SpeechRecognizer", "SequenceToSequence", "SequenceClassifier"]
+
+
+class AnyData(pl.LightningDataModule):
+    """Two rows of random numbers. What data determine of a model is set, whatever the task.
+
+    Args:
+        batch: The task that the batches are for.
+        colours: Channels of the images.
+        segment_len: As in `TextStream`; the batches are shorter.
+    """
+
+    n_levels, vocab_size, unit, tokenizer = 256, VOCABULARY, "token", None
+    n_mels, phones, folded, frame_seconds = 40, ["a", "b"], ["a", "b"], 0.01
+    source_vocab_size = target_vocab_size = VOCABULARY
+    source_tokenizer = target_tokenizer = None
+    classes, n_features = ["a", "b"], None
+
+    def __init__(self, batch: Batch, colours: int = 1, segment_len: int | None = None) -> None:
+        super().__init__()
+        self.batch = batch
+        self.segment_len = segment_len
+        self.image_shape = self.shape = (2, 4, colours)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader([self._made()], batch_size=None)
+
+    val_dataloader = train_dataloader
+
+    def _made(self) -> Any:
+        torch.manual_seed(0)
+        lengths = torch.tensor([N, N - 3])
+        if self.batch == "PixelModel":
+            return torch.randint(self.n_levels, (2, torch.Size(self.image_shape).numel()))
+        if self.batch == "SpeechRecognizer":
+            features = torch.randn(2, 4 * N, self.n_mels)
+            return SpeechBatch(features, 4 * lengths, torch.tensor([[1, 2], [2, 0]]), torch.tensor([2, 1]), ["x", "y"])
+        if self.batch == "SequenceClassifier":
+            return LabelledBatch(torch.randint(256, (2, torch.Size(self.shape).numel())), torch.tensor([0, 1]))
+        x, y = _tokens(), _tokens()
+        if self.batch == "LanguageModel":
+            return TokenBatch(x, y, fresh=torch.tensor([True, True]))
+        return PairBatch(x, lengths, y, y, lengths, ["x", "y"], [["x"], ["y"]])
+
+
+def _tokens() -> Tensor:
+    return torch.randint(256, (2, N))

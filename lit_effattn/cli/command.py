@@ -148,15 +148,15 @@ class _Parser(LightningArgumentParser):
         self._shown: tuple[str, bool] | None = None if command is None else (command, all_options)
         super().__init__(*args, allow_abbrev=False, **kwargs)
 
-    def format_help(self) -> str:
+    def format_help(self, *args: Any) -> str:
         """Return the help, of a command with its own options first."""
         if self._shown is None:
             if (self.description or "").startswith("Help for "):  # of one class: its usage would name all options twice
                 self.usage = argparse.SUPPRESS
-            return str(super().format_help())
+            return str(super().format_help(*args))
         command, all_options = self._shown
         with arranged(self, command, all_options=all_options):
-            return str(super().format_help())
+            return str(super().format_help(*args))
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise `UsageError`."""

@@ -91,7 +91,8 @@ def _declared(path: str) -> Any:
     first, *names = path.split(".")
     expected: Any = {"model": Task, "data": pl.LightningDataModule}.get(first)
     for name in names:
-        declared = (get_type_hints(kind.__init__).get(name) for kind in _kinds(expected) if _is_listed(kind))
+        kinds = [kind for kind in _kinds(expected) if _is_listed(kind)]
+        declared = (get_type_hints(kind.__init__).get(name) for kind in kinds)  # type: ignore[misc]
         expected = next((hint for hint in declared if _classes(hint)), None)
     return expected
 
@@ -110,7 +111,8 @@ def _kinds(expected: Any) -> list[type]:
 
 def _subclasses(base: type) -> Iterator[type]:
     yield base
-    for kind in base.__subclasses__():
+    kinds: list[type] = base.__subclasses__()
+    for kind in kinds:
         yield from _subclasses(kind)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 
 from lit_effattn.datamodules import text_sources
@@ -170,6 +170,10 @@ class TextStream(LightningDataModule):
     def _store(self) -> TokenStore:
         return tokenized(self._text(), KINDS[self.tokens], self._vocab_size, self.cache)
 
+    @property
+    def _glob(self) -> str:
+        return self._options["glob"] or "**/*.txt"
+
     def _text(self) -> TextSource:
         options, whole = self._options, self.tokens != "bytes"
         if self.source == "stdlib":
@@ -177,7 +181,7 @@ class TextStream(LightningDataModule):
         if self.source == "wikitext103":
             return text_sources.wikitext103(Path(options["root"]))
         if self.source == "files":
-            return text_sources.files(Path(options["root"]), options["glob"] or "**/*.txt", whole_characters=whole)
+            return text_sources.files(Path(options["root"]), self._glob, whole_characters=whole)
         if self.source == "huggingface":
             return text_sources.huggingface(options["path"], options["subset"], options["column"] or "text")
         return text_sources.benchmark(
@@ -194,7 +198,7 @@ class TextStream(LightningDataModule):
         _ = self._store
 
     def setup(self, stage: str) -> None:
-        """Open the tokens and log their number."""
+        """Open the tokens and log their number, and the files that are left out."""
         if overfit_batches := getattr(self.trainer, "overfit_batches", 0):
             raise ValueError(
                 f"overfit_batches={overfit_batches} would replace the sampler that keeps the streams in order; "
@@ -204,6 +208,8 @@ class TextStream(LightningDataModule):
             f"{self._store.n_tokens(split):,} {name}" for split, name in _SPLITS_OF.get(stage, _SPLITS_OF["test"])
         ]
         rank_zero_info(f"{self.source}: {', '.join(counts)}; vocabulary of {self.vocab_size:,} {self.tokens}")
+        if self.source == "files" and (faults := text_sources.unread(Path(self._options["root"]), self._glob)):
+            rank_zero_warn(f"{self._options['root']}: {len(faults)} files are left out:\n  {faults}")
 
     def train_dataloader(self) -> StreamLoader:
         """Return a loader of consecutive segments of equally long streams."""

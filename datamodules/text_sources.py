@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_effattn.datamodules.archives import unpack_zip
+from lit_effattn.datamodules.faults import Fault, Faults
 from lit_effattn.datamodules.image_sources import fixed_order
 
 SPLITS = ("train", "val", "test")
@@ -187,6 +188,24 @@ def files(root: Path, glob: str, *, whole_characters: bool) -> TextSource:
             "the existing ones to have all files divided"
         )
     return _source("files", root, _split_by_name(_some_files(root, glob)))
+
+
+def unread(root: Path, glob: str) -> Faults:
+    """Return the files in a folder that `files` leaves out: empty ones, and those that do not match, by suffix.
+
+    Hidden files are not counted.
+    """
+    folders = [root / name for name in SPLITS if (root / name).is_dir()] or [root]
+    matching = {path for folder in folders for path in folder.glob(glob)}
+    faults = Faults()
+    for path in sorted(root.rglob("*")):
+        if not path.is_file() or any(name.startswith(".") for name in path.relative_to(root).parts):
+            continue
+        if path not in matching:
+            faults.add(Fault(path.suffix.lower() or "without suffix", f"{path}: does not match glob={glob!r}"))
+        elif not path.stat().st_size:
+            faults.add(Fault("empty", f"{path}: has no text"))
+    return faults
 
 
 def _some_files(root: Path, glob: str, under: str = "") -> list[_Part]:

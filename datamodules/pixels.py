@@ -331,6 +331,11 @@ def _quantise(values: Tensor, native_levels: int, n_levels: int) -> Tensor:
 
 
 def _check_options(dataset: str, **options: Any) -> None:
+    if not isinstance(dataset, str):
+        raise ValueError(
+            f"dataset is a {type(dataset).__name__}, not a name; choose one of {', '.join(_KINDS)}, or give the "
+            "trainer a loader of your own, whose batches are integer levels (B, N)"
+        )
     if dataset not in _KINDS:
         raise ValueError(f"dataset={dataset!r} is not known; choose one of {', '.join(_KINDS)}")
     for name, value in options.items():

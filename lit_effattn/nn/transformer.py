@@ -449,4 +449,13 @@ def _in_turn(name: str, kinds: Any, n_layers: int) -> list[Any]:
             f"{name} lists {len(listed)} kinds for n_layers={n_layers}; name between 1 and {n_layers}, which the "
             "layers use in turn"
         )
+    for kind in listed:
+        if isinstance(kind, nn.Module):
+            given = type(kind).__name__
+            raise ValueError(
+                f"{name} is an object of {given}; give the class {given}, or functools.partial({given}, …) with "
+                "options: every layer makes its own"
+            )
+        if not callable(kind):
+            raise ValueError(f"{name}={kind!r} is no class; import one, such as lit_effattn.attention.LinearAttention")
     return [listed[i % len(listed)] for i in range(n_layers)]

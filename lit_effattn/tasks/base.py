@@ -45,6 +45,23 @@ class Objective(NamedTuple):
     state: State | None = None
 
 
+def check_backbone(backbone: Any) -> None:
+    """Refuse what is no module that mixes a sequence."""
+    if isinstance(backbone, type) or not (hasattr(backbone, "causal") and hasattr(backbone, "d_model")):
+        what = f"the class {backbone.__name__}" if isinstance(backbone, type) else f"a {type(backbone).__name__}"
+        raise ValueError(f"backbone is {what}, not a module; give an object such as Transformer(128, 4, 2)")
+
+
+def check_fields(batch: Any, kind: Any) -> None:
+    """Refuse a batch without the fields that the NamedTuple `kind` needs."""
+    needed = [name for name in kind._fields if name not in kind._field_defaults]
+    if not all(hasattr(batch, name) for name in needed):
+        raise ValueError(
+            f"the batch is a {type(batch).__name__}, not a {kind.__name__} with the fields {', '.join(needed)}; make "
+            f"one of your tensors by lit_effattn.datamodules.{kind.__name__}"
+        )
+
+
 class Task(HasInitArgs, pl.LightningModule):
     """A LightningModule that records its constructor arguments, whether it is built from YAML or in Python.
 

@@ -22,7 +22,7 @@ from lit_effattn.nn.heads import CategoricalHead, HeadFactory
 from lit_effattn.nn.sliding import SlidingWindow
 from lit_effattn.runs import short
 from lit_effattn.sequence import SequenceModule, State
-from lit_effattn.tasks.base import Objective, Task
+from lit_effattn.tasks.base import Objective, Task, check_backbone, check_fields
 from lit_effattn.tasks.metrics import Accuracy, BitsPerByte, BitsPerCharacter, Count, Perplexity
 
 Unit = Literal["byte", "character", "token"]
@@ -97,6 +97,7 @@ class LanguageModel(Task):
         eval_same_length: bool | None = None,
         eval_window: int | None = None,
     ) -> None:
+        check_backbone(backbone)
         super().__init__(optimizer, lr_scheduler)
         if not backbone.causal:
             raise ValueError("backbone has causal=False; a token must not see those it predicts, so set causal=True")
@@ -385,6 +386,7 @@ class LanguageModel(Task):
 
     def check_batch(self, batch: TokenBatch) -> None:
         """Refuse tokens that are not of this vocabulary: see `Task.check_batch`."""
+        check_fields(batch, TokenBatch)
         self._check_tokens(batch.inputs)
 
     def _check_tokens(self, tokens: Tensor) -> None:

@@ -20,7 +20,7 @@ from lit_effattn.pictures import grid, labelled_rows, save_png
 from lit_effattn.positions import bind
 from lit_effattn.runs import short
 from lit_effattn.sequence import SequenceModule, State
-from lit_effattn.tasks.base import Objective, Task
+from lit_effattn.tasks.base import Objective, Task, check_backbone
 from lit_effattn.tasks.metrics import BitsPerDim
 
 
@@ -65,6 +65,7 @@ class PixelModel(Task):
         ordinal_embedding: bool = False,
         score_first: bool = True,
     ) -> None:
+        check_backbone(backbone)
         super().__init__(optimizer, lr_scheduler)
         if not backbone.causal:
             raise ValueError("backbone has causal=False; a pixel must not see those it predicts, so set causal=True")
@@ -228,6 +229,10 @@ class PixelModel(Task):
 
     def check_batch(self, levels: Tensor) -> None:
         """Refuse images of another size or with unknown levels: see `Task.check_batch`."""
+        if not isinstance(levels, Tensor):
+            raise ValueError(
+                f"the batch is a {type(levels).__name__}, not a tensor of levels; give images alone, without classes"
+            )
         if levels.dim() != 2 or levels.size(1) != self.n_dims:
             h, w, c = self.image_shape
             raise ValueError(
@@ -237,6 +242,11 @@ class PixelModel(Task):
         self._check_levels(levels)
 
     def _check_levels(self, levels: Tensor) -> None:
+        if levels.is_floating_point() or levels.is_complex():
+            raise ValueError(
+                f"images have dtype {levels.dtype}, not integer levels 0 … {self.n_levels - 1}; of values from 0 to 1 "
+                f"make them by (x * {self.n_levels - 1}).round().long()"
+            )
         if levels.device.type != "cpu" or levels.numel() == 0:
             return
         for level in (int(levels.min()), int(levels.max())):  # as Python's integers: 256 does not fit into uint8

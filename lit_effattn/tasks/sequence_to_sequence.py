@@ -21,7 +21,7 @@ from lit_effattn.nn.heads import CategoricalHead, HeadFactory
 from lit_effattn.pictures import attention_map
 from lit_effattn.runs import short
 from lit_effattn.sequence import State
-from lit_effattn.tasks.base import Objective, Task
+from lit_effattn.tasks.base import Objective, Task, check_fields
 from lit_effattn.tasks.metrics import Count, ErrorRate, ExactMatch, Perplexity
 from lit_effattn.tasks.text_metrics import Bleu, Chrf
 
@@ -462,6 +462,7 @@ class SequenceToSequence(Task):
 
     def check_batch(self, batch: PairBatch) -> None:
         """Refuse tokens that are not of the vocabularies: see `Task.check_batch`."""
+        check_fields(batch, PairBatch)
         for name, tokens, size in (
             ("source", batch.source, self.source_vocab_size),
             ("target", batch.inputs, self.target_vocab_size),

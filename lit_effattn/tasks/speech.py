@@ -16,7 +16,7 @@ from lit_effattn.nn.front_ends import FrontEndFactory, Projection
 from lit_effattn.pictures import recognised
 from lit_effattn.runs import short
 from lit_effattn.sequence import SequenceModule, State, accumulator, reads_values, valid_positions
-from lit_effattn.tasks.base import Objective, Task
+from lit_effattn.tasks.base import Objective, Task, check_backbone, check_fields
 from lit_effattn.tasks.ctc import Decoder, GreedyDecoder, align, ctc_nll
 from lit_effattn.tasks.metrics import Count, NatsPerPhone, PhonemeErrorRate
 
@@ -88,6 +88,7 @@ class SpeechRecognizer(Task):
         optimizer: OptimizerCallable | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
+        check_backbone(backbone)
         super().__init__(optimizer, lr_scheduler)
         self.phones = tuple(phones)
         self.folded = self.phones if folded is None else tuple(folded)
@@ -287,6 +288,7 @@ class SpeechRecognizer(Task):
 
     def check_batch(self, batch: SpeechBatch) -> None:
         """Refuse features or labels that are not this model's: see `Task.check_batch`."""
+        check_fields(batch, SpeechBatch)
         if batch.features.size(-1) != self.n_mels:
             raise ValueError(
                 f"features have width {batch.features.size(-1)}, but the model has n_mels={self.n_mels}; use the "

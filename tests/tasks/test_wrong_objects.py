@@ -1,0 +1,48 @@
+"""Mistakes in Python get a sentence that names what was given and the remedy."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from lit_effattn import LanguageModel, PixelModel, SpeechRecognizer, Transformer
+from lit_effattn.attention import LinearAttention
+from lit_effattn.datamodules import PixelSequences
+
+IDS = torch.arange(6).view(2, 3)
+
+
+def pixels() -> PixelModel:
+    return PixelModel(Transformer(8, 2, 1), (2, 3, 1), 4)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        (
+            lambda: pixels()(torch.rand(2, 6)),
+            r"dtype torch\.float32, not integer levels 0 … 3.*\(x \* 3\)\.round\(\)\.long\(\)",
+        ),
+        (lambda: pixels().sample(given=torch.rand(2, 3)), r"dtype torch\.float32"),
+        (lambda: pixels()([IDS, IDS]), "batch is a list, not a tensor of levels.*without classes"),
+        (lambda: PixelModel(Transformer, (2, 3, 1)), r"backbone is the class Transformer.*Transformer\(128, 4, 2\)"),
+        (lambda: LanguageModel(IDS, 10), r"backbone is a Tensor, not a module"),
+        (lambda: SpeechRecognizer(IDS, 40, ["a"]), r"backbone is a Tensor, not a module"),
+        (
+            lambda: LanguageModel(Transformer(8, 2, 1), 10)(IDS),
+            "a Tensor, not a TokenBatch with the fields inputs, targets;",
+        ),
+        (lambda: Transformer(8, 2, 1, attention="LinearAttention"), "attention='LinearAttention' is no class; import"),
+        (
+            lambda: Transformer(8, 2, 1, attention=[LinearAttention(8, 2, True)]),
+            r"object of LinearAttention;.*partial\(LinearA",
+        ),
+        (lambda: PixelSequences(TensorDataset(IDS, IDS)), "dataset is a TensorDataset, not a name.*loader of your own"),
+        (lambda: PixelSequences([IDS]), "dataset is a list, not a name"),
+    ],
+)
+def test_wrong_objects(mistake: Callable[[], Any], words: str):
+    with pytest.raises(ValueError, match=words):
+        mistake()

@@ -39,13 +39,19 @@ class LastCheckpoint(Checkpoint):
         every_n_train_steps: Also save after every so many optimiser steps, which bounds the loss if the run is killed.
         keep: How many checkpoints to keep for averaging (`--average`). Each is as large as `last.ckpt`.
         keep_every_n_train_steps: Steps from one that is kept to the next. Default: one an epoch.
+        save_top_k: How many of the best checkpoints to keep by the task's metric. 1 keeps `best.ckpt` alone, more keep
+            `top_00001000.ckpt` and so on as well, named by their steps, of which `best.ckpt` is a copy of the best.
 
     Raises:
         ValueError: a number is out of its range, or steps are given with `keep=0`.
     """
 
     def __init__(
-        self, every_n_train_steps: int | None = None, keep: int = 0, keep_every_n_train_steps: int | None = None
+        self,
+        every_n_train_steps: int | None = None,
+        keep: int = 0,
+        keep_every_n_train_steps: int | None = None,
+        save_top_k: int = 1,
     ) -> None:
         super().__init__()
         for name, every in (
@@ -58,8 +64,11 @@ class LastCheckpoint(Checkpoint):
             raise ValueError(f"keep={keep} is negative; 0 keeps none, 5 and 20 are usual")
         if keep == 0 and keep_every_n_train_steps is not None:
             raise ValueError(f"keep_every_n_train_steps={keep_every_n_train_steps} needs keep=5, or how many to keep")
+        if save_top_k < 1:
+            raise ValueError(f"save_top_k={save_top_k} is not positive; 1 keeps the best checkpoint alone")
         self.every_n_train_steps = every_n_train_steps
         self.keep = keep
+        self.save_top_k = save_top_k
         self.keep_every_n_train_steps = keep_every_n_train_steps
         self._saved_step = self._kept_step = -1
         self._stop_after_step = False
@@ -189,12 +198,37 @@ def _checked(logged: Any) -> tuple[dict[str, float], tuple[dict[str, float], int
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """Lightning's `ModelCheckpoint`, for which a metric that is infinite or NaN is never among the best."""
+    """Saves the checkpoint with the best value of a metric after each validation.
+
+    Lightning's `ModelCheckpoint`, for which a metric that is infinite or NaN is never among the best.
+
+    Args:
+        dirpath: The folder.
+        filename: The name of the file without ".ckpt"; `{step}` in it is the step.
+        monitor: The metric, of which less is better.
+        save_top_k: How many of the best to keep.
+        key: The name under which checkpoints have the state of this callback. Callbacks of one metric need different
+            ones. Default: that of `ModelCheckpoint`.
+    """
+
+    def __init__(
+        self, dirpath: str | Path, filename: str, monitor: str, save_top_k: int = 1, key: str = ModelCheckpoint.__name__
+    ) -> None:
+        super().__init__(
+            dirpath,
+            filename,
+            monitor,
+            save_top_k=save_top_k,
+            save_on_train_epoch_end=False,
+            auto_insert_metric_name=False,
+            enable_version_counter=False,
+        )
+        self._key = key
 
     @property
     def state_key(self) -> str:
-        """The key of `ModelCheckpoint`, under which older checkpoints have the state."""
-        return super().state_key.replace(type(self).__qualname__, ModelCheckpoint.__qualname__, 1)
+        """The name of the state in checkpoints."""
+        return super().state_key.replace(type(self).__qualname__, self._key, 1)
 
     def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:
         """Return whether `current` is to be saved."""

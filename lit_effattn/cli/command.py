@@ -333,7 +333,15 @@ class CLI(LightningCLI):
         kwargs["callbacks"] = [*trainer_callbacks, *self._standard_callbacks(config, folder, quiet, kwargs)]
         if any(isinstance(callback, callbacks.ParameterSummary) for callback in kwargs["callbacks"]):
             kwargs["enable_model_summary"] = False  # else Lightning remarks that there is one
-        return super().instantiate_trainer(**kwargs)
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except RuntimeError as error:
+            if "more than one stateful callback" not in str(error):
+                raise
+            twice = [key for key, n in Counter(c.state_key for c in kwargs["callbacks"]).items() if n > 1]
+            raise ValueError(
+                f"trainer.callbacks has two that are alike, {', '.join(twice)}; remove one, or give it other settings"
+            ) from error
 
     def _standard_callbacks(self, config: Any, folder: Path, quiet: bool, kwargs: dict[str, Any]) -> list[pl.Callback]:
         given = {type(callback) for callback in _as_list(config.callbacks)}
@@ -358,18 +366,26 @@ class CLI(LightningCLI):
         if kwargs.get("logger", config.logger) and LearningRateMonitor not in given:
             standard.append(LearningRateMonitor("step"))
         if config.enable_checkpointing is not False and not quiet:
-            standard.append(self.config_init[self.subcommand].checkpoint)
+            last: callbacks.LastCheckpoint = self.config_init[self.subcommand].checkpoint
+            standard.append(last)
             if config.limit_val_batches != 0:
-                standard.append(
-                    callbacks.BestCheckpoint(
-                        folder / "checkpoints",
-                        filename="best",
-                        monitor=self.model.monitor,
-                        save_on_train_epoch_end=False,
-                        enable_version_counter=False,
-                    )
+                standard += self._best_checkpoints(folder / "checkpoints", last.save_top_k, _as_list(config.callbacks))
+            elif last.save_top_k > 1:
+                raise ValueError(
+                    f"--checkpoint.save_top_k {last.save_top_k} needs a validation; leave out "
+                    "--trainer.limit_val_batches 0, or keep the last ones with --checkpoint.keep"
                 )
         return standard
+
+    def _best_checkpoints(self, folder: Path, top_k: int, own: list[pl.Callback]) -> list[pl.Callback]:
+        """Return what saves `best.ckpt`, and the best `top_k` if that is more than one."""
+        best = callbacks.BestCheckpoint(folder, "best", self.model.monitor)
+        if best.state_key in {callback.state_key for callback in own}:  # the user's own, of the same metric
+            best = callbacks.BestCheckpoint(folder, "best", self.model.monitor, key="BestCheckpoint")
+        if top_k == 1:
+            return [best]
+        top = callbacks.BestCheckpoint(folder, "top_{step:08d}", self.model.monitor, top_k, key="TopCheckpoints")
+        return [best, top]
 
     def _run_folder(self, root: Path) -> Path:
         """Return the folder that this process writes to.

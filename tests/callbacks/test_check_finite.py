@@ -157,7 +157,7 @@ def test_a_metric_that_is_not_finite_is_never_the_best(tmp_path: Path, values: l
         def validation_step(self, batch: torch.Tensor) -> None:
             self.log("val/loss", values[self.current_epoch])
 
-    checkpoint = BestCheckpoint(tmp_path, filename="best", monitor="val/loss", save_on_train_epoch_end=False)
+    checkpoint = BestCheckpoint(tmp_path, filename="best", monitor="val/loss")
     run = trainer(tmp_path, [checkpoint], max_epochs=len(values))
     with pytest.warns(UserWarning, match="val/loss is (inf|nan): it is not taken as the best"):
         run.fit(Scored(), loader(2), DataLoader(torch.ones(1)))

@@ -392,6 +392,24 @@ def test_a_run_that_fails_before_its_first_step_leaves_no_folder(
     assert Path("runs").exists() == (step > 0)  # what it logged of its steps stays
 
 
+def test_the_best_k_are_kept_beside_a_checkpoint_callback_of_ones_own(capsys: pytest.CaptureFixture[str]):
+    own = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.monitor", "val/bits_per_dim"]
+    own += ["--trainer.callbacks.dirpath", "own", "--trainer.callbacks.save_top_k", "1"]
+    few = ["--trainer.limit_val_batches", "1", "--trainer.limit_train_batches", "1", "--trainer.max_epochs", "4"]
+    rising = ["--model.optimizer.lr", "0.05", "--model.lr_scheduler", "null"]
+    run = fit(*own, *few, *rising, "--checkpoint.save_top_k", "2", "--checkpoint.keep", "9")
+    scores = {}  # of each step, by what Lightning has in the checkpoints
+    for step in range(1, 5):
+        saved = torch.load(run / "checkpoints" / f"step_{step:08d}.ckpt", weights_only=True)
+        scores[step] = saved["logged"]["metrics"]["val/bits_per_dim"]
+    best = sorted(scores, key=scores.__getitem__)[:2]
+    assert {path.name for path in run.glob("checkpoints/top_*")} == {f"top_{step:08d}.ckpt" for step in best}
+    assert torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)["global_step"] == best[0]
+    (path,) = Path("own").iterdir()
+    assert torch.load(path, weights_only=True)["global_step"] == best[0]
+    assert "has two that are alike, ModelCheckpoint{" in fails(capsys, "fit", "--config", "tiny.yaml", *own, *own)
+
+
 def test_last_is_the_newest_runs():
     fit("--model.backbone.d_model", "8")
     fit("--model.backbone.d_model", "24")
@@ -540,6 +558,8 @@ def test_a_checkpoint_of_another_program_is_named(capsys: pytest.CaptureFixture[
         (["--trainer.callbacks", "EarlyStopping"], 2, "trainer.callbacks needs monitor"),
         (["--seed_everything", "x"], 2, "seed_everything=x"),
         (["--ckpt_path", "tiny.yaml"], 1, "can't be read as a checkpoint"),
+        (["--checkpoint.save_top_k", "0"], 1, "save_top_k=0"),
+        (["--checkpoint.save_top_k", "2", "--trainer.limit_val_batches", "0"], 1, "save_top_k 2 needs a validation"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

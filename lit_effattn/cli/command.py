@@ -42,9 +42,9 @@ from lit_effattn.checkpoints import AtomicCheckpointIO, read_checkpoint, with_co
 from lit_effattn.cli.derived import set_strides, set_windows, stated
 from lit_effattn.cli.help import arranged, class_help
 from lit_effattn.cli.look import look
-from lit_effattn.cli.parser_errors import unrecognized
+from lit_effattn.cli.parser_errors import unknown
 from lit_effattn.cli.resume import CHECKPOINT, ROOT, ResolvedArgs, is_child, refuse_dropped
-from lit_effattn.cli.saved_settings import OFFLINE, fixed_by_data, homes
+from lit_effattn.cli.saved_settings import OFFLINE, UserOptions, fixed_by_data, homes
 from lit_effattn.cli.trainer import Trainer
 from lit_effattn.runs import (
     LAST,
@@ -162,9 +162,7 @@ class _Parser(LightningArgumentParser):
         """Raise `UsageError`."""
         if not self.exit_on_error:  # a nested parser: its parent reports the error
             super().error(message, ex)
-        if message.startswith("unrecognized arguments: "):
-            message = unrecognized(message.split()[2], self._options())
-        raise UsageError(message) from ex
+        raise UsageError(unknown(message, self._options())) from ex
 
     def _options(self) -> set[str]:
         """Return the options of the parser and of its commands."""
@@ -274,6 +272,8 @@ class CLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Reject functions that are not trusted, and settings that resuming would ignore."""
         config, judge = self.config[self.subcommand], UserJudge(self.resolved.trust)
+        if self.resolved.data_fixes:
+            self._refuse_fixed()
         self._derive(config)
         for action in self._parser(self.subcommand)._actions:
             if action.dest in config and hasattr(action, "_typehint"):
@@ -297,6 +297,12 @@ class CLI(LightningCLI):
             parser.add_subclass_arguments(pl.LightningDataModule, "data")
             set_strides(config, lambda: parser.instantiate_classes(Namespace(data=config.data.clone())).data)
 
+    def _refuse_fixed(self) -> None:
+        """Refuse flags of the model that the data would override without a word."""
+        for name in fixed_by_data():
+            if UserOptions(self.given, []).name("model", name):
+                raise ValueError(f"--model.{name} can't be given: the model takes it from the data")
+
     def settings(self) -> dict[str, Any]:
         """Return all settings as plain data, without the arguments that the data determines."""
         text = self._parser(self.subcommand).dump(self.config[self.subcommand], skip_none=False)
@@ -308,6 +314,7 @@ class CLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Build the trainer: its root is the folder of the run, and it has the callbacks that every run has."""
         config = self.config_init[self.subcommand].trainer
+        _check_trainer(config)
         quiet = bool(config.fast_dev_run)
         root = Path(config.default_root_dir or ROOT)
         folder = root if quiet else self._run_folder(root)
@@ -518,6 +525,16 @@ class Configuration(pl.Callback):
     ) -> None:
         """Add the settings."""
         with_config(checkpoint, self.settings, lit_effattn.__version__)
+
+
+def _check_trainer(config: Any) -> None:
+    """Refuse what Lightning takes without a look, and fails on later."""
+    if config.accumulate_grad_batches < 1:
+        raise ValueError(f"--trainer.accumulate_grad_batches {config.accumulate_grad_batches} must be at least 1")
+    if isinstance(config.devices, str) and not re.fullmatch(r"auto|-?\d+|\d+(, ?\d+)*,?", config.devices):
+        raise ValueError(f"--trainer.devices {config.devices}: give a number of devices, a list of them, or auto")
+    if Path(config.default_root_dir or ROOT).is_file():
+        raise ValueError(f"--trainer.default_root_dir {config.default_root_dir} is a file; name a folder")
 
 
 def _read_average(averaged: Sequence[Path], model: torch.nn.Module, path: Path) -> dict[str, Any]:

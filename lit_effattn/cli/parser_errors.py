@@ -14,8 +14,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import Logger
 
 from lit_effattn.attention import Attention, CrossAttention
+from lit_effattn.cli.resume import OF_FIT
 from lit_effattn.nn.front_ends import FrontEnd
 from lit_effattn.nn.heads import Head
 from lit_effattn.positions import Positions
@@ -39,7 +41,12 @@ _BASES: dict[str, type] = {
     "optimizer": torch.optim.Optimizer,
     "lr_scheduler": torch.optim.lr_scheduler.LRScheduler,
     "callbacks": pl.Callback,
+    "logger": Logger,
 }
+_GROUPS = ("data", "model", "model.optimizer", "model.backbone", "model.lr_scheduler", "model.backbone.attention")
+"""Groups of options that depend on a class, the likeliest first."""
+_GIVEN = {"self", "params", "optimizer", "args", "kwargs"}
+"""Parameters that are no options; a task's `optimizer` is one."""
 _NOISE = re.compile(
     r"^\s*(-\s)?(Does not validate against|Subtypes: |Errors:|Given value|Expected a <class 'NoneType'>|$)"
 )
@@ -59,7 +66,11 @@ def plain(report: str) -> str:
         return f"{match[1]} needs a package that is not installed: pip install '{match[2]}'"
     value = _value(report)
     if match := re.search(r"Option '([^']+)' is not accepted", report):
-        return _unknown_option(option, match[1], re.findall(r"class_path[ =]'([^']+)'", report))
+        refusing = re.findall(rf"class_path '([^']+)':\s+Option '{re.escape(match[1])}' is", report)
+        return _unknown_option(option, match[1], refusing or re.findall(r"class_path[ =]'([^']+)'", report)[-1:])
+    match = re.search(r"class_path '([^']+)':\s+unrecognized arguments: --(\w+)", report)
+    if match and match[2] not in _names(_find(match[1])):
+        return _unknown_option(option, match[2], [match[1]])
     if match := re.search(r"Importing '([^']+)' is not allowed", report):
         return f"{option} names {match[1]}, which YAML and flags may not name"
     if match := re.search(r"Expected ('[^']+' to be a (?:function|sub)[^\n]*?)\.?(?:$|\s+Got value)", report, re.M):
@@ -79,13 +90,54 @@ def plain(report: str) -> str:
     return "; ".join(dict.fromkeys(kept))
 
 
-def unrecognized(argument: str, options: Iterable[str]) -> str:
-    """Return what to say of an argument that is not among `options`."""
-    if not argument.startswith("--"):
-        return f"{argument!r} is no option: options begin with --, and a value follows its option"
-    name = argument.split("=")[0]
-    close = get_close_matches(name, options, n=1)
-    return f"there is no option {name}" + (f"; did you mean {close[0]}?" if close else "")
+def unknown(report: str, options: Iterable[str]) -> str:
+    """Return what to say of a flag or a setting in YAML that is not among `options`; other reports as they are."""
+    if match := re.match(r"Subcommand '\w+' does not accept option '([^']+)'", report):
+        meant = _meant(match[1], options)
+        return f"there is no setting {match[1]}" + (f"; did you mean {meant}?" if meant else "")
+    match = re.match(r"unrecognized arguments: ([^\s=]+)", report)
+    if match and not match[1].startswith("--"):
+        return f"{match[1]!r} is no option: options begin with --, and a value follows its option"
+    if match and match[1][2:].partition(".")[0] in OF_FIT and not {"--init_weights"} & {*options}:
+        return f"there is no option {match[1]} here: it is one of fit"
+    if match:
+        meant = _meant(match[1][2:].rstrip("+"), options)
+        return f"there is no option {match[1]}" + (f"; did you mean --{meant}?" if meant else "")
+    return report
+
+
+def _meant(name: str, flags: Iterable[str]) -> str:
+    """Return the option that `name` means, which is misspelt, or lacks the group before it; empty: unlike any."""
+    options = sorted(flag[2:] for flag in flags if re.fullmatch(r"--[\w.]+", flag))
+    groups = dict.fromkeys(option.partition(".")[0] for option in options)
+    group, dot, rest = name.partition(".")
+    if dot and group in groups:
+        return "".join(get_close_matches(name, options, n=1))
+    close = "".join(get_close_matches(group, groups, n=1))
+    if dot:
+        return f"{close}.{rest}" if close else ""
+    paths = _paths(options)
+    return paths.get(name) or close or "".join(paths[near] for near in get_close_matches(name, paths, n=1, cutoff=0.75))
+
+
+def _paths(options: Iterable[str]) -> dict[str, str]:
+    """Return the path of each option by its last name. Of options of one name, the path that is likelier meant."""
+    paths = {option.rpartition(".")[2]: option for option in options}
+    for group in reversed(_GROUPS):
+        base: Any = _base(group)
+        kinds: list[Any] = [*_concrete(base)]
+        if group != "model.optimizer":
+            kinds = [kind for kind in kinds if kind.__module__.startswith("lit_effattn.")]
+        if group == "model.backbone":
+            kinds = [kind for kind in kinds if not issubclass(kind, (Attention, CrossAttention))]
+        paths.update({name: f"{group}.{name}" for kind in kinds for name in _names(kind)})
+    return paths
+
+
+def _names(kind: Any) -> list[str]:
+    """Return the options of a class: its parameters, without those that the program gives."""
+    given = _GIVEN if issubclass(kind, torch.optim.lr_scheduler.LRScheduler) else _GIVEN - {"optimizer"}
+    return [name for name in inspect.signature(kind).parameters if name not in given]
 
 
 def _option(report: str) -> str:
@@ -113,13 +165,14 @@ def _readable(expected: str) -> str:
 
 
 def _unknown_option(path: str, name: str, class_paths: list[str]) -> str:
-    kind: Any = _find(class_paths[-1]) if class_paths else None
+    kinds = [found for owner in class_paths if (found := _find(owner)) is not None]
+    # Where the class or a list of it will do, the report names the base class as well.
+    kind: Any = next((kind for kind in kinds if kind not in _BASES.values()), kinds[-1] if kinds else None)
     if kind is None:
         return f"{path}: there is no option {name!r}"
     if kind in _BASES.values():  # no class was named, so only the base is known
         return _classless_option(path, name)
-    known = [p for p in inspect.signature(kind).parameters if p not in ("self", "params", "optimizer")]
-    return f"{path}: {kind.__name__} has no option {name!r}; {_instead(name, known)}"
+    return f"{path}: {kind.__name__} has no option {name!r}; {_instead(name, _names(kind))}"
 
 
 def _base(path: str) -> type | None:

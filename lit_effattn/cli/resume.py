@@ -65,14 +65,15 @@ class ResolvedArgs(NamedTuple):
         """Find the checkpoint and the configuration files in `args`.
 
         Raises:
-            ValueError: a command that needs a checkpoint was given none, or an average of fewer than were kept.
+            ValueError: a command that needs a checkpoint was given none, an average of fewer than were kept, or an
+                option without its value.
             FileNotFoundError: the checkpoint does not exist.
             NotAllowedError: the checkpoint names what it may not.
         """
         command, rest = args[0], args[1:]
         if {"-h", "--help"} & set(rest):
             return cls(command, args, None, None, Trust())
-        quick = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        quick = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         quick.add_argument("-c", "--config", action="append", default=[])
         quick.add_argument("--ckpt_path")
         if command != "fit":
@@ -80,12 +81,15 @@ class ResolvedArgs(NamedTuple):
         quick.add_argument("--trainer.default_root_dir", dest="root")
         quick.add_argument("--trust", action="append", default=[])
         quick.add_argument("--name")
-        said, others = quick.parse_known_args(rest)
+        try:
+            said, others = quick.parse_known_args(rest)
+        except argparse.ArgumentError as error:
+            raise ValueError(f"{str(error.argument_name).rpartition('/')[2]} has no value: {error.message}") from None
         said.config = [find_config(name) for name in said.config]
         files = [read_yaml(name) for name in said.config]
         # What is drawn from nothing, or from a prompt, needs no data on disk.
         uses_data = command != "generate" or _given(others, "--complete")
-        unknown = {*(() if command == "fit" else _OF_FIT), *(() if uses_data else ("data",))}
+        unknown = {*(() if command == "fit" else OF_FIT), *(() if uses_data else ("data",))}
         configs = [
             arg
             for name, file in zip(said.config, files, strict=True)
@@ -132,7 +136,7 @@ _OF_THE_USERS_OWN = tuple(f"--data.{part}{name}" for part in ("", "init_args.") 
 """Flags that name what to predict instead of the corpus."""
 
 
-_OF_FIT = ("checkpoint", "init_weights")
+OF_FIT = ("checkpoint", "init_weights")
 """What only `fit` knows of a YAML file, which serves all commands."""
 
 
@@ -249,11 +253,9 @@ def read_yaml(name: str) -> dict[str, Any]:
         mark = error.problem_mark
         where = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
         raise ValueError(f"--config {name} is no YAML{where}: {error.problem}") from error
-    if content is None:
-        return {}
     if not isinstance(content, dict):
-        kind = type(content).__name__
-        raise ValueError(f"--config {name} holds a {kind}, not settings such as `model:`, `data:` and `trainer:`")
+        kind = "nothing" if content is None else f"a {type(content).__name__}"
+        raise ValueError(f"--config {name} holds {kind}, not settings such as `model:`, `data:` and `trainer:`")
     return content
 
 

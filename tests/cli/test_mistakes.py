@@ -1,0 +1,103 @@
+"""Mistakes that end in one line: options without their group, settings in YAML, other commands than fit."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lit_effattn.cli import main
+from tests.support.commands import fails
+
+TINY = {
+    "model": {
+        "class_path": "PixelModel",
+        "init_args": {
+            "backbone": {"class_path": "Transformer", "init_args": {"d_model": 8, "n_heads": 2, "n_layers": 1}},
+            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.001}},
+        },
+    },
+    "data": {"class_path": "PixelSequences", "init_args": {"dataset": "digits", "batch_size": 8}},
+    "trainer": {"max_steps": 1, "limit_val_batches": 1, "enable_progress_bar": False, "logger": False},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a configuration, the checkpoint of a trained model, and files that are neither."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(TINY))
+    (folder / "empty.yaml").touch()
+    (folder / "option.yaml").write_text("trainer: {max_epoch: 3}")
+    (folder / "section.yaml").write_text("modle: {class_path: PixelModel}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        main(["fit", "--config", "tiny.yaml"])
+        next(folder.rglob("last.ckpt")).rename(folder / "pixels.ckpt")
+    return folder
+
+
+def _said(folder: Path, args: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return fails(capsys, *args, code=code)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--lr", "0.1"], "there is no option --lr; did you mean --model.optimizer.lr?"),
+        (["--batch_size=3"], "there is no option --batch_size; did you mean --data.batch_size?"),
+        (["--d_model", "3"], "did you mean --model.backbone.d_model?"),
+        (["--n_hash", "3"], "did you mean --model.backbone.attention.n_hashes?"),
+        (["--warmup_steps", "3"], "did you mean --model.lr_scheduler.warmup_steps?"),
+        (["--max_epochs", "3"], "did you mean --trainer.max_epochs?"),
+        (["--optimizer", "Adam"], "did you mean --model.optimizer?"),
+        (["--modle.backbone.d_model", "3"], "did you mean --model.backbone.d_model?"),
+        (["--model.optimzer.lr", "3"], "PixelModel has no option 'optimzer'; did you mean optimizer?"),
+        (
+            ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitr", "x"],
+            "EarlyStopping has no option 'monitr'; did you mean monitor?",
+        ),
+        (["--trainer.logger", "Wandb"], "there is no class 'Wandb'; did you mean WandbLogger?"),
+        (["--config", "option.yaml"], "there is no setting trainer.max_epoch; did you mean trainer.max_epochs?"),
+        (["--config", "section.yaml"], "there is no setting modle.class_path; did you mean model.class_path?"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_an_option_that_is_not_there(flags: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture[str]):
+    assert words in _said(folder, ["fit", "--config", "tiny.yaml", *flags], 2, capsys)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--config"], "--config has no value"),
+        (["--config", "empty.yaml"], "--config empty.yaml holds nothing, not settings"),
+        (["--model.n_levels", "4"], "--model.n_levels can't be given"),
+        (["--trainer.devices", "two"], "--trainer.devices two: give a number"),
+        (["--trainer.accumulate_grad_batches", "0"], "--trainer.accumulate_grad_batches 0 must be"),
+        (["--trainer.default_root_dir", "tiny.yaml"], "--trainer.default_root_dir tiny.yaml is a file"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_value_that_lightning_would_take(
+    flags: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert words in _said(folder, ["fit", "--config", "tiny.yaml", *flags], 1, capsys)
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        (["test", "--init_weights", "x"], 2, "there is no option --init_weights here: it is one of fit"),
+        (["validate", "--checkpoint.keep", "3"], 2, "there is no option --checkpoint.keep here: it is one of fit"),
+        (["generate", "--temprature", "1"], 2, "did you mean --temperature?"),
+        (["generate", "--prompt", "hello"], 1, "--prompt hello: PixelModel has no such option"),
+        (["test", "--average", "many"], 1, "--average many is no number of checkpoints"),
+        (["predict", "--data.audio", "x.wav"], 2, "PixelSequences has no option 'audio'"),
+        (["test", "--model", "LanguageModel"], 1, "LanguageModel takes vocab_size from the data"),
+    ],
+    ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else "",
+)
+def test_of_other_commands(args: list[str], code: int, words: str, folder: Path, capsys: pytest.CaptureFixture[str]):
+    assert words in _said(folder, [*args, "--ckpt_path", "pixels.ckpt"], code, capsys)

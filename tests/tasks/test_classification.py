@@ -100,6 +100,13 @@ def test_feature_vectors_are_projected_and_their_padding_is_nothing():
         np.testing.assert_allclose(p, by_definition(made, part, embedded, "mean"), rtol=1e-9)
 
 
+def test_padding_of_feature_vectors_reaches_no_gradient():
+    made = model(n_features=3)
+    x = torch.nn.utils.rnn.pad_sequence(rows(4, 2, n_features=3), batch_first=True, padding_value=torch.nan)
+    made.objective((x, torch.tensor([1, 0]), torch.tensor([4, 2]))).loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in made.parameters())
+
+
 def test_learned_positions_take_the_shape_of_the_data():
     stack = partial(Transformer, 8, 2, 1)
     grid = SequenceClassifier(stack(positions=GridPositions), CLASSES, VOCAB, shape=(2, 3, 1))

@@ -25,7 +25,7 @@ _TITLES = {
 }
 """Titles of the groups of options, each by the first name in it, in the order in which they are shown."""
 _HIDDEN = ("trainer", "linked")
-_MORE = "Lightning's trainer has 50 more options, such as --trainer.max_epochs: lit-effattn {} --help all"
+_MORE = "Lightning's trainer has more options, such as --trainer.max_epochs: lit-effattn {} --help all"
 
 
 @contextmanager

@@ -20,6 +20,8 @@ from lit_effattn.spec_check import ANYTHING, CheckpointJudge, Place, check
 from lit_effattn.tasks import Task
 
 _CALLBACKS = Place(classes=(pl.Callback,), items=(pl.Callback,))
+_WRITERS = ("ModelCheckpoint", "BestCheckpoint", "LastCheckpoint")
+"""Callbacks that write checkpoints, to folders that only the user may name."""
 _DOWNLOADED = ("mnist", "fashion_mnist", "cifar10")
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 """With 1 in these environment variables, Hugging Face's libraries read their cache alone."""
@@ -91,7 +93,7 @@ def _trainer(saved: dict[str, Any], command: str, judge: CheckpointJudge, user: 
         for name in ("logger", "profiler", "plugins", "strategy"):
             if not _is_plain(name, saved.get(name)) and not user.name("trainer", name):
                 raise NotAllowedError(_restore(judge.source, name, _class_of(saved[name])))
-        own = [c for c in callbacks if _class_of(c).endswith("ModelCheckpoint")]
+        own = [c for c in callbacks if _class_of(c).endswith(_WRITERS)]
         if own and not user.mention("ModelCheckpoint"):
             raise NotAllowedError(_restore(judge.source, "callbacks+", _class_of(own[0])))
         callbacks = [c for c in callbacks if c not in own]

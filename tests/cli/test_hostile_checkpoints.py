@@ -298,6 +298,11 @@ def test_a_callback_of_functions_is_left_out_of_scoring_and_refused_in_training(
         ("plugins", [{"class_path": "lightning.pytorch.plugins.io.TorchCheckpointIO"}], "null"),
         ("strategy", {"class_path": "lightning.pytorch.strategies.SingleDeviceStrategy"}, "auto"),
         ("callbacks", [{"class_path": "lightning.pytorch.callbacks.ModelCheckpoint"}], "null"),
+        (
+            "callbacks",
+            [{"class_path": "lit_effattn.callbacks.BestCheckpoint", "init_args": {"dirpath": "pwned"}}],
+            "null",
+        ),
     ],
 )
 def test_what_only_the_user_may_say_is_named_with_its_flag(

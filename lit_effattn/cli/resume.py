@@ -107,7 +107,7 @@ class ResolvedArgs(NamedTuple):
         if requeued and name is None:  # these arguments began the run: nothing is taken from its checkpoint
             goes_on, _ = _read(requeued, command, root)
             args = [command, *configs, *root_args, *others, "--ckpt_path", str(goes_on)]
-            return cls(command, args, goes_on, None, trust, requeued=True)
+            return cls(command, args, goes_on, None, trust, requeued=True, files=files)
         name = str(requeued) if requeued else name
         if name is None:
             if command != "fit":

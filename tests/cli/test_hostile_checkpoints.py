@@ -18,6 +18,7 @@ from jsonargparse import ArgumentParser
 
 from lit_effattn import LanguageModel, PixelModel, SpeechRecognizer
 from lit_effattn.allowlist import LIMITS, SCHEDULE, NotAllowedError, Trust, _listed
+from lit_effattn.checkpoints import saved_config
 from lit_effattn.cli import main
 from lit_effattn.cli.saved_settings import UserOptions, checked_settings
 from lit_effattn.cli.trainer import Trainer
@@ -267,7 +268,8 @@ def test_the_processes_that_a_run_starts_refuse_it_too(
 def test_weights_to_start_from_are_weights_alone(edit: str):
     """What else the file holds is not looked at."""
     path = edited(EDITS[edit], "pixels")
-    settings = torch.load(OLD / "pixels.ckpt", weights_only=True)["lit_effattn"]["config"]
+    content = torch.load(OLD / "pixels.ckpt", weights_only=True)
+    settings = saved_config({"lit_effattn": content["lit_effattn"]}, "pixels.ckpt")
     Path("pixels.yaml").write_text(yaml.safe_dump(settings))
     main(["fit", "--config", "pixels.yaml", "--init_weights", str(path), "--trainer.fast_dev_run", "1"])
     assert nothing_happened()

@@ -1,5 +1,6 @@
 """One flag gives any run another kind of attention: every shipped configuration with every kind."""
 
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import yaml
 
 from lit_effattn.cli import main
-from tests.cli.test_command import CONFIGS
+from tests.cli.test_command import CONFIGS, built
 from tests.support.commands import fails
 
 KINDS = ("Softmax", "Shaw", "TransformerXL", "Compressive", "Infinite", "Linear", "Performer", "LSH", "Sparse")
@@ -48,7 +49,12 @@ def small(config: Path) -> list[str]:
         flags += [f"--{place}.d_ff", "16"]
         if options.get("position_width"):
             flags += [f"--{place}.position_width", "8"]
-    flags += ["--data", "tests.support.any_data.AnyData", "--data.batch", model_of(config)["class_path"]]
+    return flags + synthetic(config)
+
+
+def synthetic(config: Path) -> list[str]:
+    """Return flags for data that is drawn."""
+    flags = ["--data", "tests.support.any_data.AnyData", "--data.batch", model_of(config)["class_path"]]
     return [*flags, "--data.colours", "3"] if config.stem.startswith(("cifar", "photos")) else flags
 
 
@@ -60,13 +66,16 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
+every_case = pytest.mark.parametrize(
     ("config", "place", "kind"),
     [
         pytest.param(*case.values, id=case.id, marks=[] if case.values[0].stem in SHORT else pytest.mark.exhaustive)
         for case in CASES
     ],
 )
+
+
+@every_case
 @pytest.mark.filterwarnings("ignore")
 def test_every_configuration_takes_every_kind(
     config: Path,
@@ -84,3 +93,19 @@ def test_every_configuration_takes_every_kind(
         main(given)
     else:
         assert words in fails(capsys, *given)
+
+
+@every_case
+@pytest.mark.filterwarnings("ignore")
+def test_every_configuration_can_be_built_with_every_kind_at_full_size(
+    config: Path, place: str, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Without numbers, on the meta device."""
+    monkeypatch.chdir(tmp_path)
+    if (refusal(config, place, kind) or "").startswith("causal"):
+        pytest.skip("refused, see test_every_configuration_takes_every_kind")
+    made = built(config, *synthetic(config), f"--{place}.attention", f"{kind}Attention").model
+    made.configure_optimizers()
+    stack = operator.attrgetter(place.removeprefix("model."))(made)
+    assert {type(block.attention).__name__ for block in stack.blocks} == {f"{kind}Attention"}
+    assert (stack.d_model, len(stack.blocks)) == tuple(stacks(config)[place][name] for name in ("d_model", "n_layers"))

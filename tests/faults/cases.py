@@ -18,7 +18,7 @@ TRUST = ["--trust", "tests.faults.moments", "--trust", "tests.support.tones.Tone
 EPOCHS = 3
 
 DIMENSIONS: dict[str, tuple[Any, ...]] = {
-    "task": ("pixels", "text", "speech", "sorting", "pairs"),
+    "task": ("pixels", "classes", "text", "speech", "sorting", "pairs"),
     "limits": ("max_steps", "max_epochs", "both", "max_time"),
     "moment": ("mid-epoch", "last step of an epoch", "first step", "during validation"),
     "processes": (1, 2),
@@ -27,7 +27,7 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "schedule": ("warm-up", "plateau"),
 }
 
-BATCHES = {"pixels": 10, "text": 11, "speech": 10, "sorting": 12, "pairs": 10}
+BATCHES = {"pixels": 10, "classes": 10, "text": 11, "speech": 10, "sorting": 12, "pairs": 10}
 """Training batches of an epoch, for any number of processes: divisible by 3 in one task only."""
 
 
@@ -36,7 +36,7 @@ class Settings:
     """What determines an uninterrupted run.
 
     Attributes:
-        task: pixels, text, speech, sorting or pairs.
+        task: pixels, classes, text, speech, sorting or pairs.
         limits: What ends the run: max_steps in mid-epoch, max_epochs, or both at the same step. A run of max_time has
             max_epochs, and is stopped before by the time limit.
         processes: 1 or 2.
@@ -119,7 +119,7 @@ def _for_processes(task: str, processes: int) -> dict[str, int]:
         return {"batch_frames": 100 // processes}
     if task == "pairs":
         return {"batch_tokens": 60 // processes}
-    return {"batch_size": {"pixels": 140, "text": 4, "sorting": 8}[task] // processes}
+    return {"batch_size": {"pixels": 140, "classes": 140, "text": 4, "sorting": 8}[task] // processes}
 
 
 _SCHEDULES = {
@@ -140,6 +140,13 @@ TASKS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pixels": (
         {"class_path": "PixelModel", "init_args": {"backbone": _backbone("LinearAttention")}},
         {"class_path": "PixelSequences", "init_args": {"dataset": "digits", "eval_batch_size": 45}},
+    ),
+    "classes": (
+        {
+            "class_path": "SequenceClassifier",
+            "init_args": {"backbone": _backbone("PerformerAttention", causal=False), "label_smoothing": 0.1},
+        },
+        {"class_path": "LabelledImages", "init_args": {"dataset": "digits", "eval_batch_size": 45}},
     ),
     "text": (
         {

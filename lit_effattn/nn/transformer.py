@@ -16,7 +16,7 @@ from lit_effattn.attention.softmax import SoftmaxAttention
 from lit_effattn.positions import PositionsFactory, RotaryPositions, SinusoidalPositions
 from lit_effattn.sequence import SequenceModule, State, without_padding
 
-Activation = Literal["relu", "gelu", "quick_gelu", "swiglu"]
+Activation = Literal["relu", "gelu", "gelu_tanh", "quick_gelu", "swiglu"]
 Initialisation = Literal["pytorch", "xavier", "normal", "gpt2"]
 
 
@@ -25,7 +25,9 @@ class FeedForward(nn.Module):
 
         relu, gelu: W₂ f(W₁ x + b₁) + b₂;  swiglu: W₂ (silu(W_g x) ⊙ W₁ x), without biases (Shazeer 2020, equation 6)
 
-    quick_gelu is gelu with f(x) = x σ(1.702 x) (Hendrycks & Gimpel 2016, section 2; Child et al. 2019, section 5.2).
+    gelu is x Φ(x), and two approximations of it are also known by that name (Hendrycks & Gimpel 2016, section 2):
+    quick_gelu, x σ(1.702 x) (Child et al. 2019, section 5.2), and gelu_tanh, ½ x (1 + tanh(√(2/π) (x + 0.044715 x³))),
+    which GPT-2 was trained with (Radford et al. 2019, the authors' code).
 
     Args:
         d_model: Width.
@@ -50,7 +52,9 @@ class FeedForward(nn.Module):
     def _activate(self, x: Tensor) -> Tensor:
         if self.activation == "quick_gelu":
             return F.silu(1.702 * x) / 1.702
-        return F.relu(x) if self.activation == "relu" else F.gelu(x)
+        if self.activation == "relu":
+            return F.relu(x)
+        return F.gelu(x, approximate="tanh" if self.activation == "gelu_tanh" else "none")
 
 
 class DecoderBlockState(NamedTuple):
@@ -199,7 +203,7 @@ class Transformer(SequenceModule):
             position, which is concatenated to a narrower input (Katharopoulos et al. 2020 use half for each).
         norm: LayerNorm before each branch ("pre") or after each residual ("post", as in the 2017 paper).
         final_norm: A LayerNorm on the output. Default: with "pre" only.
-        activation: Activation of the feed-forward.
+        activation: Activation of the feed-forward: see `FeedForward`.
         dropout: Dropout on the input and on the output of each branch.
         init: "pytorch": the default of each module. "xavier": uniform Xavier matrices and zero biases (2017).
             "normal": N(0, 0.02) and zero biases, as Dai et al. 2019. "gpt2": the same, scaled for the last matrix of

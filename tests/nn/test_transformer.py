@@ -36,6 +36,8 @@ def affine(layer: nn.Linear, x):
 def activated(name: str, x):
     if name == "quick_gelu":
         return x / (1 + torch.exp(-1.702 * x))
+    if name == "gelu_tanh":
+        return x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
     return x.clamp(min=0) if name == "relu" else x * (1 + torch.erf(x / math.sqrt(2))) / 2
 
 
@@ -47,7 +49,7 @@ def uneven(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu", "quick_gelu"])
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "quick_gelu"])
 @pytest.mark.parametrize("placed", ["pre", "post"])
 @pytest.mark.parametrize("final_norm", [None, True, False])
 def test_one_layer_by_hand(placed: str, final_norm: bool | None, activation: str):

@@ -75,14 +75,32 @@ class CategoricalHead(Head):
         d_model: Width of the hidden state.
         n_levels: Number of values.
         zero_init: Start with W = b = 0, so with a loss of exactly log2(n_levels) bits (Child et al. 2019, section 5.2).
-        bias: Whether there is a b.
+        bias: Whether there is a b. GPT-2's head has none (Radford et al. 2019).
+        init_std: Start with W from N(0, init_std²) and b = 0: 0.02 in Dai et al. 2019 and GPT-2. Default: the start of
+            a `torch.nn.Linear`. A tied W starts as the embedding does.
+
+    Raises:
+        ValueError: `init_std` is negative, or given with `zero_init`.
     """
 
-    def __init__(self, d_model: int, n_levels: int, zero_init: bool = False, bias: bool = True) -> None:
+    def __init__(
+        self,
+        d_model: int,
+        n_levels: int,
+        zero_init: bool = False,
+        bias: bool = True,
+        init_std: float | None = None,
+    ) -> None:
         super().__init__(d_model, n_levels)
+        if init_std is not None and (zero_init or init_std < 0):
+            raise ValueError(
+                f"init_std={init_std} with zero_init={zero_init}: a standard deviation is not negative, and zero_init "
+                "means 0; give one of the two"
+            )
         self.proj = nn.Linear(d_model, n_levels, bias=bias)
-        if zero_init:
-            nn.init.zeros_(self.proj.weight)
+        std = 0.0 if zero_init else init_std
+        if std is not None:
+            nn.init.normal_(self.proj.weight, std=std)
             if bias:
                 nn.init.zeros_(self.proj.bias)
 

@@ -120,12 +120,28 @@ def test_the_loss_is_read_off_the_table(kind: type, n_levels: int):
 
 
 @pytest.mark.parametrize("n_levels", [2, 17, 256])
-def test_zero_init_knows_nothing(n_levels: int):
-    head = CategoricalHead(D, n_levels, zero_init=True)
+@pytest.mark.parametrize("options", [{"zero_init": True}, {"zero_init": True, "bias": False}, {"init_std": 0.0}])
+def test_zero_init_knows_nothing(n_levels: int, options: dict):
+    head = CategoricalHead(D, n_levels, **options)
     bits = head.nll(100 * torch.randn(8, D), torch.randint(n_levels, (8,))) / math.log(2)
     torch.testing.assert_close(bits, torch.full((8,), math.log2(n_levels)))
     default = CategoricalHead(D, n_levels)
     assert default.proj.weight.std() > 0
+
+
+def test_a_start_as_in_gpt2():
+    head = CategoricalHead(400, 100, bias=False, init_std=0.02)
+    assert [name for name, _ in head.named_parameters()] == ["proj.weight"]
+    assert head.proj.weight.std().item() == pytest.approx(0.02, rel=0.03)
+    h = torch.randn(3, 400)
+    torch.testing.assert_close(head.log_probs(h), (h @ head.proj.weight.T).log_softmax(-1))
+    assert not CategoricalHead(D, 3, init_std=0.02).proj.bias.any()
+
+
+@pytest.mark.parametrize("options", [{"init_std": -0.1}, {"init_std": 0.02, "zero_init": True}])
+def test_impossible_starts_are_named(options: dict):
+    with pytest.raises(ValueError, match=f"init_std={options['init_std']}"):
+        CategoricalHead(D, 3, **options)
 
 
 def test_a_mixture_that_says_nothing_is_worse_than_uniform():

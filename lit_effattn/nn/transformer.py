@@ -17,7 +17,7 @@ from lit_effattn.positions import PositionsFactory, RotaryPositions, SinusoidalP
 from lit_effattn.sequence import SequenceModule, State, without_padding
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "quick_gelu", "swiglu"]
-Initialisation = Literal["pytorch", "xavier", "normal", "gpt2"]
+Initialisation = Literal["pytorch", "xavier", "normal", "gpt2", "transformer_xl"]
 
 
 class FeedForward(nn.Module):
@@ -33,21 +33,22 @@ class FeedForward(nn.Module):
         d_model: Width.
         d_ff: Width between the matrices.
         activation: f.
+        dropout: Probability with which an element is dropped between f and W₂ in training.
     """
 
-    def __init__(self, d_model: int, d_ff: int, activation: Activation = "gelu") -> None:
+    def __init__(self, d_model: int, d_ff: int, activation: Activation = "gelu", dropout: float = 0.0) -> None:
         super().__init__()
         gated = activation == "swiglu"
         self.activation = activation
         self.up = nn.Linear(d_model, d_ff, bias=not gated)
         self.gate = nn.Linear(d_model, d_ff, bias=False) if gated else None
+        self.dropout = nn.Dropout(dropout)
         self.down = nn.Linear(d_ff, d_model, bias=not gated)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, N, d_model) -> (B, N, d_model)."""
-        if self.gate is not None:
-            return self.down(F.silu(self.gate(x)) * self.up(x))
-        return self.down(self._activate(self.up(x)))
+        y = self._activate(self.up(x)) if self.gate is None else F.silu(self.gate(x)) * self.up(x)  # (B, N, d_ff)
+        return self.down(self.dropout(y))
 
     def _activate(self, x: Tensor) -> Tensor:
         if self.activation == "quick_gelu":
@@ -206,14 +207,18 @@ class Transformer(SequenceModule):
         activation: Activation of the feed-forward: see `FeedForward`.
         dropout: Dropout on the input and on the output of each branch.
         init: "pytorch": the default of each module. "xavier": uniform Xavier matrices and zero biases (2017).
-            "normal": N(0, 0.02) and zero biases, as Dai et al. 2019. "gpt2": the same, scaled for the last matrix of
-            each branch by 1/√branches, 2 or with cross-attention 3 of each layer, so that the residual's variance does
-            not grow with depth (Child et al. 2019, section 5.2; Radford et al. 2019).
+            "normal": N(0, 0.02²) and zero biases. "transformer_xl": the same, and the LayerNorms' gains N(1, 0.02²), as
+            in the code of Dai et al. 2019. "gpt2": normal, scaled for the last matrix of each branch by 1/√branches, 2
+            or with cross-attention 3 of each layer, so that the residual's variance does not grow with depth (Child et
+            al. 2019, section 5.2; Radford et al. 2019).
         gradient_checkpointing: Keep only the blocks' inputs for the backward pass, and compute the rest again: less
             memory, about a third more time.
         cross_attention: The kind of cross-attention, or a list of kinds that the layers take in turn: the stack is then
             a decoder, whose blocks read a source between attention and feed-forward. See `remember`.
         d_source: Width of the source. Default: E.
+        activation_dropout: Dropout inside the feed-forward, after the activation. The code of Dai et al. 2019 and of
+            Katharopoulos et al. 2020 has it, with the same probability as `dropout`.
+        output_dropout: Dropout on the output of the stack, as in the code of Dai et al. 2019.
 
     Example:
         >>> from lit_effattn.attention import LinearAttention
@@ -243,6 +248,8 @@ class Transformer(SequenceModule):
         gradient_checkpointing: bool = False,
         cross_attention: list[CrossAttentionFactory] | CrossAttentionFactory | None = None,
         d_source: int | None = None,
+        activation_dropout: float = 0.0,
+        output_dropout: float = 0.0,
     ) -> None:
         super().__init__()
         for name, value, known in (
@@ -278,7 +285,7 @@ class Transformer(SequenceModule):
         self.blocks: list[Block] = nn.ModuleList(  # type: ignore[assignment]
             Block(
                 kind(d_model, n_heads, causal),
-                FeedForward(d_model, d_ff, activation),
+                FeedForward(d_model, d_ff, activation, activation_dropout),
                 norm=norm,
                 dropout=dropout,
                 cross_attention=None if cross_kinds is None else cross_kinds[i](d_model, n_heads, self.d_source),
@@ -286,6 +293,7 @@ class Transformer(SequenceModule):
             for i, kind in enumerate(kinds)
         )
         self.dropout = nn.Dropout(dropout)
+        self.output_dropout = nn.Dropout(output_dropout)
         self.norm = nn.LayerNorm(d_model) if (norm == "pre" if final_norm is None else final_norm) else nn.Identity()
         self.positions = self._place(positions, position_width)
         _initialise(self, init)
@@ -334,7 +342,7 @@ class Transformer(SequenceModule):
             else:
                 x, new = block(x, before, lengths)
             after.append(new)
-        y = without_padding(self.norm(x), lengths)
+        y = without_padding(self.output_dropout(self.norm(x)), lengths)
         if not self.causal:
             return y, None
         length = torch.full((b,), n, device=x.device) if lengths is None else lengths
@@ -416,6 +424,8 @@ def _initialise(transformer: Transformer, init: Initialisation) -> None:
                 nn.init.normal_(module.weight, std=0.02 * (last if name.endswith(("out_proj", "down")) else 1))
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.LayerNorm) and init == "transformer_xl":
+            nn.init.normal_(module.weight, mean=1.0, std=0.02)
 
 
 def _check_kinds(kinds: list[Any], cross_kinds: list[Any]) -> None:

@@ -212,6 +212,32 @@ def test_dropout_on_input_and_branches():
     assert torch.equal(entered[2], x)
 
 
+def dropped(t) -> float:
+    return (t == 0).float().mean().item()
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_dropout_inside_the_feed_forward_and_on_the_output(activation: str):
+    """It drops what it is named after, scales the rest, and nothing in evaluation."""
+    x = torch.randn(2, 30, E)
+    options = {"positions": None, "activation": activation}
+    model = Transformer(E, H, 1, **options, activation_dropout=0.75, output_dropout=0.5)
+    entered, left = [], []
+    model.blocks[0].feed_forward.down.register_forward_pre_hook(lambda module, args: entered.append(args[0]))
+    model.norm.register_forward_hook(lambda module, args, y: left.append(y))
+    outputs = [model(x)[0], model.eval()(x)[0]]
+    assert dropped(entered[0]) == pytest.approx(0.75, abs=0.05)
+    kept = entered[0] != 0
+    torch.testing.assert_close(entered[0][kept], 4 * entered[1][kept])
+    assert dropped(outputs[0]) == pytest.approx(0.5, abs=0.1)
+    kept = outputs[0] != 0
+    torch.testing.assert_close(outputs[0][kept], 2 * left[0][kept])
+    torch.testing.assert_close(outputs[1], left[1])
+    assert dropped(outputs[1]) == 0
+    model = Transformer(E, H, 1, **options)
+    assert torch.equal(model(x)[0], model(x)[0])
+
+
 # ----------------------------------------------------------------------------------------------------- initial values
 
 
@@ -219,9 +245,18 @@ def matrices(model: Transformer):
     return {n: m for n, m in model.blocks.named_modules() if isinstance(m, nn.Linear)}
 
 
-@pytest.mark.parametrize(("init", "last"), [("gpt2", 0.02 / math.sqrt(2 * 8)), ("normal", 0.02)])
-def test_initial_values_of_normal_and_gpt2(init: str, last: float):
+@pytest.mark.parametrize(
+    ("init", "last", "gains"),
+    [("gpt2", 0.02 / math.sqrt(2 * 8), 0), ("normal", 0.02, 0), ("transformer_xl", 0.02, 0.02)],
+)
+def test_initial_values_of_normal_gpt2_and_transformer_xl(init: str, last: float, gains: float):
     model = Transformer(128, 4, 8, init=init)
+    norms = [m for m in model.modules() if isinstance(m, nn.LayerNorm)]
+    weights = torch.cat([norm.weight for norm in norms])
+    assert len(norms) == 17
+    assert weights.mean().item() == pytest.approx(1, abs=0.002)
+    assert weights.std().item() == pytest.approx(gains, rel=0.1)
+    assert not any(norm.bias.any() for norm in norms)
     for name, linear in matrices(model).items():
         expected = last if name.endswith((".out_proj", ".down")) else 0.02
         assert linear.weight.std().item() == pytest.approx(expected, rel=0.05), name

@@ -19,6 +19,10 @@ class WarmupCosine(LambdaLR):
             fixed when the run starts and is part of its checkpoints.
         warmup_steps: Steps of the rise, or their share of `total_steps` as a float below 1.
         final: Final rate, as a fraction of the peak.
+        cosine_from_start: Whether the cosine runs over all `total_steps`, and the rise replaces its first steps, as in
+            the PyTorch code of Dai et al. 2019. That code sets the rate after each update. So the first update has the
+            peak rate, and update i, counted from 0, has i / warmup_steps of it while i is below `warmup_steps`.
+            Default: the cosine begins at the end of the rise. Without a rise the two are equal.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -30,6 +34,7 @@ class WarmupCosine(LambdaLR):
         total_steps: int | None = None,
         warmup_steps: int | float = 0,
         final: float = 0.0,
+        cosine_from_start: bool = False,
     ) -> None:
         if total_steps is not None and total_steps < 1:
             raise ValueError(f"total_steps={total_steps} is not positive; leave it out to take the steps of the run")
@@ -40,6 +45,7 @@ class WarmupCosine(LambdaLR):
         if not 0 <= final <= 1:
             raise ValueError(f"final={final} is not a fraction of the peak, from 0 to 1")
         self.total_steps, self.warmup_steps, self.final = total_steps, warmup_steps, final
+        self.cosine_from_start = cosine_from_start
         super().__init__(optimizer, self._factor)
 
     def set_total_steps(self, run_steps: float) -> None:
@@ -69,9 +75,12 @@ class WarmupCosine(LambdaLR):
             return 1.0  # no step is taken at this rate
         share = isinstance(self.warmup_steps, float)
         rise = round(self.warmup_steps * self.total_steps) if share else self.warmup_steps
-        if step < rise:
+        if self.cosine_from_start and 0 < step < rise:
+            return step / rise
+        if not self.cosine_from_start and step < rise:
             return (step + 1) / rise
-        done = min(1.0, (step - rise) / max(self.total_steps - rise, 1))
+        start = 0 if self.cosine_from_start else rise
+        done = min(1.0, (step - start) / max(self.total_steps - start, 1))
         return self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * done))
 
 

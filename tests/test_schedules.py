@@ -4,7 +4,7 @@ from io import BytesIO
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from lit_effattn.schedules import InverseSquareRoot, WarmupCosine
 
@@ -34,6 +34,27 @@ def test_rise_and_fall_by_hand():
 def test_without_a_rise_it_starts_at_the_peak():
     taken = rates(WarmupCosine(optimiser(), total_steps=2), 4)
     assert taken == pytest.approx([1, 0.5, 0, 0], abs=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter")
+@pytest.mark.parametrize("warmup_steps", [0, 1, 4])
+def test_the_schedule_of_transformer_xls_code(warmup_steps: int):
+    """The rate is set after each update: to a share of the peak, or to the cosine of all the steps taken."""
+    theirs = optimiser(0.8)
+    cosine = CosineAnnealingLR(theirs, T_max=12)
+    expected = []
+    for steps_taken in range(1, 13):
+        expected.append(theirs.param_groups[0]["lr"])
+        theirs.step()
+        if steps_taken < warmup_steps:
+            theirs.param_groups[0]["lr"] = 0.8 * steps_taken / warmup_steps
+        else:
+            cosine.step(steps_taken)
+    schedule = WarmupCosine(optimiser(0.8), 12, warmup_steps, cosine_from_start=True)
+    assert rates(schedule, 12) == pytest.approx(expected, abs=1e-12)
+    assert expected[0] == 0.8
+    if not warmup_steps:
+        assert rates(WarmupCosine(optimiser(0.8), 12), 12) == pytest.approx(expected, abs=1e-12)
 
 
 def test_it_ends_at_a_fraction_of_the_peak():

@@ -23,15 +23,20 @@ class Bands(nn.Module):
         d_model: Width.
         cutoffs: K tokens: the first of each band but the first.
         div_value: Factor by which each band is narrower than the previous one.
+        proj_init_std: Standard deviation of the projections at the start: 0.01 in the code of Dai et al. 2019. Default:
+            d_i^−½, so that P_i e_w has the same scale in every band.
 
     Raises:
-        ValueError: `cutoffs` do not ascend within the vocabulary, or a band would have a width of 0.
+        ValueError: `cutoffs` do not ascend within the vocabulary, a band would have a width of 0, or `proj_init_std` is
+            not positive.
     """
 
     cutoffs: Tensor
     INIT_STD = 0.02
 
-    def __init__(self, n_tokens: int, d_model: int, cutoffs: list[int], div_value: float) -> None:
+    def __init__(
+        self, n_tokens: int, d_model: int, cutoffs: list[int], div_value: float, proj_init_std: float | None
+    ) -> None:
         super().__init__()
         borders = [0, *cutoffs, n_tokens]
         if not cutoffs or any(a >= b for a, b in pairwise(borders)):
@@ -41,17 +46,18 @@ class Bands(nn.Module):
                 f"div_value={div_value} with d_model={d_model} and {len(cutoffs)} cutoffs: it must be at least 1, and "
                 "so must d_model / div_value^(number of cutoffs), the width of the last band"
             )
+        if proj_init_std is not None and proj_init_std <= 0:
+            raise ValueError(f"proj_init_std={proj_init_std} is not positive; leave it out for d_i^−½")
         self.register_buffer("cutoffs", torch.tensor(cutoffs), persistent=False)
         self.starts = borders[:-1]
         self.sizes = [b - a for a, b in pairwise(borders)]
         widths = [int(d_model / div_value**i) for i in range(len(self.sizes))]
         self.rows = nn.ParameterList(torch.empty(n, d) for n, d in zip(self.sizes, widths, strict=True))
         self.projections = nn.ParameterList(torch.empty(d_model, d) for d in widths if d < d_model)
-        # P e then has the same scale in every band.
         for rows in self.rows:
             nn.init.normal_(rows, std=self.INIT_STD)
         for projection in self.projections:
-            nn.init.normal_(projection, std=projection.size(1) ** -0.5)
+            nn.init.normal_(projection, std=proj_init_std or projection.size(1) ** -0.5)
 
     def __len__(self) -> int:
         """Return K + 1."""
@@ -76,23 +82,36 @@ class AdaptiveEmbedding(nn.Module):
 
         y = P_i e_w,  w in band i                                              Baevski & Auli 2019, section 3
 
-    All bands are computed for every token and masked. With a `div_value` of 4 this costs less than a third of a
-    d_model × d_model matrix. Shapes do not depend on the data, and every parameter has a gradient in every process.
-    Every band's vectors start with standard deviation 0.02.
+    P_0 is the identity, unless `project_first`. All bands are computed for every token and masked. Without P_0 and with
+    a `div_value` of 4 this costs less than a third of a d_model × d_model matrix. Shapes do not depend on the data, and
+    every parameter has a gradient in every process. Every band's vectors start with standard deviation 0.02.
 
     Args:
         n_tokens: Number of tokens, the most frequent first.
         d_model: Width of the output.
         cutoffs: The first token of each band but the first (WikiText-103: 20000, 40000, 200000).
         div_value: Factor by which each band's vectors are narrower than the previous band's; 1: no projections.
+        project_first: Whether band 0 has a projection P_0, too. Not shared with a tied head. In the code of Dai et al.
+            2019 embedding and head have one each, if `div_value` is not 1.
+        proj_init_std: Standard deviation of the projections at the start: see `Bands`.
 
     Raises:
         ValueError: see `Bands`.
     """
 
-    def __init__(self, n_tokens: int, d_model: int, *, cutoffs: list[int], div_value: float = 4.0) -> None:
+    def __init__(
+        self,
+        n_tokens: int,
+        d_model: int,
+        *,
+        cutoffs: list[int],
+        div_value: float = 4.0,
+        project_first: bool = False,
+        proj_init_std: float | None = None,
+    ) -> None:
         super().__init__()
-        self.bands = Bands(n_tokens, d_model, cutoffs, div_value)
+        self.bands = Bands(n_tokens, d_model, cutoffs, div_value, proj_init_std)
+        self.first_proj = _square(d_model, proj_init_std) if project_first else None
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(…) integers -> (…, d_model)."""
@@ -104,6 +123,8 @@ class AdaptiveEmbedding(nn.Module):
         """Return band i's vectors, 0 for tokens that are elsewhere."""
         row = (tokens - self.bands.starts[i]).masked_fill(elsewhere, 0)
         e = F.embedding(row, self.bands.rows[i]).masked_fill(elsewhere[..., None], 0)  # (…, d_i)
+        if i == 0 and self.first_proj is not None:
+            return self.first_proj(e)
         projection = self.bands.projection(i)
         return e if projection is None else F.linear(e, projection)  # (…, d_model)
 
@@ -114,25 +135,39 @@ class AdaptiveHead(Head):
         p(w) = softmax(E_0 h + b_0)_w                            w in band 0
         p(w) = softmax(E_0 h + b_0)_{band i} · softmax(E_i P_iᵀ h + b_i)_w      w in band i ≥ 1
 
-    where the first softmax runs over band 0's tokens and the K bands. Grave et al. 2017, section 4, with the biases of
-    Transformer-XL. `nll` computes the second softmax only where the target is in that band, so it never holds a
-    position × vocabulary matrix. Under `torch.compile`, which needs shapes that do not depend on the data, it does, but
-    `loss`, which training calls, is never compiled. `log_probs`, and a loss with label smoothing, hold the matrix.
-    Every parameter gets a gradient from every batch, zero where a band has no target.
+    where the first softmax runs over band 0's tokens and the K bands, and reads P_0ᵀ h in place of h if
+    `project_first`. Grave et al. 2017, section 4, with the biases of Transformer-XL. `nll` computes the second softmax
+    only where the target is in that band, so it never holds a position × vocabulary matrix. Under `torch.compile`,
+    which needs shapes that do not depend on the data, it does, but `loss`, which training calls, is never compiled.
+    `log_probs`, and a loss with label smoothing, hold the matrix. Every parameter gets a gradient from every batch,
+    zero where a band has no target.
 
     Args:
         d_model: Width of the hidden state.
         n_levels: Number of tokens, the most frequent first.
         cutoffs: The first token of each band but the first (WikiText-103: 20000, 40000, 200000).
         div_value: Factor by which each band's vectors are narrower than the previous band's; 1: no projections.
+        project_first: Whether band 0 has a projection P_0, too: the head's own, even if the head is tied. See
+            `AdaptiveEmbedding`.
+        proj_init_std: Standard deviation of the projections at the start: see `Bands`.
 
     Raises:
         ValueError: see `Bands`.
     """
 
-    def __init__(self, d_model: int, n_levels: int, *, cutoffs: list[int], div_value: float = 4.0) -> None:
+    def __init__(
+        self,
+        d_model: int,
+        n_levels: int,
+        *,
+        cutoffs: list[int],
+        div_value: float = 4.0,
+        project_first: bool = False,
+        proj_init_std: float | None = None,
+    ) -> None:
         super().__init__(d_model, n_levels)
-        self.bands = Bands(n_levels, d_model, cutoffs, div_value)
+        self.bands = Bands(n_levels, d_model, cutoffs, div_value, proj_init_std)
+        self.first_proj = _square(d_model, proj_init_std) if project_first else None
         self.biases = nn.ParameterList(torch.zeros(n) for n in self.bands.sizes)
         self.band_proj = nn.Linear(d_model, len(cutoffs))
         nn.init.normal_(self.band_proj.weight, std=Bands.INIT_STD)
@@ -165,6 +200,7 @@ class AdaptiveHead(Head):
 
     def _first(self, h: Tensor) -> Tensor:
         """Return the logits of the frequent tokens and of the bands of rare ones."""
+        h = h if self.first_proj is None else self.first_proj(h)
         logits = torch.cat([F.linear(h, self.bands.rows[0], self.biases[0]), self.band_proj(h)], -1)
         return logits.to(accumulator(logits.dtype))
 
@@ -176,7 +212,7 @@ class AdaptiveHead(Head):
         return logits.to(accumulator(logits.dtype))
 
     def tie(self, embedding: nn.Module) -> None:
-        """Share the vectors and projections of an `AdaptiveEmbedding`: see `Head.tie`."""
+        """Share the vectors and projections of an `AdaptiveEmbedding`, but not a P_0: see `Head.tie`."""
         if not isinstance(embedding, AdaptiveEmbedding):
             raise ValueError(
                 f"AdaptiveHead can be tied only to an AdaptiveEmbedding, not to {type(embedding).__name__}"
@@ -188,3 +224,10 @@ class AdaptiveHead(Head):
                 "same cutoffs and div_value for both, and a backbone whose d_input equals its d_model"
             )
         self.bands = embedding.bands
+
+
+def _square(width: int, std: float | None) -> nn.Linear:
+    """Return the projection of a band that is as wide as the model."""
+    projection = nn.Linear(width, width, bias=False)
+    nn.init.normal_(projection.weight, std=std or width**-0.5)
+    return projection

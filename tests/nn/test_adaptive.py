@@ -164,6 +164,44 @@ def test_every_token_has_its_vector(cutoffs: list[int], div_value: float):
     )
 
 
+@pytest.mark.parametrize("div_value", [1.0, 2.0])
+def test_a_projection_of_the_first_band(div_value: float):
+    """Two of them: the embedding's, and the head's own, through which it reads frequent tokens and bands."""
+    options = {"cutoffs": CUTOFFS, "div_value": div_value, "project_first": True}
+    embedding, head = AdaptiveEmbedding(V, D, **options), AdaptiveHead(D, V, **options)
+    head.tie(embedding)
+    model = shaken(nn.ModuleList([embedding, head]).double())
+    bands, tokens = embedding.bands, torch.arange(V)
+    h = torch.randn(D, dtype=torch.float64)
+    vectors = [vector_of(bands, w) for w in range(V)]
+    expected = torch.stack([embedding.first_proj.weight @ v if w < 4 else v for w, v in enumerate(vectors)])
+    seen = head.first_proj.weight @ h  # P_0ᵀ h
+    frequent = torch.stack([v @ seen + b for v, b in zip(vectors, head.biases[0], strict=False)])
+    first = torch.cat([frequent, head.band_proj.weight @ seen + head.band_proj.bias]).log_softmax(-1)
+    rare = [
+        torch.stack([vectors[w] @ h for w in range(start, end)]).add(bias).log_softmax(-1) + of_band
+        for start, end, bias, of_band in zip(CUTOFFS, [*CUTOFFS[1:], V], head.biases[1:], first[4:], strict=True)
+    ]
+    log_probs = torch.cat([first[:4], *rare])
+    torch.testing.assert_close(embedding(tokens), expected)
+    torch.testing.assert_close(head.log_probs(h), log_probs)
+    torch.testing.assert_close(head.nll(h.expand(V, D), tokens), -log_probs)
+    wanted = list(model.parameters())
+    found = torch.autograd.grad(embedding(tokens).sin().sum() + head.nll(h.expand(V, D), tokens).sin().sum(), wanted)
+    torch.testing.assert_close(
+        found, torch.autograd.grad(expected.sin().sum() - log_probs.sin().sum(), wanted), rtol=1e-9, atol=1e-9
+    )
+
+
+def test_projections_as_small_as_in_transformer_xls_code():
+    options = {"cutoffs": [1000, 2000], "project_first": True, "proj_init_std": 0.01}
+    for module in (AdaptiveEmbedding(3000, 256, **options), AdaptiveHead(256, 3000, **options)):
+        for projection in (module.first_proj.weight, *module.bands.projections):
+            assert projection.std().item() == pytest.approx(0.01, rel=0.05)
+    default = AdaptiveEmbedding(3000, 256, cutoffs=[1000, 2000], project_first=True)
+    assert default.first_proj.weight.std().item() == pytest.approx(1 / 16, rel=0.05)
+
+
 def test_widths():
     bands = AdaptiveEmbedding(V, 410, cutoffs=CUTOFFS, div_value=4.0).bands
     assert [tuple(rows.shape) for rows in bands.rows] == [(4, 410), (5, 102), (6, 25), (8, 6)]
@@ -300,6 +338,7 @@ def test_smoothing_spreads_the_target(kind):
         ({"cutoffs": [9, 4]}, r"cutoffs=\[9, 4\]"),
         ({"cutoffs": [4, 23]}, r"cutoffs=\[4, 23\] .*23"),
         ({"cutoffs": [4], "div_value": 0.5}, r"div_value=0\.5"),
+        ({"cutoffs": [4], "proj_init_std": 0.0}, r"proj_init_std=0\.0 is not positive"),
         ({"cutoffs": [4, 9], "div_value": 4.0}, r"div_value=4\.0 with d_model=8 and 2 cutoffs"),
     ],
 )

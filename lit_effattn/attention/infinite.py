@@ -11,14 +11,18 @@ from torch import Tensor, nn
 
 from lit_effattn.attention.transformer_xl import TransformerXLAttention, gather_rows, newest, slots_used
 from lit_effattn.ops.continuous import (
+    Grid,
     basis_of,
+    ends,
     evaluate_signal,
     expected_basis,
     fit_matrix,
     gaussian,
     jitter,
+    left_edges,
     midpoints,
     normal_masses,
+    pseudorandom,
     quantiles,
     refit_matrix,
     width_divergence,
@@ -27,6 +31,7 @@ from lit_effattn.ops.relative import furthest, relative_attention, relative_shif
 from lit_effattn.sequence import SequenceModule, State, accumulator, reads_values, without_padding
 
 Writes = Literal["evicted", "segment"]
+Sampling = Literal["quantiles", "bins"]
 
 _TOGETHER = 4096
 """Positions that attend to their signals at once, unless `sticky`: fewer operators, with bounded memory."""
@@ -74,6 +79,10 @@ class InfiniteAttention(TransformerXLAttention):
     training each is jittered within its part. The jitter follows from a counter in the state, so a recomputation
     repeats it, and it differs between rows and updates.
 
+    The authors' code (github.com/deep-spin/infinite-former) differs from the paper, and from the defaults, in what four
+    options say: `tie_query`, `density_bias`, `grid` and `sampling`. Their least σ² is 10⁻⁶ (10⁻⁴ with GPT-2); here 10⁻⁶
+    is added.
+
     A module never detaches its state, so gradients flow through all updates of a call. The caller detaches the state
     between calls (the paper's memories have no gradient). A segment is written by the call that first attends to it, so
     the gate learns even with a detached state.
@@ -97,6 +106,15 @@ class InfiniteAttention(TransformerXLAttention):
         gate: Write x ⊙ sigmoid(conv(x)), a convolution of width 3 over the segment, instead of x.
         sticky: Sample the old signal where it was attended to.
         n_bins: Bins of the histogram.
+        sampling: With `sticky`, "quantiles", or "bins": as in the authors' code, bins are drawn by their mass, with
+            repetition, in evaluation too, and the signal is sampled at the left edges of the bins drawn, in order. The
+            draws follow from the counter, and no mass is spread evenly. A bin's left edge has no gradient.
+        grid: Where the M samples and the L inputs of a segment are placed when the signal is fitted again: at the
+            middles of M equal parts of [0, τ] and of L of [τ, 1], or, as in the authors' code, at their right "ends",
+            which are then also where the old signal is sampled. The first segment is at midpoints in both.
+        tie_query: Whether W_q' is W_q, as in the authors' code, which has no other query for the signal. The query then
+            has the bias of W_q, if there is one.
+        density_bias: Whether there are b_μ and b_σ. The paper has an affine map (section 3), the authors' code none.
         kl_weight: Weight of the regulariser.
         sigma_0: σ₀, the width that the regulariser pulls the densities towards.
         clamp_len: Larger distances are clamped to it; None: no clamping.
@@ -124,6 +142,10 @@ class InfiniteAttention(TransformerXLAttention):
         gate: bool = False,
         sticky: bool = False,
         n_bins: int = 128,
+        sampling: Sampling = "quantiles",
+        grid: Grid = "midpoints",
+        tie_query: bool = False,
+        density_bias: bool = True,
         kl_weight: float = 1e-6,
         sigma_0: float = 0.05,
         clamp_len: int | None = None,
@@ -162,8 +184,12 @@ class InfiniteAttention(TransformerXLAttention):
             raise ValueError(f"kl_weight={kl_weight} is negative; 0 turns the regulariser off")
         if not 0 < tau < 1:
             raise ValueError(f"tau={tau} must be between 0 and 1, both excluded: it is the share of the old signal")
-        if writes not in get_args(Writes):
-            raise ValueError(f"writes={writes!r} is not one of {get_args(Writes)}")
+        choices = {"writes": (writes, Writes), "sampling": (sampling, Sampling), "grid": (grid, Grid)}
+        for name, (choice, known) in choices.items():
+            if choice not in get_args(known):
+                raise ValueError(f"{name}={choice!r} is not one of {get_args(known)}")
+        if sampling != "quantiles" and not sticky:
+            raise ValueError(f"sampling={sampling!r} needs sticky=True; without it the samples are even: leave it out")
         self.segment_len = segment_len
         self.n_basis = n_basis
         self.widths = tuple(widths)
@@ -173,14 +199,19 @@ class InfiniteAttention(TransformerXLAttention):
         self.writes = writes
         self.sticky = sticky
         self.n_bins = n_bins
+        self.sampling = sampling
+        self.grid: Grid = grid
+        self.tie_query = tie_query
         self.kl_weight = kl_weight
         self.sigma_0 = sigma_0
         if n_basis:
             # Without biases the term is 0 where there is no signal. Its gradient is then 0, not None.
-            self.ltm_q_proj, self.ltm_k_proj, self.ltm_v_proj, self.ltm_out_proj = (
-                nn.Linear(d_model, d_model, bias=False) for _ in range(4)
+            if not tie_query:
+                self.ltm_q_proj = nn.Linear(d_model, d_model, bias=False)
+            self.ltm_k_proj, self.ltm_v_proj, self.ltm_out_proj = (
+                nn.Linear(d_model, d_model, bias=False) for _ in range(3)
             )
-            self.ltm_density = nn.Linear(n_basis, 2)
+            self.ltm_density = nn.Linear(n_basis, 2, bias=density_bias)
             self.gate = nn.Conv1d(d_model, d_model, 3, padding=1) if gate else None
             self._solve()
 
@@ -189,8 +220,9 @@ class InfiniteAttention(TransformerXLAttention):
         weight, basis = self.ltm_density.weight, (self.n_basis, self.widths)
         options: dict[str, Any] = {"dtype": accumulator(weight.dtype), "device": weight.device}
         self._fit_first = fit_matrix(0, self.segment_len, self.tau, *basis, self.ridge, **options)
-        self._fit_next = fit_matrix(self.n_samples, self.segment_len, self.tau, *basis, self.ridge, **options)
-        self._refit = refit_matrix(self.n_samples, self.segment_len, self.tau, *basis, self.ridge, **options)
+        later = (self.n_samples, self.segment_len, self.tau, *basis, self.ridge)
+        self._fit_next = fit_matrix(*later, **options, grid=self.grid)
+        self._refit = refit_matrix(*later, **options, grid=self.grid)
         self._centres_variances = basis_of(*basis, **options)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> InfiniteAttention:
@@ -276,14 +308,16 @@ class InfiniteAttention(TransformerXLAttention):
     def density(self, x: Tensor, state: InfiniteMemory, times: Tensor) -> Tensor:
         """Return N(t; μ, σ²) at `times` (T,), the attention of inputs `x` (B, N, E) to that signal: (B, H, N, T)."""
         full = state.coefficients.dtype
-        mean, variance = self._attended(self._heads(self.ltm_q_proj(x)).to(full), state.coefficients)
+        mean, variance = self._attended(self._far_queries(x).to(full), state.coefficients)
         return gaussian(times.to(mean), mean[..., None], variance[..., None])
 
     def sample_times(self, state: InfiniteMemory) -> Tensor:
         """Return the times at which the next update samples the signal, (M,), or (B, M) if sticky."""
         n, histogram = self.n_samples, state.histogram
         if not self.sticky:
-            return midpoints(n, dtype=histogram.dtype, device=histogram.device)
+            return (ends if self.grid == "ends" else midpoints)(n, dtype=histogram.dtype, device=histogram.device)
+        if self.sampling == "bins":
+            return left_edges(histogram, pseudorandom(state.counter, n, histogram.dtype).sort(1).values)
         within = jitter(state.counter, n, histogram.dtype) if self.training else torch.full_like(histogram[:, :1], 0.5)
         return quantiles(histogram, (torch.arange(n, device=histogram.device) + within) / n)
 
@@ -408,7 +442,7 @@ class InfiniteAttention(TransformerXLAttention):
         """
         n, size, full = x.size(1), self.segment_len, accumulator(x.dtype)
         room = min(n, size)
-        q = self._heads(self.ltm_q_proj(x)).to(full)
+        q = self._far_queries(x).to(full)
         written = self._writes_before(state.length - 1, self._delay)[:, None]  # (B, 1)
         due = (
             self._delay + (written + 1) * size - state.length[:, None]
@@ -531,11 +565,17 @@ class InfiniteAttention(TransformerXLAttention):
         openness = F.conv1d(segment.mT, weight, None if bias is None else bias.to(segment.dtype), padding=1)
         return segment * openness.sigmoid().mT
 
+    def _far_queries(self, x: Tensor) -> Tensor:
+        """Return W_q' x: (B, N, E) -> (B, H, N, D)."""
+        return self._heads((self.q_proj if self.tie_query else self.ltm_q_proj)(x))
+
     def _attended(self, q: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """Return μ and σ² of queries (B, H, P, D) to the signal of `b` (B, n_basis, E): (B, H, P) each."""
         # w · s = q · W_k' (Σ_j w_j B_j) / √D, so no score of each query and basis function is needed.
         key = F.linear(self.ltm_density.weight.to(b.dtype) @ b, self.ltm_k_proj.weight.to(b.dtype))  # (B, 2, E)
-        scores = q @ self._heads(key).mT * self.head_dim**-0.5 + self.ltm_density.bias.to(b.dtype)  # (B, H, P, 2)
+        scores = q @ self._heads(key).mT * self.head_dim**-0.5  # (B, H, P, 2)
+        if self.ltm_density.bias is not None:
+            scores = scores + self.ltm_density.bias.to(b.dtype)
         return scores[..., 0].sigmoid(), F.softplus(scores[..., 1]) + _LEAST_VARIANCE
 
     def _read(self, mean: Tensor, variance: Tensor, b: Tensor) -> Tensor:

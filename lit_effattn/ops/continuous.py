@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+Grid = Literal["midpoints", "ends"]
 
 _FLOOR = 1e-3  # share of the samples that is spread evenly, so that every bin is sampled at times
 
@@ -74,6 +77,11 @@ def midpoints(n: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     return (torch.arange(n, dtype=dtype, device=device) + 0.5) / n
 
 
+def ends(n: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the right ends of n equal parts of [0, 1]: (n,)."""
+    return (torch.arange(n, dtype=dtype, device=device) + 1) / n
+
+
 def ridge(psi: Tensor, penalty: float) -> Tensor:
     """Return the matrix that multivariate ridge regression multiplies its targets by.
 
@@ -100,13 +108,19 @@ def fit_matrix(
     penalty: float,
     dtype: torch.dtype,
     device: torch.device,
+    grid: Grid = "midpoints",
 ) -> Tensor:
     """Return the matrix that maps n_old vectors, evenly on [0, τ], and n_new, evenly on [τ, 1], to coefficients.
 
-    As in the authors' code the signal is also fitted to zeros on [−½, 0] and [1, 1½], as dense as the n_old + n_new
-    targets on [0, 1]; their columns are left out, since they are multiplied by 0. Solved in float64, once for each
-    choice of arguments. All callers share the result, so it must not be changed in place. Do not call this function in
-    compiled code.
+        "midpoints":  old vector i at τ (i − ½) / n_old,  new vector i at τ + (1 − τ) (i − ½) / n_new,  i = 1, 2, …
+        "ends":       old vector i at τ i / n_old,        new vector i at τ + (1 − τ) i / n_new
+
+    As in the authors' code the signal is also fitted to zeros on [−½, 0] and [1, 1½], as dense as the n = n_old + n_new
+    targets on [0, 1]; their columns are left out, since they are multiplied by 0. With "midpoints" the zeros are at
+    −(i − ½) / n and 1 + (i − ½) / n, with "ends" they are those of 2n even points from −½ + 1/(n + n_new) to
+    1½ − 1/(n + n_new) that are outside [0, 1], as in the authors' code. Their first fit, n_old = 0, is "midpoints".
+    Solved in float64, once for each choice of arguments. All callers share the result, so it must not be changed in
+    place. Do not call this function in compiled code.
 
     Args:
         n_old: Vectors on [0, τ]; 0: the new vectors are on all of [0, 1].
@@ -117,6 +131,7 @@ def fit_matrix(
         penalty: λ of `ridge`.
         dtype: Type of the result.
         device: Device of the result.
+        grid: Where the vectors are placed if n_old is not 0.
 
     Returns:
         (n_basis, n_old + n_new).
@@ -127,10 +142,16 @@ def fit_matrix(
         torch.no_grad(),
     ):  # not an inference tensor: it is cached, and training may use one made in validation
         start = tau if n_old else 0.0
-        old, new = (midpoints(n, dtype=torch.float64, device=cpu) for n in (n_old, n_new))
-        n = n_old + n_new
-        outside = midpoints(n, dtype=torch.float64, device=cpu)[: (n + 1) // 2]
-        times = torch.cat([start * old, start + (1 - start) * new, -outside, 1 + outside])
+        n, place = n_old + n_new, ends if n_old and grid == "ends" else midpoints
+        old, new = (place(count, dtype=torch.float64, device=cpu) for count in (n_old, n_new))
+        if place is ends:
+            shift = 1 / (n + n_new)
+            around = torch.linspace(shift - 0.5, 1.5 - shift, 2 * n, dtype=torch.float64, device=cpu)
+            zeros = around[(around < 0) | (around > 1)]
+        else:
+            outside = midpoints(n, dtype=torch.float64, device=cpu)[: (n + 1) // 2]
+            zeros = torch.cat([-outside, 1 + outside])
+        times = torch.cat([start * old, start + (1 - start) * new, zeros])
         psi = expected_basis(
             times, torch.zeros_like(times), basis_of(n_basis, widths, dtype=torch.float64, device=cpu)
         )  # (T, n_basis)
@@ -147,6 +168,7 @@ def refit_matrix(
     penalty: float,
     dtype: torch.dtype,
     device: torch.device,
+    grid: Grid = "midpoints",
 ) -> Tensor:
     """Return the matrix that maps old coefficients to their share of the new ones, for a signal moved to [0, τ].
 
@@ -159,8 +181,8 @@ def refit_matrix(
     """
     cpu = torch.device("cpu")
     with torch.inference_mode(False), torch.no_grad():
-        fit = fit_matrix(n_old, n_new, tau, n_basis, widths, penalty, torch.float64, cpu)[:, :n_old]
-        times = midpoints(n_old, dtype=torch.float64, device=cpu)
+        fit = fit_matrix(n_old, n_new, tau, n_basis, widths, penalty, torch.float64, cpu, grid)[:, :n_old]
+        times = (ends if grid == "ends" else midpoints)(n_old, dtype=torch.float64, device=cpu)
         basis = basis_of(n_basis, widths, dtype=torch.float64, device=cpu)
         return (fit @ expected_basis(times, torch.zeros_like(times), basis)).to(device, dtype)
 
@@ -196,6 +218,40 @@ def quantiles(histogram: Tensor, levels: Tensor) -> Tensor:
     number = torch.searchsorted(end.detach(), levels, right=True).clamp(max=n_bins - 1)  # (B, T)
     end, share = end.gather(1, number), share.gather(1, number)
     return (number + 1 + (levels - end) / share).clamp(0, n_bins) / n_bins
+
+
+def left_edges(histogram: Tensor, levels: Tensor) -> Tensor:
+    """Return the left edges of the bins in which the quantiles `levels` of a histogram lie. It has no gradient.
+
+    With random levels, even on [0, 1], the bins are drawn with repetition, each by its mass. No mass is spread evenly;
+    if there is none, all bins are as likely.
+
+    Args:
+        histogram: (B, n_bins), not negative, of equal parts of [0, 1].
+        levels: (B, T), strictly between 0 and 1.
+
+    Returns:
+        (B, T), rising where `levels` is.
+    """
+    n_bins, total = histogram.size(1), histogram.detach().sum(1, keepdim=True)
+    end = torch.where(total > 0, histogram.detach(), 1).cumsum(1)  # (B, n_bins)
+    # Where rounding leaves a level at the total, it is in the last bin that has a mass.
+    number = torch.searchsorted(end, levels * end[:, -1:], right=True)
+    last = (end < end[:, -1:]).sum(1, keepdim=True)
+    return torch.minimum(number, last).to(histogram.dtype) / n_bins
+
+
+def pseudorandom(counter: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+    """Return n numbers in (0, 1) that differ with `counter` (B,), as if drawn independently: (B, n).
+
+    A pure function, as `jitter`, whose numbers are more even than independent ones. Products stay below 2⁶³.
+    """
+    x = counter[:, None] * 2_592_223 + torch.arange(n, device=counter.device)
+    for shift in (16, 15, 16):
+        x = x % 2**31
+        x = (x ^ (x >> shift)) * 1_812_433_253
+    x = x % 2**31
+    return (((x ^ (x >> 16)) % 2**22).to(dtype) + 0.5) / 2**22
 
 
 def jitter(counter: Tensor, n: int, dtype: torch.dtype) -> Tensor:

@@ -99,6 +99,98 @@ def test_sticky_samples_are_quantiles_of_where_it_was_attended_to():
     assert make().sample_times(before).tolist() == [(i + 0.5) / 6 for i in range(6)]
 
 
+@pytest.mark.parametrize("authors", [False, True])
+def test_parameters_of_the_long_term_memory(authors: bool):
+    """3,520 in the authors' code: W_k', W_v', W_o', the gate, and two rows of n_basis."""
+    e, n = 24, 20
+    attention = InfiniteAttention(e, 3, n_basis=n, gate=True, tie_query=authors, density_bias=not authors)
+    count = sum(p.numel() for name, p in attention.named_parameters() if name.startswith(("ltm_", "gate")))
+    assert count == (3 * e**2 + (3 * e**2 + e) + 2 * n if authors else 4 * e**2 + (3 * e**2 + e) + 2 * (n + 1))
+    assert count == (3520 if authors else 4098)
+
+
+def test_the_authors_formulas():
+    """The long-term term after each of five writes, with their queries, times, zeros around and densities."""
+    authors = {"tie_query": True, "density_bias": False, "grid": "ends", "ridge": 1.0, "tau": 0.75, "gate": True}
+    attention = make(**authors)
+    off = make(n_basis=0)
+    off.load_state_dict(attention.state_dict(), strict=False)
+    x = inputs(2, 32)
+    found = attention(x)[0] - off(x)[0]
+    w = {name: p.detach() for name, p in attention.named_parameters()}
+    length, samples = 4, 6
+    centres, sigmas = torch.linspace(0, 1, 5, dtype=torch.float64).repeat(2), torch.tensor([0.1, 0.2]).double()
+    psi = torch.distributions.Normal(centres, sigmas.repeat_interleave(5))
+
+    def fit(targets, times, around):
+        """B = X F' (F F' + λI)⁻¹, with zeros at the times `around` that are not in [0, 1]."""
+        f = psi.log_prob(torch.cat([times, around[(around < 0) | (around > 1)]])[:, None]).exp().T
+        g = f.T @ torch.linalg.inv(f @ f.T + torch.eye(10, dtype=torch.float64))
+        return torch.einsum("bte,tn->bne", targets, g[: len(times)])
+
+    b = None
+    for start in range(8, 32, 4):  # mem_len = 4: the segment that is written ended 4 positions before
+        k = x[:, start - 8 : start - 4]
+        mask = torch.nn.functional.conv1d(k.mT, w["gate.weight"], w["gate.bias"], padding=1).sigmoid().mT
+        k = k * mask
+        if b is None:
+            n = length
+            i = torch.arange(2 * n, dtype=torch.float64)
+            around = -0.5 + (i + 0.5) / n
+            b = fit(k, (torch.arange(n) + 0.5).double() / n, around)
+        else:
+            n, shift = length + samples, 1 / (2 * length + samples)
+            old, new = torch.arange(1, samples + 1).double() / samples, torch.arange(1, length + 1).double() / length
+            around = torch.linspace(-0.5 + shift, 1.5 - shift, 2 * n, dtype=torch.float64)
+            past = psi.log_prob(old[:, None]).exp() @ b
+            b = fit(torch.cat([past, k], 1), torch.cat([0.75 * old, 0.75 + 0.25 * new]), around)
+        q, k, v = (
+            (y @ w[name].T).unflatten(2, (H, D)).transpose(1, 2)
+            for y, name in (
+                (x[:, start : start + 4], "q_proj.weight"),
+                (b, "ltm_k_proj.weight"),
+                (b, "ltm_v_proj.weight"),
+            )
+        )
+        scores = q @ k.mT / D**0.5  # (B, H, 4, n_basis)
+        mean, variance = (scores @ w["ltm_density.weight"].T).unbind(-1)
+        mean, variance = mean.sigmoid()[..., None], torch.nn.functional.softplus(variance)[..., None].clamp(min=1e-6)
+        r = torch.distributions.Normal(centres, (variance + psi.scale**2).sqrt()).log_prob(mean).exp()
+        expected = (r @ v).transpose(1, 2).flatten(2) @ w["ltm_out_proj.weight"].T
+        # Their variance is at least 1e-6, ours 1e-6 more.
+        torch.testing.assert_close(found[:, start : start + 4], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_sticky_samples_of_the_authors_code():
+    """Left edges of bins that are drawn by their masses, as often as these say, with repetition, in both modes."""
+    attention = make(sticky=True, sampling="bins", n_samples=2000)
+    state = attention.initial_state(3)
+    mass = torch.tensor([0, 1.0, 2, 0, 4, 1, 0, 0])
+    state = state._replace(histogram=torch.stack([mass, mass, 0 * mass]).double())
+    times = attention.sample_times(state)
+    assert (times.diff() >= 0).all()
+    share = torch.stack([(times == i / 8).double().mean(1) for i in range(8)], 1)  # (3, 8)
+    assert (share.sum(1) == 1).all()
+    expected = torch.stack([mass / 8, mass / 8, torch.full_like(mass, 1 / 8)])
+    assert ((share - expected).abs() < 4 * (expected * (1 - expected) / 2000).sqrt() + 1e-9).all()
+    assert not torch.equal(share[0], share[1])
+    later = attention.sample_times(state._replace(counter=state.counter + 1))
+    assert not torch.equal(times[0], later[0])
+    assert torch.equal(attention.eval().sample_times(state), times)
+
+
+def test_drawn_bins_come_from_the_state_alone():
+    attention = make(sticky=True, sampling="bins")
+    x = inputs(2, 24)
+    whole, after = attention(x)
+    state, parts = None, []
+    for part in x.split([5, 1, 11, 7], 1):
+        y, state = attention(part, state)
+        parts.append(y)
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
+    torch.testing.assert_close(state.coefficients, after.coefficients)
+
+
 def test_the_histogram_is_of_the_positions_since_the_update():
     attention = make(sticky=True)
     x = inputs(1, 16)
@@ -385,6 +477,9 @@ def test_the_basis_is_that_of_the_options():
         ({"sigma_0": 0.0}, ["sigma_0=0.0"]),
         ({"kl_weight": -1.0}, ["kl_weight=-1.0"]),
         ({"writes": "all"}, ["writes='all'", "evicted"]),
+        ({"grid": "even"}, ["grid='even'", "ends"]),
+        ({"sampling": "all", "sticky": True}, ["sampling='all'", "bins"]),
+        ({"sampling": "bins"}, ["sampling='bins'", "sticky=True"]),
         ({"dropout": 1.0}, ["dropout=1.0"]),
     ],
 )

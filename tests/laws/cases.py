@@ -177,7 +177,20 @@ ATTENTIONS = [
     *INFINITE(3, mem_len=4, segment_len=3, n_basis=10, widths=(0.1,), n_samples=7, sticky=True, n_bins=6, gate=True),
     *INFINITE(4, mem_len=2, segment_len=4, n_basis=12, widths=(0.1, 0.2), n_samples=5, chunk_size=3, tau=0.7),
     *INFINITE(3, mem_len=3, segment_len=3, n_basis=8, widths=(0.2,), n_samples=4, writes="segment", bias=True),
-    *INFINITE(4, mem_len=0, segment_len=4, n_basis=12, widths=(0.1, 0.3), n_samples=6, clamp_len=2, ridge=1.0),
+    # As in the authors' code.
+    *INFINITE(
+        4,
+        mem_len=0,
+        segment_len=4,
+        n_basis=12,
+        widths=(0.1, 0.3),
+        n_samples=6,
+        clamp_len=2,
+        ridge=1.0,
+        grid="ends",
+        tie_query=True,
+        density_bias=False,
+    ),
     *INFINITE(3, mem_len=3, segment_len=3, n_basis=0),
 ]
 

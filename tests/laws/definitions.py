@@ -227,12 +227,14 @@ def infinite(module, x: Tensor) -> Tensor:
         if signal is None:
             far.append(torch.zeros_like(x[:, t]))
             continue
+        query = module.q_proj if module.tie_query else module.ltm_q_proj
         q, k, v = (
             (y @ p.weight.T).reshape(len(x), -1, h, d).transpose(1, 2)
-            for y, p in ((x[:, t : t + 1], module.ltm_q_proj), (signal, module.ltm_k_proj), (signal, module.ltm_v_proj))
+            for y, p in ((x[:, t : t + 1], query), (signal, module.ltm_k_proj), (signal, module.ltm_v_proj))
         )
         s = q @ k.transpose(-1, -2) / math.sqrt(d)  # (B, H, 1, n_basis)
-        m, w = (s @ module.ltm_density.weight.T + module.ltm_density.bias).unbind(-1)
+        bias = module.ltm_density.bias
+        m, w = (s @ module.ltm_density.weight.T + (0 if bias is None else bias)).unbind(-1)
         mean, variance = 1 / (1 + (-m).exp()), (1 + w.exp()).log() + 1e-6  # (B, H, 1)
         densities.append(torch.distributions.Normal(mean, variance.sqrt()))
         centres, widths = centres_widths(module)
@@ -271,20 +273,26 @@ def gated(module, segment: Tensor) -> Tensor:
 def updated_signal(module, signal: Tensor | None, segment: Tensor, densities: list) -> Tensor:
     """Fit Bᵀψ to samples of the old signal on [0, τ] and the segment on [τ, 1], or to the segment alone: (B, n, E)."""
 
-    def even(n: int) -> Tensor:
-        return torch.tensor([(i + 0.5) / n for i in range(n)], dtype=torch.float64)
+    def even(n: int, shift: float = 0.5) -> Tensor:
+        return torch.tensor([(i + shift) / n for i in range(n)], dtype=torch.float64)
 
     rows = []
+    at_ends = signal is not None and module.grid == "ends"
     for row in range(len(segment)):
-        targets, times = segment[row], even(module.segment_len)
+        targets, times = segment[row], even(module.segment_len, 1 if at_ends else 0.5)
         if signal is not None:
-            where = levels = even(module.n_samples)
+            where = levels = even(module.n_samples, 1 if at_ends else 0.5)
             if module.sticky:
                 where = quantiles(module, levels.tolist(), densities, row)
             targets = torch.cat([basis(module, where) @ signal[row], targets])
             times = torch.cat([module.tau * levels, module.tau + (1 - module.tau) * times])
         beyond = even(len(times))
         beyond = beyond[beyond <= 0.5]
+        if at_ends:  # 2 n even points, the first and the last as far from −½ and 1½; those below 0
+            n, first = len(times), 1 / (len(times) + module.segment_len)
+            step = (2 - 2 * first) / (2 * n - 1)
+            beyond = torch.tensor([0.5 - first - i * step for i in range(n)], dtype=torch.float64)
+            beyond = beyond[beyond > 0]
         psi = basis(module, torch.cat([times, -beyond, 1 + beyond]))
         targets = torch.cat([targets, torch.zeros(2 * len(beyond), targets.size(1), dtype=torch.float64)])
         gram = psi.T @ psi + module.ridge * torch.eye(module.n_basis, dtype=torch.float64)

@@ -12,8 +12,10 @@ from lit_effattn.ops.continuous import (
     fit_matrix,
     gaussian,
     jitter,
+    left_edges,
     midpoints,
     normal_masses,
+    pseudorandom,
     quantiles,
     refit_matrix,
     ridge,
@@ -164,6 +166,28 @@ def test_quantiles_equal_interpolation():
     torch.testing.assert_close(found[1], levels[1])
     assert (found.diff() > 0).all()
     assert ((found[0] > 0.8).sum() - 24).abs() <= 1  # six tenths of 40 in the last fifth
+
+
+def test_left_edges_skip_bins_without_mass():
+    histogram = torch.tensor([[0.0, 3, 1, 0, 6, 0], [0, 0, 0, 0, 0, 0]])
+    levels = torch.tensor([[2**-23, 0.29, 0.31, 0.39, 0.41, 1 - 2**-24]]).repeat(2, 1)
+    found = left_edges(histogram, levels) * 6
+    torch.testing.assert_close(found, torch.tensor([[1.0, 1, 2, 2, 4, 4], [0, 1, 1, 2, 2, 5]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_pseudorandom_numbers_look_independent(dtype: torch.dtype):
+    u = pseudorandom(torch.arange(200) + 2**40, 500, dtype)
+    assert u.dtype == dtype
+    assert ((u > 0) & (u < 1)).all()
+    assert abs(u.mean() - 0.5) < 0.003  # three standard deviations
+    counts = torch.stack([torch.histc(row.float(), 10, 0, 1) for row in u])  # (200, 10), of 50 each
+    chi = ((counts - 50) ** 2 / 50).sum(1)  # 9 degrees of freedom; jitter's are near 0
+    assert 8 < chi.mean() < 10
+    for a, b in ((u[:, 1:], u[:, :-1]), (u[1:], u[:-1])):
+        correlation = torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]
+        assert abs(correlation) < 0.01
+    assert torch.equal(pseudorandom(torch.tensor([5, 9]), 7, dtype)[1], pseudorandom(torch.tensor([9]), 7, dtype)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -4,7 +4,6 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lit_effattn.datamodules import PairBatch, SpeechBatch, TokenBatch
@@ -21,20 +20,29 @@ class AnyData(pl.LightningDataModule):
     Args:
         batch: The task that the batches are for.
         colours: Channels of the images.
+        side: Their rows and columns; 2 rows and 4 columns by default.
+        vocab_size: Number of tokens; larger than that of any data by default.
         segment_len: As in `TextStream`; the batches are shorter.
     """
 
-    n_levels, vocab_size, unit, tokenizer = 256, VOCABULARY, "token", None
+    n_levels, unit, tokenizer = 256, "token", None
     n_mels, phones, folded, frame_seconds = 40, ["a", "b"], ["a", "b"], 0.01
-    source_vocab_size = target_vocab_size = VOCABULARY
     source_tokenizer = target_tokenizer = None
     classes, n_features = ["a", "b"], None
 
-    def __init__(self, batch: Batch, colours: int = 1, segment_len: int | None = None) -> None:
+    def __init__(
+        self,
+        batch: Batch,
+        colours: int = 1,
+        side: int | None = None,
+        vocab_size: int = VOCABULARY,
+        segment_len: int | None = None,
+    ) -> None:
         super().__init__()
         self.batch = batch
         self.segment_len = segment_len
-        self.image_shape = self.shape = (2, 4, colours)
+        self.image_shape = self.shape = (side or 2, side or 4, colours)
+        self.vocab_size = self.source_vocab_size = self.target_vocab_size = vocab_size
 
     def train_dataloader(self) -> Any:
         return DataLoader([self._made()], batch_size=None)
@@ -51,11 +59,7 @@ class AnyData(pl.LightningDataModule):
             return SpeechBatch(features, 4 * lengths, torch.tensor([[1, 2], [2, 0]]), torch.tensor([2, 1]), ["x", "y"])
         if self.batch == "SequenceClassifier":
             return LabelledBatch(torch.randint(256, (2, torch.Size(self.shape).numel())), torch.tensor([0, 1]))
-        x, y = _tokens(), _tokens()
+        x, y = (torch.randint(min(256, self.vocab_size), (2, N)) for _ in range(2))
         if self.batch == "LanguageModel":
             return TokenBatch(x, y, fresh=torch.tensor([True, True]))
         return PairBatch(x, lengths, y, y, lengths, ["x", "y"], [["x"], ["y"]])
-
-
-def _tokens() -> Tensor:
-    return torch.randint(256, (2, N))

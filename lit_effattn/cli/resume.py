@@ -70,66 +70,122 @@ class ResolvedArgs(NamedTuple):
             FileNotFoundError: the checkpoint does not exist.
             NotAllowedError: the checkpoint names what it may not.
         """
-        command, rest = args[0], args[1:]
-        if {"-h", "--help"} & set(rest):
+        command = args[0]
+        if {"-h", "--help"} & set(args[1:]):
             return cls(command, args, None, None, Trust())
-        quick = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-        quick.add_argument("-c", "--config", action="append", default=[])
-        quick.add_argument("--ckpt_path")
+        given = _Given.parse(command, args[1:])
+        requeued = slurm.interrupted_checkpoint(given.root, args) if command == "fit" else None
+        if requeued and given.ckpt_path is None:
+            return cls._begun_by(given, requeued)
+        if requeued or given.ckpt_path is not None:
+            return cls._from_checkpoint(given, str(requeued or given.ckpt_path), requeued=requeued is not None)
         if command != "fit":
-            quick.add_argument("--average")
-        quick.add_argument("--trainer.default_root_dir", dest="root")
-        quick.add_argument("--trust", action="append", default=[])
-        quick.add_argument("--name")
-        try:
-            said, others = quick.parse_known_args(rest)
-        except argparse.ArgumentError as error:
-            raise ValueError(f"{str(error.argument_name).rpartition('/')[2]} has no value: {error.message}") from None
-        said.config = [find_config(name) for name in said.config]
-        files = [read_yaml(name) for name in said.config]
-        # What is drawn from nothing, or from a prompt, needs no data on disk.
-        uses_data = command != "generate" or _given(others, "--complete")
-        unknown = {*(() if command == "fit" else OF_FIT), *(() if uses_data else ("data",))}
-        configs = [
-            arg
-            for name, file in zip(said.config, files, strict=True)
-            for arg in ("--config", _without(unknown, name, file))
-        ]
-        trust = Trust([*said.trust, *(name for file in files for name in file.get("trust") or ())])
-        name = said.ckpt_path or _last(f.get("ckpt_path") for f in files)
-        stated = Path(said.root or _last(_section(f, "trainer").get("default_root_dir") for f in files) or ROOT)
-        by_name = (
-            {} if said.root else {Path(file).stem: content for file, content in zip(said.config, files, strict=True)}
-        )
-        root = root_of(stated, said.name or _last(f.get("name") for f in files), by_name, others)
-        root_args = ["--trainer.default_root_dir", str(root)] if said.root or root != stated else []
-        requeued = slurm.interrupted_checkpoint(root, args) if command == "fit" else None
-        if requeued and name is None:  # these arguments began the run: nothing is taken from its checkpoint
-            goes_on, _ = _read(requeued, command, root)
-            args = [command, *configs, *root_args, *others, "--ckpt_path", str(goes_on)]
-            return cls(command, args, goes_on, None, trust, requeued=True, files=files)
-        name = str(requeued) if requeued else name
-        if name is None:
-            if command != "fit":
-                raise ValueError(f"{command} needs a trained model: give --ckpt_path best, last, or a path")
-            plain = [command, *configs, *root_args, *others]
-            return cls(command, plain, None, None, trust, files=files, root=stated)
-        checkpoint = Path(os.environ[CHECKPOINT]) if CHECKPOINT in os.environ and is_child() else None
-        checkpoint = checkpoint or find_checkpoint(name, root)
-        average = None if command == "fit" else said.average or _last(f.get("average") for f in files)
-        averaged = [] if average is None else last_kept(checkpoint, _number(average))
-        checkpoint = averaged[-1] if averaged else checkpoint
-        checkpoint, content = _read(checkpoint, command, root)
+            raise ValueError(f"{command} needs a trained model: give --ckpt_path best, last, or a path")
+        return cls(command, [command, *given.args], None, None, given.trust, files=given.files, root=given.stated_root)
+
+    @classmethod
+    def _begun_by(cls, given: _Given, requeued: Path) -> ResolvedArgs:
+        """Go on with the run that the same arguments began: no settings are taken from its checkpoint."""
+        checkpoint, _ = _read(requeued, given.command, given.root)
+        args = [given.command, *given.args, "--ckpt_path", str(checkpoint)]
+        return cls(given.command, args, checkpoint, None, given.trust, requeued=True, files=given.files)
+
+    @classmethod
+    def _from_checkpoint(cls, given: _Given, name: str, *, requeued: bool) -> ResolvedArgs:
+        """Put the settings in the checkpoint that `name` names before files and flags, which override them."""
+        command, uses_data = given.command, given.uses_data
+        found = Path(os.environ[CHECKPOINT]) if CHECKPOINT in os.environ and is_child() else None
+        found = found or find_checkpoint(name, given.root)
+        averaged = [] if given.average is None else last_kept(found, _number(given.average))
+        checkpoint, content = _read(averaged[-1] if averaged else found, command, given.root)
         os.environ[CHECKPOINT] = str(checkpoint)
         # Nor do recordings or texts of the user's own need the corpus: the checkpoint says what data fixed.
-        data_fixes = uses_data and not _given(others, *_OF_THE_USERS_OWN)
+        data_fixes = uses_data and not _has(given.flags, *_OF_THE_USERS_OWN)
         saved = _saved_settings(content, checkpoint, command, uses_data, data_fixes)
         before = f", averaged with {', '.join(path.name for path in averaged[:-1])}" if averaged[:-1] else ""
         rank_zero_info(f"{command} from {short(checkpoint)}{before}")
-        saved = checked_settings(saved, command, checkpoint, trust, UserOptions(others, files))
-        args = [command, "--config", json.dumps(saved), *configs, *root_args, *others, "--ckpt_path", str(checkpoint)]
-        again = requeued is not None
-        return cls(command, args, checkpoint, saved, trust, uses_data, data_fixes, again, averaged, files)
+        saved = checked_settings(saved, command, checkpoint, given.trust, UserOptions(given.flags, given.files))
+        args = [command, "--config", json.dumps(saved), *given.args, "--ckpt_path", str(checkpoint)]
+        return cls(
+            command, args, checkpoint, saved, given.trust, uses_data, data_fixes, requeued, averaged, given.files
+        )
+
+
+class _Given(NamedTuple):
+    """What flags and YAML files say, before a checkpoint is read.
+
+    Attributes:
+        command: As in `lit-effattn COMMAND`.
+        args: The arguments for jsonargparse: the files, the folder of the runs, and `flags`.
+        flags: The arguments that were not read here.
+        files: The contents of the YAML files.
+        trust: What the user trusts by name.
+        uses_data: Whether the command takes data.
+        ckpt_path: A path, `last`, `best`, or None.
+        average: How many checkpoints are averaged, not checked yet; None: none.
+        stated_root: The folder of the configuration's runs, whatever `--name` and swapped classes say.
+        root: The folder of this run and those like it.
+    """
+
+    command: str
+    args: list[str]
+    flags: list[str]
+    files: list[dict[str, Any]]
+    trust: Trust
+    uses_data: bool
+    ckpt_path: str | None
+    average: Any
+    stated_root: Path
+    root: Path
+
+    @classmethod
+    def parse(cls, command: str, args: list[str]) -> _Given:
+        """Read the files that `args` name, and the options that are needed before jsonargparse sees them.
+
+        Raises:
+            ValueError: an option has no value, or a file has no settings.
+        """
+        said, flags = _quick_options(command, args)
+        paths = [find_config(name) for name in said.config]
+        files = [read_yaml(path) for path in paths]
+        # What is drawn from nothing, or from a prompt, needs no data on disk.
+        uses_data = command != "generate" or _has(flags, "--complete")
+        unknown = {*(() if command == "fit" else OF_FIT), *(() if uses_data else ("data",))}
+        named = {} if said.root else {Path(path).stem: file for path, file in zip(paths, files, strict=True)}
+        stated = Path(said.root or _last(_section(f, "trainer").get("default_root_dir") for f in files) or ROOT)
+        root = root_of(stated, said.name or _last(f.get("name") for f in files), named, flags)
+        configs = [
+            arg for path, f in zip(paths, files, strict=True) for arg in ("--config", _without(unknown, path, f))
+        ]
+        root_args = ["--trainer.default_root_dir", str(root)] if said.root or root != stated else []
+        return cls(
+            command,
+            args=[*configs, *root_args, *flags],
+            flags=flags,
+            files=files,
+            trust=Trust([*said.trust, *(name for f in files for name in f.get("trust") or ())]),
+            uses_data=uses_data,
+            ckpt_path=said.ckpt_path or _last(f.get("ckpt_path") for f in files),
+            average=None if command == "fit" else said.average or _last(f.get("average") for f in files),
+            stated_root=stated,
+            root=root,
+        )
+
+
+def _quick_options(command: str, args: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options that say which configuration, checkpoint and run are meant, and the other arguments."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("-c", "--config", action="append", default=[])
+    parser.add_argument("--ckpt_path")
+    if command != "fit":
+        parser.add_argument("--average")
+    parser.add_argument("--trainer.default_root_dir", dest="root")
+    parser.add_argument("--trust", action="append", default=[])
+    parser.add_argument("--name")
+    try:
+        return parser.parse_known_args(args)
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{str(error.argument_name).rpartition('/')[2]} has no value: {error.message}") from None
 
 
 _OF_THE_USERS_OWN = tuple(f"--data.{part}{name}" for part in ("", "init_args.") for name in ("audio", "source_file"))
@@ -147,7 +203,7 @@ def _without(names: Set[str], path: str, content: dict[str, Any]) -> str:
     return json.dumps({name: value for name, value in content.items() if name not in names})
 
 
-def _given(args: list[str], *options: str) -> bool:
+def _has(args: list[str], *options: str) -> bool:
     return any(arg.split("=")[0].rstrip("+") in options for arg in args)
 
 

@@ -251,7 +251,7 @@ def write_data() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(rng.choice(list("abcdefgh \n"), n)))
     Path("pairs").mkdir()
-    for split, n in (("train", 100), ("val", 20), ("test", 10)):
+    for split, n in (("train", 100), ("val", 40), ("test", 10)):
         words = ["".join(rng.choice(list("abcd"), 5)) for _ in range(n)]  # of one length: ten batches of ten
         Path("pairs", f"{split}.tsv").write_text("".join(f"{word}\t{word[::-1]}\n" for word in words))
     Tones(n=24).prepare()

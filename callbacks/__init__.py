@@ -2,6 +2,7 @@
 
 from lit_effattn.callbacks.check_finite import CheckFinite, NotFiniteError
 from lit_effattn.callbacks.checkpoints import BestCheckpoint, LastCheckpoint
+from lit_effattn.callbacks.clip_each_parameter import ClipEachParameter
 from lit_effattn.callbacks.compile import Compile
 from lit_effattn.callbacks.feature_redraw import FeatureRedraw
 from lit_effattn.callbacks.memory_carry import MemoryCarry
@@ -13,6 +14,7 @@ from lit_effattn.callbacks.stop_on_signal import StopOnSignal, Stopped
 __all__ = [
     "BestCheckpoint",
     "CheckFinite",
+    "ClipEachParameter",
     "Compile",
     "FeatureRedraw",
     "LastCheckpoint",

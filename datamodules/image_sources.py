@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 PATCH = 32  # side of the crops from photographs, as in CIFAR-10
+_NAMED = 10  # broken images that an error names beside the first
 MAX_PIXELS = 2**26  # of an image file: 8192 × 8192, 270 MB in Pillow
 
 
@@ -274,10 +275,23 @@ def _decode(path: Path, channels: int, max_pixels: int) -> "Image":
 
 
 def verify_images(paths: Sequence[Path], max_pixels: int = MAX_PIXELS) -> None:
-    """Decode every image once; ValueError names the first broken one. More than 2000 images show a progress bar."""
+    """Decode every image once; ValueError names the broken ones. More than 2000 images show a progress bar."""
     from rich.progress import track
 
     with ThreadPoolExecutor() as pool:
-        decoded = pool.map(lambda path: _decode(path, 3, max_pixels).size, paths)
-        for _ in track(decoded, "Checking images", total=len(paths), disable=len(paths) <= 2000):
-            pass
+        faults = pool.map(lambda path: _fault(path, max_pixels), paths)
+        tracked = track(faults, "Checking images", total=len(paths), disable=len(paths) <= 2000)
+        broken = {path: fault for path, fault in zip(paths, tracked, strict=True) if fault is not None}
+    if broken:
+        first, *others = broken
+        named = ", ".join(str(path) for path in others[:_NAMED]) + (", …" if len(others) > _NAMED else "")
+        also = f". Of {len(paths)} images, {len(others)} more are broken: {named}" if others else ""
+        raise ValueError(f"{broken[first]}{also}")
+
+
+def _fault(path: Path, max_pixels: int) -> str | None:
+    try:
+        _decode(path, 3, max_pixels)
+    except ValueError as error:
+        return str(error)
+    return None

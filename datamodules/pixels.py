@@ -183,7 +183,7 @@ class PixelSequences(LightningDataModule):
                 f"{self.dataset}: {sum(sizes.values()):,} training images in {self.root} instead of {official:,}"
             )
         if self.dataset == "folder" and (faults := image_sources.unread(self.root)):
-            rank_zero_warn(f"{self.root}: {len(faults)} files are left out:\n  {faults}")
+            rank_zero_warn(f"{self.root}: {len(faults)} left out:\n  {faults}")
 
     def _load(self, test: bool) -> "dict[str, PixelDataset]":
         if self.dataset == "folder":

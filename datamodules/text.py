@@ -209,7 +209,7 @@ class TextStream(LightningDataModule):
         ]
         rank_zero_info(f"{self.source}: {', '.join(counts)}; vocabulary of {self.vocab_size:,} {self.tokens}")
         if self.source == "files" and (faults := text_sources.unread(Path(self._options["root"]), self._glob)):
-            rank_zero_warn(f"{self._options['root']}: {len(faults)} files are left out:\n  {faults}")
+            rank_zero_warn(f"{self._options['root']}: {len(faults)} left out:\n  {faults}")
 
     def train_dataloader(self) -> StreamLoader:
         """Return a loader of consecutive segments of equally long streams."""

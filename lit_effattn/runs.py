@@ -109,6 +109,12 @@ def find_checkpoint(name: str, root: Path, *, option: str = "--ckpt_path") -> Pa
     folder = _runs_beside(max(there, key=_age)) if there else root
     found = [path for file in files for path in there if path.name == file and _runs_beside(path) == folder]
     if not found:
+        newest = max(there, key=_age).parent if there else root
+        if name == "best" and (newest / LAST).is_file():
+            raise FileNotFoundError(
+                f"{option} best: {short(newest)} has no best.ckpt, which the first validation saves; give {option} "
+                "last, or train for more steps than --trainer.val_check_interval"
+            )
         raise FileNotFoundError(
             f"{option} {name}: no run under {folder.resolve()} {'(the newest run is there) ' if there else ''}has a "
             f"{name}.ckpt; train one first, name another folder with --trainer.default_root_dir, or give the "

@@ -57,7 +57,7 @@ def test_the_newest_run_that_has_one(tmp_path: Path):
     saved(tmp_path / "linear", "2026-03-01_23-59-59", "last.ckpt", "best.ckpt")
     saved(tmp_path, "2026-03-03_00-00-00")  # stopped before it saved
     assert find_checkpoint("last", tmp_path) == newest / "last.ckpt"
-    with pytest.raises(FileNotFoundError, match=r"deeper \(the newest run is there\) has a best\.ckpt"):
+    with pytest.raises(FileNotFoundError, match=r"10-00-00/checkpoints has no best\.ckpt.* give --ckpt_path last"):
         find_checkpoint("best", tmp_path)  # that in `linear` is another configuration's
     older = saved(tmp_path / "softmax" / "deeper", "2026-03-01_00-00-00", "best.ckpt")
     assert find_checkpoint("best", tmp_path) == older / "best.ckpt"
@@ -95,7 +95,7 @@ def test_without_any_it_says_where_it_looked(name: str, tmp_path: Path, monkeypa
     words = rf"{name}.*{re.escape(str(tmp_path / 'runs'))} .*{name}\.ckpt.*--trainer\.default_root_dir"
     with pytest.raises(FileNotFoundError, match=words):
         find_checkpoint(name, Path("runs"))  # there is not even such a folder
-    saved(tmp_path / "runs", "2026-03-02_09-00-00", "best.ckpt" if name == "last" else "last.ckpt")
+    saved(tmp_path / "runs", "2026-03-02_09-00-00", "best.ckpt" if name == "last" else "step_00000003.ckpt")
     with pytest.raises(FileNotFoundError, match=words):
         find_checkpoint(name, Path("runs"))
 

@@ -112,8 +112,10 @@ def _quieten() -> None:
         ".*will be duplicated and evaluated twice.*|.*DistributedSampler.*recommended to use.*",  # ours pads nothing
         ".*is not supported by the model summary.*",  # of its size in MB, which ours does not show
         ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",  # Lightning's own call
+        ".*is smaller than the logging interval.*",  # steps are counted across epochs, so metrics are logged
     ):
         warnings.filterwarnings("ignore", message)
+    warnings.formatwarning = _warning
     threading.excepthook = _report_thread
     # Advertisements, and a remark at every checkpoint and one at every schedule that takes its steps from the run.
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
@@ -122,6 +124,11 @@ def _quieten() -> None:
     logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector").addFilter(
         lambda r: "`weights_only` was not set" not in r.getMessage()
     )
+
+
+def _warning(message: Warning | str, category: type[Warning], *where: Any, **line: Any) -> str:
+    """Return a warning as a line of output, without the place in the code and the code itself."""
+    return f"warning: {message}\n"
 
 
 def _report_thread(failed: threading.ExceptHookArgs) -> None:

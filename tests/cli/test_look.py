@@ -1,5 +1,6 @@
 """`lit-effattn data`."""
 
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,7 +29,7 @@ def test_images_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     size = sum(path.stat().st_size for path in Path("mine").iterdir())
     flags = ["--data.dataset", "folder", "--data.root", "mine", "--data.image_size", "4", "--data.batch_size", "3"]
     Path("mine/labels.csv").write_text("")
-    with pytest.warns(match="1 files are left out"):
+    with pytest.warns(match="mine: 1 left out"):
         main(["data", "--config", "digits_linear", *flags, "--output", "there"])
     said = capsys.readouterr()
     assert f"{tmp_path / 'mine'}: 21 files, {size / 1e6:.1f} MB" in said.out
@@ -36,6 +37,7 @@ def test_images_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "3 images: there/images.png" in said.out
     assert len(np.unique(np.asarray(Image.open("there/images.png")))) == 4  # three images and the frame
     assert not Path("runs").exists()
+    assert warnings.formatwarning("mine: 1 left out", UserWarning, "pixels.py", 1) == "warning: mine: 1 left out\n"
 
 
 def test_text_and_pairs(capsys: pytest.CaptureFixture[str]):

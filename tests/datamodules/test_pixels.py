@@ -494,7 +494,7 @@ def test_folder_is_split_by_names(tmp_path):
     (tmp_path / "notes.txt").write_text("no image")
     (tmp_path / "._000.png").write_text("no image either")
     (tmp_path / "odd" / "a.HEIC").write_text("not read")
-    with pytest.warns(match=r"2 files are left out:\n  1 .txt:\n.*notes.txt: not one of .*\n  1 .heic:"):
+    with pytest.warns(match=r"2 left out:\n  1 .txt:\n.*notes.txt: not one of .*\n  1 .heic:"):
         data = ready(dataset="folder", root=str(tmp_path), image_size=8, batch_size=4)
     assert {name: len(split) for name, split in data.splits.items()} == {"train": 24, "val": 3, "test": 3}
     paths = [path for split in data.splits.values() for path in split.paths]
@@ -557,6 +557,9 @@ def test_broken_image_is_named(tmp_path):
     with pytest.raises(ValueError, match=f"{broken}: not a readable image .*remove it or replace it"):
         PixelSequences(**options).prepare_data()
     PixelSequences(**options, verify=False).prepare_data()
+    (tmp_path / "even" / "002.bmp").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"even/000\.png.* Of 12 images, 1 more are broken: \S*even/002\.bmp$"):
+        PixelSequences(**options).prepare_data()
     broken.write_text("text")
     with pytest.raises(ValueError, match=f"{broken}: not a readable image"):
         image_sources.read_image(broken, 8, 3)

@@ -42,9 +42,14 @@ def xl(d: int) -> int:
     return 5 * d * d
 
 
-def long_term(d: int, n_basis: int, *, gate: bool = False) -> int:
-    """Martins et al. 2022, section 3.1: queries, keys, values, output; μ and σ of N scores; a convolution of 3."""
-    return 4 * d * d + 2 * linear(n_basis, 1) + (linear(3 * d, d) if gate else 0)
+def long_term(d: int, n_basis: int) -> int:
+    """Martins et al. 2022, section 3.1: queries, keys, values, output; μ and σ of N scores."""
+    return 4 * d * d + 2 * linear(n_basis, 1)
+
+
+def authors_long_term(d: int, n_basis: int) -> int:
+    """The authors' code: Transformer-XL's queries, no biases of μ and σ; and a gate, a convolution of 3."""
+    return 3 * d * d + 2 * n_basis + linear(3 * d, d)
 
 
 def stack(n_layers: int, d: int, d_ff: int, attention: int, *more: int) -> int:
@@ -69,8 +74,8 @@ def speech(attention: int) -> int:
 
 
 def sorting(attention: int) -> int:
-    """Martins et al. 2022, section 4.1: 3 layers; 20 types, separator and padding."""
-    return 22 * 300 + stack(3, 300, 300, attention) + linear(300, 22)
+    """Martins et al. 2022, section 4.1: 3 layers with one u and v; 20 types, separator and padding; no output bias."""
+    return 22 * 300 + stack(3, 300, 300, attention) + 2 * 300 + 300 * 22
 
 
 class Size(NamedTuple):
@@ -104,11 +109,11 @@ SIZES = {
     "wsj_bilstm": Size(
         linear(40, 40) + sum(2 * 4 * linear(d + 320, 320) for d in (40, 640, 640)) + linear(640, 3), OURS
     ),
-    "sorting_xl": Size(sorting(xl(300) + 2 * 300), OURS, 22),
-    "sorting_compressive": Size(sorting(xl(300) + 2 * 300 + 4 * 300 * 300), OURS, 22),
+    "sorting_xl": Size(sorting(xl(300)), OURS, 22),
+    "sorting_compressive": Size(sorting(xl(300) + 4 * 300 * 300), OURS, 22),
     **dict.fromkeys(
         ("sorting_infinite", "sorting_sticky"),
-        Size(sorting(xl(300) + 2 * 300 + long_term(300, 512, gate=True)), OURS, 22),
+        Size(sorting(xl(300) + authors_long_term(300, 512)), OURS, 22),
     ),
     "wmt14_en_de_base": Size(
         translation(37_000, 512, 2048), "Vaswani et al. 2017, section 3; Table 3: 65 million", 37_000

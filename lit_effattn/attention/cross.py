@@ -62,25 +62,35 @@ class CrossAttention(SequenceModule):
         n_heads: Heads H; each has D = E / H dimensions.
         d_source: Width of the source. Default: E.
         bias: Whether the four projections have a bias.
+        d_qk: Width of all heads' queries and keys together. Default: E.
 
     Raises:
-        ValueError: `n_heads` does not divide `d_model`.
+        ValueError: `n_heads` does not divide `d_model`, or `d_qk`.
     """
 
-    def __init__(self, d_model: int, n_heads: int, d_source: int | None = None, *, bias: bool = True) -> None:
+    def __init__(
+        self, d_model: int, n_heads: int, d_source: int | None = None, *, bias: bool = True, d_qk: int | None = None
+    ) -> None:
         super().__init__()
         if n_heads < 1 or d_model < 1 or d_model % n_heads:
             raise ValueError(
                 f"n_heads={n_heads} does not divide d_model={d_model}: each head has d_model / n_heads dimensions; "
                 "change one of them"
             )
+        width = d_model if d_qk is None else d_qk
+        if width < 1 or width % n_heads:
+            raise ValueError(
+                f"d_qk={d_qk} is not a multiple of n_heads={n_heads}: heads have d_qk / n_heads dimensions; change one"
+            )
         self.d_input = self.d_model = d_model
         self.d_source = d_model if d_source is None else d_source
         self.n_heads = n_heads
         self.head_dim = d_model // n_heads
+        self.qk_dim = width // n_heads
+        """Dimensions of a head's queries and keys; its values have `head_dim`."""
         self.causal = True
-        self.q_proj = nn.Linear(d_model, d_model, bias=bias)
-        self.k_proj = nn.Linear(self.d_source, d_model, bias=bias)
+        self.q_proj = nn.Linear(d_model, width, bias=bias)
+        self.k_proj = nn.Linear(self.d_source, width, bias=bias)
         self.v_proj = nn.Linear(self.d_source, d_model, bias=bias)
         self.out_proj = nn.Linear(d_model, d_model, bias=bias)
 
@@ -89,7 +99,8 @@ class CrossAttention(SequenceModule):
         """Return the state for a source.
 
         Args:
-            k: (B, H, S, D) keys. Values in padding are finite, but not zero; in `v` too.
+            k: (B, H, S, D_qk) keys, where D_qk is `qk_dim`: D, unless `d_qk` is given. Values in padding are finite,
+                but not zero; in `v` too.
             v: (B, H, S, D).
             length: (B,), valid positions.
             given: (B,), all True.
@@ -103,7 +114,7 @@ class CrossAttention(SequenceModule):
         """Read the source.
 
         Args:
-            q: (B, H, N, D) queries.
+            q: (B, H, N, D_qk) queries.
             state: What `keep` returned.
 
         Returns:
@@ -124,7 +135,7 @@ class CrossAttention(SequenceModule):
         check_source(self, source, lengths)
         b, n, _ = source.shape
         source = without_padding(source, lengths)
-        k, v = self._heads(self.k_proj(source)), self._heads(self.v_proj(source))  # (B, S, E) -> (B, H, S, D)
+        k, v = self._heads(self.k_proj(source)), self._heads(self.v_proj(source))  # (B, S, ·) -> (B, H, S, D_qk or D)
         length = torch.full((b,), n, device=source.device) if lengths is None else lengths
         return self.keep(k, v, length, torch.ones_like(length, dtype=torch.bool))
 
@@ -135,7 +146,7 @@ class CrossAttention(SequenceModule):
         self.check(x, state, lengths)
         if state is None:
             state = self.initial_state(x.size(0), device=x.device, dtype=x.dtype)
-        q = self._heads(self.q_proj(without_padding(x, lengths)))  # (B, N, E) -> (B, H, N, D)
+        q = self._heads(self.q_proj(without_padding(x, lengths)))  # (B, N, E) -> (B, H, N, D_qk)
         y = self.read(q, state)
         y = self.out_proj(y.transpose(1, 2).flatten(2))  # (B, H, N, D) -> (B, N, E)
         y = y.masked_fill((state.length == 0)[:, None, None], 0)
@@ -159,8 +170,8 @@ class CrossAttention(SequenceModule):
         check_source(self, source, lengths)
         full = accumulator(x.dtype)
         b, n, _ = source.shape
-        k = self._heads(self.k_proj(without_padding(source, lengths))).to(full)  # (B, S, E) -> (B, H, S, D)
-        q = self._heads(self.q_proj(x)).to(full)  # (B, N, E) -> (B, H, N, D)
+        k = self._heads(self.k_proj(without_padding(source, lengths))).to(full)  # (B, S, E) -> (B, H, S, D_qk)
+        q = self._heads(self.q_proj(x)).to(full)  # (B, N, E) -> (B, H, N, D_qk)
         length = torch.full((b,), n, device=x.device) if lengths is None else lengths
         unit = torch.eye(n, device=x.device, dtype=full).expand(b, self.n_heads, n, n)
         weights = self.read(q, self.keep(k, unit, length, torch.ones_like(length, dtype=torch.bool)))
@@ -246,8 +257,9 @@ class LinearCrossAttention(CrossAttention):
         d_model: Width E of the target and of the output.
         n_heads: Heads H.
         d_source: Width of the source. Default: E.
-        feature_map: Makes φ from the heads' dimension D.
+        feature_map: Makes φ from the dimension of a head's queries and keys.
         bias: Whether the projections have a bias.
+        d_qk: Width of all heads' queries and keys together: see `LinearAttention`. Default: E.
     """
 
     def __init__(
@@ -258,9 +270,10 @@ class LinearCrossAttention(CrossAttention):
         *,
         feature_map: Callable[[int], FeatureMap] = EluFeatureMap,
         bias: bool = True,
+        d_qk: int | None = None,
     ) -> None:
-        super().__init__(d_model, n_heads, d_source, bias=bias)
-        self.feature_map = feature_map(self.head_dim)
+        super().__init__(d_model, n_heads, d_source, bias=bias, d_qk=d_qk)
+        self.feature_map = feature_map(self.qk_dim)
 
     def initial_state(
         self,

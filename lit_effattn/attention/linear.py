@@ -26,7 +26,7 @@ class FeatureMap(HasInitArgs, nn.Module, ABC):
     """Maps (…, D) queries or keys to (…, n_features) non-negative numbers.
 
     Args:
-        head_dim: D.
+        head_dim: D, the dimension of a head's queries and keys.
     """
 
     n_features: int
@@ -111,9 +111,12 @@ class LinearAttention(Attention):
         d_model: Width E.
         n_heads: Heads H.
         causal: Whether a position sees only itself and earlier ones.
-        feature_map: Makes φ from the heads' dimension D.
+        feature_map: Makes φ from the dimension of a head's queries and keys.
         chunk_size: Positions computed at once when causal and without kernels; no effect on the result.
         bias: Whether the projections have a bias.
+        d_qk: Width of all heads' queries and keys together: H times the `query_dimensions` of the authors' library,
+            fast-transformers. Default: E. W_q and W_k have E · d_qk weights each, and the state H F (D + 1) numbers,
+            with F = d_qk / H for elu + 1.
     """
 
     def __init__(
@@ -125,11 +128,12 @@ class LinearAttention(Attention):
         feature_map: Callable[[int], FeatureMap] = EluFeatureMap,
         chunk_size: int = 64,
         bias: bool = True,
+        d_qk: int | None = None,
     ) -> None:
-        super().__init__(d_model, n_heads, causal, bias=bias)
+        super().__init__(d_model, n_heads, causal, bias=bias, d_qk=d_qk)
         if chunk_size < 1:
             raise ValueError(f"chunk_size={chunk_size} is not positive; 32 to 128 are fast")
-        self.feature_map = feature_map(self.head_dim)
+        self.feature_map = feature_map(self.qk_dim)
         self.chunk_size = chunk_size
 
     def initial_state(
@@ -174,7 +178,7 @@ class LinearAttention(Attention):
             return y.to(v.dtype), LinearState(s, z, state.length + (n if lengths is None else lengths))
 
     def _features(self, q: Tensor, k: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return φ(q) and φ(k), (B, H, N, D) -> (B, H, N, F), in float32 or more."""
+        """Return φ(q) and φ(k), (B, H, N, D_qk) -> (B, H, N, F), in float32 or more."""
         full = accumulator(q.dtype)
         phi_q, phi_k = self.feature_map(q.to(full)), self.feature_map(k.to(full))
         if lengths is not None:

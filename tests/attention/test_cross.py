@@ -286,11 +286,26 @@ def test_a_bad_source_is_named(what: str, shape: tuple, lengths: Tensor | None, 
         module.remember(torch.zeros(shape), lengths)
 
 
+def test_queries_and_keys_of_another_width():
+    """As with fast-transformers' `query_dimensions`, 3 a head."""
+    cross = LinearCrossAttention(E, H, D_SOURCE, d_qk=3 * H).double()
+    q_and_k = (E * 3 * H + 3 * H) + (D_SOURCE * 3 * H + 3 * H)
+    assert sum(p.numel() for p in cross.parameters()) == q_and_k + (D_SOURCE * E + E) + (E * E + E)
+    x, source = torch.randn(2, 5, E).double(), torch.randn(2, 7, D_SOURCE).double()
+    state = cross.remember(source)
+    assert state.s.shape == cross.initial_state(2).s.shape == (2, H, 3, E // H)
+    torch.testing.assert_close(cross(x, state)[0], definitions.linear_cross(cross, x, source))
+    torch.testing.assert_close(
+        cross.attention_weights(x, source).sum(-1), torch.ones(2, H, 5).double(), atol=1e-5, rtol=0
+    )
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "words"),
     [
         (SoftmaxCrossAttention, {"n_heads": 3}, "n_heads=3 does not divide d_model=8"),
         (SoftmaxCrossAttention, {"dropout": 1.0}, "dropout=1.0"),
+        (LinearCrossAttention, {"d_qk": 7}, "d_qk=7 is not a multiple of n_heads=2"),
         (PerformerCrossAttention, {"n_features": 0}, "n_features=0"),
         (PerformerCrossAttention, {"n_features": 7, "features": "hyperbolic"}, "n_features=7 is odd"),
         (PerformerCrossAttention, {"features": "cosine"}, "features='cosine'"),

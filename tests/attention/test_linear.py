@@ -60,9 +60,26 @@ def test_any_feature_map_of_any_width(causal: bool):
         assert attention(x)[1].s.shape == attention.initial_state(2).s.shape == (2, H, 8, 4)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_queries_and_keys_of_another_width(causal: bool):
+    """As with fast-transformers' `query_dimensions`, 2 a head: scores of 2 dimensions, values of 4."""
+    attention = LinearAttention(E, H, causal, d_qk=2 * H)
+    expected = 2 * (E * 2 * H + 2 * H) + 2 * (E * E + E)
+    assert sum(p.numel() for p in attention.parameters()) == expected == 468
+    assert attention.initial_state(5).s.shape == (5, H, 2, 4)
+    x = torch.randn(2, 70, E)  # float32: through a kernel, if there is one
+    q, k = ((torch.nn.functional.elu(p(x)) + 1).view(2, 70, H, 2) for p in (attention.q_proj, attention.k_proj))
+    v = attention.v_proj(x).view(2, 70, H, 4)
+    weights = torch.einsum("bnhf,bmhf->bhnm", q, k)
+    weights = weights.tril() if causal else weights
+    y = torch.einsum("bhnm,bmhd->bnhd", weights / (weights.sum(-1, keepdim=True) + 1e-6), v)
+    torch.testing.assert_close(attention(x)[0], attention.out_proj(y.flatten(2)), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"d_qk": 7}, ["d_qk=7", "n_heads=3"]),
         ({"n_heads": 5}, ["n_heads=5", "d_model=12"]),
         ({"chunk_size": 0}, ["chunk_size=0"]),
         ({"feature_map": partial(ReluFeatureMap, floor=-1.0)}, ["floor=-1.0"]),

@@ -149,7 +149,7 @@ ATTENTIONS = [
     *HASHED(3, n_hashes=2, n_buckets=1, chunk_size=3),
     *kind(LinearAttention, definitions.linear, 4, chunk_size=4),
     *kind(LinearAttention, definitions.linear, 3, chunk_size=3, feature_map=ReluFeatureMap, bias=False),
-    *kind(LinearAttention, definitions.linear, 3, chunk_size=1, causal=[True]),
+    *kind(LinearAttention, definitions.linear, 3, chunk_size=1, d_qk=6, causal=[True]),
     *kind(PerformerAttention, definitions.performer, 4, chunk_size=4),
     *kind(PerformerAttention, definitions.performer, 8, features="hyperbolic", n_features=6, chunk_size=8),
     *kind(PerformerAttention, definitions.performer, 4, features="relu", chunk_size=4, bias=False),

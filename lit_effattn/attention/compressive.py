@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from lit_effattn.attention.transformer_xl import TransformerXLAttention, gather_rows, latest, newest, write_ring
 from lit_effattn.ops.relative import attention_by_distance
@@ -66,6 +67,8 @@ class CompressiveAttention(TransformerXLAttention):
     Its gradient reaches only f. It depends on how the stream is split, and is best with calls of many times c
     positions. It is 0 if gradients are disabled, nothing was compressed, or f has no parameters. The task's gradient
     also reaches f where a call sees summaries that it made itself: modules never detach.
+
+    After `normalise_with` the memories hold inputs, and summaries of inputs, that are not normalised.
 
     The first columns of `attention_weights` and `attention_terms` are summaries, the newest last: those that the state
     holds, and those that the call makes and that a position sees. Then come the inputs before the call, at
@@ -188,7 +191,7 @@ class CompressiveAttention(TransformerXLAttention):
         if state is None:
             state = self.initial_state(len(x), device=x.device, dtype=x.dtype)
         seen = torch.full_like(state.length, x.size(1)) if lengths is None else lengths
-        q = self._heads(self.q_proj(x))
+        q = self._heads(self.q_proj(self._normed(x)))
         after: CompressiveMemory | ProjectedCompressiveMemory
         if isinstance(state, CompressiveMemory):
             y, after = self._segment(q, x, state, seen)
@@ -303,6 +306,7 @@ class CompressiveAttention(TransformerXLAttention):
 
     def _keys_values(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """(B, M, E) -> two of (B, H, M, D)."""
+        inputs = self._normed(inputs)
         return self._heads(self.k_proj(inputs)), self._heads(self.v_proj(inputs))
 
     def _summaries(self, position: Tensor) -> Tensor:
@@ -391,7 +395,7 @@ class CompressiveAttention(TransformerXLAttention):
         if isinstance(state, CompressiveMemory):
             inputs = torch.cat([state.inputs.to(x.dtype), x], 1)  # (B, S + N, E)
             new = self._compress(self._windows(inputs, state.length, n)).to(x.dtype)
-            k = self._heads(self.k_proj(torch.cat([state.compressed.to(x.dtype), new, inputs], 1)))
+            k, _ = self._keys_values(torch.cat([state.compressed.to(x.dtype), new, inputs], 1))
         else:
             k = self._in_order(x, state)[0]
         slots = k.size(2) - self._reach - n  # compressed_len + K
@@ -443,6 +447,8 @@ class CompressiveAttention(TransformerXLAttention):
 
     def _by_content(self, q: Tensor, inputs: Tensor, chosen: Tensor) -> Tensor:
         """Attend to the `chosen` (B, M) `inputs` (B, M, E) without positions: (B, H, N, D)."""
+        for norm in self._norm:
+            inputs = functional_call(norm, {name: p.detach() for name, p in norm.named_parameters()}, inputs)
         k, v = (
             self._heads(F.linear(inputs, p.weight.detach(), None if p.bias is None else p.bias.detach()))
             for p in (self.k_proj, self.v_proj)

@@ -73,6 +73,9 @@ class InfiniteAttention(TransformerXLAttention):
     Splitting a stream changes nothing. In calls of L positions that begin at a multiple of L, with `mem_len` a multiple
     of L, XL sees what `TransformerXLAttention` sees.
 
+    After `normalise_with` the memory holds inputs that are not normalised. What is written to the signal is normalised
+    with the gains of that time.
+
     With `sticky` (section 3.3) the old signal is sampled at the quantiles of a histogram of the densities, that is,
     where it was attended to. The histogram is summed over the heads and over the positions since the last update, and a
     thousandth of it is spread evenly. In evaluation the quantiles are the midpoints of `n_samples` equal parts. In
@@ -289,12 +292,12 @@ class InfiniteAttention(TransformerXLAttention):
         seen = torch.full_like(before.length, x.size(1)) if lengths is None else lengths
         m = slots_used(before.length, self._reach)
         inputs = torch.cat([before.inputs[:, self._reach - m :].to(x.dtype), x], 1)  # (B, M + N, E)
-        y = self.out_proj(
-            self._short_term(x, inputs, before.length).transpose(1, 2).flatten(2)
-        )  # (B, H, N, D) -> (B, N, E)
+        x, normed = self._normed(x), self._normed(inputs)
+        near = self._short_term(x, normed, before.length)
+        y = self.out_proj(near.transpose(1, 2).flatten(2))  # (B, H, N, D) -> (B, N, E)
         after = before
         if self.n_basis:
-            far, after = self._long_term(x, inputs, before, seen)
+            far, after = self._long_term(x, normed, before, seen)
             y = y + self.ltm_out_proj(far.transpose(1, 2).flatten(2).to(x.dtype))
         memory = newest(inputs, m + seen, self._reach).to(before.inputs.dtype)
         return without_padding(y, lengths), after._replace(inputs=memory, length=before.length + seen)
@@ -308,7 +311,8 @@ class InfiniteAttention(TransformerXLAttention):
     def density(self, x: Tensor, state: InfiniteMemory, times: Tensor) -> Tensor:
         """Return N(t; μ, σ²) at `times` (T,), the attention of inputs `x` (B, N, E) to that signal: (B, H, N, T)."""
         full = state.coefficients.dtype
-        mean, variance = self._attended(self._far_queries(x).to(full), state.coefficients)
+        q = self._far_queries(self._normed(x)).to(full)
+        mean, variance = self._attended(q, state.coefficients)
         return gaussian(times.to(mean), mean[..., None], variance[..., None])
 
     def sample_times(self, state: InfiniteMemory) -> Tensor:
@@ -353,7 +357,7 @@ class InfiniteAttention(TransformerXLAttention):
             now = torch.ones_like(state.length) if lengths is None else (i < lengths).long()  # (B,), 0 in padding
             attends = (self._writes_before(state.length, self._delay) > 0) & (now > 0)
             inputs = torch.cat([state.inputs.to(x.dtype), position], 1)  # (B, M + 1, E)
-            _, after = self._long_term(position, inputs, state, now)
+            _, after = self._long_term(self._normed(position), self._normed(inputs), state, now)
             memory = newest(inputs, self._reach + now, self._reach).to(state.inputs.dtype)
             state = after._replace(inputs=memory, length=state.length + now)
             found.append(self.density(position, state, times).masked_fill(~attends[:, None, None, None], 0))
@@ -397,7 +401,8 @@ class InfiniteAttention(TransformerXLAttention):
         if state is not None:
             x = torch.cat([state.inputs[:, self._reach - m :].to(x.dtype), x], 1)  # (B, M + N, E)
         i, j, seen = self._order(n, m, state, lengths, x.device)
-        return self._heads(self.k_proj(x)), i - j, seen & (j >= self.segment_len * self._writes_before(i, self.mem_len))
+        k = self._heads(self.k_proj(self._normed(x)))
+        return k, i - j, seen & (j >= self.segment_len * self._writes_before(i, self.mem_len))
 
     def _is_step(self, q: Tensor) -> bool:
         """Whether it costs less to apply W_k and W_v to each head's queries (B, H, N, D) than to the inputs."""

@@ -52,9 +52,10 @@ class TransformerXLAttention(Attention):
     nothing, and a call much longer than the memory costs O(N · mem_len). A stack of L layers reaches L · mem_len
     positions back.
 
-    The state holds inputs, so W_k and W_v also learn from the memory, even if the caller detaches it. A state made with
-    `max_len` holds their keys and values instead: a generated token then costs O(mem_len · E), not O(mem_len · E²). The
-    outputs are the same, and so are gradients through a state that was not detached.
+    The state holds inputs, so W_k and W_v also learn from the memory, even if the caller detaches it. A LayerNorm
+    before the attention does not, without `normalise_with`. A state made with `max_len` holds their keys and values
+    instead: a generated token then costs O(mem_len · E), not O(mem_len · E²). The outputs are the same, and so are gradients
+    through a state that was not detached.
 
     With causal=False (an encoder) the distances are negative too, and there is no memory.
 
@@ -105,6 +106,7 @@ class TransformerXLAttention(Attention):
         self.u = nn.Parameter(0.02 * torch.randn(n_heads, self.head_dim))
         self.v = nn.Parameter(0.02 * torch.randn(n_heads, self.head_dim))
         self.shared = ("u", "v") if share_uv else ()
+        self._norm: tuple[nn.Module, ...] = ()
         self.set_memory(mem_len, clamp_len, same_length)
 
     def set_memory(self, mem_len: int, clamp_len: int | None = None, same_length: bool = False) -> None:
@@ -125,6 +127,26 @@ class TransformerXLAttention(Attention):
         self.mem_len = mem_len
         self.clamp_len = clamp_len
         self.same_length = same_length
+
+    def normalise_with(self, norm: nn.Module) -> None:
+        """Apply `norm` to all inputs, to those in the memory again in each call.
+
+            q = W_q norm(x),  k = W_k norm([memory; x]),  v = W_v norm([memory; x])
+
+        The memory holds inputs as they are, so its keys follow the norm's gains, which learn from it too. This is
+        `pre_lnorm` in the code of Dai et al. 2019.
+
+        Args:
+            norm: (B, N, E) -> (B, N, E), each position by itself. Its parameters remain the caller's.
+        """
+        self._norm = (norm,)  # in a tuple, because a module's attribute would be registered here too
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return self._norm[0](x) if self._norm else x
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Attention.project`."""
+        return super().project(self._normed(x))
 
     @property
     def _reach(self) -> int:
@@ -187,7 +209,9 @@ class TransformerXLAttention(Attention):
             before = state
         m, n = slots_used(before.length, before.inputs.size(1)), x.size(1)
         inputs = torch.cat([before.inputs[:, before.inputs.size(1) - m :].to(x.dtype), x], 1)  # (B, M + N, E)
-        q, k, v = self._heads(self.q_proj(x)), self._heads(self.k_proj(inputs)), self._heads(self.v_proj(inputs))
+        normed = self._normed(inputs)
+        q = self._heads(self.q_proj(self._normed(x)))  # (B, N, E) -> (B, H, N, D)
+        k, v = self._heads(self.k_proj(normed)), self._heads(self.v_proj(normed))  # (B, M + N, E) -> (B, H, M + N, D)
         y = self.out_proj(self._mix(q, k, v, before.length).transpose(1, 2).flatten(2))  # (B, H, N, D) -> (B, N, E)
 
         seen = torch.full_like(before.length, n) if lengths is None else lengths
@@ -312,7 +336,7 @@ class TransformerXLAttention(Attention):
         """
         self.check(x, state, lengths)
         x = without_padding(x, lengths)
-        q = self._heads(self.q_proj(x))
+        q = self._heads(self.q_proj(self._normed(x)))
         k, distance, seen = self._keys(x, state, lengths)
         if lengths is not None:
             seen = seen & valid_positions(lengths, x.size(1))[..., None]
@@ -337,9 +361,9 @@ class TransformerXLAttention(Attention):
     def _keys(self, x: Tensor, state: State | None, lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the keys of `attention_terms` (B, H, M, D), their distances, and which are seen, (B or 1, N, M)."""
         n, m = x.size(1), 0 if state is None else min(int(state.length.max()), self._reach)
-        k = self._heads(self.k_proj(x))
+        k = self._heads(self.k_proj(self._normed(x)))
         if isinstance(state, InputMemory):
-            earlier = self._heads(self.k_proj(state.inputs[:, self._reach - m :].to(x.dtype)))
+            earlier = self._heads(self.k_proj(self._normed(state.inputs[:, self._reach - m :].to(x.dtype))))
             k = torch.cat([earlier, k], 2)  # (B, H, M + N, D)
         elif state is not None:
             slots = (torch.arange(-m, 0, device=x.device) + state.length[:, None]) % state.keys.size(2)  # (B, M)

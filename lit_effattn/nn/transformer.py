@@ -80,6 +80,7 @@ class Block(SequenceModule):
         norm: LayerNorm before each branch, or after each residual.
         dropout: Dropout on the output of each branch.
         cross_attention: Reads a source, after the attention. Needs a causal `attention`.
+        norm_memory: See `Transformer`.
 
     Raises:
         ValueError: `cross_attention` is given, and `attention` is not causal.
@@ -92,6 +93,7 @@ class Block(SequenceModule):
         norm: Literal["pre", "post"] = "pre",
         dropout: float = 0.0,
         cross_attention: CrossAttention | None = None,
+        norm_memory: bool = False,
     ) -> None:
         super().__init__()
         self.d_input = self.d_model = attention.d_model
@@ -101,6 +103,10 @@ class Block(SequenceModule):
         self.norm = norm
         self.norm_1 = nn.LayerNorm(self.d_model)
         self.norm_2 = nn.LayerNorm(self.d_model)
+        normalise_with = getattr(attention, "normalise_with", None) if norm == "pre" and norm_memory else None
+        self._attention_norms = normalise_with is not None
+        if normalise_with is not None:
+            normalise_with(self.norm_1)
         self.dropout = nn.Dropout(dropout)
         self.cross_attention = cross_attention
         self.norm_cross: nn.Module | None = None
@@ -118,7 +124,7 @@ class Block(SequenceModule):
         self.check(x, state, lengths)
         x = without_padding(x, lengths)  # a NaN in padding would reach the LayerNorm's gradients as 0 · NaN
         before, source = (None, None) if state is None else (state, None) if self.norm_cross is None else state
-        y, after = self.attention(self._before(self.norm_1, x), before, lengths)
+        y, after = self.attention(x if self._attention_norms else self._before(self.norm_1, x), before, lengths)
         x = self._after(self.norm_1, x, y)
         if self.norm_cross is not None and self.cross_attention is not None:
             y, source = self.cross_attention(self._before(self.norm_cross, x), source, lengths)
@@ -219,6 +225,10 @@ class Transformer(SequenceModule):
         activation_dropout: Dropout inside the feed-forward, after the activation. The code of Dai et al. 2019 and of
             Katharopoulos et al. 2020 has it, with the same probability as `dropout`.
         output_dropout: Dropout on the output of the stack, as in the code of Dai et al. 2019.
+        norm_memory: With norm="pre" and an attention that remembers inputs (Transformer-XL, Compressive, ∞-former):
+            whether it remembers the inputs of the layer, and normalises them again in each call, as the code of Dai et
+            al. 2019 does (`pre_lnorm`). Else it remembers the LayerNorm's outputs. These keep the gains of the time at
+            which they were computed, and the gains do not learn from a detached memory.
 
     Example:
         >>> from lit_effattn.attention import LinearAttention
@@ -250,6 +260,7 @@ class Transformer(SequenceModule):
         d_source: int | None = None,
         activation_dropout: float = 0.0,
         output_dropout: float = 0.0,
+        norm_memory: bool = False,
     ) -> None:
         super().__init__()
         for name, value, known in (
@@ -289,6 +300,7 @@ class Transformer(SequenceModule):
                 norm=norm,
                 dropout=dropout,
                 cross_attention=None if cross_kinds is None else cross_kinds[i](d_model, n_heads, self.d_source),
+                norm_memory=norm_memory,
             )
             for i, kind in enumerate(kinds)
         )

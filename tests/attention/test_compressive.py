@@ -17,8 +17,18 @@ def make(**options) -> CompressiveAttention:
     return CompressiveAttention(E, H, **{"mem_len": 4, "compressed_len": 5, "compression_rate": 3, **options}).double()
 
 
+def uneven_norm() -> torch.nn.LayerNorm:
+    norm = torch.nn.LayerNorm(E).double()
+    with torch.no_grad():
+        norm.weight.copy_(torch.linspace(-1, 2, E))
+        norm.bias.copy_(torch.linspace(1, 0, E))
+    return norm
+
+
 def by_content(attention, x, inputs):
     """Softmax attention of `x` (N, E) to `inputs` (M, E), without positions: (N, H, D)."""
+    for norm in attention._norm:
+        x, inputs = norm(x), norm(inputs)
     q, k, v = (
         (t @ p.weight.T).unflatten(-1, (H, D))
         for p, t in ((attention.q_proj, x), (attention.k_proj, inputs), (attention.v_proj, inputs))
@@ -77,8 +87,11 @@ def test_a_summary_of_one_that_is_its_input_is_a_longer_memory():
 
 
 @pytest.mark.parametrize("lengths", [None, [11, 6, 1]])
-def test_the_loss_is_the_difference_that_compression_makes(lengths: list[int] | None):
+@pytest.mark.parametrize("normed", [False, True])
+def test_the_loss_is_the_difference_that_compression_makes(lengths: list[int] | None, normed: bool):
     attention = make()
+    if normed:
+        attention.normalise_with(uneven_norm())
     past, x = torch.randn(3, 9, E, dtype=torch.float64), torch.randn(3, 11, E, dtype=torch.float64)
     _, state = attention(past, None, torch.tensor([9, 2, 5]))
     _, state = attention(x, state, None if lengths is None else torch.tensor(lengths))
@@ -111,7 +124,8 @@ def test_the_loss_of_a_long_call_is_that_of_its_chunks():
 
 
 def test_the_loss_reaches_the_compressor_alone():
-    attention = make(bias=True)
+    attention, norm = make(bias=True), uneven_norm()
+    attention.normalise_with(norm)
     x = torch.randn(2, 15, E, dtype=torch.float64, requires_grad=True)
     _, state = attention(x[:, :8])
     _, state = attention(x[:, 8:], state)
@@ -122,7 +136,7 @@ def test_the_loss_reaches_the_compressor_alone():
             assert (p.grad != 0).any(), name
         else:
             assert p.grad is None, name
-    assert x.grad is None
+    assert x.grad is norm.weight.grad is norm.bias.grad is None
 
 
 def test_the_task_still_trains_what_the_loss_does_not():

@@ -1,5 +1,6 @@
 """`attention_weights` of every kind: the sum of the values that they weigh is what the kind returns."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -312,6 +313,27 @@ def test_terms_of_transformer_xl(options: dict):
             assert_close(term[0], e[0, :, 10:, -term.size(-1) :])
             assert_close(term[1, :, :3], e[1, :, 10:13, -term.size(-1) :])
             assert (term[1, :, 3:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("max_len", [None, 12])
+@pytest.mark.parametrize("cls", [TransformerXLAttention, CompressiveAttention, InfiniteAttention])
+def test_weights_of_normalised_inputs(cls: type[TransformerXLAttention], max_len: int | None):
+    """An attention that normalises its inputs weighs like one that is given them normalised."""
+    signal = {"mem_len": 2, "segment_len": 3, "n_basis": 10, "n_samples": 6, "widths": (0.1,)}
+    options = signal if cls is InfiniteAttention else {"mem_len": 20}
+    torch.manual_seed(0)
+    plain, norm = cls(E, H, **options).double(), torch.nn.LayerNorm(E).double()
+    torch.nn.init.normal_(norm.weight)
+    attention = copy.deepcopy(plain)
+    attention.normalise_with(norm)
+    x = inputs(plain, 2, 12)
+    normed, times = norm(x), torch.linspace(0, 1, 9)
+    _, state = attention(x[:, :8], attention.initial_state(2, max_len=max_len))
+    _, same = plain(normed[:, :8], plain.initial_state(2, max_len=max_len))
+    assert_close(attention.attention_weights(x[:, 8:], state), plain.attention_weights(normed[:, 8:], same))
+    if cls is InfiniteAttention:
+        found = attention.attention_densities(x[:, 8:], state, times=times)
+        assert_close(found, plain.attention_densities(normed[:, 8:], same, times=times))
 
 
 # -------------------------------------------------------------------------------------------------------- the signal's

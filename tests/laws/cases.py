@@ -311,12 +311,12 @@ def encoder_decoder(d_model: int, n_heads: int, causal: bool) -> SequenceModule:
 # --------------------------------------------------------------------------------------------------------- and the rest
 
 
-def stack(attention: Any, **options: Any) -> Callable[[int, int, bool], SequenceModule]:
-    """Return what makes a Transformer of two layers."""
+def stack(attention: Any, n_layers: int = 2, **options: Any) -> Callable[[int, int, bool], SequenceModule]:
+    """Return what makes a Transformer."""
 
     def make(d_model: int, n_heads: int, causal: bool) -> SequenceModule:
         options.setdefault("init", "pytorch")  # with that of GPT-2 so small a model hardly attends
-        return Transformer(d_model, n_heads, 2, attention=attention, causal=causal, **options)
+        return Transformer(d_model, n_heads, n_layers, attention=attention, causal=causal, **options)
 
     return make
 
@@ -339,6 +339,11 @@ def sliding(d_model: int, n_heads: int, causal: bool) -> SequenceModule:
 LINEAR, SOFTMAX, WINDOW = partial(LinearAttention, chunk_size=4), SoftmaxAttention, partial(SoftmaxAttention, window=5)
 XL_WINDOW = partial(TransformerXLAttention, mem_len=3, same_length=True, chunk_size=2)
 XL_SHARING = partial(XL_WINDOW, share_uv=True)
+REMEMBER_INPUTS = [
+    XL_WINDOW,
+    partial(CompressiveAttention, mem_len=2, compressed_len=2, compression_rate=2, chunk_size=4),
+    partial(InfiniteAttention, mem_len=2, segment_len=3, n_basis=6, widths=(0.2,), n_samples=4),
+]
 
 STACKS = [
     Case("Transformer-dealt", stack([SOFTMAX, LINEAR]), 4),
@@ -351,6 +356,7 @@ STACKS = [
     ),
     Case("Transformer-checkpointed", stack([WINDOW], gradient_checkpointing=True, positions=None), 5),
     Case("Transformer-XL-tied", stack([XL_SHARING], positions="auto", norm="post"), 3),
+    Case("Transformer-raw-memories", stack(REMEMBER_INPUTS, 3, positions="auto", norm_memory=True), 3),
     Case("Block", block, 4),
     Case("SlidingWindow", sliding, 5),
     Case("Decoder", decoder, 4),

@@ -1,3 +1,4 @@
+import copy
 import math
 from functools import partial
 
@@ -7,6 +8,8 @@ from torch import nn
 
 from lit_effattn import Transformer, sequence
 from lit_effattn.attention import (
+    CompressiveAttention,
+    InfiniteAttention,
     LinearAttention,
     LinearCrossAttention,
     PerformerCrossAttention,
@@ -343,6 +346,69 @@ def test_the_state_is_one_a_layer():
     assert reset.length.tolist() == [0, 0, 1]
     assert all(layer.length.tolist() == [0, 0, 1] for layer in reset.layers)
     assert sequence.nbytes(state) == sequence.nbytes(after)
+
+
+COMPRESSIVE = {"mem_len": 2, "compressed_len": 2, "compression_rate": 2}
+REMEMBER_INPUTS = {
+    "xl": (partial(TransformerXLAttention, mem_len=9), definitions.transformer_xl),
+    "compressive": (partial(CompressiveAttention, **COMPRESSIVE), definitions.compressive),
+    "mean": (partial(CompressiveAttention, **COMPRESSIVE, compression="mean"), definitions.compressive),
+    "infinite": (partial(InfiniteAttention, mem_len=2, segment_len=3, n_basis=0), definitions.infinite),
+}
+
+
+@pytest.mark.parametrize("name", REMEMBER_INPUTS)
+def test_a_memory_of_inputs_is_normalised_with_todays_gains(name: str, monkeypatch: pytest.MonkeyPatch):
+    """`pre_lnorm` in the code of Dai et al. 2019: the heads are of norm([memory; x]), and the memory is detached."""
+    kind, definition = REMEMBER_INPUTS[name]
+    options = {"attention": kind, "positions": None, "init": "pytorch", "final_norm": False}
+    model = uneven(Transformer(E, H, 1, **options, norm_memory=True).double())
+    (block,) = model.blocks
+    first, second = torch.randn(2, 2, 5, E, dtype=torch.float64)
+    _, state = model(first)
+    with torch.no_grad():
+        block.norm_1.weight.mul_(torch.linspace(-1, 2, E))
+    y, after = model(second, sequence.detach(state))
+
+    def of_normalised(module: nn.Module, x: torch.Tensor, projected=definitions.queries_keys_values):
+        return projected(module, norm(block.norm_1, x))
+
+    monkeypatch.setattr(definitions, "queries_keys_values", of_normalised)
+    h = second + definition(block.attention, torch.cat([first, second], 1))[:, 5:]
+    expected = h + block.feed_forward(norm(block.norm_2, h))
+    torch.testing.assert_close(y, expected)
+    assert torch.equal(after.layers[0].inputs[:, -2:], second[:, -2:])
+    # A new summary's gradient goes through the inputs of this call alone: what the call before made is detached.
+    wanted = [p for name, p in model.named_parameters() if "compressor" not in name]
+    found = torch.autograd.grad(y.sin().sum(), wanted)
+    torch.testing.assert_close(found, torch.autograd.grad(expected.sin().sum(), wanted))
+
+
+def test_a_memory_of_normalised_inputs_keeps_the_gains_of_its_time():
+    """The default: not that of Dai et al. 2019's code, and its gains do not learn from the memory."""
+    options = {"attention": partial(TransformerXLAttention, mem_len=9), "positions": None, "init": "pytorch"}
+    models = [uneven(Transformer(E, H, 1, **options, norm_memory=raw).double()) for raw in (False, True)]
+    models[1].load_state_dict(models[0].state_dict())
+    first, second = torch.randn(2, 2, 5, E, dtype=torch.float64)
+    states = [model(first)[1] for model in models]
+    (block,) = models[0].blocks
+    torch.testing.assert_close(states[0].layers[0].inputs[:, -5:], block.norm_1(first))
+    torch.testing.assert_close(models[0](second, states[0])[0], models[1](second, states[1])[0])
+    gains = [
+        torch.autograd.grad(model(second, sequence.detach(state))[0].sin().sum(), model.blocks[0].norm_1.weight)[0]
+        for model, state in zip(models, states, strict=True)
+    ]
+    assert (gains[0] - gains[1]).abs().max() > 0.01
+    # A copy's attention has the copy's norm, and an attention without inputs in memory has none.
+    copied = copy.deepcopy(models[1])
+    with torch.no_grad():
+        copied.blocks[0].norm_1.weight.zero_()
+        copied.blocks[0].norm_1.bias.zero_()
+    assert not torch.equal(copied(first)[0], models[1](first)[0])
+    options = {"positions": None, "init": "pytorch"}
+    models = [Transformer(E, H, 1, **options, norm_memory=raw) for raw in (False, True)]
+    models[1].load_state_dict(models[0].state_dict())
+    assert torch.equal(models[0](first.float())[0], models[1](first.float())[0])
 
 
 def test_a_block_has_its_attentions_state():

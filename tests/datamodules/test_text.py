@@ -232,9 +232,7 @@ def test_folder_is_divided_by_names_and_documents_kept_apart(tmp_path):
     (root / "empty.txt").write_text("")
     (root / ".hidden.txt").write_text("hidden")
     (root / "other.md").write_text("other")
-    with pytest.warns(
-        match=r"2 left out:\n  1 empty:\n.*empty.txt: has no text\n  1 .md:\n.*other.md: does not"
-    ):
+    with pytest.warns(match=r"2 left out:\n  1 empty:\n.*empty.txt: has no text\n  1 .md:\n.*other.md: does not"):
         data = ready(source="files", root=str(root), segment_len=8, batch_size=2)
     found = {name: documents(data, name) for name in ("train", "val", "test")}
     assert {name: len(texts) for name, texts in found.items()} == {"train": 18, "val": 1, "test": 1}

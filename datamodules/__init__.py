@@ -1,5 +1,6 @@
 """Data modules: one `LightningDataModule` per kind of data."""
 
+from lit_effattn.datamodules.associative_recall import AssociativeRecall
 from lit_effattn.datamodules.audio import AudioError, read_audio
 from lit_effattn.datamodules.augment import SpecAugment
 from lit_effattn.datamodules.copy_task import CopyTask
@@ -16,6 +17,7 @@ from lit_effattn.datamodules.sampling import ResumableLoader, ShardedBatches
 from lit_effattn.datamodules.sequence_pairs import SequencePairs
 from lit_effattn.datamodules.sorting_task import SortingTask, counting_accuracy
 from lit_effattn.datamodules.speech import SpeechData
+from lit_effattn.datamodules.state_tracking import StateTracking
 from lit_effattn.datamodules.text import TextStream
 from lit_effattn.datamodules.timit import TimitCorpus
 from lit_effattn.datamodules.tokens import IGNORE, PairBatch, TokenBatch
@@ -25,6 +27,7 @@ from lit_effattn.datamodules.wave_augment import WaveAugment
 __all__ = [
     "BLANK",
     "IGNORE",
+    "AssociativeRecall",
     "AudioError",
     "CopyTask",
     "EspeakCorpus",
@@ -48,6 +51,7 @@ __all__ = [
     "SpeechBatch",
     "SpeechCorpus",
     "SpeechData",
+    "StateTracking",
     "TextStream",
     "TimitCorpus",
     "TokenBatch",

@@ -69,12 +69,14 @@ class LanguageModel(Task):
         eval_same_length: Likewise, whether all positions see equally far.
         eval_window: Evaluate by sliding a window of this length on by one, without memory (Al-Rfou et al. 2018);
             dear. See `SlidingWindow`.
+        test_lengths: Lengths of sequences, for each of which `test` reports the accuracy as `accuracy_64` and so on,
+            with `accuracy`. From the command: those of the data.
 
     Raises:
         ValueError: the backbone is not causal, or a setting is for kinds that it does not have.
     """
 
-    fixed_by_data = ("vocab_size", "unit", "tokenizer")
+    fixed_by_data = ("vocab_size", "unit", "tokenizer", "test_lengths")
 
     def __init__(
         self,
@@ -96,6 +98,7 @@ class LanguageModel(Task):
         eval_clamp_len: int | None = None,
         eval_same_length: bool | None = None,
         eval_window: int | None = None,
+        test_lengths: tuple[int, ...] | None = None,
     ) -> None:
         check_backbone(backbone)
         super().__init__(optimizer, lr_scheduler)
@@ -123,6 +126,8 @@ class LanguageModel(Task):
         self.monitor = f"val/{self.metric_name}"
         self.scores = nn.ModuleDict({stage: kind() for stage in ("val", "test")})
         self.accuracies = nn.ModuleDict({stage: Accuracy() for stage in ("val", "test")}) if accuracy else None
+        lengths = test_lengths if accuracy else None
+        self.accuracy_by_length = nn.ModuleDict({str(n): Accuracy() for n in lengths or ()})
         self.count = Count()
         wanted = {"mem_len": eval_mem_len, "clamp_len": eval_clamp_len, "same_length": eval_same_length}
         self._eval_memory = {name: value for name, value in wanted.items() if value is not None}
@@ -188,7 +193,21 @@ class LanguageModel(Task):
             metrics[f"{self.unit}s"](nll)
         if self.accuracies is not None:
             metrics["accuracy"] = self.accuracies[stage]
-            metrics["accuracy"](self.head.log_probs(hidden).argmax(-1) == targets)
+            right = self.head.log_probs(hidden).argmax(-1) == targets
+            metrics["accuracy"](right)
+            if stage == "test":
+                metrics |= self._by_length(batch, scored, right)
+        return metrics
+
+    def _by_length(self, batch: TokenBatch, scored: Tensor, right: Tensor) -> dict[str, Any]:
+        """Update the accuracy of each length, and return all: a process may have no sequence of some length."""
+        full = torch.full_like(batch.inputs[:, 0], batch.inputs.size(1))
+        lengths = full if batch.lengths is None else batch.lengths
+        of_target = lengths[:, None].expand_as(scored)[scored]  # (B, N) -> (T,)
+        metrics = {}
+        for n, metric in self.accuracy_by_length.items():
+            metrics[f"accuracy_{n}"] = metric
+            metric.update(right[of_target == int(n)])
         return metrics
 
     # -------------------------------------------------------------------------------------- memory in evaluation

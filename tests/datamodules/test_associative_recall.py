@@ -1,0 +1,38 @@
+import pytest
+
+from lit_effattn.datamodules import IGNORE, AssociativeRecall
+
+
+@pytest.mark.parametrize("length", [12, 13, 40])
+def test_each_key_is_asked_once_and_answered_by_its_value(length: int):
+    data = AssociativeRecall(length, n_pairs=3, n_keys=5, n_values=4, batch_size=50, n_val=50)
+    assert data.vocab_size == 10
+    (batch,) = data.val_dataloader()
+    for inputs, targets in zip(batch.inputs.tolist(), batch.targets.tolist(), strict=True):
+        pairs = dict(zip(inputs[0:6:2], inputs[1:6:2], strict=True))
+        assert len(pairs) == 3
+        assert all(1 <= key <= 5 and 6 <= value <= 9 for key, value in pairs.items())
+        assert targets[:6] == 6 * [IGNORE]
+        asked = [(key, target) for key, target in zip(inputs[6:], targets[6:], strict=True) if target != IGNORE]
+        assert dict(asked) == pairs
+        assert len(asked) == 3
+        assert all(key == 0 for key, target in zip(inputs[6:], targets[6:], strict=True) if target == IGNORE)
+
+
+def test_gaps_follow_the_power_law():
+    """The slot of the first query drawn has p(g) ∝ (g + 1)^(power − 1); with one pair it is the only query."""
+    for power, weights in ((0.5, [(g + 1) ** -0.5 for g in range(4)]), (1.0, [1.0] * 4)):
+        data = AssociativeRecall(10, n_pairs=1, power=power, batch_size=4000, n_val=4000)
+        (batch,) = data.val_dataloader()
+        share = (batch.targets != IGNORE).double().mean(0)
+        assert share[3::2].sum() == 0
+        assert share[2::2].tolist() == pytest.approx([w / sum(weights) for w in weights], abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("length", 31), ("n_pairs", 0), ("n_keys", 7), ("n_values", 1), ("power", 0.0), ("n_test", 0), ("seed", -1)],
+)
+def test_wrong_options_are_named(option: str, value: float):
+    with pytest.raises(ValueError, match=f"{option}={value}"):
+        AssociativeRecall(**{option: value})

@@ -17,6 +17,9 @@ from torch import Tensor, nn
 
 from lit_effattn.hparams import HasInitArgs
 
+if TYPE_CHECKING:
+    from lit_effattn.sequence_parallel import Parts
+
 State = Any
 """A tensor whose first dimension is the batch, a NamedTuple or tuple of states, or None (nothing remembered)."""
 
@@ -33,6 +36,9 @@ class SequenceModule(HasInitArgs, nn.Module, ABC):
     d_input: int
     d_model: int
     causal: bool
+
+    takes_parts = False
+    """Whether the module computes what it should inside `sequence_parallel`."""
 
     if TYPE_CHECKING:  # nn.Module's returns Any
 
@@ -109,8 +115,14 @@ class SequenceModule(HasInitArgs, nn.Module, ABC):
 
         Raises:
             ValueError: An argument is invalid. The message names it, its value and what was expected.
+            NotImplementedError: The module is called inside `sequence_parallel` and does not support it.
         """
         name = type(self).__name__
+        if parts() is not None and not self.takes_parts:
+            raise NotImplementedError(
+                f"{name} does not support sequence_parallel, in which a process has a part of each sequence; causal "
+                "LinearAttention and PerformerAttention do"
+            )
         if x.dim() != 3 or x.size(-1) != self.d_input:
             raise ValueError(f"{name}: x has shape {tuple(x.shape)}; expected (batch, length, {self.d_input})")
         if x.size(1) == 0:
@@ -287,3 +299,30 @@ def donated() -> Iterator[None]:
 def may_overwrite() -> bool:
     """Whether the current state may be written in place: it is donated, and gradients are disabled."""
     return not torch.is_grad_enabled() and _donated.now
+
+
+# ------------------------------------------------------------------------------------------------- parts of a sequence
+
+
+class _Parallel(threading.local):
+    """The `Parts` of the current thread's `sequence_parallel`, None outside."""
+
+    parts: Parts | None = None
+
+
+_parallel = _Parallel()
+
+
+@contextmanager
+def in_parts(parts: Parts) -> Iterator[None]:
+    """Let every call in the context compute one of several parts: see `sequence_parallel`."""
+    before, _parallel.parts = _parallel.parts, parts
+    try:
+        yield
+    finally:
+        _parallel.parts = before
+
+
+def parts() -> Parts | None:
+    """Return the parts of the innermost `sequence_parallel`; None outside."""
+    return _parallel.parts

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_effattn.positions import RotaryPositions
-from lit_effattn.sequence import SequenceModule, State, accumulator, valid_positions, without_padding
+from lit_effattn.sequence import SequenceModule, State, accumulator, parts, valid_positions, without_padding
 
 
 class Attention(SequenceModule):
@@ -92,22 +92,60 @@ class Attention(SequenceModule):
         self.check(x, state, lengths)
         x = without_padding(x, lengths)
         q, k, v = self.project(x)
-        q, k = self._turned(q, k, state)
-        y, state = self.attend(q, k, v, state, lengths)
+        if parts() is None:
+            q, k = self._turned(q, k, None if state is None else state.length)
+            y, state = self.attend(q, k, v, state, lengths)
+        else:
+            y, state = self._attend_in_parts(q, k, v, state, lengths)
         y = self.out_proj(y.transpose(1, 2).flatten(2))  # (B, H, N, D) -> (B, N, E)
         return without_padding(y, lengths), state
+
+    def _attend_in_parts(
+        self, q: Tensor, k: Tensor, v: Tensor, state: State | None, lengths: Tensor | None
+    ) -> tuple[Tensor, State]:
+        """Call `attend` from the state before this process's part; return the state after all parts."""
+        others, (b, _, n, _) = parts(), q.shape
+        assert others is not None
+        if not self.causal:
+            raise NotImplementedError(f"{type(self).__name__}: sequence_parallel needs causal=True")
+        if state is None:
+            state = self.initial_state(b, device=q.device, dtype=q.dtype)
+        if self.rotary is not None:
+            seen = torch.full((b,), n, device=q.device) if lengths is None else lengths
+            q, k = self._turned(q, k, state.length + others.count(seen)[0])
+        here, after = others.join(self.combine, self.summarise(k, v, lengths), state)
+        return self.attend(q, k, v, here, lengths)[0], after
+
+    def summarise(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> State:
+        """Return the state that `attend` of these keys and values leads to from an empty one, without outputs.
+
+        A kind whose states can be combined overrides this method and `combine`, and sets `takes_parts`.
+
+        Args:
+            k: (B, H, N, D_qk): see `attend`.
+            v: (B, H, N, D).
+            lengths: (B,) valid positions, or None.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no `summarise`")
+
+    def combine(self, before: State, after: State) -> State:
+        """Return the state that leads through both: `after` was made from an empty state, of the positions after.
+
+        Associative; an empty state on either side changes nothing. Lengths add. Both arguments are kept.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no `combine`")
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries and keys, (B, N, E) -> (B, H, N, D_qk), and values, (B, N, E) -> (B, H, N, D)."""
         return self._heads(self.q_proj(x)), self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
 
-    def _turned(self, q: Tensor, k: Tensor, state: State | None) -> tuple[Tensor, Tensor]:
-        """Rotate queries and keys (B, H, N, D_qk) by their positions if `rotary` is set."""
+    def _turned(self, q: Tensor, k: Tensor, earlier: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Rotate queries and keys (B, H, N, D_qk) by their positions, after (B,) `earlier` ones, if `rotary` is set."""
         if self.rotary is None:
             return q, k
         position = torch.arange(q.size(2), device=q.device)[None]  # (1, N)
-        if state is not None:
-            position = position + state.length[:, None]  # (B, N)
+        if earlier is not None:
+            position = position + earlier[:, None]  # (B, N)
         turned = self.rotary.turn(q, position)
         return turned, turned if k is q else self.rotary.turn(k, position)
 
@@ -130,7 +168,7 @@ class Attention(SequenceModule):
         """
         self.check(x, state, lengths)
         q, k, _ = self.project(without_padding(x, lengths))
-        q, k = self._turned(q, k, state)
+        q, k = self._turned(q, k, None if state is None else state.length)
         full = accumulator(q.dtype)
         with torch.autocast(x.device.type, enabled=False):
             weights = self.weigh(q.to(full), k.to(full), state, lengths)

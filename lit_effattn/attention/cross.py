@@ -68,6 +68,8 @@ class CrossAttention(SequenceModule):
         ValueError: `n_heads` does not divide `d_model`, or `d_qk`.
     """
 
+    takes_parts = True
+
     def __init__(
         self, d_model: int, n_heads: int, d_source: int | None = None, *, bias: bool = True, d_qk: int | None = None
     ) -> None:

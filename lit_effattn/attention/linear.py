@@ -15,6 +15,7 @@ from lit_effattn.hparams import HasInitArgs
 from lit_effattn.ops.linear.dispatch import elu_linear_attention, use_kernels
 from lit_effattn.ops.linear.pytorch import (
     causal_linear_attention,
+    key_sums,
     linear_attention,
     linear_attention_step,
     linear_attention_weights,
@@ -119,6 +120,8 @@ class LinearAttention(Attention):
             with F = d_qk / H for elu + 1.
     """
 
+    takes_parts = True
+
     def __init__(
         self,
         d_model: int,
@@ -177,14 +180,28 @@ class LinearAttention(Attention):
                 )
             return y.to(v.dtype), LinearState(s, z, state.length + (n if lengths is None else lengths))
 
+    def summarise(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> LinearState:
+        """Return the sums over keys and values: see `Attention.summarise`."""
+        b, _, n, _ = k.shape
+        full = accumulator(k.dtype)
+        with torch.autocast(k.device.type, enabled=False):
+            s, z = key_sums(self._keys(k, lengths), v.to(full))
+        return LinearState(s, z, torch.full((b,), n, device=k.device) if lengths is None else lengths)
+
+    def combine(self, before: LinearState, after: LinearState) -> LinearState:
+        """Add the sums: see `Attention.combine`."""
+        return LinearState(before.s + after.s, before.z + after.z, before.length + after.length)
+
     def _features(self, q: Tensor, k: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return φ(q) and φ(k), (B, H, N, D_qk) -> (B, H, N, F), in float32 or more."""
-        full = accumulator(q.dtype)
-        phi_q, phi_k = self.feature_map(q.to(full)), self.feature_map(k.to(full))
-        if lengths is not None:
-            # φ(0) is not 0, so it is φ(k) that must be masked; masking v would leave the denominator wrong.
-            phi_k = phi_k.masked_fill(~valid_positions(lengths, q.size(2))[:, None, :, None], 0)
-        return phi_q, phi_k
+        return self.feature_map(q.to(accumulator(q.dtype))), self._keys(k, lengths)
+
+    def _keys(self, k: Tensor, lengths: Tensor | None) -> Tensor:
+        phi = self.feature_map(k.to(accumulator(k.dtype)))
+        if lengths is None:
+            return phi
+        # φ(0) is not 0, so it is φ(k) that must be masked; masking v would leave the denominator wrong.
+        return phi.masked_fill(~valid_positions(lengths, k.size(2))[:, None, :, None], 0)
 
     def weigh(self, q: Tensor, k: Tensor, state: LinearState | None, lengths: Tensor | None) -> Tensor:
         """Return φ(q_i)ᵀφ(k_j) / (φ(q_i)ᵀz_i + 1e-6): see `Attention.weigh`.

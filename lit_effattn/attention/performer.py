@@ -17,6 +17,7 @@ from lit_effattn.ops.favor.pytorch import (
     draw_omega,
     favor,
     favor_step,
+    favor_sums,
     log_hyperbolic_features,
     log_offset,
     log_positive_features,
@@ -26,6 +27,7 @@ from lit_effattn.ops.favor.pytorch import (
 )
 from lit_effattn.ops.linear.pytorch import (
     causal_linear_attention,
+    key_sums,
     linear_attention,
     linear_attention_step,
     linear_attention_weights,
@@ -113,10 +115,11 @@ class RandomFeatures(nn.Module):
 
     def _features(self, q: Tensor, k: Tensor, there: Tensor | None) -> tuple[Tensor, Tensor]:
         """Map (B, H, N, D) queries and keys to features (B, H, N, F), or to their logarithms."""
-        q, k = self._map(q), self._map(k)
-        if there is not None:
-            k = k.masked_fill(~there[..., None], -torch.inf if self._in_log_space else 0.0)
-        return q, k
+        return self._map(q), self._keys(k, there)
+
+    def _keys(self, k: Tensor, there: Tensor | None) -> Tensor:
+        phi = self._map(k)
+        return phi if there is None else phi.masked_fill(~there[..., None], -torch.inf if self._in_log_space else 0.0)
 
     def _map(self, x: Tensor) -> Tensor:
         omega = self.omega.to(x.dtype)
@@ -164,6 +167,8 @@ class PerformerAttention(RandomFeatures, Attention):
         chunk_size: Positions computed at once when causal and without kernels, a power of 2; no effect on the result.
         bias: Whether the projections have a bias.
     """
+
+    takes_parts = True
 
     def __init__(
         self,
@@ -235,6 +240,36 @@ class PerformerAttention(RandomFeatures, Attention):
             length = state.length + (n if lengths is None else lengths)
             return y.to(v.dtype), PerformerState(s, z, m, length, state.drawn)
 
+    def summarise(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> PerformerState:
+        """Return the sums over keys and values: see `Attention.summarise`."""
+        b, _, n, _ = k.shape
+        length = torch.full((b,), n, device=k.device) if lengths is None else lengths
+        full = accumulator(k.dtype)
+        with torch.autocast(k.device.type, enabled=False):
+            there = None if lengths is None else valid_positions(lengths, n)[:, None]  # (B, 1, N)
+            phi = self._keys(k.to(full), there)
+            if self._in_log_space:
+                s, z, m = favor_sums(phi, v.to(full))
+            else:
+                s, z = key_sums(phi, v.to(full))
+                m = z[..., :0]
+        return PerformerState(s, z, m, length, self.draws.repeat(b))
+
+    def combine(self, before: PerformerState, after: PerformerState) -> PerformerState:
+        """Add the sums, scaled to the greater maximum: see `Attention.combine`.
+
+            m = max(m₁, m₂),  s = Σ e^{mᵢ − m} sᵢ,  z = Σ e^{mᵢ − m} zᵢ
+
+        Sums of an earlier draw of the features count as empty.
+        """
+        earlier = self.reset(before, before.drawn != after.drawn)
+        length, drawn = before.length + after.length, after.drawn
+        if not self._in_log_space:
+            return PerformerState(earlier.s + after.s, earlier.z + after.z, after.m, length, drawn)
+        m = torch.maximum(earlier.m, after.m)
+        (s, z), (s_2, z_2) = (_rescaled(state, m) for state in (earlier, after))
+        return PerformerState(s + s_2, z + z_2, m, length, drawn)
+
     def _all(self, q: Tensor, k: Tensor, v: Tensor, there: Tensor | None) -> Tensor:
         """Attend from every query to every key where `there` is True."""
         if self._in_log_space:
@@ -285,3 +320,9 @@ class PerformerAttention(RandomFeatures, Attention):
             earlier = (before.m + before.z.log()).to(q.dtype)[:, :, None]  # (B, H, 1, F)
             scores = torch.cat([log_products(q, earlier), scores], -1)  # (B, H, N, 1 + N)
         return scores.softmax(-1)
+
+
+def _rescaled(state: PerformerState, m: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `s` and `z` as if `m` had been the maximum; those of no key remain 0."""
+    scale = (state.m - m).masked_fill(state.m == -torch.inf, -torch.inf).exp()  # (B, H, F)
+    return state.s * scale[..., None], state.z * scale

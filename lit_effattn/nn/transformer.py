@@ -14,7 +14,7 @@ from lit_effattn.attention.base import Attention, AttentionFactory
 from lit_effattn.attention.cross import CrossAttention, CrossAttentionFactory, check_source
 from lit_effattn.attention.softmax import SoftmaxAttention
 from lit_effattn.positions import PositionsFactory, RotaryPositions, SinusoidalPositions
-from lit_effattn.sequence import SequenceModule, State, without_padding
+from lit_effattn.sequence import SequenceModule, State, parts, without_padding
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "quick_gelu", "swiglu"]
 Initialisation = Literal["pytorch", "xavier", "normal", "gpt2", "transformer_xl"]
@@ -85,6 +85,8 @@ class Block(SequenceModule):
     Raises:
         ValueError: `cross_attention` is given, and `attention` is not causal.
     """
+
+    takes_parts = True
 
     def __init__(
         self,
@@ -239,6 +241,8 @@ class Transformer(SequenceModule):
         (torch.Size([1, 1, 32]), tensor([11]))
     """
 
+    takes_parts = True
+
     def __init__(
         self,
         d_model: int,
@@ -344,8 +348,8 @@ class Transformer(SequenceModule):
     ) -> tuple[Tensor, TransformerState | None]:
         """See `SequenceModule.forward`."""
         self.check(x, state, lengths)
-        b, n, _ = x.shape
-        x = self.dropout(self._with_positions(x, state))
+        start, seen = self._counted(x, state, lengths)
+        x = self.dropout(self._with_positions(x, start))
         states = [None] * len(self.blocks) if state is None else state.layers
         after = []
         for block, before in zip(self.blocks, states, strict=True):
@@ -357,8 +361,19 @@ class Transformer(SequenceModule):
         y = without_padding(self.output_dropout(self.norm(x)), lengths)
         if not self.causal:
             return y, None
-        length = torch.full((b,), n, device=x.device) if lengths is None else lengths
-        return y, TransformerState(length if state is None else state.length + length, tuple(after))
+        return y, TransformerState(seen if state is None else state.length + seen, tuple(after))
+
+    def _counted(
+        self, x: Tensor, state: TransformerState | None, lengths: Tensor | None
+    ) -> tuple[Tensor | None, Tensor]:
+        """Return the positions before `x`, (B,) or None for none, and the positions of this call, of all its parts."""
+        start = None if state is None else state.length
+        seen = torch.full((x.size(0),), x.size(1), device=x.device) if lengths is None else lengths
+        others = parts()
+        if others is None:
+            return start, seen
+        earlier, seen = others.count(seen)
+        return earlier if start is None else start + earlier, seen
 
     def remember(
         self, source: Tensor, lengths: Tensor | None = None, *, max_len: int | None = None
@@ -382,12 +397,12 @@ class Transformer(SequenceModule):
         length = torch.zeros(source.size(0), dtype=torch.long, device=source.device)
         return TransformerState(length, tuple(b.remember(source, lengths, max_len=max_len) for b in self.blocks))
 
-    def _with_positions(self, x: Tensor, state: TransformerState | None) -> Tensor:
+    def _with_positions(self, x: Tensor, start: Tensor | None) -> Tensor:
         if self.positions is None:
             return x
         position = torch.arange(x.size(1), device=x.device)[None]  # (1, N)
-        if state is not None:
-            position = position + state.length[:, None]  # (B, N)
+        if start is not None:
+            position = position + start[:, None]  # (B, N)
         p = self.positions(position).to(x.dtype)  # (B or 1, N, E or position_width)
         return x + p if self.d_input == self.d_model else torch.cat([x, p.expand(x.size(0), -1, -1)], -1)
 

@@ -1,0 +1,160 @@
+"""Sequence parallelism: each process has a part of every sequence, and one message a layer joins the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lit_effattn.sequence import State, in_parts, map_tensors, tensors
+
+
+class Parts:
+    """The processes that share sequences, in the order of the parts.
+
+    Args:
+        group: The processes. None: all.
+
+    Attributes:
+        rank: Which part this process has, from 0.
+        size: How many parts there are.
+        n_messages: Gathers so far.
+        n_bytes: Bytes that this process gave to each of the others in them; the backward pass sends as many again.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = dist.group.WORLD if group is None else group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.n_messages = 0
+        self.n_bytes = 0
+
+    def count(self, seen: Tensor) -> tuple[Tensor, Tensor]:
+        """Return how many positions the earlier parts of each row have, and how many all parts have, (B,) each."""
+        everyone = self._gather(seen)  # (P, B)
+        return everyone[: self.rank].sum(0), everyone.sum(0)
+
+    def join(self, combine: Callable[[State, State], State], part: State, before: State) -> tuple[State, State]:
+        """Return the state before this process's part, and that after all parts.
+
+            S_p = before ⊕ part_1 ⊕ … ⊕ part_{p−1}
+
+        All processes get one message of the size of a state, whatever the length of the parts. Gradients flow to the
+        parts of other processes, so all processes have to call `backward`, on an output of the module.
+
+        Args:
+            combine: ⊕, associative: see `Attention.combine`.
+            part: The state that this process's part alone leads to.
+            before: The state before the first part; it is the same in all processes.
+        """
+        everyone = self._gather_states(part)
+        here = after = before
+        for rank, other in enumerate(everyone):
+            after = combine(after, other)
+            # A part that is not earlier is multiplied by 0, not left out: each process's backward pass then reaches
+            # the message, which is a collective call there, too.
+            here = after if rank < self.rank else _with_graph_of(here, other)
+        return here, after
+
+    def _gather_states(self, part: State) -> list[State]:
+        """Gather the tensors of a state as one message of bytes and numbers."""
+        flat = list(tensors(part))
+        numbers = next(t.dtype for t in flat if t.is_floating_point())
+        message = torch.cat([_as_numbers(t, numbers) for t in flat])
+        return [_refilled(part, gathered) for gathered in self._gather(message)]
+
+    def _gather(self, t: Tensor) -> Tensor:
+        """(M,) -> (P, M)."""
+        self.n_messages += 1
+        self.n_bytes += t.numel() * t.element_size()
+        gathered: Tensor = _Gather.apply(t, self.group)
+        return gathered
+
+
+class _Gather(torch.autograd.Function):
+    """An all-gather. The gradient of a part is the sum of what all processes have for it: a reduce-scatter.
+
+    That is an all-to-all and a sum, which gloo has too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        gathered = t.new_empty(dist.get_world_size(group), *t.shape)  # (P, M)
+        dist.all_gather(list(gathered), t.contiguous(), group=group)
+        return gathered
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        received = torch.empty_like(g)  # (P, M), each process's gradient of this part
+        dist.all_to_all_single(received, g.contiguous(), group=ctx.group)
+        return received.sum(0), None
+
+
+def _as_numbers(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Flatten `t`; the bits of integers are kept, under the type of the floating-point numbers."""
+    return t.flatten() if t.is_floating_point() else t.flatten().view(dtype)
+
+
+def _refilled(like: State, message: Tensor) -> State:
+    """Undo the flattening of a state that looks like `like`."""
+    place = 0
+
+    def take(t: Tensor) -> Tensor:
+        nonlocal place
+        n = t.numel() if t.is_floating_point() else t.numel() * t.element_size() // message.element_size()
+        cut, place = message[place : place + n], place + n
+        return (cut if t.is_floating_point() else cut.detach().view(t.dtype).clone()).view(t.shape)
+
+    return map_tensors(take, like)
+
+
+def _with_graph_of(state: State, other: State) -> State:
+    """Return `state`, in whose graph `other` has a gradient of 0."""
+    theirs = tensors(other)
+
+    def join(t: Tensor) -> Tensor:
+        there = next(theirs)
+        return torch.where(torch.ones_like(t, dtype=torch.bool), t, there) if there.requires_grad else t
+
+    return map_tensors(join, state)
+
+
+@contextmanager
+def sequence_parallel(group: dist.ProcessGroup | None = None) -> Iterator[Parts]:
+    """Let every process of `group` compute a part of each sequence.
+
+        with sequence_parallel():
+            y, state = model(x[:, a:b], state)            # a:b, this process's part
+
+    `y` is what one process would compute at the positions a:b, and `state` that after the last part, the same in all
+    processes. So a memory is carried from segment to segment as always. Parts may be of different lengths, and padding
+    is on the right of each part (`lengths`); the valid positions of the parts follow one another. Each layer's message
+    is one state, whatever the length: O(H F D) for linear attention and Performer (LASP-2; Sun et al. 2025, section 3).
+
+    A loss is a sum over the parts, divided once by the whole sequence's count, and a parameter's gradient is the sum of
+    those of all processes (`all_reduce`). Call `backward` in all processes.
+
+    A module that does not support this says so: see `SequenceModule.takes_parts`.
+
+    Args:
+        group: The processes, in the order of the parts. Default: all.
+
+    Yields:
+        The parts, which count messages.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+        NotImplementedError: In a call: the module does not support parts.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError("sequence_parallel needs torch.distributed: call torch.distributed.init_process_group first")
+    parts = Parts(group)
+    with in_parts(parts):
+        yield parts

@@ -262,6 +262,7 @@ class Transformer(SequenceModule):
         gradient_checkpointing: bool = False,
         cross_attention: list[CrossAttentionFactory] | CrossAttentionFactory | None = None,
         d_source: int | None = None,
+        *,
         activation_dropout: float = 0.0,
         output_dropout: float = 0.0,
         norm_memory: bool = False,

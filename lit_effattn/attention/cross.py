@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lit_effattn.attention.linear import EluFeatureMap, FeatureMap
 from lit_effattn.attention.performer import NOTHING_SEEN, Features, RandomFeatures
 from lit_effattn.ops.dot_product import dot_product_attention
-from lit_effattn.ops.favor.pytorch import Norms, favor_sums, read_favor_sums
+from lit_effattn.ops.favor.pytorch import Norms, favor_sums, log_keys_plus, log_queries_plus, read_favor_sums
 from lit_effattn.ops.linear.pytorch import key_sums, read_sums
 from lit_effattn.sequence import SequenceModule, State, accumulator, reads_values, valid_positions, without_padding
 
@@ -44,6 +44,18 @@ class PerformerSourceSums(NamedTuple):
     length: Tensor  # (B,), positions of the source
     drawn: Tensor  # (B,), how often the features had been redrawn when the source was read
     given: Tensor  # (B,), whether the row has a source, which may be empty
+
+
+class StabilisedSourceSums(NamedTuple):
+    """A `PerformerSourceSums` with one feature more, and what `eps` is scaled by; with `eps` above 0."""
+
+    s: Tensor  # (B, H, F + 1, D)
+    z: Tensor  # (B, H, F + 1)
+    m: Tensor  # (B, H, F + 1)
+    length: Tensor  # (B,)
+    drawn: Tensor  # (B,)
+    given: Tensor  # (B,)
+    top: Tensor  # (B, H), max ωᵀk̃ over all keys and features, −∞ without keys
 
 
 class CrossAttention(SequenceModule):
@@ -306,6 +318,9 @@ class LinearCrossAttention(CrossAttention):
             return read_sums(self.feature_map(q.to(full)), state.s.to(full), state.z.to(full)).to(q.dtype)
 
 
+FeatureSums = PerformerSourceSums | StabilisedSourceSums
+
+
 class PerformerCrossAttention(RandomFeatures, CrossAttention):
     """Softmax attention to a source with the exponential estimated by random features φ (FAVOR+).
 
@@ -326,6 +341,7 @@ class PerformerCrossAttention(RandomFeatures, CrossAttention):
         orthogonal: Whether the ω of a block of D are orthogonal.
         norms: Norms of the ω.
         bias: Whether the projections have a bias.
+        eps: What is added to positive or ReLU features: see `PerformerAttention`. M_i is that of the source.
     """
 
     def __init__(
@@ -339,9 +355,10 @@ class PerformerCrossAttention(RandomFeatures, CrossAttention):
         orthogonal: bool = True,
         norms: Norms = "gaussian",
         bias: bool = True,
+        eps: float | None = None,
     ) -> None:
         super().__init__(d_model, n_heads, d_source, bias=bias)
-        self._draw_features(n_features, features, orthogonal, norms)
+        self._draw_features(n_features, features, orthogonal, norms, eps)
 
     def initial_state(
         self,
@@ -350,13 +367,13 @@ class PerformerCrossAttention(RandomFeatures, CrossAttention):
         max_len: int | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
-    ) -> PerformerSourceSums:
+    ) -> FeatureSums:
         """Return empty sums: see `SequenceModule.initial_state`."""
         device, dtype = self.default(device, dtype)
-        shape, full = (batch_size, self.n_heads, self.n_features), accumulator(dtype)
+        shape, full = (batch_size, self.n_heads, self._summed_features), accumulator(dtype)
         maxima = shape if self._in_log_space else (*shape[:2], 0)
         length, given = _no_source(batch_size, device)
-        return PerformerSourceSums(
+        empty = PerformerSourceSums(
             torch.zeros(*shape, self.head_dim, device=device, dtype=full),
             torch.zeros(shape, device=device, dtype=full),
             torch.full(maxima, -torch.inf, device=device, dtype=full),
@@ -364,27 +381,34 @@ class PerformerCrossAttention(RandomFeatures, CrossAttention):
             self.draws.to(device).repeat(batch_size),
             given,
         )
+        return StabilisedSourceSums(*empty, empty.m[..., 0].clone()) if self._stabilised else empty
 
-    def reset(self, state: PerformerSourceSums, rows: Tensor) -> PerformerSourceSums:
+    def reset(self, state: FeatureSums, rows: Tensor) -> FeatureSums:
         """Remove the source of the rows where `rows` is True: see `SequenceModule.reset`."""
-        empty = super().reset(state, rows)
+        empty: FeatureSums = super().reset(state, rows)
+        if isinstance(empty, StabilisedSourceSums):
+            empty = empty._replace(top=empty.top.masked_fill(rows[:, None], -torch.inf))
         return empty._replace(
             m=state.m.masked_fill(rows[:, None, None], -torch.inf), drawn=torch.where(rows, self.draws, state.drawn)
         )
 
-    def keep(self, k: Tensor, v: Tensor, length: Tensor, given: Tensor) -> PerformerSourceSums:
+    def keep(self, k: Tensor, v: Tensor, length: Tensor, given: Tensor) -> FeatureSums:
         """Sum the features of the keys: see `CrossAttention.keep`."""
         full = accumulator(k.dtype)
+        drawn = self.draws.repeat(len(length))
         with torch.autocast(k.device.type, enabled=False):
+            if self._stabilised:
+                log_k, top = log_keys_plus(self._scaled(k.to(full)), self.omega.to(full), _mask(k, length)[..., 0])
+                return StabilisedSourceSums(*favor_sums(log_k, v.to(full)), length, drawn, given, top.amax(2))
             phi = self._map(k.to(full)).masked_fill(~_mask(k, length), -torch.inf if self._in_log_space else 0.0)
             if self._in_log_space:
                 s, z, m = favor_sums(phi, v.to(full))
             else:
                 s, z = key_sums(phi, v.to(full))
                 m = z[..., :0]
-            return PerformerSourceSums(s, z, m, length, self.draws.repeat(len(length)), given)
+            return PerformerSourceSums(s, z, m, length, drawn, given)
 
-    def read(self, q: Tensor, state: PerformerSourceSums) -> Tensor:
+    def read(self, q: Tensor, state: FeatureSums) -> Tensor:
         """Read the sums: see `CrossAttention.read`."""
         stale = (state.drawn != self.draws) & state.given  # (B,)
         if reads_values(stale) and stale.any():
@@ -394,7 +418,11 @@ class PerformerCrossAttention(RandomFeatures, CrossAttention):
         full = accumulator(q.dtype)
         with torch.autocast(q.device.type, enabled=False):
             s, z = state.s.to(full), state.z.to(full)
-            if self._in_log_space:
+            if isinstance(state, StabilisedSourceSums):
+                top = state.top.to(full)[..., None]  # (B, H, 1)
+                log_q = log_queries_plus(self._scaled(q.to(full)), self.omega.to(full), top, self.eps)
+                y = read_favor_sums(log_q, s, z, state.m.to(full))
+            elif self._in_log_space:
                 y = read_favor_sums(self._map(q.to(full)), s, z, state.m.to(full))
             else:
                 y = read_sums(self._map(q.to(full)), s, z, eps=NOTHING_SEEN)

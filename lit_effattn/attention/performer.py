@@ -19,9 +19,12 @@ from lit_effattn.ops.favor.pytorch import (
     favor_step,
     favor_sums,
     log_hyperbolic_features,
+    log_keys_plus,
     log_offset,
     log_positive_features,
     log_products,
+    log_queries_plus,
+    plain_causal_favor,
     relu_features,
     trigonometric_features,
 )
@@ -42,6 +45,8 @@ _MAPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "trigonometric": trigonometric_features,
 }
 _LOG_SPACE = ("positive", "hyperbolic")
+_EPS = {"relu": 1e-3}
+"""What is added to the features, unless another is given; to others 0."""
 _PAIRED = ("hyperbolic", "trigonometric")
 NOTHING_SEEN = 1e-30  # added to the denominator: avoids 0 / 0 without any key, negligible otherwise
 
@@ -56,6 +61,17 @@ class PerformerState(NamedTuple):
     drawn: Tensor  # (B,), how often the features had been redrawn when the sums were gathered
 
 
+class StabilisedPerformerState(NamedTuple):
+    """A `PerformerState` with one feature more, and what `eps` is scaled by; with `eps` above 0."""
+
+    s: Tensor  # (B, H, F + 1, D)
+    z: Tensor  # (B, H, F + 1)
+    m: Tensor  # (B, H, F + 1)
+    length: Tensor  # (B,)
+    drawn: Tensor  # (B,)
+    top: Tensor  # (B, H), max ωᵀk̃ over all keys and features, −∞ before the first key
+
+
 class RandomFeatures(nn.Module):
     """The features φ of a Performer, for its self-attention and its cross-attention: see `PerformerAttention`."""
 
@@ -64,7 +80,9 @@ class RandomFeatures(nn.Module):
     omega: Tensor
     draws: Tensor
 
-    def _draw_features(self, n_features: int | None, features: Features, orthogonal: bool, norms: Norms) -> None:
+    def _draw_features(
+        self, n_features: int | None, features: Features, orthogonal: bool, norms: Norms, eps: float | None
+    ) -> None:
         """Check the options, and make the buffers `omega` and `draws`."""
         for name, value, known in (("features", features, get_args(Features)), ("norms", norms, get_args(Norms))):
             if value not in known:
@@ -75,6 +93,11 @@ class RandomFeatures(nn.Module):
             raise ValueError(f"n_features={n_features} is not positive; D ln D or more are accurate")
         if features in _PAIRED and n_features % 2:
             raise ValueError(f"n_features={n_features} is odd; features={features!r} come in pairs: make it even")
+        if eps is not None and (eps < 0 or (eps > 0 and features in _PAIRED)):
+            raise ValueError(
+                f"eps={eps} with features={features!r}: it must be at least 0, and is for positive and relu features"
+            )
+        self.eps = _EPS.get(features, 0.0) if eps is None else eps
         self.n_features = n_features
         self.features = features
         self.orthogonal = orthogonal
@@ -108,6 +131,16 @@ class RandomFeatures(nn.Module):
     def _in_log_space(self) -> bool:
         return self.features in _LOG_SPACE
 
+    @property
+    def _stabilised(self) -> bool:
+        """Whether `eps` is added to features in log space, which takes one feature more."""
+        return self._in_log_space and self.eps > 0
+
+    @property
+    def _summed_features(self) -> int:
+        """Number of features of which a state has sums."""
+        return self.n_features + self._stabilised
+
     def _directions(self, dtype: torch.dtype) -> Tensor:
         """Return the vectors (H, F, D) whose positive features equal the features of this kind."""
         omega = self.omega.to(dtype)
@@ -123,10 +156,15 @@ class RandomFeatures(nn.Module):
 
     def _map(self, x: Tensor) -> Tensor:
         omega = self.omega.to(x.dtype)
-        return relu_features(x, omega) if self.features == "relu" else _MAPS[self.features](self._scaled(x), omega)
+        if self.features == "relu":
+            return relu_features(x, omega, self.eps)
+        return _MAPS[self.features](self._scaled(x), omega)
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x * self.head_dim**-0.25
+
+
+Sums = PerformerState | StabilisedPerformerState
 
 
 class PerformerAttention(RandomFeatures, Attention):
@@ -137,7 +175,7 @@ class PerformerAttention(RandomFeatures, Attention):
         positive:       φ(x) = F^(−½) exp(ωᵀx̃ − ‖x̃‖²/2)                                               (lemma 1)
         hyperbolic:     φ(x) = F^(−½) exp(±ωᵀx̃ − ‖x̃‖²/2), F/2 vectors ω                                 (lemma 1)
         trigonometric:  φ(x) = (F/2)^(−½) exp(‖x̃‖²/2) (sin ωᵀx̃, cos ωᵀx̃), F/2 vectors ω             (section 2.3)
-        relu:           φ(x) = F^(−½) (relu(ωᵀx) + 10⁻³), a kernel of its own                       (section 2.2)
+        relu:           φ(x) = F^(−½) (relu(ωᵀx) + eps), a kernel of its own                        (section 2.2)
 
     with x̃ = D^(−¼) x and ω ~ N(0, I), so that E φ(q)ᵀφ(k) = exp(q·k / √D) for the first three. The parameters are those
     of `SoftmaxAttention`, so a model trained with it can continue with this kind. The estimate of each exponential is
@@ -145,6 +183,14 @@ class PerformerAttention(RandomFeatures, Attention):
     maximum per feature, which is exact and finite for all norms: see `ops.favor.pytorch.causal_favor`, and
     `ops.favor.dispatch` for the kernels of causal attention. Trigonometric features are included for comparison: they
     may be negative, so a denominator may be near 0 or change sign, and exp(‖k̃‖²/2) may overflow.
+
+    The authors' code adds `eps` to positive features that were scaled by their maxima, which is another function:
+
+        φ(q_i) = exp(ωᵀq̃_i − ‖q̃_i‖²/2 − max_f ωᵀq̃_i) + eps,  φ(k_j) = exp(ωᵀk̃_j − ‖k̃_j‖²/2 − M_i) + eps
+
+    There M_i is the largest ωᵀk̃ of all keys, so with a causal mask the future changes the past. Here it is the largest
+    of those that query i sees: a causal output is theirs of the sequence up to i. These maxima do not cancel, so they
+    have a gradient.
 
     Time O(N F (C + D)), state O(F D), constant. Splitting a stream changes nothing: the memory reaches back to the
     start, or to the last redraw. Features, sums and division are computed in float32 at least, regardless of autocast.
@@ -166,6 +212,11 @@ class PerformerAttention(RandomFeatures, Attention):
         norms: Norms of the ω: "gaussian", those of Gaussian vectors, or "sqrt_d", all √D: biased, less so for large D.
         chunk_size: Positions computed at once when causal and without kernels, a power of 2; no effect on the result.
         bias: Whether the projections have a bias.
+        eps: What is added to positive features, as above, or to ReLU features. Default: 0 for positive features, which
+            is exact, 10⁻³ for ReLU features. The authors' code for positive features has 10⁻⁴ (JAX) or 10⁻⁶
+            (TensorFlow). For ReLU features it scales x by D^(−¼) and adds 10⁻³, which is 10⁻³ D^(¼) here. Above 0 for
+            positive features, no kernel is used: causal attention is `ops.favor.pytorch.plain_causal_favor`, slower and
+            with more memory.
     """
 
     takes_parts = True
@@ -182,9 +233,10 @@ class PerformerAttention(RandomFeatures, Attention):
         norms: Norms = "gaussian",
         chunk_size: int = 64,
         bias: bool = True,
+        eps: float | None = None,
     ) -> None:
         super().__init__(d_model, n_heads, causal, bias=bias)
-        self._draw_features(n_features, features, orthogonal, norms)
+        self._draw_features(n_features, features, orthogonal, norms, eps)
         if chunk_size < 1 or chunk_size & (chunk_size - 1):
             raise ValueError(f"chunk_size={chunk_size} is not a power of 2, so it can't be halved; 32 to 128 are fast")
         self.chunk_size = chunk_size
@@ -196,33 +248,36 @@ class PerformerAttention(RandomFeatures, Attention):
         max_len: int | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
-    ) -> PerformerState:
+    ) -> Sums:
         """Return empty sums: see `SequenceModule.initial_state`."""
         device, dtype = self.default(device, dtype)
-        h, f, d = self.n_heads, self.n_features, self.head_dim
+        h, f, d = self.n_heads, self._summed_features, self.head_dim
         full = accumulator(dtype)
         maxima = (batch_size, h, f if self._in_log_space else 0)
-        return PerformerState(
+        empty = PerformerState(
             torch.zeros(batch_size, h, f, d, device=device, dtype=full),
             torch.zeros(batch_size, h, f, device=device, dtype=full),
             torch.full(maxima, -torch.inf, device=device, dtype=full),
             torch.zeros(batch_size, dtype=torch.long, device=device),
             self.draws.to(device).repeat(batch_size),
         )
+        return StabilisedPerformerState(*empty, empty.m[..., 0].clone()) if self._stabilised else empty
 
-    def reset(self, state: PerformerState, rows: Tensor) -> PerformerState:
+    def reset(self, state: Sums, rows: Tensor) -> Sums:
         """Empty the sums of the rows where `rows` is True: see `SequenceModule.reset`."""
-        return PerformerState(
-            state.s.masked_fill(rows[:, None, None, None], 0),
-            state.z.masked_fill(rows[:, None, None], 0),
-            state.m.masked_fill(rows[:, None, None], -torch.inf),
-            state.length.masked_fill(rows, 0),
-            torch.where(rows, self.draws, state.drawn),
+        if isinstance(state, StabilisedPerformerState):
+            state = state._replace(top=state.top.masked_fill(rows[:, None], -torch.inf))
+        return state._replace(
+            s=state.s.masked_fill(rows[:, None, None, None], 0),
+            z=state.z.masked_fill(rows[:, None, None], 0),
+            m=state.m.masked_fill(rows[:, None, None], -torch.inf),
+            length=state.length.masked_fill(rows, 0),
+            drawn=torch.where(rows, self.draws, state.drawn),
         )
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, state: PerformerState | None, lengths: Tensor | None
-    ) -> tuple[Tensor, PerformerState | None]:
+        self, q: Tensor, k: Tensor, v: Tensor, state: Sums | None, lengths: Tensor | None
+    ) -> tuple[Tensor, Sums | None]:
         """Combine queries, keys and values: see `Attention.attend`."""
         b, _, n, _ = q.shape
         with torch.autocast(q.device.type, enabled=False):
@@ -232,13 +287,36 @@ class PerformerAttention(RandomFeatures, Attention):
                 return self._all(q.to(full), k.to(full), v.to(full), there).to(v.dtype), None
             state = self.initial_state(b, device=q.device, dtype=full) if state is None else self._current(state)
             sums = state.s.to(full), state.z.to(full), state.m.to(full)
-            if self._in_log_space and n > 1 and use_kernels(q, v, self.n_features):
+            if isinstance(state, StabilisedPerformerState):
+                log_q, log_k, top = self._plus_eps(q.to(full), k.to(full), there, state.top.to(full))
+                if n == 1:
+                    y, s, z, m = favor_step(log_q, log_k, v.to(full), *sums, in_place=may_overwrite())
+                else:
+                    y, s, z, m = plain_causal_favor(log_q, log_k, v.to(full), *sums, chunk_size=self.chunk_size)
+                state = state._replace(top=top)
+            elif self._in_log_space and n > 1 and use_kernels(q, v, self.n_features):
                 omega = self._directions(full)
                 y, s, z, m = positive_favor(q, k, v, omega, *sums, lengths, scale=self.head_dim**-0.25)
             else:
                 y, s, z, m = self._sum(q.to(full), k.to(full), v.to(full), there, *sums)
             length = state.length + (n if lengths is None else lengths)
-            return y.to(v.dtype), PerformerState(s, z, m, length, state.drawn)
+            return y.to(v.dtype), state._replace(s=s, z=z, m=m, length=length)
+
+    def _plus_eps(
+        self, q: Tensor, k: Tensor, there: Tensor | None, before: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the logs of queries' and keys' features with `eps`, (B, H, N, F + 1), and M after the last, (B, H).
+
+        `before` (B, H) is M before the first position. Each query sees the keys up to its own if causal, else all.
+        """
+        omega = self.omega.to(q.dtype)
+        log_k, top = log_keys_plus(self._scaled(k), omega, there)
+        if self.causal:
+            start = torch.full_like(top[..., :1], -torch.inf) if before is None else before[..., None]
+            top = torch.cat([start, top], 2).cummax(2).values[..., 1:]  # (B, H, N)
+        else:
+            top = top.amax(2, keepdim=True)  # (B, H, 1)
+        return log_queries_plus(self._scaled(q), omega, top, self.eps), log_k, top[..., -1].clone()  # no view
 
     def summarise(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> PerformerState:
         """Return the sums over keys and values: see `Attention.summarise`."""
@@ -272,6 +350,8 @@ class PerformerAttention(RandomFeatures, Attention):
 
     def _all(self, q: Tensor, k: Tensor, v: Tensor, there: Tensor | None) -> Tensor:
         """Attend from every query to every key where `there` is True."""
+        if self._stabilised:
+            return favor(*self._plus_eps(q, k, there)[:2], v)
         if self._in_log_space:
             return favor(*self._features(q, k, there), v)
         return linear_attention(*self._features(q, k, there), v, eps=NOTHING_SEEN)
@@ -293,14 +373,14 @@ class PerformerAttention(RandomFeatures, Attention):
             return *linear_attention_step(*features, v, s, z, eps=NOTHING_SEEN, in_place=may_overwrite()), m
         return *causal_linear_attention(*features, v, s, z, eps=NOTHING_SEEN, chunk_size=self.chunk_size), m
 
-    def _current(self, state: PerformerState) -> PerformerState:
+    def _current(self, state: Sums) -> Sums:
         """Empty the rows whose features have been redrawn since; their positions continue to count."""
         stale = state.drawn != self.draws
         if reads_values(stale) and not stale.any():
             return state
         return self.reset(state, stale)._replace(length=state.length)
 
-    def weigh(self, q: Tensor, k: Tensor, state: PerformerState | None, lengths: Tensor | None) -> Tensor:
+    def weigh(self, q: Tensor, k: Tensor, state: Sums | None, lengths: Tensor | None) -> Tensor:
         """Return φ(q_i)ᵀφ(k_j) / φ(q_i)ᵀz_i, with this module's features: see `Attention.weigh`.
 
         The state holds no single keys. With a state M = 1 + N: the first column is the weight of all earlier positions
@@ -308,8 +388,12 @@ class PerformerAttention(RandomFeatures, Attention):
         """
         n = q.size(2)
         there = None if lengths is None else valid_positions(lengths, n)[:, None]  # (B, 1, N)
-        q, k = self._features(q, k, there)
         before = None if state is None else self._current(state)
+        if self._stabilised:
+            top = before.top.to(q.dtype) if isinstance(before, StabilisedPerformerState) else None
+            q, k, _ = self._plus_eps(q, k, there, top)
+        else:
+            q, k = self._features(q, k, there)
         if not self._in_log_space:
             z = None if before is None else before.z.to(q.dtype)
             return linear_attention_weights(q, k, z, causal=self.causal, eps=NOTHING_SEEN)

@@ -6,6 +6,7 @@ import torch
 
 from lit_effattn import sequence
 from lit_effattn.attention import PerformerAttention, SoftmaxAttention
+from tests.laws import definitions
 from tests.support.tensor_sizes import Largest
 
 E, H = 12, 3
@@ -198,6 +199,38 @@ def test_compiled_code_sees_a_redraw():
         torch.testing.assert_close(compiled(x, state)[0], attention(x)[0])
 
 
+# ------------------------------------------------------------------------------------------------ the authors' features
+
+
+def test_eps_of_the_authors_code():
+    """Features of inputs that are large: an eps of 10⁻⁴ is another function, and one of 10⁻²⁰⁰ is none."""
+    exact, theirs, tiny = (PerformerAttention(E, H, eps=eps).double() for eps in (0.0, 1e-4, 1e-200))
+    for other in (theirs, tiny):
+        other.load_state_dict(exact.state_dict())
+    x = 6 * inputs(30)
+    y = exact(x)[0]
+    torch.testing.assert_close(tiny(x)[0], y)
+    assert (theirs(x)[0] - y).abs().max() > 0.1
+    torch.testing.assert_close(theirs(x)[0], definitions.performer(theirs, x))
+    # The last output is that of the authors' code, which takes the maximum of all keys.
+    all_keys = PerformerAttention(E, H, causal=False, eps=1e-4).double()
+    all_keys.load_state_dict(exact.state_dict())
+    torch.testing.assert_close(theirs(x)[0][:, -1], all_keys(x)[0][:, -1])
+
+
+def test_eps_of_relu_features():
+    """Theirs: relu(D^(−¼) ωᵀx) + 10⁻³."""
+    attention = PerformerAttention(E, H, causal=False, features="relu", eps=1e-3 * (E / H) ** 0.25).double()
+    x = inputs(9)
+    q, k, v = attention.project(x)
+    q, k = ((t * (E / H) ** -0.25 @ attention.omega.mT).relu() + 1e-3 for t in (q, k))
+    weights = q @ k.mT
+    y = (weights / weights.sum(-1, keepdim=True) @ v).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(attention(x)[0], attention.out_proj(y))
+    assert {PerformerAttention(E, H, features=features).eps for features in MAPS[:3]} == {0}
+    assert PerformerAttention(E, H, features="relu").eps == 1e-3
+
+
 # ------------------------------------------------------------------------------------------------------------- mistakes
 
 
@@ -210,6 +243,8 @@ def test_compiled_code_sees_a_redraw():
         ({"n_features": 7, "features": "trigonometric"}, ["n_features=7", "trigonometric", "even"]),
         ({"features": "cosine"}, ["features='cosine'", "positive"]),
         ({"norms": "one"}, ["norms='one'", "sqrt_d"]),
+        ({"eps": -1e-4}, ["eps=-0.0001", "at least 0"]),
+        ({"eps": 1e-4, "features": "hyperbolic"}, ["eps=0.0001", "hyperbolic", "positive and relu"]),
         ({"chunk_size": 0}, ["chunk_size=0"]),
         ({"chunk_size": 48}, ["chunk_size=48", "power of 2"]),
     ],

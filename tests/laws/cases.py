@@ -153,6 +153,7 @@ ATTENTIONS = [
     *kind(PerformerAttention, definitions.performer, 4, chunk_size=4),
     *kind(PerformerAttention, definitions.performer, 8, features="hyperbolic", n_features=6, chunk_size=8),
     *kind(PerformerAttention, definitions.performer, 4, features="relu", chunk_size=4, bias=False),
+    *kind(PerformerAttention, definitions.performer, 4, eps=0.01, chunk_size=4),
     # Features of either sign: some denominators of 8192 are near 0 and magnify rounding, so single outputs jump.
     *kind(
         PerformerAttention,
@@ -289,6 +290,7 @@ CROSS = [
     cross(LinearCrossAttention, definitions.linear_cross, D_SOURCE, feature_map=ReluFeatureMap, bias=False),
     cross(PerformerCrossAttention, definitions.performer_cross, D_SOURCE),
     cross(PerformerCrossAttention, definitions.performer_cross, D_SOURCE, features="relu", bias=False),
+    cross(PerformerCrossAttention, definitions.performer_cross, D_SOURCE, eps=0.01),
 ]
 
 

@@ -8,6 +8,7 @@ import itertools
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -83,15 +84,32 @@ def phi(module, x: Tensor) -> Tensor:
 def performer(module, x: Tensor) -> Tensor:
     """φ(Q) φ(K)ᵀ V over its row sums, Choromanski et al. 2020, section 2.2, with the module's own random vectors."""
     q, k, v = queries_keys_values(module, x)
-    weights = random_features(module, q) @ random_features(module, k).transpose(-1, -2) * sees(module, x.size(1))
+    if module.features == "positive" and module.eps:
+        n = x.size(1)
+        seen = range(1, n + 1) if module.causal else [n] * n
+        rows = [features_plus_eps(module, q[:, :, i : i + 1], k[:, :, :m]) for i, m in enumerate(seen)]
+        weights = torch.cat([F.pad(row, (0, n - row.size(-1))) for row in rows], 2)
+    else:
+        weights = random_features(module, q) @ random_features(module, k).transpose(-1, -2) * sees(module, x.size(1))
     return heads_together(module, weights / weights.sum(-1, keepdim=True) @ v)
+
+
+def features_plus_eps(module, q: Tensor, k: Tensor) -> Tensor:
+    """The authors' products of features of (B, H, N, D) queries and (B, H, M, D) keys: (B, H, N, M)."""
+
+    def scaled(x: Tensor, over: tuple[int, ...]) -> Tensor:
+        x = x / module.head_dim**0.25
+        u = torch.einsum("bhnd,hfd->bhnf", x, module.omega)
+        return (u - (x * x).sum(-1, keepdim=True) / 2 - u.amax(over, keepdim=True)).exp() + module.eps
+
+    return scaled(q, (-1,)) @ scaled(k, (-1, -2)).transpose(-1, -2)
 
 
 def random_features(module, x: Tensor) -> Tensor:
     """Lemma 1 and sections 2.2 and 2.3: (B, H, N, D) -> (B, H, N, F), but for a factor that all features share."""
     if module.features == "relu":
         u = torch.einsum("bhnd,hfd->bhnf", x, module.omega)
-        return torch.where(u > 0, u, 0) + 1e-3
+        return torch.where(u > 0, u, 0) + module.eps
     x = x / module.head_dim**0.25
     u = torch.einsum("bhnd,hfd->bhnf", x, module.omega)
     half = (x * x).sum(-1, keepdim=True) / 2
@@ -121,7 +139,10 @@ def linear_cross(module, x: Tensor, source: Tensor) -> Tensor:
 def performer_cross(module, x: Tensor, source: Tensor) -> Tensor:
     """Choromanski et al. 2020, section 2.2, of a source's keys and values, with the module's own random vectors."""
     q, k, v = queries_and_source(module, x, source)
-    weights = random_features(module, q) @ random_features(module, k).transpose(-1, -2)  # (B, H, N, S)
+    if module.features == "positive" and module.eps:
+        weights = features_plus_eps(module, q, k)  # (B, H, N, S)
+    else:
+        weights = random_features(module, q) @ random_features(module, k).transpose(-1, -2)
     return heads_together(module, weights / weights.sum(-1, keepdim=True) @ v)
 
 

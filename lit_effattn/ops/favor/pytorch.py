@@ -107,6 +107,50 @@ def relu_features(x: Tensor, omega: Tensor, floor: float = 1e-3) -> Tensor:
     return (F.relu(_along(x, omega)) + floor) / math.sqrt(omega.size(-2))
 
 
+def log_keys_plus(x: Tensor, omega: Tensor, there: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the logs of keys' features that go with those of `log_queries_plus`, and max_f ωᵀx.
+
+        φ(k_j) = exp(ωᵀk_j − ‖k_j‖²/2), and one feature more, 1
+
+    Args:
+        x: (B, H, N, D), keys.
+        omega: (H, F, D).
+        there: (B or 1, H or 1, N), which keys are no padding; None: all.
+
+    Returns:
+        (B, H, N, F + 1) and (B, H, N); both −∞ in padding.
+    """
+    u = _along(x, omega)  # (B, H, N, F)
+    found, top = F.pad(u - _half_square(x), (0, 1)), u.amax(-1)
+    if there is None:
+        return found, top
+    return found.masked_fill(~there[..., None], -torch.inf), top.masked_fill(~there, -torch.inf)
+
+
+def log_queries_plus(x: Tensor, omega: Tensor, top: Tensor, eps: float) -> Tensor:
+    """Return the logs of queries' features to which the features of `log_keys_plus` are scaled and eps is added.
+
+        φ(q_i) = exp(ωᵀq_i − ‖q_i‖²/2 − max_f ωᵀq_i) + eps, and one feature more, eps e^{top_i} Σ_f φ_f(q_i)
+
+    The attention with these is that with the features of the authors' code (Choromanski et al. 2020), times e^{top_i},
+
+        (exp(ωᵀq_i − ‖q_i‖²/2 − max_f ωᵀq_i) + eps) · (exp(ωᵀk_j − ‖k_j‖²/2 − top_i) + eps)
+
+    Args:
+        x: (B, H, N, D), queries.
+        omega: (H, F, D).
+        top: (B, H, N or 1), the largest ωᵀk of the keys that each query sees; −∞: it sees none.
+        eps: Above 0.
+
+    Returns:
+        (B, H, N, F + 1).
+    """
+    u = _along(x, omega)  # (B, H, N, F)
+    log_eps = u.new_tensor(math.log(eps))
+    log_q = torch.logaddexp(u - _half_square(x) - u.amax(-1, keepdim=True), log_eps)
+    return torch.cat([log_q, log_eps + top[..., None] + log_q.logsumexp(-1, keepdim=True)], -1)
+
+
 def _along(x: Tensor, omega: Tensor) -> Tensor:
     """Return ωᵀx, (B, H, N, D) -> (B, H, N, F)."""
     if x.size(2) > 1:

@@ -31,6 +31,7 @@ STACKS: dict[str, dict[str, Any]] = {
     "relu features": {"attention": partial(LINEAR, feature_map=ReluFeatureMap), "positions": None},
     "Performer, rotary": {"attention": PERFORMER, "positions": "auto"},
     "hyperbolic": {"attention": partial(PERFORMER, features="hyperbolic"), "positions": SinusoidalPositions},
+    "with eps": {"attention": partial(PERFORMER, eps=1e-3), "positions": "auto"},
     "not in log space": {"attention": partial(PERFORMER, features="relu"), "positions": None},
 }
 SEGMENTS = [  # lengths (P, B) of each part in each row: uneven, and not there at all
@@ -128,6 +129,7 @@ KINDS = {
     "positive": PERFORMER,
     "hyperbolic": partial(PERFORMER, features="hyperbolic"),
     "trigonometric": partial(PERFORMER, features="trigonometric"),
+    "with eps": partial(PERFORMER, eps=1e-2),
 }
 each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 

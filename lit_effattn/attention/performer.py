@@ -318,13 +318,17 @@ class PerformerAttention(RandomFeatures, Attention):
             top = top.amax(2, keepdim=True)  # (B, H, 1)
         return log_queries_plus(self._scaled(q), omega, top, self.eps), log_k, top[..., -1].clone()  # no view
 
-    def summarise(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> PerformerState:
+    def summarise(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> Sums:
         """Return the sums over keys and values: see `Attention.summarise`."""
         b, _, n, _ = k.shape
         length = torch.full((b,), n, device=k.device) if lengths is None else lengths
         full = accumulator(k.dtype)
         with torch.autocast(k.device.type, enabled=False):
             there = None if lengths is None else valid_positions(lengths, n)[:, None]  # (B, 1, N)
+            if self._stabilised:
+                log_k, top = log_keys_plus(self._scaled(k.to(full)), self.omega.to(full), there)
+                sums = favor_sums(log_k, v.to(full))
+                return StabilisedPerformerState(*sums, length, self.draws.repeat(b), top.amax(2))
             phi = self._keys(k.to(full), there)
             if self._in_log_space:
                 s, z, m = favor_sums(phi, v.to(full))
@@ -333,7 +337,7 @@ class PerformerAttention(RandomFeatures, Attention):
                 m = z[..., :0]
         return PerformerState(s, z, m, length, self.draws.repeat(b))
 
-    def combine(self, before: PerformerState, after: PerformerState) -> PerformerState:
+    def combine(self, before: Sums, after: Sums) -> Sums:
         """Add the sums, scaled to the greater maximum: see `Attention.combine`.
 
             m = max(m₁, m₂),  s = Σ e^{mᵢ − m} sᵢ,  z = Σ e^{mᵢ − m} zᵢ
@@ -341,12 +345,14 @@ class PerformerAttention(RandomFeatures, Attention):
         Sums of an earlier draw of the features count as empty.
         """
         earlier = self.reset(before, before.drawn != after.drawn)
-        length, drawn = before.length + after.length, after.drawn
+        length = before.length + after.length
         if not self._in_log_space:
-            return PerformerState(earlier.s + after.s, earlier.z + after.z, after.m, length, drawn)
+            return after._replace(s=earlier.s + after.s, z=earlier.z + after.z, length=length)
         m = torch.maximum(earlier.m, after.m)
         (s, z), (s_2, z_2) = (_rescaled(state, m) for state in (earlier, after))
-        return PerformerState(s + s_2, z + z_2, m, length, drawn)
+        if isinstance(earlier, StabilisedPerformerState) and isinstance(after, StabilisedPerformerState):
+            after = after._replace(top=torch.maximum(earlier.top, after.top))
+        return after._replace(s=s + s_2, z=z + z_2, m=m, length=length)
 
     def _all(self, q: Tensor, k: Tensor, v: Tensor, there: Tensor | None) -> Tensor:
         """Attend from every query to every key where `there` is True."""
@@ -406,7 +412,7 @@ class PerformerAttention(RandomFeatures, Attention):
         return scores.softmax(-1)
 
 
-def _rescaled(state: PerformerState, m: Tensor) -> tuple[Tensor, Tensor]:
+def _rescaled(state: Sums, m: Tensor) -> tuple[Tensor, Tensor]:
     """Return `s` and `z` as if `m` had been the maximum; those of no key remain 0."""
     scale = (state.m - m).masked_fill(state.m == -torch.inf, -torch.inf).exp()  # (B, H, F)
     return state.s * scale[..., None], state.z * scale

@@ -73,8 +73,10 @@ class SparseAttention(Attention):
         combine: "merged": every head sees the union. "heads": the first ⌈H/2⌉ heads see local keys, the others distant
             ones. "local", "distant": one set alone; a `Transformer` that lists both alternates them over its layers
             ("interleaved").
-        distinct: Whether each head has its own summary columns: head h = 0 … H − 1 has those with
-            l − (h + 1) c ≤ j mod l < l − h c. Needs H c ≤ l. Fixed only.
+        distinct: Whether each head has its own summary columns: `num_verts` H.
+        num_verts: V, which must divide H: the heads take V sub-blocks of c summary columns in turn. Those of head
+            h = 0 … H − 1 have l − (h mod V + 1) c ≤ j mod l < l − (h mod V) c. Needs V c ≤ l. Fixed only. The name is
+            that of the authors' code, which calls c, in blocks, `vertsize`. Default: 1.
         dropout: Probability with which an attention weight is dropped in training.
         bias: Whether the projections have a bias.
         d_qk: Width of all heads' queries and keys together. Default: E. Another width replaces D in √D by d_qk / H.
@@ -94,6 +96,7 @@ class SparseAttention(Attention):
         summary: int | None = None,
         combine: Combination = "merged",
         distinct: bool = False,
+        num_verts: int | None = None,
         dropout: float = 0.0,
         bias: bool = True,
         d_qk: int | None = None,
@@ -107,20 +110,28 @@ class SparseAttention(Attention):
                 raise ValueError(f"{name}={value!r} is not one of {known}")
         if stride < 1:
             raise ValueError(f"stride={stride} is not positive; about √N costs least")
-        if pattern == "strided" and (summary is not None or distinct):
+        if pattern == "strided" and (summary is not None or distinct or num_verts is not None):
             raise ValueError(
-                f"summary={summary}, distinct={distinct} with pattern='strided', which has no summary columns; "
-                "leave them out, or choose pattern='fixed'"
+                f"summary={summary}, distinct={distinct}, num_verts={num_verts} with pattern='strided', which has no "
+                "summary columns; leave them out, or choose pattern='fixed'"
             )
+        if distinct and num_verts is not None:
+            raise ValueError(
+                f"distinct=True with num_verts={num_verts}: it means num_verts={n_heads}; give one of them"
+            )
+        verts = (n_heads if distinct else 1) if num_verts is None else num_verts
+        if verts < 1 or n_heads % verts:
+            raise ValueError(f"num_verts={num_verts} does not divide n_heads={n_heads} into equal groups; change one")
         columns = summary if summary is not None else 1
         if not 1 <= columns <= stride:
             raise ValueError(
                 f"summary={summary} columns in a block of stride={stride} positions; choose from 1 to {stride}"
             )
-        if distinct and n_heads * columns > stride:
+        if verts * columns > stride:
+            said = f"distinct=True with n_heads={n_heads}" if distinct else f"num_verts={num_verts}"
             raise ValueError(
-                f"distinct=True with n_heads={n_heads}, summary={columns}, stride={stride}: the heads' summary columns "
-                f"take {n_heads * columns} positions of a block of {stride}; lower summary or raise stride"
+                f"{said}, summary={columns}, stride={stride}: the heads' summary columns take {verts * columns} "
+                f"positions of a block of {stride}; lower summary or raise stride"
             )
         if combine == "heads" and n_heads < 2:
             raise ValueError(
@@ -130,10 +141,10 @@ class SparseAttention(Attention):
             raise ValueError(f"dropout={dropout} is not a probability from 0 to below 1")
         self._said_that_all_is_covered = False
         self.pattern, self.stride, self.summary = pattern, stride, columns
-        self.combine, self.distinct, self.dropout = combine, distinct, dropout
-        head = torch.arange(n_heads if distinct else 1)[:, None]
+        self.combine, self.num_verts, self.dropout = combine, verts, dropout
+        vert = torch.arange(n_heads if verts > 1 else 1)[:, None] % verts
         # (H or 1, c), the positions of a block that summarise it
-        self.register_buffer("columns", stride - (head + 1) * columns + torch.arange(columns), persistent=False)
+        self.register_buffer("columns", stride - (vert + 1) * columns + torch.arange(columns), persistent=False)
         self.columns: Tensor
 
         half = (n_heads + 1) // 2
@@ -154,7 +165,7 @@ class SparseAttention(Attention):
     @property
     def _columns(self) -> Tensor:
         """Return the summary columns of the heads that see them, (H_distant or 1, c)."""
-        return self.columns[self._distant] if self.distinct else self.columns
+        return self.columns[self._distant] if self.num_verts > 1 else self.columns
 
     def initial_state(
         self,

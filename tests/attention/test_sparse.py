@@ -25,6 +25,11 @@ FIXED = {"pattern": "fixed", "stride": 6, "summary": 2}
         ({"stride": 0}, ["stride=0"]),
         ({"summary": 2}, ["summary=2", "pattern='strided'", "pattern='fixed'"]),
         ({"distinct": True}, ["distinct=True", "pattern='strided'"]),
+        ({"num_verts": 1}, ["num_verts=1", "pattern='strided'"]),
+        ({**FIXED, "num_verts": 2}, ["num_verts=2", "n_heads=3"]),
+        ({**FIXED, "num_verts": 0}, ["num_verts=0", "n_heads=3"]),
+        ({**FIXED, "num_verts": 3, "summary": 3}, ["num_verts=3", "summary=3", "stride=6", "9"]),
+        ({**FIXED, "num_verts": 3, "distinct": True}, ["distinct=True", "num_verts=3"]),
         ({**FIXED, "summary": 0}, ["summary=0", "stride=6"]),
         ({**FIXED, "summary": 7}, ["summary=7", "stride=6"]),
         ({**FIXED, "summary": 3, "distinct": True}, ["distinct=True", "n_heads=3", "summary=3", "stride=6"]),
@@ -74,6 +79,34 @@ def test_heads_have_distinct_summary_columns():
             changed[0, j] += 1
             later = (attention(changed)[0] != y)[0, 6:].view(14, H, -1).any(-1)
             assert later.all(0).tolist() == later.any(0).tolist() == [j in (4, 5), j in (2, 3), j in (0, 1)]
+
+
+@pytest.mark.parametrize("num_verts", [1, 2, 4])
+def test_groups_of_heads_see_the_layouts_of_the_authors_code(num_verts: int):
+    """Blocks of one position: from the last sub-block on, the heads take `num_verts` of them in turn."""
+    heads, n, stride, vertsize = 4, 29, 8, 2
+    attention = SparseAttention(
+        8, heads, pattern="fixed", stride=stride, summary=vertsize, num_verts=num_verts
+    ).double()
+    attention.eval()
+    rows = [list(range(end - 1, end - 1 - vertsize, -1)) for end in range(stride, 0, -vertsize)]
+    layout = torch.zeros(heads, n, n, dtype=torch.bool)
+    for h in range(heads):
+        for j in rows[h % num_verts]:
+            layout[h, :, j::stride] = True
+        for i in range(n):
+            block = i // stride * stride
+            layout[h, i, block : block + stride] = True
+            layout[h, i, i + 1 :] = False
+    x = torch.randn(2, n, 8, dtype=torch.float64)
+    assert torch.equal(attention.attention_weights(x)[0] > 0, layout)
+    y = attention(x)[0]
+    torch.testing.assert_close(y, definitions.sparse(attention, x))
+    state, parts = None, []
+    for part in x.split([3, 1, 9, 1, 15], 1):
+        out, state = attention(part, state)
+        parts.append(out)
+    torch.testing.assert_close(torch.cat(parts, 1), y)
 
 
 def test_interleaved_over_layers():

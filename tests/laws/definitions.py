@@ -182,7 +182,7 @@ def sparse(module, x: Tensor) -> Tensor:
 def sees_sparsely(module, n: int, head: int) -> Tensor:
     """Return (N, N) booleans: section 4.3's sets, query by query and key by key."""
     length, c = module.stride, module.summary
-    first = length - c * (head + 1 if module.distinct else 1)
+    first = length - c * (head % module.num_verts + 1)
     kinds = {"merged": ["local", "distant"], "local": ["local"], "distant": ["distant"]}
     kinds["heads"] = ["local"] if 2 * head < module.n_heads else ["distant"]
     mask = torch.zeros(n, n, dtype=torch.bool)

@@ -27,7 +27,7 @@ Compression = Literal["conv", "mean", "max"]
 class CompressiveMemory(NamedTuple):
     """The newest inputs of the layer, and summaries of c older inputs each; the newest is last in both."""
 
-    inputs: Tensor  # (B, mem_len + c − 1, E)
+    inputs: Tensor  # (B, S, E), S = mem_len + segment_len − 1 + c − 1
     compressed: Tensor  # (B, compressed_len, E)
     length: Tensor  # (B,), positions seen in all
     loss: Tensor  # (B,), the reconstruction loss of the last call
@@ -54,25 +54,32 @@ class CompressiveAttention(TransformerXLAttention):
 
     Rae et al. 2019, section 3 and algorithm 1. f is a convolution of width and stride c, or the mean or maximum.
 
-    The memories are updated as if positions were fed one at a time, so splitting a stream changes nothing. Position t
-    sees its own input and the `mem_len` inputs before it. Older inputs stay uncompressed until there are c of them;
-    then one summary replaces them. The `compressed_len` newest summaries are seen. So t sees x_{b(t)}, …, x_t
-    uncompressed, with b(t) = c ⌊(t − mem_len) / c⌋, at least 0. As in the paper, a summary takes one place in the row
-    of keys, so each summary in between adds 1 to i − j. The reach of one layer is mem_len + c · compressed_len; time
+    The memories are updated at fixed positions of the stream, so splitting it changes nothing. Position t sees its own
+    input and the `mem_len` inputs before it. Older inputs stay uncompressed until there are c of them; then one summary
+    replaces them. The `compressed_len` newest summaries are seen. So t sees x_{b(t)}, …, x_t uncompressed, with
+    b(t) = c ⌊(t − mem_len) / c⌋, at least 0. As in the paper, a summary takes one place in the row of keys, so each
+    summary in between adds 1 to i − j. The reach of one layer is mem_len + c · compressed_len; time
     O(N (mem_len + compressed_len)). As in `TransformerXLAttention`, a state made with `max_len` holds keys and values.
+
+    The paper compresses once a segment of n_s positions: then the n_s oldest inputs leave the memory, and n_s / c
+    summaries replace them. With `segment_len` L = n_s the memories are updated before the positions L, 2 L, … alone,
+    and b(t) = c ⌊(L ⌊t/L⌋ − mem_len) / c⌋. Position t then sees the same memories as all positions of its segment, and
+    up to L − 1 inputs more. In calls of L positions that begin at a multiple of L this is algorithm 1, but for zeros
+    that the paper's memories hold at first.
 
     f is trained by the reconstruction loss (section 3.2, algorithm 2), which is the state's field `loss`. It is the
     mean squared difference (a norm in the paper) between content-based attention to the inputs that a call compresses
     and content-based attention to their summaries. The queries are those of the call, at most `chunk_size` at a time.
     Its gradient reaches only f. It depends on how the stream is split, and is best with calls of many times c
-    positions. It is 0 if gradients are disabled, nothing was compressed, or f has no parameters. The task's gradient
-    also reaches f where a call sees summaries that it made itself: modules never detach.
+    positions; with calls of L positions and a `chunk_size` of at least L it is the paper's. It is 0 if gradients are
+    disabled, nothing was compressed, or f has no parameters. The task's gradient also reaches f where a call sees
+    summaries that it made itself: modules never detach.
 
     After `normalise_with` the memories hold inputs, and summaries of inputs, that are not normalised.
 
     The first columns of `attention_weights` and `attention_terms` are summaries, the newest last: those that the state
     holds, and those that the call makes and that a position sees. Then come the inputs before the call, at
-    most mem_len + c − 1, and the N of the call.
+    most mem_len + L − 1 + c − 1, and the N of the call.
 
     Args:
         d_model: Width E, even.
@@ -82,6 +89,8 @@ class CompressiveAttention(TransformerXLAttention):
         compressed_len: Number of summaries.
         compression_rate: c, inputs per summary.
         compression: f: "conv", "mean" or "max".
+        segment_len: L, see above. Default: 1, as if positions were fed one at a time. Above 1 a generated token costs
+            O(L E²) more where reading values waits for the device, as on a GPU.
         clamp_len: Larger distances are clamped to it; None: no clamping.
         dropout: Probability with which an attention weight is dropped in training.
         position_dropout: Probability with which an element of R is dropped in training.
@@ -100,6 +109,7 @@ class CompressiveAttention(TransformerXLAttention):
         compressed_len: int = 512,
         compression_rate: int = 4,
         compression: Compression = "conv",
+        segment_len: int = 1,
         clamp_len: int | None = None,
         dropout: float = 0.0,
         position_dropout: float = 0.0,
@@ -131,7 +141,10 @@ class CompressiveAttention(TransformerXLAttention):
             )
         if compression not in get_args(Compression):
             raise ValueError(f"compression={compression!r} is not one of {get_args(Compression)}")
+        if segment_len < 1:
+            raise ValueError(f"segment_len={segment_len} is not positive; 1 updates the memories at every position")
         self.compressed_len = compressed_len
+        self.segment_len = segment_len
         self.compression_rate = compression_rate
         self.compression = compression
         # A convolution whose stride equals its width is one matrix, applied to adjacent windows.
@@ -172,7 +185,7 @@ class CompressiveAttention(TransformerXLAttention):
     @property
     def _reach(self) -> int:
         """S, the number of earlier inputs that a position may see uncompressed."""
-        return self.mem_len + self.compression_rate - 1
+        return self.mem_len + self.segment_len - 1 + self.compression_rate - 1
 
     def check(self, x: Tensor, state: State | None, lengths: Tensor | None) -> None:
         """See `SequenceModule.check`. Also checks that the state has the size of this memory."""
@@ -196,7 +209,8 @@ class CompressiveAttention(TransformerXLAttention):
         if isinstance(state, CompressiveMemory):
             y, after = self._segment(q, x, state, seen)
         else:
-            y, after = (self._one if x.size(1) == 1 else self._several)(q, x, state, seen)
+            one = x.size(1) == 1 and self.segment_len == 1  # else a step may make several summaries
+            y, after = (self._one if one else self._several)(q, x, state, seen)
         y = self.out_proj(y.transpose(1, 2).flatten(2))  # (B, H, N, D) -> (B, N, E)
         return without_padding(y, lengths), after
 
@@ -264,7 +278,7 @@ class CompressiveAttention(TransformerXLAttention):
     def _one(
         self, q: Tensor, x: Tensor, state: ProjectedCompressiveMemory, seen: Tensor
     ) -> tuple[Tensor, ProjectedCompressiveMemory]:
-        """Attend one position in the ring buffers, then compress the inputs that it pushed out."""
+        """Attend one position in the ring buffers, then compress the inputs that it pushed out. `segment_len` is 1."""
         slots, length, c = state.inputs.size(1), state.length[:, None], self.compression_rate
         # A padded position is written too. The next position overwrites its slot before reading it.
         k, v = self._keys_values(x)
@@ -311,16 +325,26 @@ class CompressiveAttention(TransformerXLAttention):
 
     def _summaries(self, position: Tensor) -> Tensor:
         """Return b(t) / c, the number of summaries before each position t."""
-        return ((position - self.mem_len) // self.compression_rate).clamp(min=0)
+        start = position - position % self.segment_len
+        return ((start - self.mem_len) // self.compression_rate).clamp(min=0)
+
+    def _summaries_within(self, n: int) -> tuple[int, int]:
+        """Return the least and the largest number of summaries that n positions make, wherever they are."""
+        late = self.segment_len - 1
+        c = self.compression_rate
+        return max(0, (n - late - self.mem_len) // c), (n + late + c - 1) // c
 
     def _windows(self, inputs: Tensor, length: Tensor, n: int) -> Tensor:
         """Return the K windows of c inputs that this call may compress: (B, K, c, E)."""
         c = self.compression_rate
         oldest = self._reach - (length - c * self._summaries(length))  # (B,), the index of x_{b(length)}
-        index = oldest[:, None] + torch.arange((n + c - 1) // c * c, device=inputs.device)  # (B, K c)
+        count = self._summaries_within(n)[1]
+        if self.segment_len > 1 and reads_values(length):
+            count = int((self._summaries(length + n) - self._summaries(length)).max())
+        index = oldest[:, None] + torch.arange(count * c, device=inputs.device)  # (B, K c)
         # Windows beyond the end are not compressed yet, and their contents are not seen.
         index = index.clamp(max=inputs.size(1) - 1)
-        return inputs.gather(1, index[..., None].expand(-1, -1, inputs.size(2))).unflatten(1, (-1, c))
+        return inputs.gather(1, index[..., None].expand(-1, -1, inputs.size(2))).unflatten(1, (count, c))
 
     def _compress(self, windows: Tensor) -> Tensor:
         """(B, K, c, E) -> (B, K, E)."""
@@ -334,15 +358,18 @@ class CompressiveAttention(TransformerXLAttention):
         `k` and `v` (B, H, compressed_len + K + S + N, D) are those of the state's summaries, this call's summaries, the
         state's inputs, and this call's inputs.
         """
-        c, reach, n = self.compression_rate, self._reach, q.size(2)
+        reach, n = self._reach, q.size(2)
         summaries = k.size(2) - reach - n  # compressed_len + K
-        count = self.mem_len + c + self.compressed_len  # distances from 0 to the largest
+        count = reach + 1 + self.compressed_len  # distances from 0 to the largest
         r, u = self._positions_for(q, count), self.u.to(q.dtype)[:, None]
         # For each chunk of queries: its end, and the ranges of summaries and of inputs that any row sees.
         starts = range(0, n, self.chunk_size)
         ends = [min(start + self.chunk_size, n) for start in starts]
         far_bounds = [
-            (max(0, (start - self.mem_len) // c), min(summaries, self.compressed_len + (end - 1 + c - 1) // c))
+            (
+                min(summaries, self._summaries_within(start)[0]),
+                min(summaries, self.compressed_len + self._summaries_within(end - 1)[1]),
+            )
             for start, end in zip(starts, ends, strict=True)
         ]
         near_bounds = [(summaries + start, summaries + reach + end) for start, end in zip(starts, ends, strict=True)]
@@ -424,7 +451,10 @@ class CompressiveAttention(TransformerXLAttention):
         starts = range(0, n, self.chunk_size)
         # For each chunk, the windows that its inputs pushed out of the memory.
         bounds = [
-            (max(0, (start - self.mem_len) // c), min(windows.size(1), (start + self.chunk_size + c - 1) // c))
+            (
+                min(windows.size(1), self._summaries_within(start)[0]),
+                min(windows.size(1), self._summaries_within(start + self.chunk_size)[1]),
+            )
             for start in starts
         ]
         for start, (low, high), summaries in zip(starts, bounds, slices(new, bounds, 1), strict=True):

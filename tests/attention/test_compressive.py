@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from lit_effattn import Transformer, sequence
 from lit_effattn.attention import CompressiveAttention, TransformerXLAttention
+from tests.laws import definitions
 from tests.support.tensor_sizes import Made
 
 E, H, D = 12, 3, 4
@@ -84,6 +85,37 @@ def test_a_summary_of_one_that_is_its_input_is_a_longer_memory():
     xl.load_state_dict(attention.state_dict())
     x = torch.randn(2, 30, E, dtype=torch.float64)
     torch.testing.assert_close(attention(x)[0], xl(x)[0])
+
+
+@pytest.mark.parametrize("chunk_size", [3, 128])
+def test_segments_are_compressed_as_in_algorithm_1(chunk_size: int):
+    """Segment by segment, with the memories of the paper but for their zeros, and its loss."""
+    attention = make(segment_len=6, mem_len=6, compressed_len=3, chunk_size=chunk_size)
+    x = torch.randn(2, 36, E, dtype=torch.float64)
+    memory = compressed = x[:, :0]
+    state, whole = None, attention(x)[0]
+    for t, h in enumerate(x.split(6, 1)):
+        keys = torch.cat([compressed, memory, h], 1)
+        n = keys.size(1) - 6  # keys before the segment
+        q, _, _ = definitions.queries_keys_values(attention, h)
+        _, k, v = definitions.queries_keys_values(attention, keys)
+        r = definitions.relative_vectors(attention, [[n + i - j for j in range(n + 6)] for i in range(6)])
+        r = r.unflatten(-1, (H, D))
+        scores = (q + attention.u[:, None]) @ k.mT + torch.einsum("bhid,ijhd->bhij", q + attention.v[:, None], r)
+        seen = torch.ones(6, n + 6, dtype=torch.bool).tril(n)
+        weights = (scores / math.sqrt(D)).masked_fill(~seen, -torch.inf).softmax(-1)
+        y, state = attention(h, state)
+        torch.testing.assert_close(y, definitions.heads_together(attention, weights @ v))
+        torch.testing.assert_close(y, whole[:, 6 * t : 6 * t + 6])
+        old, memory = torch.cat([memory, h], 1).tensor_split([memory.size(1)], 1)
+        if old.size(1):
+            new = torch.stack([summaries(attention, row) for row in old])
+            compressed = torch.cat([compressed, new], 1)[:, -3:]
+            if chunk_size > 6:
+                differences = [by_content(attention, *rows) for rows in zip(h, new, strict=True)]
+                exact = [by_content(attention, *rows) for rows in zip(h, old, strict=True)]
+                expected = (torch.stack(differences) - torch.stack(exact)).square().mean((1, 2, 3))
+                torch.testing.assert_close(state.loss, expected)
 
 
 @pytest.mark.parametrize("lengths", [None, [11, 6, 1]])
@@ -279,6 +311,7 @@ def test_dropout_in_training_alone():
         ({"causal": False}, ["causal=False"]),
         ({"compressed_len": 0}, ["compressed_len=0", "TransformerXLAttention"]),
         ({"compression_rate": 0}, ["compression_rate=0"]),
+        ({"segment_len": 0}, ["segment_len=0"]),
         ({"compression": "median"}, ["compression='median'", "conv"]),
         ({"mem_len": -1}, ["mem_len=-1"]),
         ({"dropout": 1.0}, ["dropout=1.0"]),

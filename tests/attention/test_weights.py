@@ -45,7 +45,8 @@ def values(attention: Attention, x: Tensor) -> Tensor:
 
 def summaries(attention: Attention, x: Tensor) -> Tensor:
     """The summaries that the last position of `x` sees or has forgotten, (B, K, E)."""
-    c, n = attention.compression_rate, max(0, x.size(1) - 1 - attention.mem_len)
+    c, last = attention.compression_rate, x.size(1) - 1
+    n = max(0, last - last % attention.segment_len - attention.mem_len)
     found = [definitions.summary(attention, x[:, i : i + c]) for i in range(0, n - c + 1, c)]
     return torch.stack(found, 1) if found else x[:, :0]
 
@@ -112,8 +113,13 @@ def test_a_state_changes_no_weight(case: Case, fixed: bool, early: bool):
             continue
         earlier = found.size(-1) - n
         if isinstance(attention, CompressiveAttention):
-            earlier = min(attention.mem_len + attention.compression_rate - 1, int(before.max()))
-            made = (before - attention.mem_len).div(attention.compression_rate, rounding_mode="floor").clamp(min=0)
+            late = attention.segment_len - 1
+            earlier = min(attention.mem_len + late + attention.compression_rate - 1, int(before.max()))
+            made = (
+                (before - before % attention.segment_len - attention.mem_len)
+                .div(attention.compression_rate, rounding_mode="floor")
+                .clamp(min=0)
+            )
             first = int(made[row]) - min(attention.compressed_len, int(made.max()))
             assert_close(placed(found[..., : -earlier - n], first, whole.size(-1) - end), expected[..., :-end])
             found, expected = found[..., -earlier - n :], expected[..., -end:]

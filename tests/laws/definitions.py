@@ -204,7 +204,7 @@ def compressive(module, x: Tensor) -> Tensor:
     c, out = module.compression_rate, []
     summaries = [summary(module, x[:, i : i + c]) for i in range(0, x.size(1) - c + 1, c)]
     for t in range(x.size(1)):
-        n = max(0, t - module.mem_len) // c
+        n = max(0, t // module.segment_len * module.segment_len - module.mem_len) // c
         keys = torch.stack([*summaries[:n][-module.compressed_len :], *x[:, n * c : t + 1].unbind(1)], 1)
         q, _, _ = queries_keys_values(module, x[:, t : t + 1])
         _, k, v = queries_keys_values(module, keys)

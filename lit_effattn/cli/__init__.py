@@ -23,6 +23,7 @@ commands:
   generate   draw samples from a checkpoint
   configs    list the shipped configurations, or show one: configs digits_linear
   kinds      list the attention kinds, or the options of one: kinds LinearAttention
+  completion print a script that completes commands in a shell: completion bash, completion zsh
 
 examples:
   lit-effattn fit --config digits_linear
@@ -40,6 +41,7 @@ COMMANDS = ("fit", "validate", "test", "predict", "generate", "data")
 DEBUG = "LIT_EFFATTN_DEBUG"
 LISTS = ("configs", "kinds")
 """Commands that print what there is. They need no Lightning, so they are quick."""
+COMPLETION = "completion"
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells expect."""
 
@@ -58,8 +60,11 @@ def main(args: list[str] | None = None) -> None:
     if args[0] in LISTS:
         _list(args[0], args[1:])
         return
+    if args[0] == COMPLETION:
+        _complete(args[1:])
+        return
     if args[0] not in COMMANDS:
-        fail(f"{args[0]!r} is not a command; there are {', '.join((*COMMANDS, *LISTS))}", code=2)
+        fail(f"{args[0]!r} is not a command; there are {', '.join((*COMMANDS, *LISTS, COMPLETION))}", code=2)
     from lit_effattn.cli.command import UsageError, run
 
     if os.environ.get(DEBUG):
@@ -104,6 +109,19 @@ def _list(what: str, names: list[str]) -> None:
             from lit_effattn.cli.kinds import kinds
 
             print(kinds(names))
+    except ValueError as error:
+        fail(str(error), code=2)
+
+
+def _complete(args: list[str]) -> None:
+    """Print the script that completes the commands in a shell."""
+    if len(args) != 1 or args[0].startswith("-"):
+        print('usage: lit-effattn completion bash|zsh\n\nIn this shell: eval "$(lit-effattn completion bash)"')
+        return
+    from lit_effattn.cli.completion import script
+
+    try:
+        print(script(args[0], COMMANDS, LISTS))
     except ValueError as error:
         fail(str(error), code=2)
 

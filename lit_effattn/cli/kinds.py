@@ -21,7 +21,7 @@ def kinds(names: list[str]) -> str:
     Raises:
         ValueError: there is no kind of a name.
     """
-    known = {name: kind for name in lit_effattn.attention.__all__ if _is_kind(kind := _exported(name))}
+    known = known_kinds()
     for name in names:
         if name not in known:
             raise ValueError(f"there is no attention kind {name!r}; there are {', '.join(known)}")
@@ -35,6 +35,11 @@ def kinds(names: list[str]) -> str:
         given = ", ".join(f"{option}={value}" for option, value in _options(kind).items())
         lines[i + 1] += "\n" + fill(given, 116, initial_indent="    ", subsequent_indent="    ")
     return "\n".join([*lines, "", "What the options of a kind do: lit-effattn kinds SoftmaxAttention"])
+
+
+def known_kinds() -> dict[str, type[Attention]]:
+    """Return the attention kinds by their names."""
+    return {name: kind for name in lit_effattn.attention.__all__ if _is_kind(kind := _exported(name))}
 
 
 def _exported(name: str) -> Any:

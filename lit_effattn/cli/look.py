@@ -40,8 +40,7 @@ def look(args: list[str], parser: LightningArgumentParser) -> None:
     quick = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     quick.add_argument("-c", "--config", action="append", default=[])
     given, flags = quick.parse_known_args(args)
-    parser.add_subclass_arguments(LightningDataModule, "data")
-    parser.add_argument("--output", type=str | None, default=None, help="Folder for the pictures. Default: a new one.")
+    add_options(parser)
     files = [read_yaml(find_config(name)) for name in given.config]
     specs = [["--data", json.dumps(content["data"])] for content in files if content.get("data")]
     config = parser.parse_args([*(arg for spec in specs for arg in spec), *flags])
@@ -52,6 +51,12 @@ def look(args: list[str], parser: LightningArgumentParser) -> None:
     data = parser.instantiate_classes(config).data
     for line in describe(data, None if config.output is None else Path(config.output)):
         print(line)
+
+
+def add_options(parser: LightningArgumentParser) -> None:
+    """Add the options of `lit-effattn data`, without `--config`."""
+    parser.add_subclass_arguments(LightningDataModule, "data")
+    parser.add_argument("--output", type=str | None, default=None, help="Folder for the pictures. Default: a new one.")
 
 
 def describe(data: LightningDataModule, output: Path | None) -> Iterator[str]:

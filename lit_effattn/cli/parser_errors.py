@@ -47,6 +47,8 @@ _GROUPS = ("data", "model", "model.optimizer", "model.backbone", "model.lr_sched
 """Groups of options that depend on a class, the likeliest first."""
 _GIVEN = {"self", "params", "optimizer", "args", "kwargs"}
 """Parameters that are no options; a task's `optimizer` is one."""
+_BY_THE_MODEL = {"d_model", "n_heads", "causal"}
+"""Parameters of an attention that the `Transformer` gives."""
 _NOISE = re.compile(
     r"^\s*(-\s)?(Does not validate against|Subtypes: |Errors:|Given value|Expected a <class 'NoneType'>|$)"
 )
@@ -123,20 +125,34 @@ def _meant(name: str, flags: Iterable[str]) -> str:
 def _paths(options: Iterable[str]) -> dict[str, str]:
     """Return the path of each option by its last name. Of options of one name, the path that is likelier meant."""
     paths = {option.rpartition(".")[2]: option for option in options}
-    for group in reversed(_GROUPS):
-        base: Any = _base(group)
-        kinds: list[Any] = [*_concrete(base)]
-        if group != "model.optimizer":
-            kinds = [kind for kind in kinds if kind.__module__.startswith("lit_effattn.")]
-        if group == "model.backbone":
-            kinds = [kind for kind in kinds if not issubclass(kind, (Attention, CrossAttention))]
-        paths.update({name: f"{group}.{name}" for kind in kinds for name in _names(kind)})
-    return paths
+    return paths | {path.rpartition(".")[2]: path for path in reversed(option_paths())}
+
+
+def option_paths() -> list[str]:
+    """Return the paths of the options of classes, such as `model.backbone.d_model`, the likeliest first."""
+    return list(dict.fromkeys(f"{group}.{name}" for group in _GROUPS for kind in _of(group) for name in _names(kind)))
+
+
+def class_names(path: str) -> list[str]:
+    """Return the names of the classes that the option `path` may name; empty: it names none."""
+    return sorted({kind.__name__ for kind in _of(path)}) if _base(path) else []
+
+
+def _of(path: str) -> list[Any]:
+    """Return the classes that the option `path` may name. Of another package's where ours has none, such as loggers."""
+    base: Any = _base(path)
+    kinds: list[Any] = [*_concrete(base)]
+    if base.__module__.startswith("lit_effattn.") or (path in _GROUPS and path != "model.optimizer"):
+        kinds = [kind for kind in kinds if kind.__module__.startswith("lit_effattn.")]
+    if path.endswith("backbone"):
+        kinds = [kind for kind in kinds if not issubclass(kind, (Attention, CrossAttention))]
+    return kinds
 
 
 def _names(kind: Any) -> list[str]:
     """Return the options of a class: its parameters, without those that the program gives."""
     given = _GIVEN if issubclass(kind, torch.optim.lr_scheduler.LRScheduler) else _GIVEN - {"optimizer"}
+    given = given | _BY_THE_MODEL if issubclass(kind, Attention) else given
     return [name for name in inspect.signature(kind).parameters if name not in given]
 
 

@@ -1,0 +1,96 @@
+"""`lit-effattn completion`: a script that completes commands, options, classes and configurations in a shell."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from lightning.pytorch.cli import LightningArgumentParser
+
+from lit_effattn.cli.command import CLI
+from lit_effattn.cli.kinds import known_kinds
+from lit_effattn.cli.look import add_options
+from lit_effattn.cli.parser_errors import class_names, option_paths
+from lit_effattn.cli.shipped import shipped
+
+SHELLS = ("bash", "zsh")
+_FUNCTION = "lit_effattn"
+
+
+def script(shell: str, commands: Sequence[str], lists: Sequence[str]) -> str:
+    """Return the script for a shell. Of nested options it has those of the classes in `parser_errors.option_paths`.
+
+    Args:
+        shell: One of `SHELLS`.
+        commands: The commands that take options.
+        lists: The commands that take names only.
+
+    Raises:
+        ValueError: the shell is not known, or the package shtab is not installed.
+    """
+    if shell not in SHELLS:
+        raise ValueError(f"there is no completion for {shell!r}; there is for {' and '.join(SHELLS)}")
+    try:
+        import shtab
+    except ModuleNotFoundError as error:
+        raise ValueError("completion needs the package shtab: pip install 'lit-effattn[completion]'") from error
+    parser = argparse.ArgumentParser("lit-effattn")
+    subparsers = parser.add_subparsers()
+    added = {name: subparsers.add_parser(name, help=name) for name in (*commands, *lists, "completion")}
+    for command in commands:
+        _complete(added[command], _options(command), shtab.FILE)
+    for name, choices in zip(lists, (list(shipped()), list(known_kinds())), strict=True):
+        added[name].add_argument("names", nargs="*", choices=choices)
+    added["completion"].add_argument("shell", choices=SHELLS)
+    text: str = shtab.complete(parser, shell, root_prefix=_FUNCTION)
+    # Files, where no name fits: a configuration or a checkpoint of one's own.
+    return f"{text}\ncomplete -o default -F _shtab_{_FUNCTION} lit-effattn" if shell == "bash" else text
+
+
+def _options(command: str) -> set[str]:
+    """Return the options of a command, and those of classes that it may name."""
+    if command == "data":
+        parser = LightningArgumentParser()
+        add_options(parser)
+        own = {"--config", *parser._option_string_actions}
+    else:
+        own = {*_Parsers.of(command)._option_string_actions}
+    nested = {f"--{path}" for path in option_paths() if f"--{path.partition('.')[0]}" in own}
+    return {flag for flag in own | nested if flag.startswith("--") and not flag.endswith("+")} - {"--help"}
+
+
+def _complete(parser: argparse.ArgumentParser, flags: Iterable[str], files: Any) -> None:
+    """Add options, and what completes their values."""
+    for flag in sorted(flags):
+        choices = _values(flag[2:])
+        option = parser.add_argument(flag, choices=choices or None)
+        if not choices:
+            option.complete = files  # type: ignore[attr-defined]
+
+
+def _values(path: str) -> list[str]:
+    """Return the values that an option takes, if they are names."""
+    if path == "config":
+        return list(shipped())
+    return ["last", "best"] if path in ("ckpt_path", "init_weights") else class_names(path.removesuffix(".help"))
+
+
+class _Parsers(CLI):
+    """A command line that stops when its parsers are made."""
+
+    def parse_arguments(self, parser: Any, args: Any) -> NoReturn:
+        """Hand over the parsers."""
+        raise _MadeError(self._subcommand_parsers)
+
+    @classmethod
+    def of(cls, command: str) -> Any:
+        """Return the parser of a command."""
+        try:
+            cls([command, "--help"])
+        except _MadeError as made:
+            return made.args[0][command]
+
+
+class _MadeError(Exception):
+    """The parsers of the commands."""

@@ -26,9 +26,11 @@ class Attention(SequenceModule):
         causal: Whether a position sees only itself and earlier ones.
         bias: Whether the four projections have a bias.
         d_qk: Width of all heads' queries and keys together. Default: E.
+        n_kv_heads: Heads of keys and values; see `SoftmaxAttention`. Default: H.
+        out_bias: Whether the output's projection has a bias. Default: as `bias` says.
 
     Raises:
-        ValueError: `n_heads` does not divide `d_model`, or `d_qk`.
+        ValueError: `n_heads` does not divide `d_model`, or `d_qk`, or is no multiple of `n_kv_heads`.
     """
 
     takes_rotary = True
@@ -37,11 +39,22 @@ class Attention(SequenceModule):
     has_positions = False
     """Whether this kind has relative positions of its own."""
 
+    takes_groups = False
+    """Whether `attend` takes `n_kv_heads` heads of keys and values; if not, they are repeated for all heads."""
+
     shared: tuple[str, ...] = ()
     """Names of the parameters that all layers of a `Transformer` share."""
 
     def __init__(
-        self, d_model: int, n_heads: int, causal: bool = True, *, bias: bool = True, d_qk: int | None = None
+        self,
+        d_model: int,
+        n_heads: int,
+        causal: bool = True,
+        *,
+        bias: bool = True,
+        d_qk: int | None = None,
+        n_kv_heads: int | None = None,
+        out_bias: bool | None = None,
     ) -> None:
         super().__init__()
         if n_heads < 1 or d_model < 1 or d_model % n_heads:
@@ -54,16 +67,22 @@ class Attention(SequenceModule):
             raise ValueError(
                 f"d_qk={d_qk} is not a multiple of n_heads={n_heads}: heads have d_qk / n_heads dimensions; change one"
             )
+        if n_kv_heads is not None and (n_kv_heads < 1 or n_heads % n_kv_heads):
+            raise ValueError(
+                f"n_kv_heads={n_kv_heads} does not divide n_heads={n_heads}: n_heads / n_kv_heads heads share each; "
+                "change one of them"
+            )
         self.d_input = self.d_model = d_model
         self.n_heads = n_heads
+        self.n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
         self.head_dim = d_model // n_heads
         self.qk_dim = width // n_heads
         """Dimensions of a head's queries and keys; its values have `head_dim`."""
         self.causal = causal
         self.q_proj = nn.Linear(d_model, width, bias=bias)
-        self.k_proj = nn.Linear(d_model, width, bias=bias)
-        self.v_proj = nn.Linear(d_model, d_model, bias=bias)
-        self.out_proj = nn.Linear(d_model, d_model, bias=bias)
+        self.k_proj = nn.Linear(d_model, self.n_kv_heads * self.qk_dim, bias=bias)
+        self.v_proj = nn.Linear(d_model, self.n_kv_heads * self.head_dim, bias=bias)
+        self.out_proj = nn.Linear(d_model, d_model, bias=bias if out_bias is None else out_bias)
         self.rotary: RotaryPositions | None = None
         """Rotates queries and keys by their position. Set by a `Transformer` with rotary positions."""
 
@@ -76,8 +95,8 @@ class Attention(SequenceModule):
         Args:
             q: (B, H, N, D_qk), where D_qk is `qk_dim`: D, unless `d_qk` is given. Values in padding are finite, but not
                 zero; in `k` and `v` too.
-            k: (B, H, N, D_qk).
-            v: (B, H, N, D).
+            k: (B, H, N, D_qk), or with `takes_groups` (B, H_kv, N, D_qk), where H_kv is `n_kv_heads`.
+            v: (B, H, N, D), or with `takes_groups` (B, H_kv, N, D).
             state: State before the first position, or None.
             lengths: (B,) valid positions, or None.
 
@@ -136,8 +155,10 @@ class Attention(SequenceModule):
         raise NotImplementedError(f"{type(self).__name__} has no `combine`")
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys, (B, N, E) -> (B, H, N, D_qk), and values, (B, N, E) -> (B, H, N, D)."""
-        return self._heads(self.q_proj(x)), self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
+        """Return queries, keys and values as `attend` takes them: (B, N, E) -> (B, H or H_kv, N, D_qk or D)."""
+        q = self._heads(self.q_proj(x))
+        k, v = (self._heads(projection(x), self.n_kv_heads) for projection in (self.k_proj, self.v_proj))
+        return (q, k, v) if self.takes_groups else (q, self._for_all_heads(k), self._for_all_heads(v))
 
     def _turned(self, q: Tensor, k: Tensor, earlier: Tensor | None) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys (B, H, N, D_qk) by their positions, after (B,) `earlier` ones, if `rotary` is set."""
@@ -200,9 +221,14 @@ class Attention(SequenceModule):
             return i, j, (j >= 0) & (j <= i)
         return i, j, torch.ones_like(j, dtype=torch.bool) if lengths is None else j < lengths[:, None, None]
 
-    def _heads(self, x: Tensor) -> Tensor:
+    def _heads(self, x: Tensor, n_heads: int | None = None) -> Tensor:
         """Split the width into heads: (B, N, H · D) -> (B, H, N, D)."""
-        return x.unflatten(2, (self.n_heads, -1)).transpose(1, 2)
+        return x.unflatten(2, (n_heads or self.n_heads, -1)).transpose(1, 2)
+
+    def _for_all_heads(self, t: Tensor) -> Tensor:
+        """Repeat keys or values for the queries' heads that share them: (B, H_kv, M, D) -> (B, H, M, D)."""
+        groups = self.n_heads // t.size(1)
+        return t if groups == 1 else t.repeat_interleave(groups, 1)
 
     def extra_repr(self) -> str:
         """Return the options that the projections do not show."""

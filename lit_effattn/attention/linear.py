@@ -118,6 +118,9 @@ class LinearAttention(Attention):
         d_qk: Width of all heads' queries and keys together: H times the `query_dimensions` of the authors' library,
             fast-transformers. Default: E. W_q and W_k have E · d_qk weights each, and the state H F (D + 1) numbers,
             with F = d_qk / H for elu + 1.
+        n_kv_heads: Heads of keys and values, each shared by H / n_kv_heads heads of queries, as in `SoftmaxAttention`,
+            whose weights then fit. The state keeps the sums of every head of queries. Default: H.
+        out_bias: Whether the output's projection has a bias. Default: as `bias` says.
     """
 
     takes_parts = True
@@ -132,8 +135,10 @@ class LinearAttention(Attention):
         chunk_size: int = 64,
         bias: bool = True,
         d_qk: int | None = None,
+        n_kv_heads: int | None = None,
+        out_bias: bool | None = None,
     ) -> None:
-        super().__init__(d_model, n_heads, causal, bias=bias, d_qk=d_qk)
+        super().__init__(d_model, n_heads, causal, bias=bias, d_qk=d_qk, n_kv_heads=n_kv_heads, out_bias=out_bias)
         if chunk_size < 1:
             raise ValueError(f"chunk_size={chunk_size} is not positive; 32 to 128 are fast")
         self.feature_map = feature_map(self.qk_dim)

@@ -217,6 +217,9 @@ class PerformerAttention(RandomFeatures, Attention):
             (TensorFlow). For ReLU features it scales x by D^(−¼) and adds 10⁻³, which is 10⁻³ D^(¼) here. Above 0 for
             positive features, no kernel is used: causal attention is `ops.favor.pytorch.plain_causal_favor`, slower and
             with more memory.
+        n_kv_heads: Heads of keys and values, each shared by H / n_kv_heads heads of queries, as in `SoftmaxAttention`,
+            whose weights then fit. The state keeps the sums of every head of queries. Default: H.
+        out_bias: Whether the output's projection has a bias. Default: as `bias` says.
     """
 
     takes_parts = True
@@ -234,8 +237,10 @@ class PerformerAttention(RandomFeatures, Attention):
         chunk_size: int = 64,
         bias: bool = True,
         eps: float | None = None,
+        n_kv_heads: int | None = None,
+        out_bias: bool | None = None,
     ) -> None:
-        super().__init__(d_model, n_heads, causal, bias=bias)
+        super().__init__(d_model, n_heads, causal, bias=bias, n_kv_heads=n_kv_heads, out_bias=out_bias)
         self._draw_features(n_features, features, orthogonal, norms, eps)
         if chunk_size < 1 or chunk_size & (chunk_size - 1):
             raise ValueError(f"chunk_size={chunk_size} is not a power of 2, so it can't be halved; 32 to 128 are fast")

@@ -19,32 +19,32 @@ from lit_effattn.sequence import reads_values, valid_positions
 class KeyValueCache(NamedTuple):
     """All keys and values so far. Slot t holds position t; slots from `length` on are undefined."""
 
-    keys: Tensor  # (B, H, M, D)
-    values: Tensor  # (B, H, M, D)
+    keys: Tensor  # (B, H_kv, M, D)
+    values: Tensor  # (B, H_kv, M, D)
     length: Tensor  # (B,)
 
 
 class FixedCache(NamedTuple):
     """A `KeyValueCache` with a fixed number of slots M."""
 
-    keys: Tensor  # (B, H, M, D)
-    values: Tensor  # (B, H, M, D)
+    keys: Tensor  # (B, H_kv, M, D)
+    values: Tensor  # (B, H_kv, M, D)
     length: Tensor  # (B,)
 
 
 class WindowCache(NamedTuple):
     """The newest window − 1 keys and values, the newest last."""
 
-    keys: Tensor  # (B, H, window − 1, D)
-    values: Tensor  # (B, H, window − 1, D)
+    keys: Tensor  # (B, H_kv, window − 1, D)
+    values: Tensor  # (B, H_kv, window − 1, D)
     length: Tensor  # (B,), positions seen in all
 
 
 class RingCache(NamedTuple):
     """The newest keys and values in a ring buffer of M = min(window, max_len) slots: slot t mod M holds position t."""
 
-    keys: Tensor  # (B, H, M, D)
-    values: Tensor  # (B, H, M, D)
+    keys: Tensor  # (B, H_kv, M, D)
+    values: Tensor  # (B, H_kv, M, D)
     length: Tensor  # (B,), positions seen in all
 
 
@@ -68,7 +68,12 @@ class SoftmaxAttention(Attention):
         window: Number of keys a position sees, its own included; None: all. Needs `causal`. Bounds the state.
         dropout: Probability with which an attention weight is dropped in training.
         bias: Whether the projections have a bias.
+        n_kv_heads: Heads of keys and values H_kv, each shared by H / H_kv heads of queries (grouped-query attention,
+            Ainslie et al. 2023): the state is smaller by as much. Default: H.
+        out_bias: Whether the output's projection has a bias. Default: as `bias` says.
     """
+
+    takes_groups = True
 
     def __init__(
         self,
@@ -79,8 +84,10 @@ class SoftmaxAttention(Attention):
         window: int | None = None,
         dropout: float = 0.0,
         bias: bool = True,
+        n_kv_heads: int | None = None,
+        out_bias: bool | None = None,
     ) -> None:
-        super().__init__(d_model, n_heads, causal, bias=bias)
+        super().__init__(d_model, n_heads, causal, bias=bias, n_kv_heads=n_kv_heads, out_bias=out_bias)
         if window is not None and window < 1:
             raise ValueError(f"window={window} must be at least 1: it includes the position itself")
         if window is not None and not causal:
@@ -108,7 +115,7 @@ class SoftmaxAttention(Attention):
         length = torch.zeros(batch_size, dtype=torch.long, device=device)
 
         def empty(slots: int) -> Tensor:
-            return torch.zeros(batch_size, self.n_heads, slots, self.head_dim, device=device, dtype=dtype)
+            return torch.zeros(batch_size, self.n_kv_heads, slots, self.head_dim, device=device, dtype=dtype)
 
         kind: type[SoftmaxState]
         if max_len is None:
@@ -218,7 +225,8 @@ class SoftmaxAttention(Attention):
     def weigh(self, q: Tensor, k: Tensor, state: SoftmaxState | None, lengths: Tensor | None) -> Tensor:
         """Return softmax(q_i · k_j / √D): see `Attention.weigh`."""
         if state is not None:
-            k = torch.cat([earlier_keys(state, self.window).to(k.dtype), k], 2)  # (B, H, M + N, D)
+            k = torch.cat([earlier_keys(state, self.window).to(k.dtype), k], 2)  # (B, H_kv, M + N, D)
+        k = self._for_all_heads(k)  # (B, H_kv, M + N, D) -> (B, H, M + N, D)
         n = q.size(2)
         i, j, seen = self._order(n, k.size(2) - n, state, lengths, q.device)
         if self.window is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -18,6 +20,7 @@ from lit_effattn.sequence import SequenceModule, State, parts, without_padding
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "quick_gelu", "swiglu"]
 Initialisation = Literal["pytorch", "xavier", "normal", "gpt2", "transformer_xl"]
+NormKind = Literal["layer", "rms"]
 
 
 class FeedForward(nn.Module):
@@ -81,6 +84,7 @@ class Block(SequenceModule):
         dropout: Dropout on the output of each branch.
         cross_attention: Reads a source, after the attention. Needs a causal `attention`.
         norm_memory: See `Transformer`.
+        layer_norm: Makes the normalisation from the width.
 
     Raises:
         ValueError: `cross_attention` is given, and `attention` is not causal.
@@ -96,6 +100,7 @@ class Block(SequenceModule):
         dropout: float = 0.0,
         cross_attention: CrossAttention | None = None,
         norm_memory: bool = False,
+        layer_norm: Callable[[int], nn.Module] = nn.LayerNorm,
     ) -> None:
         super().__init__()
         self.d_input = self.d_model = attention.d_model
@@ -103,8 +108,8 @@ class Block(SequenceModule):
         self.attention = attention
         self.feed_forward = feed_forward
         self.norm = norm
-        self.norm_1 = nn.LayerNorm(self.d_model)
-        self.norm_2 = nn.LayerNorm(self.d_model)
+        self.norm_1 = layer_norm(self.d_model)
+        self.norm_2 = layer_norm(self.d_model)
         normalise_with = getattr(attention, "normalise_with", None) if norm == "pre" and norm_memory else None
         self._attention_norms = normalise_with is not None
         if normalise_with is not None:
@@ -117,7 +122,7 @@ class Block(SequenceModule):
                 raise ValueError(
                     "cross_attention needs causal=True: a source is a state, which only causal modules have"
                 )
-            self.norm_cross = nn.LayerNorm(self.d_model)
+            self.norm_cross = layer_norm(self.d_model)
 
     def forward(
         self, x: Tensor, state: State | None = None, lengths: Tensor | None = None
@@ -231,6 +236,9 @@ class Transformer(SequenceModule):
             whether it remembers the inputs of the layer, and normalises them again in each call, as the code of Dai et
             al. 2019 does (`pre_lnorm`). Else it remembers the LayerNorm's outputs. These keep the gains of the time at
             which they were computed, and the gains do not learn from a detached memory.
+        norm_kind: "layer": LayerNorm. "rms": RMSNorm, g ⊙ x / √(mean(x²) + ε) (Zhang & Sennrich 2019, equation 4), in
+            all places of LayerNorm.
+        norm_eps: The normalisation's ε. Default: PyTorch's, 1e-5 of LayerNorm, the type's precision of RMSNorm.
 
     Example:
         >>> from lit_effattn.attention import LinearAttention
@@ -266,12 +274,15 @@ class Transformer(SequenceModule):
         activation_dropout: float = 0.0,
         output_dropout: float = 0.0,
         norm_memory: bool = False,
+        norm_kind: NormKind = "layer",
+        norm_eps: float | None = None,
     ) -> None:
         super().__init__()
         for name, value, known in (
             ("norm", norm, ("pre", "post")),
             ("activation", activation, get_args(Activation)),
             ("init", init, get_args(Initialisation)),
+            ("norm_kind", norm_kind, get_args(NormKind)),
         ):
             if value not in known:
                 raise ValueError(f"{name}={value!r} is not one of {known}")
@@ -297,6 +308,7 @@ class Transformer(SequenceModule):
         self.d_source = d_model if d_source is None else d_source
         self.causal = causal
         self.gradient_checkpointing = gradient_checkpointing
+        layer_norm = _layer_norm(norm_kind, norm_eps)
         d_ff = d_ff or (round(8 * d_model / 3) if activation == "swiglu" else 4 * d_model)
         self.blocks: list[Block] = nn.ModuleList(  # type: ignore[assignment]
             Block(
@@ -306,12 +318,13 @@ class Transformer(SequenceModule):
                 dropout=dropout,
                 cross_attention=None if cross_kinds is None else cross_kinds[i](d_model, n_heads, self.d_source),
                 norm_memory=norm_memory,
+                layer_norm=layer_norm,
             )
             for i, kind in enumerate(kinds)
         )
         self.dropout = nn.Dropout(dropout)
         self.output_dropout = nn.Dropout(output_dropout)
-        self.norm = nn.LayerNorm(d_model) if (norm == "pre" if final_norm is None else final_norm) else nn.Identity()
+        self.norm = layer_norm(d_model) if (norm == "pre" if final_norm is None else final_norm) else nn.Identity()
         self.positions = self._place(positions, position_width)
         _initialise(self, init)
         self._share()
@@ -454,6 +467,13 @@ def _initialise(transformer: Transformer, init: Initialisation) -> None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, nn.LayerNorm) and init == "transformer_xl":
             nn.init.normal_(module.weight, mean=1.0, std=0.02)
+
+
+def _layer_norm(kind: NormKind, eps: float | None) -> Callable[[int], nn.Module]:
+    if eps is not None and eps <= 0:
+        raise ValueError(f"norm_eps={eps} must be positive; 1e-5 and 1e-6 are usual")
+    made: type[nn.Module] = nn.RMSNorm if kind == "rms" else nn.LayerNorm
+    return made if eps is None else partial(made, eps=eps)
 
 
 def _check_kinds(kinds: list[Any], cross_kinds: list[Any]) -> None:

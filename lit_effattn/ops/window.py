@@ -20,7 +20,8 @@ def windowed_attention(
 
     Args:
         q: (B, H, N, D).
-        k: (B, H, M + N, D): the keys of the M positions before the first query, then its own.
+        k: (B, H, M + N, D): the keys of the M positions before the first query, then its own. H may be fewer than the
+            queries' heads, which then share them in turn.
         v: (B, H, M + N, D).
         window: Number of keys that a query sees, at least 1. M is at most window − 1.
         past: (B,), number of valid earlier positions, the last of the M; None: all M.
@@ -29,9 +30,10 @@ def windowed_attention(
     Returns:
         (B, H, N, D).
     """
-    b, _, n, _ = q.shape
+    b, h, n, _ = q.shape
     q, k, v, mask = window_tiles(q, k, v, window, past)
-    return untiled(F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout), b, n)
+    y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, enable_gqa=k.size(1) != h)
+    return untiled(y, b, n)
 
 
 def window_tiles(

@@ -40,7 +40,8 @@ def build(case: Case) -> Attention:
 def values(attention: Attention, x: Tensor) -> Tensor:
     """(B, N, E) -> (B, H, N, D)."""
     v = x @ attention.v_proj.weight.T + (0 if attention.v_proj.bias is None else attention.v_proj.bias)
-    return v.unflatten(2, (H, -1)).transpose(1, 2)
+    v = v.unflatten(2, (attention.n_kv_heads, -1)).transpose(1, 2)
+    return v[:, torch.arange(H) * attention.n_kv_heads // H]
 
 
 def summaries(attention: Attention, x: Tensor) -> Tensor:

@@ -344,7 +344,12 @@ def quantiles(module, levels: list[float], densities: list, row: int) -> Tensor:
 
 def queries_keys_values(module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(B, N, E) -> three of (B, H, N, D), queries and keys turned where the module has rotary positions."""
-    q, k, v = (in_heads(module, projection, x) for projection in (module.q_proj, module.k_proj, module.v_proj))
+    q = in_heads(module, module.q_proj, x)
+    group = module.n_heads // module.n_kv_heads  # Ainslie et al. 2023: as many heads, one after the other, share keys
+    k, v = (
+        torch.stack([in_heads(module, p, x, module.n_kv_heads)[:, h // group] for h in range(module.n_heads)], 1)
+        for p in (module.k_proj, module.v_proj)
+    )
     if module.rotary is not None:
         q, k = rotated(q, module.rotary.base), rotated(k, module.rotary.base)
     return q, k, v
@@ -359,12 +364,12 @@ def queries_and_source(module, x: Tensor, source: Tensor) -> tuple[Tensor, Tenso
     )
 
 
-def in_heads(module, projection, x: Tensor) -> Tensor:
+def in_heads(module, projection, x: Tensor, n_heads: int | None = None) -> Tensor:
     """Project: (B, N, ·) -> (B, H, N, D)."""
     y = x @ projection.weight.T
     if projection.bias is not None:
         y = y + projection.bias
-    return y.reshape(len(x), x.size(1), module.n_heads, -1).permute(0, 2, 1, 3)
+    return y.reshape(len(x), x.size(1), n_heads or module.n_heads, -1).permute(0, 2, 1, 3)
 
 
 def heads_together(module, y: Tensor) -> Tensor:

@@ -86,6 +86,22 @@ def test_swiglu_by_hand():
     torch.testing.assert_close(layer(x), expected)
 
 
+def test_rms_norm_by_hand():
+    model = uneven(Transformer(E, H, 1, positions=None, norm_kind="rms", norm_eps=0.3).double())
+    (block,) = model.blocks
+    x = torch.randn(2, 7, E, dtype=torch.float64)
+
+    def rms_norm(layer: nn.RMSNorm, x):
+        return x / ((x**2).mean(-1, keepdim=True) + 0.3).sqrt() * layer.weight
+
+    h = x + definitions.softmax(block.attention, rms_norm(block.norm_1, x))
+    up = affine(block.feed_forward.up, rms_norm(block.norm_2, h))
+    h = h + affine(block.feed_forward.down, activated("gelu", up))
+    torch.testing.assert_close(model(x)[0], rms_norm(model.norm, h))
+    layer_norms = Transformer(E, H, 1, norm_eps=0.3, cross_attention=SoftmaxCrossAttention)
+    assert [m.eps for m in layer_norms.modules() if isinstance(m, nn.LayerNorm)] == [0.3] * 4
+
+
 def test_widths_of_the_feed_forward():
     assert Transformer(E, H, 1).blocks[0].feed_forward.up.out_features == 4 * E
     assert Transformer(E, H, 1, activation="swiglu").blocks[0].feed_forward.up.out_features == round(8 / 3 * E)
@@ -309,6 +325,8 @@ def test_initial_values_of_pytorch():
         ({"cross_attention": LinearCrossAttention, "causal": False}, "cross_attention needs causal=True"),
         ({"d_source": 6}, "d_source=6 does not apply without cross_attention"),
         ({"n_heads": 8, "positions": RotaryPositions}, "a head's width=1 is odd"),
+        ({"attention": partial(SoftmaxAttention, n_kv_heads=3)}, "n_kv_heads=3 does not divide n_heads=2"),
+        ({"norm_eps": 0.0}, "norm_eps=0.0 must be positive"),
     ],
 )
 def test_bad_options_are_named(options: dict, words: str):
@@ -316,7 +334,9 @@ def test_bad_options_are_named(options: dict, words: str):
         Transformer(**{"d_model": 8, "n_heads": 2, "n_layers": 2, **options})
 
 
-@pytest.mark.parametrize(("option", "value"), [("norm", "middle"), ("activation", "tanh"), ("init", "zeros")])
+@pytest.mark.parametrize(
+    ("option", "value"), [("norm", "middle"), ("activation", "tanh"), ("init", "zeros"), ("norm_kind", "batch")]
+)
 def test_unknown_names_are_refused(option: str, value: str):
     with pytest.raises(ValueError, match=f"{option}.*{value}"):
         Transformer(8, 2, 1, **{option: value})

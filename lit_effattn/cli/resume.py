@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import zipfile
@@ -278,10 +279,16 @@ def refuse_dropped(saved: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def _canonical(spec: Any) -> Any:
-    """Return a spec with the class itself in place of its import path. A class may have several paths."""
-    if not isinstance(spec, dict):
+    """Return a spec with the class itself in place of its import path, and with the options that it leaves out.
+
+    A class may have several paths, and options that it did not have when a checkpoint was saved.
+    """
+    kind = listed(str(spec.get("class_path"))) if isinstance(spec, dict) else None
+    if kind is None:
         return spec
-    return {**spec, "class_path": listed(str(spec.get("class_path"))) or spec.get("class_path")}
+    options = inspect.signature(kind).parameters.values()
+    defaults = {option.name: option.default for option in options if option.default is not option.empty}
+    return {**spec, "class_path": kind, "init_args": {**defaults, **_section(spec, "init_args")}}
 
 
 def _early_stopping(settings: dict[str, Any]) -> list[dict[str, Any]]:

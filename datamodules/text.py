@@ -5,6 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
@@ -75,6 +76,8 @@ class TextStream(LightningDataModule):
         subset: huggingface: configuration of the data set, if it has several.
         column: huggingface: column of the text; default: text.
         max_bytes: stdlib, enwik8, text8: maximum number of bytes of text to use.
+        tokenizer_of: A checkpoint of a language model, whose tokenizer is used, in place of `tokens` and `vocab_size`: to
+            fine-tune or test that model on another text. A pretrained tokenizer encodes each document as a whole.
         cache: Folder for tokens and vocabularies. They are made once for a source and its settings, and again if one
             has changed. May be deleted at any time. Default: lit-effattn in $XDG_CACHE_HOME, which defaults to
             ~/.cache.
@@ -102,6 +105,7 @@ class TextStream(LightningDataModule):
         column: str | None = None,
         max_bytes: int | None = None,
         cache: str | None = None,
+        tokenizer_of: str | None = None,
     ) -> None:
         super().__init__()
         self.save_hyperparameters(logger=False)
@@ -113,8 +117,14 @@ class TextStream(LightningDataModule):
         if documents not in ("apart", "joined"):
             raise ValueError(f"documents={documents!r} is not known; choose apart or joined")
         self.source = source
-        self.tokens = _SOURCES[source].tokens if tokens is None else tokens
-        _check_vocabulary(self.tokens, vocab_size)
+        if tokenizer_of is not None and (tokens, vocab_size) != (None, None):
+            raise ValueError(
+                f"tokenizer_of={tokenizer_of!r} brings its vocabulary; leave out tokens={tokens!r} and "
+                f"vocab_size={vocab_size}"
+            )
+        self._tokens = _SOURCES[source].tokens if tokens is None else tokens
+        _check_vocabulary(self._tokens, vocab_size)
+        self._tokenizer_of = tokenizer_of
         self.segment_len = segment_len
         self.eval_segment_len = segment_len if eval_segment_len is None else eval_segment_len
         self.batch_size = batch_size
@@ -150,7 +160,20 @@ class TextStream(LightningDataModule):
     @property
     def unit(self) -> str:
         """Name of the unit that a token represents: byte, character or token."""
-        return KINDS[self.tokens].unit
+        return self._kind.unit
+
+    @property
+    def tokens(self) -> str:
+        """Name of the kind of tokens."""
+        return self._kind.kind
+
+    @property
+    def _kind(self) -> type[Tokenizer]:
+        return KINDS[self._tokens] if self._given is None else type(self._given)
+
+    @cached_property
+    def _given(self) -> Tokenizer | None:
+        return None if self._tokenizer_of is None else saved_tokenizer(Path(self._tokenizer_of))
 
     @property
     def n_scored(self) -> dict[str, int]:
@@ -164,11 +187,11 @@ class TextStream(LightningDataModule):
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        return ByteTokenizer() if self.tokens == "bytes" else self._store.tokenizer
+        return self._given or (ByteTokenizer() if self.tokens == "bytes" else self._store.tokenizer)
 
     @cached_property
     def _store(self) -> TokenStore:
-        return tokenized(self._text(), KINDS[self.tokens], self._vocab_size, self.cache)
+        return tokenized(self._text(), self._kind, self._vocab_size, self.cache, self._given)
 
     @property
     def _glob(self) -> str:
@@ -301,6 +324,27 @@ def _check_vocabulary(tokens: str, vocab_size: int | None) -> None:
         )
     if vocab_size < _LEAST_VOCABULARY[tokens]:
         raise ValueError(f"vocab_size={vocab_size} must be at least {_LEAST_VOCABULARY[tokens]} for tokens={tokens!r}")
+
+
+def saved_tokenizer(checkpoint: Path) -> Tokenizer:
+    """Return the tokenizer of the language model in a checkpoint, which is read as data.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is no checkpoint, or its model has no tokenizer.
+    """
+    if not checkpoint.is_file():
+        raise FileNotFoundError(f"tokenizer_of={str(checkpoint)!r}: there is no such file; name a checkpoint")
+    try:
+        content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # what is no checkpoint fails in many ways
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        raise ValueError(f"tokenizer_of={str(checkpoint)!r} can't be read as a checkpoint: {reason}") from error
+    settings = content.get("hyper_parameters") if isinstance(content, dict) else None
+    spec = settings.get("tokenizer") if isinstance(settings, dict) else None
+    if not isinstance(spec, str):
+        raise ValueError(f"tokenizer_of={str(checkpoint)!r} has no tokenizer; name a language model's checkpoint")
+    return Tokenizer.from_spec(spec)
 
 
 def _check_at_least(least: int, **values: int | None) -> None:

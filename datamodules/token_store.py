@@ -68,22 +68,25 @@ class TokenStore:
         return all((self.folder / n).is_file() and (self.folder / n).stat().st_size == sizes[n] for n in sizes)
 
 
-def tokenized(source: TextSource, kind: type[Tokenizer], vocab_size: int | None, cache: Path) -> TokenStore:
+def tokenized(
+    source: TextSource, kind: type[Tokenizer], vocab_size: int | None, cache: Path, given: Tokenizer | None = None
+) -> TokenStore:
     """Tokenize a source, or open the tokens of an earlier run if neither the source nor the settings have changed.
 
     If several processes call this, one tokenizes and the others wait. The files are written to a temporary folder,
-    which is renamed when they are complete.
+    which is renamed when they are complete. With a `given` tokenizer, of type `kind`, none is learnt.
 
     Raises:
         ValueError: If a text is not UTF-8, though `kind` needs it, or a split has no tokens.
     """
-    folder = cache / f"{source.name}-{kind.kind}-{_digest(source, kind, vocab_size)}"
-    cached_folder(folder, partial(_make, source, kind, vocab_size), _is_whole)
+    folder = cache / f"{source.name}-{kind.kind}-{_digest(source, kind, vocab_size, given)}"
+    cached_folder(folder, partial(_make, source, kind, vocab_size, given), _is_whole)
     return TokenStore(folder)
 
 
-def _digest(source: TextSource, kind: type[Tokenizer], vocab_size: int | None) -> str:
-    identity = json.dumps([FORMAT, source.name, source.identity, kind.kind, vocab_size])
+def _digest(source: TextSource, kind: type[Tokenizer], vocab_size: int | None, given: Tokenizer | None) -> str:
+    vocabulary = [] if given is None else [given.to_json()]
+    identity = json.dumps([FORMAT, source.name, source.identity, kind.kind, vocab_size, *vocabulary])
     return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 
@@ -94,11 +97,16 @@ def _is_whole(folder: Path) -> bool:
         return False
 
 
-def _make(source: TextSource, kind: type[Tokenizer], vocab_size: int | None, folder: Path) -> None:
+def _make(
+    source: TextSource, kind: type[Tokenizer], vocab_size: int | None, given: Tokenizer | None, folder: Path
+) -> None:
     sizes = source.n_bytes
-    with progress("Reading the vocabulary", sizes["train"] if sizes else None) as advance:
-        tokenizer = kind.learn(_train_texts(source, kind, advance), vocab_size)
-    dtype = np.min_scalar_type(tokenizer.start - 1)  # the largest stored token; <start> is not stored
+    if given is None:
+        with progress("Reading the vocabulary", sizes["train"] if sizes else None) as advance:
+            tokenizer = kind.learn(_train_texts(source, kind, advance), vocab_size)
+    else:
+        tokenizer = given
+    dtype = np.min_scalar_type(tokenizer.largest)  # <start> is not stored
     about: dict[str, Any] = {"dtype": dtype.name}
     with progress("Tokenizing", sum(sizes.values()) if sizes else None) as advance:
         for name in SPLITS:

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, characters, words and byte-pair encoding."""
+"""Tokenizers: bytes, characters, words, byte-pair encoding, and those of pretrained models."""
 
 import json
 from abc import ABC, abstractmethod
@@ -22,7 +22,7 @@ _UNKNOWN_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 class Tokenizer(ABC):
     """A vocabulary with its encoding and decoding.
 
-    The last token of every vocabulary is `<start>`. It is read before the first token of a document, so that this token
+    The last token of every vocabulary but a pretrained one is `<start>`. It is read before the first token of a document, so that this token
     is predicted and scored like any other. `<start>` does not occur in texts, and decodes to nothing. In a stream of
     documents it is never predicted. In `PairBatch` it is also the end of a sequence, which is predicted.
 
@@ -30,7 +30,7 @@ class Tokenizer(ABC):
     tokens as the whole.
 
     Attributes:
-        kind: Name in `tokens=`: bytes, characters, words or bpe.
+        kind: Name in `tokens=`: bytes, characters, words or bpe; or pretrained, which is not learnt.
         unit: Name of the unit that a token represents, for reports: byte, character or token.
         n_tokens: Size of the vocabulary, `<start>` included.
     """
@@ -43,6 +43,11 @@ class Tokenizer(ABC):
     def start(self) -> int:
         """The token `<start>`, which is read before a document; in `PairBatch` also the end of a sequence."""
         return self.n_tokens - 1
+
+    @property
+    def largest(self) -> int:
+        """The largest token of a text."""
+        return self.n_tokens - 2
 
     @property
     def end(self) -> int | None:
@@ -98,12 +103,13 @@ class Tokenizer(ABC):
         except ValueError as error:
             raise ValueError(f"spec={str(spec)[:80]!r} does not describe a tokenizer: {error}") from error
         name = content.get("tokens") if isinstance(content, dict) else None
-        if not isinstance(name, str) or name not in KINDS:
+        kinds: dict[str, type[Tokenizer]] = {**KINDS, PretrainedTokenizer.kind: PretrainedTokenizer}
+        if not isinstance(name, str) or name not in kinds:
             raise ValueError(
-                f"spec={str(spec)[:80]!r} does not describe a tokenizer; its tokens must be one of {[*KINDS]}"
+                f"spec={str(spec)[:80]!r} does not describe a tokenizer; its tokens must be one of {[*kinds]}"
             )
         try:
-            return KINDS[name]._from(content.get("vocabulary"))
+            return kinds[name]._from(content.get("vocabulary"))
         except TypeError as error:
             raise ValueError(f"spec={str(spec)[:80]!r} does not have a vocabulary of {name}: {error}") from error
 
@@ -341,14 +347,108 @@ class BPETokenizer(Tokenizer):
         return cls(json.dumps(vocabulary))
 
 
+class PretrainedTokenizer(Tokenizer):
+    """The tokenizer of a pretrained model, as its tokenizer.json describes it.
+
+    `<start>` is a token of that vocabulary, which texts may contain too. A text is encoded as a whole, without the
+    special tokens that the tokenizer would add to it.
+
+    Args:
+        model: Content of tokenizer.json.
+        n_tokens: Size of the model's vocabulary, which may be larger than the tokenizer's.
+        start: The token that is read before a document.
+        end: The token at which beam search ends a text, or None.
+
+    Raises:
+        ValueError: If `tokenizers` is not installed, `model` is not valid, or a token is beyond the vocabulary.
+    """
+
+    kind, unit = "pretrained", "token"
+
+    def __init__(self, model: dict[str, Any], n_tokens: int, start: int, end: int | None = None) -> None:
+        _need_tokenizers("a pretrained tokenizer")
+        import tokenizers
+
+        try:
+            self._model = tokenizers.Tokenizer.from_str(json.dumps(model))
+        except Exception as error:  # the package raises no more specific type
+            raise ValueError(f"the content of tokenizer.json is no tokenizer: {error}") from error
+        largest = max(self._model.get_vocab(with_added_tokens=True).values(), default=-1)
+        for name, token in (("start", start), ("end", end), ("a token", largest)):
+            if token is not None and not 0 <= token < n_tokens:
+                raise ValueError(f"the tokenizer has {name}={token}, beyond the model's vocabulary of {n_tokens} tokens")
+        self._model.no_truncation()
+        self._model.no_padding()
+        self._content, self._start, self._end = model, start, end
+        self.n_tokens = n_tokens
+        self._anchor = self._ids("a")[-1:]  # decoders remove the space before the first word of a text
+        self._shown = len(self._model.decode(self._anchor, skip_special_tokens=False))
+
+    @property
+    def start(self) -> int:
+        """The token that is read before a document."""
+        return self._start
+
+    @property
+    def end(self) -> int | None:
+        """The token at which beam search ends a text."""
+        return self._end
+
+    @property
+    def largest(self) -> int:
+        """The largest token of a text."""
+        return self.n_tokens - 1
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Encode a text as a whole."""
+        return np.array(self._ids(_as_str(text)), np.uint32)
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._model.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Decode tokens to the text that they add to one before it. Invalid UTF-8 becomes U+FFFD."""
+        kept = [int(i) for i in ids if i != self._start]
+        text: str = self._model.decode([*self._anchor, *kept], skip_special_tokens=False)
+        return text[self._shown :]
+
+    def spec(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        about = {"model": self._content, "n_tokens": self.n_tokens, "start": self._start, "end": self._end}
+        return {"tokens": self.kind, "vocabulary": about}
+
+    @staticmethod
+    def cut(block: bytes) -> int:
+        """Return 0: whether a text can be cut depends on the tokenizer."""
+        return 0
+
+    @classmethod
+    def learn(cls, texts: Iterable[str], vocab_size: int | None) -> "PretrainedTokenizer":
+        """Raise an error: it comes with its model.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError("a pretrained tokenizer is not learnt")
+
+    @classmethod
+    def _from(cls, vocabulary: dict[str, Any]) -> "PretrainedTokenizer":
+        whole: dict[str, Any] = {"n_tokens": int, "start": int, "end": (int, type(None)), "model": dict}
+        if not isinstance(vocabulary, dict) or not all(isinstance(vocabulary.get(k), t) for k, t in whole.items()):
+            raise TypeError("it must have model, n_tokens, start and end")
+        return cls(**{name: vocabulary[name] for name in whole})
+
+
 KINDS: dict[str, type[Tokenizer]] = {
     kind.kind: kind for kind in (ByteTokenizer, CharacterTokenizer, WordTokenizer, BPETokenizer)
 }
+"""The tokenizers that are learnt from texts."""
 
 
-def _need_tokenizers() -> None:
+def _need_tokenizers(what: str = "tokens='bpe'") -> None:
     if find_spec("tokenizers") is None:
-        raise ValueError("tokens='bpe' needs the package tokenizers: pip install 'lit-effattn[bpe]'")
+        raise ValueError(f"{what} needs the package tokenizers: pip install 'lit-effattn[bpe]'")
 
 
 def _untrained_bpe() -> "tokenizers.Tokenizer":

@@ -383,6 +383,50 @@ def test_huggingface_without_its_package_names_the_extra(monkeypatch):
         ready(source="huggingface", path="some/stories")
 
 
+# The tokenizer of a checkpoint
+
+
+def save_tokenizer(path, spec):
+    torch.save({"state_dict": {}, "hyper_parameters": {"tokenizer": spec}}, path)
+    return str(path)
+
+
+@pytest.mark.skipif(find_spec("tokenizers") is None, reason="needs the package tokenizers")
+def test_the_tokenizer_of_a_checkpoint_encodes_documents_as_a_whole(tmp_path):
+    from tokenizers import Tokenizer as Model
+    from tokenizers import models, pre_tokenizers
+
+    model = Model(models.WordLevel({"<unk>": 0, "sings": 256, "\n": 7, "\n\n": 8}, unk_token="<unk>"))
+    model.pre_tokenizer = pre_tokenizers.Split("\n\n", "isolated")
+    vocabulary = {"model": json.loads(model.to_str()), "n_tokens": 257, "start": 256, "end": None}
+    spec = json.dumps({"tokens": "pretrained", "vocabulary": vocabulary})
+    checkpoint = save_tokenizer(tmp_path / "m.ckpt", spec)
+    for split in ("train", "val", "test"):
+        (tmp_path / "texts" / split).mkdir(parents=True)
+        (tmp_path / "texts" / split / "a.txt").write_text("sings\n\nsings\n\nsings")
+    options = {"source": "files", "root": str(tmp_path / "texts"), "segment_len": 2, "batch_size": 1}
+    data = ready(stage="test", **options, tokenizer_of=checkpoint)
+    assert scored(data.test_dataloader()) == [256, 8, 256, 8, 256]  # <start> in a text, and no cut at line ends
+    assert next(iter(data.test_dataloader())).inputs[0, 0] == 256
+    assert (data.vocab_size, data.unit, data.tokens) == (257, "token", "pretrained")
+    assert Tokenizer.from_spec(data.tokenizer).to_json() == Tokenizer.from_spec(spec).to_json()
+    of_letters = save_tokenizer(tmp_path / "n.ckpt", json.dumps({"tokens": "characters", "vocabulary": "gins"}))
+    again = ready(stage="test", **options, tokenizer_of=of_letters)
+    assert scored(again.test_dataloader())[:6] == [3, 1, 2, 0, 3, 4]
+
+
+def test_what_has_no_tokenizer_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"tokenizer_of='m.ckpt' brings its vocabulary; leave out tokens='bytes'"):
+        TextStream(tokens="bytes", tokenizer_of="m.ckpt")
+    with pytest.raises(FileNotFoundError, match=r"tokenizer_of=.*no such file"):
+        _ = TextStream(tokenizer_of=str(tmp_path / "m.ckpt")).vocab_size
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        _ = TextStream(tokenizer_of=save_tokenizer(tmp_path / "m.ckpt", None)).vocab_size
+    (tmp_path / "m.ckpt").write_text("no checkpoint")
+    with pytest.raises(ValueError, match="can't be read as a checkpoint"):
+        _ = TextStream(tokenizer_of=str(tmp_path / "m.ckpt")).vocab_size
+
+
 # The tokens are made once
 
 

@@ -5,7 +5,14 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from lit_effattn.datamodules.tokenizers import BPETokenizer, ByteTokenizer, CharacterTokenizer, Tokenizer, WordTokenizer
+from lit_effattn.datamodules.tokenizers import (
+    BPETokenizer,
+    ByteTokenizer,
+    CharacterTokenizer,
+    PretrainedTokenizer,
+    Tokenizer,
+    WordTokenizer,
+)
 
 TEXT = (
     "Ein Haus,\n  zwei  Häuser\t– drei\n\n\nHäuser; \u3000 vier 屋 \N{PILE OF POO}\r\n"
@@ -146,3 +153,50 @@ def test_a_damaged_spec_is_refused(spec):
     ) as caught:
         Tokenizer.from_spec(spec)
     assert len(str(caught.value)) < 400
+
+
+# Those of pretrained models
+
+
+def like_llamas(**more) -> dict:
+    """The content of tokenizer.json: words begin with ▁, a text's first word too, and <s> is put before a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+    vocabulary = {word: i for i, word in enumerate(["<unk>", "▁one", "▁two", "▁a", "a", "▁", "<s>"])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.decoder = decoders.Metaspace()
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 6)])
+    made.enable_truncation(2)
+    made.enable_padding(length=5)
+    return json.loads(made.to_str()) | more
+
+
+@needs_bpe
+def test_a_pretrained_tokenizer_adds_no_token_and_drops_none():
+    made = PretrainedTokenizer(like_llamas(), 9, start=6, end=0)
+    assert made.encode("one two one").tolist() == [1, 2, 1]
+    assert made.decode([2, 1]) == " two one"  # a text that goes on
+    assert made.decode([6, 2, 6]) == " two"
+    assert made.decode([]) == ""
+    assert (made.n_tokens, made.start, made.end, made.largest) == (9, 6, 0, 8)
+    again = Tokenizer.from_spec(made.to_json())
+    assert again.to_json() == made.to_json()
+    assert (again.start, again.end, again.n_tokens) == (6, 0, 9)
+
+
+@needs_bpe
+@pytest.mark.parametrize(
+    ("vocabulary", "words"),
+    [
+        ({"n_tokens": 6, "start": 0}, "a token=6, beyond the model's vocabulary of 6"),
+        ({"start": 9}, "start=9"),
+        ({"end": -1}, "end=-1"),
+        ({"model": {}}, "no tokenizer"),
+        ({"start": "<s>"}, "model, n_tokens, start and end"),
+    ],
+)
+def test_what_is_wrong_with_a_pretrained_tokenizer(vocabulary, words):
+    whole = {"model": like_llamas(), "n_tokens": 9, "start": 6, "end": None}
+    with pytest.raises(ValueError, match=words):
+        Tokenizer.from_spec({"tokens": "pretrained", "vocabulary": whole | vocabulary})

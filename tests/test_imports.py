@@ -30,8 +30,11 @@ ROOMS: dict[str, set[str]] = {
         *("generation", "beam", "nn", "positions", "sequence", "hparams", "datamodules"),
         *("allowlist", "averaging", "checkpoints", "spec_check", "runs", "pictures"),
     },
+    "pretrained": {
+        *("tasks", "nn", "attention", "positions", "hparams", "datamodules", "allowlist", "checkpoints", "__init__"),
+    },
     "cli": {
-        *("tasks", "generation", "beam", "nn", "attention", "positions", "sequence"),
+        *("pretrained", "tasks", "generation", "beam", "nn", "attention", "positions", "sequence"),
         *("schedules", "datamodules", "callbacks"),
         *("allowlist", "averaging", "checkpoints", "spec_check", "runs", "pictures", "slurm"),
     },

@@ -21,6 +21,7 @@ commands:
   test       score a checkpoint on the test data
   predict    score every test item by itself, into a CSV file, or transcribe audio
   generate   draw samples from a checkpoint
+  convert    convert a folder of Hugging Face weights to a checkpoint, or back: convert FROM TO
   configs    list the shipped configurations, or show one: configs digits_linear
   kinds      list the attention kinds, or the options of one: kinds LinearAttention
   completion print a script that completes commands in a shell: completion bash, completion zsh
@@ -39,6 +40,7 @@ The settings that a command would use: --print_config. Full traceback of an erro
 """
 COMMANDS = ("fit", "validate", "test", "predict", "generate", "data")
 DEBUG = "LIT_EFFATTN_DEBUG"
+CONVERT = "convert"
 LISTS = ("configs", "kinds")
 """Commands that print what there is. They need no Lightning, so they are quick."""
 COMPLETION = "completion"
@@ -60,11 +62,14 @@ def main(args: list[str] | None = None) -> None:
     if args[0] in LISTS:
         _list(args[0], args[1:])
         return
+    if args[0] == CONVERT:
+        _convert(args[1:])
+        return
     if args[0] == COMPLETION:
         _complete(args[1:])
         return
     if args[0] not in COMMANDS:
-        fail(f"{args[0]!r} is not a command; there are {', '.join((*COMMANDS, *LISTS, COMPLETION))}", code=2)
+        fail(f"{args[0]!r} is not a command; there are {', '.join((*COMMANDS, CONVERT, *LISTS, COMPLETION))}", code=2)
     from lit_effattn.cli.command import UsageError, run
 
     if os.environ.get(DEBUG):
@@ -124,6 +129,27 @@ def _complete(args: list[str]) -> None:
         print(script(args[0], COMMANDS, LISTS))
     except ValueError as error:
         fail(str(error), code=2)
+
+
+def _convert(args: list[str]) -> None:
+    """Convert a pretrained model."""
+    usage = "usage: lit-effattn convert FROM TO"
+    if {"-h", "--help"} & set(args):
+        print(
+            f"{usage}\n\nConvert a folder of Hugging Face weights (GPT-2, Llama, Mistral, Qwen2) to a checkpoint\n"
+            "with a configuration, in the new folder TO; or a checkpoint to such a folder. Nothing is downloaded."
+        )
+        return
+    if len(args) != 2:
+        fail(f"convert takes two arguments, FROM and TO, not {len(args)}; {usage}", code=2)
+    from lit_effattn.pretrained import convert
+
+    try:
+        print(convert(*args))
+    except (OSError, ValueError) as error:
+        if os.environ.get(DEBUG):
+            raise
+        fail(_message(error))
 
 
 def _message(error: BaseException) -> str:

@@ -1,0 +1,138 @@
+"""Llama-like decoders: rotary positions, RMSNorm, SwiGLU and grouped-query attention (Touvron et al. 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from lit_effattn.attention import SoftmaxAttention
+from lit_effattn.nn.heads import CategoricalHead
+from lit_effattn.nn.transformer import Transformer
+from lit_effattn.positions import RotaryPositions
+from lit_effattn.pretrained.family import Entry, Family, Settings, both, refusal
+from lit_effattn.tasks import LanguageModel
+
+_HARMLESS = frozenset(("attention_dropout", "max_position_embeddings", "max_window_layers", "pretraining_tp"))
+_THETA = 10000.0
+
+
+class Llama(Family):
+    """Llama, Mistral (with or without a sliding window), Qwen2, and models of their shape, such as SmolLM."""
+
+    model_types = ("llama", "mistral", "qwen2")
+    prefix = "model."
+    buffers = r".*\.rotary_emb\.inv_freq"
+
+    def build(self, content: Mapping[str, Any], tokenizer: str | None) -> LanguageModel:
+        """Build the model: see `Family.build`."""
+        s, kind = Settings(content, _HARMLESS), content["model_type"]
+        s.expect("hidden_act", "silu")
+        s.expect("mlp_bias", False)
+        s.expect("rope_interleaved", False)
+        width, heads, layers = s.number("hidden_size"), s.number("num_attention_heads"), s.number("num_hidden_layers")
+        if (head_dim := s.number("head_dim", None)) not in (None, width // heads):
+            raise refusal("head_dim", head_dim, f"only hidden_size / num_attention_heads={width // heads} is supported")
+        s.expect("layer_types", None, ["full_attention"] * layers)
+        backbone = Transformer(
+            width,
+            heads,
+            layers,
+            s.number("intermediate_size"),
+            attention=partial(
+                SoftmaxAttention,
+                n_kv_heads=s.number("num_key_value_heads", 8 if kind == "mistral" else None) or heads,
+                window=_window(s, kind),
+                **_biases(s, kind),
+            ),
+            positions=partial(RotaryPositions, base=_theta(s)),
+            activation="swiglu",
+            norm_kind="rms",
+            norm_eps=s.number("rms_norm_eps", 1e-6, whole=False),
+        )
+        size, tie = s.number("vocab_size"), s.flag("tie_word_embeddings", False)
+        s.finish()
+        return LanguageModel(backbone, size, tokenizer=tokenizer, head=partial(CategoricalHead, bias=False), tie=tie)
+
+    def config(self, model: LanguageModel) -> dict[str, Any]:
+        """Return its config.json: Mistral's if it has a window, Qwen2's with biases but on the output, else Llama's."""
+        backbone: Any = model.backbone
+        block = backbone.blocks[0]
+        attention = block.attention
+        q, out = attention.q_proj.bias is not None, attention.out_proj.bias is not None
+        window = getattr(attention, "window", None)
+        own: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "attention_bias": out}
+        if window is not None:
+            own = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
+        elif q and not out:
+            own = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+        if block.norm_1.eps is None:
+            raise ValueError("norm_eps=None is the precision of the type, which no config.json can say; give a number")
+        return {
+            **own,
+            "hidden_act": "silu",
+            "hidden_size": backbone.d_model,
+            "intermediate_size": block.feed_forward.up.out_features,
+            "num_attention_heads": attention.n_heads,
+            "num_hidden_layers": len(backbone.blocks),
+            "num_key_value_heads": attention.n_kv_heads,
+            "rms_norm_eps": block.norm_1.eps,
+            "rope_parameters": {"rope_theta": float(attention.rotary.base), "rope_type": "default"},
+            "rope_theta": float(attention.rotary.base),
+        }
+
+    def fits(self, model: LanguageModel) -> bool:
+        """Return whether positions are rotary."""
+        blocks = getattr(model.backbone, "blocks", [None])
+        return getattr(getattr(blocks[0], "attention", None), "rotary", None) is not None
+
+    def layer(self, model: LanguageModel) -> Iterator[Entry]:
+        """Yield the tensors of a layer."""
+        here, there = "backbone.blocks.{i}", "model.layers.{i}"
+        attention: Any = model.backbone.blocks[0].attention  # type: ignore[index]
+        for theirs, ours in (("q", "q"), ("k", "k"), ("v", "v"), ("o", "out")):
+            bias = getattr(attention, f"{ours}_proj").bias is not None
+            yield from both(f"{there}.self_attn.{theirs}_proj", f"{here}.attention.{ours}_proj", bias=bias)
+        for name in ("gate", "up", "down"):
+            yield from both(f"{there}.mlp.{name}_proj", f"{here}.feed_forward.{name}", bias=False)
+        yield from both(f"{there}.input_layernorm", f"{here}.norm_1", bias=False)
+        yield from both(f"{there}.post_attention_layernorm", f"{here}.norm_2", bias=False)
+
+    def outside(self, model: LanguageModel) -> Iterator[Entry]:
+        """Yield the embedding and the last normalisation."""
+        yield Entry("model.embed_tokens.weight", ("embedding.weight",))
+        yield from both("model.norm", "backbone.norm", bias=False)
+
+
+def _window(s: Settings, kind: str) -> int | None:
+    if kind == "mistral":
+        return None if s.get("sliding_window", 4096) is None else s.number("sliding_window", 4096)
+    if kind == "qwen2":
+        s.expect("use_sliding_window", False)
+        s.get("sliding_window", None)  # not in use
+        return None
+    s.expect("sliding_window", None)
+    return None
+
+
+def _biases(s: Settings, kind: str) -> dict[str, bool]:
+    if kind == "qwen2":
+        return {"bias": True, "out_bias": False}
+    if kind == "llama":
+        return {"bias": s.flag("attention_bias", False)}
+    s.expect("attention_bias", False)
+    return {"bias": False}
+
+
+def _theta(s: Settings) -> float:
+    """Return the base of the rotary positions. Newer folders have it in `rope_parameters`."""
+    s.expect("rope_scaling", None, {"type": "default"}, {"rope_type": "default"})
+    theta = s.number("rope_theta", _THETA, whole=False)
+    given = s.get("rope_parameters", None)
+    if given is None:
+        return float(theta)
+    inner = Settings(given if isinstance(given, Mapping) else {"rope_parameters": given}, frozenset())
+    inner.expect("rope_type", "default")
+    theta = inner.number("rope_theta", theta, whole=False)
+    inner.finish()
+    return float(theta)

@@ -6,10 +6,10 @@ CONFIG ?= configs/digits_linear.yaml
 BEST   := --ckpt_path best --trainer.default_root_dir runs/$(basename $(notdir $(CONFIG)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo check test test-all faults lint bench bench-gpu docs clean
+.PHONY: help install demo check test test-all faults lint bench bench-gpu reproduce-small docs clean
 
 help:  ## Show what can be made.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(VENV)/.installed  ## Make .venv and install lit-effattn into it.
 
@@ -42,6 +42,9 @@ bench: $(VENV)/.installed-dev  ## Measure what it costs, beside other libraries 
 
 bench-gpu: $(VENV)/.installed-dev  ## Measure what it costs on a GPU (under 9 minutes).
 	$(BIN)/python -m benchmarks gpu
+
+reproduce-small: $(VENV)/.installed-dev  ## Train the papers' figures in small; docs/reproduce.md gets them (two hours on 2 cores, resumable).
+	$(BIN)/python -m benchmarks reproduce
 
 docs: $(VENV)/.installed-docs  ## Build the documentation site into site/.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -30,6 +30,7 @@ from benchmarks import (
     memory,
     peers,
     recl,
+    reproduce,
     scaling,
     sorting,
     steps,
@@ -61,6 +62,7 @@ BENCHMARKS = {
     "peers": peers,
     "linear": linear,
     "loader": loader,
+    "reproduce": reproduce,
 }
 
 PICTURED = ("decoding", "features", "generation", "longterm", "memory", "scaling", "stream", "training")

@@ -1,11 +1,16 @@
 """The documentation: its Python runs, its links lead somewhere, and the configurations that it names exist."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+
+from benchmarks import __main__ as benchmarks_command
+from benchmarks import reproduce
+from lit_effattn.cli.command import CLI
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
@@ -105,6 +110,34 @@ def families(text: str) -> set[str]:
     """`digits_{linear,softmax}` names two configurations."""
     found = re.findall(r"\b(\w+_)\{([\w,]+)\}", text)
     return {family + member for family, members in found for member in members.split(",")}
+
+
+def flags_of_figures() -> dict[str, list[str]]:
+    """Collect the flags that docs/reproduce.md gives to each configuration, all of one in a row: parsers are slow."""
+    found: dict[str, list[str]] = {}
+    for words in map(shlex.split, re.findall(r"`(?:fit|test) --config ([^`]+)`", PAGES["docs/reproduce.md"])):
+        # A test's flags are those of the model and the data, which fit has, too; there is no checkpoint.
+        found.setdefault(words[0], []).extend(shlex.split(shlex.join(words[1:]).replace("--ckpt_path best", "")))
+    return {name: flags for name, flags in found.items() if flags}
+
+
+@pytest.mark.parametrize(("name", "flags"), flags_of_figures().items(), ids=flags_of_figures())
+@pytest.mark.filterwarnings("ignore:LightningCLI's args")
+def test_commands_of_the_papers_figures_are_understood(name: str, flags: list[str], monkeypatch: pytest.MonkeyPatch):
+    """The command's own parser takes their flags; nothing is built."""
+    monkeypatch.setattr(CLI, "instantiate_classes", lambda self: None)
+    monkeypatch.setattr(CLI, "_run_subcommand", lambda *_: None)
+    CLI(["fit", "--config", str(ROOT / "configs" / f"{name}.yaml"), *flags])
+
+
+def test_small_runs_and_benchmarks_of_the_papers_figures():
+    page = PAGES["docs/reproduce.md"]
+    for words in re.findall(r"`python -m benchmarks ([^`]+)`", page):
+        benchmarks_command._parse(shlex.split(words))
+    tables, _, _ = page.partition(reproduce.BEGIN)
+    assert all(re.search(rf"[|,] {re.escape(run.name)}[ ,]", tables) for run in reproduce.RUNS)
+    table = reproduce.table(reproduce.read(ROOT / "docs/reproduce-small.jsonl"))
+    assert f"{reproduce.BEGIN}\n\n{table}\n\n{reproduce.END}" in page
 
 
 def test_the_readme_is_short():

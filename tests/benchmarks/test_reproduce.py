@@ -1,0 +1,109 @@
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import __main__ as benchmarks_command
+from benchmarks import reproduce
+
+
+class Machine:
+    """Runs nothing: a training writes checkpoints into its folder, and a test says a score."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ran: list[tuple[str, ...]] = []
+        self.dies = ""  # as soon as a command has a word with this, once it has written its checkpoints
+        monkeypatch.setattr(reproduce, "command", self)
+        monkeypatch.setattr(reproduce, "read_checkpoint", lambda path: torch.load(path, weights_only=True))
+
+    def __call__(self, *words: str) -> str:
+        self.ran.append(words)
+        if words[0] == "fit" and "--ckpt_path" not in words:
+            folder = Path(words[words.index("--trainer.default_root_dir") + 1], "2026-11-23_00-00-00", "checkpoints")
+            folder.mkdir(parents=True)
+            for name in ("last", "best"):
+                torch.save({"global_step": 7}, folder / f"{name}.ckpt")
+        if self.dies in words:
+            raise KeyboardInterrupt
+        if words[1:3] == ("--config", "copy_lsh1"):
+            sys.exit("it fails")
+        return "test accuracy: 0.5000\ntest perplexity: 2.0000\n"
+
+    def trained(self) -> list[str]:
+        return [words[2] for words in self.ran if words[0] == "fit"]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+    monkeypatch.chdir(tmp_path)
+    Path("page.md").write_text(f"before\n{reproduce.BEGIN}\nold\n{reproduce.END}\nafter\n")
+    return Machine(monkeypatch)
+
+
+def run(*more: str) -> list[dict]:
+    names = ["--only", "copy-softmax", "copy-lsh-1", "copy-linear"]
+    words = ["reproduce", *names, "--root", "runs", "--log", "log.jsonl", "--page", "page.md", *more]
+    return reproduce.run(benchmarks_command._parse(words)).rows
+
+
+def test_what_is_done_is_not_run_again_and_a_failure_loses_the_others_nothing(machine: Machine):
+    assert [row["state"] for row in run()] == ["done", "done", "begun"]  # in the order of RUNS
+    assert machine.trained() == ["copy_softmax", "copy_linear", "copy_lsh1"]
+    page = Path("page.md").read_text()
+    assert page.startswith("before\n")
+    assert page.endswith("\nafter\n")
+    assert "old" not in page
+    assert "| `fit --config copy_linear` | 2.5 | 0.5000 accuracy | 7 | 0 |" in page
+    machine.ran.clear()
+    run()
+    assert all(str(word) != "copy_softmax" for words in machine.ran for word in words)
+    assert [words[:2] for words in machine.ran if words[0] == "fit"] == [("fit", "--ckpt_path")]
+    assert len(Path("log.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("when", ["copy_linear", "test"])
+def test_a_killed_run_goes_on_from_its_last_checkpoint(when: str, machine: Machine):
+    machine.dies = when
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    machine.dies = ""
+    (last,) = (
+        Path("runs").rglob("last.ckpt") if when == "test" else sorted(Path("runs").rglob("last.ckpt"), key=_age)[1:]
+    )
+    machine.ran.clear()
+    run()
+    assert machine.ran[0] == ("fit", "--ckpt_path", str(last.resolve()))
+    entries = [json.loads(line) for line in Path("log.jsonl").read_text().splitlines()]
+    resumed = "copy-softmax" if when == "test" else "copy-linear"
+    assert {entry["run"]: entry["minutes"] is None for entry in entries}[resumed]
+
+
+def _age(path: Path) -> int:
+    return path.stat().st_mtime_ns
+
+
+def test_other_flags_are_another_run(machine: Machine):
+    run("--flags=--trainer.max_steps 4")
+    run()
+    assert machine.trained().count("copy_linear") == 2
+    assert "4" not in [words[-1] for words in machine.ran if words[:3] == ("fit", "--config", "copy_linear")][-1:]
+
+
+def test_a_plan_runs_nothing(machine: Machine, capsys: pytest.CaptureFixture[str]):
+    assert {row["state"] for row in run("--plan")} == {"to run"}
+    assert machine.ran == []
+    assert "To run: 3 of 3, about 7 minutes on 2 cores" in capsys.readouterr().err
+
+
+def test_a_page_without_a_place_for_the_table_is_refused_before_anything_runs(machine: Machine):
+    Path("page.md").write_text("nothing")
+    with pytest.raises(SystemExit, match=r"--page page.md: it needs the lines <!--"):
+        run()
+    assert machine.ran == []
+
+
+def test_all_take_two_hours_at_most():
+    assert sum(small.minutes for small in reproduce.RUNS) <= 120
+    assert len({small.name for small in reproduce.RUNS}) == len(reproduce.RUNS)

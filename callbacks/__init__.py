@@ -4,6 +4,7 @@ from lit_effattn.callbacks.check_finite import CheckFinite, NotFiniteError
 from lit_effattn.callbacks.checkpoints import BestCheckpoint, LastCheckpoint
 from lit_effattn.callbacks.clip_each_parameter import ClipEachParameter
 from lit_effattn.callbacks.compile import Compile
+from lit_effattn.callbacks.cost_log import CostLog
 from lit_effattn.callbacks.feature_redraw import FeatureRedraw
 from lit_effattn.callbacks.memory_carry import MemoryCarry
 from lit_effattn.callbacks.progress import ParameterSummary, ProgressBar
@@ -16,6 +17,7 @@ __all__ = [
     "CheckFinite",
     "ClipEachParameter",
     "Compile",
+    "CostLog",
     "FeatureRedraw",
     "LastCheckpoint",
     "MemoryCarry",

@@ -19,6 +19,7 @@ ROOMS: dict[str, set[str]] = {
     "schedules": set(),
     "runs": set(),
     "pictures": set(),
+    "plots": set(),
     "allowlist": set(),
     "spec_check": {"allowlist"},
     "checkpoints": {"allowlist", "runs"},
@@ -33,10 +34,12 @@ ROOMS: dict[str, set[str]] = {
     "pretrained": {
         *("tasks", "nn", "attention", "positions", "hparams", "datamodules", "allowlist", "checkpoints", "__init__"),
     },
+    "run_records": {"tasks", "callbacks", "checkpoints", "runs", "sequence"},
     "cli": {
         *("pretrained", "tasks", "generation", "beam", "nn", "attention", "positions", "sequence"),
         *("schedules", "datamodules", "callbacks"),
         *("allowlist", "averaging", "checkpoints", "spec_check", "runs", "pictures", "slurm"),
+        *("run_records", "plots"),
     },
     "__init__": {"nn", "tasks"},  # when they are asked for
 }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from importlib import import_module
 from typing import NoReturn
 
 # Lightning 2.6 itself uses deprecated functions of jsonargparse; users cannot change that.
@@ -22,6 +24,7 @@ commands:
   predict    score every test item by itself, into a CSV file, or transcribe audio
   generate   draw samples from a checkpoint
   convert    convert a folder of Hugging Face weights to a checkpoint, or back: convert FROM TO
+  compare    show several runs side by side: settings, metrics, cost
   configs    list the shipped configurations, or show one: configs digits_linear
   kinds      list the attention kinds, or the options of one: kinds LinearAttention
   completion print a script that completes commands in a shell: completion bash, completion zsh
@@ -41,6 +44,8 @@ The settings that a command would use: --print_config. Full traceback of an erro
 COMMANDS = ("fit", "validate", "test", "predict", "generate", "data")
 DEBUG = "LIT_EFFATTN_DEBUG"
 CONVERT = "convert"
+TOOLS = ("compare",)
+"""Commands about several runs, with parsers of their own."""
 LISTS = ("configs", "kinds")
 """Commands that print what there is. They need no Lightning, so they are quick."""
 COMPLETION = "completion"
@@ -68,10 +73,12 @@ def main(args: list[str] | None = None) -> None:
     if args[0] == COMPLETION:
         _complete(args[1:])
         return
-    if args[0] not in COMMANDS:
-        fail(f"{args[0]!r} is not a command; there are {', '.join((*COMMANDS, CONVERT, *LISTS, COMPLETION))}", code=2)
+    if args[0] not in (*COMMANDS, *TOOLS):
+        known = ", ".join((*COMMANDS, *TOOLS, CONVERT, *LISTS, COMPLETION))
+        fail(f"{args[0]!r} is not a command; there are {known}", code=2)
     from lit_effattn.cli.command import UsageError, run
 
+    run = _tool(args[0]) if args[0] in TOOLS else run
     if os.environ.get(DEBUG):
         run(args)
         return
@@ -98,6 +105,12 @@ def main(args: list[str] | None = None) -> None:
     # Errors of our checks and of the libraries below: the message names the cause, a traceback would not help.
     except (ValueError, FloatingPointError, ModuleNotFoundError, MisconfigurationException) as error:
         fail(plain(_message(error)))
+
+
+def _tool(name: str) -> Callable[[list[str]], None]:
+    """Return the function of a command that has a parser of its own."""
+    module = import_module(f"lit_effattn.cli.{name}")
+    return lambda args: getattr(module, name)(args[1:])
 
 
 def _list(what: str, names: list[str]) -> None:

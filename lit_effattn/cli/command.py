@@ -375,6 +375,7 @@ class CLI(LightningCLI):
         standard += [
             callbacks.StopOnSignal(),
             callbacks.RandomStates(restore=seed_kept),
+            callbacks.CostLog(),
             Configuration(self.settings(), self.given),
         ]
         if kwargs.get("logger", config.logger) and LearningRateMonitor not in given:

@@ -1,0 +1,95 @@
+"""Plots of runs by matplotlib, of the extra `plots`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+Line = tuple[Sequence[float], Sequence[float]]
+"""x and y of the points of a curve."""
+
+
+class Panel(NamedTuple):
+    """One plot of a figure.
+
+    Attributes:
+        x_label: What the x axis shows.
+        y_label: What the y axis shows.
+        lines: The curves by their names.
+    """
+
+    x_label: str
+    y_label: str
+    lines: Mapping[str, Line]
+
+
+class Point(NamedTuple):
+    """A point with an error bar.
+
+    Attributes:
+        name: What it is labelled.
+        x: Where it is, positive.
+        y: Where it is.
+        spread: Half the length of the vertical error bar.
+    """
+
+    name: str
+    x: float
+    y: float
+    spread: float
+
+
+def is_available() -> bool:
+    """Return whether matplotlib is installed."""
+    return find_spec("matplotlib") is not None
+
+
+def check_available() -> None:
+    """Refuse to plot without matplotlib.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    if not is_available():
+        raise ValueError("plots need matplotlib: pip install 'lit-effattn[plots]', or leave out the plots")
+
+
+def curves(panels: Sequence[Sequence[Panel]], path: Path) -> Path:
+    """Write a PNG of a table of panels. A curve has the same colour in all of them."""
+    from matplotlib.figure import Figure
+
+    figure = Figure((6 * max(map(len, panels)), 3 * len(panels)), layout="constrained")
+    axes = figure.subplots(len(panels), max(map(len, panels)), squeeze=False)
+    names = list(dict.fromkeys(name for row in panels for panel in row for name in panel.lines))
+    handles = {}
+    for row, of_row in zip(panels, axes, strict=True):
+        for panel, axis in zip(row, of_row, strict=False):
+            axis.set(xlabel=panel.x_label, ylabel=panel.y_label)
+            axis.grid(alpha=0.3)
+            for name, (x, y) in panel.lines.items():
+                marker = "o" if len(x) == 1 else None
+                (handles[name],) = axis.plot(x, y, color=f"C{names.index(name)}", marker=marker)
+        for axis in of_row[len(row) :]:
+            axis.set_visible(False)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def scatter(points: Sequence[Point], x_label: str, y_label: str, path: Path) -> Path:
+    """Write a PNG of labelled points with error bars; the x axis is logarithmic."""
+    from matplotlib.figure import Figure
+
+    figure = Figure((8, 5), layout="constrained")
+    axis = figure.subplots()
+    axis.set(xlabel=x_label, ylabel=y_label, xscale="log")
+    axis.grid(alpha=0.3)
+    for i, point in enumerate(points):
+        axis.errorbar([point.x], [point.y], [point.spread], fmt="o", capsize=3, color=f"C{i}", label=point.name)
+    figure.legend(loc="outside right center")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    return path

@@ -1,0 +1,211 @@
+"""Read what the folder of a run says about it: its configuration, log and checkpoints. Files are read as data only."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+from lit_effattn import sequence
+from lit_effattn.callbacks.cost_log import DEVICE_MEMORY, PROCESS_MEMORY, SECONDS
+from lit_effattn.checkpoints import read_checkpoint
+from lit_effattn.runs import LAST, PREVIOUS
+from lit_effattn.tasks import Task
+
+Curve = dict[int, float]
+"""Values by optimiser step, counted from 0."""
+
+STATE_LENGTH = 1024
+"""Positions after which the bytes of a growing state are counted if the data do not say how long a sequence is."""
+
+_LENGTHS = ("length", "max_len", "segment_len")
+_MEMORY = {DEVICE_MEMORY: "peak device bytes", PROCESS_MEMORY: "peak process bytes"}
+_CLASS = re.compile(r"(\w+\.)+([A-Z]\w*)")
+_NOT_SETTINGS = ("trainer.default_root_dir", "ckpt_path")
+"""Settings that tell runs apart without changing what is computed."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What is known of a run. What is not known is None or empty.
+
+    Attributes:
+        path: The folder.
+        settings: The configuration, flat: `model.backbone.attention` and so on, with bare class names.
+        curves: Every column of the log, by step.
+        seconds: Time since the start in seconds, by step; pauses between a stop and its resumption do not count.
+        seconds_per_step: The median over the logged intervals.
+        peak_memory: Bytes, by what was measured.
+        parameters: Number of the model's parameters.
+        state_bytes: Bytes that the backbone's state takes for one sequence of `state_length` positions.
+        state_length: The number of positions; None: the state has the same size at any length.
+        monitor: The task's validation metric, of which less is better.
+        remark: Why something is missing.
+    """
+
+    path: Path
+    settings: dict[str, Any]
+    curves: dict[str, Curve] = field(default_factory=dict)
+    seconds: Curve = field(default_factory=dict)
+    seconds_per_step: float | None = None
+    peak_memory: dict[str, int] = field(default_factory=dict)
+    parameters: int | None = None
+    state_bytes: int | None = None
+    state_length: int | None = None
+    monitor: str | None = None
+    remark: str = ""
+
+    @property
+    def final(self) -> dict[str, float]:
+        """The last value of every metric of training, validation and test."""
+        return {
+            name: curve[max(curve)]
+            for name, curve in self.curves.items()
+            if curve and name.startswith(("train/", "val/", "test/"))
+        }
+
+
+def read_run(path: Path, *, length: int | None = None, trust: Sequence[str] = ()) -> RunRecord:
+    """Read a run.
+
+    Args:
+        path: Its folder.
+        length: Positions after which the bytes of a growing state are counted. Default: what the data say (`length`,
+            `max_len` or `segment_len`), or 1,024.
+        trust: Classes of the user's own that its checkpoint may name: see `Task.load_from_checkpoint`.
+
+    Raises:
+        ValueError: it is no run's folder, or its configuration can't be read.
+    """
+    settings = flat(_config(path))
+    curves, seconds, per_step = _log(path / "csv")
+    peaks = {name: int(max(curves[column].values())) for column, name in _MEMORY.items() if curves.get(column)}
+    own = {name: curve for name, curve in curves.items() if not name.startswith("cost/")}
+    known: dict[str, Any] = {"seconds": seconds, "seconds_per_step": per_step, "peak_memory": peaks}
+    checkpoint = next(
+        (p for name in (LAST, PREVIOUS, "best.ckpt") if (p := path / "checkpoints" / name).is_file()), None
+    )
+    if checkpoint is None:
+        return RunRecord(path, settings, own, **known, remark="no checkpoint")
+    n = length or _data_length(settings)
+    try:
+        own = own or _logged(checkpoint)
+        known |= _sizes(Task.load_from_checkpoint(checkpoint, map_location="cpu", trust=trust), n)
+    except (ValueError, RuntimeError, TypeError) as error:  # what a file can't be read or a model can't be built with
+        known["remark"] = f"{checkpoint.name}: {str(error).partition(chr(10))[0]}"
+    return RunRecord(path, settings, own, **known)
+
+
+def _config(path: Path) -> dict[str, Any]:
+    file = path / "config.yaml"
+    if not file.is_file():
+        inside = sorted(config.parent.name for config in path.glob("*/config.yaml"))
+        hint = f"; it holds runs, such as {path / inside[-1]}" if inside else ""
+        raise ValueError(f"{path} is not the folder of a run: it has no config.yaml{hint}")
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} can't be read: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds no settings")
+    return content
+
+
+def flat(settings: Any, name: str = "") -> dict[str, Any]:
+    """Return nested settings by their full names, without `init_args` and `class_path`, and with bare class names.
+
+    Example:
+        >>> flat({"model": {"class_path": "a.B", "init_args": {"c": [1, {"class_path": "d.E"}]}}})
+        {'model': 'B', 'model.c.0': 1, 'model.c.1': 'E'}
+    """
+    parts: Iterator[tuple[str, Any]]
+    if isinstance(settings, Mapping) and settings:
+        parts = ((str(key), value) for key, value in settings.items())
+    elif isinstance(settings, list) and settings:
+        parts = ((str(i), value) for i, value in enumerate(settings))
+    else:
+        bare = isinstance(settings, str) and _CLASS.fullmatch(settings)
+        return {name: bare[2] if bare else settings}
+    found: dict[str, Any] = {}
+    for key, value in parts:
+        inside = name if key in ("init_args", "class_path") else f"{name}.{key}".removeprefix(".")
+        if key != "init_args" or value:  # empty: nothing was set
+            found.update(flat(value, inside))
+    return found
+
+
+def differences(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
+    """Return the settings that are not equal in all runs, by name: the value in each run, None where it has none."""
+    names = dict.fromkeys(name for run in runs for name in run.settings if name not in _NOT_SETTINGS)
+    values = {name: [run.settings.get(name) for run in runs] for name in names}
+    return {name: of_runs for name, of_runs in values.items() if any(value != of_runs[0] for value in of_runs)}
+
+
+def _log(folder: Path) -> tuple[dict[str, Curve], Curve, float | None]:
+    """Return all columns of the logs in `folder`, the time by step, and the median time of a step."""
+    curves: dict[str, Curve] = {}
+    seconds: Curve = {}
+    per_step: list[float] = []
+    for path in sorted(folder.glob("version_*/metrics.csv"), key=_version):
+        timed: Curve = {}
+        for step, name, value in _entries(path):
+            (timed if name == SECONDS else curves.setdefault(name, {}))[step] = value
+        if not timed:
+            continue
+        steps = sorted(timed)
+        per_step += [(timed[b] - timed[a]) / (b - a) for a, b in pairwise(steps)]
+        seconds = {step: value for step, value in seconds.items() if step < steps[0]}  # what the resumed fit repeats
+        offset = max(seconds.values(), default=0.0)
+        seconds |= {step: offset + value for step, value in timed.items()}
+    return curves, seconds, median(per_step) if per_step else None
+
+
+def _entries(path: Path) -> Iterator[tuple[int, str, float]]:
+    """Yield step, column and value of every number in a log. A last line that was cut off is left out."""
+    with path.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            try:
+                step = int(row["step"])
+                numbers = {name: float(value) for name, value in row.items() if value and name != "step"}
+            except (KeyError, TypeError, ValueError):
+                continue
+            yield from ((step, name, value) for name, value in numbers.items() if name != "epoch")
+
+
+def _version(path: Path) -> int:
+    number = path.parent.name.rpartition("_")[2]
+    return int(number) if number.isdecimal() else -1
+
+
+def _logged(checkpoint: Path) -> dict[str, Curve]:
+    """Return the metrics in a checkpoint, for a run without a log."""
+    content = read_checkpoint(checkpoint)
+    logged = content.get("logged")
+    metrics = logged.get("metrics") if isinstance(logged, dict) else None
+    step = content.get("global_step", 0)
+    return {name: {step: float(value)} for name, value in (metrics or {}).items() if isinstance(value, (int, float))}
+
+
+def _data_length(settings: Mapping[str, Any]) -> int:
+    found = (settings.get(f"data.{name}") for name in _LENGTHS)
+    return next((value for value in found if isinstance(value, int) and value > 0), STATE_LENGTH)
+
+
+def _sizes(model: Task, length: int) -> dict[str, Any]:
+    """Return the number of parameters, and the bytes of the state if the backbone has one."""
+    found: dict[str, Any] = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "monitor": getattr(model, "monitor", None),
+    }
+    backbone: Any = getattr(model, "backbone", None)
+    if getattr(backbone, "causal", False) and hasattr(backbone, "initial_state"):
+        found["state_bytes"] = sequence.nbytes(backbone.initial_state(1, max_len=length))
+        found["state_length"] = None if backbone.bounded_by is None else length
+    return found

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lit_effattn.cli.command import CLI
-from lit_effattn.cli.kinds import known_kinds
+from lit_effattn.cli.kinds import attention_kinds
 from lit_effattn.cli.look import add_options
 from lit_effattn.cli.parser_errors import class_names, option_paths
 from lit_effattn.cli.shipped import shipped
@@ -40,7 +40,7 @@ def script(shell: str, commands: Sequence[str], lists: Sequence[str]) -> str:
     added = {name: subparsers.add_parser(name, help=name) for name in (*commands, *lists, "completion")}
     for command in commands:
         _complete(added[command], _options(command), shtab.FILE)
-    for name, choices in zip(lists, (list(shipped()), list(known_kinds())), strict=True):
+    for name, choices in zip(lists, (list(shipped()), list(attention_kinds())), strict=True):
         added[name].add_argument("names", nargs="*", choices=choices)
     added["completion"].add_argument("shell", choices=SHELLS)
     text: str = shtab.complete(parser, shell, root_prefix=_FUNCTION)

@@ -21,7 +21,7 @@ def kinds(names: list[str]) -> str:
     Raises:
         ValueError: there is no kind of a name.
     """
-    known = known_kinds()
+    known = attention_kinds()
     for name in names:
         if name not in known:
             raise ValueError(f"there is no attention kind {name!r}; there are {', '.join(known)}")
@@ -37,7 +37,7 @@ def kinds(names: list[str]) -> str:
     return "\n".join([*lines, "", "What the options of a kind do: lit-effattn kinds SoftmaxAttention"])
 
 
-def known_kinds() -> dict[str, type[Attention]]:
+def attention_kinds() -> dict[str, type[Attention]]:
     """Return the attention kinds by their names."""
     return {name: kind for name in lit_effattn.attention.__all__ if _is_kind(kind := _exported(name))}
 

@@ -17,9 +17,6 @@ from torch import Tensor, nn
 
 from lit_effattn.hparams import HasInitArgs
 
-if TYPE_CHECKING:
-    from lit_effattn.sequence_parallel import Parts
-
 State = Any
 """A tensor whose first dimension is the batch, a NamedTuple or tuple of states, or None (nothing remembered)."""
 
@@ -305,16 +302,16 @@ def may_overwrite() -> bool:
 
 
 class _Parallel(threading.local):
-    """The `Parts` of the current thread's `sequence_parallel`, None outside."""
+    """The `sequence_parallel.Parts` of the current thread, None outside `sequence_parallel`."""
 
-    parts: Parts | None = None
+    parts: Any = None
 
 
 _parallel = _Parallel()
 
 
 @contextmanager
-def in_parts(parts: Parts) -> Iterator[None]:
+def in_parts(parts: Any) -> Iterator[None]:
     """Let every call in the context compute one of several parts: see `sequence_parallel`."""
     before, _parallel.parts = _parallel.parts, parts
     try:
@@ -323,6 +320,6 @@ def in_parts(parts: Parts) -> Iterator[None]:
         _parallel.parts = before
 
 
-def parts() -> Parts | None:
-    """Return the parts of the innermost `sequence_parallel`; None outside."""
+def parts() -> Any:
+    """Return the `Parts` of the innermost `sequence_parallel`; None outside."""
     return _parallel.parts

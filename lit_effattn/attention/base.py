@@ -124,7 +124,6 @@ class Attention(SequenceModule):
     ) -> tuple[Tensor, State]:
         """Call `attend` from the state before this process's part; return the state after all parts."""
         others, (b, _, n, _) = parts(), q.shape
-        assert others is not None
         if not self.causal:
             raise NotImplementedError(f"{type(self).__name__}: sequence_parallel needs causal=True")
         if state is None:

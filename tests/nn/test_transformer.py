@@ -419,16 +419,21 @@ def test_a_memory_of_normalised_inputs_keeps_the_gains_of_its_time():
         for model, state in zip(models, states, strict=True)
     ]
     assert (gains[0] - gains[1]).abs().max() > 0.01
-    # A copy's attention has the copy's norm, and an attention without inputs in memory has none.
+    # A copy's attention has the copy's norm.
     copied = copy.deepcopy(models[1])
     with torch.no_grad():
         copied.blocks[0].norm_1.weight.zero_()
         copied.blocks[0].norm_1.bias.zero_()
     assert not torch.equal(copied(first)[0], models[1](first)[0])
-    options = {"positions": None, "init": "pytorch"}
-    models = [Transformer(E, H, 1, **options, norm_memory=raw) for raw in (False, True)]
+
+
+@pytest.mark.parametrize("options", [{"attention": TransformerXLAttention, "norm": "post"}, {}], ids=["post", "keys"])
+def test_no_other_memory_is_normalised(options: dict):
+    """With post-norm there is no LayerNorm before the attention, and a memory of keys is never normalised."""
+    models = [uneven(Transformer(E, H, 1, positions=None, **options, norm_memory=raw)) for raw in (False, True)]
     models[1].load_state_dict(models[0].state_dict())
-    assert torch.equal(models[0](first.float())[0], models[1](first.float())[0])
+    x = torch.randn(2, 5, E)
+    assert torch.equal(models[0](x)[0], models[1](x)[0])
 
 
 def test_a_block_has_its_attentions_state():

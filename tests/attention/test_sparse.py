@@ -85,10 +85,8 @@ def test_heads_have_distinct_summary_columns():
 def test_groups_of_heads_see_the_layouts_of_the_authors_code(num_verts: int):
     """Blocks of one position: from the last sub-block on, the heads take `num_verts` of them in turn."""
     heads, n, stride, vertsize = 4, 29, 8, 2
-    attention = SparseAttention(
-        8, heads, pattern="fixed", stride=stride, summary=vertsize, num_verts=num_verts
-    ).double()
-    attention.eval()
+    options = {"pattern": "fixed", "stride": stride, "summary": vertsize, "num_verts": num_verts}
+    attention = SparseAttention(8, heads, **options).double().eval()
     rows = [list(range(end - 1, end - 1 - vertsize, -1)) for end in range(stride, 0, -vertsize)]
     layout = torch.zeros(heads, n, n, dtype=torch.bool)
     for h in range(heads):
@@ -107,6 +105,8 @@ def test_groups_of_heads_see_the_layouts_of_the_authors_code(num_verts: int):
         out, state = attention(part, state)
         parts.append(out)
     torch.testing.assert_close(torch.cat(parts, 1), y)
+    half = SparseAttention(8, heads, **options, combine="heads").double()
+    torch.testing.assert_close(half(x)[0], definitions.sparse(half, x))
 
 
 def test_interleaved_over_layers():

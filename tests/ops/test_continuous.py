@@ -169,10 +169,10 @@ def test_quantiles_equal_interpolation():
 
 
 def test_left_edges_skip_bins_without_mass():
-    histogram = torch.tensor([[0.0, 3, 1, 0, 6, 0], [0, 0, 0, 0, 0, 0]])
-    levels = torch.tensor([[2**-23, 0.29, 0.31, 0.39, 0.41, 1 - 2**-24]]).repeat(2, 1)
+    histogram = torch.tensor([[0.0, 2, 2, 0, 4, 0], [0, 0, 0, 0, 0, 0]])
+    levels = torch.tensor([[0, 0.24, 0.25, 0.49, 0.5, 1 - 2**-24, 1]]).repeat(2, 1)  # 1: by rounding
     found = left_edges(histogram, levels) * 6
-    torch.testing.assert_close(found, torch.tensor([[1.0, 1, 2, 2, 4, 4], [0, 1, 1, 2, 2, 5]]))
+    torch.testing.assert_close(found, torch.tensor([[1.0, 1, 2, 2, 4, 4, 4], [0, 1, 1, 2, 3, 5, 5]]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

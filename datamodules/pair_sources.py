@@ -58,7 +58,7 @@ def aligned_files(root: Path, source_suffix: str, target_suffix: str) -> PairSou
     if not found:
         raise FileNotFoundError(
             f"root={str(root)!r}: there are no files {' and '.join(f'train{s}' for s in suffixes)} in that folder, and "
-            f"no {' and '.join(root.name + s for s in suffixes)} ({root.resolve()})"
+            f"no {' and '.join(root.name + s for s in suffixes)} ({root.resolve()}){_how_to_get(root)}"
         )
     reads: dict[str, _Pairs] = {split: partial(_aligned, *paths) for split, paths in found.items()}
     return _divided("files", root, reads, [path for paths in found.values() for path in paths])
@@ -180,6 +180,19 @@ def _in_no_bucket(read: _Pairs, taken: list[int]) -> Iterator[Pair | Fault]:
 # ------------------------------------------------------------------------------------------------------------- files
 
 
+_SOURCES = {
+    "libreoffice": "python -m benchmarks.libreoffice_pairs --help, in a copy of the repository, says how to make it of "
+    "two Debian packages",
+    "iwslt14": "get it from https://wit3.fbk.eu/2014-01, one sentence a line",
+    "wmt14": "get it from https://www.statmt.org/wmt14/translation-task.html, one sentence a line",
+}
+"""Where the data of the shipped configurations come from, by the names of their folders."""
+
+
+def _how_to_get(root: Path) -> str:
+    return f"; {_SOURCES[root.name]}" if root.name in _SOURCES else ""
+
+
 def _one_file_each(name: str, root: Path, suffix: str, read: Callable[[Path], Iterable[Pair | Fault]]) -> PairSource:
     found = {split: stem.with_name(stem.name + suffix) for split, stem in _stems(root, (suffix,)).items()}
     if root.is_file():
@@ -187,7 +200,7 @@ def _one_file_each(name: str, root: Path, suffix: str, read: Callable[[Path], It
     if not found:
         raise FileNotFoundError(
             f"root={str(root)!r}: there is no such file, and no train{suffix} in a folder of that name "
-            f"({root.resolve()})"
+            f"({root.resolve()}){_how_to_get(root)}"
         )
     reads: dict[str, _Pairs] = {split: partial(read, path) for split, path in found.items()}
     return _divided(name, root, reads, list(found.values()))

@@ -18,6 +18,7 @@ from lightning.pytorch.loggers import Logger
 
 from lit_effattn.attention import Attention, CrossAttention
 from lit_effattn.cli.resume import OF_FIT
+from lit_effattn.cli.shipped import shipped
 from lit_effattn.nn.front_ends import FrontEnd
 from lit_effattn.nn.heads import Head
 from lit_effattn.positions import Positions
@@ -88,6 +89,9 @@ def plain(report: str) -> str:
     expected = list(dict.fromkeys(e for e in expected if not e.startswith(("NoneType", "path but", "dot import"))))
     if option and value is not None and expected:
         return f"{option}={value} is not {' or '.join(expected)}"
+    match = re.search(r"^\s*(?:- )?Not a valid subclass of (\w+)$", report, re.M)
+    if match and re.search(r"Given value type: <class '(int|float|bool)'>$", report, re.M):
+        return f"{option}={value} is no {match[1]}: give the name of a class, or its class_path and init_args"
     kept = [line.strip().removeprefix("- ") for line in report.splitlines() if not _NOISE.match(line)]
     return "; ".join(dict.fromkeys(kept))
 
@@ -99,7 +103,8 @@ def unknown(report: str, options: Iterable[str]) -> str:
         return f"there is no setting {match[1]}" + (f"; did you mean {meant}?" if meant else "")
     match = re.match(r"unrecognized arguments: ([^\s=]+)", report)
     if match and not match[1].startswith("--"):
-        return f"{match[1]!r} is no option: options begin with --, and a value follows its option"
+        meant = f"; did you mean --config {match[1]}?" if match[1] in shipped() else ""
+        return f"{match[1]!r} is no option: options begin with --, and a value follows its option{meant}"
     if match and match[1][2:].partition(".")[0] in OF_FIT and not {"--init_weights"} & {*options}:
         return f"there is no option {match[1]} here: it is one of fit"
     if match:

@@ -183,6 +183,9 @@ def _quick_options(command: str, args: list[str]) -> tuple[argparse.Namespace, l
     parser.add_argument("--trainer.default_root_dir", dest="root")
     parser.add_argument("--trust", action="append", default=[])
     parser.add_argument("--name")
+    for arg in args:
+        if arg.startswith("-c") and len(arg) > 2:
+            raise ValueError(f"{arg}: options begin with --, and -c is followed by a space")
     try:
         return parser.parse_known_args(args)
     except argparse.ArgumentError as error:
@@ -319,6 +322,8 @@ def read_yaml(name: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         kind = "nothing" if content is None else f"a {type(content).__name__}"
         raise ValueError(f"--config {name} holds {kind}, not settings such as `model:`, `data:` and `trainer:`")
+    if not isinstance(content.get("trainer") or {}, dict):
+        raise ValueError(f"--config {name}: trainer is {content['trainer']!r}, not settings such as `max_steps: 100`")
     return content
 
 

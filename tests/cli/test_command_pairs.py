@@ -134,7 +134,9 @@ def test_every_configuration_works_as_far_as_it_needs_no_download(config: Path, 
         Path("small.dict").write_text(f"{held_out}lit  L IH T\nwould  W UH D\n")
         main([*args, "--data.root", "small.dict", "--data.batch_tokens", "64"])
         return
-    assert str(yaml.safe_load(config.read_text())["data"]["init_args"]["root"]) in fails(capsys, *args)
+    said = fails(capsys, *args)
+    assert str(yaml.safe_load(config.read_text())["data"]["init_args"]["root"]) in said
+    assert re.search(r"; (python -m benchmarks\.|get it from https://)", said)
     with pytest.MonkeyPatch.context() as patch, torch.device("meta"):
         patch.setattr(CLI, "_run_subcommand", lambda *_: None)
         sizes = ["--data.vocab_size", "300", "--data.batch_tokens", "64"]

@@ -29,6 +29,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "empty.yaml").touch()
     (folder / "option.yaml").write_text("trainer: {max_epoch: 3}")
     (folder / "section.yaml").write_text("modle: {class_path: PixelModel}")
+    (folder / "tab.yaml").write_text("trainer:\n\tmax_steps: 1")
+    (folder / "number.yaml").write_text("data: 5")
+    (folder / "trainer.yaml").write_text("trainer: 7")
+    (folder / "text.ckpt").write_text("no checkpoint")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         main(["fit", "--config", "tiny.yaml"])
@@ -61,6 +65,8 @@ def _said(folder: Path, args: list[str], code: int, capsys: pytest.CaptureFixtur
         (["--trainer.logger", "Wandb"], "there is no class 'Wandb'; did you mean WandbLogger?"),
         (["--config", "option.yaml"], "there is no setting trainer.max_epoch; did you mean trainer.max_epochs?"),
         (["--config", "section.yaml"], "there is no setting modle.class_path; did you mean model.class_path?"),
+        (["digits_linear"], "its option; did you mean --config digits_linear?"),
+        (["--config", "number.yaml"], "data=5 is no LightningDataModule: give the name of a class"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -73,6 +79,11 @@ def test_an_option_that_is_not_there(flags: list[str], words: str, folder: Path,
     [
         (["--config"], "--config has no value"),
         (["--config", "empty.yaml"], "--config empty.yaml holds nothing, not settings"),
+        (["--config", "tab.yaml"], "--config tab.yaml is no YAML in line 2, column 1"),
+        (["--config", "trainer.yaml"], "--config trainer.yaml: trainer is 7, not settings"),
+        (["-ckpt_path", "last"], "-ckpt_path: options begin with --"),
+        (["--ckpt_path", "text.ckpt"], "text.ckpt (13 bytes) can't be read as a checkpoint"),
+        (["--ckpt_path", "."], "--ckpt_path .: there is no such file, nor a run's folder"),
         (["--model.n_levels", "4"], "--model.n_levels can't be given"),
         (["--trainer.devices", "two"], "--trainer.devices two: give a number"),
         (["--trainer.accumulate_grad_batches", "0"], "--trainer.accumulate_grad_batches 0 must be"),

@@ -76,8 +76,8 @@ class TextStream(LightningDataModule):
         subset: huggingface: configuration of the data set, if it has several.
         column: huggingface: column of the text; default: text.
         max_bytes: stdlib, enwik8, text8: maximum number of bytes of text to use.
-        tokenizer_of: A checkpoint of a language model, whose tokenizer is used, in place of `tokens` and `vocab_size`: to
-            fine-tune or test that model on another text. A pretrained tokenizer encodes each document as a whole.
+        tokenizer_of: A checkpoint of a language model, whose tokenizer is used, in place of `tokens` and `vocab_size`:
+            to fine-tune or test that model on another text. A pretrained tokenizer encodes each document as a whole.
         cache: Folder for tokens and vocabularies. They are made once for a source and its settings, and again if one
             has changed. May be deleted at any time. Default: lit-effattn in $XDG_CACHE_HOME, which defaults to
             ~/.cache.

@@ -22,9 +22,10 @@ _UNKNOWN_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 class Tokenizer(ABC):
     """A vocabulary with its encoding and decoding.
 
-    The last token of every vocabulary but a pretrained one is `<start>`. It is read before the first token of a document, so that this token
-    is predicted and scored like any other. `<start>` does not occur in texts, and decodes to nothing. In a stream of
-    documents it is never predicted. In `PairBatch` it is also the end of a sequence, which is predicted.
+    The last token of every vocabulary but a pretrained one is `<start>`. It is read before the first token of a
+    document, so that this token is predicted and scored like any other. `<start>` does not occur in texts, and decodes
+    to nothing. In a stream of documents it is never predicted. In `PairBatch` it is also the end of a sequence, which
+    is predicted.
 
     A long text may be encoded in pieces. If it is cut at the positions that `cut` returns, the pieces give the same
     tokens as the whole.
@@ -376,7 +377,10 @@ class PretrainedTokenizer(Tokenizer):
         largest = max(self._model.get_vocab(with_added_tokens=True).values(), default=-1)
         for name, token in (("start", start), ("end", end), ("a token", largest)):
             if token is not None and not 0 <= token < n_tokens:
-                raise ValueError(f"the tokenizer has {name}={token}, beyond the model's vocabulary of {n_tokens} tokens")
+                raise ValueError(
+                    f"the tokenizer has {name}={token}, beyond the model's vocabulary of {n_tokens} tokens; use the "
+                    "tokenizer of that model"
+                )
         self._model.no_truncation()
         self._model.no_padding()
         self._content, self._start, self._end = model, start, end

@@ -313,11 +313,17 @@ def test_an_own_model_of_that_shape_can(tmp_path: Path):
 
 
 def test_text_in_and_out_then_another_attention(folder: Path, capsys: pytest.CaptureFixture[str]):
+    from transformers import AutoTokenizer
+
     main(["convert", "hf", "ours"])
     assert "ours/model.ckpt: llama, " in capsys.readouterr().out
     quiet = ["--trainer.enable_progress_bar", "false", "--trainer.accelerator", "cpu", "--trainer.logger", "false"]
     main(["generate", "--ckpt_path", "ours/model.ckpt", "--prompt", "a bird", "--n_tokens", "4", *quiet])
     assert capsys.readouterr().out.startswith("a bird")
+    main(["convert", "ours/model.ckpt", "back"])
+    tokenizer = AutoTokenizer.from_pretrained("back")
+    expected = LanguageModel.load_from_checkpoint("ours/model.ckpt").text.encode("a bird, 屋")
+    assert tokenizer("a bird, 屋", add_special_tokens=False)["input_ids"] == expected.tolist()
     Path("text.txt").write_text("a bird in a box\n" * 60, encoding="utf-8")
     data = ["--config", "ours/config.yaml", "--data.root", "text.txt", "--data.segment_len", "16", "--data.cache", "c"]
     main(["test", "--ckpt_path", "ours/model.ckpt", *data, *quiet])

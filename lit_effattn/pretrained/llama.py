@@ -89,7 +89,8 @@ class Llama(Family):
     def layer(self, model: LanguageModel) -> Iterator[Entry]:
         """Yield the tensors of a layer."""
         here, there = "backbone.blocks.{i}", "model.layers.{i}"
-        attention: Any = model.backbone.blocks[0].attention  # type: ignore[index]
+        backbone: Any = model.backbone
+        attention = backbone.blocks[0].attention
         for theirs, ours in (("q", "q"), ("k", "k"), ("v", "v"), ("o", "out")):
             bias = getattr(attention, f"{ours}_proj").bias is not None
             yield from both(f"{there}.self_attn.{theirs}_proj", f"{here}.attention.{ours}_proj", bias=bias)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,8 +47,8 @@ def compare(args: list[str]) -> None:
     elif text is not None:
         print(text, end="")
     for name, run in zip(names, runs, strict=True):
-        if run.remark and given.format == "terminal":
-            print(f"{name}: {run.remark}")
+        if run.remark:
+            print(f"{name}: {run.remark}", file=sys.stderr)
     if given.plots and (panels := _panels(names, runs)):
         print(f"plots: {short(plots.curves(panels, Path(given.plots) / 'curves.png'))}")
 

@@ -56,10 +56,11 @@ def sweep(args: list[str]) -> None:
     kinds = {_short(kind): _flags_of(kind) for kind in given.kinds.split(",")}
     if len(kinds) < given.kinds.count(",") + 1:
         raise ValueError(f"--kinds {given.kinds} names a kind twice; name each once")
-    config = find_config(given.config)
-    rates = _rates(given.lr, config)
-    folder = Path(given.output or Path(ROOT, f"sweep_{Path(config).stem}"))
-    runner = Sweep(folder, ["--config", given.config, *flags], kinds, _devices(given.devices))
+    files = [find_config(name) for name in given.config]
+    rates = _rates(given.lr, files)
+    folder = Path(given.output or Path(ROOT, f"sweep_{Path(files[-1]).stem}"))
+    configs = [arg for name in given.config for arg in ("--config", name)]
+    runner = Sweep(folder, [*configs, *flags], kinds, _devices(given.devices))
     print(f"{len(kinds)} kinds, {len(rates)} rates with seed 0, then seeds 0 … {given.seeds - 1} at the best rate")
     with _terminable():
         runner.run([Cell(kind, rate, 0) for kind in kinds for rate in rates])
@@ -280,7 +281,7 @@ def _parser() -> argparse.ArgumentParser:
         "given again. Other flags are those of `lit-effattn fit`.",
         allow_abbrev=False,
     )
-    parser.add_argument("-c", "--config", required=True, help="A shipped configuration or a file.")
+    parser.add_argument("-c", "--config", action="append", required=True, help="A shipped configuration or a file.")
     parser.add_argument(
         "--kinds",
         required=True,
@@ -329,12 +330,13 @@ def _flags_of(kind: str) -> list[str]:
     return ["--model.backbone.attention", kind if "." in kind else name]
 
 
-def _rates(text: str | None, config: str) -> list[float]:
-    """Return the learning rates that were given, or those around the configuration's."""
+def _rates(text: str | None, files: Sequence[str]) -> list[float]:
+    """Return the learning rates that were given, or those around the last one in the configurations."""
     if text is None:
-        rate = flat(read_yaml(config)).get("model.optimizer.lr")
-        if not isinstance(rate, (int, float)):
-            raise ValueError(f"--config {config} has no model.optimizer.lr; give the rates with --lr")
+        found = [flat(read_yaml(file)).get("model.optimizer.lr") for file in files]
+        rate = next((rate for rate in reversed(found) if isinstance(rate, (int, float))), None)
+        if rate is None:
+            raise ValueError(f"--config {files[-1]} has no model.optimizer.lr; give the rates with --lr")
         return [float(f"{factor * rate:.2g}") for factor in FACTORS]
     try:
         rates = [float(part) for part in text.split(",")]

@@ -33,8 +33,8 @@ class CostLog(Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Log if `log_every_n_steps` divides the step."""
-        step = trainer.global_step
-        if not trainer.log_every_n_steps or step % trainer.log_every_n_steps or step == self._logged_step:
+        step, every = trainer.global_step, trainer.log_every_n_steps  # type: ignore[attr-defined]  # Lightning sets it
+        if not every or step % every or step == self._logged_step:
             return
         self._logged_step = step
         figures = {SECONDS: time.perf_counter() - self._began, **_peak_memory(pl_module.device)}

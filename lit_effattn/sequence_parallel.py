@@ -48,7 +48,7 @@ class Parts:
         parts of other processes, so all processes have to call `backward`, on an output of the module.
 
         Args:
-            combine: ⊕, associative: see `Attention.combine`.
+            combine: ⊕, associative: see `Attention.combine_states`.
             part: The state that this process's part alone leads to.
             before: The state before the first part; it is the same in all processes.
         """

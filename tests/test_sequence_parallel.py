@@ -156,7 +156,7 @@ def test_a_summary_is_the_state_after_the_call(kind: Any):
 def test_combining_is_associative_and_an_empty_state_is_neutral(kind: Any):
     attention = kind(E, H).double()
     a, b, c = states(attention, 3)
-    combine, empty = attention.combine, attention.initial_state(B)
+    combine, empty = attention.combine_states, attention.initial_state(B)
     torch.testing.assert_close(combine(combine(a, b), c), combine(a, combine(b, c)))
     for pair in ((empty, b), (b, empty)):
         torch.testing.assert_close(combine(*pair), b, rtol=0, atol=0)
@@ -169,7 +169,7 @@ def test_sums_of_an_earlier_draw_count_as_empty_but_for_their_length():
     attention.redraw(torch.Generator().manual_seed(3))
     _, after = states(attention, 2)
     expected = after._replace(length=before.length + after.length)
-    torch.testing.assert_close(attention.combine(before, after), expected, rtol=0, atol=0)
+    torch.testing.assert_close(attention.combine_states(before, after), expected, rtol=0, atol=0)
 
 
 # -------------------------------------------------------------------------------------------------------- the refusals

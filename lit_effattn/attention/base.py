@@ -131,13 +131,13 @@ class Attention(SequenceModule):
         if self.rotary is not None:
             seen = torch.full((b,), n, device=q.device) if lengths is None else lengths
             q, k = self._turned(q, k, state.length + others.count(seen)[0])
-        here, after = others.join(self.combine, self.summarise(k, v, lengths), state)
+        here, after = others.join(self.combine_states, self.summarise(k, v, lengths), state)
         return self.attend(q, k, v, here, lengths)[0], after
 
     def summarise(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> State:
         """Return the state that `attend` of these keys and values leads to from an empty one, without outputs.
 
-        A kind whose states can be combined overrides this method and `combine`, and sets `takes_parts`.
+        A kind whose states can be combined overrides this method and `combine_states`, and sets `takes_parts`.
 
         Args:
             k: (B, H, N, D_qk): see `attend`.
@@ -146,12 +146,12 @@ class Attention(SequenceModule):
         """
         raise NotImplementedError(f"{type(self).__name__} has no `summarise`")
 
-    def combine(self, before: State, after: State) -> State:
+    def combine_states(self, before: State, after: State) -> State:
         """Return the state that leads through both: `after` was made from an empty state, of the positions after.
 
         Associative; an empty state on either side changes nothing. Lengths add. Both arguments are kept.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no `combine`")
+        raise NotImplementedError(f"{type(self).__name__} has no `combine_states`")
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values as `attend` takes them: (B, N, E) -> (B, H or H_kv, N, D_qk or D)."""

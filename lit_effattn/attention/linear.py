@@ -193,8 +193,8 @@ class LinearAttention(Attention):
             s, z = key_sums(self._keys(k, lengths), v.to(full))
         return LinearState(s, z, torch.full((b,), n, device=k.device) if lengths is None else lengths)
 
-    def combine(self, before: LinearState, after: LinearState) -> LinearState:
-        """Add the sums: see `Attention.combine`."""
+    def combine_states(self, before: LinearState, after: LinearState) -> LinearState:
+        """Add the sums: see `Attention.combine_states`."""
         return LinearState(before.s + after.s, before.z + after.z, before.length + after.length)
 
     def _features(self, q: Tensor, k: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:

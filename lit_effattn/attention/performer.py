@@ -342,8 +342,8 @@ class PerformerAttention(RandomFeatures, Attention):
                 m = z[..., :0]
         return PerformerState(s, z, m, length, self.draws.repeat(b))
 
-    def combine(self, before: Sums, after: Sums) -> Sums:
-        """Add the sums, scaled to the greater maximum: see `Attention.combine`.
+    def combine_states(self, before: Sums, after: Sums) -> Sums:
+        """Add the sums, scaled to the greater maximum: see `Attention.combine_states`.
 
             m = max(m₁, m₂),  s = Σ e^{mᵢ − m} sᵢ,  z = Σ e^{mᵢ − m} zᵢ
 

@@ -79,9 +79,9 @@ def main(args: list[str] | None = None) -> None:
         fail(f"{args[0]!r} is not a command; there are {known}", code=2)
     from lit_effattn.cli.command import UsageError, run
 
-    run = _tool(args[0]) if args[0] in TOOLS else run
+    call = _tool(args[0]) if args[0] in TOOLS else run
     if os.environ.get(DEBUG):
-        run(args)
+        call(args)
         return
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -89,7 +89,7 @@ def main(args: list[str] | None = None) -> None:
     from lit_effattn.cli.parser_errors import plain
 
     try:
-        run(args)
+        call(args)
     except UsageError as error:
         fail(plain(str(error)), code=2)
     except KeyboardInterrupt:

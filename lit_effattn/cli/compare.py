@@ -135,7 +135,7 @@ def _panels(names: Sequence[str], runs: Sequence[RunRecord]) -> list[list[plots.
 def _lines(
     names: Sequence[str], runs: Sequence[RunRecord], metric: str, *, by_time: bool = False
 ) -> dict[str, plots.Line]:
-    lines = {}
+    lines: dict[str, plots.Line] = {}
     for name, run in zip(names, runs, strict=True):
         steps = sorted(run.curves.get(metric, {}))
         x: dict[int, float] = _times(steps, run.seconds) if by_time else {step: step for step in steps}

@@ -78,7 +78,9 @@ def report(
     show(table)
     (folder / "table.md").write_text(f"{markdown(table)}\n{markdown(tried)}", encoding="utf-8")
     (folder / "table.csv").write_text(comma_separated(table), encoding="utf-8")
-    counts = {kind: outcomes[Cell(kind, rate, 0)].record.parameters for kind, rate in chosen.items()}
+    counts = {
+        kind: record.parameters for kind, rate in chosen.items() if (record := outcomes[Cell(kind, rate, 0)].record)
+    }
     if len(set(counts.values())) > 1:
         print("parameters differ: " + ", ".join(f"{kind} {count:,}" for kind, count in counts.items() if count))
     print(f"tables: {short(folder / 'table.md')}, {short(folder / 'table.csv')}")

@@ -204,11 +204,10 @@ class LanguageModel(Task):
         full = torch.full_like(batch.inputs[:, 0], batch.inputs.size(1))
         lengths = full if batch.lengths is None else batch.lengths
         of_target = lengths[:, None].expand_as(scored)[scored]  # (B, N) -> (T,)
-        metrics = {}
-        for n, metric in self.accuracy_by_length.items():
-            metrics[f"accuracy_{n}"] = metric
+        metrics: dict[str, Any] = dict(self.accuracy_by_length.items())
+        for n, metric in metrics.items():
             metric.update(right[of_target == int(n)])
-        return metrics
+        return {f"accuracy_{n}": metric for n, metric in metrics.items()}
 
     # -------------------------------------------------------------------------------------- memory in evaluation
 

@@ -31,10 +31,10 @@ def test_a_resumed_run_replaces_steps_and_goes_on_in_time(tmp_path):
     logs = {
         0: "step,train/loss,cost/seconds,cost/process_bytes\n9,4,,\n9,,10,100\n19,3,20,400\n29,9,30,400\n",
         2: "step,train/loss,cost/seconds,cost/process_bytes\n29,2,5,200\n39,1,25,200\n",
-        10: "step,test/loss\n40,7\n",
+        10: "step,train/loss,test/loss\n39,0.5,\n40,,7\n",
     }
     run = read_run(a_run(tmp_path / "a", logs))
-    assert run.curves["train/loss"] == {9: 4, 19: 3, 29: 2, 39: 1}
+    assert run.curves["train/loss"] == {9: 4, 19: 3, 29: 2, 39: 0.5}
     assert run.seconds == {9: 10, 19: 20, 29: 25, 39: 45}
     assert run.seconds_per_step == 1.0  # the median of 1, 1 and 2
     assert run.peak_memory == {"peak process bytes": 400}

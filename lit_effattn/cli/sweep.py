@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -124,6 +125,7 @@ class Sweep:
             self._devices.put(device)
         self._n_devices = len(devices)
         self._trusted = [value for flag, value in pairwise(flags) if flag == "--trust"]
+        self._stopping = threading.Event()
         self._done = self._read_record()
 
     def run(self, cells: Sequence[Cell], *, test: bool = False) -> None:
@@ -134,6 +136,7 @@ class Sweep:
                 for cell, future in zip(cells, futures, strict=True):
                     self.outcomes[cell] = future.result()
             except BaseException:
+                self._stopping.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 _terminate_children()
                 raise
@@ -180,6 +183,8 @@ class Sweep:
         return self._call(cell, "test", ["test", "--ckpt_path", str(best), *trust, *_QUIET], device)
 
     def _call(self, cell: Cell, stage: str, args: list[str], device: str | None) -> str | None:
+        if self._stopping.is_set():
+            raise KeyboardInterrupt
         (self.folder / str(cell)).mkdir(parents=True, exist_ok=True)
         code, said = self._child(args, self.folder / str(cell) / "output.txt", device)
         if code in _INTERRUPTED:

@@ -1,4 +1,4 @@
-"""Multi-query associative recall, MQAR: look up the values of many keys (Arora et al. 2023, "Zoology", section 4)."""
+"""Multi-query associative recall, MQAR: look up the values of many keys (Arora et al. 2023, "Zoology")."""
 
 from collections.abc import Sequence
 
@@ -30,7 +30,7 @@ class AssociativeRecall(LengthTask):
         n_pairs: Number m of pairs in a sequence.
         n_keys: Number of keys.
         n_values: Number of values.
-        power: Exponent of the distribution of the gaps, positive. The paper's value is 0.01; 1 draws uniformly.
+        power: Exponent of the distribution of the gaps, positive. That of the paper's code is 0.01; 1 draws uniformly.
         test_lengths: Tokens of a sequence in test and prediction. Default: 1, 2, 4 and 8 times `length`.
         batch_size: Sequences per step and process.
         eval_batch_size: The same in validation, test and prediction. Default: `batch_size`.
@@ -71,7 +71,7 @@ class AssociativeRecall(LengthTask):
             if value < least:
                 raise ValueError(f"{name}={value} must be at least {least}")
         if not power > 0:
-            raise ValueError(f"power={power} must be positive; 0.01 is the paper's")
+            raise ValueError(f"power={power} must be positive; 0.01 is usual")
         self.n_pairs = n_pairs
         super().__init__(
             length,

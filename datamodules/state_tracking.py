@@ -1,4 +1,4 @@
-"""State tracking: the running product of permutations (Merrill et al. 2024, "The Illusion of State", section 5)."""
+"""State tracking: the running product of permutations (Merrill et al. 2024, "The Illusion of State")."""
 
 from collections.abc import Sequence
 from itertools import permutations

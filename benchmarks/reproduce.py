@@ -26,7 +26,8 @@ BEGIN, END = "<!-- made by `make reproduce-small`: begin -->", "<!-- made by `ma
 
 NOTES = [
     "The score is that of `lit-effattn test` on the best checkpoint, one run at the configuration's seed.",
-    "Minutes: training and test, if nothing interrupted them; expected ones are for 2 cores with nothing else running.",
+    "Minutes and CPU minutes: training and test, if nothing interrupted them. Expected are minutes on 2 cores with "
+    "nothing else running.",
 ]
 
 
@@ -127,7 +128,7 @@ def run(args: argparse.Namespace) -> Report:
 
 def _run(small: Small, root: Path) -> dict[str, Any]:
     """Train, from the last checkpoint if there is one, test, and return the log's entry."""
-    folder, start = _folder(small, root), time.monotonic()
+    folder, start, cpu = _folder(small, root), time.monotonic(), _cpu_seconds()
     last = _last(folder)
     if last is None:
         config, flags = (words := shlex.split(small.command))[:3], words[3:]
@@ -146,9 +147,16 @@ def _run(small: Small, root: Path) -> dict[str, Any]:
         "metric": small.metric,
         "steps": read_checkpoint(find_checkpoint("last", folder))["global_step"],
         "minutes": round((time.monotonic() - start) / 60, 1) if last is None else None,
+        "cpu_minutes": round((_cpu_seconds() - cpu) / 60, 1) if last is None else None,
         "cores": os.cpu_count(),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }
+
+
+def _cpu_seconds() -> float:
+    """Return the CPU time of the processes that have ended; 0 on Windows."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def _folder(small: Small, root: Path) -> Path:
@@ -189,19 +197,23 @@ def _row(small: Small, entry: dict[str, Any] | None, root: Path) -> Row:
         "state": "done" if entry else begun,
         "score": f"{entry['score']} {entry['metric']}" if entry else None,
         "minutes": entry["minutes"] if entry else None,
+        "CPU minutes": entry["cpu_minutes"] if entry else None,
     }
 
 
 def table(entries: list[dict[str, Any]]) -> str:
     """Return the page's table: all runs, each with its newest entry."""
     done = {(entry["run"], entry["command"]): entry for entry in entries}
-    lines = ["| run | stands for | command | minutes expected | score | steps | minutes | date |", f"|{'---|' * 8}"]
+    lines = [
+        "| run | stands for | command | minutes expected | score | steps | minutes | CPU minutes | date |",
+        f"|{'---|' * 9}",
+    ]
     for small in RUNS:
         entry = done.get((small.name, small.command))
-        measured = ["not measured", "", "", ""]
+        measured = ["not measured", "", "", "", ""]
         if entry is not None:
-            minutes = "resumed" if entry["minutes"] is None else f"{entry['minutes']:g}"
-            measured = [f"{entry['score']} {entry['metric']}", f"{entry['steps']:,}", minutes, entry["date"]]
+            minutes = ["resumed" if entry[name] is None else f"{entry[name]:g}" for name in ("minutes", "cpu_minutes")]
+            measured = [f"{entry['score']} {entry['metric']}", f"{entry['steps']:,}", *minutes, entry["date"]]
         cells = [small.name, small.figure, f"`{small.command}`", f"{small.minutes:g}", *measured]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

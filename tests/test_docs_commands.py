@@ -1,0 +1,164 @@
+"""Every command of the documentation runs, in the order of its page, with few steps, in a folder with small files."""
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from lit_effattn.cli import main
+from tests.test_docs import FENCE, PAGES, block
+
+pytestmark = pytest.mark.exhaustive
+
+WITHOUT_DATA = {"librispeech_linear"}
+"""Configurations whose commands are only parsed."""
+
+SHORT = {
+    "fit": "--trainer.max_epochs 1 --trainer.val_check_interval 1 --trainer.limit_val_batches 1",
+    "test": "--trainer.limit_test_batches 1",
+    **dict.fromkeys(["predict", "generate", "data", "compare", "convert"], ""),
+    "sweep": "--seeds 1 --lr 1e-3 --trainer.max_steps 2",
+}
+"""What is added to the commands."""
+
+
+def commands(page: str) -> list[list[str]]:
+    r"""Collect the words of the commands in indented blocks as a shell does: comments, `NAME="…"`, `\` at line ends."""
+    indented = FENCE.sub("", PAGES[page]).replace("\\\n", " ")
+    variables: dict[str, str] = {}
+    found = []
+    for line in re.findall(r"^ {4}(.+)$", indented, re.M):
+        if assigned := re.fullmatch(r'([A-Z]+)="(.*)"', line):
+            variables[assigned[1]] = assigned[2]
+        elif line.startswith("lit-effattn "):
+            for name, value in variables.items():
+                line = line.replace(f"${name}", value)
+            found.append(shlex.split(line, comments=True)[1:])
+    return found
+
+
+WITH_COMMANDS = [page for page in PAGES if commands(page)]
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files that the pages speak of."""
+    folder = tmp_path_factory.mktemp("files")
+    rng = np.random.default_rng(0)
+    for number in range(50):
+        path = folder / "my_images" / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (40, 48, 3), dtype=np.uint8)).save(path)
+    texts = [f"{number}. {text}" for number, text in enumerate(40 * ["The licence is short.", "Das Buch ist lang."])]
+    for name in ("my_texts", "books"):
+        (folder / name).mkdir()
+        for number in range(20):
+            (folder / name / f"{number}.txt").write_text(60 * "\n".join(texts[number:]), encoding="utf-8")
+    (folder / "book.txt").write_text("\n".join(60 * texts), encoding="utf-8")
+    (folder / "my_texts.tsv").write_text("".join(f"{text}\t{'en' if 'is ' in text else 'de'}\n" for text in texts))
+    (folder / "new.txt").write_text("The tea is cold.\n")
+    (folder / "words.txt").write_text("attention\nmemory\n")
+    (folder / "my_pairs").mkdir()
+    for split in ("train", "val", "test"):
+        (folder / "my_pairs" / f"{split}.tsv").write_text("".join(f"{text}\t{text.upper()}\n" for text in texts))
+    _recordings(folder)
+    mine = block("docs/own-kind.md", "class MeanAttention")
+    (folder / "my_module.py").write_text(mine + "\n\nclass MyAttention(MeanAttention):\n    pass\n")
+    (folder / "my_data.py").write_text(block("docs/own-data.md", "class Counting"))
+    (configuration,) = [code for language, code in FENCE.findall(PAGES["docs/own-data.md"]) if language == "yaml"]
+    (folder / "counting.yaml").write_text(configuration)
+    return folder
+
+
+def _recordings(folder: Path) -> None:
+    source = Path(__file__).parent / "recordings"
+    lines = []
+    (folder / "my_speech").mkdir()
+    for number in range(20):
+        name, text = [("ten_of_clubs", "Ten of clubs."), ("five_five", "Five five.")][number % 2]
+        shutil.copy(source / f"{name}.wav", folder / "my_speech" / f"{number}.wav")
+        lines.append(json.dumps({"audio_filepath": f"{number}.wav", "text": text}))
+    shutil.copytree(folder / "my_speech", folder / "recordings")
+    shutil.copy(source / "ten_of_clubs.wav", folder / "a.wav")
+    for split, part in {"train": lines[:16], "val": lines[16:18], "test": lines[18:]}.items():
+        (folder / "my_speech" / f"{split}.jsonl").write_text("\n".join(part))
+        absolute = [line.replace('": "', f'": "{folder}/my_speech/', 1) for line in part]
+        (folder / f"{split}.jsonl").write_text("\n".join(absolute))
+
+
+def wanted(words: list[str]) -> str | None:
+    """Return the configuration of the run that `best` and `last` mean, where a page shows several side by side."""
+    flags = {word for word in words if word.startswith("--")}
+    if "--prompt" in flags or "--model.eval_mem_len" in flags:
+        return "stdlib_xl"
+    if "--source" in flags:
+        return "g2p_linear"
+    if any(flag.startswith(("--data.audio", "--data.corpus")) for flag in flags):
+        return "espeak_linear"
+    return "digits_linear" if flags & {"--complete", "--compile", "--average"} else None
+
+
+class Reader:
+    """Runs the commands of a page."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.newest: str | None = None
+
+    def run(self, words: list[str]) -> None:
+        name, words = words[0], [self._found(word) for word in words[1:]]
+        if name == "--help":
+            main([name])
+        elif "--print_config" in words or WITHOUT_DATA & {*words}:
+            with pytest.raises(SystemExit) as stopped:
+                main([name, *(w for w in words if w not in ("--print_config", ">", "mine.yaml")), "--print_config"])
+            assert not stopped.value.code
+        elif name == "fit" and "--config" in words:
+            if "best" in words and self.newest is None:
+                self.fit("digits_linear")
+            at = words.index("--config")
+            self.fit(words[at + 1], *words[:at], *words[at + 2 :])
+        else:
+            self._prepare(words)
+            main([name, *words, *shlex.split(SHORT[name])])
+
+    def _prepare(self, words: list[str]) -> None:
+        """Train what `best` or `last` means in these words, if the page has not."""
+        needed = wanted(words) or self.newest or "digits_linear"
+        if {"best", "last"} & {*words} and needed != self.newest:
+            self.fit(needed)
+        if "my_module.MyAttention" in words:
+            self.fit("digits_linear", "--model.backbone.attention", "my_module.MyAttention")
+        if "--average" in words:
+            self.fit("digits_linear", "--checkpoint.keep", "5", "--checkpoint.keep_every_n_train_steps", "1", steps=6)
+
+    def fit(self, config: str, *flags: str, steps: int = 2) -> None:
+        short = [*shlex.split(SHORT["fit"]), "--trainer.max_steps", str(steps)]
+        if config == "espeak_linear" and "--data.corpus" not in flags:
+            short += ["--data.corpus.minutes", "1"]
+        main(["fit", "--config", config, *flags, *short])
+        self.newest = config
+
+    def _found(self, word: str) -> str:
+        """Put a file that is there into a path of which the page shows a part, or one of its own."""
+        if not re.search(r"…|\d{4}-\d\d-\d\d_", word):
+            return word
+        run = re.sub(r"\d{4}-\d\d-\d\d_[\d-]+|…", "*", word).split("/")
+        if not [*self.folder.glob("/".join(run[:2]) + "/*/checkpoints/*")]:
+            self.fit(run[1])
+        return str(max(self.folder.glob("/".join(run))))
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS)
+def test_commands_run(page: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = shutil.copytree(files, tmp_path / "folder")
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    reader = Reader(folder)
+    for words in commands(page):
+        reader.run(words)

@@ -239,6 +239,9 @@ class Transformer(SequenceModule):
         norm_kind: "layer": LayerNorm. "rms": RMSNorm, g ⊙ x / √(mean(x²) + ε) (Zhang & Sennrich 2019, equation 4), in
             all places of LayerNorm.
         norm_eps: The normalisation's ε. Default: PyTorch's, 1e-5 of LayerNorm, the type's precision of RMSNorm.
+        positions_in_layers: Whether each layer adds positions of its own to its input, as in Al-Rfou et al. 2018,
+            section "Positional Embeddings". Else they are added once, before the first layer. Needs `positions` that
+            are added. Learned ones are a table for each layer.
 
     Example:
         >>> from lit_effattn.attention import LinearAttention
@@ -276,6 +279,7 @@ class Transformer(SequenceModule):
         norm_memory: bool = False,
         norm_kind: NormKind = "layer",
         norm_eps: float | None = None,
+        positions_in_layers: bool = False,
     ) -> None:
         super().__init__()
         for name, value, known in (
@@ -326,6 +330,14 @@ class Transformer(SequenceModule):
         self.output_dropout = nn.Dropout(output_dropout)
         self.norm = layer_norm(d_model) if (norm == "pre" if final_norm is None else final_norm) else nn.Identity()
         self.positions = self._place(positions, position_width)
+        if positions_in_layers and (self.positions is None or position_width is not None):
+            raise ValueError(
+                f"positions_in_layers=True with positions={_name(positions)} and position_width={position_width}: each "
+                "layer adds positions to its input, so give positions that are added, such as LearnedPositions, and no "
+                "position_width"
+            )
+        later = kinds[1:] if positions_in_layers else []
+        self.later_positions = nn.ModuleList(self._place(positions, None) for _ in later)  # type: ignore[misc]
         _initialise(self, init)
         self._share()
 
@@ -361,21 +373,48 @@ class Transformer(SequenceModule):
         self, x: Tensor, state: TransformerState | None = None, lengths: Tensor | None = None
     ) -> tuple[Tensor, TransformerState | None]:
         """See `SequenceModule.forward`."""
+        outputs, after = self._run(x, state, lengths, outputs_from=len(self.blocks) - 1)
+        return outputs[-1], after
+
+    def layer_outputs(
+        self, x: Tensor, state: TransformerState | None = None, lengths: Tensor | None = None
+    ) -> tuple[list[Tensor], TransformerState | None]:
+        """Return what `forward` would return if the stack ended after the first, second, … layer, and the state.
+
+        The final LayerNorm, if there is one, is that of the whole stack for all of them.
+
+        Args:
+            x: See `SequenceModule.forward`; so are `state` and `lengths`.
+            state: The state before `x`.
+            lengths: The valid positions of each row.
+
+        Returns:
+            n_layers tensors (B, N, E), the output of the stack the last, and the state after `x`.
+        """
+        return self._run(x, state, lengths, outputs_from=0)
+
+    def _run(
+        self, x: Tensor, state: TransformerState | None, lengths: Tensor | None, *, outputs_from: int
+    ) -> tuple[list[Tensor], TransformerState | None]:
+        """Return the outputs from a layer on, and the state after `x`."""
         self.check(x, state, lengths)
         start, seen = self._counted(x, state, lengths)
-        x = self.dropout(self._with_positions(x, start))
+        x = self.dropout(self._with_positions(self.positions, x, start))
         states = [None] * len(self.blocks) if state is None else state.layers
-        after = []
-        for block, before in zip(self.blocks, states, strict=True):
+        outputs, after = [], []
+        for i, (block, before) in enumerate(zip(self.blocks, states, strict=True)):
+            if i and self.later_positions:
+                x = self._with_positions(self.later_positions[i - 1], x, start)
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 x, new = checkpoint(block, x, before, lengths, use_reentrant=False)
             else:
                 x, new = block(x, before, lengths)
             after.append(new)
-        y = without_padding(self.output_dropout(self.norm(x)), lengths)
+            if i >= outputs_from:
+                outputs.append(without_padding(self.output_dropout(self.norm(x)), lengths))
         if not self.causal:
-            return y, None
-        return y, TransformerState(seen if state is None else state.length + seen, tuple(after))
+            return outputs, None
+        return outputs, TransformerState(seen if state is None else state.length + seen, tuple(after))
 
     def _counted(
         self, x: Tensor, state: TransformerState | None, lengths: Tensor | None
@@ -411,13 +450,13 @@ class Transformer(SequenceModule):
         length = torch.zeros(source.size(0), dtype=torch.long, device=source.device)
         return TransformerState(length, tuple(b.remember(source, lengths, max_len=max_len) for b in self.blocks))
 
-    def _with_positions(self, x: Tensor, start: Tensor | None) -> Tensor:
-        if self.positions is None:
+    def _with_positions(self, positions: nn.Module | None, x: Tensor, start: Tensor | None) -> Tensor:
+        if positions is None:
             return x
         position = torch.arange(x.size(1), device=x.device)[None]  # (1, N)
         if start is not None:
             position = position + start[:, None]  # (B, N)
-        p = self.positions(position).to(x.dtype)  # (B or 1, N, E or position_width)
+        p = positions(position).to(x.dtype)  # (B or 1, N, E or position_width)
         return x + p if self.d_input == self.d_model else torch.cat([x, p.expand(x.size(0), -1, -1)], -1)
 
     def initial_state(

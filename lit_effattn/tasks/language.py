@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from lit_effattn.nn.heads import CategoricalHead, HeadFactory
 from lit_effattn.nn.sliding import SlidingWindow
 from lit_effattn.runs import short
 from lit_effattn.sequence import SequenceModule, State
+from lit_effattn.tasks.auxiliary import FurtherPredictions, mean_loss
 from lit_effattn.tasks.base import Objective, Task, check_backbone, check_fields
 from lit_effattn.tasks.metrics import Accuracy, BitsPerByte, BitsPerCharacter, Count, Perplexity
 
@@ -68,9 +70,14 @@ class LanguageModel(Task):
         eval_clamp_len: Likewise, the largest distance that is told apart.
         eval_same_length: Likewise, whether all positions see equally far.
         eval_window: Evaluate by sliding a window of this length on by one, without memory (Al-Rfou et al. 2018);
-            dear. See `SlidingWindow`.
+            dear. See `SlidingWindow`. Only with the callback `MemoryCarry` does it slide from segment to segment.
         test_lengths: Lengths of sequences, for each of which `test` reports the accuracy as `accuracy_64` and so on,
             with `accuracy`. From the command: those of the data.
+        intermediate_losses: In training every layer predicts, from its output and with a head of its own, too. Layer l
+            of n stops after l / (2 n) of the run: see `FurtherPredictions`. Needs a `Transformer`.
+        n_targets: How many of the next tokens each position predicts in training, each with a head of its own. What is
+            reported is the next one.
+        target_weight: Weight of the loss of each target but the first.
 
     Raises:
         ValueError: the backbone is not causal, or a setting is for kinds that it does not have.
@@ -99,6 +106,9 @@ class LanguageModel(Task):
         eval_same_length: bool | None = None,
         eval_window: int | None = None,
         test_lengths: tuple[int, ...] | None = None,
+        intermediate_losses: bool = False,
+        n_targets: int = 1,
+        target_weight: float = 0.5,
     ) -> None:
         check_backbone(backbone)
         super().__init__(optimizer, lr_scheduler)
@@ -120,6 +130,21 @@ class LanguageModel(Task):
         self.head = (head or CategoricalHead)(backbone.d_model, vocab_size)
         if tie:
             self.head.tie(self.embedding)
+        self.further: FurtherPredictions | None = None
+        self.intermediate_losses = intermediate_losses
+        self._n_steps = math.inf
+        if intermediate_losses and not hasattr(backbone, "layer_outputs"):
+            raise ValueError(
+                f"intermediate_losses=True, but {type(backbone).__name__} does not give its layers' outputs; use a "
+                "Transformer, or leave it out"
+            )
+        if intermediate_losses or n_targets != 1:
+            self.further = FurtherPredictions(
+                lambda: (head or CategoricalHead)(backbone.d_model, vocab_size),
+                n_layers=len(backbone.blocks) if intermediate_losses else 1,  # type: ignore[arg-type]
+                n_targets=n_targets,
+                target_weight=target_weight,
+            )
         self.label_smoothing = label_smoothing
         self.auxiliary_weight = auxiliary_weight
         self.metric_name, kind = _METRICS[unit]
@@ -167,12 +192,32 @@ class LanguageModel(Task):
 
     def objective(self, batch: TokenBatch, memory: State | None = None) -> Objective:
         """Return the mean over the batch's targets, in nats, the auxiliary losses, and the state after `memory`."""
-        hidden, state = self.active_backbone(self._embed(batch.inputs), memory, batch.lengths)
-        scored = batch.targets != IGNORE
-        losses = self.head.loss(hidden, batch.targets.clamp(min=0), self.label_smoothing)
-        loss = losses.masked_fill(~scored, 0).sum() / scored.sum().clamp(min=1)
-        objective = self.with_auxiliary(loss, {"train/loss": loss.detach()}, state, self.auxiliary_weight)
+        outputs, state = self._outputs(batch, memory)
+        loss = mean_loss(self.head, outputs[-1], batch.targets, self.label_smoothing)
+        figures = {"train/loss": loss.detach()}
+        if self.further is not None:
+            further = self.further(outputs, batch.targets, self.label_smoothing)
+            loss, figures["train/auxiliary_loss/FurtherPredictions"] = loss + further, further.detach()
+        objective = self.with_auxiliary(loss, figures, state, self.auxiliary_weight)
         return objective if memory is None else objective._replace(state=sequence.detach(state))
+
+    def _outputs(self, batch: TokenBatch, memory: State | None) -> tuple[list[Tensor], State]:
+        """Return the outputs, (B, N, d_model) each, from which tokens are predicted in training, and the state."""
+        if self.intermediate_losses:
+            return self.backbone.layer_outputs(self._embed(batch.inputs), memory, batch.lengths)  # type: ignore[operator]
+        hidden, state = self.active_backbone(self._embed(batch.inputs), memory, batch.lengths)
+        return [hidden], state
+
+    def on_train_start(self) -> None:
+        """Look up the number of steps of the run, of which a share has intermediate losses."""
+        if self.further is not None:
+            known = self.trainer.estimated_stepping_batches  # -1: not known
+            self._n_steps = known if known > 0 else math.inf
+
+    def on_train_batch_start(self, batch: TokenBatch, batch_idx: int) -> None:
+        """Stop intermediate losses when their share of the run is done."""
+        if self.further is not None:
+            self.further.follow(self.trainer.global_step, self._n_steps)
 
     def predict_step(self, batch: TokenBatch) -> dict[str, Tensor]:
         """Return how many targets each row has, and their mean −log2 p, (B,) each."""
@@ -182,6 +227,7 @@ class LanguageModel(Task):
 
     def score(self, stage: str, batch: TokenBatch) -> dict[str, Any]:
         """Update bits or perplexity, in test the count of what is scored, and the accuracy if it is wanted."""
+        self._check_window(batch)
         hidden, _ = self.hidden(batch)
         scored = batch.targets != IGNORE
         hidden, targets = hidden[scored], batch.targets[scored]
@@ -198,6 +244,15 @@ class LanguageModel(Task):
             if stage == "test":
                 metrics |= self._by_length(batch, scored, right)
         return metrics
+
+    def _check_window(self, batch: TokenBatch) -> None:
+        """Warn if the window never slides beyond a segment, so that scores are those without it."""
+        n = batch.inputs.size(1)
+        if self._sliding is not None and self.memory is None and n <= self._sliding[0].window:
+            rank_zero_warn(
+                f"eval_window={self._sliding[0].window} changes nothing: a segment has {n} positions, and none is seen "
+                "from the next segment; add the callback, --trainer.callbacks MemoryCarry"
+            )
 
     def _by_length(self, batch: TokenBatch, scored: Tensor, right: Tensor) -> dict[str, Any]:
         """Update the accuracy of each length, and return all: a process may have no sequence of some length."""

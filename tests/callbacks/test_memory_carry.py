@@ -1,3 +1,4 @@
+import math
 import re
 from functools import partial
 from itertools import pairwise
@@ -270,6 +271,21 @@ def test_what_grows_is_refused_with_the_option_that_bounds_it(tmp_path):
     # A sliding window bounds what evaluation remembers.
     made = model(SoftmaxAttention, eval_window=5)
     trainer(tmp_path, [MemoryCarry(training=False)], max_epochs=1).fit(made, loader(2), loader(2))
+
+
+@torch.no_grad()
+def test_a_window_slides_from_segment_to_segment(tmp_path):
+    """Every token from the SEGMENT newest, Al-Rfou et al. 2018. Without the callback from its segment, as it warns."""
+    made, data = model(SoftmaxAttention, unit="byte", eval_window=SEGMENT).eval(), loader(3)
+    (found,) = trainer(tmp_path, [MemoryCarry()]).test(made, data, verbose=False)
+    bits = [
+        nats(made, row[max(0, t - SEGMENT) : t + 1])[-1].item() / math.log(2)
+        for row in data.dataset.tokens
+        for t in range(1, 3 * SEGMENT + 1)
+    ]
+    assert found["test/bits_per_byte"] == pytest.approx(sum(bits) / len(bits))
+    with pytest.warns(UserWarning, match="eval_window=4 changes nothing"):
+        trainer(tmp_path, []).test(made, data, verbose=False)
 
 
 def test_what_has_no_memory_is_refused(tmp_path):

@@ -98,6 +98,9 @@ SIZES = {
     "wikitext103_xl": Size(151_107_538, RUN, WORDS),
     "wikitext103_xl_large": Size(285_170_506, f"{RUN}; {DAI} 1 says 257 million", WORDS),
     "wikitext103_infinite": Size(151_107_538 + 16 * long_term(410, 150), OURS, WORDS),
+    "enwik8_al_rfou": Size(
+        44 * MILLION, "Al-Rfou et al. 2018, 12 layers: 256 outputs of each of 24 heads", 256, MILLION
+    ),
     "enwik8_sparse": Size(95 * MILLION, "Child et al. 2019, section 7.2", 257, MILLION),
     "cifar_sparse": Size(59 * MILLION, "Child et al. 2019, Table 1", rounded_to=MILLION),
     **dict.fromkeys(("mnist_linear", "mnist_linear_repository", "mnist_softmax"), Size(images(8), OURS)),

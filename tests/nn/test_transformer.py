@@ -151,6 +151,37 @@ def test_added_positions_follow_each_row():
     assert torch.equal(seen[1][1], model.positions.table.weight[2:5])
 
 
+def test_positions_of_every_layer_are_added_to_its_input():
+    """Al-Rfou et al. 2018: a table for each layer; in rows that stand at different positions."""
+    model = Transformer(E, H, 3, positions=partial(LearnedPositions, max_len=20), positions_in_layers=True)
+    inputs, outputs = [], []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+        block.register_forward_hook(lambda _, args, out: outputs.append(out[0]))
+    tables = [model.positions.table.weight, *(p.table.weight for p in model.later_positions)]
+    assert len({table.data_ptr() for table in tables}) == 3
+    _, state = model(torch.zeros(2, 6, E), None, torch.tensor([6, 2]))
+    model(torch.zeros(2, 3, E), state)
+    for layer, table in enumerate(tables):
+        before = torch.zeros(2, 3, E) if layer == 0 else outputs[3 + layer - 1]
+        added = torch.stack([table[6:9], table[2:5]])
+        torch.testing.assert_close(inputs[3 + layer], before + added)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_outputs_of_layers_are_those_of_shorter_stacks(norm: str):
+    model = Transformer(E, H, 3, norm=norm, positions=partial(LearnedPositions, max_len=9), positions_in_layers=True)
+    x, lengths = torch.randn(2, 5, E), torch.tensor([5, 3])
+    _, state = model(x, None, lengths)
+    outputs, after = model.layer_outputs(x[:, :2], state)
+    assert len(outputs) == 3
+    assert after.length.tolist() == [7, 5]
+    for n in (3, 2, 1):
+        model.blocks = model.blocks[:n]
+        y, _ = model(x[:, :2], state._replace(layers=state.layers[:n]))
+        assert torch.equal(outputs[n - 1], y)
+
+
 def test_rotary_positions_go_to_every_attention():
     model = Transformer(E, H, 2, positions=partial(RotaryPositions, base=50.0))
     assert model.positions is None
@@ -327,6 +358,9 @@ def test_initial_values_of_pytorch():
         ({"n_heads": 8, "positions": RotaryPositions}, "a head's width=1 is odd"),
         ({"attention": partial(SoftmaxAttention, n_kv_heads=3)}, "n_kv_heads=3 does not divide n_heads=2"),
         ({"norm_eps": 0.0}, "norm_eps=0.0 must be positive"),
+        ({"positions_in_layers": True, "positions": None}, "positions_in_layers=True with positions=None"),
+        ({"positions_in_layers": True, "positions": RotaryPositions}, "positions_in_layers=True .*RotaryPositions"),
+        ({"positions_in_layers": True, "position_width": 4}, "positions_in_layers=True .*position_width=4"),
     ],
 )
 def test_bad_options_are_named(options: dict, words: str):

@@ -1,0 +1,89 @@
+"""Auxiliary losses of language models: predictions of intermediate layers and of later tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lit_effattn.datamodules.tokens import IGNORE
+from lit_effattn.nn.heads import Head
+
+
+def mean_loss(head: Head, hidden: Tensor, targets: Tensor, label_smoothing: float) -> Tensor:
+    """Return the mean loss over the targets that are scored, in nats: (B, N, d_model), (B, N) -> ().
+
+    Args:
+        head: Predicts a target from a hidden state.
+        hidden: (B, N, d_model).
+        targets: (B, N), tokens, or IGNORE where none is scored.
+        label_smoothing: See `Head.loss`.
+    """
+    scored = targets != IGNORE
+    losses = head.loss(hidden, targets.clamp(min=0), label_smoothing)
+    return losses.masked_fill(~scored, 0).sum() / scored.sum().clamp(min=1)
+
+
+class FurtherPredictions(nn.Module):
+    """Sums the losses of all predictions in training but that of the last layer of the next token.
+
+        Σ_l a_l Σ_k b_k L_{l,k},  (l, k) ≠ (n, 1)            Al-Rfou et al. 2018, section "Auxiliary Losses"
+
+        L_{l,k} = mean_t −log p_{l,k}(x_{t+k} | output of layer l at t)
+        a_l = 1 until the share l / (2 n) of training is done, then 0;  a_n = 1
+        b_1 = 1,  b_k = `target_weight` for k > 1
+
+    n layers predict `n_targets` tokens each, x_{t+1}, x_{t+2}, …, and each pair (l, k) has a head of its own. The last
+    k − 1 positions of a segment have no target k in it. Heads of layers that have stopped get gradients of 0, so that
+    every parameter has one, as several processes (DDP) require.
+
+    Args:
+        make_head: Makes a head.
+        n_layers: n, the number of layers that predict.
+        n_targets: Number of tokens that each of them predicts.
+        target_weight: Weight of the targets after the first.
+
+    Raises:
+        ValueError: `n_targets` or `target_weight` is out of range.
+    """
+
+    layer_weights: Tensor
+
+    def __init__(self, make_head: Callable[[], Head], *, n_layers: int, n_targets: int, target_weight: float) -> None:
+        super().__init__()
+        if n_targets < 1:
+            raise ValueError(f"n_targets={n_targets}: a position predicts at least the next token, so give 1 or more")
+        if target_weight < 0:
+            raise ValueError(f"target_weight={target_weight} is negative; give 0 or more")
+        self.n_targets = n_targets
+        self.target_weight = target_weight
+        sizes = [n_targets] * (n_layers - 1) + [n_targets - 1]
+        self.heads = nn.ModuleList(nn.ModuleList(make_head() for _ in range(size)) for size in sizes)
+        self.register_buffer("layer_weights", torch.ones(n_layers), persistent=False)
+
+    def follow(self, step: int, n_steps: float) -> None:
+        """Set the weights a_l of the layers after `step` of `n_steps` steps of training."""
+        n = len(self.heads)
+        stopped = min(int(2 * n * step / n_steps), n - 1)  # layers l with l / (2 n) <= step / n_steps
+        self.layer_weights.fill_(1)
+        self.layer_weights[:stopped] = 0
+
+    def forward(self, outputs: Sequence[Tensor], targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
+        """Return the weighted sum of the losses, in nats.
+
+        Args:
+            outputs: n tensors (B, N, d_model), the output of each layer that predicts.
+            targets: (B, N), the next tokens, or IGNORE where none is scored.
+            label_smoothing: See `Head.loss`.
+        """
+        total = targets.new_zeros((), dtype=self.layer_weights.dtype)
+        for weight, hidden, heads in zip(self.layer_weights, outputs, self.heads, strict=True):
+            first = self.n_targets - len(heads)  # type: ignore[arg-type]
+            for k, head in enumerate(heads, start=first):  # type: ignore[arg-type,var-annotated]
+                later = F.pad(targets, (0, k), value=IGNORE)[:, k:]  # (B, N)
+                total = total + weight * (self.target_weight if k else 1) * mean_loss(
+                    head, hidden, later, label_smoothing
+                )
+        return total

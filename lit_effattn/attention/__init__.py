@@ -10,7 +10,13 @@ from lit_effattn.attention.cross import (
     SoftmaxCrossAttention,
 )
 from lit_effattn.attention.infinite import InfiniteAttention
-from lit_effattn.attention.linear import EluFeatureMap, FeatureMap, LinearAttention, ReluFeatureMap
+from lit_effattn.attention.linear import (
+    EluFeatureMap,
+    FeatureMap,
+    HedgehogFeatureMap,
+    LinearAttention,
+    ReluFeatureMap,
+)
 from lit_effattn.attention.lsh import LSHAttention
 from lit_effattn.attention.performer import PerformerAttention
 from lit_effattn.attention.shaw import ShawAttention
@@ -26,6 +32,7 @@ __all__ = [
     "CrossAttentionFactory",
     "EluFeatureMap",
     "FeatureMap",
+    "HedgehogFeatureMap",
     "InfiniteAttention",
     "LSHAttention",
     "LinearAttention",

@@ -288,6 +288,7 @@ class LinearCrossAttention(CrossAttention):
     ) -> None:
         super().__init__(d_model, n_heads, d_source, bias=bias, d_qk=d_qk)
         self.feature_map = feature_map(self.qk_dim)
+        self.feature_map.for_heads(n_heads)
 
     def initial_state(
         self,
@@ -308,7 +309,7 @@ class LinearCrossAttention(CrossAttention):
         full = accumulator(k.dtype)
         with torch.autocast(k.device.type, enabled=False):
             # φ(0) is not 0, so it is φ(k) that must be masked.
-            phi = self.feature_map(k.to(full)).masked_fill(~_mask(k, length), 0)  # (B, H, S, F)
+            phi = self.feature_map.keys(k.to(full)).masked_fill(~_mask(k, length), 0)  # (B, H, S, F)
             return SourceSums(*key_sums(phi, v.to(full)), length, given)
 
     def read(self, q: Tensor, state: SourceSums) -> Tensor:

@@ -36,9 +36,17 @@ class FeatureMap(HasInitArgs, nn.Module, ABC):
         super().__init__()
         self.n_features = head_dim
 
+    def for_heads(self, n_heads: int) -> None:
+        """Make the parameters that each head has of its own: none by default. The attention calls it once."""
+
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor:
-        """Map `x`."""
+        """Map queries, and keys unless `keys` is overridden: (B, H, N, D) -> (B, H, N, n_features)."""
+
+    def keys(self, k: Tensor) -> Tensor:
+        """Map keys, by default as queries."""
+        phi: Tensor = self(k)
+        return phi
 
 
 class EluFeatureMap(FeatureMap):
@@ -89,6 +97,45 @@ class ReluFeatureMap(FeatureMap):
         return F.relu(x) + self.floor
 
 
+class HedgehogFeatureMap(FeatureMap):
+    """φ(x) = [softmax(W x), softmax(−W x)], with a learned D × D matrix W per head (Hedgehog, Zhang et al. 2024).
+
+        softmax_i(u) = exp(u_i) / Σ_j exp(u_j),  i, j = 1 … D;  n_features = 2 D
+
+    The paper's section 4.2 has [exp(W x + b), exp(−W x − b)]. Here each half is normalised by its own sum, as in the
+    authors' later code (LoLCATs, Zhang et al. 2024): features are at most 1, so no exponential overflows, and no key
+    has a weight only because its norm is large. In the quotient of linear attention the normalisation of a query would
+    cancel if both halves had the same sum; that of the keys is another function. b is left out.
+
+    Queries and keys have matrices of their own. They start as the identity, with which φ(q)ᵀφ(k) is large where q and k
+    have the same large elements. In a swap from softmax attention, train them first: see `tasks.transfer`.
+    """
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__(head_dim)
+        self.head_dim = head_dim
+        self.n_features = 2 * head_dim
+
+    def for_heads(self, n_heads: int) -> None:
+        """Make the matrices, (H, D, D)."""
+        identity = torch.eye(self.head_dim).repeat(n_heads, 1, 1)
+        self.query_weight = nn.Parameter(identity)
+        self.key_weight = nn.Parameter(identity.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map queries (B, H, N, D)."""
+        return self._map(x, self.query_weight)
+
+    def keys(self, k: Tensor) -> Tensor:
+        """Map keys (B, H, N, D)."""
+        return self._map(k, self.key_weight)
+
+    @staticmethod
+    def _map(x: Tensor, weight: Tensor) -> Tensor:
+        u = x @ weight.to(x.dtype).mT  # (B, H, N, D)
+        return torch.cat([u.softmax(-1), (-u).softmax(-1)], -1)  # (B, H, N, 2 D)
+
+
 class LinearState(NamedTuple):
     """Sums over all positions seen, in float32 or more. The size does not depend on the number of positions."""
 
@@ -112,7 +159,8 @@ class LinearAttention(Attention):
         d_model: Width E.
         n_heads: Heads H.
         causal: Whether a position sees only itself and earlier ones.
-        feature_map: Makes φ from the dimension of a head's queries and keys.
+        feature_map: Makes φ from the dimension of a head's queries and keys: `EluFeatureMap`, `ReluFeatureMap`,
+            `HedgehogFeatureMap`.
         chunk_size: Positions computed at once when causal and without kernels; no effect on the result.
         bias: Whether the projections have a bias.
         d_qk: Width of all heads' queries and keys together: H times the `query_dimensions` of the authors' library,
@@ -142,6 +190,7 @@ class LinearAttention(Attention):
         if chunk_size < 1:
             raise ValueError(f"chunk_size={chunk_size} is not positive; 32 to 128 are fast")
         self.feature_map = feature_map(self.qk_dim)
+        self.feature_map.for_heads(n_heads)
         self.chunk_size = chunk_size
 
     def initial_state(
@@ -202,7 +251,7 @@ class LinearAttention(Attention):
         return self.feature_map(q.to(accumulator(q.dtype))), self._keys(k, lengths)
 
     def _keys(self, k: Tensor, lengths: Tensor | None) -> Tensor:
-        phi = self.feature_map(k.to(accumulator(k.dtype)))
+        phi = self.feature_map.keys(k.to(accumulator(k.dtype)))
         if lengths is None:
             return phi
         # φ(0) is not 0, so it is φ(k) that must be masked; masking v would leave the denominator wrong.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lit_effattn import sequence
-from lit_effattn.attention import EluFeatureMap, FeatureMap, LinearAttention, ReluFeatureMap
+from lit_effattn.attention import EluFeatureMap, FeatureMap, HedgehogFeatureMap, LinearAttention, ReluFeatureMap
 
 E, H = 12, 3
 
@@ -34,6 +34,21 @@ def test_features_are_not_negative_and_as_many_as_said(feature_map):
     y = phi(10 * torch.randn(100, 7))
     assert (y >= 0).all()
     assert y.shape[-1] == phi.n_features == 7
+
+
+def test_hedgehog_starts_with_the_identity_and_overflows_nowhere():
+    phi = HedgehogFeatureMap(4)
+    phi.for_heads(H)
+    assert [(name, *p.shape) for name, p in phi.named_parameters()] == [
+        ("query_weight", H, 4, 4),
+        ("key_weight", H, 4, 4),
+    ]
+    x = torch.tensor([1.0, 0.0, -2.0, 300.0]).expand(2, H, 1, 4)
+    negative = torch.tensor([math.exp(-3), math.exp(-2), 1, 0])  # of −x, but for a factor
+    expected = torch.cat([torch.tensor([0.0, 0.0, 0.0, 1.0]), negative / negative.sum()])
+    for y in (phi(x), phi.keys(x)):
+        torch.testing.assert_close(y, expected.expand(2, H, 1, 8))
+    assert phi.n_features == 8
 
 
 class Doubled(FeatureMap):

@@ -16,6 +16,7 @@ from lit_effattn.attention import (
     Attention,
     CompressiveAttention,
     CrossAttention,
+    HedgehogFeatureMap,
     InfiniteAttention,
     LinearAttention,
     LinearCrossAttention,
@@ -117,6 +118,16 @@ HASHED = partial(kind, LSHAttention, definitions.lsh, jumps=True)
 COMPRESSIVE = partial(kind, CompressiveAttention, definitions.compressive, causal=[True])
 INFINITE = partial(kind, InfiniteAttention, definitions.infinite, causal=[True])
 
+
+class StirredHedgehog(HedgehogFeatureMap):
+    """Hedgehog's feature map with other matrices than the identity, as after training."""
+
+    def for_heads(self, n_heads: int) -> None:
+        super().for_heads(n_heads)
+        for weight in self.parameters():
+            weight.data += 0.3 * torch.randn_like(weight)
+
+
 ATTENTIONS = [
     *kind(SoftmaxAttention, definitions.softmax, 5),
     *kind(SoftmaxAttention, definitions.softmax, 5, window=5, causal=[True]),
@@ -153,6 +164,7 @@ ATTENTIONS = [
     *kind(LinearAttention, definitions.linear, 3, chunk_size=3, feature_map=ReluFeatureMap, bias=False),
     *kind(LinearAttention, definitions.linear, 3, chunk_size=1, d_qk=6, causal=[True]),
     *kind(LinearAttention, definitions.linear, 4, chunk_size=4, n_kv_heads=1, out_bias=False, causal=[True]),
+    *kind(LinearAttention, definitions.linear, 4, chunk_size=4, feature_map=StirredHedgehog),
     *kind(PerformerAttention, definitions.performer, 4, chunk_size=4),
     *kind(PerformerAttention, definitions.performer, 8, features="hyperbolic", n_features=6, chunk_size=8),
     *kind(PerformerAttention, definitions.performer, 4, features="relu", chunk_size=4, bias=False),
@@ -292,6 +304,7 @@ def cross(
 CROSS = [
     cross(SoftmaxCrossAttention, definitions.softmax_cross, D_SOURCE),
     cross(LinearCrossAttention, definitions.linear_cross, D_SOURCE, feature_map=ReluFeatureMap, bias=False),
+    cross(LinearCrossAttention, definitions.linear_cross, D_SOURCE, feature_map=StirredHedgehog),
     cross(PerformerCrossAttention, definitions.performer_cross, D_SOURCE),
     cross(PerformerCrossAttention, definitions.performer_cross, D_SOURCE, features="relu", bias=False),
     cross(PerformerCrossAttention, definitions.performer_cross, D_SOURCE, eps=0.01),

@@ -36,7 +36,7 @@ def shaw(module, x: Tensor) -> Tensor:
 def linear(module, x: Tensor) -> Tensor:
     """φ(Q) φ(K)ᵀ V over its row sums, Katharopoulos et al. 2020, equations 4 to 9; `+ 1e-6` as in the authors' code."""
     q, k, v = queries_keys_values(module, x)
-    weights = phi(module, q) @ phi(module, k).transpose(-1, -2) * sees(module, x.size(1))
+    weights = phi(module, q) @ phi(module, k, of_keys=True).transpose(-1, -2) * sees(module, x.size(1))
     return heads_together(module, weights / (weights.sum(-1, keepdim=True) + 1e-6) @ v)
 
 
@@ -71,13 +71,18 @@ def lsh(module, x: Tensor) -> Tensor:
     return heads_together(module, exponential / exponential.sum(-1, keepdim=True) @ v)
 
 
-def phi(module, x: Tensor) -> Tensor:
-    """The feature map, by its name: elu(x) + 1 (equation 7), or relu(x) and a floor."""
+def phi(module, x: Tensor, of_keys: bool = False) -> Tensor:
+    """The feature map, by its name: elu(x) + 1 (equation 7), relu(x) and a floor, or Hedgehog's two softmaxes."""
     name = type(module.feature_map).__name__
     if name == "EluFeatureMap":
         return torch.where(x > 0, x + 1, x.exp())
     if name == "ReluFeatureMap":
         return torch.where(x > 0, x, 0) + module.feature_map.floor
+    if name == "StirredHedgehog":
+        w = module.feature_map.key_weight if of_keys else module.feature_map.query_weight
+        u = torch.einsum("hfd,bhnd->bhnf", w, x).exp()
+        halves = [t / t.sum(-1, keepdim=True) for t in (u, 1 / u)]
+        return torch.cat(halves, -1)
     raise NotImplementedError(f"write the definition of {name} here")
 
 
@@ -132,7 +137,7 @@ def softmax_cross(module, x: Tensor, source: Tensor) -> Tensor:
 def linear_cross(module, x: Tensor, source: Tensor) -> Tensor:
     """Katharopoulos et al. 2020, equation 4, of a source's keys and values, with 10⁻⁶ in the denominator."""
     q, k, v = queries_and_source(module, x, source)
-    weights = phi(module, q) @ phi(module, k).transpose(-1, -2)  # (B, H, N, S)
+    weights = phi(module, q) @ phi(module, k, of_keys=True).transpose(-1, -2)  # (B, H, N, S)
     return heads_together(module, weights / (weights.sum(-1, keepdim=True) + 1e-6) @ v)
 
 

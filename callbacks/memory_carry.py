@@ -16,6 +16,7 @@ MEMORY_KEY = "memory_carry"
 
 BOUNDED = (
     *("TransformerXLAttention", "CompressiveAttention", "InfiniteAttention", "LinearAttention", "PerformerAttention"),
+    "WindowedLinearAttention",
     "SoftmaxAttention or ShawAttention with a window",
 )
 """Kinds of attention whose state has a bounded size."""

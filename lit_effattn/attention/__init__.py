@@ -23,6 +23,7 @@ from lit_effattn.attention.shaw import ShawAttention
 from lit_effattn.attention.softmax import SoftmaxAttention
 from lit_effattn.attention.sparse import SparseAttention
 from lit_effattn.attention.transformer_xl import TransformerXLAttention
+from lit_effattn.attention.windowed_linear import WindowedLinearAttention
 
 __all__ = [
     "Attention",
@@ -45,4 +46,5 @@ __all__ = [
     "SoftmaxCrossAttention",
     "SparseAttention",
     "TransformerXLAttention",
+    "WindowedLinearAttention",
 ]

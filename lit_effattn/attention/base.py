@@ -42,6 +42,9 @@ class Attention(SequenceModule):
     takes_groups = False
     """Whether `attend` takes `n_kv_heads` heads of keys and values; if not, they are repeated for all heads."""
 
+    fresh: tuple[str, ...] = ()
+    """Parameters, or modules of parameters, that this kind starts with when it takes over another kind's weights."""
+
     shared: tuple[str, ...] = ()
     """Names of the parameters that all layers of a `Transformer` share."""
 

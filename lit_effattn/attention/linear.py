@@ -172,6 +172,7 @@ class LinearAttention(Attention):
     """
 
     takes_parts = True
+    fresh = ("feature_map",)
 
     def __init__(
         self,

@@ -18,6 +18,7 @@ from lit_effattn.attention import (
     SoftmaxAttention,
     SparseAttention,
     TransformerXLAttention,
+    WindowedLinearAttention,
 )
 from tests.laws import definitions
 from tests.laws.cases import ATTENTIONS, ROTARY, Case, kind
@@ -112,6 +113,11 @@ def test_a_state_changes_no_weight(case: Case, fixed: bool, early: bool):
             assert_close(found[..., 0], expected[..., :start].sum(-1))
             assert_close(found[..., 1 : 1 + count], expected[..., start : start + count])
             continue
+        if isinstance(attention, WindowedLinearAttention):  # the first column is of all before the window
+            before_window = max(0, start - attention.window + 1)
+            assert_close(found[..., 0], expected[..., :before_window].sum(-1))
+            found, expected = found[..., 1:], expected.clone()
+            expected[..., :before_window] = 0
         earlier = found.size(-1) - n
         if isinstance(attention, CompressiveAttention):
             late = attention.segment_len - 1
@@ -162,6 +168,7 @@ def test_a_memory_of_few_inputs(fixed: bool):
         (partial(TransformerXLAttention, mem_len=5, same_length=True), 4),
         (partial(InfiniteAttention, mem_len=3, segment_len=2, n_basis=0), 5),
         (LinearAttention, 1),
+        (partial(WindowedLinearAttention, window=5), 1 + 4),
     ],
 )
 @pytest.mark.parametrize("max_len", [None, 600])

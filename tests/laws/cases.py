@@ -16,6 +16,7 @@ from lit_effattn.attention import (
     Attention,
     CompressiveAttention,
     CrossAttention,
+    EluFeatureMap,
     HedgehogFeatureMap,
     InfiniteAttention,
     LinearAttention,
@@ -29,6 +30,7 @@ from lit_effattn.attention import (
     SoftmaxCrossAttention,
     SparseAttention,
     TransformerXLAttention,
+    WindowedLinearAttention,
 )
 from lit_effattn.nn.encoder_decoder import EncoderDecoder
 from lit_effattn.nn.lstm import LSTM
@@ -116,6 +118,7 @@ XL = partial(kind, TransformerXLAttention, definitions.transformer_xl)
 # float16). With one bucket nothing moves, and the usual bound holds.
 HASHED = partial(kind, LSHAttention, definitions.lsh, jumps=True)
 COMPRESSIVE = partial(kind, CompressiveAttention, definitions.compressive, causal=[True])
+WINDOWED = partial(kind, WindowedLinearAttention, definitions.windowed_linear, causal=[True])
 INFINITE = partial(kind, InfiniteAttention, definitions.infinite, causal=[True])
 
 
@@ -180,6 +183,8 @@ ATTENTIONS = [
         jumps=True,
     ),
     *kind(PerformerAttention, definitions.performer, 3, chunk_size=1, n_kv_heads=1, out_bias=False, causal=[True]),
+    *WINDOWED(3, window=3, chunk_size=2, feature_map=StirredHedgehog),
+    *WINDOWED(4, window=1, n_kv_heads=1, out_bias=False, feature_map=EluFeatureMap),
     # What a segment sees depends on the split, unless the memory holds all the past.
     *XL(4, mem_len=700, chunk_size=4),
     *XL(3, mem_len=700, clamp_len=4, bias=True, causal=[True]),

@@ -40,6 +40,23 @@ def linear(module, x: Tensor) -> Tensor:
     return heads_together(module, weights / (weights.sum(-1, keepdim=True) + 1e-6) @ v)
 
 
+def windowed_linear(module, x: Tensor) -> Tensor:
+    """Zhang et al. 2024 (LoLCATs), section 3.3, query by query and key by key."""
+    q, k, v = queries_keys_values(module, x)
+    phi_q, phi_k = phi(module, q), phi(module, k, of_keys=True)
+    gamma = 1 / (1 + (-module.mixing).exp())  # (H,)
+    rows = []
+    for i in range(x.size(1)):
+        first = max(0, i - module.window + 1)
+        scores = torch.stack([(q[:, :, i] * k[:, :, j]).sum(-1) / math.sqrt(module.head_dim) for j in range(i + 1)], -1)
+        largest = scores[..., first:].max(-1, keepdim=True).values
+        softmax_terms = gamma[:, None] * (scores - largest).exp()
+        linear_terms = torch.stack([(phi_q[:, :, i] * phi_k[:, :, j]).sum(-1) for j in range(i + 1)], -1)
+        terms = torch.cat([linear_terms[..., :first], softmax_terms[..., first:]], -1)  # (B, H, i + 1)
+        rows.append((terms[..., None] * v[:, :, : i + 1]).sum(2) / terms.sum(-1, keepdim=True))
+    return heads_together(module, torch.stack(rows, 2))
+
+
 def lsh(module, x: Tensor) -> Tensor:
     """Softmax attention to the union of what the rounds see, Kitaev et al. 2020, equation 2 and appendix A.
 

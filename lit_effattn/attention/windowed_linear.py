@@ -1,0 +1,171 @@
+"""Softmax attention within a window and linear attention before it, with one denominator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lit_effattn.attention.base import Attention
+from lit_effattn.attention.linear import FeatureMap, HedgehogFeatureMap
+from lit_effattn.attention.softmax import _newest
+from lit_effattn.ops.windowed_linear import window_terms, windowed_linear_attention
+from lit_effattn.sequence import accumulator
+
+_GAMMA = 0.1
+"""γ at the start, as in the authors' code."""
+
+
+class WindowedLinearState(NamedTuple):
+    """The newest window − 1 keys and values, the newest last, and the sums over all before them in float32 or more."""
+
+    keys: Tensor  # (B, H_kv, window − 1, D)
+    values: Tensor  # (B, H_kv, window − 1, D)
+    s: Tensor  # (B, H, F, D), Σ φ(k) vᵀ
+    z: Tensor  # (B, H, F), Σ φ(k)
+    length: Tensor  # (B,), positions seen in all
+
+
+class WindowedLinearAttention(Attention):
+    """Softmax terms for the w newest positions and linear terms for all before, in one quotient (LoLCATs).
+
+        y_i = (Σ_{i−w<j≤i} γ e_ij v_j + Σ_{j≤i−w} φ(q_i)ᵀφ(k_j) v_j) / (Σ_{i−w<j≤i} γ e_ij + Σ_{j≤i−w} φ(q_i)ᵀφ(k_j))
+
+        e_ij = exp(q_i·k_j / √D − c_i),  c_i = max_{i−w<j≤i} q_i·k_j / √D             Zhang et al. 2024, section 3.3
+
+    (arXiv 2410.10254.) c_i does not cancel: the largest softmax term is γ. γ = σ(`mixing`) is learned, one number per
+    head, and 0.1 at the start, as in the authors' code. Up to w positions this is softmax attention. Projections are
+    those of `SoftmaxAttention`, so a trained model can continue with this kind; first train φ and γ to give its
+    outputs (`fit --transfer_from`).
+
+    Time O(N (w + C + F) D); state: w − 1 keys and values and the sums, constant. Splitting a stream changes nothing:
+    the memory reaches back to the start. Scores, features, sums and the division are computed in float32 at least.
+
+    Args:
+        d_model: Width E.
+        n_heads: Heads H.
+        causal: Must be True.
+        window: w, how many positions have softmax terms, a position's own included.
+        feature_map: Makes φ from the dimension of a head's queries and keys.
+        chunk_size: Positions of the linear terms computed at once; no effect on the result.
+        bias: Whether the projections have a bias.
+        n_kv_heads: Heads of keys and values, as in `SoftmaxAttention`. The state has as many keys and values, and the
+            sums of every head of queries. Default: H.
+        out_bias: Whether the output's projection has a bias. Default: as `bias` says.
+
+    Raises:
+        ValueError: `causal` is False, or `window` is not positive.
+    """
+
+    takes_groups = True
+    fresh = ("feature_map", "mixing")
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        causal: bool = True,
+        *,
+        window: int = 64,
+        feature_map: Callable[[int], FeatureMap] = HedgehogFeatureMap,
+        chunk_size: int = 64,
+        bias: bool = True,
+        n_kv_heads: int | None = None,
+        out_bias: bool | None = None,
+    ) -> None:
+        if not causal:
+            raise ValueError("causal=False: the linear terms are of the positions before a window; set causal=True")
+        if window < 1:
+            raise ValueError(f"window={window} is not positive; 64 is usual")
+        if chunk_size < 1:
+            raise ValueError(f"chunk_size={chunk_size} is not positive; 32 to 128 are fast")
+        super().__init__(d_model, n_heads, causal, bias=bias, n_kv_heads=n_kv_heads, out_bias=out_bias)
+        self.window = window
+        self.chunk_size = chunk_size
+        self.feature_map = feature_map(self.head_dim)
+        self.feature_map.for_heads(n_heads)
+        self.mixing = nn.Parameter(torch.full((n_heads,), math.log(_GAMMA / (1 - _GAMMA))))
+
+    def initial_state(
+        self,
+        batch_size: int,
+        *,
+        max_len: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> WindowedLinearState:
+        """Return an empty window and empty sums: see `SequenceModule.initial_state`."""
+        device, dtype = self.default(device, dtype)
+        cache = batch_size, self.n_kv_heads, self.window - 1, self.head_dim
+        sums = batch_size, self.n_heads, self.feature_map.n_features, self.head_dim
+        full = accumulator(dtype)
+        return WindowedLinearState(
+            torch.zeros(cache, device=device, dtype=dtype),
+            torch.zeros(cache, device=device, dtype=dtype),
+            torch.zeros(sums, device=device, dtype=full),
+            torch.zeros(sums[:3], device=device, dtype=full),
+            torch.zeros(batch_size, dtype=torch.long, device=device),
+        )
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: WindowedLinearState | None, lengths: Tensor | None
+    ) -> tuple[Tensor, WindowedLinearState]:
+        """Combine queries, keys and values: see `Attention.attend`."""
+        b, _, n, _ = q.shape
+        m, full = self.window - 1, accumulator(q.dtype)
+        if state is None:
+            state = self.initial_state(b, device=q.device, dtype=k.dtype)
+        seen = torch.full_like(state.length, n) if lengths is None else lengths
+        k = torch.cat([state.keys.to(k.dtype), k], 2)  # (B, H_kv, M + N, D)
+        v = torch.cat([state.values.to(v.dtype), v], 2)
+        past = state.length.clamp(max=m)
+        with torch.autocast(q.device.type, enabled=False):
+            queries, keys, values = q.to(full), self._for_all_heads(k).to(full), self._for_all_heads(v).to(full)
+            y, s, z = windowed_linear_attention(
+                queries,
+                keys,
+                values,
+                self.feature_map(queries),
+                self._leaving(keys[:, :, :n], past, seen),
+                state.s.to(full),
+                state.z.to(full),
+                self._gamma(full),
+                self.window,
+                past=past,
+                chunk_size=self.chunk_size,
+            )
+        stored = state.keys.dtype
+        held_keys, held_values = (_newest(t, seen + m, m).to(stored) for t in (k, v))
+        return y.to(v.dtype), WindowedLinearState(held_keys, held_values, s, z, state.length + seen)
+
+    def _leaving(self, keys: Tensor, past: Tensor, seen: Tensor) -> Tensor:
+        """Return φ of the first N keys (B, H, N, D) after the cache's start, 0 for those that do not leave the window.
+
+        Of M cached keys the last `past` exist. A row with `seen` new positions lets go as many slots, empty or not.
+        """
+        slot = torch.arange(keys.size(2), device=keys.device)  # (N,)
+        leaves = (slot >= self.window - 1 - past[:, None]) & (slot < seen[:, None])  # (B, N)
+        return self.feature_map.keys(keys).masked_fill(~leaves[:, None, :, None], 0)
+
+    def _gamma(self, dtype: torch.dtype) -> Tensor:
+        return self.mixing.to(dtype).sigmoid()
+
+    def weigh(self, q: Tensor, k: Tensor, state: WindowedLinearState | None, lengths: Tensor | None) -> Tensor:
+        """Return the softmax and linear terms over their sum: see `Attention.weigh`.
+
+        With a state M = 1 + (w − 1) + N: the first column is the weight of all positions before the newest w − 1.
+        """
+        n, m = q.size(2), 0 if state is None else self.window - 1
+        phi_q = self.feature_map(q)
+        k = k if state is None else torch.cat([state.keys.to(k.dtype), k], 2)  # (B, H_kv, M + N, D)
+        k = self._for_all_heads(k)  # (B, H, M + N, D)
+        i, j, seen = (t.unsqueeze(1) for t in self._order(n, m, state, lengths, q.device))
+        near = seen & (i - j < self.window)
+        terms = window_terms(q @ k.mT * self.head_dim**-0.5, near, self._gamma(q.dtype))
+        terms = terms + (phi_q @ self.feature_map.keys(k).mT).masked_fill(~(seen & ~near), 0)  # (B, H, N, M + N)
+        if state is not None:
+            terms = torch.cat([phi_q @ state.z.to(q.dtype)[..., None], terms], -1)  # (B, H, N, 1 + M + N)
+        return terms / terms.sum(-1, keepdim=True)

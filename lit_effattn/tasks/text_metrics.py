@@ -1,22 +1,31 @@
-"""BLEU and chrF by sacrebleu, from sums over batches and processes."""
+"""BLEU and chrF by sacrebleu, F1 and ROUGE-L by torchmetrics, from sums over batches and processes."""
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torchmetrics.functional.text import rouge_score, squad
 
-from lit_effattn.tasks.metrics import Float64Metric
+from lit_effattn.tasks.metrics import Float64Metric, _Mean
 
 if TYPE_CHECKING:
     from sacrebleu.metrics.base import Metric as SacreBleuMetric
 
 Tokenizer = Literal["13a", "intl", "zh", "ja-mecab", "ko-mecab", "char", "none"]
 """sacrebleu's tokenizers, without those that download a model."""
+
+
+def _check_texts(references: Sequence[Sequence[str]]) -> None:
+    """Refuse a text without a list of reference texts."""
+    for i, of_it in enumerate(references):
+        if isinstance(of_it, str) or not len(of_it):
+            raise ValueError(f"references[{i}]={of_it!r} is no list of texts; give at least one for each hypothesis")
 
 
 class _CorpusScore(Float64Metric):
@@ -54,11 +63,7 @@ class _CorpusScore(Float64Metric):
             ValueError: a sentence has no reference, or a text instead of a list of texts; or the numbers of hypotheses
                 and references differ.
         """
-        for i, of_it in enumerate(references):
-            if isinstance(of_it, str) or not len(of_it):
-                raise ValueError(
-                    f"references[{i}]={of_it!r} is no list of texts; give at least one for each hypothesis"
-                )
+        _check_texts(references)
         if len(hypotheses) != len(references):
             raise ValueError(f"{len(hypotheses)} hypotheses have {len(references)} lists of references; give one each")
         if not hypotheses:
@@ -147,6 +152,70 @@ class Chrf(_CorpusScore):
             raise ValueError(f"word_order={word_order} is negative; 0 is chrF, 2 is chrF++")
         scorer = _sacrebleu().CHRF(word_order=word_order, lowercase=lowercase)
         super().__init__(scorer, n_statistics=3 * scorer.order)
+
+
+class _MeanScore(_Mean):
+    """The mean over all texts of a score of one text."""
+
+    higher_is_better = True
+
+    @staticmethod
+    @abstractmethod
+    def of_one(hypothesis: str, references: list[str]) -> Tensor:
+        """Return the score of a text, from 0 to 100."""
+
+    def update(self, hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> None:  # type: ignore[override]
+        """Add texts: see `Bleu.update`."""
+        _check_texts(references)
+        for hypothesis, of_it in zip(hypotheses, references, strict=True):
+            super().update(self.of_one(hypothesis, list(of_it)).to(self.device))
+
+    def compute(self) -> Tensor:
+        """Return the mean, from 0 to 100."""
+        return self.total / self.count
+
+
+class WordF1(_MeanScore):
+    """F1 of the words that a text and its reference share, by torchmetrics: the mean over all texts.
+
+        F1 = 100 · 2 P R / (P + R),  P = shared / words of the text,  R = shared / words of the reference
+
+    Texts become lower case, and lose punctuation and the words a, an and the (Rajpurkar et al. 2016, section 6.1; the
+    same in Dinan et al. 2019). Of several references the best counts.
+
+    Example:
+        >>> metric = WordF1()
+        >>> metric.update(["The cat sat."], [["a cat sat down"]])
+        >>> round(float(metric.compute()), 1)
+        80.0
+    """
+
+    @staticmethod
+    def of_one(hypothesis: str, references: list[str]) -> Tensor:
+        """Return F1 of a text."""
+        answers: dict[str, list[str] | list[int]] = {"answer_start": [0] * len(references), "text": references}
+        return squad({"prediction_text": hypothesis, "id": "0"}, {"answers": answers, "id": "0"})["f1"]
+
+
+class RougeL(_MeanScore):
+    """ROUGE-L by torchmetrics, without stemming: the mean over all texts.
+
+        ROUGE-L = 100 · 2 P R / (P + R),  P = LCS / words of the text,  R = LCS / words of the reference
+
+    LCS is the number of words in the longest common subsequence (Lin 2004, section 3.1, with β = 1). Words are runs of
+    a … z and 0 … 9, in lower case. Of several references the best counts.
+
+    Example:
+        >>> metric = RougeL()
+        >>> metric.update(["sat the cat"], [["the cat sat"]])
+        >>> round(float(metric.compute()), 1)
+        66.7
+    """
+
+    @staticmethod
+    def of_one(hypothesis: str, references: list[str]) -> Tensor:
+        """Return ROUGE-L of a text."""
+        return 100 * rouge_score([hypothesis], [references], rouge_keys="rougeL")["rougeL_fmeasure"]
 
 
 def _sacrebleu() -> Any:

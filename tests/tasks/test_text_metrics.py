@@ -1,7 +1,9 @@
 import copy
 import doctest
 import random
+import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from sacrebleu.metrics import BLEU, CHRF
 
 from lit_effattn.tasks import text_metrics
-from lit_effattn.tasks.text_metrics import Bleu, Chrf
+from lit_effattn.tasks.text_metrics import Bleu, Chrf, RougeL, WordF1
 
 KINDS: dict[str, tuple[Callable, Callable]] = {
     "bleu": (Bleu, BLEU),
@@ -139,3 +141,46 @@ def test_the_examples_of_the_docstrings():
     result = doctest.testmod(text_metrics)
     assert result.attempted >= 7
     assert result.failed == 0
+
+
+def words_of(text: str) -> list[str]:
+    return re.findall("[a-z0-9]+", text.lower())
+
+
+def f1(shared: int, a: int, b: int) -> float:
+    return 2 * shared / (a + b) if shared else 0.0
+
+
+def subsequence(a: list[str], b: list[str]) -> int:
+    """Length of the longest common subsequence, by its recursion."""
+    if not a or not b:
+        return 0
+    if a[-1] == b[-1]:
+        return 1 + subsequence(a[:-1], b[:-1])
+    return max(subsequence(a[:-1], b), subsequence(a, b[:-1]))
+
+
+def word_f1(text: str, reference: str) -> float:
+    a, b = (
+        [w for w in words_of(t.replace("'", "").replace(".", "")) if w not in ("a", "the")] for t in (text, reference)
+    )
+    return f1(sum((Counter(a) & Counter(b)).values()), len(a), len(b)) if a and b else float(a == b)
+
+
+def rouge_l(text: str, reference: str) -> float:
+    a, b = words_of(text), words_of(reference)
+    return f1(subsequence(a, b), len(a), len(b))
+
+
+@pytest.mark.parametrize(("kind", "definition"), [(WordF1, word_f1), (RougeL, rouge_l)])
+def test_word_scores_are_means_over_texts_in_any_batches(kind: Callable, definition: Callable):
+    hypotheses, references = corpus(20, 3)
+    hypotheses = [" ".join(text.split()[:5]) for text in hypotheses]
+    expected = [max(definition(h, r) for r in of_it) for h, of_it in zip(hypotheses, references, strict=True)]
+    metric = kind()
+    for start, end in ((0, 1), (1, 1), (1, 20)):
+        metric.update(hypotheses[start:end], references[start:end])
+    assert metric.compute().item() == pytest.approx(100 * sum(expected) / 20, rel=1e-6)
+    assert 20 < metric.compute() < 95
+    with pytest.raises(ValueError, match=r"references\[0\]='x' is no list of texts"):
+        metric.update(["x"], ["x"])

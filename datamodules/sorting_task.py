@@ -1,18 +1,13 @@
 """The sorting task: list a long stream's token types by frequency (Martins et al. 2022, section 4.1)."""
 
-from collections.abc import Iterator
-
 import numpy as np
-import torch
-from torch.utils.data import Dataset, DistributedSampler
 
 from lit_effattn.datamodules.sampling import ShardedBatches
+from lit_effattn.datamodules.segments import Drawn, SegmentedSequences, Segments
 from lit_effattn.datamodules.synthetic import SyntheticTask
-from lit_effattn.datamodules.tokens import IGNORE, TokenBatch
+from lit_effattn.datamodules.tokens import IGNORE
 
 SEPARATOR = 0
-
-_EMPTY = -1  # index of an empty row, instead of a sequence's
 
 
 class SortingTask(SyntheticTask):
@@ -103,8 +98,10 @@ class SortingTask(SyntheticTask):
         return Segments(batches, SortingSequences(self.length, self.n_types, self.segment_len, 0).n_segments)
 
 
-class SortingSequences(Dataset[TokenBatch]):
+class SortingSequences(SegmentedSequences):
     """Sequences drawn by index: the i-th is always the same, for any non-negative integer i.
+
+    An input has length + n_types tokens, since the last answer is not read.
 
     Args:
         length: Tokens of a stream.
@@ -114,86 +111,29 @@ class SortingSequences(Dataset[TokenBatch]):
     """
 
     def __init__(self, length: int, n_types: int, segment_len: int, stream: int) -> None:
-        self.length = length
+        super().__init__(length + n_types, segment_len)
+        self.n_drawn = length
         self.n_types = n_types
-        self.segment_len = segment_len
         self.stream = stream
-
-    @property
-    def n_segments(self) -> int:
-        """Segments of a sequence. Its input has length + n_types tokens, since the last answer is not read."""
-        return -(-(self.length + self.n_types) // self.segment_len)
 
     def types(self, i: int) -> np.ndarray:
         """Return the types of the i-th stream: (length,)."""
         rng = np.random.default_rng((self.stream, i))
         weights = rng.integers(1, 10, (2, self.n_types))
         ends = weights.cumsum(1) / weights.sum(1, keepdims=True)
-        late = rng.random(self.length) < np.arange(self.length) / self.length
+        late = rng.random(self.n_drawn) < np.arange(self.n_drawn) / self.n_drawn
         # The last end is exactly 1, and every draw is below 1.
-        drawn = rng.random(self.length)
+        drawn = rng.random(self.n_drawn)
         return np.where(late, *(np.searchsorted(end, drawn, side="right") for end in ends[::-1]))
 
-    def __getitem__(self, item: tuple[list[int], int]) -> TokenBatch:
-        """Return segment item[1] of the sequences item[0]."""
-        indices, segment = item
-        end = self.length + self.n_types - (self.n_segments - 1 - segment) * self.segment_len
-        begin = max(0, end - self.segment_len)
-        inputs = np.zeros((len(indices), end - begin), np.int64)
-        targets = np.full_like(inputs, IGNORE)
-        for row, i in enumerate(indices):
-            if i == _EMPTY:
-                continue
-            types = self.types(i)
-            answers = by_frequency(types, self.n_types)
-            whole = np.concatenate([types + 1, [SEPARATOR], answers[:-1] + 1])
-            inputs[row] = whole[begin:end]
-            scored = np.concatenate([np.full(self.length, IGNORE), answers + 1])
-            targets[row] = scored[begin:end]
-        present = np.array(indices) != _EMPTY
-        return TokenBatch(
-            torch.from_numpy(inputs),
-            torch.from_numpy(targets),
-            None if present.all() else torch.from_numpy(present * (end - begin)),
-            torch.full((len(indices),), segment == 0),
+    def draw(self, i: int) -> Drawn:
+        """Return a stream, the separator and the answers."""
+        types = self.types(i)
+        answers = by_frequency(types, self.n_types) + 1
+        return Drawn(
+            np.concatenate([types + 1, [SEPARATOR], answers[:-1]]),
+            np.concatenate([np.full(self.n_drawn, IGNORE), answers]),
         )
-
-
-class Segments(DistributedSampler[tuple[list[int], int]]):
-    """A sampler that returns every batch of sequences once per segment. Lightning does not replace such a sampler.
-
-    Memories are carried by row, so all batches have the same number of rows. If a batch has fewer sequences, its last
-    rows are empty.
-    """
-
-    def __init__(self, batches: ShardedBatches, n_segments: int) -> None:
-        super().__init__(
-            range(batches.n_samples),  # type: ignore[arg-type]  # only the length of the data set is used
-            num_replicas=batches.num_replicas,
-            rank=batches.rank,
-            shuffle=batches.shuffle,
-        )
-        self.batches = batches
-        self.n_segments = n_segments
-        self.start = 0  # batches that `ResumableLoader` skips, since the interrupted run trained on them
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, which determines the order."""
-        super().set_epoch(epoch)
-        self.batches.set_epoch(epoch)
-
-    def __len__(self) -> int:
-        return len(self.batches) * self.n_segments
-
-    def __iter__(self) -> Iterator[tuple[list[int], int]]:
-        batches = list(self.batches)
-        rows = self.batches.batch_size
-        if not self.batches.drop_last:
-            most = -(-self.batches.n_samples // self.batches.num_replicas)  # sequences of a process
-            rows = -(-most // len(batches))
-        for number in range(self.start, len(self)):
-            batch, segment = divmod(number, self.n_segments)
-            yield batches[batch] + [_EMPTY] * (rows - len(batches[batch])), segment
 
 
 def by_frequency(types: np.ndarray, n_types: int) -> np.ndarray:

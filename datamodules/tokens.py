@@ -1,11 +1,26 @@
 """The batches of tokens: of text and synthetic tasks, and of pairs of sequences."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 IGNORE = -100
 """A target that is not scored: the default `ignore_index` of torch's losses."""
+
+
+class Response(NamedTuple):
+    """A part of a sequence that a model may write by itself.
+
+    Attributes:
+        position: The position in the segment from which its first token is predicted.
+        text: The text, without the token that ends it.
+        number: Its place in the split, by which the original order can be restored.
+    """
+
+    position: int
+    text: str
+    number: int
 
 
 class TokenBatch(NamedTuple):
@@ -16,12 +31,14 @@ class TokenBatch(NamedTuple):
         targets: (B, N), the next token at each position; `IGNORE` where it is not scored, padding included.
         lengths: (B,), number of valid positions in each row; None: all positions are valid.
         fresh: (B,), True where the row starts a new sequence, so that its memory must be reset; None: all rows do.
+        responses: The responses that begin in each of the B rows; None: there are none.
     """
 
     inputs: Tensor
     targets: Tensor
     lengths: Tensor | None = None
     fresh: Tensor | None = None
+    responses: Sequence[Sequence[Response]] | None = None
 
 
 class PairBatch(NamedTuple):

@@ -28,6 +28,7 @@ from benchmarks import (
     loader,
     longterm,
     memory,
+    minilm,
     peers,
     recl,
     reproduce,
@@ -51,6 +52,7 @@ BENCHMARKS = {
     "features": features,
     "scaling": scaling,
     "swap": swap,
+    "minilm": minilm,
     "training": training,
     "sorting": sorting,
     "evaluation": evaluation,
@@ -65,7 +67,7 @@ BENCHMARKS = {
     "reproduce": reproduce,
 }
 
-PICTURED = ("decoding", "features", "generation", "longterm", "memory", "scaling", "stream", "training")
+PICTURED = ("decoding", "features", "generation", "longterm", "memory", "minilm", "scaling", "stream", "training")
 """Those whose folder gets a picture as well."""
 
 SHORT = (

@@ -1,0 +1,331 @@
+"""A real sentence encoder (MiniLM) from our parts, and its attention replaced by Performer's, by number of features."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import json
+import re
+import sysconfig
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity, normalize
+
+from benchmarks.measuring import Spread
+from benchmarks.models import at_least
+from benchmarks.report import Report, Row
+from lit_effattn import Transformer
+from lit_effattn.attention import PerformerAttention, SoftmaxAttention
+from lit_effattn.attention.performer import Features
+from lit_effattn.positions import LearnedPositions
+from lit_effattn.sequence import valid_positions
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+EQUAL = 1e-5
+"""Largest difference between our sentence vectors of length 1 and the original's, in float32."""
+
+DIRECTIONS = {"orthogonal": True, "iid": False}
+COLORS = {"positive": "C0", "hyperbolic": "C2", "trigonometric": "C3", "relu": "C4"}
+
+OUTSIDE = {
+    "embeddings.word_embeddings.weight": "embedding.weight",
+    "embeddings.position_embeddings.weight": "positions.table.weight",
+    "embeddings.token_type_embeddings.weight": "segments.weight",
+    "embeddings.LayerNorm": "norm",
+}
+LAYER = {
+    "attention.self.query": "attention.q_proj",
+    "attention.self.key": "attention.k_proj",
+    "attention.self.value": "attention.v_proj",
+    "attention.output.dense": "attention.out_proj",
+    "attention.output.LayerNorm": "norm_1",
+    "intermediate.dense": "feed_forward.up",
+    "output.dense": "feed_forward.down",
+    "output.LayerNorm": "norm_2",
+}
+"""Their names and ours; a module stands for its weight and its bias."""
+
+UNUSED = ("embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias")
+"""Tensors that a mean over positions does not need."""
+
+NOTES = [
+    "cosine: between the sentence vectors (mean over positions) of softmax attention and of Performer's with the same "
+    "weights, nothing trained; mean over the texts, its median (min–max) over the draws of the features.",
+    "worst text in 20: the cosine that 5 % of the texts stay below. same neighbour: share of the texts whose nearest "
+    "other text of the set stays the same.",
+    "sentences: the first ones of docstrings of the standard library; passages: whole docstrings, cut to the most "
+    "tokens.",
+]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", type=Path, required=True, help="folder with config.json, model.safetensors and tokenizer.json"
+    )
+    parser.add_argument(
+        "--n_features",
+        type=at_least(2),
+        nargs="+",
+        default=[16, 32, 64, 128, 256, 512, 1024],
+        help="default: %(default)s",
+    )
+    parser.add_argument(
+        "--features", choices=get_args(Features), nargs="+", default=["positive"], help="default: %(default)s"
+    )
+    parser.add_argument("--draws", type=at_least(1), default=3, help="of the features; default: %(default)s")
+    parser.add_argument("--sentences", type=at_least(2), default=200, help="number; default: %(default)s")
+    parser.add_argument("--passages", type=at_least(2), default=32, help="number; default: %(default)s")
+    parser.add_argument("--most_tokens", type=at_least(3), default=256, help="of a text; default: %(default)s")
+
+
+class Batch(NamedTuple):
+    """Texts as token ids."""
+
+    ids: Tensor  # (B, N)
+    lengths: Tensor  # (B,)
+
+
+def run(args: argparse.Namespace) -> Report:
+    encoder = read_encoder(args.model).to(args.device)
+    documents = sorted(docstrings())
+    texts = {
+        "sentences": spread_out(sorted({s for s in map(first_sentence, documents) if s}), args.sentences),
+        "passages": spread_out([d for d in documents if len(d.split()) >= args.most_tokens / 2], args.passages),
+    }
+    sets = {name: tokenize(args.model, chosen, args.most_tokens, args.device) for name, chosen in texts.items()}
+    exact = {name: vectors(encoder, batch) for name, batch in sets.items()}
+    original = Original(args.model).to(args.device)
+    notes = [*NOTES, *(_checked(name, sets[name], exact[name], original) for name in sets)]
+    rows, lines = [], {}
+    for features in args.features:
+        for directions, orthogonal in DIRECTIONS.items():
+            for n in sorted(args.n_features):
+                options = {"n_features": n, "features": features, "orthogonal": orthogonal}
+                found: dict[str, list[Tensor]] = {name: [] for name in sets}
+                for seed in range(args.draws):
+                    torch.manual_seed(seed)
+                    swap(encoder, partial(PerformerAttention, **options))
+                    for name, batch in sets.items():
+                        found[name].append(vectors(encoder, batch))
+                for name, estimates in found.items():
+                    rows.append(_row(name, features, directions, n, exact[name], estimates))
+                    lines[name, features, directions, n] = rows[-1]["cosine"]
+    rows.sort(key=lambda row: list(sets).index(row["texts"]))
+    return Report("minilm", rows, notes, partial(_plot, lines=lines, exact=exact, draws=args.draws))
+
+
+# -------------------------------------------------------------------------------------------------------- the encoder
+
+
+class SentenceEncoder(nn.Module):
+    """The mean over positions of a bidirectional Transformer with post-norm (BERT, Devlin et al. 2018).
+
+    Args:
+        config: What config.json holds.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()
+        width, eps = config["hidden_size"], config["layer_norm_eps"]
+        self.embedding = nn.Embedding(config["vocab_size"], width)
+        self.positions = LearnedPositions(width, max_len=config["max_position_embeddings"])
+        self.segments = nn.Embedding(config["type_vocab_size"], width)
+        self.norm = nn.LayerNorm(width, eps=eps)
+        self.backbone = Transformer(
+            width,
+            config["num_attention_heads"],
+            config["num_hidden_layers"],
+            config["intermediate_size"],
+            attention=SoftmaxAttention,
+            causal=False,
+            positions=None,  # BERT normalises between the positions and the first layer
+            norm="post",
+            activation="gelu",
+            norm_eps=eps,
+        )
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        """Return the vectors of texts: (B, N), (B,) -> (B, E)."""
+        position = torch.arange(ids.size(1), device=ids.device)[None]  # (1, N)
+        x = self.embedding(ids) + self.positions(position) + self.segments.weight[0]  # (B, N, E)
+        y, _ = self.backbone(self.norm(x), lengths=lengths)  # 0 in padding
+        return y.sum(1) / lengths[:, None]  # (B, N, E) -> (B, E)
+
+
+def read_encoder(folder: Path) -> SentenceEncoder:
+    """Read an encoder.
+
+    Raises:
+        ValueError: it is no BERT with absolute positions and GELU, or its tensors are others.
+    """
+    from safetensors.torch import load_file
+
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for name, supported in (("model_type", "bert"), ("hidden_act", "gelu"), ("position_embedding_type", "absolute")):
+        if config.get(name, supported) != supported:
+            raise ValueError(f"{folder} has {name}={config[name]!r}; only {supported!r} is supported")
+    encoder = SentenceEncoder(config).eval()
+    tensors = {name: t for name, t in load_file(folder / "model.safetensors").items() if name not in UNUSED}
+    names = {ours: theirs for theirs, ours in name_map(config["num_hidden_layers"])}
+    missing = names.values() ^ tensors.keys()
+    if missing:
+        raise ValueError(f"{folder}: tensors are missing or left over, such as {min(missing)}")
+    encoder.load_state_dict({ours: tensors[theirs] for ours, theirs in names.items()})
+    return encoder
+
+
+def name_map(n_layers: int) -> Iterator[tuple[str, str]]:
+    """Yield the name of each tensor, theirs and ours."""
+    modules = dict(OUTSIDE)
+    for i in range(n_layers):
+        modules |= {f"encoder.layer.{i}.{a}": f"backbone.blocks.{i}.{b}" for a, b in LAYER.items()}
+    for theirs, ours in modules.items():
+        if theirs.endswith(".weight"):
+            yield theirs, ours
+        else:
+            yield from ((f"{theirs}.{kind}", f"{ours}.{kind}") for kind in ("weight", "bias"))
+
+
+def swap(encoder: SentenceEncoder, kind: Any) -> None:
+    """Replace the attention of every layer by another with the same projections."""
+    for block in encoder.backbone.blocks:
+        old: Any = block.attention
+        new = kind(old.d_model, old.n_heads, old.causal).to(old.q_proj.weight)
+        projections = {name: t for name, t in old.state_dict().items() if "_proj." in name}
+        assert {name for name, _ in new.named_parameters()} == projections.keys()
+        new.load_state_dict(projections, strict=False)  # all but the features, which it has just drawn
+        block.attention = new.eval()
+
+
+@torch.no_grad()
+def vectors(encoder: nn.Module, batch: Batch, rows: int = 16) -> Tensor:
+    """Return the vectors of all texts at length 1, (B, E), some at a time and without needless padding."""
+    parts = zip(batch.ids.split(rows), batch.lengths.split(rows), strict=True)
+    return normalize(torch.cat([encoder(ids[:, : int(n.max())], n) for ids, n in parts]), dim=-1)
+
+
+# ---------------------------------------------------------------------------------------------------------- the texts
+
+
+def docstrings() -> set[str]:
+    """Return the docstrings of the top modules of the standard library, which are parsed, not imported."""
+    found = set()
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+                found.add(inspect.cleandoc(text))
+    return found
+
+
+def first_sentence(text: str) -> str | None:
+    """Return the first sentence, where it has 6 words or more."""
+    sentence = re.split(r"(?<=[.!?])\s|\n\n", text)[0].replace("\n", " ")
+    return sentence if len(sentence.split()) >= 6 and sentence.endswith(".") else None
+
+
+def spread_out(texts: list[str], n: int) -> list[str]:
+    """Return n of the texts, at even distances."""
+    if len(texts) < n:
+        raise ValueError(f"there are only {len(texts)} such texts, not {n}: ask for fewer")
+    return [texts[i * len(texts) // n] for i in range(n)]
+
+
+def tokenize(folder: Path, texts: list[str], most_tokens: int, device: torch.device) -> Batch:
+    """Return token ids with their marks of beginning and end, sorted by length."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(most_tokens)
+    rows = sorted((torch.tensor(e.ids) for e in tokenizer.encode_batch(texts)), key=len)
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    return Batch(nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device), lengths)
+
+
+# --------------------------------------------------------------------------------------------------------- the figures
+
+
+class Original(nn.Module):
+    """The encoder that transformers makes of a folder.
+
+    Args:
+        folder: See `read_encoder`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        from transformers import BertModel
+
+        self.model = BertModel.from_pretrained(folder, local_files_only=True, use_safetensors=True).eval()
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        """Return the vectors of texts: see `SentenceEncoder.forward`."""
+        seen = valid_positions(lengths, ids.size(1))
+        y = self.model(input_ids=ids, attention_mask=seen.long()).last_hidden_state
+        return (y * seen[..., None]).sum(1) / lengths[:, None]  # (B, N, E) -> (B, E)
+
+
+def _checked(name: str, batch: Batch, ours: Tensor, original: Original) -> str:
+    """Return a note on how near our vectors are to the original's, and what the texts are."""
+    difference = (ours - vectors(original, batch)).abs().max().item()
+    if not difference <= EQUAL:
+        raise ValueError(f"our vectors of the {name} differ by {difference:.1e} from those of transformers")
+    lengths = batch.lengths.tolist()
+    return (
+        f"{name}: {len(ours)} texts of {lengths[0]} to {lengths[-1]} tokens; largest difference between our softmax "
+        f"vectors and those of transformers: {difference:.1e}; mean cosine of two different texts: "
+        f"{_of_strangers(ours):.3f}."
+    )
+
+
+def _of_strangers(x: Tensor) -> float:
+    """Return the mean cosine of two different texts."""
+    n = len(x)
+    return ((x @ x.T).sum().item() - n) / (n * (n - 1))
+
+
+def _row(name: str, features: str, directions: str, n: int, exact: Tensor, estimates: list[Tensor]) -> Row:
+    cosines = [cosine_similarity(exact, x) for x in estimates]
+    neighbours = _neighbours(exact)
+    return {
+        "texts": name,
+        "features": features,
+        "ω": directions,
+        "F": n,
+        "cosine": Spread(tuple(c.mean().item() for c in cosines)),
+        "worst text in 20": Spread(tuple(c.quantile(0.05).item() for c in cosines)),
+        "same neighbour": Spread(tuple((_neighbours(x) == neighbours).float().mean().item() for x in estimates)),
+    }
+
+
+def _neighbours(x: Tensor) -> Tensor:
+    return (x @ x.T).fill_diagonal_(-torch.inf).argmax(-1)  # (B, E) -> (B,)
+
+
+def _plot(figure: Figure, lines: dict[tuple[str, str, str, int], Spread], exact: dict[str, Tensor], draws: int) -> None:
+    figure.set_size_inches(5 * len(exact), 4.5)
+    panels = figure.subplots(1, len(exact), squeeze=False, sharey=True)[0]
+    for axes, name in zip(panels, exact, strict=True):
+        for features, directions in dict.fromkeys(key[1:3] for key in lines):
+            spreads = {key[3]: s for key, s in lines.items() if key[:3] == (name, features, directions)}
+            style = "o-" if directions == "orthogonal" else "o--"
+            medians = [spread.median for spread in spreads.values()]
+            low, high = ([end(spread.samples) for spread in spreads.values()] for end in (min, max))
+            axes.plot(list(spreads), medians, style, color=COLORS[features], label=f"{features}, {directions}")
+            axes.fill_between(list(spreads), low, high, color=COLORS[features], alpha=0.12, linewidth=0)
+        axes.axhline(_of_strangers(exact[name]), color="gray", linestyle=":", label="two different texts")
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("features F")
+        axes.set_title(f"{len(exact[name])} {name}", fontsize="medium")
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("cosine to the vector of softmax attention")
+    panels[0].legend(title="median; band: min to max", fontsize="small")
+    figure.suptitle(f"MiniLM with Performer's attention, nothing trained, {draws} draws")

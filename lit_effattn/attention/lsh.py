@@ -21,7 +21,7 @@ from lit_effattn.ops.lsh import (
     sorted_chunks,
     weights_by_places,
 )
-from lit_effattn.sequence import accumulator, may_overwrite, valid_positions
+from lit_effattn.sequence import accumulator, may_overwrite, valid_positions, without_padding
 
 
 class LSHCache(NamedTuple):
@@ -161,9 +161,7 @@ class LSHAttention(Attention):
         """Combine the shared vectors (`q` and `k` are the same) and the values: see `Attention.attend`."""
         with torch.autocast(q.device.type, enabled=False):
             full = accumulator(q.dtype)
-            buckets = hash_buckets(q.to(full), self.rotations.to(full))  # (B, H, R, N)
-            if lengths is not None:
-                buckets = buckets.masked_fill(~valid_positions(lengths, q.size(2))[:, None, None], self.n_buckets)
+            buckets = self._buckets(q.to(full), lengths)
             if self.causal:
                 y, state = self._attend_causal(q, v, state, buckets, lengths)
                 return y.to(v.dtype), state
@@ -227,9 +225,7 @@ class LSHAttention(Attention):
     def weigh(self, q: Tensor, k: Tensor, state: LSHCache | FixedLSHCache | None, lengths: Tensor | None) -> Tensor:
         """Return the softmax over P_i, the union of what the rounds see: see `Attention.weigh`."""
         n, m = q.size(2), 0 if state is None else int(state.length.max())
-        buckets = hash_buckets(q, self.rotations.to(q.dtype))  # (B, H, R, N)
-        if lengths is not None:
-            buckets = buckets.masked_fill(~valid_positions(lengths, n)[:, None, None], self.n_buckets)
+        buckets = self._buckets(q, lengths)
         _, _, seen = self._order(n, m, state, lengths, q.device)
         seen = seen[:, None]  # (B or 1, 1, N or 1, M + N)
         if not self.causal:
@@ -245,6 +241,30 @@ class LSHAttention(Attention):
             places = torch.cat([rows(state.places, slot), places], 2)  # (B, H, M + N, R)
             seen = seen & F.pad(self._within_reach(state, before, m), (0, n), value=True)[:, :, None]
         return weights_by_places(q, k, places, seen, self.n_buckets)
+
+    @torch.no_grad()
+    def attention_buckets(
+        self, x: Tensor, state: LSHCache | FixedLSHCache | None = None, lengths: Tensor | None = None
+    ) -> Tensor:
+        """Return h_r(x_j), the bucket of each position of `x` in each round: (B, H, R, N), `n_buckets` in padding.
+
+        The arguments are those of `attention_weights`.
+
+        Raises:
+            ValueError: an argument is invalid: see `check`.
+        """
+        self.check(x, state, lengths)
+        q, k, _ = self.project(without_padding(x, lengths))
+        q, _ = self._turned(q, k, None if state is None else state.length)
+        with torch.autocast(x.device.type, enabled=False):
+            return self._buckets(q.to(accumulator(q.dtype)), lengths)
+
+    def _buckets(self, shared: Tensor, lengths: Tensor | None) -> Tensor:
+        """Hash the shared vectors: (B, H, N, D) -> (B, H, R, N), `n_buckets` in padding."""
+        buckets = hash_buckets(shared, self.rotations.to(shared.dtype))
+        if lengths is None:
+            return buckets
+        return buckets.masked_fill(~valid_positions(lengths, shared.size(2))[:, None, None], self.n_buckets)
 
     def _within_reach(self, state: LSHCache | FixedLSHCache, counts: Tensor, m: int) -> Tensor:
         """Return which of each row's newest M positions later ones may see in some round, (B, H, M)."""

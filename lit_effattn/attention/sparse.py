@@ -14,7 +14,7 @@ from lit_effattn.attention.cache import append, write
 from lit_effattn.attention.softmax import FixedCache, KeyValueCache, WindowCache, _newest, earlier_keys
 from lit_effattn.ops.sparse import fixed_attention, gather_rows, strided_attention, summary_positions
 from lit_effattn.ops.window import windowed_attention
-from lit_effattn.sequence import may_overwrite, reads_values
+from lit_effattn.sequence import may_overwrite, reads_values, valid_positions
 
 Pattern = Literal["strided", "fixed"]
 Combination = Literal["merged", "heads", "local", "distant"]
@@ -374,8 +374,30 @@ class SparseAttention(Attention):
         if state is not None:
             k = torch.cat([self._earlier_keys(state).to(k.dtype), k], 2)  # (B, H, M + N, D_qk)
         n = q.size(2)
-        i, j, seen = self._order(n, k.size(2) - n, state, lengths, q.device)
-        return softmax_over(q @ k.mT * self.qk_dim**-0.5, seen[:, None] & self._pattern_sees(i[:, None], j[:, None]))
+        seen = self._seen(n, k.size(2) - n, state, lengths, q.device)
+        return softmax_over(q @ k.mT * self.qk_dim**-0.5, seen)
+
+    @torch.no_grad()
+    def attention_pattern(self, x: Tensor, state: SparseState | None = None, lengths: Tensor | None = None) -> Tensor:
+        """Return whether key j is in A_i, the given pattern: the keys that may have a weight in `attention_weights`.
+
+        The arguments and the columns are those of `attention_weights`.
+
+        Returns:
+            (B, H, N, M) booleans, False in padding.
+
+        Raises:
+            ValueError: an argument is invalid: see `check`.
+        """
+        self.check(x, state, lengths)
+        m = 0 if state is None else self._earlier_keys(state).size(2)
+        seen = self._seen(x.size(1), m, state, lengths, x.device).expand(len(x), -1, -1, -1)
+        return seen if lengths is None else seen & valid_positions(lengths, x.size(1))[:, None, :, None]
+
+    def _seen(self, n: int, m: int, state: SparseState | None, lengths: Tensor | None, device: torch.device) -> Tensor:
+        """Return whether each of N positions sees a key of M earlier ones and their own, (B or 1, H, N, M + N)."""
+        i, j, seen = self._order(n, m, state, lengths, device)
+        return seen[:, None] & self._pattern_sees(i[:, None], j[:, None])
 
     def _pattern_sees(self, i: Tensor, j: Tensor) -> Tensor:
         """Return whether j ∈ A_i without regard to order: positions (B or 1, 1, ·, ·) -> (B or 1, H, N, M)."""

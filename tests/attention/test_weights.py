@@ -387,3 +387,48 @@ def test_no_signal_has_no_densities():
     attention = InfiniteAttention(E, H, **SIGNAL | {"n_basis": 0})
     with pytest.raises(ValueError, match="n_basis=0"):
         attention.attention_densities(torch.zeros(1, 2, E), times=torch.zeros(1))
+
+
+# ------------------------------------------------------------------------------------------------- sparse kinds' sets
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    "options", [{"stride": 4}, {"stride": 4, "pattern": "fixed", "summary": 2, "combine": "heads"}]
+)
+def test_the_given_pattern(options: dict, causal: bool):
+    """The sets A_i of Child et al. 2019, section 4.2, and 4.3 for the fixed pattern."""
+    attention, n, stride = SparseAttention(E, H, causal, **options).double(), 11, options["stride"]
+    x, lengths = inputs(attention, 2, n), torch.tensor([n, 7])
+    expected = torch.zeros(2, H, n, n, dtype=torch.bool)
+    for b, h, i, j in torch.cartesian_prod(*map(torch.arange, (2, H, n, n))).tolist():
+        if "pattern" in options:
+            sets = j // stride == i // stride, j % stride >= stride - 2 or i == j
+            there = sets[h]  # the first head's is the local set
+        else:
+            there = abs(i - j) < stride or (i - j) % stride == 0
+        expected[b, h, i, j] = there and max(i, j) < lengths[b] and (j <= i or not causal)
+    assert torch.equal(attention.attention_pattern(x, None, lengths), expected)
+    assert torch.equal(attention.attention_weights(x, None, lengths) > 0, expected)
+    if causal:
+        _, state = attention(x[:, :6])
+        assert torch.equal(attention.attention_pattern(x[:, 6:], state)[0], expected[0, :, 6:])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_buckets_of_lsh(causal: bool):
+    """h(x) = argmax [xR; −xR] (Kitaev et al. 2020, section 2), and no key of other buckets has weight."""
+    attention = LSHAttention(E, H, causal, n_hashes=2, n_buckets=6, chunk_size=20).double()
+    x, lengths = inputs(attention, 2, 12), torch.tensor([12, 8])
+    found = attention.attention_buckets(x, None, lengths)
+    q = attention.q_proj(x).detach().unflatten(2, (H, -1))  # (B, N, H, D)
+    for b, h, r, i in torch.cartesian_prod(*map(torch.arange, (2, H, 2, 12))).tolist():
+        turned = [float(q[b, i, h] @ attention.rotations[r, h, :, axis]) for axis in range(3)]
+        sides = turned + [-value for value in turned]
+        assert found[b, h, r, i] == (sides.index(max(sides)) if i < lengths[b] else 6)
+    shared = (found[..., None, :] == found[..., :, None]).any(2)  # (B, H, N, N)
+    weights = attention.attention_weights(x, None, lengths)
+    assert (weights[~shared & ~torch.eye(12, dtype=torch.bool)] == 0).all()
+    if causal:
+        _, state = attention(x[:, :5])
+        assert torch.equal(attention.attention_buckets(x[:, 5:], state)[0], found[0, ..., 5:])

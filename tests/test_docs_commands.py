@@ -111,7 +111,7 @@ class Reader:
         self.newest: str | None = None
 
     def run(self, words: list[str]) -> None:
-        name, words = words[0], [self._found(word) for word in words[1:]]
+        name, words = words[0], [found for word in words[1:] for found in self._found(word)]
         if name == "--help":
             main([name])
         elif "--print_config" in words or WITHOUT_DATA & {*words}:
@@ -144,14 +144,16 @@ class Reader:
         main(["fit", "--config", config, *flags, *short])
         self.newest = config
 
-    def _found(self, word: str) -> str:
-        """Put a file that is there into a path of which the page shows a part, or one of its own."""
-        if not re.search(r"…|\d{4}-\d\d-\d\d_", word):
-            return word
-        run = re.sub(r"\d{4}-\d\d-\d\d_[\d-]+|…", "*", word).split("/")
+    def _found(self, word: str) -> list[str]:
+        """Put files that are there into a pattern, and into a path of which the page shows a part or one of its own."""
+        pattern = re.sub(r"\d{4}-\d\d-\d\d_[\d-]+|…", "*", word)
+        if "*" not in pattern:
+            return [word]
+        run = pattern.split("/")
         if not [*self.folder.glob("/".join(run[:2]) + "/*/checkpoints/*")]:
             self.fit(run[1])
-        return str(max(self.folder.glob("/".join(run))))
+        found = sorted(map(str, self.folder.glob(pattern)))
+        return found if pattern == word else found[-1:]
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS)

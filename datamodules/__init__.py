@@ -5,6 +5,7 @@ from lit_effattn.datamodules.audio import AudioError, read_audio
 from lit_effattn.datamodules.augment import SpecAugment
 from lit_effattn.datamodules.copy_task import CopyTask
 from lit_effattn.datamodules.corpora import EspeakCorpus, LibriSpeechCorpus, ManifestCorpus
+from lit_effattn.datamodules.dialogue_task import DialogueTask
 from lit_effattn.datamodules.filterbanks import Filterbanks
 from lit_effattn.datamodules.labelled import LabelledBatch, pad_labelled
 from lit_effattn.datamodules.labelled_images import LabelledImages
@@ -20,7 +21,7 @@ from lit_effattn.datamodules.speech import SpeechData
 from lit_effattn.datamodules.state_tracking import StateTracking
 from lit_effattn.datamodules.text import TextStream
 from lit_effattn.datamodules.timit import TimitCorpus
-from lit_effattn.datamodules.tokens import IGNORE, PairBatch, TokenBatch
+from lit_effattn.datamodules.tokens import IGNORE, PairBatch, Response, TokenBatch
 from lit_effattn.datamodules.utterances import BLANK, SpeechBatch, SpeechCorpus, Utterance
 from lit_effattn.datamodules.wave_augment import WaveAugment
 
@@ -30,6 +31,7 @@ __all__ = [
     "AssociativeRecall",
     "AudioError",
     "CopyTask",
+    "DialogueTask",
     "EspeakCorpus",
     "Filterbanks",
     "LabelledBatch",
@@ -42,6 +44,7 @@ __all__ = [
     "PairBatch",
     "PixelSequences",
     "Pronouncer",
+    "Response",
     "ResumableLoader",
     "RetrievalTask",
     "SequencePairs",

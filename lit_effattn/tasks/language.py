@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lit_effattn import sequence
 from lit_effattn.beam import LENGTH_PENALTY, Hypotheses, beam_search
 from lit_effattn.datamodules.tokenizers import Tokenizer
-from lit_effattn.datamodules.tokens import IGNORE, TokenBatch
+from lit_effattn.datamodules.tokens import IGNORE, Response, TokenBatch
 from lit_effattn.generation import generate
 from lit_effattn.nn.heads import CategoricalHead, HeadFactory
 from lit_effattn.nn.sliding import SlidingWindow
@@ -26,6 +26,8 @@ from lit_effattn.sequence import SequenceModule, State
 from lit_effattn.tasks.auxiliary import FurtherPredictions, mean_loss
 from lit_effattn.tasks.base import Objective, Task, check_backbone, check_fields
 from lit_effattn.tasks.metrics import Accuracy, BitsPerByte, BitsPerCharacter, Count, Perplexity
+from lit_effattn.tasks.responses import ResponseMetric, Responses, score_texts, write_file
+from lit_effattn.tasks.sequence_to_sequence import TokenNumbers
 
 Unit = Literal["byte", "character", "token"]
 
@@ -78,6 +80,12 @@ class LanguageModel(Task):
         n_targets: How many of the next tokens each position predicts in training, each with a head of its own. What is
             reported is the next one.
         target_weight: Weight of the loss of each target but the first.
+        response_metrics: Write the responses that the data mark, such as the turns of a dialogue, and score them with
+            these: "f1" and "rouge_l", from 0 to 100, by torchmetrics; "exact_match", the fraction of responses whose
+            words are right. `test` reports them, `predict` writes the responses to a file. A response is written after
+            the right tokens before it.
+        beam: Hypotheses of the search for a response; 1 is greedy.
+        max_response_len: Most tokens of a response, the end token included.
 
     Raises:
         ValueError: the backbone is not causal, or a setting is for kinds that it does not have.
@@ -109,8 +117,12 @@ class LanguageModel(Task):
         intermediate_losses: bool = False,
         n_targets: int = 1,
         target_weight: float = 0.5,
+        response_metrics: Sequence[ResponseMetric] = (),
+        beam: int = 1,
+        max_response_len: int = 64,
     ) -> None:
         check_backbone(backbone)
+        responses = Responses(response_metrics, beam=beam, max_len=max_response_len)
         super().__init__(optimizer, lr_scheduler)
         if not backbone.causal:
             raise ValueError("backbone has causal=False; a token must not see those it predicts, so set causal=True")
@@ -154,6 +166,8 @@ class LanguageModel(Task):
         lengths = test_lengths if accuracy else None
         self.accuracy_by_length = nn.ModuleDict({str(n): Accuracy() for n in lengths or ()})
         self.count = Count()
+        self._responses = responses
+        self.response_scores = responses.scores()
         wanted = {"mem_len": eval_mem_len, "clamp_len": eval_clamp_len, "same_length": eval_same_length}
         self._eval_memory = {name: value for name, value in wanted.items() if value is not None}
         self._with_memory: list[Any] = [m for m in backbone.modules() if callable(getattr(m, "set_memory", None))]
@@ -219,15 +233,29 @@ class LanguageModel(Task):
         if self.further is not None:
             self.further.follow(self.trainer.global_step, self._n_steps)
 
-    def predict_step(self, batch: TokenBatch) -> dict[str, Tensor]:
-        """Return how many targets each row has, and their mean −log2 p, (B,) each."""
+    def training_step(self, batch: TokenBatch) -> Tensor:
+        """Return the loss of `objective`. Compiled code is not compiled again for other responses."""
+        return super().training_step(batch._replace(responses=None))
+
+    def predict_step(self, batch: TokenBatch) -> dict[str, Tensor] | list[tuple[Response, str]]:
+        """Return how many targets each row has, and their mean −log2 p, (B,) each.
+
+        With `response_metrics`, return the responses that begin in the batch, with what the model writes.
+        """
+        if self._responses.metrics:
+            memory, _ = self.memory, self.hidden(batch)
+            return self._written(batch, memory)
         count = (batch.targets != IGNORE).sum(1)
         bits = self(batch).sum(1) / count.clamp(min=1) / torch.log(torch.tensor(2.0))
         return {"targets": count, "bits_per_target": bits}
 
     def score(self, stage: str, batch: TokenBatch) -> dict[str, Any]:
-        """Update bits or perplexity, in test the count of what is scored, and the accuracy if it is wanted."""
+        """Update bits or perplexity, and the accuracy if it is wanted; in test the count of what is scored, too.
+
+        In test, the responses are written and scored if they are wanted.
+        """
         self._check_window(batch)
+        memory = self.memory
         hidden, _ = self.hidden(batch)
         scored = batch.targets != IGNORE
         hidden, targets = hidden[scored], batch.targets[scored]
@@ -237,6 +265,8 @@ class LanguageModel(Task):
         if stage == "test":
             metrics[f"{self.unit}s"] = self.count
             metrics[f"{self.unit}s"](nll)
+            score_texts(self.response_scores, self._written(batch, memory) if self._responses.metrics else [])
+            metrics |= dict(self.response_scores.items())
         if self.accuracies is not None:
             metrics["accuracy"] = self.accuracies[stage]
             right = self.head.log_probs(hidden).argmax(-1) == targets
@@ -263,6 +293,17 @@ class LanguageModel(Task):
         for n, metric in metrics.items():
             metric.update(right[of_target == int(n)])
         return {f"accuracy_{n}": metric for n, metric in metrics.items()}
+
+    def _written(self, batch: TokenBatch, memory: State | None) -> list[tuple[Response, str]]:
+        text = TokenNumbers(self.vocab_size) if self.tokenizer is None else self.text
+        return self._responses.write(
+            batch, memory, backbone=self.backbone, embed=self._embed, head=self.head, text=text
+        )
+
+    def write_predictions(self, predictions: list[Any], folder: Path) -> str:
+        """Write what `predict_step` returned: the responses if they are wanted; see `Task.write_predictions`."""
+        wanted = bool(self._responses.metrics)
+        return write_file(predictions, folder) if wanted else super().write_predictions(predictions, folder)
 
     # -------------------------------------------------------------------------------------- memory in evaluation
 

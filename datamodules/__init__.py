@@ -6,6 +6,7 @@ from lit_effattn.datamodules.augment import SpecAugment
 from lit_effattn.datamodules.copy_task import CopyTask
 from lit_effattn.datamodules.corpora import EspeakCorpus, LibriSpeechCorpus, ManifestCorpus
 from lit_effattn.datamodules.dialogue_task import DialogueTask
+from lit_effattn.datamodules.dialogues import GroundedDialogues
 from lit_effattn.datamodules.filterbanks import Filterbanks
 from lit_effattn.datamodules.labelled import LabelledBatch, pad_labelled
 from lit_effattn.datamodules.labelled_images import LabelledImages
@@ -34,6 +35,7 @@ __all__ = [
     "DialogueTask",
     "EspeakCorpus",
     "Filterbanks",
+    "GroundedDialogues",
     "LabelledBatch",
     "LabelledImages",
     "LabelledTexts",

@@ -110,12 +110,7 @@ class TokenStreams(Dataset[TokenBatch]):
         return int((self.ends - self.begins).max())
 
     def __getitem__(self, step: int) -> TokenBatch:
-        segments = self.begins + step  # of all processes, so that `lengths` is None on all or on none
-        present = segments < self.ends
-        document = np.searchsorted(self.first, np.where(present, segments, 0), side="right") - 1
-        begins = self.borders[document] + (segments - self.first[document]) * self.segment_len
-        lengths = np.minimum(self.segment_len, self.borders[document + 1] - begins) * present
-        fresh = present & ((step == 0) | (segments == self.first[document]))
+        begins, lengths, fresh = self._segments(step)
         mine = slice(self.rank * self.batch_size, (self.rank + 1) * self.batch_size)
         inputs, targets = self._read(begins[mine], lengths[mine])
         return TokenBatch(
@@ -124,6 +119,18 @@ class TokenStreams(Dataset[TokenBatch]):
             lengths=None if (lengths == self.segment_len).all() else torch.from_numpy(lengths[mine]),
             fresh=torch.from_numpy(fresh[mine]),
         )
+
+    def _segments(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return where each stream's segment begins, its length, and whether a memory is reset before it.
+
+        Those of all processes, so that `lengths` of a batch is None on all or on none.
+        """
+        segments = self.begins + step
+        present = segments < self.ends
+        document = np.searchsorted(self.first, np.where(present, segments, 0), side="right") - 1
+        begins = self.borders[document] + (segments - self.first[document]) * self.segment_len
+        lengths = np.minimum(self.segment_len, self.borders[document + 1] - begins) * present
+        return begins, lengths, present & ((step == 0) | (segments == self.first[document]))
 
     def _read(self, begins: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         inputs = np.zeros((len(begins), self.segment_len), np.int64)

@@ -116,7 +116,7 @@ class TextStream(LightningDataModule):
         _check_at_least(0, num_workers=num_workers)
         if documents not in ("apart", "joined"):
             raise ValueError(f"documents={documents!r} is not known; choose apart or joined")
-        self.source = source
+        self.source: str = source
         if tokenizer_of is not None and (tokens, vocab_size) != (None, None):
             raise ValueError(
                 f"tokenizer_of={tokenizer_of!r} brings its vocabulary; leave out tokens={tokens!r} and "

@@ -20,7 +20,7 @@ from lit_effattn.sequence import SequenceModule, State, accumulator, reads_value
 class SourceKeys(NamedTuple):
     """The keys and values of a source."""
 
-    keys: Tensor  # (B, H, S, D)
+    keys: Tensor  # (B, H, S, D_qk)
     values: Tensor  # (B, H, S, D)
     length: Tensor  # (B,), positions of the source; the slots after them are padding
     given: Tensor  # (B,), whether the row has a source, which may be empty
@@ -217,12 +217,20 @@ class SoftmaxCrossAttention(CrossAttention):
         d_source: Width of the source. Default: E.
         dropout: Probability with which an attention weight is dropped in training.
         bias: Whether the projections have a bias.
+        d_qk: Width of all heads' queries and keys together: see `SoftmaxAttention`. Default: E.
     """
 
     def __init__(
-        self, d_model: int, n_heads: int, d_source: int | None = None, *, dropout: float = 0.0, bias: bool = True
+        self,
+        d_model: int,
+        n_heads: int,
+        d_source: int | None = None,
+        *,
+        dropout: float = 0.0,
+        bias: bool = True,
+        d_qk: int | None = None,
     ) -> None:
-        super().__init__(d_model, n_heads, d_source, bias=bias)
+        super().__init__(d_model, n_heads, d_source, bias=bias, d_qk=d_qk)
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout={dropout} is not a probability from 0 to below 1")
         self.dropout = dropout
@@ -237,8 +245,11 @@ class SoftmaxCrossAttention(CrossAttention):
     ) -> SourceKeys:
         """Return the state without a source: see `SequenceModule.initial_state`."""
         device, dtype = self.default(device, dtype)
-        none = torch.zeros(batch_size, self.n_heads, 0, self.head_dim, device=device, dtype=dtype)
-        return SourceKeys(none, none, *_no_source(batch_size, device))
+        keys, values = (
+            torch.zeros(batch_size, self.n_heads, 0, dim, device=device, dtype=dtype)
+            for dim in (self.qk_dim, self.head_dim)
+        )
+        return SourceKeys(keys, values, *_no_source(batch_size, device))
 
     def keep(self, k: Tensor, v: Tensor, length: Tensor, given: Tensor) -> SourceKeys:
         """Keep the keys and values: see `CrossAttention.keep`."""
@@ -248,7 +259,7 @@ class SoftmaxCrossAttention(CrossAttention):
         """Attend to the keys: see `CrossAttention.read`."""
         slots = state.keys.size(2)
         if slots == 0:
-            return torch.zeros_like(q)
+            return q.new_zeros(*q.shape[:3], self.head_dim)
         mask = None
         if not reads_values(state.length) or int(state.length.min()) < slots:
             # An empty row sees the first key, which avoids a softmax of 0 / 0.

@@ -19,7 +19,7 @@ from lit_effattn.sequence import reads_values, valid_positions
 class KeyValueCache(NamedTuple):
     """All keys and values so far. Slot t holds position t; slots from `length` on are undefined."""
 
-    keys: Tensor  # (B, H_kv, M, D)
+    keys: Tensor  # (B, H_kv, M, D_qk)
     values: Tensor  # (B, H_kv, M, D)
     length: Tensor  # (B,)
 
@@ -27,7 +27,7 @@ class KeyValueCache(NamedTuple):
 class FixedCache(NamedTuple):
     """A `KeyValueCache` with a fixed number of slots M."""
 
-    keys: Tensor  # (B, H_kv, M, D)
+    keys: Tensor  # (B, H_kv, M, D_qk)
     values: Tensor  # (B, H_kv, M, D)
     length: Tensor  # (B,)
 
@@ -35,7 +35,7 @@ class FixedCache(NamedTuple):
 class WindowCache(NamedTuple):
     """The newest window − 1 keys and values, the newest last."""
 
-    keys: Tensor  # (B, H_kv, window − 1, D)
+    keys: Tensor  # (B, H_kv, window − 1, D_qk)
     values: Tensor  # (B, H_kv, window − 1, D)
     length: Tensor  # (B,), positions seen in all
 
@@ -43,7 +43,7 @@ class WindowCache(NamedTuple):
 class RingCache(NamedTuple):
     """The newest keys and values in a ring buffer of M = min(window, max_len) slots: slot t mod M holds position t."""
 
-    keys: Tensor  # (B, H_kv, M, D)
+    keys: Tensor  # (B, H_kv, M, D_qk)
     values: Tensor  # (B, H_kv, M, D)
     length: Tensor  # (B,), positions seen in all
 
@@ -71,6 +71,8 @@ class SoftmaxAttention(Attention):
         n_kv_heads: Heads of keys and values H_kv, each shared by H / H_kv heads of queries (grouped-query attention,
             Ainslie et al. 2023): the state is smaller by as much. Default: H.
         out_bias: Whether the output's projection has a bias. Default: as `bias` says.
+        d_qk: Width of all heads' queries and keys together, H d_k in Vaswani et al. 2017, Table 3 (B). D in √D is then
+            d_qk / H. Default: E. Another width than E has no fused kernel on some devices.
     """
 
     takes_groups = True
@@ -86,8 +88,9 @@ class SoftmaxAttention(Attention):
         bias: bool = True,
         n_kv_heads: int | None = None,
         out_bias: bool | None = None,
+        d_qk: int | None = None,
     ) -> None:
-        super().__init__(d_model, n_heads, causal, bias=bias, n_kv_heads=n_kv_heads, out_bias=out_bias)
+        super().__init__(d_model, n_heads, causal, bias=bias, d_qk=d_qk, n_kv_heads=n_kv_heads, out_bias=out_bias)
         if window is not None and window < 1:
             raise ValueError(f"window={window} must be at least 1: it includes the position itself")
         if window is not None and not causal:
@@ -114,15 +117,15 @@ class SoftmaxAttention(Attention):
         device, dtype = self.default(device, dtype)
         length = torch.zeros(batch_size, dtype=torch.long, device=device)
 
-        def empty(slots: int) -> Tensor:
-            return torch.zeros(batch_size, self.n_kv_heads, slots, self.head_dim, device=device, dtype=dtype)
+        def empty(slots: int, dim: int) -> Tensor:
+            return torch.zeros(batch_size, self.n_kv_heads, slots, dim, device=device, dtype=dtype)
 
         kind: type[SoftmaxState]
         if max_len is None:
             kind, slots = (KeyValueCache, 0) if self.window is None else (WindowCache, self.window - 1)
         else:
             kind, slots = (FixedCache, max_len) if self.window is None else (RingCache, min(self.window, max_len))
-        return kind(empty(slots), empty(slots), length)
+        return kind(empty(slots, self.qk_dim), empty(slots, self.head_dim), length)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, state: SoftmaxState | None, lengths: Tensor | None
@@ -235,7 +238,7 @@ class SoftmaxAttention(Attention):
 
     def _scores(self, q: Tensor, k: Tensor, distance: Tensor) -> Tensor:
         """Return the scores (B, H, N, M) of keys at `distance` (1, N, M) from the queries."""
-        return q @ k.mT * self.head_dim**-0.5
+        return q @ k.mT * self.qk_dim**-0.5
 
 
 def earlier_keys(state: SoftmaxState, window: int | None) -> Tensor:

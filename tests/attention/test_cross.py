@@ -1,7 +1,7 @@
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -286,15 +286,21 @@ def test_a_bad_source_is_named(what: str, shape: tuple, lengths: Tensor | None, 
         module.remember(torch.zeros(shape), lengths)
 
 
-def test_queries_and_keys_of_another_width():
-    """As with fast-transformers' `query_dimensions`, 3 a head."""
-    cross = LinearCrossAttention(E, H, D_SOURCE, d_qk=3 * H).double()
+@pytest.mark.parametrize(
+    ("kind", "definition"),
+    [(LinearCrossAttention, definitions.linear_cross), (SoftmaxCrossAttention, definitions.softmax_cross)],
+)
+def test_queries_and_keys_of_another_width(kind: Any, definition: Any):
+    """As with fast-transformers' `query_dimensions`, or d_k in Vaswani et al. 2017, Table 3 (B): 3 a head."""
+    cross = kind(E, H, D_SOURCE, d_qk=3 * H).double()
     q_and_k = (E * 3 * H + 3 * H) + (D_SOURCE * 3 * H + 3 * H)
     assert sum(p.numel() for p in cross.parameters()) == q_and_k + (D_SOURCE * E + E) + (E * E + E)
     x, source = torch.randn(2, 5, E).double(), torch.randn(2, 7, D_SOURCE).double()
     state = cross.remember(source)
-    assert state.s.shape == cross.initial_state(2).s.shape == (2, H, 3, E // H)
-    torch.testing.assert_close(cross(x, state)[0], definitions.linear_cross(cross, x, source))
+    if kind is LinearCrossAttention:
+        assert state.s.shape == cross.initial_state(2).s.shape == (2, H, 3, E // H)
+    assert cross(x)[0].eq(0).all()  # no source
+    torch.testing.assert_close(cross(x, state)[0], definition(cross, x, source))
     torch.testing.assert_close(
         cross.attention_weights(x, source).sum(-1), torch.ones(2, H, 5).double(), atol=1e-5, rtol=0
     )

@@ -6,6 +6,7 @@ from torch import nn
 
 from lit_effattn import sequence
 from lit_effattn.attention import SoftmaxAttention
+from tests.laws import definitions
 
 E, H = 12, 3
 
@@ -42,11 +43,29 @@ def test_equals_multihead_attention_of_torch(causal: bool, bias: bool):
         ({"window": 4, "causal": False}, ["window=4", "causal"]),
         ({"dropout": 1.0}, ["dropout=1.0"]),
         ({"dropout": -0.1}, ["dropout=-0.1"]),
+        ({"d_qk": 7}, ["d_qk=7", "n_heads=3"]),
     ],
 )
 def test_bad_options_are_named(options: dict, words: list[str]):
     with pytest.raises(ValueError, match=".*".join(map(re.escape, words))):
         SoftmaxAttention(**{"d_model": E, "n_heads": H, **options})
+
+
+@torch.no_grad()
+def test_queries_and_keys_of_another_width():
+    """d_k in Vaswani et al. 2017, Table 3 (B), scores over √d_k; in the caches that grow and that do not."""
+    attention = SoftmaxAttention(E, H, d_qk=2 * H).double()
+    assert sum(p.numel() for p in attention.parameters()) == 2 * (E * 2 * H + 2 * H) + 2 * (E * E + E)
+    x = torch.randn(2, 7, E).double()
+    expected = definitions.softmax(attention, x)
+    torch.testing.assert_close(attention(x)[0], expected)
+    for state in (None, attention.initial_state(2, max_len=7)):
+        first, state = attention(x[:, :4], state)
+        rest, _ = attention(x[:, 4:], state)
+        torch.testing.assert_close(torch.cat([first, rest], 1), expected)
+    values = attention._heads(attention.v_proj(x))
+    seen = attention.out_proj((attention.attention_weights(x) @ values).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(seen, expected)
 
 
 def test_a_full_cache_says_so():

@@ -136,7 +136,7 @@ ATTENTIONS = [
     *kind(SoftmaxAttention, definitions.softmax, 5, window=5, causal=[True]),
     *kind(SoftmaxAttention, definitions.softmax, 3, window=1, causal=[True], bias=False),
     *kind(SoftmaxAttention, definitions.softmax, 5, n_kv_heads=1, out_bias=False, causal=[True], rotary=True),
-    *kind(SoftmaxAttention, definitions.softmax, 3, window=3, n_kv_heads=1, causal=[True]),
+    *kind(SoftmaxAttention, definitions.softmax, 3, window=3, n_kv_heads=1, d_qk=6, causal=[True]),
     *kind(ShawAttention, definitions.shaw, 3, max_distance=3),
     *kind(ShawAttention, definitions.shaw, 5, max_distance=3, window=5, causal=[True]),
     *kind(ShawAttention, definitions.shaw, 2, max_distance=5, window=2, causal=[True], bias=False),

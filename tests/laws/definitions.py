@@ -15,7 +15,7 @@ from torch import Tensor
 def softmax(module, x: Tensor) -> Tensor:
     """softmax(Q Kᵀ / √D) V, Vaswani et al. 2017, equation 1; of the newest `window` keys."""
     q, k, v = queries_keys_values(module, x)
-    scores = q @ k.transpose(-1, -2) / math.sqrt(module.head_dim)
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.size(-1))
     exponential = scores.exp() * sees(module, x.size(1))  # small sizes: no maximum need be subtracted
     return heads_together(module, exponential / exponential.sum(-1, keepdim=True) @ v)
 
@@ -147,7 +147,7 @@ def random_features(module, x: Tensor) -> Tensor:
 def softmax_cross(module, x: Tensor, source: Tensor) -> Tensor:
     """softmax(Q Kᵀ / √D) V, Vaswani et al. 2017, equation 1, of the keys and values of a source (B, S, d_source)."""
     q, k, v = queries_and_source(module, x, source)
-    exponential = (q @ k.transpose(-1, -2) / math.sqrt(module.head_dim)).exp()
+    exponential = (q @ k.transpose(-1, -2) / math.sqrt(q.size(-1))).exp()
     return heads_together(module, exponential / exponential.sum(-1, keepdim=True) @ v)
 
 

@@ -84,7 +84,7 @@ def read_run(path: Path, *, length: int | None = None, trust: Sequence[str] = ()
     Raises:
         ValueError: it is no run's folder, or its configuration can't be read.
     """
-    settings = flat(_config(path))
+    settings = flat(read_config(path))
     curves, seconds, per_step = _log(path / "csv")
     peaks = {name: int(max(curves[column].values())) for column, name in _MEMORY.items() if curves.get(column)}
     own = {name: curve for name, curve in curves.items() if not name.startswith("cost/")}
@@ -103,7 +103,12 @@ def read_run(path: Path, *, length: int | None = None, trust: Sequence[str] = ()
     return RunRecord(path, settings, own, **known)
 
 
-def _config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the configuration of the run in the folder `path`, as data.
+
+    Raises:
+        ValueError: it is no run's folder, or its configuration can't be read.
+    """
     file = path / "config.yaml"
     if not file.is_file():
         inside = sorted(config.parent.name for config in path.glob("*/config.yaml"))

@@ -78,8 +78,10 @@ def table(rows: Table) -> str:
 def _cell(value: Any) -> str:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return f'<td class="number">{escape(shown(value))}</td>'
-    text = shown(value)
-    return f"<td{' class=' + chr(34) + 'long' + chr(34) if len(text) > 24 else ''}>{escape(text)}</td>"
+    text = escape(shown(value))
+    if " " not in text:  # a name: it is broken after its parts
+        text = text.replace("_", "_<wbr>").replace(".", ".<wbr>")
+    return f'<td class="{"long" if len(text) > 24 else ""}">{text}</td>'
 
 
 def pairs(values: Mapping[str, Any], title: Sequence[str]) -> str:

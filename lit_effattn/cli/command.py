@@ -36,7 +36,7 @@ import lit_effattn.tasks.ctc
 
 # These imports make the classes known by their short names in YAML and flags.
 from lit_effattn import callbacks, datamodules, slurm
-from lit_effattn.attention import SparseAttention
+from lit_effattn.attention import Attention, SparseAttention
 from lit_effattn.averaging import average_parameters
 from lit_effattn.checkpoints import AtomicCheckpointIO, read_checkpoint, with_config, without_folders
 from lit_effattn.cli.derived import set_strides, set_windows, stated
@@ -46,6 +46,7 @@ from lit_effattn.cli.parser_errors import unknown
 from lit_effattn.cli.resume import CHECKPOINT, ROOT, ResolvedArgs, is_child, refuse_dropped
 from lit_effattn.cli.saved_settings import OFFLINE, UserOptions, fixed_by_data, homes
 from lit_effattn.cli.trainer import Trainer
+from lit_effattn.nn.transfer import begin_transfer
 from lit_effattn.runs import (
     LAST,
     PREVIOUS,
@@ -268,6 +269,13 @@ class CLI(LightningCLI):
                 help="Start from the weights of this checkpoint (a path, `last` or `best`), with everything else new, "
                 "for fine-tuning. To resume a run, use --ckpt_path.",
             )
+            parser.add_argument(
+                "--transfer_from",
+                type=str | None,
+                default=None,
+                help="Start from the weights of this checkpoint, and train the attention alone, where it differs from "
+                "the checkpoint's: each layer learns to give its output. Fine-tune the result with --init_weights.",
+            )
         for name in sorted(fixed_by_data()) if self.resolved.data_fixes else ():
             parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
 
@@ -426,22 +434,36 @@ class CLI(LightningCLI):
     # --------------------------------------------------------------------------------------------------- the commands
 
     def before_fit(self) -> None:
-        """Load the weights of `--init_weights`."""
-        path = self.config[self.subcommand].init_weights
-        if path is None or self.resolved.requeued:
-            return
-        if self.resolved.checkpoint is not None:
-            raise ValueError(
-                "--init_weights and --ckpt_path were both given; give the first for a new run, the second to resume"
-            )
-        found = find_checkpoint(path, self.resolved.root or Path(ROOT), option="--init_weights")
+        """Load the weights of `--init_weights` or `--transfer_from`, and prepare the attention transfer."""
+        config = self.config[self.subcommand]
+        resumes = self.resolved.checkpoint is not None
+        if config.init_weights is not None and not self.resolved.requeued:
+            for name, other in (("--ckpt_path", resumes), ("--transfer_from", config.transfer_from is not None)):
+                if other:
+                    raise ValueError(
+                        f"--init_weights and {name} were both given; give the first for a new run, --ckpt_path to "
+                        "resume, --transfer_from for attention transfer"
+                    )
+            self._load_weights("--init_weights", config.init_weights)
+        if config.transfer_from is not None:
+            found = find_checkpoint(config.transfer_from, self.resolved.root or Path(ROOT), option="--transfer_from")
+            teacher = Task.load_from_checkpoint(found, map_location="cpu", trust=config.trust or ())
+            if not resumes:
+                self._load_weights("--transfer_from", config.transfer_from)
+            warnings.filterwarnings("ignore", ".*in eval mode at the start of training.*")  # dropout is off
+            n = begin_transfer(self.model, teacher)
+            rank_zero_info(f"Attention transfer: {n} layers learn the attention of {short(found)}; all else is frozen")
+
+    def _load_weights(self, option: str, path: str) -> None:
+        """Load the weights of a checkpoint into the model."""
+        found = find_checkpoint(path, self.resolved.root or Path(ROOT), option=option)
         checkpoint = read_checkpoint(found)
-        kept = _keep_buffers(self.model, checkpoint["state_dict"])
+        kept = _keep_fresh(self.model, checkpoint["state_dict"])
         try:
             self.model.on_load_checkpoint(checkpoint)
         except OtherModelError as error:
             raise ValueError(
-                f"--init_weights {path}: {error.difference}. Give the model the options of that run: they are in its "
+                f"{option} {path}: {error.difference}. Give the model the options of that run: they are in its "
                 "config.yaml"
             ) from error
         self.model.load_state_dict(checkpoint["state_dict"])
@@ -552,14 +574,19 @@ def _read_average(averaged: Sequence[Path], model: torch.nn.Module, path: Path) 
     return checkpoint
 
 
-def _keep_buffers(model: torch.nn.Module, weights: dict[str, Any]) -> list[str]:
-    """Add to `weights` the buffers of `model` that are absent: random features, in a checkpoint of softmax attention.
+def _keep_fresh(model: torch.nn.Module, weights: dict[str, Any]) -> list[str]:
+    """Add to `weights` what another kind of attention does not have: buffers, and what the kind names as `fresh`.
+
+    These are random features, feature maps and mixing factors, which a checkpoint of softmax attention lacks.
 
     Returns:
         Their names, each with how many have it.
     """
-    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    absent = {name: t for name, t in model.state_dict().items() if name in buffers and name not in weights}
+    fresh = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    for path, module in model.named_modules():
+        for own in module.fresh if isinstance(module, Attention) else ():
+            fresh |= {name for name, _ in model.named_parameters() if f"{name}.".startswith(f"{path}.{own}.")}
+    absent = {name: t for name, t in model.state_dict().items() if name in fresh and name not in weights}
     weights.update(absent)
     counts = Counter(name.rpartition(".")[2] for name in absent)
     return [f"{name} ({n}×)" for name, n in counts.items()]

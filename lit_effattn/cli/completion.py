@@ -73,7 +73,11 @@ def _values(path: str) -> list[str]:
     """Return the values that an option takes, if they are names."""
     if path == "config":
         return list(shipped())
-    return ["last", "best"] if path in ("ckpt_path", "init_weights") else class_names(path.removesuffix(".help"))
+    return (
+        ["last", "best"]
+        if path in ("ckpt_path", "init_weights", "transfer_from")
+        else class_names(path.removesuffix(".help"))
+    )
 
 
 class _Parsers(CLI):

@@ -103,6 +103,8 @@ class ResolvedArgs(NamedTuple):
         # Nor do recordings or texts of the user's own need the corpus: the checkpoint says what data fixed.
         data_fixes = uses_data and not _has(given.flags, *_OF_THE_USERS_OWN)
         saved = _saved_settings(content, checkpoint, command, uses_data, data_fixes)
+        if command == "fit":
+            _check_transfer(content, checkpoint, given)
         before = f", averaged with {', '.join(path.name for path in averaged[:-1])}" if averaged[:-1] else ""
         rank_zero_info(f"{command} from {short(checkpoint)}{before}")
         saved = checked_settings(saved, command, checkpoint, given.trust, UserOptions(given.flags, given.files))
@@ -196,7 +198,7 @@ _OF_THE_USERS_OWN = tuple(f"--data.{part}{name}" for part in ("", "init_args.") 
 """Flags that name what to predict instead of the corpus."""
 
 
-OF_FIT = ("checkpoint", "init_weights")
+OF_FIT = ("checkpoint", "init_weights", "transfer_from")
 """What only `fit` knows of a YAML file, which serves all commands."""
 
 
@@ -262,6 +264,19 @@ def _saved_settings(
         for name in fixed_by_data() & init_args.keys():
             del init_args[name]
     return saved
+
+
+def _check_transfer(content: dict[str, Any], checkpoint: Path, given: _Given) -> None:
+    """Check that an attention transfer is resumed as one: whose attention is learnt, only the user may say."""
+    before = saved_config(content, short(checkpoint)).get("transfer_from")
+    now = _has(given.flags, "--transfer_from") or any(file.get("transfer_from") for file in given.files)
+    if before and not now:
+        raise ValueError(
+            f"{short(checkpoint)} is of an attention transfer: give --transfer_from {before} again to resume it, or "
+            "--init_weights in place of --ckpt_path to fine-tune its result"
+        )
+    if now and not before:
+        raise ValueError(f"{short(checkpoint)} is of no attention transfer: give --transfer_from without --ckpt_path")
 
 
 def refuse_dropped(saved: dict[str, Any], now: dict[str, Any]) -> None:

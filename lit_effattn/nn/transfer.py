@@ -1,0 +1,148 @@
+"""Attention transfer: the attention of each layer learns to give the outputs of another model's attention."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lit_effattn.hparams import spec
+from lit_effattn.nn.transformer import Block
+from lit_effattn.sequence import SequenceModule, State, accumulator
+
+
+class TransferState(NamedTuple):
+    """The states of both attentions, and the error of this call."""
+
+    old: State
+    new: State
+    loss: Tensor  # (B,), see `Transfer`
+
+
+class Transfer(SequenceModule):
+    """Trains an attention to give the output of another one (Zhang et al. 2024, LoLCATs, section 3.2).
+
+        loss = Σ_i ‖new(x)_i − old(x)_i‖² / Σ_i ‖old(x)_i‖²,  per row
+
+    This is the mean squared error, divided by the mean square of the old outputs, so that all layers count alike: 0
+    is a perfect copy, 1 an output of zeros. In training mode the old output flows on, and the error is an auxiliary
+    loss in the state. In evaluation mode this is the new attention alone. The state dict is the new attention's.
+
+    Args:
+        new: The attention to train, causal.
+        old: The attention to imitate, causal, which is frozen.
+
+    Raises:
+        ValueError: One of the two is not causal.
+    """
+
+    def __init__(self, new: SequenceModule, old: SequenceModule) -> None:
+        super().__init__()
+        if not (new.causal and old.causal):
+            raise ValueError("attention transfer needs causal attention: the error of a layer travels in its state")
+        self.d_input, self.d_model, self.causal = new.d_input, new.d_model, True
+        self.new = new
+        self.old = old.requires_grad_(False).eval()
+        self.register_state_dict_post_hook(_of_new_alone)
+        self.register_load_state_dict_pre_hook(_of_both)
+
+    def forward(
+        self, x: Tensor, state: State | None = None, lengths: Tensor | None = None
+    ) -> tuple[Tensor, State | None]:
+        """See `SequenceModule.forward`."""
+        if not self.training:
+            return self.new(x, state, lengths)
+        before, own = (None, None) if state is None else (state.old, state.new)
+        with torch.no_grad():
+            target, after = self.old(x, before, lengths)
+        y, own = self.new(x, own, lengths)
+        full = accumulator(y.dtype)
+        error, size = (t.to(full).square().sum((1, 2)) for t in (y - target, target))  # (B, N, E) -> (B,)
+        return target, TransferState(after, own, error / size.clamp(min=torch.finfo(full).tiny))
+
+    def initial_state(
+        self,
+        batch_size: int,
+        *,
+        max_len: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> State:
+        """Return the empty state of both attentions, or in evaluation of the new one."""
+        states = [
+            attention.initial_state(batch_size, max_len=max_len, device=device, dtype=dtype)
+            for attention in ((self.old, self.new) if self.training else (self.new,))
+        ]
+        if not self.training:
+            return states[0]
+        device, dtype = self.default(device, dtype)
+        return TransferState(*states, torch.zeros(batch_size, device=device, dtype=accumulator(dtype)))
+
+    def reset(self, state: State, rows: Tensor) -> State:
+        """Reset both states: see `SequenceModule.reset`."""
+        if not isinstance(state, TransferState):
+            return self.new.reset(state, rows)
+        old, new = self.old.reset(state.old, rows), self.new.reset(state.new, rows)
+        return TransferState(old, new, state.loss.masked_fill(rows, 0))
+
+    def grow(self, state: State, max_len: int) -> State:
+        """Make room in the state: see `SequenceModule.grow`."""
+        if not isinstance(state, TransferState):
+            return self.new.grow(state, max_len)
+        return state._replace(old=self.old.grow(state.old, max_len), new=self.new.grow(state.new, max_len))
+
+    @property
+    def bounded_by(self) -> str | None:
+        """See `SequenceModule.bounded_by`."""
+        old = self.old.bounded_by if self.training else None
+        return self.new.bounded_by if old is None else old
+
+
+def begin_transfer(model: nn.Module, teacher: nn.Module) -> int:
+    """Make `model` learn the attention of `teacher`, in each block where the attentions differ in kind or options.
+
+    Everything else in `model` is frozen and computes as in evaluation, without dropout. `teacher` gives its attentions
+    away.
+
+    Args:
+        model: A model in training mode with the weights of `teacher`, wherever it has them.
+        teacher: A model of as many blocks.
+
+    Returns:
+        The number of blocks whose attention is trained.
+
+    Raises:
+        ValueError: The numbers of blocks differ, no attention differs, or one that differs is not causal.
+    """
+    mine, others = ([m for m in module.modules() if isinstance(m, Block)] for module in (model, teacher))
+    if len(mine) != len(others):
+        raise ValueError(f"the model has {len(mine)} blocks and the one whose attention it is to learn {len(others)}")
+    pairs = [(b, o) for b, o in zip(mine, others, strict=True) if spec(b.attention) != spec(o.attention)]
+    if not pairs:
+        raise ValueError(
+            "the model has the attention that it is to learn: name another with --model.backbone.attention"
+        )
+    model.requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.eval()
+    for block, other in pairs:
+        block.attention = Transfer(block.attention.requires_grad_(True), other.attention)
+    return len(pairs)
+
+
+def _of_new_alone(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    """Name the parameters of `new` as if it stood here by itself, and leave out those of `old`."""
+    for name in [name for name in state_dict if name.startswith((f"{prefix}new.", f"{prefix}old."))]:
+        value = state_dict.pop(name)
+        if name.startswith(f"{prefix}new."):
+            state_dict[prefix + name.removeprefix(f"{prefix}new.")] = value
+
+
+def _of_both(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Undo `_of_new_alone`; `old` keeps its parameters."""
+    for name in module.new.state_dict():
+        if prefix + name in state_dict:
+            state_dict[f"{prefix}new.{name}"] = state_dict.pop(prefix + name)
+    state_dict.update({f"{prefix}old.{name}": value for name, value in module.old.state_dict().items()})

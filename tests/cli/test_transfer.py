@@ -1,0 +1,109 @@
+"""`fit --transfer_from`: from a trained softmax model to another attention."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lit_effattn import LanguageModel
+from lit_effattn.attention import WindowedLinearAttention
+from lit_effattn.cli import main
+from tests.support.commands import assert_same_end, fails, same, weights
+
+TINY = {
+    "seed_everything": 3,
+    "model": {
+        "class_path": "LanguageModel",
+        "init_args": {
+            "backbone": {
+                "class_path": "Transformer",
+                "init_args": {
+                    "d_model": 16,
+                    "n_heads": 2,
+                    "n_layers": 2,
+                    "attention": {"class_path": "SoftmaxAttention", "init_args": {"window": 8}},
+                    "positions": "auto",
+                    "dropout": 0.2,
+                },
+            },
+            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01}},
+        },
+    },
+    "data": {
+        "class_path": "TextStream",
+        "init_args": {"source": "files", "root": "text.txt", "segment_len": 16, "batch_size": 4},
+    },
+    "trainer": {
+        "max_steps": 4,
+        "limit_val_batches": 2,
+        "enable_progress_bar": False,
+        "callbacks": [{"class_path": "MemoryCarry"}],
+    },
+}
+WINDOWED = ("--model.backbone.attention", "WindowedLinearAttention", "--model.backbone.attention.window", "4")
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Path("tiny.yaml").write_text(yaml.safe_dump(TINY))
+    Path("text.txt").write_text("".join(f"{i} times {i} is {i * i}. " for i in range(400)))
+
+
+def fit(name: str, *args: str) -> Path:
+    """Train and return the last checkpoint of the run."""
+    main(["fit", "--config", "tiny.yaml", "--name", name, *args])
+    (path,) = Path("runs", name).glob("*/checkpoints/last.ckpt")
+    return path
+
+
+def test_transfer_is_resumed_exactly_and_its_result_fine_tuned(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
+    teacher = fit("teacher")
+    transfer = (*WINDOWED, "--transfer_from", str(teacher))
+    whole = fit("whole", *transfer, "--trainer.log_every_n_steps", "1")
+    assert any("Attention transfer: 2 layers learn the attention of" in message for message in caplog.messages)
+    before, after = weights(teacher), weights(whole)
+    attends = {name for name in after if ".attention." in name}
+    assert {name for name in after if name not in before} == {
+        f"backbone.blocks.{i}.attention.{name}"
+        for i in range(2)
+        for name in ("mixing", "feature_map.query_weight", "feature_map.key_weight")
+    }
+    assert same(
+        {n: t for n, t in before.items() if n not in attends}, {n: after[n] for n in before if n not in attends}
+    )
+    assert not any(torch.equal(before[name], after[name]) for name in attends & before.keys() if "weight" in name)
+    (metrics,) = whole.parent.parent.rglob("metrics.csv")
+    assert "train/auxiliary_loss/TransferState" in metrics.read_text()
+
+    half = fit("half", *transfer, "--trainer.max_steps", "2")
+    resume = ("fit", "--ckpt_path", str(half), "--trainer.max_steps", "4")
+    assert "is of an attention transfer: give --transfer_from" in fails(capsys, *resume)
+    main([*resume, "--transfer_from", str(teacher)])
+    assert_same_end(half, whole)
+
+    model = LanguageModel.load_from_checkpoint(fit("tuned", *WINDOWED, "--init_weights", str(whole)))
+    assert all(isinstance(block.attention, WindowedLinearAttention) for block in model.backbone.blocks)
+    assert not any(torch.equal(t, model.state_dict()[name]) for name, t in after.items() if name.endswith("up.weight"))
+
+
+def test_what_does_not_fit_together_is_refused(capsys: pytest.CaptureFixture[str]):
+    teacher = str(fit("teacher"))
+    tiny = ("fit", "--config", "tiny.yaml")
+    both = ("--transfer_from", teacher, "--init_weights", teacher)
+    assert "--init_weights and --transfer_from were both given" in fails(capsys, *tiny, *WINDOWED, *both)
+    assert "the model has the attention that it is to learn" in fails(capsys, *tiny, "--transfer_from", teacher)
+    narrow = ("--model.backbone.d_ff", "8", "--transfer_from", teacher)
+    assert f"--transfer_from {teacher}: the checkpoint holds another model" in fails(capsys, *tiny, *WINDOWED, *narrow)
+    assert "is of no attention transfer" in fails(capsys, "fit", "--ckpt_path", teacher, "--transfer_from", teacher)
+    # The teacher is a checkpoint like any other: it can't name a class that is not listed.
+    content = torch.load(teacher, weights_only=True)
+    attention = {"class_path": "subprocess.Popen", "init_args": {"args": "false"}}
+    content["hyper_parameters"]["backbone"]["init_args"]["attention"] = attention
+    torch.save(content, "other.ckpt")
+    said = fails(capsys, *tiny, *WINDOWED, "--transfer_from", "other.ckpt")
+    assert "other.ckpt names 'subprocess.Popen" in said

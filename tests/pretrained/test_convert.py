@@ -348,3 +348,9 @@ def test_text_in_and_out_then_another_attention(folder: Path, capsys: pytest.Cap
     for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
         before, after = (state[f"backbone.blocks.0.attention.{part}.weight"] for state in (given, tuned.state_dict()))
         assert 0 < (after - before).abs().max() < 1e-3
+    kind = ("--model.backbone.attention", "WindowedLinearAttention", "--model.backbone.attention.window", "4")
+    steps = ("--trainer.max_steps", "1", "--trainer.default_root_dir", "transfer", *quiet)
+    main(["fit", *data, *kind, "--transfer_from", "ours/model.ckpt", *steps])
+    (last,) = Path("transfer").rglob("last.ckpt")
+    kept = LanguageModel.load_from_checkpoint(last).state_dict()
+    assert (kept["embedding.weight"] == given["embedding.weight"]).all()

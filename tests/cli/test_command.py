@@ -185,10 +185,11 @@ def test_a_list_of_attentions_is_dealt_over_the_layers_and_survives_the_checkpoi
     assert "test bits/dim" in capsys.readouterr().out
 
 
-OFFLINE = ("copy", "digits", "mqar", "photos", "retrieval", "sorting", "state_tracking", "stdlib", "text_")
+OFFLINE = ("copy", "dialogue", "digits", "mqar", "photos", "retrieval", "sorting", "state_tracking", "stdlib", "text_")
 SPEECH = ("espeak", "librispeech", "timit", "wsj")  # see test_command_speech.py
 PAIRS = ("g2p", "iwslt14", "libreoffice", "retrieval", "wmt14")  # see test_command_pairs.py
-OTHERS = SPEECH + PAIRS
+DIALOGUES = ("cmudog",)  # see test_command_dialogue.py
+OTHERS = SPEECH + PAIRS + DIALOGUES
 
 
 def built(config: Path, *args: str, device: str = "meta") -> CLI:

@@ -35,12 +35,13 @@ ROOMS: dict[str, set[str]] = {
     "pretrained": {
         *("tasks", "nn", "attention", "positions", "hparams", "datamodules", "allowlist", "checkpoints", "__init__"),
     },
+    "export": {"tasks", "nn", "attention", "sequence", "hparams", "datamodules", "__init__"},
     "run_records": {"tasks", "callbacks", "checkpoints", "runs", "sequence"},
     "cli": {
         *("pretrained", "tasks", "generation", "beam", "nn", "attention", "positions", "sequence"),
         *("schedules", "datamodules", "callbacks"),
         *("allowlist", "averaging", "checkpoints", "spec_check", "runs", "pictures", "slurm"),
-        *("run_records", "plots"),
+        *("run_records", "plots", "export"),
     },
     "__init__": {"nn", "tasks"},  # when they are asked for
 }

@@ -19,7 +19,7 @@ from lit_effattn.nn.heads import CategoricalHead, HeadFactory
 from lit_effattn.pictures import grid, labelled_rows, save_png
 from lit_effattn.positions import bind
 from lit_effattn.runs import short
-from lit_effattn.sequence import SequenceModule, State
+from lit_effattn.sequence import SequenceModule, State, reads_values
 from lit_effattn.tasks.base import Objective, Task, check_backbone
 from lit_effattn.tasks.metrics import BitsPerDim
 
@@ -247,7 +247,7 @@ class PixelModel(Task):
                 f"images have dtype {levels.dtype}, not integer levels 0 … {self.n_levels - 1}; of values from 0 to 1 "
                 f"make them by (x * {self.n_levels - 1}).round().long()"
             )
-        if levels.device.type != "cpu" or levels.numel() == 0:
+        if not reads_values(levels) or levels.numel() == 0:
             return
         for level in (int(levels.min()), int(levels.max())):  # as Python's integers: 256 does not fit into uint8
             if not 0 <= level < self.n_levels:

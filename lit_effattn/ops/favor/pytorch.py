@@ -245,9 +245,9 @@ def causal_favor(
     On the CPU chunks of C positions are computed one after another, with a hand-written backward pass: beside inputs,
     outputs and their gradients, O(N D), only the memory of one chunk is needed. The backward pass recomputes features,
     scores and sums, and can't be differentiated. A key is scaled once, by m at the chunk's border. If it rises too far
-    above that, the chunk's queries from there on are computed as in `plain_causal_favor`. Other devices use
-    `plain_causal_favor` for all queries. In float32, if there is a compiler, a C++ kernel is used on the CPU; if a key
-    rises too far, it starts another chunk.
+    above that, the chunk's queries from there on are computed as in `plain_causal_favor`. Other devices, and
+    exported programs, use that for all queries. In float32, if there is a compiler, a C++ kernel is used on the CPU; if
+    a key rises too far, it starts another chunk.
 
     Args:
         q: (B, H, N, E), queries.
@@ -270,7 +270,7 @@ def causal_favor(
     """
     if omega.requires_grad:
         raise ValueError("omega requires a gradient, which causal_favor does not compute; pass omega.detach()")
-    if q.device.type != "cpu":
+    if q.device.type != "cpu" or torch.compiler.is_exporting():
         log_q, log_k = q @ omega.mT, k @ omega.mT + offset[..., None]
         return plain_causal_favor(log_q, log_k, v, s, z, m, chunk_size=chunk_size)
     out, s, z, m, _ = _OPERATOR(q, k, v, omega, offset, s, z, m, chunk_size)

@@ -55,7 +55,8 @@ def causal_linear_attention(
     Chunks of C positions are computed as matrix products: a C × C triangle of scores within a chunk, and the sums at
     its border for earlier keys. On the CPU chunks are computed one after another, with a hand-written backward pass:
     beside inputs, outputs and their gradients, O(N (F + D)), only the memory of one chunk is needed. The backward pass
-    recomputes the scores and sums, and can't be differentiated. Other devices use `plain_causal_linear_attention`.
+    recomputes the scores and sums, and can't be differentiated. Other devices, and exported programs, use
+    `plain_causal_linear_attention`.
 
     Args:
         q: (B, H, N, F), queries after the feature map.
@@ -74,7 +75,7 @@ def causal_linear_attention(
         NotImplementedError: On the CPU, if the gradient is differentiated; `plain_causal_linear_attention` supports
             that.
     """
-    if q.device.type != "cpu":
+    if q.device.type != "cpu" or torch.compiler.is_exporting():
         return plain_causal_linear_attention(q, k, v, s, z, chunk_size=chunk_size, eps=eps)
     out, s, z, _ = _OPERATOR(q, k, v, s, z, chunk_size, eps)
     return out, s, z

@@ -95,11 +95,13 @@ def use_cpp(what: str, asked: str, device: torch.device, dtypes: tuple[torch.dty
 
 
 def _form(asked: str, device: torch.device) -> str:
-    """Return the form asked for, or else the device's default."""
+    """Return the form asked for, or else the device's default; plain in an exported program, which others run."""
     if asked not in ("", *FORMS):
         raise ValueError(
             f"{KERNELS}={asked!r} in the environment is not one of {', '.join(FORMS)}; unset it for an automatic choice"
         )
+    if torch.compiler.is_exporting():
+        return "plain"
     return asked or {"cuda": "triton", "cpu": "c++"}.get(device.type, "plain")
 
 

@@ -1,0 +1,82 @@
+"""`lit-effattn export`: write a checkpoint's model for other programs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from lit_effattn import export as exporting
+from lit_effattn.cli.resume import ROOT
+from lit_effattn.runs import find_checkpoint, run_of, short
+from lit_effattn.tasks.base import Task
+
+
+def export(args: list[str]) -> None:
+    """Export a checkpoint.
+
+    Args:
+        args: The arguments of the command.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        FileExistsError: the file exists, and --overwrite is not given.
+        ValueError: the model can't be exported in this format: see `lit_effattn.export.export`.
+    """
+    given = _parser().parse_args(args)
+    checkpoint = find_checkpoint(given.ckpt_path, Path(given.root))
+    target = Path(given.output) if given.output else _target(checkpoint, given.format)
+    done = exporting.export(
+        Task.load_from_checkpoint(checkpoint, map_location="cpu", trust=given.trust),
+        target,
+        format=given.format,
+        max_len=given.max_len,
+        batch_size=given.batch_size,
+        check=given.check,
+        overwrite=given.overwrite,
+    )
+    print(f"{given.format}: {short(done.path)}")
+    if done.checked:
+        program = "onnxruntime" if given.format == "onnx" else "the program"
+        print(
+            f"{done.checked:,} tokens compared with PyTorch: largest difference {done.difference:.1e}; {program} takes "
+            f"{1e3 * done.seconds:.2f} ms a token, the model {1e3 * done.seconds_here:.2f} ms"
+        )
+
+
+def _target(checkpoint: Path, format: str) -> Path:
+    """Return the default file: in the folder `exported` of a run, or beside a checkpoint outside all runs."""
+    run = run_of(checkpoint)
+    return (checkpoint.parent if run is None else run / "exported") / (checkpoint.stem + exporting.SUFFIXES[format])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lit-effattn export",
+        description="Write a checkpoint's model for other programs. onnx and torch: a streaming step, whose state is "
+        "an input and an output. safetensors: the weights.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--ckpt_path", default="best", help="A checkpoint: its path, or last or best of the newest run. Default: best."
+    )
+    parser.add_argument("--format", choices=list(exporting.SUFFIXES), default="onnx", help="Default: onnx.")
+    parser.add_argument("--output", metavar="FILE", help="Default: in the folder `exported` of the run.")
+    parser.add_argument(
+        "--max_len", type=int, help="Most positions of a stream, for attention that keeps every position."
+    )
+    parser.add_argument("--batch_size", type=int, default=1, help="Rows of a step. Default: 1.")
+    parser.add_argument(
+        "--check",
+        type=int,
+        default=exporting.CHECKED,
+        metavar="N",
+        help=f"Tokens to compare with PyTorch before the file is written. Default: {exporting.CHECKED}.",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="Replace an existing file.")
+    parser.add_argument(
+        "--trainer.default_root_dir", dest="root", default=ROOT, metavar="FOLDER", help=f"Of the runs; {ROOT}."
+    )
+    parser.add_argument(
+        "--trust", action="append", default=[], metavar="NAME", help="A class of your own that a checkpoint may name."
+    )
+    return parser

@@ -255,7 +255,8 @@ def _first_line(error: BaseException) -> str:
 
 def _while_training(folder: Path) -> list[str]:
     """Return some of the pictures that the run wrote while it was trained, the last among them."""
-    found = sorted((folder / "samples").glob("*.png"))
+    # A link could lead to any file of the user, whose content would be in the page.
+    found = sorted(path for path in (folder / "samples").glob("*.png") if not path.is_symlink())
     chosen = sorted({round(i * (len(found) - 1) / (_PICTURES_OF_TRAINING - 1)) for i in range(_PICTURES_OF_TRAINING)})
     figures = [html.figure([html.image(found[i].read_bytes(), found[i].stem)], found[i].stem) for i in chosen if found]
     return [html.heading(4, "Drawn while it was trained"), html.cards(figures, least="14rem")] if figures else []

@@ -392,7 +392,15 @@ def test_in_a_browser_nothing_is_wider_than_a_phone_and_the_dark_is_dark(tiny: P
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
         pytest.skip("chromium is not installed")
-    main(["report", "tiny", "--samples", "2", "--output", str(tmp_path / "page.html")])
+    (source,) = (path.parent for path in Path("runs/tiny").glob("*/config.yaml"))
+    run = shutil.copytree(
+        source, tmp_path / "a_configuration_with_a_name_that_is_wider_than_a_phone/2026-01-01_00-00-00"
+    )
+    (run / "samples").mkdir()
+    (run / "samples/wide.png").write_bytes(png(torch.eye(3).repeat(1, 700)))
+    (tmp_path / "secret").write_text("key")
+    (run / "samples/link.png").symlink_to(tmp_path / "secret")
+    main(["report", str(run), "--samples", "2", "--output", str(tmp_path / "page.html")])
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom"]
     for width, scheme, colour in ((390, ["--force-dark-mode"], "rgb(20, 23, 26)"), (1280, [], "rgb(255, 255, 255)")):
         (tmp_path / "measure.html").write_text(MEASURE.format(width=width))
@@ -403,4 +411,4 @@ def test_in_a_browser_nothing_is_wider_than_a_phone_and_the_dark_is_dark(tiny: P
             timeout=120,
             check=True,
         ).stdout
-        assert f"<title>true,true,2,{colour}</title>" in said
+        assert f"<title>true,true,3,{colour}</title>" in said

@@ -164,7 +164,7 @@ class DialogueStreams(TokenStreams):
             )
         lengths = np.diff(passages.borders) + 1  # with the end
         borders = np.concatenate([[0], np.cumsum(lengths)])
-        tokens = np.full(borders[-1], start, np.min_scalar_type(start))
+        tokens = np.full(borders[-1], start, np.promote_types(passages.tokens.dtype, np.min_scalar_type(start)))
         is_text = np.ones(len(tokens), bool)
         is_text[borders[1:] - 1] = False
         tokens[is_text] = passages.tokens

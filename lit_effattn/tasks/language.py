@@ -166,6 +166,11 @@ class LanguageModel(Task):
         lengths = test_lengths if accuracy else None
         self.accuracy_by_length = nn.ModuleDict({str(n): Accuracy() for n in lengths or ()})
         self.count = Count()
+        if response_metrics and eval_window is not None:
+            raise ValueError(
+                f"response_metrics={list(response_metrics)} and eval_window={eval_window}: responses are written from "
+                "a memory, which a sliding window does not have; leave out one of them"
+            )
         self._responses = responses
         self.response_scores = responses.scores()
         wanted = {"mem_len": eval_mem_len, "clamp_len": eval_clamp_len, "same_length": eval_same_length}
@@ -235,7 +240,7 @@ class LanguageModel(Task):
 
     def training_step(self, batch: TokenBatch) -> Tensor:
         """Return the loss of `objective`. Compiled code is not compiled again for other responses."""
-        return super().training_step(batch._replace(responses=None))
+        return super().training_step(batch._replace(responses=None) if getattr(batch, "responses", None) else batch)
 
     def predict_step(self, batch: TokenBatch) -> dict[str, Tensor] | list[tuple[Response, str]]:
         """Return how many targets each row has, and their mean −log2 p, (B,) each.

@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,6 +10,9 @@ from lit_effattn import Transformer
 from lit_effattn.attention import TransformerXLAttention
 from lit_effattn.callbacks import MemoryCarry
 from lit_effattn.datamodules import GroundedDialogues
+from lit_effattn.datamodules.dialogue_sources import Passage
+from lit_effattn.datamodules.dialogues import DialogueStreams
+from lit_effattn.datamodules.token_store import SplitTokens
 from lit_effattn.datamodules.tokens import IGNORE, TokenBatch
 from lit_effattn.tasks import LanguageModel
 from tests.callbacks.tiny import trainer
@@ -126,10 +130,10 @@ def test_no_stream_begins_within_a_conversation(tmp_path: Path):
 def test_memory_reaches_from_the_document_through_all_turns_and_no_further(tmp_path: Path):
     write(tmp_path)
     torch.manual_seed(0)
-    backbone = Transformer(8, 2, 1, attention=lambda d, h, c: TransformerXLAttention(d, h, c, mem_len=10_000))
+    backbone = Transformer(8, 2, 1, attention=lambda d, h, c: TransformerXLAttention(d, h, c, mem_len=300))
     model = LanguageModel(backbone, START + 1, embedding_std=1.0).double().eval()
     scores = []
-    for segment_len in (11, 10_000):
+    for segment_len in (11, 300):
         made = data(tmp_path, document="before", segment_len=segment_len, batch_size=1)
         scores.append(trainer(tmp_path, callbacks=[MemoryCarry()]).test(model, made, verbose=False)[0])
     assert scores[0]["test/perplexity"] == pytest.approx(scores[1]["test/perplexity"], rel=1e-9)
@@ -201,3 +205,12 @@ def test_more_streams_than_conversations(tmp_path: Path):
     made = data(write(tmp_path, 1), document="before", batch_size=2)
     with pytest.raises(ValueError, match=r"batch_size=2 .* there are 1; use a smaller one"):
         made.train_dataloader()
+
+
+def test_the_token_that_begins_a_text_may_be_a_small_one():
+    """As in the vocabulary of a Llama."""
+    passages = SplitTokens(np.array([300, 301, 302], np.uint16), np.array([0, 2, 3]))
+    sizes = {"segment_len": 9, "batch_size": 1, "num_replicas": 1, "rank": 0}
+    batch = DialogueStreams([[Passage("d", False), Passage("t", True)]], passages, start=1, **sizes)[0]
+    assert batch.inputs[0, :5].tolist() == [1, 300, 301, 1, 302]
+    assert batch.targets[0, :5].tolist() == [IGNORE, IGNORE, IGNORE, 302, 1]

@@ -14,7 +14,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -87,8 +87,7 @@ class Step(nn.Module):
 
     def forward(self, tokens: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
         """(B, 1) -> (B, n_levels) log-probabilities of the next token, and the tensors of the next state."""
-        given = iter(state)
-        before = map_tensors(lambda _: next(given), self._empty)
+        before = _state_of(state, like=self._empty)
         y, after = self.backbone(self.scale * self.embedding(tokens), before)  # (B, 1, E)
         return self.head.log_probs(y[:, -1]), *tensors(after)
 
@@ -269,7 +268,7 @@ def _stable_sort(x: Any, *, stable: bool, dim: int = -1, descending: bool = Fals
     """Translate torch.sort, which the converter knows only without `stable`. TopK leaves equal values in order."""
     from onnxscript import opset18 as op
 
-    size = op.Constant(value_ints=[x.shape[dim]])
+    size: Any = op.Constant(value_ints=[x.shape[dim]])
     return op.TopK(x, size, axis=dim, largest=int(descending), sorted=1)
 
 
@@ -290,8 +289,8 @@ def _onnx_run(path: Path, names: list[str]) -> _Run:
 
 def _write_torch(step: Step, empty: State, metadata: str, path: Path) -> _Run:
     with _quiet(), _as_one_sentence(step, "torch"):
-        with path.open("wb") as file:
-            torch.export.save(_program(step, empty), file, extra_files={METADATA: metadata})
+        with path.open("wb") as written:
+            torch.export.save(_program(step, empty), written, extra_files={METADATA: metadata})
         with path.open("rb") as file:
             loaded = torch.export.load(file).module()
 
@@ -348,6 +347,12 @@ def _quiet() -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------- checked and written
 
 
+def _state_of(values: Iterable[Tensor], like: State) -> State:
+    """Return a state of the structure of `like` with these tensors."""
+    given = iter(values)
+    return map_tensors(lambda _: next(given), like)
+
+
 def _checked(run: _Run, step: Step, empty: State, n: int) -> Exported:
     """Compare a file with the model on `n` random tokens, one after another, each with its own state.
 
@@ -367,8 +372,7 @@ def _checked(run: _Run, step: Step, empty: State, n: int) -> Exported:
         with torch.no_grad(), donated():
             expected, *after = step(token, *tensors(ours))
         seconds, seconds_here = seconds + between - start, seconds_here + time.perf_counter() - between
-        left = iter(after)
-        ours = map_tensors(lambda _, left=left: next(left), ours)
+        ours = _state_of(after, like=ours)
         worst = max(worst, (found - expected).abs().max().item())
         if not worst <= EQUAL:
             raise ValueError(f"the exported step differs by {worst:.1e} from PyTorch's; nothing was written")

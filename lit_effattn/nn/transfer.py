@@ -70,14 +70,12 @@ class Transfer(SequenceModule):
         dtype: torch.dtype | None = None,
     ) -> State:
         """Return the empty state of both attentions, or in evaluation of the new one."""
-        states = [
-            attention.initial_state(batch_size, max_len=max_len, device=device, dtype=dtype)
-            for attention in ((self.old, self.new) if self.training else (self.new,))
-        ]
+        new = self.new.initial_state(batch_size, max_len=max_len, device=device, dtype=dtype)
         if not self.training:
-            return states[0]
+            return new
+        old = self.old.initial_state(batch_size, max_len=max_len, device=device, dtype=dtype)
         device, dtype = self.default(device, dtype)
-        return TransferState(*states, torch.zeros(batch_size, device=device, dtype=accumulator(dtype)))
+        return TransferState(old, new, torch.zeros(batch_size, device=device, dtype=accumulator(dtype)))
 
     def reset(self, state: State, rows: Tensor) -> State:
         """Reset both states: see `SequenceModule.reset`."""

@@ -11,17 +11,17 @@ import pytest
 from PIL import Image
 
 from lit_effattn.cli import main
+from tests.pretrained.test_convert import SIZE, START, tokenizer_json
 from tests.test_docs import FENCE, PAGES, block
 
 pytestmark = pytest.mark.exhaustive
 
-WITHOUT_DATA = {"librispeech_linear"}
+WITHOUT_DATA = {"librispeech_linear", "cmudog_infinite"}
 """Configurations whose commands are only parsed."""
 
 SHORT = {
     "fit": "--trainer.max_epochs 1 --trainer.val_check_interval 1 --trainer.limit_val_batches 1",
     "test": "--trainer.limit_test_batches 1",
-    **dict.fromkeys(["predict", "generate", "data", "compare", "convert"], ""),
     "sweep": "--seeds 1 --lr 1e-3 --trainer.max_steps 2",
 }
 """What is added to the commands."""
@@ -33,7 +33,7 @@ def commands(page: str) -> list[list[str]]:
     variables: dict[str, str] = {}
     found = []
     for line in re.findall(r"^ {4}(.+)$", indented, re.M):
-        if assigned := re.fullmatch(r'([A-Z]+)="(.*)"', line):
+        if assigned := re.fullmatch(r'(\w+)="(.*)"', line):
             variables[assigned[1]] = assigned[2]
         elif line.startswith("lit-effattn "):
             for name, value in variables.items():
@@ -59,6 +59,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).mkdir()
         for number in range(20):
             (folder / name / f"{number}.txt").write_text(60 * "\n".join(texts[number:]), encoding="utf-8")
+    for split in ("train", "val", "test"):
+        shutil.copytree(folder / "books", folder / "wikitext" / split)
     (folder / "book.txt").write_text("\n".join(60 * texts), encoding="utf-8")
     (folder / "my_texts.tsv").write_text("".join(f"{text}\t{'en' if 'is ' in text else 'de'}\n" for text in texts))
     (folder / "new.txt").write_text("The tea is cold.\n")
@@ -67,6 +69,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for split in ("train", "val", "test"):
         (folder / "my_pairs" / f"{split}.tsv").write_text("".join(f"{text}\t{text.upper()}\n" for text in texts))
     _recordings(folder)
+    _pretrained(folder / "gpt2")
     mine = block("docs/own-kind.md", "class MeanAttention")
     (folder / "my_module.py").write_text(mine + "\n\nclass MyAttention(MeanAttention):\n    pass\n")
     (folder / "my_data.py").write_text(block("docs/own-data.md", "class Counting"))
@@ -89,6 +92,15 @@ def _recordings(folder: Path) -> None:
         (folder / "my_speech" / f"{split}.jsonl").write_text("\n".join(part))
         absolute = [line.replace('": "', f'": "{folder}/my_speech/', 1) for line in part]
         (folder / f"{split}.jsonl").write_text("\n".join(absolute))
+
+
+def _pretrained(folder: Path) -> None:
+    """A small GPT-2 of random weights, as transformers saves it."""
+    transformers = pytest.importorskip("transformers")
+    size = {"n_positions": 1024, "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": SIZE}
+    config = transformers.AutoConfig.for_model("gpt2", bos_token_id=START, eos_token_id=START + 1, **size)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(tokenizer_json())
 
 
 def wanted(words: list[str]) -> str | None:
@@ -125,12 +137,12 @@ class Reader:
             self.fit(words[at + 1], *words[:at], *words[at + 2 :])
         else:
             self._prepare(words)
-            main([name, *words, *shlex.split(SHORT[name])])
+            main([name, *words, *shlex.split(SHORT.get(name, ""))])
 
     def _prepare(self, words: list[str]) -> None:
         """Train what `best` or `last` means in these words, if the page has not."""
         needed = wanted(words) or self.newest or "digits_linear"
-        if {"best", "last"} & {*words} and needed != self.newest:
+        if {"best", "last", "digits_linear"} & {*words} and needed != self.newest:
             self.fit(needed)
         if "my_module.MyAttention" in words:
             self.fit("digits_linear", "--model.backbone.attention", "my_module.MyAttention")
@@ -162,5 +174,9 @@ def test_commands_run(page: str, files: Path, tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     reader = Reader(folder)
+    done: list[list[str]] = []
     for words in commands(page):
+        if words[0] == "convert" and words in done:  # shown again for another example; a folder is not overwritten
+            continue
         reader.run(words)
+        done.append(words)

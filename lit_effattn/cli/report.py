@@ -163,7 +163,10 @@ def _write(text: str, path: Path) -> Path:
 
 
 def _side_by_side(names: Sequence[str], runs: Sequence[RunRecord]) -> list[str]:
-    rows = [[setting, *map(_plain, values)] for setting, values in differences(runs).items()]
+    rows = [
+        [setting, *(None if value is None else _plain(value) for value in values)]
+        for setting, values in differences(runs).items()
+    ]
     return [
         html.heading(2, "Side by side"),
         html.table(results(names, runs)),

@@ -28,7 +28,8 @@ p, figcaption, caption { margin: .25rem 0; } .quiet, figcaption { color: var(--q
 th, td { text-align: left; vertical-align: top; padding: .25rem .75rem .25rem 0; border-bottom: 1px solid var(--line);
   overflow-wrap: normal; } td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 td.long { overflow-wrap: anywhere; min-width: 9rem; }
-.cards { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, var(--least)), 1fr)); }
+.cards { display: grid; gap: 1rem; align-items: start;
+  grid-template-columns: repeat(auto-fill, minmax(min(100%, var(--least)), 1fr)); }
 figure { margin: 0; padding: .6rem; background: var(--card); border-radius: .4rem; min-width: 0; }
 figure img { display: block; max-width: 100%; height: auto; } .exact { image-rendering: pixelated; }
 .side { gap: 0 2rem; } .side h3 { margin-top: 1.25rem; }

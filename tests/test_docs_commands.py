@@ -131,9 +131,9 @@ class Reader:
                 main([name, *(w for w in words if w not in ("--print_config", ">", "mine.yaml")), "--print_config"])
             assert not stopped.value.code
         elif name == "fit" and "--config" in words:
-            if "best" in words and self.newest is None:
-                self.fit("digits_linear")
             at = words.index("--config")
+            if "best" in words:
+                self.fit(words[at + 1])
             self.fit(words[at + 1], *words[:at], *words[at + 2 :])
         else:
             self._prepare(words)

@@ -77,7 +77,9 @@ class WindowedLinearAttention(Attention):
         out_bias: bool | None = None,
     ) -> None:
         if not causal:
-            raise ValueError("causal=False: the linear terms are of the positions before a window; set causal=True")
+            raise ValueError(
+                "causal=False: WindowedLinearAttention sees the past, in and before a window; set causal=True"
+            )
         if window < 1:
             raise ValueError(f"window={window} is not positive; 64 is usual")
         if chunk_size < 1:

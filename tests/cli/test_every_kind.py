@@ -11,7 +11,18 @@ from lit_effattn.cli import main
 from tests.cli.test_command import CONFIGS, built
 from tests.support.commands import fails
 
-KINDS = ("Softmax", "Shaw", "TransformerXL", "Compressive", "Infinite", "Linear", "Performer", "LSH", "Sparse")
+KINDS = (
+    "Softmax",
+    "Shaw",
+    "TransformerXL",
+    "Compressive",
+    "Infinite",
+    "Linear",
+    "WindowedLinear",
+    "Performer",
+    "LSH",
+    "Sparse",
+)
 SHORT = ("stdlib_xl", "timit_linear")
 
 
@@ -32,7 +43,7 @@ def stacks(config: Path) -> dict[str, dict[str, Any]]:
 def refusal(config: Path, place: str, kind: str) -> str | None:
     """Return what is said of a kind that can't be in a place; None: it can."""
     options = stacks(config)[place]
-    if not options.get("causal", True) and kind in ("Compressive", "Infinite"):
+    if not options.get("causal", True) and kind in ("Compressive", "Infinite", "WindowedLinear"):
         return f"causal=False: {kind}Attention"
     if "MemoryCarry" not in repr(yaml.safe_load(config.read_text())["trainer"].get("callbacks")):
         return None

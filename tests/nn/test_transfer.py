@@ -7,7 +7,7 @@ import torch
 
 from lit_effattn import sequence
 from lit_effattn.attention import HedgehogFeatureMap, LinearAttention, SoftmaxAttention, WindowedLinearAttention
-from lit_effattn.nn.transfer import begin_transfer
+from lit_effattn.nn.transfer import Transfer, begin_transfer
 from lit_effattn.nn.transformer import Transformer
 
 E, H = 8, 2
@@ -63,6 +63,18 @@ def test_evaluation_and_the_state_dict_are_of_the_new_attention():
     model.load_state_dict(alone.state_dict())
     torch.testing.assert_close(model(x)[0], alone(x)[0], rtol=0, atol=0)
     assert type(model(x)[1].layers[0]) is type(alone(x)[1].layers[0])
+
+
+def test_by_itself_it_carries_both_states_and_gives_the_old_output_without_gradients():
+    both = Transfer(LinearAttention(E, H), WINDOW(E, H)).double()
+    x = torch.randn(2, 12, E, dtype=torch.float64, requires_grad=True)
+    y, whole = both(x)
+    assert not y.requires_grad
+    state = None
+    for segment in x.split(4, 1):
+        _, state = both(segment, state)
+    for found, expected in zip(sequence.tensors(state[:2]), sequence.tensors(whole[:2]), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def test_a_stream_may_be_split_and_its_rows_reset():

@@ -46,8 +46,8 @@ def cmu_dog(root: Path, document: Shown) -> DialogueSource:
 
     A turn is an element of a conversation's `history`; its `docIdx` is the section of the film's document that was
     shown at that time. Section 0 is made of the lines `key: value` of its parts. White space becomes one space. All
-    turns are scored. Speakers, times and ratings are not used. Turns without text are left out, and so are files that
-    can't be read, which are reported.
+    turns are scored. Speakers, times and ratings are not used. Turns and sections without text are left out, and so
+    are files that can't be read, which are reported.
 
     Args:
         root: The folder.
@@ -72,7 +72,7 @@ def cmu_dog(root: Path, document: Shown) -> DialogueSource:
     splits = {}
     for name, of_split in paths.items():
         found = _read_all(of_split, lambda data: _conversations(data, documents, document), faults)
-        splits[name] = [passages for several in found for passages in several]
+        splits[name] = [[p for p in passages if p.text] for several in found for passages in several]
         if not splits[name]:
             raise ValueError(f"{of_split[0].parent}: no conversation can be read; the first fault: {faults.first}")
     stats = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(root.glob("[CW]*/**/*.json"))]

@@ -176,6 +176,12 @@ def test_what_cannot_be_read_is_left_out_and_named(tmp_path: Path):
     assert ("|They return.|old", ["old|"]) in read(made, "train")
 
 
+def test_a_section_without_text_is_left_out(tmp_path: Path):
+    write(tmp_path, 1)
+    (tmp_path / "WikiData/Up.json").write_text(json.dumps({**FILM, "1": " "}))
+    assert read(data(tmp_path, batch_size=1))[1] == ("|Bo!|yes", ["Bo!|", "yes|"])
+
+
 def test_missing_files_are_asked_for_by_their_place(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match=r"CMU DoG \(train, val, test, documents\) is not in .*festvox"):
         data(tmp_path / "nowhere").prepare_data()

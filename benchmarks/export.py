@@ -44,7 +44,7 @@ NOTES = [
     "Random weights; one stream of random tokens, read one after another, each side with its own state. difference: "
     "the largest of any log-probability at any token.",
     "onnx: by onnxruntime. torch: the program of `torch.export`, read back from its file and not compiled. here: the "
-    "model in PyTorch, as `generate` runs it. All with the same number of threads, a mean over the tokens.",
+    "model in PyTorch, as `generate` runs it. All with the same number of threads; the median over the tokens.",
     "Kinds that keep every position have room for as many as there are tokens.",
 ]
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,8 +59,8 @@ class Exported(NamedTuple):
         path: The file.
         checked: Number of tokens for which the file was compared with PyTorch.
         difference: The largest difference of a log-probability.
-        seconds: Seconds a token of the file: by onnxruntime, or by PyTorch from the loaded program.
-        seconds_here: Seconds a token of the model in PyTorch, as `generate` runs it.
+        seconds: Median of the seconds a token of the file: by onnxruntime, or by PyTorch from the loaded program.
+        seconds_here: That of the model in PyTorch, as `generate` runs it.
     """
 
     path: Path
@@ -87,9 +88,15 @@ class Step(nn.Module):
 
     def forward(self, tokens: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
         """(B, 1) -> (B, n_levels) log-probabilities of the next token, and the tensors of the next state."""
-        before = _state_of(state, like=self._empty)
-        y, after = self.backbone(self.scale * self.embedding(tokens), before)  # (B, 1, E)
+        x = self.scale * self.embedding(tokens)  # (B, 1, d_input)
+        y, after = self.backbone(x, _with_tensors(self._empty, state))  # (B, 1, E)
         return self.head.log_probs(y[:, -1]), *tensors(after)
+
+
+def _with_tensors(state: State, given: Iterable[Tensor]) -> State:
+    """Return a state of the same structure, of other tensors."""
+    left = iter(given)
+    return map_tensors(lambda _: next(left), state)
 
 
 def export(
@@ -266,9 +273,10 @@ def _write_onnx(step: Step, empty: State, metadata: str, path: Path) -> _Run:
 
 def _stable_sort(x: Any, *, stable: bool, dim: int = -1, descending: bool = False) -> Any:
     """Translate torch.sort, which the converter knows only without `stable`. TopK leaves equal values in order."""
-    from onnxscript import opset18 as op
+    import onnxscript
 
-    size: Any = op.Constant(value_ints=[x.shape[dim]])
+    op: Any = onnxscript.opset18
+    size = op.Constant(value_ints=[x.shape[dim]])
     return op.TopK(x, size, axis=dim, largest=int(descending), sorted=1)
 
 
@@ -289,10 +297,10 @@ def _onnx_run(path: Path, names: list[str]) -> _Run:
 
 def _write_torch(step: Step, empty: State, metadata: str, path: Path) -> _Run:
     with _quiet(), _as_one_sentence(step, "torch"):
-        with path.open("wb") as written:
-            torch.export.save(_program(step, empty), written, extra_files={METADATA: metadata})
-        with path.open("rb") as file:
-            loaded = torch.export.load(file).module()
+        with path.open("wb") as file:
+            torch.export.save(_program(step, empty), file, extra_files={METADATA: metadata})
+        with path.open("rb") as written:
+            loaded = torch.export.load(written).module()
 
     def run(tokens: Tensor, state: list[Any]) -> tuple[Any, list[Any]]:
         log_probs, *after = loaded(tokens, *state)
@@ -347,12 +355,6 @@ def _quiet() -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------- checked and written
 
 
-def _state_of(values: Iterable[Tensor], like: State) -> State:
-    """Return a state of the structure of `like` with these tensors."""
-    given = iter(values)
-    return map_tensors(lambda _: next(given), like)
-
-
 def _checked(run: _Run, step: Step, empty: State, n: int) -> Exported:
     """Compare a file with the model on `n` random tokens, one after another, each with its own state.
 
@@ -364,19 +366,21 @@ def _checked(run: _Run, step: Step, empty: State, n: int) -> Exported:
     tokens = torch.randint(0, levels, (n, rows, 1), generator=torch.Generator().manual_seed(0))
     theirs: list[Any] = list(tensors(empty))
     ours = map_tensors(torch.clone, empty)
-    worst = seconds = seconds_here = 0.0
+    worst = 0.0
+    seconds, seconds_here = [], []
     for token in tokens:
         start = time.perf_counter()
         found, theirs = run(token, theirs)
         between = time.perf_counter()
         with torch.no_grad(), donated():
             expected, *after = step(token, *tensors(ours))
-        seconds, seconds_here = seconds + between - start, seconds_here + time.perf_counter() - between
-        ours = _state_of(after, like=ours)
+        seconds.append(between - start)
+        seconds_here.append(time.perf_counter() - between)
+        ours = _with_tensors(ours, after)
         worst = max(worst, (found - expected).abs().max().item())
         if not worst <= EQUAL:
             raise ValueError(f"the exported step differs by {worst:.1e} from PyTorch's; nothing was written")
-    return Exported(Path(), n, worst, seconds / max(n, 1), seconds_here / max(n, 1))
+    return Exported(Path(), n, worst, median(seconds or [0]), median(seconds_here or [0]))
 
 
 def _written(target: Path, write: Callable[[Path], Exported]) -> Exported:

@@ -65,7 +65,7 @@ def empty(about: dict) -> list[Tensor]:
 def test_the_page_serves_what_the_command_writes(tmp_path, monkeypatch, capsys):
     """The page's program, at a temperature near 0, writes the model's likeliest text."""
     monkeypatch.chdir(tmp_path)
-    model = language_model(LinearAttention, PerformerAttention)
+    model = language_model(LinearAttention, PerformerAttention, embedding_scale=2.0)
     path = saved(model, tmp_path / "best.ckpt")
     main(["export", "--ckpt_path", path, "--check", "50"])
     assert re.search(

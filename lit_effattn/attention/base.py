@@ -22,15 +22,19 @@ class Attention(SequenceModule):
 
     Args:
         d_model: Width E.
-        n_heads: Heads H; each has D = E / H dimensions.
+        n_heads: Heads H; each has D = E / H dimensions, unless `head_dim` is given.
         causal: Whether a position sees only itself and earlier ones.
         bias: Whether the four projections have a bias.
-        d_qk: Width of all heads' queries and keys together. Default: E.
+        d_qk: Width of all heads' queries and keys together. Default: H D.
         n_kv_heads: Heads of keys and values; see `SoftmaxAttention`. Default: H.
         out_bias: Whether the output's projection has a bias. Default: as `bias` says.
+        head_dim: Dimensions D of a head; see `SoftmaxAttention`. Default: E / H.
+        qk_norm: Whether queries and keys are normalised; see `SoftmaxAttention`.
+        qk_norm_eps: ε of that normalisation.
 
     Raises:
-        ValueError: `n_heads` does not divide `d_model`, or `d_qk`, or is no multiple of `n_kv_heads`.
+        ValueError: `n_heads` does not divide `d_model` and there is no `head_dim`, or `n_heads` does not divide `d_qk`,
+            or is no multiple of `n_kv_heads`, or `head_dim` or `qk_norm_eps` is not positive.
     """
 
     takes_rotary = True
@@ -58,14 +62,22 @@ class Attention(SequenceModule):
         d_qk: int | None = None,
         n_kv_heads: int | None = None,
         out_bias: bool | None = None,
+        head_dim: int | None = None,
+        qk_norm: bool = False,
+        qk_norm_eps: float = 1e-6,
     ) -> None:
         super().__init__()
-        if n_heads < 1 or d_model < 1 or d_model % n_heads:
+        if n_heads < 1 or d_model < 1 or (head_dim is None and d_model % n_heads):
             raise ValueError(
                 f"n_heads={n_heads} does not divide d_model={d_model}: each head has d_model / n_heads dimensions; "
                 "change one of them"
             )
-        width = d_model if d_qk is None else d_qk
+        if head_dim is not None and head_dim < 1:
+            raise ValueError(f"head_dim={head_dim} is not positive; leave it out for d_model / n_heads")
+        if not qk_norm_eps > 0:
+            raise ValueError(f"qk_norm_eps={qk_norm_eps} is not positive; 1e-6 is usual")
+        self.head_dim = d_model // n_heads if head_dim is None else head_dim
+        width = n_heads * self.head_dim if d_qk is None else d_qk
         if width < 1 or width % n_heads:
             raise ValueError(
                 f"d_qk={d_qk} is not a multiple of n_heads={n_heads}: heads have d_qk / n_heads dimensions; change one"
@@ -78,14 +90,15 @@ class Attention(SequenceModule):
         self.d_input = self.d_model = d_model
         self.n_heads = n_heads
         self.n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
-        self.head_dim = d_model // n_heads
         self.qk_dim = width // n_heads
         """Dimensions of a head's queries and keys; its values have `head_dim`."""
         self.causal = causal
         self.q_proj = nn.Linear(d_model, width, bias=bias)
         self.k_proj = nn.Linear(d_model, self.n_kv_heads * self.qk_dim, bias=bias)
         self.v_proj = nn.Linear(d_model, self.n_kv_heads * self.head_dim, bias=bias)
-        self.out_proj = nn.Linear(d_model, d_model, bias=bias if out_bias is None else out_bias)
+        self.out_proj = nn.Linear(n_heads * self.head_dim, d_model, bias=bias if out_bias is None else out_bias)
+        self.q_norm = nn.RMSNorm(self.qk_dim, eps=qk_norm_eps) if qk_norm else None
+        self.k_norm = nn.RMSNorm(self.qk_dim, eps=qk_norm_eps) if qk_norm else None
         self.rotary: RotaryPositions | None = None
         """Rotates queries and keys by their position. Set by a `Transformer` with rotary positions."""
 
@@ -160,6 +173,8 @@ class Attention(SequenceModule):
         """Return queries, keys and values as `attend` takes them: (B, N, E) -> (B, H or H_kv, N, D_qk or D)."""
         q = self._heads(self.q_proj(x))
         k, v = (self._heads(projection(x), self.n_kv_heads) for projection in (self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = _normalised(self.q_norm, q), _normalised(self.k_norm, k)
         return (q, k, v) if self.takes_groups else (q, self._for_all_heads(k), self._for_all_heads(v))
 
     def _turned(self, q: Tensor, k: Tensor, earlier: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -235,6 +250,11 @@ class Attention(SequenceModule):
     def extra_repr(self) -> str:
         """Return the options that the projections do not show."""
         return f"n_heads={self.n_heads}, causal={self.causal}"
+
+
+def _normalised(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    """Normalise `x` in the type of the gain, which autocast does not lower."""
+    return norm(x.to(norm.weight.dtype)).to(x.dtype)
 
 
 def softmax_over(scores: Tensor, seen: Tensor) -> Tensor:

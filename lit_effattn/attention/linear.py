@@ -169,6 +169,9 @@ class LinearAttention(Attention):
         n_kv_heads: Heads of keys and values, each shared by H / n_kv_heads heads of queries, as in `SoftmaxAttention`,
             whose weights then fit. The state keeps the sums of every head of queries. Default: H.
         out_bias: Whether the output's projection has a bias. Default: as `bias` says.
+        head_dim: Dimensions of a head, as in `SoftmaxAttention`. Default: E / H.
+        qk_norm: Whether queries and keys are normalised before φ, as in `SoftmaxAttention`.
+        qk_norm_eps: ε of this normalisation.
     """
 
     takes_parts = True
@@ -186,8 +189,22 @@ class LinearAttention(Attention):
         d_qk: int | None = None,
         n_kv_heads: int | None = None,
         out_bias: bool | None = None,
+        head_dim: int | None = None,
+        qk_norm: bool = False,
+        qk_norm_eps: float = 1e-6,
     ) -> None:
-        super().__init__(d_model, n_heads, causal, bias=bias, d_qk=d_qk, n_kv_heads=n_kv_heads, out_bias=out_bias)
+        super().__init__(
+            d_model,
+            n_heads,
+            causal,
+            bias=bias,
+            d_qk=d_qk,
+            n_kv_heads=n_kv_heads,
+            out_bias=out_bias,
+            head_dim=head_dim,
+            qk_norm=qk_norm,
+            qk_norm_eps=qk_norm_eps,
+        )
         if chunk_size < 1:
             raise ValueError(f"chunk_size={chunk_size} is not positive; 32 to 128 are fast")
         self.feature_map = feature_map(self.qk_dim)

@@ -220,6 +220,9 @@ class PerformerAttention(RandomFeatures, Attention):
         n_kv_heads: Heads of keys and values, each shared by H / n_kv_heads heads of queries, as in `SoftmaxAttention`,
             whose weights then fit. The state keeps the sums of every head of queries. Default: H.
         out_bias: Whether the output's projection has a bias. Default: as `bias` says.
+        head_dim: Dimensions of a head, as in `SoftmaxAttention`. Default: E / H.
+        qk_norm: Whether queries and keys are normalised before φ, as in `SoftmaxAttention`.
+        qk_norm_eps: ε of this normalisation.
     """
 
     takes_parts = True
@@ -239,8 +242,21 @@ class PerformerAttention(RandomFeatures, Attention):
         eps: float | None = None,
         n_kv_heads: int | None = None,
         out_bias: bool | None = None,
+        head_dim: int | None = None,
+        qk_norm: bool = False,
+        qk_norm_eps: float = 1e-6,
     ) -> None:
-        super().__init__(d_model, n_heads, causal, bias=bias, n_kv_heads=n_kv_heads, out_bias=out_bias)
+        super().__init__(
+            d_model,
+            n_heads,
+            causal,
+            bias=bias,
+            n_kv_heads=n_kv_heads,
+            out_bias=out_bias,
+            head_dim=head_dim,
+            qk_norm=qk_norm,
+            qk_norm_eps=qk_norm_eps,
+        )
         self._draw_features(n_features, features, orthogonal, norms, eps)
         if chunk_size < 1 or chunk_size & (chunk_size - 1):
             raise ValueError(f"chunk_size={chunk_size} is not a power of 2, so it can't be halved; 32 to 128 are fast")

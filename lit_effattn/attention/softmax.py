@@ -72,7 +72,11 @@ class SoftmaxAttention(Attention):
             Ainslie et al. 2023): the state is smaller by as much. Default: H.
         out_bias: Whether the output's projection has a bias. Default: as `bias` says.
         d_qk: Width of all heads' queries and keys together, H d_k in Vaswani et al. 2017, Table 3 (B). D in √D is then
-            d_qk / H. Default: E. Another width than E has no fused kernel on some devices.
+            d_qk / H. Default: H D. Another width than H D has no fused kernel on some devices.
+        head_dim: Dimensions D of a head's queries, keys and values; the projections have width H D. Default: E / H.
+        qk_norm: Whether a head's queries and keys are normalised before rotary positions: q ← g ⊙ q / √(mean(q²) + ε),
+            with a gain g (D_qk,) for all heads' queries and one for the keys (Qwen3, Yang et al. 2025, section 2).
+        qk_norm_eps: ε of this normalisation.
     """
 
     takes_groups = True
@@ -89,8 +93,22 @@ class SoftmaxAttention(Attention):
         n_kv_heads: int | None = None,
         out_bias: bool | None = None,
         d_qk: int | None = None,
+        head_dim: int | None = None,
+        qk_norm: bool = False,
+        qk_norm_eps: float = 1e-6,
     ) -> None:
-        super().__init__(d_model, n_heads, causal, bias=bias, d_qk=d_qk, n_kv_heads=n_kv_heads, out_bias=out_bias)
+        super().__init__(
+            d_model,
+            n_heads,
+            causal,
+            bias=bias,
+            d_qk=d_qk,
+            n_kv_heads=n_kv_heads,
+            out_bias=out_bias,
+            head_dim=head_dim,
+            qk_norm=qk_norm,
+            qk_norm_eps=qk_norm_eps,
+        )
         if window is not None and window < 1:
             raise ValueError(f"window={window} must be at least 1: it includes the position itself")
         if window is not None and not causal:

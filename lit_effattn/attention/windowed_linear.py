@@ -55,6 +55,9 @@ class WindowedLinearAttention(Attention):
         n_kv_heads: Heads of keys and values, as in `SoftmaxAttention`. The state has as many keys and values, and the
             sums of every head of queries. Default: H.
         out_bias: Whether the output's projection has a bias. Default: as `bias` says.
+        head_dim: Dimensions of a head, as in `SoftmaxAttention`. Default: E / H.
+        qk_norm: Whether queries and keys are normalised before φ, as in `SoftmaxAttention`.
+        qk_norm_eps: ε of this normalisation.
 
     Raises:
         ValueError: `causal` is False, or `window` is not positive.
@@ -75,6 +78,9 @@ class WindowedLinearAttention(Attention):
         bias: bool = True,
         n_kv_heads: int | None = None,
         out_bias: bool | None = None,
+        head_dim: int | None = None,
+        qk_norm: bool = False,
+        qk_norm_eps: float = 1e-6,
     ) -> None:
         if not causal:
             raise ValueError(
@@ -84,7 +90,17 @@ class WindowedLinearAttention(Attention):
             raise ValueError(f"window={window} is not positive; 64 is usual")
         if chunk_size < 1:
             raise ValueError(f"chunk_size={chunk_size} is not positive; 32 to 128 are fast")
-        super().__init__(d_model, n_heads, causal, bias=bias, n_kv_heads=n_kv_heads, out_bias=out_bias)
+        super().__init__(
+            d_model,
+            n_heads,
+            causal,
+            bias=bias,
+            n_kv_heads=n_kv_heads,
+            out_bias=out_bias,
+            head_dim=head_dim,
+            qk_norm=qk_norm,
+            qk_norm_eps=qk_norm_eps,
+        )
         self.window = window
         self.chunk_size = chunk_size
         self.feature_map = feature_map(self.head_dim)

@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 from lit_effattn import sequence
-from lit_effattn.attention import SoftmaxAttention
+from lit_effattn.attention import LinearAttention, PerformerAttention, SoftmaxAttention, WindowedLinearAttention
+from lit_effattn.attention.linear import EluFeatureMap
+from lit_effattn.positions import RotaryPositions
 from tests.laws import definitions
 
 E, H = 12, 3
@@ -44,6 +46,8 @@ def test_equals_multihead_attention_of_torch(causal: bool, bias: bool):
         ({"dropout": 1.0}, ["dropout=1.0"]),
         ({"dropout": -0.1}, ["dropout=-0.1"]),
         ({"d_qk": 7}, ["d_qk=7", "n_heads=3"]),
+        ({"head_dim": 0}, ["head_dim=0"]),
+        ({"qk_norm_eps": 0.0}, ["qk_norm_eps=0.0"]),
     ],
 )
 def test_bad_options_are_named(options: dict, words: list[str]):
@@ -66,6 +70,36 @@ def test_queries_and_keys_of_another_width():
     values = attention._heads(attention.v_proj(x))
     seen = attention.out_proj((attention.attention_weights(x) @ values).transpose(1, 2).flatten(2))
     torch.testing.assert_close(seen, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("kind", "definition", "options"),
+    [
+        (SoftmaxAttention, definitions.softmax, {}),
+        (SoftmaxAttention, definitions.softmax, {"window": 4}),
+        (LinearAttention, definitions.linear, {}),
+        (PerformerAttention, definitions.performer, {}),
+        (WindowedLinearAttention, definitions.windowed_linear, {"window": 3, "feature_map": EluFeatureMap}),
+    ],
+)
+def test_normalised_queries_and_keys_of_a_given_width(kind, definition, options: dict):
+    attention = kind(10, H, n_kv_heads=1, head_dim=6, qk_norm=True, qk_norm_eps=0.1, **options).double()
+    plain = SoftmaxAttention(10, H, n_kv_heads=1, head_dim=6, qk_norm=True).state_dict()
+    assert all(attention.state_dict()[name].shape == t.shape for name, t in plain.items())
+    attention.rotary = RotaryPositions(6)
+    for norm in (attention.q_norm, attention.k_norm):
+        torch.nn.init.uniform_(norm.weight, 0.5, 2)
+    x = torch.randn(2, 7, 10).double()
+    expected = definition(attention, x)
+    torch.testing.assert_close(attention(x)[0], expected)
+    for state in (None, attention.initial_state(2, max_len=7)):
+        first, state = attention(x[:, :4], state)
+        torch.testing.assert_close(torch.cat([first, attention(x[:, 4:], state)[0]], 1), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, state = attention.float()(x.float())
+        attention(x.float(), state)
+    torch.testing.assert_close(y.double(), expected, atol=0.05, rtol=0.05)
 
 
 def test_a_full_cache_says_so():

@@ -372,6 +372,11 @@ def queries_keys_values(module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         torch.stack([in_heads(module, p, x, module.n_kv_heads)[:, h // group] for h in range(module.n_heads)], 1)
         for p in (module.k_proj, module.v_proj)
     )
+    if module.q_norm is not None:
+        q, k = (
+            norm.weight * t / (t.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+            for t, norm in ((q, module.q_norm), (k, module.k_norm))
+        )
     if module.rotary is not None:
         q, k = rotated(q, module.rotary.base), rotated(k, module.rotary.base)
     return q, k, v

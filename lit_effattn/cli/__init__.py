@@ -152,7 +152,7 @@ def _convert(args: list[str]) -> None:
     usage = "usage: lit-effattn convert FROM TO"
     if {"-h", "--help"} & set(args):
         print(
-            f"{usage}\n\nConvert a folder of Hugging Face weights (GPT-2, Llama, Mistral, Qwen2) to a checkpoint\n"
+            f"{usage}\n\nConvert a folder of Hugging Face weights (GPT-2, Llama, Mistral, Qwen) to a checkpoint\n"
             "with a configuration, in the new folder TO; or a checkpoint to such a folder. Nothing is downloaded."
         )
         return

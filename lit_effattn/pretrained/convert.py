@@ -40,7 +40,7 @@ _SAVE_TOKENIZER = "with transformers, AutoTokenizer.from_pretrained(FOLDER).save
 _OF_TRAINING = {"dropout", "activation_dropout", "output_dropout", "init", "init_std", "zero_init"} | {
     "gradient_checkpointing",
 }
-_IN_SHAPES = {"d_ff", "n_kv_heads", "bias", "out_bias", "final_norm", "max_len", "norm_eps", "d_source"}
+_IN_SHAPES = {"d_ff", "n_kv_heads", "head_dim", "bias", "out_bias", "final_norm", "max_len", "norm_eps", "d_source"}
 """Arguments that the tensors' shapes show, and the ε that is read off the modules."""
 
 
@@ -215,7 +215,7 @@ def _give_out(source: Path, target: Path) -> str:
 
 
 def _described_families() -> str:
-    return "GPT-2 has learned positions, Llama, Mistral and Qwen2 have rotary ones; all have softmax attention"
+    return "GPT-2 has learned positions, Llama, Mistral, Qwen2 and Qwen3 have rotary ones; all have softmax attention"
 
 
 def _config(model: LanguageModel, family: Family) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from lit_effattn.attention import SoftmaxAttention
 from lit_effattn.nn.heads import CategoricalHead
 from lit_effattn.nn.transformer import Transformer
 from lit_effattn.positions import RotaryPositions
-from lit_effattn.pretrained.family import Entry, Family, Settings, both, refusal
+from lit_effattn.pretrained.family import Entry, Family, Settings, both
 from lit_effattn.tasks import LanguageModel
 
 _HARMLESS = frozenset(("attention_dropout", "max_position_embeddings", "max_window_layers", "pretraining_tp"))
@@ -18,9 +18,9 @@ _THETA = 10000.0
 
 
 class Llama(Family):
-    """Llama, Mistral (with or without a sliding window), Qwen2, and models of their shape, such as SmolLM."""
+    """Llama, Mistral (with or without a sliding window), Qwen2, Qwen3, and models of their shape, such as SmolLM."""
 
-    model_types = ("llama", "mistral", "qwen2")
+    model_types = ("llama", "mistral", "qwen2", "qwen3")
     prefix = "model."
     buffers = r".*\.rotary_emb\.inv_freq"
 
@@ -31,8 +31,8 @@ class Llama(Family):
         s.expect("mlp_bias", False)
         s.expect("rope_interleaved", False)
         width, heads, layers = s.number("hidden_size"), s.number("num_attention_heads"), s.number("num_hidden_layers")
-        if (head_dim := s.number("head_dim", None)) not in (None, width // heads):
-            raise refusal("head_dim", head_dim, f"only hidden_size / num_attention_heads={width // heads} is supported")
+        eps = s.number("rms_norm_eps", 1e-6, whole=False)
+        head_dim = s.number("head_dim", 128 if kind == "qwen3" else None)
         s.expect("layer_types", None, ["full_attention"] * layers)
         backbone = Transformer(
             width,
@@ -43,26 +43,30 @@ class Llama(Family):
                 SoftmaxAttention,
                 n_kv_heads=s.number("num_key_value_heads", 8 if kind == "mistral" else None) or heads,
                 window=_window(s, kind),
+                head_dim=head_dim,
+                **({"qk_norm": True, "qk_norm_eps": eps} if kind == "qwen3" else {}),
                 **_biases(s, kind),
             ),
             positions=partial(RotaryPositions, base=_theta(s)),
             activation="swiglu",
             norm_kind="rms",
-            norm_eps=s.number("rms_norm_eps", 1e-6, whole=False),
+            norm_eps=eps,
         )
         size, tie = s.number("vocab_size"), s.flag("tie_word_embeddings", False)
         s.finish()
         return LanguageModel(backbone, size, tokenizer=tokenizer, head=partial(CategoricalHead, bias=False), tie=tie)
 
     def config(self, model: LanguageModel) -> dict[str, Any]:
-        """Return its config.json: Mistral's if it has a window, Qwen2's with biases but on the output, else Llama's."""
+        """Return its config.json: of Qwen3 with `qk_norm`, Mistral with a window, Qwen2 by its biases, else Llama."""
         backbone: Any = model.backbone
         block = backbone.blocks[0]
         attention = block.attention
         q, out = attention.q_proj.bias is not None, attention.out_proj.bias is not None
         window = getattr(attention, "window", None)
         own: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "attention_bias": out}
-        if window is not None:
+        if attention.q_norm is not None:
+            own = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "attention_bias": out}
+        elif window is not None:
             own = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
         elif q and not out:
             own = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
@@ -70,6 +74,7 @@ class Llama(Family):
             raise ValueError("norm_eps=None is the precision of the type, which no config.json can say; give a number")
         return {
             **own,
+            "head_dim": attention.head_dim,
             "hidden_act": "silu",
             "hidden_size": backbone.d_model,
             "intermediate_size": block.feed_forward.up.out_features,
@@ -96,6 +101,8 @@ class Llama(Family):
             yield from both(f"{there}.self_attn.{theirs}_proj", f"{here}.attention.{ours}_proj", bias=bias)
         for name in ("gate", "up", "down"):
             yield from both(f"{there}.mlp.{name}_proj", f"{here}.feed_forward.{name}", bias=False)
+        for name in ("q_norm", "k_norm") if attention.q_norm is not None else ():
+            yield from both(f"{there}.self_attn.{name}", f"{here}.attention.{name}", bias=False)
         yield from both(f"{there}.input_layernorm", f"{here}.norm_1", bias=False)
         yield from both(f"{there}.post_attention_layernorm", f"{here}.norm_2", bias=False)
 
@@ -108,7 +115,7 @@ class Llama(Family):
 def _window(s: Settings, kind: str) -> int | None:
     if kind == "mistral":
         return None if s.get("sliding_window", 4096) is None else s.number("sliding_window", 4096)
-    if kind == "qwen2":
+    if kind in ("qwen2", "qwen3"):
         s.expect("use_sliding_window", False)
         s.get("sliding_window", None)  # not in use
         return None
@@ -119,7 +126,7 @@ def _window(s: Settings, kind: str) -> int | None:
 def _biases(s: Settings, kind: str) -> dict[str, bool]:
     if kind == "qwen2":
         return {"bias": True, "out_bias": False}
-    if kind == "llama":
+    if kind in ("llama", "qwen3"):
         return {"bias": s.flag("attention_bias", False)}
     s.expect("attention_bias", False)
     return {"bias": False}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lit_effattn import Transformer
-from lit_effattn.attention import LinearAttention
+from lit_effattn.attention import LinearAttention, SoftmaxAttention
 from lit_effattn.cli import main
 from lit_effattn.nn.heads import CategoricalHead
 from lit_effattn.positions import LearnedPositions, RotaryPositions
@@ -49,7 +49,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral": ("mistral", {**LLAMA, "sliding_window": None}),
     "mistral-window": ("mistral", {**LLAMA, "sliding_window": 5}),
+    "mistral-heads": ("mistral", {**LLAMA, "head_dim": 6, "sliding_window": None}),
     "qwen2": ("qwen2", LLAMA),
+    "qwen3": ("qwen3", {**LLAMA, "head_dim": 6}),
+    "qwen3-biases": ("qwen3", {**LLAMA, "head_dim": 4, "attention_bias": True, "tie_word_embeddings": True}),
 }
 
 
@@ -76,7 +79,7 @@ def exact(model: Any) -> Any:
         return module.weight * x / ((x**2).mean(-1, keepdim=True) + module.variance_epsilon).sqrt()
 
     def rotary(module: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        d = module.config.hidden_size // module.config.num_attention_heads
+        d = getattr(module.config, "head_dim", None) or (module.config.hidden_size // module.config.num_attention_heads)
         steps = torch.arange(0, d, 2, dtype=torch.float64) / d
         angle = position_ids[..., None] * module.config.rope_parameters["rope_theta"] ** -steps
         return torch.cat([angle, angle], -1).cos(), torch.cat([angle, angle], -1).sin()
@@ -183,14 +186,17 @@ def test_old_gpt2_folders_have_no_prefix_and_hold_masks(folders: Path, tmp_path:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"model_type": "qwen3"}, "model_type='qwen3'.*gpt2, llama, mistral, qwen2"),
+        ({"model_type": "gemma"}, "model_type='gemma'.*gpt2, llama, mistral, qwen2, qwen3"),
+        ({"model_type": "qwen3", "head_dim": 4}, r"the weights lack model.layers.0.self_attn.k_norm.weight"),
+        ({"model_type": "qwen3", "use_sliding_window": True}, "use_sliding_window=True"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling={'rope_type': 'linear'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 10.0}}, "rope_type='yarn'"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"sliding_window": 8}, "sliding_window=8"),
         ({"mlp_bias": True}, "mlp_bias=True"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"head_dim": 8}, "head_dim=8"),
+        ({"head_dim": 8}, r"q_proj.weight has the shape \(16, 16\)"),
+        ({"head_dim": 0}, "head_dim=0"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types=.'sliding_attention'"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0: this key is not known"),
         ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4}"),
@@ -309,6 +315,16 @@ def test_what_transformers_has_not_cannot_go_back(options: dict, words: str, tmp
     with pytest.raises(ValueError, match=words):
         convert(saved(tmp_path, **options), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_qwen3_has_one_epsilon(tmp_path: Path):
+    attention = partial(SoftmaxAttention, bias=False, qk_norm=True, qk_norm_eps=0.1)
+    options = {"attention": attention, "positions": RotaryPositions, "activation": "swiglu", "norm_kind": "rms"}
+    with pytest.raises(ValueError, match=r"backbone.attention.qk_norm_eps=0.1, where qwen3 has 1e-05"):
+        convert(saved(tmp_path, **options, norm_eps=1e-5), tmp_path / "out")
+    options["attention"] = partial(attention, qk_norm_eps=1e-5, window=4)
+    with pytest.raises(ValueError, match=r"backbone.attention.window=4, where qwen3 has None"):
+        convert(saved(tmp_path, **options, norm_eps=1e-5), tmp_path / "out")
 
 
 def test_an_own_model_of_that_shape_can(tmp_path: Path):

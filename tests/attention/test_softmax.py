@@ -89,6 +89,7 @@ def test_normalised_queries_and_keys_of_a_given_width(kind, definition, options:
     assert all(attention.state_dict()[name].shape == t.shape for name, t in plain.items())
     attention.rotary = RotaryPositions(6)
     for norm in (attention.q_norm, attention.k_norm):
+        assert norm.eps == 0.1
         torch.nn.init.uniform_(norm.weight, 0.5, 2)
     x = torch.randn(2, 7, 10).double()
     expected = definition(attention, x)

@@ -12,17 +12,9 @@ from lit_effattn.datamodules.tokens import IGNORE
 from lit_effattn.nn.heads import Head
 
 
-def mean_loss(head: Head, hidden: Tensor, targets: Tensor, label_smoothing: float) -> Tensor:
-    """Return the mean loss over the targets that are scored, in nats: (B, N, d_model), (B, N) -> ().
-
-    Args:
-        head: Predicts a target from a hidden state.
-        hidden: (B, N, d_model).
-        targets: (B, N), tokens, or IGNORE where none is scored.
-        label_smoothing: See `Head.loss`.
-    """
+def mean_of_scored(losses: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean of the losses (B, N) whose targets (B, N) are scored, that is, are not IGNORE."""
     scored = targets != IGNORE
-    losses = head.loss(hidden, targets.clamp(min=0), label_smoothing)
     return losses.masked_fill(~scored, 0).sum() / scored.sum().clamp(min=1)
 
 
@@ -83,7 +75,6 @@ class FurtherPredictions(nn.Module):
             first = self.n_targets - len(heads)  # type: ignore[arg-type]
             for k, head in enumerate(heads, start=first):  # type: ignore[arg-type,var-annotated]
                 later = F.pad(targets, (0, k), value=IGNORE)[:, k:]  # (B, N)
-                total = total + weight * (self.target_weight if k else 1) * mean_loss(
-                    head, hidden, later, label_smoothing
-                )
+                losses = head.loss(hidden, later.clamp(min=0), label_smoothing)
+                total = total + weight * (self.target_weight if k else 1) * mean_of_scored(losses, later)
         return total

@@ -23,7 +23,7 @@ from lit_effattn.nn.heads import CategoricalHead, HeadFactory
 from lit_effattn.nn.sliding import SlidingWindow
 from lit_effattn.runs import short
 from lit_effattn.sequence import SequenceModule, State
-from lit_effattn.tasks.auxiliary import FurtherPredictions, mean_loss
+from lit_effattn.tasks.auxiliary import FurtherPredictions, mean_of_scored
 from lit_effattn.tasks.base import Objective, Task, check_backbone, check_fields
 from lit_effattn.tasks.metrics import Accuracy, BitsPerByte, BitsPerCharacter, Count, Perplexity
 from lit_effattn.tasks.responses import ResponseMetric, Responses, score_texts, write_file
@@ -212,7 +212,8 @@ class LanguageModel(Task):
     def objective(self, batch: TokenBatch, memory: State | None = None) -> Objective:
         """Return the mean over the batch's targets, in nats, the auxiliary losses, and the state after `memory`."""
         outputs, state = self._outputs(batch, memory)
-        loss = mean_loss(self.head, outputs[-1], batch.targets, self.label_smoothing)
+        losses = self.head.loss(outputs[-1], batch.targets.clamp(min=0), self.label_smoothing)
+        loss = mean_of_scored(losses, batch.targets)
         figures = {"train/loss": loss.detach()}
         if self.further is not None:
             further = self.further(outputs, batch.targets, self.label_smoothing)

@@ -286,6 +286,7 @@ def test_weights_in_parts(folder: Path, folders: Path):
     (folder / part).unlink()
     with pytest.raises(ValueError, match=f"has no {part}, which model.safetensors.index.json lists"):
         convert(folder, "half")
+    assert not Path("half").exists()
 
 
 def saved(folder: Path, **options: Any) -> Path:

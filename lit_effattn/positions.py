@@ -60,10 +60,18 @@ class LearnedPositions(Positions):
     Args:
         width: Dimensions of a vector.
         max_len: Number of positions; None: as many as the data has.
+        period: Count again from 0 after so many positions of a stream: for attention within segments of this length,
+            which begin at its multiples. None: never.
+
+    Raises:
+        ValueError: `period` is not positive.
     """
 
-    def __init__(self, width: int, max_len: int | None = None) -> None:
+    def __init__(self, width: int, max_len: int | None = None, period: int | None = None) -> None:
         super().__init__(width)
+        if period is not None and period < 1:
+            raise ValueError(f"period={period} is not positive; give the length of a segment, or leave it out")
+        self.period = period
         self.table: nn.Embedding | None = None
         if max_len is not None:
             self.bind([max_len])
@@ -77,6 +85,7 @@ class LearnedPositions(Positions):
         """Return the vectors of `position`."""
         if self.table is None:
             raise ValueError("LearnedPositions: max_len is not known; give it, or use a task that binds it to its data")
+        position = position if self.period is None else position % self.period
         _check_range(position, self.table.num_embeddings, "LearnedPositions", "max_len")
         return self.table(position)
 

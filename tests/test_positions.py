@@ -53,6 +53,14 @@ def test_learned_takes_its_length_from_the_data():
     assert positions.table is table, "what is known is not bound again"
 
 
+def test_learned_positions_begin_again():
+    positions = LearnedPositions(4, max_len=3, period=3)
+    position = torch.tensor([[0, 2, 3, 7]])
+    assert torch.equal(positions(position), positions.table(torch.tensor([[0, 2, 0, 1]])))
+    with pytest.raises(ValueError, match=r"period=0 is not positive"):
+        LearnedPositions(4, max_len=3, period=0)
+
+
 def test_beyond_the_last_position():
     with pytest.raises(ValueError, match=r"LearnedPositions: position 10 .*9.*max_len"):
         LearnedPositions(4, max_len=10)(torch.tensor([[2, 10]]))

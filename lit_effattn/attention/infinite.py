@@ -32,6 +32,7 @@ from lit_effattn.sequence import SequenceModule, State, accumulator, reads_value
 
 Writes = Literal["evicted", "segment"]
 Sampling = Literal["quantiles", "bins"]
+ShortTerm = Literal["transformer_xl", "softmax"]
 
 _TOGETHER = 4096
 """Positions that attend to their signals at once, unless `sticky`: fewer operators, with bounded memory."""
@@ -82,6 +83,11 @@ class InfiniteAttention(TransformerXLAttention):
     training each is jittered within its part. The jitter follows from a counter in the state, so a recomputation
     repeats it, and it differs between rows and updates.
 
+    With `short_term="softmax"` the inputs are attended to by softmax attention without positions of its own, not by XL:
+    that of GPT-2, from which the paper's language model starts. With `mem_len` 0 it is attention within segments. The
+    projections are those of `SoftmaxAttention`; the term of the signal is 0 in the first segment. Positions are the
+    model's: a table of learned ones begins again in each segment with `LearnedPositions(period=segment_len)`.
+
     The authors' code (github.com/deep-spin/infinite-former) differs from the paper, and from the defaults, in what four
     options say: `tie_query`, `density_bias`, `grid` and `sampling`. Their least σ² is 10⁻⁶ (10⁻⁴ with GPT-2); here 10⁻⁶
     is added.
@@ -126,7 +132,11 @@ class InfiniteAttention(TransformerXLAttention):
         chunk_size: Queries computed at once; no effect on the result.
         bias: Whether q_proj, k_proj, v_proj and out_proj have a bias; not in Transformer-XL.
         share_uv: Whether all layers of a `Transformer` share u and v: see `TransformerXLAttention`.
+        short_term: "transformer_xl" or "softmax". The second has no R, u and v, so `clamp_len`, `position_dropout` and
+            `share_uv` must be left out.
     """
+
+    fresh = ("ltm_q_proj", "ltm_k_proj", "ltm_v_proj", "ltm_out_proj", "ltm_density", "gate")
 
     def __init__(
         self,
@@ -157,6 +167,7 @@ class InfiniteAttention(TransformerXLAttention):
         chunk_size: int = 128,
         bias: bool = False,
         share_uv: bool = False,
+        short_term: ShortTerm = "transformer_xl",
     ) -> None:
         super().__init__(
             d_model,
@@ -188,11 +199,19 @@ class InfiniteAttention(TransformerXLAttention):
         if not 0 < tau < 1:
             raise ValueError(f"tau={tau} must be between 0 and 1, both excluded: it is the share of the old signal")
         choices = {"writes": (writes, Writes), "sampling": (sampling, Sampling), "grid": (grid, Grid)}
-        for name, (choice, known) in choices.items():
+        for name, (choice, known) in (choices | {"short_term": (short_term, ShortTerm)}).items():
             if choice not in get_args(known):
                 raise ValueError(f"{name}={choice!r} is not one of {get_args(known)}")
         if sampling != "quantiles" and not sticky:
             raise ValueError(f"sampling={sampling!r} needs sticky=True; without it the samples are even: leave it out")
+        self.short_term = short_term
+        if short_term == "softmax":
+            for name, given in (("position_dropout", position_dropout), ("share_uv", share_uv)):
+                if given:
+                    raise ValueError(f"{name}={given} with short_term='softmax', which has no R, u and v: leave it out")
+            self._check_clamp(clamp_len)
+            self.has_positions = False
+            del self.r_proj, self.u, self.v
         self.segment_len = segment_len
         self.n_basis = n_basis
         self.widths = tuple(widths)
@@ -241,7 +260,12 @@ class InfiniteAttention(TransformerXLAttention):
             raise ValueError(
                 "same_length=True: what InfiniteAttention sees never depends on how a stream is split; leave it out"
             )
+        self._check_clamp(clamp_len)
         super().set_memory(mem_len, clamp_len)
+
+    def _check_clamp(self, clamp_len: int | None) -> None:
+        if clamp_len is not None and getattr(self, "short_term", "transformer_xl") == "softmax":
+            raise ValueError(f"clamp_len={clamp_len} with short_term='softmax', which has no distances: leave it out")
 
     @property
     def _reach(self) -> int:
@@ -382,10 +406,13 @@ class InfiniteAttention(TransformerXLAttention):
         first = self.segment_len * self._writes_before(position, self.mem_len) - length[:, None] + m
         if self._is_step(q):
             return self._near_few(q, inputs, first)
+        k, v = self._heads(self.k_proj(inputs)), self._heads(self.v_proj(inputs))
+        if self.short_term == "softmax":
+            return self._softmax(q, k, v, first)
         return relative_attention(
             q,
-            self._heads(self.k_proj(inputs)),
-            self._heads(self.v_proj(inputs)),
+            k,
+            v,
             self._relative_keys(furthest(n, m, self._reach, self.chunk_size), 0).to(q.dtype),
             self.u.to(q.dtype),
             self.v.to(q.dtype),
@@ -394,6 +421,28 @@ class InfiniteAttention(TransformerXLAttention):
             chunk_size=self.chunk_size,
             dropout=self._dropout_now,
         )
+
+    def _softmax(self, q: Tensor, k: Tensor, v: Tensor, first: Tensor) -> Tensor:
+        """Attend from q_i to the keys `first_i` (B, N) to M + i: (B, H, N, D), (B, H, M + N, D) -> (B, H, N, D)."""
+        n, m, found = q.size(2), k.size(2) - q.size(2), []
+        for start in range(0, n, self.chunk_size):
+            end = min(start + self.chunk_size, n)
+            low = max(0, m + start - self._reach)  # no query of the chunk sees an earlier key
+            slot, last = torch.arange(low, m + end, device=q.device), torch.arange(m + start, m + end, device=q.device)
+            seen = (slot >= first[:, start:end, None]) & (slot <= last[:, None])  # (B, C, K)
+            keys, values = (t[:, :, low : m + end] for t in (k, v))
+            found.append(
+                F.scaled_dot_product_attention(
+                    q[:, :, start:end], keys, values, seen[:, None], dropout_p=self._dropout_now
+                )
+            )
+        return torch.cat(found, 2)
+
+    def _terms(self, q: Tensor, k: Tensor, distance: Tensor) -> tuple[Tensor, ...]:
+        """See `TransformerXLAttention._terms`; softmax attention has the first."""
+        if self.short_term == "transformer_xl":
+            return super()._terms(q, k, distance)
+        return q @ k.mT * self.head_dim**-0.5, *3 * (q.new_zeros(()),)
 
     def _keys(self, x: Tensor, state: InfiniteMemory | None, lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """See `TransformerXLAttention._keys`."""
@@ -416,8 +465,12 @@ class InfiniteAttention(TransformerXLAttention):
         """
         n, slots = q.size(2), torch.arange(inputs.size(1), device=q.device)
         seen = (slots >= first[..., None]) & (slots <= slots[-n:, None])  # (B, N, M + N)
-        scores = relative_shift(self._scores_by_distance(q, self._positions_for(q, len(slots))))  # (B, H, N, M + N)
-        content = q + self.u.to(q.dtype)[:, None]
+        if self.short_term == "softmax":
+            scores, content = torch.zeros_like(seen, dtype=q.dtype)[:, None], q  # (B, 1, N, M + N)
+        else:
+            distances = self._positions_for(q, len(slots))
+            scores = relative_shift(self._scores_by_distance(q, distances))  # (B, H, N, M + N)
+            content = q + self.u.to(q.dtype)[:, None]
         key, value = (p.weight.to(q.dtype).unflatten(0, (self.n_heads, -1)) for p in (self.k_proj, self.v_proj))
         if self.k_proj.bias is not None:
             bias = self.k_proj.bias.to(q.dtype).view(self.n_heads, -1, 1)

@@ -340,23 +340,27 @@ class TransformerXLAttention(Attention):
         k, distance, seen = self._keys(x, state, lengths)
         if lengths is not None:
             seen = seen & valid_positions(lengths, x.size(1))[..., None]
-        distance = torch.where(seen, distance, 0)  # (B or 1, N, M)
+        with torch.autocast(x.device.type, enabled=False):
+            full = accumulator(q.dtype)
+            terms = self._terms(q.to(full), k.to(full), torch.where(seen, distance, 0))
+        shape = (*q.shape[:3], k.size(2))
+        return ScoreTerms(*(torch.where(seen[:, None], t, -torch.inf).expand(shape) for t in terms))
+
+    def _terms(self, q: Tensor, k: Tensor, distance: Tensor) -> tuple[Tensor, ...]:
+        """Return the four terms of queries (B, H, N, D) and keys (B, H, M, D) at distances (B or 1, N, M)."""
         first, last = int(distance.max()), int(distance.min())
-        weight, full = self.r_proj.weight, accumulator(q.dtype)
+        weight = self.r_proj.weight
         r = sinusoids(first, last, self.d_model, clamp=self.clamp_len, dtype=weight.dtype, device=weight.device)
         r = self.r_proj(r).unflatten(1, (self.n_heads, -1)).transpose(0, 1)  # (L, E) -> (H, L, D)
-        with torch.autocast(x.device.type, enabled=False):
-            q, k, r, u, v = (t.to(full) for t in (q, k, r, self.u, self.v))
-            q, u, v = (t * self.head_dim**-0.5 for t in (q, u, v))
-            shape = (*q.shape[:3], k.size(2))
-            row = first - distance  # (B or 1, N, M), of the distance in r
-            terms = (
-                q @ k.mT,
-                torch.einsum("bhnd,hld->bhnl", q, r).gather(-1, row[:, None].expand(shape)),
-                u[:, None] @ k.mT,  # (B, H, 1, M)
-                (r @ v[..., None]).squeeze(-1)[:, row].transpose(0, 1),  # (H, L) -> (B or 1, H, N, M)
-            )
-        return ScoreTerms(*(torch.where(seen[:, None], t, -torch.inf).expand(shape) for t in terms))
+        r, u, v = (t.to(q.dtype) for t in (r, self.u, self.v))
+        q, u, v = (t * self.head_dim**-0.5 for t in (q, u, v))
+        row = first - distance  # (B or 1, N, M), of the distance in r
+        return (
+            q @ k.mT,
+            torch.einsum("bhnd,hld->bhnl", q, r).gather(-1, row[:, None].expand(*q.shape[:3], k.size(2))),
+            u[:, None] @ k.mT,  # (B, H, 1, M)
+            (r @ v[..., None]).squeeze(-1)[:, row].transpose(0, 1),  # (H, L) -> (B or 1, H, N, M)
+        )
 
     def _keys(self, x: Tensor, state: State | None, lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the keys of `attention_terms` (B, H, M, D), their distances, and which are seen, (B or 1, N, M)."""

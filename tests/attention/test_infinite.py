@@ -6,7 +6,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lit_effattn import Transformer, sequence
-from lit_effattn.attention import InfiniteAttention, TransformerXLAttention, infinite
+from lit_effattn.attention import InfiniteAttention, SoftmaxAttention, TransformerXLAttention, infinite
 from lit_effattn.ops.continuous import basis_of, normal_masses, width_divergence
 from tests.support.tensor_sizes import Largest, Made
 
@@ -42,6 +42,36 @@ def test_until_something_is_written_it_is_transformer_xl(writes: str):
     same = (attention(x)[0] == off(x)[0]).all(-1).all(0)
     assert same.sum() == {"evicted": 8, "segment": 4}[writes]
     assert same[: same.sum()].all()
+
+
+@pytest.mark.parametrize("chunk_size", [3, 128])
+def test_softmax_attention_within_segments_gets_a_long_term_memory(chunk_size: int):
+    """Without the signal's term each segment is softmax attention to itself; the first one has no such term anyway."""
+    softmax = SoftmaxAttention(E, H).double()
+    attention = make(short_term="softmax", mem_len=0, bias=True, chunk_size=chunk_size)
+    left = attention.load_state_dict(softmax.state_dict(), strict=False)
+    assert not left.unexpected_keys
+    assert all(name.startswith(attention.fresh) for name in left.missing_keys)
+    x = inputs(2, 11)
+    alone = torch.cat([softmax(segment)[0] for segment in x.split(4, 1)], 1)
+    y, _ = attention(x)
+    torch.testing.assert_close(y[:, :4], alone[:, :4])
+    assert not torch.isclose(y[:, 4:], alone[:, 4:]).any()
+    attention.ltm_out_proj.weight.data.zero_()
+    torch.testing.assert_close(attention(x)[0], alone)
+    state, steps = None, []
+    for position in x.split(1, 1):
+        step, state = attention(position, state)
+        steps.append(step)
+    torch.testing.assert_close(torch.cat(steps, 1), alone)
+
+
+@pytest.mark.parametrize("options", [{"clamp_len": 3}, {"position_dropout": 0.1}, {"share_uv": True}])
+def test_softmax_attention_has_no_options_of_relative_positions(options: dict):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}=.* with short_term='softmax'"):
+        make(short_term="softmax", **options)
+    with pytest.raises(ValueError, match="clamp_len=3 with short_term='softmax'"):
+        make(short_term="softmax").set_memory(0, clamp_len=3)
 
 
 def test_what_is_remembered():

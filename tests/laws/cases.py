@@ -214,6 +214,17 @@ ATTENTIONS = [
         density_bias=False,
     ),
     *INFINITE(3, mem_len=3, segment_len=3, n_basis=0),
+    *INFINITE(
+        4,
+        mem_len=2,
+        segment_len=4,
+        n_basis=6,
+        widths=(0.2,),
+        n_samples=4,
+        chunk_size=3,
+        bias=True,
+        short_term="softmax",
+    ),
 ]
 
 # Queries and keys are turned in `Attention.forward`, for all kinds alike, and `Transformer-rotary-post` keeps every law

@@ -258,8 +258,10 @@ def infinite(module, x: Tensor) -> Tensor:
         first = size * max(0, (t - module.mem_len) // size)
         q, _, _ = queries_keys_values(module, x[:, t : t + 1])
         _, k, v = queries_keys_values(module, x[:, first : t + 1])
-        r = relative_vectors(module, [list(range(t - first, -1, -1))]).reshape(-1, h, d).transpose(0, 1)
-        scores = (q + module.u[:, None]) @ k.transpose(-1, -2) + (q + module.v[:, None]) @ r.transpose(-1, -2)
+        scores = q @ k.transpose(-1, -2)
+        if module.short_term == "transformer_xl":
+            r = relative_vectors(module, [list(range(t - first, -1, -1))]).reshape(-1, h, d).transpose(0, 1)
+            scores = scores + module.u[:, None] @ k.transpose(-1, -2) + (q + module.v[:, None]) @ r.transpose(-1, -2)
         near.append((scores / math.sqrt(d)).softmax(-1) @ v)
         if module.n_basis == 0:
             continue

@@ -132,7 +132,7 @@ class Reader:
             assert not stopped.value.code
         elif name == "fit" and "--config" in words:
             at = words.index("--config")
-            if "best" in words:
+            if {"best", "last"} & {*words}:
                 self.fit(words[at + 1])
             self.fit(words[at + 1], *words[:at], *words[at + 2 :])
         else:

@@ -142,7 +142,7 @@ def _complete(args: list[str]) -> None:
     from lit_effattn.cli.completion import script
 
     try:
-        print(script(args[0], COMMANDS, LISTS))
+        print(script(args[0], COMMANDS, (*TOOLS, CONVERT), LISTS))
     except ValueError as error:
         fail(str(error), code=2)
 

@@ -24,7 +24,7 @@ def compare(args: list[str]) -> None:
     Raises:
         ValueError: a folder is not that of a run, or matplotlib is missing.
     """
-    given = _parser().parse_args(args)
+    given = parser().parse_args(args)
     if given.length is not None and given.length < 1:
         raise ValueError(f"--length {given.length} must be at least 1")
     if given.plots:
@@ -53,27 +53,28 @@ def compare(args: list[str]) -> None:
         print(f"plots: {short(plots.curves(panels, Path(given.plots) / 'curves.png'))}")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    made = argparse.ArgumentParser(
         "lit-effattn compare",
         description="Compare runs: what differs in their configurations, metrics, parameters, bytes of state, "
         "seconds a step, peak memory.",
         allow_abbrev=False,
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="The folder of a run.")
-    parser.add_argument("--format", choices=FORMATS, default="terminal", help="Default: terminal.")
-    parser.add_argument("--output", metavar="FILE", help="Write the table here; in Markdown unless --format csv.")
-    parser.add_argument("--plots", metavar="FOLDER", help="Write curves.png here: metrics by step and by time.")
-    parser.add_argument(
+    made.add_argument("runs", nargs="+", metavar="RUN", help="The folder of a run.")
+    made.add_argument("--format", choices=FORMATS, default="terminal", help="Default: terminal.")
+    made.add_argument("--output", metavar="FILE", help="Write the table here; in Markdown unless --format csv.")
+    made.add_argument("--plots", metavar="FOLDER", help="Write curves.png here: metrics by step and by time.")
+    made.add_argument(
         "--length",
         type=int,
         help="Positions after which the bytes of a growing state are counted. Default: the length in the data's "
         "configuration, or 1,024.",
     )
-    parser.add_argument(
+    made.add_argument(
         "--trust", action="append", default=[], metavar="NAME", help="A class of your own that a checkpoint may name."
     )
-    return parser
+    return made
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:

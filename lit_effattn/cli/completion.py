@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
+from importlib import import_module
 from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser
@@ -18,12 +19,13 @@ SHELLS = ("bash", "zsh")
 _FUNCTION = "lit_effattn"
 
 
-def script(shell: str, commands: Sequence[str], lists: Sequence[str]) -> str:
+def script(shell: str, commands: Sequence[str], tools: Sequence[str], lists: Sequence[str]) -> str:
     """Return the script for a shell. Of nested options it has those of the classes in `parser_errors.option_paths`.
 
     Args:
         shell: One of `SHELLS`.
-        commands: The commands that take options.
+        commands: The commands that take options of the model, the data or the trainer.
+        tools: The commands with parsers of their own; "convert" has no options.
         lists: The commands that take names only.
 
     Raises:
@@ -37,9 +39,12 @@ def script(shell: str, commands: Sequence[str], lists: Sequence[str]) -> str:
         raise ValueError("completion needs the package shtab: pip install 'lit-effattn[completion]'") from error
     parser = argparse.ArgumentParser("lit-effattn")
     subparsers = parser.add_subparsers()
-    added = {name: subparsers.add_parser(name, help=name) for name in (*commands, *lists, "completion")}
+    added = {name: subparsers.add_parser(name, help=name) for name in (*commands, *tools, *lists, "completion")}
     for command in commands:
         _complete(added[command], _options(command), shtab.FILE)
+    for name in tools:
+        for flag, choices in (_options_of_tool(name) if name != "convert" else {}).items():
+            _add(added[name], flag, choices, shtab.FILE)
     for name, choices in zip(lists, (list(shipped()), list(attention_kinds())), strict=True):
         added[name].add_argument("names", nargs="*", choices=choices)
     added["completion"].add_argument("shell", choices=SHELLS)
@@ -60,13 +65,28 @@ def _options(command: str) -> set[str]:
     return {flag for flag in own | nested if flag.startswith("--") and not flag.endswith("+")} - {"--help"}
 
 
+def _options_of_tool(name: str) -> dict[str, Sequence[str]]:
+    """Return the options of a command with a parser of its own, and the values of each, if they are names."""
+    found: dict[str, Sequence[str]] = {}
+    if name == "sweep":  # the others are those of fit
+        found |= {flag: _values(flag[2:]) for flag in sorted(_options("fit"))}
+    for action in import_module(f"lit_effattn.cli.{name}").parser()._actions:
+        if action.option_strings and action.dest != "help":
+            flag = action.option_strings[0]
+            found[flag] = [*(action.choices or _values(flag[2:]))]
+    return found
+
+
 def _complete(parser: argparse.ArgumentParser, flags: Iterable[str], files: Any) -> None:
     """Add options, and what completes their values."""
     for flag in sorted(flags):
-        choices = _values(flag[2:])
-        option = parser.add_argument(flag, choices=choices or None)
-        if not choices:
-            option.complete = files  # type: ignore[attr-defined]
+        _add(parser, flag, _values(flag[2:]), files)
+
+
+def _add(parser: argparse.ArgumentParser, flag: str, choices: Sequence[str], files: Any) -> None:
+    option = parser.add_argument(flag, choices=choices or None)
+    if not choices:
+        option.complete = files  # type: ignore[attr-defined]
 
 
 def _values(path: str) -> list[str]:

@@ -22,7 +22,7 @@ def export(args: list[str]) -> None:
         FileExistsError: the file exists, and --overwrite is not given.
         ValueError: the model can't be exported in this format: see `lit_effattn.export.export`.
     """
-    given = _parser().parse_args(args)
+    given = parser().parse_args(args)
     checkpoint = find_checkpoint(given.ckpt_path, Path(given.root))
     target = Path(given.output) if given.output else _target(checkpoint, given.format)
     done = exporting.export(
@@ -49,34 +49,35 @@ def _target(checkpoint: Path, format: str) -> Path:
     return (checkpoint.parent if run is None else run / "exported") / (checkpoint.stem + exporting.SUFFIXES[format])
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    made = argparse.ArgumentParser(
         "lit-effattn export",
         description="Write a checkpoint's model for other programs. onnx and torch: a streaming step, whose state is "
         "an input and an output. safetensors: the weights.",
         allow_abbrev=False,
     )
-    parser.add_argument(
+    made.add_argument(
         "--ckpt_path", default="best", help="A checkpoint: its path, or last or best of the newest run. Default: best."
     )
-    parser.add_argument("--format", choices=list(exporting.SUFFIXES), default="onnx", help="Default: onnx.")
-    parser.add_argument("--output", metavar="FILE", help="Default: in the folder `exported` of the run.")
-    parser.add_argument(
+    made.add_argument("--format", choices=list(exporting.SUFFIXES), default="onnx", help="Default: onnx.")
+    made.add_argument("--output", metavar="FILE", help="Default: in the folder `exported` of the run.")
+    made.add_argument(
         "--max_len", type=int, help="Most positions of a stream, for attention that keeps every position."
     )
-    parser.add_argument("--batch_size", type=int, default=1, help="Rows of a step. Default: 1.")
-    parser.add_argument(
+    made.add_argument("--batch_size", type=int, default=1, help="Rows of a step. Default: 1.")
+    made.add_argument(
         "--check",
         type=int,
         default=exporting.CHECKED,
         metavar="N",
         help=f"Tokens to compare with PyTorch before the file is written. Default: {exporting.CHECKED}.",
     )
-    parser.add_argument("--overwrite", action="store_true", help="Replace an existing file.")
-    parser.add_argument(
+    made.add_argument("--overwrite", action="store_true", help="Replace an existing file.")
+    made.add_argument(
         "--trainer.default_root_dir", dest="root", default=ROOT, metavar="FOLDER", help=f"Of the runs; {ROOT}."
     )
-    parser.add_argument(
+    made.add_argument(
         "--trust", action="append", default=[], metavar="NAME", help="A class of your own that a checkpoint may name."
     )
-    return parser
+    return made

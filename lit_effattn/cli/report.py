@@ -62,7 +62,7 @@ def report(args: list[str]) -> None:
         FileNotFoundError: there is no such run.
         FileExistsError: the page that `--output` names exists.
     """
-    given = _parser().parse_args(args)
+    given = parser().parse_args(args)
     for name, value, least in (("samples", given.samples, 0), ("length", given.length, 2)):
         if value < least:
             raise ValueError(f"--{name} {value} must be at least {least}")
@@ -81,30 +81,31 @@ def report(args: list[str]) -> None:
     print(f"report: {short(_write(html.page(title, parts), output))}")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    made = argparse.ArgumentParser(
         "lit-effattn report",
         description="Write one HTML page about runs: configuration, curves, metrics, cost, samples, attention.",
         allow_abbrev=False,
     )
-    parser.add_argument(
+    made.add_argument(
         "runs",
         nargs="+",
         metavar="RUN",
         help="The folder of a run, a checkpoint in it, `best` or `last` (of the newest run), or a configuration's name "
         "(its newest run).",
     )
-    parser.add_argument("--output", metavar="FILE", help="The page, a new file. Default: report.html in the run.")
-    parser.add_argument(
+    made.add_argument("--output", metavar="FILE", help="The page, a new file. Default: report.html in the run.")
+    made.add_argument(
         "--samples", type=int, default=8, help="How many test items and drawn samples to show; 0: none. Default: 8."
     )
-    parser.add_argument(
+    made.add_argument(
         "--length", type=int, default=256, help="The most positions of which attention is drawn. Default: 256."
     )
-    parser.add_argument(
+    made.add_argument(
         "--trust", action="append", default=[], metavar="NAME", help="A class of your own that a checkpoint may name."
     )
-    return parser
+    return made
 
 
 def find_run(name: str) -> Source:

@@ -50,7 +50,7 @@ def sweep(args: list[str]) -> None:
     Raises:
         ValueError: an argument is invalid, or the folder has a sweep with other settings.
     """
-    given, flags = _parser().parse_known_args(args)
+    given, flags = parser().parse_known_args(args)
     if given.seeds < 1:
         raise ValueError(f"--seeds {given.seeds} must be at least 1")
     _check_flags(flags)
@@ -279,8 +279,9 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    made = argparse.ArgumentParser(
         "lit-effattn sweep",
         description="Train several kinds of attention on the same data for the same number of steps. Each is trained "
         "with seed 0 at every learning rate; the rate with the lowest value of the task's validation metric is then "
@@ -288,20 +289,18 @@ def _parser() -> argparse.ArgumentParser:
         "given again. Other flags are those of `lit-effattn fit`.",
         allow_abbrev=False,
     )
-    parser.add_argument("-c", "--config", action="append", required=True, help="A shipped configuration or a file.")
-    parser.add_argument(
+    made.add_argument("-c", "--config", action="append", required=True, help="A shipped configuration or a file.")
+    made.add_argument(
         "--kinds",
         required=True,
         help="Kinds of attention with commas between: short names (linear), class names, class paths of your own; "
         "lstm replaces the whole backbone.",
     )
-    parser.add_argument("--seeds", type=int, default=3, help="Number of seeds at the best rate. Default: 3.")
-    parser.add_argument("--lr", help="Rates with commas between. Default: 1/3, 1 and 3 times the configuration's.")
-    parser.add_argument(
-        "--devices", help="CUDA devices with commas between: a run on each. Default: one run at a time."
-    )
-    parser.add_argument("--output", metavar="FOLDER", help="Default: runs/sweep_CONFIG.")
-    return parser
+    made.add_argument("--seeds", type=int, default=3, help="Number of seeds at the best rate. Default: 3.")
+    made.add_argument("--lr", help="Rates with commas between. Default: 1/3, 1 and 3 times the configuration's.")
+    made.add_argument("--devices", help="CUDA devices with commas between: a run on each. Default: one run at a time.")
+    made.add_argument("--output", metavar="FOLDER", help="Default: runs/sweep_CONFIG.")
+    return made
 
 
 def _check_flags(flags: Sequence[str]) -> None:

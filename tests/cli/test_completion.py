@@ -39,6 +39,14 @@ def test_bash_completes_commands_options_classes_and_names(script: Path, tmp_pat
         "lit-effattn predict --data.audio my_": "my_recordings",
         "lit-effattn configs stdlib_x": "stdlib_xl",
         "lit-effattn kinds Linear": "LinearAttention",
+        "lit-effattn exp": "export",
+        "lit-effattn conv": "convert",
+        "lit-effattn export --format on": "onnx",
+        "lit-effattn export --trainer": "- --trainer.max_steps",
+        "lit-effattn report --samp": "--samples",
+        "lit-effattn sweep --config digits_l": "digits_linear",
+        "lit-effattn sweep --trainer.max_s": "--trainer.max_steps",
+        "lit-effattn sweep --see": "--seeds",
     }
     (tmp_path / "my_recordings").mkdir()
     asked = "\n".join(f"offer {typed}" for typed in cases)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -33,6 +34,8 @@ FACTORS = (1 / 3, 1, 3)
 RECORD = "sweep.json"
 _FIXED = ("--seed_everything", "--ckpt_path", "--name", "--trainer.default_root_dir")
 """Flags of `fit` that the sweep gives itself."""
+_BETWEEN = r",(?![^\[]*\])"
+"""Between two kinds: a comma that is not within brackets, as in linear,infinite:widths=[0.03,0.1]."""
 _RATE = "--model.optimizer.lr"
 _QUIET = ("--trainer.enable_progress_bar", "false")
 _INTERRUPTED = (130, 143)
@@ -54,8 +57,9 @@ def sweep(args: list[str]) -> None:
     if given.seeds < 1:
         raise ValueError(f"--seeds {given.seeds} must be at least 1")
     _check_flags(flags)
-    kinds = {_short(kind): _flags_of(kind) for kind in given.kinds.split(",")}
-    if len(kinds) < given.kinds.count(",") + 1:
+    wanted = re.split(_BETWEEN, given.kinds)
+    kinds = {_short(kind): _flags_of(kind) for kind in wanted}
+    if len(kinds) < len(wanted):
         raise ValueError(f"--kinds {given.kinds} names a kind twice; name each once")
     files = [find_config(name) for name in given.config]
     rates = _rates(given.lr, files)
@@ -294,7 +298,7 @@ def parser() -> argparse.ArgumentParser:
         "--kinds",
         required=True,
         help="Kinds of attention with commas between: short names (linear), class names, class paths of your own; "
-        "lstm replaces the whole backbone.",
+        "lstm replaces the whole backbone. Options follow colons: transformerxl:mem_len=64:dropout=0.1.",
     )
     made.add_argument("--seeds", type=int, default=3, help="Number of seeds at the best rate. Default: 3.")
     made.add_argument("--lr", help="Rates with commas between. Default: 1/3, 1 and 3 times the configuration's.")
@@ -312,12 +316,20 @@ def _check_flags(flags: Sequence[str]) -> None:
             raise ValueError(f"{name} is set by the sweep for each run; give --lr RATE[,RATE …]")
 
 
-def _short(kind: str) -> str:
-    """Return the name of a kind for tables and folders.
+def _short(given: str) -> str:
+    """Return the name of a kind, with its options, for tables and folders.
 
     Raises:
-        ValueError: no kind or several have this name.
+        ValueError: no kind or several have this name, or an option has no value.
     """
+    kind, *options = given.split(":")
+    for option in options:
+        if not re.fullmatch(r"\w+=.+", option):
+            raise ValueError(f"--kinds {given}: {option!r} is no option; give {kind}:NAME=VALUE")
+    return ":".join([_name(kind), *options])
+
+
+def _name(kind: str) -> str:
     if "." in kind:
         return kind.rpartition(".")[2]
     known = [*attention_kinds(), "LSTM"]
@@ -329,11 +341,16 @@ def _short(kind: str) -> str:
     return found[0]
 
 
-def _flags_of(kind: str) -> list[str]:
-    name = _short(kind)
-    if name == "LSTM":
-        return ["--model.backbone", "LSTM"]
-    return ["--model.backbone.attention", kind if "." in kind else name]
+def _flags_of(given: str) -> list[str]:
+    """Return the arguments of `fit` for a kind and its options."""
+    kind, *options = given.split(":")
+    name = _name(kind)
+    flag = "--model.backbone" if name == "LSTM" else "--model.backbone.attention"
+    flags = [flag, kind if "." in kind else name]
+    for option in options:
+        key, _, value = option.partition("=")
+        flags += [f"{flag}.{key}", value]
+    return flags
 
 
 def _rates(text: str | None, files: Sequence[str]) -> list[float]:

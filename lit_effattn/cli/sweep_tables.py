@@ -16,7 +16,7 @@ class Cell(NamedTuple):
     """One run of a sweep.
 
     Attributes:
-        kind: Name of the attention.
+        kind: Name of the attention, with its options.
         rate: Learning rate.
         seed: Seed of the initial weights and of the order of the data.
     """
@@ -26,7 +26,7 @@ class Cell(NamedTuple):
     seed: int
 
     def __str__(self) -> str:
-        return f"{self.kind}_lr{self.rate:g}_seed{self.seed}"
+        return f"{self.kind.replace(':', '_')}_lr{self.rate:g}_seed{self.seed}"
 
 
 class Outcome(NamedTuple):

@@ -14,7 +14,7 @@ import yaml
 
 from lit_effattn.callbacks import CostLog
 from lit_effattn.cli import main
-from lit_effattn.cli.sweep import Sweep, _flags_of, _rates, _short, report, run_child
+from lit_effattn.cli.sweep import Sweep, _flags_of, _rates, _short, report, run_child, sweep
 from lit_effattn.cli.sweep_tables import Cell, best_rate
 from tests.support.commands import REPOSITORY, fails
 
@@ -205,6 +205,37 @@ def test_children_and_what_they_say(tmp_path):
 def test_names_of_kinds(given: str, name: str):
     assert _short(given) == name
     assert _flags_of(given)[-1] == (given if "." in given else name)
+
+
+def test_options_of_kinds():
+    given = "xl:mem_len=64:dropout=0.1"
+    assert _short(given) == "TransformerXLAttention:mem_len=64:dropout=0.1"
+    attention = "--model.backbone.attention"
+    assert _flags_of(given) == [
+        *(attention, "TransformerXLAttention"),
+        *(f"{attention}.mem_len", "64"),
+        *(f"{attention}.dropout", "0.1"),
+    ]
+    assert _flags_of("lstm:n_layers=1") == ["--model.backbone", "LSTM", "--model.backbone.n_layers", "1"]
+    for option in ("mem_len", "=64", "mem_len="):
+        with pytest.raises(ValueError, match=f"{option!r} is no option; give xl:NAME=VALUE"):
+            _short(f"xl:{option}")
+
+
+def test_commas_within_brackets_divide_no_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked = []
+
+    def child(args: list[str], log: Path, device: str | None) -> tuple[int, str]:
+        asked.append(args)
+        return 1, "not now"
+
+    monkeypatch.setattr("lit_effattn.cli.sweep.run_child", child)
+    kinds = "infinite:widths=[0.03,0.1],linear"
+    sweep(["--config", "mqar_linear", "--kinds", kinds, "--lr", "1e-3", "--seeds", "1", "--output", str(tmp_path)])
+    first, second = asked
+    assert first[first.index("--model.backbone.attention.widths") + 1] == "[0.03,0.1]"
+    assert "LinearAttention" in second
+    assert ":" not in first[first.index("--trainer.default_root_dir") + 1].removeprefix(str(tmp_path))
 
 
 @pytest.mark.parametrize("given", ["", "s", "nonsense"])

@@ -1,7 +1,8 @@
-"""Jobs of the SLURM scheduler: what a restarted job goes on with, and requeueing.
+"""Jobs of the SLURM scheduler and launches of torchrun: what a restarted one goes on with, and requeueing.
 
-SLURM starts a requeued job's script again, with the same job number. A run therefore writes the number of its job and
-the arguments of its command into its folder, and the same command in the restarted job goes on with that run.
+SLURM starts a requeued job's script again, with the same job number. torchrun starts all processes again when one has
+failed (`--max-restarts`), with the same `--rdzv-id`. A run therefore writes the number of its job, the id of its launch
+and the arguments of its command into its folder, and the same command in the restarted job goes on with that run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lit_effattn.runs import LAST, PREVIOUS, run_of
 
 JOB_FILE = "slurm_job"
-"""The file in the folder of a run with the number of the job that trains it, and the command's arguments."""
+"""The file in the folder of a run with the job that trains it, the command's arguments, and torchrun's id."""
 
 
 def job() -> str | None:
@@ -26,17 +27,40 @@ def job() -> str | None:
     return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID")
 
 
+def launch() -> str | None:
+    """Return the id that torchrun's launch of this process has (`--rdzv-id`); None: none was given."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    return None if name == "none" else name  # torchrun's default
+
+
 def record_job(run: Path, args: list[str]) -> None:
-    """Write the job's number and the arguments of the command into the folder of its run."""
-    if job() is not None:
-        (run / JOB_FILE).write_text(json.dumps([job(), args]))
+    """Write the job's number, the arguments of the command and torchrun's id into the folder of its run."""
+    if job() is not None or launch() is not None:
+        (run / JOB_FILE).write_text(json.dumps([job(), args, launch()]))
 
 
 def interrupted_checkpoint(root: Path, args: list[str]) -> Path | None:
-    """Return the checkpoint from which a command goes on, if SLURM has restarted its job; None: there is none."""
-    if int(os.environ.get("SLURM_RESTART_COUNT") or 0) == 0:
+    """Return the checkpoint from which a command goes on; None: there is none.
+
+    It is that of a run which the same command began in the same SLURM job, if the job was restarted, or in a launch of
+    torchrun with the same id. (How often torchrun has restarted a process says nothing: each machine counts for itself,
+    and only the failures of its own processes.)
+    """
+    number = job() if int(os.environ.get("SLURM_RESTART_COUNT") or 0) else None
+    if number is None and launch() is None:
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
+            rank_zero_warn(
+                "torchrun restarted this command without an id by which it finds its run, so a new run begins: give "
+                "torchrun --standalone or --rdzv-id"
+            )
         return None
-    runs = [path.parent for path in root.rglob(JOB_FILE) if _read(path) == [job(), args]]
+
+    def begun_here(recorded: Any) -> bool:
+        if not isinstance(recorded, list) or len(recorded) < 2 or recorded[1] != args:
+            return False
+        return (number is not None and recorded[0] == number) or (launch() is not None and launch() in recorded[2:])
+
+    runs = [path.parent for path in root.rglob(JOB_FILE) if begun_here(_read(path))]
     for run in sorted(runs, key=lambda run: run.name, reverse=True):
         for name in (LAST, PREVIOUS):
             checkpoint = run / "checkpoints" / name

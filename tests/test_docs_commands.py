@@ -19,6 +19,9 @@ pytestmark = pytest.mark.exhaustive
 WITHOUT_DATA = {"librispeech_linear", "cmudog_infinite"}
 """Configurations whose commands are only parsed."""
 
+LAUNCHED = re.compile(r"(?:lit-effattn (?=.*--trainer\.dev)|srun lit-effattn |torchrun .* -m lit_effattn\.cli )(.*)")
+"""Commands that need several devices or a cluster are only parsed; `tests/test_clusters.py` runs such."""
+
 SHORT = {
     "fit": "--trainer.max_epochs 1 --trainer.val_check_interval 1 --trainer.limit_val_batches 1",
     "test": "--trainer.limit_test_batches 1",
@@ -35,6 +38,8 @@ def commands(page: str) -> list[list[str]]:
     for line in re.findall(r"^ {4}(.+)$", indented, re.M):
         if assigned := re.fullmatch(r'(\w+)="(.*)"', line):
             variables[assigned[1]] = assigned[2]
+        elif launched := LAUNCHED.match(line):
+            found.append([*shlex.split(launched[1]), "--print_config"])
         elif line.startswith("lit-effattn "):
             for name, value in variables.items():
                 line = line.replace(f"${name}", value)

@@ -1,3 +1,4 @@
+import json
 import os
 from pathlib import Path
 
@@ -10,7 +11,7 @@ ARGS = ["fit", "--config", "a.yaml"]
 
 @pytest.fixture(autouse=True)
 def _job(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "TORCHELASTIC_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("SLURM_JOB_ID", "77")
 
@@ -49,6 +50,42 @@ def test_a_restarted_job_goes_on_with_its_own_newest_run(tmp_path: Path, monkeyp
     assert interrupted_checkpoint(tmp_path, ARGS) == own / "checkpoints" / "previous.ckpt"
     monkeypatch.setenv("SLURM_JOB_ID", "79")
     assert interrupted_checkpoint(tmp_path, ARGS) is None
+
+
+def test_torchrun_goes_on_with_the_run_of_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Whatever each machine counts as restarts. In a SLURM job that was requeued, the job's number will do."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    own = run(tmp_path, "2026-01-01_00-00-00", "last.ckpt") / "checkpoints" / "last.ckpt"
+    assert interrupted_checkpoint(tmp_path, ARGS) == own
+    assert interrupted_checkpoint(tmp_path, [*ARGS, "--seed", "2"]) is None
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "b")
+    assert interrupted_checkpoint(tmp_path, ARGS) is None
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert interrupted_checkpoint(tmp_path, ARGS) == own
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert interrupted_checkpoint(tmp_path, ARGS) is None
+    run(tmp_path, "2026-01-02_00-00-00", "last.ckpt")  # outside of SLURM
+    assert interrupted_checkpoint(tmp_path, ARGS).parent.parent.name == "2026-01-02_00-00-00"
+
+
+def test_a_restart_by_torchrun_without_an_id_begins_anew_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn
+):
+    monkeypatch.delenv("SLURM_JOB_ID")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # torchrun's default
+    assert not list(run(tmp_path, "2026-01-01_00-00-00", "last.ckpt").glob("slurm_job"))
+    assert interrupted_checkpoint(tmp_path, ARGS) is None
+    assert not recwarn
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert interrupted_checkpoint(tmp_path, ARGS) is None
+    assert "give torchrun --standalone or --rdzv-id" in str(recwarn.pop().message)
+
+
+def test_a_job_of_an_older_version_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (run(tmp_path, "2026-01-01_00-00-00", "last.ckpt") / "slurm_job").write_text(json.dumps(["77", ARGS]))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    assert interrupted_checkpoint(tmp_path, ARGS) is not None
 
 
 def test_without_slurm_nothing_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -2,18 +2,27 @@
 
 import os
 import resource
+from pathlib import Path
 
 import lightning.pytorch as pl
 
 
 class SignalAt(pl.Callback):
-    """Sends this process a signal when a step begins; `every_rank=False`: on the first process only."""
+    """Sends this process a signal when a step begins.
 
-    def __init__(self, step: int, number: int, every_rank: bool = True) -> None:
+    `every_rank=False`: on the first process only. `once`: a file that is made before; no signal is sent if it is there.
+    """
+
+    def __init__(self, step: int, number: int, every_rank: bool = True, once: str | None = None) -> None:
         self.step, self.number, self.every_rank = step, number, every_rank
+        self.once = None if once is None else Path(once)
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: object) -> None:
         if trainer.global_step == self.step and (self.every_rank or trainer.is_global_zero):
+            if self.once is not None:
+                if self.once.exists():
+                    return
+                self.once.touch()
             os.kill(os.getpid(), self.number)
 
 

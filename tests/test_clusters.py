@@ -1,0 +1,108 @@
+"""Runs of two machines: two launchers of torchrun, and two tasks of a SLURM job, on one machine."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from tests.cli.test_command import TINY
+from tests.support.commands import REPOSITORY, assert_same_end, last
+
+pytestmark = pytest.mark.processes
+
+NODES = [
+    "--trainer.num_nodes",
+    "2",
+    "--trainer.devices",
+    "1",
+    "--trainer.accelerator",
+    "cpu",
+    "--trainer.strategy",
+    "ddp",
+]
+STOP = ["--trainer.callbacks+=interruptions.SignalAt", "--trainer.callbacks.every_rank", "false"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _in_a_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("cluster"))
+        trainer = {"max_epochs": 2, "num_sanity_val_steps": 0, "enable_progress_bar": False, "logger": False}
+        Path("tiny.yaml").write_text(yaml.safe_dump(TINY | {"trainer": trainer}))  # 10 steps of 2 processes
+        yield
+
+
+def together(commands: list[tuple[list[str], dict[str, str]]]) -> list[int]:
+    """Run commands at the same time, each with environment variables of its own; return their exit codes."""
+    path = os.pathsep.join([str(REPOSITORY / "tests" / "support"), os.environ.get("PYTHONPATH", "")])
+    common = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCHELASTIC_"))}
+    common |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    processes = [subprocess.Popen([sys.executable, "-m", *args], env=common | more) for args, more in commands]
+    try:
+        ends = time.monotonic() + 120
+        return [process.wait(timeout=ends - time.monotonic()) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def free_port() -> str:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
+
+
+def fit(root: str, step: int, number: signal.Signals) -> list[str]:
+    at = [
+        "--trainer.callbacks.once",
+        f"{root}-was-stopped",
+        "--trainer.callbacks.step",
+        str(step),
+        "--trainer.callbacks.number",
+        str(int(number)),
+    ]
+    run = ["--trainer.default_root_dir", root, "--checkpoint.every_n_train_steps", "2"]
+    return ["lit_effattn.cli", "fit", "--config", "tiny.yaml", *NODES, *run, *STOP, *at]
+
+
+@pytest.fixture(scope="module")
+def requeued() -> Path:
+    """A SLURM job of two nodes that one of its tasks asks to stop at step 3, and that SLURM runs again."""
+    Path("bin").mkdir()
+    Path("bin/scontrol").write_text('#!/bin/sh\necho "$@" >> asked\n')
+    Path("bin/scontrol").chmod(0o755)
+    job = {"JOB_ID": "77", "JOB_NAME": "fit", "NTASKS": "2", "NTASKS_PER_NODE": "1", "NNODES": "2", "LOCALID": "0"}
+    job |= {"NODELIST": "127.0.0.1"}
+
+    def srun(**more: str) -> list[int]:
+        port = free_port()
+        tasks = []
+        for task in ("0", "1"):
+            names = {f"SLURM_{name}": value for name, value in (job | more | {"PROCID": task, "NODEID": task}).items()}
+            path = f"{Path('bin').resolve()}:{os.environ['PATH']}"
+            tasks.append((fit("slurm", 3, signal.SIGUSR1), names | {"MASTER_PORT": port, "PATH": path}))
+        return together(tasks)
+
+    assert srun() == [138, 0]
+    assert Path("asked").read_text() == "requeue 77\n"
+    assert torch.load(last("slurm"), weights_only=True)["global_step"] == 4
+    assert srun(RESTART_COUNT="1") == [0, 0]
+    return last("slurm")  # of the only run
+
+
+def test_torchrun_restarts_a_killed_process_of_two_nodes_in_the_same_run(requeued: Path):
+    """It ends as the requeued SLURM job does, which was interrupted at another step."""
+    launch = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1", "--monitor-interval", "0.5"]
+    launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "7"]
+    launch += ["--local-addr", "127.0.0.1", "-m", *fit("torchrun", 7, signal.SIGKILL)]
+    assert together(2 * [(["torch.distributed.run", *launch], {})]) == [0, 0]
+    assert torch.load(last("torchrun"), weights_only=True)["global_step"] == 10
+    assert_same_end(last("torchrun"), requeued)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks import (
+    arithmetic,
     compression,
     decoding,
     evaluation,
@@ -67,6 +68,7 @@ BENCHMARKS = {
     "linear": linear,
     "loader": loader,
     "reproduce": reproduce,
+    "arithmetic": arithmetic,
 }
 
 PICTURED = ("decoding", "features", "generation", "longterm", "memory", "minilm", "scaling", "stream", "training")

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lit_effattn.callbacks.resume_point import within_accumulation
 
@@ -148,7 +149,8 @@ class CheckFinite(pl.Callback):
 
 
 def _all_finite(tensors: list[Any], device: torch.device) -> Tensor:
-    """Return whether all values are finite, (), on `device`, without waiting for it."""
+    """Return whether all values are finite, (), on `device`, without waiting for it; of DTensors, this process's."""
+    tensors = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
     tensors = [t for t in tensors if t.numel()]
     if not tensors:
         return torch.ones((), dtype=torch.bool, device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,13 @@ class SampleGrid(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Sample and save a grid, on the first process only."""
         epoch = trainer.current_epoch + 1
-        if not trainer.is_global_zero or getattr(trainer, "fast_dev_run", False) or epoch % self.every_n_epochs:
+        if getattr(trainer, "fast_dev_run", False) or epoch % self.every_n_epochs:
             return
         model: Any = pl_module
-        images: Tensor = model.to_images(model.sample(self.n_samples, temperature=self.temperature, seed=self.seed))
-        self._log(trainer, images, epoch)
+        with getattr(model, "whole", nullcontext)():  # all processes give their parts of divided parameters
+            if trainer.is_global_zero:
+                levels = model.sample(self.n_samples, temperature=self.temperature, seed=self.seed)
+                self._log(trainer, model.to_images(levels), epoch)
 
     def _log(self, trainer: pl.Trainer, images: Tensor, epoch: int) -> None:
         picture = grid(images)

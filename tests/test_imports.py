@@ -15,6 +15,7 @@ ROOMS: dict[str, set[str]] = {
     "ops": {"sequence"},
     "attention": {"ops", "positions", "sequence", "hparams"},
     "nn": {"attention", "positions", "sequence", "hparams"},
+    "sharding": {"nn"},
     "generation": {"nn", "attention", "ops", "sequence"},
     "beam": {"generation", "nn", "sequence"},
     "schedules": set(),
@@ -29,7 +30,7 @@ ROOMS: dict[str, set[str]] = {
     "slurm": {"runs"},
     "callbacks": {"sequence", "ops", "pictures", "checkpoints", "runs", "slurm"},
     "tasks": {
-        *("generation", "beam", "nn", "positions", "sequence", "hparams", "datamodules"),
+        *("generation", "beam", "nn", "positions", "sequence", "sharding", "hparams", "datamodules"),
         *("allowlist", "averaging", "checkpoints", "spec_check", "runs", "pictures"),
     },
     "pretrained": {
@@ -39,7 +40,7 @@ ROOMS: dict[str, set[str]] = {
     "run_records": {"tasks", "callbacks", "checkpoints", "runs", "sequence"},
     "cli": {
         *("pretrained", "tasks", "generation", "beam", "nn", "attention", "positions", "sequence"),
-        *("schedules", "datamodules", "callbacks"),
+        *("schedules", "sharding", "datamodules", "callbacks"),
         *("allowlist", "averaging", "checkpoints", "spec_check", "runs", "pictures", "slurm"),
         *("run_records", "plots", "export"),
     },

@@ -22,6 +22,7 @@ from jsonargparse import Namespace, set_parsing_settings
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
 import lit_effattn.attention
@@ -58,6 +59,7 @@ from lit_effattn.runs import (
     run_of,
     short,
 )
+from lit_effattn.sharding import ShardedStrategy
 from lit_effattn.spec_check import Place, UserJudge, check
 from lit_effattn.tasks import Task
 from lit_effattn.tasks.base import OtherModelError
@@ -290,6 +292,7 @@ class CLI(LightningCLI):
         if self.resolved.data_fixes:
             self._refuse_fixed()
         self._derive(config)
+        self._read_checkpoints_safely(config.trainer.get("strategy"))
         for action in self._parser(self.subcommand)._actions:
             if action.dest in config and hasattr(action, "_typehint"):
                 value = config[action.dest]
@@ -311,6 +314,15 @@ class CLI(LightningCLI):
             parser = _Parser()
             parser.add_subclass_arguments(pl.LightningDataModule, "data")
             set_strides(config, lambda: parser.instantiate_classes(Namespace(data=config.data.clone())).data)
+
+    def _read_checkpoints_safely(self, strategy: Any) -> None:
+        """Put `ShardedStrategy` in the place of Lightning's class, with the options that the user gave."""
+        theirs = f".{ModelParallelStrategy.__name__}"
+        if not isinstance(strategy, Namespace) or not strategy.class_path.endswith(theirs):
+            return
+        strategy.class_path = f"{ShardedStrategy.__module__}.{ShardedStrategy.__name__}"
+        if not UserOptions(self.given, [*self.resolved.files]).mention("save_distributed_checkpoint"):
+            strategy.init_args.save_distributed_checkpoint = False
 
     def _refuse_fixed(self) -> None:
         """Refuse flags of the model that the data would override without a word."""

@@ -23,6 +23,7 @@ _CALLBACKS = Place(classes=(pl.Callback,), items=(pl.Callback,))
 _WRITERS = ("ModelCheckpoint", "BestCheckpoint", "LastCheckpoint")
 """Callbacks that write checkpoints, to folders that only the user may name."""
 _DOWNLOADED = ("mnist", "fashion_mnist", "cifar10")
+_STRATEGIES = r"(auto|ddp|fsdp)[a-z_]*|ModelParallelStrategy"
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 """With 1 in these environment variables, Hugging Face's libraries read their cache alone."""
 
@@ -111,7 +112,7 @@ def _is_plain(name: str, value: Any) -> bool:
     if name == "logger":
         return value is None or isinstance(value, bool)
     if name == "strategy":
-        return value is None or (isinstance(value, str) and re.fullmatch(r"(auto|ddp|fsdp)[a-z_]*", value) is not None)
+        return value is None or (isinstance(value, str) and re.fullmatch(_STRATEGIES, value) is not None)
     return not value if name in ("profiler", "plugins") else True
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -24,6 +25,7 @@ from lit_effattn.checkpoints import hide_folders, own_folders, read_checkpoint, 
 from lit_effattn.hparams import HasInitArgs, init_args
 from lit_effattn.runs import last_kept, short
 from lit_effattn.sequence import State
+from lit_effattn.sharding import ShardedStrategy, shard, whole
 from lit_effattn.spec_check import CheckpointJudge, Place, check
 from lit_effattn.tasks.metrics import Count
 
@@ -191,6 +193,30 @@ class Task(HasInitArgs, pl.LightningModule):
         """Remove folders of this machine from the checkpoint."""
         if self._trainer is not None:
             hide_folders(checkpoint, self._trainer)
+
+    def configure_model(self) -> None:
+        """Divide the parameters among the processes, if the strategy does so. A second call does nothing.
+
+        Raises:
+            ValueError: the strategy is Lightning's own `ModelParallelStrategy`.
+        """
+        mesh = self.device_mesh
+        if mesh is None:
+            return
+        if not isinstance(self.trainer.strategy, ShardedStrategy):
+            raise ValueError(
+                f"strategy={type(self.trainer.strategy).__name__}: its checkpoints can't be read safely; use "
+                "lit_effattn.sharding.ShardedStrategy, which is the same in all else"
+            )
+        shard(self, mesh["data_parallel"])
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Return a context in which this process has all parameters, also if they are divided among processes.
+
+        All processes enter it together. A callback that draws samples within an epoch needs it; in validations, which
+        run in it, it is not needed.
+        """
+        return whole(self)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Build the optimiser and its schedule."""

@@ -1,0 +1,229 @@
+"""Sharded training: each process holds a part of every parameter, its gradient and its optimiser state (FSDP2).
+
+What is gathered together, a unit, is a Transformer's block or an LSTM. All else of the model is the unit of the root:
+embeddings, heads, front ends, tied weights, and what several blocks share.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy, StrategyRegistry
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from lit_effattn.nn.lstm import LSTM
+from lit_effattn.nn.transformer import Block
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def units(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of `model` whose parameters are gathered together, without the root."""
+    return [module for module in model.modules() if isinstance(module, (Block, LSTM))]
+
+
+def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Divide the parameters of `model` among processes, with the values that they have in the first of them.
+
+    Parameters are then DTensors, except in `training_step`, its backward pass, and while the model is whole: see
+    `whole`. A second call does nothing.
+
+    Args:
+        model: A module with a method `training_step`.
+        mesh: The processes, in one dimension.
+    """
+    if isinstance(model, FSDPModule):
+        return
+    for tensor in (*model.parameters(), *model.buffers()):
+        first = tensor.detach().to(mesh.device_type)
+        dist.broadcast(first, dist.get_global_rank(mesh.get_group(), 0), group=mesh.get_group())
+        tensor.detach().copy_(first)
+    parts = units(model)
+    # The root comes first: else it would not look into the units for what they share.
+    fully_shard(model, mesh=mesh, ignored_params=_of_one_unit(model, parts))
+    for part in parts:
+        fully_shard(part, mesh=mesh, ignored_params={p for p in part.parameters() if isinstance(p, DTensor)})
+        if isinstance(part, Block):
+            register_fsdp_forward_method(part, "remember")
+    register_fsdp_forward_method(model, "training_step")
+
+
+def _of_one_unit(model: nn.Module, parts: list[nn.Module]) -> set[nn.Parameter]:
+    """Return the parameters that belong to one of the units alone."""
+    inside = {module for part in parts for module in part.modules()}
+    outside = {p for module in model.modules() if module not in inside for p in module.parameters(recurse=False)}
+    owners = Counter(p for part in parts for p in part.parameters())
+    return {p for p, n in owners.items() if n == 1 and p not in outside}
+
+
+def gather(model: nn.Module) -> None:
+    """Gather all parameters of a sharded `model` in every process, until `release`. All processes call it."""
+    for part in _sharded(model):
+        part.set_reshard_after_forward(False, recurse=False)
+        part.unshard()
+
+
+def release(model: nn.Module) -> None:
+    """Keep only this process's part of every parameter of a sharded `model`."""
+    for part in _sharded(model):
+        part.set_reshard_after_forward(part is not model, recurse=False)
+        part.reshard()
+
+
+@contextmanager
+def whole(model: nn.Module) -> Iterator[None]:
+    """Have all parameters of `model` in every process: evaluation and sampling then need no other process.
+
+    All processes enter and leave together. Does nothing if the model is not sharded.
+    """
+    gather(model)
+    try:
+        yield
+    finally:
+        release(model)
+
+
+def _sharded(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _full(tree: Any, keep: bool) -> Any:
+    """Gather the DTensors in `tree`, on the CPU, where `keep` is true. All processes call it."""
+
+    def full(t: DTensor) -> Tensor:
+        gathered: Tensor = t.full_tensor()
+        return gathered.cpu() if keep else gathered.new_empty(0)
+
+    return tree_map_only(DTensor, full, tree)
+
+
+def _parted(full: Any, like: Any) -> Any:
+    """Return this process's part of the tensor `full`, divided as `like`, if that is divided."""
+    if not isinstance(like, DTensor) or not isinstance(full, Tensor) or full.shape != like.shape:
+        return full
+    return distribute_tensor(full.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+class ShardedStrategy(ModelParallelStrategy):
+    """Lightning's `ModelParallelStrategy`, which divides parameters, gradients and optimiser states among processes.
+
+    `Trainer(strategy="ModelParallelStrategy")` makes it.
+
+    Checkpoints are those of one process: `last.ckpt` and so on hold whole tensors, saved by the first process, and can
+    be resumed, scored and sampled from by any number of processes with any strategy. Every process reads the file and
+    keeps its part. In evaluation each process gathers all parameters once, so that processes may draw samples or search
+    for different numbers of steps; a device must hold the parameters, but neither gradients nor optimiser states.
+
+    Args:
+        data_parallel_size: Number of processes among which everything is divided. Default: all.
+        tensor_parallel_size: Must be 1.
+        save_distributed_checkpoint: Must be False.
+        kwargs: `process_group_backend` and `timeout` of `ModelParallelStrategy`.
+
+    Raises:
+        ValueError: `tensor_parallel_size` or `save_distributed_checkpoint` has another value.
+    """
+
+    def __init__(
+        self,
+        data_parallel_size: Literal["auto"] | int = "auto",
+        tensor_parallel_size: Literal["auto"] | int = "auto",
+        save_distributed_checkpoint: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if tensor_parallel_size not in ("auto", 1):
+            raise ValueError(
+                f"ModelParallelStrategy: tensor_parallel_size={tensor_parallel_size} is not supported, since heads are "
+                "not divided among processes; leave it out, and all processes share the parameters"
+            )
+        if save_distributed_checkpoint:
+            raise ValueError(
+                "ModelParallelStrategy: save_distributed_checkpoint=True is not supported, since such a checkpoint has "
+                "a pickle, which could run any code; leave it out, and checkpoints are single files"
+            )
+        super().__init__(data_parallel_size, 1, False, **kwargs)
+
+    def setup_environment(self) -> None:
+        """Start the processes' communication."""
+        if self._data_parallel_size == "auto":
+            self._data_parallel_size = self.num_nodes * self.num_processes
+        super().setup_environment()
+
+    def setup(self, trainer: Trainer) -> None:
+        """Move the model to the device, and make the optimiser."""
+        super().setup(trainer)
+        assert isinstance(self.model, FSDPModule)
+        self.model._get_fsdp_state()._lazy_init()  # else the first block that is called would take itself for the root
+
+    # ---------------------------------------------------------------------------------------------------- evaluation
+
+    def on_validation_start(self) -> None:
+        """Gather the parameters."""
+        assert self.model is not None
+        gather(self.model)
+
+    def on_validation_end(self) -> None:
+        """Divide the parameters again."""
+        assert self.model is not None
+        release(self.model)
+
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
+
+    # --------------------------------------------------------------------------------------------------- checkpoints
+
+    restore_checkpoint_after_setup = False
+    lightning_restore_optimizer = True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the whole parameters and buffers on the first process, nothing on the others."""
+        model = self.model
+        assert model is not None
+        gathered = any(not isinstance(p, DTensor) for p in model.parameters())
+        full: dict[str, Any] = _full(model.state_dict(), keep=self.is_global_zero)  # divides the parameters
+        if gathered:
+            gather(model)
+        return full if self.is_global_zero else {}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the whole state on the first process, nothing on the others."""
+        state: dict[str, Any] = _full(ParallelStrategy.optimizer_state(self, optimizer), keep=self.is_global_zero)
+        return state if self.is_global_zero else {}
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint as any strategy does."""
+        return ParallelStrategy.load_checkpoint(self, checkpoint_path, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Give the model its part of the parameters."""
+        assert self.lightning_module is not None
+        mine = self.lightning_module.state_dict()
+        parted = {name: _parted(value, mine.get(name)) for name, value in checkpoint["state_dict"].items()}
+        self.lightning_module.load_state_dict(parted, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Give the optimisers their part of the states."""
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            numbers = [i for group in saved["param_groups"] for i in group["params"]]
+            of = dict(zip(numbers, parameters, strict=True))
+            state = {i: {n: _parted(v, of[i]) for n, v in values.items()} for i, values in saved["state"].items()}
+            optimizer.load_state_dict({**saved, "state": state})
+
+
+StrategyRegistry.register(
+    ModelParallelStrategy.__name__.lower(),  # Lightning looks for it in lower case
+    ShardedStrategy,
+    description="Divides parameters, gradients and optimiser states among processes (FSDP2)",
+    override=True,
+)

@@ -118,7 +118,8 @@ class SequenceModule(HasInitArgs, nn.Module, ABC):
         if parts() is not None and not self.takes_parts:
             raise NotImplementedError(
                 f"{name} does not support sequence_parallel, in which a process has a part of each sequence; causal "
-                "LinearAttention and PerformerAttention do"
+                "LinearAttention, PerformerAttention and WindowedLinearAttention do, SoftmaxAttention and "
+                "ShawAttention with a window, and TransformerXLAttention with same_length"
             )
         if x.dim() != 3 or x.size(-1) != self.d_input:
             raise ValueError(f"{name}: x has shape {tuple(x.shape)}; expected (batch, length, {self.d_input})")

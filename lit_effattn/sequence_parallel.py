@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class Parts:
     def _gather_states(self, part: State) -> list[State]:
         """Gather the tensors of a state as one message of bytes and numbers."""
         flat = list(tensors(part))
-        numbers = next(t.dtype for t in flat if t.is_floating_point())
+        numbers = reduce(torch.promote_types, (t.dtype for t in flat if t.is_floating_point()))
         message = torch.cat([_as_numbers(t, numbers) for t in flat])
         return [_refilled(part, gathered) for gathered in self._gather(message)]
 
@@ -99,7 +100,7 @@ class _Gather(torch.autograd.Function):
 
 def _as_numbers(t: Tensor, dtype: torch.dtype) -> Tensor:
     """Flatten `t`; the bits of integers are kept, under the type of the floating-point numbers."""
-    return t.flatten() if t.is_floating_point() else t.flatten().view(dtype)
+    return t.flatten().to(dtype) if t.is_floating_point() else t.flatten().view(dtype)
 
 
 def _refilled(like: State, message: Tensor) -> State:
@@ -110,7 +111,7 @@ def _refilled(like: State, message: Tensor) -> State:
         nonlocal place
         n = t.numel() if t.is_floating_point() else t.numel() * t.element_size() // message.element_size()
         cut, place = message[place : place + n], place + n
-        return (cut if t.is_floating_point() else cut.detach().view(t.dtype).clone()).view(t.shape)
+        return (cut.to(t.dtype) if t.is_floating_point() else cut.detach().view(t.dtype).clone()).view(t.shape)
 
     return map_tensors(take, like)
 

@@ -17,7 +17,10 @@ from lit_effattn.attention import (
     LinearCrossAttention,
     PerformerAttention,
     ReluFeatureMap,
+    ShawAttention,
     SoftmaxAttention,
+    TransformerXLAttention,
+    WindowedLinearAttention,
 )
 from lit_effattn.nn.lstm import LSTM
 from lit_effattn.positions import SinusoidalPositions
@@ -25,6 +28,8 @@ from lit_effattn.sequence_parallel import sequence_parallel
 
 E, H, B, P = 8, 2, 3, 3
 LINEAR, PERFORMER = partial(LinearAttention, chunk_size=4), partial(PerformerAttention, n_features=16, chunk_size=4)
+WINDOW, WINDOWED = partial(SoftmaxAttention, window=6, n_kv_heads=1), partial(WindowedLinearAttention, window=4)
+XL = partial(TransformerXLAttention, mem_len=7, same_length=True)
 STACKS: dict[str, dict[str, Any]] = {
     "linear, rotary": {"attention": LINEAR, "positions": "auto"},
     "linear, checkpointed": {"attention": LINEAR, "positions": SinusoidalPositions, "gradient_checkpointing": True},
@@ -32,6 +37,11 @@ STACKS: dict[str, dict[str, Any]] = {
     "Performer, rotary": {"attention": PERFORMER, "positions": "auto"},
     "hyperbolic": {"attention": partial(PERFORMER, features="hyperbolic"), "positions": SinusoidalPositions},
     "with eps": {"attention": partial(PERFORMER, eps=1e-3), "positions": "auto"},
+    "window, rotary": {"attention": WINDOW, "positions": "auto"},
+    "window of 1": {"attention": partial(SoftmaxAttention, window=1), "positions": "auto"},
+    "relative, window": {"attention": partial(ShawAttention, window=5), "positions": None},
+    "Transformer-XL": {"attention": XL, "positions": None, "norm_memory": True},
+    "windowed linear": {"attention": WINDOWED, "positions": "auto"},
     "not in log space": {"attention": partial(PERFORMER, features="relu"), "positions": None},
 }
 SEGMENTS = [  # lengths (P, B) of each part in each row: uneven, and not there at all
@@ -130,6 +140,8 @@ KINDS = {
     "hyperbolic": partial(PERFORMER, features="hyperbolic"),
     "trigonometric": partial(PERFORMER, features="trigonometric"),
     "with eps": partial(PERFORMER, eps=1e-2),
+    "window": partial(SoftmaxAttention, window=4),
+    "windowed linear": WINDOWED,
 }
 each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
@@ -176,11 +188,21 @@ def test_sums_of_an_earlier_draw_count_as_empty_but_for_their_length():
 
 
 @pytest.mark.parametrize(
-    "module", [LSTM(E, 1), SoftmaxAttention(E, H), Transformer(E, H, 1, attention=SoftmaxAttention)], ids=type
+    "module",
+    [
+        LSTM(E, 1),
+        SoftmaxAttention(E, H),
+        Transformer(E, H, 1, attention=SoftmaxAttention),
+        TransformerXLAttention(E, H),
+    ],
+    ids=type,
 )
 def test_what_does_not_support_parts_says_so(module: Any):
     with sequence.in_parts(SimpleNamespace(count=lambda seen: (seen, seen))):  # type: ignore[arg-type]
-        with pytest.raises(NotImplementedError, match=r"(LSTM|SoftmaxAttention) does not support sequence_parallel"):
+        with pytest.raises(
+            NotImplementedError,
+            match=r"(LSTM|SoftmaxAttention|TransformerXLAttention) does not support sequence_parallel",
+        ):
             module(torch.randn(1, 4, E))
         with pytest.raises(NotImplementedError, match="LinearAttention: sequence_parallel needs causal=True"):
             LinearAttention(E, H, causal=False)(torch.randn(1, 4, E))

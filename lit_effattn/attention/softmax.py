@@ -117,6 +117,7 @@ class SoftmaxAttention(Attention):
             raise ValueError(f"dropout={dropout} is not a probability from 0 to below 1")
         self.window = window
         self.dropout = dropout
+        self.takes_parts = window is not None
 
     @property
     def bounded_by(self) -> str | None:
@@ -185,6 +186,20 @@ class SoftmaxAttention(Attention):
         y = self._see_window(q, k, v, window, past)
         newest = [_newest(t, seen + m, window - 1) for t in (k, v)]
         return y, WindowCache(newest[0], newest[1], before + seen)
+
+    def summarise(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> WindowCache:
+        """Return the newest keys and values: see `Attention.summarise`. Needs a window."""
+        assert self.window is not None
+        seen = torch.full(k.shape[:1], k.size(2), device=k.device) if lengths is None else lengths
+        return WindowCache(_newest(k, seen, self.window - 1), _newest(v, seen, self.window - 1), seen)
+
+    def combine_states(self, before: WindowCache, after: WindowCache) -> WindowCache:
+        """Keep the newest of both: see `Attention.combine_states`."""
+        return WindowCache(
+            newest_of_both(before.keys, after.keys, after.length, dim=2),
+            newest_of_both(before.values, after.values, after.length, dim=2),
+            before.length + after.length,
+        )
 
     def _attend_ring(
         self, q: Tensor, k: Tensor, v: Tensor, state: RingCache, seen: Tensor, window: int
@@ -284,6 +299,24 @@ def _newest(t: Tensor, end: Tensor, count: int) -> Tensor:
     t = F.pad(t, (0, 0, count, 0))
     index = end[:, None] + torch.arange(count, device=t.device)  # (B, count)
     return t.gather(2, index[:, None, :, None].expand(-1, t.size(1), -1, t.size(3)))
+
+
+def newest_of_both(before: Tensor, after: Tensor, length: Tensor, *, dim: int) -> Tensor:
+    """Return the newest M of M earlier entries and of the M after them, of which the last `length` (B,) are there.
+
+    Args:
+        before: (B, …, M, D), the entries along `dim`, the newest last.
+        after: As `before`, and of its type.
+        length: (B,), the number of positions that `after` was made of; it holds at most M of them.
+        dim: The dimension of the entries.
+    """
+    m = after.size(dim)
+    slot = torch.arange(m, device=after.device)  # (M,)
+    there = length.clamp(max=m)[:, None]  # (B, 1)
+    index = torch.where(slot < m - there, slot + there, slot + m)  # (B, M), in both
+    shape = [1] * after.dim()
+    shape[0], shape[dim] = index.shape
+    return torch.cat([before.to(after.dtype), after], dim).gather(dim, index.view(shape).expand_as(after))
 
 
 def _held(newest: Tensor, slots: int) -> Tensor:

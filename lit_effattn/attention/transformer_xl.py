@@ -10,8 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_effattn.attention.base import Attention, softmax_over
+from lit_effattn.attention.softmax import newest_of_both
 from lit_effattn.ops.relative import attention_by_distance, furthest, relative_attention, sinusoids
-from lit_effattn.sequence import State, accumulator, may_overwrite, reads_values, valid_positions, without_padding
+from lit_effattn.sequence import (
+    State,
+    accumulator,
+    may_overwrite,
+    parts,
+    reads_values,
+    valid_positions,
+    without_padding,
+)
 
 
 class InputMemory(NamedTuple):
@@ -127,6 +136,8 @@ class TransformerXLAttention(Attention):
         self.mem_len = mem_len
         self.clamp_len = clamp_len
         self.same_length = same_length
+        # Otherwise a position sees its whole segment, of which the other parts have no bounded state.
+        self.takes_parts = same_length
 
     def normalise_with(self, norm: nn.Module) -> None:
         """Apply `norm` to all inputs, to those in the memory again in each call.
@@ -207,17 +218,29 @@ class TransformerXLAttention(Attention):
             before = InputMemory(x[:, :0], torch.zeros(len(x), dtype=torch.long, device=x.device))
         else:
             before = state
-        m, n = slots_used(before.length, before.inputs.size(1)), x.size(1)
+        seen = torch.full_like(before.length, x.size(1)) if lengths is None else lengths
+        others, after = parts(), None
+        if others is not None:
+            part = InputMemory(newest(x, seen, self._reach), seen)
+            empty = self.initial_state(len(x), device=x.device, dtype=x.dtype)
+            before, after = others.join(self.combine_states, part, empty if state is None else state)
+        m = slots_used(before.length, before.inputs.size(1))
         inputs = torch.cat([before.inputs[:, before.inputs.size(1) - m :].to(x.dtype), x], 1)  # (B, M + N, E)
         normed = self._normed(inputs)
         q = self._heads(self.q_proj(self._normed(x)))  # (B, N, E) -> (B, H, N, D)
         k, v = self._heads(self.k_proj(normed)), self._heads(self.v_proj(normed))  # (B, M + N, E) -> (B, H, M + N, D)
         y = self.out_proj(self._mix(q, k, v, before.length).transpose(1, 2).flatten(2))  # (B, H, N, D) -> (B, N, E)
 
-        seen = torch.full_like(before.length, n) if lengths is None else lengths
+        if after is not None:
+            return without_padding(y, lengths), after
         memory = newest(inputs, m + seen, self._reach)
         memory = memory if state is None else memory.to(state.inputs.dtype)
         return without_padding(y, lengths), InputMemory(memory, before.length + seen)
+
+    def combine_states(self, before: InputMemory, after: InputMemory) -> InputMemory:
+        """Keep the newest inputs of both: see `Attention.combine_states`."""
+        inputs = newest_of_both(before.inputs, after.inputs, after.length, dim=1)
+        return InputMemory(inputs, before.length + after.length)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, state: ProjectedMemory | None, lengths: Tensor | None

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from lit_effattn.attention.base import Attention
 from lit_effattn.attention.linear import FeatureMap, HedgehogFeatureMap
-from lit_effattn.attention.softmax import _newest
+from lit_effattn.attention.softmax import _newest, newest_of_both
+from lit_effattn.ops.linear.pytorch import key_sums
 from lit_effattn.ops.windowed_linear import window_terms, windowed_linear_attention
 from lit_effattn.sequence import accumulator
 
@@ -64,6 +65,7 @@ class WindowedLinearAttention(Attention):
     """
 
     takes_groups = True
+    takes_parts = True
     fresh = ("feature_map", "mixing")
 
     def __init__(
@@ -159,13 +161,45 @@ class WindowedLinearAttention(Attention):
         held_keys, held_values = (_newest(t, seen + m, m).to(stored) for t in (k, v))
         return y.to(v.dtype), WindowedLinearState(held_keys, held_values, s, z, state.length + seen)
 
+    def summarise(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> WindowedLinearState:
+        """Return the newest keys and values, and the sums over those before them: see `Attention.summarise`."""
+        m, n = self.window - 1, k.size(2)
+        seen = torch.full(k.shape[:1], n, device=k.device) if lengths is None else lengths
+        before = max(n - m, 0)  # only these can have left the window
+        slot = torch.arange(before, device=k.device)
+        s, z = self._sums(k[:, :, :before], v[:, :, :before], slot < seen[:, None] - m)
+        return WindowedLinearState(_newest(k, seen, m), _newest(v, seen, m), s, z, seen)
+
+    def combine_states(self, before: WindowedLinearState, after: WindowedLinearState) -> WindowedLinearState:
+        """Keep the newest of both, and add the sums and what leaves the window: see `Attention.combine_states`."""
+        past = before.length.clamp(max=self.window - 1)
+        s, z = self._sums(before.keys, before.values, self._leaves(before.keys.size(2), past, after.length))
+        return WindowedLinearState(
+            newest_of_both(before.keys, after.keys, after.length, dim=2),
+            newest_of_both(before.values, after.values, after.length, dim=2),
+            before.s + after.s + s,
+            before.z + after.z + z,
+            before.length + after.length,
+        )
+
+    def _sums(self, k: Tensor, v: Tensor, leaves: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sums over the keys and values (B, H_kv, M, D) where `leaves` (B, M) is True."""
+        full = accumulator(k.dtype)
+        with torch.autocast(k.device.type, enabled=False):
+            phi = self.feature_map.keys(self._for_all_heads(k).to(full)).masked_fill(~leaves[:, None, :, None], 0)
+            return key_sums(phi, self._for_all_heads(v).to(full))
+
+    def _leaves(self, n: int, past: Tensor, seen: Tensor) -> Tensor:
+        """Return which of the first `n` slots exist and leave the window, (B, n): see `_leaving`."""
+        slot = torch.arange(n, device=past.device)  # (N,)
+        return (slot >= self.window - 1 - past[:, None]) & (slot < seen[:, None])
+
     def _leaving(self, keys: Tensor, past: Tensor, seen: Tensor) -> Tensor:
         """Return φ of the first N keys (B, H, N, D) after the cache's start, 0 for those that do not leave the window.
 
         Of M cached keys the last `past` exist. A row with `seen` new positions lets go as many slots, empty or not.
         """
-        slot = torch.arange(keys.size(2), device=keys.device)  # (N,)
-        leaves = (slot >= self.window - 1 - past[:, None]) & (slot < seen[:, None])  # (B, N)
+        leaves = self._leaves(keys.size(2), past, seen)  # (B, N)
         return self.feature_map.keys(keys).masked_fill(~leaves[:, None, :, None], 0)
 
     def _gamma(self, dtype: torch.dtype) -> Tensor:

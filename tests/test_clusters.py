@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ def _in_a_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def together(commands: list[tuple[list[str], dict[str, str]]]) -> list[int]:
     """Run commands at the same time, each with environment variables of its own; return their exit codes."""
-    path = os.pathsep.join([str(REPOSITORY / "tests" / "support"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(filter(None, [str(REPOSITORY / "tests" / "support"), os.environ.get("PYTHONPATH")]))
     common = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCHELASTIC_"))}
     common |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     processes = [subprocess.Popen([sys.executable, "-m", *args], env=common | more) for args, more in commands]
@@ -51,6 +52,10 @@ def together(commands: list[tuple[list[str], dict[str, str]]]) -> list[int]:
         return [process.wait(timeout=ends - time.monotonic()) for process in processes]
     finally:
         for process in processes:
+            process.terminate()  # torchrun then ends its own, and kills them after 30 s
+        for process in processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=40)
             process.kill()
 
 

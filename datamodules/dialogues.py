@@ -116,9 +116,11 @@ class GroundedDialogues(TextStream):
             rank_zero_warn(f"{self.root}: {len(faults)} left out:\n  {faults}")
 
     def _streams(self, split: str, segment_len: int, batch_size: int) -> "DialogueStreams":
+        passages = self._store.split(split)
+        assert isinstance(passages, SplitTokens)  # of files, not of a prepared folder
         return DialogueStreams(
             self._dialogues.splits[split],
-            self._store.split(split),
+            passages,
             start=self._tokenizer.start,
             segment_len=segment_len,
             batch_size=batch_size,

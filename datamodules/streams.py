@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import Dataset, DistributedSampler
 
+from lit_effattn.datamodules.documents import Documents
 from lit_effattn.datamodules.sampling import ResumableLoader
 from lit_effattn.datamodules.tokens import IGNORE, TokenBatch
 
@@ -23,7 +24,7 @@ class TokenStreams(Dataset[TokenBatch]):
     segment or stream. Each token is the target of exactly one position.
 
     Args:
-        tokens: (n,) unsigned integers, as in `SplitTokens`.
+        tokens: (n,) unsigned integers, or documents, as in `SplitTokens`.
         borders: (documents + 1,), the borders of the documents, as in `SplitTokens`.
         start: The token read before a document.
         segment_len: N, maximum length of a segment in tokens.
@@ -47,9 +48,11 @@ class TokenStreams(Dataset[TokenBatch]):
         [([[9, 0]], [[0, 1]]), ([[1, 0]], [[2, -100]]), ([[9, 3]], [[3, 4]])]
     """
 
+    shuffle_seed: int | None = None
+
     def __init__(
         self,
-        tokens: np.ndarray,
+        tokens: np.ndarray | Documents,
         borders: np.ndarray,
         *,
         start: int,
@@ -60,21 +63,26 @@ class TokenStreams(Dataset[TokenBatch]):
         joined: bool,
         drop_last: bool,
     ) -> None:
-        self.tokens = tokens
-        self.documents = borders
         self.start = start
         self.segment_len = segment_len
         self.batch_size = batch_size
         self.num_replicas = num_replicas
         self.rank = rank
+        self.joined = joined
+        self.drop_last = drop_last
+        self._divide(tokens, borders)
+
+    def _divide(self, tokens: np.ndarray | Documents, borders: np.ndarray) -> None:
+        self.tokens = tokens
+        self.documents = borders
         # The units that are cut into segments: the documents, or all of them as one.
-        self.borders = borders[[0, -1]] if joined else borders
-        n_each = -(-np.diff(self.borders) // segment_len)
-        if drop_last and len(n_each) == 1:
-            n_each = np.diff(self.borders) // segment_len
+        self.borders = borders[[0, -1]] if self.joined else borders
+        n_each = -(-np.diff(self.borders) // self.segment_len)
+        if self.drop_last and len(n_each) == 1:
+            n_each = np.diff(self.borders) // self.segment_len
         self.first = np.concatenate([[0], np.cumsum(n_each)])  # index of each document's first segment
-        n_segments, n_streams = int(self.first[-1]), num_replicas * batch_size
-        if drop_last:
+        n_segments, n_streams = int(self.first[-1]), self.num_replicas * self.batch_size
+        if self.drop_last:
             self._check(n_segments, n_streams)
             n_segments -= n_segments % n_streams
         ends = np.arange(n_streams + 1) * n_segments // n_streams
@@ -138,12 +146,43 @@ class TokenStreams(Dataset[TokenBatch]):
         for row, (begin, length) in enumerate(zip(begins.tolist(), lengths.tolist(), strict=True)):
             if length == 0:
                 continue
-            targets[row, :length] = self.tokens[begin : begin + length]
-            inputs[row, 1:length] = targets[row, : length - 1]
-            inputs[row, 0] = self.tokens[begin - 1]  # overwritten below where a document starts, so at 0
             first, last = np.searchsorted(self.documents, (begin, begin + length))
+            known = begin - int(self.documents[first] != begin)  # the token before it, if that is of the same document
+            text = self.tokens[known : begin + length]
+            targets[row, :length] = text[-length:]
+            inputs[row, length + 1 - len(text) : length] = text[:-1]
             inputs[row, self.documents[first:last] - begin] = self.start
         return inputs, targets
+
+
+class ShuffledStreams(TokenStreams):
+    """Streams of documents in another order every epoch, a pure function of (seed, epoch).
+
+    An item is `(epoch, t)`: worker processes and a resumed run thus need no further message. In addition to the 16
+    bytes a document of `documents` it keeps 24 for the current epoch.
+
+    Args:
+        documents: The documents.
+        shuffle_seed: Seed of the orders, 0 or more.
+        options: As for `TokenStreams`.
+    """
+
+    def __init__(self, documents: Documents, *, shuffle_seed: int, **options: Any) -> None:
+        self.shuffle_seed = self._seed = shuffle_seed
+        self._unshuffled, self._epoch = documents, 0
+        super().__init__(*self._shuffled(0), **options)
+
+    def _shuffled(self, epoch: int) -> tuple[Documents, np.ndarray]:
+        rng = np.random.default_rng((self._seed, epoch))
+        documents = self._unshuffled.reordered(rng.permutation(len(self._unshuffled.borders) - 1))
+        return documents, documents.borders
+
+    def __getitem__(self, item: tuple[int, int]) -> TokenBatch:  # type: ignore[override]
+        epoch, step = item
+        if epoch != self._epoch:
+            self._divide(*self._shuffled(epoch))
+            self._epoch = epoch
+        return super().__getitem__(step)
 
 
 class InOrder(DistributedSampler[int]):
@@ -159,6 +198,13 @@ class InOrder(DistributedSampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.start, self.n_batches))
+
+
+class EpochInOrder(InOrder):
+    """A sampler of the items (epoch, 0), (epoch, 1), … of `ShuffledStreams`."""
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:  # type: ignore[override]
+        return ((self.epoch, step) for step in super().__iter__())
 
 
 class StreamLoader(ResumableLoader):
@@ -178,11 +224,11 @@ class StreamLoader(ResumableLoader):
         """Resume from the position in `state_dict`.
 
         Raises:
-            ValueError: If the segment length or the number of streams per process differs.
+            ValueError: If the segment length, the number of streams per process or the order of documents differs.
         """
         state, now = dict(state_dict), self._division()
-        was = {name: state.pop(name) for name in now}
-        for name in ("batch_size", "segment_len"):
+        was = {name: state.pop(name, None) for name in now}
+        for name in ("batch_size", "segment_len", "shuffle_seed"):
             if was[name] != now[name]:
                 raise ValueError(
                     f"{name}={now[name]}, but the interrupted run had {was[name]}: its streams cannot be continued; "
@@ -196,10 +242,11 @@ class StreamLoader(ResumableLoader):
             state |= {"batches": 0, "n_batches": len(self)}
         super().load_state_dict(state)
 
-    def _division(self) -> dict[str, int]:
+    def _division(self) -> dict[str, int | None]:
         streams = self.dataset
         return {
             "n_processes": streams.num_replicas,
             "batch_size": streams.batch_size,
             "segment_len": streams.segment_len,
+            "shuffle_seed": streams.shuffle_seed,
         }

@@ -5,6 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -12,8 +13,10 @@ from torch.utils.data import DataLoader
 
 from lit_effattn.datamodules import text_sources
 from lit_effattn.datamodules.cache import default_cache
+from lit_effattn.datamodules.documents import Documents
+from lit_effattn.datamodules.prepared import PreparedStore
 from lit_effattn.datamodules.sampling import loader_options
-from lit_effattn.datamodules.streams import InOrder, StreamLoader, TokenStreams
+from lit_effattn.datamodules.streams import EpochInOrder, InOrder, ShuffledStreams, StreamLoader, TokenStreams
 from lit_effattn.datamodules.text_sources import TextSource
 from lit_effattn.datamodules.token_store import TokenStore, tokenized
 from lit_effattn.datamodules.tokenizers import KINDS, ByteTokenizer, Tokenizer
@@ -32,6 +35,7 @@ _SOURCES = {
     "wikitext103": _Source("words", "data/wikitext-103", ("root",)),
     "files": _Source("bytes", None, ("root", "glob")),
     "huggingface": _Source("bytes", None, ("path", "subset", "column")),
+    "prepared": _Source("bytes", None, ("root",)),
 }
 _LEAST_VOCABULARY = {"words": 3, "bpe": 257}  # a word, <unk> and <start>; all bytes and <start>
 
@@ -41,7 +45,8 @@ class TextStream(LightningDataModule):
 
     A batch is a `TokenBatch` (B, N). The text of a split is divided into B · processes contiguous streams, B for each
     process. A stream has the same row in all batches, so a memory can be carried from batch to batch. Every epoch has
-    the same streams. In training, the rest of the text, less than one segment per stream, is dropped.
+    the same streams, unless `shuffle_seed` is given. In training, the rest of the text, less than one segment per
+    stream, is dropped.
 
     Every document is read from `<start>`, an additional token of the vocabulary, so its first token is predicted too.
     In validation and test every token of the text is scored exactly once, for any batch size and number of processes;
@@ -56,7 +61,8 @@ class TextStream(LightningDataModule):
             wikitext103: wiki.train.tokens and so on, each one document. files: a text file, divided 90/5/5; or a
             folder, each file a document; its subfolders train, val and test are the splits, otherwise files are divided
             by name, 90/5/5. huggingface: a data set, each row a document; its splits train, validation and test, or
-            every 20th row of train.
+            every 20th row of train. prepared: a folder that `lit-effattn data prepare` made of a text of any size; it
+            has its own tokenizer and splits.
         tokens: bytes: the 256 bytes. characters: those of the training text. words: separated by white space, with
             `<eos>` for line ends. bpe: byte-pair encoding, learnt from the training text. Characters and words that are
             not in the training text are `<unk>`. Default: bytes; for text8 characters, for wikitext103 words.
@@ -70,7 +76,7 @@ class TextStream(LightningDataModule):
             last segment may be short. joined: segments cross documents' borders without padding, and memory is kept.
         num_workers: Worker processes that load data; 0: none.
         root: enwik8, text8, wikitext103: folder of the files; default: data, data, data/wikitext-103.
-            files: the folder or file; required.
+            files, prepared: the folder (or file); required.
         glob: files: pattern of the files in a folder; default: `**/*.txt`. Empty and hidden files are left out.
         path: huggingface: name or folder of the data set; required.
         subset: huggingface: configuration of the data set, if it has several.
@@ -78,6 +84,8 @@ class TextStream(LightningDataModule):
         max_bytes: stdlib, enwik8, text8: maximum number of bytes of text to use.
         tokenizer_of: A checkpoint of a language model, whose tokenizer is used, in place of `tokens` and `vocab_size`:
             to fine-tune or test that model on another text. A pretrained tokenizer encodes each document as a whole.
+        shuffle_seed: Training reads the documents in another order every epoch, drawn with this seed; None: always in
+            the source's order. It takes 40 bytes of memory a document.
         cache: Folder for tokens and vocabularies. They are made once for a source and its settings, and again if one
             has changed. May be deleted at any time. Default: lit-effattn in $XDG_CACHE_HOME, which defaults to
             ~/.cache.
@@ -88,7 +96,7 @@ class TextStream(LightningDataModule):
 
     def __init__(
         self,
-        source: Literal["stdlib", "enwik8", "text8", "wikitext103", "files", "huggingface"] = "stdlib",
+        source: Literal["stdlib", "enwik8", "text8", "wikitext103", "files", "huggingface", "prepared"] = "stdlib",
         *,
         tokens: Literal["bytes", "characters", "words", "bpe"] | None = None,
         segment_len: int = 64,
@@ -106,6 +114,7 @@ class TextStream(LightningDataModule):
         max_bytes: int | None = None,
         cache: str | None = None,
         tokenizer_of: str | None = None,
+        shuffle_seed: int | None = None,
     ) -> None:
         super().__init__()
         self.save_hyperparameters(logger=False)
@@ -113,7 +122,7 @@ class TextStream(LightningDataModule):
         _check_options(source, **options)
         _check_at_least(1, segment_len=segment_len, eval_segment_len=eval_segment_len, max_bytes=max_bytes)
         _check_at_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size)
-        _check_at_least(0, num_workers=num_workers)
+        _check_at_least(0, num_workers=num_workers, shuffle_seed=shuffle_seed)
         if documents not in ("apart", "joined"):
             raise ValueError(f"documents={documents!r} is not known; choose apart or joined")
         self.source: str = source
@@ -122,8 +131,12 @@ class TextStream(LightningDataModule):
                 f"tokenizer_of={tokenizer_of!r} brings its vocabulary; leave out tokens={tokens!r} and "
                 f"vocab_size={vocab_size}"
             )
+        if source == "prepared" and (tokens, tokenizer_of) != (None, None):
+            raise ValueError(
+                f"source='prepared' brings its tokenizer; leave out tokens={tokens!r} and tokenizer_of={tokenizer_of!r}"
+            )
         self._tokens = _SOURCES[source].tokens if tokens is None else tokens
-        _check_vocabulary(self._tokens, vocab_size)
+        check_vocabulary(self._tokens, vocab_size)
         self._tokenizer_of = tokenizer_of
         self.segment_len = segment_len
         self.eval_segment_len = segment_len if eval_segment_len is None else eval_segment_len
@@ -131,6 +144,7 @@ class TextStream(LightningDataModule):
         self.eval_batch_size = batch_size if eval_batch_size is None else eval_batch_size
         self.documents = documents
         self.num_workers = num_workers
+        self.shuffle_seed = shuffle_seed
         self.cache = default_cache() if cache is None else Path(cache)
         self._vocab_size = vocab_size
         self._options: dict[str, Any] = options | {"root": root or _SOURCES[source].root}
@@ -173,6 +187,8 @@ class TextStream(LightningDataModule):
 
     @cached_property
     def _given(self) -> Tokenizer | None:
+        if self.source == "prepared":
+            return self._prepared.tokenizer
         return None if self._tokenizer_of is None else saved_tokenizer(Path(self._tokenizer_of))
 
     @property
@@ -190,7 +206,13 @@ class TextStream(LightningDataModule):
         return self._given or (ByteTokenizer() if self.tokens == "bytes" else self._store.tokenizer)
 
     @cached_property
-    def _store(self) -> TokenStore:
+    def _prepared(self) -> PreparedStore:
+        return PreparedStore(Path(self._options["root"]))
+
+    @cached_property
+    def _store(self) -> TokenStore | PreparedStore:
+        if self.source == "prepared":
+            return self._prepared
         return tokenized(self._text(), self._kind, self._vocab_size, self.cache, self._given)
 
     @property
@@ -237,7 +259,8 @@ class TextStream(LightningDataModule):
     def train_dataloader(self) -> StreamLoader:
         """Return a loader of consecutive segments of equally long streams."""
         streams = self._streams("train", self.segment_len, self.batch_size)
-        return StreamLoader(streams, sampler=InOrder(streams), **loader_options(self.num_workers))
+        sampler = (EpochInOrder if isinstance(streams, ShuffledStreams) else InOrder)(streams)
+        return StreamLoader(streams, sampler=sampler, **loader_options(self.num_workers))
 
     def val_dataloader(self) -> DataLoader[Any]:
         """Return a loader of every token of the validation text once."""
@@ -257,17 +280,19 @@ class TextStream(LightningDataModule):
 
     def _streams(self, split: str, segment_len: int, batch_size: int) -> TokenStreams:
         tokens, borders = self._store.split(split)
-        return TokenStreams(
-            tokens,
-            borders,
-            start=self._tokenizer.start,
-            segment_len=segment_len,
-            batch_size=batch_size,
-            num_replicas=1 if self.trainer is None else self.trainer.world_size,
-            rank=0 if self.trainer is None else self.trainer.global_rank,
-            joined=self.documents == "joined",
-            drop_last=split == "train",
-        )
+        options: dict[str, Any] = {
+            "start": self._tokenizer.start,
+            "segment_len": segment_len,
+            "batch_size": batch_size,
+            "num_replicas": 1 if self.trainer is None else self.trainer.world_size,
+            "rank": 0 if self.trainer is None else self.trainer.global_rank,
+            "joined": self.documents == "joined",
+            "drop_last": split == "train",
+        }
+        if split != "train" or self.shuffle_seed is None:
+            return TokenStreams(tokens, borders, **options)
+        documents = tokens if isinstance(tokens, Documents) else Documents(tokens, borders[:-1], np.diff(borders))
+        return ShuffledStreams(documents, shuffle_seed=self.shuffle_seed, **options)
 
     def state_dict(self) -> dict[str, str]:
         """Return a description and a digest of the vocabulary."""
@@ -305,13 +330,20 @@ def _check_options(source: str, **options: Any) -> None:
             )
     if source == "files" and options["root"] is None:
         raise ValueError("root=None: source='files' needs the folder or file of the text, such as root=data/books")
+    if source == "prepared" and options["root"] is None:
+        raise ValueError("root=None: source='prepared' needs the folder that `lit-effattn data prepare` made")
     if Path(options["glob"] or "").is_absolute():
         raise ValueError(f"glob={options['glob']!r} must be relative to root={options['root']!r}, such as **/*.md")
     if source == "huggingface" and options["path"] is None:
         raise ValueError("path=None: source='huggingface' needs the data set's name, such as path=Salesforce/wikitext")
 
 
-def _check_vocabulary(tokens: str, vocab_size: int | None) -> None:
+def check_vocabulary(tokens: str, vocab_size: int | None) -> None:
+    """Check the kind and the size of a vocabulary.
+
+    Raises:
+        ValueError: If the kind is not known, or the size does not apply to it.
+    """
     if tokens not in KINDS:
         raise ValueError(f"tokens={tokens!r} is not known; choose one of {', '.join(KINDS)}")
     if tokens == "bpe" and vocab_size is None:

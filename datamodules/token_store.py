@@ -118,9 +118,9 @@ def _make(
 
 def _train_texts(source: TextSource, kind: type[Tokenizer], advance: _Advance) -> Iterator[str]:
     for document in source.splits["train"]:
-        for offset, chunk in _chunks(document, kind):
-            yield _decoded(document, offset, chunk)
-            advance(len(chunk))
+        for text, size in decoded(document, kind):
+            yield text
+            advance(size)
 
 
 def _write(
@@ -130,12 +130,10 @@ def _write(
     with (folder / f"{name}.bin").open("wb") as file:
         for document in source.splits[name]:
             n_tokens = borders[-1]
-            for offset, chunk in _chunks(document, type(tokenizer)):
-                is_bytes = isinstance(tokenizer, ByteTokenizer)
-                ids = tokenizer.encode(chunk if is_bytes else _decoded(document, offset, chunk))
+            for ids, size in encoded(document, tokenizer):
                 file.write(ids.astype(dtype, copy=False).data)
-                n_tokens, n_bytes = n_tokens + len(ids), n_bytes + len(chunk)
-                advance(len(chunk))
+                n_tokens, n_bytes = n_tokens + len(ids), n_bytes + size
+                advance(size)
             if n_tokens > borders[-1]:
                 borders.append(n_tokens)
         file.flush()
@@ -144,6 +142,27 @@ def _write(
         raise ValueError(f"source={source.name!r}: its split {name!r} holds no text, so there is nothing to score")
     np.save(folder / f"{name}.npy", np.asarray(borders))
     return {"n_tokens": borders[-1], "n_bytes": n_bytes}
+
+
+def decoded(document: Document, kind: type[Tokenizer]) -> Iterator[tuple[str, int]]:
+    """Yield a document's text in pieces that a tokenizer can encode separately, each with its number of bytes.
+
+    Raises:
+        ValueError: If it is not UTF-8.
+    """
+    for offset, chunk in _chunks(document, kind):
+        yield _decoded(document, offset, chunk), len(chunk)
+
+
+def encoded(document: Document, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int]]:
+    """Yield the tokens of a document in pieces, each with its number of bytes.
+
+    Raises:
+        ValueError: If it is not UTF-8, though the tokenizer needs it.
+    """
+    is_bytes = isinstance(tokenizer, ByteTokenizer)
+    for offset, chunk in _chunks(document, type(tokenizer)):
+        yield tokenizer.encode(chunk if is_bytes else _decoded(document, offset, chunk)), len(chunk)
 
 
 def _chunks(document: Document, kind: type[Tokenizer]) -> Iterator[tuple[int, bytes]]:

@@ -18,6 +18,7 @@ Train, resume, test and sample models whose attention costs less than N².
 
 commands:
   data       show where data belong, what is there, and a few samples, before training
+             data prepare INPUT FOLDER: tokenize a text larger than memory, in parallel
   fit        train a model, or resume with --ckpt_path last
   validate   score a checkpoint on the validation data
   test       score a checkpoint on the test data

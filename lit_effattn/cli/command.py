@@ -44,6 +44,7 @@ from lit_effattn.cli.derived import set_strides, set_windows, stated
 from lit_effattn.cli.help import arranged, class_help
 from lit_effattn.cli.look import look
 from lit_effattn.cli.parser_errors import unknown
+from lit_effattn.cli.prepare import prepare
 from lit_effattn.cli.resume import CHECKPOINT, ROOT, ResolvedArgs, is_child, refuse_dropped
 from lit_effattn.cli.saved_settings import OFFLINE, UserOptions, fixed_by_data, homes
 from lit_effattn.cli.trainer import Trainer
@@ -78,13 +79,17 @@ _ABOUT = {
     "generate": "Draw samples from a checkpoint.",
 }
 _ABOUT_DATA = (
-    "Show where the data of a configuration belong, what is there, and samples: --config NAME_OR_FILE --data.…"
+    "Show where the data of a configuration belong, what is there, and samples: --config NAME_OR_FILE --data.… "
+    "Tokenize a large text: lit-effattn data prepare --help."
 )
 
 
 def run(args: list[str]) -> None:
     """Parse `args` and run the command."""
     _quieten()
+    if args[:2] == ["data", "prepare"]:
+        prepare(args[2:])
+        return
     sys.path.append(str(Path.cwd()))  # classes of the user's own: --model.backbone.attention my_module.MyAttention
     # Enforce jsonargparse's denylist; build no classes where any value will do.
     set_parsing_settings(import_path_denylist=[], instantiate_subclass_spec_in_any=False)

@@ -13,6 +13,7 @@ from lit_effattn.cli.command import CLI
 from lit_effattn.cli.kinds import attention_kinds
 from lit_effattn.cli.look import add_options
 from lit_effattn.cli.parser_errors import class_names, option_paths
+from lit_effattn.cli.prepare import parser as prepare_parser
 from lit_effattn.cli.shipped import shipped
 
 SHELLS = ("bash", "zsh")
@@ -42,6 +43,9 @@ def script(shell: str, commands: Sequence[str], tools: Sequence[str], lists: Seq
     added = {name: subparsers.add_parser(name, help=name) for name in (*commands, *tools, *lists, "completion")}
     for command in commands:
         _complete(added[command], _options(command), shtab.FILE)
+    added["data"].add_argument("action", nargs="?", choices=["prepare"])
+    for flag, choices in _options_of(prepare_parser()).items():
+        _add(added["data"], flag, choices, shtab.FILE)
     for name in tools:
         for flag, choices in (_options_of_tool(name) if name != "convert" else {}).items():
             _add(added[name], flag, choices, shtab.FILE)
@@ -70,11 +74,14 @@ def _options_of_tool(name: str) -> dict[str, Sequence[str]]:
     found: dict[str, Sequence[str]] = {}
     if name == "sweep":  # the others are those of fit
         found |= {flag: _values(flag[2:]) for flag in sorted(_options("fit"))}
-    for action in import_module(f"lit_effattn.cli.{name}").parser()._actions:
-        if action.option_strings and action.dest != "help":
-            flag = action.option_strings[0]
-            found[flag] = [*(action.choices or _values(flag[2:]))]
-    return found
+    return found | _options_of(import_module(f"lit_effattn.cli.{name}").parser())
+
+
+def _options_of(parser: argparse.ArgumentParser) -> dict[str, Sequence[str]]:
+    """Return the options of a parser, and the values of each, if they are names."""
+    actions = [action for action in parser._actions if action.option_strings and action.dest != "help"]
+    flags = {action.option_strings[0]: action.choices for action in actions}
+    return {flag: [*(choices or _values(flag[2:]))] for flag, choices in flags.items()}
 
 
 def _complete(parser: argparse.ArgumentParser, flags: Iterable[str], files: Any) -> None:

@@ -1,5 +1,6 @@
 """`lit-effattn data`."""
 
+import inspect
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,9 @@ from PIL import Image
 
 from lit_effattn.cli import main
 from lit_effattn.cli.look import describe
+from lit_effattn.cli.prepare import parser
 from lit_effattn.datamodules import SpeechBatch
+from lit_effattn.datamodules.prepare import prepare as make
 from tests.support.commands import fails
 
 
@@ -52,6 +55,23 @@ def test_text_and_pairs(capsys: pytest.CaptureFixture[str]):
     assert len(others) == 2
     number = first.split('"')[1].removeprefix("good ")
     assert first == f'"good {number}" -> "gut {number}"'
+
+
+def test_preparing_a_large_text(capsys: pytest.CaptureFixture[str]):
+    """The folder is made, and is shown as data; each option of the function is one of the command, with its default."""
+    Path("text").mkdir()
+    Path("text/a.jsonl").write_text("".join(f'{{"body": "line {i}"}}\n' for i in range(100)))
+    Path("text/notes.md").write_text("left out")
+    main(["data", "prepare", "text", "out", "--field", "body", "--held_out", "10", "--shard_bytes", "500"])
+    said = capsys.readouterr()
+    assert "out: 690 tokens (bytes, a vocabulary of 257, uint8) of 100 documents, 690 bytes, in 4 shards" in said.out
+    assert "text: 1 left out" in said.err
+    flags = said.out.split("train from it: ")[1].split()
+    main(["data", *flags, "--data.batch_size", "4", "--data.segment_len", "8"])
+    assert '"line ' in capsys.readouterr().out
+    options = {name: option.default for name, option in inspect.signature(make).parameters.items() if name != "source"}
+    given = vars(parser().parse_args(["in", "out"]))
+    assert given == options | {"input": "in", "folder": "out"}
 
 
 def test_speech(tmp_path: Path):

@@ -1,0 +1,80 @@
+"""Documents in any order, read as one text from files that are too large for memory."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+class MappedTokens:
+    """The tokens of several files as one text. A file is mapped when it is first read, so processes share its pages.
+
+    Args:
+        paths: The files.
+        sizes: Number of tokens in each.
+        dtype: Type of a token.
+    """
+
+    def __init__(self, paths: Sequence[Path], sizes: Sequence[int], dtype: np.dtype) -> None:
+        self._paths, self._dtype = list(paths), dtype
+        self._ends = np.cumsum(sizes)
+        self._opened: dict[int, np.ndarray] = {}
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """Return `[start:stop]`, which must be within one file."""
+        file = int(np.searchsorted(self._ends, part.start, side="right"))
+        if file not in self._opened:
+            self._opened[file] = np.memmap(self._paths[file], self._dtype, mode="r")
+        tokens = self._opened[file]
+        offset = int(self._ends[file]) - len(tokens)
+        return tokens[part.start - offset : part.stop - offset]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_opened": {}}  # numpy would pickle the mapped tokens
+
+
+class Documents:
+    """Documents of a text, in any order, as one text. It keeps 16 bytes a document in memory.
+
+    Args:
+        tokens: The text. A document is within one of its files.
+        begins: (documents,), where each document begins in `tokens`.
+        lengths: (documents,), number of tokens of each, at least 1.
+
+    Attributes:
+        borders: (documents + 1,): document i is `self[borders[i] : borders[i + 1]]`.
+
+    Example:
+        >>> documents = Documents(np.arange(9), np.array([6, 0]), np.array([3, 2]))
+        >>> documents[1:5].tolist()
+        [7, 8, 0, 1]
+    """
+
+    def __init__(self, tokens: "np.ndarray | MappedTokens", begins: np.ndarray, lengths: np.ndarray) -> None:
+        if isinstance(tokens, np.memmap):
+            tokens = MappedTokens([Path(str(tokens.filename))], [len(tokens)], tokens.dtype)
+        self._tokens, self._begins = tokens, begins
+        self.borders = np.zeros(len(lengths) + 1, np.int64)
+        np.cumsum(lengths, out=self.borders[1:])
+
+    def __len__(self) -> int:
+        return int(self.borders[-1])
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """Return `[start:stop]`, which may cross borders of documents."""
+        first = int(np.searchsorted(self.borders, part.start, side="right")) - 1
+        last = int(np.searchsorted(self.borders, part.stop))
+        pieces = []
+        for document in range(first, last):
+            border, end = self.borders[document : document + 2].tolist()
+            shift = int(self._begins[document]) - border
+            pieces.append(self._tokens[max(part.start, border) + shift : min(part.stop, end) + shift])
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def reordered(self, order: np.ndarray) -> "Documents":
+        """Return the documents of these indices, in their order."""
+        return Documents(self._tokens, self._begins[order], np.diff(self.borders)[order])

@@ -1,0 +1,121 @@
+"""Prepared text: a folder of token files that `lit-effattn data prepare` made, for texts larger than memory.
+
+| file | content |
+|---|---|
+| plan.json | the settings, the input files, and the parts of them that each shard holds |
+| tokenizer.json | the tokenizer, as `Tokenizer.to_json` gives it |
+| shard-00000.bin | the tokens of its documents |
+| shard-00000.npy | (2, documents + 1) int64: the documents' borders in tokens and in bytes of text |
+| shard-00000.json | its counts and checksums; a shard without it is not finished |
+| manifest.json | tokenizer, type of a token, and all shards' counts and checksums; written last |
+"""
+
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lit_effattn.datamodules.documents import Documents, MappedTokens
+from lit_effattn.datamodules.json_data import parse_json
+from lit_effattn.datamodules.text_sources import SPLITS
+from lit_effattn.datamodules.tokenizers import Tokenizer
+
+FORMAT = 1
+"""Version of the file format. Increment it if the same texts give different files."""
+
+MANIFEST, PLAN, TOKENIZER = "manifest.json", "plan.json", "tokenizer.json"
+_DTYPES = ("uint8", "uint16", "uint32")
+
+
+def shard_path(folder: Path, number: int, suffix: str) -> Path:
+    """Return the path of a shard's file."""
+    return folder / f"shard-{number:05d}{suffix}"
+
+
+class PreparedStore:
+    """The tokens of a prepared folder by split.
+
+    Of every `held_out` documents, in the order of the input, the first is for test and the second for validation.
+
+    Args:
+        folder: The folder.
+
+    Raises:
+        FileNotFoundError: If it is not a prepared folder.
+        ValueError: If it is not finished, damaged, or of another version.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        if not (folder / MANIFEST).is_file():
+            if (folder / PLAN).is_file():
+                raise ValueError(f"root={str(folder)!r} is not finished; run its `lit-effattn data prepare` again")
+            raise FileNotFoundError(
+                f"root={str(folder)!r} has no {MANIFEST}; make it with: lit-effattn data prepare INPUT {folder}"
+            )
+        about = parse_json((folder / MANIFEST).read_text(encoding="utf-8"))
+        if about["format"] != FORMAT or about["dtype"] not in _DTYPES:
+            raise ValueError(
+                f"root={str(folder)!r} has the format {about['format']} of {about['dtype']}, but this version reads "
+                f"format {FORMAT} of {', '.join(_DTYPES)}; prepare the text again, in another folder"
+            )
+        self._dtype, self._held_out = np.dtype(about["dtype"]), int(about["settings"]["held_out"])
+        self._shards: list[dict[str, Any]] = about["shards"]
+        for number, shard in enumerate(self._shards):
+            path = shard_path(folder, number, ".bin")
+            if not path.is_file() or path.stat().st_size != shard["n_tokens"] * self._dtype.itemsize:
+                raise ValueError(f"{path} is missing or damaged; delete {folder} and prepare the text again")
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the tokens."""
+        return Tokenizer.from_spec((self.folder / TOKENIZER).read_text(encoding="utf-8"))
+
+    def n_tokens(self, split: str) -> int:
+        """Return the number of tokens in a split."""
+        return self._counts[split][0]
+
+    def n_bytes(self, split: str) -> int:
+        """Return the number of bytes of text in a split."""
+        return self._counts[split][1]
+
+    @cached_property
+    def _counts(self) -> dict[str, list[int]]:
+        counts = {split: [0, 0] for split in SPLITS}
+        for borders, selected in self._indices():
+            lengths = np.diff(borders)  # (2, documents + 1) -> (2, documents)
+            for split, of_split in selected.items():
+                counts[split] = [a + int(b) for a, b in zip(counts[split], lengths[:, of_split].sum(1), strict=True)]
+        return counts
+
+    def split(self, name: str) -> tuple[Documents, np.ndarray]:
+        """Open a split: its documents in the order of the input, and their borders.
+
+        Raises:
+            ValueError: If it has no documents.
+        """
+        begins, lengths, offset = [], [], 0
+        for borders, selected in self._indices():
+            begins.append(borders[0, :-1][selected[name]] + offset)
+            lengths.append(np.diff(borders[0])[selected[name]])
+            offset += int(borders[0, -1])
+        if not sum(map(len, begins)):
+            raise ValueError(
+                f"root={str(self.folder)!r} has no documents in its split {name!r}: of {self._held_out} documents one "
+                "is for validation and one for test; prepare more, or with a smaller --held_out, in another folder"
+            )
+        sizes = [shard["n_tokens"] for shard in self._shards]
+        tokens = MappedTokens([shard_path(self.folder, i, ".bin") for i in range(len(sizes))], sizes, self._dtype)
+        documents = Documents(tokens, np.concatenate(begins), np.concatenate(lengths))
+        return documents, documents.borders
+
+    def _indices(self) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
+        """Yield each shard's (2, documents + 1) borders, and by split a mask of its documents."""
+        before = 0
+        for number in range(len(self._shards)):
+            borders = np.load(shard_path(self.folder, number, ".npy"), mmap_mode="r", allow_pickle=False)
+            place = (before + np.arange(borders.shape[1] - 1)) % self._held_out
+            yield borders, {"train": place > 1, "val": place == 1, "test": place == 0}
+            before += len(place)

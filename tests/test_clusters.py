@@ -48,7 +48,7 @@ def together(commands: list[tuple[list[str], dict[str, str]]]) -> list[int]:
     common |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     processes = [subprocess.Popen([sys.executable, "-m", *args], env=common | more) for args, more in commands]
     try:
-        ends = time.monotonic() + 120
+        ends = time.monotonic() + 300
         return [process.wait(timeout=ends - time.monotonic()) for process in processes]
     finally:
         for process in processes:

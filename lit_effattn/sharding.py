@@ -155,8 +155,13 @@ class ShardedStrategy(ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         """Start the processes' communication."""
-        if self._data_parallel_size == "auto":
-            self._data_parallel_size = self.num_nodes * self.num_processes
+        world = self.num_nodes * self.num_processes
+        if self._data_parallel_size not in ("auto", world):
+            raise ValueError(
+                f"ModelParallelStrategy: data_parallel_size={self._data_parallel_size} is not the number of processes, "
+                f"{world}; leave it out"
+            )
+        self._data_parallel_size = world
         super().setup_environment()
 
     def setup(self, trainer: Trainer) -> None:

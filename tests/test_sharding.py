@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
@@ -21,6 +23,7 @@ from lit_effattn.attention import (
     LinearAttention,
     LinearCrossAttention,
     PerformerAttention,
+    SoftmaxAttention,
     SoftmaxCrossAttention,
     TransformerXLAttention,
 )
@@ -37,6 +40,7 @@ from lit_effattn.datamodules import PairBatch, SpeechBatch, TokenBatch
 from lit_effattn.datamodules.labelled import LabelledBatch
 from lit_effattn.nn.adaptive import AdaptiveEmbedding, AdaptiveHead
 from lit_effattn.nn.encoder_decoder import EncoderDecoder
+from lit_effattn.nn.transfer import begin_transfer
 from lit_effattn.sharding import ShardedStrategy, gather, release, shard
 from lit_effattn.tasks import LanguageModel, PixelModel, SequenceClassifier, SequenceToSequence, SpeechRecognizer, Task
 from tests.laws.cases import ATTENTIONS
@@ -53,6 +57,18 @@ def stack(attention: Any, **options: Any) -> Transformer:
 
 def language(attention: Any, **options: Any) -> LanguageModel:
     return LanguageModel(stack(attention), V, **options)
+
+
+def compiled() -> LanguageModel:
+    task = language(PERFORMER)
+    task.compile_objective("aot_eager")
+    return task
+
+
+def transfer() -> LanguageModel:
+    task = language(PERFORMER)
+    begin_transfer(task, language(SoftmaxAttention))
+    return task
 
 
 def adaptive() -> LanguageModel:
@@ -80,6 +96,7 @@ QUICK: dict[str, Callable[[], Task]] = {
     "encoder and decoder, all tied": translation,
 }
 TASKS: dict[str, Callable[[Any], Task]] = {
+    "LanguageModel": lambda kind: LanguageModel(stack(kind, positions=None), V),
     "PixelModel": lambda kind: PixelModel(stack(kind), (2, 3, 2), n_levels=V),
     "SpeechRecognizer": lambda kind: speech(stack(kind)),
     "SequenceClassifier": lambda kind: SequenceClassifier(stack(kind), ("a", "b"), vocab_size=V),
@@ -89,9 +106,9 @@ TASKS: dict[str, Callable[[Any], Task]] = {
 }
 OF_A_KIND = {case.make.func.__name__: case.make for case in reversed(ATTENTIONS) if case.causal}
 EVERY: dict[str, Callable[[], Task]] = {
-    **{f"LanguageModel, {case.name}": partial(language, case.make) for case in ATTENTIONS if case.causal},
-    **{f"{task}, {kind}": partial(TASKS[task], make) for task in TASKS for kind, make in OF_A_KIND.items()},
+    f"{task}, {kind}": partial(TASKS[task], make) for task in TASKS for kind, make in OF_A_KIND.items()
 }
+EVERY |= {"compiled": compiled, "attention transfer": transfer}
 CASES = {"quick": QUICK, "every": EVERY}
 
 
@@ -266,6 +283,14 @@ def test_what_is_not_supported_is_refused():
     for option, value in (("tensor_parallel_size", 2), ("save_distributed_checkpoint", True)):
         with pytest.raises(ValueError, match=f"ModelParallelStrategy: {option}={value} .* leave it out"):
             ShardedStrategy(**{option: value})
+    strategy = ShardedStrategy(data_parallel_size=3)
+    strategy.parallel_devices = [torch.device("cpu")] * P
+    with pytest.raises(ValueError, match="data_parallel_size=3 is not the number of processes, 2; leave it out"):
+        strategy.setup_environment()
+    task = language(PERFORMER)
+    task._device_mesh, task._trainer = object(), SimpleNamespace(strategy=ModelParallelStrategy())
+    with pytest.raises(ValueError, match=r"strategy=ModelParallelStrategy: .* use lit_effattn.sharding.Sharded"):
+        task.configure_model()
 
 
 def test_the_command_puts_it_in_the_place_of_lightning_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

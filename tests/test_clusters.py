@@ -17,7 +17,7 @@ import yaml
 from tests.cli.test_command import TINY
 from tests.support.commands import REPOSITORY, assert_same_end, last
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.exhaustive]
 
 NODES = [
     "--trainer.num_nodes",

@@ -119,6 +119,7 @@ class MemoryCarry(pl.Callback):
         if trainer.world_size > 1:
             everyone = [None] * trainer.world_size
             dist.all_gather_object(everyone, mine)
+            everyone = everyone[:: trainer.world_size // _streams_of(trainer)[0]]
         checkpoint[MEMORY_KEY] = everyone
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -126,14 +127,21 @@ class MemoryCarry(pl.Callback):
         everyone = checkpoint.get(MEMORY_KEY)
         if everyone is None or not self.training or trainer.state.fn != TrainerFn.FITTING:
             return
-        if len(everyone) != trainer.world_size:
+        n, mine = _streams_of(trainer)
+        if len(everyone) != n:
             rank_zero_warn(
-                f"the checkpoint has the memories of {len(everyone)} processes, this run has {trainer.world_size}: the "
+                f"the checkpoint has the memories of {len(everyone)} processes, this run has {n}: the "
                 "streams are divided differently, so the memories start empty"
             )
             return
-        packed = everyone[trainer.global_rank]
+        packed = everyone[mine]
         self._training = None if packed is None else sequence.unpack(packed, pl_module.backbone.initial_state(1))
+
+
+def _streams_of(trainer: pl.Trainer) -> tuple[int, int]:
+    """Return how many processes have other streams, and which of them this one is; `SequenceParallel` has groups."""
+    found = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+    return found["num_replicas"], found["rank"]
 
 
 def _for_batch(module: SequenceModule, memory: State | None, batch: Any) -> State:

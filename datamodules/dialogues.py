@@ -8,6 +8,7 @@ import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_effattn.datamodules.dialogue_sources import DialogueSource, Passage, Shown, cmu_dog
+from lit_effattn.datamodules.sampling import processes
 from lit_effattn.datamodules.streams import TokenStreams
 from lit_effattn.datamodules.text import TextStream
 from lit_effattn.datamodules.text_sources import Document, TextSource
@@ -124,8 +125,7 @@ class GroundedDialogues(TextStream):
             start=self._tokenizer.start,
             segment_len=segment_len,
             batch_size=batch_size,
-            num_replicas=1 if self.trainer is None else self.trainer.world_size,
-            rank=0 if self.trainer is None else self.trainer.global_rank,
+            **processes(self.trainer),
         )
 
 

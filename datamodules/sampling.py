@@ -151,6 +151,17 @@ class ResumableLoader(DataLoader[Any]):
         self.sampler.set_epoch(self._epoch)
 
 
+def processes(trainer: Any) -> dict[str, int]:
+    """Return `num_replicas`, the number of processes among which batches are divided, and the `rank` of this one.
+
+    A strategy of the trainer may let several processes share a batch. Without a trainer there is one process.
+    """
+    if trainer is None:
+        return {"num_replicas": 1, "rank": 0}
+    of_strategy = getattr(trainer, "distributed_sampler_kwargs", None)  # None: one process
+    return of_strategy or {"num_replicas": trainer.world_size, "rank": trainer.global_rank}
+
+
 def loader_options(num_workers: int, seed: int = 0) -> dict[str, Any]:
     """Return the options of a loader whose sampler returns whole batches."""
     return {

@@ -6,7 +6,7 @@ from typing import Any
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lit_effattn.datamodules.sampling import ResumableLoader, ShardedBatches, loader_options
+from lit_effattn.datamodules.sampling import ResumableLoader, ShardedBatches, loader_options, processes
 
 _DRAWS = 2**20  # variants of a training sequence; every epoch draws one, so repetitions are rare
 
@@ -105,8 +105,7 @@ class SyntheticTask(LightningDataModule):
         return ShardedBatches(
             self.sizes[split],
             batch_size,
-            num_replicas=1 if self.trainer is None else self.trainer.world_size,
-            rank=0 if self.trainer is None else self.trainer.global_rank,
+            **processes(self.trainer),
             shuffle=shuffle,
             seed=self.seed,
             variants=variants,

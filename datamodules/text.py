@@ -15,7 +15,7 @@ from lit_effattn.datamodules import text_sources
 from lit_effattn.datamodules.cache import default_cache
 from lit_effattn.datamodules.documents import Documents
 from lit_effattn.datamodules.prepared import PreparedStore
-from lit_effattn.datamodules.sampling import loader_options
+from lit_effattn.datamodules.sampling import loader_options, processes
 from lit_effattn.datamodules.streams import EpochInOrder, InOrder, ShuffledStreams, StreamLoader, TokenStreams
 from lit_effattn.datamodules.text_sources import TextSource
 from lit_effattn.datamodules.token_store import TokenStore, tokenized
@@ -284,8 +284,7 @@ class TextStream(LightningDataModule):
             "start": self._tokenizer.start,
             "segment_len": segment_len,
             "batch_size": batch_size,
-            "num_replicas": 1 if self.trainer is None else self.trainer.world_size,
-            "rank": 0 if self.trainer is None else self.trainer.global_rank,
+            **processes(self.trainer),
             "joined": self.documents == "joined",
             "drop_last": split == "train",
         }

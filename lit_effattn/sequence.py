@@ -107,6 +107,15 @@ class SequenceModule(HasInitArgs, nn.Module, ABC):
         """None if the state's size is bounded, else the option that bounds it, such as "window"; "" if none does."""
         return None
 
+    @property
+    def without_parts(self) -> str:
+        """The message for a user who calls a module without `takes_parts` inside `sequence_parallel`."""
+        return (
+            f"{type(self).__name__} does not support sequence_parallel, in which a process has a part of each "
+            "sequence; causal LinearAttention, PerformerAttention and WindowedLinearAttention do, SoftmaxAttention "
+            "and ShawAttention with a window, and TransformerXLAttention with same_length"
+        )
+
     def check(self, x: Tensor, state: State | None, lengths: Tensor | None) -> None:
         """Check the arguments of `forward`.
 
@@ -116,11 +125,7 @@ class SequenceModule(HasInitArgs, nn.Module, ABC):
         """
         name = type(self).__name__
         if parts() is not None and not self.takes_parts:
-            raise NotImplementedError(
-                f"{name} does not support sequence_parallel, in which a process has a part of each sequence; causal "
-                "LinearAttention, PerformerAttention and WindowedLinearAttention do, SoftmaxAttention and "
-                "ShawAttention with a window, and TransformerXLAttention with same_length"
-            )
+            raise NotImplementedError(self.without_parts)
         if x.dim() != 3 or x.size(-1) != self.d_input:
             raise ValueError(f"{name}: x has shape {tuple(x.shape)}; expected (batch, length, {self.d_input})")
         if x.size(1) == 0:

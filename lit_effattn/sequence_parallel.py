@@ -40,6 +40,10 @@ class Parts:
         everyone = self._gather(seen)  # (P, B)
         return everyone[: self.rank].sum(0), everyone.sum(0)
 
+    def mean(self, figure: Tensor) -> Tensor:
+        """Return the mean over the processes of a number without a gradient."""
+        return self._gather(figure.detach().reshape(1)).mean()
+
     def join(self, combine: Callable[[State, State], State], part: State, before: State) -> tuple[State, State]:
         """Return the state before this process's part, and that after all parts.
 

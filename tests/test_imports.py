@@ -11,6 +11,7 @@ ROOMS: dict[str, set[str]] = {
     "hparams": set(),
     "sequence": {"hparams"},
     "sequence_parallel": {"sequence"},
+    "strategies": {"sequence", "sequence_parallel"},
     "positions": {"sequence", "hparams"},
     "ops": {"sequence"},
     "attention": {"ops", "positions", "sequence", "hparams"},
@@ -40,7 +41,11 @@ ROOMS: dict[str, set[str]] = {
     "run_records": {"tasks", "callbacks", "checkpoints", "runs", "sequence"},
     "cli": {
         *("pretrained", "tasks", "generation", "beam", "nn", "attention", "positions", "sequence"),
+<<<<<<< HEAD
         *("schedules", "sharding", "datamodules", "callbacks"),
+=======
+        *("schedules", "datamodules", "callbacks", "strategies"),
+>>>>>>> 6a489a1 (fit --trainer.strategy SequenceParallel: groups of processes share the sequences of a language model, with DDP among the groups)
         *("allowlist", "averaging", "checkpoints", "spec_check", "runs", "pictures", "slurm"),
         *("run_records", "plots", "export"),
     },

@@ -33,6 +33,7 @@ import lit_effattn.nn.lstm
 import lit_effattn.nn.transformer
 import lit_effattn.positions
 import lit_effattn.schedules
+import lit_effattn.strategies
 import lit_effattn.tasks.ctc
 
 # These imports make the classes known by their short names in YAML and flags.

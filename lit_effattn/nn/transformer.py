@@ -16,7 +16,7 @@ from lit_effattn.attention.base import Attention, AttentionFactory
 from lit_effattn.attention.cross import CrossAttention, CrossAttentionFactory, check_source
 from lit_effattn.attention.softmax import SoftmaxAttention
 from lit_effattn.positions import PositionsFactory, RotaryPositions, SinusoidalPositions
-from lit_effattn.sequence import SequenceModule, State, parts, without_padding
+from lit_effattn.sequence import SequenceModule, State, in_parts, parts, without_padding
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "quick_gelu", "swiglu"]
 Initialisation = Literal["pytorch", "xavier", "normal", "gpt2", "transformer_xl"]
@@ -407,7 +407,9 @@ class Transformer(SequenceModule):
             if i and self.later_positions:
                 x = self._with_positions(self.later_positions[i - 1], x, start)
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                x, new = checkpoint(block, x, before, lengths, use_reentrant=False)
+                # The backward pass calls the block again, after the context, and on a GPU in another thread.
+                called = block if parts() is None else partial(_call_in_parts, parts(), block)
+                x, new = checkpoint(called, x, before, lengths, use_reentrant=False)
             else:
                 x, new = block(x, before, lengths)
             after.append(new)
@@ -507,6 +509,11 @@ def _initialise(transformer: Transformer, init: Initialisation) -> None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, nn.LayerNorm) and init == "transformer_xl":
             nn.init.normal_(module.weight, mean=1.0, std=0.02)
+
+
+def _call_in_parts(others: Any, block: nn.Module, *args: Any) -> Any:
+    with in_parts(others):
+        return block(*args)
 
 
 def _layer_norm(kind: NormKind, eps: float | None) -> Callable[[int], nn.Module]:

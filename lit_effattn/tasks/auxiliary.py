@@ -10,12 +10,21 @@ from torch import Tensor, nn
 
 from lit_effattn.datamodules.tokens import IGNORE
 from lit_effattn.nn.heads import Head
+from lit_effattn.sequence import parts
 
 
 def mean_of_scored(losses: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean of the losses (B, N) whose targets (B, N) are scored, that is, are not IGNORE."""
+    """Return the mean of the losses (B, N) whose targets (B, N) are scored, that is, are not IGNORE.
+
+    In a part of the sequences, return the sum over this part, divided by the mean number of targets of a part. The mean
+    of that over the processes, to which DDP's gradients belong, is the mean over the whole sequences.
+    """
     scored = targets != IGNORE
-    return losses.masked_fill(~scored, 0).sum() / scored.sum().clamp(min=1)
+    total, others = losses.masked_fill(~scored, 0).sum(), parts()
+    if others is None:
+        return total / scored.sum().clamp(min=1)
+    _, count = others.count(scored.sum()[None])  # (1,), of all parts
+    return total * others.size / count[0].clamp(min=1)
 
 
 class FurtherPredictions(nn.Module):

@@ -24,8 +24,12 @@ from lit_effattn.averaging import average_parameters
 from lit_effattn.checkpoints import hide_folders, own_folders, read_checkpoint, saved_model
 from lit_effattn.hparams import HasInitArgs, init_args
 from lit_effattn.runs import last_kept, short
+<<<<<<< HEAD
 from lit_effattn.sequence import State
 from lit_effattn.sharding import ShardedStrategy, shard, whole
+=======
+from lit_effattn.sequence import State, parts
+>>>>>>> 6a489a1 (fit --trainer.strategy SequenceParallel: groups of processes share the sequences of a language model, with DDP among the groups)
 from lit_effattn.spec_check import CheckpointJudge, Place, check
 from lit_effattn.tasks.metrics import Count
 
@@ -300,6 +304,8 @@ class Task(HasInitArgs, pl.LightningModule):
         """Return the loss of `objective`, and log its figures."""
         self.check_batch(batch)
         loss, figures, self.memory = self.run_objective(batch, self.memory)
+        if (others := parts()) is not None:
+            figures = {name: others.mean(figure) for name, figure in figures.items()}
         self.log_figures(figures)
         return loss
 

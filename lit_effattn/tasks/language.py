@@ -243,6 +243,29 @@ class LanguageModel(Task):
         """Return the loss of `objective`. Compiled code is not compiled again for other responses."""
         return super().training_step(batch._replace(responses=None) if getattr(batch, "responses", None) else batch)
 
+    def part_of(self, batch: TokenBatch, rank: int, size: int) -> TokenBatch:
+        """Return the positions of `batch` that process `rank` of `size` computes: see `strategies.SequenceParallel`.
+
+        Raises:
+            ValueError: an option needs whole sequences, or there are fewer positions than processes.
+        """
+        for name, needs_whole in (
+            ("n_targets", self.further is not None and self.further.n_targets > 1),
+            ("eval_window", self._sliding is not None),
+            ("test_lengths", bool(self.accuracy_by_length)),
+            ("response_metrics", bool(self._responses.metrics)),
+            ("the callback Compile", self._objective is not type(self).objective),
+        ):
+            if needs_whole:
+                raise ValueError(f"SequenceParallel: {name} needs whole sequences; leave it out")
+        self.check_batch(batch)
+        n = batch.inputs.size(1)
+        if n < size:
+            raise ValueError(f"SequenceParallel: size={size}, but sequences have {n} positions; use fewer processes")
+        begin, end = rank * n // size, (rank + 1) * n // size
+        lengths = None if batch.lengths is None else (batch.lengths - begin).clamp(0, end - begin)
+        return TokenBatch(batch.inputs[:, begin:end], batch.targets[:, begin:end], lengths, batch.fresh)
+
     def predict_step(self, batch: TokenBatch) -> dict[str, Tensor] | list[tuple[Response, str]]:
         """Return how many targets each row has, and their mean −log2 p, (B,) each.
 

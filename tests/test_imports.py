@@ -41,11 +41,7 @@ ROOMS: dict[str, set[str]] = {
     "run_records": {"tasks", "callbacks", "checkpoints", "runs", "sequence"},
     "cli": {
         *("pretrained", "tasks", "generation", "beam", "nn", "attention", "positions", "sequence"),
-<<<<<<< HEAD
-        *("schedules", "sharding", "datamodules", "callbacks"),
-=======
-        *("schedules", "datamodules", "callbacks", "strategies"),
->>>>>>> 6a489a1 (fit --trainer.strategy SequenceParallel: groups of processes share the sequences of a language model, with DDP among the groups)
+        *("schedules", "sharding", "datamodules", "callbacks", "strategies"),
         *("allowlist", "averaging", "checkpoints", "spec_check", "runs", "pictures", "slurm"),
         *("run_records", "plots", "export"),
     },

@@ -24,12 +24,8 @@ from lit_effattn.averaging import average_parameters
 from lit_effattn.checkpoints import hide_folders, own_folders, read_checkpoint, saved_model
 from lit_effattn.hparams import HasInitArgs, init_args
 from lit_effattn.runs import last_kept, short
-<<<<<<< HEAD
-from lit_effattn.sequence import State
-from lit_effattn.sharding import ShardedStrategy, shard, whole
-=======
 from lit_effattn.sequence import State, parts
->>>>>>> 6a489a1 (fit --trainer.strategy SequenceParallel: groups of processes share the sequences of a language model, with DDP among the groups)
+from lit_effattn.sharding import ShardedStrategy, shard, whole
 from lit_effattn.spec_check import CheckpointJudge, Place, check
 from lit_effattn.tasks.metrics import Count
 

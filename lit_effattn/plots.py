@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,6 +10,11 @@ from typing import NamedTuple
 
 Line = tuple[Sequence[float], Sequence[float]]
 """x and y of the points of a curve."""
+
+
+_MARKERS = "osv^D"
+_LONG = 40
+"""Characters of a name that does not fit into half the width of a plot."""
 
 
 class Panel(NamedTuple):
@@ -83,13 +89,15 @@ def scatter(points: Sequence[Point], x_label: str, y_label: str, path: Path) -> 
     """Write a PNG of labelled points with error bars; the x axis is logarithmic."""
     from matplotlib.figure import Figure
 
-    figure = Figure((8, 5), layout="constrained")
+    columns = 2 if max(len(point.name) for point in points) < _LONG else 1
+    figure = Figure((8, 4.5 + 0.22 * math.ceil(len(points) / columns)), layout="constrained")
     axis = figure.subplots()
     axis.set(xlabel=x_label, ylabel=y_label, xscale="log")
     axis.grid(alpha=0.3)
     for i, point in enumerate(points):
-        axis.errorbar([point.x], [point.y], [point.spread], fmt="o", capsize=3, color=f"C{i}", label=point.name)
-    figure.legend(loc="outside right center")
+        style = {"fmt": _MARKERS[i // 10 % len(_MARKERS)], "color": f"C{i % 10}"}  # matplotlib has ten colours
+        axis.errorbar([point.x], [point.y], [point.spread], capsize=3, label=point.name, **style)
+    figure.legend(loc="outside lower center", ncols=columns)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     return path

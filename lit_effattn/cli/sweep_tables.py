@@ -98,7 +98,7 @@ def points(kinds: Sequence[str], chosen: Mapping[str, float], outcomes: Outcomes
     for kind, of_kind in runs.items():
         middle = _spread([_scores(run).get(metric) for run in of_kind])
         if middle is not None and of_kind[0].state_bytes:
-            found.append(Point(kind, of_kind[0].state_bytes, middle.mean, middle.deviation or 0.0))
+            found.append(Point(kind.replace(":", " "), of_kind[0].state_bytes, middle.mean, middle.deviation or 0.0))
     return metric, found
 
 

@@ -3,6 +3,7 @@
 import csv
 import io
 import signal
+import warnings
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 import yaml
 
+from lit_effattn import plots
 from lit_effattn.callbacks import CostLog
 from lit_effattn.cli import main
 from lit_effattn.cli.sweep import Sweep, _flags_of, _rates, _short, report, run_child, sweep
@@ -263,3 +265,11 @@ def test_rates():
 )
 def test_wrong_arguments_are_named(args, message, capsys):
     assert message in fails(capsys, "sweep", "--config", "mqar_linear", "--kinds", "linear", *args)
+
+
+def test_many_kinds_with_long_names_fit_into_the_plot(tmp_path: Path):
+    points = [plots.Point(f"{i} {80 * 'x'}", 10.0**i, i / 12, 0.01) for i in range(12)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # matplotlib warns if the axes have no room
+        plots.scatter(points, "bytes of state", "accuracy", tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size

@@ -78,7 +78,7 @@ def read_run(path: Path, *, length: int | None = None, trust: Sequence[str] = ()
     Args:
         path: Its folder.
         length: Positions after which the bytes of a growing state are counted. Default: what the data say (`length`,
-            `max_len` or `segment_len`), or 1,024.
+            `max_len` or `segment_len`), the dimensions of an image, or 1,024.
         trust: Classes of the user's own that its checkpoint may name: see `Task.load_from_checkpoint`.
 
     Raises:
@@ -94,10 +94,10 @@ def read_run(path: Path, *, length: int | None = None, trust: Sequence[str] = ()
     )
     if checkpoint is None:
         return RunRecord(path, settings, own, **known, remark="no checkpoint")
-    n = length or _data_length(settings)
     try:
         own = own or _logged(checkpoint)
-        known |= _sizes(Task.load_from_checkpoint(checkpoint, map_location="cpu", trust=trust), n)
+        model = Task.load_from_checkpoint(checkpoint, map_location="cpu", trust=trust)
+        known |= _sizes(model, length or getattr(model, "n_dims", None) or _data_length(settings))
     except (ValueError, RuntimeError, TypeError) as error:  # what a file can't be read or a model can't be built with
         known["remark"] = f"{checkpoint.name}: {str(error).partition(chr(10))[0]}"
     return RunRecord(path, settings, own, **known)

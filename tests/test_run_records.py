@@ -1,13 +1,14 @@
 from functools import partial
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import yaml
 
 from lit_effattn import LSTM, Transformer
 from lit_effattn.attention import SoftmaxAttention
 from lit_effattn.run_records import _data_length, _sizes, differences, flat, read_run
-from lit_effattn.tasks import LanguageModel
+from lit_effattn.tasks import LanguageModel, PixelModel
 
 
 def a_run(folder: Path, logs: dict[int, str], **config) -> Path:
@@ -70,6 +71,16 @@ def test_a_damaged_checkpoint_is_a_remark(tmp_path):
     (run / "checkpoints").mkdir()
     (run / "checkpoints/last.ckpt").write_bytes(b"nothing")
     assert "last.ckpt" in read_run(run).remark
+
+
+def test_the_state_of_an_image_model_is_that_of_an_image(tmp_path):
+    run = a_run(tmp_path / "a", {})
+    model = PixelModel(Transformer(8, 2, 1, attention=SoftmaxAttention), (2, 3, 1), 4)
+    trainer = pl.Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu")
+    trainer.strategy.connect(model)
+    trainer.save_checkpoint(run / "checkpoints/last.ckpt")
+    assert read_run(run).state_length == 6
+    assert read_run(run, length=5).state_length == 5
 
 
 def test_bytes_of_states():

@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
         "--length",
         type=int,
         help="Positions after which the bytes of a growing state are counted. Default: the length in the data's "
-        "configuration, or 1,024.",
+        "configuration, the dimensions of an image, or 1,024.",
     )
     made.add_argument(
         "--trust", action="append", default=[], metavar="NAME", help="A class of your own that a checkpoint may name."

@@ -95,8 +95,8 @@ def scatter(points: Sequence[Point], x_label: str, y_label: str, path: Path) -> 
     axis.set(xlabel=x_label, ylabel=y_label, xscale="log")
     axis.grid(alpha=0.3)
     for i, point in enumerate(points):
-        style = {"fmt": _MARKERS[i // 10 % len(_MARKERS)], "color": f"C{i % 10}"}  # matplotlib has ten colours
-        axis.errorbar([point.x], [point.y], [point.spread], capsize=3, label=point.name, **style)
+        marker, color = _MARKERS[i // 10 % len(_MARKERS)], f"C{i % 10}"  # matplotlib has ten colours
+        axis.errorbar([point.x], [point.y], [point.spread], fmt=marker, color=color, capsize=3, label=point.name)
     figure.legend(loc="outside lower center", ncols=columns)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

@@ -41,7 +41,7 @@ from lit_effattn import callbacks, datamodules, slurm
 from lit_effattn.attention import Attention, SparseAttention
 from lit_effattn.averaging import average_parameters
 from lit_effattn.checkpoints import AtomicCheckpointIO, read_checkpoint, with_config, without_folders
-from lit_effattn.cli.derived import set_strides, set_windows, stated
+from lit_effattn.cli.derived import leave_out, set_strides, set_windows, stated
 from lit_effattn.cli.help import arranged, class_help
 from lit_effattn.cli.look import look
 from lit_effattn.cli.parser_errors import unknown
@@ -309,7 +309,8 @@ class CLI(LightningCLI):
             refuse_dropped(saved, self.settings())
 
     def _derive(self, config: Namespace) -> None:
-        """Set the options of attention that follow from the run and its data."""
+        """Set the options of attention that follow from the run and its data, and leave out those of another one."""
+        leave_out(config, self.resolved.files, self.given)
         set_windows(config, self.resolved.files)
         flags = [arg for arg in self.given if arg.startswith("--model")]
         models = [file.get("model", {}) for file in self.resolved.files]

@@ -1,20 +1,25 @@
-"""Options of attention that follow from the run and the data: windows and strides.
+"""Options that follow from the run and the data: windows and strides of attention, and what a replaced one leaves.
 
 A flag may give any run another kind of attention. What its options should be, the run often knows: how far its memory
-reaches, and how long its sequences are. The values are printed, and saved with the other settings.
+reaches, and how long its sequences are. And a file may have settings that only the attention which it names has a use
+for. What is set and what is left out is printed, and saved with the other settings.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from importlib import import_module
 from typing import Any
 
 from jsonargparse import Namespace
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_effattn.attention import SparseAttention
-from lit_effattn.callbacks import MemoryCarry
+from lit_effattn.callbacks import FeatureRedraw, MemoryCarry
+
+_OF_EVALUATION = ("eval_mem_len", "eval_clamp_len", "eval_same_length")
+"""Options of a `LanguageModel` that are of its attention's memory."""
 
 
 def stated(settings: Any, name: str) -> int | None:
@@ -74,6 +79,63 @@ def set_strides(config: Namespace, data: Callable[[], Any]) -> None:
     for kind in kinds:
         kind.init_args.stride = stride
     rank_zero_info(f"{SparseAttention.__name__}: stride={stride}, {why}")
+
+
+def leave_out(config: Namespace, files: Iterable[dict[str, Any]], given: Collection[str]) -> None:
+    """Leave out what the files say for their attention alone, if the run has another one.
+
+    That are the memory of evaluation, and `FeatureRedraw` if no module of the model draws features. What flags give is
+    kept, so that a mistake in them is an error.
+
+    Args:
+        config: The parsed settings of a run, which are changed.
+        files: Its YAML files. What one of them says is for the attention of this file, or else of the files before.
+        given: Its flags.
+    """
+    model = config.model.as_dict()
+    kinds: list[str] = []
+    stated_for: dict[str, list[str]] = {}
+    for file in files:
+        kinds = list(_kinds(file.get("model", {}))) or kinds
+        stated_for |= {name: kinds for name in (*_OF_EVALUATION, FeatureRedraw.__name__) if name in repr(file)}
+    for_another = {
+        name: kinds
+        for name, kinds in stated_for.items()
+        if kinds and not {*_kinds(model)} <= {*kinds} and not any(name in arg for arg in given)
+    }
+    left = []
+    for name in for_another.keys() & {*_OF_EVALUATION}:
+        left.append(f"{name}={config.model.init_args[name]}")
+        config.model.init_args[name] = None
+    if FeatureRedraw.__name__ in for_another and not _draws(model):
+        left.append(FeatureRedraw.__name__)
+        callbacks = _specs(config.trainer.callbacks)
+        config.trainer.callbacks = [c for c in callbacks if not c.class_path.endswith(f".{FeatureRedraw.__name__}")]
+    if left:
+        owners = dict.fromkeys(kind for kinds in for_another.values() for kind in kinds)
+        rank_zero_info(f"left out, being for {', '.join(owners)}: {', '.join(sorted(left))}")
+
+
+def _kinds(settings: Any) -> Iterator[str]:
+    """Yield the bare names of the kinds of attention in the nested settings of a model."""
+    for key, value in settings.items() if isinstance(settings, dict) else ():
+        for spec in value if isinstance(value, list) else [value]:
+            path = spec.get("class_path") if isinstance(spec, dict) else spec
+            if key == "attention" and isinstance(path, str):
+                yield path.rpartition(".")[2]
+            else:
+                yield from _kinds(spec)
+
+
+def _draws(settings: Any) -> bool:
+    """Return whether a class in the nested settings draws random features."""
+    if isinstance(settings, list):
+        return any(map(_draws, settings))
+    if not isinstance(settings, dict):
+        return False
+    module, _, name = str(settings.get("class_path")).rpartition(".")
+    drawn = bool(module) and hasattr(getattr(import_module(module), name), "redraw")
+    return drawn or any(map(_draws, settings.values()))
 
 
 def _attentions(config: Namespace) -> list[Namespace]:

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 from jsonargparse import Namespace
 
-from lit_effattn.cli.derived import set_strides, set_windows, stated
+from lit_effattn.cli.derived import leave_out, set_strides, set_windows, stated
 
 
 def kind(name: str, **options: Any) -> Namespace:
@@ -70,3 +70,62 @@ def test_a_stride_is_a_row_or_the_root_of_the_length(data: Any, stride: int):
 
 def test_data_are_made_only_for_the_kind_that_needs_them():
     set_strides(config(kind("LinearAttention"), callbacks=None), lambda: pytest.fail("the data were made"))
+
+
+REDRAW = kind("FeatureRedraw")
+FEATURES = {"class_path": "lit_effattn.attention.PerformerAttention"}
+MEMORY = {"class_path": "lit_effattn.attention.TransformerXLAttention"}
+
+
+def stating(attention: Any = None, *, model: dict[str, Any] | None = None, redraw: bool = False) -> dict[str, Any]:
+    backbone = {} if attention is None else {"backbone": {"init_args": {"attention": attention}}}
+    callbacks = [{"class_path": "FeatureRedraw"}] if redraw else []
+    return {"model": {"init_args": {**(model or {}), **backbone}}, "trainer": {"callbacks": callbacks}}
+
+
+def run(*kinds: str) -> Namespace:
+    made = config([kind(name) for name in kinds], callbacks=[CARRY, REDRAW])
+    made.model.init_args.update(Namespace(eval_mem_len=9, eval_same_length=True))
+    return made
+
+
+def left(config: Namespace) -> tuple[Any, Any, list[str]]:
+    options = config.model.init_args
+    names = [callback.class_path.rpartition(".")[2] for callback in config.trainer.callbacks]
+    return options.eval_mem_len, options.eval_same_length, names
+
+
+def test_what_was_for_the_replaced_attention_is_left_out():
+    made = run("LinearAttention")
+    leave_out(made, [stating(MEMORY, model={"eval_mem_len": 9}, redraw=True)], [])
+    assert left(made) == (None, True, ["MemoryCarry"])  # eval_same_length is of no file
+
+
+def test_what_modules_with_random_features_need_stays():
+    made = run("SoftmaxAttention", "PerformerAttention")
+    leave_out(made, [stating(FEATURES, redraw=True)], [])
+    assert left(made) == (9, True, ["MemoryCarry", "FeatureRedraw"])
+
+
+@pytest.mark.parametrize(
+    ("kinds", "files", "flags"),
+    [
+        (["LinearAttention"], [MEMORY], ["--model.eval_mem_len", "--trainer.callbacks+=FeatureRedraw"]),
+        (["TransformerXLAttention"], [MEMORY], []),
+        (["TransformerXLAttention"], [[FEATURES, MEMORY]], []),
+        (["LinearAttention"], [None], []),
+        (["TransformerXLAttention"], [FEATURES, MEMORY], []),
+    ],
+    ids=["given by flags", "the same kind", "one of its kinds", "for no kind", "replaced by a file"],
+)
+def test_settings_that_nobody_replaced_stay(kinds: list[str], files: list[Any], flags: list[str]):
+    made = run(*kinds)
+    *before, last = files
+    leave_out(made, [*map(stating, before), stating(last, model={"eval_mem_len": 9}, redraw=True)], flags)
+    assert left(made) == (9, True, ["MemoryCarry", "FeatureRedraw"])
+
+
+def test_what_a_file_says_belongs_to_the_attention_of_the_files_before():
+    made = run("LinearAttention")
+    leave_out(made, [stating(MEMORY), stating(model={"eval_mem_len": 9}), stating(FEATURES)], [])
+    assert left(made)[0] is None

@@ -15,7 +15,7 @@ from lit_effattn.datamodules.faults import Fault, Faults
 from lit_effattn.datamodules.labelled import LabelledBatch, pad_labelled
 from lit_effattn.datamodules.length_batches import LengthBatches
 from lit_effattn.datamodules.pair_sources import PairSource
-from lit_effattn.datamodules.sampling import ResumableLoader, loader_options
+from lit_effattn.datamodules.sampling import ResumableLoader, loader_options, processes
 from lit_effattn.datamodules.text_sources import SPLITS
 
 _SPLITS_OF = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("test",)}
@@ -243,10 +243,9 @@ class LabelledTexts(LightningDataModule):
             lengths,
             batch_tokens,
             max_samples=self.batch_texts or batch_tokens,
-            num_replicas=1 if self.trainer is None else self.trainer.world_size,
-            rank=0 if self.trainer is None else self.trainer.global_rank,
             shuffle=shuffle,
             seed=self.seed,
+            **processes(self.trainer),
         )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lit_effattn.datamodules import image_sources
-from lit_effattn.datamodules.sampling import ResumableLoader, ShardedBatches, loader_options
+from lit_effattn.datamodules.sampling import ResumableLoader, ShardedBatches, loader_options, processes
 
 
 class _Kind(NamedTuple):
@@ -229,12 +229,11 @@ class PixelSequences(LightningDataModule):
         return ShardedBatches(
             len(data),
             batch_size,
-            num_replicas=1 if self.trainer is None else self.trainer.world_size,
-            rank=0 if self.trainer is None else self.trainer.global_rank,
             shuffle=shuffle,
             seed=self.seed,
             variants=variants,
             drop_last=drop_last,
+            **processes(self.trainer),
         )
 
 

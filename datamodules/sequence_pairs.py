@@ -20,7 +20,7 @@ from lit_effattn.datamodules.length_batches import LengthBatches
 from lit_effattn.datamodules.pair_sources import PairSource
 from lit_effattn.datamodules.pair_store import PairStore, SplitPairs, Tokenizers, Vocabularies, tokenized_pairs
 from lit_effattn.datamodules.pronunciations import cmudict
-from lit_effattn.datamodules.sampling import ResumableLoader, loader_options
+from lit_effattn.datamodules.sampling import ResumableLoader, loader_options, processes
 from lit_effattn.datamodules.tokenizers import KINDS, ByteTokenizer, Tokenizer
 from lit_effattn.datamodules.tokens import IGNORE, PairBatch
 
@@ -327,10 +327,9 @@ class SequencePairs(LightningDataModule):
             lengths,
             batch_tokens,
             max_samples=self.batch_pairs or batch_tokens,
-            num_replicas=1 if self.trainer is None else self.trainer.world_size,
-            rank=0 if self.trainer is None else self.trainer.global_rank,
             shuffle=shuffle,
             seed=self.seed,
+            **processes(self.trainer),
         )
 
     def state_dict(self) -> dict[str, str]:

@@ -24,7 +24,7 @@ from lit_effattn.datamodules.feature_store import FeatureReader, Features, read_
 from lit_effattn.datamodules.filterbanks import Filterbanks, moments, normalized
 from lit_effattn.datamodules.length_batches import LengthBatches
 from lit_effattn.datamodules.recordings import recordings
-from lit_effattn.datamodules.sampling import ResumableLoader, loader_options
+from lit_effattn.datamodules.sampling import ResumableLoader, loader_options, processes
 from lit_effattn.datamodules.utterances import BLANK, SpeechBatch, SpeechCorpus, Utterance
 from lit_effattn.datamodules.wave_augment import WaveAugment
 
@@ -317,10 +317,9 @@ class SpeechData(LightningDataModule):
             data.n_frames,
             batch_frames,
             max_samples=self.batch_utterances,
-            num_replicas=1 if self.trainer is None else self.trainer.world_size,
-            rank=0 if self.trainer is None else self.trainer.global_rank,
             shuffle=shuffle,
             seed=self.seed,
+            **processes(self.trainer),
         )
 
     def state_dict(self) -> dict[str, Any]:

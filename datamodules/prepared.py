@@ -55,18 +55,35 @@ class PreparedStore:
             raise FileNotFoundError(
                 f"root={str(folder)!r} has no {MANIFEST}; make it with: lit-effattn data prepare INPUT {folder}"
             )
-        about = parse_json((folder / MANIFEST).read_text(encoding="utf-8"))
-        if about["format"] != FORMAT or about["dtype"] not in _DTYPES:
+        self._dtype, self._held_out, self._sizes = self._manifest()
+        for number, size in enumerate(self._sizes):
+            path = shard_path(folder, number, ".bin")
+            if not path.is_file() or path.stat().st_size != size * self._dtype.itemsize:
+                raise self._damaged(path)
+
+    def _manifest(self) -> tuple[np.dtype[Any], int, list[int]]:
+        """Return the type of a token, of how many documents some are held out, and each shard's number of tokens."""
+        path = self.folder / MANIFEST
+        try:
+            about = parse_json(path.read_text(encoding="utf-8"))
+            version, dtype = about["format"], about["dtype"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._damaged(path) from error
+        if version != FORMAT or dtype not in _DTYPES:
             raise ValueError(
-                f"root={str(folder)!r} has the format {about['format']} of {about['dtype']}, but this version reads "
+                f"root={str(self.folder)!r} has the format {version} of {dtype}, but this version reads "
                 f"format {FORMAT} of {', '.join(_DTYPES)}; prepare the text again, in another folder"
             )
-        self._dtype, self._held_out = np.dtype(about["dtype"]), int(about["settings"]["held_out"])
-        self._shards: list[dict[str, Any]] = about["shards"]
-        for number, shard in enumerate(self._shards):
-            path = shard_path(folder, number, ".bin")
-            if not path.is_file() or path.stat().st_size != shard["n_tokens"] * self._dtype.itemsize:
-                raise ValueError(f"{path} is missing or damaged; delete {folder} and prepare the text again")
+        try:
+            held_out, sizes = about["settings"]["held_out"], [shard["n_tokens"] for shard in about["shards"]]
+        except (KeyError, TypeError) as error:
+            raise self._damaged(path) from error
+        if not all(isinstance(count, int) for count in (held_out, *sizes)) or held_out < 1:
+            raise self._damaged(path)
+        return np.dtype(dtype), held_out, sizes
+
+    def _damaged(self, path: Path) -> ValueError:
+        return ValueError(f"{path} is missing or damaged; delete {self.folder} and prepare the text again")
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -106,16 +123,22 @@ class PreparedStore:
                 f"root={str(self.folder)!r} has no documents in its split {name!r}: of {self._held_out} documents one "
                 "is for validation and one for test; prepare more, or with a smaller --held_out, in another folder"
             )
-        sizes = [shard["n_tokens"] for shard in self._shards]
-        tokens = MappedTokens([shard_path(self.folder, i, ".bin") for i in range(len(sizes))], sizes, self._dtype)
+        paths = [shard_path(self.folder, i, ".bin") for i in range(len(self._sizes))]
+        tokens = MappedTokens(paths, self._sizes, self._dtype)
         documents = Documents(tokens, np.concatenate(begins), np.concatenate(lengths))
         return documents, documents.borders
 
     def _indices(self) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
         """Yield each shard's (2, documents + 1) borders, and by split a mask of its documents."""
         before = 0
-        for number in range(len(self._shards)):
-            borders = np.load(shard_path(self.folder, number, ".npy"), mmap_mode="r", allow_pickle=False)
+        for number, size in enumerate(self._sizes):
+            path = shard_path(self.folder, number, ".npy")
+            try:
+                borders = np.load(path, mmap_mode="r", allow_pickle=False)
+            except (OSError, ValueError, EOFError) as error:
+                raise self._damaged(path) from error
+            if borders.dtype != np.int64 or borders.ndim != 2 or len(borders) != 2 or borders[0, -1] != size:
+                raise self._damaged(path)
             place = (before + np.arange(borders.shape[1] - 1)) % self._held_out
             yield borders, {"train": place > 1, "val": place == 1, "test": place == 0}
             before += len(place)

@@ -169,6 +169,46 @@ def test_damaged_and_missing_folders(source, tmp_path):
         TextStream("prepared", root=str(tmp_path / "out")).prepare_data()
 
 
+GOOD = {"format": 1, "dtype": "uint8", "settings": {"held_out": 20}, "shards": []}
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        "{",
+        "[]",
+        "{}",
+        *(json.dumps({**GOOD, **bad}) for bad in ({"settings": {}}, {"settings": {"held_out": 0}}, {"shards": [{}]})),
+        *(json.dumps({**GOOD, "shards": bad}) for bad in (3, [{"n_tokens": "9"}])),
+    ],
+)
+def test_a_damaged_manifest(manifest, tmp_path):
+    (tmp_path / "manifest.json").write_text(manifest)
+    with pytest.raises(ValueError, match=r"manifest.json is missing or damaged; delete .* and prepare the text again"):
+        PreparedStore(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda good: good.astype(float),
+        lambda good: good[..., None],
+        lambda good: good[:1],
+        lambda good: good[:, :-1],
+        None,
+    ],
+)
+def test_a_damaged_index(source, tmp_path, damage):
+    prepare(source, tmp_path / "out")
+    path = tmp_path / "out" / "shard-00000.npy"
+    if damage is None:
+        os.truncate(path, 9)
+    else:
+        np.save(path, damage(np.load(path)))
+    with pytest.raises(ValueError, match=r"shard-00000.npy is missing or damaged"):
+        PreparedStore(tmp_path / "out").n_tokens("train")
+
+
 # Training
 
 

@@ -73,9 +73,12 @@ def _naming(archive: Path) -> Iterator[None]:
     """Turn the errors of the decompressors into one that names the archive."""
     try:
         yield
+    except RuntimeError as error:  # of zipfile: encrypted, or (a NotImplementedError) packed by an unknown method
+        raise ValueError(
+            f"{archive}: the archive can't be unpacked ({error}); get it again, without a password"
+        ) from error
     except (
         *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, tarfile.TarError, gzip.BadGzipFile, EOFError, ValueError),
-        *(RuntimeError, NotImplementedError),  # of zipfile: encrypted, or packed by an unknown method
     ) as error:
         raise ValueError(f"{archive}: the archive is damaged ({error}); delete it and get it again") from error
 

@@ -73,6 +73,17 @@ def test_what_is_refused_leaves_nothing(pack, unpack, tmp_path: Path):
     assert not [name for name in files(tmp_path) if name.endswith(".unfinished")]
 
 
+def test_zip_files_that_need_another_program(tmp_path: Path):
+    archive = zipped(tmp_path / "a", {"wiki": b"1"})
+    whole, central = archive.read_bytes(), archive.read_bytes().index(b"PK\1\2")
+    for place, value, words in ((8, 1, "password required"), (10, 97, "compression method is not supported")):
+        changed = bytearray(whole)
+        changed[central + place] = value  # the flags, whose first bit means a password, and the method
+        archive.write_bytes(changed)
+        with pytest.raises(ValueError, match=rf"{archive}: the archive can't be unpacked \(.*{words}"):
+            unpack_zip(archive, ["wiki"], tmp_path)
+
+
 def test_gzip(tmp_path: Path):
     archive, target = tmp_path / "a.gz", tmp_path / "there" / "a"
     content = bytes(range(256)) * 500

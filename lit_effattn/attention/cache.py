@@ -1,4 +1,4 @@
-"""Caches with one vector per position, shared by the states of several attention kinds."""
+"""Caches and memories with one vector per position, shared by the states of several attention kinds."""
 
 from __future__ import annotations
 
@@ -54,3 +54,49 @@ def write(stored: Tensor, slots: Tensor, new: Tensor) -> Tensor:
     # An assignment, not `scatter_`, for which torch.compile copies all of `stored` twice.
     stored[rows, :, slots] = new.transpose(1, 2).to(stored.dtype)  # (B, H, N, ·) -> (B, N, H, ·)
     return stored
+
+
+def newest(t: Tensor, end: Tensor, count: int, *, dim: int) -> Tensor:
+    """Return the `count` entries of `t` along `dim` before each row's `end` (B,), zeros where there are fewer.
+
+    Args:
+        t: (B, …, M, D), M being the size of `dim`.
+        end: (B,), at most M.
+        count: How many.
+        dim: The dimension of the entries, not 0.
+
+    Returns:
+        (B, …, count, D).
+    """
+    shape = [-1 if i == dim else 1 for i in range(t.dim())]
+    index = end[:, None] - count + torch.arange(count, device=t.device)  # (B, count)
+    index = index.view(len(t), *shape[1:])
+    taken = t.take_along_dim(index.clamp(min=0), dim)
+    return taken.masked_fill(index < 0, 0)
+
+
+def newest_of_both(before: Tensor, after: Tensor, length: Tensor, *, dim: int) -> Tensor:
+    """Return the newest M of M earlier entries and of the M after them, of which the last `length` (B,) are there.
+
+    Args:
+        before: (B, …, M, D), the entries along `dim`, the newest last.
+        after: As `before`, and of its type.
+        length: (B,), the number of positions that `after` was made of; it holds at most M of them.
+        dim: The dimension of the entries.
+    """
+    m = after.size(dim)
+    slot = torch.arange(m, device=after.device)  # (M,)
+    there = length.clamp(max=m)[:, None]  # (B, 1)
+    index = torch.where(slot < m - there, slot + there, slot + m)  # (B, M), in both
+    shape = [1] * after.dim()
+    shape[0], shape[dim] = index.shape
+    return torch.cat([before.to(after.dtype), after], dim).gather(dim, index.view(shape).expand_as(after))
+
+
+def latest(end: Tensor, slots: int) -> Tensor:
+    """Return the newest position before `end` (B,) that each slot holds, t in slot t mod slots: (B, slots).
+
+    It is negative if there is none yet; the contents of that slot are not seen.
+    """
+    newest = end[:, None] - 1
+    return newest - (newest - torch.arange(slots, device=end.device)) % slots

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lit_effattn.attention.transformer_xl import TransformerXLAttention, gather_rows, latest, newest, write_ring
+from lit_effattn.attention.cache import latest, newest
+from lit_effattn.attention.transformer_xl import TransformerXLAttention, gather_rows, write_ring
 from lit_effattn.ops.relative import attention_by_distance
 from lit_effattn.ops.window import slices
 from lit_effattn.sequence import (
@@ -225,8 +226,8 @@ class CompressiveAttention(TransformerXLAttention):
         length = state.length + seen
         fresh = self._summaries(length) - self._summaries(state.length)
         return y, CompressiveMemory(
-            newest(inputs, self._reach + seen, self._reach).to(state.inputs.dtype),
-            newest(compressed, self.compressed_len + fresh, self.compressed_len).to(state.compressed.dtype),
+            newest(inputs, self._reach + seen, self._reach, dim=1).to(state.inputs.dtype),
+            newest(compressed, self.compressed_len + fresh, self.compressed_len, dim=1).to(state.compressed.dtype),
             length,
             self._reconstruction_loss(q, windows, state.length, seen).to(state.loss.dtype),
         )

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_effattn.attention.transformer_xl import TransformerXLAttention, gather_rows, newest, slots_used
+from lit_effattn.attention.cache import newest
+from lit_effattn.attention.transformer_xl import TransformerXLAttention, gather_rows, slots_used
 from lit_effattn.ops.continuous import (
     Grid,
     basis_of,
@@ -323,7 +324,7 @@ class InfiniteAttention(TransformerXLAttention):
         if self.n_basis:
             far, after = self._long_term(x, normed, before, seen)
             y = y + self.ltm_out_proj(far.transpose(1, 2).flatten(2).to(x.dtype))
-        memory = newest(inputs, m + seen, self._reach).to(before.inputs.dtype)
+        memory = newest(inputs, m + seen, self._reach, dim=1).to(before.inputs.dtype)
         return without_padding(y, lengths), after._replace(inputs=memory, length=before.length + seen)
 
     # ------------------------------------------------------------------------------------------------------ the signal
@@ -382,7 +383,7 @@ class InfiniteAttention(TransformerXLAttention):
             attends = (self._writes_before(state.length, self._delay) > 0) & (now > 0)
             inputs = torch.cat([state.inputs.to(x.dtype), position], 1)  # (B, M + 1, E)
             _, after = self._long_term(self._normed(position), self._normed(inputs), state, now)
-            memory = newest(inputs, self._reach + now, self._reach).to(state.inputs.dtype)
+            memory = newest(inputs, self._reach + now, self._reach, dim=1).to(state.inputs.dtype)
             state = after._replace(inputs=memory, length=state.length + now)
             found.append(self.density(position, state, times).masked_fill(~attends[:, None, None, None], 0))
         return torch.cat(found, 2)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lit_effattn.attention.base import Attention, softmax_over
-from lit_effattn.attention.cache import append, check_room, write
+from lit_effattn.attention.cache import append, check_room, latest, newest, newest_of_both, write
 from lit_effattn.ops.dot_product import dot_product_attention
 from lit_effattn.ops.sparse import gather_rows
 from lit_effattn.ops.window import windowed_attention
@@ -184,14 +183,15 @@ class SoftmaxAttention(Attention):
             k = torch.cat([state.keys.to(k.dtype), k], 2)  # (B, H, M + N, D)
             v = torch.cat([state.values.to(v.dtype), v], 2)
         y = self._see_window(q, k, v, window, past)
-        newest = [_newest(t, seen + m, window - 1) for t in (k, v)]
-        return y, WindowCache(newest[0], newest[1], before + seen)
+        keys, values = (newest(t, seen + m, window - 1, dim=2) for t in (k, v))
+        return y, WindowCache(keys, values, before + seen)
 
     def summarise(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> WindowCache:
         """Return the newest keys and values: see `Attention.summarise`. Needs a window."""
         assert self.window is not None
         seen = torch.full(k.shape[:1], k.size(2), device=k.device) if lengths is None else lengths
-        return WindowCache(_newest(k, seen, self.window - 1), _newest(v, seen, self.window - 1), seen)
+        keys, values = (newest(t, seen, self.window - 1, dim=2) for t in (k, v))
+        return WindowCache(keys, values, seen)
 
     def combine_states(self, before: WindowCache, after: WindowCache) -> WindowCache:
         """Keep the newest of both: see `Attention.combine_states`."""
@@ -214,7 +214,7 @@ class SoftmaxAttention(Attention):
         v = torch.cat([gather_rows(state.values, earlier[:, None]).to(v.dtype), v], 2)
         y = self._see_window(q, k, v, window, state.length.clamp(max=m))
         # A position before the first of `k` is outside all later windows, so its slot may hold anything.
-        index = (_held(length + seen[:, None] - 1, slots) - length + m).clamp(min=0)[:, None]  # (B, 1, slots)
+        index = (latest(state.length + seen, slots) - length + m).clamp(min=0)[:, None]  # (B, 1, slots)
         keys, values = (gather_rows(t, index).to(state.keys.dtype) for t in (k, v))
         return y, RingCache(keys, values, state.length + seen)
 
@@ -228,7 +228,7 @@ class SoftmaxAttention(Attention):
         # A padded position is written too. The next position overwrites its slot before reading it.
         keys, values = write(state.keys, position % slots, k), write(state.values, position % slots, v)
         used = min(slots, int(position.max()) + 1) if reads_values(position) else slots
-        at = _held(position, slots)[:, :used]  # (B, used)
+        at = latest(state.length + 1, slots)[:, :used]  # (B, used)
         seen_keys, seen_values = keys[:, :, :used].to(q.dtype), values[:, :, :used].to(q.dtype)
         y = self._see(q, seen_keys, seen_values, (at >= 0)[:, None, None], position, at)
         return y, RingCache(keys, values, state.length + seen)
@@ -292,36 +292,6 @@ def _append(cache: KeyValueCache | FixedCache, k: Tensor, v: Tensor) -> KeyValue
     grows = isinstance(cache, KeyValueCache)
     keys, values = append((cache.keys, cache.values), (k, v), cache.length, grows=grows)
     return cache._replace(keys=keys, values=values)
-
-
-def _newest(t: Tensor, end: Tensor, count: int) -> Tensor:
-    """Return the `count` entries of `t` (B, H, M, D) before each row's `end`, zeros where there are fewer."""
-    t = F.pad(t, (0, 0, count, 0))
-    index = end[:, None] + torch.arange(count, device=t.device)  # (B, count)
-    return t.gather(2, index[:, None, :, None].expand(-1, t.size(1), -1, t.size(3)))
-
-
-def newest_of_both(before: Tensor, after: Tensor, length: Tensor, *, dim: int) -> Tensor:
-    """Return the newest M of M earlier entries and of the M after them, of which the last `length` (B,) are there.
-
-    Args:
-        before: (B, …, M, D), the entries along `dim`, the newest last.
-        after: As `before`, and of its type.
-        length: (B,), the number of positions that `after` was made of; it holds at most M of them.
-        dim: The dimension of the entries.
-    """
-    m = after.size(dim)
-    slot = torch.arange(m, device=after.device)  # (M,)
-    there = length.clamp(max=m)[:, None]  # (B, 1)
-    index = torch.where(slot < m - there, slot + there, slot + m)  # (B, M), in both
-    shape = [1] * after.dim()
-    shape[0], shape[dim] = index.shape
-    return torch.cat([before.to(after.dtype), after], dim).gather(dim, index.view(shape).expand_as(after))
-
-
-def _held(newest: Tensor, slots: int) -> Tensor:
-    """Return the position in each slot of a ring buffer up to `newest` (B, 1): (B, slots), negative if empty."""
-    return newest - (newest - torch.arange(slots, device=newest.device)) % slots
 
 
 def _key_mask(lengths: Tensor, n: int) -> Tensor:

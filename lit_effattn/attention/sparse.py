@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lit_effattn.attention.base import Attention, softmax_over
-from lit_effattn.attention.cache import append, write
-from lit_effattn.attention.softmax import FixedCache, KeyValueCache, WindowCache, _newest, earlier_keys
+from lit_effattn.attention.cache import append, newest, write
+from lit_effattn.attention.softmax import FixedCache, KeyValueCache, WindowCache, earlier_keys
 from lit_effattn.ops.sparse import fixed_attention, gather_rows, strided_attention, summary_positions
 from lit_effattn.ops.window import windowed_attention
 from lit_effattn.sequence import may_overwrite, reads_values, valid_positions
@@ -237,7 +237,7 @@ class SparseAttention(Attention):
             k = torch.cat([state.keys.to(k.dtype), k], 2)  # (B, H, M + N, D)
             v = torch.cat([state.values.to(v.dtype), v], 2)
         y = windowed_attention(q, k, v, self.stride, past=past, dropout=self._dropout_now)
-        keys, values = (_newest(t, seen + m, self.stride - 1) for t in (k, v))
+        keys, values = (newest(t, seen + m, self.stride - 1, dim=2) for t in (k, v))
         return y, WindowCache(keys, values, before + seen)
 
     def _attend_strided(

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_effattn.attention.base import Attention, softmax_over
-from lit_effattn.attention.softmax import newest_of_both
+from lit_effattn.attention.cache import latest, newest, newest_of_both
 from lit_effattn.ops.relative import attention_by_distance, furthest, relative_attention, sinusoids
 from lit_effattn.sequence import (
     State,
@@ -221,7 +221,7 @@ class TransformerXLAttention(Attention):
         seen = torch.full_like(before.length, x.size(1)) if lengths is None else lengths
         others, after = parts(), None
         if others is not None:
-            part = InputMemory(newest(x, seen, self._reach), seen)
+            part = InputMemory(newest(x, seen, self._reach, dim=1), seen)
             empty = self.initial_state(len(x), device=x.device, dtype=x.dtype)
             before, after = others.join(self.combine_states, part, empty if state is None else state)
         m = slots_used(before.length, before.inputs.size(1))
@@ -233,7 +233,7 @@ class TransformerXLAttention(Attention):
 
         if after is not None:
             return without_padding(y, lengths), after
-        memory = newest(inputs, m + seen, self._reach)
+        memory = newest(inputs, m + seen, self._reach, dim=1)
         memory = memory if state is None else memory.to(state.inputs.dtype)
         return without_padding(y, lengths), InputMemory(memory, before.length + seen)
 
@@ -399,25 +399,9 @@ class TransformerXLAttention(Attention):
         return k, i - j, seen & (i - j < self.mem_len) if self.same_length else seen
 
 
-def newest(t: Tensor, end: Tensor, count: int) -> Tensor:
-    """Return the `count` entries of `t` (B, M, E) before each row's `end` (B,), zeros where there are fewer."""
-    index = end[:, None] - count + torch.arange(count, device=t.device)  # (B, count)
-    taken = t.gather(1, index.clamp(min=0)[..., None].expand(-1, -1, t.size(2)))
-    return taken.masked_fill((index < 0)[..., None], 0)
-
-
 def gather_rows(t: Tensor, index: Tensor) -> Tensor:
     """Take the entries `index` (B, K) of `t` (B, H, M, D); a negative index takes the first."""
     return t.gather(2, index.clamp(min=0)[:, None, :, None].expand(-1, t.size(1), -1, t.size(3)))
-
-
-def latest(end: Tensor, slots: int) -> Tensor:
-    """Return the newest position before `end` (B,) that each slot holds, t in slot t mod slots: (B, slots).
-
-    It is negative if there is none yet; the contents of that slot are not seen.
-    """
-    newest = end[:, None] - 1
-    return newest - (newest - torch.arange(slots, device=end.device)) % slots
 
 
 def slots_used(length: Tensor, slots: int) -> int:

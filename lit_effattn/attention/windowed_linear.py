@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lit_effattn.attention.base import Attention
+from lit_effattn.attention.cache import newest, newest_of_both
 from lit_effattn.attention.linear import FeatureMap, HedgehogFeatureMap
-from lit_effattn.attention.softmax import _newest, newest_of_both
 from lit_effattn.ops.linear.pytorch import key_sums
 from lit_effattn.ops.windowed_linear import window_terms, windowed_linear_attention
 from lit_effattn.sequence import accumulator
@@ -158,7 +158,7 @@ class WindowedLinearAttention(Attention):
                 chunk_size=self.chunk_size,
             )
         stored = state.keys.dtype
-        held_keys, held_values = (_newest(t, seen + m, m).to(stored) for t in (k, v))
+        held_keys, held_values = (newest(t, seen + m, m, dim=2).to(stored) for t in (k, v))
         return y.to(v.dtype), WindowedLinearState(held_keys, held_values, s, z, state.length + seen)
 
     def summarise(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> WindowedLinearState:
@@ -168,7 +168,8 @@ class WindowedLinearAttention(Attention):
         before = max(n - m, 0)  # only these can have left the window
         slot = torch.arange(before, device=k.device)
         s, z = self._sums(k[:, :, :before], v[:, :, :before], slot < seen[:, None] - m)
-        return WindowedLinearState(_newest(k, seen, m), _newest(v, seen, m), s, z, seen)
+        keys, values = (newest(t, seen, m, dim=2) for t in (k, v))
+        return WindowedLinearState(keys, values, s, z, seen)
 
     def combine_states(self, before: WindowedLinearState, after: WindowedLinearState) -> WindowedLinearState:
         """Keep the newest of both, and add the sums and what leaves the window: see `Attention.combine_states`."""

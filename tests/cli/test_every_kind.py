@@ -47,7 +47,10 @@ def refusal(config: Path, place: str, kind: str) -> str | None:
         return f"causal=False: {kind}Attention"
     if "MemoryCarry" not in repr(yaml.safe_load(config.read_text())["trainer"].get("callbacks")):
         return None
-    if kind in ("LSH", "Sparse") or (kind in ("Softmax", "Shaw") and "mem_len" not in repr(options["attention"])):
+    attention = options["attention"]
+    stays = isinstance(attention, dict) and "window" in attention.get("init_args", {})
+    bounded = stays or "mem_len" in repr(attention)
+    if kind in ("LSH", "Sparse") or (kind in ("Softmax", "Shaw") and not bounded):
         return f"MemoryCarry: the state of {kind}Attention grows with every segment"
     return None
 

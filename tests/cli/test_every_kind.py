@@ -56,10 +56,12 @@ def refusal(config: Path, place: str, kind: str) -> str | None:
 
 
 def small(config: Path) -> list[str]:
-    """Return flags for a narrow model and synthetic batches."""
-    flags = ["--trainer.fast_dev_run", "1", "--trainer.enable_progress_bar", "false", "--trainer.precision", "32"]
+    """Return flags for a narrow model and synthetic batches, in one process."""
+    flags = ["--trainer.fast_dev_run", "1", "--trainer.enable_progress_bar", "false"]
+    flags += ["--trainer.precision", "32", "--trainer.devices", "1"]
     for place, options in stacks(config).items():
-        flags += [f"--{place}.d_model", "16", f"--{place}.n_heads", "2", f"--{place}.n_layers", "2"]
+        width = "64" if "div_value" in repr(model_of(config)) else "16"  # the rarest words have d_model / 64
+        flags += [f"--{place}.d_model", width, f"--{place}.n_heads", "2", f"--{place}.n_layers", "2"]
         flags += [f"--{place}.d_ff", "16"]
         if options.get("position_width"):
             flags += [f"--{place}.position_width", "8"]

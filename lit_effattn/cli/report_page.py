@@ -43,7 +43,7 @@ pre, .tokens { font: .85rem/1.6 ui-monospace, monospace; white-space: pre-wrap; 
 
 COLOURS = {"train": 0, "val": 1}
 WIDTH, HEIGHT = 480, 260
-_LEFT, _BOTTOM, _TOP, _RIGHT = 66, 34, 8, 14
+_LEFT, _BOTTOM, _TOP, _RIGHT = 66, 34, 8, 28
 
 
 def page(title: str, parts: Iterable[str]) -> str:

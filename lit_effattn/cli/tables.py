@@ -32,14 +32,16 @@ class Spread(NamedTuple):
 
 
 def shown(value: Any) -> str:
-    """Return a value as a reader wants it: integers in groups of three digits, other numbers with 4 digits."""
+    """Return a value as a reader wants it: 4 digits, or all of an integer and of what is at least 10,000."""
     if value is None:
         return ""
     if isinstance(value, Spread):
-        return shown(value.mean) if value.deviation is None else f"{value.mean:.4g} ± {value.deviation:.2g}"
+        return shown(value.mean) + ("" if value.deviation is None else f" ± {value.deviation:.2g}")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    if isinstance(value, int) or 1e4 <= abs(value) < 1e15:
+        return f"{round(value):,}"
+    return f"{value:.4g}"
 
 
 def markdown(table: Table) -> str:

@@ -128,29 +128,30 @@ class RotaryPositions(Positions):
         (x_i, x_{i+D/2}) -> (x_i cos a − x_{i+D/2} sin a, x_i sin a + x_{i+D/2} cos a),  a = t · base^{−2i/D}
 
     The dot product of a query and a key then depends only on the difference of their positions. Nothing is added to the
-    input: a `Transformer` passes the positions to its attentions, which rotate q and k before any feature map.
+    input: a `Transformer` passes the positions to its attentions, which rotate q and k before any feature map. In heads
+    of odd width the last dimension stays as it is, and D is the number of the others.
 
     Args:
-        width: Dimensions D of a head, even.
+        width: Dimensions of a head, at least 2.
         base: Base of the geometric series of frequencies.
     """
 
     def __init__(self, width: int, base: float = 10000.0) -> None:
         super().__init__(width)
-        if width % 2:
-            raise ValueError(f"rotary positions rotate pairs of dimensions, but a head's width={width} is odd")
+        if width < 2:
+            raise ValueError(f"rotary positions rotate pairs of dimensions, but a head's width={width} is no pair")
         self.base = base
 
     def forward(self, position: Tensor) -> Tensor:
         """Return cosines and sines of the angles, (B or 1, N, D): the D / 2 cosines first."""
-        angle = _angles(position, self.width, self.base)  # (B, N, D / 2)
+        angle = _angles(position, self.width // 2 * 2, self.base)  # (B, N, D / 2)
         return torch.cat([angle.cos(), angle.sin()], -1)
 
     def turn(self, x: Tensor, position: Tensor) -> Tensor:
-        """Rotate `x` (B, H, N, D) by `position` (B or 1, N)."""
+        """Rotate `x` (B, H, N, width) by `position` (B or 1, N)."""
         cos, sin = self(position)[:, None].chunk(2, dim=-1)  # (B, 1, N, D / 2)
-        a, b = x.to(accumulator(x.dtype)).chunk(2, dim=-1)
-        return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
+        a, b, *rest = x.to(accumulator(x.dtype)).split(cos.size(-1), dim=-1)  # with an odd width, the last one is left
+        return torch.cat([a * cos - b * sin, a * sin + b * cos, *rest], -1).to(x.dtype)
 
 
 PositionsFactory = Callable[[int], Positions]

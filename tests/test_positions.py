@@ -29,11 +29,11 @@ def test_sinusoidal_is_exact_far_out():
     torch.testing.assert_close(SinusoidalPositions(4).half()(torch.tensor([[t]]))[0, 0], p)
 
 
-def test_odd_widths_are_refused():
+def test_widths_without_pairs_are_refused():
     with pytest.raises(ValueError, match="width=5"):
         SinusoidalPositions(5)
-    with pytest.raises(ValueError, match="5"):
-        RotaryPositions(5)
+    with pytest.raises(ValueError, match="width=1"):
+        RotaryPositions(1)
 
 
 def test_learned_looks_up():
@@ -103,11 +103,12 @@ def test_bind_reaches_all_positions_in_a_module():
         model(torch.zeros(1, 13, 8))
 
 
-@pytest.mark.parametrize("base", [10000.0, 100.0])
-def test_rotary_turns_pairs(base: float):
+@pytest.mark.parametrize(("base", "odd"), [(10000.0, 0), (100.0, 0), (10000.0, 1)])
+def test_rotary_turns_pairs(base: float, odd: int):
     d, t = 6, 7
-    x = torch.randn(1, 1, 1, d, dtype=torch.float64)
-    y = RotaryPositions(d, base).turn(x, torch.tensor([[t]]))
+    x = torch.randn(1, 1, 1, d + odd, dtype=torch.float64)
+    y = RotaryPositions(d + odd, base).turn(x, torch.tensor([[t]]))
+    assert torch.equal(y[..., d:], x[..., d:])
     for i in range(d // 2):
         a = t * base ** (-2 * i / d)
         first, second = x[0, 0, 0, i].item(), x[0, 0, 0, i + d // 2].item()

@@ -33,6 +33,7 @@ class Llama(Family):
         width, heads, layers = s.number("hidden_size"), s.number("num_attention_heads"), s.number("num_hidden_layers")
         eps = s.number("rms_norm_eps", 1e-6, whole=False)
         head_dim = s.number("head_dim", 128 if kind == "qwen3" else None)
+        _check_pairs(head_dim or width // max(heads, 1))
         s.expect("layer_types", None, ["full_attention"] * layers)
         backbone = Transformer(
             width,
@@ -70,6 +71,7 @@ class Llama(Family):
             own = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
         elif q and not out:
             own = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+        _check_pairs(attention.head_dim)
         if block.norm_1.eps is None:
             raise ValueError("norm_eps=None is the precision of the type, which no config.json can say; give a number")
         return {
@@ -110,6 +112,11 @@ class Llama(Family):
         """Yield the embedding and the last normalisation."""
         yield Entry("model.embed_tokens.weight", ("embedding.weight",))
         yield from both("model.norm", "backbone.norm", bias=False)
+
+
+def _check_pairs(head_dim: int) -> None:
+    if head_dim % 2:
+        raise ValueError(f"head_dim={head_dim} is odd, and transformers rotates pairs of dimensions alone")
 
 
 def _window(s: Settings, kind: str) -> int | None:

@@ -197,6 +197,7 @@ def test_old_gpt2_folders_have_no_prefix_and_hold_masks(folders: Path, tmp_path:
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"head_dim": 8}, r"q_proj.weight has the shape \(16, 16\)"),
         ({"head_dim": 0}, "head_dim=0"),
+        ({"head_dim": 5}, "head_dim=5 is odd"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types=.'sliding_attention'"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0: this key is not known"),
         ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4}"),
@@ -289,6 +290,9 @@ def test_weights_in_parts(folder: Path, folders: Path):
     assert not Path("half").exists()
 
 
+ROTARY = {"positions": RotaryPositions, "activation": "swiglu", "norm_kind": "rms"}
+
+
 def saved(folder: Path, **options: Any) -> Path:
     """The checkpoint of a model like GPT-2 but for `options`."""
     backbone = {"positions": partial(LearnedPositions, max_len=8), "activation": "gelu_tanh", **options}
@@ -310,6 +314,7 @@ def saved(folder: Path, **options: Any) -> Path:
         ({"embedding_scale": 2.0}, "embedding_scale=2.0"),
         ({"positions": None}, "no model of a family"),
         ({"positions": RotaryPositions, "activation": "swiglu"}, "backbone.norm_kind='layer'"),
+        ({**ROTARY, "attention": partial(SoftmaxAttention, head_dim=5)}, "head_dim=5 is odd"),
     ],
 )
 def test_what_transformers_has_not_cannot_go_back(options: dict, words: str, tmp_path: Path):

@@ -136,6 +136,8 @@ def prepare(
 
 def _inputs(source: Path) -> tuple[list[str], Faults]:
     """Return the names of the files to read, relative to their folder, and the files that are left out."""
+    if not source.exists():
+        raise FileNotFoundError(f"{source}: there is no such file or folder")
     left_out, names = Faults(), []
     root = source if source.is_dir() else source.parent
     for path in [source] if source.is_file() else sorted(source.rglob("*")):

@@ -161,6 +161,8 @@ def test_what_cannot_be_read_is_named(tmp_path, name, content, message):
 def test_damaged_and_missing_folders(source, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere' has no manifest.json; make it with: lit-effattn data"):
         TextStream("prepared", root="nowhere").prepare_data()
+    with pytest.raises(FileNotFoundError, match=r"nowhere: there is no such file or folder"):
+        prepare(tmp_path / "nowhere", tmp_path / "out")
     prepare(source, tmp_path / "out")
     with pytest.raises(ValueError, match="leave out tokens='bytes'"):
         TextStream("prepared", root=str(tmp_path / "out"), tokens="bytes")

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lit_effattn.callbacks import resume_point
-from lit_effattn.checkpoints import remove_parts
+from lit_effattn.checkpoint_files import remove, remove_parts
 from lit_effattn.runs import LAST, PREVIOUS, kept_checkpoints, kept_name
 
 LOGGED_KEY = "logged"
@@ -99,6 +99,7 @@ class LastCheckpoint(Checkpoint):
             last = self.path(trainer)
             remove_parts(last.parent)
             if trainer.ckpt_path is not None and Path(trainer.ckpt_path) == last.with_name(PREVIOUS) and last.exists():
+                remove(last.with_name(SET_ASIDE))
                 last.replace(last.with_name(SET_ASIDE))  # damaged: it must not become previous.ckpt
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -180,7 +181,7 @@ class LastCheckpoint(Checkpoint):
             kept = kept_checkpoints(path.parent)
             end = kept.index(path) + 1
             for superseded in [*kept[: max(end - self.keep, 0)], *kept[end:]]:
-                superseded.unlink(missing_ok=True)
+                remove(superseded)
 
 
 def _is_due(step: int, every: int | None, before: int) -> bool:

@@ -10,6 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_effattn import sequence
+from lit_effattn.checkpoint_folders import OfEach
 from lit_effattn.sequence import SequenceModule, State, reads_values
 
 MEMORY_KEY = "memory_carry"
@@ -115,6 +116,9 @@ class MemoryCarry(pl.Callback):
         """Add the training's memory of every process."""
         memory = pl_module.memory if trainer.training and pl_module.memory is not None else self._training
         mine = sequence.pack(sequence.to(memory, "cpu"))
+        if getattr(trainer.strategy, "saves_parts", False):
+            checkpoint[MEMORY_KEY] = OfEach(mine)
+            return
         everyone: list[Any] = [mine]
         if trainer.world_size > 1:
             everyone = [None] * trainer.world_size

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lit_effattn.allowlist import INSTANTIATOR, NotAllowedError
-from lit_effattn.runs import LAST, PREVIOUS, short
+from lit_effattn.checkpoint_files import DamagedError, explained, put, read, remove, unfinished, write
+from lit_effattn.checkpoint_folders import Parts, read_whole
+from lit_effattn.runs import is_checkpoint, short
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -30,6 +28,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def __init__(self, read: Callable[[Path], dict[str, Any]] | None = None) -> None:
         super().__init__()
+        self.reads_otherwise = read is not None
         self._read = read or read_checkpoint
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
@@ -39,29 +38,20 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             OSError: it could not be written, say because the disk is full; names the file and the reason.
         """
         path = Path(path)
-        part = path.with_name(f".{path.name}.{os.getpid()}.part")
+        part = unfinished(path)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with part.open("wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())  # the bytes before the name: a power cut must not leave an empty file
-            if path.name == LAST and path.exists():
-                _keep(path, path.with_name(PREVIOUS))
-            part.replace(path)
-        except BaseException as error:
+            with explained(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write(checkpoint, part)
+                put(part, path)
+        except BaseException:
             with suppress(OSError):
                 part.unlink(missing_ok=True)
-            if not isinstance(error, (OSError, RuntimeError)):
-                raise
-            reason = _os_error(error)
-            if reason is None and isinstance(error, RuntimeError) and "inline_container" not in str(error):
-                raise
-            kept = f"; {path} is the one saved before, still intact" if path.exists() else ""
-            raise OSError(
-                f"the checkpoint {path} could not be written: {reason.strerror if reason else error}{kept}. "
-                "Make room, then resume with --ckpt_path last"
-            ) from error
+            raise
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Delete a checkpoint, a file or a folder."""
+        remove(Path(path))
 
     def load_checkpoint(self, path: str | Path, map_location: Any = None, weights_only: bool | None = None) -> Any:
         """Read a checkpoint to the CPU: plain containers of tensors only.
@@ -74,101 +64,39 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return self._read(Path(path))
 
 
-def _keep(path: Path, other: Path) -> None:
-    """Give a file a second name, which may be in use; where the file system has no links, rename it."""
-    other.unlink(missing_ok=True)
-    try:
-        os.link(path, other)
-    except OSError:
-        path.replace(other)
-
-
-def remove_parts(folder: Path) -> None:
-    """Delete the unfinished checkpoints in `folder` of processes that have ended."""
-    for part in folder.glob(".*.part"):
-        process = part.suffixes[-2][1:] if len(part.suffixes) > 1 else ""
-        if process.isdecimal() and int(process) != os.getpid() and not _is_running(int(process)):
-            with suppress(OSError):
-                part.unlink()
-
-
-def _is_running(process: int) -> bool:
-    if os.name == "nt":
-        return True  # there the signal 0 is Ctrl-C
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except OSError:
-        pass  # it is somebody else's
-    return True
-
-
-class DamagedError(ValueError):
-    """A checkpoint is cut off or changed, or no checkpoint at all."""
-
-
 def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, Any]:
     """Read a checkpoint, which may hold plain containers of tensors only: nothing in it is executed.
 
-    The checksums (CRC-32) of all its parts are verified first.
+    The checksums (CRC-32) of all its parts are verified first. Of a folder, which the processes of a sharded run have
+    written, all parts are put together.
 
     Args:
-        path: The file.
+        path: The file, or folder.
         map_location: Where its tensors go, as in `torch.load`.
 
     Raises:
         FileNotFoundError: there is none.
         DamagedError: the file is cut off, changed, or not a checkpoint. It is a ValueError.
     """
-    path = Path(path)
-    if not path.is_file():
+    return _read(Path(path), lambda folder: read_whole(folder, map_location), map_location)
+
+
+def read_outline(path: str | Path) -> dict[str, Any]:
+    """Read a checkpoint as `read_checkpoint` does; of a folder, only what all processes have in common.
+
+    That is all but the numbers of divided tensors, which have the device `meta`, and the carried memories. The parts
+    must be there and as long as they were; their checksums are not verified.
+    """
+    return _read(Path(path), lambda folder: Parts(folder).common)
+
+
+def _read(path: Path, read_folder: Callable[[Path], dict[str, Any]], map_location: Any = "cpu") -> dict[str, Any]:
+    if not is_checkpoint(path):
         raise FileNotFoundError(f"there is no checkpoint {path}")
-    if found := damage(path):
-        raise DamagedError(f"{path} is damaged: {found}")
-    try:
-        checkpoint = torch.load(path, map_location=map_location, weights_only=True)
-    except Exception as error:  # what is no pickle fails in every way there is
-        if _of_machine(error):
-            raise
-        reason = str(error).partition("\n")[0].partition(". ")[0]  # what torch adds is advice to trust the file
-        raise DamagedError(
-            f"{path} ({path.stat().st_size:,} bytes) can't be read as a checkpoint: it is cut off, damaged, or from "
-            f"another program ({reason or type(error).__name__})"
-        ) from error
-    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+    checkpoint = read_folder(path) if path.is_dir() else read(path, map_location)
+    if "state_dict" not in checkpoint:
         raise DamagedError(f"{path} holds no Lightning checkpoint: it has no `state_dict`")
     return checkpoint
-
-
-def damage(path: Path) -> str | None:
-    """Return what is wrong with a torch file, a zip whose every entry has a checksum; None: nothing."""
-    if not zipfile.is_zipfile(path):
-        return None  # an older torch's format, or no torch file: torch.load says which
-    try:
-        with zipfile.ZipFile(path) as file:
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.infolist()):
-                return "it is compressed, as torch's files never are"
-            entry = file.testzip()
-    except Exception as error:  # a changed header is read as any unsupported option there is
-        if _of_machine(error):
-            raise
-        return str(error) or type(error).__name__
-    return None if entry is None else f"the checksum of {entry} is wrong"
-
-
-def _of_machine(error: Exception) -> bool:
-    """Return whether reading failed for the machine's sake, not the file's, in which EINVAL is a position beyond it."""
-    if isinstance(error, OSError):
-        return error.errno not in (None, errno.EINVAL)
-    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
-
-
-def _os_error(error: BaseException | None) -> OSError | None:
-    """Find the operating system's reason: torch raises an error of its own on top of it."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error
 
 
 def saved_model(checkpoint: dict[str, Any], source: str | Path) -> dict[str, Any] | None:

@@ -15,8 +15,8 @@ import yaml
 
 from lit_effattn import sequence
 from lit_effattn.callbacks.cost_log import DEVICE_MEMORY, PROCESS_MEMORY, SECONDS
-from lit_effattn.checkpoints import read_checkpoint
-from lit_effattn.runs import LAST, PREVIOUS
+from lit_effattn.checkpoints import read_outline
+from lit_effattn.runs import LAST, PREVIOUS, is_checkpoint
 from lit_effattn.tasks import Task
 
 Curve = dict[int, float]
@@ -90,7 +90,7 @@ def read_run(path: Path, *, length: int | None = None, trust: Sequence[str] = ()
     own = {name: curve for name, curve in curves.items() if not name.startswith("cost/")}
     known: dict[str, Any] = {"seconds": seconds, "seconds_per_step": per_step, "peak_memory": peaks}
     checkpoint = next(
-        (p for name in (LAST, PREVIOUS, "best.ckpt") if (p := path / "checkpoints" / name).is_file()), None
+        (p for name in (LAST, PREVIOUS, "best.ckpt") if is_checkpoint(p := path / "checkpoints" / name)), None
     )
     if checkpoint is None:
         return RunRecord(path, settings, own, **known, remark="no checkpoint")
@@ -191,7 +191,7 @@ def _version(path: Path) -> int:
 
 def _logged(checkpoint: Path) -> dict[str, Curve]:
     """Return the metrics in a checkpoint, for a run without a log."""
-    content = read_checkpoint(checkpoint)
+    content = read_outline(checkpoint)
     logged = content.get("logged")
     metrics = logged.get("metrics") if isinstance(logged, dict) else None
     step = content.get("global_step", 0)

@@ -5,7 +5,8 @@ one name, which is their configuration's if the user gives none, lie side by sid
 
     runs/digits_linear/2026-11-21_09-40-12/
         config.yaml         everything that was set
-        checkpoints/        last.ckpt, previous.ckpt (the last but one), best.ckpt, step_00001000.ckpt, … (those kept)
+        checkpoints/        last.ckpt, previous.ckpt (the last but one), best.ckpt, step_00001000.ckpt, … (those kept):
+                            files, or folders that several processes have written
         tensorboard/  csv/  samples/  generated/  predictions/
 """
 
@@ -18,6 +19,9 @@ from pathlib import Path
 
 LAST, PREVIOUS = "last.ckpt", "previous.ckpt"
 """The newest checkpoint of a run, and the one before it, from which a run resumes if the newest is damaged."""
+
+COMMON = "common.pt"
+"""In a checkpoint that is a folder, the file that all processes have in common."""
 
 _KEPT = re.compile(r"step_(\d+)\.ckpt")
 _RUN = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(_\d+)?")
@@ -39,6 +43,11 @@ def new_folder(parent: Path, name: str) -> Path:
             attempt += 1
         else:
             return folder
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether `path` is a file, or the folder of a checkpoint."""
+    return path.is_file() or (path / COMMON).is_file()
 
 
 def run_of(checkpoint: Path) -> Path | None:
@@ -98,19 +107,19 @@ def find_checkpoint(name: str, root: Path, *, option: str = "--ckpt_path") -> Pa
     """
     if name not in ("last", "best"):
         for path in (Path(name), *(Path(name, "checkpoints", file) for file in (LAST, PREVIOUS))):
-            if path.is_file():
+            if is_checkpoint(path):
                 return path.resolve()
         raise FileNotFoundError(
             f"{option} {name}: there is no such file, nor a run's folder with a checkpoint (and it is neither "
             "`last` nor `best`)"
         )
     files = (LAST, PREVIOUS) if name == "last" else (f"{name}.ckpt",)
-    there = [path for path in root.rglob("checkpoints/*.ckpt") if run_of(path)]
+    there = [path for path in root.rglob("checkpoints/*.ckpt") if run_of(path) and is_checkpoint(path)]
     folder = _runs_beside(max(there, key=_age)) if there else root
     found = [path for file in files for path in there if path.name == file and _runs_beside(path) == folder]
     if not found:
         newest = max(there, key=_age).parent if there else root
-        if name == "best" and (newest / LAST).is_file():
+        if name == "best" and is_checkpoint(newest / LAST):
             raise FileNotFoundError(
                 f"{option} best: {short(newest)} has no best.ckpt, which the first validation saves; give {option} "
                 "last, or train for more steps than --trainer.val_check_interval"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from lit_effattn import checkpoint_folders
+from lit_effattn.checkpoint_folders import Divided, share
 from lit_effattn.nn.lstm import LSTM
 from lit_effattn.nn.transformer import Block
 
@@ -109,9 +112,17 @@ def _full(tree: Any, keep: bool) -> Any:
 
 def _parted(full: Any, like: Any) -> Any:
     """Return this process's part of the tensor `full`, divided as `like`, if that is divided."""
-    if not isinstance(like, DTensor) or not isinstance(full, Tensor) or full.shape != like.shape:
+    if not isinstance(full, (Tensor, Divided)):
         return full
-    return distribute_tensor(full.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    if not isinstance(like, DTensor) or full.shape != like.shape:
+        return full.whole() if isinstance(full, Divided) else full
+    if isinstance(full, Tensor):
+        return distribute_tensor(full.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    mesh, local = like.device_mesh, like.to_local()
+    mine = full.rows(*share(full.shape[0], mesh.get_local_rank(), mesh.size()))
+    assert mine.shape == local.shape
+    placed = mine.to(local.device)
+    return DTensor.from_local(placed, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 class ShardedStrategy(ModelParallelStrategy):
@@ -121,17 +132,21 @@ class ShardedStrategy(ModelParallelStrategy):
 
     Checkpoints are those of one process: `last.ckpt` and so on hold whole tensors, saved by the first process, and can
     be resumed, scored and sampled from by any number of processes with any strategy. Every process reads the file and
-    keeps its part. In evaluation each process gathers all parameters once, so that processes may draw samples or search
-    for different numbers of steps; a device must hold the parameters, but neither gradients nor optimiser states.
+    keeps its part. With `save_distributed_checkpoint` they are folders: every process writes its own part, and reads
+    what it needs (see `checkpoint_folders`).
+
+    In evaluation each process gathers all parameters once, so that processes may draw samples or search for different
+    numbers of steps; a device must hold the parameters, but neither gradients nor optimiser states.
 
     Args:
         data_parallel_size: Number of processes among which everything is divided. Default: all.
         tensor_parallel_size: Must be 1.
-        save_distributed_checkpoint: Must be False.
+        save_distributed_checkpoint: Whether every process writes its own part of a checkpoint, which is then a folder;
+            else the first process gathers and writes all of it.
         kwargs: `process_group_backend` and `timeout` of `ModelParallelStrategy`.
 
     Raises:
-        ValueError: `tensor_parallel_size` or `save_distributed_checkpoint` has another value.
+        ValueError: `tensor_parallel_size` has another value.
     """
 
     def __init__(
@@ -146,12 +161,8 @@ class ShardedStrategy(ModelParallelStrategy):
                 f"ModelParallelStrategy: tensor_parallel_size={tensor_parallel_size} is not supported, since heads are "
                 "not divided among processes; leave it out, and all processes share the parameters"
             )
-        if save_distributed_checkpoint:
-            raise ValueError(
-                "ModelParallelStrategy: save_distributed_checkpoint=True is not supported, since such a checkpoint has "
-                "a pickle, which could run any code; leave it out, and checkpoints are single files"
-            )
-        super().__init__(data_parallel_size, 1, False, **kwargs)
+        super().__init__(data_parallel_size, 1, save_distributed_checkpoint, **kwargs)
+        self.saves_parts = save_distributed_checkpoint
 
     def setup_environment(self) -> None:
         """Start the processes' communication."""
@@ -191,23 +202,42 @@ class ShardedStrategy(ModelParallelStrategy):
     lightning_restore_optimizer = True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the whole parameters and buffers on the first process, nothing on the others."""
+        """Return the whole parameters and buffers on the first process, nothing on the others; or each process's."""
         model = self.model
         assert model is not None
         gathered = any(not isinstance(p, DTensor) for p in model.parameters())
-        full: dict[str, Any] = _full(model.state_dict(), keep=self.is_global_zero)  # divides the parameters
+        state = self._saved(model.state_dict())  # divides the parameters
         if gathered:
             gather(model)
-        return full if self.is_global_zero else {}
+        return state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole state on the first process, nothing on the others."""
-        state: dict[str, Any] = _full(ParallelStrategy.optimizer_state(self, optimizer), keep=self.is_global_zero)
-        return state if self.is_global_zero else {}
+        """Return the whole state on the first process, nothing on the others; or each process's."""
+        return self._saved(ParallelStrategy.optimizer_state(self, optimizer))
+
+    def _saved(self, state: dict[str, Any]) -> dict[str, Any]:
+        if self.saves_parts:
+            return state
+        full: dict[str, Any] = _full(state, keep=self.is_global_zero)
+        return full if self.is_global_zero else {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint: the first process a file, or every process its part of a folder."""
+        if self.saves_parts:
+            checkpoint_folders.save(checkpoint, Path(self.broadcast(filepath)))
+        else:
+            ParallelStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint as any strategy does."""
-        return ParallelStrategy.load_checkpoint(self, checkpoint_path, weights_only)
+        """Read a file as any strategy does; of a folder, read what this process needs.
+
+        Raises:
+            ValueError: a file is damaged; or `weights_only=False`, which would run code from a file.
+        """
+        reads_otherwise = getattr(self.checkpoint_io, "reads_otherwise", False)  # an average, say
+        if weights_only is False or reads_otherwise or not Path(checkpoint_path).is_dir():
+            return ParallelStrategy.load_checkpoint(self, checkpoint_path, weights_only)
+        return checkpoint_folders.read_mine(Path(checkpoint_path))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Give the model its part of the parameters."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lit_effattn.runs import LAST, PREVIOUS, run_of
+from lit_effattn.runs import LAST, PREVIOUS, is_checkpoint, run_of
 
 JOB_FILE = "slurm_job"
 """The file in the folder of a run with the job that trains it, the command's arguments, and torchrun's id."""
@@ -64,7 +64,7 @@ def interrupted_checkpoint(root: Path, args: list[str]) -> Path | None:
     for run in sorted(runs, key=lambda run: run.name, reverse=True):
         for name in (LAST, PREVIOUS):
             checkpoint = run / "checkpoints" / name
-            if checkpoint.is_file() and run_of(checkpoint):
+            if is_checkpoint(checkpoint) and run_of(checkpoint):
                 return checkpoint.resolve()
     return None
 

@@ -16,12 +16,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_effattn.allowlist import INSTANTIATOR, NotAllowedError
 from lit_effattn.callbacks import LastCheckpoint
+from lit_effattn.checkpoint_files import DamagedError, remove_parts
 from lit_effattn.checkpoints import (
     AtomicCheckpointIO,
-    DamagedError,
     own_folders,
     read_checkpoint,
-    remove_parts,
     saved_config,
     saved_model,
     with_config,
@@ -73,7 +72,7 @@ def test_the_name_never_means_half_a_file(saved: Path, monkeypatch: pytest.Monke
 
         return wrapped
 
-    monkeypatch.setattr("lit_effattn.checkpoints.os.fsync", look(__import__("os").fsync))
+    monkeypatch.setattr("lit_effattn.checkpoint_files.os.fsync", look(__import__("os").fsync))
     monkeypatch.setattr(Path, "replace", look(Path.replace))
     AtomicCheckpointIO().save_checkpoint(content(2), saved)
     assert seen == [1, 1]  # synchronised, then moved
@@ -147,9 +146,9 @@ def test_no_space_left(where: str, saved: Path, monkeypatch: pytest.MonkeyPatch)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if where == "write":
-        monkeypatch.setattr("lit_effattn.checkpoints.torch.save", lambda c, file: (file.write(b"begun"), full()))
+        monkeypatch.setattr("lit_effattn.checkpoint_files.torch.save", lambda c, file: (file.write(b"begun"), full()))
     elif where == "fsync":
-        monkeypatch.setattr("lit_effattn.checkpoints.os.fsync", full)
+        monkeypatch.setattr("lit_effattn.checkpoint_files.os.fsync", full)
     else:
         monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(OSError, match=r"last\.ckpt could not be written: No space left on device") as caught:
@@ -219,7 +218,7 @@ def test_a_full_disk_in_training_leaves_the_checkpoint_before(tmp_path: Path, mo
     class Fill(pl.Callback):
         def on_train_batch_start(self, trainer, *_):
             if trainer.global_step == 3:
-                monkeypatch.setattr("lit_effattn.checkpoints.os.fsync", no_space)
+                monkeypatch.setattr("lit_effattn.checkpoint_files.os.fsync", no_space)
 
     def no_space(_):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -16,7 +16,7 @@ ROOMS: dict[str, set[str]] = {
     "ops": {"sequence"},
     "attention": {"ops", "positions", "sequence", "hparams"},
     "nn": {"attention", "positions", "sequence", "hparams"},
-    "sharding": {"nn"},
+    "sharding": {"nn", "checkpoint_folders"},
     "generation": {"nn", "attention", "ops", "sequence"},
     "beam": {"generation", "nn", "sequence"},
     "schedules": set(),
@@ -25,11 +25,13 @@ ROOMS: dict[str, set[str]] = {
     "plots": set(),
     "allowlist": set(),
     "spec_check": {"allowlist"},
-    "checkpoints": {"allowlist", "runs"},
+    "checkpoint_files": {"runs"},
+    "checkpoint_folders": {"checkpoint_files", "runs"},
+    "checkpoints": {"allowlist", "checkpoint_files", "checkpoint_folders", "runs"},
     "averaging": {"checkpoints", "runs"},
     "datamodules": set(),
     "slurm": {"runs"},
-    "callbacks": {"sequence", "ops", "pictures", "checkpoints", "runs", "slurm"},
+    "callbacks": {"sequence", "ops", "pictures", "checkpoint_files", "checkpoint_folders", "runs", "slurm"},
     "tasks": {
         *("generation", "beam", "nn", "positions", "sequence", "sharding", "hparams", "datamodules"),
         *("allowlist", "averaging", "checkpoints", "spec_check", "runs", "pictures"),
@@ -42,7 +44,7 @@ ROOMS: dict[str, set[str]] = {
     "cli": {
         *("pretrained", "tasks", "generation", "beam", "nn", "attention", "positions", "sequence"),
         *("schedules", "sharding", "datamodules", "callbacks", "strategies"),
-        *("allowlist", "averaging", "checkpoints", "spec_check", "runs", "pictures", "slurm"),
+        *("allowlist", "averaging", "checkpoint_files", "checkpoints", "spec_check", "runs", "pictures", "slurm"),
         *("run_records", "plots", "export"),
     },
     "__init__": {"nn", "tasks"},  # when they are asked for

@@ -1,7 +1,9 @@
 """Parameters divided between two processes: losses, parameters and checkpoints are those of one process."""
 
+import errno
 import json
 import os
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,9 +18,10 @@ import torch.multiprocessing as mp
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.data import DataLoader
 
-from lit_effattn import LSTM, Transformer
+from lit_effattn import LSTM, Transformer, checkpoint_folders
 from lit_effattn.attention import (
     LinearAttention,
     LinearCrossAttention,
@@ -32,10 +35,12 @@ from lit_effattn.callbacks import (
     ClipEachParameter,
     FeatureRedraw,
     LastCheckpoint,
+    MemoryCarry,
     RandomStates,
     SampleGrid,
 )
-from lit_effattn.checkpoints import AtomicCheckpointIO
+from lit_effattn.checkpoint_folders import read_mine
+from lit_effattn.checkpoints import AtomicCheckpointIO, read_checkpoint
 from lit_effattn.datamodules import PairBatch, SpeechBatch, TokenBatch
 from lit_effattn.datamodules.labelled import LabelledBatch
 from lit_effattn.nn.adaptive import AdaptiveEmbedding, AdaptiveHead
@@ -44,7 +49,7 @@ from lit_effattn.nn.transfer import begin_transfer
 from lit_effattn.sharding import ShardedStrategy, gather, release, shard
 from lit_effattn.tasks import LanguageModel, PixelModel, SequenceClassifier, SequenceToSequence, SpeechRecognizer, Task
 from tests.laws.cases import ATTENTIONS
-from tests.support.commands import assert_same_end
+from tests.support.commands import assert_same_end, same
 
 P, E, H, V, N, STEPS = 2, 8, 2, 13, 12, 3
 SHARED_UV = partial(TransformerXLAttention, mem_len=5, share_uv=True)
@@ -185,7 +190,10 @@ class Levels:
         return 4
 
 
-def run(folder: Path, steps: int, strategy: str, ckpt_path: Path | None = None) -> Path:
+PARTS = partial(ShardedStrategy, save_distributed_checkpoint=True)
+
+
+def run(folder: Path, steps: int, strategy: Any, ckpt_path: Path | None = None) -> Path:
     """Train to a step; return the last checkpoint."""
     torch.manual_seed(0)
     task = PixelModel(stack(PERFORMER, gradient_checkpointing=True), (2, 3, 2), n_levels=V)
@@ -210,6 +218,56 @@ def run(folder: Path, steps: int, strategy: str, ckpt_path: Path | None = None) 
     return folder / "checkpoints" / "last.ckpt"
 
 
+class FullOn(pl.Callback):
+    """The disk of one process is full after a step."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self.rank, self.step = rank, step
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: object) -> None:
+        if trainer.global_step == self.step and dist.get_rank() == self.rank:
+            self.real, checkpoint_folders.write = checkpoint_folders.write, self.fail
+
+    def on_exception(self, *_: object) -> None:
+        checkpoint_folders.write = getattr(self, "real", checkpoint_folders.write)
+
+    def fail(self, content: dict[str, Any], path: Path) -> None:
+        path.write_bytes(b"begun")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def carry(folder: Path, strategy: Any, *more: pl.Callback) -> Path:
+    """Train for two steps with a memory, of which each process has its own; return the last checkpoint."""
+    torch.manual_seed(0)
+    trainer = pl.Trainer(
+        default_root_dir=folder,
+        accelerator="cpu",
+        devices=P,
+        strategy=strategy,
+        max_steps=2,
+        callbacks=[MemoryCarry(), LastCheckpoint(every_n_train_steps=1), *more],
+        plugins=[AtomicCheckpointIO()],
+        use_distributed_sampler=False,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    task = language(SHARED_UV)
+    batches = [batch(task, step, dist.get_rank()) for step in range(2)]
+    trainer.fit(task, DataLoader(batches, batch_size=None))
+    return folder / "checkpoints" / "last.ckpt"
+
+
+def failed(folder: Path) -> list[str]:
+    """What this process says where the disk of one is full."""
+    said = []
+    for rank in range(P):
+        with pytest.raises(OSError, match="could not be written") as caught:
+            carry(folder / str(rank), PARTS(), FullOn(rank, 1))
+        said.append(str(caught.value))
+    return said
+
+
 SHARDED = "ModelParallelStrategy"
 
 
@@ -217,12 +275,18 @@ def work(rank: int, folder: Path, cases: str) -> None:
     torch.set_num_threads(1)
     both = {"WORLD_SIZE": P, "LOCAL_WORLD_SIZE": P, "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "MASTER_PORT": 0}
     os.environ.update({name: str(n) for name, n in both.items()}, MASTER_ADDR="127.0.0.1", TORCHELASTIC_RUN_ID="test")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=P)
-    torch.save({name: train(make, rank) for name, make in CASES[cases].items()}, folder / f"{rank}.pt")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store_{cases}", rank=rank, world_size=P)
+    found: dict[str, Any] = {name: train(make, rank) for name, make in CASES[cases].items()}
     if cases == "quick":
         run(folder / "whole", 4, SHARDED)
+        run(folder / "parts", 4, PARTS())
+        run(folder / "from parts", 4, PARTS(), folder / "parts" / "checkpoints" / "step_00000002.ckpt")
+        carry(folder / "memory whole", SHARDED)
+        found["mine"] = read_mine(carry(folder / "memory parts", PARTS()))["memory_carry"]
+        found["failed"] = failed(folder / "failed")
         for before in ("whole", "one"):
             run(folder / f"from {before}", 4, SHARDED, folder / before / "checkpoints" / "step_00000002.ckpt")
+    torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -276,13 +340,59 @@ def test_a_run_is_that_of_one_process_and_resumes_exactly(folder: Path, found: l
     assert len(list((folder / "whole" / "samples").iterdir())) == 2
 
 
+def leaves(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tensors of a checkpoint, and the rest."""
+    found = {keystr(key): leaf for key, leaf in tree_flatten_with_path(read_checkpoint(path))[0]}
+    tensors = {name: leaf for name, leaf in found.items() if isinstance(leaf, Tensor)}
+    return tensors, {name: leaf for name, leaf in found.items() if name not in tensors}
+
+
+@pytest.mark.parametrize("name", ["", "memory "])
+def test_parts_put_together_are_the_file_of_one_process(name: str, folder: Path, found: list[dict[str, Any]]):
+    whole, parts = (folder / f"{name}{kind}" / "checkpoints" for kind in ("whole", "parts"))
+    files = sorted(path.name for path in whole.iterdir())
+    assert sorted(path.name for path in parts.iterdir()) == files
+    for file in files:
+        (tensors, rest), (others, others_rest) = leaves(whole / file), leaves(parts / file)
+        assert same(tensors, others)
+        assert rest == others_rest
+        assert sorted(path.name for path in (parts / file).iterdir()) == ["common.pt", "part_00000.pt", "part_00001.pt"]
+
+
+def test_each_process_keeps_its_own_memory(folder: Path, found: list[dict[str, Any]]):
+    memories = read_checkpoint(folder / "memory parts" / "checkpoints" / "last.ckpt")["memory_carry"]
+    assert len(memories) == P
+    assert repr(memories[0]) != repr(memories[1])
+    for rank, of_rank in enumerate(found):
+        assert repr(of_rank["mine"]) == repr([memories[r] if r == rank else None for r in range(P)])
+
+
+def test_a_run_resumes_from_parts_with_any_number_of_processes(folder: Path, found: list[dict[str, Any]]):
+    parts = folder / "parts" / "checkpoints"
+    one = run(folder / "one from parts", 4, "auto", parts / "step_00000002.ckpt")
+    paths = (parts / "last.ckpt", folder / "from parts" / "checkpoints" / "last.ckpt", one)
+    whole, two, one = map(read_checkpoint, paths)
+    for part in ("state_dict", "optimizer_states", "lr_schedulers"):
+        torch.testing.assert_close(two[part], whole[part], rtol=0, atol=0)
+        torch.testing.assert_close(one[part], whole[part])
+
+
+def test_a_full_disk_of_one_process_stops_all_and_leaves_the_checkpoint_before(folder: Path, found: list[Any]):
+    for rank in range(P):
+        checkpoints = folder / "failed" / str(rank) / "checkpoints"
+        assert [path.name for path in checkpoints.iterdir()] == ["last.ckpt"]
+        assert read_checkpoint(checkpoints / "last.ckpt")["global_step"] == 1
+        for said in (of_rank["failed"][rank] for of_rank in found):
+            assert re.search(r"last\.ckpt could not be written: No space left on device; .* still intact", said)
+        assert f"(process {rank})" in found[1 - rank]["failed"][rank]
+
+
 # -------------------------------------------------------------------------------------------------------- the refusals
 
 
 def test_what_is_not_supported_is_refused():
-    for option, value in (("tensor_parallel_size", 2), ("save_distributed_checkpoint", True)):
-        with pytest.raises(ValueError, match=f"ModelParallelStrategy: {option}={value} .* leave it out"):
-            ShardedStrategy(**{option: value})
+    with pytest.raises(ValueError, match=r"ModelParallelStrategy: tensor_parallel_size=2 .* leave it out"):
+        ShardedStrategy(tensor_parallel_size=2)
     strategy = ShardedStrategy(data_parallel_size=3)
     strategy.parallel_devices = [torch.device("cpu")] * P
     with pytest.raises(ValueError, match="data_parallel_size=3 is not the number of processes, 2; leave it out"):
@@ -302,4 +412,5 @@ def test_the_command_puts_it_in_the_place_of_lightning_s(tmp_path: Path, monkeyp
     flags = ["--trainer.accelerator", "cpu", "--trainer.devices", "2", "--trainer.strategy", spec]
     made = built(CONFIGS[0], *flags)
     assert type(made.trainer.strategy) is ShardedStrategy
+    assert not made.trainer.strategy.saves_parts
     assert made.settings()["trainer"]["strategy"]["class_path"] == "lit_effattn.sharding.ShardedStrategy"

@@ -31,7 +31,7 @@ from lit_effattn.cli.resume import ROOT
 from lit_effattn.cli.tables import Table
 from lit_effattn.plots import Line
 from lit_effattn.run_records import RunRecord, differences, read_config, read_run
-from lit_effattn.runs import LAST, PREVIOUS, find_checkpoint, short
+from lit_effattn.runs import LAST, PREVIOUS, find_checkpoint, is_checkpoint, short
 from lit_effattn.tasks import Task
 
 _PICTURES_OF_TRAINING = 4
@@ -120,7 +120,7 @@ def find_run(name: str) -> Source:
         FileNotFoundError: there is no such run.
     """
     path = Path(name)
-    if path.is_file() or name in ("best", "last"):
+    if is_checkpoint(path) or name in ("best", "last"):
         checkpoint = find_checkpoint(name, Path(ROOT), option="report")
         folder = checkpoint.parent.parent
         if not (folder / "config.yaml").is_file():
@@ -134,7 +134,7 @@ def find_run(name: str) -> Source:
             "checkpoint, a configuration with runs, best, or last"
         )
     files = (path / "checkpoints" / file for file in ("best.ckpt", LAST, PREVIOUS))
-    return Source(path, next((file for file in files if file.is_file()), None))
+    return Source(path, next((file for file in files if is_checkpoint(file)), None))
 
 
 def _output(given: str | None, sources: Sequence[Source]) -> Path:

@@ -19,7 +19,7 @@ from jsonargparse import ArgumentParser
 from torch import Tensor
 
 from lit_effattn.allowlist import Trust
-from lit_effattn.checkpoints import read_checkpoint, saved_config
+from lit_effattn.checkpoints import read_outline, saved_config
 from lit_effattn.cli.saved_settings import UserOptions, checked_settings
 from lit_effattn.datamodules import IGNORE, LabelledBatch, PairBatch, SpeechBatch, TokenBatch
 from lit_effattn.datamodules.tokenizers import Tokenizer
@@ -65,7 +65,7 @@ def test_data(checkpoint: Path, trust: Sequence[str]) -> pl.LightningDataModule:
         ValueError: it names none, or what it may not; or the data are invalid.
         OSError: the data are missing.
     """
-    config = saved_config(read_checkpoint(checkpoint), short(checkpoint))
+    config = saved_config(read_outline(checkpoint), short(checkpoint))
     if not config.get("data"):
         raise ValueError(f"{short(checkpoint)} does not name its data")
     settings = checked_settings({"data": config["data"]}, "test", checkpoint, Trust(trust), UserOptions([], []))

@@ -19,11 +19,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lit_effattn import slurm
 from lit_effattn.allowlist import Trust, listed
-from lit_effattn.checkpoints import DamagedError, damage, read_checkpoint, saved_config
+from lit_effattn.checkpoint_files import DamagedError, damage
+from lit_effattn.checkpoints import read_outline, saved_config
 from lit_effattn.cli.run_names import root_of
 from lit_effattn.cli.saved_settings import UserOptions, checked_settings, fixed_by_data
 from lit_effattn.cli.shipped import find_config
-from lit_effattn.runs import LAST, PREVIOUS, find_checkpoint, last_kept, short
+from lit_effattn.runs import LAST, PREVIOUS, find_checkpoint, is_checkpoint, last_kept, short
 
 ROOT = "runs"
 """The default of `trainer.default_root_dir`: the folder that holds all runs."""
@@ -228,22 +229,31 @@ def _read(checkpoint: Path, command: str, root: Path) -> tuple[Path, dict[str, A
     """
     previous = checkpoint.with_name(PREVIOUS)
     try:
-        content = read_checkpoint(checkpoint)
+        content = read_outline(checkpoint)
     except DamagedError as error:
-        if command == "fit" and checkpoint.name == LAST and previous.is_file():
+        if command == "fit" and checkpoint.name == LAST and is_checkpoint(previous):
             with suppress(DamagedError):
-                content = read_checkpoint(previous)
+                content = read_outline(previous)
                 rank_zero_warn(f"{error}. {_goes_on_from(previous, content)}")
                 return previous, content
         others = [*checkpoint.parent.glob("*.ckpt"), *sorted(root.rglob(f"checkpoints/{LAST}"), reverse=True)]
         others = list(dict.fromkeys(path.resolve() for path in others))
-        whole = (path for path in others if zipfile.is_zipfile(path) and not damage(path))
+        whole = (path for path in others if _is_whole(path))
         there = ", ".join(short(path) for path in islice(whole, 4))
         there = f"; there are {there}" if there else ""
         raise DamagedError(f"{error}{there}") from error
     if checkpoint.name == PREVIOUS and command == "fit" and not checkpoint.with_name(LAST).exists():
         rank_zero_warn(f"there is no {short(checkpoint.with_name(LAST))}. {_goes_on_from(checkpoint, content)}")
     return checkpoint, content
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Return whether a checkpoint can be read, as far as `read_outline` tells of a folder."""
+    if checkpoint.is_dir():
+        with suppress(ValueError, OSError):
+            return bool(read_outline(checkpoint))
+        return False
+    return zipfile.is_zipfile(checkpoint) and not damage(checkpoint)
 
 
 def _goes_on_from(previous: Path, content: dict[str, Any]) -> str:

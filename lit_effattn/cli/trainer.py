@@ -98,7 +98,7 @@ class Trainer(pl.Trainer):
             if known[name].default is inspect.Parameter.empty:
                 raise ValueError(f"--{name} is missing: {type(model).__name__} needs it to generate")
         if ckpt_path is not None:
-            checkpoint = self.strategy.load_checkpoint(ckpt_path, weights_only=True)
+            checkpoint = self.strategy.checkpoint_io.load_checkpoint(ckpt_path, weights_only=True)
             task.on_load_checkpoint(checkpoint)
             task.load_state_dict(checkpoint["state_dict"])
         task.to(self.strategy.root_device).eval()

@@ -26,6 +26,7 @@ commands:
   generate   draw samples from a checkpoint
   convert    convert a folder of Hugging Face weights to a checkpoint, or back: convert FROM TO
   export     write a checkpoint for other programs: ONNX, torch.export or safetensors
+  consolidate  put a checkpoint's folder, which several processes have written, into one file: consolidate FOLDER FILE
   compare    show several runs side by side: settings, metrics, cost
   report     write one HTML page about runs: curves, cost, samples, attention pictures
   sweep      train several attention kinds on the same data, each at its best learning rate
@@ -48,7 +49,7 @@ The settings that a command would use: --print_config. Full traceback of an erro
 COMMANDS = ("fit", "validate", "test", "predict", "generate", "data")
 DEBUG = "LIT_EFFATTN_DEBUG"
 CONVERT = "convert"
-TOOLS = ("compare", "report", "sweep", "export")
+TOOLS = ("compare", "report", "sweep", "export", "consolidate")
 """Commands about runs that are there, with parsers of their own."""
 LISTS = ("configs", "kinds")
 """Commands that print what there is. They need no Lightning, so they are quick."""

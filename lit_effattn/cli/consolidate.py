@@ -1,0 +1,47 @@
+"""`lit-effattn consolidate`: put the parts of a checkpoint that several processes have written into one file."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from lit_effattn.checkpoints import AtomicCheckpointIO, read_checkpoint
+from lit_effattn.cli.resume import ROOT
+from lit_effattn.runs import find_checkpoint, short
+
+
+def consolidate(args: list[str]) -> None:
+    """Write a checkpoint as one file, which is that of a run without `save_distributed_checkpoint`.
+
+    Args:
+        args: The arguments of the command.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        FileExistsError: the file exists.
+        ValueError: the checkpoint is a file, or damaged.
+    """
+    given = parser().parse_args(args)
+    checkpoint, target = find_checkpoint(given.checkpoint, Path(given.root), option="consolidate"), Path(given.file)
+    if checkpoint.is_file():
+        raise ValueError(f"{short(checkpoint)} is one file: there is nothing to consolidate")
+    if target.exists():
+        raise FileExistsError(f"{target} exists; name another file")
+    AtomicCheckpointIO().save_checkpoint(read_checkpoint(checkpoint), target)
+    print(f"{short(checkpoint)} is in one file, {target} ({target.stat().st_size:,} bytes)")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    made = argparse.ArgumentParser(
+        "lit-effattn consolidate",
+        description="Put a checkpoint that several processes have written (save_distributed_checkpoint) into one file. "
+        "It needs the memory for the whole model and its optimiser states.",
+        allow_abbrev=False,
+    )
+    made.add_argument("checkpoint", metavar="FOLDER", help="The checkpoint: its path, or last or best.")
+    made.add_argument("file", metavar="FILE", help="The file to write.")
+    made.add_argument(
+        "--trainer.default_root_dir", dest="root", default=ROOT, metavar="FOLDER", help=f"Of the runs; {ROOT}."
+    )
+    return made

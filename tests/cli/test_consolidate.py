@@ -1,0 +1,68 @@
+"""The command on checkpoints that several processes have written."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lit_effattn.cli import main
+from lit_effattn.run_records import read_run
+from tests.cli.test_command_average import TINY
+from tests.support.checkpoint_parts import divide
+from tests.support.commands import assert_same_end, fails, same, weights
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Two runs for 4 steps, of which 2 and 4 are kept; the checkpoints of the second are divided."""
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(yaml.safe_dump(TINY))
+    for name in ("whole", "parts"):
+        main(["fit", "--config", "tiny.yaml", "--name", name, "--trainer.max_epochs", "1"])
+    whole, parts = (next(Path("runs", name).iterdir()).resolve() / "checkpoints" for name in ("whole", "parts"))
+    for path in list(parts.iterdir()):
+        content = torch.load(path, weights_only=True)
+        path.unlink()
+        divide(content, path, 2)
+    return [whole, parts]
+
+
+def test_the_commands_take_a_folder_for_a_file(runs: list[Path], capsys: pytest.CaptureFixture[str]):
+    whole, parts = runs
+    for args in (["--ckpt_path", "best"], ["--ckpt_path", "last", "--average", "2"]):
+        said = []
+        for name in ("whole", "parts"):
+            main(["test", *args, "--trainer.default_root_dir", f"runs/{name}", "--trainer.logger", "false"])
+            said.append(capsys.readouterr().out)
+        assert said[0] == said[1] != ""
+    main(["consolidate", str(parts / "last.ckpt"), "one.ckpt"])
+    assert "last.ckpt is in one file, one.ckpt" in capsys.readouterr().out
+    assert same(weights(Path("one.ckpt")), weights(whole / "last.ckpt"))
+    for args, message in (
+        ([parts / "last.ckpt", "one.ckpt"], "one.ckpt exists; name another file"),
+        (["one.ckpt", "two.ckpt"], "one.ckpt is one file: there is nothing to consolidate"),
+        (["three.ckpt", "two.ckpt"], "consolidate three.ckpt: there is no such file"),
+    ):
+        assert message in fails(capsys, "consolidate", *map(str, args))
+    assert not read_run(parts.parent).remark
+    more = ["--trainer.max_epochs", "2"]
+    for name, path in zip(("whole", "parts"), runs, strict=True):
+        main(["fit", "--ckpt_path", "last", "--trainer.default_root_dir", f"runs/{name}", *more])
+        assert (path / "last.ckpt").is_file()
+        assert sorted(p.name for p in path.iterdir()) == sorted(p.name for p in whole.iterdir())
+    assert_same_end(*(path / "last.ckpt" for path in runs))
+
+
+def test_a_damaged_folder_is_named_and_the_one_before_is_resumed(runs: list[Path], capsys: pytest.CaptureFixture[str]):
+    _, parts = runs
+    (parts / "last.ckpt" / "part_00001.pt").unlink()
+    root = ["--trainer.default_root_dir", "runs/parts"]
+    said = fails(capsys, "test", "--ckpt_path", "last", *root)
+    assert "last.ckpt/part_00001.pt is missing; there are " in said
+    assert "previous.ckpt" in said
+    with pytest.warns(UserWarning, match=r"part_00001.pt is missing. Training goes on from .*previous.ckpt"):
+        main(["fit", "--ckpt_path", "last", "--trainer.max_epochs", "1", *root])
+    assert (parts / "last.ckpt").is_file()
+    assert (parts / "set_aside.ckpt").is_dir()
+    assert (parts / "previous.ckpt").is_dir()

@@ -26,7 +26,7 @@ commands:
   generate   draw samples from a checkpoint
   convert    convert a folder of Hugging Face weights to a checkpoint, or back: convert FROM TO
   export     write a checkpoint for other programs: ONNX, torch.export or safetensors
-  consolidate  put a checkpoint's folder, which several processes have written, into one file: consolidate FOLDER FILE
+  consolidate put a checkpoint that several processes have written into one file: consolidate FOLDER FILE
   compare    show several runs side by side: settings, metrics, cost
   report     write one HTML page about runs: curves, cost, samples, attention pictures
   sweep      train several attention kinds on the same data, each at its best learning rate

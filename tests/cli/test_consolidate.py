@@ -66,3 +66,7 @@ def test_a_damaged_folder_is_named_and_the_one_before_is_resumed(runs: list[Path
     assert (parts / "last.ckpt").is_file()
     assert (parts / "set_aside.ckpt").is_dir()
     assert (parts / "previous.ckpt").is_dir()
+    (parts / "last.ckpt").write_bytes(b"cut off")
+    with pytest.warns(UserWarning, match=r"Training goes on from .*previous.ckpt"):
+        main(["fit", "--ckpt_path", "last", "--trainer.max_epochs", "1", *root])
+    assert (parts / "set_aside.ckpt").is_file()

@@ -38,6 +38,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "pretrained": {
         *("tasks", "nn", "attention", "positions", "hparams", "datamodules", "allowlist", "checkpoints", "__init__"),
+        "runs",
     },
     "export": {"tasks", "nn", "attention", "sequence", "hparams", "datamodules", "__init__"},
     "run_records": {"tasks", "callbacks", "checkpoints", "runs", "sequence"},

@@ -25,6 +25,7 @@ from lit_effattn.pretrained.family import Family
 from lit_effattn.pretrained.gpt2 import GPT2
 from lit_effattn.pretrained.llama import Llama
 from lit_effattn.pretrained.weights import need_safetensors, read_json, read_tensors, write_tensors
+from lit_effattn.runs import is_checkpoint
 from lit_effattn.tasks import LanguageModel
 
 FAMILIES: tuple[Family, ...] = (GPT2(), Llama())
@@ -67,7 +68,7 @@ def convert(source: str | Path, target: str | Path) -> str:
     if target.exists():
         raise FileExistsError(f"TO={target} exists already; name a new folder")
     need_safetensors()
-    return _take_in(source, target) if source.is_dir() else _give_out(source, target)
+    return _give_out(source, target) if is_checkpoint(source) else _take_in(source, target)
 
 
 def _take_in(source: Path, target: Path) -> str:

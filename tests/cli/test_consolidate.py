@@ -45,6 +45,8 @@ def test_the_commands_take_a_folder_for_a_file(runs: list[Path], capsys: pytest.
         (["three.ckpt", "two.ckpt"], "consolidate three.ckpt: there is no such file"),
     ):
         assert message in fails(capsys, "consolidate", *map(str, args))
+    said = [fails(capsys, "convert", str(path / "last.ckpt"), "converted") for path in (whole, parts)]
+    assert said[0].replace(str(whole), "") == said[1].replace(str(parts), "")
     assert not read_run(parts.parent).remark
     more = ["--trainer.max_epochs", "2"]
     for name, path in zip(("whole", "parts"), runs, strict=True):

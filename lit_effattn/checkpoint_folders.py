@@ -17,6 +17,7 @@ from __future__ import annotations
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -111,7 +112,7 @@ def _divided(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
 
 def _alone(t: Tensor) -> Tensor:
     """Return a tensor on the CPU without the padding that FSDP2 has around it, which would be saved too."""
-    t = t.detach().cpu()
+    t = t.detach().cpu().contiguous()
     return t if t.untyped_storage().nbytes() == t.nbytes else t.clone()
 
 
@@ -194,7 +195,8 @@ class Parts:
         """Return what a process alone has, in memory."""
         if name not in self[rank]["own"]:
             raise DamagedError(f"{self.file(rank)} is damaged: it has no {name}")
-        return tree_map_only(Tensor, torch.clone, self[rank]["own"][name])
+        with _flat(self.file(rank)):
+            return tree_map_only(Tensor, torch.clone, self[rank]["own"][name])
 
     def map(self, change: Callable[[Divided], T]) -> dict[str, Any]:
         """Return what all processes have in common, with `change` of every divided tensor."""
@@ -203,8 +205,8 @@ class Parts:
             is_divided = isinstance(value, Tensor) and value.device.type == "meta"
             return change(Divided(self, keystr(path), value)) if is_divided else value
 
-        mapped: dict[str, Any] = tree_map_with_path(leaf, self.common)
-        return mapped
+        with _flat(self._folder / COMMON):
+            return dict(tree_map_with_path(leaf, self.common))
 
 
 class Divided:
@@ -241,7 +243,8 @@ class Divided:
         for rank, begin, end in self.having(first, last):
             piece = self._parts[rank]["rows"].get(self._name)
             shape = (end - begin, *self.shape[1:])
-            if not isinstance(piece, Tensor) or tuple(piece.shape) != shape or piece.dtype != self.dtype:
+            fits = isinstance(piece, Tensor) and tuple(piece.shape) == shape and piece.dtype == self.dtype
+            if not fits or not piece.is_contiguous():  # a single number can have any shape
                 raise DamagedError(f"{self._parts.file(rank)} is damaged: it lacks rows of {self._name}")
             pieces.append(piece[max(first - begin, 0) : last - begin])
         return torch.cat(pieces)  # a copy: the file may be deleted
@@ -292,6 +295,15 @@ def read_mine(folder: Path) -> dict[str, Any]:
         return checkpoint
 
     return _together(act, DamagedError)
+
+
+@contextmanager
+def _flat(file: Path) -> Iterator[None]:
+    """Say that `file` is nested too deeply to be gone through."""
+    try:
+        yield
+    except RecursionError as error:
+        raise DamagedError(f"{file} is nested too deeply") from error
 
 
 def _real(file: Path) -> Path:

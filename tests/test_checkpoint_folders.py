@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,11 +90,18 @@ def change(path: Path, key: str, value: Any) -> None:
     torch.save(common, path.with_name("common.pt"))
 
 
-def say(about: Any) -> Callable[[Path], None]:
+def nested() -> list[Any]:
+    tree: list[Any] = []
+    for _ in range(2000):
+        tree = [tree]
+    return tree
+
+
+def say(about: Any, deep: bool = False) -> Callable[[Path], None]:
     def changed(path: Path) -> None:
         common = torch.load(path.with_name("common.pt"), weights_only=True)
         parts = {**common["parts"], **about} if isinstance(about, dict) else about
-        torch.save({**common, "parts": parts}, path.with_name("common.pt"))
+        torch.save({**common, "parts": parts, **({"deep": nested()} if deep else {})}, path.with_name("common.pt"))
 
     return changed
 
@@ -113,6 +121,12 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: change(path, "rows", {"['state_dict']['four']": torch.zeros(2)}),
         "part_00001.pt is damaged: it lacks rows of .*four",
     ),
+    "a number as rows": (
+        lambda path: change(path, "rows", {"['state_dict']['four']": torch.zeros(()).bfloat16().expand(2)}),
+        "part_00001.pt is damaged: it lacks rows of .*four",
+    ),
+    "deep": (lambda path: change(path, "own", {"memory": nested()}), "part_00001.pt is nested too deeply"),
+    "deep in common": (say({}, deep=True), "common.pt is nested too deeply"),
     "no own": (lambda path: change(path, "own", {}), "part_00001.pt is damaged: it has no memory"),
     "something else": (lambda path: change(path, "rows", 3), "part_00001.pt is no part of a checkpoint"),
     "no parts": (say(None), "common.pt does not say what parts"),
@@ -125,7 +139,10 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_wrong_is_said_in_one_line(name: str, saved: Path):
     spoil, message = BAD[name]
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(10 * limit)  # else torch could not save what is nested
     spoil(saved / "part_00001.pt")
+    sys.setrecursionlimit(limit)
     with pytest.raises(ValueError, match=message) as caught:
         read_checkpoint(saved)
     assert "\n" not in str(caught.value)

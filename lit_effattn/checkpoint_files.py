@@ -45,6 +45,7 @@ def put(part: Path, path: Path) -> None:
         part.replace(path)
         return
     before = part.with_suffix(_BEFORE)
+    shutil.rmtree(before, ignore_errors=True)  # of a process that was killed, and had the same number
     path.replace(before)
     try:
         part.replace(path)
@@ -72,6 +73,7 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
         return
     gone = unfinished(path)
+    shutil.rmtree(gone, ignore_errors=True)
     path.replace(gone)
     shutil.rmtree(gone)
 

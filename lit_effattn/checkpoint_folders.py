@@ -77,13 +77,17 @@ def save(checkpoint: dict[str, Any], path: Path) -> None:
 
 def _begin(part: Path, path: Path) -> None:
     with explained(path):
+        shutil.rmtree(part, ignore_errors=True)  # of a process that was killed, and had the same number
         part.mkdir(parents=True)
 
 
 def _write(content: dict[str, Any], file: Path, path: Path) -> int:
+    if not file.parent.is_dir():
+        raise OSError(
+            f"the checkpoint {path} could not be written: the folder of {file} is not there on this machine; all "
+            "machines need the same file system"
+        )
     with explained(path):
-        if not file.parent.is_dir():
-            raise OSError(f"{file.parent} is not there on this machine; all machines need the same file system")
         write(content, file)
         return file.stat().st_size
 

@@ -97,6 +97,18 @@ def test_a_name_that_an_error_left_is_given_back(tmp_path: Path, monkeypatch: py
     assert number(path) == 1
 
 
+def test_what_a_killed_process_of_the_same_number_left_is_in_nobody_s_way(tmp_path: Path):
+    """In a container the numbers begin anew."""
+    for name in ("last.ckpt", "previous.ckpt", "best.ckpt"):
+        folder(tmp_path / name, 1)
+        folder(unfinished(tmp_path / name).with_suffix(".before"), 0)
+    folder(unfinished(tmp_path / "previous.ckpt"), 0)
+    for name in ("last.ckpt", "best.ckpt"):
+        put(folder(unfinished(tmp_path / name), 2), tmp_path / name)
+        assert number(tmp_path / name) == 2
+    assert number(tmp_path / "previous.ckpt") == 1
+
+
 def test_a_link_to_a_folder_is_removed_without_what_it_leads_to(tmp_path: Path):
     elsewhere = folder(tmp_path / "elsewhere", 1)
     link = tmp_path / "step_00000001.ckpt"

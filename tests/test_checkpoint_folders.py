@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lit_effattn.checkpoint_files import DamagedError
-from lit_effattn.checkpoint_folders import Divided, Parts
+from lit_effattn.checkpoint_folders import Divided, Parts, _write
 from lit_effattn.checkpoints import read_checkpoint, read_outline
 from tests.support.checkpoint_parts import divide
 
@@ -154,3 +154,8 @@ def test_a_folder_without_what_is_common_is_no_checkpoint(saved: Path):
     for read in (read_checkpoint, read_outline):
         with pytest.raises(FileNotFoundError, match=re.escape(f"there is no checkpoint {saved}")):
             read(saved)
+
+
+def test_a_machine_with_another_file_system_says_so(tmp_path: Path):
+    with pytest.raises(OSError, match=r"last\.ckpt could not be written: .*part_00001.pt .* the same file system"):
+        _write({}, tmp_path / ".last.ckpt.1.part" / "part_00001.pt", tmp_path / "last.ckpt")

@@ -40,6 +40,7 @@ from lit_effattn.callbacks import (
     RandomStates,
     SampleGrid,
 )
+from lit_effattn.checkpoint_files import unfinished
 from lit_effattn.checkpoint_folders import read_mine
 from lit_effattn.checkpoints import AtomicCheckpointIO, read_checkpoint
 from lit_effattn.datamodules import PairBatch, SpeechBatch, TokenBatch
@@ -284,6 +285,8 @@ def work(rank: int, folder: Path, cases: str) -> None:
         with mock.patch("lit_effattn.checkpoints.read_whole", None):
             run(folder / "from parts", 4, PARTS(), folder / "parts" / "checkpoints" / "step_00000002.ckpt")
         carry(folder / "memory whole", SHARDED)
+        if rank == 0:  # of a process that was killed, and had the same number
+            (unfinished(folder / "memory parts" / "checkpoints" / "last.ckpt") / "left").mkdir(parents=True)
         found["mine"] = read_mine(carry(folder / "memory parts", PARTS()))["memory_carry"]
         found["failed"] = failed(folder / "failed")
         for before in ("whole", "one"):

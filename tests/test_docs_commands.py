@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from benchmarks.asterisk_prompts import FOLDING
 from lit_effattn.cli import main
 from tests.pretrained.test_convert import SIZE, START, tokenizer_json
 from tests.test_docs import FENCE, PAGES, block
@@ -97,6 +98,11 @@ def _recordings(folder: Path) -> None:
         (folder / "my_speech" / f"{split}.jsonl").write_text("\n".join(part))
         absolute = [line.replace('": "', f'": "{folder}/my_speech/', 1) for line in part]
         (folder / f"{split}.jsonl").write_text("\n".join(absolute))
+    prompts = folder / "data" / "asterisk"
+    prompts.mkdir(parents=True)
+    shutil.copy(source / "ten_of_clubs.wav", prompts / "a.wav")
+    (prompts / "test.jsonl").write_text('{"audio_filepath": "a.wav", "phonemes": "t ɛ n ə v k l ʌ b z"}\n')
+    (prompts / "folding.json").write_text(json.dumps(FOLDING))
 
 
 def _pretrained(folder: Path) -> None:
@@ -157,7 +163,7 @@ class Reader:
     def fit(self, config: str, *flags: str, steps: int = 2) -> None:
         short = [*shlex.split(SHORT["fit"]), "--trainer.max_steps", str(steps)]
         if config == "espeak_linear" and "--data.corpus" not in flags:
-            short += ["--data.corpus.minutes", "1"]
+            short += ["--data.corpus.minutes", "4"]
         main(["fit", "--config", config, *flags, *short])
         self.newest = config
 

@@ -3,7 +3,10 @@
 import csv
 import io
 import signal
+import subprocess
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -16,8 +19,9 @@ import yaml
 from lit_effattn import plots
 from lit_effattn.callbacks import CostLog
 from lit_effattn.cli import main
-from lit_effattn.cli.sweep import Sweep, _flags_of, _rates, _short, report, run_child, sweep
+from lit_effattn.cli.sweep import Sweep, _flags_of, _rates, _short, _terminate_children, report, run_child, sweep
 from lit_effattn.cli.sweep_tables import Cell, best_rate
+from lit_effattn.runs import new_folder
 from tests.support.commands import REPOSITORY, fails
 
 CONFIG = {
@@ -273,3 +277,36 @@ def test_many_kinds_with_long_names_fit_into_the_plot(tmp_path: Path):
         warnings.simplefilter("error")  # matplotlib warns if the axes have no room
         plots.scatter(points, "bytes of state", "accuracy", tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size
+
+
+def test_children_have_their_device_and_are_stopped_with_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Instead of the command: Python, which writes its device and then sleeps."""
+    say = "import os, time; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); time.sleep(20)"
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **how: start([command[0], "-c", say], **how))
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(run_child, ["fit"], tmp_path / "log", "3")
+        while not (tmp_path / "log").is_file() or not (tmp_path / "log").read_text():
+            assert not found.done()
+        _terminate_children()
+        assert found.result() == (-signal.SIGTERM, f"killed by signal {signal.SIGTERM:d}")
+    assert (tmp_path / "log").read_text() == "3\n"
+
+
+def test_what_is_trusted_is_trusted_in_tests_too(tmp_path: Path):
+    calls: list[list[str]] = []
+
+    def child(args: list[str], log: Path, device: str | None) -> tuple[int, str]:
+        calls.append(args)
+        folder = new_folder(tmp_path / "out" / str(cell), "2026-01-01_00-00-00") / "checkpoints"
+        folder.mkdir()
+        (folder / "best.ckpt").touch()
+        return 0, ""
+
+    cell = Cell("LinearAttention", 0.1, 0)
+    made = Sweep(tmp_path / "out", ["--trust", "mine.Task", "--trust", "mine.Data"], KINDS, child=child)
+    made._fit(cell, None)
+    made._test(cell, None)
+    assert [call[0] for call in calls] == ["fit", "test"]
+    for call in calls:
+        assert [value for flag, value in pairwise(call) if flag == "--trust"] == ["mine.Task", "mine.Data"]

@@ -15,6 +15,7 @@ from lit_effattn.datamodules import prepare as module
 from lit_effattn.datamodules.prepare import prepare
 from lit_effattn.datamodules.prepared import PreparedStore
 from lit_effattn.datamodules.streams import EpochInOrder, ShuffledStreams, StreamLoader
+from lit_effattn.datamodules.tokenizers import KINDS
 
 LINES = [f"{i} birds sit on {i * i} wires,\nand {chr(0xE0 + i % 20)} sings.{'!' * (i % 7)}" for i in range(60)]
 
@@ -67,6 +68,40 @@ def test_the_tokens_of_all_documents_in_order(source, tmp_path, shard_bytes):
         inputs = [(source / "a.jsonl").read_bytes(), *(line.encode() for line in LINES[30:32])]
         assert shard["tokens_sha256"] == hashlib.sha256(written).hexdigest()
         assert shard["input_sha256"] == hashlib.sha256(b"".join(inputs) + jsonl(LINES[32:]).encode()).hexdigest()
+
+
+def test_a_part_that_begins_with_a_line_has_it(tmp_path):
+    """Each line, of as many bytes, is a shard of its own."""
+    lines = [f"{i:02}" for i in range(12)]
+    (tmp_path / "x.jsonl").write_text(jsonl(lines))
+    size = len(jsonl(["00"]))
+    about, _ = prepare(tmp_path / "x.jsonl", tmp_path / "out", held_out=3, shard_bytes=size)
+    assert [shard["n_documents"] for shard in about["shards"]] == [1] * 12
+    assert texts(tmp_path / "out", "train") == lines[2::3]
+
+
+def test_small_files_share_a_shard_as_long_as_they_fit():
+    shards = module._shards({"a.txt": 4, "b.txt": 4, "c.txt": 9, "d.jsonl": 11, "e.txt": 1, "f.txt": 30}, 10)
+    names = [[(part.name, part.start, part.stop) for part in shard] for shard in shards]
+    assert names == [
+        [("a.txt", 0, 4), ("b.txt", 0, 4)],
+        [("c.txt", 0, 9)],
+        [("d.jsonl", 0, 10)],
+        [("d.jsonl", 10, 11), ("e.txt", 0, 1)],
+        [("f.txt", 0, 30)],
+    ]
+
+
+def test_a_vocabulary_is_learnt_from_all_shards(tmp_path):
+    lines = [f"{i:02}" for i in range(12)]
+    (tmp_path / "x.jsonl").write_text(jsonl(lines))
+    size = len(jsonl(["00"]))
+    work = [
+        module._Work(tmp_path, tmp_path, "text", number, parts)
+        for number, parts in enumerate(module._shards({"x.jsonl": 12 * size}, 4 * size))
+    ]
+    assert list(module._sample(work, KINDS["characters"], 6)) == ["00", "04", "08"]
+    assert list(module._sample(work, KINDS["characters"], 12)) == [lines[i] for i in (0, 1, 4, 5, 8, 9)]
 
 
 def test_a_learnt_vocabulary_and_that_of_a_checkpoint(source, tmp_path):

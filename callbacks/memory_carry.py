@@ -115,6 +115,8 @@ class MemoryCarry(pl.Callback):
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add the training's memory of every process."""
         memory = pl_module.memory if trainer.training and pl_module.memory is not None else self._training
+        if memory is not None and hasattr(trainer.strategy, "whole_memory"):
+            memory = trainer.strategy.whole_memory(memory)
         mine = sequence.pack(sequence.to(memory, "cpu"))
         if getattr(trainer.strategy, "saves_parts", False):
             checkpoint[MEMORY_KEY] = OfEach(mine)
@@ -139,7 +141,10 @@ class MemoryCarry(pl.Callback):
             )
             return
         packed = everyone[mine]
-        self._training = None if packed is None else sequence.unpack(packed, pl_module.backbone.initial_state(1))
+        memory = None if packed is None else sequence.unpack(packed, pl_module.backbone.initial_state(1))
+        if memory is not None and hasattr(trainer.strategy, "my_memory"):
+            memory = trainer.strategy.my_memory(memory)
+        self._training = memory
 
 
 def _streams_of(trainer: pl.Trainer) -> tuple[int, int]:

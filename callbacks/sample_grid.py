@@ -46,9 +46,11 @@ class SampleGrid(pl.Callback):
             return
         model: Any = pl_module
         with getattr(model, "whole", nullcontext)():  # all processes give their parts of divided parameters
-            if trainer.is_global_zero:
+            divides_heads = getattr(trainer.strategy, "heads_mesh", None) is not None
+            if trainer.is_global_zero or divides_heads:
                 levels = model.sample(self.n_samples, temperature=self.temperature, seed=self.seed)
-                self._log(trainer, model.to_images(levels), epoch)
+                if trainer.is_global_zero:
+                    self._log(trainer, model.to_images(levels), epoch)
 
     def _log(self, trainer: pl.Trainer, images: Tensor, epoch: int) -> None:
         picture = grid(images)

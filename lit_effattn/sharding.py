@@ -6,18 +6,20 @@ embeddings, heads, front ends, tied weights, and what several blocks share.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy, StrategyRegistry
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
@@ -25,6 +27,8 @@ from lit_effattn import checkpoint_folders
 from lit_effattn.checkpoint_folders import Divided, share
 from lit_effattn.nn.lstm import LSTM
 from lit_effattn.nn.transformer import Block
+from lit_effattn.sequence import State
+from lit_effattn.tensor_parallel import all_heads, divide, my_heads
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -35,7 +39,7 @@ def units(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, (Block, LSTM))]
 
 
-def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+def shard(model: nn.Module, mesh: DeviceMesh, heads: DeviceMesh | None = None) -> None:
     """Divide the parameters of `model` among processes, with the values that they have in the first of them.
 
     Parameters are then DTensors, except in `training_step`, its backward pass, and while the model is whole: see
@@ -44,18 +48,25 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
     Args:
         model: A module with a method `training_step`.
         mesh: The processes, in one dimension.
+        heads: Processes, in one dimension, that divide the heads besides: see `tensor_parallel`. They read the same
+            batches, and each has other processes in `mesh`.
     """
     if isinstance(model, FSDPModule):
         return
-    for tensor in (*model.parameters(), *model.buffers()):
-        first = tensor.detach().to(mesh.device_type)
-        dist.broadcast(first, dist.get_global_rank(mesh.get_group(), 0), group=mesh.get_group())
-        tensor.detach().copy_(first)
+    for group in [m.get_group() for m in (mesh, heads) if m is not None]:
+        for tensor in (*model.parameters(), *model.buffers()):
+            first = tensor.detach().to(mesh.device_type)
+            dist.broadcast(first, dist.get_global_rank(group, 0), group=group)
+            tensor.detach().copy_(first)
+    if heads is not None:
+        divide(model, heads)
     parts = units(model)
+    own = _of_one_unit(model, parts)
+    shared = [{name for name, p in part.named_parameters() if p not in own} for part in parts]
     # The root comes first: else it would not look into the units for what they share.
-    fully_shard(model, mesh=mesh, ignored_params=_of_one_unit(model, parts))
-    for part in parts:
-        fully_shard(part, mesh=mesh, ignored_params={p for p in part.parameters() if isinstance(p, DTensor)})
+    fully_shard(model, mesh=mesh, ignored_params=own)
+    for part, names in zip(parts, shared, strict=True):
+        fully_shard(part, mesh=mesh, ignored_params={part.get_parameter(name) for name in names})
         if isinstance(part, Block):
             register_fsdp_forward_method(part, "remember")
     register_fsdp_forward_method(model, "training_step")
@@ -100,6 +111,22 @@ def _sharded(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
+@torch.no_grad()
+def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
+    """Scale the gradients so that their norm, of all parameters together, is at most `max_norm`.
+
+    That is `torch.nn.utils.clip_grad_norm_`, which needs all parameters on one mesh.
+    """
+    of_mesh = defaultdict(list)
+    for p in parameters:
+        if p.grad is not None:
+            of_mesh[getattr(p, "device_mesh", None)].append(p)
+    norms = [nn.utils.get_total_norm([p.grad for p in group]) for group in of_mesh.values()]
+    total = torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]).norm()
+    for group in of_mesh.values():
+        nn.utils.clip_grads_with_norm_(group, max_norm, total)
+
+
 def _full(tree: Any, keep: bool) -> Any:
     """Gather the DTensors in `tree`, on the CPU, where `keep` is true. All processes call it."""
 
@@ -116,12 +143,15 @@ def _parted(full: Any, like: Any) -> Any:
         return full
     if not isinstance(like, DTensor) or full.shape != like.shape:
         return full.whole() if isinstance(full, Divided) else full
-    if isinstance(full, Tensor):
-        return distribute_tensor(full.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
     mesh, local = like.device_mesh, like.to_local()
-    mine = full.rows(*share(full.shape[0], mesh.get_local_rank(), mesh.size()))
+    mine = full.whole() if isinstance(full, Divided) and mesh.ndim > 1 else full
+    for i in reversed(range(mesh.ndim)):  # this process's heads, then its rows of them
+        dim = getattr(like.placements[i], "dim", None)
+        if dim is not None:  # else all processes of this dimension have all
+            first, end = share(mine.shape[dim], mesh.get_local_rank(i), mesh.size(i))
+            mine = mine.rows(first, end) if isinstance(mine, Divided) else mine.narrow(dim, first, end - first)
     assert mine.shape == local.shape
-    placed = mine.to(local.device)
+    placed = mine.to(local.device, copy=True).contiguous()
     return DTensor.from_local(placed, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
@@ -135,18 +165,22 @@ class ShardedStrategy(ModelParallelStrategy):
     keeps its part. With `save_distributed_checkpoint` they are folders: every process writes its own part, and reads
     what it needs (see `checkpoint_folders`).
 
+    With `tensor_parallel_size` T, T processes compute different heads of the same batch (see `tensor_parallel`), and
+    what each has of these is divided among the processes with the same heads in other groups of T.
+
     In evaluation each process gathers all parameters once, so that processes may draw samples or search for different
     numbers of steps; a device must hold the parameters, but neither gradients nor optimiser states.
 
     Args:
-        data_parallel_size: Number of processes among which everything is divided. Default: all.
-        tensor_parallel_size: Must be 1.
+        data_parallel_size: Number of processes, or of groups that share heads, with different batches. Default: all.
+        tensor_parallel_size: Number of processes that divide the heads and feed-forward layers. Default: 1.
         save_distributed_checkpoint: Whether every process writes its own part of a checkpoint, which is then a folder;
             else the first process gathers and writes all of it.
         kwargs: `process_group_backend` and `timeout` of `ModelParallelStrategy`.
 
     Raises:
-        ValueError: `tensor_parallel_size` has another value.
+        ValueError: `tensor_parallel_size` is not positive, or is given with `save_distributed_checkpoint`; or, when a
+            run starts, the product of the two sizes is not the number of processes.
     """
 
     def __init__(
@@ -156,24 +190,49 @@ class ShardedStrategy(ModelParallelStrategy):
         save_distributed_checkpoint: bool = False,
         **kwargs: Any,
     ) -> None:
-        if tensor_parallel_size not in ("auto", 1):
+        heads = 1 if tensor_parallel_size == "auto" else tensor_parallel_size
+        if heads < 1:
+            raise ValueError(f"ModelParallelStrategy: tensor_parallel_size={heads} is not positive; leave it out for 1")
+        if heads > 1 and save_distributed_checkpoint:
             raise ValueError(
-                f"ModelParallelStrategy: tensor_parallel_size={tensor_parallel_size} is not supported, since heads are "
-                "not divided among processes; leave it out, and all processes share the parameters"
+                f"ModelParallelStrategy: save_distributed_checkpoint=True with tensor_parallel_size={heads} is not "
+                "supported, since parts are rows of tensors; leave it out, and checkpoints are single files"
             )
-        super().__init__(data_parallel_size, 1, save_distributed_checkpoint, **kwargs)
+        super().__init__(data_parallel_size, heads, save_distributed_checkpoint, **kwargs)
         self.saves_parts = save_distributed_checkpoint
+        self.heads_size = heads
 
     def setup_environment(self) -> None:
         """Start the processes' communication."""
         world = self.num_nodes * self.num_processes
-        if self._data_parallel_size not in ("auto", world):
+        if world % self.heads_size:
+            raise ValueError(
+                f"ModelParallelStrategy: tensor_parallel_size={self.heads_size} does not divide the number of "
+                f"processes, {world}; give --trainer.devices a multiple of it"
+            )
+        groups = world // self.heads_size
+        if self._data_parallel_size not in ("auto", groups):
             raise ValueError(
                 f"ModelParallelStrategy: data_parallel_size={self._data_parallel_size} is not the number of processes, "
-                f"{world}; leave it out"
+                f"{world}, divided by tensor_parallel_size={self.heads_size}; leave it out"
             )
-        self._data_parallel_size = world
+        self._data_parallel_size = groups
+        if self.heads_size > 1:  # it says for each kind of message that two dimensions take two messages
+            logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         super().setup_environment()
+
+    @property
+    def heads_mesh(self) -> DeviceMesh | None:
+        """The processes that divide heads with this one, if there are others."""
+        return self.device_mesh["tensor_parallel"] if self.heads_size > 1 else None
+
+    def whole_memory(self, state: State) -> State:
+        """Return a carried memory of all heads. All processes call it."""
+        return state if self.heads_mesh is None else all_heads(state, self.heads_mesh)
+
+    def my_memory(self, state: State) -> State:
+        """Return the part of a carried memory of all heads that belongs to this process's heads."""
+        return state if self.heads_mesh is None else my_heads(state, self.heads_mesh)
 
     def setup(self, trainer: Trainer) -> None:
         """Move the model to the device, and make the optimiser."""

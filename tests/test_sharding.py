@@ -2,6 +2,7 @@
 
 import errno
 import json
+import multiprocessing
 import os
 import re
 from collections.abc import Callable
@@ -27,10 +28,12 @@ from lit_effattn.attention import (
     LinearAttention,
     LinearCrossAttention,
     PerformerAttention,
+    PerformerCrossAttention,
     SoftmaxAttention,
     SoftmaxCrossAttention,
     TransformerXLAttention,
 )
+from lit_effattn.attention.performer import RandomFeatures
 from lit_effattn.callbacks import (
     CheckFinite,
     ClipEachParameter,
@@ -48,7 +51,7 @@ from lit_effattn.datamodules.labelled import LabelledBatch
 from lit_effattn.nn.adaptive import AdaptiveEmbedding, AdaptiveHead
 from lit_effattn.nn.encoder_decoder import EncoderDecoder
 from lit_effattn.nn.transfer import begin_transfer
-from lit_effattn.sharding import ShardedStrategy, gather, release, shard
+from lit_effattn.sharding import ShardedStrategy, clip_grad_norm, gather, release, shard
 from lit_effattn.tasks import LanguageModel, PixelModel, SequenceClassifier, SequenceToSequence, SpeechRecognizer, Task
 from tests.laws.cases import ATTENTIONS
 from tests.support.commands import assert_same_end, same
@@ -119,6 +122,41 @@ EVERY |= {"compiled": compiled, "attention transfer": transfer}
 CASES = {"quick": QUICK, "every": EVERY}
 
 
+def four_heads(attention: Any, **options: Any) -> Transformer:
+    return Transformer(E, 4, 2, attention=attention, **{"positions": "auto", "init": "pytorch", **options})
+
+
+def source_and_target() -> SequenceToSequence:
+    decoder = four_heads(LinearAttention, cross_attention=[PerformerCrossAttention, SoftmaxCrossAttention])
+    return SequenceToSequence(EncoderDecoder(four_heads(SoftmaxAttention, causal=False), decoder), V, V)
+
+
+GROUPED = partial(SoftmaxAttention, window=5, n_kv_heads=2, head_dim=6, qk_norm=True)
+DIVIDED_HEADS: dict[str, Callable[[], Task]] = {
+    "grouped softmax, normalised": lambda: LanguageModel(four_heads(GROUPED), V),
+    "linear, swiglu, checkpointed, tied": lambda: LanguageModel(
+        four_heads(LinearAttention, activation="swiglu", d_ff=12, gradient_checkpointing=True), V, tie=True
+    ),
+    "Performer": lambda: LanguageModel(four_heads(PERFORMER), V),
+    "encoder and decoder": source_and_target,
+}
+
+
+def divided_and_compiled() -> LanguageModel:
+    task = DIVIDED_HEADS["Performer"]()
+    task.compile_objective("aot_eager")
+    return task
+
+
+MORE_DIVIDED_HEADS: dict[str, Callable[[], Task]] = DIVIDED_HEADS | {
+    "stabilised Performer": lambda: LanguageModel(four_heads(partial(PERFORMER, eps=1e-3)), V),
+    "ReLU Performer": lambda: PixelModel(four_heads(partial(PERFORMER, features="relu")), (2, 3, 2), n_levels=V),
+    "speech": lambda: speech(four_heads(LinearAttention, causal=False)),
+    "classes": lambda: SequenceClassifier(four_heads(LinearAttention), ("a", "b"), vocab_size=V),
+    "compiled": divided_and_compiled,
+}
+
+
 def batch(task: Task, step: int, rank: int) -> Any:
     """Two rows for each process, of different lengths where the task knows lengths."""
     draw = torch.Generator().manual_seed(10 * step + rank)
@@ -137,9 +175,11 @@ def batch(task: Task, step: int, rank: int) -> Any:
 
 
 def train(
-    make: Callable[[], Task], rank: int | None, dtype: torch.dtype = torch.float64
+    make: Callable[[], Task], rank: int | None, dtype: torch.dtype = torch.float64, streams: int = P, heads: int = 1
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Take steps with a carried memory, clipping and redrawing; of one process, with both batches, if rank is None.
+    """Take steps with a carried memory, clipping and redrawing; of one process, with all batches, if rank is None.
+
+    Otherwise `streams` groups have batches of their own, and the `heads` processes of a group divide the heads.
 
     Returns:
         The loss of each step and process, and the parameters and buffers.
@@ -147,30 +187,31 @@ def train(
     torch.manual_seed(0 if rank is None else rank)  # the first process's parameters count
     task = make().to(dtype)
     if rank is not None:
-        shard(task, init_device_mesh("cpu", (P,)))
-        shard(task, init_device_mesh("cpu", (P,)))  # does nothing
+        meshes = init_device_mesh("cpu", (streams, heads), mesh_dim_names=("batches", "heads"))
+        for _ in range(2):  # the second call does nothing
+            shard(task, meshes["batches"], meshes["heads"] if heads > 1 else None)
     optimizer = torch.optim.Adam(task.parameters(), lr=0.01)
-    memories, losses = dict.fromkeys(range(P)), []
+    memories, losses = dict.fromkeys(range(streams)), []
     for step in range(STEPS):
-        for r in range(P) if rank is None else [rank]:
+        for r in range(streams) if rank is None else [rank // heads]:
             if isinstance(task, LanguageModel) and task.backbone.bounded_by is None:
                 given = memories[r] or task.backbone.initial_state(2)
                 task.memory = task.backbone.reset(given, batch(task, step, r).fresh)
             loss = task.training_step(batch(task, step, r))
             memories[r] = task.memory
-            (loss / P if rank is None else loss).backward()
+            (loss / streams if rank is None else loss).backward()
             losses.append(loss.detach())
-        nn.utils.clip_grad_norm_(task.parameters(), 0.5)
+        (nn.utils.clip_grad_norm_ if heads == 1 else clip_grad_norm)(task.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
         for module in task.modules():
-            if isinstance(module, PerformerAttention):
+            if isinstance(module, RandomFeatures):
                 module.redraw(torch.Generator().manual_seed(step))
     if rank is None:
         return losses, task.state_dict()
     gather(task)
-    with torch.no_grad():  # without the other process
-        assert rank or task.training_step(batch(task, 0, 0)).isfinite()
+    with torch.no_grad():  # without the processes of other batches
+        assert rank >= heads or task.training_step(batch(task, 0, 0)).isfinite()
     release(task)
     return losses, {name: getattr(t, "full_tensor", lambda t=t: t)() for name, t in task.state_dict().items()}
 
@@ -178,14 +219,23 @@ def train(
 # ----------------------------------------------------------------------------------------------------------- whole runs
 
 
+def place(strategy: Any) -> tuple[int, int]:
+    """Return how many groups of processes have batches of their own, and which of them this one is in."""
+    heads = getattr(strategy, "heads_size", 1)
+    return (dist.get_world_size() // heads, dist.get_rank() // heads) if dist.is_initialized() else (1, 0)
+
+
 class Levels:
-    """Four images a step, of which each process has its part."""
+    """Four images a step, of which each process has its part, or each group of processes that divide heads."""
+
+    def __init__(self, strategy: Any) -> None:
+        self.streams, self.rank = place(strategy)
 
     def __getitem__(self, step: int) -> Tensor:
         if step >= 4:
             raise IndexError
-        rows = 4 // dist.get_world_size() if dist.is_initialized() else 4
-        first = rows * dist.get_rank() if dist.is_initialized() else 0
+        rows = 4 // self.streams
+        first = rows * self.rank
         return torch.randint(V, (4, 12), generator=torch.Generator().manual_seed(step))[first : first + rows]
 
     def __len__(self) -> int:
@@ -193,6 +243,7 @@ class Levels:
 
 
 PARTS = partial(ShardedStrategy, save_distributed_checkpoint=True)
+HEADS = partial(ShardedStrategy, tensor_parallel_size=P)
 
 
 def run(folder: Path, steps: int, strategy: Any, ckpt_path: Path | None = None) -> Path:
@@ -215,7 +266,7 @@ def run(folder: Path, steps: int, strategy: Any, ckpt_path: Path | None = None) 
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    loaders = [DataLoader(Levels(), batch_size=None, shuffle=False) for _ in range(2)]
+    loaders = [DataLoader(Levels(strategy), batch_size=None, shuffle=False) for _ in range(2)]
     trainer.fit(task, *loaders, ckpt_path=ckpt_path)
     return folder / "checkpoints" / "last.ckpt"
 
@@ -238,25 +289,28 @@ class FullOn(pl.Callback):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def carry(folder: Path, strategy: Any, *more: pl.Callback) -> Path:
+def carry(
+    folder: Path, strategy: Any, *more: pl.Callback, kind: Any = SHARED_UV, ckpt_path: Path | None = None, **kept: int
+) -> Path:
     """Train for two steps with a memory, of which each process has its own; return the last checkpoint."""
     torch.manual_seed(0)
     trainer = pl.Trainer(
         default_root_dir=folder,
         accelerator="cpu",
-        devices=P,
+        devices=P if dist.is_initialized() else 1,
         strategy=strategy,
         max_steps=2,
-        callbacks=[MemoryCarry(), LastCheckpoint(every_n_train_steps=1), *more],
+        callbacks=[MemoryCarry(), LastCheckpoint(every_n_train_steps=1, **kept), *more],
         plugins=[AtomicCheckpointIO()],
         use_distributed_sampler=False,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    task = language(SHARED_UV)
-    batches = [batch(task, step, dist.get_rank()) for step in range(2)]
-    trainer.fit(task, DataLoader(batches, batch_size=None))
+    task = language(kind)
+    steps = [0, 1] if ckpt_path is None else [1, 1]  # a loader that can't resume begins anew
+    batches = [batch(task, step, place(strategy)[1]) for step in steps]
+    trainer.fit(task, DataLoader(batches, batch_size=None), ckpt_path=ckpt_path)
     return folder / "checkpoints" / "last.ckpt"
 
 
@@ -273,12 +327,15 @@ def failed(folder: Path) -> list[str]:
 SHARDED = "ModelParallelStrategy"
 
 
-def work(rank: int, folder: Path, cases: str) -> None:
+def work(rank: int, folder: Path, cases: str, size: int) -> None:
     torch.set_num_threads(1)
-    both = {"WORLD_SIZE": P, "LOCAL_WORLD_SIZE": P, "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "MASTER_PORT": 0}
+    both = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "RANK": rank, "LOCAL_RANK": rank}
+    both |= {"GROUP_RANK": 0, "MASTER_PORT": 0}
     os.environ.update({name: str(n) for name, n in both.items()}, MASTER_ADDR="127.0.0.1", TORCHELASTIC_RUN_ID="test")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store_{cases}", rank=rank, world_size=P)
-    found: dict[str, Any] = {name: train(make, rank) for name, make in CASES[cases].items()}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store_{cases}", rank=rank, world_size=size)
+    found: dict[str, Any] = {name: train(make, rank) for name, make in CASES.get(cases, {}).items()}
+    streams, divided = size // P, DIVIDED_HEADS if cases == "quick" else MORE_DIVIDED_HEADS
+    found |= {f"heads of {name}": train(make, rank, streams=streams, heads=P) for name, make in divided.items()}
     if cases == "quick":
         run(folder / "whole", 4, SHARDED)
         run(folder / "parts", 4, PARTS())
@@ -289,22 +346,28 @@ def work(rank: int, folder: Path, cases: str) -> None:
             (unfinished(folder / "memory parts" / "checkpoints" / "last.ckpt") / "left").mkdir(parents=True)
         found["mine"] = read_mine(carry(folder / "memory parts", PARTS()))["memory_carry"]
         found["failed"] = failed(folder / "failed")
+        run(folder / "heads", 4, HEADS())
+        run(folder / "from heads", 4, HEADS(), folder / "heads" / "checkpoints" / "step_00000002.ckpt")
+        carry(folder / "memory heads", HEADS(), kind=LinearAttention, keep=2, keep_every_n_train_steps=1)
+        first = folder / "memory heads" / "checkpoints" / "step_00000001.ckpt"
+        carry(folder / "memory from heads", HEADS(), kind=LinearAttention, ckpt_path=first)
         for before in ("whole", "one"):
             run(folder / f"from {before}", 4, SHARDED, folder / before / "checkpoints" / "step_00000002.ckpt")
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
 
-def spawned(folder: Path, cases: str) -> list[dict[str, Any]]:
+def spawned(folder: Path, cases: str, size: int = P) -> list[dict[str, Any]]:
     """Return what each process found."""
-    mp.spawn(work, (folder, cases), nprocs=P)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(P)]
+    multiprocessing.set_forkserver_preload([__name__])  # one import for all
+    mp.start_processes(work, (folder, cases, size), nprocs=size, start_method="spawn")
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]
 
 
-def assert_like_one(make: Callable[[], Task], found: list[Any]) -> None:
-    losses, parameters = train(make, None)
+def assert_like_one(make: Callable[[], Task], found: list[Any], streams: int = P) -> None:
+    losses, parameters = train(make, None, streams=streams)
     for rank, (own, whole) in enumerate(found):
-        torch.testing.assert_close(own, losses[rank::P])
+        torch.testing.assert_close(own, losses[rank * streams // len(found) :: streams])
         torch.testing.assert_close(whole, dict(parameters))
 
 
@@ -325,11 +388,25 @@ def test_losses_and_parameters_are_those_of_one_process(name: str, found: list[d
     assert_like_one(QUICK[name], [of_rank[name] for of_rank in found])
 
 
+@pytest.mark.parametrize("name", DIVIDED_HEADS)
+def test_processes_that_divide_heads_train_as_one(name: str, found: list[dict[str, Any]]):
+    assert_like_one(DIVIDED_HEADS[name], [of_rank[f"heads of {name}"] for of_rank in found], streams=1)
+
+
 @pytest.mark.exhaustive
 def test_every_kind_and_task(folder: Path):
     found = spawned(folder, "every")
     for name, make in EVERY.items():
         assert_like_one(make, [of_rank[name] for of_rank in found])
+    for name, make in MORE_DIVIDED_HEADS.items():
+        assert_like_one(make, [of_rank[f"heads of {name}"] for of_rank in found], streams=1)
+
+
+@pytest.mark.exhaustive
+def test_four_processes_divide_heads_and_batches(folder: Path):
+    found = spawned(folder, "2 x 2", 2 * P)
+    for name, make in MORE_DIVIDED_HEADS.items():
+        assert_like_one(make, [of_rank[f"heads of {name}"] for of_rank in found])
 
 
 def test_a_run_is_that_of_one_process_and_resumes_exactly(folder: Path, found: list[dict[str, Any]]):
@@ -343,6 +420,23 @@ def test_a_run_is_that_of_one_process_and_resumes_exactly(folder: Path, found: l
         for part in ("state_dict", "optimizer_states", "lr_schedulers"):
             torch.testing.assert_close(other[part], one[part])
     assert len(list((folder / "whole" / "samples").iterdir())) == 2
+
+
+def test_a_run_with_divided_heads_is_that_of_one_process_and_resumes_exactly(folder: Path, found: list[Any]):
+    one, heads, resumed = (folder / name / "checkpoints" / "last.ckpt" for name in ("one", "heads", "from heads"))
+    assert_same_end(heads, resumed)
+    saved, other = read_checkpoint(one), read_checkpoint(heads)
+    assert other.keys() == saved.keys()
+    for part in ("state_dict", "optimizer_states", "lr_schedulers"):
+        torch.testing.assert_close(other[part], saved[part])
+    assert len(list((folder / "heads" / "samples").iterdir())) == 2
+
+
+def test_a_memory_of_divided_heads_is_saved_whole(folder: Path, found: list[Any]):
+    heads, resumed = (folder / f"memory {name}" / "checkpoints" / "last.ckpt" for name in ("heads", "from heads"))
+    assert_same_end(heads, resumed)
+    one = carry(folder / "memory of one", "auto", kind=LinearAttention)
+    torch.testing.assert_close(read_checkpoint(heads)["memory_carry"], read_checkpoint(one)["memory_carry"])
 
 
 def leaves(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -396,12 +490,22 @@ def test_a_full_disk_of_one_process_stops_all_and_leaves_the_checkpoint_before(f
 
 
 def test_what_is_not_supported_is_refused():
-    with pytest.raises(ValueError, match=r"ModelParallelStrategy: tensor_parallel_size=2 .* leave it out"):
-        ShardedStrategy(tensor_parallel_size=2)
-    strategy = ShardedStrategy(data_parallel_size=3)
-    strategy.parallel_devices = [torch.device("cpu")] * P
-    with pytest.raises(ValueError, match="data_parallel_size=3 is not the number of processes, 2; leave it out"):
-        strategy.setup_environment()
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=0 is not positive; leave it out"):
+        ShardedStrategy(tensor_parallel_size=0)
+    with pytest.raises(ValueError, match=r"save_distributed_checkpoint=True with tensor_parallel_size=2 .* leave it"):
+        PARTS(tensor_parallel_size=2)
+    for options, said in (
+        ({"data_parallel_size": 3}, "data_parallel_size=3 is not .* 2, divided by tensor_parallel_size=1; leave it"),
+        (
+            {"data_parallel_size": 2, "tensor_parallel_size": 2},
+            "data_parallel_size=2 is not .*_parallel_size=2; leave it out",
+        ),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide the number of processes, 2; give"),
+    ):
+        strategy = ShardedStrategy(**options)
+        strategy.parallel_devices = [torch.device("cpu")] * P
+        with pytest.raises(ValueError, match=said):
+            strategy.setup_environment()
     task = language(PERFORMER)
     task._device_mesh, task._trainer = object(), SimpleNamespace(strategy=ModelParallelStrategy())
     with pytest.raises(ValueError, match=r"strategy=ModelParallelStrategy: .* use lit_effattn.sharding.Sharded"):

@@ -8,11 +8,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from lit_effattn.attention.heads import MultiHead
 from lit_effattn.positions import RotaryPositions
 from lit_effattn.sequence import SequenceModule, State, accumulator, parts, valid_positions, without_padding
 
 
-class Attention(SequenceModule):
+class Attention(MultiHead, SequenceModule):
     """Multi-head attention. `attend` defines how queries, keys and values are combined.
 
         y = W_o concat_h attend(W_q x, W_k x, W_v x)                          Vaswani et al. 2017, section 3.2.2
@@ -237,10 +238,6 @@ class Attention(SequenceModule):
         if self.causal:
             return i, j, (j >= 0) & (j <= i)
         return i, j, torch.ones_like(j, dtype=torch.bool) if lengths is None else j < lengths[:, None, None]
-
-    def _heads(self, x: Tensor, n_heads: int | None = None) -> Tensor:
-        """Split the width into heads: (B, N, H · D) -> (B, H, N, D)."""
-        return x.unflatten(2, (n_heads or self.n_heads, -1)).transpose(1, 2)
 
     def _for_all_heads(self, t: Tensor) -> Tensor:
         """Repeat keys or values for the queries' heads that share them: (B, H_kv, M, D) -> (B, H, M, D)."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lit_effattn.attention.heads import MultiHead
 from lit_effattn.attention.linear import EluFeatureMap, FeatureMap
 from lit_effattn.attention.performer import NOTHING_SEEN, Features, RandomFeatures
 from lit_effattn.ops.dot_product import dot_product_attention
@@ -58,7 +59,7 @@ class StabilisedSourceSums(NamedTuple):
     top: Tensor  # (B, H), max ωᵀk̃ over all keys and features, −∞ without keys
 
 
-class CrossAttention(SequenceModule):
+class CrossAttention(MultiHead, SequenceModule):
     """Multi-head attention from the positions of a target, x, to those of a source.
 
         y = W_o concat_h attend(W_q x, W_k source, W_v source)             Vaswani et al. 2017, sections 3.2.2, 3.2.3
@@ -195,10 +196,6 @@ class CrossAttention(SequenceModule):
         """Return `state`, whose size does not depend on the target's length."""
         return state
 
-    def _heads(self, x: Tensor) -> Tensor:
-        """Split the width into heads: (B, N, H · D) -> (B, H, N, D)."""
-        return x.unflatten(2, (self.n_heads, -1)).transpose(1, 2)
-
     def extra_repr(self) -> str:
         """Return the options that the projections do not show."""
         return f"n_heads={self.n_heads}"
@@ -219,6 +216,8 @@ class SoftmaxCrossAttention(CrossAttention):
         bias: Whether the projections have a bias.
         d_qk: Width of all heads' queries and keys together: see `SoftmaxAttention`. Default: E.
     """
+
+    divides_heads = True
 
     def __init__(
         self,
@@ -300,6 +299,7 @@ class LinearCrossAttention(CrossAttention):
         super().__init__(d_model, n_heads, d_source, bias=bias, d_qk=d_qk)
         self.feature_map = feature_map(self.qk_dim)
         self.feature_map.for_heads(n_heads)
+        self.divides_heads = next(self.feature_map.parameters(), None) is None
 
     def initial_state(
         self,
@@ -356,6 +356,8 @@ class PerformerCrossAttention(RandomFeatures, CrossAttention):
         eps: What is added to positive or ReLU features: see `PerformerAttention`. M_i is that of the source.
     """
 
+    divides_heads = True
+
     def __init__(
         self,
         d_model: int,
@@ -410,7 +412,7 @@ class PerformerCrossAttention(RandomFeatures, CrossAttention):
         drawn = self.draws.repeat(len(length))
         with torch.autocast(k.device.type, enabled=False):
             if self._stabilised:
-                log_k, top = log_keys_plus(self._scaled(k.to(full)), self.omega.to(full), _mask(k, length)[..., 0])
+                log_k, top = log_keys_plus(self._scaled(k.to(full)), self._omega(full), _mask(k, length)[..., 0])
                 return StabilisedSourceSums(*favor_sums(log_k, v.to(full)), length, drawn, given, top.amax(2))
             phi = self._map(k.to(full)).masked_fill(~_mask(k, length), -torch.inf if self._in_log_space else 0.0)
             if self._in_log_space:
@@ -432,7 +434,7 @@ class PerformerCrossAttention(RandomFeatures, CrossAttention):
             s, z = state.s.to(full), state.z.to(full)
             if isinstance(state, StabilisedSourceSums):
                 top = state.top.to(full)[..., None]  # (B, H, 1)
-                log_q = log_queries_plus(self._scaled(q.to(full)), self.omega.to(full), top, self.eps)
+                log_q = log_queries_plus(self._scaled(q.to(full)), self._omega(full), top, self.eps)
                 y = read_favor_sums(log_q, s, z, state.m.to(full))
             elif self._in_log_space:
                 y = read_favor_sums(self._map(q.to(full)), s, z, state.m.to(full))

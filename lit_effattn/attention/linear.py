@@ -209,6 +209,7 @@ class LinearAttention(Attention):
             raise ValueError(f"chunk_size={chunk_size} is not positive; 32 to 128 are fast")
         self.feature_map = feature_map(self.qk_dim)
         self.feature_map.for_heads(n_heads)
+        self.divides_heads = next(self.feature_map.parameters(), None) is None  # some have them for each head
         self.chunk_size = chunk_size
 
     def initial_state(

@@ -76,6 +76,7 @@ class RandomFeatures(nn.Module):
     """The features φ of a Performer, for its self-attention and its cross-attention: see `PerformerAttention`."""
 
     n_heads: int
+    heads: slice | None
     head_dim: int
     omega: Tensor
     draws: Tensor
@@ -102,21 +103,19 @@ class RandomFeatures(nn.Module):
         self.features = features
         self.orthogonal = orthogonal
         self.norms: Norms = norms
-        omega = self._draw(None).to(accumulator(torch.get_default_dtype()))
+        omega = self._draw(self.n_heads, None).to(accumulator(torch.get_default_dtype()))
         self.register_buffer("omega", omega)  # (H, F or F/2, D)
         self.register_buffer("draws", torch.zeros((), dtype=torch.long))
 
     @torch.no_grad()
     def redraw(self, generator: torch.Generator) -> None:
         """Draw new features from `generator`, in place. Earlier states then count as empty."""
-        self.omega.copy_(self._draw(generator))
+        self.omega.copy_(self._draw(len(self.omega), generator))
         self.draws.add_(1)
 
-    def _draw(self, generator: torch.Generator | None) -> Tensor:
+    def _draw(self, n_heads: int, generator: torch.Generator | None) -> Tensor:
         n = self.n_features // 2 if self.features in _PAIRED else self.n_features
-        return draw_omega(
-            self.n_heads, n, self.head_dim, orthogonal=self.orthogonal, norms=self.norms, generator=generator
-        )
+        return draw_omega(n_heads, n, self.head_dim, orthogonal=self.orthogonal, norms=self.norms, generator=generator)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RandomFeatures:
         """Keep `omega` in at least float32 where the parameters are cast to fewer bits, as by `half`."""
@@ -126,6 +125,10 @@ class RandomFeatures(nn.Module):
         if self.omega.dtype != wide:
             self.omega = before.to(self.omega.device, wide)
         return self
+
+    def _omega(self, dtype: torch.dtype) -> Tensor:
+        """Return the vectors of the heads that this process computes."""
+        return (self.omega if self.heads is None else self.omega[self.heads]).to(dtype)
 
     @property
     def _in_log_space(self) -> bool:
@@ -143,7 +146,7 @@ class RandomFeatures(nn.Module):
 
     def _directions(self, dtype: torch.dtype) -> Tensor:
         """Return the vectors (H, F, D) whose positive features equal the features of this kind."""
-        omega = self.omega.to(dtype)
+        omega = self._omega(dtype)
         return torch.cat([omega, -omega], 1) if self.features == "hyperbolic" else omega  # (H, F/2, D) -> (H, F, D)
 
     def _features(self, q: Tensor, k: Tensor, there: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -155,7 +158,7 @@ class RandomFeatures(nn.Module):
         return phi if there is None else phi.masked_fill(~there[..., None], -torch.inf if self._in_log_space else 0.0)
 
     def _map(self, x: Tensor) -> Tensor:
-        omega = self.omega.to(x.dtype)
+        omega = self._omega(x.dtype)
         if self.features == "relu":
             return relu_features(x, omega, self.eps)
         return _MAPS[self.features](self._scaled(x), omega)
@@ -226,6 +229,7 @@ class PerformerAttention(RandomFeatures, Attention):
     """
 
     takes_parts = True
+    divides_heads = True
 
     def __init__(
         self,
@@ -330,7 +334,7 @@ class PerformerAttention(RandomFeatures, Attention):
 
         `before` (B, H) is M before the first position. Each query sees the keys up to its own if causal, else all.
         """
-        omega = self.omega.to(q.dtype)
+        omega = self._omega(q.dtype)
         log_k, top = log_keys_plus(self._scaled(k), omega, there)
         if self.causal:
             start = torch.full_like(top[..., :1], -torch.inf) if before is None else before[..., None]
@@ -347,7 +351,7 @@ class PerformerAttention(RandomFeatures, Attention):
         with torch.autocast(k.device.type, enabled=False):
             there = None if lengths is None else valid_positions(lengths, n)[:, None]  # (B, 1, N)
             if self._stabilised:
-                log_k, top = log_keys_plus(self._scaled(k.to(full)), self.omega.to(full), there)
+                log_k, top = log_keys_plus(self._scaled(k.to(full)), self._omega(full), there)
                 sums = favor_sums(log_k, v.to(full))
                 return StabilisedPerformerState(*sums, length, self.draws.repeat(b), top.amax(2))
             phi = self._keys(k.to(full), there)

@@ -37,6 +37,7 @@ class ShawAttention(SoftmaxAttention):
 
     takes_rotary = False
     has_positions = True
+    divides_heads = False  # the gradient of the tables would be a sum over processes
 
     def __init__(
         self,

@@ -79,6 +79,7 @@ class SoftmaxAttention(Attention):
     """
 
     takes_groups = True
+    divides_heads = True
 
     def __init__(
         self,

@@ -13,9 +13,11 @@ import lightning.pytorch as pl
 import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
+from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchReduceLROnPlateau
 
 from lit_effattn import sequence
@@ -25,7 +27,7 @@ from lit_effattn.checkpoints import hide_folders, own_folders, read_checkpoint, 
 from lit_effattn.hparams import HasInitArgs, init_args
 from lit_effattn.runs import last_kept, short
 from lit_effattn.sequence import State, parts
-from lit_effattn.sharding import ShardedStrategy, shard, whole
+from lit_effattn.sharding import ShardedStrategy, clip_grad_norm, shard, whole
 from lit_effattn.spec_check import CheckpointJudge, Place, check
 from lit_effattn.tasks.metrics import Count
 
@@ -208,7 +210,20 @@ class Task(HasInitArgs, pl.LightningModule):
                 f"strategy={type(self.trainer.strategy).__name__}: its checkpoints can't be read safely; use "
                 "lit_effattn.sharding.ShardedStrategy, which is the same in all else"
             )
-        shard(self, mesh["data_parallel"])
+        shard(self, mesh["data_parallel"], self.trainer.strategy.heads_mesh)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip gradients as the trainer's options say, also where processes divide heads."""
+        of_all = gradient_clip_algorithm != GradClipAlgorithmType.VALUE
+        if gradient_clip_val and of_all and getattr(self.trainer.strategy, "heads_mesh", None) is not None:
+            clip_grad_norm(self.parameters(), gradient_clip_val)
+        else:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def whole(self) -> AbstractContextManager[None]:
         """Return a context in which this process has all parameters, also if they are divided among processes.

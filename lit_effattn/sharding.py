@@ -121,7 +121,7 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
     for p in parameters:
         if p.grad is not None:
             of_mesh[getattr(p, "device_mesh", None)].append(p)
-    norms = [nn.utils.get_total_norm([p.grad for p in group]) for group in of_mesh.values()]
+    norms = [nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in of_mesh.values()]
     total = torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]).norm()
     for group in of_mesh.values():
         nn.utils.clip_grads_with_norm_(group, max_norm, total)
@@ -144,7 +144,7 @@ def _parted(full: Any, like: Any) -> Any:
     if not isinstance(like, DTensor) or full.shape != like.shape:
         return full.whole() if isinstance(full, Divided) else full
     mesh, local = like.device_mesh, like.to_local()
-    mine = full.whole() if isinstance(full, Divided) and mesh.ndim > 1 else full
+    mine: Any = full.whole() if isinstance(full, Divided) and mesh.ndim > 1 else full
     for i in reversed(range(mesh.ndim)):  # this process's heads, then its rows of them
         dim = getattr(like.placements[i], "dim", None)
         if dim is not None:  # else all processes of this dimension have all

@@ -44,7 +44,7 @@ def divide(model: nn.Module, mesh: DeviceMesh) -> None:
         ValueError: a layer does not support it, or the number of processes does not divide its heads or dimensions.
     """
     rank, size = mesh.get_local_rank(), mesh.size()
-    for module in list(model.modules()):
+    for module in model.modules():
         if isinstance(module, LSTM):
             raise ValueError(f"tensor_parallel_size={size}: an LSTM has no heads to divide; leave it out")
         if isinstance(module, MultiHead):
@@ -53,8 +53,8 @@ def divide(model: nn.Module, mesh: DeviceMesh) -> None:
             raise ValueError(
                 f"tensor_parallel_size={size} does not divide d_ff={module.up.out_features}; change one of them"
             )
-        if isinstance(module, Block):
-            parallelize_module(module, mesh, _plan(module))
+    for block in [module for module in model.modules() if isinstance(module, Block)]:
+        parallelize_module(block, mesh, _plan(block))
 
 
 def _plan(block: Block) -> dict[str, ParallelStyle]:

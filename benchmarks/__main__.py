@@ -34,6 +34,7 @@ from benchmarks import (
     peers,
     recl,
     reproduce,
+    saving,
     scaling,
     sequence_parallel,
     sorting,
@@ -69,6 +70,7 @@ BENCHMARKS = {
     "peers": peers,
     "linear": linear,
     "loader": loader,
+    "saving": saving,
     "reproduce": reproduce,
     "arithmetic": arithmetic,
 }

@@ -41,9 +41,14 @@ class LastCheckpoint(Checkpoint):
         keep_every_n_train_steps: Steps from one that is kept to the next. Default: one an epoch.
         save_top_k: How many of the best checkpoints to keep by the task's metric. 1 keeps `best.ckpt` alone, more keep
             `top_00001000.ckpt` and so on as well, named by their steps, of which `best.ckpt` is a copy of the best.
+        asynchronous: Whether training goes on while a checkpoint is written, from a copy of it in the CPU's memory; two
+            copies if `best.ckpt` is saved at the same step. A run that ends or is stopped waits for the file. A run
+            that is killed resumes from the last checkpoint that was whole. Needs the plugin `AtomicCheckpointIO`,
+            which runs of the command have.
 
     Raises:
-        ValueError: a number is out of its range, or steps are given with `keep=0`.
+        ValueError: a number is out of its range, or steps are given with `keep=0`; or, when a run starts,
+            `asynchronous` is not supported by how the run saves checkpoints.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class LastCheckpoint(Checkpoint):
         keep: int = 0,
         keep_every_n_train_steps: int | None = None,
         save_top_k: int = 1,
+        asynchronous: bool = False,
     ) -> None:
         super().__init__()
         for name, every in (
@@ -69,6 +75,7 @@ class LastCheckpoint(Checkpoint):
         self.every_n_train_steps = every_n_train_steps
         self.keep = keep
         self.save_top_k = save_top_k
+        self.asynchronous = asynchronous
         self.keep_every_n_train_steps = keep_every_n_train_steps
         self._saved_step = self._kept_step = -1
         self._stop_after_step = False
@@ -78,6 +85,28 @@ class LastCheckpoint(Checkpoint):
     def path(self, trainer: pl.Trainer) -> Path:
         """Return the path of `last.ckpt`, in `checkpoints` in the run's folder."""
         return Path(trainer.default_root_dir) / "checkpoints" / LAST
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Have checkpoints written while training goes on, if asked for."""
+        if not self.asynchronous or stage != "fit":
+            return
+        if getattr(trainer.strategy, "saves_parts", False):
+            raise ValueError(
+                "asynchronous=True with save_distributed_checkpoint is not supported: all processes wait for the parts "
+                "of the others; leave one of them out"
+            )
+        if not hasattr(trainer.strategy.checkpoint_io, "asynchronous"):
+            raise ValueError("asynchronous=True needs Trainer(plugins=[lit_effattn.checkpoints.AtomicCheckpointIO()])")
+        trainer.strategy.checkpoint_io.asynchronous = True
+
+    def finish(self, trainer: pl.Trainer) -> None:
+        """Wait until the checkpoints are written."""
+        if self.asynchronous:
+            trainer.strategy.checkpoint_io.finish()  # type: ignore[attr-defined]
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Wait until the checkpoints are written."""
+        self.finish(trainer)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log what was not logged yet when the checkpoint was saved, even if there is nothing left to train."""
@@ -178,10 +207,10 @@ class LastCheckpoint(Checkpoint):
         trainer.save_checkpoint(path)
         self._kept_step = trainer.global_step
         if trainer.is_global_zero:
-            kept = kept_checkpoints(path.parent)
+            kept = kept_checkpoints(path.parent, path)
             end = kept.index(path) + 1
             for superseded in [*kept[: max(end - self.keep, 0)], *kept[end:]]:
-                remove(superseded)
+                trainer.strategy.remove_checkpoint(superseded)
 
 
 def _is_due(step: int, every: int | None, before: int) -> bool:

@@ -76,6 +76,7 @@ class StopOnSignal(pl.Callback):
                 for callback in trainer.checkpoint_callbacks:
                     if isinstance(callback, LastCheckpoint):
                         callback.save(trainer)
+                        callback.finish(trainer)  # a job that is requeued may be killed at once
                 if exception.job is not None and trainer.is_global_zero:
                     slurm.requeue(exception.job)
         finally:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lit_effattn.allowlist import INSTANTIATOR, NotAllowedError
 from lit_effattn.checkpoint_files import DamagedError, explained, put, read, remove, unfinished, write
@@ -22,22 +28,38 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     A crash or a full disk while saving leaves the checkpoint that was there before as it was. A new `last.ckpt` makes
     the one before it `previous.ckpt`.
 
+    With `asynchronous` a thread writes a copy while training goes on. Files are written and deleted in the order of the
+    calls, so an older checkpoint is deleted only after the newer one is whole. A call waits while two checkpoints are
+    unfinished. After an error nothing more is written or deleted, and the next call raises the error.
+
     Args:
         read: Reads a checkpoint. Default: `read_checkpoint`.
+        asynchronous: Whether training goes on while a checkpoint is written. The copy needs as much memory of the CPU
+            as the checkpoint; at most two exist at a time.
     """
 
-    def __init__(self, read: Callable[[Path], dict[str, Any]] | None = None) -> None:
+    def __init__(self, read: Callable[[Path], dict[str, Any]] | None = None, asynchronous: bool = False) -> None:
         super().__init__()
         self.reads_otherwise = read is not None
         self._read = read or read_checkpoint
+        self.asynchronous = asynchronous
+        self._thread: ThreadPoolExecutor | None = None
+        self._unfinished: deque[tuple[Future[None], bool]] = deque()  # of each call, and whether it writes
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write `checkpoint` to `path`.
 
         Raises:
-            OSError: it could not be written, say because the disk is full; names the file and the reason.
+            OSError: it could not be written, say because the disk is full; names the file and the reason. With
+                `asynchronous`, this or an earlier one.
         """
-        path = Path(path)
+        if not self.asynchronous:
+            self._write(checkpoint, Path(path))
+            return
+        self._wait(until=1)
+        self._in_order(self._write, _copy(checkpoint), Path(path), writes=True)
+
+    def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
         part = unfinished(path)
         try:
             with explained(path):
@@ -51,7 +73,49 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Delete a checkpoint, a file or a folder."""
-        remove(Path(path))
+        if self.asynchronous:
+            self._in_order(remove, Path(path))
+        else:
+            remove(Path(path))
+
+    def _in_order(self, function: Callable[..., None], *args: Any, writes: bool = False) -> None:
+        """Have the thread call `function` after what was asked of it before, unless that fails."""
+        before = self._unfinished[-1][0] if self._unfinished else None
+
+        def call() -> None:
+            if before is not None:
+                before.result()
+            function(*args)
+
+        self._thread = self._thread or ThreadPoolExecutor(1, "checkpoints")
+        self._unfinished.append((self._thread.submit(call), writes))
+
+    def _wait(self, until: int) -> None:
+        """Wait until at most `until` checkpoints are unfinished; raise the error of a call that failed."""
+        while self._unfinished:
+            first = self._unfinished[0][0]
+            if not first.done() and until and sum(writes for _, writes in self._unfinished) <= until:
+                return
+            first.result()
+            self._unfinished.popleft()
+
+    def finish(self) -> None:
+        """Wait until all checkpoints are written.
+
+        Raises:
+            OSError: one could not be written.
+        """
+        self._wait(until=0)
+
+    def teardown(self) -> None:
+        """Finish, and end the thread."""
+        try:
+            self.finish()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+            self._thread = None
+            self._unfinished.clear()
 
     def load_checkpoint(self, path: str | Path, map_location: Any = None, weights_only: bool | None = None) -> Any:
         """Read a checkpoint to the CPU: plain containers of tensors only.
@@ -61,7 +125,22 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """
         if weights_only is False:
             raise ValueError(f"weights_only=False would run code from {path}: leave it out")
+        self.finish()
         return self._read(Path(path))
+
+
+def _copy(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Copy a checkpoint to the CPU. Tensors that share memory still do, as tied weights."""
+    copies: dict[int, Tensor] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
+    for t in tree_leaves(checkpoint):
+        if isinstance(t, Tensor):
+            of = t.untyped_storage()
+            if of._cdata not in storages:
+                storages[of._cdata] = of.clone() if of.device.type == "cpu" else of.cpu()
+            copied = torch.empty(0, dtype=t.dtype)
+            copies[id(t)] = copied.set_(storages[of._cdata], t.storage_offset(), t.size(), t.stride())
+    return deepcopy(checkpoint, copies)
 
 
 def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, Any]:

@@ -61,9 +61,10 @@ def kept_name(step: int) -> str:
     return f"step_{step:08d}.ckpt"
 
 
-def kept_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in `folder` that a run has kept, by their steps."""
-    steps = {path: int(match[1]) for path in folder.glob("step_*.ckpt") if (match := _KEPT.fullmatch(path.name))}
+def kept_checkpoints(folder: Path, *unfinished: Path) -> list[Path]:
+    """Return the checkpoints in `folder` that a run has kept, and those that it is about to, by their steps."""
+    found = {*folder.glob("step_*.ckpt"), *unfinished}
+    steps = {path: int(match[1]) for path in found if (match := _KEPT.fullmatch(path.name))}
     return sorted(steps, key=steps.__getitem__)
 
 

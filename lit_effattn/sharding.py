@@ -240,6 +240,11 @@ class ShardedStrategy(ModelParallelStrategy):
         assert isinstance(self.model, FSDPModule)
         self.model._get_fsdp_state()._lazy_init()  # else the first block that is called would take itself for the root
 
+    def teardown(self) -> None:
+        """End the processes' communication, and wait until checkpoints are written."""
+        super().teardown()
+        self.checkpoint_io.teardown()
+
     # ---------------------------------------------------------------------------------------------------- evaluation
 
     def on_validation_start(self) -> None:

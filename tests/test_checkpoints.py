@@ -6,6 +6,8 @@ import re
 import resource
 import signal
 import subprocess
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lit_effattn import checkpoints
 from lit_effattn.allowlist import INSTANTIATOR, NotAllowedError
 from lit_effattn.callbacks import LastCheckpoint
 from lit_effattn.checkpoint_files import DamagedError, remove_parts
@@ -417,3 +420,95 @@ def test_a_model_that_is_nested_too_deeply_is_refused():
     arguments["backbone"] = arguments
     with pytest.raises(NotAllowedError, match=r"a\.ckpt is nested too deeply"):
         saved_model({"hyper_parameters": arguments}, "a.ckpt")
+
+
+# -------------------------------------------------------------------------------- AtomicCheckpointIO(asynchronous=True)
+
+
+class Disk:
+    """Writes when it is allowed to, or fails."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.allowed, self.error, self.written = threading.Semaphore(0), None, []
+        self._write = checkpoints.write
+        monkeypatch.setattr(checkpoints, "write", self.write)
+
+    def write(self, content: dict, path: Path) -> None:
+        assert self.allowed.acquire(timeout=10)
+        self.written.append(threading.current_thread() is not threading.main_thread())
+        if self.error is not None:
+            raise self.error
+        self._write(content, path)
+
+
+@pytest.fixture
+def disk(saved: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+def test_what_is_written_is_of_the_time_of_the_call(saved: Path, disk: Disk):
+    """Training goes on in the same tensors; those that share memory are written once."""
+    checkpoint_io, checkpoint = AtomicCheckpointIO(asynchronous=True), content(2)
+    state = checkpoint["state_dict"]
+    state["tied"], state["row"] = state["weight"], state["weight"].view(10, -1)[3]
+    checkpoint["loops"] = {"steps": [2]}
+    checkpoint_io.save_checkpoint(checkpoint, saved)
+    state["weight"].fill_(7)
+    checkpoint["loops"]["steps"].append(3)
+    assert intact(saved)  # the one before
+    disk.allowed.release()
+    checkpoint_io.finish()
+    found = read_checkpoint(saved)
+    assert found["loops"] == {"steps": [2]}
+    assert all(bool((t == 2).all()) for t in found["state_dict"].values())
+    assert found["state_dict"]["row"].shape == (10_000,)
+    assert saved.stat().st_size < 1.1 * saved.with_name("previous.ckpt").stat().st_size
+    assert disk.written == [True]
+    checkpoint_io.teardown()
+
+
+def test_two_at_most_are_unfinished(saved: Path, disk: Disk):
+    checkpoint_io = AtomicCheckpointIO(asynchronous=True)
+    for step in (2, 3):
+        checkpoint_io.save_checkpoint(content(step), saved)
+    threading.Timer(0.2, disk.allowed.release).start()
+    checkpoint_io.save_checkpoint(content(4), saved)
+    assert disk.written == [True]
+    for _ in range(2):
+        disk.allowed.release()
+    assert checkpoint_io.load_checkpoint(saved)["global_step"] == 4  # waits
+    checkpoint_io.teardown()
+
+
+def test_deletions_wait_for_what_was_asked_before(saved: Path, disk: Disk):
+    checkpoint_io, old = AtomicCheckpointIO(asynchronous=True), saved.with_name("best.ckpt")
+    old.write_bytes(saved.read_bytes())
+    checkpoint_io.save_checkpoint(content(2), saved)
+    checkpoint_io.remove_checkpoint(old)
+    time.sleep(0.05)
+    assert old.exists()
+    disk.allowed.release()
+    checkpoint_io.teardown()
+    assert files(saved.parent) == ["last.ckpt", "previous.ckpt"]
+
+
+def test_an_error_is_raised_by_the_next_call_and_stops_deletions(saved: Path, disk: Disk):
+    disk.error = OSError(errno.ENOSPC, "No space left on device")
+    checkpoint_io, old = AtomicCheckpointIO(asynchronous=True), saved.with_name("best.ckpt")
+    old.write_bytes(saved.read_bytes())
+    checkpoint_io.save_checkpoint(content(2), saved.with_name("new.ckpt"))
+    checkpoint_io.remove_checkpoint(old)
+    disk.allowed.release()
+    for call in (
+        checkpoint_io.finish,
+        lambda: checkpoint_io.save_checkpoint(content(3), saved),
+        checkpoint_io.teardown,
+    ):
+        with pytest.raises(OSError, match=r"new.ckpt could not be written: No space left on device"):
+            call()
+    assert files(saved.parent) == ["best.ckpt", "last.ckpt"]
+    checkpoint_io.save_checkpoint(content(3), saved)  # of the next run
+    disk.error = None
+    disk.allowed.release()
+    checkpoint_io.teardown()
+    assert read_checkpoint(saved)["global_step"] == 3

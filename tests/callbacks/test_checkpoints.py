@@ -1,10 +1,12 @@
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.utils.data import DataLoader
 
 from lit_effattn.callbacks import LastCheckpoint, StopOnSignal, Stopped
@@ -124,6 +126,7 @@ class Weights(pl.Callback):
         ({"keep": 9, "keep_every_n_train_steps": 2}, {"max_steps": 7}, [2, 4, 6]),
         ({"keep": 3, "keep_every_n_train_steps": 4}, {}, [4, 8, 12]),  # an epoch's last step
         ({"keep": 9, "keep_every_n_train_steps": 1}, {"accumulate_grad_batches": 2}, [1, 2, 3, 4, 5, 6]),
+        ({"keep": 2, "asynchronous": True}, {}, [8, 12]),
     ],
 )
 def test_the_last_ones_are_kept(options: dict, limits: dict, steps: list[int], validation: Any, tmp_path: Path):
@@ -279,3 +282,51 @@ def test_files_of_other_names_stay(tmp_path: Path):
 def test_what_keeps_nothing_is_refused(options: dict[str, int], words: str):
     with pytest.raises(ValueError, match=words):
         LastCheckpoint(**options)
+
+
+# ---------------------------------------------------------------------------------------- LastCheckpoint(asynchronous)
+
+
+class Slow(AtomicCheckpointIO):
+    """Takes its time."""
+
+    def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
+        time.sleep(0.2)
+        super()._write(checkpoint, path)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path):
+    """It ends when the last is whole."""
+    watch = Watch()
+    run = trainer(tmp_path, [watch, LastCheckpoint(every_n_train_steps=2, asynchronous=True)], max_steps=4)
+    run.strategy.checkpoint_io = Slow()
+    run.fit(Tiny(), loader(4))
+    assert watch.steps == [None] * 4
+    assert read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["global_step"] == 4
+
+
+def test_a_stop_waits_for_the_checkpoint_before_a_job_is_requeued(tmp_path: Path):
+    class Signal(pl.Callback):
+        def on_train_batch_start(self, *_):
+            signal.raise_signal(signal.SIGTERM)
+
+        def on_exception(self, *_):  # after that of StopOnSignal
+            self.step = read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["global_step"]
+
+    stop = Signal()
+    run = trainer(tmp_path, [StopOnSignal(), stop, LastCheckpoint(asynchronous=True)], max_steps=4)
+    run.strategy.checkpoint_io = Slow()
+    with pytest.raises(Stopped):
+        run.fit(Tiny(), loader(4))
+    assert stop.step == 1
+
+
+def test_runs_that_cannot_save_so_are_refused(tmp_path: Path):
+    run = trainer(tmp_path, [LastCheckpoint(asynchronous=True)], max_steps=4)
+    run.strategy.saves_parts = True
+    with pytest.raises(ValueError, match=r"asynchronous=True with save_distributed_checkpoint is not supported"):
+        run.fit(Tiny(), loader(4))
+    run = trainer(tmp_path, [LastCheckpoint(asynchronous=True)], max_steps=4)
+    run.strategy.checkpoint_io = TorchCheckpointIO()
+    with pytest.raises(ValueError, match=r"asynchronous=True needs Trainer\(plugins=\[.*AtomicCheckpointIO"):
+        run.fit(Tiny(), loader(4))

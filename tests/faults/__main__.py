@@ -351,6 +351,7 @@ def parse(args: list[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a few stops and kills of one process, under a minute")
     parser.add_argument("--seed", type=int, default=0, help="seed of the kills (default: 0)")
     parser.add_argument("--only", choices=DIMENSIONS["task"], help="one task")
+    parser.add_argument("--asynchronous", action="store_true", help="all runs train while a checkpoint is written")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep all runs in this new folder")
     return parser.parse_args(args)
 
@@ -384,7 +385,7 @@ def main(args: list[str]) -> int:
     write_data()
     harness = Harness()
     for settings, interruptions in trials(options, outcomes):
-        outcome = harness.trial(settings, interruptions)
+        outcome = harness.trial(replace(settings, asynchronous=options.asynchronous), interruptions)
         outcomes.append(outcome)
         for line in outcome.lines():
             print(line, flush=True)

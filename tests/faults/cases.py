@@ -44,6 +44,7 @@ class Settings:
         validation: "each epoch"; "within epochs", every four batches; or "across epochs", three batches after an epoch.
         schedule: "warm-up" or "plateau" (`ReduceLROnPlateau`).
         every_n_train_steps: As in `LastCheckpoint`.
+        asynchronous: As in `LastCheckpoint`.
     """
 
     task: str = "pixels"
@@ -53,11 +54,13 @@ class Settings:
     validation: str = "each epoch"
     schedule: str = "warm-up"
     every_n_train_steps: int | None = None
+    asynchronous: bool = False
 
     def __str__(self) -> str:
         parts = [self.task, f"{self.processes} process{'es' * (self.processes > 1)}", self.limits]
         parts += [f"accumulate {self.accumulate}", f"validation {self.validation}", self.schedule]
-        return ", ".join([*parts, *([f"saved every {self.every_n_train_steps}"] if self.every_n_train_steps else [])])
+        parts += [f"saved every {self.every_n_train_steps}"] if self.every_n_train_steps else []
+        return ", ".join([*parts, *(["asynchronous"] if self.asynchronous else [])])
 
     @property
     def batches(self) -> int:
@@ -101,7 +104,7 @@ class Settings:
             "model": {**model, "init_args": init_args},
             "data": data,
             "trainer": trainer,
-            "checkpoint": {"every_n_train_steps": self.every_n_train_steps},
+            "checkpoint": {"every_n_train_steps": self.every_n_train_steps, "asynchronous": self.asynchronous},
         }
 
 

@@ -16,7 +16,7 @@ from lit_effattn.checkpoints import AtomicCheckpointIO
 
 NOTES = [
     "A checkpoint holds the weights and RAdam's states. It is saved before the first of so many steps. *Save*: seconds "
-    "of this call. *All*: seconds of the call, the steps and, if the writing lasts longer, the wait for it, without the "
+    "of this call. *All*: seconds of the call, the steps and, if the writing lasts longer, the wait for it, less the "
     "time of as many steps without a save.",
     "Files are flushed to the disk. Ways take turns, round by round; figures are median (min–max).",
 ]

@@ -26,6 +26,7 @@ WINDOW = 64
 KINDS: dict[str, Callable[..., Any]] = {
     "linear": LinearAttention,
     "Performer": PerformerAttention,
+    "softmax": SoftmaxAttention,
     f"softmax, window {WINDOW}": partial(SoftmaxAttention, window=WINDOW),
     f"windowed linear, {WINDOW}": partial(WindowedLinearAttention, window=WINDOW),
 }

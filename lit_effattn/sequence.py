@@ -112,8 +112,8 @@ class SequenceModule(HasInitArgs, nn.Module, ABC):
         """The message for a user who calls a module without `takes_parts` inside `sequence_parallel`."""
         return (
             f"{type(self).__name__} does not support sequence_parallel, in which a process has a part of each "
-            "sequence; causal LinearAttention, PerformerAttention and WindowedLinearAttention do, SoftmaxAttention "
-            "and ShawAttention with a window, and TransformerXLAttention with same_length"
+            "sequence; causal LinearAttention, PerformerAttention, WindowedLinearAttention, SoftmaxAttention and "
+            "ShawAttention do, and TransformerXLAttention with same_length"
         )
 
     def check(self, x: Tensor, state: State | None, lengths: Tensor | None) -> None:

@@ -40,6 +40,10 @@ class Parts:
         everyone = self._gather(seen)  # (P, B)
         return everyone[: self.rank].sum(0), everyone.sum(0)
 
+    def longest(self, seen: Tensor) -> int:
+        """Return the number of positions of the longest row of any part. It waits for the device."""
+        return int(self._gather(seen.max()[None]).max())
+
     def mean(self, figure: Tensor) -> Tensor:
         """Return the mean over the processes of a number without a gradient."""
         return self._gather(figure.detach().reshape(1)).mean()
@@ -49,8 +53,9 @@ class Parts:
 
             S_p = before ⊕ part_1 ⊕ … ⊕ part_{p−1}
 
-        All processes get one message of the size of a state, whatever the length of the parts. Gradients flow to the
-        parts of other processes, so all processes have to call `backward`, on an output of the module.
+        All processes get one message of the size of a state, whatever the length of the parts if the state's size does
+        not depend on it. Gradients flow to the parts of other processes, so all processes have to call `backward`, on
+        an output of the module.
 
         Args:
             combine: ⊕, associative: see `Attention.combine_states`.
@@ -126,7 +131,7 @@ def _with_graph_of(state: State, other: State) -> State:
 
     def join(t: Tensor) -> Tensor:
         there = next(theirs)
-        return torch.where(torch.ones_like(t, dtype=torch.bool), t, there) if there.requires_grad else t
+        return torch.where(torch.ones_like(t, dtype=torch.bool), t, there.sum()) if there.requires_grad else t
 
     return map_tensors(join, state)
 

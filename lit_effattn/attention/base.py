@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_effattn.attention.heads import MultiHead
@@ -145,10 +146,15 @@ class Attention(MultiHead, SequenceModule):
             raise NotImplementedError(f"{type(self).__name__}: sequence_parallel needs causal=True")
         if state is None:
             state = self.initial_state(b, device=q.device, dtype=q.dtype)
+        seen = torch.full((b,), n, device=q.device) if lengths is None else lengths
         if self.rotary is not None:
-            seen = torch.full((b,), n, device=q.device) if lengths is None else lengths
             q, k = self._turned(q, k, state.length + others.count(seen)[0])
-        here, after = others.join(self.combine_states, self.summarise(k, v, lengths), state)
+        if self.bounded_by is None:
+            mine = self.summarise(k, v, lengths)
+        else:  # all keys: each message is as long as the longest
+            room = (0, 0, 0, others.longest(seen) - n)
+            mine = self.summarise(F.pad(k, room), F.pad(v, room), seen)
+        here, after = others.join(self.combine_states, mine, state)
         return self.attend(q, k, v, here, lengths)[0], after
 
     def summarise(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> State:

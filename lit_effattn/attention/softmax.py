@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from lit_effattn.attention.base import Attention, softmax_over
 from lit_effattn.attention.cache import append, check_room, latest, newest, newest_of_both, write
@@ -47,6 +49,9 @@ class RingCache(NamedTuple):
     length: Tensor  # (B,), positions seen in all
 
 
+_MASKED = 2**22
+"""Scores, N · M, that are masked at once: the mask of more would need more memory than the fused kernel saves."""
+
 SoftmaxState = KeyValueCache | FixedCache | WindowCache | RingCache
 
 
@@ -79,6 +84,7 @@ class SoftmaxAttention(Attention):
     """
 
     takes_groups = True
+    takes_parts = True
     divides_heads = True
 
     def __init__(
@@ -117,7 +123,6 @@ class SoftmaxAttention(Attention):
             raise ValueError(f"dropout={dropout} is not a probability from 0 to below 1")
         self.window = window
         self.dropout = dropout
-        self.takes_parts = window is not None
 
     @property
     def bounded_by(self) -> str | None:
@@ -165,13 +170,22 @@ class SoftmaxAttention(Attention):
         assert isinstance(state, KeyValueCache | FixedCache)
         cache = _append(state, k, v)
         position = state.length[:, None] + torch.arange(n, device=q.device)  # (B, N)
-        keys, values = cache.keys, cache.values
-        if reads_values(state.length):
-            used = int(state.length.max()) + n  # skips slots that no row has reached
+        rows = max(_MASKED // cache.keys.size(2), 1)
+        if n <= rows:
+            y = self._see_earlier(q, cache.keys, cache.values, position)
+        else:  # the mask is made again in the backward pass
+            see = partial(checkpoint, self._see_earlier, use_reentrant=False) if q.requires_grad else self._see_earlier
+            parts = zip(q.split(rows, 2), position.split(rows, 1), strict=True)
+            y = torch.cat([see(part, cache.keys, cache.values, at) for part, at in parts], 2)
+        return y, cache._replace(length=state.length + seen)
+
+    def _see_earlier(self, q: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
+        """Attend from queries at `position` (B, N) to the keys in slots up to their own."""
+        if reads_values(position):
+            used = int(position.max()) + 1  # skips slots that no row has reached
             keys, values = keys[:, :, :used], values[:, :, :used]
         mask = torch.arange(keys.size(2), device=q.device) <= position[..., None]  # (B, N, M)
-        y = self._see(q, keys.to(q.dtype), values.to(q.dtype), mask[:, None], position)
-        return y, cache._replace(length=state.length + seen)
+        return self._see(q, keys.to(q.dtype), values.to(q.dtype), mask[:, None], position)
 
     def _attend_window(
         self, q: Tensor, k: Tensor, v: Tensor, state: WindowCache | None, seen: Tensor, window: int
@@ -187,15 +201,21 @@ class SoftmaxAttention(Attention):
         keys, values = (newest(t, seen + m, window - 1, dim=2) for t in (k, v))
         return y, WindowCache(keys, values, before + seen)
 
-    def summarise(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> WindowCache:
-        """Return the newest keys and values: see `Attention.summarise`. Needs a window."""
-        assert self.window is not None
+    def summarise(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> KeyValueCache | WindowCache:
+        """Return the keys and values, or with a window the newest: see `Attention.summarise`."""
         seen = torch.full(k.shape[:1], k.size(2), device=k.device) if lengths is None else lengths
+        if self.window is None:
+            return KeyValueCache(k, v, seen)
         keys, values = (newest(t, seen, self.window - 1, dim=2) for t in (k, v))
         return WindowCache(keys, values, seen)
 
-    def combine_states(self, before: WindowCache, after: WindowCache) -> WindowCache:
-        """Keep the newest of both: see `Attention.combine_states`."""
+    def combine_states(
+        self, before: KeyValueCache | WindowCache, after: KeyValueCache | WindowCache
+    ) -> KeyValueCache | WindowCache:
+        """Keep both, or with a window the newest: see `Attention.combine_states`."""
+        if isinstance(before, KeyValueCache):
+            keys, values = append((before.keys, before.values), after[:2], before.length, grows=True)
+            return KeyValueCache(keys, values, before.length + after.length)
         return WindowCache(
             newest_of_both(before.keys, after.keys, after.length, dim=2),
             newest_of_both(before.values, after.values, after.length, dim=2),

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import keystr, tree_flatten_with_path
@@ -118,6 +118,8 @@ OF_A_KIND = {case.make.func.__name__: case.make for case in reversed(ATTENTIONS)
 EVERY: dict[str, Callable[[], Task]] = {
     f"{task}, {kind}": partial(TASKS[task], make) for task in TASKS for kind, make in OF_A_KIND.items()
 }
+OF_DIVIDED_HEADS = {name: make for name, make in EVERY.items() if make.args[0](E, H).divides_heads}
+OF_DDP = dict(EVERY)
 EVERY |= {"compiled": compiled, "attention transfer": transfer}
 CASES = {"quick": QUICK, "every": EVERY}
 
@@ -174,22 +176,42 @@ def batch(task: Task, step: int, rank: int) -> Any:
     return PairBatch(tokens[:, 1:], lengths, tokens[:, :-1], tokens[:, 1:], lengths, ["x", "y"], [["x"], ["y"]])
 
 
+class Step(nn.Module):
+    """What DistributedDataParallel wraps, as Lightning has it do."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self.task = task
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.task.training_step(batch)
+
+
 def train(
-    make: Callable[[], Task], rank: int | None, dtype: torch.dtype = torch.float64, streams: int = P, heads: int = 1
+    make: Callable[[], Task],
+    rank: int | None,
+    dtype: torch.dtype = torch.float64,
+    streams: int = P,
+    heads: int = 1,
+    ddp: bool = False,
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Take steps with a carried memory, clipping and redrawing; of one process, with all batches, if rank is None.
 
-    Otherwise `streams` groups have batches of their own, and the `heads` processes of a group divide the heads.
+    Otherwise `streams` groups have batches of their own, and the `heads` processes of a group divide the heads; `ddp`:
+    nothing is divided.
 
     Returns:
         The loss of each step and process, and the parameters and buffers.
     """
     torch.manual_seed(0 if rank is None else rank)  # the first process's parameters count
     task = make().to(dtype)
-    if rank is not None:
+    if rank is not None and not ddp:
         meshes = init_device_mesh("cpu", (streams, heads), mesh_dim_names=("batches", "heads"))
         for _ in range(2):  # the second call does nothing
             shard(task, meshes["batches"], meshes["heads"] if heads > 1 else None)
+    step_of = (
+        nn.parallel.DistributedDataParallel(Step(task), find_unused_parameters=True) if ddp else task.training_step
+    )
     optimizer = torch.optim.Adam(task.parameters(), lr=0.01)
     memories, losses = dict.fromkeys(range(streams)), []
     for step in range(STEPS):
@@ -197,7 +219,7 @@ def train(
             if isinstance(task, LanguageModel) and task.backbone.bounded_by is None:
                 given = memories[r] or task.backbone.initial_state(2)
                 task.memory = task.backbone.reset(given, batch(task, step, r).fresh)
-            loss = task.training_step(batch(task, step, r))
+            loss = step_of(batch(task, step, r))
             memories[r] = task.memory
             (loss / streams if rank is None else loss).backward()
             losses.append(loss.detach())
@@ -207,7 +229,7 @@ def train(
         for module in task.modules():
             if isinstance(module, RandomFeatures):
                 module.redraw(torch.Generator().manual_seed(step))
-    if rank is None:
+    if rank is None or ddp:
         return losses, task.state_dict()
     gather(task)
     with torch.no_grad():  # without the processes of other batches
@@ -246,11 +268,12 @@ PARTS = partial(ShardedStrategy, save_distributed_checkpoint=True)
 HEADS = partial(ShardedStrategy, tensor_parallel_size=P)
 
 
-def run(folder: Path, steps: int, strategy: Any, ckpt_path: Path | None = None) -> Path:
+def run(folder: Path, steps: int, strategy: Any, ckpt_path: Path | None = None, kind: Any = PERFORMER) -> Path:
     """Train to a step; return the last checkpoint."""
     torch.manual_seed(0)
-    task = PixelModel(stack(PERFORMER, gradient_checkpointing=True), (2, 3, 2), n_levels=V)
-    callbacks = [FeatureRedraw(1), ClipEachParameter(0.1), CheckFinite(), RandomStates(), LastCheckpoint(keep=4)]
+    task = PixelModel(stack(kind, gradient_checkpointing=True), (2, 3, 2), n_levels=V)
+    redraw = [FeatureRedraw(1)] if hasattr(kind(E, H), "redraw") else []
+    callbacks = [*redraw, ClipEachParameter(0.1), CheckFinite(), RandomStates(), LastCheckpoint(keep=4)]
     trainer = pl.Trainer(
         default_root_dir=folder,
         accelerator="cpu",
@@ -287,6 +310,18 @@ class FullOn(pl.Callback):
     def fail(self, content: dict[str, Any], path: Path) -> None:
         path.write_bytes(b"begun")
         raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def resumed() -> list[tuple[str, Any, Any]]:
+    """The name, the strategy and the kind of attention of runs that are resumed."""
+    runs = []
+    for name, strategy in {"DDP": DDPStrategy, "sharded": ShardedStrategy, "parts": PARTS, "heads": HEADS}.items():
+        runs += [
+            (f"{name}, {kind}", strategy, make)
+            for kind, make in OF_A_KIND.items()
+            if name != "heads" or make(E, H).divides_heads
+        ]
+    return runs
 
 
 def carry(
@@ -334,7 +369,7 @@ def work(rank: int, folder: Path, cases: str, size: int) -> None:
     os.environ.update({name: str(n) for name, n in both.items()}, MASTER_ADDR="127.0.0.1", TORCHELASTIC_RUN_ID="test")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store_{cases}", rank=rank, world_size=size)
     found: dict[str, Any] = {name: train(make, rank) for name, make in CASES.get(cases, {}).items()}
-    streams, divided = size // P, DIVIDED_HEADS if cases == "quick" else MORE_DIVIDED_HEADS
+    streams, divided = size // P, DIVIDED_HEADS if cases == "quick" else MORE_DIVIDED_HEADS | OF_DIVIDED_HEADS
     found |= {f"heads of {name}": train(make, rank, streams=streams, heads=P) for name, make in divided.items()}
     if cases == "quick":
         run(folder / "whole", 4, SHARDED)
@@ -353,6 +388,11 @@ def work(rank: int, folder: Path, cases: str, size: int) -> None:
         carry(folder / "memory from heads", HEADS(), kind=LinearAttention, ckpt_path=first)
         for before in ("whole", "one"):
             run(folder / f"from {before}", 4, SHARDED, folder / before / "checkpoints" / "step_00000002.ckpt")
+    if cases == "every":
+        found |= {f"DDP, {name}": train(make, rank, ddp=True) for name, make in OF_DDP.items()}
+        for name, strategy, kind in resumed():
+            whole = run(folder / name / "whole", 4, strategy(), kind=kind)
+            run(folder / name / "resumed", 4, strategy(), whole.with_name("step_00000002.ckpt"), kind)
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -398,14 +438,19 @@ def test_every_kind_and_task(folder: Path):
     found = spawned(folder, "every")
     for name, make in EVERY.items():
         assert_like_one(make, [of_rank[name] for of_rank in found])
-    for name, make in MORE_DIVIDED_HEADS.items():
+    for name, make in (MORE_DIVIDED_HEADS | OF_DIVIDED_HEADS).items():
         assert_like_one(make, [of_rank[f"heads of {name}"] for of_rank in found], streams=1)
+    for name, make in OF_DDP.items():
+        assert_like_one(make, [of_rank[f"DDP, {name}"] for of_rank in found])
+    for name, *_ in resumed():
+        whole, again = (folder / name / part / "checkpoints" / "last.ckpt" for part in ("whole", "resumed"))
+        assert_same_end(whole, again)
 
 
 @pytest.mark.exhaustive
 def test_four_processes_divide_heads_and_batches(folder: Path):
     found = spawned(folder, "2 x 2", 2 * P)
-    for name, make in MORE_DIVIDED_HEADS.items():
+    for name, make in (MORE_DIVIDED_HEADS | OF_DIVIDED_HEADS).items():
         assert_like_one(make, [of_rank[f"heads of {name}"] for of_rank in found])
 
 

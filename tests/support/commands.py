@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lit_effattn.checkpoints import read_checkpoint
 from lit_effattn.cli import main
 
 REPOSITORY = Path(__file__).parent.parent.parent
@@ -57,7 +58,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 def assert_same_end(a: Path, b: Path) -> None:
     """Compare all that training has made, bit for bit."""
-    a, b = (torch.load(path, weights_only=True) for path in (a, b))
+    a, b = (read_checkpoint(path) if path.is_dir() else torch.load(path, weights_only=True) for path in (a, b))
     assert a["global_step"] == b["global_step"]
     assert same(a["state_dict"], b["state_dict"])
     assert a["lr_schedulers"] == b["lr_schedulers"]

@@ -13,7 +13,7 @@ import torch
 import torch.multiprocessing as mp
 
 from lit_effattn import Transformer
-from lit_effattn.attention import LinearAttention, SoftmaxAttention
+from lit_effattn.attention import LinearAttention, SoftmaxAttention, SparseAttention
 from lit_effattn.callbacks import MemoryCarry, RandomStates
 from lit_effattn.datamodules import TextStream, TokenBatch
 from lit_effattn.strategies import SequenceParallel
@@ -152,7 +152,10 @@ def test_models_and_numbers_that_do_not_fit_are_refused():
     pixels = PixelModel(Transformer(8, 2, 1, attention=LinearAttention), (2, 2, 1))
     for lm, message in (
         (pixels, "PixelModel does not support it; LanguageModel does"),
-        (model(SoftmaxAttention), "SoftmaxAttention does not support sequence_parallel"),
+        (
+            model(partial(SparseAttention, pattern="fixed", stride=2)),
+            "SparseAttention does not support",
+        ),
     ):
         strategy = SequenceParallel(2)
         strategy.connect(lm)

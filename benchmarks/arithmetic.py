@@ -67,7 +67,7 @@ class Sizes(NamedTuple):
     state: float
     """Of a row after the model's length."""
     messages: float
-    """That a process gives to each other one in a forward pass of sequence parallelism; 0: it has none."""
+    """That a process gives to each other one in a forward pass of sequence parallelism; 0: its share of `state`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -171,7 +171,7 @@ def _sizes_row(model: Model, kind: str, found: Sizes) -> Row:
         "kept a row, GB": found.activations * model.length / GB,
         "copies in bfloat16, GB": found.fixed / GB,
         "state of a row, MB": found.state / 1e6,
-        "sequence parallel: sent a row, MB": found.messages / 1e6 or "none",
+        "sequence parallel: sent a row, MB": found.messages / 1e6 or "state ÷ P",
     }
 
 

@@ -3,6 +3,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -47,21 +48,29 @@ def test_the_bare_loop_learns_what_fit_learns(monkeypatch: pytest.MonkeyPatch, t
     assert Clock.beside is None
 
 
-def test_neither_pays_for_the_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Sleeps are lower bounds, and long ones far above what the other takes without them."""
+@pytest.fixture
+def pause(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Let the seconds that are measured go by at once."""
+    passed, real = [], time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: real() + sum(passed))
+    return passed.append
+
+
+def test_neither_pays_for_the_other(pause: Callable[[float], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Pauses are lower bounds, and long ones far above what the other takes without them."""
     run = partial(fit, str(CONFIGS / "digits_linear.yaml"), DIGITS.split(), 2, CPU, str(tmp_path))
     bare = Bare(run())
     objective = bare.model.objective
-    monkeypatch.setattr(bare.model, "objective", lambda *args: (time.sleep(2), objective(*args))[1], raising=False)
-    clock = run(beside=bare)
-    assert bare.probe().step >= 2
-    assert clock.probe().step < 1
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(bare.model, "objective", lambda *args: (pause(200), objective(*args))[1], raising=False)
+        clock = run(beside=bare)
+    assert bare.probe().step >= 200
+    assert clock.probe().step < 100
     bare = Bare(clock)
-    monkeypatch.setattr(PixelModel, "log", lambda *args, **options: time.sleep(2))
+    monkeypatch.setattr(PixelModel, "log", lambda *args, **options: pause(200))
     clock = run(beside=bare)
-    assert bare.probe().step < 1
-    assert clock.probe().step >= 2
+    assert bare.probe().step < 100
+    assert clock.probe().step >= 200
 
 
 def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -86,22 +95,24 @@ def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "Epoch" not in capsys.readouterr().out  # the progress bar's
 
 
-def test_around_is_what_a_bare_loop_does_not_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Sleeps are lower bounds: no machine is too slow, or too busy, for this."""
+def test_around_is_what_a_bare_loop_does_not_do(
+    pause: Callable[[float], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Pauses are lower bounds: no machine is too slow, or too busy, for this."""
 
     def slower(owner: object, name: str, seconds: float) -> None:
         was = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args, **options: (time.sleep(seconds), was(*args, **options))[1])
+        monkeypatch.setattr(owner, name, lambda *args, **options: (pause(seconds), was(*args, **options))[1])
 
-    slower(PixelModel, "objective", 0.04)
-    slower(torch.Tensor, "backward", 0.02)
-    slower(torch.nn.utils, "clip_grad_norm_", 0.01)
-    slower(PixelModel, "log", 0.03)  # around the model
+    slower(PixelModel, "objective", 40)
+    slower(torch.Tensor, "backward", 20)
+    slower(torch.nn.utils, "clip_grad_norm_", 10)
+    slower(PixelModel, "log", 30)  # around the model
     clock = fit(str(CONFIGS / "digits_linear.yaml"), DIGITS.split(), 2, CPU, str(tmp_path))
     probe = clock.probe()
     assert probe.around is not None
-    assert probe.around >= 0.03
-    assert probe.step - probe.around >= 0.04 + 0.02 + 0.01
+    assert probe.around >= 30
+    assert probe.step - probe.around >= 40 + 20 + 10
     assert clock.model._objective is PixelModel.objective
     before = [*clock.inside]
     bare = Bare(clock)

@@ -105,8 +105,9 @@ def test_type_checkers_find_our_types(install: str, built: Path, tmp_path: Path)
         (wheel,) = built.glob("*.whl")
         zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
         python = environment_with(tmp_path / "environment", str(tmp_path / "installed"), sysconfig.get_path("purelib"))
+    options = ["--strict", "--python-executable", python, "--cache-dir", str(built / "cache")]
     checked = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--python-executable", python, "--cache-dir=cache", "script.py"],
+        [sys.executable, "-m", "mypy", *options, "script.py"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -34,6 +34,7 @@ def test_reach_is_how_far_gradients_go(attention, segment_len, reach):
     assert short_term_reach(backbone, 40, segment_len) == reach
 
 
+@pytest.mark.exhaustive
 @pytest.mark.processes
 def test_table_of_variants_and_seeds(tmp_path, capsys):
     attention = {"class_path": "InfiniteAttention", "init_args": SIGNAL.keywords}

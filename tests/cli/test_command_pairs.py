@@ -13,7 +13,7 @@ import yaml
 from lit_effattn.cli import main
 from lit_effattn.cli.command import CLI
 from lit_effattn.tasks import SequenceToSequence
-from tests.support.commands import REPOSITORY, TWO, assert_same_end, command, fails, last
+from tests.support.commands import REPOSITORY, TWO, assert_same_end, ends, fails, last
 
 STACK: dict[str, Any] = {
     "d_model": 16,
@@ -173,11 +173,9 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.processes
-def test_two_processes_score_as_one(capsys: pytest.CaptureFixture[str]):
+def test_two_processes_score_as_one():
     fit("--trainer.max_epochs", "1")
-    capsys.readouterr()
-    main(["test", "--ckpt_path", "last"])
-    alone = sorted(line for line in capsys.readouterr().out.splitlines() if line.startswith("test "))
-    done = command("test", "--ckpt_path", "last", *TWO)
-    assert done.returncode == 0, done.stderr
-    assert sorted(line for line in done.stdout.splitlines() if line.startswith("test ")) == alone
+    one, two = (ends("test", "--ckpt_path", "last", *processes).splitlines() for processes in ([], TWO))
+    assert sorted(line for line in two if line.startswith("test ")) == sorted(
+        line for line in one if line.startswith("test ")
+    )

@@ -17,7 +17,7 @@ from lit_effattn.cli import main
 from lit_effattn.datamodules import TextStream
 from lit_effattn.datamodules.tokens import IGNORE
 from lit_effattn.tasks import LanguageModel
-from tests.support.commands import TWO, assert_same_end, command, fails, last, same, weights
+from tests.support.commands import TWO, assert_same_end, command, ends, fails, last, same, weights
 
 TINY: dict[str, Any] = {
     "seed_everything": 3,
@@ -349,17 +349,10 @@ def interrupted(root: str, step: int, number: int, *args: str) -> Any:
     return command("fit", "--config", "tiny.yaml", "--trainer.default_root_dir", root, *LONG, *flags, *args)
 
 
-def resume(root: str, *args: str) -> Any:
-    resumed = command("fit", "--ckpt_path", "last", "--trainer.default_root_dir", root, *CARRY, *args)
-    assert resumed.returncode == 0, resumed.stderr
-    return resumed
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("processes", [[], TWO], ids=["one", "two"])
 def test_a_killed_run_goes_on_with_the_memory_it_had(processes: list[str]):
-    whole = command("fit", "--config", "tiny.yaml", "--trainer.default_root_dir", "whole", *LONG, *processes)
-    assert whole.returncode == 0, whole.stderr
+    ends("fit", "--config", "tiny.yaml", "--trainer.default_root_dir", "whole", *LONG, *processes)
     saving = ["--checkpoint.every_n_train_steps", "2"]
     killed = interrupted("killed", 5, signal.SIGKILL, *saving, *processes)
     assert killed.returncode != 0
@@ -367,7 +360,7 @@ def test_a_killed_run_goes_on_with_the_memory_it_had(processes: list[str]):
     assert checkpoint["global_step"] == 4  # in mid-epoch
     memories = [m for m in checkpoint["memory_carry"] if m is not None]
     assert len(memories) == (2 if processes else 1)
-    resume("killed")
+    ends("fit", "--ckpt_path", "last", "--trainer.default_root_dir", "killed", *CARRY, two=bool(processes))
     assert_same_end(last("whole"), last("killed"))
     if processes:
         return
@@ -375,27 +368,24 @@ def test_a_killed_run_goes_on_with_the_memory_it_had(processes: list[str]):
     checkpoint["memory_carry"] = [None]
     Path("forgetful").mkdir()
     torch.save(checkpoint, "forgetful/a.ckpt")
-    resumed = command("fit", "--ckpt_path", "forgetful/a.ckpt", "--trainer.default_root_dir", "forgetful", *CARRY)
-    assert resumed.returncode == 0, resumed.stderr
+    ends("fit", "--ckpt_path", "forgetful/a.ckpt", "--trainer.default_root_dir", "forgetful", *CARRY)
     assert not same(weights(last("forgetful")), weights(last("whole")))
 
 
 @pytest.mark.processes
-def test_two_processes_train_and_score_as_one_with_as_many_streams(capsys: pytest.CaptureFixture[str]):
+def test_two_processes_train_and_score_as_one_with_as_many_streams():
     """Streams without padding, so that both weigh alike in the mean of their gradients, and no dropout."""
     how = ["--data.documents", "joined", "--model.backbone.dropout", "0", "--model.optimizer", "torch.optim.SGD"]
     how += ["--model.optimizer.lr", "1.0", "--trainer.default_root_dir"]
-    whole = command("fit", "--config", "tiny.yaml", *how, "two", *TWO)
-    assert whole.returncode == 0, whole.stderr
-    main(["fit", "--config", "tiny.yaml", *how, "one", "--data.batch_size", "8"])
+    ends("fit", "--config", "tiny.yaml", *how, "two", *TWO)
+    ends("fit", "--config", "tiny.yaml", *how, "one", "--data.batch_size", "8")
     one, two = weights(last("one")), weights(last("two"))
     for name, expected in one.items():
         torch.testing.assert_close(two[name], expected, rtol=1e-4, atol=1e-5, msg=name)
-    tested = command("test", "--ckpt_path", "best", "--trainer.default_root_dir", "two")
-    capsys.readouterr()
+    tested = ends("test", "--ckpt_path", "best", "--trainer.default_root_dir", "two", two=True)
     alone = ["--trainer.devices", "1", "--trainer.strategy", "auto", "--data.eval_batch_size", "8"]
-    main(["test", "--ckpt_path", "best", "--trainer.default_root_dir", "two", *alone])
-    figures = [re.findall(r"test \S+: \S+", said) for said in (tested.stdout, capsys.readouterr().out)]
+    other = ends("test", "--ckpt_path", "best", "--trainer.default_root_dir", "two", *alone)
+    figures = [re.findall(r"test \S+: \S+", said) for said in (tested, other)]
     assert len(figures[0]) == 2
     assert figures[0] == figures[1]
 
@@ -407,7 +397,8 @@ def test_sigterm_saves_and_leaves_and_another_number_of_processes_starts_afresh(
     checkpoint = torch.load(last("stopped"), weights_only=True)
     assert checkpoint["global_step"] == 5
     assert checkpoint["memory_carry"][0] is not None
-    resumed = resume("stopped", *TWO)
+    resumed = command("fit", "--ckpt_path", "last", "--trainer.default_root_dir", "stopped", *CARRY, *TWO)
+    assert resumed.returncode == 0, resumed.stderr
     assert "memories start empty" in resumed.stderr
     assert "2 processes instead of 1" in resumed.stderr
 

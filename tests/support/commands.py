@@ -1,8 +1,10 @@
 """Running the `lit-effattn` command in tests: in this process, or in others."""
 
+import io
 import os
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,17 @@ def command(*args: str) -> subprocess.CompletedProcess[str]:
         env=environment,
         check=False,
     )
+
+
+def ends(*args: str, two: bool = False) -> str:
+    """Run a command to its end, in this process if it needs no other; return what it says."""
+    if not two and "ddp" not in args:
+        with redirect_stdout(io.StringIO()) as said:
+            main(list(args))
+        return said.getvalue()
+    done = command(*args)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def last(root: str) -> Path:

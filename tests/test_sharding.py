@@ -296,6 +296,24 @@ def run(folder: Path, steps: int, strategy: Any, ckpt_path: Path | None = None, 
     return folder / "checkpoints" / "last.ckpt"
 
 
+def scored(strategy: Any) -> dict[str, float]:
+    """Validate on two batches; return the figures."""
+    torch.manual_seed(0)
+    task = speech(stack(LinearAttention, causal=False))
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=P if dist.is_initialized() else 1,
+        strategy=strategy,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    batches = [batch(task, step, place(strategy)[1]) for step in range(2)]
+    (figures,) = trainer.validate(task, DataLoader(batches, batch_size=None), verbose=False)
+    return dict(figures)
+
+
 class FullOn(pl.Callback):
     """The disk of one process is full after a step."""
 
@@ -383,6 +401,7 @@ def work(rank: int, folder: Path, cases: str, size: int) -> None:
             (unfinished(folder / "memory parts" / "checkpoints" / "last.ckpt") / "left").mkdir(parents=True)
         found["mine"] = read_mine(carry(folder / "memory parts", PARTS()))["memory_carry"]
         found["failed"] = failed(folder / "failed")
+        found["scored"] = scored(HEADS())
         run(folder / "heads", 4, HEADS())
         run(folder / "from heads", 4, HEADS(), folder / "heads" / "checkpoints" / "step_00000002.ckpt")
         carry(folder / "memory heads", HEADS(), kind=LinearAttention, keep=2, keep_every_n_train_steps=1)
@@ -477,6 +496,13 @@ def test_a_run_with_divided_heads_is_that_of_one_process_and_resumes_exactly(fol
     for part in ("state_dict", "optimizer_states", "lr_schedulers"):
         torch.testing.assert_close(other[part], saved[part])
     assert len(list((folder / "heads" / "samples").iterdir())) == 2
+
+
+def test_processes_that_divide_heads_count_a_batch_once(found: list[dict[str, Any]]):
+    one = scored("auto")
+    assert one["val/utterances"] == 4
+    for of_rank in found:
+        assert of_rank["scored"] == pytest.approx(one)
 
 
 def test_a_memory_of_divided_heads_is_saved_whole(folder: Path, found: list[Any]):

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchReduceLROnPlateau
+from torchmetrics import Metric
 
 from lit_effattn import sequence
 from lit_effattn.allowlist import INSTANTIATOR, Trust
@@ -211,6 +212,9 @@ class Task(HasInitArgs, pl.LightningModule):
                 "lit_effattn.sharding.ShardedStrategy, which is the same in all else"
             )
         shard(self, mesh["data_parallel"], self.trainer.strategy.heads_mesh)
+        for metric in self.modules():
+            if isinstance(metric, Metric):  # processes that divide heads score the same batches
+                metric.process_group = mesh["data_parallel"].get_group()
 
     def configure_gradient_clipping(
         self,

@@ -170,7 +170,7 @@ class SpeechRecognizer(Task):
         count = self.impossible.count.clone()
         if self._trainer is not None and self.trainer.world_size > 1:
             count = count.to(self.trainer.strategy.root_device)
-            dist.all_reduce(count)
+            dist.all_reduce(count, group=self.impossible.process_group)
         return count
 
     def score(self, stage: str, batch: SpeechBatch) -> dict[str, Any]:
@@ -283,8 +283,9 @@ class SpeechRecognizer(Task):
         count = checkpoint.get(_IMPOSSIBLE, 0)
         if not isinstance(count, int):
             raise ValueError(f"the checkpoint's {_IMPOSSIBLE!r} is {count!r}, not an integer")
-        if self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING and self.trainer.is_global_zero:
-            self.impossible.count += count
+        if self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
+            reads = self.trainer.distributed_sampler_kwargs or {"rank": 0}
+            self.impossible.count += count if reads["rank"] == 0 else 0
 
     def check_batch(self, batch: SpeechBatch) -> None:
         """Refuse features or labels that are not this model's: see `Task.check_batch`."""

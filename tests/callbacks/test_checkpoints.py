@@ -1,7 +1,7 @@
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -303,6 +303,23 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path):
     run.fit(Tiny(), loader(4))
     assert watch.steps == [None] * 4
     assert read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["global_step"] == 4
+
+
+def test_a_kept_checkpoint_is_deleted_when_the_next_is_whole(tmp_path: Path):
+    class Looks(Slow):
+        there: ClassVar[dict[int, set[int]]] = {}
+
+        def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
+            if path.name.startswith("step"):
+                time.sleep(0.1)
+                self.there[checkpoint["global_step"]] = kept(tmp_path).keys()
+            super()._write(checkpoint, path)
+
+    run = trainer(tmp_path, [LastCheckpoint(keep=1, asynchronous=True)], max_epochs=3)
+    run.strategy.checkpoint_io = Looks()
+    run.fit(Tiny(), loader(4))
+    assert Looks.there == {4: set(), 8: {4}, 12: {8}}
+    assert kept(tmp_path).keys() == {12}
 
 
 def test_a_stop_waits_for_the_checkpoint_before_a_job_is_requeued(tmp_path: Path):

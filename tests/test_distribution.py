@@ -97,6 +97,7 @@ reveal_type(PixelSequences("digits").n_levels)
 TYPES = ["torch._tensor.Tensor", "torch._tensor.Tensor", "int"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("install", ["editable", "wheel"])
 def test_type_checkers_find_our_types(install: str, built: Path, tmp_path: Path):
     (tmp_path / "script.py").write_text(SCRIPT)

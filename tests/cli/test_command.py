@@ -696,6 +696,7 @@ def test_a_killed_run_resumes_to_the_same_weights(processes: list[str]):
     assert_same_end(last("whole"), last("killed"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.processes
 def test_two_processes_score_as_one():
     fit()

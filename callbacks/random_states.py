@@ -48,7 +48,8 @@ class RandomStates(pl.Callback):
         if not self.restore or states is None:
             return
         if len(states) == trainer.world_size:
-            self._loaded = states[trainer.global_rank]
+            heads = getattr(trainer.strategy, "heads_size", 1)  # processes that divide heads draw the same numbers
+            self._loaded = states[trainer.global_rank // heads * heads]
         else:
             rank_zero_warn(
                 f"The checkpoint was saved by {len(states)} processes and is resumed by {trainer.world_size}: random "

@@ -127,6 +127,14 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
         nn.utils.clip_grads_with_norm_(group, max_norm, total)
 
 
+def _draw_alike(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Give the processes of `group` the random state of the first of them."""
+    for generator in (torch, torch.cuda) if device.type == "cuda" else (torch,):
+        state = generator.get_rng_state().to(device)
+        dist.broadcast(state, dist.get_global_rank(group, 0), group=group)
+        generator.set_rng_state(state.cpu())
+
+
 def _full(tree: Any, keep: bool) -> Any:
     """Gather the DTensors in `tree`, on the CPU, where `keep` is true. All processes call it."""
 
@@ -235,8 +243,10 @@ class ShardedStrategy(ModelParallelStrategy):
         return state if self.heads_mesh is None else my_heads(state, self.heads_mesh)
 
     def setup(self, trainer: Trainer) -> None:
-        """Move the model to the device, and make the optimiser."""
+        """Move the model to the device, make the optimiser, and have processes that divide heads draw alike."""
         super().setup(trainer)
+        if self.heads_mesh is not None:
+            _draw_alike(self.heads_mesh.get_group(), self.root_device)
         assert isinstance(self.model, FSDPModule)
         self.model._get_fsdp_state()._lazy_init()  # else the first block that is called would take itself for the root
 

@@ -314,6 +314,17 @@ def scored(strategy: Any) -> dict[str, float]:
     return dict(figures)
 
 
+def with_dropout(rank: int) -> Tensor:
+    """Train with dropout from another random state on each process; return what each has of the embedding."""
+    torch.manual_seed(rank)
+    task = LanguageModel(stack(LinearAttention, dropout=0.5), V)
+    torch.manual_seed(10 + rank)
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    trainer = pl.Trainer(accelerator="cpu", devices=P, strategy=HEADS(), max_steps=2, **quiet)
+    trainer.fit(task, DataLoader([batch(task, step, 0) for step in range(2)], batch_size=None))
+    return next(task.embedding.parameters()).full_tensor().detach()  # type: ignore[attr-defined]
+
+
 class FullOn(pl.Callback):
     """The disk of one process is full after a step."""
 
@@ -402,6 +413,7 @@ def work(rank: int, folder: Path, cases: str, size: int) -> None:
         found["mine"] = read_mine(carry(folder / "memory parts", PARTS()))["memory_carry"]
         found["failed"] = failed(folder / "failed")
         found["scored"] = scored(HEADS())
+        found["with dropout"] = with_dropout(rank)
         run(folder / "heads", 4, HEADS())
         run(folder / "from heads", 4, HEADS(), folder / "heads" / "checkpoints" / "step_00000002.ckpt")
         carry(folder / "memory heads", HEADS(), kind=LinearAttention, keep=2, keep_every_n_train_steps=1)
@@ -496,6 +508,11 @@ def test_a_run_with_divided_heads_is_that_of_one_process_and_resumes_exactly(fol
     for part in ("state_dict", "optimizer_states", "lr_schedulers"):
         torch.testing.assert_close(other[part], saved[part])
     assert len(list((folder / "heads" / "samples").iterdir())) == 2
+
+
+def test_processes_that_divide_heads_drop_alike(found: list[dict[str, Any]]):
+    first, second = (of_rank["with dropout"] for of_rank in found)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
 def test_processes_that_divide_heads_count_a_batch_once(found: list[dict[str, Any]]):

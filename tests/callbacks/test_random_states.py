@@ -24,8 +24,8 @@ def _leave_generators_alone():
     np.random.set_state(before[1])  # noqa: NPY002
 
 
-def one_process(rank: int = 0, world_size: int = 1) -> SimpleNamespace:
-    return SimpleNamespace(world_size=world_size, global_rank=rank)
+def one_process(rank: int = 0, world_size: int = 1, heads: int = 1) -> SimpleNamespace:
+    return SimpleNamespace(world_size=world_size, global_rank=rank, strategy=SimpleNamespace(heads_size=heads))
 
 
 def draw() -> list[float]:
@@ -92,19 +92,20 @@ def test_where_another_seed_was_asked_for_it_is_kept(checkpoint: str):
     assert draw() == expected
 
 
-def test_every_process_gets_its_own():
+@pytest.mark.parametrize("heads", [1, 2])
+def test_every_process_gets_its_own_or_that_of_the_first_with_which_it_divides_heads(heads: int):
     states = []
     for rank in range(2):
         seeded(10 + rank)
         saved: dict = {}
         RandomStates().on_save_checkpoint(one_process(), CPU, saved)
         states += saved[RANDOM_STATES_KEY]
-        if rank == 1:
+        if rank == 2 - heads:
             expected = draw()
     callback = RandomStates()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        callback.on_load_checkpoint(one_process(1, 2), CPU, {RANDOM_STATES_KEY: states})
+        callback.on_load_checkpoint(one_process(1, 2, heads), CPU, {RANDOM_STATES_KEY: states})
     callback.on_train_batch_start(one_process(1, 2), CPU)
     assert draw() == expected
 

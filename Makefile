@@ -23,11 +23,11 @@ check: lint  ## Lint, check types, and run a few tests of everything (under 90 s
 	$(BIN)/pytest -n 2 -m check -q
 
 test: lint  ## Lint, check types, run the tests.
-	$(BIN)/pytest -n 2 --dist loadgroup -m "not processes and not exhaustive" -q
+	$(BIN)/pytest -n 2 --dist loadfile -m "not processes and not exhaustive" -q
 	$(BIN)/pytest -m "processes and not exhaustive" -q
 
 test-all: test  ## The tests, and those that go through every configuration and kind (30 minutes on 2 cores).
-	$(BIN)/pytest -n 2 --dist loadgroup -m "exhaustive and not processes" -q
+	$(BIN)/pytest -n 2 --dist loadfile -m "exhaustive and not processes" -q
 	$(BIN)/pytest -m "exhaustive and processes" -q
 
 faults: $(VENV)/.installed-dev  ## Kill and stop training runs, and compare the resumed runs (about 20 minutes on 2 cores).

@@ -29,8 +29,6 @@ from lit_effattn.nn.lstm import LSTM
 from lit_effattn.positions import SinusoidalPositions
 from lit_effattn.sequence_parallel import sequence_parallel
 
-pytestmark = pytest.mark.xdist_group("sequence_parallel")  # one process makes what all its tests look at
-
 E, H, B, P = 8, 2, 3, 3
 LINEAR, PERFORMER = partial(LinearAttention, chunk_size=4), partial(PerformerAttention, n_features=16, chunk_size=4)
 WINDOW, WINDOWED = partial(SoftmaxAttention, window=6, n_kv_heads=1), partial(WindowedLinearAttention, window=4)

@@ -56,8 +56,6 @@ from lit_effattn.tasks import LanguageModel, PixelModel, SequenceClassifier, Seq
 from tests.laws.cases import ATTENTIONS
 from tests.support.commands import assert_same_end, same
 
-pytestmark = pytest.mark.xdist_group("sharding")  # one process makes what all its tests look at
-
 P, E, H, V, N, STEPS = 2, 8, 2, 13, 12, 3
 SHARED_UV = partial(TransformerXLAttention, mem_len=5, share_uv=True)
 PERFORMER = partial(PerformerAttention, n_features=6, chunk_size=4)

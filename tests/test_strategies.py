@@ -19,8 +19,6 @@ from lit_effattn.datamodules import TextStream, TokenBatch
 from lit_effattn.strategies import SequenceParallel
 from lit_effattn.tasks import LanguageModel, PixelModel
 
-pytestmark = pytest.mark.xdist_group("strategies")  # one process makes what all its tests look at
-
 P = 4
 SHARED, SAVED = [LinearAttention, partial(SoftmaxAttention, window=5)], 3
 

@@ -7,8 +7,6 @@ from benchmarks import __main__ as command
 from benchmarks.decoding import CROSS, LINEAR, PERFORMER, PLAIN, SOFTMAX, Decoder, build, n_shapes, random_source
 from benchmarks.models import Size
 
-pytestmark = pytest.mark.xdist_group("decoding")  # one process makes what all its tests look at
-
 CPU = torch.device("cpu")
 SIZE = "--n_layers 2 --n_heads 2 --d_model 8"
 TINY = f"decoding --lengths 6 9 --most 6 {SIZE} --tokens 2 --repeats 2 --batch_size 3 --beam 4"

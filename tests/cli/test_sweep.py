@@ -24,8 +24,6 @@ from lit_effattn.cli.sweep_tables import Cell, best_rate
 from lit_effattn.runs import new_folder
 from tests.support.commands import REPOSITORY, fails
 
-pytestmark = pytest.mark.xdist_group("sweep")  # one process makes what all its tests look at
-
 CONFIG = {
     "model": {
         "class_path": "LanguageModel",

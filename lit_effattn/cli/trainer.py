@@ -129,10 +129,11 @@ def _check_search(
 
 
 def _track(steps: Iterable[int]) -> Iterable[int]:
+    from rich.console import Console
     from rich.progress import track
 
     assert isinstance(steps, Sequence)
-    return track(steps, description="Drawing", transient=True)
+    return track(steps, description="Drawing", transient=True, console=Console(stderr=True))  # samples go to stdout
 
 
 def _refuse_used(output: str | None) -> None:

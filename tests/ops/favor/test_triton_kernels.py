@@ -459,7 +459,7 @@ for dtype, width, features, precision in [case.split() for case in sys.argv[1:]]
 LAUNCHES = 9  # forward three, backward six
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_all_kernels_compile_for_compute_capability_9_and_fit(tmp_path):
     cases = ["bfloat16 128 624 highest"]  # float32 of half the width takes as much, and longer to compile
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}

@@ -417,7 +417,7 @@ for dtype, width, precision in [case.split() for case in sys.argv[1:]]:
 LAUNCHES = 9  # forward three, backward six
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_all_kernels_compile_for_compute_capability_9_and_fit(tmp_path):
     cases = ["bfloat16 64 highest", "float32 128 highest"]
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}

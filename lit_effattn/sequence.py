@@ -91,7 +91,8 @@ class SequenceModule(HasInitArgs, nn.Module, ABC):
         """Return `state` with room for `max_len` positions in all.
 
         A state that was made without `max_len` grows by itself, and is returned as it is; so is one that has the room.
-        The default copies it to the first slots of an empty state of that size.
+        The default copies it to the first slots of an empty state of that size. A slot must keep its meaning there, so
+        slots of a fixed number come before those that `max_len` adds to.
         """
         first = next(tensors(state))
         larger = self.initial_state(first.size(0), max_len=max_len, device=first.device)

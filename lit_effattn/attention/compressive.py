@@ -37,11 +37,12 @@ class CompressiveMemory(NamedTuple):
 class ProjectedCompressiveMemory(NamedTuple):
     """The same memory as keys and values, in two ring buffers.
 
-    Position t is in slot t mod M of the first M slots. Summary number i is in slot i mod R of the R slots after them.
+    Summary number i is in slot i mod R of the first R slots. Position t is in slot R + t mod M of the M slots after
+    them, which are the last so that `grow` can add to them.
     """
 
-    keys: Tensor  # (B, H, M + R, D)
-    values: Tensor  # (B, H, M + R, D)
+    keys: Tensor  # (B, H, R + M, D)
+    values: Tensor  # (B, H, R + M, D)
     inputs: Tensor  # (B, M, E), inputs that are not compressed yet
     length: Tensor  # (B,), positions seen in all
     loss: Tensor  # (B,), the reconstruction loss of the last call
@@ -180,7 +181,7 @@ class CompressiveAttention(TransformerXLAttention):
                 empty(self._reach, self.d_model), empty(self.compressed_len, self.d_model), length, loss
             )
         slots = min(self._reach + 1, max_len)
-        shape = (self.n_heads, slots + self.compressed_len, self.head_dim)
+        shape = (self.n_heads, self.compressed_len + slots, self.head_dim)
         return ProjectedCompressiveMemory(empty(*shape), empty(*shape), empty(slots, self.d_model), length, loss)
 
     @property
@@ -243,7 +244,7 @@ class CompressiveAttention(TransformerXLAttention):
         after, made, n_new = length + seen, self._summaries(length), windows.size(1)
         held = latest(after, slots) - length[:, None] + self._reach  # (B, M)
         held_far = latest(self._summaries(after), far) - made[:, None] + far  # (B, R)
-        index = torch.cat([held.clamp(min=0) + far + n_new, held_far], 1)
+        index = torch.cat([held_far, held.clamp(min=0) + far + n_new], 1)
         return y, ProjectedCompressiveMemory(
             gather_rows(keys, index).to(state.keys.dtype),
             gather_rows(values, index).to(state.values.dtype),
@@ -257,7 +258,7 @@ class CompressiveAttention(TransformerXLAttention):
         slots, length, far = state.inputs.size(1), state.length, self.compressed_len
         made = self._summaries(length)
         earlier = (torch.arange(-self._reach, 0, device=x.device) + length[:, None]) % slots  # (B, S)
-        before = (torch.arange(-far, 0, device=x.device) + made[:, None]) % far + slots  # (B, R)
+        before = (torch.arange(-far, 0, device=x.device) + made[:, None]) % far  # (B, R)
         inputs = torch.cat([_take_inputs(state.inputs, earlier).to(x.dtype), x], 1)
         windows = self._windows(inputs, length, x.size(1))
         fresh = self._keys_values(torch.cat([self._compress(windows).to(x.dtype), x], 1))
@@ -267,7 +268,7 @@ class CompressiveAttention(TransformerXLAttention):
                 [
                     gather_rows(t, before).to(new.dtype),
                     new[:, :, :n_new],
-                    gather_rows(t, earlier).to(new.dtype),
+                    gather_rows(t, far + earlier).to(new.dtype),
                     new[:, :, n_new:],
                 ],
                 2,
@@ -280,26 +281,28 @@ class CompressiveAttention(TransformerXLAttention):
         self, q: Tensor, x: Tensor, state: ProjectedCompressiveMemory, seen: Tensor
     ) -> tuple[Tensor, ProjectedCompressiveMemory]:
         """Attend one position in the ring buffers, then compress the inputs that it pushed out. `segment_len` is 1."""
-        slots, length, c = state.inputs.size(1), state.length[:, None], self.compression_rate
+        slots, far, c = state.inputs.size(1), self.compressed_len, self.compression_rate
+        length = state.length[:, None]  # (B, 1)
         # A padded position is written too. The next position overwrites its slot before reading it.
         k, v = self._keys_values(x)
-        keys, values = write_ring(state.keys, length % slots, k, 2), write_ring(state.values, length % slots, v, 2)
+        keys, values = (write_ring(t, far + length % slots, new, 2) for t, new in ((state.keys, k), (state.values, v)))
         inputs = write_ring(state.inputs, length % slots, x, 1)
 
         made = self._summaries(length)  # (B, 1)
         waiting = length - c * made  # (B, 1), t − b(t)
-        # If no row has more positions than slots, no row has a summary.
-        used = min(slots + self.compressed_len, int(state.length.max()) + 1) if reads_values(length) else keys.size(2)
-        slot = torch.arange(used, device=x.device)
-        back = (made - 1 - (slot - slots)) % self.compressed_len + 1  # (B, used), 1 for the nearest summary
-        near = (length - slot) % slots  # (B, used)
-        distance = torch.where(slot < slots, near, waiting + back)
-        sees = torch.where(slot < slots, near <= waiting, back <= made)
+        low, high = 0, keys.size(2)
+        if reads_values(length) and int(length.max()) < slots:  # then no row has a summary yet
+            low, high = far, far + int(length.max()) + 1
+        slot = torch.arange(low, high, device=x.device)
+        back = (made - 1 - slot) % far + 1  # (B, used), 1 for the nearest summary
+        near = (length - (slot - far)) % slots  # (B, used)
+        distance = torch.where(slot < far, waiting + back, near)
+        sees = torch.where(slot < far, back <= made, near <= waiting)
         count = self.mem_len + c + self.compressed_len
         y = attention_by_distance(
             q + self.u.to(q.dtype)[:, None],
-            keys[:, :, :used].to(q.dtype),
-            values[:, :, :used].to(q.dtype),
+            keys[:, :, low:high].to(q.dtype),
+            values[:, :, low:high].to(q.dtype),
             self._scores_by_distance(q, self._positions_for(q, count)),
             (count - 1 - distance)[:, None],
             sees[:, None],
@@ -311,7 +314,7 @@ class CompressiveAttention(TransformerXLAttention):
         full = self._summaries(length + seen[:, None]) > made  # (B, 1)
         if not reads_values(length) or full.any():
             new = self._keys_values(self._compress(windows).to(x.dtype))
-            slot = slots + made % self.compressed_len
+            slot = made % far
             keys, values = (
                 write_ring(t, slot, torch.where(full[..., None, None], summary.to(t.dtype), gather_rows(t, slot)), 2)
                 for t, summary in zip((keys, values), new, strict=True)

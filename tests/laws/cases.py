@@ -194,7 +194,8 @@ ATTENTIONS = [
     *COMPRESSIVE(4, mem_len=0, compressed_len=3, compression_rate=3, chunk_size=2, bias=True),
     *COMPRESSIVE(4, mem_len=2, compressed_len=1, compression_rate=4, compression="mean", clamp_len=4),
     *COMPRESSIVE(3, mem_len=1, compressed_len=3, compression_rate=2, compression="max"),
-    *COMPRESSIVE(5, mem_len=4, compressed_len=3, compression_rate=2, segment_len=5, chunk_size=4),
+    # A segment is longer than the memory, so that there are summaries before all slots are filled.
+    *COMPRESSIVE(5, mem_len=1, compressed_len=3, compression_rate=2, segment_len=5, chunk_size=4),
     # The first is the one that is compiled.
     *INFINITE(3, mem_len=4, segment_len=3, n_basis=10, widths=(0.1,), n_samples=7, sticky=True, n_bins=6, gate=True),
     *INFINITE(4, mem_len=2, segment_len=4, n_basis=12, widths=(0.1, 0.2), n_samples=5, chunk_size=3, tau=0.7),
@@ -376,7 +377,7 @@ XL_WINDOW = partial(TransformerXLAttention, mem_len=3, same_length=True, chunk_s
 XL_SHARING = partial(XL_WINDOW, share_uv=True)
 REMEMBER_INPUTS = [
     XL_WINDOW,
-    partial(CompressiveAttention, mem_len=2, compressed_len=2, compression_rate=2, chunk_size=4),
+    partial(CompressiveAttention, mem_len=1, compressed_len=2, compression_rate=2, segment_len=4, chunk_size=4),
     partial(InfiniteAttention, mem_len=2, segment_len=3, n_basis=6, widths=(0.2,), n_samples=4),
 ]
 

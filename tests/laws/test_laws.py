@@ -172,19 +172,27 @@ def test_sizes_are_final_with_max_len(case: Case):
 
 @each(CAUSAL)
 def test_a_grown_state_goes_on_as_one_that_was_made_larger(case: Case):
-    """Rows that have filled the room or not, in ring buffers that have wrapped or not."""
+    """At every size: rows that have filled the room or not, memories that are full or not, by prompts or by steps."""
     module = case.build()
-    x = inputs(module, 2, case.long)
-    for room in (1, case.unit + 1, 2 * case.unit + 1):
-        lengths = torch.tensor([room, room - 1])
-        with torch.no_grad():
-            _, state = module(x[:, :room], module.initial_state(2, max_len=room), lengths)
-            before = copied(state)
-            grown = module.grow(state, room + case.long)
-            _, larger = module(x[:, :room], module.initial_state(2, max_len=room + case.long), lengths)
-            assert_same(state, before)
-            assert [t.numel() for t in sequence.tensors(grown)] == [t.numel() for t in sequence.tensors(larger)]
-            assert_close(stream(module, x, [1, case.long - 1], grown)[0], module(x, larger)[0])
+    n, last = case.long, 2 * case.unit + 2
+    x = inputs(module, 3, last + n)
+    with torch.no_grad():
+        for room in range(1, last):
+            lengths = torch.tensor([room, room - 1, room // 2])
+            larger = module(x[:, :room], module.initial_state(3, max_len=room + n), lengths)[1]
+            expected = module(x[:, last:], larger)[0]
+            for prompt in (room, 1):
+                fed = lengths.clamp(max=prompt)
+                _, state = module(x[:, :prompt], module.initial_state(3, max_len=room), fed)
+                for i in range(prompt, room):
+                    _, state = module(x[:, i : i + 1], state, (lengths > i).long())
+                before = copied(state)
+                grown = module.grow(state, room + n)
+                assert_same(state, before)
+                assert [t.numel() for t in sequence.tensors(grown)] == [t.numel() for t in sequence.tensors(larger)]
+                assert_close(stream(module, x[:, last:], [1, 1, n - 2], grown)[0], expected)
+                between = module.grow(module.grow(state, room + 1), room + n)
+                assert_close(stream(module, x[:, last:], [n - 1, 1], between)[0], expected)
 
 
 @each(CAUSAL)

@@ -47,7 +47,7 @@ class InfiniteMemory(NamedTuple):
     inputs: Tensor  # (B, mem_len + segment_len, E), the newest last
     coefficients: Tensor  # (B, n_basis, E), in float32 or more; zeros before the first segment is written
     histogram: Tensor  # (B, n_bins), where this signal was attended to; (B, 0) unless sticky
-    counter: Tensor  # (B,), seeds the jitter of samples; differs between updates and between rows
+    counter: Tensor  # (B,), seeds the samples' jitter or draws in training; differs between updates and rows
     length: Tensor  # (B,), positions seen in all
     loss: Tensor  # (B,), the regulariser of the last call
 
@@ -117,8 +117,10 @@ class InfiniteAttention(TransformerXLAttention):
         sticky: Sample the old signal where it was attended to.
         n_bins: Bins of the histogram.
         sampling: With `sticky`, "quantiles", or "bins": as in the authors' code, bins are drawn by their mass, with
-            repetition, in evaluation too, and the signal is sampled at the left edges of the bins drawn, in order. The
-            draws follow from the counter, and no mass is spread evenly. A bin's left edge has no gradient.
+            repetition, in evaluation too, and the signal is sampled at the left edges of the bins drawn, in order. In
+            training the draws follow from the counter. In evaluation they follow from the number of the update since
+            the start of the stream, so that an output depends on the row's inputs alone. No mass is spread evenly. A
+            bin's left edge has no gradient.
         grid: Where the M samples and the L inputs of a segment are placed when the signal is fitted again: at the
             middles of M equal parts of [0, τ] and of L of [τ, 1], or, as in the authors' code, at their right "ends",
             which are then also where the old signal is sampled. The first segment is at midpoints in both.
@@ -342,11 +344,16 @@ class InfiniteAttention(TransformerXLAttention):
 
     def sample_times(self, state: InfiniteMemory) -> Tensor:
         """Return the times at which the next update samples the signal, (M,), or (B, M) if sticky."""
+        return self._sample_times(state, self._writes_before(state.length - 1, self._delay))
+
+    def _sample_times(self, state: InfiniteMemory, written: Tensor) -> Tensor:
+        """Return `sample_times` of the update after (B,) `written` segments."""
         n, histogram = self.n_samples, state.histogram
         if not self.sticky:
             return (ends if self.grid == "ends" else midpoints)(n, dtype=histogram.dtype, device=histogram.device)
         if self.sampling == "bins":
-            return left_edges(histogram, pseudorandom(state.counter, n, histogram.dtype).sort(1).values)
+            number = state.counter if self.training else written
+            return left_edges(histogram, pseudorandom(number, n, histogram.dtype).sort(1).values)
         within = jitter(state.counter, n, histogram.dtype) if self.training else torch.full_like(histogram[:, :1], 0.5)
         return quantiles(histogram, (torch.arange(n, device=histogram.device) + within) / n)
 
@@ -539,7 +546,8 @@ class InfiniteAttention(TransformerXLAttention):
                 signals = []
                 for k in range(start, start + queries.size(1)):
                     if k > 0:
-                        state = self._write(state, fits[k - new.start], attends[:, k].any(1))
+                        before = numbers[:, k - new.start] - 1
+                        state = self._write(state, fits[k - new.start], attends[:, k].any(1), before)
                     signals.append(state.coefficients)
                 y, state = self._recall(queries, torch.stack(signals, 1), state, attending)
                 out.append(y)
@@ -576,13 +584,13 @@ class InfiniteAttention(TransformerXLAttention):
         alone = self._fit_first.to(inputs.dtype) @ segments
         return torch.where(first[..., None, None], alone, after).unbind(1)
 
-    def _write(self, state: InfiniteMemory, fit: Tensor, rows: Tensor) -> InfiniteMemory:
+    def _write(self, state: InfiniteMemory, fit: Tensor, rows: Tensor, written: Tensor) -> InfiniteMemory:
         """Write a segment with the given `fit` (B, n_basis, E) after the signal of `rows`; other rows are unchanged.
 
-        Before the first segment the signal is 0, so it adds 0 to the fit.
+        The signal has (B,) `written` segments. Before the first it is 0, so it adds 0 to the fit.
         """
         if self.sticky:
-            old = evaluate_signal(state.coefficients, self.sample_times(state), self._basis(fit))  # (B, M, E)
+            old = evaluate_signal(state.coefficients, self._sample_times(state, written), self._basis(fit))  # (B, M, E)
             new = self._fit_next[:, : self.n_samples].to(fit.dtype) @ old + fit
         else:
             new = self._refit.to(fit.dtype) @ state.coefficients + fit  # (B, n_basis, E)

@@ -214,6 +214,19 @@ ATTENTIONS = [
         tie_query=True,
         density_bias=False,
     ),
+    # A bin is drawn or not, so rounding moves samples.
+    *INFINITE(
+        4,
+        mem_len=0,
+        segment_len=4,
+        n_basis=8,
+        widths=(0.2,),
+        n_samples=9,
+        sticky=True,
+        n_bins=5,
+        sampling="bins",
+        jumps=True,
+    ),
     *INFINITE(3, mem_len=3, segment_len=3, n_basis=0),
     *INFINITE(
         4,

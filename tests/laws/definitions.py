@@ -267,7 +267,7 @@ def infinite(module, x: Tensor) -> Tensor:
             continue
         if max(0, (t - delay) // size) > written:
             segment = gated(module, x[:, written * size : (written + 1) * size])
-            signal = updated_signal(module, signal, segment, densities)
+            signal = updated_signal(module, signal, segment, densities, written)
             written, densities = written + 1, []
         if signal is None:
             far.append(torch.zeros_like(x[:, t]))
@@ -315,8 +315,11 @@ def gated(module, segment: Tensor) -> Tensor:
     return segment / (1 + (-conv).exp())
 
 
-def updated_signal(module, signal: Tensor | None, segment: Tensor, densities: list) -> Tensor:
-    """Fit Bᵀψ to samples of the old signal on [0, τ] and the segment on [τ, 1], or to the segment alone: (B, n, E)."""
+def updated_signal(module, signal: Tensor | None, segment: Tensor, densities: list, number: int) -> Tensor:
+    """Fit Bᵀψ to samples of the old signal on [0, τ] and the segment on [τ, 1], or to the segment alone: (B, n, E).
+
+    The update has this number, from 0.
+    """
 
     def even(n: int, shift: float = 0.5) -> Tensor:
         return torch.tensor([(i + shift) / n for i in range(n)], dtype=torch.float64)
@@ -328,7 +331,8 @@ def updated_signal(module, signal: Tensor | None, segment: Tensor, densities: li
         if signal is not None:
             where = levels = even(module.n_samples, 1 if at_ends else 0.5)
             if module.sticky:
-                where = quantiles(module, levels.tolist(), densities, row)
+                draws = drawn(module, number) if module.sampling == "bins" else levels
+                where = quantiles(module, draws.tolist(), densities, row)
             targets = torch.cat([basis(module, where) @ signal[row], targets])
             times = torch.cat([module.tau * levels, module.tau + (1 - module.tau) * times])
         beyond = even(len(times))
@@ -345,19 +349,32 @@ def updated_signal(module, signal: Tensor | None, segment: Tensor, densities: li
     return torch.stack(rows)
 
 
+def drawn(module, number: int) -> Tensor:
+    """The parts of a histogram's mass that the update with this number draws, in order: a hash of it, at any place."""
+    mixed = []
+    for i in range(module.n_samples):
+        x = number * 2_592_223 + i
+        for shift in (16, 15, 16):
+            x %= 2**31
+            x = (x ^ (x >> shift)) * 1_812_433_253
+        x %= 2**31
+        mixed.append(((x ^ (x >> 16)) % 2**22 + 0.5) / 2**22)
+    return torch.tensor(sorted(mixed), dtype=torch.float64)
+
+
 def quantiles(module, levels: list[float], densities: list, row: int) -> Tensor:
-    """Where these parts of a row's histogram lie, of which a thousandth is even."""
-    n = module.n_bins
+    """Where these parts of a row's histogram lie, of which a thousandth is even; or the left edges of their bins."""
+    n, bins = module.n_bins, module.sampling == "bins"
     edges = torch.linspace(0, 1, n + 1, dtype=torch.float64)
     mass = sum((p.cdf(edges[1:, None, None, None]) - p.cdf(edges[:-1, None, None, None]))[:, row] for p in densities)
     mass = mass.sum((1, 2)) / mass.sum()
-    mass = 0.999 * mass + 0.001 / n
+    mass = mass if bins else 0.999 * mass + 0.001 / n
     times = []
     for level in levels:
         before = torch.zeros((), dtype=torch.float64)
         for i in range(n):
             if i == n - 1 or before + mass[i] > level:
-                times.append((i + (level - before) / mass[i]) / n)
+                times.append(torch.tensor(i / n, dtype=torch.float64) if bins else (i + (level - before) / mass[i]) / n)
                 break
             before = before + mass[i]
     return torch.stack(times)

@@ -74,8 +74,8 @@ class SequenceModule(HasInitArgs, nn.Module, ABC):
 
         Args:
             batch_size: Number of rows.
-            max_len: Maximum number of positions. All shapes are then fixed, as compiled generation requires; `grow`
-                makes room for more. None: the state may grow.
+            max_len: Maximum number of positions of each row, without padding. All shapes are then fixed, as compiled
+                generation requires; `grow` makes room for more. None: the state may grow.
             device: Default: the parameters'.
             dtype: Type of the stored tensors (accumulators have at least float32). Default: the parameters'.
         """

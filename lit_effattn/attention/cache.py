@@ -8,51 +8,74 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_effattn.sequence import may_overwrite, reads_values
+from lit_effattn.sequence import may_overwrite, reads_values, valid_positions
 
 
-def append(stored: Sequence[Tensor], new: Sequence[Tensor], length: Tensor, *, grows: bool) -> list[Tensor]:
+def append(
+    stored: Sequence[Tensor],
+    new: Sequence[Tensor],
+    length: Tensor,
+    lengths: Tensor | None = None,
+    *,
+    grows: bool,
+) -> list[Tensor]:
     """Write each tensor of `new` (B, H, N, ·) to its tensor of `stored` (B, H, M, ·), from each row's `length` on.
 
-    Padding is written too; the next call overwrites it. Writes in place if the state is donated.
+    Padding takes a slot only if the cache grows; the next call then overwrites it. Writes in place if the state is
+    donated.
 
     Args:
         stored: Caches; slot t holds position t.
         new: New vectors, one tensor for each of `stored`.
         length: (B,), the number of positions of each row so far.
+        lengths: (B,), the number of valid new positions; None: all.
         grows: Whether to add N slots; if False, the M slots are final.
 
     Raises:
-        ValueError: the N new positions do not fit in M slots.
+        ValueError: the valid new positions do not fit in M slots.
     """
-    n, room = new[0].size(2), stored[0].size(2)
+    n, room, valid = new[0].size(2), stored[0].size(2), None
     if grows:
         stored = [F.pad(t, (0, 0, 0, n)) for t in stored]
     else:
-        check_room(room, length, n)
+        check_room(room, length, n if lengths is None else lengths)
+        if lengths is not None:
+            n = min(n, room)  # what is beyond is padding
+            valid = valid_positions(lengths, n)  # (B, N)
     slots = length[:, None] + torch.arange(n, device=length.device)  # (B, N)
-    return [write(t, slots, s) for t, s in zip(stored, new, strict=True)]
+    if valid is not None:
+        slots = torch.where(valid, slots, slots % room)  # a slot for each, also where padding is beyond the last
+    return [write(t, slots, s[:, :, :n], valid) for t, s in zip(stored, new, strict=True)]
 
 
-def check_room(room: int, length: Tensor, n: int) -> None:
-    """Check that `n` more positions after each row's `length` fit in `room` slots.
+def check_room(room: int, length: Tensor, new: Tensor | int, made_with: str = "max_len={room}") -> None:
+    """Check that `new` (B,) more positions after each row's `length` fit in `room` slots.
 
     Raises:
-        ValueError: they do not fit.
+        ValueError: they do not fit. The message has the state's `made_with`.
     """
-    if reads_values(length) and int(length.max()) + n > room:
-        raise ValueError(
-            f"the cache is full: it was made with max_len={room}, holds {int(length.max())} positions and is "
-            f"given {n} more; raise max_len"
-        )
+    if not reads_values(length) or int((length + new).max()) <= room:
+        return
+    row = int((length + new).argmax())
+    count = new if isinstance(new, int) else int(new[row])
+    raise ValueError(
+        f"the cache is full: it was made with {made_with.format(room=room)}, holds {int(length[row])} positions and "
+        f"is given {count} more; raise max_len"
+    )
 
 
-def write(stored: Tensor, slots: Tensor, new: Tensor) -> Tensor:
-    """Write `new` (B, H, N, ·) to each row's `slots` (B, N) of `stored` (B, H, M, ·), in place if it is donated."""
+def write(stored: Tensor, slots: Tensor, new: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Write `new` (B, H, N, ·) to each row's `slots` (B, N) of `stored` (B, H, M, ·), in place if it is donated.
+
+    Slots where `valid` (B, N) is False keep their contents.
+    """
     stored = stored if may_overwrite() else stored.clone()
     rows = torch.arange(len(stored), device=stored.device)[:, None]
+    new = new.transpose(1, 2).to(stored.dtype)  # (B, H, N, ·) -> (B, N, H, ·)
+    if valid is not None:
+        new = torch.where(valid[..., None, None], new, stored[rows, :, slots])
     # An assignment, not `scatter_`, for which torch.compile copies all of `stored` twice.
-    stored[rows, :, slots] = new.transpose(1, 2).to(stored.dtype)  # (B, H, N, ·) -> (B, N, H, ·)
+    stored[rows, :, slots] = new
     return stored
 
 

@@ -9,14 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lit_effattn.attention.cache import latest, newest
-from lit_effattn.attention.transformer_xl import TransformerXLAttention, gather_rows, write_ring
+from lit_effattn.attention.cache import latest, newest, write
+from lit_effattn.attention.transformer_xl import TransformerXLAttention, gather_rows
 from lit_effattn.ops.relative import attention_by_distance
 from lit_effattn.ops.window import slices
 from lit_effattn.sequence import (
     SequenceModule,
     State,
     accumulator,
+    may_overwrite,
     reads_values,
     valid_positions,
     without_padding,
@@ -195,7 +196,7 @@ class CompressiveAttention(TransformerXLAttention):
         if isinstance(state, CompressiveMemory):
             self._check_slots(state.inputs.size(1), self._reach)
         elif state is not None:
-            self._check_room(state.inputs.size(1), state.length, x.size(1))
+            self._check_room(state.inputs.size(1), state.length, x.size(1) if lengths is None else lengths)
 
     def forward(
         self, x: Tensor, state: State | None = None, lengths: Tensor | None = None
@@ -210,9 +211,10 @@ class CompressiveAttention(TransformerXLAttention):
         after: CompressiveMemory | ProjectedCompressiveMemory
         if isinstance(state, CompressiveMemory):
             y, after = self._segment(q, x, state, seen)
+        elif x.size(1) == 1 and self.segment_len == 1:  # else a step may make several summaries
+            y, after = self._one(q, x, state, seen, None if lengths is None else lengths[:, None] > 0)
         else:
-            one = x.size(1) == 1 and self.segment_len == 1  # else a step may make several summaries
-            y, after = (self._one if one else self._several)(q, x, state, seen)
+            y, after = self._several(q, x, state, seen)
         y = self.out_proj(y.transpose(1, 2).flatten(2))  # (B, H, N, D) -> (B, N, E)
         return without_padding(y, lengths), after
 
@@ -278,15 +280,17 @@ class CompressiveAttention(TransformerXLAttention):
         return keys, values, inputs, windows
 
     def _one(
-        self, q: Tensor, x: Tensor, state: ProjectedCompressiveMemory, seen: Tensor
+        self, q: Tensor, x: Tensor, state: ProjectedCompressiveMemory, seen: Tensor, valid: Tensor | None
     ) -> tuple[Tensor, ProjectedCompressiveMemory]:
-        """Attend one position in the ring buffers, then compress the inputs that it pushed out. `segment_len` is 1."""
+        """Attend one position in the ring buffers, then compress the inputs that it pushed out. `segment_len` is 1.
+
+        Only rows where `valid` (B, 1) is True are written; None: all.
+        """
         slots, far, c = state.inputs.size(1), self.compressed_len, self.compression_rate
         length = state.length[:, None]  # (B, 1)
-        # A padded position is written too. The next position overwrites its slot before reading it.
         k, v = self._keys_values(x)
-        keys, values = (write_ring(t, far + length % slots, new, 2) for t, new in ((state.keys, k), (state.values, v)))
-        inputs = write_ring(state.inputs, length % slots, x, 1)
+        keys, values = (write(t, far + length % slots, new, valid) for t, new in ((state.keys, k), (state.values, v)))
+        inputs = _write_input(state.inputs, length % slots, x, valid)
 
         made = self._summaries(length)  # (B, 1)
         waiting = length - c * made  # (B, 1), t − b(t)
@@ -314,11 +318,7 @@ class CompressiveAttention(TransformerXLAttention):
         full = self._summaries(length + seen[:, None]) > made  # (B, 1)
         if not reads_values(length) or full.any():
             new = self._keys_values(self._compress(windows).to(x.dtype))
-            slot = made % far
-            keys, values = (
-                write_ring(t, slot, torch.where(full[..., None, None], summary.to(t.dtype), gather_rows(t, slot)), 2)
-                for t, summary in zip((keys, values), new, strict=True)
-            )
+            keys, values = (write(t, made % far, summary, full) for t, summary in zip((keys, values), new, strict=True))
         loss = self._reconstruction_loss(q, windows, state.length, seen).to(state.loss.dtype)
         return y, ProjectedCompressiveMemory(keys, values, inputs, state.length + seen, loss)
 
@@ -489,6 +489,15 @@ class CompressiveAttention(TransformerXLAttention):
         )
         chosen = chosen | ~chosen.any(1, keepdim=True)  # a row without any sees all: avoids a softmax of 0 / 0
         return F.scaled_dot_product_attention(q, k, v, chosen[:, None, None])
+
+
+def _write_input(stored: Tensor, slot: Tensor, new: Tensor, valid: Tensor | None) -> Tensor:
+    """Write `new` (B, 1, E) to each row's `slot` (B, 1) of `stored` (B, M, E): see `cache.write`."""
+    stored = stored if may_overwrite() else stored.clone()
+    rows = torch.arange(len(stored), device=stored.device)[:, None]
+    new = new.to(stored.dtype)
+    stored[rows, slot] = new if valid is None else torch.where(valid[..., None], new, stored[rows, slot])
+    return stored
 
 
 def _take_inputs(t: Tensor, index: Tensor) -> Tensor:

@@ -185,13 +185,14 @@ class LSHAttention(Attention):
         before = self._counts(state)
         chunks, ranks, first, counts = ranked_chunks(buckets, self.n_buckets, self.chunk_size, before)
         old, new = (state.shared, state.values, state.places), (x, v, chunks.places)
-        shared, values, places = append(old, new, state.length, grows=isinstance(state, LSHCache))
+        shared, values, places = append(old, new, state.length, lengths, grows=isinstance(state, LSHCache))
         positions = state.recent.unflatten(-1, (self.n_buckets, -1))  # (B, H, R, n_buckets, 2C)
         if n == 1:
             bucket = buckets.clamp(max=self.n_buckets - 1)  # (B, H, R, 1)
             positions = positions.take_along_dim(bucket[..., None], 3).squeeze(3)  # (B, H, R, 2C)
             recent = recent_of(positions, before.gather(-1, bucket).squeeze(-1))
-            y = attend_recent(shared, values, places, state.length, recent, self.n_buckets)
+            own = state.length.clamp(max=shared.size(2) - 1)  # padding may be beyond the last
+            y = attend_recent(shared, values, places, own, recent, self.n_buckets)
         else:
             slots = earlier_slots(recent_of(positions, before), before, first)
             y = attend_in_chunks(

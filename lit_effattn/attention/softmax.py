@@ -161,23 +161,26 @@ class SoftmaxAttention(Attention):
         seen = torch.full(q.shape[:1], n, device=q.device) if lengths is None else lengths
         if self.window is not None:
             if isinstance(state, RingCache):
-                return (self._step if n == 1 else self._attend_ring)(q, k, v, state, seen, self.window)
+                if n == 1:
+                    return self._step(q, k, v, state, lengths, self.window)
+                return self._attend_ring(q, k, v, state, seen, self.window)
             assert state is None or isinstance(state, WindowCache)
             return self._attend_window(q, k, v, state, seen, self.window)
         if state is None:
             # A padded key comes after every valid query, so the causal mask hides it.
             return self._see(q, k, v), KeyValueCache(k, v, seen)
         assert isinstance(state, KeyValueCache | FixedCache)
-        cache = _append(state, k, v)
+        grows = isinstance(state, KeyValueCache)
+        keys, values = append((state.keys, state.values), (k, v), state.length, lengths, grows=grows)
         position = state.length[:, None] + torch.arange(n, device=q.device)  # (B, N)
-        rows = max(_MASKED // cache.keys.size(2), 1)
+        rows = max(_MASKED // keys.size(2), 1)
         if n <= rows:
-            y = self._see_earlier(q, cache.keys, cache.values, position)
+            y = self._see_earlier(q, keys, values, position)
         else:  # the mask is made again in the backward pass
             see = partial(checkpoint, self._see_earlier, use_reentrant=False) if q.requires_grad else self._see_earlier
             parts = zip(q.split(rows, 2), position.split(rows, 1), strict=True)
-            y = torch.cat([see(part, cache.keys, cache.values, at) for part, at in parts], 2)
-        return y, cache._replace(length=state.length + seen)
+            y = torch.cat([see(part, keys, values, at) for part, at in parts], 2)
+        return y, type(state)(keys, values, state.length + seen)
 
     def _see_earlier(self, q: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
         """Attend from queries at `position` (B, N) to the keys in slots up to their own."""
@@ -228,7 +231,7 @@ class SoftmaxAttention(Attention):
         """Attend several positions in time order, then write the newest to their slots."""
         slots, length = state.keys.size(2), state.length[:, None]  # (B, 1)
         if slots < window:
-            check_room(slots, state.length, q.size(2))
+            check_room(slots, state.length, seen)
         m = min(slots, window - 1)
         earlier = (torch.arange(-m, 0, device=q.device) + length) % slots  # (B, M)
         k = torch.cat([gather_rows(state.keys, earlier[:, None]).to(k.dtype), k], 2)  # (B, H, M + N, D)
@@ -240,14 +243,15 @@ class SoftmaxAttention(Attention):
         return y, RingCache(keys, values, state.length + seen)
 
     def _step(
-        self, q: Tensor, k: Tensor, v: Tensor, state: RingCache, seen: Tensor, window: int
+        self, q: Tensor, k: Tensor, v: Tensor, state: RingCache, lengths: Tensor | None, window: int
     ) -> tuple[Tensor, RingCache]:
         """Attend one position in the ring buffer. Its key overwrites the oldest, which it does not see."""
         slots, position = state.keys.size(2), state.length[:, None]  # (B, 1)
+        seen = 1 if lengths is None else lengths
         if slots < window:
-            check_room(slots, state.length, 1)
-        # A padded position is written too. The next position overwrites its slot before reading it.
-        keys, values = write(state.keys, position % slots, k), write(state.values, position % slots, v)
+            check_room(slots, state.length, seen)
+        valid = None if lengths is None else lengths[:, None] > 0
+        keys, values = (write(t, position % slots, new, valid) for t, new in ((state.keys, k), (state.values, v)))
         used = min(slots, int(position.max()) + 1) if reads_values(position) else slots
         at = latest(state.length + 1, slots)[:, :used]  # (B, used)
         seen_keys, seen_values = keys[:, :, :used].to(q.dtype), values[:, :, :used].to(q.dtype)
@@ -306,13 +310,6 @@ def earlier_keys(state: SoftmaxState, window: int | None) -> Tensor:
         return state.keys[:, :, slots - m :]
     slot = (state.length[:, None] + torch.arange(-m, 0, device=state.keys.device)) % max(slots, 1)  # (B, M)
     return gather_rows(state.keys, slot[:, None])
-
-
-def _append(cache: KeyValueCache | FixedCache, k: Tensor, v: Tensor) -> KeyValueCache | FixedCache:
-    """Write `k` and `v` (B, H, N, D) from each row's `length` on; `length` is not changed."""
-    grows = isinstance(cache, KeyValueCache)
-    keys, values = append((cache.keys, cache.values), (k, v), cache.length, grows=grows)
-    return cache._replace(keys=keys, values=values)
 
 
 def _key_mask(lengths: Tensor, n: int) -> Tensor:

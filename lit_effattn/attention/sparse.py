@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lit_effattn.attention.base import Attention, softmax_over
-from lit_effattn.attention.cache import append, newest, write
+from lit_effattn.attention.cache import append, check_room, newest, write
 from lit_effattn.attention.softmax import FixedCache, KeyValueCache, WindowCache, earlier_keys
 from lit_effattn.ops.sparse import fixed_attention, gather_rows, strided_attention, summary_positions
 from lit_effattn.ops.window import windowed_attention
@@ -210,12 +210,12 @@ class SparseAttention(Attention):
             seen = torch.full(q.shape[:1], q.size(2), device=q.device) if lengths is None else lengths
             if self.pattern == "fixed":
                 assert state is None or isinstance(state, SummaryCache | FixedSummaryCache)
-                return self._attend_fixed(q, k, v, state, seen)
+                return self._attend_fixed(q, k, v, state, seen, lengths)
             if self.combine == "local":
                 assert state is None or isinstance(state, WindowCache)
                 return self._attend_window(q, k, v, state, seen)
             assert state is None or isinstance(state, KeyValueCache | FixedCache)
-            return self._attend_strided(q, k, v, state, seen)
+            return self._attend_strided(q, k, v, state, seen, lengths)
 
     def _say_if_all_is_covered(self, n: int) -> None:
         if n <= self.stride and self.combine in ("merged", "local") and not self._said_that_all_is_covered:
@@ -241,13 +241,19 @@ class SparseAttention(Attention):
         return y, WindowCache(keys, values, before + seen)
 
     def _attend_strided(
-        self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueCache | FixedCache | None, seen: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: KeyValueCache | FixedCache | None,
+        seen: Tensor,
+        lengths: Tensor | None,
     ) -> tuple[Tensor, KeyValueCache | FixedCache]:
         """Attend in the strided pattern. The state holds all keys and values."""
         if state is None:
             return self._see_strided(q, k, v), KeyValueCache(k, v, seen)
         grows = isinstance(state, KeyValueCache)
-        keys, values = append((state.keys, state.values), (k, v), state.length, grows=grows)
+        keys, values = append((state.keys, state.values), (k, v), state.length, lengths, grows=grows)
         after = type(state)(keys, values, state.length + seen)
         if reads_values(state.length):
             used = int(state.length.max()) + q.size(2)  # skips slots that no row has reached
@@ -279,15 +285,21 @@ class SparseAttention(Attention):
         )
 
     def _attend_fixed(
-        self, q: Tensor, k: Tensor, v: Tensor, state: SummaryCache | FixedSummaryCache | None, seen: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: SummaryCache | FixedSummaryCache | None,
+        seen: Tensor,
+        lengths: Tensor | None,
     ) -> tuple[Tensor, SummaryCache | FixedSummaryCache]:
         """Attend in the fixed pattern. The state holds the current block and the summary columns."""
         start = None if state is None else state.length
         before = self.initial_state(q.size(0), device=q.device, dtype=k.dtype) if state is None else state
         assert isinstance(before, SummaryCache | FixedSummaryCache)
-        cache = self._with_room(before, q.size(2), begun=state is not None)
+        cache = self._with_room(before, q.size(2), seen, begun=state is not None)
         summary = [
-            _with_summaries(stored, new[:, self._distant], before.length, self.stride, self._columns)
+            _with_summaries(stored, new[:, self._distant], before.length, lengths, self.stride, self._columns)
             for stored, new in ((cache.summary_keys, k), (cache.summary_values, v))
         ]
         y = self._see_fixed(q, k, v, start, (cache.block_keys, cache.block_values), (summary[0], summary[1]))
@@ -298,9 +310,9 @@ class SparseAttention(Attention):
         return y, type(cache)(block[0], block[1], summary[0], summary[1], before.length + seen)
 
     def _with_room(
-        self, cache: SummaryCache | FixedSummaryCache, n: int, *, begun: bool
+        self, cache: SummaryCache | FixedSummaryCache, n: int, seen: Tensor, *, begun: bool
     ) -> SummaryCache | FixedSummaryCache:
-        """Add summary slots for `n` more positions, or check that there are enough.
+        """Add summary slots for `n` more positions, or check that there are enough for the (B,) `seen` ones of them.
 
         `begun` is False if the cache holds no positions yet.
         """
@@ -308,11 +320,7 @@ class SparseAttention(Attention):
             return cache
         room = cache.summary_keys.size(2) // self.summary  # blocks
         if isinstance(cache, FixedSummaryCache):
-            if reads_values(cache.length) and int(cache.length.max()) + n > room * self.stride:
-                raise ValueError(
-                    f"the cache is full: it was made with a max_len of at most {room * self.stride}, holds "
-                    f"{int(cache.length.max())} positions and is given {n} more; raise max_len"
-                )
+            check_room(room * self.stride, cache.length, seen, "a max_len of at most {room}")
             return cache
         if torch.compiler.is_compiling() or not begun:
             more = -(-n // self.stride)  # enough for any row, at any position
@@ -454,13 +462,16 @@ def _with_block(stored: Tensor, new: Tensor, start: Tensor, seen: Tensor) -> Ten
     return torch.where(fresh, gather_rows(new, offset.clamp(0, n - 1)[:, None]), stored)
 
 
-def _with_summaries(stored: Tensor, new: Tensor, start: Tensor, stride: int, columns: Tensor) -> Tensor:
-    """Return the summary columns after new positions. Padding is written too, and overwritten later.
+def _with_summaries(
+    stored: Tensor, new: Tensor, start: Tensor, lengths: Tensor | None, stride: int, columns: Tensor
+) -> Tensor:
+    """Return the summary columns after new positions. Padding may be written to slots that are overwritten later.
 
     Args:
         stored: (B, H, S, D), the columns before, with slots for those of the new positions.
         new: (B, H, N, D), keys or values of the new positions.
         start: (B,), the first new position.
+        lengths: (B,), number of new positions that are valid; None: all.
         stride: l.
         columns: (H or 1, c), the positions of a block that summarise it.
     """
@@ -469,6 +480,9 @@ def _with_summaries(stored: Tensor, new: Tensor, start: Tensor, stride: int, col
     if n == 1 and may_overwrite():
         slot = (start // stride * c)[:, None, None] + torch.arange(c, device=new.device)  # (B, 1, C)
         fresh = (start % stride)[:, None, None] == columns  # (B, H or 1, C)
+        if lengths is not None:
+            slot = slot.clamp(max=stored.size(2) - 1)  # padding may be beyond the last
+            fresh = fresh & (lengths > 0)[:, None, None]
         index = slot[..., None].expand(-1, new.size(1), -1, new.size(3))  # (B, H, C, D)
         return stored.scatter_(2, index, torch.where(fresh[..., None], new, stored.gather(2, index)))
     offset = summary_positions(columns, stride, stored.size(2) // c) - start[:, None, None]  # (B, H or 1, S)

@@ -10,12 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_effattn.attention.base import Attention, softmax_over
-from lit_effattn.attention.cache import latest, newest, newest_of_both
+from lit_effattn.attention.cache import check_room, latest, newest, newest_of_both, write
 from lit_effattn.ops.relative import attention_by_distance, furthest, relative_attention, sinusoids
 from lit_effattn.sequence import (
     State,
     accumulator,
-    may_overwrite,
     parts,
     reads_values,
     valid_positions,
@@ -187,7 +186,7 @@ class TransformerXLAttention(Attention):
         if isinstance(state, InputMemory):
             self._check_slots(state.inputs.size(1), self._reach)
         elif state is not None:
-            self._check_room(state.keys.size(2), state.length, x.size(1))
+            self._check_room(state.keys.size(2), state.length, x.size(1) if lengths is None else lengths)
 
     def _check_slots(self, slots: int, wanted: int) -> None:
         if slots != wanted:
@@ -196,15 +195,12 @@ class TransformerXLAttention(Attention):
                 f"{type(self).__name__} remembers {wanted}: it was made before set_memory; start with state=None"
             )
 
-    def _check_room(self, slots: int, length: Tensor, n: int) -> None:
-        """Check a state made with `max_len`, which may have fewer slots than the memory."""
+    def _check_room(self, slots: int, length: Tensor, new: Tensor | int) -> None:
+        """Check that `new` positions of each row fit in a state made with `max_len`, which may have few slots."""
         if slots > self._reach + 1:
             self._check_slots(slots, self._reach + 1)
-        if slots <= self._reach and reads_values(length) and int(length.max()) + n > slots:
-            raise ValueError(
-                f"the memory is full: it was made with max_len={slots}, holds {int(length.max())} positions and "
-                f"is given {n} more; raise max_len"
-            )
+        if slots <= self._reach:
+            check_room(slots, length, new)
 
     def forward(
         self, x: Tensor, state: State | None = None, lengths: Tensor | None = None
@@ -252,8 +248,9 @@ class TransformerXLAttention(Attention):
             there = None if lengths is None else valid_positions(lengths.clamp(min=1), n)
             r = self._relative_keys(n - 1, 1 - n)
             return self._relative(q, k, v, r, there), None
-        seen = torch.full_like(state.length, n) if lengths is None else lengths
-        return self._step(q, k, v, state, seen) if n == 1 else self._prompt(q, k, v, state, seen)
+        if n == 1:
+            return self._step(q, k, v, state, lengths)
+        return self._prompt(q, k, v, state, torch.full_like(state.length, n) if lengths is None else lengths)
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
         """Attend from the queries to their keys and the M earlier ones, of which the last `length` (B,) are valid."""
@@ -285,7 +282,7 @@ class TransformerXLAttention(Attention):
     ) -> tuple[Tensor, ProjectedMemory]:
         """Attend several positions with a memory of keys and values."""
         slots, length = state.keys.size(2), state.length
-        m = slots_used(length, slots - 1)
+        m = slots_used(length, min(slots, self._reach))
         earlier = (torch.arange(-m, 0, device=q.device) + length[:, None]) % slots  # (B, M)
         k = torch.cat([gather_rows(state.keys, earlier).to(k.dtype), k], 2)  # (B, H, M + N, D)
         v = torch.cat([gather_rows(state.values, earlier).to(v.dtype), v], 2)
@@ -295,12 +292,12 @@ class TransformerXLAttention(Attention):
         return y, ProjectedMemory(keys, values, length + seen)
 
     def _step(
-        self, q: Tensor, k: Tensor, v: Tensor, state: ProjectedMemory, seen: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, state: ProjectedMemory, lengths: Tensor | None
     ) -> tuple[Tensor, ProjectedMemory]:
         """Attend one position in the ring buffer. Its key overwrites the oldest, which it does not see."""
         slots, length = state.keys.size(2), state.length[:, None]  # (B, 1)
-        # A padded position is written too. The next position overwrites its slot before reading it.
-        keys, values = write_ring(state.keys, length % slots, k, 2), write_ring(state.values, length % slots, v, 2)
+        valid = None if lengths is None else lengths[:, None] > 0
+        keys, values = (write(t, length % slots, new, valid) for t, new in ((state.keys, k), (state.values, v)))
         used = slots_used(state.length + 1, slots)
         slot = torch.arange(used, device=q.device)
         distance = (length - slot) % slots  # (B, M)
@@ -313,7 +310,7 @@ class TransformerXLAttention(Attention):
             (slot <= length)[:, None],
             dropout=self._dropout_now,
         )
-        return y, ProjectedMemory(keys, values, state.length + seen)
+        return y, ProjectedMemory(keys, values, state.length + (1 if lengths is None else lengths))
 
     def _relative_keys(self, first: int, last: int) -> Tensor:
         """Return W_r R of the distances first, first − 1, …, last: (H, L, D)."""
@@ -407,11 +404,3 @@ def gather_rows(t: Tensor, index: Tensor) -> Tensor:
 def slots_used(length: Tensor, slots: int) -> int:
     """Return how many of `slots` any row has filled, or `slots` where reading values is not free."""
     return min(slots, int(length.max())) if reads_values(length) else slots
-
-
-def write_ring(t: Tensor, slot: Tensor, new: Tensor, dim: int) -> Tensor:
-    """Write `new`, of one position, to each row's `slot` (B, 1) of `t` along `dim`, in place if it is donated."""
-    t = t if may_overwrite() else t.clone()
-    rows = torch.arange(len(t), device=t.device)
-    t.movedim(dim, 1)[rows, slot.flatten()] = new.select(dim, 0).to(t.dtype)  # as in `cache.write`, no `scatter_`
-    return t

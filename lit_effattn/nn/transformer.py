@@ -400,12 +400,13 @@ class Transformer(SequenceModule):
         """Return the outputs from a layer on, and the state after `x`."""
         self.check(x, state, lengths)
         start, seen = self._counted(x, state, lengths)
-        x = self.dropout(self._with_positions(self.positions, x, start))
+        position = self._position(x, start, lengths)
+        x = self.dropout(self._with_positions(self.positions, x, position))
         states = [None] * len(self.blocks) if state is None else state.layers
         outputs, after = [], []
         for i, (block, before) in enumerate(zip(self.blocks, states, strict=True)):
             if i and self.later_positions:
-                x = self._with_positions(self.later_positions[i - 1], x, start)
+                x = self._with_positions(self.later_positions[i - 1], x, position)
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 # The backward pass calls the block again, after the context, and on a GPU in another thread.
                 called = block if parts() is None else partial(_call_in_parts, parts(), block)
@@ -453,12 +454,20 @@ class Transformer(SequenceModule):
         length = torch.zeros(source.size(0), dtype=torch.long, device=source.device)
         return TransformerState(length, tuple(b.remember(source, lengths, max_len=max_len) for b in self.blocks))
 
-    def _with_positions(self, positions: nn.Module | None, x: Tensor, start: Tensor | None) -> Tensor:
-        if positions is None:
-            return x
+    def _position(self, x: Tensor, start: Tensor | None, lengths: Tensor | None) -> Tensor:
+        """Return the positions of `x`, (B or 1, N), after `start` (B,) earlier ones. Padding is at none beyond them."""
         position = torch.arange(x.size(1), device=x.device)[None]  # (1, N)
+        last = None if lengths is None else lengths - 1  # (B,)
         if start is not None:
             position = position + start[:, None]  # (B, N)
+            last = None if last is None else start + last
+        elif last is not None:
+            last = last.amax(keepdim=True)  # (1,)
+        return position if last is None else position.minimum(last.clamp(min=0)[:, None])
+
+    def _with_positions(self, positions: nn.Module | None, x: Tensor, position: Tensor) -> Tensor:
+        if positions is None:
+            return x
         p = positions(position).to(x.dtype)  # (B or 1, N, E or position_width)
         return x + p if self.d_input == self.d_model else torch.cat([x, p.expand(x.size(0), -1, -1)], -1)
 

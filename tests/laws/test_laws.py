@@ -434,6 +434,49 @@ def _goes_on_the_same(module, state, expected) -> None:
         assert_close(module(more, state)[0], module(more, expected)[0])
 
 
+@each(CAUSAL)
+@pytest.mark.parametrize("given_away", [False, True], ids=["kept", "donated"])
+def test_padding_takes_no_room(case: Case, given_away: bool):
+    """Rows fill a state made with `max_len` to the last slot, in one call or in steps, beside rows that are full."""
+    module = case.build()
+    for room in (2, case.unit + 2, 3 * case.unit):
+        held = torch.tensor([room, 0, room - 1, room // 2])
+        x, more = inputs(module, 4, 2 * room + 1), inputs(module, 4, case.unit + 2, seed=1)
+        last = sequence.valid_positions(room - held, room + 1)
+        with torch.no_grad():
+            _, state = module(x[:, :room], None, held)
+            expected, state = module(x[:, room:], state, room - held)
+            later, _ = module(more, state)
+            for way in ([room + 1], [1] * room + [1], [1, room]):
+                with sequence.donated() if given_away else nullcontext():
+                    _, state = module(x[:, :room], module.initial_state(4, max_len=room), held)
+                    outputs, fed = [], 0
+                    for part in x[:, room:].split(way, 1):
+                        y, state = module(part, state, (room - held - fed).clamp(0, part.size(1)))
+                        outputs.append(y)
+                        fed += part.size(1)
+                assert_close(torch.cat(outputs, 1)[last], expected[last])
+                assert_close(module(more, module.grow(state, room + more.size(1)))[0], later)
+
+
+@each(CAUSAL)
+def test_positions_beyond_the_room_are_refused(case: Case):
+    """Of the row that has too many; kinds whose state does not grow take them."""
+    module = case.build()
+    room = case.unit
+    x = inputs(module, 2, 2 * room)
+    with torch.no_grad():
+        _, state = module(x[:, :room], module.initial_state(2, max_len=room), torch.tensor([room, 1]))
+        smaller = sequence.nbytes(state) < sequence.nbytes(module.initial_state(2, max_len=9 * room))
+        for n, lengths, said in (
+            (1, None, f"holds {room} positions and is given 1 more"),
+            (1, torch.tensor([1, 0]), f"holds {room} positions and is given 1 more"),
+            (2 * room, torch.tensor([0, 2 * room]), f"holds 1 positions and is given {2 * room} more"),
+        ):
+            with pytest.raises(ValueError, match=said) if smaller else nullcontext():
+                module(x[:, :n], state, lengths)
+
+
 @each(CASES)
 def test_all_rows_empty(case: Case):
     module = case.build()

@@ -140,6 +140,19 @@ def test_concatenated_positions():
             assert torch.equal(seen[call][row, :, 5:], model.positions.table.weight[first : first + 4])
 
 
+def test_padding_has_no_positions():
+    """Where there are no more of them, after a state or without one."""
+    model = Transformer(E, H, 1, positions=partial(LearnedPositions, max_len=5)).eval()
+    x, lengths = torch.randn(2, 7, E), torch.tensor([5, 2])
+    y, state = model(x, None, lengths)
+    torch.testing.assert_close(y[:1, :5], model(x[:1, :5])[0])
+    z, _ = model(x, state, 5 - lengths)
+    torch.testing.assert_close(z[1:, :3], model(torch.cat([x[1:, :2], x[1:, :3]], 1))[0][:, 2:])
+    for before in (None, state):
+        with pytest.raises(ValueError, match="position 6 is beyond the last, 4"):
+            model(x, before, torch.tensor([1, 7 if before is None else 5]))
+
+
 def test_added_positions_follow_each_row():
     model = Transformer(E, H, 1, positions=partial(LearnedPositions, max_len=20))
     seen = []

@@ -76,7 +76,8 @@ class InfiniteAttention(TransformerXLAttention):
     of L, XL sees what `TransformerXLAttention` sees.
 
     After `normalise_with` the memory holds inputs that are not normalised. What is written to the signal is normalised
-    with the gains of that time.
+    with the gains of that time, unless `norm_signal` is False: then the signal is of the inputs as they were, as in the
+    authors' code for GPT-2, and only the queries to it are of normalised inputs.
 
     With `sticky` (section 3.3) the old signal is sampled at the quantiles of a histogram of the densities, that is,
     where it was attended to. The histogram is summed over the heads and over the positions since the last update, and a
@@ -89,9 +90,9 @@ class InfiniteAttention(TransformerXLAttention):
     projections are those of `SoftmaxAttention`; the term of the signal is 0 in the first segment. Positions are the
     model's: a table of learned ones begins again in each segment with `LearnedPositions(period=segment_len)`.
 
-    The authors' code (github.com/deep-spin/infinite-former) differs from the paper, and from the defaults, in what four
-    options say: `tie_query`, `density_bias`, `grid` and `sampling`. Their least σ² is 10⁻⁶ (10⁻⁴ with GPT-2); here 10⁻⁶
-    is added.
+    The authors' code (github.com/deep-spin/infinite-former) differs from the paper, and from the defaults, in what five
+    options say: `tie_query`, `density_bias`, `grid`, `sampling` and, with GPT-2, `norm_signal`. Their least σ² is 10⁻⁶
+    (10⁻⁴ with GPT-2); here 10⁻⁶ is added.
 
     A module never detaches its state, so gradients flow through all updates of a call. The caller detaches the state
     between calls (the paper's memories have no gradient). A segment is written by the call that first attends to it, so
@@ -137,6 +138,8 @@ class InfiniteAttention(TransformerXLAttention):
         share_uv: Whether all layers of a `Transformer` share u and v: see `TransformerXLAttention`.
         short_term: "transformer_xl" or "softmax". The second has no R, u and v, so `clamp_len`, `position_dropout` and
             `share_uv` must be left out.
+        norm_signal: Whether the inputs that are written to the signal are normalised. False needs `normalise_with`,
+            that is `norm_memory` of the `Transformer`.
     """
 
     fresh = ("ltm_q_proj", "ltm_k_proj", "ltm_v_proj", "ltm_out_proj", "ltm_density", "gate")
@@ -171,6 +174,7 @@ class InfiniteAttention(TransformerXLAttention):
         bias: bool = False,
         share_uv: bool = False,
         short_term: ShortTerm = "transformer_xl",
+        norm_signal: bool = True,
     ) -> None:
         super().__init__(
             d_model,
@@ -229,6 +233,7 @@ class InfiniteAttention(TransformerXLAttention):
         self.tie_query = tie_query
         self.kl_weight = kl_weight
         self.sigma_0 = sigma_0
+        self.norm_signal = norm_signal
         if n_basis:
             # Without biases the term is 0 where there is no signal. Its gradient is then 0, not None.
             if not tie_query:
@@ -256,6 +261,11 @@ class InfiniteAttention(TransformerXLAttention):
         if self.n_basis:
             self._solve()
         return self
+
+    @property
+    def needs_norm(self) -> str:
+        """The option that has an effect only after `normalise_with`, "" for none."""
+        return "" if self.norm_signal else "norm_signal=False"
 
     def set_memory(self, mem_len: int, clamp_len: int | None = None, same_length: bool = False) -> None:
         """See `TransformerXLAttention.set_memory`. `same_length` must be False: the split never has an effect here."""
@@ -324,7 +334,7 @@ class InfiniteAttention(TransformerXLAttention):
         y = self.out_proj(near.transpose(1, 2).flatten(2))  # (B, H, N, D) -> (B, N, E)
         after = before
         if self.n_basis:
-            far, after = self._long_term(x, normed, before, seen)
+            far, after = self._long_term(x, normed if self.norm_signal else inputs, before, seen)
             y = y + self.ltm_out_proj(far.transpose(1, 2).flatten(2).to(x.dtype))
         memory = newest(inputs, m + seen, self._reach, dim=1).to(before.inputs.dtype)
         return without_padding(y, lengths), after._replace(inputs=memory, length=before.length + seen)
@@ -389,7 +399,8 @@ class InfiniteAttention(TransformerXLAttention):
             now = torch.ones_like(state.length) if lengths is None else (i < lengths).long()  # (B,), 0 in padding
             attends = (self._writes_before(state.length, self._delay) > 0) & (now > 0)
             inputs = torch.cat([state.inputs.to(x.dtype), position], 1)  # (B, M + 1, E)
-            _, after = self._long_term(self._normed(position), self._normed(inputs), state, now)
+            written = self._normed(inputs) if self.norm_signal else inputs
+            _, after = self._long_term(self._normed(position), written, state, now)
             memory = newest(inputs, self._reach + now, self._reach, dim=1).to(state.inputs.dtype)
             state = after._replace(inputs=memory, length=state.length + now)
             found.append(self.density(position, state, times).masked_fill(~attends[:, None, None, None], 0))
@@ -500,7 +511,9 @@ class InfiniteAttention(TransformerXLAttention):
     def _long_term(
         self, x: Tensor, inputs: Tensor, state: InfiniteMemory, seen: Tensor
     ) -> tuple[Tensor, InfiniteMemory]:
-        """Attend to the signal, and write the segments that are due. Return (B, H, N, D) and the new state.
+        """Attend to the signal from `x` (B, N, E), and write the segments of `inputs` (B, M + N, E) that are due.
+
+        Return (B, H, N, D) and the new state.
 
         A call of N positions has at most ⌈N / L⌉ updates a row, so at most ⌈N / L⌉ + 1 groups of positions that see the
         same signal. Rows are at different positions, so each has its own group borders. Every group has room for

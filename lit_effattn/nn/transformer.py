@@ -114,6 +114,11 @@ class Block(SequenceModule):
         self._attention_norms = normalise_with is not None
         if normalise_with is not None:
             normalise_with(self.norm_1)
+        elif needs := getattr(attention, "needs_norm", ""):
+            raise ValueError(
+                f"{needs} with norm={norm!r} and norm_memory={norm_memory}: it needs the layer's inputs before the "
+                "LayerNorm; set norm='pre' and norm_memory=True"
+            )
         self.dropout = nn.Dropout(dropout)
         self.cross_attention = cross_attention
         self.norm_cross: nn.Module | None = None

@@ -1,5 +1,6 @@
 import copy
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -7,7 +8,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lit_effattn import Transformer, sequence
 from lit_effattn.attention import InfiniteAttention, SoftmaxAttention, TransformerXLAttention, infinite
+from lit_effattn.nn.transformer import Block, FeedForward
 from lit_effattn.ops.continuous import basis_of, normal_masses, width_divergence
+from tests.laws import definitions
 from tests.support.tensor_sizes import Largest, Made
 
 E, H, D = 12, 3, 4
@@ -64,6 +67,34 @@ def test_softmax_attention_within_segments_gets_a_long_term_memory(chunk_size: i
         step, state = attention(position, state)
         steps.append(step)
     torch.testing.assert_close(torch.cat(steps, 1), alone)
+
+
+@pytest.mark.parametrize("options", [{}, {"short_term": "softmax", "mem_len": 0, "bias": True, "gate": True}])
+@pytest.mark.parametrize("norm_signal", [True, False])
+def test_a_signal_of_inputs_as_they_were(norm_signal: bool, options: dict):
+    """As in the authors' code for GPT-2: the LayerNorm is before the short-term memory and the queries alone."""
+    attention = InfiniteAttention(E, H, **SIZES | options, norm_signal=norm_signal)
+    block = Block(attention, FeedForward(E, 16), norm_memory=True).double()
+    norm = block.norm_1
+    torch.nn.init.normal_(norm.weight)
+    torch.nn.init.normal_(norm.bias)
+    x = 3 * inputs(2, 21) + 1
+    expected = definitions.infinite(attention, norm(x), norm(x) if norm_signal else x)
+    state, found = None, []
+    for part in x.split([9, 1, 1, 10], 1):
+        y, state = attention(part, state)
+        found.append(y)
+    torch.testing.assert_close(torch.cat(found, 1), expected)
+    torch.testing.assert_close(attention(x)[0], expected)
+    torch.testing.assert_close(state.inputs, x[:, -state.inputs.size(1) :])
+
+
+def test_a_signal_of_inputs_as_they_were_needs_them():
+    kind = partial(InfiniteAttention, **SIZES, norm_signal=False)
+    for options in ({}, {"norm": "post", "norm_memory": True}):
+        with pytest.raises(ValueError, match=r"norm_signal=False with norm=.* set norm='pre' and norm_memory=True"):
+            Transformer(E, H, 1, attention=kind, **options)
+    Transformer(E, H, 1, attention=kind, norm_memory=True)
 
 
 @pytest.mark.parametrize("options", [{"clamp_len": 3}, {"position_dropout": 0.1}, {"share_uv": True}])

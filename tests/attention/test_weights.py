@@ -355,13 +355,15 @@ def test_weights_of_normalised_inputs(cls: type[TransformerXLAttention], max_len
 SIGNAL = {"mem_len": 3, "segment_len": 3, "n_basis": 10, "widths": (0.1, 0.2), "n_samples": 6, "n_bins": 8}
 
 
-@pytest.mark.parametrize("options", [{"sticky": True, "gate": True}, {"writes": "segment"}])
+@pytest.mark.parametrize("options", [{"sticky": True, "gate": True}, {"writes": "segment"}, {"norm_signal": False}])
 def test_densities_read_the_signal(options: dict):
     """What is read at a position is ∫ p(t) W_v' X̄(t) dt, X̄ being the signal that the position sees."""
     torch.manual_seed(0)
     attention = InfiniteAttention(E, H, **SIGNAL | options).double()
     near = InfiniteAttention(E, H, **SIGNAL | options).double()
     near.load_state_dict(attention.state_dict())
+    for module in (attention, near):
+        module.normalise_with(torch.nn.LayerNorm(E).double())
     torch.nn.init.zeros_(near.ltm_out_proj.weight)
     x, before, lengths = inputs(attention, 3, 24), torch.tensor([10, 4, 0]), torch.tensor([9, 5, 14])
     times = torch.linspace(-1.5, 2.5, 2001, dtype=torch.float64)

@@ -391,7 +391,7 @@ XL_SHARING = partial(XL_WINDOW, share_uv=True)
 REMEMBER_INPUTS = [
     XL_WINDOW,
     partial(CompressiveAttention, mem_len=1, compressed_len=2, compression_rate=2, segment_len=4, chunk_size=4),
-    partial(InfiniteAttention, mem_len=2, segment_len=3, n_basis=6, widths=(0.2,), n_samples=4),
+    partial(InfiniteAttention, mem_len=2, segment_len=3, n_basis=6, widths=(0.2,), n_samples=4, norm_signal=False),
 ]
 
 STACKS = [

@@ -249,8 +249,12 @@ def summary(module, window: Tensor) -> Tensor:
     return y if module.compressor.bias is None else y + module.compressor.bias
 
 
-def infinite(module, x: Tensor) -> Tensor:
-    """Martins et al. 2022, section 3, one position at a time: Transformer-XL's attention, and that to the signal."""
+def infinite(module, x: Tensor, remembered: Tensor | None = None) -> Tensor:
+    """Martins et al. 2022, section 3, one position at a time: Transformer-XL's attention, and that to the signal.
+
+    The signal is of `remembered`, of the shape of `x`, if it is given.
+    """
+    remembered = x if remembered is None else remembered
     size, h, d = module.segment_len, module.n_heads, module.head_dim
     delay = module.mem_len if module.writes == "evicted" else 0
     signal, written, densities, near, far = None, 0, [], [], []
@@ -266,7 +270,7 @@ def infinite(module, x: Tensor) -> Tensor:
         if module.n_basis == 0:
             continue
         if max(0, (t - delay) // size) > written:
-            segment = gated(module, x[:, written * size : (written + 1) * size])
+            segment = gated(module, remembered[:, written * size : (written + 1) * size])
             signal = updated_signal(module, signal, segment, densities, written)
             written, densities = written + 1, []
         if signal is None:

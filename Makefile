@@ -19,8 +19,9 @@ demo: $(VENV)/.installed  ## Train on real digits, test, and draw samples (about
 	$(BIN)/lit-effattn generate $(BEST) --n 64
 	$(BIN)/lit-effattn generate $(BEST) --n 12 --complete 0.5
 
-check: lint  ## Lint, check types, and run a few tests of everything (under 90 seconds on 2 cores).
+check: lint  ## Lint, check types, run a few tests of everything, compare tests' ids (under 2 minutes on 2 cores).
 	$(BIN)/pytest -n 2 -m check -q
+	$(BIN)/python -m tests.collection
 
 test: lint  ## Lint, check types, run the tests.
 	$(BIN)/pytest -n 2 --dist loadfile -m "not processes and not exhaustive" -q

@@ -15,7 +15,9 @@ from lit_effattn.cli.command import CLI
 ROOT = Path(__file__).parent.parent
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text()
-    for path in [*(ROOT / f"{name}.md" for name in ("README", "SECURITY", "CONTRIBUTING")), *ROOT.glob("docs/**/*.md")]
+    for path in sorted(
+        [*map(ROOT.joinpath, ("README.md", "SECURITY.md", "CONTRIBUTING.md")), *ROOT.glob("docs/**/*.md")]
+    )
 }
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 BLOCKS = [

@@ -11,10 +11,13 @@ import site
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, get_origin
+
+from lit_effattn.import_errors import import_error
 
 OURS = (
     "lit_effattn",
@@ -174,7 +177,7 @@ class Trust:
             class or function of any module, or that itself. What is named is imported.
 
     Raises:
-        ValueError: A name names nothing, or a module that is installed or part of Python.
+        ValueError: A name names nothing, a module that can't be imported, or one that is installed or part of Python.
     """
 
     def __init__(self, names: Sequence[str | type] = ()) -> None:
@@ -214,8 +217,8 @@ def _trusted(name: str) -> _Trusted:
         raise ValueError(f"--trust {name}: name a module, or a class or function in full, as my_module.MyAttention")
     try:
         value = find(name)
-    except ImportError as error:
-        raise ValueError(f"--trust {name}: {error}") from error
+    except Exception as error:  # whatever the user's module raises
+        raise ValueError(f"--trust {name}: {import_error(error)}") from error
     if not isinstance(value, ModuleType):
         return _Trusted(name, value, None)
     file = _file(name)
@@ -247,5 +250,7 @@ def find(name: str) -> Any:
         raise ModuleNotFoundError(f"there is no module {name!r}", name=name)
     owner = find(module)
     if not hasattr(owner, attribute):
-        raise ImportError(f"{module} has no {attribute!r}", name=name)
+        near = get_close_matches(attribute, dir(owner), n=1)
+        meant = f"; did you mean {module}.{near[0]}?" if near else ""
+        raise ImportError(f"{module} has no {attribute!r}{meant}", name=name)
     return getattr(owner, attribute)

@@ -24,7 +24,8 @@ ROOMS: dict[str, set[str]] = {
     "runs": set(),
     "pictures": set(),
     "plots": set(),
-    "allowlist": set(),
+    "import_errors": set(),
+    "allowlist": {"import_errors"},
     "spec_check": {"allowlist"},
     "checkpoint_files": {"runs"},
     "checkpoint_folders": {"checkpoint_files", "runs"},
@@ -47,7 +48,7 @@ ROOMS: dict[str, set[str]] = {
         *("pretrained", "tasks", "generation", "beam", "nn", "attention", "positions", "sequence"),
         *("schedules", "sharding", "datamodules", "callbacks", "strategies"),
         *("allowlist", "averaging", "checkpoint_files", "checkpoints", "spec_check", "runs", "pictures", "slurm"),
-        *("run_records", "plots", "export"),
+        *("import_errors", "run_records", "plots", "export"),
     },
     "__init__": {"nn", "tasks"},  # when they are asked for
 }

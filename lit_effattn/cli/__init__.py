@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import NoReturn
+
+from lit_effattn.cli.own_classes import add_current_folder, add_trust
 
 # Lightning 2.6 itself uses deprecated functions of jsonargparse; users cannot change that.
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
@@ -69,6 +72,7 @@ def main(args: list[str] | None = None) -> None:
 
         print(f"lit-effattn {version('lit-effattn')}")
         return
+    add_current_folder()
     if args[0] in LISTS:
         _list(args[0], args[1:])
         return
@@ -151,19 +155,20 @@ def _complete(args: list[str]) -> None:
 
 def _convert(args: list[str]) -> None:
     """Convert a pretrained model."""
-    usage = "usage: lit-effattn convert FROM TO"
-    if {"-h", "--help"} & set(args):
-        print(
-            f"{usage}\n\nConvert a folder of Hugging Face weights (GPT-2, Llama, Mistral, Qwen) to a checkpoint\n"
-            "with a configuration, in the new folder TO; or a checkpoint to such a folder. Nothing is downloaded."
-        )
-        return
-    if len(args) != 2:
-        fail(f"convert takes two arguments, FROM and TO, not {len(args)}; {usage}", code=2)
-    from lit_effattn.pretrained import convert
-
+    parser = argparse.ArgumentParser(
+        "lit-effattn convert",
+        description="Convert a folder of Hugging Face weights (GPT-2, Llama, Mistral, Qwen) to a checkpoint with a "
+        "configuration, in the new folder TO; or a checkpoint to such a folder. Nothing is downloaded.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("source", metavar="FROM", help="The folder, or the checkpoint.")
+    parser.add_argument("target", metavar="TO", help="The folder to make.")
+    add_trust(parser)
     try:
-        print(convert(*args))
+        given = parser.parse_args(args)
+        from lit_effattn.pretrained import convert
+
+        print(convert(given.source, given.target, trust=given.trust))
     except (OSError, ValueError) as error:
         if os.environ.get(DEBUG):
             raise

@@ -6,7 +6,6 @@ import argparse
 import logging
 import os
 import re
-import sys
 import threading
 import warnings
 from collections import Counter
@@ -44,6 +43,7 @@ from lit_effattn.checkpoints import AtomicCheckpointIO, read_checkpoint, with_co
 from lit_effattn.cli.derived import leave_out, set_strides, set_windows, stated
 from lit_effattn.cli.help import arranged, class_help
 from lit_effattn.cli.look import look
+from lit_effattn.cli.own_classes import TRUST
 from lit_effattn.cli.parser_errors import unknown
 from lit_effattn.cli.prepare import prepare
 from lit_effattn.cli.resume import CHECKPOINT, ROOT, ResolvedArgs, is_child, refuse_dropped
@@ -91,7 +91,6 @@ def run(args: list[str]) -> None:
     if args[:2] == ["data", "prepare"]:
         prepare(args[2:])
         return
-    sys.path.append(str(Path.cwd()))  # classes of the user's own: --model.backbone.attention my_module.MyAttention
     # Enforce jsonargparse's denylist; build no classes where any value will do.
     set_parsing_settings(import_path_denylist=[], instantiate_subclass_spec_in_any=False)
     if class_help(args, lambda: _Parser(prog=f"lit-effattn {args[0]}")):
@@ -250,8 +249,7 @@ class CLI(LightningCLI):
             type=list[str] | None,
             default=None,
             metavar="NAME",
-            help="A module of your own, or the full name of a class or function, that a checkpoint (classes) or YAML "
-            "and flags (functions) may name although it is not on lit-effattn's list. May be given several times.",
+            help=TRUST,
         )
         parser.add_argument(
             "--name",

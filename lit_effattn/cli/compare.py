@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_effattn import plots
+from lit_effattn.cli.own_classes import add_trust
 from lit_effattn.cli.tables import FORMATS, Table, comma_separated, from_columns, markdown, show
 from lit_effattn.run_records import RunRecord, differences, read_run
 from lit_effattn.runs import short
@@ -71,9 +72,7 @@ def parser() -> argparse.ArgumentParser:
         help="Positions after which the bytes of a growing state are counted. Default: the length in the data's "
         "configuration, the dimensions of an image, or 1,024.",
     )
-    made.add_argument(
-        "--trust", action="append", default=[], metavar="NAME", help="A class of your own that a checkpoint may name."
-    )
+    add_trust(made)
     return made
 
 

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from lit_effattn import export as exporting
+from lit_effattn.cli.own_classes import add_trust
 from lit_effattn.cli.resume import ROOT
 from lit_effattn.runs import find_checkpoint, run_of, short
 from lit_effattn.tasks.base import Task
@@ -77,7 +78,5 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--trainer.default_root_dir", dest="root", default=ROOT, metavar="FOLDER", help=f"Of the runs; {ROOT}."
     )
-    made.add_argument(
-        "--trust", action="append", default=[], metavar="NAME", help="A class of your own that a checkpoint may name."
-    )
+    add_trust(made)
     return made

@@ -9,7 +9,9 @@ from typing import Any
 import docstring_parser
 
 import lit_effattn.attention
+from lit_effattn.allowlist import find
 from lit_effattn.attention import Attention
+from lit_effattn.import_errors import import_error
 
 _SHARED = ("d_model", "n_heads", "causal")
 """The arguments that a `Transformer` gives to every kind."""
@@ -22,11 +24,8 @@ def kinds(names: list[str]) -> str:
         ValueError: there is no kind of a name.
     """
     known = attention_kinds()
-    for name in names:
-        if name not in known:
-            raise ValueError(f"there is no attention kind {name!r}; there are {', '.join(known)}")
     if names:
-        return "\n\n".join(_described(known[name]) for name in names)
+        return "\n\n".join(_described(own_kind(name) if "." in name else _known(name, known)) for name in names)
     rows = [("kind", "direction", "state", "cross-attention")]
     rows += [(name, _direction(kind), _state(kind), _cross(name)) for name, kind in known.items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -40,6 +39,32 @@ def kinds(names: list[str]) -> str:
 def attention_kinds() -> dict[str, type[Attention]]:
     """Return the attention kinds by their names."""
     return {name: kind for name in lit_effattn.attention.__all__ if _is_kind(kind := _exported(name))}
+
+
+def own_kind(name: str) -> type[Attention]:
+    """Import a kind of the user's own by its full name, such as my_module.MyAttention.
+
+    Raises:
+        ValueError: it can't be imported, or is no kind of attention.
+    """
+    try:
+        kind = find(name)
+    except Exception as error:  # whatever the user's module raises
+        raise ValueError(f"{name}: {import_error(error)}") from error
+    if not (inspect.isclass(kind) and issubclass(kind, Attention)):
+        raise ValueError(f"{name} is no kind of attention: derive its class from lit_effattn.attention.Attention")
+    if missing := sorted(getattr(kind, "__abstractmethods__", ())):
+        raise ValueError(f"{name} has no method {' and no method '.join(missing)}, which each kind needs")
+    return kind
+
+
+def _known(name: str, known: dict[str, type[Attention]]) -> type[Attention]:
+    if name not in known:
+        raise ValueError(
+            f"there is no attention kind {name!r}; there are {', '.join(known)}, and your own by their full names, "
+            "as my_module.MyAttention"
+        )
+    return known[name]
 
 
 def _exported(name: str) -> Any:
@@ -57,14 +82,28 @@ def _described(kind: type[Attention]) -> str:
     lines = [f"{kind.__name__}: {parsed.short_description}"]
     lines.append(f"  direction: {_direction(kind)}; state: {_state(kind)}; cross-attention: {_cross(kind.__name__)}")
     for option, value in _options(kind).items():
-        lines.append(fill(f"{option}={value}  {does[option]}", 116, initial_indent="  ", subsequent_indent="      "))
+        lines.append(
+            fill(
+                f"{option}={value}  {does.get(option, '')}".rstrip(),
+                116,
+                initial_indent="  ",
+                subsequent_indent="      ",
+            )
+        )
     return "\n".join(lines)
 
 
 def _options(kind: type[Attention]) -> dict[str, str]:
     """Return a kind's own options and their defaults, as Python writes them."""
-    given = {name: p.default for name, p in inspect.signature(kind).parameters.items() if name not in _SHARED}
-    return {name: value.__name__ if inspect.isclass(value) else repr(value) for name, value in given.items()}
+    found = {name: p for name, p in inspect.signature(kind).parameters.items() if name not in _SHARED}
+    return {name: _default(p) for name, p in found.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+
+
+def _default(parameter: inspect.Parameter) -> str:
+    value = parameter.default
+    if value is parameter.empty:
+        return "(required)"
+    return value.__name__ if inspect.isclass(value) else repr(value)
 
 
 def _direction(kind: Any) -> str:
@@ -72,12 +111,17 @@ def _direction(kind: Any) -> str:
         kind(8, 2, False)
     except ValueError:
         return "causal"
+    except TypeError:  # it has options without a default
+        return "depends on its options"
     return "causal, bidirectional"
 
 
 def _state(kind: Any) -> str:
     """Return whether the state of a causal layer has a bounded size."""
-    option = kind(8, 2, True).bounded_by
+    try:
+        option = kind(8, 2, True).bounded_by
+    except TypeError:
+        return "depends on its options"
     if option is None:
         return "bounded"
     return f"grows, unless {option} is given" if option else "grows"

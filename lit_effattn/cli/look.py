@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lit_effattn import pictures
 from lit_effattn.allowlist import Trust
+from lit_effattn.cli.own_classes import TRUST, add_trust
 from lit_effattn.cli.resume import ROOT, read_yaml
 from lit_effattn.cli.shipped import find_config
 from lit_effattn.datamodules import IGNORE, PairBatch, SpeechBatch, TokenBatch
@@ -30,7 +31,8 @@ def look(args: list[str], parser: LightningArgumentParser) -> None:
     """Print what the data of a configuration are.
 
     Args:
-        args: `--config NAME_OR_FILE` and flags `--data…`, as for `fit`. Other sections of files are ignored.
+        args: `--config NAME_OR_FILE`, `--trust NAME` and flags `--data…`, as for `fit`. Other sections of files are
+            ignored.
         parser: An empty parser.
 
     Raises:
@@ -39,24 +41,27 @@ def look(args: list[str], parser: LightningArgumentParser) -> None:
     """
     quick = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     quick.add_argument("-c", "--config", action="append", default=[])
+    add_trust(quick)
     given, flags = quick.parse_known_args(args)
     add_options(parser)
     files = [read_yaml(find_config(name)) for name in given.config]
+    trusted = [name for content in files for name in content.get("trust") or ()]
     specs = [["--data", json.dumps(content["data"])] for content in files if content.get("data")]
     config = parser.parse_args([*(arg for spec in specs for arg in spec), *flags])
     if not config.get("data"):
         raise ValueError("data needs to know which: give --config NAME_OR_FILE, or --data CLASS")
     action: Any = next(action for action in parser._actions if action.dest == "data")
-    check(config["data"], Place.of(action._typehint), "data", UserJudge(Trust()))
+    check(config["data"], Place.of(action._typehint), "data", UserJudge(Trust([*given.trust, *trusted])))
     data = parser.instantiate_classes(config).data
     for line in describe(data, None if config.output is None else Path(config.output)):
         print(line)
 
 
 def add_options(parser: LightningArgumentParser) -> None:
-    """Add the options of `lit-effattn data`, without `--config`."""
+    """Add the options of `lit-effattn data`, without `--config`. `look` reads `--trust` itself."""
     parser.add_subclass_arguments(LightningDataModule, "data")
     parser.add_argument("--output", type=str | None, default=None, help="Folder for the pictures. Default: a new one.")
+    parser.add_argument("--trust", type=list[str] | None, default=None, metavar="NAME", help=TRUST)
 
 
 def describe(data: LightningDataModule, output: Path | None) -> Iterator[str]:

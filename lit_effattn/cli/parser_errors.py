@@ -6,9 +6,11 @@ the value and what was expected. Reports that are not recognised are passed on w
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any
 
@@ -16,9 +18,11 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import Logger
 
+from lit_effattn.allowlist import find
 from lit_effattn.attention import Attention, CrossAttention
 from lit_effattn.cli.resume import OF_FIT
 from lit_effattn.cli.shipped import shipped
+from lit_effattn.import_errors import import_error
 from lit_effattn.nn.front_ends import FrontEnd
 from lit_effattn.nn.heads import Head
 from lit_effattn.positions import Positions
@@ -78,6 +82,8 @@ def plain(report: str) -> str:
         return f"{option} names {match[1]}, which YAML and flags may not name"
     if match := re.search(r"Expected ('[^']+' to be a (?:function|sub)[^\n]*?)\.?(?:$|\s+Got value)", report, re.M):
         return f"{option}: expected {_readable(match[1])}"
+    if failed := _failed_import(option, report):
+        return failed
     match = re.search(r"Expected a dot import path string: (\S+)", report)
     if match and not re.search(r"Expected a <class '(int|float)'>", report):
         return _unknown_class(option, match[1])
@@ -176,6 +182,38 @@ def _value(report: str) -> str | None:
     """Return the innermost value, which the report states first."""
     found = re.search(r"(?:Got|Given) value: (.*?)(?:\. Got value: .*)?$", report, re.M)
     return found[1] if found else None
+
+
+def _failed_import(option: str, report: str) -> str:
+    """Return why a class of the user's own, which `option` names, can't be imported; empty: all can, or it names none.
+
+    A checkpoint's names never get here: those that are not on its list have been rejected before.
+    """
+    match = re.search(r"Given value: (?:NestedArg\(key='([\w.]+)', val=(.*)\)|(.*))$", report, re.M)
+    if match is None:
+        return ""
+    path = f"{option}.{match[1]}" if match[1] and not option.endswith(match[1]) else option
+    text: str = match[2] or match[3] or ""
+    value: Any = text
+    with suppress(ValueError, SyntaxError):
+        value = ast.literal_eval(text)
+    for name in _class_paths(value) if _base(path) else ():
+        try:
+            find(name)
+        except Exception as error:  # whatever the user's module raises
+            return f"{path}: {name}: {import_error(error)}"
+    return ""
+
+
+def _class_paths(value: Any) -> Iterator[str]:
+    """Yield the import paths of classes in the value of an option: itself, those of a list, those in `class_path`."""
+    if isinstance(value, str) and re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", value):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _class_paths(item)
+    elif isinstance(value, dict):
+        yield from _class_paths(value.get("class_path"))
 
 
 def _readable(expected: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import lit_effattn.cli.report_page as html
 from lit_effattn.cli.compare import names_of, results
 from lit_effattn.cli.defaults import split
+from lit_effattn.cli.own_classes import add_trust
 from lit_effattn.cli.report_attention import attention_pictures
 from lit_effattn.cli.report_samples import (
     OneSequence,
@@ -102,9 +103,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--length", type=int, default=256, help="The most positions of which attention is drawn. Default: 256."
     )
-    made.add_argument(
-        "--trust", action="append", default=[], metavar="NAME", help="A class of your own that a checkpoint may name."
-    )
+    add_trust(made)
     return made
 
 

@@ -20,7 +20,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from lit_effattn import plots
-from lit_effattn.cli.kinds import attention_kinds
+from lit_effattn.cli.kinds import attention_kinds, own_kind
+from lit_effattn.cli.own_classes import add_trust
 from lit_effattn.cli.resume import ROOT, read_yaml
 from lit_effattn.cli.shipped import find_config
 from lit_effattn.cli.sweep_tables import Cell, Outcome, best_rate, by_kind, by_rate, points
@@ -54,6 +55,7 @@ def sweep(args: list[str]) -> None:
         ValueError: an argument is invalid, or the folder has a sweep with other settings.
     """
     given, flags = parser().parse_known_args(args)
+    given.trust += _own_kinds(given)
     if given.seeds < 1:
         raise ValueError(f"--seeds {given.seeds} must be at least 1")
     _check_flags(flags)
@@ -65,7 +67,7 @@ def sweep(args: list[str]) -> None:
     rates = _rates(given.lr, files)
     folder = Path(given.output or Path(ROOT, f"sweep_{Path(files[-1]).stem}"))
     configs = [arg for name in given.config for arg in ("--config", name)]
-    runner = Sweep(folder, [*configs, *flags], kinds, _devices(given.devices))
+    runner = Sweep(folder, [*configs, *flags], kinds, _devices(given.devices), trust=given.trust)
     print(f"{len(kinds)} kinds, {len(rates)} rates with seed 0, then seeds 0 … {given.seeds - 1} at the best rate")
     with _terminable():
         runner.run([Cell(kind, rate, 0) for kind in kinds for rate in rates])
@@ -106,6 +108,7 @@ class Sweep:
         kinds: Arguments of `fit` for each kind.
         devices: A device number for each child process that runs at the same time; None: the default device.
         child: Runs a command.
+        trust: What the user trusts by name. It is no setting: a sweep goes on with other names.
 
     Raises:
         ValueError: the record in `folder` is of a sweep with other flags.
@@ -118,6 +121,7 @@ class Sweep:
         kinds: dict[str, list[str]],
         devices: Sequence[str | None] = (None,),
         child: Child | None = None,
+        trust: Sequence[str] = (),
     ) -> None:
         self.folder = folder
         self.flags = flags
@@ -128,7 +132,7 @@ class Sweep:
         for device in devices:
             self._devices.put(device)
         self._n_devices = len(devices)
-        self._trusted = [value for flag, value in pairwise(flags) if flag == "--trust"]
+        self._trusted = trust
         self._stopping = threading.Event()
         self._done = self._read_record()
 
@@ -164,14 +168,15 @@ class Sweep:
         run = self._newest(cell)
         if reason is not None or run is None:
             return Outcome(None, reason or "it wrote no checkpoint")
-        return Outcome(read_run(run, trust=self._trusted), None)
+        record = read_run(run, trust=self._trusted)
+        return Outcome(None, record.remark) if record.remark else Outcome(record, None)
 
     def _fit(self, cell: Cell, device: str | None) -> str | None:
         """Train, or go on training. Return why it was refused."""
         if "fit" in self._done.get(str(cell), ()):
             return None
         args = ["fit", *self.flags, *self.kinds[cell.kind], _RATE, repr(cell.rate), "--seed_everything", str(cell.seed)]
-        args += ["--trainer.default_root_dir", str(self.folder / str(cell)), *_QUIET]
+        args += ["--trainer.default_root_dir", str(self.folder / str(cell)), *self._trust_flags(), *_QUIET]
         run = self._newest(cell)
         return self._call(cell, "fit", [*args, *([] if run is None else ["--ckpt_path", str(run)])], device)
 
@@ -183,8 +188,10 @@ class Sweep:
             best = find_checkpoint("best", self.folder / str(cell))
         except FileNotFoundError:
             return "it has no best.ckpt to test: the validation metric was never finite"
-        trust = [arg for name in self._trusted for arg in ("--trust", name)]
-        return self._call(cell, "test", ["test", "--ckpt_path", str(best), *trust, *_QUIET], device)
+        return self._call(cell, "test", ["test", "--ckpt_path", str(best), *self._trust_flags(), *_QUIET], device)
+
+    def _trust_flags(self) -> list[str]:
+        return [arg for name in self._trusted for arg in ("--trust", name)]
 
     def _call(self, cell: Cell, stage: str, args: list[str], device: str | None) -> str | None:
         if self._stopping.is_set():
@@ -211,7 +218,7 @@ class Sweep:
         if not path.is_file():
             return {}
         record = json.loads(path.read_text(encoding="utf-8"))
-        if record["flags"] != self.flags:
+        if _without_trust(record["flags"]) != self.flags:
             raise ValueError(
                 f"{path} is of a sweep with {' '.join(record['flags'])}; give these to go on, or another --output"
             )
@@ -297,14 +304,36 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--kinds",
         required=True,
-        help="Kinds of attention with commas between: short names (linear), class names, class paths of your own; "
-        "lstm replaces the whole backbone. Options follow colons: transformerxl:mem_len=64:dropout=0.1.",
+        help="Kinds of attention with commas between: short names (linear), class names, class paths of your own "
+        "(my_module.MyAttention), which are then trusted; lstm replaces the whole backbone. Options follow colons: "
+        "transformerxl:mem_len=64:dropout=0.1.",
     )
     made.add_argument("--seeds", type=int, default=3, help="Number of seeds at the best rate. Default: 3.")
     made.add_argument("--lr", help="Rates with commas between. Default: 1/3, 1 and 3 times the configuration's.")
     made.add_argument("--devices", help="CUDA devices with commas between: a run on each. Default: one run at a time.")
     made.add_argument("--output", metavar="FOLDER", help="Default: runs/sweep_CONFIG.")
+    add_trust(made)
     return made
+
+
+def _own_kinds(given: argparse.Namespace) -> list[str]:
+    """Return the class paths that `--kinds` names and `--trust` does not.
+
+    Raises:
+        ValueError: one can't be imported, or is no kind of attention.
+    """
+    paths = [path for kind in re.split(_BETWEEN, given.kinds) if "." in (path := kind.partition(":")[0])]
+    for path in paths:
+        try:
+            own_kind(path)
+        except ValueError as error:
+            raise ValueError(f"--kinds {error}") from error
+    return [path for path in paths if path not in given.trust]
+
+
+def _without_trust(flags: Sequence[str]) -> list[str]:
+    """Return flags without `--trust`, which older sweeps have recorded."""
+    return [flag for before, flag in pairwise(["", *flags]) if "--trust" not in (before, flag)]
 
 
 def _check_flags(flags: Sequence[str]) -> None:

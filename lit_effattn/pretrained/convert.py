@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ _IN_SHAPES = {"d_ff", "n_kv_heads", "head_dim", "bias", "out_bias", "final_norm"
 """Arguments that the tensors' shapes show, and the ε that is read off the modules."""
 
 
-def convert(source: str | Path, target: str | Path) -> str:
+def convert(source: str | Path, target: str | Path, *, trust: Sequence[str] = ()) -> str:
     """Convert `source` into the new folder `target`, which is whole or absent.
 
     Args:
@@ -53,6 +53,7 @@ def convert(source: str | Path, target: str | Path) -> str:
             checkpoint.
         target: For a folder, it gets `model.ckpt` and `config.yaml`. For a checkpoint, it gets config.json,
             model.safetensors and tokenizer.json.
+        trust: Classes of the user's own that a checkpoint may name: see `Task.load_from_checkpoint`.
 
     Returns:
         What was written, a sentence.
@@ -68,7 +69,7 @@ def convert(source: str | Path, target: str | Path) -> str:
     if target.exists():
         raise FileExistsError(f"TO={target} exists already; name a new folder")
     need_safetensors()
-    return _give_out(source, target) if is_checkpoint(source) else _take_in(source, target)
+    return _give_out(source, target, trust) if is_checkpoint(source) else _take_in(source, target)
 
 
 def _take_in(source: Path, target: Path) -> str:
@@ -187,8 +188,8 @@ def _longest(model: LanguageModel) -> int:
 # ------------------------------------------------------------------------------------------------------------ back
 
 
-def _give_out(source: Path, target: Path) -> str:
-    model = LanguageModel.load_from_checkpoint(source, map_location="cpu")
+def _give_out(source: Path, target: Path, trust: Sequence[str]) -> str:
+    model = LanguageModel.load_from_checkpoint(source, map_location="cpu", trust=trust)
     family = next((family for family in FAMILIES if family.fits(model)), None)
     if family is None:
         raise ValueError(f"{source} is no model of a family that transformers has: {_described_families()}")

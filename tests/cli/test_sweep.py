@@ -304,7 +304,7 @@ def test_what_is_trusted_is_trusted_in_tests_too(tmp_path: Path):
         return 0, ""
 
     cell = Cell("LinearAttention", 0.1, 0)
-    made = Sweep(tmp_path / "out", ["--trust", "mine.Task", "--trust", "mine.Data"], KINDS, child=child)
+    made = Sweep(tmp_path / "out", [], KINDS, child=child, trust=["mine.Task", "mine.Data"])
     made._fit(cell, None)
     made._test(cell, None)
     assert [call[0] for call in calls] == ["fit", "test"]

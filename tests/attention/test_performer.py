@@ -218,15 +218,27 @@ def test_eps_of_the_authors_code():
     torch.testing.assert_close(theirs(x)[0][:, -1], all_keys(x)[0][:, -1])
 
 
-def test_eps_of_relu_features():
-    """Theirs: relu(D^(−¼) ωᵀx) + 10⁻³."""
-    attention = PerformerAttention(E, H, causal=False, features="relu", eps=1e-3 * (E / H) ** 0.25).double()
+N_FEATURES = 24
+
+
+@pytest.mark.parametrize(
+    ("scale", "eps"),
+    [(1, None), (N_FEATURES**-0.5, 1e-3 * N_FEATURES**0.5), ((E / H) ** -0.25, 1e-3 * (E / H) ** 0.25)],
+    ids=["jax", "tensorflow", "performer-pytorch"],
+)
+def test_eps_of_relu_features(scale: float, eps: float | None):
+    """Theirs: relu(scale · ωᵀx) + 10⁻³."""
+    options = {"causal": False, "features": "relu", "n_features": N_FEATURES}
+    attention = PerformerAttention(E, H, **options, eps=eps).double()
     x = inputs(9)
     q, k, v = attention.project(x)
-    q, k = ((t * (E / H) ** -0.25 @ attention.omega.mT).relu() + 1e-3 for t in (q, k))
+    q, k = ((scale * t @ attention.omega.mT).relu() + 1e-3 for t in (q, k))
     weights = q @ k.mT
     y = (weights / weights.sum(-1, keepdim=True) @ v).transpose(1, 2).flatten(2)
     torch.testing.assert_close(attention(x)[0], attention.out_proj(y))
+
+
+def test_default_eps():
     assert {PerformerAttention(E, H, features=features).eps for features in MAPS[:3]} == {0}
     assert PerformerAttention(E, H, features="relu").eps == 1e-3
 

@@ -16,9 +16,12 @@ class AssociativeRecall(LengthTask):
         k_1 v_1 … k_m v_m | queries at 2 m + 2 g_j, fillers elsewhere,  p(g) ∝ (g + 1)^(power − 1)
 
     g_j are different slots 0 … ⌊(length − 2 m) / 2⌋ − 1, drawn in turn without replacement: most queries come soon
-    after the pairs, some late, as words recur in text. The keys of a sequence are different, values may repeat. Keys
-    are the tokens 1 … n_keys, values the next n_values, and the filler is 0. Only the queries are scored. `test`
-    reports the accuracy at each of `test_lengths`; longer sequences have equally many pairs and later queries.
+    after the pairs, some late, as words recur in text. The keys of a sequence are different. Keys are the tokens
+    1 … n_keys, values the next n_values. Only the queries are scored. `test` reports the accuracy at each of
+    `test_lengths`; longer sequences have equally many pairs and later queries.
+
+    The runs of the paper's figure 2 have `distinct_values` and fillers of 0; those of Arora et al. 2024 ("Based") have
+    `distinct_values` and `random_fillers`. Both have a vocabulary of 8,192 tokens, half of them keys.
 
     A model that guesses reaches an accuracy of 1 / n_values. To answer all queries a state must hold m pairs, that is
     m log2(n_keys · n_values) bits.
@@ -31,6 +34,11 @@ class AssociativeRecall(LengthTask):
         n_keys: Number of keys.
         n_values: Number of values.
         power: Exponent of the distribution of the gaps, positive. That of the paper's code is 0.01; 1 draws uniformly.
+        distinct_values: Whether the values of a sequence are different, as its keys are. Else they are drawn with
+            repetition.
+        random_fillers: Whether fillers are drawn from the whole vocabulary, keys and values included, instead of 0. If
+            the vocabulary is not much larger than a sequence, keys of the sequence occur among them, before tokens that
+            are not their values.
         test_lengths: Tokens of a sequence in test and prediction. Default: 1, 2, 4 and 8 times `length`.
         batch_size: Sequences per step and process.
         eval_batch_size: The same in validation, test and prediction. Default: `batch_size`.
@@ -58,6 +66,8 @@ class AssociativeRecall(LengthTask):
         n_keys: int = 32,
         n_values: int = 32,
         power: float = 0.01,
+        distinct_values: bool = False,
+        random_fillers: bool = False,
         test_lengths: Sequence[int] | None = None,
         batch_size: int = 64,
         eval_batch_size: int | None = None,
@@ -67,7 +77,12 @@ class AssociativeRecall(LengthTask):
         seed: int = 0,
         num_workers: int = 0,
     ) -> None:
-        for name, value, least in (("n_pairs", n_pairs, 1), ("n_keys", n_keys, n_pairs), ("n_values", n_values, 2)):
+        fewest = max(2, n_pairs) if distinct_values else 2
+        for name, value, least in (
+            ("n_pairs", n_pairs, 1),
+            ("n_keys", n_keys, n_pairs),
+            ("n_values", n_values, fewest),
+        ):
             if value < least:
                 raise ValueError(f"{name}={value} must be at least {least}")
         if not power > 0:
@@ -88,6 +103,8 @@ class AssociativeRecall(LengthTask):
         self.n_keys = n_keys
         self.n_values = n_values
         self.power = power
+        self.distinct_values = distinct_values
+        self.random_fillers = random_fillers
 
     @property
     def min_length(self) -> int:
@@ -96,13 +113,19 @@ class AssociativeRecall(LengthTask):
 
     @property
     def vocab_size(self) -> int:
-        """Number of keys and values plus 1, the filler."""
+        """Number of keys and values plus 1, for the token 0."""
         return 1 + self.n_keys + self.n_values
 
     def sequences(self, split: str) -> "RecallSequences":
         """Return the sequences of "train", "val" or "test"."""
         sizes = self.n_pairs, self.n_keys, self.n_values, self.power
-        return RecallSequences(*sizes, *self.lengths_of(split), stream=self._stream(split))
+        return RecallSequences(
+            *sizes,
+            *self.lengths_of(split),
+            stream=self._stream(split),
+            distinct_values=self.distinct_values,
+            random_fillers=self.random_fillers,
+        )
 
 
 class RecallSequences(LengthSequences):
@@ -116,6 +139,8 @@ class RecallSequences(LengthSequences):
         lengths: Lengths of the sequences, which take turns.
         n_each: Number of consecutive sequences of one length.
         stream: Number of the random stream. Different streams have different sequences.
+        distinct_values: Whether the values of a sequence are different.
+        random_fillers: Whether fillers are random tokens.
     """
 
     def __init__(
@@ -127,21 +152,28 @@ class RecallSequences(LengthSequences):
         lengths: tuple[int, ...],
         n_each: int,
         stream: int,
+        *,
+        distinct_values: bool = False,
+        random_fillers: bool = False,
     ) -> None:
         super().__init__(lengths, n_each, stream)
         self.n_pairs = n_pairs
         self.n_keys = n_keys
         self.n_values = n_values
         self.power = power
+        self.distinct_values = distinct_values
+        self.random_fillers = random_fillers
 
     def draw(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the inputs and the targets of a sequence: (length,) integers each."""
         m = self.n_pairs
         keys = 1 + rng.choice(self.n_keys, m, replace=False)
-        values = 1 + self.n_keys + rng.integers(self.n_values, size=m)
+        values = 1 + self.n_keys + rng.choice(self.n_values, m, replace=not self.distinct_values)
         weights = np.arange(1, (length - 2 * m) // 2 + 1) ** (self.power - 1)
         places = 2 * m + 2 * rng.choice(len(weights), m, replace=False, p=weights / weights.sum())
         inputs = np.full(length, FILLER)
+        if self.random_fillers:
+            inputs = rng.integers(1 + self.n_keys + self.n_values, size=length)
         inputs[0 : 2 * m : 2], inputs[1 : 2 * m : 2] = keys, values
         inputs[places] = keys
         targets = np.full(length, IGNORE)

@@ -217,10 +217,10 @@ class PerformerAttention(RandomFeatures, Attention):
         bias: Whether the projections have a bias.
         eps: What is added to positive features, as above, or to ReLU features. Default: 0 for positive features, which
             is exact, 10⁻³ for ReLU features. The authors' code for positive features has 10⁻⁴ (JAX) or 10⁻⁶
-            (TensorFlow). For ReLU features JAX's is relu(ωᵀx) + 10⁻³, the default here, but by default with the identity
-            for ω; TensorFlow's relu(F^(−½) ωᵀx) + 10⁻³ is `eps` 10⁻³ √F here, and performer-pytorch's
-            relu(D^(−¼) ωᵀx) + 10⁻³ is 10⁻³ D^(¼). Above 0 for positive features, no kernel is used: causal attention is
-            `ops.favor.pytorch.plain_causal_favor`, slower and with more memory.
+            (TensorFlow). For ReLU features their JAX code has relu(ωᵀx) + 10⁻³, which is the default here, and their
+            TensorFlow code relu(F^(−½) ωᵀx) + 10⁻³, which is 10⁻³ √F here. performer-pytorch has
+            relu(D^(−¼) ωᵀx) + 10⁻³, which is 10⁻³ D^(¼). Above 0 for positive features, no kernel is used: causal
+            attention is `ops.favor.pytorch.plain_causal_favor`, slower and with more memory.
         n_kv_heads: Heads of keys and values, each shared by H / n_kv_heads heads of queries, as in `SoftmaxAttention`,
             whose weights then fit. The state keeps the sums of every head of queries. Default: H.
         out_bias: Whether the output's projection has a bias. Default: as `bias` says.

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import lit_effattn
 from lit_effattn.allowlist import listed
+from lit_effattn.attention import SoftmaxAttention
 from lit_effattn.checkpoints import with_config
 from lit_effattn.datamodules.tokenizers import PretrainedTokenizer, Tokenizer
 from lit_effattn.hparams import spec
@@ -236,7 +237,9 @@ def _config(model: LanguageModel, family: Family) -> dict[str, Any]:
         raise ValueError(f"the model is none that transformers has ({error}): {_described_families()}") from error
     with torch.device("meta"):
         nearest = family.build(content, None)
-    here, there = (_computed(spec(m)) for m in (model, nearest))
+    specs = [spec(m) for m in (model, nearest)]
+    _by_layer([s["init_args"]["backbone"]["init_args"] for s in specs], len(model.backbone.blocks))  # type: ignore[arg-type]
+    here, there = map(_computed, specs)
     shapes, of_nearest = ({name: tuple(t.shape) for name, t in m.state_dict().items()} for m in (model, nearest))
     here |= {name: shape for name, shape in shapes.items() if of_nearest.get(name) != shape}
     there |= {name: shape for name, shape in of_nearest.items() if shapes.get(name) != shape}
@@ -249,11 +252,26 @@ def _config(model: LanguageModel, family: Family) -> dict[str, Any]:
     return content
 
 
+def _by_layer(backbones: list[dict[str, Any]], n_layers: int) -> None:
+    """If one of the backbones lists attentions, let all list that of each layer."""
+    if any(isinstance(args.get("attention"), list) for args in backbones):
+        for args in backbones:
+            kinds = args.get("attention", {"class_path": _path(SoftmaxAttention)})
+            kinds = kinds if isinstance(kinds, list) else [kinds]
+            args["attention"] = [kinds[i % len(kinds)] for i in range(n_layers)]
+
+
+def _path(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 def _computed(value: Any, name: str = "model") -> dict[str, Any]:
     """Return what of a spec decides on the logits, by path, with the defaults of all classes."""
+    if isinstance(value, list) and any(isinstance(part, dict) for part in value):
+        return {k: v for i, part in enumerate(value) for k, v in _computed(part, f"{name}[{i}]").items()}
     if isinstance(value, dict) and "class_path" in value:
         kind = listed(value["class_path"])
-        found = {name: value["class_path"] if kind is None else f"{kind.__module__}.{kind.__qualname__}"}
+        found = {name: value["class_path"] if kind is None else _path(kind)}
         for part, inner in {**_defaults(kind), **(value.get("init_args") or {})}.items():
             if part in _OF_TRAINING | _IN_SHAPES or (name == "model" and part not in _OF_MODEL):
                 continue
@@ -273,7 +291,7 @@ def _defaults(kind: type | None) -> dict[str, Any]:
         default = parameter.default
         if default is not inspect.Parameter.empty:
             is_class = isinstance(default, type)
-            found[name] = {"class_path": f"{default.__module__}.{default.__qualname__}"} if is_class else default
+            found[name] = {"class_path": _path(default)} if is_class else default
     return found
 
 

@@ -45,14 +45,14 @@ class Settings:
             raise ValueError(f"config.json has no {name}: it is not whole, or of another kind of model")
         return value
 
-    def number(self, name: str, default: Any = _REQUIRED, *, whole: bool = True) -> Any:
-        """Return the value of a key, a positive number, or the default None.
+    def number(self, name: str, default: Any = _REQUIRED, *, whole: bool = True, null: bool = False) -> Any:
+        """Return the value of a key, a positive number; or None, with `null` or if that is the default.
 
         Raises:
             ValueError: it is something else.
         """
         value = self.get(name, default)
-        if value is None and default is None:
+        if value is None and (null or default is None):
             return None
         if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or value <= 0:
             raise ValueError(
@@ -88,6 +88,7 @@ class Settings:
         Raises:
             ValueError: names the first, with its value.
         """
+        self.expect("is_encoder_decoder", False)
         for name in sorted(self._left):
             if self._content[name] is not None:
                 raise refusal(name, self._content[name], "this key is not known here")

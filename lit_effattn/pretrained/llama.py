@@ -10,17 +10,25 @@ from lit_effattn.attention import SoftmaxAttention
 from lit_effattn.nn.heads import CategoricalHead
 from lit_effattn.nn.transformer import Transformer
 from lit_effattn.positions import RotaryPositions
-from lit_effattn.pretrained.family import Entry, Family, Settings, both
+from lit_effattn.pretrained.family import Entry, Family, Settings, both, refusal
 from lit_effattn.tasks import LanguageModel
 
-_HARMLESS = frozenset(("attention_dropout", "max_position_embeddings", "max_window_layers", "pretraining_tp"))
+_HARMLESS = frozenset(("attention_dropout", "max_position_embeddings", "pretraining_tp"))
 _THETA = 10000.0
+_MISTRAL, _QWEN = ("mistral", "ministral"), ("qwen2", "qwen3")
+
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+"""The entries of `layer_types`."""
 
 
 class Llama(Family):
-    """Llama, Mistral (with or without a sliding window), Qwen2, Qwen3, and models of their shape, such as SmolLM."""
+    """Llama, Mistral, Ministral, Qwen2, Qwen3, and models of their shape, such as SmolLM.
 
-    model_types = ("llama", "mistral", "qwen2", "qwen3")
+    Layers have a sliding window or not, as `layer_types` says.
+    """
+
+    model_types = ("llama", "mistral", "ministral", "qwen2", "qwen3")
     prefix = "model."
     buffers = r".*\.rotary_emb\.inv_freq"
 
@@ -34,20 +42,21 @@ class Llama(Family):
         eps = s.number("rms_norm_eps", 1e-6, whole=False)
         head_dim = s.number("head_dim", 128 if kind == "qwen3" else None)
         _check_pairs(head_dim or width // max(heads, 1))
-        s.expect("layer_types", None, ["full_attention"] * layers)
+        attention = partial(
+            SoftmaxAttention,
+            n_kv_heads=s.number("num_key_value_heads", 8 if kind in _MISTRAL else None) or heads,
+            head_dim=head_dim,
+            **({"qk_norm": True, "qk_norm_eps": eps} if kind == "qwen3" else {}),
+            **_biases(s, kind),
+        )
+        windows = _windows(s, kind, layers)
+        kinds: list[Any] = [partial(attention, window=window) for window in windows]
         backbone = Transformer(
             width,
             heads,
             layers,
             s.number("intermediate_size"),
-            attention=partial(
-                SoftmaxAttention,
-                n_kv_heads=s.number("num_key_value_heads", 8 if kind == "mistral" else None) or heads,
-                window=_window(s, kind),
-                head_dim=head_dim,
-                **({"qk_norm": True, "qk_norm_eps": eps} if kind == "qwen3" else {}),
-                **_biases(s, kind),
-            ),
+            attention=kinds[0] if len(set(windows)) == 1 else kinds,
             positions=partial(RotaryPositions, base=_theta(s)),
             activation="swiglu",
             norm_kind="rms",
@@ -58,19 +67,30 @@ class Llama(Family):
         return LanguageModel(backbone, size, tokenizer=tokenizer, head=partial(CategoricalHead, bias=False), tie=tie)
 
     def config(self, model: LanguageModel) -> dict[str, Any]:
-        """Return its config.json: of Qwen3 with `qk_norm`, Mistral with a window, Qwen2 by its biases, else Llama."""
+        """Return its config.json: Qwen3's with `qk_norm`, Qwen2's by its biases, Mistral's with windows, else Llama's.
+
+        Where some layers have a window and others none, a Mistral is a Ministral.
+        """
         backbone: Any = model.backbone
         block = backbone.blocks[0]
         attention = block.attention
         q, out = attention.q_proj.bias is not None, attention.out_proj.bias is not None
-        window = getattr(attention, "window", None)
+        windows = [getattr(block.attention, "window", None) for block in backbone.blocks]
+        window = next((window for window in windows if window is not None), None)
+        types = [_FULL if window is None else _SLIDING for window in windows]
         own: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "attention_bias": out}
         if attention.q_norm is not None:
             own = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "attention_bias": out}
-        elif window is not None:
-            own = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
         elif q and not out:
             own = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+        elif window is not None and _FULL in types:
+            own = {"model_type": "ministral", "architectures": ["MinistralForCausalLM"], "layer_types": types}
+        elif window is not None:
+            own = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+        if window is not None:
+            own["sliding_window"] = window
+            if own["model_type"] in _QWEN:
+                own |= {"use_sliding_window": True, "layer_types": types}
         _check_pairs(attention.head_dim)
         if block.norm_1.eps is None:
             raise ValueError("norm_eps=None is the precision of the type, which no config.json can say; give a number")
@@ -119,15 +139,31 @@ def _check_pairs(head_dim: int) -> None:
         raise ValueError(f"head_dim={head_dim} is odd, and transformers rotates pairs of dimensions alone")
 
 
-def _window(s: Settings, kind: str) -> int | None:
-    if kind == "mistral":
-        return None if s.get("sliding_window", 4096) is None else s.number("sliding_window", 4096)
-    if kind in ("qwen2", "qwen3"):
-        s.expect("use_sliding_window", False)
-        s.get("sliding_window", None)  # not in use
-        return None
-    s.expect("sliding_window", None)
-    return None
+def _windows(s: Settings, kind: str, layers: int) -> list[int | None]:
+    """Return the window of each layer.
+
+    transformers takes a Mistral with `layer_types` for a Ministral.
+    """
+    first, window = 0, None
+    if kind in _MISTRAL:
+        window = s.number("sliding_window", 4096, null=True)
+    elif kind in _QWEN:
+        first = s.get("max_window_layers", 28)
+        if not isinstance(first, int) or isinstance(first, bool):
+            raise ValueError(f"config.json has max_window_layers={first!r}, which is no integer")
+        if s.flag("use_sliding_window", False):
+            window = s.number("sliding_window", 4096, null=True)
+        else:
+            s.get("sliding_window", None)  # not in use
+    else:
+        s.expect("sliding_window", None)
+    types = s.get("layer_types", None)
+    if types is None:
+        types = [_FULL if window is None or i < first else _SLIDING for i in range(layers)]
+    known = [_FULL] if window is None else [_FULL, _SLIDING]
+    if not isinstance(types, list) or len(types) != layers or not all(kind in known for kind in types):
+        raise refusal("layer_types", types, f"only {layers} entries {' or '.join(known)} are supported here")
+    return [window if kind == _SLIDING else None for kind in types]
 
 
 def _biases(s: Settings, kind: str) -> dict[str, bool]:
@@ -141,10 +177,10 @@ def _biases(s: Settings, kind: str) -> dict[str, bool]:
 
 def _theta(s: Settings) -> float:
     """Return the base of the rotary positions. Newer folders have it in `rope_parameters`."""
-    s.expect("rope_scaling", None, {"type": "default"}, {"rope_type": "default"})
+    scaling = s.expect("rope_scaling", None, {"type": "default"}, {"rope_type": "default"})
     theta = s.number("rope_theta", _THETA, whole=False)
     given = s.get("rope_parameters", None)
-    if given is None:
+    if given is None or scaling is not None:  # transformers reads `rope_scaling` in place of `rope_parameters`
         return float(theta)
     inner = Settings(given if isinstance(given, Mapping) else {"rope_parameters": given}, frozenset())
     inner.expect("rope_type", "default")

@@ -35,6 +35,7 @@ LLAMA = {
     "num_key_value_heads": 2,
     "rms_norm_eps": 1e-3,
 }
+MIXED = ["sliding_attention", "full_attention"]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", GPT2),
     "gpt2-untied": (
@@ -50,8 +51,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {**LLAMA, "sliding_window": None}),
     "mistral-window": ("mistral", {**LLAMA, "sliding_window": 5}),
     "mistral-heads": ("mistral", {**LLAMA, "head_dim": 6, "sliding_window": None}),
+    "ministral": ("ministral", {**LLAMA, "head_dim": 4, "sliding_window": 5, "layer_types": MIXED}),
     "qwen2": ("qwen2", LLAMA),
+    "qwen2-windows": ("qwen2", {**LLAMA, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen3": ("qwen3", {**LLAMA, "head_dim": 6}),
+    "qwen3-window": (
+        "qwen3",
+        {**LLAMA, "head_dim": 4, "use_sliding_window": True, "layer_types": MIXED[:1] * 2, "sliding_window": 5},
+    ),
     "qwen3-biases": ("qwen3", {**LLAMA, "head_dim": 4, "attention_bias": True, "tie_word_embeddings": True}),
 }
 
@@ -186,9 +193,8 @@ def test_old_gpt2_folders_have_no_prefix_and_hold_masks(folders: Path, tmp_path:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"model_type": "gemma"}, "model_type='gemma'.*gpt2, llama, mistral, qwen2, qwen3"),
+        ({"model_type": "gemma"}, "model_type='gemma'.*gpt2, llama, mistral, ministral, qwen2, qwen3"),
         ({"model_type": "qwen3", "head_dim": 4}, r"the weights lack model.layers.0.self_attn.k_norm.weight"),
-        ({"model_type": "qwen3", "use_sliding_window": True}, "use_sliding_window=True"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling={'rope_type': 'linear'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 10.0}}, "rope_type='yarn'"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
@@ -202,7 +208,8 @@ def test_old_gpt2_folders_have_no_prefix_and_hold_masks(folders: Path, tmp_path:
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0: this key is not known"),
         ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4}"),
         ({"use_qk_norm": True}, "use_qk_norm=True"),
-        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window=True"),
+        ({"model_type": "qwen2", "use_sliding_window": 1}, "use_sliding_window=1, which is neither true nor false"),
+        ({"model_type": "qwen2", "max_window_layers": None}, "max_window_layers=None, which is no integer"),
         ({"model_type": "mistral", "attention_bias": True}, "attention_bias=True"),
         ({"hidden_size": "16"}, "hidden_size='16'"),
         ({"rms_norm_eps": 0}, "rms_norm_eps=0"),
@@ -298,7 +305,7 @@ def saved(folder: Path, **options: Any) -> Path:
     backbone = {"positions": partial(LearnedPositions, max_len=8), "activation": "gelu_tanh", **options}
     head = backbone.pop("head", partial(CategoricalHead, bias=False))
     task = {name: backbone.pop(name) for name in ("embedding_scale",) if name in backbone}
-    model = LanguageModel(Transformer(8, 2, 1, **backbone), 9, head=head, **task)
+    model = LanguageModel(Transformer(8, 2, **{"n_layers": 1, **backbone}), 9, head=head, **task)
     torch.save({"state_dict": model.state_dict(), "hyper_parameters": dict(model.hparams)}, folder / "own.ckpt")
     return folder / "own.ckpt"
 
@@ -328,9 +335,17 @@ def test_qwen3_has_one_epsilon(tmp_path: Path):
     options = {"attention": attention, "positions": RotaryPositions, "activation": "swiglu", "norm_kind": "rms"}
     with pytest.raises(ValueError, match=r"backbone.attention.qk_norm_eps=0.1, where qwen3 has 1e-05"):
         convert(saved(tmp_path, **options, norm_eps=1e-5), tmp_path / "out")
-    options["attention"] = partial(attention, qk_norm_eps=1e-5, window=4)
-    with pytest.raises(ValueError, match=r"backbone.attention.window=4, where qwen3 has None"):
-        convert(saved(tmp_path, **options, norm_eps=1e-5), tmp_path / "out")
+
+
+def test_a_model_has_one_window(tmp_path: Path):
+    kinds = [partial(SoftmaxAttention, bias=False, window=window) for window in (4, 5)]
+    with pytest.raises(ValueError, match=r"backbone.attention\[1\].window=5, where mistral has 4"):
+        convert(saved(tmp_path, **ROTARY, n_layers=2, norm_eps=1e-5, attention=kinds), tmp_path / "out")
+    kinds[1] = LinearAttention
+    with pytest.raises(
+        ValueError, match=r"backbone.attention\[1\]='.*LinearAttention', where ministral has '.*Softmax"
+    ):
+        convert(saved(tmp_path, **ROTARY, n_layers=2, norm_eps=1e-5, attention=kinds), tmp_path / "out")
 
 
 def test_an_own_model_of_that_shape_can(tmp_path: Path):

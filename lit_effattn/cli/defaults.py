@@ -26,7 +26,7 @@ def split(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     others: dict[str, Any] = {}
     known: dict[str, Any] = {
         "seed_everything": 0,
-        **dict.fromkeys(("ckpt_path", "init_weights", "average", "return_predictions", "weights_only")),
+        **dict.fromkeys(name for name, value in config.items() if value is None),  # an option that was not given
         "trainer": {**_defaults(pl.Trainer), **TRAINER},
         "checkpoint": _defaults(LastCheckpoint),
     }

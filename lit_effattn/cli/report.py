@@ -19,10 +19,11 @@ from lit_effattn.cli.own_classes import add_trust
 from lit_effattn.cli.report_attention import attention_pictures
 from lit_effattn.cli.report_samples import (
     OneSequence,
-    first_rows,
+    filled_rows,
     first_sequence,
     recordings,
     records,
+    rows,
     test_data,
     token_bits,
     write_predictions,
@@ -76,8 +77,9 @@ def report(args: list[str]) -> None:
         parts += _side_by_side(names, runs)
     for source, name, run in zip(sources, names, runs, strict=True):
         print(f"{name} …")
-        parts += [html.heading(2, name), *_about(source, run, alone=len(runs) == 1)]
+        parts += [html.heading(2, name), *_scores(source, run), *(_curves(["run"], [run]) if len(runs) == 1 else [])]
         parts += _of_checkpoint(source, run, given.samples, given.length, given.trust)
+        parts += [*_cost(run), *_configuration(source)]
     title = f"{names[0]}: report" if len(names) == 1 else f"Report on {len(names)} runs"
     print(f"report: {short(_write(html.page(title, parts), output))}")
 
@@ -163,31 +165,39 @@ def _write(text: str, path: Path) -> Path:
 
 
 def _side_by_side(names: Sequence[str], runs: Sequence[RunRecord]) -> list[str]:
-    rows = [
+    settings = [
         [setting, *(None if value is None else _plain(value) for value in values)]
         for setting, values in differences(runs).items()
     ]
+    differing = [html.heading(3, "Settings that differ"), html.table(Table("", ["setting", *names], settings))]
     return [
         html.heading(2, "Side by side"),
         html.table(results(names, runs)),
-        *([html.heading(3, "Settings that differ"), html.table(Table("", ["setting", *names], rows))] if rows else []),
         *_curves(names, runs),
+        *(differing if settings else []),
     ]
 
 
-def _about(source: Source, run: RunRecord, *, alone: bool) -> list[str]:
-    """Return configuration, curves, metrics and cost."""
+def _scores(source: Source, run: RunRecord) -> list[str]:
+    """Return the last value of each metric: of test first, then of validation and training."""
+    stages = ("test", "val", "train")
+    final = sorted(run.final.items(), key=lambda entry: stages.index(entry[0].partition("/")[0]))
+    parts = [html.paragraph(f"{source.folder.resolve().name}{f'; {run.remark}' if run.remark else ''}")]
+    return [*parts, html.scores(dict(final)) if final else html.paragraph("No metrics were recorded.")]
+
+
+def _configuration(source: Source) -> list[str]:
     changed, others = split(read_config(source.folder))
     titles = "setting", "value"
     values = [{name: _plain(value) for name, value in settings.items()} for settings in (changed, others)]
-    parts = [html.paragraph(f"{source.folder.resolve().name}{f'; {run.remark}' if run.remark else ''}")]
-    parts += [html.heading(3, "Configuration"), html.paragraph("What differs from the defaults:")]
+    parts = [html.heading(3, "Configuration"), html.paragraph("What differs from the defaults:")]
     parts += [html.pairs(values[0], titles)]
     if others:
         parts.append(html.details(f"{len(others)} settings as by default", html.pairs(values[1], titles)))
-    if alone:
-        parts += _curves(["run"], [run])
-    metrics = html.pairs(run.final, ("metric", "value")) if run.final else html.paragraph("Not recorded.")
+    return parts
+
+
+def _cost(run: RunRecord) -> list[str]:
     length = "at any length" if run.state_length is None else f"after {run.state_length:,} positions"
     cost = {
         "parameters": run.parameters,
@@ -197,8 +207,7 @@ def _about(source: Source, run: RunRecord, *, alone: bool) -> list[str]:
     }
     known = {name: value for name, value in cost.items() if value is not None}
     costs = html.pairs(known, ("cost", "value")) if known else html.paragraph("Not recorded.")
-    both = [[html.heading(3, "Metrics, the last of each"), metrics], [html.heading(3, "Cost"), costs]]
-    return [*parts, html.sections(both)]
+    return [html.heading(3, "Cost"), costs]
 
 
 def _plain(value: Any) -> str:
@@ -271,7 +280,8 @@ def _samples(model: Task, data: Any, n: int, remarks: list[str]) -> list[str]:
         folder = Path(name)
         if data is not None:
             try:
-                batch = first_rows(next(iter(data.test_dataloader())), n)
+                batch = next(iter(data.test_dataloader()))
+                batch = rows(batch, filled_rows(batch, n))
                 write_predictions(model, batch, folder / "predicted")
                 figures = [*_files(folder / "predicted", _heard(data, batch, remarks))]
                 parts += [html.heading(4, "Test items"), html.cards(figures)]

@@ -29,10 +29,12 @@ th, td { text-align: left; vertical-align: top; padding: .25rem .75rem .25rem 0;
   overflow-wrap: normal; } td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 td.long { overflow-wrap: anywhere; min-width: 9rem; }
 .cards { display: grid; gap: 1rem; align-items: start;
-  grid-template-columns: repeat(auto-fill, minmax(min(100%, var(--least)), 1fr)); }
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, var(--least)), 1fr)); }
 figure { margin: 0; padding: .6rem; background: var(--card); border-radius: .4rem; min-width: 0; }
 figure img { display: block; max-width: 100%; height: auto; } .exact { image-rendering: pixelated; }
-.side { gap: 0 2rem; } .side h3 { margin-top: 1.25rem; }
+.chart { max-width: 46rem; } dl { display: grid; gap: .5rem 1.5rem; margin: .75rem 0;
+  grid-template-columns: repeat(auto-fill, minmax(9rem, 1fr)); } dt { color: var(--quiet); font-size: .85rem; }
+dd { margin: 0; font-size: 1.5rem; font-variant-numeric: tabular-nums; }
 .tight { grid-template-columns: repeat(auto-fit, minmax(min(100%, 9rem), 1fr)); } .tight figure { max-width: 18rem; }
 .fill img { width: 100%; } figure svg { display: block; width: 100%; height: auto; }
 audio { display: block; width: 100%; } summary { cursor: pointer; padding: .4rem 0; }
@@ -105,10 +107,12 @@ def small_cards(figures: Iterable[str]) -> str:
     return f'<div class="cards tight">{"".join(figures)}</div>'
 
 
-def sections(parts: Iterable[Sequence[str]]) -> str:
-    """Return sections side by side where there is room."""
-    inside = "".join(f"<section>{''.join(part)}</section>" for part in parts)
-    return f'<div class="cards side" style="--least: 22rem">{inside}</div>'
+def scores(values: Mapping[str, float]) -> str:
+    """Return numbers in large type, each under its name."""
+    inside = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(shown(value))}</dd></div>" for name, value in values.items()
+    )
+    return f"<dl>{inside}</dl>"
 
 
 def figure(parts: Iterable[str], caption: str = "", *, kind: str = "") -> str:
@@ -193,8 +197,9 @@ def chart(title: str, x_label: str, lines: Mapping[str, Line]) -> str:
         legend.append(f'<span style="color: {colour}">━</span> {escape(name)}')
     label = escape(f"{title} by {x_label}")
     return (
-        f'<figure><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}" fill="currentColor" '
-        f'font-size="12">{"".join(drawn)}</svg><figcaption>{label}: {", ".join(legend)}</figcaption></figure>'
+        f'<figure class="chart"><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}" '
+        f'fill="currentColor" font-size="12">{"".join(drawn)}</svg>'
+        f"<figcaption>{label}: {', '.join(legend)}</figcaption></figure>"
     )
 
 

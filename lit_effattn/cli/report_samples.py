@@ -9,7 +9,7 @@ import json
 import math
 import wave
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,12 +77,20 @@ def test_data(checkpoint: Path, trust: Sequence[str]) -> pl.LightningDataModule:
     return data
 
 
-def first_rows(batch: Any, n: int) -> Any:
-    """Return the first `n` rows of a batch: a tensor, or a tuple, list or NamedTuple of tensors and lists."""
+def rows(batch: Any, indices: Sequence[int]) -> Any:
+    """Return rows of a batch: a tensor, or a tuple, list or NamedTuple of tensors and lists."""
     if batch is None or isinstance(batch, Tensor):
-        return batch if batch is None else batch[:n]
-    parts = [part[:n] if isinstance(part, list) else first_rows(part, n) for part in batch]
+        return batch if batch is None else batch[list(indices)]
+    parts = [[part[i] for i in indices] if isinstance(part, list) else rows(part, indices) for part in batch]
     return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+
+
+def filled_rows(batch: Any, n: int | None = None) -> list[int]:
+    """Return the first `n` rows that have a position: a stream of text that is short has empty rows."""
+    lengths = getattr(batch, "lengths", None)
+    parts = batch if lengths is None and isinstance(batch, (tuple, list)) else [batch]
+    size = len(next(part for part in parts if part is not None)) if lengths is None else len(lengths)
+    return [i for i in range(size) if lengths is None or lengths[i] > 0][:n]
 
 
 @torch.no_grad()
@@ -95,14 +103,21 @@ def first_sequence(model: Task, data: Any, length: int, *, carried: bool) -> One
         length: The most positions.
         carried: Whether the run carried memory over the segments of a stream. The sequence then is the first segment
             that has at least `length` positions before it, or the last.
+
+    Raises:
+        ValueError: all rows of the first batch are empty.
     """
-    batches = (first_rows(batch, 1) for batch in data.test_dataloader())
+    whole = iter(data.test_dataloader())
+    first = next(whole)
+    if not (row := filled_rows(first, 1)):
+        raise ValueError("the first test batch has no positions")
+    batches = (rows(batch, row) for batch in chain([first], whole))
     batch, memory, seen = next(batches), None, 0
     if carried and isinstance(batch, TokenBatch):
         backbone: Any = model.backbone
         memory = backbone.initial_state(1)
         for following in batches:
-            if seen >= length:
+            if seen >= length or not filled_rows(following):  # the stream has ended
                 break
             memory = model.objective(batch, memory).state
             seen += batch.inputs.size(1)

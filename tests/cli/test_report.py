@@ -36,7 +36,7 @@ from lit_effattn.cli.defaults import split
 from lit_effattn.cli.report import _files, find_run
 from lit_effattn.cli.report_attention import attention_pictures, png
 from lit_effattn.cli.report_page import _ticks, chart
-from lit_effattn.cli.report_samples import first_rows, first_sequence, recordings, token_bits
+from lit_effattn.cli.report_samples import filled_rows, first_sequence, recordings, rows, token_bits
 from lit_effattn.datamodules import IGNORE, LabelledBatch, PairBatch, SpeechBatch, TokenBatch
 from lit_effattn.nn.encoder_decoder import EncoderDecoder
 from lit_effattn.tasks import LanguageModel
@@ -111,7 +111,11 @@ def test_a_page_loads_nothing_and_says_what_the_run_is(tiny: Path):
     assert all(source.startswith("data:image/png;base64,") for source in sources)
     assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in page.tags
     assert "url(" not in path.read_text()
-    default = page.text.index("settings as by default")
+    order = ["val/perplexity", "by step", "Samples", "Attention", "Cost", "Configuration", "settings as by default"]
+    places = [page.text.index(part) for part in order]
+    assert places == sorted(places)
+    assert "transfer_from\nnull" not in page.text[: places[-1]]
+    default = places[-1]
     assert page.text.index("model.optimizer.lr\n0.003") < default < page.text.index("trainer.max_steps\n-1")
     assert "val/perplexity" in page.text
     assert "parameters" in page.text
@@ -278,7 +282,7 @@ def test_a_sequence_is_cut_to_what_is_valid_and_drawn():
     assert (cut(speech, halved).features.shape, cut(speech, halved).lengths.tolist()) == ((1, 8, 5), [8])
     assert cut(LabelledBatch(tokens, seen, seen)).x.tolist() == [[0, 1, 2]]
     assert cut((tokens, seen)).x.tolist() == [[0, 1, 2, 3]]
-    assert first_rows([tokens, ["a", "b"], None], 1)[1:] == [["a"], None]
+    assert rows([tokens, ["a", "b"], None], [0])[1:] == [["a"], None]
 
 
 def test_carried_memory_is_that_of_the_segments_before_and_bits_follow_from_it():
@@ -297,6 +301,20 @@ def test_carried_memory_is_that_of_the_segments_before_and_bits_follow_from_it()
     expected = -log_probs[torch.arange(1, 3), targets[0, 10:]] / torch.log(torch.tensor(2.0))
     torch.testing.assert_close(torch.tensor([bits for _, bits in found]), expected)
     assert model.memory is None
+
+
+@pytest.mark.parametrize("carried", [False, True])
+def test_rows_of_a_stream_that_is_empty_or_has_ended_are_not_shown(carried: bool):
+    """A short text has fewer segments than the batch has streams: its first row is empty."""
+    model = LanguageModel(Transformer(8, 2, 1, attention=LinearAttention), 5).eval()
+    tokens = torch.arange(8).view(2, 4) % 5
+    segments = [TokenBatch(tokens, tokens, torch.tensor(lengths)) for lengths in ([0, 3], [0, 0])]
+    assert filled_rows(segments[0], 8) == [1]
+    sequence = first_sequence(model, loader(*segments), 4, carried=carried)
+    assert sequence.batch.inputs.tolist() == [[4, 0, 1]]
+    assert len(token_bits(model, sequence)) == 4
+    with pytest.raises(ValueError, match="the first test batch has no positions"):
+        first_sequence(model, loader(segments[1]), 4, carried=carried)
 
 
 def test_predictions_are_shown_together_and_as_text(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, characters, words, byte-pair encoding, and those of pretrained models."""
+"""Tokenizers: bytes, characters, words, byte-pair encoding, those of pretrained models, and token numbers."""
 
 import json
 from abc import ABC, abstractmethod
@@ -31,13 +31,15 @@ class Tokenizer(ABC):
     tokens as the whole.
 
     Attributes:
-        kind: Name in `tokens=`: bytes, characters, words or bpe; or pretrained, which is not learnt.
+        kind: Name in `tokens=`: bytes, characters, words or bpe; or pretrained or numbers, which are not learnt.
         unit: Name of the unit that a token represents, for reports: byte, character or token.
         n_tokens: Size of the vocabulary, `<start>` included.
+        separator: What stands between a text and the decoded tokens after it.
     """
 
     kind: ClassVar[str]
     unit: ClassVar[str]
+    separator: ClassVar[str] = ""
     n_tokens: int
 
     @property
@@ -104,7 +106,7 @@ class Tokenizer(ABC):
         except ValueError as error:
             raise ValueError(f"spec={str(spec)[:80]!r} does not describe a tokenizer: {error}") from error
         name = content.get("tokens") if isinstance(content, dict) else None
-        kinds: dict[str, type[Tokenizer]] = {**KINDS, PretrainedTokenizer.kind: PretrainedTokenizer}
+        kinds = KINDS | {kind.kind: kind for kind in (PretrainedTokenizer, NumberTokenizer)}
         if not isinstance(name, str) or name not in kinds:
             raise ValueError(
                 f"spec={str(spec)[:80]!r} does not describe a tokenizer; its tokens must be one of {[*kinds]}"
@@ -220,7 +222,7 @@ class WordTokenizer(Tokenizer):
         words: The known words, including `<unk>`.
     """
 
-    kind, unit = "words", "token"
+    kind, unit, separator = "words", "token", " "
 
     def __init__(self, words: list[str]) -> None:
         self.words = words
@@ -359,6 +361,7 @@ class PretrainedTokenizer(Tokenizer):
         n_tokens: Size of the model's vocabulary, which may be larger than the tokenizer's.
         start: The token that is read before a document.
         end: The token at which beam search ends a text, or None.
+        files: Content of the folder's other files that name special tokens, by file name, for conversion back.
 
     Raises:
         ValueError: If `tokenizers` is not installed, `model` is not valid, or a token is beyond the vocabulary.
@@ -366,7 +369,14 @@ class PretrainedTokenizer(Tokenizer):
 
     kind, unit = "pretrained", "token"
 
-    def __init__(self, model: dict[str, Any], n_tokens: int, start: int, end: int | None = None) -> None:
+    def __init__(
+        self,
+        model: dict[str, Any],
+        n_tokens: int,
+        start: int,
+        end: int | None = None,
+        files: dict[str, Any] | None = None,
+    ) -> None:
         _need_tokenizers("a pretrained tokenizer")
         import tokenizers
 
@@ -375,15 +385,11 @@ class PretrainedTokenizer(Tokenizer):
         except Exception as error:  # the package raises no more specific type
             raise ValueError(f"the content of tokenizer.json is no tokenizer: {error}") from error
         largest = max(self._model.get_vocab(with_added_tokens=True).values(), default=-1)
-        for name, token in (("start", start), ("end", end), ("a token", largest)):
-            if token is not None and not 0 <= token < n_tokens:
-                raise ValueError(
-                    f"the tokenizer has {name}={token}, beyond the model's vocabulary of {n_tokens} tokens; use the "
-                    "tokenizer of that model"
-                )
+        _check_tokens(n_tokens, {"start": start, "end": end, "a token": largest})
         self._model.no_truncation()
         self._model.no_padding()
-        self._content, self._start, self._end = model, start, end
+        self.model, self._start, self._end = model, start, end
+        self.files = files or {}
         self.n_tokens = n_tokens
         self._anchor = self._ids("a")[-1:]  # decoders remove the space before the first word of a text
         self._shown = len(self._model.decode(self._anchor, skip_special_tokens=False))
@@ -417,10 +423,13 @@ class PretrainedTokenizer(Tokenizer):
         text: str = self._model.decode([*self._anchor, *kept], skip_special_tokens=False)
         return text[self._shown :]
 
+    def name_of(self, token: int | None) -> str | None:
+        """Return how tokenizer.json writes a token."""
+        return None if token is None else self._model.id_to_token(token)
+
     def spec(self) -> dict[str, Any]:
         """All of it as plain data."""
-        about = {"model": self._content, "n_tokens": self.n_tokens, "start": self._start, "end": self._end}
-        return {"tokens": self.kind, "vocabulary": about}
+        return {"tokens": self.kind, "vocabulary": {"model": self.model, **_about(self)}}
 
     @staticmethod
     def cut(block: bytes) -> int:
@@ -438,10 +447,130 @@ class PretrainedTokenizer(Tokenizer):
 
     @classmethod
     def _from(cls, vocabulary: dict[str, Any]) -> "PretrainedTokenizer":
-        whole: dict[str, Any] = {"n_tokens": int, "start": int, "end": (int, type(None)), "model": dict}
-        if not isinstance(vocabulary, dict) or not all(isinstance(vocabulary.get(k), t) for k, t in whole.items()):
-            raise TypeError("it must have model, n_tokens, start and end")
-        return cls(**{name: vocabulary[name] for name in whole})
+        return cls(**_fields(vocabulary, model=dict))
+
+
+class NumberTokenizer(Tokenizer):
+    """The tokens of a vocabulary whose texts are not known: their numbers, separated by spaces.
+
+    Args:
+        n_tokens: Size of the vocabulary.
+        start: The token that is read before a document. Default: the last, which then does not occur in texts.
+        end: The token at which beam search ends a text, or None.
+        files: See `PretrainedTokenizer`.
+
+    Raises:
+        ValueError: If `start` or `end` is not in the vocabulary.
+
+    Example:
+        >>> numbers = NumberTokenizer(11)
+        >>> numbers.decode([7, 0, 10]), numbers.encode("7 0").tolist(), numbers.unknown("7 10 x")
+        ('7 0', [7, 0], ['10', 'x'])
+    """
+
+    kind, unit, separator = "numbers", "token", " "
+
+    def __init__(
+        self, n_tokens: int, start: int | None = None, end: int | None = None, files: dict[str, Any] | None = None
+    ) -> None:
+        self.n_tokens = n_tokens
+        self._start, self._end = n_tokens - 1 if start is None else start, end
+        self.files = files or {}
+        self._largest = n_tokens - (2 if start is None else 1)
+        _check_tokens(n_tokens, {"start": start, "end": end})
+
+    @property
+    def start(self) -> int:
+        """The token that is read before a document."""
+        return self._start
+
+    @property
+    def end(self) -> int | None:
+        """The token at which beam search ends a text."""
+        return self._end
+
+    @property
+    def largest(self) -> int:
+        """The largest token of a text."""
+        return self._largest
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Return the numbers in a text.
+
+        Raises:
+            ValueError: If a word is not the number of a token.
+        """
+        words = _as_str(text).split()
+        if unknown := next((word for word in words if not self._is_token(word)), None):
+            raise ValueError(
+                f"the text has {unknown[:40]!r}, where a token's number is expected, 0 … {self.largest}: the model has "
+                "no tokenizer"
+            )
+        return np.array([int(word) for word in words], np.uint32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the tokens' numbers."""
+        return " ".join(str(token) for token in ids if token != self.start)
+
+    def unknown(self, text: str) -> list[str]:
+        """Return the words that are not the number of a token, each once."""
+        return [word for word in dict.fromkeys(text.split()) if not self._is_token(word)]
+
+    def _is_token(self, word: str) -> bool:
+        return word.isascii() and word.isdecimal() and len(word) < 20 and int(word) <= self.largest
+
+    def spec(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return {"tokens": self.kind, "vocabulary": _about(self)}
+
+    @staticmethod
+    def cut(block: bytes) -> int:
+        """Cut after a line, or else between numbers."""
+        return _line_or_word_end(block)
+
+    @classmethod
+    def learn(cls, texts: Iterable[str], vocab_size: int | None) -> "NumberTokenizer":
+        """Raise an error: the vocabulary is that of a model.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError("token numbers are not learnt")
+
+    @classmethod
+    def _from(cls, vocabulary: dict[str, Any]) -> "NumberTokenizer":
+        return cls(**_fields(vocabulary))
+
+
+def _about(tokenizer: "PretrainedTokenizer | NumberTokenizer") -> dict[str, Any]:
+    about = {"n_tokens": tokenizer.n_tokens, "start": tokenizer.start, "end": tokenizer.end}
+    return about | ({"files": tokenizer.files} if tokenizer.files else {})
+
+
+def _fields(vocabulary: Any, **more: type) -> dict[str, Any]:
+    """Return what `_about` gave, and what is in `more`.
+
+    Raises:
+        TypeError: One is missing, or of another type.
+    """
+    whole: dict[str, Any] = {**more, "n_tokens": int, "start": int, "end": (int, type(None))}
+    if not isinstance(vocabulary, dict) or not all(isinstance(vocabulary.get(k), t) for k, t in whole.items()):
+        raise TypeError(f"it must have {', '.join([*whole][:-1])} and end")
+    files = vocabulary.get("files") or {}
+    if not isinstance(files, dict) or not all(
+        isinstance(v, str if k.endswith(".jinja") else dict) for k, v in files.items()
+    ):
+        raise TypeError("its files must be objects, by file name")
+    return {name: vocabulary[name] for name in whole} | {"files": files}
+
+
+def _check_tokens(n_tokens: int, tokens: dict[str, int | None]) -> None:
+    for name, token in tokens.items():
+        if token is not None and not 0 <= token < n_tokens:
+            raise ValueError(
+                f"the tokenizer has {name}={token}, beyond the model's vocabulary of {n_tokens} tokens; use the "
+                "tokenizer of that model"
+            )
 
 
 KINDS: dict[str, type[Tokenizer]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from importlib import import_module
 from typing import NoReturn
@@ -168,6 +169,7 @@ def _convert(args: list[str]) -> None:
         given = parser.parse_args(args)
         from lit_effattn.pretrained import convert
 
+        warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
         print(convert(given.source, given.target, trust=given.trust))
     except (OSError, ValueError) as error:
         if os.environ.get(DEBUG):

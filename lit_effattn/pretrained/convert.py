@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,12 @@ from torch import Tensor
 import lit_effattn
 from lit_effattn.allowlist import listed
 from lit_effattn.attention import SoftmaxAttention
-from lit_effattn.checkpoints import with_config
-from lit_effattn.datamodules.tokenizers import PretrainedTokenizer, Tokenizer
+from lit_effattn.checkpoints import read_checkpoint, with_config
 from lit_effattn.hparams import spec
 from lit_effattn.pretrained.family import Family
 from lit_effattn.pretrained.gpt2 import GPT2
 from lit_effattn.pretrained.llama import Llama
+from lit_effattn.pretrained.tokenizer import read_tokenizer, special_tokens, write_json, write_tokenizer
 from lit_effattn.pretrained.weights import need_safetensors, read_json, read_tensors, write_tensors
 from lit_effattn.runs import is_checkpoint
 from lit_effattn.tasks import LanguageModel
@@ -36,8 +36,6 @@ CHECKPOINT, CONFIG = "model.ckpt", "config.yaml"
 
 _SEGMENT_LEN = 512
 _LEARNING_RATE = 5e-5
-_SPECIAL_TOKENS = "the model's special tokens: bos_token_id or eos_token_id"
-_SAVE_TOKENIZER = "with transformers, AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes it"
 
 _OF_TRAINING = {"dropout", "activation_dropout", "output_dropout", "init", "init_std", "zero_init"} | {
     "gradient_checkpointing",
@@ -51,9 +49,9 @@ def convert(source: str | Path, target: str | Path, *, trust: Sequence[str] = ()
 
     Args:
         source: A folder with config.json, model.safetensors (or its parts with their index) and tokenizer.json; or a
-            checkpoint.
+            checkpoint. Without tokenizer.json, texts are token numbers, and a warning says so.
         target: For a folder, it gets `model.ckpt` and `config.yaml`. For a checkpoint, it gets config.json,
-            model.safetensors and tokenizer.json.
+            model.safetensors, in the types of the checkpoint's tensors, and the files of the tokenizer.
         trust: Classes of the user's own that a checkpoint may name: see `Task.load_from_checkpoint`.
 
     Returns:
@@ -77,7 +75,7 @@ def _take_in(source: Path, target: Path) -> str:
     content = read_json(source, "config.json", "name a folder of a Hugging Face model")
     family = _family(content)
     size = content.get("vocab_size")
-    tokenizer = _tokenizer(source, content)
+    tokenizer = read_tokenizer(source, content)
     with torch.device("meta"):
         model = family.build(content, tokenizer.to_json())
     state = _ours(read_tensors(source), family, model)
@@ -107,22 +105,6 @@ def _family(content: Mapping[str, Any]) -> Family:
             return family
     known = ", ".join(name for family in FAMILIES for name in family.model_types)
     raise ValueError(f"config.json has model_type={kind!r}, which is not supported; there are {known}")
-
-
-def _tokenizer(folder: Path, content: Mapping[str, Any]) -> Tokenizer:
-    model = read_json(folder, "tokenizer.json", _SAVE_TOKENIZER)
-    size = content.get("vocab_size")
-    first, last = (_token(content.get(name)) for name in ("bos_token_id", "eos_token_id"))
-    start = last if first is None else first
-    if start is None or not isinstance(size, int):
-        raise ValueError(f"config.json does not say {_SPECIAL_TOKENS if start is None else 'vocab_size'}")
-    return PretrainedTokenizer(model, size, start, last)
-
-
-def _token(value: Any) -> int | None:
-    """Return a token, the first of a list."""
-    value = value[0] if isinstance(value, list) and value else value
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _ours(theirs: dict[str, Tensor], family: Family, model: LanguageModel) -> dict[str, Tensor]:
@@ -196,25 +178,23 @@ def _give_out(source: Path, target: Path, trust: Sequence[str]) -> str:
         raise ValueError(f"{source} is no model of a family that transformers has: {_described_families()}")
     content = _config(model, family)
     ours = model.state_dict()
+    types = {name: t.dtype for name, t in read_checkpoint(source)["state_dict"].items()}  # the model's may be others
     theirs = {}
     for name, parts, transposed in family.entries(model):
-        tensor = torch.cat([ours[part] for part in parts])
+        tensor = torch.cat([ours[part].to(types.get(part)) for part in parts])
         theirs[name] = tensor.T if transposed else tensor
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in theirs.values()))
     tokenizer = None if model.tokenizer is None else model.text
-    vocabulary = tokenizer.spec()["vocabulary"] if isinstance(tokenizer, PretrainedTokenizer) else None
-    if vocabulary is not None:
-        content |= {"bos_token_id": vocabulary["start"], "eos_token_id": vocabulary["end"]}
+    content |= {"dtype": str(dtype).removeprefix("torch."), **special_tokens(tokenizer)}
+    remarks = []
 
     def write(folder: Path) -> None:
         write_tensors(theirs, folder)
-        _write_json(folder / "config.json", content)
-        if vocabulary is not None:
-            _write_json(folder / "tokenizer.json", vocabulary["model"])
-            _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+        write_json(folder / "config.json", content)
+        remarks.append(write_tokenizer(tokenizer, folder))
 
     _whole(target, write)
-    without = "" if vocabulary is not None else ", without a tokenizer: the model's has no tokenizer.json"
-    return f"{target}: {content['model_type']}{without}"
+    return f"{target}: {content['model_type']}, {content['dtype']}{''.join(remarks)}"
 
 
 def _described_families() -> str:
@@ -231,7 +211,6 @@ def _config(model: LanguageModel, family: Family) -> dict[str, Any]:
         content = family.config(model) | {
             "vocab_size": model.vocab_size,
             "tie_word_embeddings": model.head.proj.weight is model.embedding.weight,  # type: ignore[union-attr]
-            "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         }
     except AttributeError as error:
         raise ValueError(f"the model is none that transformers has ({error}): {_described_families()}") from error
@@ -293,10 +272,6 @@ def _defaults(kind: type | None) -> dict[str, Any]:
             is_class = isinstance(default, type)
             found[name] = {"class_path": _path(default)} if is_class else default
     return found
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _whole(target: Path, write: Callable[[Path], None]) -> None:

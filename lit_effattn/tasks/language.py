@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lit_effattn import sequence
 from lit_effattn.beam import LENGTH_PENALTY, Hypotheses, beam_search
-from lit_effattn.datamodules.tokenizers import Tokenizer
+from lit_effattn.datamodules.tokenizers import NumberTokenizer, Tokenizer
 from lit_effattn.datamodules.tokens import IGNORE, Response, TokenBatch
 from lit_effattn.generation import generate
 from lit_effattn.nn.heads import CategoricalHead, HeadFactory
@@ -27,7 +27,6 @@ from lit_effattn.tasks.auxiliary import FurtherPredictions, mean_of_scored
 from lit_effattn.tasks.base import Objective, Task, check_backbone, check_fields
 from lit_effattn.tasks.metrics import Accuracy, BitsPerByte, BitsPerCharacter, Count, Perplexity
 from lit_effattn.tasks.responses import ResponseMetric, Responses, score_texts, write_file
-from lit_effattn.tasks.sequence_to_sequence import TokenNumbers
 
 Unit = Literal["byte", "character", "token"]
 
@@ -324,7 +323,7 @@ class LanguageModel(Task):
         return {f"accuracy_{n}": metric for n, metric in metrics.items()}
 
     def _written(self, batch: TokenBatch, memory: State | None) -> list[tuple[Response, str]]:
-        text = TokenNumbers(self.vocab_size) if self.tokenizer is None else self.text
+        text = NumberTokenizer(self.vocab_size) if self.tokenizer is None else self.text
         return self._responses.write(
             batch, memory, backbone=self.backbone, embed=self._embed, head=self.head, text=text
         )
@@ -472,6 +471,8 @@ class LanguageModel(Task):
         tokenizer = self.text
         _check_known(tokenizer, begin)
         tokens = torch.tensor([[tokenizer.start, *tokenizer.encode(begin).tolist()]])
+        if begin and not begin[-1].isspace():
+            begin += tokenizer.separator
         shown = Decoded(tokenizer) if n in (None, 1) and beam is None else None
         if shown is not None:
             print(begin, end="", flush=True)
@@ -604,7 +605,7 @@ def _prompt(prompt: str | None, prompt_file: str | None) -> str:
 def _check_known(tokenizer: Any, prompt: str) -> None:
     """Refuse characters that the model never saw, whose embedding is noise; a word that it did not is `<unk>`."""
     unknown = tokenizer.unknown(prompt)
-    if not unknown:
+    if not unknown or tokenizer.kind == NumberTokenizer.kind:  # which has no <unk>: to encode the prompt is an error
         return
     shown = ", ".join(map(repr, unknown[:5])) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
     if tokenizer.unit == "character":

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from lit_effattn import sequence
 from lit_effattn.beam import LENGTH_PENALTY, beam_search, check_beam
+from lit_effattn.datamodules.tokenizers import Tokenizer
 from lit_effattn.datamodules.tokens import Response, TokenBatch
 from lit_effattn.nn.heads import Head
 from lit_effattn.runs import short
 from lit_effattn.sequence import SequenceModule, State
 from lit_effattn.tasks.metrics import ExactMatch
-from lit_effattn.tasks.sequence_to_sequence import Text
 from lit_effattn.tasks.text_metrics import RougeL, WordF1
 
 ResponseMetric = Literal["f1", "rouge_l", "exact_match"]
@@ -65,7 +65,7 @@ class Responses:
         backbone: SequenceModule,
         embed: Callable[[Tensor], Tensor],
         head: Head,
-        text: Text,
+        text: Tokenizer,
     ) -> list[tuple[Response, str]]:
         """Return the responses that begin in a batch, with what a model writes in their place.
 

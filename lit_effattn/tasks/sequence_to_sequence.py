@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lit_effattn import sequence
 from lit_effattn.beam import LENGTH_PENALTY, Hypotheses, beam_search, check_beam
-from lit_effattn.datamodules.tokenizers import Tokenizer
+from lit_effattn.datamodules.tokenizers import NumberTokenizer, Tokenizer
 from lit_effattn.datamodules.tokens import IGNORE, PairBatch
 from lit_effattn.nn.encoder_decoder import EncoderDecoder
 from lit_effattn.nn.heads import CategoricalHead, HeadFactory
@@ -61,52 +61,6 @@ class Translation(NamedTuple):
     weights: Tensor | None
     outputs: list[str]
     sources: list[str]
-
-
-class Text(Protocol):
-    """What the task needs of a `Tokenizer`: see there."""
-
-    @property
-    def start(self) -> int:
-        """The token that begins and ends a sequence."""
-
-    def encode(self, text: str) -> Iterable[int]:
-        """Encode a text."""
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Decode tokens to text."""
-
-    def unknown(self, text: str) -> list[str]:
-        """Return the parts of a text that no token represents."""
-
-
-class TokenNumbers:
-    """The texts of tokens that represent none: their numbers, separated by spaces.
-
-    Args:
-        n_tokens: Size of the vocabulary. Its last token begins and ends a sequence, and decodes to nothing.
-
-    Example:
-        >>> numbers = TokenNumbers(11)
-        >>> numbers.decode([7, 0, 10]), list(numbers.encode("7 0")), numbers.unknown("7 10 x")
-        ('7 0', [7, 0], ['10', 'x'])
-    """
-
-    def __init__(self, n_tokens: int) -> None:
-        self.start = n_tokens - 1
-        self._numbers = {str(token): token for token in range(self.start)}
-
-    def encode(self, text: str) -> list[int]:
-        """Return the numbers in a text."""
-        return [self._numbers[word] for word in text.split()]
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the tokens' numbers."""
-        return " ".join(str(token) for token in ids if token != self.start)
-
-    def unknown(self, text: str) -> list[str]:
-        """Return the words that are not the number of a token, each once."""
-        return [word for word in dict.fromkeys(text.split()) if word not in self._numbers]
 
 
 class SequenceToSequence(Task):
@@ -451,12 +405,12 @@ class SequenceToSequence(Task):
     # ------------------------------------------------------------------------------------------------- what fits what
 
     @property
-    def source_text(self) -> Text:
+    def source_text(self) -> Tokenizer:
         """How a source's text becomes tokens."""
         return _text(self.source_tokenizer, self.source_vocab_size)
 
     @property
-    def target_text(self) -> Text:
+    def target_text(self) -> Tokenizer:
         """How a target's text becomes tokens."""
         return _text(self.target_tokenizer, self.target_vocab_size)
 
@@ -503,8 +457,8 @@ def _scores(metrics: Iterable[str]) -> nn.ModuleDict:
     )
 
 
-def _text(spec: str | None, n_tokens: int) -> Text:
-    return TokenNumbers(n_tokens) if spec is None else Tokenizer.from_spec(spec)
+def _text(spec: str | None, n_tokens: int) -> Tokenizer:
+    return NumberTokenizer(n_tokens) if spec is None else Tokenizer.from_spec(spec)
 
 
 def _written(translations: list[Translation], folder: Path) -> str:

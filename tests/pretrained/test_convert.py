@@ -14,6 +14,7 @@ from torch import Tensor
 from lit_effattn import Transformer
 from lit_effattn.attention import LinearAttention, SoftmaxAttention
 from lit_effattn.cli import main
+from lit_effattn.datamodules.text import saved_tokenizer
 from lit_effattn.nn.heads import CategoricalHead
 from lit_effattn.positions import LearnedPositions, RotaryPositions
 from lit_effattn.pretrained import convert
@@ -222,6 +223,7 @@ def test_old_gpt2_folders_have_no_prefix_and_hold_masks(folders: Path, tmp_path:
     ],
 )
 def test_what_would_give_other_logits_is_refused_by_name(folder: Path, settings: dict, words: str):
+    (folder / "generation_config.json").unlink()  # it names special tokens, too
     change(folder, **settings)
     with pytest.raises(ValueError, match=words):
         convert(folder, "ours")
@@ -261,8 +263,6 @@ def test_half_a_folder_is_refused_and_nothing_is_written(folder: Path, capsys: p
     says("no weight_map of names")
     (folder / "tokenizer.json").write_text("{}")
     says("tokenizer.json is no tokenizer")
-    (folder / "tokenizer.json").unlink()
-    says("has no tokenizer.json: with transformers, AutoTokenizer")
     (folder / "config.json").write_text("[]")
     says("config.json holds a list")
     (folder / "config.json").unlink()
@@ -349,7 +349,130 @@ def test_a_model_has_one_window(tmp_path: Path):
 
 
 def test_an_own_model_of_that_shape_can(tmp_path: Path):
-    assert "gpt2, without a tokenizer" in convert(saved(tmp_path, dropout=0.1), tmp_path / "out")
+    assert "gpt2, float32, without a tokenizer" in convert(saved(tmp_path, dropout=0.1), tmp_path / "out")
+
+
+# ------------------------------------------------------------------------------------------------ what comes back
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_type_of_the_weights_comes_back(name: str, dtype: torch.dtype, folders: Path, tmp_path: Path):
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    pretrained(name).to(dtype).save_pretrained(tmp_path / "hf")
+    shutil.copy(folders / name / "tokenizer.json", tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "ours")
+    convert(tmp_path / "ours" / "model.ckpt", tmp_path / "back")
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("hf", "back"))
+    assert before.keys() == after.keys()
+    assert all(after[name].dtype == dtype and torch.equal(after[name], t) for name, t in before.items())
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "back").dtype == dtype
+
+
+def special(folder: Path, **files: Any) -> list[int]:
+    """Give a folder a tokenizer with the special tokens that are returned, and the files that say which they are."""
+    from tokenizers import Tokenizer
+
+    made = Tokenizer.from_str(tokenizer_json())
+    made.add_special_tokens([*SPECIAL])
+    (folder / "tokenizer.json").write_text(made.to_str())
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return [made.token_to_id(name) for name in SPECIAL]
+
+
+SPECIAL = ("<|begin|>", "<|turn|>", "<|text|>", "<|pad|>")
+CHAT = {"bos_token": None, "eos_token": "<|turn|>", "pad_token": "<|pad|>", "additional_special_tokens": ["<|text|>"]}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen2"])
+def test_all_special_tokens_come_back(name: str, folders: Path, tmp_path: Path):
+    """As in Qwen2: the tokenizer ends a turn, the model has no token before a text, and generation has several ends."""
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    folder = Path(shutil.copytree(folders / name, tmp_path / "hf"))
+    tokenizer = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **CHAT,
+        "auto_map": {"AutoTokenizer": ["code.Mine", None]},
+    }
+    begin, turn, text, pad = special(folder, tokenizer_config=tokenizer, special_tokens_map=CHAT)
+    generation = {"bos_token_id": begin, "eos_token_id": [turn, text], "pad_token_id": pad, "top_p": 0.8}
+    (folder / "generation_config.json").write_text(json.dumps({**generation, "do_sample": True}))
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}\n")
+    change(folder, bos_token_id=None, eos_token_id=[text, turn], pad_token_id=pad)
+    convert(folder, tmp_path / "ours")
+    checkpoint = tmp_path / "ours" / "model.ckpt"
+    tokens = LanguageModel.load_from_checkpoint(checkpoint).text
+    assert (tokens.start, tokens.end) == (begin, text)  # what config.json does not say, generation_config.json does
+    assert saved_tokenizer(checkpoint).to_json() == tokens.to_json()  # data pass it on to a fine-tuned model
+    convert(checkpoint, tmp_path / "back")
+
+    before, after = (
+        [kind.from_pretrained(tmp_path / f) for kind in (AutoConfig, GenerationConfig)] for f in ("hf", "back")
+    )
+    for a, b in zip(before, after, strict=True):
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id", "top_p", "do_sample"):
+            assert getattr(a, key, None) == getattr(b, key, None), key
+    (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in tokenizer.items() if k != "auto_map"}))
+    before, after = (AutoTokenizer.from_pretrained(tmp_path / f) for f in ("hf", "back"))
+    assert before.special_tokens_map == after.special_tokens_map
+    assert (after.bos_token, after.eos_token, after.pad_token) == (None, "<|turn|>", "<|pad|>")
+    assert before.apply_chat_template([{"content": "a bird"}]) == after.apply_chat_template([{"content": "a bird"}])
+    assert "auto_map" not in (tmp_path / "back" / "tokenizer_config.json").read_text()
+
+
+def test_special_tokens_that_only_the_configuration_names(folders: Path, tmp_path: Path):
+    from transformers import AutoTokenizer, GenerationConfig
+
+    folder = Path(shutil.copytree(folders / "llama", tmp_path / "hf"))
+    (folder / "generation_config.json").unlink()
+    begin, turn, *_ = special(folder)
+    change(folder, bos_token_id=begin, eos_token_id=turn)
+    convert(folder, tmp_path / "ours")
+    convert(tmp_path / "ours" / "model.ckpt", tmp_path / "back")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "back")
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|begin|>", "<|turn|>")
+    generation = GenerationConfig.from_pretrained(tmp_path / "back")
+    assert (generation.bos_token_id, generation.eos_token_id) == (begin, turn)
+
+
+def test_checkpoints_without_these_files_still_go_back(folder: Path):
+    special(folder)
+    convert(folder, "ours")
+    checkpoint = torch.load("ours/model.ckpt", weights_only=True)
+    spec = json.loads(checkpoint["hyper_parameters"]["tokenizer"])
+    del spec["vocabulary"]["files"]
+    checkpoint["hyper_parameters"]["tokenizer"] = json.dumps(spec)
+    torch.save(checkpoint, "old.ckpt")
+    convert("old.ckpt", "back")
+    config = json.loads(Path("back/config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (START, START + 1)
+
+
+def test_without_a_tokenizer_texts_are_token_numbers(folder: Path, capsys: pytest.CaptureFixture[str]):
+    (folder / "tokenizer.json").unlink()
+    with pytest.warns(UserWarning, match=r"^hf has no tokenizer.json, so a text of the converted model is the numbers"):
+        main(["convert", "hf", "ours"])
+    capsys.readouterr()
+    quiet = ["--trainer.enable_progress_bar", "false", "--trainer.accelerator", "cpu", "--trainer.logger", "false"]
+    main(["generate", "--ckpt_path", "ours/model.ckpt", "--prompt", "7 0 12", "--n_tokens", "4", *quiet])
+    words = capsys.readouterr().out.splitlines()[0].split()
+    assert words[:3] == ["7", "0", "12"]
+    assert len(words) == 7
+    wrong = ["generate", "--ckpt_path", "ours/model.ckpt", "--prompt", "7 a bird", *quiet]
+    assert "the text has 'a', where a token's number is expected, 0 … 299" in fails(capsys, *wrong)
+    Path("text.txt").write_text("7 0 12 255\n" * 60, encoding="utf-8")
+    data = ["--config", "ours/config.yaml", "--data.root", "text.txt", "--data.segment_len", "16", "--data.cache", "c"]
+    main(["test", "--ckpt_path", "ours/model.ckpt", *data, *quiet])
+    assert "test perplexity:" in capsys.readouterr().out
+    main(["convert", "ours/model.ckpt", "back"])
+    assert "without a tokenizer.json, as the folder" in capsys.readouterr().out
+    config = json.loads(Path("back/config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (START, START + 1)
+    assert not Path("back/tokenizer.json").exists()
 
 
 # ----------------------------------------------------------------------------------------------------- the command

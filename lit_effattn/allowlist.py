@@ -67,13 +67,17 @@ SCORING_CALLBACKS = ("MemoryCarry",)
 """Callbacks that change the result of scoring. The other callbacks in a checkpoint are ignored when it is scored."""
 
 LIMITS = (
-    *("accelerator", "devices", "num_nodes", "precision", "logger", "deterministic", "benchmark", "inference_mode"),
+    *("accelerator", "precision", "logger", "deterministic", "benchmark", "inference_mode"),
     *("limit_val_batches", "limit_test_batches", "limit_predict_batches"),
     *("enable_progress_bar", "enable_model_summary"),
 )
 """Plain values of `trainer` that every command takes from a checkpoint; `logger` only as true, false or null."""
 
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
+"""Values of `trainer.accelerator` that a checkpoint may have."""
+
 SCHEDULE = (
+    *("devices", "num_nodes"),
     *("strategy", "fast_dev_run", "max_epochs", "min_epochs", "max_steps", "min_steps", "max_time"),
     *("limit_train_batches", "overfit_batches", "val_check_interval", "check_val_every_n_epoch"),
     *("num_sanity_val_steps", "log_every_n_steps", "enable_checkpointing", "accumulate_grad_batches"),
@@ -109,6 +113,11 @@ def listed(name: str) -> type | None:
         name: The path by which a module exports it or where it is defined, today or before, or its bare name.
     """
     return _listed().get(moved(name))
+
+
+def listed_names() -> list[str]:
+    """Return the full names of the listed classes, today's and those of the modules that define them."""
+    return [name for name in _listed() if "." in name]
 
 
 def moved(name: str) -> str:
@@ -187,6 +196,11 @@ class Trust:
             _trusted(name) if isinstance(name, str) else _Trusted(f"{name.__module__}.{name.__qualname__}", name, None)
             for name in names
         ]
+
+    @property
+    def names(self) -> list[str]:
+        """What is trusted, by name."""
+        return [trusted.name for trusted in self._trusted]
 
     def get(self, name: str) -> Any | None:
         """Return what is trusted by the name `name`, None if it is not; only what was trusted is ever imported."""

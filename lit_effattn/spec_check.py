@@ -64,7 +64,7 @@ class Place(NamedTuple):
     def of(cls, *annotations: Any) -> Place:
         """Read annotations. A value needs to match only one of them."""
         fields: dict[str, Any] = {}
-        for member in (m for annotation in annotations for m in _members(annotation)):
+        for member in (m for annotation in annotations for m in members(annotation)):
             for name, value in _read(member).items():
                 fields[name] = fields[name] + value if isinstance(value, tuple) and name in fields else value
         return cls(**fields)
@@ -83,17 +83,18 @@ class Place(NamedTuple):
 ANYTHING = Place(anything=True)
 
 
-def _members(annotation: Any) -> Iterator[Any]:
+def members(annotation: Any) -> Iterator[Any]:
+    """Yield the types that an annotation is a union of, without None's."""
     origin = typing.get_origin(annotation)
     if origin is Union or origin is types.UnionType:
         for member in typing.get_args(annotation):
-            yield from _members(member)
+            yield from members(member)
     elif origin is typing.Annotated:
-        yield from _members(typing.get_args(annotation)[0])
+        yield from members(typing.get_args(annotation)[0])
     elif hasattr(annotation, "__supertype__"):  # NewType
-        yield from _members(annotation.__supertype__)
+        yield from members(annotation.__supertype__)
     elif hasattr(annotation, "__value__"):  # type X = …
-        yield from _members(annotation.__value__)
+        yield from members(annotation.__value__)
     elif annotation is not type(None):
         yield annotation
 
@@ -103,10 +104,10 @@ def _read(member: Any) -> dict[str, Any]:
     if origin is Literal:
         return {"literals": args}
     if origin is collections.abc.Callable or origin is typing.Callable:
-        made = tuple(kind for m in _members(args[1]) if _is_built(kind := typing.get_origin(m) or m)) if args else ()
+        made = tuple(kind for m in members(args[1]) if is_built(kind := typing.get_origin(m) or m)) if args else ()
         return {"makes": made} if made else {"function": True}
     if origin is type:
-        made = tuple(arg for arg in args if _is_built(arg))
+        made = tuple(arg for arg in args if is_built(arg))
         return {"makes": made} if made else {"function": True}
     if not isinstance(origin, type) or origin in (Any, object):  # Any is a class since Python 3.11
         return {"anything": True}
@@ -123,7 +124,7 @@ def _read(member: Any) -> dict[str, Any]:
     return {"classes": (origin,)}
 
 
-def _is_built(kind: Any) -> bool:
+def is_built(kind: Any) -> bool:
     """Whether a spec would name a class for `kind`, rather than plain data or a tensor."""
     if (
         not isinstance(kind, type)
@@ -139,6 +140,12 @@ class Judge(Protocol):
 
     def named(self, name: str, place: Place, where: str) -> tuple[str, Any]:
         """Return the class (or function) that a `class_path` means, by its name; None: it is not called."""
+
+    def key(self, key: Any, where: str) -> Any:
+        """Return what may be the name of an option or the key of a mapping."""
+
+    def unknown(self, name: str, called: Callable[..., Any], where: str) -> None:
+        """Decide about an option that a class does not have."""
 
     def text(self, text: str, place: Place, where: str) -> Any:
         """Return what may stand for a string."""
@@ -173,7 +180,7 @@ def _check(value: Any, place: Place, where: str, judge: Judge) -> Any:
             return _check_spec(content, place, where, judge)
         if place.values or place.anything or not place.classes:
             inside = _inside(place, place.values)
-            return {key: _check(item, inside, f"{where}.{key}", judge) for key, item in content.items()}
+            return {judge.key(k, where): _check(item, inside, f"{where}.{k}", judge) for k, item in content.items()}
         return _check_arguments(content, place.classes[0], where, judge)  # jsonargparse: of the annotated class itself
     return judge.object(value, place, where)
 
@@ -212,7 +219,9 @@ def _check_arguments(
     known = parameters(called)
     checked = {}
     for name, value in arguments.items():
-        annotation, default = known.get(name, (Any, None))
+        annotation, default = known.get(judge.key(name, where), (Any, None))
+        if known and name not in known:
+            judge.unknown(name, called, where)
         inside = f"{where}.{name}" if where else str(name)
         unchanged = _is_default(value, default)
         checked[name] = value if unchanged else _check(value, Place.of(annotation), inside, judge)
@@ -257,8 +266,12 @@ class CheckpointJudge:
         self.texts: dict[str, str] = {}
         """Strings of free choice by where they stand: folders, files, names of data sets."""
 
-    def named(self, name: Any, place: Place, where: str) -> tuple[str, Any]:
-        """Return the listed or trusted class."""
+    def find(self, name: Any, where: str) -> type:
+        """Return the listed or trusted class of this name.
+
+        Raises:
+            NotAllowedError: there is none.
+        """
         kind = None
         if isinstance(name, str):
             kind = listed(name)
@@ -267,12 +280,30 @@ class CheckpointJudge:
             raise NotAllowedError(f"{self.source} names {name!r} as {where}, {self._remedy(name)}")
         if not inspect.isclass(kind):
             raise NotAllowedError(f"{self.source} names {name} as {where}: a checkpoint can't name functions")
+        return kind
+
+    def named(self, name: Any, place: Place, where: str) -> tuple[str, Any]:
+        """Return the listed or trusted class, if it is derived from one that the place accepts."""
+        kind = self.find(name, where)
         if not place.named:
             raise NotAllowedError(f"{self.source} names {name} as {where}, where a checkpoint can't name a class")
         if not issubclass(kind, place.named):
             expected = " or ".join(base.__name__ for base in place.named)
             raise NotAllowedError(f"{self.source} names {name} as {where}, which is not derived from {expected}")
         return (moved(name) if "." in name else f"{kind.__module__}.{kind.__qualname__}"), kind
+
+    def key(self, key: Any, where: str) -> Any:
+        """Return the key, unless a parser would unfold it: `a.class_path` is a class path inside `a`."""
+        if isinstance(key, str) and "." not in key and key.isprintable():
+            return key
+        if type(key) is int:
+            return key
+        raise NotAllowedError(f"{self.source} has the key {key!r} in {where}: keys are words and numbers without dots")
+
+    def unknown(self, name: str, called: Callable[..., Any], where: str) -> None:
+        """Refuse it."""
+        kind = getattr(called, "__name__", str(called))
+        raise NotAllowedError(f"{self.source} has {where}.{name}, an option that {kind} does not have")
 
     @staticmethod
     def _remedy(name: Any) -> str:
@@ -324,6 +355,13 @@ class UserJudge:
         if not (inspect.isclass(called) and place.named and issubclass(called, place.named)):
             self.object(called, place, where)
         return name, called
+
+    def key(self, key: Any, where: str) -> Any:
+        """Return it."""
+        return key
+
+    def unknown(self, name: str, called: Callable[..., Any], where: str) -> None:
+        """Do nothing: jsonargparse has said so, or takes it as one of further arguments."""
 
     def text(self, text: str, place: Place, where: str) -> Any:
         """Return it."""

@@ -48,6 +48,7 @@ from lit_effattn.cli.parser_errors import unknown
 from lit_effattn.cli.prepare import prepare
 from lit_effattn.cli.resume import CHECKPOINT, ROOT, ResolvedArgs, is_child, refuse_dropped
 from lit_effattn.cli.saved_settings import OFFLINE, UserOptions, fixed_by_data, homes
+from lit_effattn.cli.sealed import Sealed, only_listed
 from lit_effattn.cli.trainer import Trainer
 from lit_effattn.nn.transfer import begin_transfer
 from lit_effattn.runs import (
@@ -62,7 +63,7 @@ from lit_effattn.runs import (
     short,
 )
 from lit_effattn.sharding import ShardedStrategy
-from lit_effattn.spec_check import Place, UserJudge, check
+from lit_effattn.spec_check import CheckpointJudge, Judge, Place, UserJudge, check
 from lit_effattn.tasks import Task
 from lit_effattn.tasks.base import OtherModelError
 
@@ -161,6 +162,7 @@ class _Parser(LightningArgumentParser):
 
     def __init__(self, *args: Any, command: str | None = None, all_options: bool = False, **kwargs: Any) -> None:
         self._shown: tuple[str, bool] | None = None if command is None else (command, all_options)
+        self.sealed: Sealed | None = None
         super().__init__(*args, allow_abbrev=False, **kwargs)
 
     def format_help(self, *args: Any) -> str:
@@ -178,6 +180,11 @@ class _Parser(LightningArgumentParser):
         if not self.exit_on_error:  # a nested parser: its parent reports the error
             super().error(message, ex)
         raise UsageError(unknown(message, self._options())) from ex
+
+    def dump(self, *args: Any, **options: Any) -> str:
+        """Return settings as YAML; those of a command that are printed have the strings of the checkpoint."""
+        text = super().dump(*args, **options)
+        return text if self.sealed is None else self.sealed.open_yaml(text)
 
     def _options(self) -> set[str]:
         """Return the options of the parser and of its commands."""
@@ -198,6 +205,7 @@ class CLI(LightningCLI):
         self.given = args
         self._made: Path | None = None  # the folder of a new run
         self.resolved = ResolvedArgs.parse(args)
+        self.sealed = Sealed(self.resolved.trust)
         super().__init__(
             model_class=Task,
             datamodule_class=pl.LightningDataModule if self.resolved.uses_data else None,
@@ -285,6 +293,29 @@ class CLI(LightningCLI):
         for name in sorted(fixed_by_data()) if self.resolved.data_fixes else ():
             parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
 
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse files and flags over the settings in the checkpoint, which go in as values and never as text."""
+        command, saved, namespace = self.resolved.command, self.resolved.saved, None
+        try:
+            if saved is not None:
+                of_command: Any = self._parser(command)
+                of_command.sealed = self.sealed
+                with only_listed(self.resolved.trust.names):
+                    settings = of_command.parse_object(self.sealed.close(saved), defaults=False, _skip_required=True)
+                self._check(settings, CheckpointJudge(short(self.resolved.checkpoint or ""), self.resolved.trust))
+                namespace = Namespace({command: settings})
+            self.config = parser.parse_args(args, namespace=namespace)
+        except UsageError as error:
+            raise UsageError(self.sealed.open(str(error))) from error
+
+    def _check(self, config: Namespace, judge: Judge) -> None:
+        """Check the names in parsed settings."""
+        for action in self._parser(self.resolved.command)._actions:
+            if action.dest in config and hasattr(action, "_typehint"):
+                value = config[action.dest]
+                if value is not None and value is not action.default:
+                    check(value, Place.of(action._typehint), action.dest, judge)
+
     def _parse_ckpt_path(self) -> None:
         """Do nothing. Lightning would silently override the user's flags by the hyper-parameters in the checkpoint."""
 
@@ -292,16 +323,13 @@ class CLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Reject functions that are not trusted, and settings that resuming would ignore."""
-        config, judge = self.config[self.subcommand], UserJudge(self.resolved.trust)
+        config = self.config[self.subcommand]
         if self.resolved.data_fixes:
             self._refuse_fixed()
         self._derive(config)
         self._read_checkpoints_safely(config.trainer.get("strategy"))
-        for action in self._parser(self.subcommand)._actions:
-            if action.dest in config and hasattr(action, "_typehint"):
-                value = config[action.dest]
-                if value is not None and value is not action.default:
-                    check(value, Place.of(action._typehint), action.dest, judge)
+        self._check(config, UserJudge(self.resolved.trust))
+        self.parser.add_instantiator(self.sealed.call, object)
         saved = self.resolved.saved
         if self.resolved.command == "fit" and saved is not None:
             refuse_dropped(saved, self.settings())
@@ -318,6 +346,7 @@ class CLI(LightningCLI):
         if new or self.resolved.saved is None:
             parser = _Parser()
             parser.add_subclass_arguments(pl.LightningDataModule, "data")
+            parser.add_instantiator(self.sealed.call, object)
             set_strides(config, lambda: parser.instantiate_classes(Namespace(data=config.data.clone())).data)
 
     def _read_checkpoints_safely(self, strategy: Any) -> None:
@@ -345,7 +374,7 @@ class CLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Build the trainer: its root is the folder of the run, and it has the callbacks that every run has."""
-        config = self.config_init[self.subcommand].trainer
+        config = self.sealed.open(self.config_init[self.subcommand].trainer)
         _check_trainer(config)
         quiet = bool(config.fast_dev_run)
         root = Path(config.default_root_dir or ROOT)

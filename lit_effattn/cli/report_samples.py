@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
-from jsonargparse import ArgumentParser
 from torch import Tensor
 
 from lit_effattn.allowlist import Trust
@@ -25,6 +24,8 @@ from lit_effattn.datamodules import IGNORE, LabelledBatch, PairBatch, SpeechBatc
 from lit_effattn.datamodules.tokenizers import Tokenizer
 from lit_effattn.runs import short
 from lit_effattn.sequence import State
+from lit_effattn.spec_build import build
+from lit_effattn.spec_check import CheckpointJudge
 from lit_effattn.tasks import Task
 
 N_TEXTS, N_TOKENS = 2, 300
@@ -69,9 +70,8 @@ def test_data(checkpoint: Path, trust: Sequence[str]) -> pl.LightningDataModule:
     if not config.get("data"):
         raise ValueError(f"{short(checkpoint)} does not name its data")
     settings = checked_settings({"data": config["data"]}, "test", checkpoint, Trust(trust), UserOptions([], []))
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(pl.LightningDataModule, "data", fail_untyped=False)
-    data: pl.LightningDataModule = parser.instantiate(parser.parse_object(settings)).data
+    judge = CheckpointJudge(short(checkpoint), Trust(trust))
+    data: pl.LightningDataModule = build(settings["data"], pl.LightningDataModule, "data", judge)
     data.prepare_data()
     data.setup("test")
     return data

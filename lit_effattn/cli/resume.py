@@ -34,13 +34,13 @@ CHECKPOINT = "LIT_EFFATTN_CKPT_PATH"
 
 
 class ResolvedArgs(NamedTuple):
-    """The command, its checkpoint, and all arguments including the configuration in the checkpoint.
+    """The command, its checkpoint with the settings in it, and all arguments.
 
     Attributes:
         command: As in `lit-effattn COMMAND`.
         args: All arguments, starting with `command`.
         checkpoint: The file, or None.
-        saved: The settings taken from the checkpoint, or None.
+        saved: The settings taken from the checkpoint, which `args` override, or None.
         trust: What the user trusts by name (`--trust`).
         uses_data: Whether the command takes data.
         requeued: Whether this is a restarted SLURM job, which goes on with its run whatever its arguments say.
@@ -109,7 +109,7 @@ class ResolvedArgs(NamedTuple):
         before = f", averaged with {', '.join(path.name for path in averaged[:-1])}" if averaged[:-1] else ""
         rank_zero_info(f"{command} from {short(checkpoint)}{before}")
         saved = checked_settings(saved, command, checkpoint, given.trust, UserOptions(given.flags, given.files))
-        args = [command, "--config", json.dumps(saved), *given.args, "--ckpt_path", str(checkpoint)]
+        args = [command, *given.args, "--ckpt_path", str(checkpoint)]
         return cls(
             command, args, checkpoint, saved, given.trust, uses_data, data_fixes, requeued, averaged, given.files
         )

@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lit_effattn.allowlist import LIMITS, SCHEDULE, SCORING_CALLBACKS, NotAllowedError, Trust
+from lit_effattn.allowlist import ACCELERATORS, LIMITS, SCHEDULE, SCORING_CALLBACKS, NotAllowedError, Trust
+from lit_effattn.cli.trainer import Trainer
 from lit_effattn.runs import run_of, short
-from lit_effattn.spec_check import ANYTHING, CheckpointJudge, Place, check
+from lit_effattn.spec_build import check_value
+from lit_effattn.spec_check import ANYTHING, CheckpointJudge, Place, check, parameters
 from lit_effattn.tasks import Task
 
 _CALLBACKS = Place(classes=(pl.Callback,), items=(pl.Callback,))
@@ -103,9 +106,44 @@ def _trainer(saved: dict[str, Any], command: str, judge: CheckpointJudge, user: 
     names = {*LIMITS, *(SCHEDULE if fits else ())}
     taken = {name: value for name, value in saved.items() if name in names and _is_plain(name, value)}
     taken = {name: check(value, ANYTHING, f"trainer.{name}", judge) for name, value in taken.items()}
+    for name, value in taken.items():
+        check_value(value, parameters(Trainer)[name][0], f"trainer.{name}", judge)
+        if not user.name("trainer", name):
+            _check_machine(name, value, judge)
     if callbacks:
         taken["callbacks"] = check(callbacks, _CALLBACKS, "trainer.callbacks", judge)
     return taken
+
+
+def _check_machine(name: str, value: Any, judge: CheckpointJudge) -> None:
+    """Refuse an accelerator that is none, and more processes than this machine has devices or cores for.
+
+    Raises:
+        NotAllowedError: tells the flag that allows it.
+    """
+    if name == "accelerator" and value not in ACCELERATORS:
+        raise NotAllowedError(f"{judge.source} has trainer.accelerator {value!r}, which is none of {ACCELERATORS}")
+    here = max(os.cpu_count() or 1, torch.cuda.device_count())
+    if name == "devices" and _number_of(value) > here:
+        raise NotAllowedError(
+            f"{judge.source} was trained on {_number_of(value):,} devices; this machine has {here}: give "
+            "--trainer.devices"
+        )
+    if name == "num_nodes" and value not in (1, int(os.environ.get("SLURM_NNODES", 1))) and not _is_launched():
+        raise NotAllowedError(f"{judge.source} was trained on {value} machines: give --trainer.num_nodes")
+
+
+def _number_of(devices: Any) -> int:
+    """Return how many devices the trainer's option means, as far as it states a number."""
+    if isinstance(devices, str):
+        parts = [part for part in devices.split(",") if part.strip()]
+        return len(parts) if "," in devices else int(devices) if devices.strip().isdecimal() else 0
+    return len(devices) if isinstance(devices, list) else int(devices or 0)
+
+
+def _is_launched() -> bool:
+    """Return whether another program, such as torchrun, started the processes of all machines."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or ("RANK" in os.environ and "WORLD_SIZE" in os.environ)
 
 
 def _is_plain(name: str, value: Any) -> bool:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import lightning.pytorch as pl
 import torch
-from jsonargparse import ArgumentParser
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
 from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -29,7 +28,8 @@ from lit_effattn.hparams import HasInitArgs, init_args
 from lit_effattn.runs import last_kept, short
 from lit_effattn.sequence import State, parts
 from lit_effattn.sharding import ShardedStrategy, clip_grad_norm, shard, whole
-from lit_effattn.spec_check import CheckpointJudge, Place, check
+from lit_effattn.spec_build import build
+from lit_effattn.spec_check import CheckpointJudge
 from lit_effattn.tasks.metrics import Count
 
 if TYPE_CHECKING:
@@ -175,22 +175,13 @@ class Task(HasInitArgs, pl.LightningModule):
         checkpoint = read_checkpoint(checkpoint_path, map_location or _where_it_was)
         judge = CheckpointJudge(str(checkpoint_path), Trust([*trust, cls]))
         spec = saved_model(checkpoint, checkpoint_path)
-        checked = None if spec is None else check(spec, Place(classes=(cls,)), "model", judge)
-        model = cls(**kwargs) if checked is None else cls._built(checked, kwargs)
+        model: Self = cls(**kwargs) if spec is None else build(spec, cls, "model", judge, **kwargs)
         if average is not None:
             average_parameters(checkpoint, paths, model, map_location or _where_it_was)
         model.on_load_checkpoint(checkpoint)
         model.load_state_dict(checkpoint["state_dict"], strict=model.strict_loading if strict is None else strict)
         tensors = [value for value in checkpoint["state_dict"].values() if isinstance(value, Tensor)]
         return model.to(tensors[0].device) if tensors else model
-
-    @classmethod
-    def _built(cls, spec: dict[str, Any], arguments: dict[str, Any]) -> Self:
-        parser = ArgumentParser(exit_on_error=False)
-        parser.add_subclass_arguments(cls, "model", fail_untyped=False)
-        config = parser.parse_object({"model": {**spec, "init_args": {**spec["init_args"], **arguments}}})
-        model: Self = parser.instantiate(config).model
-        return model
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Remove folders of this machine from the checkpoint."""

@@ -167,7 +167,7 @@ def check(value: Any, place: Place, where: str, judge: Judge) -> Any:
 
 
 def _check(value: Any, place: Place, where: str, judge: Judge) -> Any:
-    if value is None or isinstance(value, (bool, int, float)):
+    if value is None or isinstance(value, (bool, int, float, datetime.timedelta, os.PathLike)):
         return value
     if isinstance(value, str):
         return judge.text(value, place, where)

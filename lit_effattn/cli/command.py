@@ -48,7 +48,7 @@ from lit_effattn.cli.parser_errors import unknown
 from lit_effattn.cli.prepare import prepare
 from lit_effattn.cli.resume import CHECKPOINT, ROOT, ResolvedArgs, is_child, refuse_dropped
 from lit_effattn.cli.saved_settings import OFFLINE, UserOptions, fixed_by_data, homes
-from lit_effattn.cli.sealed import Sealed, only_listed
+from lit_effattn.cli.sealed import Sealed, check_settings, parse_saved
 from lit_effattn.cli.trainer import Trainer
 from lit_effattn.nn.transfer import begin_transfer
 from lit_effattn.runs import (
@@ -63,7 +63,7 @@ from lit_effattn.runs import (
     short,
 )
 from lit_effattn.sharding import ShardedStrategy
-from lit_effattn.spec_check import CheckpointJudge, Judge, Place, UserJudge, check
+from lit_effattn.spec_check import CheckpointJudge, UserJudge
 from lit_effattn.tasks import Task
 from lit_effattn.tasks.base import OtherModelError
 
@@ -300,21 +300,11 @@ class CLI(LightningCLI):
             if saved is not None:
                 of_command: Any = self._parser(command)
                 of_command.sealed = self.sealed
-                with only_listed(self.resolved.trust.names):
-                    settings = of_command.parse_object(self.sealed.close(saved), defaults=False, _skip_required=True)
-                self._check(settings, CheckpointJudge(short(self.resolved.checkpoint or ""), self.resolved.trust))
-                namespace = Namespace({command: settings})
+                judge = CheckpointJudge(short(self.resolved.checkpoint or ""), self.resolved.trust)
+                namespace = Namespace({command: parse_saved(of_command, saved, self.sealed, judge)})
             self.config = parser.parse_args(args, namespace=namespace)
         except UsageError as error:
             raise UsageError(self.sealed.open(str(error))) from error
-
-    def _check(self, config: Namespace, judge: Judge) -> None:
-        """Check the names in parsed settings."""
-        for action in self._parser(self.resolved.command)._actions:
-            if action.dest in config and hasattr(action, "_typehint"):
-                value = config[action.dest]
-                if value is not None and value is not action.default:
-                    check(value, Place.of(action._typehint), action.dest, judge)
 
     def _parse_ckpt_path(self) -> None:
         """Do nothing. Lightning would silently override the user's flags by the hyper-parameters in the checkpoint."""
@@ -328,7 +318,7 @@ class CLI(LightningCLI):
             self._refuse_fixed()
         self._derive(config)
         self._read_checkpoints_safely(config.trainer.get("strategy"))
-        self._check(config, UserJudge(self.resolved.trust))
+        check_settings(config, self._parser(self.subcommand), UserJudge(self.resolved.trust))
         self.parser.add_instantiator(self.sealed.call, object)
         saved = self.resolved.saved
         if self.resolved.command == "fit" and saved is not None:

@@ -13,15 +13,16 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from pathlib import PurePath
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
-from jsonargparse import Namespace, set_parsing_settings
+from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 from jsonargparse._common import parsing_settings  # lists of names can be extended in public, but not taken back
 
 from lit_effattn.allowlist import Trust, listed, listed_names
 from lit_effattn.cli.trainer import Trainer
-from lit_effattn.spec_check import members, parameters
+from lit_effattn.spec_check import CheckpointJudge, Judge, Place, check, members, parameters
 
 _VERDICTS = "import_path_verdicts"
 
@@ -66,6 +67,8 @@ class Sealed:
             return value
         if isinstance(value, str):
             return self._token.sub(lambda found: self._texts[int(found[1])], value)
+        if isinstance(value, PurePath):
+            return type(value)(self.open(str(value)))
         if isinstance(value, Namespace):
             for key, item in vars(value).items():
                 setattr(value, key, self.open(item))
@@ -106,6 +109,31 @@ def _literals(annotation: Any) -> Iterator[str]:
             yield from (word for word in get_args(member) if isinstance(word, str))
         else:
             yield from (word for inner in get_args(member) for word in _literals(inner))
+
+
+def parse_saved(parser: ArgumentParser, saved: dict[str, Any], sealed: Sealed, judge: CheckpointJudge) -> Namespace:
+    """Return the settings of a checkpoint, which `check` has accepted, as the parser represents them.
+
+    Raises:
+        NotAllowedError: a name in the result is not one that a checkpoint may have.
+    """
+    with only_listed(judge.trust.names):
+        settings = parser.parse_object(sealed.close(saved), defaults=False, _skip_required=True)
+    check_settings(settings, parser, judge)
+    return settings
+
+
+def check_settings(settings: Namespace, parser: ArgumentParser, judge: Judge) -> None:
+    """Check all names in parsed settings.
+
+    Raises:
+        NotAllowedError: the judge's.
+    """
+    for action in parser._actions:
+        if action.dest in settings and hasattr(action, "_typehint"):
+            value = settings[action.dest]
+            if value is not None and value is not action.default:
+                check(value, Place.of(action._typehint), action.dest, judge)
 
 
 @contextmanager

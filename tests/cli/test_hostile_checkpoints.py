@@ -5,12 +5,9 @@ The places are found by walking the annotations of all listed classes, so that a
 
 import copy
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
@@ -25,23 +22,14 @@ from lit_effattn.cli.trainer import Trainer
 from lit_effattn.spec_check import ANYTHING, CheckpointJudge, Place, check, parameters
 from lit_effattn.tasks import Task
 from tests.support.commands import REPOSITORY, fails
+from tests.support.hostile import ROOTS, beside_evil, nothing_happened, places
 
 OLD = REPOSITORY / "tests" / "checkpoints" / "15b2119"
 COMMANDS = ("fit", "validate", "test", "predict", "generate")
 NOBODY = UserOptions([], [])
 RUN = "runs/2026-01-01_00-00-00/checkpoints"
+__all__ = ["beside_evil"]  # a fixture
 
-EVIL = """
-from pathlib import Path
-Path("imported").touch()
-from lit_effattn.attention import LinearAttention
-class MyAttention(LinearAttention):
-    def __init__(self, *args):
-        Path("called").touch()
-        super().__init__(*args)
-def function(*args, **kwargs):
-    Path("called").touch()
-"""
 NAMES = {
     "a command": ("os.system", {"command": "touch pwned"}),
     "a command in another module": ("posix.system", {"command": "touch pwned"}),
@@ -82,45 +70,10 @@ FORMS = {
 PAYLOADS = [(f"{who} as {how}", form(*named)) for who, named in NAMES.items() for how, form in FORMS.items()]
 
 
-@pytest.fixture(autouse=True)
-def _beside_evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    Path("evil.py").write_text(EVIL)
-    Path("evil.yaml").write_text(yaml.safe_dump({"class_path": "evil.MyAttention"}))
-    sys.modules.pop("evil", None)
-    yield
-    sys.modules.pop("evil", None)
-
-
-def nothing_happened() -> bool:
-    return "evil" not in sys.modules and not any(Path(name).exists() for name in ("pwned", "imported", "called"))
+pytestmark = pytest.mark.usefixtures("beside_evil")
 
 
 # ---------------------------------------------------------------------------------------------- every place, every name
-
-
-def places(place: Place, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], type, str, Place]]:
-    """Walk all parameters of all listed classes that may stand at a place, each class once on a path."""
-    for kind in sorted({k for k in _listed().values() if issubclass(k, place.named)}, key=lambda k: k.__name__):
-        if kind.__name__ in path:
-            continue
-        for name, (annotation, _) in parameters(kind).items():
-            if name.endswith("help"):
-                continue
-            inside = Place.of(annotation)
-            yield (*path, kind.__name__), kind, name, inside
-            nested = Place.of(annotation, *inside.items, *inside.values)
-            if nested.named and not issubclass(torch.Tensor, nested.named):
-                yield from places(nested, (*path, kind.__name__))
-
-
-ROOTS = {
-    "model": Place(classes=(Task,)),
-    "data": Place(classes=(pl.LightningDataModule,)),
-    "callback": Place(classes=(pl.Callback,)),
-}
 
 
 def takes_names(place: Place) -> bool:

@@ -27,6 +27,7 @@ ROOMS: dict[str, set[str]] = {
     "import_errors": set(),
     "allowlist": {"import_errors"},
     "spec_check": {"allowlist"},
+    "spec_build": {"allowlist", "spec_check"},
     "checkpoint_files": {"runs"},
     "checkpoint_folders": {"checkpoint_files", "runs"},
     "checkpoints": {"allowlist", "checkpoint_files", "checkpoint_folders", "runs"},
@@ -36,7 +37,7 @@ ROOMS: dict[str, set[str]] = {
     "callbacks": {"sequence", "ops", "pictures", "checkpoint_files", "checkpoint_folders", "runs", "slurm"},
     "tasks": {
         *("generation", "beam", "nn", "positions", "sequence", "sharding", "hparams", "datamodules"),
-        *("allowlist", "averaging", "checkpoints", "spec_check", "runs", "pictures"),
+        *("allowlist", "averaging", "checkpoints", "spec_build", "spec_check", "runs", "pictures"),
     },
     "pretrained": {
         *("tasks", "nn", "attention", "positions", "hparams", "datamodules", "allowlist", "checkpoints", "__init__"),
@@ -47,8 +48,8 @@ ROOMS: dict[str, set[str]] = {
     "cli": {
         *("pretrained", "tasks", "generation", "beam", "nn", "attention", "positions", "sequence"),
         *("schedules", "sharding", "datamodules", "callbacks", "strategies"),
-        *("allowlist", "averaging", "checkpoint_files", "checkpoints", "spec_check", "runs", "pictures", "slurm"),
-        *("import_errors", "run_records", "plots", "export"),
+        *("allowlist", "averaging", "checkpoint_files", "checkpoints", "runs", "pictures", "slurm"),
+        *("import_errors", "spec_build", "spec_check", "run_records", "plots", "export"),
     },
     "__init__": {"nn", "tasks"},  # when they are asked for
 }

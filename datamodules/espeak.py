@@ -23,7 +23,9 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lit_effattn.datamodules.bars import progress_bar
 from lit_effattn.datamodules.cache import cached_folder
 from lit_effattn.datamodules.image_sources import fixed_order
 from lit_effattn.datamodules.json_data import parse_json
@@ -314,10 +316,9 @@ def _is_made(root: Path, minutes: float) -> bool:
 
 
 def _make(folder: Path, minutes: float) -> None:
-    from rich.progress import Progress
-
     about: dict[str, Any] = {"format": FORMAT, "minutes": minutes, "python": sys.version.split()[0]}
-    with synthesizer() as voice, Progress(transient=True) as bar:
+    rank_zero_info(f"Synthesising {minutes:g} minutes of speech with espeak-ng, once")
+    with synthesizer() as voice, progress_bar() as bar:
         about["espeak-ng"] = voice.version
         sentences = iter(library_sentences())  # after espeak-ng has started, since this takes seconds
         task = bar.add_task("Synthesising speech", total=minutes * 60)

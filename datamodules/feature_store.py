@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lit_effattn.datamodules.audio import AudioError, read_audio
+from lit_effattn.datamodules.bars import progress_bar
 from lit_effattn.datamodules.cache import cached_folder
 from lit_effattn.datamodules.faults import Fault
 from lit_effattn.datamodules.filterbanks import Filterbanks, moments
@@ -224,11 +225,9 @@ def _read(
 
 
 def _progress(each: "_Each", num_workers: int, title: str) -> Iterator[Tensor | Fault]:
-    from rich.progress import Progress
-
     # The order does not depend on the workers. A loader draws a number at its start, hence the separate generator.
     loader = DataLoader(each, batch_size=None, num_workers=num_workers, generator=torch.Generator())
-    with Progress(transient=True, disable=len(each) < _QUICK) as bar:
+    with progress_bar(disable=len(each) < _QUICK) as bar:
         yield from bar.track(loader, total=len(each), description=title)
 
 

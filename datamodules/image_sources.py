@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lit_effattn.datamodules.archives import unpack_gzip, unpack_tar
+from lit_effattn.datamodules.bars import progress_bar
 from lit_effattn.datamodules.faults import Fault, Faults
 
 if TYPE_CHECKING:
@@ -276,11 +277,9 @@ def _decode(path: Path, channels: int, max_pixels: int) -> "Image":
 
 def verify_images(paths: Sequence[Path], max_pixels: int = MAX_PIXELS) -> None:
     """Decode every image once; ValueError names the broken ones. More than 2000 images show a progress bar."""
-    from rich.progress import track
-
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor() as pool, progress_bar(disable=len(paths) <= 2000) as bar:
         faults = pool.map(lambda path: _fault(path, max_pixels), paths)
-        tracked = track(faults, "Checking images", total=len(paths), disable=len(paths) <= 2000)
+        tracked = bar.track(faults, total=len(paths), description="Checking images")
         broken = {path: fault for path, fault in zip(paths, tracked, strict=True) if fault is not None}
     if broken:
         first, *others = broken

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lit_effattn.datamodules.bars import progress_bar
 from lit_effattn.datamodules.cache import cached_folder
 from lit_effattn.datamodules.json_data import parse_json
 from lit_effattn.datamodules.text_sources import SPLITS, Document, TextSource
@@ -190,8 +191,6 @@ def _decoded(document: Document, offset: int, chunk: bytes) -> str:
 @contextmanager
 def progress(title: str, n_bytes: int | None) -> Iterator[_Advance]:
     """Show a progress bar for long texts, or texts of unknown length."""
-    from rich.progress import Progress
-
-    with Progress(transient=True, disable=n_bytes is not None and n_bytes < _QUICK) as bar:
+    with progress_bar(disable=n_bytes is not None and n_bytes < _QUICK) as bar:
         task = bar.add_task(title, total=n_bytes)
         yield partial(bar.advance, task)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import sys
 import warnings
 from collections.abc import Callable
@@ -58,12 +59,37 @@ TOOLS = ("compare", "report", "sweep", "export", "consolidate")
 LISTS = ("configs", "kinds")
 """Commands that print what there is. They need no Lightning, so they are quick."""
 COMPLETION = "completion"
-INTERRUPTED = 130
-"""The exit code after Ctrl-C, as shells expect."""
+INTERRUPTED, UNREAD = 130, 141
+"""The exit codes after Ctrl-C, and after the end of the program that reads the output, as shells expect."""
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run the command. An error of the user ends it with one message and exit code 1 or 2."""
+    """Run the command. An error of the user ends it with one message and exit code 1 or 2.
+
+    It ends without a message if nobody reads its output any more, as in `lit-effattn kinds | head -3`.
+    """
+    try:
+        try:
+            _main(args)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError as error:
+        if not _is_stdout_closed():
+            fail(_message(error))
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when Python exits
+        sys.exit(UNREAD)
+
+
+def _is_stdout_closed() -> bool:
+    """Return whether the other end of the pipe that output goes to is closed. Other pipes break, too."""
+    if not hasattr(select, "poll"):  # Windows
+        return True
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), select.POLLOUT)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _main(args: list[str] | None) -> None:
     args = sys.argv[1:] if args is None else args
     if not args or args[0] in ("-h", "--help"):
         print(HELP, end="")
@@ -110,6 +136,8 @@ def main(args: list[str] | None = None) -> None:
         if (message := explained(error, args[0])) is None:
             raise
         fail(message)
+    except BrokenPipeError:
+        raise
     except OSError as error:
         fail(explained(error, args[0]) or plain(_message(error)))
     # Errors of our checks and of the libraries below: the message names the cause, a traceback would not help.
@@ -144,7 +172,11 @@ def _list(what: str, names: list[str]) -> None:
 def _complete(args: list[str]) -> None:
     """Print the script that completes the commands in a shell."""
     if len(args) != 1 or args[0].startswith("-"):
-        print('usage: lit-effattn completion bash|zsh\n\nIn this shell: eval "$(lit-effattn completion bash)"')
+        print(
+            "usage: lit-effattn completion bash|zsh\n\n"
+            "Once, and after an upgrade: lit-effattn completion bash > ~/.lit-effattn.bash\n"
+            "In the shell's start-up file, and in this shell: source ~/.lit-effattn.bash"
+        )
         return
     from lit_effattn.cli.completion import script
 

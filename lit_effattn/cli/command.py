@@ -86,6 +86,15 @@ _ABOUT_DATA = (
 )
 
 
+_REMARKS = (
+    *("💡", "number of stepping batches"),  # advertisements, and a remark at every schedule without its own steps
+    *("GPU available: False", "TPU available: False"),  # what is not there is not used
+    *("Restoring states from", "Restored all states from", "Loaded model weights from"),  # we name the checkpoint
+    "was configured so",  # repeats a flag
+)
+"""Messages of Lightning that say nothing to users of the command."""
+
+
 def run(args: list[str]) -> None:
     """Parse `args` and run the command."""
     _quieten()
@@ -126,9 +135,8 @@ def _quieten() -> None:
         warnings.filterwarnings("ignore", message)
     warnings.formatwarning = _warning
     threading.excepthook = _report_thread
-    # Advertisements, and a remark at every checkpoint and one at every schedule that takes its steps from the run.
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
-        lambda r: not any(remark in r.getMessage() for remark in ("💡", "number of stepping batches"))
+        lambda r: not any(remark in r.getMessage() for remark in _REMARKS)
     )
     logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector").addFilter(
         lambda r: "`weights_only` was not set" not in r.getMessage()
@@ -546,7 +554,7 @@ class CLI(LightningCLI):
         if self.trainer.world_size > 1:
             raise ValueError(f"predict runs on one process, not {self.trainer.world_size}: give --trainer.devices 1")
         predictions: Any = self.trainer.predict(**{**kwargs, "return_predictions": True})
-        folder = new_folder(Path(self.trainer.default_root_dir) / "predictions", "predictions")
+        folder = new_folder(Path(self.trainer.default_root_dir), "predictions")
         print(self.model.write_predictions(predictions, folder))
 
     def generate(self, **kwargs: Any) -> None:

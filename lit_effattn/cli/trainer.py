@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lit_effattn.beam import LENGTH_PENALTY, check_beam
+from lit_effattn.datamodules.bars import progress_bar
 from lit_effattn.generation import check_sampling
 from lit_effattn.runs import new_folder
 
@@ -129,11 +130,9 @@ def _check_search(
 
 
 def _track(steps: Iterable[int]) -> Iterable[int]:
-    from rich.console import Console
-    from rich.progress import track
-
     assert isinstance(steps, Sequence)
-    return track(steps, description="Drawing", transient=True, console=Console(stderr=True))  # samples go to stdout
+    with progress_bar() as bar:  # on stderr: samples go to stdout
+        yield from bar.track(steps, description="Drawing")
 
 
 def _refuse_used(output: str | None) -> None:

@@ -100,12 +100,15 @@ def test_testing_reports_what_the_checkpoint_scores(capsys: pytest.CaptureFixtur
     assert float(said[1]) == pytest.approx(nats.mean().item() / np.log(2), abs=1e-4)
 
 
-def test_predictions_average_to_the_test_result(capsys: pytest.CaptureFixture[str]):
+def test_predictions_average_to_the_test_result(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture):
     run = fit()
     main(["test", "--ckpt_path", "last"])
     said = re.search(r"test bits/dim: (\S+)", capsys.readouterr().out)
     main(["predict", "--ckpt_path", "last"])
-    (path,) = run.rglob("predictions.csv")
+    for remark in ("GPU available", "TPU available", "Restoring states", "Loaded model weights", "was configured so"):
+        assert remark not in caplog.text
+    assert caplog.text.count("last.ckpt") == 2  # once a command
+    path = run / "predictions/predictions.csv"
     table = np.genfromtxt(path, delimiter=",", names=True)
     assert len(table) == 180
     assert table["bits_per_dim"].mean() == pytest.approx(float(said[1]), abs=1e-4)

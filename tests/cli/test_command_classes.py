@@ -59,7 +59,7 @@ def fit(*args: str) -> Path:
 
 
 def predicted(run: Path) -> list[dict[str, str]]:
-    (path,) = run.rglob("predictions/*/predictions.csv")
+    (path,) = run.rglob("predictions/predictions.csv")
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 

@@ -100,7 +100,7 @@ def test_training_scoring_and_writing(capsys: pytest.CaptureFixture[str]):
     shutil.rmtree("cache")
     Path("words.txt").write_text("aeee\ndff\nbg\n")
     main(["predict", "--ckpt_path", "last", "--data.source_file", "words.txt"])
-    (path,) = run.rglob("predictions/*/translations.jsonl")
+    (path,) = run.rglob("predictions/translations.jsonl")
     entries = [json.loads(line) for line in path.read_text().splitlines()]
     assert [entry["source"] for entry in entries] == ["aeee", "dff", "bg"]
     assert (path.parent / "attention_1.png").is_file()

@@ -1,5 +1,6 @@
 """`lit-effattn configs` and `lit-effattn kinds`: what there is, without Lightning."""
 
+import subprocess
 import sys
 
 import pytest
@@ -69,3 +70,13 @@ def test_the_options_of_a_kind_are_described(capsys: pytest.CaptureFixture[str])
     assert text.startswith("SoftmaxAttention: Scaled dot-product attention.")
     assert "window=None  Number of keys a position sees, its own included; None: all." in text
     assert "'LinearAtention'; there are CompressiveAttention, " in fails(capsys, "kinds", "LinearAtention", code=2)
+
+
+@pytest.mark.parametrize("args", [["configs"], ["configs", "digits_linear", "stdlib_xl"], ["--help"]])
+def test_output_that_nobody_reads_ends_quietly(args: list[str]):
+    """As in `lit-effattn configs | head -1`."""
+    started = [sys.executable, "-m", "lit_effattn.cli", *args]
+    with subprocess.Popen(started, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=REPOSITORY) as child:
+        child.stdout.close()
+        assert child.stderr.read() == b""
+    assert child.returncode == 141

@@ -271,11 +271,11 @@ class SoftmaxCrossAttention(CrossAttention):
 class LinearCrossAttention(CrossAttention):
     """Attention to a source with a feature map φ.
 
-        y_i = φ(q_i)ᵀ S / (φ(q_i)ᵀ z + 1e-6),  S = Σ_j φ(k_j) v_jᵀ,  z = Σ_j φ(k_j)
+        y_i = φ(q_i)ᵀ S / (φ(q_i)ᵀ z + ε),  S = Σ_j φ(k_j) v_jᵀ,  z = Σ_j φ(k_j)
 
-    Katharopoulos et al. 2020, equations 4 to 6, of a source's keys and values. Time O((N + S) F D), state O(F D): a
-    position of the target costs the same for a source of any length. Feature map, sums and division are computed in
-    float32 at least, regardless of autocast.
+    Katharopoulos et al. 2020, equations 4 to 6, of a source's keys and values. ε is the feature map's `eps`. Time
+    O((N + S) F D), state O(F D): a position of the target costs the same for a source of any length. Feature map, sums
+    and division are computed in float32 at least, regardless of autocast.
 
     Args:
         d_model: Width E of the target and of the output.
@@ -327,7 +327,8 @@ class LinearCrossAttention(CrossAttention):
         """Read the sums: see `CrossAttention.read`."""
         full = accumulator(q.dtype)
         with torch.autocast(q.device.type, enabled=False):
-            return read_sums(self.feature_map(q.to(full)), state.s.to(full), state.z.to(full)).to(q.dtype)
+            phi, eps = self.feature_map(q.to(full)), self.feature_map.eps
+            return read_sums(phi, state.s.to(full), state.z.to(full), eps=eps).to(q.dtype)
 
 
 FeatureSums = PerformerSourceSums | StabilisedSourceSums

@@ -32,6 +32,9 @@ class FeatureMap(HasInitArgs, nn.Module, ABC):
 
     n_features: int
 
+    eps: float = 1e-6
+    """What linear attention with this map adds to its denominators; 10⁻⁶ in the code of Katharopoulos et al. 2020."""
+
     def __init__(self, head_dim: int) -> None:
         super().__init__()
         self.n_features = head_dim
@@ -109,10 +112,24 @@ class HedgehogFeatureMap(FeatureMap):
 
     Queries and keys have matrices of their own. They start as the identity, with which φ(q)ᵀφ(k) is large where q and k
     have the same large elements. In a swap from softmax attention, train them first: see `tasks.transfer`.
+
+    φ(q)ᵀφ(k) may be small: about 10⁻⁶ where q and k have norms of 30 and different large elements. Linear attention
+    therefore adds less to its denominators than with other maps.
+
+    Args:
+        head_dim: D.
+        eps: What is added to the denominators of linear attention: 10⁻¹² in the authors' later code.
+            `WindowedLinearAttention` adds nothing, since its denominators have a softmax term.
+
+    Raises:
+        ValueError: `eps` is not positive.
     """
 
-    def __init__(self, head_dim: int) -> None:
+    def __init__(self, head_dim: int, eps: float = 1e-12) -> None:
         super().__init__(head_dim)
+        if not eps > 0:
+            raise ValueError(f"eps={eps} is not positive, so a row without keys would be 0 / 0; 1e-12 is usual")
+        self.eps = eps
         self.head_dim = head_dim
         self.n_features = 2 * head_dim
 
@@ -147,13 +164,13 @@ class LinearState(NamedTuple):
 class LinearAttention(Attention):
     """Attention with a feature map φ.
 
-        y_i = φ(q_i)ᵀ S_i / (φ(q_i)ᵀ z_i + 1e-6),  S_i = Σ_j φ(k_j) v_jᵀ,  z_i = Σ_j φ(k_j),  j ≤ i if causal
+        y_i = φ(q_i)ᵀ S_i / (φ(q_i)ᵀ z_i + ε),  S_i = Σ_j φ(k_j) v_jᵀ,  z_i = Σ_j φ(k_j),  j ≤ i if causal
 
-    Katharopoulos et al. 2020, equations 9 to 12. Queries are not scaled by 1/√D. Time O(N (C + F) D) with chunks of C
-    positions; state O(F D), constant. Splitting a stream changes nothing: the memory reaches back to the start.
-    Feature map, sums and division are computed in float32 at least, regardless of autocast: in float16 the
-    denominator overflows near N = 1024, and a running sum in bfloat16 drifts by a quarter. Causal attention has its own
-    kernels, on CUDA for elu + 1, on the CPU for any feature map: see `ops.runtime.selection`.
+    Katharopoulos et al. 2020, equations 9 to 12. ε is the feature map's `eps`. Queries are not scaled by 1/√D. Time
+    O(N (C + F) D) with chunks of C positions; state O(F D), constant. Splitting a stream changes nothing: the memory
+    reaches back to the start. Feature map, sums and division are computed in float32 at least, regardless of autocast:
+    in float16 the denominator overflows near N = 1024, and a running sum in bfloat16 drifts by a quarter. Causal
+    attention has its own kernels, on CUDA for elu + 1, on the CPU for any feature map: see `ops.runtime.selection`.
 
     Args:
         d_model: Width E.
@@ -234,22 +251,22 @@ class LinearAttention(Attention):
     ) -> tuple[Tensor, LinearState | None]:
         """Combine queries, keys and values: see `Attention.attend`."""
         b, _, n, _ = q.shape
-        full = accumulator(q.dtype)
+        full, eps = accumulator(q.dtype), self.feature_map.eps
         with torch.autocast(q.device.type, enabled=False):
             if not self.causal:
-                return linear_attention(*self._features(q, k, lengths), v.to(full)).to(v.dtype), None
+                return linear_attention(*self._features(q, k, lengths), v.to(full), eps=eps).to(v.dtype), None
             if state is None:
                 state = self.initial_state(b, device=q.device, dtype=full)
             s, z = state.s.to(full), state.z.to(full)
             if n == 1:
                 y, s, z = linear_attention_step(
-                    *self._features(q, k, lengths), v.to(full), s, z, in_place=may_overwrite()
+                    *self._features(q, k, lengths), v.to(full), s, z, eps=eps, in_place=may_overwrite()
                 )
             elif use_kernels(q, v, elu=type(self.feature_map) is EluFeatureMap):
-                y, s, z = elu_linear_attention(q, k, v, s, z, lengths)
+                y, s, z = elu_linear_attention(q, k, v, s, z, lengths, eps=eps)
             else:
                 y, s, z = causal_linear_attention(
-                    *self._features(q, k, lengths), v.to(full), s, z, chunk_size=self.chunk_size
+                    *self._features(q, k, lengths), v.to(full), s, z, chunk_size=self.chunk_size, eps=eps
                 )
             return y.to(v.dtype), LinearState(s, z, state.length + (n if lengths is None else lengths))
 
@@ -277,10 +294,11 @@ class LinearAttention(Attention):
         return phi.masked_fill(~valid_positions(lengths, k.size(2))[:, None, :, None], 0)
 
     def weigh(self, q: Tensor, k: Tensor, state: LinearState | None, lengths: Tensor | None) -> Tensor:
-        """Return φ(q_i)ᵀφ(k_j) / (φ(q_i)ᵀz_i + 1e-6): see `Attention.weigh`.
+        """Return φ(q_i)ᵀφ(k_j) / (φ(q_i)ᵀz_i + ε): see `Attention.weigh`.
 
         The state holds no single keys. With a state M = 1 + N: the first column is the weight of all earlier positions
-        together. The rows sum to 1 but for the 1e-6.
+        together. The rows sum to 1 but for ε.
         """
         before = None if state is None else state.z.to(q.dtype)
-        return linear_attention_weights(*self._features(q, k, lengths), before, causal=self.causal)
+        features = self._features(q, k, lengths)
+        return linear_attention_weights(*features, before, causal=self.causal, eps=self.feature_map.eps)

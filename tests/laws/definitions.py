@@ -34,10 +34,10 @@ def shaw(module, x: Tensor) -> Tensor:
 
 
 def linear(module, x: Tensor) -> Tensor:
-    """φ(Q) φ(K)ᵀ V over its row sums, Katharopoulos et al. 2020, equations 4 to 9; `+ 1e-6` as in the authors' code."""
+    """φ(Q) φ(K)ᵀ V over its row sums, Katharopoulos et al. 2020, equations 4 to 9, and ε as in the authors' code."""
     q, k, v = queries_keys_values(module, x)
     weights = phi(module, q) @ phi(module, k, of_keys=True).transpose(-1, -2) * sees(module, x.size(1))
-    return heads_together(module, weights / (weights.sum(-1, keepdim=True) + 1e-6) @ v)
+    return heads_together(module, weights / (weights.sum(-1, keepdim=True) + epsilon(module)) @ v)
 
 
 def windowed_linear(module, x: Tensor) -> Tensor:
@@ -103,6 +103,11 @@ def phi(module, x: Tensor, of_keys: bool = False) -> Tensor:
     raise NotImplementedError(f"write the definition of {name} here")
 
 
+def epsilon(module) -> float:
+    """What is added to the denominator, by the map's name: 10⁻⁶, or 10⁻¹² as in LoLCATs' code (Zhang et al. 2024)."""
+    return 1e-12 if type(module.feature_map).__name__ == "StirredHedgehog" else 1e-6
+
+
 def performer(module, x: Tensor) -> Tensor:
     """φ(Q) φ(K)ᵀ V over its row sums, Choromanski et al. 2020, section 2.2, with the module's own random vectors."""
     q, k, v = queries_keys_values(module, x)
@@ -152,10 +157,10 @@ def softmax_cross(module, x: Tensor, source: Tensor) -> Tensor:
 
 
 def linear_cross(module, x: Tensor, source: Tensor) -> Tensor:
-    """Katharopoulos et al. 2020, equation 4, of a source's keys and values, with 10⁻⁶ in the denominator."""
+    """Katharopoulos et al. 2020, equation 4, of a source's keys and values, and ε in the denominator."""
     q, k, v = queries_and_source(module, x, source)
     weights = phi(module, q) @ phi(module, k, of_keys=True).transpose(-1, -2)  # (B, H, N, S)
-    return heads_together(module, weights / (weights.sum(-1, keepdim=True) + 1e-6) @ v)
+    return heads_together(module, weights / (weights.sum(-1, keepdim=True) + epsilon(module)) @ v)
 
 
 def performer_cross(module, x: Tensor, source: Tensor) -> Tensor:

@@ -17,6 +17,9 @@ from lit_effattn.ops.runtime.operators import Operator
 WHAT = "linear attention"
 """Name of the operation in messages."""
 
+_DROPPED = 1e-7
+"""Optimisers of exported programs may drop an addition of less, so 0 / 0 has to be excluded in another way too."""
+
 
 def linear_attention(q: Tensor, k: Tensor, v: Tensor, *, eps: float = 1e-6) -> Tensor:
     """Compute linear attention in which every query sees every key.
@@ -42,7 +45,7 @@ def key_sums(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def read_sums(q: Tensor, s: Tensor, z: Tensor, *, eps: float = 1e-6) -> Tensor:
     """Compute `linear_attention` of queries (B, H, N, F) from the sums of `key_sums`: (B, H, N, D)."""
-    return (q @ s) / ((q @ z[..., None]) + eps)
+    return _quotient(q @ s, q @ z[..., None], eps)
 
 
 def causal_linear_attention(
@@ -98,7 +101,7 @@ def plain_causal_linear_attention(
     scores = (q @ k.transpose(-1, -2)).tril()  # (B, H, N/C, C, C)
     numerator = scores @ v + q @ s[:, :, :-1]
     denominator = scores.sum(-1, keepdim=True) + q @ z[:, :, :-1, :, None]
-    out = numerator / (denominator + eps)
+    out = _quotient(numerator, denominator, eps)
     # Copies: views would keep the sums of every chunk in memory as long as the state exists.
     return out.flatten(2, 3)[:, :, :n], s[:, :, -1].clone(), z[:, :, -1].clone()
 
@@ -138,7 +141,15 @@ def linear_attention_weights(
         products = products.tril()
     if z is not None:
         products = torch.cat([q @ z[..., None], products], -1)  # (B, H, N, 1 + N)
-    return products / (products.sum(-1, keepdim=True) + eps)
+    return _quotient(products, products.sum(-1, keepdim=True), eps)
+
+
+def _quotient(numerator: Tensor, denominator: Tensor, eps: float) -> Tensor:
+    """Return numerator / (denominator + eps)."""
+    total = denominator + eps
+    if eps < _DROPPED:
+        total = total.masked_fill(denominator == 0, eps)
+    return numerator / total
 
 
 def _chunked(t: Tensor, chunk: int) -> Tensor:

@@ -383,7 +383,8 @@ def test_the_attention_is_the_same_through_them(monkeypatch: pytest.MonkeyPatch)
     x, lengths = torch.randn(2, 9, 8, device=DEVICE), torch.tensor([9, 4], device=DEVICE)
     called = []
     monkeypatch.setattr(
-        "lit_effattn.attention.linear.elu_linear_attention", lambda *a: called.append(a) or elu_linear_attention(*a)
+        "lit_effattn.attention.linear.elu_linear_attention",
+        lambda *a, **options: called.append(a) or elu_linear_attention(*a, **options),
     )
 
     def both_ways(form: str) -> list[torch.Tensor]:

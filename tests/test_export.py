@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lit_effattn import LanguageModel, PixelModel, SequenceClassifier, Transformer
+from lit_effattn.allowlist import Trust
 from lit_effattn.attention import (
     LinearAttention,
     PerformerAttention,
@@ -24,6 +25,8 @@ from lit_effattn.cli import main
 from lit_effattn.datamodules.tokenizers import ByteTokenizer
 from lit_effattn.export import METADATA, export
 from lit_effattn.nn.heads import MixtureOfLogisticsHead
+from lit_effattn.spec_build import build
+from lit_effattn.spec_check import CheckpointJudge
 from lit_effattn.tasks.base import Task
 from tests.support.commands import REPOSITORY, fails
 
@@ -126,7 +129,7 @@ def test_safetensors_hold_the_model(tmp_path):
     with safe_open(path, "pt") as file:
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         about = json.loads(file.metadata()[METADATA])
-    built = LanguageModel._built(about["model"], {})
+    built = build(about["model"], LanguageModel, "model", CheckpointJudge(str(path), Trust([])))
     built.load_state_dict(weights)
     assert all(torch.equal(a, b) for a, b in zip(built.parameters(), model.parameters(), strict=True))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from lit_effattn.sequence import SequenceModule, State, donated, reads_values, r
 
 LENGTH_PENALTY = 0.6
 """The default α (Vaswani et al. 2017, section 6.1)."""
+
+LengthNorm = Literal["gnmt", "average"]
+"""How log P is normalised by the length: see `beam_search`."""
 
 _STEPS_BETWEEN_READS = 8
 """How often a GPU is asked whether all searches are over. Each time, the CPU waits for it."""
@@ -28,7 +31,7 @@ class Hypotheses(NamedTuple):
     Attributes:
         tokens: (B, n_best, max_len), the end token included; after it, padding: the end token again, or 0 without one.
         lengths: (B, n_best), the number of tokens, the end token included.
-        scores: (B, n_best) float64, log P(Y) / lp(Y).
+        scores: (B, n_best) float64, log P(Y) / lp(|Y|).
         log_probs: (B, n_best) float64, log P(Y) in nats.
     """
 
@@ -38,7 +41,7 @@ class Hypotheses(NamedTuple):
     log_probs: Tensor
 
 
-def check_beam(beam: int, n_best: int, length_penalty: float) -> None:
+def check_beam(beam: int, n_best: int, length_penalty: float, length_norm: str = "gnmt") -> None:
     """Check that the settings define a search.
 
     Raises:
@@ -50,6 +53,8 @@ def check_beam(beam: int, n_best: int, length_penalty: float) -> None:
         raise ValueError(f"n_best={n_best} must be from 1 to beam={beam}, the number of hypotheses")
     if not 0 <= length_penalty < math.inf:
         raise ValueError(f"length_penalty={length_penalty} must be finite and at least 0; 0 compares log-probabilities")
+    if length_norm not in get_args(LengthNorm):
+        raise ValueError(f"length_norm={length_norm!r} is not one of {', '.join(get_args(LengthNorm))}")
 
 
 @torch.no_grad()
@@ -63,23 +68,29 @@ def beam_search(
     beam: int,
     end: int | None = None,
     length_penalty: float = LENGTH_PENALTY,
+    length_norm: LengthNorm = "gnmt",
     n_best: int = 1,
     state: State | None = None,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> Hypotheses:
     """Search for the continuations Y of `prompt` X with the highest score.
 
-        s(Y) = log P(Y | X) / lp(Y),  lp(Y) = ((5 + |Y|) / 6)^α         Wu et al. 2016, equation 14, without coverage
+        s(Y) = log P(Y | X) / lp(|Y|)
+
+        gnmt:     lp(n) = ((5 + n) / 6)^α               Wu et al. 2016, equation 14, without coverage; OpenNMT's "wu"
+        average:  lp(n) = n^α                           fairseq's `lenpen`, transformers' `length_penalty`
 
     |Y| is the number of tokens of the continuation, its end token included. A continuation ends with its first end
     token, or without one after `max_len` tokens.
 
-    Each prompt has `beam` slots. A hypothesis that ends keeps its slot; the other slots are filled at each step by the
-    likeliest extensions of the hypotheses that go on. A beam of 1 is therefore greedy search. A beam of at least
-    V^(max_len − 1), for V tokens, is exhaustive: it finds the (V − 1)^(max_len − 1) best continuations.
+    Each prompt has `beam` live hypotheses, k, and a heap of the k best that have ended. A step considers the 2 k
+    likeliest extensions of the live ones. Those among the first k that end go to the heap. The k likeliest that do not
+    end are the next live ones. This is the search of fairseq and transformers. With k = 1 a step considers the
+    likeliest extension alone: greedy search. A beam of at least V (V − 1)^(max_len − 1), for V tokens, is exhaustive:
+    it finds the best k of all continuations.
 
     As α ≥ 0, a hypothesis can at best reach log P / lp(max_len). The search for a prompt stops when its `n_best`-th
-    best ended hypothesis has at least the score that the others can reach, so stopping changes no result. The result
+    best ended hypothesis has at least the score that the live ones can reach, so stopping changes no result. The result
     for a prompt does not depend on the other prompts.
 
     All kinds of state work. The rows of the state are reordered with `sequence.reorder`, which copies it at every step,
@@ -91,9 +102,10 @@ def beam_search(
         head: Maps the backbone's output to a distribution.
         prompt: (B, P) tokens, P at least 1.
         max_len: Most tokens of a continuation; or (B,) integers, that of each prompt.
-        beam: Number of slots of each prompt, k.
+        beam: Number of live hypotheses of each prompt, k.
         end: The token that ends a continuation; None: all have `max_len` tokens.
         length_penalty: α; 0: none. Higher values favour longer continuations.
+        length_norm: gnmt or average: see above. With α = 1, average is the mean log-probability of a token.
         n_best: Number of continuations to return, at most `beam`.
         state: The state of B rows from which the prompt is read, such as a decoder's with a source; it is not changed.
             Best made with `max_len`; then it is grown if it has too little room. None: no earlier positions.
@@ -105,9 +117,10 @@ def beam_search(
     Raises:
         ValueError: The backbone is not causal, or an argument is out of range.
     """
-    check_beam(beam, n_best, length_penalty)
+    check_beam(beam, n_best, length_penalty, length_norm)
     limits = torch.as_tensor(max_len, device=prompt.device).expand(len(prompt))  # (B,)
     _check(backbone, head, prompt, limits, end)
+    penalty = _LengthPenalty(length_penalty, length_norm)
     longest = int(limits.max())
     state = first_state(backbone, state, len(prompt), prompt.size(1) + longest - 1)
     y, state = backbone(embed(prompt), state)
@@ -115,18 +128,20 @@ def beam_search(
     rows = first.repeat_interleave(beam)
     state = select(state, rows)  # a copy, which can be donated
     log_probs = head.log_probs(y[:, -1])[rows]  # (B, V) -> (B·k, V)
-    slots = _Slots.start(len(prompt), beam, longest, 0 if end is None else end, prompt.device)
+    padding = 0 if end is None else end
+    live, ended = _begin(len(prompt), beam, longest, padding, prompt.device)
     for step in progress(range(longest)):
-        slots, source = _extend(slots, log_probs.view(len(prompt), beam, -1), step, end, limits)
-        slots = _stop(slots, limits, length_penalty, n_best)
-        if step + 1 == longest or _all_stopped(slots, step):
+        live, source, ended = _extend(live, ended, log_probs.view(len(prompt), beam, -1), step, end, limits, penalty)
+        live = _stop(live, ended, limits, penalty, n_best)
+        if step + 1 == longest or _all_stopped(live, step):
             break
         if beam > 1:
             state = reorder(state, (beam * first[:, None] + source).flatten())
         with donated():
-            y, state = backbone(embed(slots.tokens[:, :, step].reshape(-1, 1)), state)
+            y, state = backbone(embed(live.tokens[:, :, step].reshape(-1, 1)), state)
         log_probs = head.log_probs(y[:, -1])  # (B·k, V)
-    return _ranked(slots, length_penalty, n_best)
+    tokens, lengths, scores, log_probs = (t[:, :n_best] for t in ended)
+    return Hypotheses(tokens.masked_fill((lengths == 0)[..., None], padding), lengths, scores, log_probs)
 
 
 def _check(backbone: SequenceModule, head: Head, prompt: Tensor, limits: Tensor, end: int | None) -> None:
@@ -142,86 +157,99 @@ def _check(backbone: SequenceModule, head: Head, prompt: Tensor, limits: Tensor,
         raise ValueError(f"end={end} is not a token of the model: 0 … {head.n_levels - 1}")
 
 
-class _Slots(NamedTuple):
-    """The hypotheses of each prompt. A slot with log-probability −∞ has none."""
+class _LengthPenalty(NamedTuple):
+    """lp, by which log P is divided."""
+
+    alpha: float
+    norm: LengthNorm
+
+    def __call__(self, lengths: Tensor) -> Tensor:
+        """Return lp of numbers of tokens, in float64."""
+        n = lengths.double()
+        return ((5 + n) / 6 if self.norm == "gnmt" else n) ** self.alpha
+
+
+class _Live(NamedTuple):
+    """The hypotheses of each prompt that go on. One with log-probability −∞ does not exist."""
 
     tokens: Tensor  # (B, k, max_len), padded
-    lengths: Tensor  # (B, k)
     log_probs: Tensor  # (B, k), float64
-    ended: Tensor  # (B, k)
-    padding: int
-
-    @classmethod
-    def start(cls, prompts: int, beam: int, max_len: int, padding: int, device: torch.device) -> _Slots:
-        """Return one hypothesis without tokens for each prompt."""
-        tokens = torch.full((prompts, beam, max_len), padding, device=device)
-        log_probs = torch.full((prompts, beam), -math.inf, dtype=torch.float64, device=device)
-        log_probs[:, 0] = 0
-        lengths = torch.zeros_like(log_probs, dtype=torch.long)
-        return cls(tokens, lengths, log_probs, torch.zeros_like(lengths, dtype=torch.bool), padding)
-
-    def scores(self, length_penalty: float) -> Tensor:
-        """Return the score of each hypothesis, (B, k)."""
-        return self.log_probs / _lp(self.lengths, length_penalty)
-
-    def of_live(self) -> Tensor:
-        """Return the log-probabilities, −∞ for those that have ended: (B, k)."""
-        return self.log_probs.masked_fill(self.ended, -math.inf)
 
 
-def _lp(lengths: Tensor, length_penalty: float) -> Tensor:
-    return ((5 + lengths.double()) / 6) ** length_penalty
+def _begin(prompts: int, beam: int, max_len: int, padding: int, device: torch.device) -> tuple[_Live, Hypotheses]:
+    """Return one live hypothesis without tokens for each prompt, and none that has ended."""
+    tokens = torch.full((prompts, beam, max_len), padding, device=device)
+    nothing = torch.full((prompts, beam), -math.inf, dtype=torch.float64, device=device)
+    log_probs = nothing.clone()
+    log_probs[:, 0] = 0
+    return _Live(tokens, log_probs), Hypotheses(tokens, torch.zeros_like(nothing, dtype=torch.long), nothing, nothing)
 
 
-def _extend(slots: _Slots, log_probs: Tensor, step: int, end: int | None, limits: Tensor) -> tuple[_Slots, Tensor]:
+def _extend(
+    live: _Live,
+    ended: Hypotheses,
+    log_probs: Tensor,
+    step: int,
+    end: int | None,
+    limits: Tensor,
+    penalty: _LengthPenalty,
+) -> tuple[_Live, Tensor, Hypotheses]:
     """Extend the hypotheses by one token, given the log-probabilities of all tokens after each, (B, k, V).
 
     Those with as many tokens as `limits` (B,) says end.
 
     Returns:
-        The new hypotheses, and (B, k), the slot that each one's state is in.
+        The live hypotheses, (B, k), which former one each of them extends, and those that have ended, the best first.
     """
-    beam, ended = slots.ended.size(1), slots.ended
-    most = min(beam, log_probs.size(-1))
-    log_probs, tokens = log_probs.topk(most)  # (B, k, V) -> (B, k, m): of each hypothesis at most k extensions survive
-    totals = (slots.of_live()[..., None] + log_probs.double()).flatten(1)  # (B, k·m)
-    likeliest, index = totals.topk(beam)  # (B, k)
-    rank = ((~ended).cumsum(1) - 1).clamp(min=0)  # the i-th open slot takes the i-th likeliest extension
-    likeliest, index = likeliest.gather(1, rank), index.gather(1, rank)
-    source = torch.where(ended, torch.arange(beam, device=ended.device), index // most)
-    token = tokens.flatten(1).gather(1, index).masked_fill(ended, slots.padding)
-    total = torch.where(ended, slots.log_probs, likeliest)
-    after = slots.tokens.gather(1, source[..., None].expand_as(slots.tokens))
-    after[:, :, step] = token
-    lengths = torch.where(ended, slots.lengths, step + 1)
-    ends = (limits == step + 1)[:, None] if end is None else (limits == step + 1)[:, None] | (token == end)
-    ended = ended | ends & (total > -math.inf)
-    return _Slots(after, lengths, total, ended, slots.padding), source
+    beam = live.log_probs.size(1)
+    n_candidates = beam if beam == 1 or end is None else 2 * beam
+    most = min(n_candidates, log_probs.size(-1))
+    log_probs, tokens = log_probs.topk(most)  # (B, k, V) -> (B, k, m): the candidates are among these
+    totals = (live.log_probs[..., None] + log_probs.double()).flatten(1)  # (B, k·m)
+    totals, index = totals.topk(min(n_candidates, totals.size(1)))  # (B, c)
+    source, token = index // most, tokens.flatten(1).gather(1, index)
+    ends = (limits == step + 1)[:, None].expand_as(token)
+    if end is not None:
+        ends = ends | (token == end)
+    new = totals[:, :beam].masked_fill(~ends[:, :beam], -math.inf)
+    if not reads_values(new) or not new.isneginf().all():  # on a GPU, asking is slower than adding nothing
+        ended = _added(ended, _tokens(live, source[:, :beam], token[:, :beam], step), new, step + 1, penalty)
+    totals, order = totals.masked_fill(ends, -math.inf).topk(beam)  # (B, c) -> (B, k)
+    source = source.gather(1, order)
+    return _Live(_tokens(live, source, token.gather(1, order), step), totals), source, ended
 
 
-def _stop(slots: _Slots, limits: Tensor, length_penalty: float, n_best: int) -> _Slots:
-    """Drop the live hypotheses of the prompts where none can surpass the n_best-th best that has ended."""
-    attainable = slots.of_live().amax(1) / _lp(limits, length_penalty)  # (B,)
-    ended = slots.scores(length_penalty).masked_fill(~slots.ended, -math.inf)
-    stopped = ended.topk(n_best).values[:, -1] >= attainable
-    return slots._replace(log_probs=slots.log_probs.masked_fill(stopped[:, None] & ~slots.ended, -math.inf))
+def _tokens(live: _Live, source: Tensor, token: Tensor, step: int) -> Tensor:
+    """Return the tokens (B, k, max_len) of the hypotheses `source` (B, k), extended by `token` (B, k)."""
+    tokens = live.tokens.gather(1, source[..., None].expand_as(live.tokens))
+    tokens[:, :, step] = token
+    return tokens
 
 
-def _all_stopped(slots: _Slots, step: int) -> bool:
-    """Whether no hypothesis goes on. On a GPU, False at most steps: going on changes nothing, and asking is slow."""
-    if not reads_values(slots.log_probs) and (step + 1) % _STEPS_BETWEEN_READS:
-        return False
-    return bool(slots.of_live().isneginf().all())
-
-
-def _ranked(slots: _Slots, length_penalty: float, n_best: int) -> Hypotheses:
-    scores, order = slots.scores(length_penalty).sort(dim=1, descending=True, stable=True)
-    scores, order = scores[:, :n_best], order[:, :n_best]
-    none = scores.isneginf()
-    tokens = slots.tokens.gather(1, order[..., None].expand(-1, -1, slots.tokens.size(2)))
+def _added(ended: Hypotheses, tokens: Tensor, log_probs: Tensor, length: int, penalty: _LengthPenalty) -> Hypotheses:
+    """Return the k best of those that have ended and k new ones of one length. A log-probability of −∞ is none."""
+    lengths = torch.full_like(ended.lengths, length).masked_fill(log_probs.isneginf(), 0)
+    new = Hypotheses(tokens, lengths, log_probs / penalty(torch.full_like(lengths, length)), log_probs)
+    tokens, lengths, scores, log_probs = (torch.cat(pair, 1) for pair in zip(ended, new, strict=True))
+    scores, order = scores.sort(dim=1, descending=True, stable=True)
+    order = order[:, : log_probs.size(1) // 2]
     return Hypotheses(
-        tokens.masked_fill(none[..., None], slots.padding),
-        slots.lengths.gather(1, order).masked_fill(none, 0),
-        scores,
-        slots.log_probs.gather(1, order),
+        tokens.gather(1, order[..., None].expand(-1, -1, tokens.size(2))),
+        lengths.gather(1, order),
+        scores[:, : order.size(1)],
+        log_probs.gather(1, order),
     )
+
+
+def _stop(live: _Live, ended: Hypotheses, limits: Tensor, penalty: _LengthPenalty, n_best: int) -> _Live:
+    """Drop the live hypotheses of the prompts where none can surpass the n_best-th best that has ended."""
+    attainable = live.log_probs[:, 0] / penalty(limits)  # (B,); the likeliest is the first
+    stopped = ended.scores[:, n_best - 1] >= attainable
+    return live._replace(log_probs=live.log_probs.masked_fill(stopped[:, None], -math.inf))
+
+
+def _all_stopped(live: _Live, step: int) -> bool:
+    """Whether no hypothesis goes on. On a GPU, False at most steps: going on changes nothing, and asking is slow."""
+    if not reads_values(live.log_probs) and (step + 1) % _STEPS_BETWEEN_READS:
+        return False
+    return bool(live.log_probs.isneginf().all())

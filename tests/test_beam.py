@@ -2,7 +2,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -80,33 +80,35 @@ def table(made: Parts, prompt: Tensor, max_len: int) -> dict[tuple[int, ...], li
     return {tuple(s[:n]): row[n] for s, row in zip(sequences.tolist(), after, strict=True) for n in range(max_len)}
 
 
-def score(log_p: float, n: int, alpha: float) -> float:
-    """Equation 14 of Wu et al. 2016, without coverage."""
-    return log_p / ((5 + n) ** alpha / (5 + 1) ** alpha)
+def score(log_p: float, n: int, alpha: float, norm: str = "gnmt") -> float:
+    """Equation 14 of Wu et al. 2016, without coverage; or the score of fairseq and transformers."""
+    return log_p / ((5 + n) ** alpha / (5 + 1) ** alpha if norm == "gnmt" else n**alpha)
 
 
-def exhaustive(made: Parts, prompt: Tensor, max_len: int, alpha: float, end: int | None) -> Found:
+def exhaustive(made: Parts, prompt: Tensor, max_len: int, alpha: float, end: int | None, norm: str = "gnmt") -> Found:
     """All that end with their only end token, or have `max_len` tokens, none of them the end token but the last."""
     conditionals, found = table(made, prompt, max_len), []
     for n in range(1, max_len + 1):
         for tokens in product(range(made.head.n_levels), repeat=n):
             if end not in tokens[:-1] and (tokens[-1] == end or n == max_len):
                 log_p = math.fsum(conditionals[tokens[:i]][token] for i, token in enumerate(tokens))
-                found.append((score(log_p, n, alpha), log_p, list(tokens)))
+                found.append((score(log_p, n, alpha, norm), log_p, list(tokens)))
     return sorted(found, reverse=True)
 
 
-def with_slots(made: Parts, prompt: Tensor, max_len: int, alpha: float, end: int | None, beam: int) -> Found:
-    """Beam search in plain Python, which never stops early: what has ended keeps its slot."""
-    conditionals = table(made, prompt, max_len)
-    ended: list[tuple[float, tuple[int, ...]]] = []
+def live_and_ended(
+    made: Parts, prompt: Tensor, max_len: int, alpha: float, end: int | None, beam: int, norm: str = "gnmt"
+) -> Found:
+    """Beam search in plain Python, which never stops early: k live hypotheses, and the k best of those that ended."""
+    conditionals, found = table(made, prompt, max_len), []
     live: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
-    for _ in range(max_len):
+    for n in range(1, max_len + 1):
         longer = [(p + q, (*t, token)) for p, t in live for token, q in enumerate(conditionals[t])]
-        kept = sorted(longer, reverse=True)[: beam - len(ended)]
-        ended += [hypothesis for hypothesis in kept if hypothesis[1][-1] == end]
-        live = [hypothesis for hypothesis in kept if hypothesis[1][-1] != end]
-    return sorted(((score(p, len(t), alpha), p, list(t)) for p, t in ended + live), reverse=True)
+        candidates = sorted(longer, reverse=True)[: 1 if beam == 1 else 2 * beam]
+        ended = [p_t for p_t in candidates if p_t[1][-1] == end or n == max_len]
+        live = [p_t for p_t in candidates if p_t not in ended][:beam]
+        found += [(score(p, n, alpha, norm), p, list(t)) for p, t in ended if (p, t) in candidates[:beam]]
+    return sorted(found, reverse=True)[:beam]
 
 
 def assert_found(found: Hypotheses, expected: list[Found], padding: int) -> None:
@@ -130,8 +132,10 @@ def assert_found(found: Hypotheses, expected: list[Found], padding: int) -> None
 @pytest.mark.parametrize("name", KINDS)
 def test_a_wide_beam_is_exhaustive(name: str, alpha: float):
     made, prompt = parts(name), torch.tensor([[0, 1, 1, 0], [1, 0, 1, 1]])
-    found = beam_search(*made, prompt, 4, beam=3**3, end=END, length_penalty=alpha, n_best=2**3)
-    assert_found(found, [exhaustive(made, row, 4, alpha, END) for row in prompt], END)
+    options = {"beam": 3 * 2**3, "end": END, "length_penalty": alpha}
+    for norm in ("gnmt", "average"):
+        found = beam_search(*made, prompt, 4, **options, length_norm=norm, n_best=3 * 2**3)
+        assert_found(found, [exhaustive(made, row, 4, alpha, END, norm) for row in prompt], END)
 
 
 def test_without_an_end_token_all_are_as_long_as_can_be():
@@ -150,8 +154,10 @@ def test_a_narrow_beam_and_an_early_stop(name: str, beam: int, n_best: int, alph
         made, prompt = parts(name, vocabulary=4, seed=seed), torch.tensor([[0, 1], [3, 3], [1, 0]])
         with torch.no_grad():
             made.head.proj.bias[END] += seed
-        found = beam_search(*made, prompt, 4, beam=beam, end=END, length_penalty=alpha, n_best=n_best)
-        assert_found(found, [with_slots(made, row, 4, alpha, END, beam) for row in prompt], END)
+        for norm in ("gnmt", "average"):
+            options = {"beam": beam, "length_penalty": alpha, "length_norm": norm}
+            found = beam_search(*made, prompt, 4, **options, end=END, n_best=n_best)
+            assert_found(found, [live_and_ended(made, row, 4, alpha, END, beam, norm) for row in prompt], END)
 
 
 # A cross-attention alone sees no earlier token, so hypotheses of the same pairs of tokens are equally likely.
@@ -159,7 +165,7 @@ def test_a_narrow_beam_and_an_early_stop(name: str, beam: int, n_best: int, alph
 def test_states_of_all_kinds_are_reordered(case: Case):
     made, prompt = parts(case.build()), torch.tensor([[0, 1, 1], [1, 0, 0], [0, 0, 1]])
     found = beam_search(*made, prompt, 5, beam=4, n_best=4)
-    assert_found(found, [with_slots(made, row, 5, module.LENGTH_PENALTY, None, 4) for row in prompt], 0)
+    assert_found(found, [live_and_ended(made, row, 5, module.LENGTH_PENALTY, None, 4) for row in prompt], 0)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -275,6 +281,68 @@ def test_the_source_is_not_copied_at_each_step():
     beam_search(*made, torch.zeros(3, 1, dtype=torch.long), 6, beam=4, state=remembered(made, 7))
     assert [rows for _, rows in read] == [3, 12, 12, 12, 12, 12]
     assert len({where for where, _ in read[1:]}) == 1
+
+
+# ------------------------------------------------------------------------------------------- transformers' own search
+
+
+@pytest.fixture(scope="module")
+def same_weights(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Parts]:
+    """A random GPT-2 of transformers, and what it becomes by `convert`: often the end token is likely."""
+    for package in ("safetensors", "transformers"):
+        pytest.importorskip(package)
+    import transformers
+
+    from lit_effattn.pretrained import convert
+    from lit_effattn.tasks import LanguageModel
+
+    folder = tmp_path_factory.mktemp("gpt2")
+    special = {"bos_token_id": END, "eos_token_id": END, "pad_token_id": END, "tie_word_embeddings": False}
+    config = transformers.GPT2Config(vocab_size=12, n_positions=40, n_embd=32, n_layer=2, n_head=4, **special)
+    torch.manual_seed(0)
+    theirs = transformers.GPT2LMHeadModel(config)
+    with torch.no_grad():
+        for name, p in theirs.named_parameters():
+            p.copy_(0.4 * torch.randn_like(p) + (p.ndim == 1 and name.endswith("weight")))
+    theirs.save_pretrained(folder / "theirs")
+    with pytest.warns(UserWarning, match=r"has no tokenizer.json"):
+        convert(folder / "theirs", folder / "ours")
+    ours = LanguageModel.load_from_checkpoint(folder / "ours" / "model.ckpt").double().eval()
+    return theirs.double().eval(), Parts(ours.backbone, ours.embedding, ours.head)
+
+
+def both_searches(models: tuple[Any, Parts], n: int, alpha: float, early: bool | str) -> tuple[Tensor, Tensor]:
+    """The scores (n, 4) of the 4 best of transformers and of ours, after n prompts."""
+    theirs, ours = models
+    prompts = torch.randint(END + 1, 12, (n, 5), generator=torch.Generator().manual_seed(1))
+    of_both = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 20, "length_penalty": alpha}
+    how = {"do_sample": False, "early_stopping": early, "return_dict_in_generate": True, "output_scores": True}
+    found = theirs.generate(prompts, attention_mask=torch.ones_like(prompts), **of_both, **how)
+    options = {"beam": 4, "n_best": 4, "end": END, "length_penalty": alpha, "length_norm": "average"}
+    mine = beam_search(*ours, prompts, 20, **options)
+    assert 3 < mine.lengths.double().mean() < 19
+    assert (mine.lengths < 20).double().mean() > 0.3  # they end at different times
+    return found.sequences_scores.view(n, 4).double(), mine.scores
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_all_ranks_are_those_of_transformers(same_weights: tuple[Any, Parts], alpha: float):
+    """It adds log-probabilities in float32."""
+    theirs, ours = both_searches(same_weights, 24, alpha, "never")
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("early", ["never", False])
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
+def test_no_rank_of_many_sources_is_worse_than_transformers(
+    same_weights: tuple[Any, Parts], alpha: float, early: bool | str
+):
+    """With `early_stopping=False`, its default, transformers stops where a better one may come."""
+    theirs, ours = both_searches(same_weights, 144, alpha, early)
+    assert (ours >= theirs - 1e-4).all()
+    if early == "never":
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
 
 # --------------------------------------------------------------------------- a model whose probabilities are given
@@ -433,6 +501,7 @@ def test_the_prompt_is_read_once_for_all_hypotheses():
         ({"length_penalty": -0.1}, "length_penalty=-0.1"),
         ({"length_penalty": math.nan}, "length_penalty=nan"),
         ({"length_penalty": math.inf}, "length_penalty=inf"),
+        ({"length_norm": "wu"}, "length_norm='wu' is not one of gnmt, average"),
         ({"max_len": 0}, "max_len=0"),
         ({"end": 3}, r"end=3 .* 0 … 2"),
         ({"end": -1}, "end=-1"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lit_effattn.beam import LENGTH_PENALTY, check_beam
+from lit_effattn.beam import LENGTH_PENALTY, LengthNorm, check_beam
 from lit_effattn.datamodules.bars import progress_bar
 from lit_effattn.generation import check_sampling
 from lit_effattn.runs import new_folder
@@ -36,6 +36,7 @@ class Trainer(pl.Trainer):
         n_tokens: int | None = None,
         beam: int | None = None,
         length_penalty: float | None = None,
+        length_norm: LengthNorm | None = None,
         source: str | None = None,
         output: str | None = None,
     ) -> str:
@@ -70,6 +71,8 @@ class Trainer(pl.Trainer):
                 the default is then the model's.
             length_penalty: Targets, and text with `beam`: they are ranked by log p / ((5 + tokens) / 6) **
                 length_penalty. 0 ranks by log p, more prefers longer ones. Default: 0.6, or the model's.
+            length_norm: gnmt: as `length_penalty` says. average: by log p / tokens ** length_penalty, as fairseq and
+                transformers. Default: gnmt, or the model's.
             source: The text to write a target for.
             output: Folder to write to, which must not exist or be empty. Default: a new one in the run's `generated`.
 
@@ -82,14 +85,15 @@ class Trainer(pl.Trainer):
         sampling: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
         sampling |= {"compile": True} if compile else {}
         check_sampling(1.0 if temperature is None else temperature, top_k, top_p)
-        _check_search(beam, length_penalty, n, sampling, always=source is not None)
+        _check_search(beam, length_penalty, length_norm, n, sampling, always=source is not None)
         _refuse_used(output)
         if not callable(getattr(model, "write_samples", None)):
             raise ValueError(f"{type(model).__name__} can't generate: it has no `write_samples`")
         task: Any = model
         options = {
             **{"complete": complete, "prompt": prompt, "prompt_file": prompt_file, "n_tokens": n_tokens},
-            **{"beam": beam, "length_penalty": length_penalty, "source": source},
+            **{"beam": beam, "length_penalty": length_penalty, "length_norm": length_norm},
+            "source": source,
         }
         given = {name: value for name, value in options.items() if value is not None}
         known = inspect.signature(task.write_samples).parameters
@@ -115,12 +119,19 @@ class Trainer(pl.Trainer):
 
 
 def _check_search(
-    beam: int | None, length_penalty: float | None, n: int | None, sampling: dict[str, Any], *, always: bool
+    beam: int | None,
+    length_penalty: float | None,
+    length_norm: LengthNorm | None,
+    n: int | None,
+    sampling: dict[str, Any],
+    *,
+    always: bool,
 ) -> None:
     """Refuse options of beam search that are out of range, or without it, or beside options of sampling."""
     if beam is None:
-        if length_penalty is not None and not always:
-            raise ValueError(f"--length_penalty {length_penalty} is an option of beam search; give --beam, too")
+        for name, value in (("length_penalty", length_penalty), ("length_norm", length_norm)):
+            if value is not None and not always:
+                raise ValueError(f"--{name} {value} is an option of beam search; give --beam, too")
         return
     for name, value in sampling.items():
         raise ValueError(f"--beam {beam} and --{name} {value} were both given; a search draws nothing; give only one")

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lit_effattn import sequence
-from lit_effattn.beam import LENGTH_PENALTY, Hypotheses, beam_search
+from lit_effattn.beam import LENGTH_PENALTY, Hypotheses, LengthNorm, beam_search
 from lit_effattn.datamodules.tokenizers import NumberTokenizer, Tokenizer
 from lit_effattn.datamodules.tokens import IGNORE, Response, TokenBatch
 from lit_effattn.generation import generate
@@ -399,6 +399,7 @@ class LanguageModel(Task):
         beam: int,
         end: int | None = None,
         length_penalty: float = LENGTH_PENALTY,
+        length_norm: LengthNorm = "gnmt",
         n_best: int = 1,
         progress: Callable[[Iterable[int]], Iterable[int]] = iter,
     ) -> Hypotheses:
@@ -414,6 +415,7 @@ class LanguageModel(Task):
                 beam=beam,
                 end=end,
                 length_penalty=length_penalty,
+                length_norm=length_norm,
                 n_best=n_best,
                 progress=progress,
             )
@@ -444,6 +446,7 @@ class LanguageModel(Task):
         n_tokens: int = 500,
         beam: int | None = None,
         length_penalty: float = LENGTH_PENALTY,
+        length_norm: LengthNorm = "gnmt",
     ) -> str:
         """Continue a text and write the samples: see `Task.write_samples`. A single sample is shown while it is drawn.
 
@@ -461,6 +464,7 @@ class LanguageModel(Task):
             n_tokens: Tokens to draw.
             beam: Search with this many hypotheses instead of drawing. `sampling` is then not used.
             length_penalty: See `beam.beam_search`.
+            length_norm: See `beam.beam_search`.
 
         Raises:
             ValueError: An option is out of range, or the prompt can't be read.
@@ -489,6 +493,7 @@ class LanguageModel(Task):
                 beam=beam,
                 end=tokenizer.end,
                 length_penalty=length_penalty,
+                length_norm=length_norm,
                 n_best=n or 1,
                 progress=progress,
             )

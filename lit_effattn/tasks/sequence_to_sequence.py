@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
 from lit_effattn import sequence
-from lit_effattn.beam import LENGTH_PENALTY, Hypotheses, beam_search, check_beam
+from lit_effattn.beam import LENGTH_PENALTY, Hypotheses, LengthNorm, beam_search, check_beam
 from lit_effattn.datamodules.tokenizers import NumberTokenizer, Tokenizer
 from lit_effattn.datamodules.tokens import IGNORE, PairBatch
 from lit_effattn.nn.encoder_decoder import EncoderDecoder
@@ -93,6 +93,8 @@ class SequenceToSequence(Task):
         metrics: What `test` reports of the outputs.
         beam: Hypotheses of the search in `test`, `val` and `predict`; 1 is greedy. See `beam.beam_search`.
         length_penalty: α of the search.
+        length_norm: By what log p is divided: gnmt, ((5 + tokens) / 6)^α, or average, tokens^α, as fairseq and
+            transformers do.
         max_output_len: Most tokens of an output, the end token included. With a long source, the default lets a search
             go on for long. Default: 50 more than the source has (Vaswani et al. 2017, section 6.1).
         decode_every_n_epochs: In validation, write and score the outputs every n epochs; null: never.
@@ -125,6 +127,7 @@ class SequenceToSequence(Task):
         auxiliary_weight: float = 1.0,
         optimizer: OptimizerCallable | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
+        length_norm: LengthNorm = "gnmt",
     ) -> None:
         super().__init__(optimizer, lr_scheduler)
         if not 0 <= label_smoothing < 1:
@@ -138,7 +141,7 @@ class SequenceToSequence(Task):
         for name in metrics:
             if name not in _METRICS:
                 raise ValueError(f"metrics names {name!r}, which is not one of {', '.join(get_args(DecodedMetric))}")
-        check_beam(beam, 1, length_penalty)
+        check_beam(beam, 1, length_penalty, length_norm)
         self.source_vocab_size = source_vocab_size
         self.target_vocab_size = target_vocab_size
         self.source_tokenizer = source_tokenizer
@@ -155,6 +158,7 @@ class SequenceToSequence(Task):
         self.metrics = tuple(metrics)
         self.beam = beam
         self.length_penalty = length_penalty
+        self.length_norm: LengthNorm = length_norm
         self.max_output_len = max_output_len
         self.decode_every_n_epochs = decode_every_n_epochs
         self.auxiliary_weight = auxiliary_weight
@@ -244,6 +248,7 @@ class SequenceToSequence(Task):
         *,
         beam: int | None = None,
         length_penalty: float | None = None,
+        length_norm: LengthNorm | None = None,
         n_best: int = 1,
         progress: Callable[[Iterable[int]], Iterable[int]] = iter,
     ) -> Hypotheses:
@@ -256,6 +261,7 @@ class SequenceToSequence(Task):
             source_lengths: (B,); None: all are valid.
             beam: Number of hypotheses. Default: the task's.
             length_penalty: α. Default: the task's.
+            length_norm: gnmt or average. Default: the task's.
             n_best: Number of targets to return for each source, at most `beam`.
             progress: Wraps the iterable of steps.
         """
@@ -274,6 +280,7 @@ class SequenceToSequence(Task):
             beam=self.beam if beam is None else beam,
             end=self.border,
             length_penalty=self.length_penalty if length_penalty is None else length_penalty,
+            length_norm=self.length_norm if length_norm is None else length_norm,
             n_best=n_best,
             state=state,
             progress=progress,
@@ -297,10 +304,8 @@ class SequenceToSequence(Task):
         """
         return self._translations(batch, n_best=1, drawn=PICTURES if batch_idx == 0 else 0)
 
-    def _translations(
-        self, batch: PairBatch, *, n_best: int, drawn: int, beam: int | None = None, length_penalty: float | None = None
-    ) -> list[Translation]:
-        found = self.search(batch.source, batch.source_lengths, beam=beam, length_penalty=length_penalty, n_best=n_best)
+    def _translations(self, batch: PairBatch, *, drawn: int, **search: Any) -> list[Translation]:
+        found = self.search(batch.source, batch.source_lengths, **search)
         scores, log_probs = found.scores.tolist(), found.log_probs.tolist()
         translations = []
         for row, texts in enumerate(self.texts(found)):
@@ -355,6 +360,7 @@ class SequenceToSequence(Task):
         source: str,
         beam: int | None = None,
         length_penalty: float | None = None,
+        length_norm: LengthNorm | None = None,
     ) -> str:
         """Write the `n` best targets of a source, with their scores: see `Task.write_samples`.
 
@@ -367,6 +373,7 @@ class SequenceToSequence(Task):
             source: The source's text.
             beam: Number of hypotheses. Default: the task's, or `n` if that is more.
             length_penalty: α. Default: the task's.
+            length_norm: gnmt or average. Default: the task's.
 
         Raises:
             ValueError: an option is out of range.
@@ -380,9 +387,9 @@ class SequenceToSequence(Task):
             tokens, count * tokens.size(1), border, torch.full_like(border, IGNORE), count, [source], [[]]
         )
         n = n or 1
-        found = self._translations(
-            batch, n_best=n, drawn=1, beam=max(n, self.beam) if beam is None else beam, length_penalty=length_penalty
-        )
+        beam = max(n, self.beam) if beam is None else beam
+        search = {"beam": beam, "length_penalty": length_penalty, "length_norm": length_norm, "n_best": n}
+        found = self._translations(batch, drawn=1, **search)
         for output in found[0].entry["outputs"]:
             print(f"{output['score']:.4f}  {output['text']}")
         return _written(found, folder())

@@ -215,6 +215,7 @@ def test_a_beam_refuses_what_is_for_drawing(capsys: pytest.CaptureFixture[str]):
         ([*beam, "--length_penalty", "-1"], "length_penalty=-1.0"),
         (["--beam", "0"], "beam=0"),
         (["--length_penalty", "0.6"], "give --beam, too"),
+        (["--length_norm", "average"], "give --beam, too"),
     ):
         assert words in fails(capsys, "generate", "--ckpt_path", "last", *args)
     assert not (run / "generated").exists()

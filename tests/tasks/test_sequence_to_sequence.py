@@ -141,6 +141,7 @@ def test_the_papers_sizes(name: str, stacks: int):
         ({"decode_every_n_epochs": 0}, "decode_every_n_epochs=0"),
         ({"beam": 0}, "beam=0"),
         ({"length_penalty": -1.0}, "length_penalty=-1.0"),
+        ({"length_norm": "wu"}, "length_norm='wu' is not one of gnmt, average"),
         ({"max_output_len": 0}, "max_output_len=0"),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
@@ -282,6 +283,14 @@ def test_samples_are_the_best_targets_with_their_scores(tmp_path: Path, capsys: 
     assert [o["log_p"] for o in entry["outputs"]] == pytest.approx(found.log_probs[0].tolist(), abs=1e-4)
     assert (tmp_path / entry["picture"]).is_file()
     assert all(o["text"] in capsys.readouterr().out for o in entry["outputs"][:1])
+
+
+def test_scores_are_averages_if_that_is_wanted():
+    tokens = torch.tensor([[*LETTERS.encode("abc").tolist(), LETTERS.start]])
+    ways = [model(length_penalty=1.0, length_norm="average").search(tokens, beam=3, n_best=3)]
+    ways.append(model().search(tokens, beam=3, n_best=3, length_penalty=1.0, length_norm="average"))
+    for found in ways:
+        torch.testing.assert_close(found.scores, found.log_probs / found.lengths)
 
 
 @pytest.mark.parametrize(

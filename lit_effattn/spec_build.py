@@ -42,12 +42,12 @@ def build(spec: Any, base: type, where: str, judge: CheckpointJudge, **given: An
 
 
 def check_value(value: Any, annotation: Any, where: str, judge: CheckpointJudge) -> None:
-    """Check that plain data from a file are of the annotated type.
+    """Check that plain data from a file are of the annotated type, and the arguments in them. Nothing is built.
 
     Raises:
         NotAllowedError: they are not.
     """
-    _Builder(judge).value(value, annotation, where)
+    _Builder(judge, builds=False).value(value, annotation, where)
 
 
 class _Builder:
@@ -55,10 +55,11 @@ class _Builder:
 
     Args:
         judge: Says which class a name means.
+        builds: Whether classes are called. Else None stands for their objects.
     """
 
-    def __init__(self, judge: CheckpointJudge) -> None:
-        self.judge = judge
+    def __init__(self, judge: CheckpointJudge, *, builds: bool = True) -> None:
+        self.judge, self.builds = judge, builds
 
     def value(self, value: Any, annotation: Any, where: str) -> Any:
         """Return `value` as one of the annotation's types.
@@ -126,7 +127,7 @@ class _Builder:
         """Return the object of a spec."""
         kind, arguments = self._call(spec, (base,), where, given or {})
         try:
-            return kind(**arguments)
+            return kind(**arguments) if self.builds else None
         except TypeError as error:
             raise ValueError(f"{self.judge.source}: {where} can't be built: {error}") from error
 

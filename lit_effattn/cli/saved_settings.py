@@ -75,11 +75,13 @@ def checked_settings(
                 taken["trainer"]["default_root_dir"] = short(run.parent)
     if "model" in saved:
         taken["model"] = check(saved["model"], Place(classes=(Task,)), "model", judge)
+        check_value(taken["model"], Task, "model", judge)
     fixed = tuple(f"model.{name}" for name in fixed_by_data())
     paths = {k: v for k, v in judge.texts.items() if not k.startswith(fixed) and re.search(r"[./\\]", v)}
     judge.texts.clear()
     if "data" in saved:
         taken["data"] = check(saved["data"], Place(classes=(pl.LightningDataModule,)), "data", judge)
+        check_value(taken["data"], pl.LightningDataModule, "data", judge)
         paths.update(judge.texts)
         _forbid_downloads(taken["data"], user)
     if paths:
@@ -112,6 +114,7 @@ def _trainer(saved: dict[str, Any], command: str, judge: CheckpointJudge, user: 
             _check_machine(name, value, judge)
     if callbacks:
         taken["callbacks"] = check(callbacks, _CALLBACKS, "trainer.callbacks", judge)
+        check_value(taken["callbacks"], list[pl.Callback], "trainer.callbacks", judge)
     return taken
 
 

@@ -207,6 +207,65 @@ def test_every_command_refuses_it(command: str, edit: str, capsys: pytest.Captur
     assert not Path("runs").exists()
 
 
+DOTTED = {
+    "class_path": "torch.optim.lr_scheduler.LambdaLR",
+    "init_args": {"lr_lambda.class_path": "os.system", "lr_lambda.init_args": {"command": "touch pwned"}},
+}
+ESCAPED = '{"class\\u005fpath": "evil.MyAttention"}'
+HIDDEN = {
+    "a dotted key": lambda c: model_args(c).update(lr_scheduler=DOTTED),
+    "an escape in an option": lambda c: model_args(c)["backbone"]["init_args"].update(d_model=ESCAPED),
+    "an escape for a class": lambda c: model_args(c)["backbone"]["init_args"].update(positions=ESCAPED),
+}
+
+
+@pytest.mark.parametrize("edit", HIDDEN)
+def test_every_way_from_a_file_to_a_model_refuses_what_is_hidden(edit: str, capsys: pytest.CaptureFixture[str]):
+    path = edited(HIDDEN[edit])
+    for command in COMMANDS:
+        assert "it.ckpt " in fails(capsys, command, "--ckpt_path", str(path))
+    assert "it.ckpt " in fails(capsys, "export", "--ckpt_path", str(path), "--output", "out")
+    assert "it.ckpt " in fails(capsys, "convert", str(path), "folder")
+    fit = ["fit", "--config", "digits_linear", "--trainer.fast_dev_run", "1"]
+    assert "it.ckpt " in fails(capsys, *fit, "--transfer_from", str(path))
+    with pytest.raises(NotAllowedError, match=r"it\.ckpt "):
+        Task.load_from_checkpoint(path)
+    folder = Path(RUN)
+    folder.mkdir(parents=True)
+    path.rename(folder / "last.ckpt")
+    (folder.parent / "config.yaml").write_text("seed_everything: 0\n")
+    for command in ("compare", "report"):
+        main([command, str(folder.parent)])  # which say that they can't read the model
+    assert nothing_happened()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"accelerator": ESCAPED},
+        {"num_nodes": 9},
+        {"devices": 10**9},
+        {"devices": "0," * 1000},
+        {"max_epochs": "3"},
+        {"precision": 17},
+    ],
+    ids=str,
+)
+def test_values_of_the_trainer_are_those_of_its_options(values: dict[str, Any], capsys: pytest.CaptureFixture[str]):
+    path = edited(lambda c: c["lit_effattn"]["config"]["trainer"].update(values))
+    (option,) = values
+    assert option in fails(capsys, "fit", "--ckpt_path", str(path))
+    assert nothing_happened()
+
+
+def test_a_theme_is_no_class(capsys: pytest.CaptureFixture[str]):
+    """jsonargparse makes options of their own of the fields of a dataclass, so the parser refuses it."""
+    bar = {"class_path": "lightning.pytorch.callbacks.RichProgressBar", "init_args": {"theme": ESCAPED}}
+    path = edited(lambda c: c["lit_effattn"]["config"]["trainer"].update(callbacks=[bar]))
+    assert "theme" in fails(capsys, "fit", "--ckpt_path", str(path), code=2)
+    assert nothing_happened()
+
+
 def test_the_processes_that_a_run_starts_refuse_it_too(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -29,6 +29,7 @@ from benchmarks.measuring import (
 )
 from benchmarks.models import at_least
 from benchmarks.report import Report, Row
+from lit_effattn.differences import largest
 from lit_effattn.ops.favor import cpp_kernels as favor_cpp_kernels
 from lit_effattn.ops.favor.pytorch import causal_favor, draw_omega, log_offset
 from lit_effattn.ops.linear import cpp_kernels as linear_cpp_kernels
@@ -296,7 +297,7 @@ def _differences(results: Mapping[str, list[Tensor]]) -> dict[str, float]:
     linear = results["linear"]
 
     def difference(found: list[Tensor]) -> float:
-        return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, linear, strict=True))
+        return largest(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, linear, strict=True))
 
     return {name: difference(found) for name, found in results.items() if name != "linear"}
 

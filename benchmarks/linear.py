@@ -16,6 +16,7 @@ from benchmarks.flex import TYPES
 from benchmarks.measuring import MIB, Spread, interleaved, peak_bytes, seconds_of
 from benchmarks.models import at_least
 from benchmarks.report import Report, Row
+from lit_effattn.differences import largest_relative_difference
 from lit_effattn.ops.favor.dispatch import positive_favor
 from lit_effattn.ops.favor.pytorch import draw_omega, log_positive_features, plain_causal_favor
 from lit_effattn.ops.linear.dispatch import elu_linear_attention
@@ -220,12 +221,10 @@ def _differences(forms: dict[str, Form], inputs: list[Tensor]) -> dict[str, floa
     for reference, performer in ((_exact, False), (_exact_performer, True)):
         exact = _both_ways(reference, [t.detach().float().requires_grad_() for t in inputs])
         of_kind = {name: form for name, form in forms.items() if name.startswith(PERFORMER) == performer}
-        differences |= {name: _difference(_both_ways(form, inputs), exact) for name, form in of_kind.items()}
+        differences |= {
+            name: largest_relative_difference(_both_ways(form, inputs), exact) for name, form in of_kind.items()
+        }
     return differences
-
-
-def _difference(found: list[Tensor], exact: list[Tensor]) -> float:
-    return max(float((a.float() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True))
 
 
 def _rows(

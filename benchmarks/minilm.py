@@ -23,6 +23,7 @@ from benchmarks.report import Report, Row
 from lit_effattn import Transformer
 from lit_effattn.attention import PerformerAttention, SoftmaxAttention
 from lit_effattn.attention.performer import Features
+from lit_effattn.differences import largest_difference
 from lit_effattn.positions import LearnedPositions
 from lit_effattn.sequence import valid_positions
 
@@ -275,8 +276,8 @@ class Original(nn.Module):
 
 def _checked(name: str, batch: Batch, ours: Tensor, original: Original) -> str:
     """Return a note on how near our vectors are to the original's, and what the texts are."""
-    difference = (ours - vectors(original, batch)).abs().max().item()
-    if not difference <= EQUAL:
+    difference = largest_difference([ours], [vectors(original, batch)])
+    if difference > EQUAL:
         raise ValueError(f"our vectors of the {name} differ by {difference:.1e} from those of transformers")
     lengths = batch.lengths.tolist()
     return (

@@ -20,6 +20,7 @@ from benchmarks.models import at_least
 from benchmarks.report import Report, Row
 from lit_effattn.attention import LinearAttention, LSHAttention, PerformerAttention, SoftmaxAttention
 from lit_effattn.attention.base import Attention
+from lit_effattn.differences import largest_relative_difference
 from lit_effattn.positions import RotaryPositions
 
 OURS = "lit-effattn"
@@ -273,7 +274,9 @@ def _compared(
                 results[name] = _both_ways(layer, x)
     y, dx, *gradients = results[OURS]
     wanted = {name: [y, dx, *layers[name].ordered(gradients)] for name in results}
-    differences = {name: _difference(results[name], wanted[name]) if comparison.same else "—" for name in results}
+    differences = {
+        name: largest_relative_difference(results[name], wanted[name]) if comparison.same else "—" for name in results
+    }
     calls = {name: partial(_both_ways, layers[name], x) for name in results}
     del y, dx, gradients, results, wanted
     peaks = {name: peak_bytes(call, args.device) for name, call in calls.items()}
@@ -320,7 +323,3 @@ def _both_ways(layer: Layer, x: Tensor) -> list[Tensor]:
     """Return the output and the gradients, of its product with the input, by the input and the weights."""
     y = layer.call(x)
     return [y.detach(), *torch.autograd.grad(y, [x, *layer.weights], x.detach())]
-
-
-def _difference(found: list[Tensor], wanted: list[Tensor]) -> float:
-    return max(float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,8 +29,10 @@ from torch import Tensor, nn
 import lit_effattn
 from lit_effattn.attention.base import Attention
 from lit_effattn.datamodules.tokenizers import Tokenizer
+from lit_effattn.differences import largest, largest_difference
 from lit_effattn.hparams import spec
 from lit_effattn.nn.heads import Head
+from lit_effattn.positions import n_positions
 from lit_effattn.sequence import SequenceModule, State, donated, map_tensors, tensors
 from lit_effattn.tasks import LanguageModel, PixelModel
 from lit_effattn.tasks.base import Task
@@ -116,7 +119,7 @@ def export(
         target: The file.
         format: "onnx" or "torch": a step, as a program. "safetensors": the weights, of any task.
         max_len: Most positions of a stream, for a step of attention that keeps every position. Default: the number of
-            dimensions of an image; a language model has none.
+            dimensions of an image, else that of the positions that have a vector; none with other positions.
         batch_size: Rows of the step.
         check: Number of random tokens for which the file's results are compared with PyTorch's.
         overwrite: Whether to replace an existing file.
@@ -124,7 +127,7 @@ def export(
     Raises:
         FileExistsError: There is a `target`, and `overwrite` is False.
         ValueError: The task has no step, its state has no final shapes, an option is out of range, a package is
-            missing, the format can't express the step, or the file's results differ from PyTorch's.
+            missing, the format can't express the step, or the file's results differ from PyTorch's or are not finite.
     """
     if format not in SUFFIXES:
         raise ValueError(f"format={format!r} is not one of {', '.join(SUFFIXES)}")
@@ -145,8 +148,9 @@ def export(
         room = _room(model, max_len)
         empty = model.backbone.initial_state(batch_size, max_len=room)
         step = Step(model, empty).eval()
-        text = json.dumps(_metadata(model, empty, batch_size, room), ensure_ascii=False)
-        n = check if room is None else min(check, room)
+        longest = n_positions(model.backbone) if room is None else room
+        text = json.dumps(_metadata(model, empty, batch_size, longest), ensure_ascii=False)
+        n = check if longest is None else min(check, longest)
         write = _write_onnx if format == "onnx" else _write_torch
         return _written(target, lambda part: _checked(write(step, empty, text, part), step, empty, n))
     finally:
@@ -173,8 +177,11 @@ def _room(model: LanguageModel | PixelModel, max_len: int | None) -> int | None:
         if max_len is not None:
             raise ValueError(f"max_len={max_len} does not apply: the state has a fixed size; leave it out")
         return None
+    longest = n_positions(model.backbone)
     if max_len is None and isinstance(model, PixelModel):
         return model.n_dims
+    if max_len is None and longest is not None:
+        return longest
     if max_len is None:
         kinds = ", ".join(dict.fromkeys(_kinds(model.backbone, growing=True)))
         trained = f", or train with the option {bound}" if bound else ""
@@ -184,6 +191,8 @@ def _room(model: LanguageModel | PixelModel, max_len: int | None) -> int | None:
         )
     if max_len < 1:
         raise ValueError(f"max_len={max_len} must be at least 1")
+    if longest is not None and max_len > longest:
+        raise ValueError(f"max_len={max_len}: the model has vectors for {longest} positions; give at most {longest}")
     return max_len
 
 
@@ -197,15 +206,15 @@ def _kinds(backbone: nn.Module, *, growing: bool = False) -> list[str]:
 # ------------------------------------------------------------------------------------------------------- the metadata
 
 
-def _metadata(model: LanguageModel | PixelModel, empty: State, batch_size: int, room: int | None) -> dict[str, Any]:
-    """Return what a program needs to know to serve the step, as plain data."""
+def _metadata(model: LanguageModel | PixelModel, empty: State, batch_size: int, max_len: int | None) -> dict[str, Any]:
+    """Return what a program needs to know to serve the step, as plain data. `max_len`: see `export`."""
     about: dict[str, Any] = {
         "version": lit_effattn.__version__,
         "task": type(model).__name__,
         "kinds": _kinds(model.backbone),
         "dtype": _name(next(model.parameters()).dtype),
         "batch_size": batch_size,
-        "max_len": room,
+        "max_len": max_len,
         "n_levels": model.head.n_levels,
         "state": [_described(name, t) for name, t in zip(state_names(empty), tensors(empty), strict=True)],
     }
@@ -228,17 +237,20 @@ def state_names(state: State, prefix: str = "state") -> list[str]:
 
 
 def _described(name: str, t: Tensor) -> dict[str, Any]:
-    """Describe a tensor of the empty state, whose values are all equal."""
-    values = t.unique()
-    if values.numel() > 1:
-        raise ValueError(f"{name} of the empty state has several values, which the metadata can't describe")
-    fill = values[0].item() if values.numel() else 0
-    return {
-        "name": name,
-        "shape": list(t.shape),
-        "dtype": _name(t.dtype),
-        "fill": fill if np.isfinite(fill) else str(fill),  # JSON has no infinity
-    }
+    """Describe a tensor of the empty state, whose values are equal within each row."""
+    first = (slice(None),) + (slice(1),) * (t.dim() - 1)
+    rows = t[first]  # (B, 1, …, 1)
+    if not torch.equal(t, rows.expand_as(t)):
+        raise ValueError(f"{name} of the empty state has several values in a row, which the metadata can't describe")
+    fill = rows.tolist() if rows.unique().numel() > 1 else rows[0].item() if t.numel() else 0
+    return {"name": name, "shape": list(t.shape), "dtype": _name(t.dtype), "fill": _as_json(fill)}
+
+
+def _as_json(value: Any) -> Any:
+    """Return numbers, in lists or not, with infinities as text, since JSON has none."""
+    if isinstance(value, list):
+        return [_as_json(part) for part in value]
+    return value if np.isfinite(value) else str(value)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -263,9 +275,14 @@ def _write_onnx(step: Step, empty: State, metadata: str, path: Path) -> _Run:
             verbose=False,
             input_names=["tokens", *names],
             output_names=["log_probs", *(f"next_{name}" for name in names)],
-            custom_translation_table={torch.ops.aten.sort.stable: _stable_sort},
+            optimize=False,
+            custom_translation_table={
+                torch.ops.aten.sort.stable: _stable_sort,
+                torch.ops.aten.searchsorted.Tensor: _search_sorted,
+            },
         )
         assert program is not None
+        _optimise(program.model)
         program.model.metadata_props[METADATA] = metadata
         program.save(path)
     return _onnx_run(path, names)
@@ -278,6 +295,42 @@ def _stable_sort(x: Any, *, stable: bool, dim: int = -1, descending: bool = Fals
     op: Any = onnxscript.opset18
     size = op.Constant(value_ints=[x.shape[dim]])
     return op.TopK(x, size, axis=dim, largest=int(descending), sorted=1)
+
+
+def _search_sorted(
+    sorted_sequence: Any, x: Any, *, out_int32: bool = False, right: bool = False, side: Any = None, sorter: Any = None
+) -> Any:
+    """Translate torch.searchsorted, which the converter does not know: count the smaller (or equal) elements."""
+    import onnxscript
+
+    if out_int32 or side is not None or sorter is not None:
+        raise NotImplementedError("searchsorted with out_int32, side or sorter")
+    op: Any = onnxscript.opset18
+    last = op.Constant(value_ints=[-1])
+    elements, values = op.Unsqueeze(sorted_sequence, op.Constant(value_ints=[-2])), op.Unsqueeze(x, last)
+    before = op.LessOrEqual(elements, values) if right else op.Less(elements, values)
+    return op.ReduceSum(op.Cast(before, to=7), last, keepdims=0)  # 7: int64
+
+
+def _optimise(model: Any) -> None:
+    """Compute constants beforehand, and leave out what is computed twice or not used.
+
+    These passes change no number. Those that the exporter would run also drop an addition of any constant up to 10⁻⁸
+    and a multiplication by any within 10⁻⁵ of 1.
+    """
+    from onnx_ir.passes import common
+    from onnxscript import optimizer
+
+    optimizer.inline(model)
+    optimizer.fold_constants(model)
+    for step in (
+        common.RemoveUnusedNodesPass(),
+        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        common.DeduplicateInitializersPass(),
+        common.CommonSubexpressionEliminationPass(),
+        common.RemoveUnusedNodesPass(),
+    ):
+        step(model)
 
 
 def _onnx_run(path: Path, names: list[str]) -> _Run:
@@ -331,9 +384,22 @@ def _as_one_sentence(step: Step, format: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # torch.export and the converters raise errors of many types
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         kinds = ", ".join(dict.fromkeys([type(step.embedding).__name__, *_kinds(step.backbone)]))
-        raise ValueError(f"a step of {kinds} can't be exported with format={format}: {reason}") from error
+        raise ValueError(f"a step of {kinds} can't be exported with format={format}: {_reason(error)}") from error
+
+
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first line of the error that began it: the converter's own one names the step that failed."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = _COLOUR.sub("", str(error)).strip()
+    missing = re.match(r"No ONNX function found for <OpOverload\(op='([^']+)'", text)
+    if missing is not None:
+        return f"No ONNX function found for {missing[1]}"
+    return text.partition("\n")[0] or type(error).__name__
 
 
 @contextmanager
@@ -366,9 +432,9 @@ def _checked(run: _Run, step: Step, empty: State, n: int) -> Exported:
     tokens = torch.randint(0, levels, (n, rows, 1), generator=torch.Generator().manual_seed(0))
     theirs: list[Any] = list(tensors(empty))
     ours = map_tensors(torch.clone, empty)
-    worst = 0.0
+    differences: list[float] = []
     seconds, seconds_here = [], []
-    for token in tokens:
+    for i, token in enumerate(tokens):
         start = time.perf_counter()
         found, theirs = run(token, theirs)
         between = time.perf_counter()
@@ -377,10 +443,27 @@ def _checked(run: _Run, step: Step, empty: State, n: int) -> Exported:
         seconds.append(between - start)
         seconds_here.append(time.perf_counter() - between)
         ours = _with_tensors(ours, after)
-        worst = max(worst, (found - expected).abs().max().item())
-        if not worst <= EQUAL:
-            raise ValueError(f"the exported step differs by {worst:.1e} from PyTorch's; nothing was written")
-    return Exported(Path(), n, worst, median(seconds or [0]), median(seconds_here or [0]))
+        differences.append(_difference(found, expected, i))
+    if not n:
+        return Exported(Path())
+    return Exported(Path(), n, largest(differences), median(seconds), median(seconds_here))
+
+
+def _difference(found: Tensor, expected: Tensor, i: int) -> float:
+    """Return how far the log-probabilities after token `i` are from PyTorch's.
+
+    Raises:
+        ValueError: too far, or one of them is not finite.
+    """
+    for name, values in (("model", expected), ("exported step", found)):
+        if not values.isfinite().all():
+            raise ValueError(f"the {name}'s log-probabilities after token {i} are not finite; nothing was written")
+    difference = largest_difference([found], [expected])
+    if difference > EQUAL:
+        raise ValueError(
+            f"the exported step differs by {difference:.1e} from PyTorch's after token {i}; nothing was written"
+        )
+    return difference
 
 
 def _written(target: Path, write: Callable[[Path], Exported]) -> Exported:

@@ -33,6 +33,11 @@ class Positions(HasInitArgs, nn.Module, ABC):
     def bind(self, shape: Sequence[int]) -> None:
         """Set the shape of the data if it was not given: `(length,)`, or `(height, width, channels)`."""
 
+    @property
+    def n_positions(self) -> int | None:
+        """Number of positions of a stream that have a vector, from 0; None: all have."""
+        return None
+
 
 class SinusoidalPositions(Positions):
     """Sinusoids (Vaswani et al. 2017, section 3.5), for streams of any length.
@@ -81,6 +86,12 @@ class LearnedPositions(Positions):
         if self.table is None:
             self.table = _table(math.prod(shape), self.width)
 
+    @property
+    def n_positions(self) -> int | None:
+        """See `Positions.n_positions`."""
+        size = 0 if self.table is None else self.table.num_embeddings
+        return None if self.period is not None and self.period <= size else size
+
     def forward(self, position: Tensor) -> Tensor:
         """Return the vectors of `position`."""
         if self.table is None:
@@ -113,12 +124,19 @@ class GridPositions(Positions):
         if self.row is None:
             self.row, self.column, self.channel = (_table(size, self.width) for size in shape)
 
+    @property
+    def n_positions(self) -> int | None:
+        """See `Positions.n_positions`."""
+        if self.row is None:
+            return 0
+        return self.row.num_embeddings * self.column.num_embeddings * self.channel.num_embeddings
+
     def forward(self, position: Tensor) -> Tensor:
         """Return the vectors of `position`."""
         if self.row is None:
             raise ValueError("GridPositions: shape is not known; give it, or use a task that binds it to its data")
         w, c = self.column.num_embeddings, self.channel.num_embeddings
-        _check_range(position, self.row.num_embeddings * w * c, "GridPositions", "shape")
+        _check_range(position, self.n_positions, "GridPositions", "shape")
         return self.row(position // (w * c)) + self.column(position // c % w) + self.channel(position % c)
 
 
@@ -165,6 +183,12 @@ def bind(module: nn.Module, shape: Sequence[int]) -> None:
             part.bind(shape)
 
 
+def n_positions(module: nn.Module) -> int | None:
+    """Return the number of positions of a stream for which all positions in `module` have vectors; None: any number."""
+    sizes = (part.n_positions for part in module.modules() if isinstance(part, Positions))
+    return min((size for size in sizes if size is not None), default=None)
+
+
 def _angles(position: Tensor, width: int, base: float) -> Tensor:
     """(B, N) -> (B, N, width / 2), in float64: float32 is off by 0.06 at position 10⁶."""
     exponent = torch.arange(0, width, 2, dtype=torch.float64, device=position.device) / width
@@ -177,6 +201,6 @@ def _table(size: int, width: int) -> nn.Embedding:
     return table
 
 
-def _check_range(position: Tensor, size: int, kind: str, option: str) -> None:
-    if reads_values(position) and int(position.max()) >= size:
+def _check_range(position: Tensor, size: int | None, kind: str, option: str) -> None:
+    if size is not None and reads_values(position) and int(position.max()) >= size:
         raise ValueError(f"{kind}: position {int(position.max())} is beyond the last, {size - 1}; raise `{option}`")

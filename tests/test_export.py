@@ -7,13 +7,16 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from lit_effattn import LanguageModel, PixelModel, SequenceClassifier, Transformer
+from lit_effattn import export as exporting
 from lit_effattn.allowlist import Trust
 from lit_effattn.attention import (
+    InfiniteAttention,
     LinearAttention,
     PerformerAttention,
     SoftmaxAttention,
@@ -25,6 +28,8 @@ from lit_effattn.cli import main
 from lit_effattn.datamodules.tokenizers import ByteTokenizer
 from lit_effattn.export import METADATA, export
 from lit_effattn.nn.heads import MixtureOfLogisticsHead
+from lit_effattn.positions import GridPositions, LearnedPositions
+from lit_effattn.sequence import tensors
 from lit_effattn.spec_build import build
 from lit_effattn.spec_check import CheckpointJudge
 from lit_effattn.tasks.base import Task
@@ -61,7 +66,7 @@ def loaded(path: Path) -> tuple[torch.nn.Module, dict]:
 
 
 def empty(about: dict) -> list[Tensor]:
-    return [torch.full(s["shape"], float(s["fill"]), dtype=getattr(torch, s["dtype"])) for s in about["state"]]
+    return [torch.from_numpy(np.full(s["shape"], np.array(s["fill"], float), s["dtype"])) for s in about["state"]]
 
 
 @needs("onnx", "onnxscript", "onnxruntime")
@@ -166,6 +171,99 @@ def test_what_differs_is_not_written_and_does_not_replace(tmp_path, monkeypatch)
     monkeypatch.undo()
     export(pixel_model(), path, format="torch", overwrite=True, check=1)
     assert loaded(path)[1]["task"] == "PixelModel"
+
+
+@pytest.mark.parametrize(
+    ("format", "bad", "token"),
+    [
+        ("torch", torch.nan, 0),
+        ("torch", torch.nan, 3),
+        ("torch", -torch.inf, 3),
+        pytest.param("onnx", torch.nan, 3, marks=needs("onnx", "onnxscript", "onnxruntime")),
+    ],
+)
+def test_a_program_that_gives_no_finite_numbers_is_not_written(format, bad, token, tmp_path, monkeypatch):
+    """NaN after some tokens, or after the first alone: the largest of 0 and NaN is not 0."""
+    write, count = getattr(exporting, f"_write_{format}"), iter(range(99))
+
+    def broken(*args):
+        run = write(*args)
+
+        def one_bad(tokens, state):
+            log_probs, after = run(tokens, state)
+            return log_probs.clone().index_fill_(1, torch.tensor(2), bad) if next(count) == token else log_probs, after
+
+        return one_bad
+
+    monkeypatch.setattr(exporting, f"_write_{format}", broken)
+    with pytest.raises(ValueError, match=rf"exported step's log-probabilities after token {token} are not finite"):
+        export(language_model(LinearAttention), tmp_path / "x", format=format, check=5)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_gives_no_finite_numbers_is_not_written(tmp_path):
+    model = language_model(LinearAttention)
+    model.embedding.weight.data[5] = torch.nan
+    with pytest.raises(ValueError, match=r"the model's log-probabilities after token \d+ are not finite"):
+        export(model, tmp_path / "x", format="torch", check=2000)
+    assert not list(tmp_path.iterdir())
+
+
+@needs("onnx", "onnxscript", "onnxruntime")
+@pytest.mark.parametrize("eps", [0.0, 1e-9])
+def test_small_constants_stay_in_onnx(eps, tmp_path):
+    """Queries of 0 have the feature eps alone: without it, and without what is added to the denominator, 0 / 0."""
+    model = language_model(partial(PerformerAttention, features="relu", eps=eps))
+    for parameter in model.backbone.blocks[0].attention.q_proj.parameters():
+        parameter.data.zero_()
+    assert export(model, tmp_path / "x.onnx", format="onnx", check=20).difference < 1e-5
+
+
+@needs("onnx", "onnxscript", "onnxruntime")
+def test_what_onnx_has_no_function_for_is_named_without_colours(tmp_path, monkeypatch):
+    monkeypatch.setattr(exporting, "_search_sorted", None)
+    monkeypatch.setattr(torch.onnx, "export", without_translations(torch.onnx.export))
+    kind = partial(InfiniteAttention, mem_len=2, segment_len=2, n_basis=4, n_samples=3, sticky=True, n_bins=4)
+    with pytest.raises(ValueError, match="can't be exported") as refused:
+        export(language_model(kind), tmp_path / "x", format="onnx")
+    assert str(refused.value).endswith("with format=onnx: No ONNX function found for aten.searchsorted")
+
+
+def without_translations(export):
+    return lambda *args, custom_translation_table, **options: export(*args, **options)
+
+
+def test_the_empty_state_of_rows_that_differ(tmp_path):
+    """The metadata give the ∞-former's counter, one number a row."""
+    kind = partial(InfiniteAttention, mem_len=2, segment_len=2, n_basis=4, n_samples=3, sticky=True, n_bins=4)
+    model = language_model(kind)
+    export(model, tmp_path / "x.pt2", format="torch", batch_size=3)
+    _, about = loaded(tmp_path / "x.pt2")
+    expected = list(tensors(model.backbone.initial_state(3)))
+    assert all(a.equal(b) and a.dtype == b.dtype for a, b in zip(empty(about), expected, strict=True))
+    assert [0, 2**20, 2**21] in [s["fill"] for s in about["state"]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "max_len", "expected"),
+    [(LinearAttention, None, 9), (SoftmaxAttention, None, 9), (SoftmaxAttention, 4, 4)],
+)
+def test_positions_end(kind, max_len, expected, tmp_path):
+    """The metadata say how many positions there are, and no more are compared."""
+    torch.manual_seed(0)
+    backbone = Transformer(8, 2, 1, attention=kind, positions=partial(LearnedPositions, max_len=9))
+    model = LanguageModel(backbone, 5, unit="token")
+    done = export(model, tmp_path / "x.pt2", format="torch", max_len=max_len, check=50)
+    assert done.checked == loaded(tmp_path / "x.pt2")[1]["max_len"] == expected
+    if kind is SoftmaxAttention:
+        with pytest.raises(ValueError, match=r"max_len=10: the model has vectors for 9 positions; give at most 9"):
+            export(model, tmp_path / "y.pt2", format="torch", max_len=10)
+
+
+def test_positions_on_a_grid_end(tmp_path):
+    model = PixelModel(Transformer(8, 2, 1, attention=LinearAttention, positions=GridPositions), (3, 2, 1), 5).eval()
+    assert export(model, tmp_path / "x.pt2", format="torch").checked == 6
+    assert loaded(tmp_path / "x.pt2")[1]["max_len"] == 6
 
 
 def test_other_tasks_and_missing_packages(tmp_path, monkeypatch):

@@ -5,7 +5,14 @@ import torch
 from torch import nn
 
 from lit_effattn import Transformer
-from lit_effattn.positions import GridPositions, LearnedPositions, RotaryPositions, SinusoidalPositions, bind
+from lit_effattn.positions import (
+    GridPositions,
+    LearnedPositions,
+    RotaryPositions,
+    SinusoidalPositions,
+    bind,
+    n_positions,
+)
 
 
 def test_sinusoidal_formula():
@@ -66,6 +73,27 @@ def test_beyond_the_last_position():
         LearnedPositions(4, max_len=10)(torch.tensor([[2, 10]]))
     with pytest.raises(ValueError, match=r"GridPositions: position 30 .*29.*shape"):
         GridPositions(4, (2, 3, 5))(torch.tensor([[30]]))
+
+
+@pytest.mark.parametrize(
+    ("positions", "expected"),
+    [
+        (LearnedPositions(4, 6), 6),
+        (LearnedPositions(4, 6, period=6), None),
+        (LearnedPositions(4, 6, period=7), 6),
+        (GridPositions(4, (2, 3, 1)), 6),
+        (SinusoidalPositions(4), None),
+        (RotaryPositions(4), None),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_number_of_positions_is_that_of_the_vectors(positions, expected):
+    assert n_positions(nn.ModuleList([positions, SinusoidalPositions(4)])) == expected
+    positions(torch.tensor([[(expected or 10**6) - 1]]))
+    if expected is not None:
+        assert n_positions(nn.ModuleList([positions, LearnedPositions(4, 5)])) == 5
+        with pytest.raises(ValueError, match="is beyond the last"):
+            positions(torch.tensor([[expected]]))
 
 
 def test_grid_adds_row_column_and_channel():

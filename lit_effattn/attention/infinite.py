@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -194,15 +195,15 @@ class InfiniteAttention(TransformerXLAttention):
         for name, (value, fewest) in (least | {"n_bins": (n_bins, 1)}).items():
             if value < fewest:
                 raise ValueError(f"{name}={value} must be at least {fewest}")
-        if not widths or min(widths) <= 0:
+        if not widths or not all(0 < width < math.inf for width in widths):
             raise ValueError(f"widths={widths} must hold at least one width of the basis functions, all above 0")
         if n_basis % len(widths):
             raise ValueError(f"n_basis={n_basis} is not divisible by the {len(widths)} widths {widths}; change one")
         for name, positive in (("ridge", ridge), ("sigma_0", sigma_0)):
-            if positive <= 0:
-                raise ValueError(f"{name}={positive} must be above 0")
-        if kl_weight < 0:
-            raise ValueError(f"kl_weight={kl_weight} is negative; 0 turns the regulariser off")
+            if not 0 < positive < math.inf:
+                raise ValueError(f"{name}={positive} must be above 0, and finite")
+        if not 0 <= kl_weight < math.inf:
+            raise ValueError(f"kl_weight={kl_weight} must be at least 0, and finite; 0 turns the regulariser off")
         if not 0 < tau < 1:
             raise ValueError(f"tau={tau} must be between 0 and 1, both excluded: it is the share of the old signal")
         choices = {"writes": (writes, Writes), "sampling": (sampling, Sampling), "grid": (grid, Grid)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -91,8 +92,8 @@ class ReluFeatureMap(FeatureMap):
 
     def __init__(self, head_dim: int, floor: float = 1e-3) -> None:
         super().__init__(head_dim)
-        if floor < 0:
-            raise ValueError(f"floor={floor} is negative, which makes attention weights negative; choose at least 0")
+        if not 0 <= floor < math.inf:
+            raise ValueError(f"floor={floor} must be at least 0, and finite: attention weights are not negative")
         self.floor = floor
 
     def forward(self, x: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ class RandomFeatures(nn.Module):
             raise ValueError(f"n_features={n_features} is not positive; D ln D or more are accurate")
         if features in _PAIRED and n_features % 2:
             raise ValueError(f"n_features={n_features} is odd; features={features!r} come in pairs: make it even")
-        if eps is not None and (eps < 0 or (eps > 0 and features in _PAIRED)):
+        if eps is not None and (not 0 <= eps < math.inf or (eps > 0 and features in _PAIRED)):
             raise ValueError(
                 f"eps={eps} with features={features!r}: it must be at least 0, and is for positive and relu features"
             )
@@ -338,8 +338,8 @@ class PerformerAttention(RandomFeatures, Attention):
         omega = self._omega(q.dtype)
         log_k, top = log_keys_plus(self._scaled(k), omega, there)
         if self.causal:
-            start = torch.full_like(top[..., :1], -torch.inf) if before is None else before[..., None]
-            top = torch.cat([start, top], 2).cummax(2).values[..., 1:]  # (B, H, N)
+            top = top.cummax(2).values if top.size(2) > 1 else top  # (B, H, N); ONNX has no cumulative maximum
+            top = top if before is None else torch.maximum(top, before[..., None])
         else:
             top = top.amax(2, keepdim=True)  # (B, H, 1)
         return log_queries_plus(self._scaled(q), omega, top, self.eps), log_k, top[..., -1].clone()  # no view

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import torch
@@ -41,12 +42,12 @@ class Bands(nn.Module):
         borders = [0, *cutoffs, n_tokens]
         if not cutoffs or any(a >= b for a, b in pairwise(borders)):
             raise ValueError(f"cutoffs={cutoffs} do not ascend between 0 and {n_tokens}, the number of tokens")
-        if div_value < 1 or d_model < div_value ** len(cutoffs):
+        if not div_value >= 1 or d_model < div_value ** len(cutoffs):
             raise ValueError(
                 f"div_value={div_value} with d_model={d_model} and {len(cutoffs)} cutoffs: it must be at least 1, and "
                 "so must d_model / div_value^(number of cutoffs), the width of the last band"
             )
-        if proj_init_std is not None and proj_init_std <= 0:
+        if proj_init_std is not None and not 0 < proj_init_std < math.inf:
             raise ValueError(f"proj_init_std={proj_init_std} is not positive; leave it out for d_i^−½")
         self.register_buffer("cutoffs", torch.tensor(cutoffs), persistent=False)
         self.starts = borders[:-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
@@ -92,7 +93,7 @@ class CategoricalHead(Head):
         init_std: float | None = None,
     ) -> None:
         super().__init__(d_model, n_levels)
-        if init_std is not None and (zero_init or init_std < 0):
+        if init_std is not None and (zero_init or not 0 <= init_std < math.inf):
             raise ValueError(
                 f"init_std={init_std} with zero_init={zero_init}: a standard deviation is not negative, and zero_init "
                 "means 0; give one of the two"

@@ -531,7 +531,7 @@ def _call_in_parts(others: Any, block: nn.Module, *args: Any) -> Any:
 
 
 def _layer_norm(kind: NormKind, eps: float | None) -> Callable[[int], nn.Module]:
-    if eps is not None and eps <= 0:
+    if eps is not None and not 0 < eps < math.inf:
         raise ValueError(f"norm_eps={eps} must be positive; 1e-5 and 1e-6 are usual")
     made: type[nn.Module] = nn.RMSNorm if kind == "rms" else nn.LayerNorm
     return made if eps is None else partial(made, eps=eps)

@@ -21,6 +21,7 @@ from lit_effattn.allowlist import listed
 from lit_effattn.attention import SoftmaxAttention
 from lit_effattn.checkpoints import read_checkpoint, with_config
 from lit_effattn.hparams import spec
+from lit_effattn.positions import n_positions
 from lit_effattn.pretrained.family import Family
 from lit_effattn.pretrained.gpt2 import GPT2
 from lit_effattn.pretrained.llama import Llama
@@ -156,16 +157,10 @@ def _settings(model: LanguageModel, checkpoint: Path) -> dict[str, Any]:
     data = {
         "source": "files",
         "tokenizer_of": str(checkpoint),
-        "segment_len": min(_SEGMENT_LEN, _longest(model)),
+        "segment_len": min(_SEGMENT_LEN, n_positions(model.backbone) or _SEGMENT_LEN),
         "batch_size": 4,
     }
     return {"model": settings, "data": {"class_path": "TextStream", "init_args": data}}
-
-
-def _longest(model: LanguageModel) -> int:
-    """Return how many positions the model has."""
-    table = getattr(getattr(model.backbone, "positions", None), "table", None)
-    return _SEGMENT_LEN if table is None else table.num_embeddings
 
 
 # ------------------------------------------------------------------------------------------------------------ back

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
@@ -54,7 +55,7 @@ class Settings:
         value = self.get(name, default)
         if value is None and (null or default is None):
             return None
-        if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not 0 < value < math.inf:
             raise ValueError(
                 f"config.json has {name}={value!r}, which is no positive {'integer' if whole else 'number'}"
             )

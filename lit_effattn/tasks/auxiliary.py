@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -56,7 +57,7 @@ class FurtherPredictions(nn.Module):
         super().__init__()
         if n_targets < 1:
             raise ValueError(f"n_targets={n_targets}: a position predicts at least the next token, so give 1 or more")
-        if target_weight < 0:
+        if not 0 <= target_weight < math.inf:
             raise ValueError(f"target_weight={target_weight} is negative; give 0 or more")
         self.n_targets = n_targets
         self.target_weight = target_weight

@@ -47,8 +47,15 @@ def first_difference(a: Any, b: Any, name: str = "") -> str | None:
 def compare_checkpoints(whole: Path, resumed: Path) -> str | None:
     """Return the first difference of two checkpoints: what training has made, and from what it goes on."""
     a, b = (torch.load(path, weights_only=True) for path in (whole, resumed))
-    a, b = ({key: checkpoint.get(key) for key in KEYS} for checkpoint in (a, b))
-    return first_difference(a, b)
+    return _nothing_learnt(a) or first_difference(*({key: c.get(key) for key in KEYS} for c in (a, b)))
+
+
+def _nothing_learnt(whole: Mapping[str, Any]) -> str | None:
+    """Return why the uninterrupted run's checkpoint would be equal to that of a broken run, or None."""
+    if empty := [key for key in ("global_step", "state_dict", "optimizer_states") if not whole.get(key)]:
+        return f"the uninterrupted run's checkpoint has no {', '.join(empty)}"
+    broken = [name for name, t in whole["state_dict"].items() if not t.isfinite().all()]
+    return f"the uninterrupted run's {broken[0]} is not finite" if broken else None
 
 
 def compare_best(whole: Path, resumed: Path) -> str | None:
@@ -80,6 +87,8 @@ def compare_logs(whole: Log, resumed: Log, may_add: int | None = None) -> str | 
         resumed: The resumed run's.
         may_add: A step at which `resumed` may have values of its own: a time limit stopped it, after a validation.
     """
+    if not any(whole.values()):
+        return "log: the uninterrupted run has no values"
     for name in sorted(whole.keys() | resumed.keys()):
         a, b = whole.get(name, {}), resumed.get(name, {})
         for step in sorted(a.keys() | b.keys()):

@@ -56,7 +56,7 @@ def assert_same(a: Any, b: Any) -> None:
     """Assert that two states are equal to the bit."""
     assert type(a) is type(b)
     for s, t in zip(sequence.tensors(a), sequence.tensors(b), strict=True):
-        torch.testing.assert_close(s, t, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(s, t, rtol=0, atol=0)
 
 
 def gradients(module: sequence.SequenceModule, y: Tensor, *wanted: Tensor) -> dict[str, Tensor]:

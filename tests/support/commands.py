@@ -66,7 +66,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    return bool(a) and a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def assert_same_end(a: Path, b: Path) -> None:

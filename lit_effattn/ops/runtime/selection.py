@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_effattn.differences import largest_relative_difference
 from lit_effattn.ops.runtime import cpp_build
 
 KERNELS = "LIT_EFFATTN_KERNELS"
@@ -163,12 +164,10 @@ def failed_self_check(
     try:
         with torch.inference_mode(False), torch.enable_grad():
             found, wanted = compare()
-        worst = max(
-            float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(found, wanted, strict=True)
-        )
+        worst = largest_relative_difference(found, wanted)
     except Exception as error:  # Triton's compiler and the driver raise many types
         return f"tried on {device} in {dtype}, they fail: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    # bfloat16 rounds to 2⁻⁹; a wrong result is off by far more. NaN fails the comparison too.
+    # bfloat16 rounds to 2⁻⁹; a wrong result is off by far more.
     return None if worst < most else f"tried on {device} in {dtype}, they are off by {worst:.1%}"
 
 

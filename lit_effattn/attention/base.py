@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +52,9 @@ class Attention(MultiHead, SequenceModule):
 
     fresh: tuple[str, ...] = ()
     """Parameters, or modules of parameters, that this kind starts with when it takes over another kind's weights."""
+
+    lacks: ClassVar[Mapping[str, str]] = {}
+    """Modules of other kinds that this kind does not have, each with the reason, for error messages."""
 
     shared: tuple[str, ...] = ()
     """Names of the parameters that all layers of a `Transformer` share."""

@@ -102,6 +102,8 @@ class CompressiveAttention(TransformerXLAttention):
         share_uv: Whether all layers of a `Transformer` share u and v: see `TransformerXLAttention`.
     """
 
+    fresh = (*TransformerXLAttention.fresh, "compressor")
+
     def __init__(
         self,
         d_model: int,

@@ -143,7 +143,15 @@ class InfiniteAttention(TransformerXLAttention):
             that is `norm_memory` of the `Transformer`.
     """
 
-    fresh = ("ltm_q_proj", "ltm_k_proj", "ltm_v_proj", "ltm_out_proj", "ltm_density", "gate")
+    fresh = (
+        *TransformerXLAttention.fresh,
+        "ltm_q_proj",
+        "ltm_k_proj",
+        "ltm_v_proj",
+        "ltm_out_proj",
+        "ltm_density",
+        "gate",
+    )
 
     def __init__(
         self,

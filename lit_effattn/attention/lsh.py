@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -83,6 +83,8 @@ class LSHAttention(Attention):
     Raises:
         ValueError: an option is out of its range.
     """
+
+    lacks: ClassVar = {"k_proj": "its keys are its queries, normalised (shared q/k, Kitaev et al. 2020, section 2)"}
 
     rotations: Tensor
     draws: Tensor

@@ -83,6 +83,7 @@ class TransformerXLAttention(Attention):
 
     takes_rotary = False
     has_positions = True
+    fresh: tuple[str, ...] = ("r_proj", "u", "v")
 
     def __init__(
         self,

@@ -37,11 +37,12 @@ import lit_effattn.tasks.ctc
 
 # These imports make the classes known by their short names in YAML and flags.
 from lit_effattn import callbacks, datamodules, slurm
-from lit_effattn.attention import Attention, SparseAttention
+from lit_effattn.attention import SparseAttention
 from lit_effattn.averaging import average_parameters
 from lit_effattn.checkpoints import AtomicCheckpointIO, read_checkpoint, with_config, without_folders
 from lit_effattn.cli.derived import leave_out, set_strides, set_windows, stated
 from lit_effattn.cli.help import arranged, class_help
+from lit_effattn.cli.initial_weights import keep_fresh, remedy
 from lit_effattn.cli.look import look
 from lit_effattn.cli.own_classes import TRUST
 from lit_effattn.cli.parser_errors import unknown
@@ -326,11 +327,19 @@ class CLI(LightningCLI):
             self._refuse_fixed()
         self._derive(config)
         self._read_checkpoints_safely(config.trainer.get("strategy"))
+        self._find_weights(config)
         check_settings(config, self._parser(self.subcommand), UserJudge(self.resolved.trust))
         self.parser.add_instantiator(self.sealed.call, object)
         saved = self.resolved.saved
         if self.resolved.command == "fit" and saved is not None:
             refuse_dropped(saved, self.settings())
+
+    def _find_weights(self, config: Namespace) -> None:
+        """Put the paths of checkpoints in the place of `last` and `best`, which later name others."""
+        for name in ("init_weights", "transfer_from") if self.resolved.command == "fit" else ():
+            if config[name] is not None and not (name == "init_weights" and self.resolved.requeued):
+                root = self.resolved.root or Path(ROOT)
+                config[name] = str(find_checkpoint(config[name], root, option=f"--{name}"))
 
     def _derive(self, config: Namespace) -> None:
         """Set the options of attention that follow from the run and its data, and leave out those of another one."""
@@ -490,7 +499,7 @@ class CLI(LightningCLI):
                     )
             self._load_weights("--init_weights", config.init_weights)
         if config.transfer_from is not None:
-            found = find_checkpoint(config.transfer_from, self.resolved.root or Path(ROOT), option="--transfer_from")
+            found = config.transfer_from
             teacher = Task.load_from_checkpoint(found, map_location="cpu", trust=config.trust or ())
             if not resumes:
                 self._load_weights("--transfer_from", config.transfer_from)
@@ -498,18 +507,15 @@ class CLI(LightningCLI):
             n = begin_transfer(self.model, teacher)
             rank_zero_info(f"Attention transfer: {n} layers learn the attention of {short(found)}; all else is frozen")
 
-    def _load_weights(self, option: str, path: str) -> None:
+    def _load_weights(self, option: str, found: str) -> None:
         """Load the weights of a checkpoint into the model."""
-        found = find_checkpoint(path, self.resolved.root or Path(ROOT), option=option)
         checkpoint = read_checkpoint(found)
-        kept = _keep_fresh(self.model, checkpoint["state_dict"])
+        kept = keep_fresh(self.model, checkpoint["state_dict"])
         try:
             self.model.on_load_checkpoint(checkpoint)
         except OtherModelError as error:
-            raise ValueError(
-                f"{option} {path}: {error.difference}. Give the model the options of that run: they are in its "
-                "config.yaml"
-            ) from error
+            advice = remedy(self.model, checkpoint["state_dict"])
+            raise ValueError(f"{option} {found}: {error.difference}. {advice}") from error
         self.model.load_state_dict(checkpoint["state_dict"])
         rank_zero_info(f"Starting from the weights of {short(found)}")
         if kept:
@@ -616,24 +622,6 @@ def _read_average(averaged: Sequence[Path], model: torch.nn.Module, path: Path) 
     checkpoint = read_checkpoint(path)
     average_parameters(checkpoint, averaged, model)
     return checkpoint
-
-
-def _keep_fresh(model: torch.nn.Module, weights: dict[str, Any]) -> list[str]:
-    """Add to `weights` what another kind of attention does not have: buffers, and what the kind names as `fresh`.
-
-    These are random features, feature maps and mixing factors, which a checkpoint of softmax attention lacks.
-
-    Returns:
-        Their names, each with how many have it.
-    """
-    fresh = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    for path, module in model.named_modules():
-        for own in module.fresh if isinstance(module, Attention) else ():
-            fresh |= {name for name, _ in model.named_parameters() if f"{name}.".startswith(f"{path}.{own}.")}
-    absent = {name: t for name, t in model.state_dict().items() if name in fresh and name not in weights}
-    weights.update(absent)
-    counts = Counter(name.rpartition(".")[2] for name in absent)
-    return [f"{name} ({n}×)" for name, n in counts.items()]
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -436,6 +436,10 @@ def test_fine_tuning_starts_from_another_kinds_weights():
     first = fit("--model.backbone.attention", "SoftmaxAttention")
     second = fit("--init_weights", "last", "--model.optimizer.lr", "0.0")  # which leaves the weights as they are
     assert same(weights(first / "checkpoints" / "last.ckpt"), weights(second / "checkpoints" / "last.ckpt"))
+    settings = yaml.safe_load((second / "config.yaml").read_text())
+    assert settings["init_weights"] == str(first / "checkpoints" / "last.ckpt")  # "last" is now another one
+    saved = torch.load(second / "checkpoints" / "last.ckpt", weights_only=True)
+    assert str(first / "checkpoints" / "last.ckpt") in repr({k: v for k, v in saved.items() if k != "state_dict"})
     model = PixelModel.load_from_checkpoint(second / "checkpoints" / "last.ckpt")
     assert isinstance(model.backbone.blocks[0].attention, LinearAttention)
 
@@ -562,7 +566,7 @@ def test_a_metric_that_is_not_there_is_told_with_those_that_are(capsys: pytest.C
 def test_weights_of_another_shape_are_no_start(capsys: pytest.CaptureFixture[str]):
     fit()
     said = fails(capsys, "fit", "--config", "tiny.yaml", "--init_weights", "last", "--model.backbone.d_model", "8")
-    assert "--init_weights last: the checkpoint holds another model than this PixelModel: " in said
+    assert "checkpoints/last.ckpt: the checkpoint holds another model than this PixelModel: " in said
     assert "they are in its config.yaml" in said
 
 

@@ -1,0 +1,67 @@
+"""Which of a model's parameters a checkpoint of another kind of attention lacks, and which of its own have no place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lit_effattn.attention import Attention
+
+_OPTIONS_OF_THAT_RUN = "Give the model the options of that run: they are in its config.yaml"
+_BIASES = tuple(f"{part}_proj.bias" for part in ("q", "k", "v", "out"))
+
+
+def keep_fresh(model: nn.Module, weights: dict[str, Any]) -> list[str]:
+    """Add to `weights` what another kind of attention does not have: buffers, and what the kind names as `fresh`.
+
+    These are random features, feature maps, mixing factors, relative positions, compressors and long-term memories,
+    which a checkpoint of softmax attention lacks.
+
+    Returns:
+        Their names, each with how many have it.
+    """
+    fresh = {name: name.rpartition(".")[2] for name, _ in model.named_buffers(remove_duplicate=False)}
+    for path, module in _attentions(model):
+        for own, _ in module.named_parameters(remove_duplicate=False):
+            if any(f"{own}.".startswith(f"{name}.") for name in module.fresh):
+                fresh[f"{path}.{own}"] = own
+    absent = {name: t for name, t in model.state_dict().items() if name in fresh and name not in weights}
+    weights.update(absent)
+    return [f"{name} ({n}×)" for name, n in Counter(fresh[name] for name in absent).items()]
+
+
+def remedy(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> str:
+    """Return what a user can do where a checkpoint's weights are not those of `model`, one or two sentences."""
+    ours = model.state_dict()
+    for path, module in _attentions(model):
+        own, kind = f"{path}.", type(module).__name__
+        surplus = [name.removeprefix(own) for name in weights if name.startswith(own) and name not in ours]
+        for name in surplus:
+            if reason := module.lacks.get(name.partition(".")[0]):
+                return (
+                    f"{kind} has no {name.partition('.')[0]}: {reason}. It can't start from the weights of a kind that "
+                    "has one; choose another kind, or train it from the start"
+                )
+        if surplus and all(name in _BIASES for name in surplus):
+            return (
+                f"The checkpoint's attention has biases: give {kind} bias=true (--model.backbone.attention.bias true)"
+            )
+        if not surplus and any(own + name in ours and own + name not in weights for name in _BIASES):
+            return (
+                f"The checkpoint's attention has no biases where {kind} has: give it bias=false "
+                "(--model.backbone.attention.bias false)"
+            )
+        others = dict.fromkeys(name.partition(".")[0] for name in surplus if name not in _BIASES)
+        if others:
+            return (
+                f"{kind} has no {', '.join(others)}, which the checkpoint's attention has: choose a kind that has them"
+            )
+    return _OPTIONS_OF_THAT_RUN
+
+
+def _attentions(model: nn.Module) -> Iterator[tuple[str, Attention]]:
+    return ((path, module) for path, module in model.named_modules() if isinstance(module, Attention))

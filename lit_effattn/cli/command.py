@@ -339,7 +339,7 @@ class CLI(LightningCLI):
         for name in ("init_weights", "transfer_from") if self.resolved.command == "fit" else ():
             if config[name] is not None and not (name == "init_weights" and self.resolved.requeued):
                 root = self.resolved.root or Path(ROOT)
-                config[name] = str(find_checkpoint(config[name], root, option=f"--{name}"))
+                config[name] = short(find_checkpoint(config[name], root, option=f"--{name}"))
 
     def _derive(self, config: Namespace) -> None:
         """Set the options of attention that follow from the run and its data, and leave out those of another one."""

@@ -53,10 +53,10 @@ def copied(state: Any) -> Any:
 
 
 def assert_same(a: Any, b: Any) -> None:
-    """Assert that two states are equal to the bit."""
+    """Assert that two states are equal to the bit, NaN included: nothing was changed in place."""
     assert type(a) is type(b)
     for s, t in zip(sequence.tensors(a), sequence.tensors(b), strict=True):
-        torch.testing.assert_close(s, t, rtol=0, atol=0)
+        torch.testing.assert_close(s, t, rtol=0, atol=0, equal_nan=True)
 
 
 def gradients(module: sequence.SequenceModule, y: Tensor, *wanted: Tensor) -> dict[str, Tensor]:

@@ -1,0 +1,77 @@
+"""Comparisons of runs and states find NaN, and refuse to compare nothing."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.faults.comparison import compare_checkpoints, compare_logs
+from tests.laws.tools import assert_close
+from tests.support.commands import same
+
+NAN = torch.tensor([1.0, torch.nan])
+
+
+class State(NamedTuple):
+    sums: Tensor
+    length: Tensor
+
+
+def saved(path: Path, **changes) -> Path:
+    content = {
+        "global_step": 3,
+        "state_dict": {"w": torch.ones(2)},
+        "optimizer_states": [{"state": {0: torch.ones(2)}}],
+    }
+    torch.save(content | changes, path)
+    return path
+
+
+def test_checkpoints(tmp_path):
+    whole = saved(tmp_path / "a")
+    assert compare_checkpoints(whole, saved(tmp_path / "b")) is None
+    assert "w: tensors differ" in compare_checkpoints(whole, saved(tmp_path / "b", state_dict={"w": NAN}))
+    assert "only one has w" in compare_checkpoints(whole, saved(tmp_path / "b", state_dict={}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"state_dict": {"w": NAN}}, "w is not finite"),
+        ({"state_dict": {}}, "has no state_dict"),
+        ({"optimizer_states": []}, "has no optimizer_states"),
+        ({"global_step": 0}, "has no global_step"),
+    ],
+)
+def test_equal_checkpoints_of_runs_that_learnt_nothing(changes, said, tmp_path):
+    assert said in compare_checkpoints(saved(tmp_path / "a", **changes), saved(tmp_path / "b", **changes))
+
+
+def test_logs():
+    log = {"train/loss": {1: 2.0}}
+    assert compare_logs(log, log) is None
+    assert "log: train/loss of step 1" in compare_logs(log, {"train/loss": {1: float("nan")}})
+    for empty in ({}, {"train/loss": {}}):
+        assert compare_logs(empty, empty) == "log: the uninterrupted run has no values"
+        assert "missing" in compare_logs(log, empty)
+
+
+def test_states():
+    finite = State(torch.tensor([1.0, -torch.inf]), torch.tensor([3]))
+    assert_close(finite, finite)
+    for a, b in [
+        (State(NAN, finite.length), finite),
+        (finite, State(NAN, finite.length)),
+        (State(NAN, finite.length),) * 2,
+    ]:
+        with pytest.raises(AssertionError):
+            assert_close(a, b)
+
+
+def test_weights():
+    assert same({"w": torch.ones(2)}, {"w": torch.ones(2)})
+    assert not same({"w": NAN}, {"w": NAN})
+    assert not same({}, {})
+    assert not same({"w": torch.ones(2)}, {})

@@ -64,6 +64,8 @@ def mark(loops: dict[str, Any], trainer: pl.Trainer) -> None:
     """Change the loops' state in a checkpoint that `trainer` is about to save, as the module's docstring says."""
     state = loops["fit_loop"]
     epochs, batches = state["epoch_progress"], state["epoch_loop.batch_progress"]
+    # How many batches were scored in all depends on the validations that an interrupted run repeats; nothing needs it.
+    state["epoch_loop.val_loop.batch_progress"]["total"] = dict(_ZERO)
     if trainer.validating or within_step(trainer):
         follows = _validation_follows(trainer)
         _set(batches, completed=0 if follows else -1)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import shutil
 import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,6 +19,10 @@ from lit_effattn.runs import LAST, PREVIOUS
 
 _PART, _BEFORE = ".part", ".before"
 
+_CHECKSUM = b"lit-effattn CRC-32 %08x"
+_CHECKSUM_SIZE = len(_CHECKSUM % 0)
+_END, _END_SIZE = b"PK\5\6", 22  # a zip's end record without its comment, whose length is in the last two bytes
+
 # ------------------------------------------------------------------------------------------------------------- writing
 
 
@@ -25,10 +31,27 @@ def unfinished(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}{_PART}")
 
 
+class _SummedWriter(io.BufferedWriter):
+    """A file that is written from its beginning to its end, with the CRC-32 of what was written."""
+
+    crc = 0
+
+    def write(self, data: Any) -> int:
+        """Write `data`."""
+        self.crc = zlib.crc32(data, self.crc)
+        return super().write(data)
+
+
 def write(content: dict[str, Any], path: Path) -> None:
-    """Write a file, to the disk and not to a buffer of the system: a power cut must not leave an empty file."""
-    with path.open("wb") as file:
+    """Write a file, to the disk and not to a buffer of the system: a power cut must not leave an empty file.
+
+    It is a zip, as `torch.save` writes it, whose comment holds the CRC-32 of the whole file without that comment.
+    """
+    with _SummedWriter(io.FileIO(path, "wb")) as file:
         torch.save(content, file)
+        comment = _CHECKSUM % file.crc
+        file.seek(-2, os.SEEK_END)
+        file.write(len(comment).to_bytes(2, "little") + comment)
         file.flush()
         os.fsync(file.fileno())
 
@@ -165,18 +188,55 @@ def read(path: Path, map_location: Any = "cpu", *, mmap: bool = False) -> dict[s
 
 
 def damage(path: Path) -> str | None:
-    """Return what is wrong with a torch file, a zip whose every entry has a checksum; None: nothing."""
-    if not zipfile.is_zipfile(path):
-        return None  # an older torch's format, or no torch file: torch.load says which
+    """Return what is wrong with a torch file, a zip; None: nothing.
+
+    A file that `write` has written has a checksum of all its bytes. In another, the checksum of each entry is verified,
+    and that the records about the entries say what torch writes in them.
+    """
     try:
-        with zipfile.ZipFile(path) as file:
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.infolist()):
-                return "it is compressed, as torch's files never are"
-            entry = file.testzip()
+        with path.open("rb") as file:
+            begins = file.read(4) == b"PK\3\4"
+            if not begins and not zipfile.is_zipfile(file):
+                return None  # an older torch's format, or no torch file: torch.load says which
+            size = file.seek(0, os.SEEK_END)
+            file.seek(-min(size, _END_SIZE + _CHECKSUM_SIZE), os.SEEK_END)
+            tail = file.read()
+            summed = tail[: len(_END)] == _END and len(tail) == _END_SIZE + _CHECKSUM_SIZE
+            if summed and not _is_sum(file, tail[_END_SIZE - 2 :]):
+                return "the checksum of the whole file is wrong"
+            if not summed and not (tail[-_END_SIZE:][:4] == _END and tail[-2:] == b"\0\0"):
+                return "it is cut off or changed: it does not end as torch's files do"
+            with zipfile.ZipFile(file) as archive:
+                return _damaged_record(archive) or (None if summed else _damaged_entry(archive))
     except Exception as error:  # a changed header is read as any unsupported option there is
         if _of_machine(error):
             raise
         return str(error) or type(error).__name__
+
+
+def _is_sum(file: io.BufferedReader, comment: bytes) -> bool:
+    """Return whether a file's comment, which begins with its length, has the checksum of the file without it."""
+    crc, left = 0, file.seek(0, os.SEEK_END) - len(comment)
+    file.seek(0)
+    while left:
+        block = file.read(min(left, 1 << 20))
+        crc, left = zlib.crc32(block, crc), left - len(block)
+    expected = _CHECKSUM % zlib.crc32(b"\0\0", crc)
+    return comment == len(expected).to_bytes(2, "little") + expected
+
+
+def _damaged_record(archive: zipfile.ZipFile) -> str | None:
+    """Return what the directory says of an entry that it says of none of torch's; torch would not read that entry."""
+    for entry in archive.infolist():
+        if entry.compress_type != zipfile.ZIP_STORED:
+            return "it is compressed, as torch's files never are"
+        if entry.external_attr or entry.is_dir():
+            return f"its directory calls {entry.filename} something else than a file"
+    return None
+
+
+def _damaged_entry(archive: zipfile.ZipFile) -> str | None:
+    entry = archive.testzip()
     return None if entry is None else f"the checksum of {entry} is wrong"
 
 

@@ -192,7 +192,7 @@ def test_changed_bytes_are_noticed(saved: Path, where: float):
     data[start : start + 64] = bytes(255 - byte for byte in data[start : start + 64])
     saved.write_bytes(data)
     torch.load(saved, weights_only=True)
-    with pytest.raises(DamagedError, match=r"last\.ckpt is damaged: the checksum of .*data/0 is wrong"):
+    with pytest.raises(DamagedError, match=r"last\.ckpt is damaged: the checksum of the whole file is wrong"):
         read_checkpoint(saved)
 
 
@@ -240,8 +240,7 @@ def test_a_full_disk_in_training_leaves_the_checkpoint_before(tmp_path: Path, mo
 def test_a_file_that_was_cut_off(kept: int, saved: Path):
     whole = saved.read_bytes()
     saved.write_bytes(whole[:kept])
-    size = len(whole[:kept])
-    with pytest.raises(ValueError, match=rf"{re.escape(str(saved))} \({size:,} bytes\).*cut off") as caught:
+    with pytest.raises(ValueError, match=rf"{re.escape(str(saved))} .*cut off") as caught:
         AtomicCheckpointIO().load_checkpoint(saved)
     assert "\n" not in str(caught.value)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 import lit_effattn
 from lit_effattn.allowlist import listed
 from lit_effattn.attention import SoftmaxAttention
+from lit_effattn.checkpoint_files import write
 from lit_effattn.checkpoints import read_checkpoint, with_config
 from lit_effattn.hparams import spec
 from lit_effattn.positions import n_positions
@@ -90,11 +91,11 @@ def _take_in(source: Path, target: Path) -> str:
     with_config(checkpoint, {}, lit_effattn.__version__)
     settings = _settings(model, target / CHECKPOINT)
 
-    def write(folder: Path) -> None:
-        torch.save(checkpoint, folder / CHECKPOINT)
+    def write_both(folder: Path) -> None:
+        write(checkpoint, folder / CHECKPOINT)
         (folder / CONFIG).write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
 
-    _whole(target, write)
+    _whole(target, write_both)
     count = sum(p.numel() for p in model.parameters())
     return f"{target / CHECKPOINT}: {content['model_type']}, {count:,} parameters, a vocabulary of {size:,}"
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-KEYS = ("global_step", "epoch", "state_dict", "optimizer_states", "lr_schedulers", "random_states", "memory_carry")
-"""What a checkpoint must have in common with that of the uninterrupted run."""
+OF_THE_RUN = {"default_root_dir"}
+"""Settings in a checkpoint, by their names at any depth, in which a resumed run differs: it lies in another folder."""
 
 Log = dict[str, dict[int, float]]
 """The last value of each column, by step."""
@@ -45,9 +45,9 @@ def first_difference(a: Any, b: Any, name: str = "") -> str | None:
 
 
 def compare_checkpoints(whole: Path, resumed: Path) -> str | None:
-    """Return the first difference of two checkpoints: what training has made, and from what it goes on."""
-    a, b = (torch.load(path, weights_only=True) for path in (whole, resumed))
-    return _nothing_learnt(a) or first_difference(*({key: c.get(key) for key in KEYS} for c in (a, b)))
+    """Return the first difference of two checkpoints, in all that they hold but the run's folder."""
+    a, b = (_without(OF_THE_RUN, torch.load(path, weights_only=True)) for path in (whole, resumed))
+    return _nothing_learnt(a) or first_difference(a, b)
 
 
 def _nothing_learnt(whole: Mapping[str, Any]) -> str | None:
@@ -56,6 +56,12 @@ def _nothing_learnt(whole: Mapping[str, Any]) -> str | None:
         return f"the uninterrupted run's checkpoint has no {', '.join(empty)}"
     broken = [name for name, t in whole["state_dict"].items() if not t.isfinite().all()]
     return f"the uninterrupted run's {broken[0]} is not finite" if broken else None
+
+
+def _without(names: Set[str], content: Any) -> Any:
+    if isinstance(content, dict):
+        return {name: _without(names, value) for name, value in content.items() if name not in names}
+    return [_without(names, value) for value in content] if isinstance(content, list) else content
 
 
 def compare_best(whole: Path, resumed: Path) -> str | None:

@@ -195,6 +195,15 @@ class Parts:
             self._read[rank] = content
         return self._read[rank]
 
+    def verify(self) -> None:
+        """Verify all parts.
+
+        Raises:
+            DamagedError: see `Parts`.
+        """
+        for rank in range(len(self)):
+            self[rank]
+
     def of_process(self, rank: int, name: str) -> Any:
         """Return what a process alone has, in memory."""
         if name not in self[rank]["own"]:

@@ -160,13 +160,20 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
     return _read(Path(path), lambda folder: read_whole(folder, map_location), map_location)
 
 
-def read_outline(path: str | Path) -> dict[str, Any]:
+def read_outline(path: str | Path, *, verify: bool = False) -> dict[str, Any]:
     """Read a checkpoint as `read_checkpoint` does; of a folder, only what all processes have in common.
 
     That is all but the numbers of divided tensors, which have the device `meta`, and the carried memories. The parts
-    must be there and as long as they were; their checksums are not verified.
+    must be there and as long as they were; their checksums are verified with `verify` alone.
     """
-    return _read(Path(path), lambda folder: Parts(folder).common)
+
+    def of_folder(folder: Path) -> dict[str, Any]:
+        parts = Parts(folder)
+        if verify:
+            parts.verify()
+        return parts.common
+
+    return _read(Path(path), of_folder)
 
 
 def _read(path: Path, read_folder: Callable[[Path], dict[str, Any]], map_location: Any = "cpu") -> dict[str, Any]:

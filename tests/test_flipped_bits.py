@@ -4,6 +4,7 @@ import random
 import struct
 import zipfile
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def spans(file: Path) -> dict[str, list[tuple[int, int]]]:
         directory = archive.start_dir
     ends = [directory, *(data.rindex(magic) for magic in (b"PK\6\6", b"PK\6\7", b"PK\5\6"))]
     ends += [ends[-1] + 22, len(data)]
-    found |= {name: [span] for name, span in zip(REGIONS[3:], zip(ends, ends[1:], strict=False), strict=True)}
+    found |= {name: [span] for name, span in zip(REGIONS[3:], pairwise(ends), strict=True)}
     return found
 
 

@@ -35,13 +35,15 @@ ROOMS: dict[str, set[str]] = {
     "averaging": {"checkpoints", "runs"},
     "datamodules": set(),
     "slurm": {"runs"},
+    "run_lock": {"runs", "slurm"},
     "callbacks": {"sequence", "ops", "pictures", "checkpoint_files", "checkpoint_folders", "runs", "slurm"},
     "tasks": {
         *("generation", "beam", "nn", "positions", "sequence", "sharding", "hparams", "datamodules"),
         *("allowlist", "averaging", "checkpoints", "spec_build", "spec_check", "runs", "pictures"),
     },
     "pretrained": {
-        *("tasks", "nn", "attention", "positions", "hparams", "datamodules", "allowlist", "checkpoints", "__init__"),
+        *("tasks", "nn", "attention", "positions", "hparams", "datamodules", "allowlist"),
+        *("checkpoint_files", "checkpoints", "__init__"),
         "runs",
     },
     "export": {
@@ -59,7 +61,7 @@ ROOMS: dict[str, set[str]] = {
     "cli": {
         *("pretrained", "tasks", "generation", "beam", "nn", "attention", "positions", "sequence"),
         *("schedules", "sharding", "datamodules", "callbacks", "strategies"),
-        *("allowlist", "averaging", "checkpoint_files", "checkpoints", "runs", "pictures", "slurm"),
+        *("allowlist", "averaging", "checkpoint_files", "checkpoints", "runs", "pictures", "slurm", "run_lock"),
         *("import_errors", "spec_build", "spec_check", "run_records", "plots", "export"),
     },
     "__init__": {"nn", "tasks"},  # when they are asked for

@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import re
+import tempfile
 import threading
 import warnings
 from collections import Counter
@@ -52,6 +53,7 @@ from lit_effattn.cli.saved_settings import OFFLINE, UserOptions, fixed_by_data, 
 from lit_effattn.cli.sealed import Sealed, check_settings, parse_saved
 from lit_effattn.cli.trainer import Trainer
 from lit_effattn.nn.transfer import begin_transfer
+from lit_effattn.run_lock import RunLock
 from lit_effattn.runs import (
     LAST,
     PREVIOUS,
@@ -213,31 +215,36 @@ class CLI(LightningCLI):
     def __init__(self, args: list[str]) -> None:
         self.given = args
         self._made: Path | None = None  # the folder of a new run
+        self._lock: RunLock | None = None
         self.resolved = ResolvedArgs.parse(args)
         self.sealed = Sealed(self.resolved.trust)
-        super().__init__(
-            model_class=Task,
-            datamodule_class=pl.LightningDataModule if self.resolved.uses_data else None,
-            trainer_class=Trainer,
-            trainer_defaults={"default_root_dir": ROOT, "log_every_n_steps": 10, "check_val_every_n_epoch": None},
-            seed_everything_default=0,
-            parser_class=_Parser,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            auto_configure_optimizers=False,
-            save_config_callback=None,
-            load_from_checkpoint_support=False,  # tasks know their own arguments: see lit_effattn.hparams
-            parser_kwargs={
-                name: {
-                    "usage": _USAGE.format(name),
-                    "description": text,
-                    "command": name,
-                    "all_options": "all" in args,
-                }
-                for name, text in _ABOUT.items()
-            },
-            args=self.resolved.args,
-        )
+        try:
+            super().__init__(
+                model_class=Task,
+                datamodule_class=pl.LightningDataModule if self.resolved.uses_data else None,
+                trainer_class=Trainer,
+                trainer_defaults={"default_root_dir": ROOT, "log_every_n_steps": 10, "check_val_every_n_epoch": None},
+                seed_everything_default=0,
+                parser_class=_Parser,
+                subclass_mode_model=True,
+                subclass_mode_data=True,
+                auto_configure_optimizers=False,
+                save_config_callback=None,
+                load_from_checkpoint_support=False,  # tasks know their own arguments: see lit_effattn.hparams
+                parser_kwargs={
+                    name: {
+                        "usage": _USAGE.format(name),
+                        "description": text,
+                        "command": name,
+                        "all_options": "all" in args,
+                    }
+                    for name, text in _ABOUT.items()
+                },
+                args=self.resolved.args,
+            )
+        finally:
+            if self._lock is not None:
+                self._lock.release()
 
     # -------------------------------------------------------------------------------------------------------- parsing
 
@@ -386,6 +393,8 @@ class CLI(LightningCLI):
         quiet = bool(config.fast_dev_run)
         root = Path(config.default_root_dir or ROOT)
         folder = root if quiet else self._run_folder(root)
+        if self.subcommand == "fit" and not quiet and not is_child() and self._is_first():
+            self._lock = RunLock(folder)
         kwargs["default_root_dir"] = str(folder)
         # An interval in batches counts across epochs, so it may be longer than an epoch; with a number Lightning fails.
         if not isinstance(config.val_check_interval, int):
@@ -437,7 +446,7 @@ class CLI(LightningCLI):
             callbacks.StopOnSignal(),
             callbacks.RandomStates(restore=seed_kept),
             callbacks.CostLog(),
-            Configuration(self.settings(), self.given),
+            Configuration(self.settings(), self.given, self._lock),
         ]
         if kwargs.get("logger", config.logger) and LearningRateMonitor not in given:
             standard.append(LearningRateMonitor("step"))
@@ -477,6 +486,8 @@ class CLI(LightningCLI):
             # Where another program started all processes (torchrun), the first makes the folder; only it writes.
             of = new_run(root) if self._is_first() else root / "of another process"
             self._made = of if self._is_first() else None
+        elif self.subcommand != "fit":
+            of = _writable(of)
         os.environ[RUN] = str(of)
         return of
 
@@ -534,9 +545,14 @@ class CLI(LightningCLI):
     def after_fit(self) -> None:
         """Print the best value of the monitored metric and the path of its checkpoint, or that there is none."""
         best = next((c for c in self.trainer.checkpoint_callbacks if isinstance(c, callbacks.BestCheckpoint)), None)
-        if best is not None and best.best_model_path:
+        if best is None:
+            return
+        now = self.trainer.callback_metrics.get(str(best.monitor))
+        if best.best_model_path and best.best_model_score is not None:
             rank_zero_info(f"{best.monitor} {best.best_model_score:.4f} is the best, in {short(best.best_model_path)}")
-        elif best is not None and best.monitor in self.trainer.callback_metrics:
+        elif now is not None and torch.isfinite(now):  # restored from a checkpoint of another run
+            rank_zero_info("There was no validation in this run, so there is no best.ckpt")
+        elif now is not None:
             rank_zero_info(f"{best.monitor} was never finite: there is no best.ckpt")
 
     def after_test(self) -> None:
@@ -577,11 +593,13 @@ class Configuration(pl.Callback):
     Args:
         settings: As `CLI.settings` gives them.
         args: The arguments of the command, by which a restarted SLURM job finds its run.
+        lock: The lock on the folder, which is verified before each checkpoint; None: another process has it.
     """
 
-    def __init__(self, settings: dict[str, Any], args: list[str]) -> None:
+    def __init__(self, settings: dict[str, Any], args: list[str], lock: RunLock | None = None) -> None:
         self.settings = settings
         self.args = args
+        self.lock = lock
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write `config.yaml`; a resumed run writes `config_resumed_N.yaml` beside it."""
@@ -604,7 +622,21 @@ class Configuration(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Add the settings."""
+        if self.lock is not None:
+            self.lock.verify()
         with_config(checkpoint, self.settings, lit_effattn.__version__)
+
+
+def _writable(run: Path) -> Path:
+    """Return the folder of a run if it can be written to, else one in the current folder, with the run's name."""
+    try:
+        with tempfile.TemporaryFile(dir=run):
+            return run
+    except OSError as error:
+        other = Path.cwd() / f"{run.parent.name}_{run.name}"
+        other.mkdir(exist_ok=True)
+        rank_zero_info(f"{short(run)} can't be written to ({error.strerror}): results go to {short(other)}")
+        return other
 
 
 def _check_trainer(config: Any) -> None:

@@ -222,18 +222,21 @@ def _number(average: Any) -> int:
 
 
 def _read(checkpoint: Path, command: str, root: Path) -> tuple[Path, dict[str, Any]]:
-    """Read a checkpoint. Training goes on from the one before it if it is damaged.
+    """Read a checkpoint, of which all parts are verified. Training goes on from the one before it if it is damaged.
+
+    Processes that this command starts get its choice; those that another program starts (torchrun) each make it, from
+    the same files.
 
     Raises:
         DamagedError: It is damaged; names what else there is.
     """
     previous = checkpoint.with_name(PREVIOUS)
     try:
-        content = read_outline(checkpoint)
+        content = read_outline(checkpoint, verify=not is_child())
     except DamagedError as error:
         if command == "fit" and checkpoint.name == LAST and is_checkpoint(previous):
             with suppress(DamagedError):
-                content = read_outline(previous)
+                content = read_outline(previous, verify=True)
                 rank_zero_warn(f"{error}. {_goes_on_from(previous, content)}")
                 return previous, content
         others = [*checkpoint.parent.glob("*.ckpt"), *sorted(root.rglob(f"checkpoints/{LAST}"), reverse=True)]
@@ -248,10 +251,10 @@ def _read(checkpoint: Path, command: str, root: Path) -> tuple[Path, dict[str, A
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    """Return whether a checkpoint can be read, as far as `read_outline` tells of a folder."""
+    """Return whether a checkpoint can be read."""
     if checkpoint.is_dir():
         with suppress(ValueError, OSError):
-            return bool(read_outline(checkpoint))
+            return bool(read_outline(checkpoint, verify=True))
         return False
     return zipfile.is_zipfile(checkpoint) and not damage(checkpoint)
 

@@ -1,8 +1,12 @@
 """The `lit-effattn` command, as a user runs it: in this process where one suffices, in others where a run is killed."""
 
+import errno
+import json
 import re
 import signal
 import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,7 @@ import pytest
 import torch
 import yaml
 
-from lit_effattn import PixelModel
+from lit_effattn import PixelModel, run_lock
 from lit_effattn.attention import LinearAttention, SoftmaxAttention
 from lit_effattn.cli import main
 from lit_effattn.cli.command import CLI
@@ -596,6 +600,51 @@ def test_unknown_commands_are_refused(capsys: pytest.CaptureFixture[str]):
     assert "'train' is not a command" in fails(capsys, "train", code=2)
 
 
+def test_a_kept_checkpoint_begins_a_new_run_even_with_nothing_left_to_do():
+    run = fit("--checkpoint.keep", "1")
+    main(["fit", "--ckpt_path", str(run / "checkpoints" / "step_00000003.ckpt")])
+    assert len(runs()) == 1  # the new one saved nothing
+
+
+def test_a_run_in_which_another_process_trains_is_not_resumed(capsys: pytest.CaptureFixture[str]):
+    run = fit()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        about = {**run_lock._me(), "pid": other.pid, "started": run_lock._started(other.pid)}
+        (run / run_lock.LOCK).write_text(json.dumps(about))
+        before = sorted(path.name for path in run.rglob("*"))
+        said = fails(capsys, "fit", "--ckpt_path", "last", "--trainer.max_epochs", "2")
+        assert f"another fit writes into {run}: process {other.pid} on " in said
+        main(["test", "--ckpt_path", "last"])
+        assert sorted(path.name for path in run.rglob("*")) == before
+        other.kill()
+    main(["fit", "--ckpt_path", "last", "--trainer.max_epochs", "2"])
+    assert not (run / run_lock.LOCK).exists()
+
+
+def test_a_run_that_cannot_be_written_to_is_scored_and_sampled_from(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    run = fit()
+    before = sorted(run.rglob("*"))
+    real = tempfile.TemporaryFile
+
+    def refuse(*args, dir=None, **options):
+        if dir is not None and Path(dir).resolve() == run.resolve():
+            raise OSError(errno.EROFS, "Read-only file system")
+        return real(*args, dir=dir, **options)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    other = Path(f"runs_{run.name}")
+    main(["test", "--ckpt_path", "last", "--trainer.logger", "true"])
+    said = f"{run} can't be written to (Read-only file system): results go to {other}"
+    assert said in caplog.text
+    main(["generate", "--ckpt_path", "last", "--n", "1"])
+    main(["predict", "--ckpt_path", "last"])
+    assert sorted(run.rglob("*")) == before
+    assert (other / "generated" / "samples" / "samples.png").is_file()
+    assert len(list(other.rglob("predictions.csv"))) == 1
+
+
 # ------------------------------------------------------------------------------------------------ damaged checkpoints
 
 
@@ -612,7 +661,7 @@ def test_training_goes_on_from_the_one_before_a_damaged_one(capsys: pytest.Captu
     before = torch.load(folder / "previous.ckpt", weights_only=True)
     damage(folder / "last.ckpt")
     said = fails(capsys, "test", "--ckpt_path", "last")
-    assert re.search(r"last\.ckpt is damaged: the checksum of \S+/data/\d+ is wrong; there are", said)
+    assert re.search(r"last\.ckpt is damaged: the checksum of the whole file is wrong; there are", said)
     assert "best.ckpt" in said
     with pytest.warns(
         UserWarning, match=r"last\.ckpt is damaged: .* goes on from .*previous\.ckpt, saved at step 3: what"

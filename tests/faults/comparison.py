@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-OF_THE_RUN = {"default_root_dir"}
-"""Settings in a checkpoint, by their names at any depth, in which a resumed run differs: it lies in another folder."""
+OF_THE_RUN = {"default_root_dir", "ckpt_path"}
+"""Settings in a checkpoint, by their names at any depth, in which a resumed run differs: its folder, how it began."""
 
 Log = dict[str, dict[int, float]]
 """The last value of each column, by step."""

@@ -73,6 +73,13 @@ class Tokenizer(ABC):
         """Return the parts of a text that become `<unk>`, each once, in order. Bytes and bpe have none."""
         return []
 
+    def token_bytes(self) -> np.ndarray | None:
+        """Return how many bytes of text each token stands for, (n_tokens,); None: that is not exact.
+
+        Over the tokens of a text they sum to its bytes in UTF-8. `<start>`, which is not of a text, has 0.
+        """
+        return None
+
     @abstractmethod
     def spec(self) -> dict[str, Any]:
         """Return the tokenizer as plain data, the input of `from_spec`."""
@@ -322,6 +329,10 @@ class BPETokenizer(Tokenizer):
         """Decode tokens to text. Invalid UTF-8 becomes U+FFFD."""
         return self._model.decode([int(i) for i in ids if i != self.start])
 
+    def token_bytes(self) -> np.ndarray:
+        """Return the number of bytes of each token: see `Tokenizer.token_bytes`."""
+        return _bytes_by_token(self._model, {}, self.n_tokens)
+
     def spec(self) -> dict[str, Any]:
         """All of it as plain data."""
         return {"tokens": self.kind, "vocabulary": json.loads(self._model.to_str())}
@@ -426,6 +437,26 @@ class PretrainedTokenizer(Tokenizer):
     def name_of(self, token: int | None) -> str | None:
         """Return how tokenizer.json writes a token."""
         return None if token is None else self._model.id_to_token(token)
+
+    def token_bytes(self) -> np.ndarray | None:
+        """Return the number of bytes of each token if they are byte pairs, as GPT-2's: see `Tokenizer.token_bytes`.
+
+        With Unicode normalisation (NFC, as in Qwen), they are those of the normalised text. A special token has those
+        of its name, as a text that contains it. None: the tokens are of another kind, or drop or add characters.
+        """
+        added = self.model.get("added_tokens") or []
+        whole = self._model.get_vocab().keys() >= set(_byte_alphabet())
+        if (
+            not whole
+            or not _keeps_bytes(self.model)
+            or any(token.get("lstrip") or token.get("rstrip") for token in added)
+        ):
+            return None
+        return _bytes_by_token(
+            self._model,
+            {i: token.content for i, token in self._model.get_added_tokens_decoder().items()},
+            self.n_tokens,
+        )
 
     def spec(self) -> dict[str, Any]:
         """All of it as plain data."""
@@ -592,6 +623,31 @@ def _untrained_bpe() -> "tokenizers.Tokenizer":
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
     return model
+
+
+def _bytes_by_token(model: "tokenizers.Tokenizer", added: dict[int, str], n_tokens: int) -> np.ndarray:
+    """Return the number of bytes of each token of a model of byte pairs, which writes a byte as a character."""
+    sizes = np.zeros(n_tokens, np.int64)
+    for name, token in model.get_vocab(with_added_tokens=False).items():
+        sizes[token] = len(name)
+    for token, content in added.items():
+        sizes[token] = len(content.encode())
+    return sizes
+
+
+def _keeps_bytes(model: dict[str, Any]) -> bool:
+    """Whether a tokenizer.json is one of byte pairs that neither adds, drops nor changes a character, but for NFC."""
+    first, last = model.get("pre_tokenizer"), model.get("decoder") or {}
+    steps = (first or {}).get("pretokenizers", [first])
+    kinds = {(step or {}).get("type") for step in steps}
+    return (
+        model.get("model", {}).get("type") == "BPE"
+        and (model.get("normalizer") or {}).get("type", "NFC") == "NFC"
+        and last.get("type") == "ByteLevel"
+        and "ByteLevel" in kinds
+        and kinds <= {"ByteLevel", "Split", "Digits"}
+        and not any(step.get("add_prefix_space") or step.get("behavior") == "Removed" for step in steps)
+    )
 
 
 def _byte_alphabet() -> list[str]:

@@ -1,5 +1,6 @@
 """The documentation: its Python runs, its links lead somewhere, and the configurations that it names exist."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -68,6 +69,21 @@ def test_a_kind_of_your_own_keeps_the_segment_law():
     assert torch.allclose(second[1, :2], whole[1, 4:6])
     values = attention.v_proj(x).cumsum(1) / torch.arange(1, 10)[:, None]
     assert torch.allclose(whole, attention.out_proj(values))
+
+
+def test_the_codec_of_an_exported_model_is_its_tokenizer():
+    tokenizers = pytest.importorskip("tokenizers")
+    from lit_effattn.datamodules.tokenizers import BPETokenizer, PretrainedTokenizer
+
+    codec = run(block("docs/export.md", "def codec(about)"))["codec"]
+    text = "a bird\n\n in a box, naïve\n屋\u2028a\r\nb"
+    learnt = BPETokenizer.learn([text * 9], 290)
+    content = json.loads(tokenizers.Tokenizer.from_str(json.dumps(learnt.spec()["vocabulary"])).to_str())
+    for made in (learnt, PretrainedTokenizer(content, 300, start=289)):
+        about = {"start": made.start, "vocabulary": made.kind, "tokenizer": made.spec()}  # as `export` writes it
+        encode, decode = codec(json.loads(json.dumps(about)))
+        assert encode(text) == made.encode(text).tolist()
+        assert decode([made.start, *encode(text)]) == text
 
 
 def test_data_of_your_own_are_token_batches():

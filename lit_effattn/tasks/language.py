@@ -25,7 +25,7 @@ from lit_effattn.runs import short
 from lit_effattn.sequence import SequenceModule, State
 from lit_effattn.tasks.auxiliary import FurtherPredictions, mean_of_scored
 from lit_effattn.tasks.base import Objective, Task, check_backbone, check_fields
-from lit_effattn.tasks.metrics import Accuracy, BitsPerByte, BitsPerCharacter, Count, Perplexity
+from lit_effattn.tasks.metrics import Accuracy, BitsPerByte, BitsPerCharacter, BitsPerTextByte, Count, Perplexity
 from lit_effattn.tasks.responses import ResponseMetric, Responses, score_texts, write_file
 
 Unit = Literal["byte", "character", "token"]
@@ -53,8 +53,8 @@ class LanguageModel(Task):
     Args:
         backbone: Causal; mixes the sequence.
         vocab_size: Number of tokens. From the command: that of the data.
-        unit: What a token is, and so what is reported: bits/byte, bits/character, or perplexity. From the command: as
-            the data say.
+        unit: What a token is, and so what is reported: bits/byte, bits/character, or perplexity; of byte pairs, whose
+            number of bytes is known, bits/byte too. From the command: as the data say.
         tokenizer: How text becomes tokens, as `Tokenizer.spec` says; checkpoints carry it, so that `generate` needs no
             data. From the command: that of the data.
         head: Makes the distribution over the tokens. Default: CategoricalHead.
@@ -161,6 +161,8 @@ class LanguageModel(Task):
         self.metric_name, kind = _METRICS[unit]
         self.monitor = f"val/{self.metric_name}"
         self.scores = nn.ModuleDict({stage: kind() for stage in ("val", "test")})
+        self.byte_scores = nn.ModuleDict({stage: BitsPerTextByte() for stage in ("val", "test")})
+        self._token_bytes: Tensor | None = None  # see `token_bytes`
         self.accuracies = nn.ModuleDict({stage: Accuracy() for stage in ("val", "test")}) if accuracy else None
         lengths = test_lengths if accuracy else None
         self.accuracy_by_length = nn.ModuleDict({str(n): Accuracy() for n in lengths or ()})
@@ -290,6 +292,9 @@ class LanguageModel(Task):
         metrics: dict[str, Any] = {self.metric_name: self.scores[stage]}
         nll = self.head.nll(hidden, targets)
         metrics[self.metric_name](nll)
+        if (sizes := self.token_bytes) is not None:
+            metrics["bits_per_byte"] = self.byte_scores[stage]
+            metrics["bits_per_byte"](nll, sizes.to(targets.device)[targets])
         if stage == "test":
             metrics[f"{self.unit}s"] = self.count
             metrics[f"{self.unit}s"](nll)
@@ -532,6 +537,16 @@ class LanguageModel(Task):
         if self.tokenizer is None:
             raise ValueError("the model's tokens can't be decoded to text: it was trained without a tokenizer")
         return Tokenizer.from_spec(self.tokenizer)
+
+    @property
+    def token_bytes(self) -> Tensor | None:
+        """Bytes of text that each token stands for, (vocab_size,); None: they are not known, or a token is a unit."""
+        if self.tokenizer is None or self.unit != "token":
+            return None
+        if self._token_bytes is None:
+            sizes = self.text.token_bytes()
+            self._token_bytes = torch.empty(0) if sizes is None else torch.from_numpy(sizes)
+        return self._token_bytes if len(self._token_bytes) else None
 
     def check_batch(self, batch: TokenBatch) -> None:
         """Refuse tokens that are not of this vocabulary: see `Task.check_batch`."""

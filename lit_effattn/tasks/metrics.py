@@ -75,6 +75,30 @@ class BitsPerByte(BitsPerDim):
     """`BitsPerDim` of text whose tokens are bytes: one negative log-likelihood in nats for each byte scored."""
 
 
+class BitsPerTextByte(_Sums):
+    """Bits of a text for each of its bytes, Σ nats / (Σ bytes · ln 2), whatever the tokens: to compare tokenizers.
+
+    `update` takes the negative log-likelihood in nats of each token scored, and the number of bytes it stands for.
+
+    Example:
+        >>> metric = BitsPerTextByte()
+        >>> metric.update(torch.tensor([math.log(2), math.log(8)]), torch.tensor([3, 1]))
+        >>> round(float(metric.compute()), 4)
+        1.0
+    """
+
+    higher_is_better = False
+
+    def update(self, nats: Tensor, n_bytes: Tensor) -> None:
+        """Add tokens."""
+        self.total += nats.detach().sum(dtype=torch.float64)
+        self.count += n_bytes.sum()
+
+    def compute(self) -> Tensor:
+        """Return bits per byte."""
+        return self.total / self.count / math.log(2)
+
+
 class BitsPerCharacter(BitsPerDim):
     """`BitsPerDim` of text whose tokens are characters: one negative log-likelihood in nats for each scored."""
 

@@ -200,3 +200,44 @@ def test_what_is_wrong_with_a_pretrained_tokenizer(vocabulary, words):
     whole = {"model": like_llamas(), "n_tokens": 9, "start": 6, "end": None}
     with pytest.raises(ValueError, match=words):
         Tokenizer.from_spec({"tokens": "pretrained", "vocabulary": whole | vocabulary})
+
+
+TEXTS = ["a bird, a box\n\n  in it\n", "naïve 屋根 🐦\t\u00a0x", "", "a<|end|>b"]
+
+
+def byte_pairs(**more) -> dict:
+    """A tokenizer.json like GPT-2's."""
+    model = BPETokenizer.learn(["a bird in a box\n" * 9], 280).spec()["vocabulary"]
+    end = {"id": 279, "content": "<|end|>", "single_word": False, "lstrip": False, "rstrip": False}
+    return {**model, "added_tokens": [{**end, "normalized": False, "special": True}], **more}
+
+
+@needs_bpe
+def test_the_bytes_of_a_texts_tokens_are_those_of_the_text():
+    learnt = BPETokenizer.learn(["a bird in a box\n" * 9], 280)
+    pretrained = PretrainedTokenizer(byte_pairs(), 290, start=279)
+    normalised = PretrainedTokenizer(byte_pairs(normalizer={"type": "NFC"}), 290, start=279)
+    for made in (learnt, pretrained, normalised):
+        sizes = made.token_bytes()
+        assert sizes is not None
+        assert sizes.shape == (made.n_tokens,)
+        for text in TEXTS:
+            assert sizes[made.encode(text)].sum() == len(text.encode())
+    assert learnt.token_bytes()[learnt.start] == 0
+    assert len(pretrained.encode("<|end|>")) == 1
+    decomposed = "nai\u0308ve"
+    assert normalised.token_bytes()[normalised.encode(decomposed)].sum() == len("naïve".encode())
+
+
+@needs_bpe
+def test_where_bytes_would_not_be_exact_there_are_none():
+    spaced = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    stripped = [{**byte_pairs()["added_tokens"][0], "lstrip": True}]
+    for content in (
+        like_llamas(),
+        byte_pairs(normalizer={"type": "Lowercase"}),
+        byte_pairs(pre_tokenizer=spaced),
+        byte_pairs(added_tokens=stripped),
+    ):
+        assert PretrainedTokenizer(content, 290, start=0).token_bytes() is None
+    assert WordTokenizer.learn(["a b"], None).token_bytes() is None

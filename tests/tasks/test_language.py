@@ -1,5 +1,6 @@
 import math
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from lit_effattn.attention import (
     TransformerXLAttention,
 )
 from lit_effattn.datamodules import CopyTask
-from lit_effattn.datamodules.tokenizers import ByteTokenizer
+from lit_effattn.datamodules.tokenizers import BPETokenizer, ByteTokenizer
 from lit_effattn.datamodules.tokens import IGNORE, TokenBatch
 from lit_effattn.tasks import LanguageModel
 from tests.callbacks.tiny import trainer
@@ -23,11 +24,11 @@ from tests.callbacks.tiny import trainer
 V = 6
 
 
-def model(attention: Any = SoftmaxAttention, **options: Any) -> LanguageModel:
+def model(attention: Any = SoftmaxAttention, vocabulary: int = V, **options: Any) -> LanguageModel:
     """Return a small model far from uniform, always the same, in float64 and without dropout."""
     torch.manual_seed(5)
     backbone = Transformer(8, 2, 2, attention=attention, init="pytorch")
-    made = LanguageModel(backbone, V, embedding_std=1.0, **options)
+    made = LanguageModel(backbone, vocabulary, embedding_std=1.0, **options)
     with torch.no_grad():
         made.head.proj.weight.mul_(4)
     return made.double().eval()
@@ -132,6 +133,25 @@ def test_what_is_reported_is_sums_divided_once(tmp_path, unit: str, name: str, f
         assert found[f"{stage}/accuracy"] == pytest.approx(right / len(costs))
     assert found[f"test/{unit}s"] == len(costs)
     assert made.monitor == f"val/{name}"
+
+
+@pytest.mark.skipif(find_spec("tokenizers") is None, reason="needs the package tokenizers")
+def test_byte_pairs_report_bits_per_byte_of_the_text(tmp_path):
+    """To compare tokenizers: the nats of all tokens over the bytes of the text, divided once."""
+    texts = ["a bird in a box, naïve\n", "a box\n"]
+    tokenizer = BPETokenizer.learn([texts[0] * 9], 270)
+    made = model(vocabulary=270, tokenizer=tokenizer.to_json())
+    given = []
+    for text in texts:
+        tokens = torch.tensor([[tokenizer.start, *tokenizer.encode(text).tolist()]])
+        given.append(TokenBatch(tokens[:, :-1], tokens[:, 1:]))
+    nats = sum(cost for b in given for row in conditionals(made, b) for cost in row)
+    n_bytes = sum(len(text.encode()) for text in texts)
+    assert sum(b.targets.numel() for b in given) < n_bytes
+    for stage, run in (("val", "validate"), ("test", "test")):
+        (found,) = getattr(trainer(tmp_path, []), run)(made, DataLoader(given, batch_size=None), verbose=False)
+        assert found[f"{stage}/bits_per_byte"] == pytest.approx(nats / n_bytes / math.log(2), rel=1e-6)
+    assert made.monitor == "val/perplexity"
 
 
 def test_predictions_are_a_line_a_sequence():

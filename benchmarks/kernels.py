@@ -296,10 +296,11 @@ def _differences(results: Mapping[str, list[Tensor]]) -> dict[str, float]:
     """Return the largest difference of any tensor from linear's, relative to that tensor's largest value."""
     linear = results["linear"]
 
-    def difference(found: list[Tensor]) -> float:
-        return largest(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, linear, strict=True))
+    def difference(name: str, found: list[Tensor]) -> float:
+        relative = (float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, linear, strict=True))
+        return largest(relative, f"{name}: the difference from linear")
 
-    return {name: difference(found) for name, found in results.items() if name != "linear"}
+    return {name: difference(name, found) for name, found in results.items() if name != "linear"}
 
 
 class Products(TorchDispatchMode):

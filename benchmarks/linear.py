@@ -222,7 +222,8 @@ def _differences(forms: dict[str, Form], inputs: list[Tensor]) -> dict[str, floa
         exact = _both_ways(reference, [t.detach().float().requires_grad_() for t in inputs])
         of_kind = {name: form for name, form in forms.items() if name.startswith(PERFORMER) == performer}
         differences |= {
-            name: largest_relative_difference(_both_ways(form, inputs), exact) for name, form in of_kind.items()
+            name: largest_relative_difference(_both_ways(form, inputs), exact, f"{name}: the difference")
+            for name, form in of_kind.items()
         }
     return differences
 

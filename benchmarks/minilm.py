@@ -276,7 +276,7 @@ class Original(nn.Module):
 
 def _checked(name: str, batch: Batch, ours: Tensor, original: Original) -> str:
     """Return a note on how near our vectors are to the original's, and what the texts are."""
-    difference = largest_difference([ours], [vectors(original, batch)])
+    difference = largest_difference([ours], [vectors(original, batch)], f"the difference of the {name}")
     if difference > EQUAL:
         raise ValueError(f"our vectors of the {name} differ by {difference:.1e} from those of transformers")
     lengths = batch.lengths.tolist()

@@ -275,7 +275,10 @@ def _compared(
     y, dx, *gradients = results[OURS]
     wanted = {name: [y, dx, *layers[name].ordered(gradients)] for name in results}
     differences = {
-        name: largest_relative_difference(results[name], wanted[name]) if comparison.same else "—" for name in results
+        name: largest_relative_difference(results[name], wanted[name], f"{name}: the difference")
+        if comparison.same
+        else "—"
+        for name in results
     }
     calls = {name: partial(_both_ways, layers[name], x) for name in results}
     del y, dx, gradients, results, wanted

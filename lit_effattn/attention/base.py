@@ -82,7 +82,7 @@ class Attention(MultiHead, SequenceModule):
         if head_dim is not None and head_dim < 1:
             raise ValueError(f"head_dim={head_dim} is not positive; leave it out for d_model / n_heads")
         if not 0 < qk_norm_eps < math.inf:
-            raise ValueError(f"qk_norm_eps={qk_norm_eps} is not positive; 1e-6 is usual")
+            raise ValueError(f"qk_norm_eps={qk_norm_eps} must be above 0, and finite; 1e-6 is usual")
         self.head_dim = d_model // n_heads if head_dim is None else head_dim
         width = n_heads * self.head_dim if d_qk is None else d_qk
         if width < 1 or width % n_heads:

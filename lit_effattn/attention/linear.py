@@ -128,8 +128,8 @@ class HedgehogFeatureMap(FeatureMap):
 
     def __init__(self, head_dim: int, eps: float = 1e-12) -> None:
         super().__init__(head_dim)
-        if not eps > 0:
-            raise ValueError(f"eps={eps} is not positive, so a row without keys would be 0 / 0; 1e-12 is usual")
+        if not 0 < eps < math.inf:
+            raise ValueError(f"eps={eps} must be above 0, for a row without keys, and finite; 1e-12 is usual")
         self.eps = eps
         self.head_dim = head_dim
         self.n_features = 2 * head_dim

@@ -298,6 +298,10 @@ class Transformer(SequenceModule):
                 raise ValueError(f"{name}={value!r} is not one of {known}")
         if n_layers < 1:
             raise ValueError(f"n_layers={n_layers}; a Transformer has at least one layer")
+        shares = {"dropout": dropout, "activation_dropout": activation_dropout, "output_dropout": output_dropout}
+        for name, share in shares.items():
+            if not 0 <= share < 1:
+                raise ValueError(f"{name}={share} is not a probability from 0 to below 1")
         kinds = _in_turn("attention", attention, n_layers)
         cross_kinds = None if cross_attention is None else _in_turn("cross_attention", cross_attention, n_layers)
         if cross_kinds is None and d_source is not None:
@@ -532,7 +536,7 @@ def _call_in_parts(others: Any, block: nn.Module, *args: Any) -> Any:
 
 def _layer_norm(kind: NormKind, eps: float | None) -> Callable[[int], nn.Module]:
     if eps is not None and not 0 < eps < math.inf:
-        raise ValueError(f"norm_eps={eps} must be positive; 1e-5 and 1e-6 are usual")
+        raise ValueError(f"norm_eps={eps} must be above 0, and finite; 1e-5 and 1e-6 are usual")
     made: type[nn.Module] = nn.RMSNorm if kind == "rms" else nn.LayerNorm
     return made if eps is None else partial(made, eps=eps)
 

@@ -144,3 +144,12 @@ def test_in_pytorch_means_for_one_call(args, monkeypatch):
             monkeypatch.setenv(kernels.KERNELS, before)
         assert asked() == "plain"
         assert kernels.os.environ.get(kernels.KERNELS) == before
+
+
+@pytest.mark.parametrize(
+    "results", [[torch.ones(3), torch.full((3,), torch.nan)], [torch.tensor([1, torch.nan, 1])] * 2]
+)
+def test_a_form_whose_numbers_are_not_finite_is_named(results):
+    """Also where the first result is right."""
+    with pytest.raises(ValueError, match="favor: the difference from linear is nan"):
+        kernels._differences({"linear": [torch.ones(3)] * 2, "exact": [torch.ones(3)] * 2, "favor": results})

@@ -370,7 +370,7 @@ def test_initial_values_of_pytorch():
         ({"d_source": 6}, "d_source=6 does not apply without cross_attention"),
         ({"n_heads": 8, "positions": RotaryPositions}, "a head's width=1 is no pair"),
         ({"attention": partial(SoftmaxAttention, n_kv_heads=3)}, "n_kv_heads=3 does not divide n_heads=2"),
-        ({"norm_eps": 0.0}, "norm_eps=0.0 must be positive"),
+        ({"norm_eps": 0.0}, "norm_eps=0.0 must be above 0"),
         ({"positions_in_layers": True, "positions": None}, "positions_in_layers=True with positions=None"),
         ({"positions_in_layers": True, "positions": RotaryPositions}, "positions_in_layers=True .*RotaryPositions"),
         ({"positions_in_layers": True, "position_width": 4}, "positions_in_layers=True .*position_width=4"),

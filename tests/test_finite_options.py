@@ -1,0 +1,43 @@
+"""Options that are numbers are refused where they are NaN, which is neither too small nor too large, or infinite."""
+
+import inspect
+import math
+from functools import partial
+
+import pytest
+
+from lit_effattn import Transformer, attention
+from lit_effattn.attention import Attention, FeatureMap
+from lit_effattn.nn.adaptive import AdaptiveEmbedding
+from lit_effattn.nn.heads import CategoricalHead
+from lit_effattn.pretrained.family import Settings
+
+EXPORTED = [made for name in attention.__all__ if inspect.isclass(made := getattr(attention, name))]
+MAKE = {
+    **{kind: (8, 2) for kind in EXPORTED if issubclass(kind, Attention) and not inspect.isabstract(kind)},
+    **{kind: (4,) for kind in EXPORTED if issubclass(kind, FeatureMap) and not inspect.isabstract(kind)},
+    Transformer: (8, 2, 1),
+    CategoricalHead: (8, 5),
+    partial(AdaptiveEmbedding, cutoffs=[4]): (9, 8),
+}
+CASES = [
+    (kind, name, "tuple" in str(parameter.annotation))
+    for kind in MAKE
+    for name, parameter in inspect.signature(kind).parameters.items()
+    if "float" in str(parameter.annotation)
+]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(("kind", "name", "several"), CASES, ids=lambda of: getattr(of, "__name__", str(of)))
+def test_numbers_of_modules_are_finite(kind, name, several, value):
+    """Every number, so that a new option is tested too."""
+    with pytest.raises(ValueError, match=rf"{name}=\(?(0.1, )?{value}"):
+        kind(*MAKE[kind], **{name: (0.1, value) if several else value})
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_numbers_of_a_converted_model_are_finite(value):
+    """JSON as Python reads it has NaN."""
+    with pytest.raises(ValueError, match=rf"config.json has epsilon={value}"):
+        Settings({"epsilon": value}, frozenset()).number("epsilon", whole=False)

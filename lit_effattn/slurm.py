@@ -36,7 +36,7 @@ def launch() -> str | None:
 def record_job(run: Path, args: list[str]) -> None:
     """Write the job's number, the arguments of the command and torchrun's id into the folder of its run."""
     if job() is not None or launch() is not None:
-        (run / JOB_FILE).write_text(json.dumps([job(), args, launch()]))
+        (run / JOB_FILE).write_text(json.dumps([job(), args, launch()]), encoding="utf-8")
 
 
 def interrupted_checkpoint(root: Path, args: list[str]) -> Path | None:
@@ -71,7 +71,7 @@ def interrupted_checkpoint(root: Path, args: list[str]) -> Path | None:
 
 def _read(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
 

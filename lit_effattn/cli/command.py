@@ -612,7 +612,7 @@ class Configuration(pl.Callback):
         while path.exists():
             attempt += 1
             path = folder / f"config_resumed_{attempt}.yaml"
-        path.write_text(yaml.safe_dump(self.settings, sort_keys=False))
+        path.write_text(yaml.safe_dump(self.settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
         if named := homes(self.settings):
             rank_zero_info(
                 f"Anyone who gets this run's checkpoints can read in them: {', '.join(dict.fromkeys(named))}"

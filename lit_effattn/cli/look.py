@@ -46,7 +46,7 @@ def look(args: list[str], parser: LightningArgumentParser) -> None:
     add_options(parser)
     files = [read_yaml(find_config(name)) for name in given.config]
     trusted = [name for content in files for name in content.get("trust") or ()]
-    specs = [["--data", json.dumps(content["data"])] for content in files if content.get("data")]
+    specs = [["--data", json.dumps(content["data"], ensure_ascii=False)] for content in files if content.get("data")]
     config = parser.parse_args([*(arg for spec in specs for arg in spec), *flags])
     if not config.get("data"):
         raise ValueError("data needs to know which: give --config NAME_OR_FILE, or --data CLASS")

@@ -207,7 +207,7 @@ def _without(names: Set[str], path: str, content: dict[str, Any]) -> str:
     """Return `--config`'s value for a file without what `names` names at its top: the file, or else the rest of it."""
     if not names & content.keys():
         return path
-    return json.dumps({name: value for name, value in content.items() if name not in names})
+    return json.dumps({name: value for name, value in content.items() if name not in names}, ensure_ascii=False)
 
 
 def _has(args: list[str], *options: str) -> bool:

@@ -40,10 +40,10 @@ def configs(names: list[str]) -> str:
         ValueError: there is no configuration of a name.
     """
     if names:
-        return "\n".join(Path(find_config(name)).read_text().rstrip() for name in names)
+        return "\n".join(Path(find_config(name)).read_text(encoding="utf-8").rstrip() for name in names)
     files = shipped()
     width = max(map(len, files))
-    return "\n".join(f"{name:{width}}  {_about(path.read_text())}" for name, path in files.items())
+    return "\n".join(f"{name:{width}}  {_about(path.read_text(encoding='utf-8'))}" for name, path in files.items())
 
 
 def _about(text: str) -> str:

@@ -370,7 +370,7 @@ class Task(HasInitArgs, pl.LightningModule):
         """
         path = folder / "predictions.csv"
         rows = [row for batch in predictions for row in zip(*(v.tolist() for v in batch.values()), strict=True)]
-        with path.open("w") as file:
+        with path.open("w", encoding="utf-8") as file:
             print("index", *predictions[0], sep=",", file=file)
             for i, row in enumerate(rows):
                 print(i, *row, sep=",", file=file)

@@ -12,11 +12,13 @@ import hashlib
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -29,6 +31,12 @@ _VECTORS = {
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprfchw"),
     "AVX2": ("-mavx2", "-mfma", "-mprfchw"),
 }
+
+
+PATIENCE = 60.0
+"""Seconds after which a compiler that has not returned is stopped. A kernel takes about two."""
+
+_hung: dict[str, str] = {}  # compilers that have not returned, each with what to say: they are not waited for again
 
 
 class CompilerError(Exception):
@@ -101,7 +109,9 @@ def build(name: str, vectors: Sequence[str] = ()) -> Path:
     compiler = _compiler()
     options = (*_OPTIONS, *vectors)
     sources = [_OPS / "runtime" / "gemm_tiles.hpp", _OPS / name / "kernels.cpp"]
-    known = "\0".join([*compiler, _version(compiler), *options, *(path.read_text() for path in sources)])
+    known = "\0".join(
+        [*compiler, _version(compiler), *options, *(path.read_text(encoding="utf-8") for path in sources)]
+    )
     file = f"{name}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.so"
     folder = _folder()
     if not (folder / file).exists():
@@ -155,13 +165,39 @@ def _is_private(folder: Path) -> bool:
     return not hasattr(os, "getuid") or (about.st_uid == os.getuid() and not about.st_mode & 0o022)
 
 
+def _stop(process: subprocess.Popen[str]) -> None:
+    if hasattr(os, "killpg"):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+
+
 def _version(compiler: list[str]) -> str:
     return _run([*compiler, "--version"])
 
 
 def _run(command: list[str]) -> str:
+    if hung := _hung.get(command[0]):
+        raise CompilerError(hung)
+    # A session of its own: the compiler's children are stopped with it.
     try:
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        ) as process:
+            try:
+                said, errors = process.communicate(timeout=PATIENCE)
+            except BaseException as error:
+                _stop(process)
+                if not isinstance(error, subprocess.TimeoutExpired):
+                    raise
+                _hung[command[0]] = (
+                    f"the C++ compiler {command[0]} did not return within {PATIENCE:g} s and was stopped; name another "
+                    "in the environment variable CXX"
+                )
+                raise CompilerError(_hung[command[0]]) from error
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, command, said, errors)
+        return said
     except OSError as error:
         raise CompilerError(f"the C++ compiler can't be run: {error}") from error
     except subprocess.CalledProcessError as error:

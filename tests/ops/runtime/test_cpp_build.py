@@ -136,3 +136,20 @@ def test_where_nothing_can_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(cpp_build.tempfile, "tempdir", str(tmp_path))
     assert library("small").answer() == 42
     assert [p.suffix for p in next(tmp_path.glob("lit-effattn-*")).iterdir()] == [".so"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a shell")
+def test_a_compiler_that_never_returns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    command, child = tmp_path / "cxx", tmp_path / "child"
+    command.write_text(f"#!/bin/sh\nsleep 1000 &\necho $! > {child}\nwait\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("CXX", str(command))
+    monkeypatch.setattr(cpp_build, "PATIENCE", 0.5)
+    monkeypatch.setattr(cpp_build, "_hung", {})
+    for _ in range(2):  # the second is not started
+        with pytest.raises(CompilerError, match=r"cxx did not return within 0.5 s and was stopped; name another"):
+            build("small")
+        pid = int(child.read_text())
+        monkeypatch.setattr(cpp_build.subprocess, "Popen", None)
+    state = Path(f"/proc/{pid}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX"

@@ -28,8 +28,14 @@ _RUN = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(_\d+)?")
 
 
 def new_run(root: Path) -> Path:
-    """Create the folder of a new run under `root`. It is never an existing folder."""
-    return new_folder(root, datetime.now(timezone.utc).strftime("%Y-%m-%d_%H-%M-%S"))
+    """Create the folder of a new run under `root`. It is never an existing folder.
+
+    It is named after no earlier time than the runs there, even if the clock was set back: `last` then still means the
+    newest run.
+    """
+    names = [path.name for path in root.glob("*")]
+    newest = max((name[:19] for name in names if _RUN.fullmatch(name)), default="")
+    return new_folder(root, max(datetime.now(timezone.utc).strftime("%Y-%m-%d_%H-%M-%S"), newest))
 
 
 def new_folder(parent: Path, name: str) -> Path:

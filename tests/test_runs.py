@@ -211,3 +211,11 @@ def test_the_folder_one_stands_in_stays(relative: bool, tmp_path: Path, monkeypa
 def test_a_run_that_is_gone_already(tmp_path: Path):
     discard_if_empty(tmp_path / "2026-03-02_09-00-00")
     assert tmp_path.is_dir()
+
+
+def test_after_the_clock_was_set_back_the_last_is_still_the_newest(tmp_path: Path):
+    saved(tmp_path, "2999-01-01_00-00-00", "last.ckpt")
+    new = new_run(tmp_path)
+    (new / "checkpoints").mkdir()
+    (new / "checkpoints" / "last.ckpt").touch()
+    assert find_checkpoint("last", tmp_path).parent.parent == new.resolve()

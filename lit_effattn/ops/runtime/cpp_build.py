@@ -201,5 +201,5 @@ def _run(command: list[str]) -> str:
     except OSError as error:
         raise CompilerError(f"the C++ compiler can't be run: {error}") from error
     except subprocess.CalledProcessError as error:
-        said = [line for line in error.stderr.splitlines() if "error" in line] or error.stderr.splitlines() or [""]
-        raise CompilerError(f"the C++ compiler {shlex.join(command[:1])} fails: {said[0].strip()}") from error
+        lines = [line for line in error.stderr.splitlines() if "error" in line] or error.stderr.splitlines() or [""]
+        raise CompilerError(f"the C++ compiler {shlex.join(command[:1])} fails: {lines[0].strip()}") from error

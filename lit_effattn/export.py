@@ -93,7 +93,9 @@ class Step(nn.Module):
         """(B, 1) -> (B, n_levels) log-probabilities of the next token, and the tensors of the next state."""
         x = self.scale * self.embedding(tokens)  # (B, 1, d_input)
         y, after = self.backbone(x, _with_tensors(self._empty, state))  # (B, 1, E)
-        return self.head.log_probs(y[:, -1]), *tensors(after)
+        log_probs = self.head.log_probs(y[:, -1])
+        # In ONNX an input is no output: what the step leaves as it is has to be copied.
+        return log_probs, *(t.clone() if any(t is s for s in state) else t for t in tensors(after))
 
 
 def _with_tensors(state: State, given: Iterable[Tensor]) -> State:

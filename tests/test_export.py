@@ -229,6 +229,13 @@ def test_what_onnx_has_no_function_for_is_named_without_colours(tmp_path, monkey
     assert str(refused.value).endswith("with format=onnx: No ONNX function found for aten.searchsorted")
 
 
+@needs("onnx", "onnxscript", "onnxruntime")
+def test_what_a_step_leaves_as_it_is_is_an_output(tmp_path):
+    """Without a signal the ∞-former's counter stays, and has a name of its own after the step."""
+    model = language_model(partial(InfiniteAttention, mem_len=2, segment_len=2, n_basis=0))
+    assert export(model, tmp_path / "x.onnx", format="onnx", check=9).difference < 1e-5
+
+
 def without_translations(export):
     return lambda *args, custom_translation_table, **options: export(*args, **options)
 

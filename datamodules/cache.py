@@ -2,7 +2,9 @@
 
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 NAME = "lit-effattn"
@@ -22,11 +24,20 @@ def cached_folder(folder: Path, make: Callable[[Path], None], is_whole: Callable
     """
     from filelock import FileLock
 
-    if is_whole(folder):
-        return
+    with suppress(NotADirectoryError):  # a file is in the place of a folder above
+        if is_whole(folder):
+            return
     # The default folder holds the compiled kernels too, so only this user may write to it.
     mode = 0o700 if folder.parent.name == NAME else 0o777
-    folder.parent.mkdir(mode=mode, parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(mode=mode, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder.parent):
+            pass
+    except OSError as error:
+        raise OSError(
+            f"the folder {folder.parent} for prepared data can't be written to ({error.strerror}): set XDG_CACHE_HOME in "
+            "the environment to a folder that can"
+        ) from error
     with FileLock(folder.with_suffix(".lock")):
         if is_whole(folder):
             return

@@ -153,3 +153,9 @@ def test_a_compiler_that_never_returns(monkeypatch: pytest.MonkeyPatch, tmp_path
         monkeypatch.setattr(cpp_build.subprocess, "Popen", None)
     state = Path(f"/proc/{pid}/stat")
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX"
+
+
+def test_prepared_data_name_a_cache_that_cannot_be_written_to(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"file/lit-effattn for prepared data can't be written to .*XDG_CACHE_HOME"):
+        cached_folder(tmp_path / "file" / "lit-effattn" / "data", Path.mkdir, lambda folder: False)

@@ -97,7 +97,7 @@ def points(kinds: Sequence[str], chosen: Mapping[str, float], outcomes: Outcomes
     found = []
     for kind, of_kind in runs.items():
         middle = _spread([_scores(run).get(metric) for run in of_kind])
-        if middle is not None and of_kind[0].state_bytes:
+        if middle is not None and math.isfinite(middle.mean) and of_kind[0].state_bytes:
             found.append(Point(kind.replace(":", " "), of_kind[0].state_bytes, middle.mean, middle.deviation or 0.0))
     return metric, found
 
@@ -114,7 +114,10 @@ def _scores(run: RunRecord) -> dict[str, float]:
 
 
 def _spread(values: Sequence[float | None]) -> Spread | None:
+    """Return the mean and deviation of those that are known: NaN if one is not finite, None without any."""
     known = [value for value in values if value is not None]
+    if not all(map(math.isfinite, known)):  # a seed diverged; `stdev` takes finite numbers alone
+        return Spread(math.nan, None)
     return Spread(mean(known), stdev(known) if len(known) > 1 else None) if known else None
 
 

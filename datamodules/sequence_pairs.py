@@ -25,6 +25,7 @@ from lit_effattn.datamodules.tokenizers import KINDS, ByteTokenizer, Tokenizer
 from lit_effattn.datamodules.tokens import IGNORE, PairBatch
 
 _SPLITS_OF = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("test",)}
+_NAMED = 10  # unknown words or characters in a warning
 _PURPOSES = {"train": "to train on", "val": "to validate", "test": "to test"}
 _LEAST_VOCABULARY = {"words": 3, "bpe": 257}  # a word, <unk> and <start>; all bytes and <start>
 _SHOWN = 40  # characters of a text that a message shows
@@ -316,11 +317,24 @@ class SequencePairs(LightningDataModule):
     def _eval_dataloader(self, split: str) -> DataLoader[PairBatch]:
         items: SourceItems | PairItems
         if self.source_file is not None:
-            items = SourceItems(self._given, self._loaded or self._tokenizers)
+            tokenizers = self._loaded or self._tokenizers
+            self._warn_of_unknown(tokenizers.source)
+            items = SourceItems(self._given, tokenizers)
         else:
             items = PairItems(self._store.split(split), self._kept[split], self._tokenizers)
         sampler = self._sampler(items.lengths(), self.eval_batch_tokens, shuffle=False)
         return DataLoader(items, sampler=sampler, **loader_options(self.num_workers, self.seed))
+
+    def _warn_of_unknown(self, tokenizer: Tokenizer) -> None:
+        """Name the words or characters of `source_file` that the model reads as `<unk>`."""
+        per_line = [tokenizer.unknown(line) for line in self._given]
+        if unknown := list(dict.fromkeys(unit for line in per_line for unit in line)):
+            more = f" and {len(unknown) - _NAMED:,} more" if len(unknown) > _NAMED else ""
+            n = sum(map(bool, per_line))
+            rank_zero_warn(
+                f"{self.source_file}: {n:,} of {len(per_line):,} lines have {tokenizer.kind} that the model's "
+                f"vocabulary lacks, which it reads as <unk>: {', '.join(map(repr, unknown[:_NAMED]))}{more}"
+            )
 
     def _sampler(self, lengths: np.ndarray, batch_tokens: int, *, shuffle: bool) -> LengthBatches:
         return LengthBatches(

@@ -120,7 +120,7 @@ def _main(args: list[str] | None) -> None:
         return
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-    from lit_effattn.cli.failures import explained
+    from lit_effattn.cli.failures import explained, in_flags
     from lit_effattn.cli.parser_errors import plain
 
     try:
@@ -142,7 +142,7 @@ def _main(args: list[str] | None) -> None:
         fail(explained(error, args[0]) or plain(_message(error)))
     # Errors of our checks and of the libraries below: the message names the cause, a traceback would not help.
     except (ValueError, FloatingPointError, ModuleNotFoundError, MisconfigurationException) as error:
-        fail(plain(_message(error)))
+        fail(plain(in_flags(_message(error))))
 
 
 def _tool(name: str) -> Callable[[list[str]], None]:

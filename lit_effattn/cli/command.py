@@ -419,6 +419,12 @@ class CLI(LightningCLI):
             kwargs["enable_model_summary"] = False  # else Lightning remarks that there is one
         try:
             return super().instantiate_trainer(**kwargs)
+        except TypeError as error:
+            if "`devices`" not in str(error):
+                raise
+            raise ValueError(
+                f"--trainer.devices {config.devices}: there is no GPU, and of the CPU a number of processes is given"
+            ) from error
         except RuntimeError as error:
             if "more than one stateful callback" not in str(error):
                 raise
@@ -643,6 +649,10 @@ def _check_trainer(config: Any) -> None:
     """Refuse what Lightning takes without a look, and fails on later."""
     if config.accumulate_grad_batches < 1:
         raise ValueError(f"--trainer.accumulate_grad_batches {config.accumulate_grad_batches} must be at least 1")
+    if (config.gradient_clip_val or 0) < 0:
+        raise ValueError(
+            f"--trainer.gradient_clip_val {config.gradient_clip_val} must be at least 0; null: no clipping"
+        )
     if isinstance(config.devices, str) and not re.fullmatch(r"auto|-?\d+|\d+(, ?\d+)*,?", config.devices):
         raise ValueError(f"--trainer.devices {config.devices}: give a number of devices, a list of them, or auto")
     if Path(config.default_root_dir or ROOT).is_file():

@@ -10,6 +10,45 @@ import torch
 
 from lit_effattn.runs import deleted_run, short
 
+_OF_TRAINER = (
+    (
+        r"No supported (gpu) backend found|`(CUDA)Accelerator` can not run on your system",
+        "--trainer.accelerator {0}: torch {torch} finds no GPU that it can use; leave the option out to compute on the "
+        "CPU, or install a torch for this machine's driver",
+    ),
+    (
+        r"invalid accelerator name: `accelerator='(.*?)'`. Available names are: (.*)\.",
+        "--trainer.accelerator {0}: there is no such accelerator; there are {1}",
+    ),
+    (
+        r"invalid strategy name: `strategy='(.*?)'`.*Example choices: (.*?), \.\.\.",
+        "--trainer.strategy {0}: there is no such strategy; there are {1} and others",
+    ),
+    (
+        r"`val_check_interval` \((\S+)\) must be less than or equal to the number of the training batches \((\d+)\)",
+        "--trainer.val_check_interval {0} is more than the {1} training batches of an epoch: give {1} or fewer, "
+        "--trainer.check_val_every_n_epoch null to count batches over epochs, or --trainer.limit_val_batches 0 to "
+        "validate never",
+    ),
+    (
+        r"You requested to check (\S+) of the `.*`(limit_\w+)` argument\. Try at least `\w+=(\S+)`",
+        "--trainer.{1} {0} of the batches is less than one: give {2} or more, or an integer, the number of batches",
+    ),
+    (
+        r"`(max_\w+)` must be a non-negative integer or -1 .* You passed in (\S+)\.",
+        "--trainer.{0} {1}: give a number of at least 0, or -1 for no limit",
+    ),
+)
+"""Messages of Lightning's trainer, which tell how to write Python, and ours, which name the flag."""
+
+
+def in_flags(message: str) -> str:
+    """Return a message of Lightning's trainer in terms of flags; any other one as it is."""
+    for pattern, ours in _OF_TRAINER:
+        if match := re.search(pattern, message, re.DOTALL):
+            return ours.format(*(part.lower() for part in match.groups() if part is not None), torch=torch.__version__)
+    return message
+
 
 def explained(error: RuntimeError | OSError, command: str) -> str | None:
     """Return what to say of a failure of the machine during `command`; None if `error` is something else."""

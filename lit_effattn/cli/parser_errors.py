@@ -231,7 +231,10 @@ def _unknown_option(path: str, name: str, class_paths: list[str]) -> str:
         return f"{path}: there is no option {name!r}"
     if kind in _BASES.values():  # no class was named, so only the base is known
         return _classless_option(path, name)
-    return f"{path}: {kind.__name__} has no option {name!r}; {_instead(name, _names(kind))}"
+    elsewhere = [found for found in option_paths() if found.endswith(f".{name}") and found != f"{path}.{name}"]
+    inside = [found for found in elsewhere if found.startswith(f"{path}.")]
+    instead = f"did you mean --{(inside or elsewhere)[0]}?" if elsewhere else _instead(name, _names(kind))
+    return f"{path}: {kind.__name__} has no option {name!r}; {instead}"
 
 
 def _base(path: str) -> type | None:

@@ -24,6 +24,7 @@ from lit_effattn.checkpoints import read_outline, saved_config
 from lit_effattn.cli.run_names import root_of
 from lit_effattn.cli.saved_settings import UserOptions, checked_settings, fixed_by_data
 from lit_effattn.cli.shipped import find_config
+from lit_effattn.run_records import flat
 from lit_effattn.runs import LAST, PREVIOUS, find_checkpoint, is_checkpoint, last_kept, short
 
 ROOT = "runs"
@@ -297,8 +298,9 @@ def refuse_dropped(saved: dict[str, Any], now: dict[str, Any]) -> None:
     for name in ("optimizer", "lr_scheduler"):
         before, after = (_section(_section(s, "model"), "init_args").get(name) for s in (saved, now))
         if "model" in saved and _canonical(before) != _canonical(after):
+            option, new, old = _first_difference(after, before, f"model.{name}")
             raise ValueError(
-                f"model.{name} is {after} here and {before} in the checkpoint; resuming keeps the checkpoint's {name}: "
+                f"--{option} is {new} here and {old} in the checkpoint, and resuming keeps the checkpoint's {name}: "
                 "leave it unchanged, or start a new run from these weights with --init_weights instead of --ckpt_path"
             )
     before, after = (_early_stopping(s) for s in (saved, now))
@@ -307,6 +309,14 @@ def refuse_dropped(saved: dict[str, Any], now: dict[str, Any]) -> None:
             f"EarlyStopping is {after} here and {before} in the checkpoint; resuming keeps the checkpoint's patience: "
             "leave it unchanged, or start a new run from these weights with --init_weights instead of --ckpt_path"
         )
+
+
+def _first_difference(after: Any, before: Any, name: str) -> tuple[str, Any, Any]:
+    """Return the first option in which two specs differ, and its values, a class by its name."""
+    new, old = (flat(_canonical(spec), name) for spec in (after, before))
+    option = next(option for option in new | old if new.get(option) != old.get(option))
+    now, then = (value.__name__ if inspect.isclass(value) else value for value in (new.get(option), old.get(option)))
+    return option, now, then
 
 
 def _canonical(spec: Any) -> Any:

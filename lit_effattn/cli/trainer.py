@@ -88,7 +88,8 @@ class Trainer(pl.Trainer):
         _check_search(beam, length_penalty, length_norm, n, sampling, always=source is not None)
         _refuse_used(output)
         if not callable(getattr(model, "write_samples", None)):
-            raise ValueError(f"{type(model).__name__} can't generate: it has no `write_samples`")
+            name = type(model).__name__
+            raise ValueError(f"{name} draws no samples; use lit-effattn predict, which writes its output for each item")
         task: Any = model
         options = {
             **{"complete": complete, "prompt": prompt, "prompt_file": prompt_file, "n_tokens": n_tokens},

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from lit_effattn.cli import main
@@ -57,6 +58,9 @@ def _said(folder: Path, args: list[str], code: int, capsys: pytest.CaptureFixtur
         (["--max_epochs", "3"], "did you mean --trainer.max_epochs?"),
         (["--optimizer", "Adam"], "did you mean --model.optimizer?"),
         (["--modle.backbone.d_model", "3"], "did you mean --model.backbone.d_model?"),
+        (["--model.lr", "3"], "PixelModel has no option 'lr'; did you mean --model.optimizer.lr?"),
+        (["--model.backbone.lr", "3"], "Transformer has no option 'lr'; did you mean --model.optimizer.lr?"),
+        (["--model.batch_size", "3"], "PixelModel has no option 'batch_size'; did you mean --data.batch_size?"),
         (["--model.optimzer.lr", "3"], "PixelModel has no option 'optimzer'; did you mean optimizer?"),
         (
             ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitr", "x"],
@@ -85,6 +89,33 @@ def test_an_option_that_is_not_there(flags: list[str], words: str, folder: Path,
         (["--ckpt_path", "text.ckpt"], "text.ckpt (13 bytes) can't be read as a checkpoint"),
         (["--ckpt_path", "."], "--ckpt_path .: there is no such file, nor a run's folder"),
         (["--model.n_levels", "4"], "--model.n_levels can't be given"),
+        pytest.param(
+            ["--trainer.accelerator", "cuda"],
+            "--trainer.accelerator cuda: torch ",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU"),
+        ),
+        (["--trainer.accelerator", "gpux"], "--trainer.accelerator gpux: there is no such accelerator; there are "),
+        (["--trainer.strategy", "dpd"], "--trainer.strategy dpd: there is no such strategy; there are auto, ddp"),
+        (["--trainer.max_steps", "-3"], "--trainer.max_steps -3: give a number of at least 0, or -1"),
+        (["--trainer.gradient_clip_val", "-1"], "--trainer.gradient_clip_val -1 must be at least 0"),
+        (
+            ["--trainer.limit_train_batches", "0.001"],
+            "--trainer.limit_train_batches 0.001 of the batches is less than one: give ",
+        ),
+        (
+            ["--trainer.val_check_interval", "500", "--trainer.check_val_every_n_epoch", "1"],
+            "--trainer.val_check_interval 500 is more than the 179 training batches of an epoch: give 179 or fewer, "
+            "--trainer.check_val_every_n_epoch null to count batches over epochs",
+        ),
+        (
+            ["--ckpt_path", "pixels.ckpt", "--model.optimizer.lr", "0.5"],
+            "--model.optimizer.lr is 0.5 here and 0.001 in the checkpoint, and resuming keeps the checkpoint's "
+            "optimizer: leave it unchanged, or start a new run from these weights with --init_weights",
+        ),
+        (
+            ["--ckpt_path", "pixels.ckpt", "--model.optimizer", "SGD", "--model.optimizer.lr", "0.5"],
+            "--model.optimizer is SGD here and AdamW in the checkpoint",
+        ),
         (["--trainer.devices", "two"], "--trainer.devices two: give a number"),
         (["--trainer.accumulate_grad_batches", "0"], "--trainer.accumulate_grad_batches 0 must be"),
         (["--trainer.default_root_dir", "tiny.yaml"], "--trainer.default_root_dir tiny.yaml is a file"),

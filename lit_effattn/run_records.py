@@ -148,9 +148,26 @@ def flat(settings: Any, name: str = "") -> dict[str, Any]:
 
 def differences(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
     """Return the settings that are not equal in all runs, by name: the value in each run, None where it has none."""
-    names = dict.fromkeys(name for run in runs for name in run.settings if name not in _NOT_SETTINGS)
-    values = {name: [run.settings.get(name) for run in runs] for name in names}
+    settings = _aligned([run.settings for run in runs])
+    names = dict.fromkeys(name for of_run in settings for name in of_run if name not in _NOT_SETTINGS)
+    values = {name: [of_run.get(name) for of_run in settings] for name in names}
     return {name: of_runs for name, of_runs in values.items() if any(value != of_runs[0] for value in of_runs)}
+
+
+def _aligned(settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return settings with `x` and `x.option` as `x.0` and `x.0.option` where another run has a list.
+
+    Example:
+        >>> _aligned([{"attention": "A", "attention.bias": True}, {"attention.0": "A"}])
+        [{'attention.0': 'A', 'attention.0.bias': True}, {'attention.0': 'A'}]
+    """
+    lists = {name.removesuffix(".0") for of_run in settings for name in of_run if name.endswith(".0")}
+    aligned = []
+    for of_run in settings:
+        single = lists & of_run.keys()
+        owner = {name: next((x for x in single if f"{name}.".startswith(f"{x}.")), None) for name in of_run}
+        aligned.append({(f"{x}.0{name[len(x) :]}" if (x := owner[name]) else name): v for name, v in of_run.items()})
+    return aligned
 
 
 def _log(folder: Path) -> tuple[dict[str, Curve], Curve, float | None]:

@@ -56,6 +56,14 @@ def test_settings_are_flat_and_only_differences_are_told(tmp_path):
     assert flat({"a": {}, "b": []}) == {"a": {}, "b": []}
 
 
+def test_one_attention_and_a_list_of_one_are_the_same_setting(tmp_path):
+    linear = {"class_path": "lit_effattn.attention.LinearAttention", "init_args": {"chunk_size": 8}}
+    kinds = {"one": linear, "list": [linear], "two": [linear, "SoftmaxAttention"]}
+    runs = [read_run(a_run(tmp_path / name, {}, model={"attention": kind})) for name, kind in kinds.items()]
+    assert differences(runs[:2]) == {}
+    assert differences(runs) == {"model.attention.1": [None, None, "SoftmaxAttention"]}
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [("a: [", "can't be read"), ("- 1", "holds no settings"), ("!!python/object:os.system {}", "can't be read")],

@@ -83,6 +83,8 @@ _ABOUT = {
     "predict": "Score every test item by itself, into a CSV file; or transcribe audio, with --data.audio.",
     "generate": "Draw samples from a checkpoint.",
 }
+_ABOUT_CHECKPOINT = "The checkpoint: its path, or `last` or `best` of the newest run."
+_ABOUT_RESUMING = "Training goes on from it, with its configuration. Default: a new run."
 _ABOUT_DATA = (
     "Show where the data of a configuration belong, what is there, and samples: --config NAME_OR_FILE --data.… "
     "Tokenize a large text: lit-effattn data prepare --help."
@@ -251,7 +253,8 @@ class CLI(LightningCLI):
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         """Return the commands, each with the parameters that are not options."""
-        return {**LightningCLI.subcommands(), "generate": {"model", "datamodule"}}
+        lightnings = {name: {*skipped, "weights_only"} for name, skipped in LightningCLI.subcommands().items()}
+        return {**lightnings, "generate": {"model", "datamodule"}}
 
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
         """Build only the parser of the current command: each takes a third of a second."""
@@ -260,10 +263,13 @@ class CLI(LightningCLI):
         super()._add_subcommands(parser, **kwargs)
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
-        """Leave out Lightning's table of results: they are printed a line each."""
+        """Leave out Lightning's table of results, which are printed a line each, and say what --ckpt_path is here."""
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         if subcommand in ("validate", "test"):
             parser.set_defaults(verbose=False)
+        for action in parser._actions:
+            if action.dest == "ckpt_path":
+                action.help = _ABOUT_CHECKPOINT if subcommand != "fit" else f"{_ABOUT_CHECKPOINT} {_ABOUT_RESUMING}"
         return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:

@@ -52,3 +52,14 @@ def test_help_without_a_class_lists_them(capsys: pytest.CaptureFixture[str]):
     assert text.startswith("--model.backbone is one of ")
     assert {"LSTM", "Transformer"} <= set(text.splitlines()[0].rstrip(".").replace("of ", ", ").split(", "))
     assert "did you mean Transformer?" in fails(capsys, "fit", "--model.backbone.help", "Transfromer")
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict", "generate"])
+def test_the_checkpoint_of_a_command_is_ours(command: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "--ckpt_path CKPT_PATH The checkpoint: its path, or `last` or `best` of the newest run." in said
+    assert ("Training goes on from it" in said) == (command == "fit")
+    assert "hpc" not in said
+    assert "weights_only" not in said

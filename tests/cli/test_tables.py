@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from lit_effattn.cli.tables import Spread, shown
+from lit_effattn.cli.tables import Spread, Table, show, shown
 
 
 @pytest.mark.parametrize(
@@ -16,3 +16,13 @@ from lit_effattn.cli.tables import Spread, shown
 )
 def test_numbers_for_readers(value: Any, text: str):
     assert shown(value) == text
+
+
+def test_names_are_broken_after_dots(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    name = "model.backbone.attention.feature_map.head_dim_of_queries"
+    show(Table("Settings", ["setting", "one", "two"], [[name, 1, 2], ["x", 1, 2]]))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    pieces = [line[0] for line in lines if line and len(line[0]) > 1 and line[0] in name]
+    assert "".join(pieces) == name
+    assert all(piece[-1] in "._" for piece in pieces[:-1])

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from lit_effattn.datamodules.faults import Fault, Faults
+from lit_effattn.datamodules.files import regular
 from lit_effattn.datamodules.json_data import parse_json
 
 Shown = Literal["apart", "before", "when_shown"]
@@ -82,7 +83,7 @@ def cmu_dog(root: Path, document: Shown) -> DialogueSource:
 def _read_all(paths: list[Path], read: Any, faults: Faults) -> Iterator[Any]:
     for path in paths:
         try:
-            yield read(parse_json(path.read_bytes()))
+            yield read(parse_json(regular(path).read_bytes()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             faults.add(Fault("unreadable", f"{path}: {type(error).__name__}: {error}; get the file again"))
 

@@ -27,6 +27,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_effattn.datamodules.bars import progress_bar
 from lit_effattn.datamodules.cache import cached_folder
+from lit_effattn.datamodules.files import regular
 from lit_effattn.datamodules.image_sources import fixed_order
 from lit_effattn.datamodules.json_data import parse_json
 from lit_effattn.datamodules.phonemes import espeak_phones
@@ -302,7 +303,7 @@ def _is_made(root: Path, minutes: float) -> bool:
     if not root.exists() or (root.is_dir() and not any(root.iterdir())):
         return False
     try:
-        about = parse_json((root / ABOUT).read_text())
+        about = parse_json(regular(root / ABOUT).read_text())
         found = {"format": about["format"], "minutes": about["minutes"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FileExistsError(

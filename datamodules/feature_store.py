@@ -18,6 +18,7 @@ from lit_effattn.datamodules.audio import AudioError, read_audio
 from lit_effattn.datamodules.bars import progress_bar
 from lit_effattn.datamodules.cache import cached_folder
 from lit_effattn.datamodules.faults import Fault
+from lit_effattn.datamodules.files import regular
 from lit_effattn.datamodules.filterbanks import Filterbanks, moments
 from lit_effattn.datamodules.json_data import parse_json
 from lit_effattn.datamodules.utterances import Utterance
@@ -189,7 +190,7 @@ def _make(
 
 def _is_whole(folder: Path) -> bool:
     try:
-        sizes = parse_json((folder / "about.json").read_text())["sizes"]
+        sizes = parse_json(regular(folder / "about.json").read_text())["sizes"]
     except (FileNotFoundError, ValueError):  # ValueError: invalid JSON, such as after a power failure
         return False
     return all((folder / n).is_file() and (folder / n).stat().st_size == sizes[n] for n in sizes)

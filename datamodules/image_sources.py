@@ -16,6 +16,7 @@ from torch import Tensor
 from lit_effattn.datamodules.archives import unpack_gzip, unpack_tar
 from lit_effattn.datamodules.bars import progress_bar
 from lit_effattn.datamodules.faults import Fault, Faults
+from lit_effattn.datamodules.files import open_image
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -262,7 +263,7 @@ def _decode(path: Path, channels: int, max_pixels: int) -> "Image":
     from PIL import Image, ImageOps
 
     try:
-        with Image.open(path) as file:
+        with open_image(path) as file:
             if file.width * file.height > max_pixels:  # from the header, before decoding
                 raise ValueError(f"{file.width} × {file.height} are more than max_pixels={max_pixels}")
             image = ImageOps.exif_transpose(file)

@@ -14,6 +14,7 @@ import numpy as np
 
 from lit_effattn.datamodules.cache import cached_folder
 from lit_effattn.datamodules.faults import Fault, Faults
+from lit_effattn.datamodules.files import regular
 from lit_effattn.datamodules.json_data import parse_json
 from lit_effattn.datamodules.pair_sources import Pair, PairSource
 from lit_effattn.datamodules.text_sources import SPLITS
@@ -153,7 +154,7 @@ class PairStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._about: dict[str, Any] = parse_json((folder / "about.json").read_text(encoding="utf-8"))
+        self._about: dict[str, Any] = parse_json(regular(folder / "about.json").read_text(encoding="utf-8"))
 
     @cached_property
     def tokenizers(self) -> Tokenizers:

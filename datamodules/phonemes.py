@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lit_effattn.datamodules.files import regular
 from lit_effattn.datamodules.utterances import Utterance
 
 _NAMED = 5  # items that a message names; the rest is counted
@@ -227,7 +228,7 @@ def lexicon_entries(path: Path, *, stress: bool) -> Iterator[tuple[str, tuple[st
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return regular(path).read_text(encoding="utf-8")
     except UnicodeDecodeError:
         return path.read_text(encoding="latin-1")  # CMUdict's encoding until 0.7b
 

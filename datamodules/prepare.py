@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lit_effattn.datamodules.faults import Fault, Faults
+from lit_effattn.datamodules.files import regular
 from lit_effattn.datamodules.json_data import parse_json
 from lit_effattn.datamodules.prepared import FORMAT, MANIFEST, PLAN, TOKENIZER, shard_path
 from lit_effattn.datamodules.text import check_vocabulary, saved_tokenizer
@@ -175,7 +176,7 @@ def _begin_or_go_on(folder: Path, plan: dict[str, Any]) -> None:
             raise ValueError(f"{folder} has other files in it; use a new folder, or an empty one")
         _write_text(folder / PLAN, json.dumps(plan))
         return
-    begun = parse_json((folder / PLAN).read_text(encoding="utf-8"))
+    begun = parse_json(regular(folder / PLAN).read_text(encoding="utf-8"))
     for was, now in ((begun, plan), (begun["settings"], plan["settings"])):
         for name, value in now.items():
             if not isinstance(value, dict) and was[name] != value:

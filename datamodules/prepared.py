@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from lit_effattn.datamodules.documents import Documents, MappedTokens
+from lit_effattn.datamodules.files import regular
 from lit_effattn.datamodules.json_data import parse_json
 from lit_effattn.datamodules.text_sources import SPLITS
 from lit_effattn.datamodules.tokenizers import Tokenizer
@@ -65,7 +66,7 @@ class PreparedStore:
         """Return the type of a token, of how many documents some are held out, and each shard's number of tokens."""
         path = self.folder / MANIFEST
         try:
-            about = parse_json(path.read_text(encoding="utf-8"))
+            about = parse_json(regular(path).read_text(encoding="utf-8"))
             version, dtype = about["format"], about["dtype"]
         except (ValueError, KeyError, TypeError) as error:
             raise self._damaged(path) from error

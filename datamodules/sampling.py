@@ -145,8 +145,18 @@ class ResumableLoader(DataLoader[Any]):
         return {"epoch": self._epoch, "batches": self._batches, "n_batches": len(self)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from the position in `state_dict`."""
-        self._loaded = dict(state_dict)
+        """Resume from the position in `state_dict`.
+
+        Raises:
+            ValueError: If it is no position.
+        """
+        counts = {name: state_dict.get(name) for name in ("epoch", "batches", "n_batches")}
+        for name, count in counts.items():
+            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+                raise ValueError(f"the checkpoint's loader has {name}={str(count)[:40]!r}, which is no count")
+        if counts["batches"] > counts["n_batches"]:
+            raise ValueError(f"the checkpoint's loader is at batch {counts['batches']} of {counts['n_batches']}")
+        self._loaded = counts
         self._epoch, self._batches = state_dict["epoch"], state_dict["batches"]
         self.sampler.set_epoch(self._epoch)
 

@@ -303,6 +303,7 @@ class TextStream(LightningDataModule):
         Raises:
             ValueError: If it does not. The message describes both vocabularies.
         """
+        _check_text(state_dict, "vocabulary", "digest")
         if state_dict["digest"] != self._vocabulary_digest():
             raise ValueError(
                 f"the checkpoint's tokens are {state_dict['vocabulary']} (digest {state_dict['digest']}), but those of "
@@ -376,6 +377,12 @@ def saved_tokenizer(checkpoint: Path) -> Tokenizer:
     if not isinstance(spec, str):
         raise ValueError(f"tokenizer_of={str(checkpoint)!r} has no tokenizer; name a language model's checkpoint")
     return Tokenizer.from_spec(spec)
+
+
+def _check_text(state: dict[str, str], *names: str) -> None:
+    for name in names:
+        if not isinstance(state.get(name), str):
+            raise ValueError(f"the checkpoint's state of the data has no text as {name}")
 
 
 def _check_at_least(least: int, **values: int | None) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lit_effattn.datamodules.files import regular
 from lit_effattn.datamodules.phonemes import TIMIT_48, timit_39, timit_48
 from lit_effattn.datamodules.utterances import SpeechCorpus, Utterance
 
@@ -123,7 +124,7 @@ def _utterance(labels: Path) -> Utterance:
 def _read_labels(path: Path) -> tuple[str, ...]:
     """Return the phones of a .PHN file. Its lines are like `3050 4559 sh`, with times in samples."""
     phones = []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+    for number, line in enumerate(regular(path).read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         try:
             _, _, label = line.split()
             phone = timit_48(label)

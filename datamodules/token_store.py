@@ -14,6 +14,7 @@ import numpy as np
 
 from lit_effattn.datamodules.bars import progress_bar
 from lit_effattn.datamodules.cache import cached_folder
+from lit_effattn.datamodules.files import regular
 from lit_effattn.datamodules.json_data import parse_json
 from lit_effattn.datamodules.text_sources import SPLITS, Document, TextSource
 from lit_effattn.datamodules.tokenizers import ByteTokenizer, Tokenizer
@@ -42,7 +43,7 @@ class TokenStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._about: dict[str, Any] = parse_json((folder / "about.json").read_text())
+        self._about: dict[str, Any] = parse_json(regular(folder / "about.json").read_text())
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lit_effattn.checkpoint_shape import check_plain
 from lit_effattn.runs import LAST, PREVIOUS
 
 _PART, _BEFORE = ".part", ".before"
@@ -184,6 +185,10 @@ def read(path: Path, map_location: Any = "cpu", *, mmap: bool = False) -> dict[s
             f"{path} ({path.stat().st_size:,} bytes) can't be read as a checkpoint: it is cut off, damaged, or from "
             f"another program ({reason or type(error).__name__})"
         ) from error
+    try:
+        check_plain(content)
+    except ValueError as error:
+        raise DamagedError(f"{path} is no checkpoint that can be read: {error}") from error
     return content if isinstance(content, dict) else {}
 
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from lit_effattn.allowlist import INSTANTIATOR, NotAllowedError
 from lit_effattn.checkpoint_files import DamagedError, explained, put, read, remove, unfinished, write
 from lit_effattn.checkpoint_folders import Parts, read_whole
+from lit_effattn.checkpoint_shape import check_contents
 from lit_effattn.runs import is_checkpoint, short
 
 
@@ -182,6 +183,10 @@ def _read(path: Path, read_folder: Callable[[Path], dict[str, Any]], map_locatio
     checkpoint = read_folder(path) if path.is_dir() else read(path, map_location)
     if "state_dict" not in checkpoint:
         raise DamagedError(f"{path} holds no Lightning checkpoint: it has no `state_dict`")
+    try:
+        check_contents(checkpoint)
+    except ValueError as error:
+        raise DamagedError(f"{path} is no checkpoint that can be read: {error}") from error
     return checkpoint
 
 

@@ -71,7 +71,7 @@ def interrupted_checkpoint(root: Path, args: list[str]) -> Path | None:
 
 def _read(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None  # a FIFO would wait
     except (OSError, ValueError, RecursionError):
         return None
 

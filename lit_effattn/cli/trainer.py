@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lit_effattn.beam import LENGTH_PENALTY, LengthNorm, check_beam
+from lit_effattn.cli.restoring import CheckpointConnector
 from lit_effattn.datamodules.bars import progress_bar
 from lit_effattn.generation import check_sampling
 from lit_effattn.runs import new_folder
@@ -18,6 +19,15 @@ from lit_effattn.runs import new_folder
 
 class Trainer(pl.Trainer):
     """See `lightning.pytorch.Trainer`."""
+
+    @property
+    def _checkpoint_connector(self) -> CheckpointConnector:
+        return self._connector
+
+    @_checkpoint_connector.setter
+    def _checkpoint_connector(self, connector: Any) -> None:
+        """Put a connector that checks in the place of the one that Lightning's constructor sets."""
+        self._connector = CheckpointConnector(self)
 
     def generate(
         self,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lit_effattn import sequence
 from lit_effattn.beam import LENGTH_PENALTY, Hypotheses, LengthNorm, beam_search
+from lit_effattn.datamodules.files import regular
 from lit_effattn.datamodules.tokenizers import NumberTokenizer, Tokenizer
 from lit_effattn.datamodules.tokens import IGNORE, Response, TokenBatch
 from lit_effattn.generation import generate
@@ -617,7 +618,7 @@ def _prompt(prompt: str | None, prompt_file: str | None) -> str:
     if prompt is not None:
         raise ValueError("--prompt and --prompt_file were both given; give only one")
     try:
-        return Path(prompt_file).read_text(encoding="utf-8")
+        return regular(Path(prompt_file)).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"--prompt_file {prompt_file} is not UTF-8: {error.reason} at byte {error.start}") from error
 

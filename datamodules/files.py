@@ -1,0 +1,53 @@
+"""Files of others: only regular ones are opened, and images only in known formats."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+"""Pillow's decoders that are used, whatever a file's name says. Others start programs (EPS runs Ghostscript)."""
+
+
+def regular(path: Path) -> Path:
+    """Return `path` if it is a regular file, or a link to one. Opening a FIFO or a device could wait forever.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is something else.
+    """
+    if not path.is_file():
+        if not path.exists():
+            raise FileNotFoundError(f"{path}: there is no such file")
+        kind = next((kind for kind, is_it in _KINDS if is_it(path)), "no regular file")
+        raise ValueError(f"{path}: this is {kind}, not a file; remove it or name another")
+    return path
+
+
+_KINDS = (
+    ("a folder", Path.is_dir),
+    ("a FIFO", Path.is_fifo),
+    ("a socket", Path.is_socket),
+    ("a device", lambda path: path.is_char_device() or path.is_block_device()),
+)
+
+
+@contextmanager
+def open_image(path: Path) -> "Iterator[Image]":
+    """Open an image in one of `IMAGE_FORMATS`, without decoding it.
+
+    Raises:
+        ValueError: `path` is not a regular file.
+        OSError: It is not an image in one of these formats.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        file = Image.open(regular(path), formats=IMAGE_FORMATS)
+    except UnidentifiedImageError as error:
+        raise OSError(f"it is in none of the formats {', '.join(IMAGE_FORMATS)}") from error
+    with file:
+        yield file

@@ -1,0 +1,293 @@
+"""The structure of a checkpoint's contents: checked before Lightning and the optimisers, which trust it, read it.
+
+A file that loads with `weights_only=True` can still hold anything: a number in place of a mapping, a tensor that claims
+a terabyte, a list that contains itself. `check_plain` refuses what no saved checkpoint holds; `check_contents` checks
+the parts that are the same for every model; `check_like` compares a part with the state of the new object it is for.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_DEPTH = 100
+"""Containers within containers."""
+
+MAX_ITEMS = 10_000_000
+"""Items of all containers, each counted as often as it is reached."""
+
+_COUNTER = 2**53
+_SLACK = 2**20  # bytes
+
+
+def kind(value: Any) -> str:
+    """Return what a value is, for a message."""
+    if value is None or isinstance(value, (bool, int, float)):
+        text = str(value) if not isinstance(value, int) or abs(value) < 10**20 else "an integer beyond 10**20"
+        return text
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, str):
+        return f"the text {value[:40]!r}"
+    named = {dict: "a mapping", list: "a list", tuple: "a list"}.get(type(value), f"a {type(value).__name__}")
+    return f"{named} of {len(value)}" if isinstance(value, (dict, list, tuple)) else named
+
+
+def wrong(where: str, found: Any, expected: str) -> ValueError:
+    """Return the error for a part of another kind than expected."""
+    return ValueError(f"{where} is {kind(found)}, not {expected}")
+
+
+# ------------------------------------------------------------------------------------------------------- any content
+
+
+def check_plain(content: Any) -> None:
+    """Check that a content can be walked through, and that its tensors have the numbers that they claim.
+
+    Raises:
+        ValueError: a container is nested more than `MAX_DEPTH` deep, or contains itself; there are more than
+            `MAX_ITEMS`, counted as often as they are reached; or a tensor repeats its numbers, is sparse or quantised.
+    """
+    sizes: dict[int, int] = {}  # of containers that are finished
+    open_: set[int] = set()
+    stack: list[tuple[Any, bool]] = [(content, False)]
+    while stack:
+        value, done = stack.pop()
+        if isinstance(value, Tensor):
+            _check_tensor(value)
+            continue
+        if not isinstance(value, (dict, list, tuple, set, frozenset)) or id(value) in sizes:
+            continue
+        inside = [*value, *value.values()] if isinstance(value, dict) else list(value)
+        if done:
+            sizes[id(value)] = 1 + sum(sizes.get(id(item), 1) for item in inside)
+            open_.discard(id(value))
+            if sizes[id(value)] > MAX_ITEMS:
+                raise ValueError(f"it holds more than {MAX_ITEMS:,} items, some of them many times")
+            continue
+        if id(value) in open_:
+            raise ValueError("a part of it contains itself")
+        if len(open_) >= MAX_DEPTH:
+            raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+        open_.add(id(value))
+        stack.append((value, True))
+        stack.extend((item, False) for item in inside)
+
+
+def _check_tensor(t: Tensor) -> None:
+    if t.layout != torch.strided or t.is_quantized or t.is_nested:
+        raise ValueError(f"a tensor of shape {tuple(t.shape)} is sparse, quantised or nested")
+    # A stride of 0 claims any number of elements; a parameter never has one, a small buffer may.
+    if t.device.type != "meta" and t.numel() * t.element_size() > t.untyped_storage().nbytes() + _SLACK:
+        raise ValueError(f"a tensor of shape {tuple(t.shape)} repeats {t.untyped_storage().nbytes():,} bytes")
+
+
+# --------------------------------------------------------------------------------------------------- every checkpoint
+
+
+def check_contents(checkpoint: dict[str, Any]) -> None:
+    """Check the parts of a checkpoint that are the same for every model and trainer.
+
+    Raises:
+        ValueError: names the part, what it is and what it should be.
+    """
+    for name in checkpoint:
+        if not isinstance(name, str):
+            raise wrong("the name of a part", name, "text")
+    _check_weights(checkpoint["state_dict"])
+    for name in ("epoch", "global_step"):
+        if name in checkpoint:
+            _count(checkpoint[name], name)
+    version = checkpoint.get("pytorch-lightning_version", "0.0.0")
+    if not isinstance(version, str) or not re.fullmatch(r"\d{1,6}(\.\d{1,6}){1,3}([.+-]?\w{1,40}){0,3}", version):
+        raise wrong("pytorch-lightning_version", version, "a version such as 2.6.0")
+    for name, of in (("callbacks", dict), ("loops", dict), ("optimizer_states", list), ("lr_schedulers", list)):
+        if name in checkpoint:
+            _states(checkpoint[name], of, name)
+    if checkpoint.get("random_states") is not None:
+        _check_random_states(checkpoint["random_states"])
+
+
+def _check_weights(weights: Any) -> None:
+    if not isinstance(weights, dict):
+        raise wrong("state_dict", weights, "a mapping of names to tensors")
+    for name, value in weights.items():
+        if not isinstance(name, str):
+            raise wrong("a name in state_dict", name, "text")
+        if not isinstance(value, Tensor):
+            raise wrong(f"state_dict[{name[:80]!r}]", value, "a tensor")
+
+
+def _states(states: Any, of: type, where: str) -> None:
+    if not isinstance(states, of):
+        raise wrong(where, states, "a mapping of names to mappings" if of is dict else "a list of mappings")
+    for name, state in states.items() if isinstance(states, dict) else enumerate(states):
+        if isinstance(states, dict) and not isinstance(name, str):
+            raise wrong(f"a name in {where}", name, "text")
+        if not isinstance(state, dict):
+            raise wrong(f"{where}[{_short(name)}]", state, "a mapping")
+
+
+def _count(value: Any, where: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _COUNTER:
+        raise wrong(where, value, "a count")
+
+
+def _short(name: Any) -> str:
+    text = repr(name)
+    return text if len(text) <= 60 else f"{text[:57]}…{text[0]}"
+
+
+# ------------------------------------------------------------------------------------------------------ random states
+
+
+def _check_random_states(states: Any) -> None:
+    """Check what `RandomStates` saves: one mapping for each process."""
+    if not isinstance(states, (list, tuple)):
+        raise wrong("random_states", states, "a list with the states of each process")
+    here = torch.get_rng_state()
+    for rank, state in enumerate(states):
+        where = f"random_states[{rank}]"
+        if not isinstance(state, dict):
+            raise wrong(where, state, "a mapping")
+        _python_state(state.get("python"), f"{where}.python")
+        _numpy_state(state.get("numpy"), f"{where}.numpy")
+        for name in {"torch", *(state.keys() & {"cuda"})}:
+            value = state.get(name)
+            size = here.shape if name == "torch" else None
+            if not isinstance(value, Tensor) or value.dtype != torch.uint8 or (size and value.shape != size):
+                raise wrong(f"{where}.{name}", value, "the bytes of a random state")
+
+
+def _python_state(state: Any, where: str) -> None:
+    expected = "the state of Python's generator"
+    if not isinstance(state, (list, tuple)) or len(state) != 3:
+        raise wrong(where, state, expected)
+    version, internal, gauss = state
+    if version != 3 or isinstance(version, bool) or not isinstance(version, int):
+        raise wrong(f"{where}[0]", version, "3")
+    if not isinstance(internal, (list, tuple)) or len(internal) != 625:
+        raise wrong(f"{where}[1]", internal, expected)
+    for i, word in enumerate(internal):
+        if isinstance(word, bool) or not isinstance(word, int) or not 0 <= word < 2**32:
+            raise wrong(f"{where}[1][{i}]", word, "an integer of 32 bits")
+    if not 1 <= internal[-1] <= 624:
+        raise wrong(f"{where}[1][624]", internal[-1], "a position up to 624")
+    if gauss is not None and not isinstance(gauss, float):
+        raise wrong(f"{where}[2]", gauss, "a number or None")
+
+
+def _numpy_state(state: Any, where: str) -> None:
+    if not isinstance(state, (list, tuple)) or len(state) != 5:
+        raise wrong(where, state, "the state of NumPy's generator")
+    name, keys, position, has_gauss, cached = state
+    if name != "MT19937":
+        raise wrong(f"{where}[0]", name, "'MT19937'")
+    if not isinstance(keys, Tensor) or keys.shape != (624,) or keys.dtype != torch.int64:
+        raise wrong(f"{where}[1]", keys, "624 integers")
+    if isinstance(position, bool) or not isinstance(position, int) or not 0 <= position <= 624:
+        raise wrong(f"{where}[2]", position, "a position up to 624")
+    if isinstance(has_gauss, bool) or not isinstance(has_gauss, int) or has_gauss not in (0, 1):
+        raise wrong(f"{where}[3]", has_gauss, "0 or 1")
+    if isinstance(cached, bool) or not isinstance(cached, (int, float)) or not math.isfinite(cached):
+        raise wrong(f"{where}[4]", cached, "a number")
+
+
+# ------------------------------------------------------------------------------------- compared with new objects' states
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _score(value: Any) -> bool:
+    return _number(value) or (isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex())
+
+
+def _scores(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(path, str) and _score(of) for path, of in value.items())
+
+
+UNSET: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "best_model_score": (lambda v: v is None or _score(v), "a number or None"),
+    "current_score": (lambda v: v is None or _score(v), "a number or None"),
+    "best_k_models": (_scores, "a mapping of paths to numbers"),
+    "stopping_reason_message": (lambda v: v is None or isinstance(v, str), "text or None"),
+    "total_steps": (lambda v: v is None or _number(v), "a number or None"),
+}
+"""Entries that a new callback or schedule leaves empty, so that they show no kind: what they may be later."""
+
+
+def check_like(saved: Any, new: Any, where: str, *, exact: bool = False) -> None:
+    """Check that a saved state has the structure of a new object's state.
+
+    A mapping has all names that the new one has, with values like its; a list that is not empty has as many items; a
+    tensor has its shape; a number is a number. What is empty in the new object may be any value of `UNSET`, or any.
+
+    Args:
+        saved: The state in a checkpoint.
+        new: The `state_dict()` of the object that is to load it.
+        where: The name of the state, for messages.
+        exact: Whether a mapping may have no other names.
+
+    Raises:
+        ValueError: names the part, what it is and what it should be.
+    """
+    name = where.rpartition(".")[2]
+    if name in UNSET and (new is None or new == {}):
+        suits, expected = UNSET[name]
+        if not suits(saved):
+            raise wrong(where, saved, expected)
+    elif isinstance(new, Mapping):
+        _check_mapping(saved, new, where, exact)
+    elif isinstance(new, (list, tuple)):
+        if not isinstance(saved, (list, tuple)) or (new and len(saved) != len(new)):
+            raise wrong(where, saved, f"a list of {len(new)}" if new else "a list")
+        for i, item in enumerate(new):
+            check_like(saved[i], item, f"{where}[{i}]", exact=exact)
+    elif isinstance(new, Tensor):
+        same = isinstance(saved, Tensor) and saved.shape == new.shape
+        if not same and not (new.ndim == 0 and _score(saved)):
+            raise wrong(where, saved, f"a tensor of shape {tuple(new.shape)}")
+    elif isinstance(new, bool):
+        if not isinstance(saved, bool):
+            raise wrong(where, saved, "true or false")
+    elif isinstance(new, (int, float)):
+        if not _score(saved) or (isinstance(new, int) and not math.isfinite(saved)):
+            raise wrong(where, saved, "a number")
+    elif isinstance(new, str) and not isinstance(saved, str):
+        raise wrong(where, saved, "text")
+
+
+def _check_mapping(saved: Any, new: Mapping[Any, Any], where: str, exact: bool) -> None:
+    if not isinstance(saved, dict):
+        raise wrong(where, saved, "a mapping")
+    missing = [name for name in new if name not in saved]
+    if missing:
+        raise ValueError(f"{where} has no {_short(missing[0])}")
+    more = [name for name in saved if name not in new]
+    if exact and more:
+        raise ValueError(f"{where} has {_short(more[0])}, which is not known")
+    for name, value in new.items():
+        check_like(saved[name], value, f"{where}.{name}", exact=exact)
+
+
+def check_counts(saved: Any, where: str) -> None:
+    """Check that all integers in a state of loops are counts, not negative.
+
+    Raises:
+        ValueError: names the first that is none.
+    """
+    if isinstance(saved, dict):
+        for name, value in saved.items():
+            check_counts(value, f"{where}.{name}")
+    elif isinstance(saved, list):
+        for i, value in enumerate(saved):
+            check_counts(value, f"{where}[{i}]")
+    elif not isinstance(saved, bool):
+        _count(saved, where)

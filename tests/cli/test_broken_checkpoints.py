@@ -1,0 +1,249 @@
+"""Checkpoints whose parts have other kinds or values than training saves: each ends in one line that names the file.
+
+Every part of a checkpoint that a command reads, to any depth, is replaced in turn by a number, text, None, a tensor, an
+empty list and an empty mapping, and deleted. A change ends in one message, or the command runs to its end.
+"""
+
+import copy
+import io
+import random
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lit_effattn.cli import main
+from tests.support.commands import fails
+
+PARTS = (
+    *("epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "callbacks", "optimizer_states"),
+    *("lr_schedulers", "random_states", "logged", "memory_carry", "TextStream", "hparams_name"),
+)
+"""The parts beside the configuration, whose names have tests of their own."""
+VALUES: dict[str, Any] = {
+    "a number": -7.5,
+    "text": "x",
+    "None": None,
+    "a tensor": torch.full((2, 3), float("nan")),
+    "an empty list": [],
+    "an empty mapping": {},
+}
+DELETED = "nothing"
+PIXELS = {
+    "model": {
+        "class_path": "PixelModel",
+        "init_args": {
+            "backbone": {
+                "class_path": "Transformer",
+                "init_args": {
+                    "d_model": 8,
+                    "n_heads": 2,
+                    "n_layers": 1,
+                    "attention": {"class_path": "PerformerAttention", "init_args": {"n_features": 4}},
+                },
+            },
+            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.001}},
+            "lr_scheduler": {"class_path": "WarmupCosine", "init_args": {"warmup_steps": 1}},
+        },
+    },
+    "data": {"class_path": "PixelSequences", "init_args": {"dataset": "digits", "batch_size": 8}},
+    "trainer": {
+        "max_steps": 2,
+        "limit_val_batches": 1,
+        "limit_test_batches": 1,
+        "val_check_interval": 1,
+        "enable_progress_bar": False,
+        "logger": False,
+        "callbacks": [
+            {"class_path": "FeatureRedraw", "init_args": {"every_n_steps": 2}},
+            {"class_path": "EarlyStopping", "init_args": {"monitor": "val/bits_per_dim"}},
+        ],
+    },
+}
+TEXT = {
+    "model": {
+        "class_path": "LanguageModel",
+        "init_args": {
+            "backbone": {
+                "class_path": "Transformer",
+                "init_args": {
+                    "d_model": 8,
+                    "n_heads": 2,
+                    "n_layers": 1,
+                    "positions": None,
+                    "attention": {"class_path": "TransformerXLAttention", "init_args": {"mem_len": 4}},
+                },
+            },
+            "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1, "momentum": 0.9}},
+            "lr_scheduler": {"class_path": "torch.optim.lr_scheduler.ReduceLROnPlateau"},
+        },
+    },
+    "data": {
+        "class_path": "TextStream",
+        "init_args": {"source": "files", "root": "texts", "segment_len": 8, "batch_size": 2},
+    },
+    "trainer": {
+        **{name: value for name, value in PIXELS["trainer"].items() if name != "callbacks"},
+        "max_epochs": 9,
+        "callbacks": [{"class_path": "MemoryCarry"}],
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint of pixels and one of text."""
+    folder = tmp_path_factory.mktemp("broken")
+    (folder / "texts").mkdir()
+    for split in ("train", "val", "test"):
+        (folder / "texts" / f"{split}.txt").write_text("a rose is a rose is a rose.\n" * 8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for name, settings in (("pixels", PIXELS), ("text", TEXT)):
+            Path(f"{name}.yaml").write_text(yaml.safe_dump(settings))
+            main(["fit", "--config", f"{name}.yaml"])
+            next(Path("runs").rglob("last.ckpt")).rename(f"{name}.ckpt")
+            shutil.rmtree("runs")
+    return folder
+
+
+def paths(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the paths to all parts of a content; of a long list or mapping, to the first three items and the last."""
+    items = list(content.items()) if isinstance(content, dict) else list(enumerate(content))
+    for name, value in items if len(items) <= 12 or not path else [*items[:3], items[-1]]:
+        yield (*path, name)
+        if isinstance(value, (dict, list, tuple)):
+            yield from paths(value, (*path, name))
+
+
+def changed(content: dict[str, Any], path: tuple[Any, ...], what: str) -> dict[str, Any]:
+    """Return a content with another value at a path, or without it."""
+    content = copy.deepcopy(content)
+    parts: list[Any] = [content]
+    for name in path[:-1]:
+        if isinstance(parts[-1][name], tuple):
+            parts[-1][name] = list(parts[-1][name])
+        parts.append(parts[-1][name])
+    if what == DELETED:
+        del parts[-1][path[-1]]
+    else:
+        parts[-1][path[-1]] = copy.deepcopy(VALUES[what])
+    return content
+
+
+def cases(content: dict[str, Any]) -> list[tuple[tuple[Any, ...], str]]:
+    found = [path for path in paths(content) if path[0] in PARTS]
+    return [(path, what) for path in found for what in (*VALUES, DELETED)]
+
+
+def outcome(args: list[str]) -> str:
+    """Run a command; return "ended", or the message of its error, which must be one line."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            main(args)
+        except SystemExit as stopped:
+            said = err.getvalue()
+            message = said[said.rindex("lit-effattn: error: ") :]
+            assert stopped.code == 1, said
+            assert "Traceback" not in said
+            assert len(message.splitlines()) <= 2, message
+            assert len(message) < 1200, message
+            return message.splitlines()[0]
+    return "ended"
+
+
+def command(name: str, how: str) -> list[str]:
+    more = {
+        "fit": ["--trainer.max_steps", "4", "--trainer.default_root_dir", "resumed"],
+        "test": [],
+        "generate": ["--n", "1", "--output", "made"] if name == "pixels" else ["--prompt", "a", "--n_tokens", "4"],
+    }
+    return [how, "--ckpt_path", "it.ckpt", *more[how]]
+
+
+def tries(folder: Path, name: str, how: str, chosen: list[Any], record_property: Any) -> None:
+    """Try changes; each must end in a line, or let the command run to its end."""
+    content = torch.load(folder / f"{name}.ckpt", weights_only=True)
+    counts: Counter[str] = Counter()
+    for path, what in chosen:
+        torch.save(changed(content, path, what), folder / "it.ckpt")
+        shutil.rmtree(folder / "made", ignore_errors=True)
+        shutil.rmtree(folder / "resumed", ignore_errors=True)
+        try:
+            ended = outcome(command(name, how))
+        except Exception as error:
+            raise AssertionError(f"{how}: {path} as {what}: {type(error).__name__}: {error}") from error
+        counts["ended" if ended == "ended" else "one line"] += 1
+    record_property("ended as", str(dict(counts)))
+    assert counts["one line"] > 0 or how != "fit"
+
+
+def all_cases(folder: Path, name: str) -> list[Any]:
+    return cases(torch.load(folder / f"{name}.ckpt", weights_only=True))
+
+
+@pytest.mark.parametrize("name", ["pixels", "text"])
+@pytest.mark.parametrize(("how", "n"), [("fit", 6), ("test", 2), ("generate", 2)])
+def test_a_sample_of_changes(
+    how: str, n: int, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, record_property: Any
+):
+    monkeypatch.chdir(folder)
+    tries(folder, name, how, random.Random(0).sample(all_cases(folder, name), n), record_property)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["pixels", "text"])
+@pytest.mark.parametrize(("how", "every"), [("fit", 1), ("test", 4), ("generate", 8)])
+def test_every_change(
+    how: str, every: int, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, record_property: Any
+):
+    monkeypatch.chdir(folder)
+    tries(folder, name, how, all_cases(folder, name)[::every], record_property)
+
+
+KEY = "EarlyStopping{'monitor': 'val/bits_per_dim', 'mode': 'min'}"
+REFUSED: dict[str, tuple[tuple[Any, ...], str, str]] = {
+    "no optimiser": (("optimizer_states",), "an empty list", "optimizer_states is a list of 0, not a list of 1"),
+    "no schedule": (("lr_schedulers",), "an empty list", "lr_schedulers is a list of 0, not a list of 1"),
+    "no moments": (("optimizer_states", 0, "state"), "an empty mapping", "is empty, though the run has made steps"),
+    "a moment": (("optimizer_states", 0, "state", 0, "exp_avg"), "a tensor", "exp_avg is a tensor of shape (2, 3)"),
+    "a schedule": (("lr_schedulers", 0), "an empty mapping", "lr_schedulers[0] has no"),
+    "weights": (("state_dict",), "text", "state_dict is the text 'x', not a mapping"),
+    "a weight": (("state_dict", "embedding.weight"), "None", "state_dict['embedding.weight'] is None, not a tensor"),
+    "callbacks": (("callbacks",), "a number", "callbacks is -7.5, not a mapping"),
+    "a callback": (("callbacks", KEY), "None", "is None, not a mapping"),
+    "its best": (("callbacks", KEY, "best_score"), "a tensor", "best_score is a tensor of shape (2, 3)"),
+    "random states": (("random_states",), "a number", "random_states is -7.5, not a list"),
+    "a counter": (("loops", "fit_loop", "epoch_progress", "total", "ready"), "a number", "ready is -7.5, not a count"),
+    "a loader": (
+        ("loops", "fit_loop", "state_dict", "combined_loader", 0, "batches"),
+        "None",
+        "loader has batches='None', which is no count",
+    ),
+    "the version": (("pytorch-lightning_version",), "text", "pytorch-lightning_version is the text 'x'"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_said(what: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.chdir(folder)
+    path, value, words = REFUSED[what]
+    torch.save(changed(torch.load("pixels.ckpt", weights_only=True), path, value), "it.ckpt")
+    assert words in fails(capsys, *command("pixels", "fit"))
+
+
+def test_the_unchanged_run_resumes(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Else each change above could end for another reason."""
+    monkeypatch.chdir(folder)
+    for name in ("pixels", "text"):
+        for how in ("fit", "test", "generate"):
+            shutil.copy(f"{name}.ckpt", "it.ckpt")
+            shutil.rmtree("made", ignore_errors=True)
+            assert outcome(command(name, how)) == "ended"

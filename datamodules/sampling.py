@@ -150,7 +150,7 @@ class ResumableLoader(DataLoader[Any]):
         Raises:
             ValueError: If it is no position.
         """
-        counts = {name: state_dict.get(name) for name in ("epoch", "batches", "n_batches")}
+        counts: dict[str, Any] = {name: state_dict.get(name) for name in ("epoch", "batches", "n_batches")}
         for name, count in counts.items():
             if isinstance(count, bool) or not isinstance(count, int) or count < 0:
                 raise ValueError(f"the checkpoint's loader has {name}={str(count)[:40]!r}, which is no count")

@@ -28,14 +28,14 @@ _SLACK = 2**20  # bytes
 def kind(value: Any) -> str:
     """Return what a value is, for a message."""
     if value is None or isinstance(value, (bool, int, float)):
-        text = str(value) if not isinstance(value, int) or abs(value) < 10**20 else "an integer beyond 10**20"
-        return text
+        return str(value) if not isinstance(value, int) or abs(value) < 10**20 else "an integer beyond 10**20"
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, str):
         return f"the text {value[:40]!r}"
-    named = {dict: "a mapping", list: "a list", tuple: "a list"}.get(type(value), f"a {type(value).__name__}")
-    return f"{named} of {len(value)}" if isinstance(value, (dict, list, tuple)) else named
+    if isinstance(value, (dict, list, tuple)):
+        return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value)}"
+    return f"a {type(value).__name__}"
 
 
 def wrong(where: str, found: Any, expected: str) -> ValueError:
@@ -123,10 +123,11 @@ def _check_weights(weights: Any) -> None:
             raise wrong(f"state_dict[{name[:80]!r}]", value, "a tensor")
 
 
-def _states(states: Any, of: type, where: str) -> None:
+def _states(states: Any, of: type[Any], where: str) -> None:
     if not isinstance(states, of):
         raise wrong(where, states, "a mapping of names to mappings" if of is dict else "a list of mappings")
-    for name, state in states.items() if isinstance(states, dict) else enumerate(states):
+    items: Any = states.items() if isinstance(states, dict) else enumerate(states)
+    for name, state in items:
         if isinstance(states, dict) and not isinstance(name, str):
             raise wrong(f"a name in {where}", name, "text")
         if not isinstance(state, dict):
@@ -198,7 +199,7 @@ def _numpy_state(state: Any, where: str) -> None:
         raise wrong(f"{where}[4]", cached, "a number")
 
 
-# ------------------------------------------------------------------------------------- compared with new objects' states
+# ------------------------------------------------------------------------------------ compared with new objects' states
 
 
 def _number(value: Any) -> bool:

@@ -48,7 +48,7 @@ class CheckpointConnector(_CheckpointConnector):
 
     def restore_datamodule(self) -> None:
         """Restore the state of the data module."""
-        name = type(self.trainer.datamodule).__qualname__
+        name = type(self.trainer.datamodule).__qualname__  # type: ignore[attr-defined]  # Lightning sets it
         state = self._loaded_checkpoint.get(name)
         with self._restoring(f"the state of {name}"):
             if name in self._loaded_checkpoint and not isinstance(state, dict):
@@ -61,7 +61,7 @@ class CheckpointConnector(_CheckpointConnector):
             return
         with self._restoring("the callbacks"):
             states = self._loaded_checkpoint.get("callbacks", {})
-            for callback in self.trainer.callbacks:
+            for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
                 if callback.state_key in states:
                     check_like(states[callback.state_key], callback.state_dict(), type(callback).__name__)
             super().restore_callbacks()

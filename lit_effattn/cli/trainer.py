@@ -20,7 +20,7 @@ from lit_effattn.runs import new_folder
 class Trainer(pl.Trainer):
     """See `lightning.pytorch.Trainer`."""
 
-    @property
+    @property  # type: ignore[override]  # of the base class it is an attribute
     def _checkpoint_connector(self) -> CheckpointConnector:
         return self._connector
 

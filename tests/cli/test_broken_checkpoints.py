@@ -144,19 +144,22 @@ def cases(content: dict[str, Any]) -> list[tuple[tuple[Any, ...], str]]:
 
 def outcome(args: list[str]) -> str:
     """Run a command; return "ended", or the message of its error, which must be one line."""
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
+    err = io.StringIO()
+    code: Any = 0
+    with redirect_stdout(io.StringIO()), redirect_stderr(err):
         try:
             main(args)
         except SystemExit as stopped:
-            said = err.getvalue()
-            message = said[said.rindex("lit-effattn: error: ") :]
-            assert stopped.code == 1, said
-            assert "Traceback" not in said
-            assert len(message.splitlines()) <= 2, message
-            assert len(message) < 1200, message
-            return message.splitlines()[0]
-    return "ended"
+            code = stopped.code
+    if not code:
+        return "ended"
+    said = err.getvalue()
+    message = said[said.rindex("lit-effattn: error: ") :]
+    assert code == 1, said
+    assert "Traceback" not in said
+    assert len(message.splitlines()) <= 2, message
+    assert len(message) < 1200, message
+    return message.splitlines()[0]
 
 
 def command(name: str, how: str) -> list[str]:

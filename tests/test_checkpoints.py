@@ -450,15 +450,15 @@ def test_what_is_written_is_of_the_time_of_the_call(saved: Path, disk: Disk):
     checkpoint_io, checkpoint = AtomicCheckpointIO(asynchronous=True), content(2)
     state = checkpoint["state_dict"]
     state["tied"], state["row"] = state["weight"], state["weight"].view(10, -1)[3]
-    checkpoint["loops"] = {"steps": [2]}
+    checkpoint["counts"] = {"steps": [2]}
     checkpoint_io.save_checkpoint(checkpoint, saved)
     state["weight"].fill_(7)
-    checkpoint["loops"]["steps"].append(3)
+    checkpoint["counts"]["steps"].append(3)
     assert intact(saved)  # the one before
     disk.allowed.release()
     checkpoint_io.finish()
     found = read_checkpoint(saved)
-    assert found["loops"] == {"steps": [2]}
+    assert found["counts"] == {"steps": [2]}
     assert all(bool((t == 2).all()) for t in found["state_dict"].values())
     assert found["state_dict"]["row"].shape == (10_000,)
     assert saved.stat().st_size < 1.1 * saved.with_name("previous.ckpt").stat().st_size

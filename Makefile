@@ -27,7 +27,7 @@ test: lint  ## Lint, check types, run the tests.
 	$(BIN)/pytest -n 2 --dist loadfile -m "not processes and not exhaustive" -q
 	$(BIN)/pytest -m "processes and not exhaustive" -q
 
-test-all: test  ## The tests, and those that go through every configuration and kind (30 minutes on 2 cores).
+test-all: test  ## The tests, and those that go through every configuration and kind (40 minutes on 2 cores).
 	$(BIN)/pytest -n 2 --dist loadfile -m "exhaustive and not processes" -q
 	$(BIN)/pytest -m "exhaustive and processes" -q
 

@@ -7,15 +7,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import yaml
-
 from lit_effattn import sequence
 from lit_effattn.callbacks.cost_log import DEVICE_MEMORY, PROCESS_MEMORY, SECONDS
 from lit_effattn.checkpoints import read_outline
+from lit_effattn.datamodules.files import regular
+from lit_effattn.plain_yaml import parse_yaml
 from lit_effattn.runs import LAST, PREVIOUS, is_checkpoint
 from lit_effattn.tasks import Task
 
@@ -28,6 +29,7 @@ STATE_LENGTH = 1024
 _LENGTHS = ("length", "max_len", "segment_len")
 _MEMORY = {DEVICE_MEMORY: "peak device bytes", PROCESS_MEMORY: "peak process bytes"}
 _CLASS = re.compile(r"(\w+\.)+([A-Z]\w*)")
+_MOST_STEPS = 2**53
 _NOT_SETTINGS = ("trainer.default_root_dir", "ckpt_path")
 """Settings that tell runs apart without changing what is computed."""
 
@@ -86,7 +88,8 @@ def read_run(path: Path, *, length: int | None = None, trust: Sequence[str] = ()
     """
     settings = flat(read_config(path))
     curves, seconds, per_step = _log(path / "csv")
-    peaks = {name: int(max(curves[column].values())) for column, name in _MEMORY.items() if curves.get(column)}
+    bytes_used = {column: [v for v in curves.get(column, {}).values() if isfinite(v)] for column in _MEMORY}
+    peaks = {name: int(max(bytes_used[column])) for column, name in _MEMORY.items() if bytes_used[column]}
     own = {name: curve for name, curve in curves.items() if not name.startswith("cost/")}
     known: dict[str, Any] = {"seconds": seconds, "seconds_per_step": per_step, "peak_memory": peaks}
     checkpoint = next(
@@ -98,7 +101,8 @@ def read_run(path: Path, *, length: int | None = None, trust: Sequence[str] = ()
         own = own or _logged(checkpoint)
         model = Task.load_from_checkpoint(checkpoint, map_location="cpu", trust=trust)
         known |= _sizes(model, length or getattr(model, "n_dims", None) or _data_length(settings))
-    except (ValueError, RuntimeError, TypeError) as error:  # what a file can't be read or a model can't be built with
+    except (ValueError, RuntimeError, TypeError, AttributeError, LookupError, ArithmeticError, OSError) as error:
+        # What a file can't be read or a model can't be built with.
         known["remark"] = f"{checkpoint.name}: {str(error).partition(chr(10))[0]}"
     return RunRecord(path, settings, own, **known)
 
@@ -115,9 +119,9 @@ def read_config(path: Path) -> dict[str, Any]:
         hint = f"; it holds runs, such as {path / inside[-1]}" if inside else ""
         raise ValueError(f"{path} is not the folder of a run: it has no config.yaml{hint}")
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} can't be read: {' '.join(str(error).split())}") from error
+        content = parse_yaml(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} can't be read: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} holds no settings")
     return content
@@ -190,15 +194,29 @@ def _log(folder: Path) -> tuple[dict[str, Curve], Curve, float | None]:
 
 
 def _entries(path: Path) -> Iterator[tuple[int, str, float]]:
-    """Yield step, column and value of every number in a log. A last line that was cut off is left out."""
+    """Yield step, column and value of every number in a log. A last line that was cut off is left out.
+
+    Raises:
+        ValueError: it is no CSV, or a field has more than 131,072 characters.
+    """
+    regular(path)
     with path.open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
+        for row in _rows(csv.DictReader(file), path):
             try:
                 step = int(row["step"])
                 numbers = {name: float(value) for name, value in row.items() if value and name != "step"}
             except (KeyError, TypeError, ValueError):
                 continue
+            if not 0 <= step < _MOST_STEPS:
+                continue
             yield from ((step, name, value) for name, value in numbers.items() if name != "epoch")
+
+
+def _rows(reader: Iterator[dict[str, str]], path: Path) -> Iterator[dict[str, str]]:
+    try:
+        yield from reader
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} can't be read: {error}; delete it to leave its figures out") from error
 
 
 def _version(path: Path) -> int:
@@ -212,7 +230,10 @@ def _logged(checkpoint: Path) -> dict[str, Curve]:
     logged = content.get("logged")
     metrics = logged.get("metrics") if isinstance(logged, dict) else None
     step = content.get("global_step", 0)
-    return {name: {step: float(value)} for name, value in (metrics or {}).items() if isinstance(value, (int, float))}
+    if not isinstance(metrics, dict) or not isinstance(step, int):
+        return {}
+    numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
+    return {name: {step: float(v)} for name, v in numbers.items() if isinstance(name, str) and not abs(v) > _MOST_STEPS}
 
 
 def _data_length(settings: Mapping[str, Any]) -> int:

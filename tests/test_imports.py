@@ -26,6 +26,8 @@ ROOMS: dict[str, set[str]] = {
     "pictures": set(),
     "plots": set(),
     "import_errors": set(),
+    "printable": set(),
+    "plain_yaml": set(),
     "allowlist": {"import_errors"},
     "spec_check": {"allowlist"},
     "checkpoint_shape": set(),
@@ -40,7 +42,7 @@ ROOMS: dict[str, set[str]] = {
     "callbacks": {"sequence", "ops", "pictures", "checkpoint_files", "checkpoint_folders", "runs", "slurm"},
     "tasks": {
         *("generation", "beam", "nn", "positions", "sequence", "sharding", "hparams", "datamodules"),
-        *("allowlist", "averaging", "checkpoints", "spec_build", "spec_check", "runs", "pictures"),
+        *("allowlist", "averaging", "checkpoints", "printable", "spec_build", "spec_check", "runs", "pictures"),
     },
     "pretrained": {
         *("tasks", "nn", "attention", "positions", "hparams", "datamodules", "allowlist"),
@@ -58,7 +60,7 @@ ROOMS: dict[str, set[str]] = {
         "differences",
         "__init__",
     },
-    "run_records": {"tasks", "callbacks", "checkpoints", "runs", "sequence"},
+    "run_records": {"tasks", "callbacks", "checkpoints", "datamodules", "plain_yaml", "runs", "sequence"},
     "cli": {
         *("pretrained", "tasks", "generation", "beam", "nn", "attention", "positions", "sequence"),
         *("schedules", "sharding", "datamodules", "callbacks", "strategies"),
@@ -73,7 +75,7 @@ ROOMS: dict[str, set[str]] = {
             "slurm",
             "run_lock",
         ),
-        *("import_errors", "spec_build", "spec_check", "run_records", "plots", "export"),
+        *("import_errors", "spec_build", "spec_check", "run_records", "plots", "printable", "export"),
     },
     "__init__": {"nn", "tasks"},  # when they are asked for
 }

@@ -103,3 +103,26 @@ def test_bytes_of_states():
     assert lstm["monitor"] == "val/perplexity"
     assert _data_length({"data.length": None, "data.max_len": 7}) == 7
     assert _data_length({}) == 1024
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("step,a\n0," + "9" * 200_000, "field larger than field limit"), ("step,a\n0,\udc80", "can't be read")],
+)
+def test_a_log_that_cannot_be_read_is_named(text: str, words: str, tmp_path: Path):
+    (tmp_path / "config.yaml").write_text("model: x")
+    log = tmp_path / "csv" / "version_0" / "metrics.csv"
+    log.parent.mkdir(parents=True)
+    log.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=rf"metrics\.csv can't be read: .*{words}|{words}"):
+        read_run(tmp_path)
+
+
+def test_numbers_that_are_none_are_left_out(tmp_path: Path):
+    (tmp_path / "config.yaml").write_text("model: x")
+    log = tmp_path / "csv" / "version_0" / "metrics.csv"
+    log.parent.mkdir(parents=True)
+    log.write_text(f"step,train/loss,cost/process_bytes\n{10**30},1,2\n-1,1,2\n3,2.5,inf\n4,2,7\n")
+    run = read_run(tmp_path)
+    assert run.curves["train/loss"] == {3: 2.5, 4: 2.0}
+    assert run.peak_memory == {"peak process bytes": 7}

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from lit_effattn.cli.own_classes import add_current_folder, add_trust
+from lit_effattn.printable import printable
 
 # Lightning 2.6 itself uses deprecated functions of jsonargparse; users cannot change that.
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
@@ -160,11 +161,11 @@ def _list(what: str, names: list[str]) -> None:
         if what == "configs":
             from lit_effattn.cli.shipped import configs
 
-            print(configs(names))
+            print(printable(configs(names)))
         else:
             from lit_effattn.cli.kinds import kinds
 
-            print(kinds(names))
+            print(printable(kinds(names)))
     except ValueError as error:
         fail(str(error), code=2)
 
@@ -202,7 +203,7 @@ def _convert(args: list[str]) -> None:
         from lit_effattn.pretrained import convert
 
         warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
-        print(convert(given.source, given.target, trust=given.trust))
+        print(printable(convert(given.source, given.target, trust=given.trust)))
     except (OSError, ValueError) as error:
         if os.environ.get(DEBUG):
             raise
@@ -219,7 +220,7 @@ def _message(error: BaseException) -> str:
 
 def fail(message: str, code: int = 1) -> NoReturn:
     """Print an error and exit, with code 2 for invalid arguments and code 1 for any other error."""
-    print(f"lit-effattn: error: {message}", file=sys.stderr)
+    print(f"lit-effattn: error: {printable(message)}", file=sys.stderr)
     if code == 1:
         print(f"(set {DEBUG}=1 in the environment to see the traceback)", file=sys.stderr)
     sys.exit(code)

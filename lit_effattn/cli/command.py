@@ -53,6 +53,7 @@ from lit_effattn.cli.saved_settings import OFFLINE, UserOptions, fixed_by_data, 
 from lit_effattn.cli.sealed import Sealed, check_settings, parse_saved
 from lit_effattn.cli.trainer import Trainer
 from lit_effattn.nn.transfer import begin_transfer
+from lit_effattn.printable import PrintableRecords, printable
 from lit_effattn.run_lock import RunLock
 from lit_effattn.runs import (
     LAST,
@@ -139,6 +140,10 @@ def _quieten() -> None:
     ):
         warnings.filterwarnings("ignore", message)
     warnings.formatwarning = _warning
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
+        for handler in logging.getLogger(name).handlers:
+            if not any(isinstance(known, PrintableRecords) for known in handler.filters):
+                handler.addFilter(PrintableRecords())
     threading.excepthook = _report_thread
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
         lambda r: not any(remark in r.getMessage() for remark in _REMARKS)
@@ -150,7 +155,7 @@ def _quieten() -> None:
 
 def _warning(message: Warning | str, category: type[Warning], *where: Any, **line: Any) -> str:
     """Return a warning as a line of output, without the place in the code and the code itself."""
-    return f"warning: {message}\n"
+    return f"warning: {printable(str(message))}\n"
 
 
 def _report_thread(failed: threading.ExceptHookArgs) -> None:
@@ -589,14 +594,14 @@ class CLI(LightningCLI):
             raise ValueError(f"predict runs on one process, not {self.trainer.world_size}: give --trainer.devices 1")
         predictions: Any = self.trainer.predict(**{**kwargs, "return_predictions": True})
         folder = new_folder(Path(self.trainer.default_root_dir), "predictions")
-        print(self.model.write_predictions(predictions, folder))
+        print(printable(self.model.write_predictions(predictions, folder)))
 
     def generate(self, **kwargs: Any) -> None:
         """Draw samples and print where they are."""
         if self.trainer.world_size > 1:
             raise ValueError(f"generate runs on one process, not {self.trainer.world_size}: give --trainer.devices 1")
         assert isinstance(self.trainer, Trainer)
-        print(self.trainer.generate(**kwargs))
+        print(printable(self.trainer.generate(**kwargs)))
 
 
 class Configuration(pl.Callback):

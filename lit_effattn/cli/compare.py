@@ -12,6 +12,7 @@ from typing import Any
 from lit_effattn import plots
 from lit_effattn.cli.own_classes import add_trust
 from lit_effattn.cli.tables import FORMATS, Table, comma_separated, from_columns, markdown, show
+from lit_effattn.printable import printable
 from lit_effattn.run_records import RunRecord, differences, read_run
 from lit_effattn.runs import short
 
@@ -46,10 +47,10 @@ def compare(args: list[str]) -> None:
         Path(given.output).write_text(text, encoding="utf-8")
         print(f"table: {short(given.output)}")
     elif text is not None:
-        print(text, end="")
+        print(printable(text), end="")
     for name, run in zip(names, runs, strict=True):
         if run.remark:
-            print(f"{name}: {run.remark}", file=sys.stderr)
+            print(printable(f"{name}: {run.remark}"), file=sys.stderr)
     if given.plots and (panels := _panels(names, runs)):
         print(f"plots: {short(plots.curves(panels, Path(given.plots) / 'curves.png'))}")
 

@@ -19,6 +19,7 @@ from lit_effattn.cli.resume import ROOT, read_yaml
 from lit_effattn.cli.shipped import find_config
 from lit_effattn.datamodules import IGNORE, PairBatch, SpeechBatch, TokenBatch
 from lit_effattn.datamodules.tokenizers import Tokenizer
+from lit_effattn.printable import printable
 from lit_effattn.runs import new_folder, short
 from lit_effattn.spec_check import Place, UserJudge, check
 
@@ -54,7 +55,7 @@ def look(args: list[str], parser: LightningArgumentParser) -> None:
     check(config["data"], Place.of(action._typehint), "data", UserJudge(Trust([*given.trust, *trusted])))
     data = parser.instantiate_classes(config).data
     for line in describe(data, None if config.output is None else Path(config.output)):
-        print(line)
+        print(printable(line))
 
 
 def add_options(parser: LightningArgumentParser) -> None:

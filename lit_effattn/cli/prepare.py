@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lit_effattn.datamodules.prepare import prepare as make
 from lit_effattn.datamodules.tokenizers import KINDS
+from lit_effattn.printable import printable
 from lit_effattn.runs import short
 
 
@@ -26,7 +27,7 @@ def prepare(args: list[str]) -> None:
     source, folder = Path(given.pop("input")), Path(given.pop("folder"))
     about, left_out = make(source, folder, **given)
     if left_out:
-        print(f"{source}: {len(left_out)} left out:\n  {left_out}", file=sys.stderr)
+        print(printable(f"{source}: {len(left_out)} left out:\n  {left_out}"), file=sys.stderr)
     print(
         f"{short(folder)}: {about['n_tokens']:,} tokens ({about['tokenizer']}, {about['dtype']}) of "
         f"{about['n_documents']:,} documents, {about['n_bytes']:,} bytes, in {len(about['shards']):,} shards\n"

@@ -32,6 +32,7 @@ from lit_effattn.cli.report_samples import (
 from lit_effattn.cli.resume import ROOT
 from lit_effattn.cli.tables import Table
 from lit_effattn.plots import Line
+from lit_effattn.printable import printable
 from lit_effattn.run_records import RunRecord, differences, read_config, read_run
 from lit_effattn.runs import LAST, PREVIOUS, find_checkpoint, is_checkpoint, short
 from lit_effattn.tasks import Task
@@ -76,7 +77,7 @@ def report(args: list[str]) -> None:
     if len(runs) > 1:
         parts += _side_by_side(names, runs)
     for source, name, run in zip(sources, names, runs, strict=True):
-        print(f"{name} …")
+        print(printable(f"{name} …"))
         parts += [html.heading(2, name), *_scores(source, run), *(_curves(["run"], [run]) if len(runs) == 1 else [])]
         parts += _of_checkpoint(source, run, given.samples, given.length, given.trust)
         parts += [*_cost(run), *_configuration(source)]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from typing import Any
 
 from lit_effattn.cli.report_attention import data_uri, gradient
 from lit_effattn.cli.tables import Table, shown
 from lit_effattn.plots import Line
+from lit_effattn.printable import printable
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1c2024; --quiet: #60666c; --page: #fff; --card: #f4f5f7; --line: #d9dce0;
@@ -46,6 +47,11 @@ pre, .tokens { font: .85rem/1.6 ui-monospace, monospace; white-space: pre-wrap; 
 COLOURS = {"train": 0, "val": 1}
 WIDTH, HEIGHT = 480, 260
 _LEFT, _BOTTOM, _TOP, _RIGHT = 66, 34, 8, 28
+
+
+def escape(text: str) -> str:
+    """Return text for HTML, without characters that change the order of others."""
+    return html.escape(printable(text))
 
 
 def page(title: str, parts: Iterable[str]) -> str:

@@ -26,6 +26,8 @@ from lit_effattn.cli.resume import ROOT, read_yaml
 from lit_effattn.cli.shipped import find_config
 from lit_effattn.cli.sweep_tables import Cell, Outcome, best_rate, by_kind, by_rate, points
 from lit_effattn.cli.tables import comma_separated, markdown, show
+from lit_effattn.datamodules.json_data import parse_json
+from lit_effattn.printable import printable
 from lit_effattn.run_records import flat, read_run
 from lit_effattn.runs import find_checkpoint, short
 
@@ -161,7 +163,7 @@ class Sweep:
             outcome = self._outcome(cell, reason)
         finally:
             self._devices.put(device)
-        print(f"{where} {cell}: {outcome.said}, {time.perf_counter() - began:.0f} s", flush=True)
+        print(printable(f"{where} {cell}: {outcome.said}, {time.perf_counter() - began:.0f} s"), flush=True)
         return outcome
 
     def _outcome(self, cell: Cell, reason: str | None) -> Outcome:
@@ -217,7 +219,7 @@ class Sweep:
         path = self.folder / RECORD
         if not path.is_file():
             return {}
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = _read_record(path)
         if _without_trust(record["flags"]) != self.flags:
             raise ValueError(
                 f"{path} is of a sweep with {' '.join(record['flags'])}; give these to go on, or another --output"
@@ -229,6 +231,18 @@ class Sweep:
         part = self.folder / f".{RECORD}.part"
         part.write_text(json.dumps({"flags": self.flags, "done": self._done}, indent=1), encoding="utf-8")
         part.replace(self.folder / RECORD)
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    try:
+        record = parse_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no record of a sweep: {error}; give another --output") from error
+    flags, done = (record.get("flags"), record.get("done")) if isinstance(record, dict) else (None, None)
+    lists = [flags, *done.values()] if isinstance(done, dict) else [None]
+    if not all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in lists):
+        raise ValueError(f"{path} is no record of a sweep, which has flags and what is done; give another --output")
+    return {"flags": flags, "done": done}
 
 
 _children: set[subprocess.Popen[bytes]] = set()

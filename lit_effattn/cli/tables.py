@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from lit_effattn.printable import printable
+
 FORMATS = ("terminal", "markdown", "csv")
 
 
@@ -39,7 +41,7 @@ def shown(value: Any) -> str:
     if isinstance(value, Spread):
         return shown(value.mean) + ("" if value.deviation is None else f" ± {value.deviation:.2g}")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return str(value)
+        return printable(str(value), one_line=True)
     if isinstance(value, int) or 1e4 <= abs(value) < 1e15:
         return f"{round(value):,}"
     return f"{value:.4g}"

@@ -22,6 +22,7 @@ from lit_effattn.datamodules.tokens import IGNORE, Response, TokenBatch
 from lit_effattn.generation import generate
 from lit_effattn.nn.heads import CategoricalHead, HeadFactory
 from lit_effattn.nn.sliding import SlidingWindow
+from lit_effattn.printable import printable
 from lit_effattn.runs import short
 from lit_effattn.sequence import SequenceModule, State
 from lit_effattn.tasks.auxiliary import FurtherPredictions, mean_of_scored
@@ -485,7 +486,7 @@ class LanguageModel(Task):
             begin += tokenizer.separator
         shown = Decoded(tokenizer) if n in (None, 1) and beam is None else None
         if shown is not None:
-            print(begin, end="", flush=True)
+            print(printable(begin), end="", flush=True)
             progress = iter
         if beam is None:
             drawn = self.sample(
@@ -507,7 +508,7 @@ class LanguageModel(Task):
         if shown is not None:
             shown.finish()
         else:
-            print(*numbered, sep="\n")
+            print(*map(printable, numbered), sep="\n")
         path = folder() / "samples.txt"
         path.write_text("\n\n".join(numbered), encoding="utf-8")
         return f"text: {short(path)}"
@@ -598,7 +599,7 @@ class Decoded:
         return text
 
     def _show(self, text: str) -> None:
-        print(text[self._shown :], end="", flush=True)
+        print(printable(text[self._shown :]), end="", flush=True)
         self._shown = len(text)
 
 

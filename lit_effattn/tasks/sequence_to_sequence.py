@@ -19,6 +19,7 @@ from lit_effattn.datamodules.tokens import IGNORE, PairBatch
 from lit_effattn.nn.encoder_decoder import EncoderDecoder
 from lit_effattn.nn.heads import CategoricalHead, HeadFactory
 from lit_effattn.pictures import attention_map
+from lit_effattn.printable import printable
 from lit_effattn.runs import short
 from lit_effattn.sequence import State
 from lit_effattn.tasks.base import Objective, Task, check_fields
@@ -391,7 +392,7 @@ class SequenceToSequence(Task):
         search = {"beam": beam, "length_penalty": length_penalty, "length_norm": length_norm, "n_best": n}
         found = self._translations(batch, drawn=1, **search)
         for output in found[0].entry["outputs"]:
-            print(f"{output['score']:.4f}  {output['text']}")
+            print(f"{output['score']:.4f}  {printable(output['text'])}")
         return _written(found, folder())
 
     def encode(self, text: str) -> Tensor:

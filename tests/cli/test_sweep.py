@@ -19,7 +19,17 @@ import yaml
 from lit_effattn import plots
 from lit_effattn.callbacks import CostLog
 from lit_effattn.cli import main
-from lit_effattn.cli.sweep import Sweep, _flags_of, _rates, _short, _terminate_children, report, run_child, sweep
+from lit_effattn.cli.sweep import (
+    Sweep,
+    _flags_of,
+    _rates,
+    _read_record,
+    _short,
+    _terminate_children,
+    report,
+    run_child,
+    sweep,
+)
 from lit_effattn.cli.sweep_tables import Cell, best_rate
 from lit_effattn.runs import new_folder
 from tests.support.commands import REPOSITORY, fails
@@ -310,3 +320,10 @@ def test_what_is_trusted_is_trusted_in_tests_too(tmp_path: Path):
     assert [call[0] for call in calls] == ["fit", "test"]
     for call in calls:
         assert [value for flag, value in pairwise(call) if flag == "--trust"] == ["mine.Task", "mine.Data"]
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", '{"flags": 1}', '{"flags": [], "done": {"a": 3}}', "no JSON"])
+def test_a_record_of_something_else(text: str, tmp_path: Path):
+    (tmp_path / "sweep.json").write_text(text)
+    with pytest.raises(ValueError, match=r"sweep\.json is no record of a sweep"):
+        _read_record(tmp_path / "sweep.json")

@@ -19,7 +19,9 @@ import socket
 import subprocess
 import tempfile
 import threading
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,10 @@ RENEWED_EVERY = 15.0
 
 STALE_AFTER = 120.0
 """Seconds without a renewal after which a holder on another host is taken to have ended."""
+
+
+GUARD_STALE_AFTER = 10.0
+"""Seconds after which a process that was superseding another is taken to have ended."""
 
 
 class RunLockedError(OSError):
@@ -56,12 +62,16 @@ class RunLock:
         self._about = {**_me(), "token": secrets.token_hex(8)}
         self._ended = threading.Event()
         try:
-            while not self._take():
-                if (holder := _holds(self.path)) is not None:
+            while not self._take(self.path):
+                holder = _read(self.path)
+                if (who := _alive(self.path, holder)) is not None:
                     raise RunLockedError(
-                        f"another fit writes into {short(run)}: {holder}. Wait for its end or stop it, then resume; or "
+                        f"another fit writes into {short(run)}: {who}. Wait for its end or stop it, then resume; or "
                         "begin a new run, with --init_weights or without a checkpoint"
                     )
+                if self._supersede(holder):
+                    break
+                time.sleep(0.02)
         except PermissionError as error:
             raise _unwritable(run, error) from error
         except OSError as error:
@@ -70,30 +80,56 @@ class RunLock:
             raise
         threading.Thread(target=self._renew, name="run lock", daemon=True).start()
 
-    def _take(self) -> bool:
+    def _take(self, path: Path) -> bool:
         """Write the file, whole, if there is none."""
-        handle, name = tempfile.mkstemp(prefix=f".{LOCK}.", dir=self.path.parent)
-        part = Path(name)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(self._about, file)
+        with self._written() as part:
             try:
-                os.link(part, self.path)  # fails if there is one, over NFS too
+                os.link(part, path)  # fails if there is one, over NFS too
             except FileExistsError:
                 return False
             except OSError:  # a file system without links
-                return self._take_exclusively()
+                return self._take_exclusively(path)
             return True
-        finally:
-            part.unlink(missing_ok=True)
 
-    def _take_exclusively(self) -> bool:
+    def _take_exclusively(self, path: Path) -> bool:
         try:
-            with self.path.open("x", encoding="utf-8") as file:
+            with path.open("x", encoding="utf-8") as file:
                 json.dump(self._about, file)
         except FileExistsError:
             return False
         return True
+
+    def _supersede(self, holder: dict[str, Any]) -> bool:
+        """Replace the file of a holder that has ended, if it is still there.
+
+        The file never disappears meanwhile, so nobody else can take it. A second file lets one process supersede at a
+        time; that of a process which was killed here counts for a few seconds.
+        """
+        guard = self.path.with_name(f"{LOCK}.taken_over")
+        if not self._take(guard):
+            with suppress(FileNotFoundError):
+                if _age(guard, guard.stat().st_mtime) > GUARD_STALE_AFTER:
+                    guard.unlink()
+            return False
+        try:
+            if not self.path.exists() or _read(self.path) != holder:
+                return False
+            with self._written() as part:
+                part.replace(self.path)
+            return True
+        finally:
+            guard.unlink(missing_ok=True)
+
+    @contextmanager
+    def _written(self) -> Iterator[Path]:
+        """Write what tells this process from others into a temporary file beside the lock."""
+        handle, name = tempfile.mkstemp(prefix=f".{LOCK}.", dir=self.path.parent)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(self._about, file)
+            yield Path(name)
+        finally:
+            Path(name).unlink(missing_ok=True)
 
     def _renew(self) -> None:
         while not self._ended.wait(RENEWED_EVERY):
@@ -141,22 +177,19 @@ def _me() -> dict[str, Any]:
     }
 
 
-def _holds(path: Path) -> str | None:
-    """Return who holds the lock, or None after the file of a process that has ended was removed."""
+def _alive(path: Path, holder: dict[str, Any]) -> str | None:
+    """Return who holds the lock, None if that process has ended or released it."""
     try:
-        before = path.stat()
+        renewed = path.stat().st_mtime
     except FileNotFoundError:
         return None
-    holder, me = _read(path), _me()
+    me = _me()
     if os.name != "nt" and all(holder.get(name) == me[name] for name in ("host", "system")):
         started = _started(holder.get("pid"))
         alive = started is not None and started == holder.get("started") and holder["pid"] != me["pid"]
     else:
-        alive = not _was_restarted(holder, me) and _age(path, before.st_mtime) < STALE_AFTER
-    if alive:
-        return f"{_describe(holder)}, renewed {max(_age(path, before.st_mtime), 0):.0f} s ago ({short(path)})"
-    _remove(path, holder)
-    return None
+        alive = not _was_restarted(holder, me) and _age(path, renewed) < STALE_AFTER
+    return f"{_describe(holder)}, renewed {max(_age(path, renewed), 0):.0f} s ago ({short(path)})" if alive else None
 
 
 def _was_restarted(holder: dict[str, Any], me: dict[str, Any]) -> bool:
@@ -170,17 +203,6 @@ def _was_restarted(holder: dict[str, Any], me: dict[str, Any]) -> bool:
 def _describe(holder: dict[str, Any]) -> str:
     job = f", job {holder['job']}" if holder.get("job") else ""
     return f"process {holder.get('pid', 'of an unknown number')} on {holder.get('host', 'an unknown host')}{job}"
-
-
-def _remove(path: Path, holder: dict[str, Any]) -> None:
-    """Remove the file of `holder`, but not that of another process which has superseded it in the meantime."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    with suppress(FileNotFoundError):
-        path.replace(aside)  # of several processes one alone can
-        if _read(aside) == holder:
-            aside.unlink(missing_ok=True)
-        else:
-            aside.replace(path)
 
 
 def _read(path: Path) -> dict[str, Any]:

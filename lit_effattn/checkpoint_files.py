@@ -174,7 +174,7 @@ def read(path: Path, map_location: Any = "cpu", *, mmap: bool = False) -> dict[s
         DamagedError: the file is cut off, changed, or from another program.
     """
     if found := damage(path):
-        raise DamagedError(f"{path} is damaged: {found}")
+        raise DamagedError(f"{path} ({path.stat().st_size:,} bytes) is damaged: {found}")
     try:
         content = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
     except Exception as error:  # what is no pickle fails in every way there is

@@ -261,7 +261,7 @@ def check_like(saved: Any, new: Any, where: str, *, exact: bool = False) -> None
     elif isinstance(new, (int, float)):
         if not _score(saved) or (isinstance(new, int) and not math.isfinite(saved)):
             raise wrong(where, saved, "a number")
-    elif isinstance(new, str) and not isinstance(saved, str):
+    elif isinstance(new, str) and not (saved is None or isinstance(saved, str)):
         raise wrong(where, saved, "text")
 
 

@@ -527,7 +527,7 @@ def test_a_checkpoint_of_another_program_is_named(capsys: pytest.CaptureFixture[
         (["--config", "nothing/like/it.yaml"], 1, "`lit-effattn configs` lists those"),
         (["--model.backbone.n_layers", "two"], 2, "model.backbone.n_layers=two is not int"),
         (["--model.backbone.n_layers", "0"], 1, "n_layers=0"),
-        (["--model.backbone.dropout", "2"], 1, "dropout probability"),
+        (["--model.backbone.dropout", "2"], 1, "dropout=2.0 is not a probability"),
         (["--model.backbone.attention", "linear"], 2, "there are CompressiveAttention, "),
         (
             ["--model.backbone.attention.chunk", "3"],
@@ -661,7 +661,7 @@ def test_training_goes_on_from_the_one_before_a_damaged_one(capsys: pytest.Captu
     before = torch.load(folder / "previous.ckpt", weights_only=True)
     damage(folder / "last.ckpt")
     said = fails(capsys, "test", "--ckpt_path", "last")
-    assert re.search(r"last\.ckpt is damaged: the checksum of the whole file is wrong; there are", said)
+    assert re.search(r"last\.ckpt \([\d,]+ bytes\) is damaged: the checksum of the whole file is wrong; there are", said)
     assert "best.ckpt" in said
     with pytest.warns(
         UserWarning, match=r"last\.ckpt is damaged: .* goes on from .*previous\.ckpt, saved at step 3: what"

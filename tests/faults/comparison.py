@@ -12,8 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-OF_THE_RUN = {"default_root_dir", "ckpt_path"}
-"""Settings in a checkpoint, by their names at any depth, in which a resumed run differs: its folder, how it began."""
+OF_THE_RUN = {"default_root_dir", "ckpt_path", "current_score"}
+"""What differs in a resumed run, by its name at any depth: its folder, how it began, and the score of the last
+validation, which Lightning's ModelCheckpoint saves and does not restore."""
+
+BEST = {"best_model_score", "best_model_path", "best_k_models", "kth_best_model_path", "kth_value"}
+"""What ModelCheckpoint saves of the best: after a validation of its own, a run may have another."""
 
 Log = dict[str, dict[int, float]]
 """The last value of each column, by step."""
@@ -44,9 +48,9 @@ def first_difference(a: Any, b: Any, name: str = "") -> str | None:
     return f"{name}: {_short(a)} and {_short(b)}"
 
 
-def compare_checkpoints(whole: Path, resumed: Path) -> str | None:
-    """Return the first difference of two checkpoints, in all that they hold but the run's folder."""
-    a, b = (_without(OF_THE_RUN, torch.load(path, weights_only=True)) for path in (whole, resumed))
+def compare_checkpoints(whole: Path, resumed: Path, but: Set[str] = frozenset()) -> str | None:
+    """Return the first difference of two checkpoints, in all that they hold but `OF_THE_RUN` and `but`."""
+    a, b = (_without(OF_THE_RUN | but, torch.load(path, weights_only=True)) for path in (whole, resumed))
     return _nothing_learnt(a) or first_difference(a, b)
 
 

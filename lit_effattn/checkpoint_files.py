@@ -174,7 +174,7 @@ def read(path: Path, map_location: Any = "cpu", *, mmap: bool = False) -> dict[s
         DamagedError: the file is cut off, changed, or from another program.
     """
     if found := damage(path):
-        raise DamagedError(f"{path} ({path.stat().st_size:,} bytes) is damaged: {found}")
+        raise DamagedError(f"{path} is damaged: {found}")
     try:
         content = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
     except Exception as error:  # what is no pickle fails in every way there is
@@ -210,7 +210,7 @@ def damage(path: Path) -> str | None:
             if summed and not _is_sum(file, tail[_END_SIZE - 2 :]):
                 return "the checksum of the whole file is wrong"
             if not summed and not (tail[-_END_SIZE:][:4] == _END and tail[-2:] == b"\0\0"):
-                return "it is cut off or changed: it does not end as torch's files do"
+                return f"it is cut off or changed: its {path.stat().st_size:,} bytes do not end as torch's files do"
             with zipfile.ZipFile(file) as archive:
                 return _damaged_record(archive) or (None if summed else _damaged_entry(archive))
     except Exception as error:  # a changed header is read as any unsupported option there is

@@ -483,7 +483,9 @@ def test_a_truncated_checkpoint_is_named(capsys: pytest.CaptureFixture[str]):
     run = fit()
     last = run / "checkpoints" / "last.ckpt"
     last.write_bytes(last.read_bytes()[:5000])
-    assert "last.ckpt (5,000 bytes)" in fails(capsys, "test", "--ckpt_path", "last")
+    assert "last.ckpt is damaged: it is cut off or changed: its 5,000 bytes" in fails(
+        capsys, "test", "--ckpt_path", "last"
+    )
 
 
 def test_a_checkpoint_of_another_program_is_named(capsys: pytest.CaptureFixture[str]):
@@ -661,7 +663,7 @@ def test_training_goes_on_from_the_one_before_a_damaged_one(capsys: pytest.Captu
     before = torch.load(folder / "previous.ckpt", weights_only=True)
     damage(folder / "last.ckpt")
     said = fails(capsys, "test", "--ckpt_path", "last")
-    assert re.search(r"last\.ckpt \([\d,]+ bytes\) is damaged: the checksum of the whole file is wrong; there are", said)
+    assert re.search(r"last\.ckpt is damaged: the checksum of the whole file is wrong; there are", said)
     assert "best.ckpt" in said
     with pytest.warns(
         UserWarning, match=r"last\.ckpt is damaged: .* goes on from .*previous\.ckpt, saved at step 3: what"

@@ -172,7 +172,9 @@ def test_a_damaged_one_is_named(folder: Path, capsys: pytest.CaptureFixture[str]
     whole = path.read_bytes()
     try:
         path.write_bytes(whole[:5000])
-        assert "step_00000006.ckpt (5,000 bytes)" in fails(capsys, "test", "--ckpt_path", "last", "--average", "2")
+        assert "step_00000006.ckpt is damaged: it is cut off or changed: its 5,000 bytes" in fails(
+            capsys, "test", "--ckpt_path", "last", "--average", "2"
+        )
     finally:
         path.write_bytes(whole)
 

@@ -136,10 +136,6 @@ class CheckpointConnector(_CheckpointConnector):
             ) from error
 
 
-_POSITION = ("last_epoch", "best", "num_bad_epochs")
-"""What every state of a schedule says, of those that count steps or watch a metric."""
-
-
 def _only_a_model(name: str) -> str:
     return (
         f"has no {name}: it holds a model, not a run that could go on; start a new run from its weights with "
@@ -177,8 +173,8 @@ def check_scheduler(saved: Any, scheduler: Any, where: str) -> None:
         ValueError: names the part, what it is and what it should be.
     """
     new = scheduler.state_dict()
-    # Options that a schedule did not have when the checkpoint was saved keep the values of the new one.
-    known = {name: value for name, value in new.items() if name in saved or name in _POSITION}
+    # Versions of torch differ in private names.
+    known = {name: value for name, value in new.items() if not name.startswith("_") or name in saved}
     check_like(saved, known, where)
     for name in saved.keys() - new.keys():
         if not isinstance(name, str) or hasattr(scheduler, name):

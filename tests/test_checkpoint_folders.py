@@ -125,8 +125,14 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: change(path, "rows", {"['state_dict']['four']": torch.zeros(()).bfloat16().expand(2)}),
         "part_00001.pt is damaged: it lacks rows of .*four",
     ),
-    "deep": (lambda path: change(path, "own", {"memory": nested()}), "part_00001.pt is nested too deeply"),
-    "deep in common": (say({}, deep=True), "common.pt is nested too deeply"),
+    "deep": (
+        lambda path: change(path, "own", {"memory": nested()}),
+        "part_00001.pt is no checkpoint that can be read: it is nested more than 100 deep",
+    ),
+    "deep in common": (
+        say({}, deep=True),
+        "common.pt is no checkpoint that can be read: it is nested more than 100 deep",
+    ),
     "no own": (lambda path: change(path, "own", {}), "part_00001.pt is damaged: it has no memory"),
     "something else": (lambda path: change(path, "rows", 3), "part_00001.pt is no part of a checkpoint"),
     "no parts": (say(None), "common.pt does not say what parts"),

@@ -258,8 +258,7 @@ class CLI(LightningCLI):
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         """Return the commands, each with the parameters that are not options."""
-        lightnings = {name: {*skipped, "weights_only"} for name, skipped in LightningCLI.subcommands().items()}
-        return {**lightnings, "generate": {"model", "datamodule"}}
+        return {**LightningCLI.subcommands(), "generate": {"model", "datamodule"}}
 
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
         """Build only the parser of the current command: each takes a third of a second."""
@@ -275,6 +274,8 @@ class CLI(LightningCLI):
         for action in parser._actions:
             if action.dest == "ckpt_path":
                 action.help = _ABOUT_CHECKPOINT if subcommand != "fit" else f"{_ABOUT_CHECKPOINT} {_ABOUT_RESUMING}"
+            elif action.dest == "weights_only":
+                action.help = "Changes nothing: checkpoints are never unpickled."
         return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:

@@ -173,8 +173,8 @@ def check_scheduler(saved: Any, scheduler: Any, where: str) -> None:
         ValueError: names the part, what it is and what it should be.
     """
     new = scheduler.state_dict()
-    # Versions of torch differ in private names.
-    known = {name: value for name, value in new.items() if not name.startswith("_") or name in saved}
+    # Earlier versions of torch and of this library saved fewer names.
+    known = {name: value for name, value in new.items() if name in saved or name in ("last_epoch", "base_lrs")}
     check_like(saved, known, where)
     for name in saved.keys() - new.keys():
         if not isinstance(name, str) or hasattr(scheduler, name):

@@ -21,6 +21,7 @@ from lit_effattn.callbacks import CostLog
 from lit_effattn.cli import main
 from lit_effattn.cli.sweep import (
     Sweep,
+    _children,
     _flags_of,
     _rates,
     _read_record,
@@ -296,7 +297,8 @@ def test_children_have_their_device_and_are_stopped_with_the_sweep(tmp_path: Pat
     monkeypatch.setattr(subprocess, "Popen", lambda command, **how: start([command[0], "-c", say], **how))
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(run_child, ["fit"], tmp_path / "log", "3")
-        while not (tmp_path / "log").is_file() or not (tmp_path / "log").read_text():
+        # The child may write before the thread that started it has noted it.
+        while not _children or not (tmp_path / "log").is_file() or not (tmp_path / "log").read_text():
             assert not found.done()
         _terminate_children()
         assert found.result() == (-signal.SIGTERM, f"killed by signal {signal.SIGTERM:d}")

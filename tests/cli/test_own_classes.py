@@ -39,19 +39,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     (folder / "tiny.yaml").write_text(yaml.safe_dump(CONFIG))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        _forget_modules_of_others(patch)
         main(["fit", "--config", "tiny.yaml", f"--{OPTION}", KIND])
     yield folder
-    sys.path.remove(str(folder))
-    for path in folder.glob("*.py"):  # other tests have a my_module of their own
+    for path in folder.glob("*.py"):
         sys.modules.pop(path.stem, None)
+
+
+def _forget_modules_of_others(patch: pytest.MonkeyPatch) -> None:
+    """Let `my_module` be found anew: other tests have one of their own, in folders that stay on the path."""
+    patch.setattr(sys, "path", [path for path in sys.path if not (Path(path) / "my_module.py").is_file()])
+    sys.modules.pop("my_module", None)
 
 
 @pytest.fixture(autouse=True)
 def _in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each command finds the module by itself, as in a process of its own."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(folder)])
-    monkeypatch.delitem(sys.modules, "my_module", raising=False)
+    _forget_modules_of_others(monkeypatch)
 
 
 def test_every_command_that_reads_a_checkpoint_takes_trust(capsys: pytest.CaptureFixture[str], tmp_path: Path):

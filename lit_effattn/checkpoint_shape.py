@@ -170,7 +170,7 @@ def _python_state(state: Any, where: str) -> None:
     if not isinstance(state, (list, tuple)) or len(state) != 3:
         raise wrong(where, state, expected)
     version, internal, gauss = state
-    if version != 3 or isinstance(version, bool) or not isinstance(version, int):
+    if not isinstance(version, int) or version != 3:
         raise wrong(f"{where}[0]", version, "3")
     if not isinstance(internal, (list, tuple)) or len(internal) != 625:
         raise wrong(f"{where}[1]", internal, expected)

@@ -224,6 +224,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "a callback": (("callbacks", KEY), "None", "is None, not a mapping"),
     "its best": (("callbacks", KEY, "best_score"), "a tensor", "best_score is a tensor of shape (2, 3)"),
     "random states": (("random_states",), "a number", "random_states is -7.5, not a list"),
+    "the version of a random state": (("random_states", 0, "python", 0), "a tensor", "python[0] is a tensor of shape"),
     "a counter": (("loops", "fit_loop", "epoch_progress", "total", "ready"), "a number", "ready is -7.5, not a count"),
     "a loader": (
         ("loops", "fit_loop", "state_dict", "combined_loader", 0, "batches"),

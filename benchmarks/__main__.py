@@ -22,7 +22,6 @@ from benchmarks import (
     export,
     features,
     fit,
-    flex,
     generation,
     graphs,
     kernels,
@@ -65,7 +64,6 @@ BENCHMARKS = {
     "stream": stream,
     "longterm": longterm,
     "export": export,
-    "flex": flex,
     "kernels": kernels,
     "peers": peers,
     "linear": linear,
@@ -92,7 +90,6 @@ SHORT = (
 
 GPU = {
     "linear --calls 5 --repeats 5": 130,
-    "flex --lengths 2048 --sparse_lengths 12288 --strides 128 --repeats 5": 115,
     "generation --small --compiled --lengths 784 --windows 2 --repeats 3 --batch_sizes 1 512": 120,
     "fit --only fit bfloat16 --steps 20 --repeats 3": 50,
     "steps --tokens 49152 --repeats 5": 30,

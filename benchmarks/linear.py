@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.flex import TYPES
 from benchmarks.measuring import MIB, Spread, interleaved, peak_bytes, seconds_of
 from benchmarks.models import at_least
 from benchmarks.report import Report, Row
@@ -35,6 +34,7 @@ NOTES = [
     "relative to its norm; for a reader to see that the same is computed.",
 ]
 
+TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 PRECISIONS = ("highest", "high", "medium")
 PEER = "flash-linear-attention"
 PERFORMER = "performer, "

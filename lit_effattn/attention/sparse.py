@@ -60,8 +60,7 @@ class SparseAttention(Attention):
     all keys and values if strided (local alone: the newest l − 1); the current block and the summary columns if fixed.
     If the state is made with `max_len` and donated, one more position costs O(l + N/l) or O(l + c N/l). A state that
     grows is copied at each call. With the fixed pattern it grows by whole blocks: except on the CPU, each call that
-    continues it waits for the device. Splitting a stream changes nothing; the pattern follows each row's position. On
-    CUDA, merged sets can be computed with FlexAttention, without scores in memory: see `lit_effattn.ops.flex`.
+    continues it waits for the device. Splitting a stream changes nothing; the pattern follows each row's position.
 
     Args:
         d_model: Width E.

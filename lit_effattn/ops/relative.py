@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_effattn.ops.flex import relative_flex_attention, use_flex
 from lit_effattn.ops.window import slices
 from lit_effattn.sequence import accumulator
 
@@ -92,8 +91,7 @@ def relative_attention(
         out_i = Σ_j softmax_j(((q_i + u) · k_j + (q_i + w) · r_{i−j}) / √D) v_j
 
     Queries are processed in chunks of C, each with the keys up to its last query, or in its window: time O(N (M + N)),
-    or O(N (C + window)), and at most C (M + N) scores at once unless they are saved for a gradient. With
-    LIT_EFFATTN_FLEX=1 in the environment, `relative_flex_attention` is used if supported.
+    or O(N (C + window)), and at most C (M + N) scores at once unless they are saved for a gradient.
 
     Args:
         q: (B, H, N, D).
@@ -113,8 +111,6 @@ def relative_attention(
     Returns:
         (B, H, N, D).
     """
-    if use_flex(q, dropout):
-        return relative_flex_attention(q, k, v, r, u, w, causal=causal, window=window, there=there, first=first)
     n, m = q.size(2), k.size(2) - q.size(2)
     zero = r.size(1) - (1 if causal else n)  # the row of distance 0
     scale = 1 / math.sqrt(q.size(-1))

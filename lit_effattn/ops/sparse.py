@@ -2,8 +2,7 @@
 
 Each set of keys is dense in its own layout: windows and blocks side by side, positions a stride apart in columns,
 summary columns gathered. If a query sees two sets, one softmax runs over both: the sets are disjoint, so that no key
-counts twice, and are merged by their maxima and sums. With LIT_EFFATTN_FLEX=1 in the environment, each such set is
-computed by `flex_sums` if supported. A single set always uses scaled_dot_product_attention.
+counts twice, and are merged by their maxima and sums. A single set uses scaled_dot_product_attention.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_effattn.ops.flex import Band, flex_sums, use_flex
 from lit_effattn.sequence import accumulator
 
 
@@ -29,7 +27,6 @@ class Part(NamedTuple):
     v: Tensor  # (B, G, H, K, D')
     mask: Tensor | None  # (B or 1, G or 1, H or 1, Q, K), which keys are seen; None: those up to the query's index
     back: Callable[[Tensor], Tensor]  # (B, G, H, Q, …) -> (B, H, N, …)
-    band: Band | None = None  # where the mask has all its keys, for all groups; None: anywhere
 
 
 class Sums(NamedTuple):
@@ -185,8 +182,7 @@ def _window(
     if not causal:
         there = there & (position < _ends(lengths, n, q.device)[:, None, None])
     mask = (seen & there[:, :, None]) | (distance == 0)  # (B or 1, G, S, size)
-    band = Band(offset=stride, least=0 if causal else 1 - stride, below=stride)
-    return Part(_blocks(laid, stride), k, v, mask[:, :, None], lambda t: _unlay(_unblock(t), start, stride, n), band)
+    return Part(_blocks(laid, stride), k, v, mask[:, :, None], lambda t: _unlay(_unblock(t), start, stride, n))
 
 
 def _columns(
@@ -220,8 +216,7 @@ def _columns(
             there = there[:, :, None]  # (B or 1, S, 1, K)
             mask = there | (j == i) if itself else there & (j != i)  # (B or 1, S, Q, K)
         mask = mask[:, :, None]
-    band = Band(least=0 if itself else 1) if causal and start is None else None
-    return Part(q, k, v, mask, lambda t: _unlay(_unblock(t.transpose(1, 3)), start, stride, n), band)
+    return Part(q, k, v, mask, lambda t: _unlay(_unblock(t.transpose(1, 3)), start, stride, n))
 
 
 def _own_block(
@@ -252,7 +247,7 @@ def _own_block(
         itself = torch.eye(stride, dtype=torch.bool, device=q.device)
         mask = (there[:, :, None] | itself)[:, :, None]  # (B or 1, G, 1, S, S)
     q, k, v = (_blocks(t, stride) for t in (q, k, v))
-    return Part(q, k, v, mask, lambda t: _unlay(_unblock(t), start, stride, n), Band() if causal else None)
+    return Part(q, k, v, mask, lambda t: _unlay(_unblock(t), start, stride, n))
 
 
 def _summary(
@@ -277,9 +272,7 @@ def _summary(
     if not causal:
         mask = mask & (j < _ends(lengths, n, q.device)[:, None, None, None])
     q, k, v = (t[:, None] for t in (q, k.to(q.dtype), v.to(q.dtype)))  # (B, 1, H, N or S, D)
-    own = 1 if other_blocks else 0  # a summary column of the query's own block may come before it
-    band = Band(stride, columns.size(1), least=own) if causal and start is None else None
-    return Part(q, k, v, mask[:, None], lambda t: t[:, 0], band)
+    return Part(q, k, v, mask[:, None], lambda t: t[:, 0])
 
 
 def _sees_summary(i: Tensor, j: Tensor, stride: int, causal: bool, other_blocks: bool) -> Tensor:
@@ -305,9 +298,7 @@ def _attend(parts: Sequence[Part], dropout: float, sums: Sequence[Sums] = ()) ->
     """Compute one softmax over the keys of all `parts` and `sums`, and return its outputs (B, H, N, D')."""
     if len(parts) == 1 and not sums:
         return parts[0].back(_fused(parts[0], dropout))
-    batch = max(part.q.size(0) * part.q.size(1) for part in parts)
-    flex = all(use_flex(t, dropout, batch=batch) for t in (parts[0].q, parts[0].v))
-    sums = [*(_summed_by_flex(part) if flex else _summed(part, dropout) for part in parts), *sums]
+    sums = [*(_summed(part, dropout) for part in parts), *sums]
     top = reduce(torch.maximum, [s.top.detach() for s in sums])
     factors = [(s.top - top).exp() for s in sums]
     numerator = reduce(torch.add, [s.numerator * factor for s, factor in zip(sums, factors, strict=True)])
@@ -340,16 +331,6 @@ def _summed(part: Part, dropout: float) -> Sums:
     weights = scores.sub_(top).exp_()
     dropped = F.dropout(weights, dropout) if dropout else weights
     return Sums(part.back(dropped @ v), part.back(weights.sum(-1, keepdim=True)), part.back(top))
-
-
-def _summed_by_flex(part: Part) -> Sums:
-    """Return the sums over the keys of a part, by kernels that save no scores.
-
-    Their top is the logarithm of the denominator, which is then 1.
-    """
-    y, log = flex_sums(part.q, part.k, part.v, part.mask, part.band)
-    top = part.back(log[..., None])
-    return Sums(part.back(y).to(top.dtype), torch.ones_like(top), top)
 
 
 # ------------------------------------------------------------------------------------------------------ a single step

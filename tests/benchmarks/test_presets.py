@@ -44,7 +44,7 @@ def test_gpu_runs_all_that_it_is_for_within_9_minutes(ran, with_a_gpu):
     command.main(["gpu", "--device", "cuda:1"])
     assert [words for words, _ in ran.runs] == [[*shlex.split(words), "--device", "cuda:1"] for words in command.GPU]
     assert sum(limit for _, limit in ran.runs) < 9 * 60
-    assert {"linear", "flex", "generation", "fit", "steps", "scaling", "peers"} <= {words[0] for words, _ in ran.runs}
+    assert {"linear", "generation", "fit", "steps", "scaling", "peers"} <= {words[0] for words, _ in ran.runs}
 
 
 def test_one_that_fails_does_not_lose_the_others(ran, with_a_gpu, capsys):

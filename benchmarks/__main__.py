@@ -15,39 +15,25 @@ from typing import Any
 import torch
 
 from benchmarks import (
-    arithmetic,
-    compression,
     decoding,
     evaluation,
-    export,
-    features,
     fit,
     generation,
-    graphs,
     kernels,
     linear,
-    loader,
-    longterm,
     memory,
-    minilm,
     peers,
-    recl,
-    reproduce,
-    saving,
     scaling,
     sequence_parallel,
-    sorting,
     steps,
     stream,
-    swap,
-    training,
 )
+from benchmarks.experiments import compression, features, longterm, minilm, recl, reproduce, sorting, swap
 from benchmarks.report import Report, publish
 
 BENCHMARKS = {
     "steps": steps,
     "fit": fit,
-    "graphs": graphs,
     "generation": generation,
     "decoding": decoding,
     "memory": memory,
@@ -57,23 +43,18 @@ BENCHMARKS = {
     "sequence_parallel": sequence_parallel,
     "swap": swap,
     "minilm": minilm,
-    "training": training,
     "sorting": sorting,
     "evaluation": evaluation,
     "recl": recl,
     "stream": stream,
     "longterm": longterm,
-    "export": export,
     "kernels": kernels,
     "peers": peers,
     "linear": linear,
-    "loader": loader,
-    "saving": saving,
     "reproduce": reproduce,
-    "arithmetic": arithmetic,
 }
 
-PICTURED = ("decoding", "features", "generation", "longterm", "memory", "minilm", "scaling", "stream", "training")
+PICTURED = ("decoding", "features", "generation", "longterm", "memory", "minilm", "scaling", "stream")
 """Those whose folder gets a picture as well."""
 
 SHORT = (

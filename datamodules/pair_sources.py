@@ -181,7 +181,7 @@ def _in_no_bucket(read: _Pairs, taken: list[int]) -> Iterator[Pair | Fault]:
 
 
 _SOURCES = {
-    "libreoffice": "python -m benchmarks.libreoffice_pairs --help, in a copy of the repository, says how to make it of "
+    "libreoffice": "python -m scripts.libreoffice_pairs --help, in a copy of the repository, says how to make it of "
     "two Debian packages",
     "iwslt14": "get it from https://wit3.fbk.eu/2014-01, one sentence a line",
     "wmt14": "get it from https://www.statmt.org/wmt14/translation-task.html, one sentence a line",

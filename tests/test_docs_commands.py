@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks.asterisk_prompts import FOLDING
 from lit_effattn.cli import main
+from scripts.asterisk_prompts import FOLDING
 from tests.pretrained.test_convert import SIZE, START, tokenizer_json
 from tests.test_docs import FENCE, PAGES, block
 

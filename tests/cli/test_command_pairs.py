@@ -136,7 +136,7 @@ def test_every_configuration_works_as_far_as_it_needs_no_download(config: Path, 
         return
     said = fails(capsys, *args)
     assert str(yaml.safe_load(config.read_text())["data"]["init_args"]["root"]) in said
-    assert re.search(r"; (python -m benchmarks\.|get it from https://)", said)
+    assert re.search(r"; (python -m scripts\.|get it from https://)", said)
     with pytest.MonkeyPatch.context() as patch, torch.device("meta"):
         patch.setattr(CLI, "_run_subcommand", lambda *_: None)
         sizes = ["--data.vocab_size", "300", "--data.batch_tokens", "64"]

@@ -1,7 +1,7 @@
 import pytest
 
-from benchmarks.libreoffice_pairs import main, split_of
 from lit_effattn.datamodules import SequencePairs
+from scripts.libreoffice_pairs import main, split_of
 
 PAGE = """<!DOCTYPE html><html><head><title>no text</title></head><body><header><p>no id</p></header>
 <h1 id="hd_1"><a name="x"></a>{0} of the

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.experiments.text import class_of, read_documents
 from benchmarks.models import at_least
 from benchmarks.report import Report, Row
-from benchmarks.text import class_of, read_documents
 from lit_effattn.attention import InfiniteAttention
 from lit_effattn.checkpoints import read_checkpoint
 from lit_effattn.datamodules import SortingTask

@@ -5,7 +5,7 @@ import pytest
 import yaml
 
 from benchmarks import __main__ as command
-from benchmarks.sorting import short_term_reach
+from benchmarks.experiments.sorting import short_term_reach
 from lit_effattn import Transformer
 from lit_effattn.attention import CompressiveAttention, InfiniteAttention, TransformerXLAttention
 

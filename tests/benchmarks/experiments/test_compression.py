@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 
 from benchmarks import __main__ as command
-from benchmarks import compression
-from benchmarks.compression import (
+from benchmarks.experiments import compression
+from benchmarks.experiments.compression import (
     COMPRESSORS,
     Compressor,
     _coders,
@@ -22,7 +22,7 @@ from benchmarks.compression import (
     histogram_bits,
     neighbour_bits,
 )
-from benchmarks.text import load, read_documents
+from benchmarks.experiments.text import load, read_documents
 from lit_effattn import PixelModel, Transformer
 from lit_effattn.datamodules import PixelSequences, TextStream
 from lit_effattn.datamodules.pixels import ImageArray

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks import __main__ as command
-from benchmarks.minilm import Batch, Original, first_sentence, read_encoder, swap, vectors
+from benchmarks.experiments.minilm import Batch, Original, first_sentence, read_encoder, swap, vectors
 from lit_effattn.attention import PerformerAttention
 
 transformers = pytest.importorskip("transformers")

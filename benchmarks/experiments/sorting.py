@@ -11,10 +11,10 @@ import numpy as np
 import torch
 import yaml
 
+from benchmarks.experiments.commands import command, scores
 from benchmarks.measuring import Spread
 from benchmarks.models import at_least
 from benchmarks.report import Report, Row
-from benchmarks.training import command, scores
 from lit_effattn import LanguageModel, sequence
 from lit_effattn.datamodules import SortingTask, counting_accuracy
 from lit_effattn.runs import find_checkpoint

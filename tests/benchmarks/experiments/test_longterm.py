@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks.longterm import read
+from benchmarks.experiments.longterm import read
 from lit_effattn import Transformer
 from lit_effattn.attention import InfiniteAttention, TransformerXLAttention
 from lit_effattn.callbacks import MemoryCarry

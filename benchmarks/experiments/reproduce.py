@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.experiments.commands import command, scores
 from benchmarks.report import Report, Row
-from benchmarks.training import command, scores
 from lit_effattn.checkpoints import read_checkpoint
 from lit_effattn.runs import find_checkpoint
 

@@ -3,7 +3,7 @@
     apt-get download libreoffice-help-en-us libreoffice-help-de
     dpkg -x libreoffice-help-en-us_*.deb english
     dpkg -x libreoffice-help-de_*.deb german
-    python -m benchmarks.libreoffice_pairs english german data/libreoffice
+    python -m scripts.libreoffice_pairs english german data/libreoffice
 
 The last command writes train.tsv, val.tsv and test.tsv for `SequencePairs(corpus="tsv")`. Help pages of the same name
 have paragraphs with the same ids, which makes the pairs. All pairs of a page are in the same split: test or validation
@@ -13,7 +13,7 @@ Mozilla Public License 2.0.
 
 Any other language of the help serves as well. Without German, for example:
 
-    python -m benchmarks.libreoffice_pairs english french data/libreoffice_fr
+    python -m scripts.libreoffice_pairs english french data/libreoffice_fr
 """
 
 from __future__ import annotations

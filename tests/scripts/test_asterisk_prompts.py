@@ -5,10 +5,10 @@ import re
 import pytest
 import soundfile
 
-from benchmarks.asterisk_prompts import FOLDING, SOUNDS, TO_ESPEAK, TRANSCRIPTS, main
 from lit_effattn.datamodules import Filterbanks, ManifestCorpus, SpeechData, read_audio
 from lit_effattn.datamodules.espeak import Speaker, synthesizer
 from lit_effattn.datamodules.phonemes import ESPEAK_PHONES
+from scripts.asterisk_prompts import FOLDING, SOUNDS, TO_ESPEAK, TRANSCRIPTS, main
 from tests.support.commands import REPOSITORY
 
 RECORDINGS = REPOSITORY / "tests" / "recordings"

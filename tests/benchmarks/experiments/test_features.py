@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks.features import KINDS, closed_form, orthogonal_bound, squared_errors
+from benchmarks.experiments.features import KINDS, closed_form, orthogonal_bound, squared_errors
 
 TINY = "features --length 24 --head_dim 4 --n_features 4 8 --scales 0.5 --draws 3 --kernel_draws 50 --device cpu"
 

@@ -3,7 +3,7 @@
     apt-get download asterisk-core-sounds-en asterisk-core-sounds-en-wav
     dpkg -x asterisk-core-sounds-en_*.deb asterisk
     dpkg -x asterisk-core-sounds-en-wav_*.deb asterisk
-    python -m benchmarks.asterisk_prompts asterisk data/asterisk
+    python -m scripts.asterisk_prompts asterisk data/asterisk
 
 The last command writes test.jsonl, a manifest for `ManifestCorpus`, the recordings that it names, and folding.json.
 Test a trained recogniser with them, in one line:

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.experiments.text import Trained, load, read_documents
 from benchmarks.models import at_least
 from benchmarks.report import Report, Row
-from benchmarks.text import Trained, load, read_documents
 from lit_effattn.datamodules import TextStream, TokenBatch
 from lit_effattn.tasks import LanguageModel
 

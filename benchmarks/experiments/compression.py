@@ -18,10 +18,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from benchmarks.experiments.text import Trained, class_of, load, read_documents
 from benchmarks.measuring import Spread
 from benchmarks.models import quiet_trainer
 from benchmarks.report import Report, Row
-from benchmarks.text import Trained, class_of, load, read_documents
 from lit_effattn import PixelModel
 from lit_effattn.callbacks import MemoryCarry
 from lit_effattn.datamodules import PixelSequences, TextStream

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as benchmarks_command
-from benchmarks import reproduce
+from benchmarks.experiments import reproduce
 
 
 class Machine:

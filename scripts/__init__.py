@@ -1,0 +1,1 @@
+"""Builders of data sets from public packages: `python -m scripts.NAME --help`."""

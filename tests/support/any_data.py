@@ -45,7 +45,8 @@ class AnyData(pl.LightningDataModule):
         self.vocab_size = self.source_vocab_size = self.target_vocab_size = vocab_size
 
     def train_dataloader(self) -> Any:
-        return DataLoader([self._made()], batch_size=None)
+        with torch.random.fork_rng():  # jsonargparse prints data, and so calls this, before it makes the model
+            return DataLoader([self._made()], batch_size=None)
 
     val_dataloader = train_dataloader
 

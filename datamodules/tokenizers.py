@@ -1,13 +1,16 @@
 """Tokenizers: bytes, characters, words, byte-pair encoding, those of pretrained models, and token numbers."""
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_effattn.datamodules.json_data import parse_json
 
@@ -16,6 +19,10 @@ if TYPE_CHECKING:
 
 EOS = "<eos>"
 UNK = "<unk>"
+_LONGEST = 10_000
+_LONG = re.compile(rf"\S{{{_LONGEST}}}(?=\S)")
+_MOST_OF_LONG = 2_000_000
+_AT_ONCE = 4_000_000
 _UNKNOWN_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -293,7 +300,9 @@ class WordTokenizer(Tokenizer):
 class BPETokenizer(Tokenizer):
     """Byte-pair encoding over bytes (Sennrich et al. 2016; Radford et al. 2019), learnt from the training text.
 
-    No text has unknown tokens. Lines are learnt from and encoded separately, so no token crosses a line end.
+    No text has unknown tokens. Lines are learnt from and encoded separately, so no token crosses a line end. A word of
+    more than 10,000 characters, such as a file without spaces, is cut after each 10,000; of all such words, the first
+    2,000,000 characters are learnt from, since each takes about 100 bytes of memory.
 
     Args:
         model: The model in JSON, as saved by the package `tokenizers`.
@@ -321,9 +330,14 @@ class BPETokenizer(Tokenizer):
 
     def encode_all(self, texts: list[str]) -> list[np.ndarray]:
         """Encode several texts, each by itself; faster than one after the other."""
-        lines = [_lines(text) for text in texts]
-        encoded = iter(self._model.encode_batch([line for text in lines for line in text]))
-        return [np.fromiter((i for _ in text for i in next(encoded).ids), np.uint32) for text in lines]
+        lines = [[part for line in _lines(text) for part in _short_words(line)] for text in texts]
+        ids = self._ids_of([line for text in lines for line in text])
+        return [np.fromiter((i for _ in text for i in next(ids)), np.uint32) for text in lines]
+
+    def _ids_of(self, lines: list[str]) -> Iterator[list[int]]:
+        """Yield the tokens of each line. The package takes 100 bytes a token, so few lines are encoded at once."""
+        for group in _groups(lines, _AT_ONCE):
+            yield from (encoded.ids for encoded in self._model.encode_batch(group))
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode tokens to text. Invalid UTF-8 becomes U+FFFD."""
@@ -353,7 +367,7 @@ class BPETokenizer(Tokenizer):
         # The alphabet has all 256 bytes, even if the training text does not.
         trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=_byte_alphabet(), show_progress=False)
         # Passed line by line, since the trainer buffers 256 items at a time.
-        model.train_from_iterator((line for text in texts for line in _lines(text)), trainer)
+        model.train_from_iterator(_to_learn(line for text in texts for line in _lines(text)), trainer)
         return cls(model.to_str())
 
     @classmethod
@@ -667,6 +681,46 @@ def _code_points(text: str) -> np.ndarray:
 def _lines(text: str) -> list[str]:
     lines = text.split("\n")
     return [line + "\n" for line in lines[:-1]] + lines[-1:]
+
+
+def _short_words(line: str) -> list[str]:
+    """Divide a line so that no word, or run of characters without white space, has more than `_LONGEST` characters."""
+    if len(line) <= _LONGEST:
+        return [line]
+    borders = [0, *(found.end() for found in _LONG.finditer(line)), len(line)]
+    return [line[start:stop] for start, stop in pairwise(borders)]
+
+
+def _to_learn(lines: Iterable[str]) -> Iterator[str]:
+    """Yield lines for the trainer; of those with words that are cut, `_MOST_OF_LONG` characters."""
+    learnt = 0
+    for line in lines:
+        parts = _short_words(line)
+        for part in parts if len(parts) > 1 else ():
+            if learnt < _MOST_OF_LONG <= learnt + len(part):
+                rank_zero_warn(
+                    f"tokens='bpe': the text has words of more than {_LONGEST:,} characters; of the lines with such, "
+                    f"byte pairs are learnt from the first {_MOST_OF_LONG:,} characters"
+                )
+            if learnt < _MOST_OF_LONG:
+                yield part
+            learnt += len(part)
+        if len(parts) == 1:
+            yield line
+
+
+def _groups(lines: list[str], size: int) -> Iterator[list[str]]:
+    """Yield the lines in groups of at most `size` characters, or of one line."""
+    group: list[str] = []
+    total = 0
+    for line in lines:
+        if group and total + len(line) > size:
+            yield group
+            group, total = [], 0
+        group.append(line)
+        total += len(line)
+    if group:
+        yield group
 
 
 def _words(text: str) -> list[str]:

@@ -28,6 +28,7 @@ ROOMS: dict[str, set[str]] = {
     "import_errors": set(),
     "printable": set(),
     "plain_yaml": set(),
+    "model_size": set(),
     "allowlist": {"import_errors"},
     "spec_check": {"allowlist"},
     "checkpoint_shape": set(),
@@ -42,11 +43,21 @@ ROOMS: dict[str, set[str]] = {
     "callbacks": {"sequence", "ops", "pictures", "checkpoint_files", "checkpoint_folders", "runs", "slurm"},
     "tasks": {
         *("generation", "beam", "nn", "positions", "sequence", "sharding", "hparams", "datamodules"),
-        *("allowlist", "averaging", "checkpoints", "printable", "spec_build", "spec_check", "runs", "pictures"),
+        *(
+            "allowlist",
+            "averaging",
+            "checkpoints",
+            "model_size",
+            "printable",
+            "spec_build",
+            "spec_check",
+            "runs",
+            "pictures",
+        ),
     },
     "pretrained": {
         *("tasks", "nn", "attention", "positions", "hparams", "datamodules", "allowlist"),
-        *("checkpoint_files", "checkpoints", "__init__"),
+        *("checkpoint_files", "checkpoints", "model_size", "__init__"),
         "runs",
     },
     "export": {
@@ -75,7 +86,7 @@ ROOMS: dict[str, set[str]] = {
             "slurm",
             "run_lock",
         ),
-        *("import_errors", "spec_build", "spec_check", "run_records", "plots", "printable", "export"),
+        *("import_errors", "spec_build", "spec_check", "run_records", "plots", "model_size", "printable", "export"),
     },
     "__init__": {"nn", "tasks"},  # when they are asked for
 }

@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -52,6 +53,7 @@ from lit_effattn.cli.resume import CHECKPOINT, ROOT, ResolvedArgs, is_child, ref
 from lit_effattn.cli.saved_settings import OFFLINE, UserOptions, fixed_by_data, homes
 from lit_effattn.cli.sealed import Sealed, check_settings, parse_saved
 from lit_effattn.cli.trainer import Trainer
+from lit_effattn.model_size import model_of, size_of
 from lit_effattn.nn.transfer import begin_transfer
 from lit_effattn.printable import PrintableRecords, printable
 from lit_effattn.run_lock import RunLock
@@ -338,6 +340,13 @@ class CLI(LightningCLI):
         """Do nothing. Lightning would silently override the user's flags by the hyper-parameters in the checkpoint."""
 
     # -------------------------------------------------------------------------------------------------- instantiation
+
+    def instantiate_classes(self) -> None:
+        """Build the data, the model and the trainer. A model that a checkpoint describes is not larger than it."""
+        checkpoint = self.resolved.checkpoint
+        limit = nullcontext() if checkpoint is None else model_of(short(checkpoint), *size_of(checkpoint))
+        with limit:
+            super().instantiate_classes()
 
     def before_instantiate_classes(self) -> None:
         """Reject functions that are not trusted, and settings that resuming would ignore."""

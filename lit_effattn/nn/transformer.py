@@ -326,15 +326,17 @@ class Transformer(SequenceModule):
         d_ff = d_ff or (round(8 * d_model / 3) if activation == "swiglu" else 4 * d_model)
         self.blocks: list[Block] = nn.ModuleList(  # type: ignore[assignment]
             Block(
-                kind(d_model, n_heads, causal),
+                kinds[i % len(kinds)](d_model, n_heads, causal),
                 FeedForward(d_model, d_ff, activation, activation_dropout),
                 norm=norm,
                 dropout=dropout,
-                cross_attention=None if cross_kinds is None else cross_kinds[i](d_model, n_heads, self.d_source),
+                cross_attention=None
+                if cross_kinds is None
+                else cross_kinds[i % len(cross_kinds)](d_model, n_heads, self.d_source),
                 norm_memory=norm_memory,
                 layer_norm=layer_norm,
             )
-            for i, kind in enumerate(kinds)
+            for i in range(n_layers)
         )
         self.dropout = nn.Dropout(dropout)
         self.output_dropout = nn.Dropout(output_dropout)
@@ -346,7 +348,7 @@ class Transformer(SequenceModule):
                 "layer adds positions to its input, so give positions that are added, such as LearnedPositions, and no "
                 "position_width"
             )
-        later = kinds[1:] if positions_in_layers else []
+        later = range(1, n_layers if positions_in_layers else 1)
         self.later_positions = nn.ModuleList(self._place(positions, None) for _ in later)  # type: ignore[misc]
         _initialise(self, init)
         self._share()
@@ -569,7 +571,7 @@ def _name(kind: Any) -> str:
 
 
 def _in_turn(name: str, kinds: Any, n_layers: int) -> list[Any]:
-    """Return the kind of each layer."""
+    """Return the kinds that the layers have in turn."""
     listed = kinds if isinstance(kinds, list) else [kinds]
     if not 0 < len(listed) <= n_layers:
         raise ValueError(
@@ -585,4 +587,4 @@ def _in_turn(name: str, kinds: Any, n_layers: int) -> list[Any]:
             )
         if not callable(kind):
             raise ValueError(f"{name}={kind!r} is no class; import one, such as lit_effattn.attention.LinearAttention")
-    return [listed[i % len(listed)] for i in range(n_layers)]
+    return listed

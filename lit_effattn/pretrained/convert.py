@@ -22,12 +22,19 @@ from lit_effattn.attention import SoftmaxAttention
 from lit_effattn.checkpoint_files import write
 from lit_effattn.checkpoints import read_checkpoint, with_config
 from lit_effattn.hparams import spec
+from lit_effattn.model_size import model_of
 from lit_effattn.positions import n_positions
 from lit_effattn.pretrained.family import Family
 from lit_effattn.pretrained.gpt2 import GPT2
 from lit_effattn.pretrained.llama import Llama
 from lit_effattn.pretrained.tokenizer import read_tokenizer, special_tokens, write_json, write_tokenizer
-from lit_effattn.pretrained.weights import need_safetensors, read_json, read_tensors, write_tensors
+from lit_effattn.pretrained.weights import (
+    need_safetensors,
+    read_json,
+    read_tensors,
+    size_of_tensors,
+    write_tensors,
+)
 from lit_effattn.runs import is_checkpoint
 from lit_effattn.tasks import LanguageModel
 
@@ -35,6 +42,9 @@ FAMILIES: tuple[Family, ...] = (GPT2(), Llama())
 
 CHECKPOINT, CONFIG = "model.ckpt", "config.yaml"
 """The files of a converted model."""
+
+_LAYERS = 1000
+"""Layers that are not too many even if the files can't be read, which is said later."""
 
 _SEGMENT_LEN = 512
 _LEARNING_RATE = 5e-5
@@ -78,7 +88,13 @@ def _take_in(source: Path, target: Path) -> str:
     family = _family(content)
     size = content.get("vocab_size")
     tokenizer = read_tokenizer(source, content)
-    with torch.device("meta"):
+    n_bytes, n_tensors = size_of_tensors(source)
+    for name in ("n_layer", "num_hidden_layers"):  # families list something for each layer
+        if isinstance(layers := content.get(name), int) and layers > max(n_tensors, _LAYERS):
+            raise ValueError(
+                f"{source} describes a larger model than it holds: {name}={layers:,}, but it has {n_tensors:,} tensors"
+            )
+    with torch.device("meta"), model_of(source, n_bytes, n_tensors):
         model = family.build(content, tokenizer.to_json())
     state = _ours(read_tensors(source), family, model)
     checkpoint: dict[str, Any] = {

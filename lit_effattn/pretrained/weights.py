@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,18 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         first = min(tensors.keys() ^ places.keys())
         raise ValueError(f"{folder}: the files do not hold the tensors that {_INDEX} lists, such as {first}")
     return tensors
+
+
+def size_of_tensors(folder: Path) -> tuple[int, int]:
+    """Return the number of bytes and of tensors in a folder's files of safetensors, without reading them."""
+    from safetensors import SafetensorError, safe_open
+
+    n_bytes = n_tensors = 0
+    for path in folder.glob("*.safetensors"):
+        if path.is_file():
+            with suppress(SafetensorError), safe_open(path, "pt") as file:  # `read_tensors` names the damage
+                n_bytes, n_tensors = n_bytes + path.stat().st_size, n_tensors + len(file.keys())
+    return n_bytes, n_tensors
 
 
 def _is_name(file: str) -> bool:

@@ -25,6 +25,7 @@ from lit_effattn.allowlist import INSTANTIATOR, Trust
 from lit_effattn.averaging import average_parameters
 from lit_effattn.checkpoints import hide_folders, own_folders, read_checkpoint, saved_model
 from lit_effattn.hparams import HasInitArgs, init_args
+from lit_effattn.model_size import model_of, size_of
 from lit_effattn.runs import last_kept, short
 from lit_effattn.sequence import State, parts
 from lit_effattn.sharding import ShardedStrategy, clip_grad_norm, shard, whole
@@ -175,7 +176,8 @@ class Task(HasInitArgs, pl.LightningModule):
         checkpoint = read_checkpoint(checkpoint_path, map_location or _where_it_was)
         judge = CheckpointJudge(str(checkpoint_path), Trust([*trust, cls]))
         spec = saved_model(checkpoint, checkpoint_path)
-        model: Self = cls(**kwargs) if spec is None else build(spec, cls, "model", judge, **kwargs)
+        with model_of(checkpoint_path, *size_of(Path(checkpoint_path))):
+            model: Self = cls(**kwargs) if spec is None else build(spec, cls, "model", judge, **kwargs)
         if average is not None:
             average_parameters(checkpoint, paths, model, map_location or _where_it_was)
         model.on_load_checkpoint(checkpoint)

@@ -1,10 +1,12 @@
 import json
+import re
 import sys
 from importlib.util import find_spec
 
 import numpy as np
 import pytest
 
+import lit_effattn.datamodules.tokenizers as module
 from lit_effattn.datamodules.tokenizers import (
     BPETokenizer,
     ByteTokenizer,
@@ -241,3 +243,35 @@ def test_where_bytes_would_not_be_exact_there_are_none():
     ):
         assert PretrainedTokenizer(content, 290, start=0).token_bytes() is None
     assert WordTokenizer.learn(["a b"], None).token_bytes() is None
+
+
+@needs_bpe
+def test_a_file_without_spaces_takes_bounded_memory(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder):
+    """Words are cut for learning and encoding; of long ones, only so much is learnt from."""
+    monkeypatch.setattr(module, "_LONGEST", 8)
+    monkeypatch.setattr(module, "_LONG", re.compile(r"\S{8}(?=\S)"))
+    monkeypatch.setattr(module, "_MOST_OF_LONG", 20)
+    monkeypatch.setattr(module, "_AT_ONCE", 30)
+    parts = list(module._to_learn(["short\n", "x" * 40, "a b c d e f g h i\n", "y" * 9]))
+    assert parts == ["short\n", "x" * 8, "x" * 8, "x" * 8, "a b c d e f g h i\n"]
+    assert ["of more than 8 characters" in str(w.message) for w in recwarn].count(True) == 1
+    text = "abcabcabcabc" * 9 + "\nand so on\n"
+    tokenizer = BPETokenizer.learn([text], 270)
+    whole = tokenizer.encode(text)
+    assert tokenizer.decode(whole) == text
+    pieces = [text[i : i + 8] for i in range(0, 108, 8)] + [text[104:][8:]]
+    assert [*whole] == [i for piece in pieces for i in tokenizer.encode(piece)]
+    several = tokenizer.encode_all([text, "", "abc", text])
+    assert [[*ids] for ids in several] == [[*tokenizer.encode(part)] for part in (text, "", "abc", text)]
+
+
+@needs_bpe
+def test_usual_words_are_learnt_and_encoded_as_before():
+    import tokenizers
+
+    text = "a rose is a rose is a rose, " * 400 + "\n" + "w" * 10_000 + "\n"
+    tokenizer = BPETokenizer.learn([text], 280)
+    plain = tokenizers.Tokenizer.from_str(json.dumps(tokenizer.spec()["vocabulary"]))
+    lines = text.split("\n")
+    expected = [i for line in (f"{lines[0]}\n", f"{lines[1]}\n") for i in plain.encode(line).ids]
+    assert [*tokenizer.encode(text)] == expected

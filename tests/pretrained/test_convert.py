@@ -231,6 +231,15 @@ def test_what_would_give_other_logits_is_refused_by_name(folder: Path, settings:
 
 
 @pytest.mark.parametrize(
+    ("name", "value"), [("hidden_size", 10**9), ("num_hidden_layers", 10**8), ("vocab_size", 10**10)]
+)
+def test_a_model_larger_than_its_weights_is_refused_at_once(folder: Path, name: str, value: int):
+    change(folder, **{name: value})
+    with pytest.raises(ValueError, match="hf describes a larger model than it holds"):
+        convert(folder, "ours")
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [
         ("scale_attn_by_inverse_layer_idx", True),

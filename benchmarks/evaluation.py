@@ -15,6 +15,7 @@ from lit_effattn import Transformer
 from lit_effattn.attention import SoftmaxAttention, TransformerXLAttention
 from lit_effattn.datamodules import TokenBatch
 from lit_effattn.nn.sliding import SlidingState
+from lit_effattn.sequence import State
 from lit_effattn.tasks import LanguageModel
 
 PAPER = {800: 363, 1800: 773, 2800: 1409, 3800: 1874}
@@ -85,13 +86,15 @@ class Reader:
     """Reads on in a stream, whose memory it carries: each call scores `n_scored` tokens more.
 
     Args:
-        model: With the memory that it is to begin with.
+        model: The model.
+        memory: The memory that it begins with.
         segment_len: Tokens that go through the model at once.
         segments: How many of these are read in a call.
     """
 
-    def __init__(self, model: LanguageModel, segment_len: int, segments: int) -> None:
+    def __init__(self, model: LanguageModel, memory: State, segment_len: int, segments: int) -> None:
         self.model = model
+        self.memory = memory
         self.n_scored = segments * segment_len
         self.batches = [_batch(segment_len, model.device) for _ in range(segments)]
 
@@ -99,7 +102,8 @@ class Reader:
     def __call__(self) -> None:
         """Score the next tokens."""
         for batch in self.batches:
-            self.model(batch)
+            hidden, self.memory = self.model.hidden(batch, self.memory)
+            self.model.head.nll(hidden, batch.targets)
 
 
 @torch.no_grad()
@@ -107,9 +111,8 @@ def with_memory(length: int, size: Size, segment_len: int, segments: int, device
     """Return a Transformer-XL whose memory holds `length` positions, and is full."""
     attention = partial(TransformerXLAttention, mem_len=length, same_length=True)
     model = _model(size, device, attention=attention, positions=None)
-    model.memory = model.backbone.initial_state(1, device=device)
-    model(_batch(length, device))
-    return Reader(model, segment_len, segments)
+    _, memory = model.hidden(_batch(length, device), model.backbone.initial_state(1, device=device))
+    return Reader(model, memory, segment_len, segments)
 
 
 def sliding(length: int, size: Size, windows: int, device: torch.device) -> Reader:
@@ -117,8 +120,8 @@ def sliding(length: int, size: Size, windows: int, device: torch.device) -> Read
     model = _model(size, device, attention=SoftmaxAttention, eval_window=length)
     inputs = model.embedding(_batch(length - 1, device).inputs)  # (1, length − 1, E)
     # Reading them in one by one would take as many windows.
-    model.memory = SlidingState(inputs.detach(), torch.full((1,), length - 1, device=device))
-    return Reader(model, windows, 1)
+    memory = SlidingState(inputs.detach(), torch.full((1,), length - 1, device=device))
+    return Reader(model, memory, windows, 1)
 
 
 def _model(size: Size, device: torch.device, eval_window: int | None = None, **options: Any) -> LanguageModel:

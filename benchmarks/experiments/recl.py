@@ -134,15 +134,16 @@ def losses(
             rows.append(torch.cat([_loss(model, tokens, at, c, segment_len) for at in positions.split(batch_size)]))
     finally:
         model.on_validation_end()
-        model.memory = None
     return torch.stack(rows)
 
 
 def _loss(model: LanguageModel, tokens: Tensor, at: Tensor, context: int, segment_len: int) -> Tensor:
     window = tokens[at[:, None] + torch.arange(-context, 0)].to(model.device)  # (P,) -> (P, context)
-    model.memory = model.active_backbone.initial_state(len(at), device=model.device)
+    memory = model.active_backbone.initial_state(len(at), device=model.device)
     for inputs in window.split(segment_len, 1):
-        hidden, _ = model.hidden(TokenBatch(inputs, inputs))  # (P, segment_len, E); targets play no part in it
+        hidden, memory = model.hidden(
+            TokenBatch(inputs, inputs), memory
+        )  # (P, segment_len, E); targets play no part in it
     return model.head.nll(hidden[:, -1], tokens[at].to(model.device)).double().cpu()
 
 

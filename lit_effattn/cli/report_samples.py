@@ -158,9 +158,7 @@ def token_bits(model: Any, sequence: OneSequence) -> list[TokenBits]:
     batch = sequence.whole
     if not isinstance(batch, TokenBatch) or not hasattr(model, "hidden"):
         return []
-    model.memory = sequence.memory
-    bits = model(batch)[0] / math.log(2)  # (N,)
-    model.memory = None
+    bits = model(batch, sequence.memory)[0] / math.log(2)  # (N,)
     spec = getattr(model, "tokenizer", None)
     tokenizer = None if spec is None else Tokenizer.from_spec(spec)
     scored = batch.targets[0] != IGNORE

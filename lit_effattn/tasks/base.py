@@ -58,6 +58,11 @@ def check_backbone(backbone: Any) -> None:
         raise ValueError(f"backbone is {what}, not a module; give an object such as Transformer(128, 4, 2)")
 
 
+def carried(memory: State | None, state: State) -> State | None:
+    """Return the memory after a batch that started from `memory`: `state`, detached; None if there was none."""
+    return None if memory is None else sequence.detach(state)
+
+
 def check_fields(batch: Any, kind: Any) -> None:
     """Refuse a batch without the fields that the NamedTuple `kind` needs."""
     needed = [name for name in kind._fields if name not in kind._field_defaults]
@@ -74,8 +79,10 @@ class Task(HasInitArgs, pl.LightningModule):
     The training, validation and test steps are here. A subclass defines what they call:
 
     - `check_batch(batch)` refuses a batch that the model can't read;
+    - `hidden(batch, memory)` returns the backbone's output and its state after the batch: the next two begin with it;
     - `objective(batch, memory)` computes the loss and the figures to log, without looking at any value;
-    - `score(stage, batch)` updates the metrics of validation or test and returns them by name;
+    - `score(stage, batch)` updates the metrics of validation or test and returns them by name; a task that can go on
+      from a memory also overrides `evaluate(stage, batch, memory)`, which calls it;
     - `write_samples(folder, *, datamodule, n, sampling, progress, **options)`, if it can generate: it draws samples,
       writes them into the folder that `folder()` makes, and returns what to say of them. `options` are those of
       `lit-effattn generate` that it takes.
@@ -96,9 +103,10 @@ class Task(HasInitArgs, pl.LightningModule):
     """Figures of training that the progress bar shows."""
 
     memory: State | None = None
-    """The state from which a step goes on, and which it replaces by the state after the batch, detached.
+    """The state from which a step goes on. The step replaces it by the state after the batch, detached.
 
-    The callback `MemoryCarry` sets it. None: the batch starts anew, and no state is kept.
+    Only the steps (training, validation, test, prediction) and the callback `MemoryCarry` read and set it; all other
+    methods take a memory as an argument and return the state. None: the batch starts anew, and no state is kept.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -308,6 +316,14 @@ class Task(HasInitArgs, pl.LightningModule):
         """
         raise NotImplementedError(f"{type(self).__name__} defines no `score`")
 
+    def evaluate(self, stage: str, batch: Any, memory: State | None = None) -> tuple[dict[str, Any], State | None]:
+        """Score a batch, starting from the state `memory`. The default calls `score`, and keeps no state.
+
+        Returns:
+            The metrics by their names, and the state after the batch, detached, if the batch went on from a memory.
+        """
+        return self.score(stage, batch), None
+
     def training_step(self, batch: Any) -> Tensor:
         """Return the loss of `objective`, and log its figures."""
         self.check_batch(batch)
@@ -324,16 +340,18 @@ class Task(HasInitArgs, pl.LightningModule):
 
     def validation_step(self, batch: Any) -> None:
         """Score a batch."""
-        self._log_scores("val", batch)
+        self._evaluation_step("val", batch)
 
     def test_step(self, batch: Any) -> None:
         """Score a batch."""
-        self._log_scores("test", batch)
+        self._evaluation_step("test", batch)
 
-    def _log_scores(self, stage: str, batch: Any) -> None:
+    def _evaluation_step(self, stage: str, batch: Any) -> None:
+        self.check_batch(batch)
+        metrics, self.memory = self.evaluate(stage, batch, self.memory)
         rows = len(batch[0]) if isinstance(batch, tuple) else len(batch)
         # The metrics themselves, not their values: Lightning then adds the sums of all processes before it divides.
-        for name, metric in self.score(stage, batch).items():
+        for name, metric in metrics.items():
             counts = isinstance(metric, Count)
             self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True, prog_bar=not counts, batch_size=rows)
 

@@ -129,14 +129,18 @@ class SequenceClassifier(Task):
             ValueError: the sequences are not what the model reads.
         """
         self._check_sequences(x, lengths)
-        logits, _ = self._read(x, lengths)
-        return logits.log_softmax(-1)
+        hidden, _ = self.hidden(LabelledBatch(x, None, lengths))
+        return self._logits(hidden, lengths).log_softmax(-1)
 
-    def _read(self, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, State]:
-        """Return logits (B, C) and the state of the backbone."""
-        hidden, state = self.backbone(self._embed(x, lengths), None, lengths)
+    def hidden(self, batch: Any, memory: State | None = None) -> tuple[Tensor, State]:
+        """Return the backbone's output (B, N, d_model), going on from `memory`, and its state after the batch."""
+        x, _, lengths, _ = as_labelled(batch)
+        return self.backbone(self._embed(x, lengths), memory, lengths)
+
+    def _logits(self, hidden: Tensor, lengths: Tensor | None) -> Tensor:
+        """(B, N, E) -> (B, C)."""
         logits = self.output(self._pool(hidden, lengths))
-        return logits.to(accumulator(logits.dtype)), state
+        return logits.to(accumulator(logits.dtype))
 
     def _embed(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         if self.n_features is not None:
@@ -157,9 +161,10 @@ class SequenceClassifier(Task):
 
     def objective(self, batch: Any, memory: State | None = None) -> Objective:
         """Return the mean over the batch's sequences, in nats, and the auxiliary losses; there is no memory."""
-        x, labels, lengths, _ = as_labelled(batch)
+        _, labels, lengths, _ = as_labelled(batch)
         assert labels is not None  # see `check_batch`
-        logits, state = self._read(x, lengths)
+        hidden, state = self.hidden(batch, memory)
+        logits = self._logits(hidden, lengths)
         loss = F.cross_entropy(logits, labels.long(), label_smoothing=self.label_smoothing)
         right = (logits.detach().argmax(-1) == labels).to(logits.dtype)
         figures = {"train/loss": loss.detach(), "train/accuracy": right.mean()}
@@ -167,11 +172,9 @@ class SequenceClassifier(Task):
 
     def score(self, stage: str, batch: Any) -> dict[str, Any]:
         """Update the loss and the accuracy, and in test the number of sequences."""
-        self.check_batch(batch)
-        x, labels, lengths, _ = as_labelled(batch)
+        _, labels, lengths, _ = as_labelled(batch)
         assert labels is not None  # see `check_batch`
-        logits, _ = self._read(x, lengths)
-        log_probs = logits.log_softmax(-1)
+        log_probs = self._logits(self.hidden(batch)[0], lengths).log_softmax(-1)
         metrics: Any = self.scores[stage]
         metrics["loss"](F.nll_loss(log_probs, labels.long(), reduction="none"))
         metrics["accuracy"](log_probs.argmax(-1) == labels)

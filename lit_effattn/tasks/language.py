@@ -26,7 +26,7 @@ from lit_effattn.printable import printable
 from lit_effattn.runs import short
 from lit_effattn.sequence import SequenceModule, State
 from lit_effattn.tasks.auxiliary import FurtherPredictions, mean_of_scored
-from lit_effattn.tasks.base import Objective, Task, check_backbone, check_fields
+from lit_effattn.tasks.base import Objective, Task, carried, check_backbone, check_fields
 from lit_effattn.tasks.metrics import Accuracy, BitsPerByte, BitsPerCharacter, BitsPerTextByte, Count, Perplexity
 from lit_effattn.tasks.responses import ResponseMetric, Responses, score_texts, write_file
 
@@ -195,22 +195,21 @@ class LanguageModel(Task):
     def _embed(self, tokens: Tensor) -> Tensor:
         return self.embedding_scale * self.embedding(tokens)
 
-    def hidden(self, batch: TokenBatch) -> tuple[Tensor, State]:
-        """Return the backbone's output (B, N, d_model), going on from `memory`, and its state.
+    def hidden(self, batch: TokenBatch, memory: State | None = None) -> tuple[Tensor, State]:
+        """Return the backbone's output (B, N, d_model), going on from `memory`, and its state after the batch."""
+        return self.active_backbone(self._embed(batch.inputs), memory, batch.lengths)
+
+    def forward(self, batch: TokenBatch, memory: State | None = None) -> Tensor:
+        """Return −log p in nats of every target, going on from `memory`, 0 where none is scored: (B, N).
 
         Raises:
             ValueError: a token is not of this vocabulary.
         """
         self.check_batch(batch)
-        hidden, state = self.active_backbone(self._embed(batch.inputs), self.memory, batch.lengths)
-        if self.memory is not None:
-            self.memory = sequence.detach(state)
-        return hidden, state
+        return self._nll(self.hidden(batch, memory)[0], batch.targets)
 
-    def forward(self, batch: TokenBatch) -> Tensor:
-        """Return −log p in nats of every target, 0 where none is scored: (B, N)."""
-        hidden, _ = self.hidden(batch)
-        return self.head.nll(hidden, batch.targets.clamp(min=0)).masked_fill(batch.targets == IGNORE, 0)
+    def _nll(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return self.head.nll(hidden, targets.clamp(min=0)).masked_fill(targets == IGNORE, 0)
 
     def objective(self, batch: TokenBatch, memory: State | None = None) -> Objective:
         """Return the mean over the batch's targets, in nats, the auxiliary losses, and the state after `memory`."""
@@ -222,13 +221,13 @@ class LanguageModel(Task):
             further = self.further(outputs, batch.targets, self.label_smoothing)
             loss, figures["train/auxiliary_loss/FurtherPredictions"] = loss + further, further.detach()
         objective = self.with_auxiliary(loss, figures, state, self.auxiliary_weight)
-        return objective if memory is None else objective._replace(state=sequence.detach(state))
+        return objective._replace(state=carried(memory, state))
 
     def _outputs(self, batch: TokenBatch, memory: State | None) -> tuple[list[Tensor], State]:
         """Return the outputs, (B, N, d_model) each, from which tokens are predicted in training, and the state."""
         if self.intermediate_losses:
             return self.backbone.layer_outputs(self._embed(batch.inputs), memory, batch.lengths)  # type: ignore[operator]
-        hidden, state = self.active_backbone(self._embed(batch.inputs), memory, batch.lengths)
+        hidden, state = self.hidden(batch, memory)
         return [hidden], state
 
     def on_train_start(self) -> None:
@@ -274,21 +273,35 @@ class LanguageModel(Task):
 
         With `response_metrics`, return the responses that begin in the batch, with what the model writes.
         """
+        self.check_batch(batch)
+        before = self.memory
+        hidden, state = self.hidden(batch, before)
+        self.memory = carried(before, state)
         if self._responses.metrics:
-            memory, _ = self.memory, self.hidden(batch)
-            return self._written(batch, memory)
+            return self._written(batch, before)
         count = (batch.targets != IGNORE).sum(1)
-        bits = self(batch).sum(1) / count.clamp(min=1) / torch.log(torch.tensor(2.0))
+        bits = self._nll(hidden, batch.targets).sum(1) / count.clamp(min=1) / torch.log(torch.tensor(2.0))
         return {"targets": count, "bits_per_target": bits}
 
-    def score(self, stage: str, batch: TokenBatch) -> dict[str, Any]:
+    def evaluate(
+        self, stage: str, batch: TokenBatch, memory: State | None = None
+    ) -> tuple[dict[str, Any], State | None]:
+        """Score a batch, going on from `memory`: see `Task.evaluate`. In test, write and score the wanted responses."""
+        self._check_window(batch, memory)
+        hidden, state = self.hidden(batch, memory)
+        if stage == "test" and self._responses.metrics:
+            score_texts(self.response_scores, self._written(batch, memory))
+        return self.score(stage, batch, hidden), carried(memory, state)
+
+    def score(self, stage: str, batch: TokenBatch, hidden: Tensor | None = None) -> dict[str, Any]:
         """Update bits or perplexity, and the accuracy if it is wanted; in test the count of what is scored, too.
 
-        In test, the responses are written and scored if they are wanted.
+        Args:
+            stage: "val" or "test".
+            batch: What is scored.
+            hidden: The backbone's output (B, N, d_model). Default: that without a memory.
         """
-        self._check_window(batch)
-        memory = self.memory
-        hidden, _ = self.hidden(batch)
+        hidden = self.hidden(batch)[0] if hidden is None else hidden
         scored = batch.targets != IGNORE
         hidden, targets = hidden[scored], batch.targets[scored]
         metrics: dict[str, Any] = {self.metric_name: self.scores[stage]}
@@ -300,7 +313,6 @@ class LanguageModel(Task):
         if stage == "test":
             metrics[f"{self.unit}s"] = self.count
             metrics[f"{self.unit}s"](nll)
-            score_texts(self.response_scores, self._written(batch, memory) if self._responses.metrics else [])
             metrics |= dict(self.response_scores.items())
         if self.accuracies is not None:
             metrics["accuracy"] = self.accuracies[stage]
@@ -310,10 +322,10 @@ class LanguageModel(Task):
                 metrics |= self._by_length(batch, scored, right)
         return metrics
 
-    def _check_window(self, batch: TokenBatch) -> None:
+    def _check_window(self, batch: TokenBatch, memory: State | None) -> None:
         """Warn if the window never slides beyond a segment, so that scores are those without it."""
         n = batch.inputs.size(1)
-        if self._sliding is not None and self.memory is None and n <= self._sliding[0].window:
+        if self._sliding is not None and memory is None and n <= self._sliding[0].window:
             rank_zero_warn(
                 f"eval_window={self._sliding[0].window} changes nothing: a segment has {n} positions, and none is seen "
                 "from the next segment; add the callback, --trainer.callbacks MemoryCarry"

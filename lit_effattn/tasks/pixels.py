@@ -91,11 +91,12 @@ class PixelModel(Task):
         """
         self.check_batch(levels)
         levels = levels.long()
-        hidden, _ = self._read(levels)
+        hidden, _ = self.hidden(levels)
         return self._scored(self.head.nll(hidden, levels))
 
-    def _read(self, levels: Tensor) -> tuple[Tensor, State]:
-        return self.backbone(self.embedding(self._prompt(levels[:, :-1])))
+    def hidden(self, batch: Tensor, memory: State | None = None) -> tuple[Tensor, State]:
+        """Return the backbone's output (B, H·W·C, d_model), going on from `memory`, and its state after the images."""
+        return self.backbone(self.embedding(self._prompt(batch.long()[:, :-1])), memory)
 
     def _scored(self, nll: Tensor) -> Tensor:
         return nll if self.score_first else nll[:, 1:]
@@ -108,7 +109,7 @@ class PixelModel(Task):
     def objective(self, batch: Tensor, memory: State | None = None) -> Objective:
         """Return the mean over the batch's dimensions, in nats, and the auxiliary losses; there is no memory."""
         levels = batch.long()
-        hidden, state = self._read(levels)
+        hidden, state = self.hidden(levels, memory)
         loss = self._scored(self.head.loss(hidden, levels)).mean()
         return self.with_auxiliary(loss, {"train/bits_per_dim": loss.detach() / math.log(2)}, state)
 

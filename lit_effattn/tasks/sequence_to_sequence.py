@@ -189,10 +189,15 @@ class SequenceToSequence(Task):
         """Encode source tokens (B, S): see `EncoderDecoder.remember`."""
         return self.backbone.remember(self._embed_source(source), source_lengths, max_len=max_len)
 
-    def hidden(self, batch: PairBatch) -> tuple[Tensor, State]:
-        """Return the decoder's output (B, N, d_model) by teacher forcing, and its state."""
-        state = self.remember(batch.source, batch.source_lengths)
-        return self.backbone(self._embed_target(batch.inputs), state, batch.lengths)
+    def hidden(self, batch: PairBatch, memory: State | None = None) -> tuple[Tensor, State]:
+        """Return the decoder's output (B, N, d_model) by teacher forcing, and its state after the batch.
+
+        Args:
+            batch: Sources and targets.
+            memory: The decoder's state before the targets. Default: the encoded sources.
+        """
+        memory = self.remember(batch.source, batch.source_lengths) if memory is None else memory
+        return self.backbone(self._embed_target(batch.inputs), memory, batch.lengths)
 
     def forward(self, batch: PairBatch) -> Tensor:
         """Return −log p in nats of every target, 0 in padding: (B, N)."""
@@ -206,7 +211,7 @@ class SequenceToSequence(Task):
 
     def objective(self, batch: PairBatch, memory: State | None = None) -> Objective:
         """Return the mean over the batch's targets, in nats, and the auxiliary losses; there is no memory."""
-        hidden, state = self.hidden(batch)
+        hidden, state = self.hidden(batch, memory)
         scored = batch.targets != IGNORE
         losses = self.head.loss(hidden, batch.targets.clamp(min=0), self.label_smoothing)
         loss = losses.masked_fill(~scored, 0).sum() / scored.sum().clamp(min=1)

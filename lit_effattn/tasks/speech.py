@@ -121,21 +121,28 @@ class SpeechRecognizer(Task):
     def forward(self, batch: SpeechBatch) -> tuple[Tensor, Tensor]:
         """Return ln p_t of the blank and every phone, (B, T', 1 + phones), and each row's frames T', (B,)."""
         self.check_batch(batch)
-        log_probs, lengths, _ = self._read(batch)
-        return log_probs, lengths
+        return self._log_probs(self.hidden(batch)[0]), self._frames(batch)
 
-    def _read(self, batch: SpeechBatch) -> tuple[Tensor, Tensor, State]:
+    def hidden(self, batch: SpeechBatch, memory: State | None = None) -> tuple[Tensor, State]:
+        """Return the backbone's output (B, T', d_model), going on from `memory`, and its state after the batch."""
         x, lengths = self.front_end(batch.features, batch.lengths)
-        hidden, state = self.backbone(x, None, lengths)
+        return self.backbone(x, memory, lengths)
+
+    def _log_probs(self, hidden: Tensor) -> Tensor:
         logits = self.output(hidden)
-        return logits.to(accumulator(logits.dtype)).log_softmax(-1), lengths, state
+        return logits.to(accumulator(logits.dtype)).log_softmax(-1)
+
+    def _frames(self, batch: SpeechBatch) -> Tensor:
+        """Return the number of frames of each row, ⌈lengths / factor⌉: (B,)."""
+        return (batch.lengths + self.front_end.factor - 1) // self.front_end.factor
 
     def objective(self, batch: SpeechBatch, memory: State | None = None) -> Objective:
         """Return the batch's loss in nats a phone, and the auxiliary losses; there is no memory.
 
         The figure `train/impossible` says of each row, (B,), whether it is.
         """
-        log_probs, lengths, state = self._read(batch)
+        hidden, state = self.hidden(batch, memory)
+        log_probs, lengths = self._log_probs(hidden), self._frames(batch)
         nats, possible = ctc_nll(log_probs, lengths, batch.phones, batch.phone_lengths)
         phones = batch.phone_lengths.masked_fill(~possible, 0).sum().clamp(min=1)
         figures = {"train/loss": nats.detach().sum() / phones, "train/impossible": ~possible}

@@ -14,68 +14,50 @@ from typing import Any
 
 import torch
 
-from benchmarks import (
-    decoding,
-    evaluation,
-    fit,
-    generation,
-    kernels,
-    linear,
-    memory,
-    peers,
-    scaling,
-    sequence_parallel,
-    steps,
-    stream,
-)
+from benchmarks import generation, kernels, layers, memory, scaling, steps
 from benchmarks.experiments import compression, features, longterm, minilm, recl, reproduce, sorting, swap
 from benchmarks.report import Report, publish
 
 BENCHMARKS = {
-    "steps": steps,
-    "fit": fit,
-    "generation": generation,
-    "decoding": decoding,
-    "memory": memory,
-    "compression": compression,
-    "features": features,
-    "scaling": scaling,
-    "sequence_parallel": sequence_parallel,
-    "swap": swap,
-    "minilm": minilm,
-    "sorting": sorting,
-    "evaluation": evaluation,
-    "recl": recl,
-    "stream": stream,
-    "longterm": longterm,
     "kernels": kernels,
-    "peers": peers,
-    "linear": linear,
+    "layers": layers,
+    "steps": steps,
+    "generation": generation,
+    "memory": memory,
+    "scaling": scaling,
+    "minilm": minilm,
+    "swap": swap,
+    "recl": recl,
+    "longterm": longterm,
+    "features": features,
+    "compression": compression,
+    "sorting": sorting,
     "reproduce": reproduce,
 }
 
-PICTURED = ("decoding", "features", "generation", "longterm", "memory", "minilm", "scaling", "stream")
+PICTURED = ("features", "longterm", "minilm", "scaling")
 """Those whose folder gets a picture as well."""
 
 SHORT = (
     "steps --small --repeats 5",
-    "fit configs/digits_linear.yaml --only fit --steps 5 --repeats 2",
+    "steps configs/digits_linear.yaml --only fit --steps 5 --repeats 2",
     "generation --small --repeats 2 --windows 4",
-    "decoding --lengths 512 4096 --repeats 2",
-    "memory --small --repeats 2 --lengths 256 512 1024",
+    "generation --sources 512 4096 --batch_sizes 1 --repeats 2",
+    "memory --lengths 4096 16384 --repeats 3",
     "scaling --repeats 2 --lengths 512 1024 2048 --most 1024",
     "kernels --lengths 2048 --repeats 3",
-    "peers --lengths 512 --repeats 3",
+    "layers --lengths 512 --repeats 3",
 )
 """What runs when no benchmark is named: under 5 minutes on 2 cores."""
 
 GPU = {
-    "linear --calls 5 --repeats 5": 130,
-    "generation --small --compiled --lengths 784 --windows 2 --repeats 3 --batch_sizes 1 512": 120,
-    "fit --only fit bfloat16 --steps 20 --repeats 3": 50,
+    "kernels --lengths 8192 --batch_size 8 --dtype bfloat16": 65,
+    "kernels --lengths 8192 --batch_size 8 --dtype bfloat16 --precision medium": 65,
+    "generation --small --compiled --lengths 784 --windows 2 --batch_sizes 1 512": 120,
+    "steps configs/digits_linear.yaml configs/stdlib_xl.yaml --only fit bfloat16 --steps 20 --repeats 3": 50,
     "steps --tokens 49152 --repeats 5": 30,
     "scaling --repeats 2 --lengths 1024 4096 16384 65536 --limit 1": 50,
-    "peers --lengths 4096 --repeats 3": 40,
+    "layers --lengths 4096": 40,
 }
 """What `gpu` runs, and the most seconds of each: under 9 minutes, whatever the GPU."""
 

@@ -1,30 +1,39 @@
-"""Images a second: linear attention's state against softmax with a key/value cache and without one."""
+"""Generation: images a second and bytes of the state by attention, or a token's time by the cross-attention it reads.
+
+Without sources it draws images: linear attention's state against softmax attention with a key/value cache and without
+one. With sources it decodes from them, greedily and with beam search.
+"""
 
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.measuring import Spread, interleaved, now, seconds_of
-from benchmarks.models import IMAGES, Size, add_model_arguments, at_least, build, random_levels, size_for
+from benchmarks.measuring import Spread, add_options, at_least, interleaved, now, seconds_of
+from benchmarks.models import IMAGES, SMALL, Size, build, random_levels, size_for
 from benchmarks.report import Report, Row
-from lit_effattn import PixelModel
+from lit_effattn import EncoderDecoder, PixelModel, Transformer
+from lit_effattn.attention import (
+    LinearAttention,
+    LinearCrossAttention,
+    PerformerCrossAttention,
+    SoftmaxAttention,
+    SoftmaxCrossAttention,
+)
+from lit_effattn.attention.cross import sources
+from lit_effattn.beam import beam_search
 from lit_effattn.generation import draw, generate, room_for
-from lit_effattn.sequence import SequenceModule, State, select
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from lit_effattn.sequence import SequenceModule, State, nbytes, reorder, select, tensors
+from lit_effattn.tasks import SequenceToSequence
 
 LINEAR, CACHED, RECOMPUTED = "linear, state", "softmax, key/value cache", "softmax, no cache"
 COMPILED = {f"{method}, compiled": method for method in (LINEAR, CACHED)}
-
 PAPER = {
     784: {LINEAR: 1, CACHED: 142.8 / 7.56, RECOMPUTED: 317},
     3072: {LINEAR: 1, CACHED: 17.85 / 0.32, RECOMPUTED: 4462},
@@ -35,15 +44,25 @@ WINDOW = 16
 """Tokens timed in a window."""
 
 WARM_UP = 2
-"""Tokens before a window that are not timed."""
+"""Tokens that are generated before the clock starts."""
 
 ROWS = 32
 """Images at once without a cache, whose steps are as large as the prefix."""
 
-NOTES = [
+SOFTMAX, PLAIN = "softmax", "softmax everywhere"
+CROSS = {
+    SOFTMAX: SoftmaxCrossAttention,
+    "linear": LinearCrossAttention,
+    "Performer": PerformerCrossAttention,
+    PLAIN: SoftmaxCrossAttention,
+}
+N_TOKENS = 256
+"""Size of both vocabularies of a decoder."""
+
+IMAGE_NOTES = [
     "ms/token: one step, which draws one token of every image of the batch. Figures are median (min–max) over the "
     "rounds, in which the methods take turns; ratios are taken round by round.",
-    f"no cache: the whole prefix is computed again for every token, as in the paper's softmax baseline. Of a batch of "
+    "no cache: the whole prefix is computed again for every token, as in the paper's softmax baseline. Of a batch of "
     f"more than {ROWS} images, {ROWS} at a time, and one time is measured.",
     "compiled: a step is one program of torch.compile, on CUDA one graph. What compiling takes, once for a number of "
     "images at once, is not in the figures.",
@@ -51,51 +70,81 @@ NOTES = [
     "over the sequence, interpolated linearly between them and summed over all tokens; of a cost that grows as the "
     "prefix's square that is too much, by 1 % with 8 places.",
     "key/value cache: on a CPU a token looks at the slots filled so far, on CUDA at all slots of the image, for shapes "
-    "are final there: its cost does not rise along the image, and is that of the last token from the first one on. "
-    "Compiled, it looks at all slots of a cache with room for 256 tokens at first, and for twice as many when full.",
+    "are final there. Compiled, it looks at all slots of a cache with room for 256 tokens at first, and for twice as "
+    "many when full.",
+    "state: bytes of one image's, counted, with room for all its tokens.",
     "the paper's: this ratio in Katharopoulos et al. 2020, on their GPU, with models of 8 (MNIST) and 16 (CIFAR-10) "
     "layers, 8 heads, E 256, and batches of their choice: another machine, and not a target.",
 ]
-
-
-class Curve(NamedTuple):
-    """What a token costs, by how many stand before it and itself, and what all of them cost."""
-
-    prefixes: Sequence[float]
-    seconds: Sequence[float]
-    total: float
+SOURCE_NOTES = [
+    f"cross-attention: the kind by which the decoder reads the source. Encoder and decoder have linear attention, in "
+    f"“{PLAIN}” softmax attention: the plain Transformer, whose encoder costs O(S²). Weights are random.",
+    "remember: seconds to encode the sources and to make the decoder's state from them, once a source.",
+    f"ms/token: one step of greedy generation, of all sentences of the batch, {WARM_UP} tokens after the start. Beam: "
+    "one step of beam search, whose hypotheses of one sentence share its source.",
+    "Figures are median (min–max) over the rounds, in which the kinds take turns; ratios are taken round by round.",
+    "source's state: bytes of one sentence's, counted. reorder: what a step of beam search copies; select would copy "
+    "the sources too.",
+]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser, lengths=[784, 3072], repeats=3)
-    parser.add_argument(
-        "--batch_sizes", type=at_least(1), nargs="+", default=[1, 32], help="images at once; default: %(default)s"
-    )
-    parser.add_argument(
-        "--compiled", action="store_true", help="also compiled steps; each takes seconds to a minute to compile"
-    )
-    parser.add_argument(
-        "--windows",
-        type=at_least(2),
-        help=f"integrate state and cache from this many windows of {WINDOW} tokens; default: whole runs",
-    )
-    parser.add_argument(
-        "--prefixes", type=at_least(2), default=8, help="prefixes at which no cache is measured; default: %(default)s"
-    )
+    add_options(parser, 3, lengths=([784, 3072], "tokens of an image"))
+    add_options(parser, repeats=(3, "rounds"), batch_sizes=([1, 32], "images or sentences at once"))
+    parser.add_argument("--small", action="store_true", help=f"images by {SMALL} instead of the paper's sizes")
+    parser.add_argument("--compiled", action="store_true", help="also compiled steps, which takes up to a minute each")
+    about = f"integrate state and cache from this many windows of {WINDOW} tokens; default: whole runs"
+    parser.add_argument("--windows", type=at_least(2), help=about)
+    add_options(parser, 2, prefixes=(8, "prefixes at which no cache is measured"))
+    about = "decode from sources of so many tokens instead"
+    parser.add_argument("--sources", type=at_least(1), nargs="+", default=[], help=about)
+    add_options(parser, most=(8192, f"longest source of “{PLAIN}”"), tokens=(32, "decoded in a round"))
+    add_options(parser, 2, beam=(4, "hypotheses of a search"))
 
 
 def run(args: argparse.Namespace) -> Report:
     rows: list[Row] = []
-    curves: dict[str, dict[str, Curve]] = {}
+    for batch_size in args.batch_sizes if args.sources else ():
+        rows += _decoded(batch_size, args)
+    if args.sources:
+        return Report("generation", rows, SOURCE_NOTES)
     for length in args.lengths:
-        size = size_for(length, args.small)
-        methods = _Methods(length, size, args)
+        methods = _Methods(length, size_for(length, args.small), args)
         for batch_size in args.batch_sizes:
-            title = f"length {length}, batch {batch_size}"
-            results = interleaved(f"generation, {title}", methods.measures(batch_size), args.repeats)
-            rows += _rows(length, size, batch_size, results, args)
-            curves[title] = {method: _median_curve(rounds) for method, rounds in results.items()}
-    return Report("generation", rows, NOTES, lambda figure: _plot(figure, curves))
+            title = f"generation, length {length}, batch {batch_size}"
+            found = interleaved(title, methods.measures(batch_size), args.repeats)
+            rows += _rows(methods, batch_size, {name: Spread(tuple(samples)) for name, samples in found.items()})
+    return Report("generation", rows, IMAGE_NOTES)
+
+
+class Stopwatch:
+    """Wraps the steps of `generate`, takes the time at the steps in `marks` (ascending), and ends it at the last."""
+
+    def __init__(self, marks: list[int], device: torch.device) -> None:
+        self.marks = marks
+        self.device = device
+        self.times: list[float] = []
+
+    def __call__(self, steps: Iterable[int]) -> Iterator[int]:
+        """Yield the steps before the last mark."""
+        for step in steps:
+            self._note(step)
+            if step == self.marks[-1]:
+                return
+            yield step
+        self._note(self.marks[-1])
+
+    def _note(self, step: int) -> None:
+        if step in self.marks:
+            self.times.append(now(self.device))
+
+    @property
+    def seconds(self) -> float:
+        """From the first mark to the last."""
+        return self.times[-1] - self.times[0]
+
+
+# --------------------------------------------------------------------------------------------------------------- images
 
 
 def integrate(prefixes: Sequence[float], seconds: Sequence[float], length: int) -> float:
@@ -104,13 +153,13 @@ def integrate(prefixes: Sequence[float], seconds: Sequence[float], length: int) 
 
 
 class Continued(SequenceModule):
-    """A backbone whose every stream begins behind a prefix.
+    """A backbone whose every stream begins after a prefix.
 
     So `generate` can draw tokens deep in an image without drawing all before them. A prefix is computed once, for one
     row, which `initial_state` copies. One module for all prefixes, so that it is compiled for all of them.
 
     Args:
-        backbone: Does the work.
+        backbone: Computes the outputs.
     """
 
     def __init__(self, backbone: SequenceModule) -> None:
@@ -120,8 +169,8 @@ class Continued(SequenceModule):
         self.state: State = None
 
     @torch.no_grad()
-    def behind(self, prefix: Tensor, max_len: int) -> State:
-        """Return what `state` has to be to begin behind `prefix` (1, P, d_input), P may be 0.
+    def after(self, prefix: Tensor, max_len: int) -> State:
+        """Return the value of `state` to begin after `prefix` (1, P, d_input), P may be 0.
 
         Args:
             prefix: Embedded.
@@ -146,39 +195,11 @@ class Continued(SequenceModule):
         return select(self.state, torch.zeros(batch_size, dtype=torch.long))
 
 
-class Stopwatch:
-    """Wraps the steps of `generate`, notes the time before those in `marks` (ascending), and ends it at the last."""
-
-    def __init__(self, marks: list[int], device: torch.device) -> None:
-        self.marks = marks
-        self.device = device
-        self.times: list[float] = []
-
-    def __call__(self, steps: Iterable[int]) -> Iterator[int]:
-        """Yield the steps before the last mark."""
-        for step in steps:
-            self._note(step)
-            if step == self.marks[-1]:
-                return
-            yield step
-        self._note(self.marks[-1])
-
-    def _note(self, step: int) -> None:
-        if step in self.marks:
-            self.times.append(now(self.device))
-
-    @property
-    def seconds(self) -> list[float]:
-        """Between each two marks."""
-        return np.diff(self.times).tolist()
-
-
 class _Methods:
-    """The three ways to draw images of one size, each on models that are made once."""
+    """The ways to draw images of one size, on models that are made once; each returns the seconds of a batch."""
 
     def __init__(self, length: int, size: Size, args: argparse.Namespace) -> None:
-        self.length = length
-        self.args = args
+        self.length, self.size, self.args = length, size, args
         self.models = {
             LINEAR: build("linear", length, size, args.device).eval(),
             CACHED: build("softmax", length, size, args.device).eval(),
@@ -195,9 +216,15 @@ class _Methods:
         """Return the state of an image's first `start` tokens, with the room that it has there."""
         end = start + WARM_UP + self.window
         room = room_for(end, self.length + 1) if method in COMPILED else self.length + 1
-        return self.continued[method].behind(self.models[method].embedding(self.tokens[:, :start]), room)
+        return self.continued[method].after(self.models[method].embedding(self.tokens[:, :start]), room)
 
-    def measures(self, batch_size: int) -> dict[str, Callable[[], Curve]]:
+    def state_bytes(self, method: str) -> int | str:
+        """Return the bytes of one image's state."""
+        if method not in self.models:
+            return "—"
+        return nbytes(self.models[method].backbone.initial_state(1, max_len=self.length + 1))
+
+    def measures(self, batch_size: int) -> dict[str, Callable[[], float]]:
         """Return what measures each method once."""
         drawn = self._whole if self.args.windows is None else self._windows
         softmax, middle = self.models[CACHED], self.tokens[:, : (self.length + 1) // 2]
@@ -208,35 +235,36 @@ class _Methods:
                 drawn(method, batch_size)
         _draw_one(softmax, middle.expand(min(ROWS, batch_size), -1))
         measures = {method: partial(drawn, method, batch_size) for method in self.models}
-        return measures | {RECOMPUTED: lambda: self._recomputed(softmax, batch_size)}
+        return measures | {RECOMPUTED: partial(self._recomputed, softmax, batch_size)}
 
-    def _whole(self, method: str, batch_size: int) -> Curve:
-        marks = _evenly(0, self.length, 33)
-        seconds = self._draw(method, self.models[method].backbone, batch_size, marks)
-        tokens = np.diff(marks)
-        centres = marks[:-1] + (tokens + 1) / 2  # step 0 has a prefix of 1
-        return Curve(centres.tolist(), (np.array(seconds) / tokens).tolist(), sum(seconds))
+    def how(self, method: str) -> str:
+        """Return how a method was measured."""
+        if method == RECOMPUTED:
+            return f"integrated from {len(_evenly(1, self.length, self.args.prefixes))} prefixes"
+        return "whole run" if self.args.windows is None else f"integrated from {len(self.states[method])} windows"
 
-    def _windows(self, method: str, batch_size: int) -> Curve:
+    def _whole(self, method: str, batch_size: int) -> float:
+        return self._draw(method, self.models[method].backbone, batch_size, [0, self.length])
+
+    def _windows(self, method: str, batch_size: int) -> float:
         prefixes, costs, continued = [], [], self.continued[method]
         for state in self.states[method]:
             continued.state = state
-            marks = [WARM_UP, WARM_UP + self.window]
-            (seconds,) = self._draw(method, continued, batch_size, marks)
-            # (B,) positions, all equal, and the middle of the window behind them
+            seconds = self._draw(method, continued, batch_size, [WARM_UP, WARM_UP + self.window])
+            # (B,) positions, all equal, and the middle of the window after them
             prefixes.append(int(state.length[0]) + WARM_UP + (self.window + 1) / 2)
             costs.append(seconds / self.window)
-        return Curve(prefixes, costs, integrate(prefixes, costs, self.length))
+        return integrate(prefixes, costs, self.length)
 
-    def _recomputed(self, model: PixelModel, batch_size: int) -> Curve:
+    def _recomputed(self, model: PixelModel, batch_size: int) -> float:
         prefixes, costs = _evenly(1, self.length, self.args.prefixes), []
         rows = min(ROWS, batch_size)
         for prefix in prefixes:
             tokens = self.tokens[:, :prefix].repeat(rows, 1)  # (1, P) -> (B, P)
             costs.append(seconds_of(partial(_draw_one, model, tokens), self.args.device) * batch_size / rows)
-        return Curve(prefixes, costs, integrate(prefixes, costs, self.length))
+        return integrate(prefixes, costs, self.length)
 
-    def _draw(self, method: str, backbone: SequenceModule, batch_size: int, marks: list[int]) -> list[float]:
+    def _draw(self, method: str, backbone: SequenceModule, batch_size: int, marks: list[int]) -> float:
         """Return the seconds between the steps `marks` of drawing images, from one prompt token on."""
         model, watch, compiled = self.models[method], Stopwatch(marks, self.args.device), method in COMPILED
         prompt = self.tokens[:, :1].repeat(batch_size, 1)  # (1, 1) -> (B, 1)
@@ -252,48 +280,149 @@ def _draw_one(model: PixelModel, tokens: Tensor) -> Tensor:
     return draw(model.head.log_probs(y[:, -1]), torch.full(tokens.shape[:1], 0.5, device=tokens.device))
 
 
-def _rows(
-    length: int, size: Size, batch_size: int, results: dict[str, list[Curve]], args: argparse.Namespace
-) -> list[Row]:
-    totals = {method: Spread(tuple(curve.total for curve in rounds)) for method, rounds in results.items()}
-    compiled = next((method for method in COMPILED if method in totals), None)
-    return [
-        {
-            "length": IMAGES.get(length, str(length)),
-            "model": str(size),
-            "batch": batch_size,
-            "method": method,
-            "measured": _how(method, rounds[0], args),
-            "ms/token": totals[method].map(lambda s: 1000 * s / length),
-            "images/s": totals[method].map(lambda s: batch_size / s),
-            "linear's images/s ÷ this": totals[method] / totals[LINEAR],
-            **({} if compiled is None else {"compiled linear's ÷ this": totals[method] / totals[compiled]}),
-            "the paper's": PAPER.get(length, {}).get(method, "—"),
-        }
-        for method, rounds in results.items()
-    ]
-
-
-def _how(method: str, curve: Curve, args: argparse.Namespace) -> str:
-    if method == RECOMPUTED:
-        return f"integrated from {len(curve.prefixes)} prefixes"
-    return "whole run" if args.windows is None else f"integrated from {len(curve.prefixes)} windows"
-
-
-def _median_curve(rounds: list[Curve]) -> Curve:
-    seconds = [statistics.median(costs) for costs in zip(*(curve.seconds for curve in rounds), strict=True)]
-    return rounds[0]._replace(seconds=seconds)
-
-
 def _evenly(first: int, last: int, count: int) -> list[int]:
     """Return up to `count` different integers, both ends included."""
     return sorted({round(x) for x in np.linspace(first, last, count)})
 
 
-def _plot(figure: Figure, curves: dict[str, dict[str, Curve]]) -> None:
-    figure.set_size_inches(4.5 * len(curves), 4)
-    for axes, (title, methods) in zip(np.ravel(figure.subplots(1, len(curves))), curves.items(), strict=True):
-        for method, curve in methods.items():
-            axes.loglog(curve.prefixes, [1000 * s for s in curve.seconds], "o-", markersize=3, label=method)
-        axes.set(title=title, xlabel="tokens so far", ylabel="ms/token")
-        axes.legend()
+def _rows(methods: _Methods, batch_size: int, seconds: dict[str, Spread]) -> list[Row]:
+    length = methods.length
+    compiled = next((method for method in COMPILED if method in seconds), None)
+    return [
+        {
+            "length": IMAGES.get(length, str(length)),
+            "model": str(methods.size),
+            "batch": batch_size,
+            "method": method,
+            "measured": methods.how(method),
+            "ms/token": own.map(lambda s: 1000 * s / length),
+            "images/s": own.map(lambda s: batch_size / s),
+            "linear's images/s ÷ this": own / seconds[LINEAR],
+            **({} if compiled is None else {"compiled linear's ÷ this": own / seconds[compiled]}),
+            "state, bytes": methods.state_bytes(method),
+            "the paper's": PAPER.get(length, {}).get(method, "—"),
+        }
+        for method, own in seconds.items()
+    ]
+
+
+# -------------------------------------------------------------------------------------------------------------- sources
+
+
+class Decoded(NamedTuple):
+    """What one round found of one model: all in seconds, a step's for all sentences of the batch."""
+
+    remember: float
+    token: float
+    beam_token: float
+
+
+class Sizes(NamedTuple):
+    """Bytes: of the source's state of one sentence, and of what a step of beam search copies of all sentences."""
+
+    source: int
+    reordered: int
+    selected: int
+
+
+def _decoded(batch_size: int, args: argparse.Namespace) -> list[Row]:
+    """Return a row for each source and kind of cross-attention."""
+    decoders = {kind: Decoder(build_decoder(kind, SMALL, args.device), args.beam, args.tokens) for kind in CROSS}
+    rows: list[Row] = []
+    for length in sorted(args.sources):
+        source = random_source(batch_size, length, args.device)
+        present = {kind: of for kind, of in decoders.items() if kind != PLAIN or length <= args.most}
+        for decoder in present.values():
+            decoder.measure(source[:, :1])  # the first calls are slow
+        measures = {kind: partial(decoder.measure, source) for kind, decoder in present.items()}
+        rounds = interleaved(f"generation, source of {length}", measures, args.repeats)
+        sizes = {kind: decoder.sizes(source) for kind, decoder in present.items()}
+        times = {kind: [Spread(s) for s in zip(*of, strict=True)] for kind, of in rounds.items()}
+        for kind in present:
+            (remember, token, beam_token), (_, plain_token, plain_beam) = times[kind], times[SOFTMAX]
+            rows.append(
+                {
+                    "source": length,
+                    "model": str(SMALL),
+                    "batch": batch_size,
+                    "cross-attention": kind,
+                    "remember, s": remember,
+                    "ms/token": token.map(lambda s: 1000 * s),
+                    "softmax's ms/token ÷ this": plain_token / token,
+                    f"beam of {args.beam}, ms/token": beam_token.map(lambda s: 1000 * s),
+                    f"beam of {args.beam}, softmax's ms/token ÷ this": plain_beam / beam_token,
+                    "source's state, bytes": sizes[kind].source,
+                    "softmax's source's state ÷ this": sizes[SOFTMAX].source / sizes[kind].source,
+                    "reorder copies, bytes/token": sizes[kind].reordered,
+                    "select would copy": sizes[kind].selected,
+                }
+            )
+    return rows
+
+
+def build_decoder(kind: str, size: Size, device: torch.device) -> SequenceToSequence:
+    """Make a model with cross-attention of this kind; equal weights whatever the kind, for all have the same."""
+    torch.manual_seed(0)
+    attention: Any = SoftmaxAttention if kind == PLAIN else LinearAttention
+    options: dict[str, Any] = {"attention": attention, "activation": "relu"}
+    stack = (size.d_model, size.n_heads, size.n_layers)
+    backbone = EncoderDecoder(
+        Transformer(*stack, causal=False, **options), Transformer(*stack, cross_attention=CROSS[kind], **options)
+    )
+    return SequenceToSequence(backbone, N_TOKENS, N_TOKENS, metrics=()).to(device).eval()
+
+
+def random_source(rows: int, length: int, device: torch.device) -> Tensor:
+    """Return (rows, length) tokens; what a source says does not change what it costs."""
+    return torch.randint(N_TOKENS, (rows, length), generator=torch.Generator().manual_seed(0)).to(device)
+
+
+class Decoder:
+    """Generates from sources with one model.
+
+    Args:
+        model: In evaluation mode.
+        beam: Hypotheses of a search.
+        tokens: Tokens that are timed, after `WARM_UP`.
+    """
+
+    def __init__(self, model: SequenceToSequence, beam: int, tokens: int) -> None:
+        self.model, self.beam, self.tokens = model, beam, tokens
+        self.marks = [WARM_UP, WARM_UP + tokens]
+
+    @torch.no_grad()
+    def measure(self, source: Tensor) -> Decoded:
+        """Time one round from `source` (B, S)."""
+        start = now(source.device)
+        state = self._remember(source)
+        remember = now(source.device) - start
+        greedy = self._timed(generate, source, state, temperature=0.0)
+        # without an end token, so that all steps are taken
+        return Decoded(remember, greedy, self._timed(beam_search, source, state, beam=self.beam))
+
+    @torch.no_grad()
+    def sizes(self, source: Tensor) -> Sizes:
+        """Count the bytes of the states from `source` (B, S)."""
+        state = self._remember(source)
+        _, after = self.model.backbone(self.model.target_embedding(source[:, :1]), state)
+        sentences = torch.arange(len(source)).repeat_interleave(self.beam)
+        rows = torch.arange(len(sentences)).view(-1, self.beam).flip(1).flatten().to(source.device)
+        hypotheses = select(state, sentences.to(source.device))  # `rows` exchanges those of one sentence
+        copied = [copied_bytes(hypotheses, move(hypotheses, rows)) for move in (reorder, select)]
+        return Sizes(sum(nbytes(part) for part in sources(after)) // len(source), *copied)
+
+    def _remember(self, source: Tensor) -> State:
+        return self.model.remember(source, max_len=self.marks[-1] + 1)
+
+    def _timed(self, decode: Callable[..., Any], source: Tensor, state: State, **options: Any) -> float:
+        """Return the seconds of a token."""
+        model, watch = self.model, Stopwatch(self.marks, self.model.device)
+        parts = (model.backbone, model.target_embedding, model.head)
+        decode(*parts, source[:, :1], self.marks[-1] + 1, state=state, progress=watch, **options)
+        return watch.seconds / self.tokens
+
+
+def copied_bytes(before: State, after: State) -> int:
+    """Count the bytes of the tensors in `after` that are not in `before`."""
+    shared = {t.data_ptr() for t in tensors(before)}
+    return sum(nbytes(t) for t in tensors(after) if t.data_ptr() not in shared)

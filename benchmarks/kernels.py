@@ -1,92 +1,85 @@
-"""Causal linear attention and Performer against their own matrix products, the plain form and other libraries."""
+"""Causal linear attention and Performer: kernels against PyTorch, their own matrix products and other libraries."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.measuring import (
-    LEAST,
-    MIB,
-    Spread,
-    interleaved,
-    is_written_in_python,
-    look_inside,
-    mean_of,
-    peak_bytes,
-    seconds_of,
-)
-from benchmarks.models import at_least
+from benchmarks.measuring import MIB, add_options, at_least, is_written_in_python, look_inside, peak_bytes, timed
 from benchmarks.report import Report, Row
-from lit_effattn.differences import largest
+from lit_effattn.differences import largest_relative_difference
 from lit_effattn.ops.favor import cpp_kernels as favor_cpp_kernels
-from lit_effattn.ops.favor.pytorch import causal_favor, draw_omega, log_offset
+from lit_effattn.ops.favor.dispatch import positive_favor
+from lit_effattn.ops.favor.pytorch import causal_favor, draw_omega, log_offset, plain_causal_favor
 from lit_effattn.ops.linear import cpp_kernels as linear_cpp_kernels
+from lit_effattn.ops.linear.dispatch import elu_linear_attention
 from lit_effattn.ops.linear.pytorch import causal_linear_attention, plain_causal_linear_attention
 from lit_effattn.ops.runtime import cpp_build
 from lit_effattn.ops.runtime.selection import KERNELS
 
-SQUARE = 1024
-"""Rows and columns of the product that runs at full speed."""
+TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 NOTES = [
-    "Features of queries and keys (elu + 1 of normal numbers; Performer, which computes its own: the numbers divided "
-    "by D^¼) and values are given; float32. Figures are median (min–max) over the rounds, in which all take turns; "
-    f"a round's is the mean of as many calls as take {LEAST} s, after one (of 1 s or more: that one). "
-    "Ratios are taken round by round.",
-    "linear, performer: as they are chosen, in C++ where there is a compiler; in PyTorch: LIT_EFFATTN_KERNELS=plain.",
+    "Inputs are normal numbers, queries and keys of Performer divided by D^¼. On a CPU linear attention gets features "
+    "(elu + 1); on CUDA it computes them. Performer computes its own. Figures are median (min–max) over the rounds, in "
+    "which all take turns; a round's is the mean of several calls. Ratios are taken round by round.",
+    "linear, performer: kernels in C++ on a CPU with a compiler, in Triton on CUDA. in PyTorch: "
+    "LIT_EFFATTN_KERNELS=plain. plain: differentiated by autograd, in float32.",
     "products: every bmm and baddbmm that the form in PyTorch calls at the chunk size of the row's form, recorded from "
-    "one call, recomputation included, run again by itself; of a chunk's own scores C++ computes but the half that "
-    "counts. in place: on operands that lie in memory as the form's did, each chunk's its own, so that what the form "
-    "has to fetch for them they fetch too. in cache: on one set of operands of the same shapes and strides for all "
-    "chunks, which is in the cache as far as it fits. best products: in cache, those of linear at the chunk size of "
-    "16, 32, 64, 128 and 256 at which they take least.",
-    "fewest products at full speed: linear's at whichever of those chunk sizes has the fewest operations, were they as "
-    f"fast as the product of two {SQUARE:,} × {SQUARE:,} matrices in the same round.",
-    "peak: tensors alive at once above the inputs, those that wait for the backward pass included; not what a kernel "
-    "in C++ takes for itself, some chunks and sums a thread.",
-    "difference: the largest of outputs and gradients from linear's, relative to linear's largest value.",
-    "numerators: the library's C++ kernel alone, without denominators, which the row above adds as the library does.",
+    "one call, recomputation included, and run again by itself on operands of the same shapes and strides that are in "
+    "the cache as far as they fit. Of a chunk's own scores C++ computes only the half that counts.",
+    "peak: tensors alive at once above the inputs, those that wait for the backward pass included; on a CPU without "
+    "what a kernel in C++ takes for itself, some chunks and sums a thread.",
+    "difference: the largest of outputs and gradients from the plain form's in float32, each relative to its norm.",
 ]
+FIGURES = ("ms", "time ÷ its products'", "time ÷ linear's", "peak, MiB", "peak ÷ linear's", "difference")
 
-CHUNKS = (16, 32, 64, 128, 256)
 
-Form = Callable[..., Tensor]
-"""Takes features of queries and keys and values, (B, H, N, ·), and returns (B, H, N, D)."""
+class Form(NamedTuple):
+    """One way to compute causal attention of queries, keys and values (B, H, N, D)."""
+
+    call: Callable[[Tensor, Tensor, Tensor], Tensor]
+    plain: bool = False
+    """Whether it runs without kernels."""
+    cpp: str | None = None
+    """The source of its kernels in C++."""
+    same: bool = True
+    """Whether it computes what the plain form does."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--lengths", type=at_least(2), nargs="+", default=[2048, 4096, 8192], help="N; default: %(default)s"
-    )
-    for name, default in (("batch_size", 1), ("n_heads", 8), ("head_dim", 64)):
-        parser.add_argument(f"--{name}", type=at_least(1), default=default, help="default: %(default)s")
-    parser.add_argument("--chunk_size", type=at_least(1), default=64, help="linear's; default: %(default)s")
+    add_options(parser, lengths=([2048, 4096, 8192], "N"), batch_size=1, n_heads=8, head_dim=64)
+    add_options(parser, chunk_size=(64, "in PyTorch"), repeats=(5, "rounds"))
     parser.add_argument("--n_features", type=at_least(1), help="Performer's; default: D ln D")
-    parser.add_argument("--repeats", type=at_least(1), default=5, help="rounds; default: %(default)s")
-    parser.add_argument(
-        "--cpu_time", action="store_true", help="the process's CPU time, for a machine that does other work too"
-    )
+    parser.add_argument("--dtype", choices=TYPES, default="float32", help="default: %(default)s")
+    about = "torch.set_float32_matmul_precision; default: %(default)s"
+    parser.add_argument("--precision", choices=("highest", "high", "medium"), default="highest", help=about)
 
 
 def run(args: argparse.Namespace) -> Report:
-    if args.cpu_time and args.device.type != "cpu":
-        raise SystemExit(f"kernels: --cpu_time measures no {args.device}; leave it out, or add --device cpu")
-    peers, absent = _peers()
-    rows = []
-    for n in sorted(set(args.lengths)):
-        rows += _rows(n, _linear_forms(args) | peers, args) + [row for name in absent for row in _absent(n, name)]
+    forms, absent = _forms(args), []
+    for name, (device, module, form) in PEERS.items():
+        try:
+            if device == args.device.type:
+                forms[name] = Form(partial(form, import_module(module)))
+        except ImportError:
+            absent.append(name)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(args.precision)
+    try:
+        rows = [row for n in sorted(set(args.lengths)) for row in [*_rows(n, forms, args), *_absent(n, absent)]]
+    finally:
+        torch.set_float32_matmul_precision(before)
     install = "pip install --no-build-isolation -r benchmarks/requirements-peers.txt"
     notes = [f"Absent, and so not measured: {', '.join(absent)}; {install}."] if absent else []
     return Report("kernels", rows, [*NOTES, *notes])
@@ -95,18 +88,158 @@ def run(args: argparse.Namespace) -> Report:
 # ------------------------------------------------------------------------------------------------------------ the forms
 
 
-def _linear_forms(args: argparse.Namespace) -> dict[str, Form]:
-    return {
-        "linear": partial(_linear, causal_linear_attention, args.chunk_size),
-        "linear, in PyTorch": partial(_linear, causal_linear_attention, args.chunk_size),
-        "linear, plain": partial(_linear, plain_causal_linear_attention, args.chunk_size),
-        "performer": partial(_performer, args.chunk_size, _directions(args)),
-        "performer, in PyTorch": partial(_performer, args.chunk_size, _directions(args)),
+def _forms(args: argparse.Namespace) -> dict[str, Form]:
+    """Return our forms."""
+    d = args.head_dim
+    n_features = args.n_features or math.ceil(d * math.log(d))
+    omega = draw_omega(args.n_heads, n_features, d, generator=torch.Generator().manual_seed(1)).float().to(args.device)
+    in_pytorch = partial(_linear, causal_linear_attention, args.chunk_size)
+    performer = partial(_performer, omega, args.chunk_size)
+    cuda = args.device.type == "cuda"
+    forms = {
+        "linear": Form(_fused if cuda else in_pytorch, cpp=linear_cpp_kernels.NAME),
+        "linear, in PyTorch": Form(in_pytorch, plain=True),
+        "linear, plain": Form(partial(_linear, plain_causal_linear_attention, args.chunk_size)),
+        "performer": Form(partial(_fused_performer, omega) if cuda else performer, cpp=favor_cpp_kernels.NAME),
+        "performer, in PyTorch": Form(performer, plain=True),
+        "performer, plain": Form(partial(_plain_performer, omega)),
     }
+    return forms | ({"softmax": Form(_softmax, same=False)} if cuda else {})
+
+
+def _phi(x: Tensor) -> Tensor:
+    """Return the features of queries and keys, which are given on a CPU."""
+    return F.elu(x) + 1 if x.device.type == "cuda" else x
+
+
+def _linear(function: Callable[..., Any], chunk_size: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    y, *_ = function(_phi(q.float()), _phi(k.float()), v.float(), *_no_sums(k, v), chunk_size=chunk_size)
+    return y.to(v.dtype)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return elu_linear_attention(q, k, v, *_no_sums(k, v))[0]
+
+
+def _no_sums(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    b, h, _, f = k.shape
+    return k.new_zeros(b, h, f, v.size(3), dtype=torch.float32), k.new_zeros(b, h, f, dtype=torch.float32)
+
+
+def _performer(omega: Tensor, chunk_size: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, values = q.float(), k.float(), v.float()
+    offset = log_offset(k, omega.size(1))
+    return causal_favor(q, k, values, omega, offset, *_no_features(omega, v), chunk_size=chunk_size)[0].to(v.dtype)
+
+
+def _fused_performer(omega: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return positive_favor(q, k, v, omega, *_no_features(omega, v), scale=1.0)[0]
+
+
+def _plain_performer(omega: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k = q.float(), k.float()
+    log_k = k @ omega.mT + log_offset(k, omega.size(1))[..., None]
+    return plain_causal_favor(q @ omega.mT, log_k, v.float(), *_no_features(omega, v))[0].to(v.dtype)
+
+
+def _no_features(omega: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    s = v.new_zeros(len(v), *omega.shape[:2], v.size(3), dtype=torch.float32)  # (B, H, F, D)
+    return s, s[..., 0].clone(), torch.full_like(s[..., 0], -torch.inf)
+
+
+def _softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _fast_transformers(library: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Do what the library's CausalLinearAttention does after the feature map, its heads already before positions."""
+    below = torch.einsum("bhnf,bhnf->bhn", q, k.cumsum(2)) + 1e-6
+    return library.causal_dot_product(q, k, v) * (1 / below)[..., None]
+
+
+def _performer_pytorch(library: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return library.causal_linear_attention_noncuda(q, k, v)
+
+
+def flash_linear_attention(library: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    by_position = (t.transpose(1, 2) for t in (F.elu(q) + 1, F.elu(k) + 1, v))  # (B, H, N, D) -> (B, N, H, D)
+    return library.chunk_linear_attn(*by_position, scale=1.0, normalize=True)[0].transpose(1, 2)
+
+
+PEERS: dict[str, tuple[str, str, Callable[..., Tensor]]] = {
+    "pytorch-fast-transformers": ("cpu", "fast_transformers.causal_product", _fast_transformers),
+    "performer-pytorch": ("cpu", "performer_pytorch.performer_pytorch", _performer_pytorch),
+    "flash-linear-attention": ("cuda", "fla.ops.linear_attn", flash_linear_attention),
+}
+"""The libraries in requirements-peers.txt that compute linear attention: device, module, and how it is called."""
+
+
+# ------------------------------------------------------------------------------------------------------ the measurement
+
+
+def _rows(n: int, forms: Mapping[str, Form], args: argparse.Namespace) -> list[Row]:
+    """Return a row for each pass and form at length `n`."""
+    inputs = {name: _inputs(n, args, performer=name in PERFORMER) for name in forms}
+
+    def call_of(name: str, one_pass: Callable[..., Any]) -> Callable[[], Any]:
+        call = partial(one_pass, forms[name], inputs[name])
+        return _in_pytorch(call) if forms[name].plain else call
+
+    exact = {
+        kind: _both_ways(forms[kind], [t.detach().float().requires_grad_() for t in inputs[kind]]) for kind in PLAIN
+    }
+    differences = {
+        name: largest_relative_difference(
+            call_of(name, _both_ways)(), exact[PLAIN[name in PERFORMER]], f"{name}: the difference from the plain form"
+        )
+        for name, form in forms.items()
+        if form.same
+    }
+    rows: list[Row] = []
+    for title, one_pass in PASSES.items():
+        calls = {name: call_of(name, one_pass) for name in forms}
+        products = {
+            f"products of {name}": Products(_at_its_chunk_size(name, forms[name], one_pass, inputs[name], args))
+            for name in OURS
+            if args.device.type == "cpu"
+        }
+        peaks = {name: peak_bytes(call, args.device) for name, call in calls.items()}
+        for call in (*calls.values(), *products.values()):
+            call()  # what is allocated once
+        seconds = timed(f"N {n}, {title}", {**calls, **products}, args, means=True)
+        for name in forms:
+            own = seconds.get(f"products of {name}")
+            figures = (
+                seconds[name].map(lambda s: 1000 * s),
+                "—" if own is None else seconds[name] / own,
+                seconds[name] / seconds["linear"],
+                peaks[name] / MIB,
+                peaks[name] / peaks["linear"],
+                differences.get(name, "—"),
+            )
+            rows.append({"N": n, "pass": title, "form": name, **dict(zip(FIGURES, figures, strict=True))})
+    return rows
+
+
+def _absent(n: int, names: Sequence[str]) -> list[Row]:
+    return [{"N": n, "pass": title, "form": name, **dict.fromkeys(FIGURES)} for title in PASSES for name in names]
+
+
+def _inputs(n: int, args: argparse.Namespace, *, performer: bool) -> list[Tensor]:
+    """Return queries, keys and values (B, H, N, D): on CUDA as projections leave them, on a CPU linear's features."""
+    generator, d, cuda = torch.Generator().manual_seed(0), args.head_dim, args.device.type == "cuda"
+    shape = (args.batch_size, n, args.n_heads, d) if cuda else (args.batch_size, args.n_heads, n, d)
+    q, k, v = (torch.randn(shape, generator=generator) for _ in range(3))
+    if performer:
+        q, k = q * d**-0.25, k * d**-0.25
+    elif not cuda:
+        q, k = F.elu(q) + 1, F.elu(k) + 1
+    numbers = [t.to(args.device, TYPES[args.dtype]) for t in (q, k, v)]
+    return [(t.transpose(1, 2) if cuda else t).requires_grad_() for t in numbers]
 
 
 def _in_pytorch(call: Callable[[], Any]) -> Callable[[], Any]:
-    """Make a call that uses no kernels."""
+    """Return a call that uses no kernels."""
 
     def forced() -> Any:
         before = os.environ.get(KERNELS)
@@ -120,187 +253,29 @@ def _in_pytorch(call: Callable[[], Any]) -> Callable[[], Any]:
     return forced
 
 
-def _linear(function: Callable[..., tuple[Tensor, ...]], chunk_size: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    b, h, _, f = q.shape
-    return function(q, k, v, q.new_zeros(b, h, f, v.size(-1)), q.new_zeros(b, h, f), chunk_size=chunk_size)[0]
-
-
-def _directions(args: argparse.Namespace) -> Tensor:
-    """Draw ω, (H, F, D)."""
-    d = args.head_dim
-    n_features = args.n_features or math.ceil(d * math.log(d))
-    return draw_omega(args.n_heads, n_features, d, generator=torch.Generator().manual_seed(1)).float().to(args.device)
-
-
-def _performer(chunk_size: int, omega: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    b, (h, f, _) = len(q), omega.shape
-    s, z, m = v.new_zeros(b, h, f, v.size(-1)), v.new_zeros(b, h, f), v.new_full((b, h, f), -torch.inf)
-    return causal_favor(q, k, v, omega, log_offset(k, f), s, z, m, chunk_size=chunk_size)[0]
-
-
-def _peers() -> tuple[dict[str, Form], list[str]]:
-    """Return the other libraries' forms, and the names of those that are not installed."""
-    found: dict[str, Form] = {}
-    absent = []
-    for name, (module, forms) in PEERS.items():
-        try:
-            library = import_module(module)
-        except ImportError:
-            absent.append(name)
-        else:
-            found |= {name + suffix: partial(form, library) for suffix, form in forms.items()}
-    return found, absent
-
-
-def _fast_transformers(library: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Do what the library's CausalLinearAttention does after the feature map, its heads already before positions."""
-    below = torch.einsum("bhnf,bhnf->bhn", q, k.cumsum(2)) + 1e-6
-    return library.causal_dot_product(q, k, v) * (1 / below)[..., None]
-
-
-def _fast_transformers_numerators(library: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return library.causal_dot_product(q, k, v)
-
-
-def _performer_pytorch(library: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return library.causal_linear_attention_noncuda(q, k, v)
-
-
-PEERS: dict[str, tuple[str, dict[str, Callable[..., Tensor]]]] = {
-    "pytorch-fast-transformers": (
-        "fast_transformers.causal_product",
-        {"": _fast_transformers, ", numerators": _fast_transformers_numerators},
-    ),
-    "performer-pytorch": ("performer_pytorch.performer_pytorch", {"": _performer_pytorch}),
-}
-"""The libraries in requirements-peers.txt, the module that has each one's function, and how it is called."""
-
-
-# ------------------------------------------------------------------------------------------------------ the measurement
-
-
-def _rows(n: int, forms: Mapping[str, Form], args: argparse.Namespace) -> list[Row]:
-    """Return a row for each pass and form at length `n`."""
-    inputs = {name: _inputs(n, args, raw=name in PERFORMER) for name in forms}
-
-    def call_of(name: str, one_pass: Callable[[Form, list[Tensor]], Any]) -> Callable[[], Any]:
-        call = partial(one_pass, forms[name], inputs[name])
-        return _in_pytorch(call) if name.endswith("in PyTorch") else call
-
-    differences = _differences({name: call_of(name, _gradients)() for name in forms if _same(name)})
-    rows: list[Row] = []
-    for title, one_pass in PASSES.items():
-        calls = {name: call_of(name, one_pass) for name in forms}
-        products: dict[str, Products] = {}
-        for name in OURS:
-            own = _at_its_chunk_size(name, one_pass, inputs[name], args) or calls[name]
-            products |= {name: Products(own), f"{name}, in place": Products(own, in_place=True)}
-        for chunk in CHUNKS:
-            form = partial(_linear, causal_linear_attention, chunk)
-            call = partial(one_pass, form, inputs["linear"])
-            products[f"chunks of {chunk}"] = Products(_in_pytorch(call))
-        peaks = {name: peak_bytes(call, args.device) for name, call in calls.items()}
-        measures: dict[str, Callable[[], Any]] = {**calls, "full speed": _square(args.device)}
-        measures |= {f"products of {name}": replay for name, replay in products.items()}
-        for measure in measures.values():
-            measure()  # what is allocated once
-        clock = _cpu_seconds if args.cpu_time else partial(seconds_of, device=args.device)
-        means = {name: partial(mean_of, clock, measure) for name, measure in measures.items()}
-        timed = interleaved(f"N {n}, {title}", means, args.repeats)
-        seconds = {name: Spread(tuple(samples)) for name, samples in timed.items()}
-        best = min((seconds[f"products of chunks of {chunk}"] for chunk in CHUNKS), key=lambda s: s.median)
-        fewest = min(products[f"chunks of {chunk}"].multiplications for chunk in CHUNKS)
-        limit = seconds["full speed"].map(lambda s: s * fewest / SQUARE**3)  # noqa: B023, called at once
-        rows += [
-            {
-                "N": n,
-                "pass": title,
-                "form": name,
-                "ms": seconds[name].map(lambda s: 1000 * s),
-                "time ÷ its products', in place": _over(seconds, name, ", in place"),
-                "time ÷ its products', in cache": _over(seconds, name),
-                "time ÷ best products'": "—" if name in PERFORMER else seconds[name] / best,
-                "time ÷ fewest products' at full speed": "—" if name in PERFORMER else seconds[name] / limit,
-                "time ÷ linear's": seconds[name] / seconds["linear"],
-                "peak, MiB": peaks[name] / MIB,
-                "peak ÷ linear's": peaks[name] / peaks["linear"],
-                "difference": differences.get(name, "—"),
-            }
-            for name in forms
-        ]
-    return rows
-
-
-def _at_its_chunk_size(
-    name: str, one_pass: Callable[[Form, list[Tensor]], Any], inputs: list[Tensor], args: argparse.Namespace
-) -> Callable[[], Any] | None:
-    """Return the call in PyTorch whose products a kernel in C++ performs; None where `name` is none."""
-    if name not in IN_CPP or cpp_build.obstacle(IN_CPP[name]) is not None or inputs[0].device.type != "cpu":
-        return None
-    chunk = cpp_build.library(IN_CPP[name]).positions_of_a_chunk()
-    form = partial(_linear, causal_linear_attention, chunk)
-    if name == "performer":
-        form = partial(_performer, chunk, _directions(args))
-    return _in_pytorch(partial(one_pass, form, inputs))
-
-
-def _over(seconds: Mapping[str, Spread], name: str, how: str = "") -> Spread | str:
-    return seconds[name] / seconds[f"products of {name}{how}"] if name in OURS else "—"
-
-
-def _absent(n: int, name: str) -> list[Row]:
-    return [{"N": n, "pass": title, "form": name, **dict.fromkeys(FIGURES)} for title in PASSES]
-
-
-def _square(device: torch.device) -> Callable[[], Any]:
-    a, b, out = (torch.ones(SQUARE, SQUARE, device=device) for _ in range(3))
-    return partial(torch.mm, a, b, out=out)
-
-
-def _cpu_seconds(function: Callable[[], Any]) -> float:
-    """Time one call by what this process, all its threads together, has of the CPU."""
-    start = time.process_time()
-    function()
-    return time.process_time() - start
-
-
-def _inputs(n: int, args: argparse.Namespace, *, raw: bool) -> list[Tensor]:
-    """Return features of queries and keys, or what Performer makes its features of, and values, (B, H, N, ·)."""
-    generator = torch.Generator().manual_seed(0)
-    b, h, d = args.batch_size, args.n_heads, args.head_dim
-    q, k, v = (torch.randn(b, h, n, d, generator=generator) for _ in range(3))
-    q, k = (x * d**-0.25 if raw else F.elu(x) + 1 for x in (q, k))
-    return [x.to(args.device).requires_grad_() for x in (q, k, v)]
-
-
 def _forward(form: Form, inputs: list[Tensor]) -> None:
     with torch.no_grad():
-        form(*inputs)
+        form.call(*inputs)
 
 
-def _gradients(form: Form, inputs: list[Tensor]) -> list[Tensor]:
-    """Return the output and the gradients of its product with fixed numbers."""
-    out = form(*inputs)
+def _both_ways(form: Form, inputs: list[Tensor]) -> list[Tensor]:
+    """Return the output and the gradients of its product with the values."""
+    out = form.call(*inputs)
     return [out.detach(), *torch.autograd.grad(out, inputs, inputs[2].detach())]
 
 
-PASSES: dict[str, Callable[[Form, list[Tensor]], Any]] = {"forward": _forward, "forward + backward": _gradients}
+PASSES: dict[str, Callable[[Form, list[Tensor]], Any]] = {"forward": _forward, "forward + backward": _both_ways}
 
 
-def _same(name: str) -> bool:
-    """Whether a form computes what linear does."""
-    return name not in PERFORMER and not name.endswith("numerators")
-
-
-def _differences(results: Mapping[str, list[Tensor]]) -> dict[str, float]:
-    """Return the largest difference of any tensor from linear's, relative to that tensor's largest value."""
-    linear = results["linear"]
-
-    def difference(name: str, found: list[Tensor]) -> float:
-        relative = (float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, linear, strict=True))
-        return largest(relative, f"{name}: the difference from linear")
-
-    return {name: difference(name, found) for name, found in results.items() if name != "linear"}
+def _at_its_chunk_size(
+    name: str, form: Form, one_pass: Callable[..., Any], inputs: list[Tensor], args: argparse.Namespace
+) -> Callable[[], Any]:
+    """Return the call whose products are recorded: that of PyTorch, where a kernel in C++ has its chunk size."""
+    if form.cpp is not None and cpp_build.obstacle(form.cpp) is None:
+        chunk = cpp_build.library(form.cpp).positions_of_a_chunk()
+        form = _forms(argparse.Namespace(**{**vars(args), "chunk_size": chunk}))[f"{name}, in PyTorch"]
+    call = partial(one_pass, form, inputs)
+    return call if name.endswith("plain") else _in_pytorch(call)
 
 
 class Products(TorchDispatchMode):
@@ -308,14 +283,11 @@ class Products(TorchDispatchMode):
 
     Args:
         function: The call.
-        in_place: Whether operands lie as they did, temporary ones too: at the same places of as many storages. Else
-            all that are laid out alike are one.
     """
 
-    def __init__(self, function: Callable[[], Any], *, in_place: bool = False) -> None:
+    def __init__(self, function: Callable[[], Any]) -> None:
         super().__init__()
-        self.in_place = in_place
-        self.operands: dict[Any, Tensor] = {}
+        self.operands: dict[Any, Tensor] = {}  # one for all that are laid out alike
         self.calls: list[Callable[[], Any]] = []
         self.multiplications = 0  # of numbers
         with self:
@@ -333,12 +305,6 @@ class Products(TorchDispatchMode):
 
     def _like(self, t: Tensor, place: int) -> Tensor:
         """Return a tensor laid out as `t`, the argument in that place."""
-        if self.in_place:
-            held = t.untyped_storage()
-            key: Any = (held.data_ptr(), held.nbytes())
-            if key not in self.operands:
-                self.operands[key] = t.new_empty(held.nbytes() // t.itemsize).fill_(0)  # written to, as below
-            return self.operands[key].as_strided(t.shape, t.stride(), t.storage_offset())
         key = (place, t.shape, t.stride())
         if key not in self.operands:
             like = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
@@ -351,19 +317,8 @@ class Products(TorchDispatchMode):
             call()
 
 
-FIGURES = (
-    "ms",
-    "time ÷ its products', in place",
-    "time ÷ its products', in cache",
-    "time ÷ best products'",
-    "time ÷ fewest products' at full speed",
-    "time ÷ linear's",
-    "peak, MiB",
-    "peak ÷ linear's",
-    "difference",
-)
 PRODUCTS = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default, torch.ops.aten.baddbmm_.default)
-PERFORMER = ("performer", "performer, in PyTorch")
-OURS = ("linear", "linear, in PyTorch", "linear, plain", *PERFORMER)
-IN_CPP = {"linear": linear_cpp_kernels.NAME, "performer": favor_cpp_kernels.NAME}
-"""Those of them that are kernels in C++, and their sources."""
+PLAIN = ("linear, plain", "performer, plain")
+PERFORMER = ("performer", "performer, in PyTorch", "performer, plain")
+OURS = ("linear", "linear, in PyTorch", "linear, plain", "performer", "performer, in PyTorch")
+"""Forms whose matrix products are known."""

@@ -1,17 +1,16 @@
-"""How time and memory are measured: interleaved rounds, their spread, and the bytes alive in a computation."""
+"""How time and memory are measured: interleaved rounds, their spread, bytes alive in a computation; options for it."""
 
 from __future__ import annotations
 
+import argparse
 import math
-import multiprocessing
 import statistics
 import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.context import BaseContext
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -63,8 +62,8 @@ def seconds_of(function: Callable[[], Any], device: torch.device) -> float:
 def mean_of(clock: Callable[[Callable[[], Any]], float], function: Callable[[], Any]) -> float:
     """Time calls by `clock`, as many as take `LEAST`, after one that is not counted unless it is long.
 
-    So calls find memory and caches as they leave them themselves. The first may pay for others: the C library gives
-    back what they have freed, a gigabyte in a quarter of a second, in the middle of whatever frees something later.
+    Calls then find memory and caches as they leave them themselves. The first call may pay for other functions: the C
+    library returns what they freed, a gigabyte in a quarter of a second, in the middle of a later `free`.
     """
     first = clock(function)
     if first >= 10 * LEAST:
@@ -79,13 +78,29 @@ def mean_of(clock: Callable[[Callable[[], Any]], float], function: Callable[[], 
 
 
 def interleaved(title: str, measures: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
-    """Measure A B A B …, not A A B B: a machine that becomes slower meanwhile does so for all."""
+    """Measure A B A B …, not A A B B: a machine that becomes slower does so for all."""
     results: dict[str, list[T]] = {name: [] for name in measures}
     for i in range(repeats):
         for name, measure in measures.items():
             print(f"{title}: round {i + 1} of {repeats}, {name}", file=sys.stderr, flush=True)
             results[name].append(measure())
     return results
+
+
+def timed(
+    title: str, calls: Mapping[str, Callable[[], Any]], args: argparse.Namespace, *, means: bool = False
+) -> dict[str, Spread]:
+    """Return the seconds of each call in every round, in which all take turns.
+
+    Args:
+        title: Of the progress.
+        calls: What is timed. Each was called before.
+        args: With `device` and `repeats`.
+        means: Whether a sample is the mean of several calls: `mean_of`.
+    """
+    clock = partial(seconds_of, device=args.device)
+    measures = {n: partial(mean_of, clock, call) if means else partial(clock, call) for n, call in calls.items()}
+    return {name: Spread(tuple(s)) for name, s in interleaved(title, measures, args.repeats).items()}
 
 
 def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
@@ -156,23 +171,8 @@ def _identity(t: Tensor) -> int:
 # ----------------------------------------------------------------------------------------- a whole process's memory
 
 
-def in_fresh_process(function: Callable[[], T], module: str) -> T:
-    """Call `function`, which can be pickled and needs `module`, where nothing that was done before counts."""
-    with ProcessPoolExecutor(1, mp_context=_fresh(module)) as pool:
-        return pool.submit(function).result()
-
-
-def _fresh(module: str) -> BaseContext:
-    """Return what starts processes that inherit nothing measured so far."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")  # Windows
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([module])  # its children then find the libraries imported
-    return context
-
-
 def reset_peak(device: torch.device) -> int | None:
-    """Let the peak start anew, and return where it does; None where the system can't (Linux and CUDA can)."""
+    """Reset the peak, and return where it starts; None where the system can't (Linux and CUDA can)."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
@@ -187,15 +187,36 @@ def resident_peak(device: torch.device) -> int:
     """Return the most bytes that were resident in this process, or allocated on the GPU, since `reset_peak`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return _status("VmHWM")
-
-
-def mapped_bytes() -> int | None:
-    """Return the bytes of mapped files that are resident now, libraries included; None where the system hides it."""
-    return _status("RssFile") if Path("/proc/self/status").exists() else None
-
-
-def _status(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = [line for line in lines if line.startswith(f"{name}:")]  # "VmHWM:    1234 kB"
+    (line,) = [line for line in lines if line.startswith("VmHWM:")]  # "VmHWM:    1234 kB"
     return 1024 * int(line.split()[1])
+
+
+# -------------------------------------------------------------------------------------------------------------- options
+
+
+def add_options(parser: argparse.ArgumentParser, least: int = 1, **options: Any) -> None:
+    """Add options of integers, several where the default is a list.
+
+    Args:
+        parser: What gets them.
+        least: The smallest number that is accepted.
+        options: The default of each, or (default, description).
+    """
+    for name, given in options.items():
+        default, about = given if isinstance(given, tuple) else (given, "")
+        several = "+" if isinstance(default, list) else None
+        about = "; ".join(filter(None, [about, "" if default is None else "default: %(default)s"]))
+        parser.add_argument(f"--{name}", type=at_least(least), nargs=several, default=default, help=about)
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return a type for argparse that reads an integer and refuses a smaller one."""
+
+    def integer(text: str) -> int:
+        number = int(text)
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
+        return number
+
+    return integer

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -76,24 +74,3 @@ def quiet_trainer(device: torch.device, **options: Any) -> pl.Trainer:
         enable_progress_bar=False,
         **options,
     )
-
-
-def add_model_arguments(parser: argparse.ArgumentParser, lengths: list[int], repeats: int) -> None:
-    """Add the options that all measurements of a model share."""
-    parser.add_argument(
-        "--lengths", type=at_least(3), nargs="+", default=lengths, help="tokens of a sequence; default: %(default)s"
-    )
-    parser.add_argument("--repeats", type=at_least(1), default=repeats, help="rounds; default: %(default)s")
-    parser.add_argument("--small", action="store_true", help=f"{SMALL} instead of the paper's sizes")
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """Return what reads an integer for argparse and refuses a smaller one."""
-
-    def integer(text: str) -> int:
-        number = int(text)
-        if number < least:
-            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
-        return number
-
-    return integer

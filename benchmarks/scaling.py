@@ -1,21 +1,40 @@
-"""How time, memory and state of one attention layer grow with the length: the slopes behind every O(·)."""
+"""How time, memory and state of one attention layer grow with the length, or with processes that share a sequence.
+
+Without processes it fits the slopes behind every O(·). With processes it measures sequence parallelism: bytes of the
+messages, peak memory and time.
+"""
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import math
+import multiprocessing
+import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import stream
-from benchmarks.measuring import MIB, Spread, interleaved, peak_bytes, seconds_of
-from benchmarks.models import at_least
+from benchmarks import memory
+from benchmarks.measuring import (
+    MIB,
+    Spread,
+    add_options,
+    at_least,
+    peak_bytes,
+    reset_peak,
+    resident_peak,
+    seconds_of,
+    timed,
+)
+from benchmarks.models import Size
 from benchmarks.report import Report, Row
-from lit_effattn import LSTM, sequence
+from lit_effattn import LSTM, Transformer, sequence
 from lit_effattn.attention import (
     LinearAttention,
     LSHAttention,
@@ -23,8 +42,10 @@ from lit_effattn.attention import (
     ShawAttention,
     SoftmaxAttention,
     SparseAttention,
+    WindowedLinearAttention,
 )
 from lit_effattn.sequence import SequenceModule, State
+from lit_effattn.sequence_parallel import sequence_parallel
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,6 +57,26 @@ NOTES = [
     "constant, 1 linear, 2 quadratic. The projections are linear, and weigh in at small N.",
     "Peak memory: tensors alive at once in forward and backward (CUDA: of the allocator), gradients included, above "
     "the parameters and the input. state: bytes of what the layer hands on after the longest N measured.",
+]
+
+
+SIZE = Size(2, 4, 64)
+SHARED: dict[str, Callable[..., Any]] = {
+    "linear": LinearAttention,
+    "Performer": PerformerAttention,
+    "softmax": SoftmaxAttention,
+    "softmax, window 64": partial(SoftmaxAttention, window=64),
+    "windowed linear, 64": partial(WindowedLinearAttention, window=64),
+}
+PROCESS_NOTES = [
+    f"{SIZE}, rotary positions, one sequence of N positions in float32: forward and backward pass and the sum of the "
+    "gradients over the P processes, each with one thread.",
+    "sent: bytes that a process gives to each of the others in the forward pass, by layer, counted; the layer's counts "
+    "of positions are included. The backward pass sends as many again.",
+    "peak: of resident memory, libraries included, of the process with the most. seconds: the second of two steps, of "
+    "the slowest process; where P exceeds the machine's cores, processes take turns on them.",
+    "limit: RLIMIT_DATA of every process. Those with one have a single step. "
+    "“out of memory”: an allocation of a process failed.",
 ]
 
 
@@ -61,7 +102,7 @@ def _power_of_two(x: float) -> int:
 
 
 def _streaming(name: str) -> Kind:
-    return Kind(lambda e, h, n: stream.KINDS[name](e, h, WINDOW), segments=True)
+    return Kind(lambda e, h, n: memory.KINDS[name](e, h, WINDOW), segments=True)
 
 
 KINDS: dict[str, Kind] = {
@@ -91,39 +132,33 @@ class Growth(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    lengths = [2**i for i in range(9, 17)]
-    parser.add_argument("--lengths", type=at_least(2), nargs="+", default=lengths, help="default: %(default)s")
+    add_options(parser, 2, lengths=([2**i for i in range(9, 17)], "N"))
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="default: all")
-    parser.add_argument("--d_model", type=at_least(1), default=128, help="default: %(default)s")
-    parser.add_argument("--n_heads", type=at_least(1), default=4, help="default: %(default)s")
-    parser.add_argument(
-        "--segment_len", type=at_least(1), default=512, help="of kinds that are fed segments; default: %(default)s"
-    )
-    parser.add_argument("--repeats", type=at_least(1), default=3, help="rounds; default: %(default)s")
-    parser.add_argument("--most", type=at_least(1), default=8192, help="longest for O(N²) kinds; default: %(default)s")
-    parser.add_argument(
-        "--limit",
-        type=at_least(1),
-        default=4,
-        help="seconds; where a pass took more, longer lengths are left out; default: %(default)s",
+    add_options(parser, d_model=128, n_heads=4, segment_len=(512, "of kinds that get segments"), repeats=(3, "rounds"))
+    add_options(parser, most=(8192, "longest for O(N²) kinds"))
+    add_options(parser, limit=(4, "seconds; where a pass took more, longer lengths are left out"))
+    about = "share each sequence among so many processes instead; needs the CPU"
+    parser.add_argument("--processes", type=at_least(1), nargs="+", default=[], help=about)
+    add_options(
+        parser, long=(2**19, "N of linear attention under a limit of memory"), gib=(4, "of that limit, a process")
     )
 
 
 def run(args: argparse.Namespace) -> Report:
+    if args.processes:
+        return Report("scaling", _shared(args), PROCESS_NOTES)
     lengths = sorted(args.lengths)
     found = {name: Growth({}, {}, {}) for name in args.kinds}
     for n in lengths:
-        names = [name for name in args.kinds if _fits(KINDS[name], found[name], n, args)]
         layers = {
-            name: _Layer(KINDS[name], n, (args.d_model, args.n_heads), args.segment_len, args.device) for name in names
+            name: _Layer(KINDS[name], n, (args.d_model, args.n_heads), args.segment_len, args.device)
+            for name in args.kinds
+            if _fits(KINDS[name], found[name], n, args)
         }
         for name, layer in layers.items():
             found[name].peak[n], found[name].state[n] = layer.peak_and_state()
-        timed = interleaved(
-            f"length {n}", {k: partial(seconds_of, v, args.device) for k, v in layers.items()}, args.repeats
-        )
-        for name, samples in timed.items():
-            found[name].seconds[n] = Spread(tuple(samples))
+        for name, seconds in timed(f"length {n}", layers, args).items():
+            found[name].seconds[n] = seconds
     rows = [_row(name, lengths, found) for name in args.kinds]
     return Report("scaling", rows, [*NOTES, *_notes(args)], partial(_plot, found))
 
@@ -198,7 +233,7 @@ def _notes(args: argparse.Namespace) -> list[str]:
     quadratic = [name for name in args.kinds if KINDS[name].quadratic]
     notes = [
         "sparse: strided, merged, stride √N. lsh: 1 round, chunks of 64, a bucket for every chunk. transformer_xl, "
-        f"compressive, infinite: memories of {WINDOW}, as in the benchmark `stream`. lstm: one layer.",
+        f"compressive, infinite: memories of {WINDOW}, as in the benchmark `memory`. lstm: one layer.",
         f"Not measured: {' and '.join(quadratic) or 'O(N²) kinds'} beyond N {args.most}, and what is longer than a "
         f"length at which a pass took more than {args.limit} s.",
     ]
@@ -222,3 +257,106 @@ def _plot(found: dict[str, Growth], figure: Figure) -> None:
     memory.set(xlabel="N", ylabel="bytes a token at the peak")
     held.set(xlabel="N", ylabel="bytes of the state")
     held.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+# ----------------------------------------------------------------------------------------------------- shared sequences
+
+
+class Step(NamedTuple):
+    """What a step took in one process; None where it failed for memory."""
+
+    sent: int | None
+    peak: int | None
+    seconds: float | None
+
+
+def _shared(args: argparse.Namespace) -> list[Row]:
+    if args.device.type != "cpu":
+        raise ValueError(f"device={args.device}: processes with a memory limit are measured on the CPU; give cpu")
+    cases = [(kind, n) for n in sorted(args.lengths) for kind in SHARED]
+    found = {p: _in_processes(p, cases, None) for p in args.processes}
+    fewest, most = min(args.processes), max(args.processes)
+    rows = [
+        _shared_row(*case, p, None, found[p][i], _slowest(found[fewest][i]), fewest)
+        for i, case in enumerate(cases)
+        for p in args.processes
+    ]
+    for p in (fewest, most):
+        (steps,) = _in_processes(p, [("linear", args.long)], args.gib)
+        rows.append(_shared_row("linear", args.long, p, args.gib, steps, None, fewest))
+    return rows
+
+
+def _in_processes(p: int, cases: Sequence[tuple[str, int]], limit: int | None) -> list[list[Step]]:
+    """Return the steps of all processes, for each case."""
+    context = multiprocessing.get_context("spawn")  # nothing that was done before counts
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(p, mp_context=context) as pool:
+        of_processes = pool.map(partial(_work, p=p, cases=cases, limit=limit, store=f"file://{folder}/store"), range(p))
+        return [list(steps) for steps in zip(*of_processes, strict=True)]
+
+
+def _work(rank: int, p: int, cases: Sequence[tuple[str, int]], limit: int | None, store: str) -> list[Step]:
+    torch.set_num_threads(1)
+    if limit is not None:
+        import resource  # not on Windows
+
+        resource.setrlimit(resource.RLIMIT_DATA, (limit * 2**30,) * 2)
+    wait = datetime.timedelta(minutes=3)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=p, timeout=wait)
+    steps = [_step(*case, rank, p, n_steps=2 if limit is None else 1) for case in cases]
+    dist.destroy_process_group()
+    return steps
+
+
+def _step(kind: str, n: int, rank: int, p: int, *, n_steps: int) -> Step:
+    torch.manual_seed(0)
+    model = Transformer(SIZE.d_model, SIZE.n_heads, SIZE.n_layers, attention=SHARED[kind], positions="auto")
+    cpu = torch.device("cpu")
+    sent, seconds = 0, 0.0
+    reset_peak(cpu)
+    x = torch.randn(1, (rank + 1) * n // p - rank * n // p, SIZE.d_model)
+
+    def train() -> int:
+        with sequence_parallel() as parts:
+            y, _ = model(x)
+            (y.square().sum() / n).backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        return parts.n_bytes
+
+    def count() -> None:
+        nonlocal sent
+        sent = train()
+
+    try:
+        for _ in range(n_steps):
+            dist.barrier()
+            seconds = seconds_of(count, cpu)
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):
+            raise
+        return Step(None, None, None)
+    return Step(sent // SIZE.n_layers, resident_peak(cpu), seconds)
+
+
+def _slowest(steps: Sequence[Step]) -> float | None:
+    """Return the seconds of the slowest process; None if one failed."""
+    seconds = [step.seconds for step in steps if step.seconds is not None]
+    return max(seconds) if len(seconds) == len(steps) else None
+
+
+def _shared_row(
+    kind: str, n: int, p: int, limit: int | None, steps: Sequence[Step], base: float | None, fewest: int
+) -> Row:
+    seconds = _slowest(steps)
+    peaks = [step.peak for step in steps if step.peak is not None]
+    return {
+        "attention": kind,
+        "N": n,
+        "P": p,
+        "limit": "none" if limit is None else f"{limit} GiB",
+        "sent, bytes a layer": steps[0].sent if p > 1 else 0,
+        "peak, MiB a process": max(peaks) / MIB if len(peaks) == p else None,
+        "seconds": "out of memory" if seconds is None else seconds,
+        f"÷ P = {fewest}": seconds / base if seconds and base else None,
+    }

@@ -1,45 +1,110 @@
-"""One training step, linear attention against softmax attention: time and memory at equal tokens a step.
+"""Training steps: linear against softmax attention, or `fit` with given configurations against a bare loop.
 
-Unlike `training` and `fit` it needs no data set and no run: it times new models on random levels, at any length.
+Without configurations it times new models on random levels, at any length. With configurations it times the steps of a
+running Trainer, which contain the loader, callbacks and loggers, and the effect of precision and of compilation.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import math
+import os
+import shlex
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
 from functools import partial
-from typing import cast
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from benchmarks.measuring import MIB, Spread, interleaved, peak_bytes, seconds_of
-from benchmarks.models import IMAGES, KINDS, add_model_arguments, at_least, build, random_levels, size_for
+from benchmarks.measuring import (
+    MIB,
+    Spread,
+    add_options,
+    interleaved,
+    now,
+    peak_bytes,
+    reset_peak,
+    resident_peak,
+    timed,
+)
+from benchmarks.models import IMAGES, KINDS, SMALL, build, random_levels, size_for
 from benchmarks.report import Report, Row
 from lit_effattn import PixelModel
+from lit_effattn.callbacks import MemoryCarry
+from lit_effattn.cli import command
 
-NOTES = [
+FLAGS = {"configs/digits_linear.yaml": "--data.batch_size 96", "configs/stdlib_xl.yaml": "--data.batch_size 48"}
+"""Batches of these configurations that take 200 ms or more on 2 cores."""
+
+SAVE = "--checkpoint.every_n_train_steps 1"
+VARIANTS = {
+    "fit": "",
+    "bfloat16": "--trainer.precision bf16-mixed",
+    "compiled": "--trainer.callbacks+=Compile",
+    "compiled, bfloat16": "--trainer.callbacks+=Compile --trainer.precision bf16-mixed",
+    "checkpointing": "--model.backbone.gradient_checkpointing true",
+    "saving": SAVE,
+    "saving, asynchronous": f"{SAVE} --checkpoint.asynchronous true",
+}
+"""The flags of each run of `fit`; the first is plain and in float32."""
+
+BARE = "bare loop"
+WARM = 4
+"""Steps before the timed ones."""
+
+MODEL_NOTES = [
     "A step is forward, backward and RAdam in float32, after one to warm up. Figures are median (min–max) over the "
     "rounds, in which the attentions take turns; ratios are taken round by round.",
     "Peak memory: tensors alive at once in forward and backward, gradients included, above parameters and the "
     "optimiser's state. On CUDA the allocator's; on a CPU the storages that operators return, without scratch memory "
     "inside an operator. Measured once, outside the timed steps.",
 ]
+FIT_NOTES = [
+    "bare loop: forward, backward, clipping and optimiser of the same model in float32 on the same batch, which is in "
+    "memory; nothing else. It and `fit` take turns step by step, in one process, so that a change of the machine's "
+    "speed is the same for both. All others: `lit-effattn fit --config …` with the flags and the row's, in this "
+    "process, with the progress bar of a terminal, both loggers, checkpoints and the data's own loader, without "
+    "validation. saving: a checkpoint after each step.",
+    "Figures are median (min–max) over the rounds, in which all take turns; ratios are taken round by round. ms/step: "
+    f"the mean of a round's steps, after {WARM} to warm up. first step: of a fit before the rounds, which starts the "
+    "loader, and compiles; torch keeps on the disk what an earlier run has compiled.",
+    "Peak memory: above what the process held when the step began, over one step after the timed ones. On CUDA the "
+    "allocator's, else resident memory, since compiled code calls no operators.",
+]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser, lengths=[784, 3072], repeats=7)
+    parser.add_argument("configs", nargs="*", help="files of configs/ that `fit` runs; default: none, new models")
+    add_options(parser, repeats=(7, "rounds"))
+    add_options(parser, 3, lengths=([784, 3072], "tokens of a sequence of the new models"))
+    add_options(parser, tokens=(3072, "about as many a step of the new models, in whole images"))
+    parser.add_argument("--small", action="store_true", help=f"new models of {SMALL} instead of the paper's sizes")
+    parser.add_argument("--flags", help=f"of every `fit`; default: {FLAGS}")
     parser.add_argument(
-        "--tokens", type=at_least(1), default=3072, help="about as many a step, in whole images; default: %(default)s"
+        "--only", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="runs of `fit`; default: all"
     )
+    add_options(parser, steps=(8, "of `fit`, timed in a round"))
 
 
 def run(args: argparse.Namespace) -> Report:
-    rows = [row for length in args.lengths for row in _compare(length, args)]
-    return Report("steps", rows, NOTES)
+    if args.configs:
+        return Report("steps", _fits(args), FIT_NOTES)
+    return Report("steps", [row for length in args.lengths for row in _models(length, args)], MODEL_NOTES)
+
+
+# ------------------------------------------------------------------------------------------------------- the new models
 
 
 class _Training:
-    """A model, its optimiser and the batch that it sees at every step."""
+    """A model, its optimiser and the batch of every step."""
 
     def __init__(self, model: PixelModel, batch: Tensor) -> None:
         self.model = model
@@ -60,16 +125,14 @@ class _Training:
         return peak_bytes(self.gradients, self.batch.device)
 
 
-def _compare(length: int, args: argparse.Namespace) -> list[Row]:
+def _models(length: int, args: argparse.Namespace) -> list[Row]:
     size = size_for(length, args.small)
     batch = random_levels(max(1, round(args.tokens / length)), length, args.device)
     trainings = {kind: _Training(build(kind, length, size, args.device), batch) for kind in KINDS}
     for training in trainings.values():
         training.step()
     peaks = {kind: training.peak() for kind, training in trainings.items()}
-    measures = {kind: partial(seconds_of, training.step, args.device) for kind, training in trainings.items()}
-    results = interleaved(f"steps, length {length}", measures, args.repeats)
-    seconds = {kind: Spread(tuple(samples)) for kind, samples in results.items()}
+    seconds = timed(f"steps, length {length}", {kind: training.step for kind, training in trainings.items()}, args)
     return [
         {
             "length": IMAGES.get(length, str(length)),
@@ -84,3 +147,228 @@ def _compare(length: int, args: argparse.Namespace) -> list[Row]:
         }
         for kind in KINDS
     ]
+
+
+# --------------------------------------------------------------------------------------------------------------- `fit`
+
+
+class Probe(NamedTuple):
+    """What some steps took."""
+
+    first: float  # seconds of the first step
+    step: float  # seconds of each of the timed ones, the mean
+    tokens: int  # in each
+    grown: int | None  # bytes
+
+
+def _fits(args: argparse.Namespace) -> list[Row]:
+    """Return the rows of all configurations, whose runs take turns."""
+    with tempfile.TemporaryDirectory() as root:
+        fits, firsts, bares = {}, {}, {}
+        for config in args.configs:
+            flags = FLAGS.get(config, "") if args.flags is None else args.flags
+            for name in dict.fromkeys(["fit", *args.only]):
+                print(f"steps, {config}: before the rounds, {name}", file=sys.stderr, flush=True)
+                words = shlex.split(f"{flags} {VARIANTS[name]}")
+                fits[config, name] = partial(fit, config, words, args.steps, args.device, root)
+                clock = fits[config, name]()
+                firsts[config, name] = clock.probe().first
+                if name == "fit":
+                    bares[config] = Bare(clock)
+
+        def probes(key: tuple[str, str]) -> dict[tuple[str, str], Probe]:
+            bare = bares[key[0]] if key[1] == "fit" else None
+            clock = fits[key](beside=bare)
+            return ({} if bare is None else {(key[0], BARE): bare.probe()}) | {key: clock.probe()}
+
+        measures = {", ".join(key): partial(probes, key) for key in fits}
+        rounds = interleaved("steps", measures, args.repeats)
+    found = {key: [p[key] for p in of] for of in rounds.values() for key in of[0]}
+    seconds = {key: Spread(tuple(p.step for p in of)) for key, of in found.items()}
+    grown = {key: _spread([p.grown for p in of]) for key, of in found.items()}
+    rows: list[Row] = []
+    for (config, name), of in found.items():
+        own, peak, plain = seconds[config, name], grown[config, name], grown[config, "fit"]
+        rows.append(
+            {
+                "configuration": config,
+                "what": name,
+                "first step, s": firsts.get((config, name)),
+                "ms/step": own.map(lambda s: 1000 * s),
+                "tokens/s": Spread(tuple(p.tokens / p.step for p in of)),
+                "tokens/s ÷ bare loop's": seconds[config, BARE] / own,
+                "the mean ± its standard error": _mean(seconds[config, BARE] / own),
+                "tokens/s ÷ fit's": seconds[config, "fit"] / own,
+                "ms/step ÷ fit's of the first": own / seconds[args.configs[0], "fit"],
+                "peak memory, MiB": None if peak is None else peak.map(lambda b: b / MIB),
+                "peak memory ÷ fit's": None if peak is None or plain is None else peak / plain,
+            }
+        )
+    return rows
+
+
+def _mean(spread: Spread) -> str | None:
+    if len(spread.samples) == 1:
+        return None
+    error = statistics.stdev(spread.samples) / math.sqrt(len(spread.samples))
+    return f"{statistics.fmean(spread.samples):.3f} ± {error:.3f}"
+
+
+def _spread(figures: Sequence[float | None]) -> Spread | None:
+    known = [float(x) for x in figures if x is not None]
+    return Spread(tuple(known)) if len(known) == len(figures) else None
+
+
+class Clock(pl.Callback):
+    """Takes the time of a run's steps, and the memory of its last.
+
+    Args:
+        steps: How many are timed.
+    """
+
+    last: Clock
+    """The newest: the command makes it, and returns none."""
+
+    beside: Bare | None = None
+    """What takes a step after every one of the run's; see `fit`."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.seconds: list[float] = []  # of each step
+        self.tokens = 0
+        self.grown: int | None = None
+        self._before: int | None = None
+        self._started = 0.0
+        Clock.last = self
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin.
+
+        Raises:
+            ValueError: The run would go on to a second epoch.
+        """
+        if trainer.num_training_batches <= WARM + self.steps:
+            raise ValueError(
+                f"an epoch has {trainer.num_training_batches} batches, and a round takes {WARM} + {self.steps} + 1; "
+                "fewer --steps, or smaller batches by --flags '--data.batch_size …'"
+            )
+        self.trainer, self.model, self.device = trainer, pl_module, pl_module.device
+        if self.beside is not None:
+            self.beside.start(pl_module)
+        self._started = now(self.device)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Watch the memory of the step after the timed ones."""
+        if len(self.seconds) == WARM + self.steps:
+            self._before = _held(self.device)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Take the time: from one of these to the next all that a step needs has happened once."""
+        self.seconds.append(now(self.device) - self._started)
+        self.tokens = _tokens(batch)
+        self.grown = None if self._before is None else resident_peak(self.device) - self._before
+        if self.beside is not None:
+            self.beside.step(batch, watched=self._before is not None)
+        self._started = now(self.device)
+
+    def probe(self) -> Probe:
+        """Return what was measured."""
+        return _probe(self.seconds, self.tokens, self.grown)
+
+
+def fit(
+    config: str, flags: list[str], steps: int, device: torch.device, root: str, beside: Bare | None = None
+) -> Clock:
+    """Run `lit-effattn fit` as a user does, and return its clock; `beside` takes turns with it, step by step."""
+    accelerator = ["gpu", f"[{device.index or 0}]"] if device.type == "cuda" else ["cpu", "1"]
+    Clock.beside = beside
+    try:
+        with _terminal():
+            command.run(
+                [
+                    *("fit", "--config", config, *flags),
+                    *("--trainer.max_steps", str(WARM + steps + 1), "--trainer.limit_val_batches", "0"),
+                    *("--trainer.accelerator", accelerator[0], "--trainer.devices", accelerator[1]),
+                    *("--trainer.default_root_dir", root),
+                    *("--trainer.callbacks+=benchmarks.steps.Clock", "--trainer.callbacks.steps", str(steps)),
+                ]
+            )
+    finally:
+        Clock.beside = None
+    return Clock.last
+
+
+@contextmanager
+def _terminal() -> Iterator[None]:
+    """Have the progress bar drawn as on a terminal, and drop it, since tables are printed."""
+    before = os.environ.get("FORCE_COLOR")
+    os.environ["FORCE_COLOR"] = "1"
+    try:
+        with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
+            yield
+    finally:
+        os.environ.pop("FORCE_COLOR")
+        if before is not None:
+            os.environ["FORCE_COLOR"] = before
+
+
+class Bare:
+    """Trains the model of a run by a bare loop, beside another run of it.
+
+    Args:
+        clock: Of the run whose model it takes over.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.model: Any = clock.model.to(clock.device)
+        self.device = clock.device
+        self.clip = clock.trainer.gradient_clip_val
+        self.carries = any(isinstance(callback, MemoryCarry) for callback in clock.trainer.callbacks)  # type: ignore[attr-defined]
+
+    def start(self, model: pl.LightningModule) -> None:
+        """Begin where `model` does."""
+        self.model.load_state_dict(model.state_dict())
+        self.model.train()
+        configured: Any = self.model.configure_optimizers()
+        self.optimizer: Any = configured["optimizer"] if isinstance(configured, dict) else configured
+        self.optimizer.zero_grad()
+        self.memory: Any = None
+        self.seconds: list[float] = []
+
+    def step(self, batch: Any, watched: bool) -> None:
+        """Train on `batch`; if `watched`, measure how much memory that takes."""
+        before = _held(self.device) if watched else None
+        start = now(self.device)
+        if self.carries and self.memory is None:
+            self.memory = self.model.backbone.initial_state(len(batch[0]), device=self.device)
+        loss, _, self.memory = self.model.objective(batch, self.memory)
+        self.optimizer.zero_grad()
+        loss.backward()
+        if self.clip:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        self.seconds.append(now(self.device) - start)
+        self.tokens = _tokens(batch)
+        self.grown = None if before is None else resident_peak(self.device) - before
+
+    def probe(self) -> Probe:
+        """Return what was measured."""
+        return _probe(self.seconds, self.tokens, self.grown)
+
+
+def _probe(seconds: list[float], tokens: int, grown: int | None) -> Probe:
+    return Probe(seconds[0], statistics.fmean(seconds[WARM:-1]), tokens, grown)
+
+
+def _tokens(batch: Any) -> int:
+    """Return how many tokens a batch has: pixels' levels, or the inputs or features of a tuple."""
+    if isinstance(batch, torch.Tensor):
+        return batch.numel()
+    return int(batch.lengths.sum()) if batch.lengths is not None else batch[0].numel()
+
+
+def _held(device: torch.device) -> int | None:
+    """Return the bytes held after the C library returned free ones, and reset their peak."""
+    with suppress(OSError, AttributeError):  # other systems' libraries have no such function
+        ctypes.CDLL(None).malloc_trim(0)
+    return reset_peak(device)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.measuring import Spread
-from benchmarks.models import at_least
+from benchmarks.measuring import Spread, at_least
 from benchmarks.report import Report, Row
 from lit_effattn.ops.favor.pytorch import (
     draw_omega,

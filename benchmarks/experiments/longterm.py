@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.experiments.text import class_of, read_documents
-from benchmarks.models import at_least
+from benchmarks.measuring import at_least
 from benchmarks.report import Report, Row
 from lit_effattn.attention import InfiniteAttention
 from lit_effattn.checkpoints import read_checkpoint

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, normalize
 
-from benchmarks.measuring import Spread
-from benchmarks.models import at_least
+from benchmarks.measuring import Spread, at_least
 from benchmarks.report import Report, Row
 from lit_effattn import Transformer
 from lit_effattn.attention import PerformerAttention, SoftmaxAttention

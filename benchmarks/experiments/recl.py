@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.experiments.text import Trained, load, read_documents
-from benchmarks.models import at_least
+from benchmarks.measuring import at_least
 from benchmarks.report import Report, Row
 from lit_effattn.datamodules import TextStream, TokenBatch
 from lit_effattn.tasks import LanguageModel

@@ -12,8 +12,7 @@ import torch
 import yaml
 
 from benchmarks.experiments.commands import command, scores
-from benchmarks.measuring import Spread
-from benchmarks.models import at_least
+from benchmarks.measuring import Spread, at_least
 from benchmarks.report import Report, Row
 from lit_effattn import LanguageModel, sequence
 from lit_effattn.datamodules import SortingTask, counting_accuracy

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.models import at_least, quiet_trainer
+from benchmarks.measuring import at_least
+from benchmarks.models import quiet_trainer
 from benchmarks.report import Report, Row
 from lit_effattn import PixelModel
 from lit_effattn.attention import PerformerAttention

@@ -1,8 +1,24 @@
+import json
+
 import pytest
 import torch
 
-from benchmarks.generation import Continued, Stopwatch, _draw_one, _evenly, integrate
-from benchmarks.models import KINDS, SMALL, build, random_levels
+from benchmarks import __main__ as command
+from benchmarks import generation
+from benchmarks.generation import (
+    CROSS,
+    PLAIN,
+    SOFTMAX,
+    Continued,
+    Decoder,
+    Stopwatch,
+    _draw_one,
+    _evenly,
+    build_decoder,
+    integrate,
+    random_source,
+)
+from benchmarks.models import KINDS, SMALL, Size, build, random_levels
 from lit_effattn.generation import draw
 from lit_effattn.sequence import donated
 
@@ -37,27 +53,24 @@ def test_integral_is_constant_beyond_the_samples():
     assert integrate([3, 5], [2.0, 4.0], 6) == 2 + 2 + 2 + 3 + 4 + 4
 
 
-def test_stopwatch_ends_at_its_last_mark():
-    watch = Stopwatch([2, 5, 6], CPU)
-    assert list(watch(range(100))) == [0, 1, 2, 3, 4, 5]
-    assert len(watch.seconds) == 2
-
-
-def test_stopwatch_covers_a_whole_run():
-    watch = Stopwatch([0, 3], CPU)
-    assert list(watch(range(3))) == [0, 1, 2]
-    assert len(watch.seconds) == 1
+@pytest.mark.parametrize(("marks", "n_steps", "seen"), [([2, 5], 100, 5), ([0, 3], 3, 3)])
+def test_stopwatch_ends_at_its_last_mark(marks, n_steps, seen, monkeypatch):
+    times = iter((10.0, 14.5))
+    monkeypatch.setattr(generation, "now", lambda device: next(times))
+    watch = Stopwatch(marks, CPU)
+    assert list(watch(range(n_steps))) == list(range(seen))
+    assert watch.seconds == 4.5
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n_prefix", [0, 7])
 @torch.no_grad()
-def test_continued_goes_on_behind_its_prefix(kind, n_prefix):
+def test_continued_goes_on_after_its_prefix(kind, n_prefix):
     model = build(kind, 12, SMALL, CPU).eval()
     x = model.embedding(random_levels(1, 12, CPU))
     whole, _ = model.backbone(x)
     continued = Continued(model.backbone)
-    continued.state = continued.behind(x[:, :n_prefix], 12)
+    continued.state = continued.after(x[:, :n_prefix], 12)
     for _ in range(2):  # the second time from an untouched state, though the first one was given away
         state = continued.initial_state(3)
         with donated():
@@ -74,3 +87,56 @@ def test_without_a_cache_the_same_tokens_are_drawn():
     y, _ = model.backbone(model.embedding(tokens[:, 5:]), state)
     expected = draw(model.head.log_probs(y[:, 0]), torch.full((2,), 0.5))
     assert _draw_one(model, tokens).tolist() == expected.tolist()
+
+
+SOURCE = {SOFTMAX: lambda s: 2 * 2 * s * 4, "linear": lambda s: 2 * (4 * 4 + 4)}
+"""Numbers in a layer's state of a source of s tokens: keys and values, or S and z, of 2 heads of 4 dimensions."""
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """The table: (source's length, kind) to the row."""
+    folder = tmp_path_factory.mktemp("sources")
+    words = "generation --sources 6 9 --most 6 --tokens 2 --repeats 2 --batch_sizes 3 --beam 4 --device cpu"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generation, "SMALL", Size(2, 2, 8))
+        command.main([*words.split(), "--output", str(folder)])
+    report = json.loads((folder / "generation.json").read_text(encoding="utf-8"))
+    return {(row["source"], row["cross-attention"]): row for row in report["rows"]}
+
+
+def test_each_kind_is_measured_where_it_can_be(rows):
+    assert list(rows) == [*((6, kind) for kind in CROSS), *((9, kind) for kind in CROSS if kind != PLAIN)]
+    for row in rows.values():
+        times = [row[f"{name}ms/token"]["samples"] for name in ("", "beam of 4, ")]
+        assert all(len(samples) == 2 and min(samples) > 0 for samples in [*times, row["remember, s"]["samples"]])
+
+
+@pytest.mark.parametrize("kind", SOURCE)
+def test_bytes_of_a_source_are_those_of_the_definition(kind, rows):
+    for length in (6, 9):
+        # 2 layers of float32 numbers; the length, 8 bytes, and whether there is a source, 1 byte
+        assert rows[length, kind]["source's state, bytes"] == 2 * (4 * SOURCE[kind](length) + 9)
+
+
+def test_beam_search_copies_no_source(rows):
+    for row in rows.values():
+        hypotheses = 3 * 4  # of 3 sentences
+        copied = row["select would copy"] - row["reorder copies, bytes/token"]
+        assert copied == hypotheses * row["source's state, bytes"]
+
+
+@pytest.mark.parametrize("kind", CROSS)
+def test_a_token_is_one_step_of_the_decoder(kind, monkeypatch):
+    """By a clock that counts the decoder's calls."""
+    decoder, rows = Decoder(build_decoder(kind, Size(1, 2, 8), CPU), beam=2, tokens=3), []
+    forward = decoder.model.backbone.forward
+    monkeypatch.setattr(decoder.model.backbone, "forward", lambda *args: rows.append(len(args[0])) or forward(*args))
+    monkeypatch.setattr("benchmarks.generation.now", lambda device: float(len(rows)))
+    source = random_source(1, 5, CPU)
+    with torch.no_grad():
+        state = decoder.model.remember(source, max_len=6)
+        assert decoder._timed(generation.generate, source, state, temperature=0.0) == 1
+        assert rows[-3:] == [1] * 3
+        assert decoder._timed(generation.beam_search, source, state, beam=2) == 1
+        assert rows[-3:] == [2] * 3

@@ -44,19 +44,19 @@ def test_gpu_runs_all_that_it_is_for_within_9_minutes(ran, with_a_gpu):
     command.main(["gpu", "--device", "cuda:1"])
     assert [words for words, _ in ran.runs] == [[*shlex.split(words), "--device", "cuda:1"] for words in command.GPU]
     assert sum(limit for _, limit in ran.runs) < 9 * 60
-    assert {"linear", "generation", "fit", "steps", "scaling", "peers"} <= {words[0] for words, _ in ran.runs}
+    assert {words[0] for words, _ in ran.runs} == {"kernels", "layers", "generation", "steps", "scaling"}
 
 
 def test_one_that_fails_does_not_lose_the_others(ran, with_a_gpu, capsys):
-    ran.ends = {"linear": 1, "steps": subprocess.TimeoutExpired("steps", 30)}
+    ran.ends = {"scaling": 1, "layers": subprocess.TimeoutExpired("layers", 40)}
     with pytest.raises(SystemExit) as end:
         command.main(["gpu"])
     assert end.value.code == 1
     assert len(ran.runs) == len(command.GPU)
     said = capsys.readouterr().err.splitlines()
     assert said[-3] == f"2 of {len(command.GPU)} failed:"
-    assert said[-2].endswith("python -m benchmarks linear --calls 5 --repeats 5: exit status 1")
-    assert said[-1].endswith("not done in 30 s, and stopped")
+    assert said[-2].endswith("--limit 1: exit status 1")
+    assert said[-1].endswith("not done in 40 s, and stopped")
 
 
 @pytest.mark.parametrize("words", ["gpu", "gpu --device cpu"])

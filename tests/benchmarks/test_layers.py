@@ -5,13 +5,12 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import measuring, peers
+from benchmarks import layers, measuring
 from benchmarks.report import cell
 from lit_effattn.attention import LSHAttention, SoftmaxAttention
 
 N = 64
 LIBRARIES = {
-    "x-transformers": "x_transformers",
     "x-transformers, flash": "x_transformers",
     "pytorch-fast-transformers": "fast_transformers.attention",
     "reformer-pytorch, exact": "reformer_pytorch",
@@ -20,7 +19,7 @@ LIBRARIES = {
 
 def parsed(words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    peers.add_arguments(parser)
+    layers.add_arguments(parser)
     sizes = f"--lengths {N} --d_model 32 --n_heads 2 --window 5 --n_hashes 2 --chunk_size 8 --n_features 8 --repeats 2"
     args = parser.parse_args([*sizes.split(), *words.split()])
     args.device = torch.device("cpu")
@@ -41,7 +40,7 @@ def other_softmax(args, n, ours, *, factor):
         scores = (factor * q @ k.mT * ours.head_dim**-0.5).masked_fill(torch.ones(n, n).triu(1).bool(), -torch.inf)
         return layer["o"]((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
-    return peers.Layer(call, [layer[name].weight for name in names])
+    return layers.Layer(call, [layer[name].weight for name in names])
 
 
 def failing(args, n, ours):
@@ -49,18 +48,18 @@ def failing(args, n, ours):
 
 
 def test_layers_are_compared_and_what_can_not_be_is_said(monkeypatch):
-    monkeypatch.setattr(peers, "import_module", absent)
+    monkeypatch.setattr(layers, "import_module", absent)
     monkeypatch.setattr(measuring, "LEAST", 0.0)
     theirs = {
         "right": partial(other_softmax, factor=1),
         "wrong": partial(other_softmax, factor=4),
         "failing": failing,
-        "x-transformers": partial(peers._x_transformers, flash=False),
-        "flash-linear-attention": peers._flash_linear_attention,
+        "x-transformers": layers._x_transformers,
+        "flash-linear-attention": layers._flash_linear_attention,
     }
-    comparison = peers.Comparison(peers._softmax, theirs)
-    monkeypatch.setattr(peers, "COMPARISONS", {"softmax": comparison, "other": comparison._replace(same=False)})
-    report = peers.run(parsed("--attentions softmax other"))
+    comparison = layers.Comparison(layers._softmax, theirs)
+    monkeypatch.setattr(layers, "COMPARISONS", {"softmax": comparison, "other": comparison._replace(same=False)})
+    report = layers.run(parsed("--attentions softmax other"))
     assert [(row["attention"], row["layer"]) for row in report.rows] == [
         (title, name) for title in ("softmax", "other") for name in ("lit-effattn", *theirs)
     ]
@@ -86,44 +85,37 @@ def test_layers_are_compared_and_what_can_not_be_is_said(monkeypatch):
 
 
 def test_without_libraries_every_comparison_has_our_row(monkeypatch):
-    monkeypatch.setattr(peers, "import_module", absent)
+    monkeypatch.setattr(layers, "import_module", absent)
     monkeypatch.setattr(measuring, "LEAST", 0.0)
-    report = peers.run(parsed("--repeats 1"))
-    assert [row["attention"] for row in report.rows if row["ms"] is not None] == list(peers.COMPARISONS)
+    report = layers.run(parsed("--repeats 1"))
+    assert [row["attention"] for row in report.rows if row["ms"] is not None] == list(layers.COMPARISONS)
 
 
 def test_a_length_that_lsh_can_not_have_is_refused():
     with pytest.raises(SystemExit, match="--lengths 24 is no multiple of 16"):
-        peers.run(parsed("--lengths 24 32"))
+        layers.run(parsed("--lengths 24 32"))
 
 
 def test_memory_that_no_one_has_is_not_asked_for():
-    with pytest.raises(peers.NotHereError, match="longer than --most 32"):
-        peers._performer_pytorch(parsed("--most 32"), N, SoftmaxAttention(32, 2))
-
-
-def test_rotary_pairs_stand_side_by_side():
-    rows = torch.arange(12.0)[:, None].expand(12, 12)  # 2 heads of 6: dimensions 0 and 3 turn together, 1 and 4, …
-    q, k, v, o = peers._neighbours(2, [rows, rows, rows, rows])
-    assert q[:, 0].tolist() == k[:, 0].tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
-    assert v is o is rows
+    with pytest.raises(layers.NotHereError, match="longer than --most 32"):
+        layers._performer_pytorch(parsed("--most 32"), N, SoftmaxAttention(32, 2))
 
 
 def test_keys_of_lsh_are_its_queries():
-    assert len(peers._weights(LSHAttention(32, 2))) == 3
+    assert len(layers._weights(LSHAttention(32, 2))) == 3
 
 
 @pytest.mark.parametrize(
     ("title", "name"),
-    [(title, name) for title, c in peers.COMPARISONS.items() if c.same for name in c.theirs if name in LIBRARIES],
+    [(title, name) for title, c in layers.COMPARISONS.items() if c.same for name in c.theirs if name in LIBRARIES],
 )
 def test_the_libraries_compute_the_same(title, name, monkeypatch):
     """Where they are installed."""
     pytest.importorskip(LIBRARIES[name], exc_type=ImportError)
-    comparison = peers.COMPARISONS[title]
-    monkeypatch.setitem(peers.COMPARISONS, title, comparison._replace(theirs={name: comparison.theirs[name]}))
+    comparison = layers.COMPARISONS[title]
+    monkeypatch.setitem(layers.COMPARISONS, title, comparison._replace(theirs={name: comparison.theirs[name]}))
     monkeypatch.setattr(measuring, "LEAST", 0.0)
     args = parsed("--repeats 1")
     args.attentions = [title]
-    report = peers.run(args)
+    report = layers.run(args)
     assert report.rows[1]["difference"] < 1e-5, report.notes

@@ -14,18 +14,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks import linear
-from benchmarks.measuring import LEAST, MIB, Spread, interleaved, mean_of, peak_bytes, seconds_of
-from benchmarks.models import at_least
+from benchmarks.kernels import flash_linear_attention
+from benchmarks.measuring import LEAST, MIB, add_options, peak_bytes, timed
 from benchmarks.report import Report, Row
 from lit_effattn.attention import LinearAttention, LSHAttention, PerformerAttention, SoftmaxAttention
 from lit_effattn.attention.base import Attention
 from lit_effattn.differences import largest_relative_difference
-from lit_effattn.positions import RotaryPositions
 
 OURS = "lit-effattn"
 INSTALL = "see benchmarks/requirements-peers.txt"
 SEED = 0
+FIGURES = ("ms", "tokens/s", f"time ÷ {OURS}'s", "peak, MiB", f"peak ÷ {OURS}'s", "difference")
 
 NOTES = [
     "Forward and backward of one layer, causal unless it says otherwise: projections without biases (theirs are 0 "
@@ -48,8 +47,6 @@ class Layer(NamedTuple):
 
     call: Callable[[Tensor], Tensor]  # (B, N, E) -> (B, N, E)
     weights: list[nn.Parameter]  # of queries, keys, values and output, in that order
-    ordered: Callable[[list[Tensor]], list[Tensor]] = list
-    """Puts weights of ours, or their gradients, into the order of rows that this layer's have."""
 
 
 class Comparison(NamedTuple):
@@ -62,29 +59,16 @@ class Comparison(NamedTuple):
 
 
 class NotHereError(Exception):
-    """Why a library's layer can't be measured here."""
+    """A library's layer can't be measured on this device."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--lengths", type=at_least(1), nargs="+", default=[512, 1024, 2048, 4096], help="N; default: %(default)s"
-    )
-    parser.add_argument(
-        "--attentions", choices=list(COMPARISONS), nargs="+", default=list(COMPARISONS), help="default: all"
-    )
-    for name, default in (("batch_size", 1), ("d_model", 256), ("n_heads", 4)):
-        parser.add_argument(f"--{name}", type=at_least(1), default=default, help="default: %(default)s")
-    parser.add_argument("--window", type=at_least(1), default=128, help="keys that are seen; default: %(default)s")
-    parser.add_argument("--n_hashes", type=at_least(1), default=4, help="rounds of LSH; default: %(default)s")
-    parser.add_argument("--chunk_size", type=at_least(1), default=64, help="of LSH's buckets; default: %(default)s")
-    parser.add_argument("--n_features", type=at_least(1), default=256, help="Performer's; default: %(default)s")
-    parser.add_argument(
-        "--most",
-        type=at_least(1),
-        default=1024,
-        help="longest for performer-pytorch on a CPU, which keeps N · F · D numbers a head; default: %(default)s",
-    )
-    parser.add_argument("--repeats", type=at_least(1), default=3, help="rounds; default: %(default)s")
+    add_options(parser, lengths=([512, 1024, 2048, 4096], "N"), batch_size=1, d_model=256, n_heads=4)
+    add_options(parser, window=(128, "keys that are seen"), n_hashes=(4, "rounds of LSH"), repeats=(3, "rounds"))
+    add_options(parser, chunk_size=(64, "of LSH's buckets"), n_features=(256, "Performer's"))
+    add_options(parser, most=(1024, "longest for performer-pytorch on a CPU, which keeps N · F · D numbers a head"))
+    every = list(COMPARISONS)
+    parser.add_argument("--attentions", choices=every, nargs="+", default=every, help="default: all")
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -92,7 +76,7 @@ def run(args: argparse.Namespace) -> Report:
     uneven = [n for n in lengths if n % (2 * args.chunk_size)]
     if uneven and any(title.startswith("lsh") for title in args.attentions):
         raise SystemExit(
-            f"peers: --lengths {uneven[0]} is no multiple of {2 * args.chunk_size}, two chunks, as reformer-pytorch "
+            f"layers: --lengths {uneven[0]} is no multiple of {2 * args.chunk_size}, two chunks, as reformer-pytorch "
             "needs; choose another, another --chunk_size, or --attentions without lsh"
         )
     rows: list[Row] = []
@@ -103,24 +87,14 @@ def run(args: argparse.Namespace) -> Report:
     names: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         names.setdefault(reason, []).append(name)
-    return Report("peers", rows, [*NOTES, *(f"Not measured: {', '.join(n)}: {why}." for why, n in names.items())])
+    return Report("layers", rows, [*NOTES, *(f"Not measured: {', '.join(n)}: {why}." for why, n in names.items())])
 
 
 # ----------------------------------------------------------------------------------------------------------- our layers
 
 
-def _softmax(args: argparse.Namespace, n: int) -> Attention:
-    return SoftmaxAttention(args.d_model, args.n_heads, bias=False)
-
-
-def _window(args: argparse.Namespace, n: int) -> Attention:
-    return SoftmaxAttention(args.d_model, args.n_heads, bias=False, window=args.window)
-
-
-def _rotary(args: argparse.Namespace, n: int) -> Attention:
-    layer = SoftmaxAttention(args.d_model, args.n_heads, bias=False)
-    layer.rotary = RotaryPositions(layer.head_dim)
-    return layer
+def _softmax(args: argparse.Namespace, n: int, *, window: bool = False) -> Attention:
+    return SoftmaxAttention(args.d_model, args.n_heads, bias=False, window=args.window if window else None)
 
 
 def _linear(args: argparse.Namespace, n: int) -> Attention:
@@ -144,27 +118,13 @@ def _weights(layer: Attention) -> list[nn.Parameter]:
 # --------------------------------------------------------------------------------------------------------- their layers
 
 
-def _x_transformers(args: argparse.Namespace, n: int, ours: Attention, *, flash: bool) -> Layer:
+def _x_transformers(args: argparse.Namespace, n: int, ours: Attention) -> Layer:
     library = import_module("x_transformers.x_transformers")
     window = getattr(ours, "window", None)
     past = None if window is None else window - 1  # the distance of the furthest key that is seen
     size = {"dim_head": ours.head_dim, "heads": ours.n_heads}
-    layer = library.Attention(ours.d_model, causal=True, flash=flash, max_attend_past=past, **size).to(args.device)
-    weights = [getattr(layer, name).weight for name in ("to_q", "to_k", "to_v", "to_out")]
-    if ours.rotary is None:
-        return Layer(layer, weights)
-    rotary = library.RotaryEmbedding(ours.head_dim).to(args.device)
-
-    def turned(x: Tensor) -> Tensor:
-        return layer(x, rotary_pos_emb=rotary.forward_from_seq_len(x.size(1)))
-
-    return Layer(turned, weights, partial(_neighbours, ours.n_heads))
-
-
-def _neighbours(heads: int, weights: list[Tensor]) -> list[Tensor]:
-    """Put dimensions i and i + D/2 of queries and keys, which our rotary positions turn together, side by side."""
-    turned = [w.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2) for w in weights[:2]]  # (H, D/2, 2, E)
-    return [*turned, *weights[2:]]
+    layer = library.Attention(ours.d_model, causal=True, flash=True, max_attend_past=past, **size).to(args.device)
+    return Layer(layer, [getattr(layer, name).weight for name in ("to_q", "to_k", "to_v", "to_out")])
 
 
 def _fast_transformers(args: argparse.Namespace, n: int, ours: Attention) -> Layer:
@@ -185,7 +145,7 @@ def _flash_linear_attention(args: argparse.Namespace, n: int, ours: Attention) -
         raise NotHereError(f"the device is {args.device}, and its kernels are for CUDA")
     library = import_module("fla.ops.linear_attn")
     layer = copy.deepcopy(ours)
-    layer.attend = lambda q, k, v, state, lengths: (linear.peer(library, q, k, v), None)  # type: ignore[method-assign]
+    layer.attend = lambda q, k, v, state, lengths: (flash_linear_attention(library, q, k, v), None)  # type: ignore[method-assign]
     return Layer(lambda x: layer(x)[0], _weights(layer))
 
 
@@ -232,13 +192,12 @@ def _without_biases(layer: nn.Module) -> None:
             nn.init.zeros_(parameter).requires_grad_(False)
 
 
-FLASH = {"x-transformers, flash": partial(_x_transformers, flash=True)}
+FLASH = {"x-transformers, flash": _x_transformers}
 EXACT = {"reformer-pytorch, exact": partial(_reformer_pytorch, exact=True)}
 
 COMPARISONS = {
-    "softmax": Comparison(_softmax, {"x-transformers": partial(_x_transformers, flash=False), **FLASH}),
-    "softmax, window": Comparison(_window, FLASH),
-    "softmax, rotary": Comparison(_rotary, FLASH),
+    "softmax": Comparison(_softmax, FLASH),
+    "softmax, window": Comparison(partial(_softmax, window=True), FLASH),
     "linear": Comparison(
         _linear,
         {"pytorch-fast-transformers": _fast_transformers, "flash-linear-attention": _flash_linear_attention},
@@ -268,44 +227,40 @@ def _compared(
     results = {}
     for name, layer in layers.items():
         with _noted(name, reasons), torch.no_grad():
-            for weight, value in zip(layer.weights, layer.ordered(_weights(ours)), strict=True):
+            for weight, value in zip(layer.weights, _weights(ours), strict=True):
                 weight.copy_(value)
             with torch.enable_grad():
                 results[name] = _both_ways(layer, x)
-    y, dx, *gradients = results[OURS]
-    wanted = {name: [y, dx, *layers[name].ordered(gradients)] for name in results}
     differences = {
-        name: largest_relative_difference(results[name], wanted[name], f"{name}: the difference")
+        name: largest_relative_difference(results[name], results[OURS], f"{name}: the difference")
         if comparison.same
         else "—"
         for name in results
     }
     calls = {name: partial(_both_ways, layers[name], x) for name in results}
-    del y, dx, gradients, results, wanted
+    del results
     peaks = {name: peak_bytes(call, args.device) for name, call in calls.items()}
-    clock = partial(seconds_of, device=args.device)
-    measures = {name: partial(mean_of, clock, call) for name, call in calls.items()}
-    timed = interleaved(f"N {n}, {title}", measures, args.repeats)
-    seconds = {name: Spread(tuple(samples)) for name, samples in timed.items()}
-    return [
-        {
-            "N": n,
-            "attention": title,
-            "layer": name,
-            "ms": seconds[name].map(lambda s: 1000 * s) if name in calls else None,
-            "tokens/s": seconds[name].map(lambda s: args.batch_size * n / s) if name in calls else None,
-            f"time ÷ {OURS}'s": seconds[name] / seconds[OURS] if name in calls else None,
-            "peak, MiB": peaks[name] / MIB if name in calls else None,
-            f"peak ÷ {OURS}'s": peaks[name] / peaks[OURS] if name in calls else None,
-            "difference": "—" if name == OURS else differences.get(name),
-        }
-        for name in (OURS, *comparison.theirs)
-    ]
+    seconds = timed(f"N {n}, {title}", calls, args, means=True)
+    rows: list[Row] = []
+    for name in (OURS, *comparison.theirs):
+        row: Row = {"N": n, "attention": title, "layer": name, **dict.fromkeys(FIGURES)}
+        if name in calls:
+            figures = (
+                seconds[name].map(lambda s: 1000 * s),
+                seconds[name].map(lambda s: args.batch_size * n / s),
+                seconds[name] / seconds[OURS],
+                peaks[name] / MIB,
+                peaks[name] / peaks[OURS],
+                "—" if name == OURS else differences[name],
+            )
+            row |= dict(zip(FIGURES, figures, strict=True))
+        rows.append(row)
+    return rows
 
 
 @contextmanager
 def _noted(name: str, reasons: dict[str, str]) -> Iterator[None]:
-    """Whatever ails another library, the others are measured, and it is said."""
+    """Note why another library fails, and go on."""
     try:
         yield
     except Exception as error:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks.fit import WARM, Bare, Clock, fit
+from benchmarks.steps import WARM, Bare, Clock, fit
 from lit_effattn.tasks import PixelModel
 
 TINY = "--model.backbone.d_model 8 --model.backbone.n_heads 2 --model.backbone.n_layers 1 --data.batch_size 2"
@@ -73,55 +73,28 @@ def test_neither_pays_for_the_other(pause: Callable[[float], None], monkeypatch:
     assert clock.probe().step >= 200
 
 
-def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    config = str(CONFIGS / "digits_linear.yaml")
-    words = ["--only", "checkpointing", "--steps", "1", "--repeats", "2", "--device", "cpu"]
-    command.main(["fit", config, "--flags", DIGITS, *words, "--output", str(tmp_path)])
-    rows = {row["what"]: row for row in json.loads((tmp_path / "fit.json").read_text(encoding="utf-8"))["rows"]}
-    assert [*rows] == ["bare loop", "fit", "checkpointing"]
-    steps = {name: row["ms/step"]["samples"] for name, row in rows.items()}
-    for name, row in rows.items():
-        assert row["tokens/s ÷ bare loop's"]["samples"] == pytest.approx(
-            [bare / mine for bare, mine in zip(steps["bare loop"], steps[name], strict=True)]
-        )
-        first, second = row["tokens/s ÷ bare loop's"]["samples"]
+def test_table_of_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    configs = [str(CONFIGS / f"digits_{kind}.yaml") for kind in ("linear", "softmax")]
+    words = ["--only", "saving", "--steps", "1", "--repeats", "2", "--device", "cpu"]
+    command.main(["steps", *configs, "--flags", DIGITS, *words, "--output", str(tmp_path)])
+    rows = json.loads((tmp_path / "steps.json").read_text(encoding="utf-8"))["rows"]
+    assert [(row["configuration"], row["what"]) for row in rows] == [
+        (config, what) for config in configs for what in ("bare loop", "fit", "saving")
+    ]
+    steps = [row["ms/step"]["samples"] for row in rows]
+    for row, own, bare in zip(rows, steps, [steps[0]] * 3 + [steps[3]] * 3, strict=True):
+        ratios = row["tokens/s ÷ bare loop's"]["samples"]
+        assert ratios == pytest.approx([a / b for a, b in zip(bare, own, strict=True)])
+        of_first = row["ms/step ÷ fit's of the first"]["samples"]
+        assert of_first == pytest.approx([a / b for a, b in zip(own, steps[1], strict=True)])
         mean, error = row["the mean ± its standard error"].split(" ± ")
-        assert float(mean) == pytest.approx((first + second) / 2, abs=1e-3)
-        assert float(error) == pytest.approx(abs(first - second) / 2, abs=1e-3)
-        assert row["ms/step − bare loop's"]["samples"] == pytest.approx(
-            [mine - bare for bare, mine in zip(steps["bare loop"], steps[name], strict=True)]
-        )
-        assert row["tokens/s"]["samples"] == pytest.approx([2 * 64 * 1000 / ms for ms in steps[name]])
+        assert float(mean) == pytest.approx(sum(ratios) / 2, abs=1e-3)
+        assert float(error) == pytest.approx(abs(ratios[0] - ratios[1]) / 2, abs=1e-3)
+        assert row["tokens/s"]["samples"] == pytest.approx([2 * 64 * 1000 / ms for ms in own])
     assert "Epoch" not in capsys.readouterr().out  # the progress bar's
-
-
-def test_around_is_what_a_bare_loop_does_not_do(
-    pause: Callable[[float], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    """Pauses are lower bounds: no machine is too slow, or too busy, for this."""
-
-    def slower(owner: object, name: str, seconds: float) -> None:
-        was = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args, **options: (pause(seconds), was(*args, **options))[1])
-
-    slower(PixelModel, "objective", 40)
-    slower(torch.Tensor, "backward", 20)
-    slower(torch.nn.utils, "clip_grad_norm_", 10)
-    slower(PixelModel, "log", 30)  # around the model
-    clock = fit(str(CONFIGS / "digits_linear.yaml"), DIGITS.split(), 2, CPU, str(tmp_path))
-    probe = clock.probe()
-    assert probe.around is not None
-    assert probe.around >= 30
-    assert probe.step - probe.around >= 40 + 20 + 10
-    assert clock.model._objective is PixelModel.objective
-    before = [*clock.inside]
-    bare = Bare(clock)
-    bare.start(clock.model)
-    bare.step(torch.zeros(2, 64, dtype=torch.long), watched=False)
-    assert clock.inside == before
 
 
 def test_an_epoch_that_is_too_short_is_refused():
     words = ["--flags", f"{TINY} --data.batch_size 700", "--steps", "1", "--device", "cpu"]
     with pytest.raises(ValueError, match=r"an epoch has 2 batches, and a round takes 4 \+ 1 \+ 1"):
-        command.main(["fit", str(CONFIGS / "digits_linear.yaml"), *words])
+        command.main(["steps", str(CONFIGS / "digits_linear.yaml"), *words])

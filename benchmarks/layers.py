@@ -157,7 +157,7 @@ def _performer_pytorch(args: argparse.Namespace, n: int, ours: Attention) -> Lay
     with redirect_stdout(sys.stderr):  # it says there which of its forms it takes
         layer = library.SelfAttention(ours.d_model, causal=True, attn_out_bias=False, **size).to(args.device)
     # All its heads have one set of features.
-    ours.omega.copy_(layer.fast_attention.projection_matrix.expand_as(ours.omega))
+    ours.feature_map.omega.copy_(layer.fast_attention.projection_matrix.expand_as(ours.feature_map.omega))
     return Layer(layer, [getattr(layer, name).weight for name in ("to_q", "to_k", "to_v", "to_out")])
 
 

@@ -90,13 +90,17 @@ MOVED = {
     "callbacks": "lit_effattn.callbacks",
     "datamodules": "lit_effattn.datamodules",
     "lit_effattn.adaptive": "lit_effattn.nn.adaptive",
+    **{
+        f"lit_effattn.attention.linear.{name}": f"lit_effattn.attention.feature_maps.{name}"
+        for name in ("EluFeatureMap", "FeatureMap", "HedgehogFeatureMap", "ReluFeatureMap")
+    },
     "lit_effattn.ctc": "lit_effattn.tasks.ctc",
     "lit_effattn.front_ends": "lit_effattn.nn.front_ends",
     "lit_effattn.heads": "lit_effattn.nn.heads",
     "lit_effattn.lstm": "lit_effattn.nn.lstm",
     "lit_effattn.transformer": "lit_effattn.nn.transformer",
 }
-"""Modules that were renamed after checkpoints had been written. Submodules are renamed with them."""
+"""Modules and classes that were renamed after checkpoints had been written. Submodules are renamed with them."""
 
 _HERE = Path(__file__).resolve().parent
 _FOLDERS = (_HERE, *((_HERE / name).resolve() for name in ("callbacks", "datamodules")))

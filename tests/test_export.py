@@ -23,7 +23,7 @@ from lit_effattn.attention import (
     SparseAttention,
     TransformerXLAttention,
 )
-from lit_effattn.attention.linear import ReluFeatureMap
+from lit_effattn.attention.feature_maps import ReluFeatureMap
 from lit_effattn.cli import main
 from lit_effattn.datamodules.tokenizers import ByteTokenizer
 from lit_effattn.export import METADATA, export

@@ -33,7 +33,6 @@ from lit_effattn.attention import (
     SoftmaxCrossAttention,
     TransformerXLAttention,
 )
-from lit_effattn.attention.performer import RandomFeatures
 from lit_effattn.callbacks import (
     CheckFinite,
     ClipEachParameter,
@@ -227,7 +226,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         for module in task.modules():
-            if isinstance(module, RandomFeatures):
+            if isinstance(module, (PerformerAttention, PerformerCrossAttention)):
                 module.redraw(torch.Generator().manual_seed(step))
     if rank is None or ddp:
         return losses, task.state_dict()

@@ -12,7 +12,7 @@ from jsonargparse import Namespace
 
 from lit_effattn.allowlist import NotAllowedError, Trust, find
 from lit_effattn.attention import Attention, LinearAttention
-from lit_effattn.attention.linear import EluFeatureMap
+from lit_effattn.attention.feature_maps import EluFeatureMap
 from lit_effattn.spec_check import ANYTHING, CheckpointJudge, Place, UserJudge, check, parameters
 
 Optimizer = torch.optim.Optimizer

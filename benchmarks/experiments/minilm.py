@@ -21,7 +21,7 @@ from benchmarks.measuring import Spread, at_least
 from benchmarks.report import Report, Row
 from lit_effattn import Transformer
 from lit_effattn.attention import PerformerAttention, SoftmaxAttention
-from lit_effattn.attention.performer import Features
+from lit_effattn.attention.random_features import Features
 from lit_effattn.differences import largest_difference
 from lit_effattn.positions import LearnedPositions
 from lit_effattn.sequence import valid_positions

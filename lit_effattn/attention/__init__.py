@@ -9,14 +9,9 @@ from lit_effattn.attention.cross import (
     PerformerCrossAttention,
     SoftmaxCrossAttention,
 )
+from lit_effattn.attention.feature_maps import EluFeatureMap, FeatureMap, HedgehogFeatureMap, ReluFeatureMap
 from lit_effattn.attention.infinite import InfiniteAttention
-from lit_effattn.attention.linear import (
-    EluFeatureMap,
-    FeatureMap,
-    HedgehogFeatureMap,
-    LinearAttention,
-    ReluFeatureMap,
-)
+from lit_effattn.attention.linear import LinearAttention
 from lit_effattn.attention.lsh import LSHAttention
 from lit_effattn.attention.performer import PerformerAttention
 from lit_effattn.attention.shaw import ShawAttention

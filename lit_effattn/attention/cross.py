@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lit_effattn.attention.feature_maps import EluFeatureMap, FeatureMap
 from lit_effattn.attention.heads import MultiHead
-from lit_effattn.attention.linear import EluFeatureMap, FeatureMap
-from lit_effattn.attention.performer import NOTHING_SEEN, Features, RandomFeatures
+from lit_effattn.attention.random_features import Features, FeatureSums, RandomFeatures
 from lit_effattn.ops.dot_product import dot_product_attention
-from lit_effattn.ops.favor.pytorch import Norms, favor_sums, log_keys_plus, log_queries_plus, read_favor_sums
+from lit_effattn.ops.favor.pytorch import Norms
 from lit_effattn.ops.linear.pytorch import key_sums, read_sums
 from lit_effattn.sequence import SequenceModule, State, accumulator, reads_values, valid_positions, without_padding
 
@@ -331,10 +331,10 @@ class LinearCrossAttention(CrossAttention):
             return read_sums(phi, state.s.to(full), state.z.to(full), eps=eps).to(q.dtype)
 
 
-FeatureSums = PerformerSourceSums | StabilisedSourceSums
+FeaturesOfSource = PerformerSourceSums | StabilisedSourceSums
 
 
-class PerformerCrossAttention(RandomFeatures, CrossAttention):
+class PerformerCrossAttention(CrossAttention):
     """Softmax attention to a source with the exponential estimated by random features φ (FAVOR+).
 
         y_i = φ(q_i)ᵀ Σ_j φ(k_j) v_jᵀ / φ(q_i)ᵀ Σ_j φ(k_j)                        Choromanski et al. 2020, section 2.2
@@ -373,7 +373,35 @@ class PerformerCrossAttention(RandomFeatures, CrossAttention):
         eps: float | None = None,
     ) -> None:
         super().__init__(d_model, n_heads, d_source, bias=bias)
-        self._draw_features(n_features, features, orthogonal, norms, eps)
+        self.feature_map = RandomFeatures(n_heads, self.head_dim, n_features, features, orthogonal, norms, eps)
+        RandomFeatures.name_buffers_in(self)
+
+    def keep(self, k: Tensor, v: Tensor, length: Tensor, given: Tensor) -> FeaturesOfSource:
+        """Sum the features of the keys: see `CrossAttention.keep`."""
+        full = accumulator(k.dtype)
+        with torch.autocast(k.device.type, enabled=False):
+            sums = self.feature_map.sums(k.to(full), v.to(full), _mask(k, length)[..., 0])
+        return self._state(sums, length, given)
+
+    def read(self, q: Tensor, state: FeaturesOfSource) -> Tensor:
+        """Read the sums: see `CrossAttention.read`."""
+        stale = (state.drawn != self.feature_map.draws) & state.given  # (B,)
+        if reads_values(stale) and stale.any():
+            raise ValueError(
+                f"{type(self).__name__}: the features were redrawn after `remember` read the source; call it again"
+            )
+        full = accumulator(q.dtype)
+        with torch.autocast(q.device.type, enabled=False):
+            top = state.top.to(full) if isinstance(state, StabilisedSourceSums) else None
+            sums = FeatureSums(state.s.to(full), state.z.to(full), state.m.to(full), top)
+            y = self.feature_map.read(q.to(full), sums)
+        return y.to(q.dtype).masked_fill(stale[:, None, None, None], torch.nan)
+
+    def _state(self, sums: FeatureSums, length: Tensor, given: Tensor) -> FeaturesOfSource:
+        """Return the state with `sums` of the present features over a source of `length` (B,) positions."""
+        drawn = self.feature_map.draws.to(length.device).repeat(len(length))
+        state = PerformerSourceSums(*sums[:3], length, drawn, given)
+        return state if sums.top is None else StabilisedSourceSums(*state, sums.top)
 
     def initial_state(
         self,
@@ -382,66 +410,30 @@ class PerformerCrossAttention(RandomFeatures, CrossAttention):
         max_len: int | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
-    ) -> FeatureSums:
+    ) -> FeaturesOfSource:
         """Return empty sums: see `SequenceModule.initial_state`."""
         device, dtype = self.default(device, dtype)
-        shape, full = (batch_size, self.n_heads, self._summed_features), accumulator(dtype)
-        maxima = shape if self._in_log_space else (*shape[:2], 0)
-        length, given = _no_source(batch_size, device)
-        empty = PerformerSourceSums(
-            torch.zeros(*shape, self.head_dim, device=device, dtype=full),
-            torch.zeros(shape, device=device, dtype=full),
-            torch.full(maxima, -torch.inf, device=device, dtype=full),
-            length,
-            self.draws.to(device).repeat(batch_size),
-            given,
-        )
-        return StabilisedSourceSums(*empty, empty.m[..., 0].clone()) if self._stabilised else empty
+        sums = self.feature_map.no_sums(batch_size, self.head_dim, device, accumulator(dtype))
+        return self._state(sums, *_no_source(batch_size, device))
 
-    def reset(self, state: FeatureSums, rows: Tensor) -> FeatureSums:
+    def reset(self, state: FeaturesOfSource, rows: Tensor) -> FeaturesOfSource:
         """Remove the source of the rows where `rows` is True: see `SequenceModule.reset`."""
-        empty: FeatureSums = super().reset(state, rows)
+        empty: FeaturesOfSource = super().reset(state, rows)
         if isinstance(empty, StabilisedSourceSums):
             empty = empty._replace(top=empty.top.masked_fill(rows[:, None], -torch.inf))
         return empty._replace(
-            m=state.m.masked_fill(rows[:, None, None], -torch.inf), drawn=torch.where(rows, self.draws, state.drawn)
+            m=state.m.masked_fill(rows[:, None, None], -torch.inf),
+            drawn=torch.where(rows, self.feature_map.draws, state.drawn),
         )
 
-    def keep(self, k: Tensor, v: Tensor, length: Tensor, given: Tensor) -> FeatureSums:
-        """Sum the features of the keys: see `CrossAttention.keep`."""
-        full = accumulator(k.dtype)
-        drawn = self.draws.repeat(len(length))
-        with torch.autocast(k.device.type, enabled=False):
-            if self._stabilised:
-                log_k, top = log_keys_plus(self._scaled(k.to(full)), self._omega(full), _mask(k, length)[..., 0])
-                return StabilisedSourceSums(*favor_sums(log_k, v.to(full)), length, drawn, given, top.amax(2))
-            phi = self._map(k.to(full)).masked_fill(~_mask(k, length), -torch.inf if self._in_log_space else 0.0)
-            if self._in_log_space:
-                s, z, m = favor_sums(phi, v.to(full))
-            else:
-                s, z = key_sums(phi, v.to(full))
-                m = z[..., :0]
-            return PerformerSourceSums(s, z, m, length, drawn, given)
+    def redraw(self, generator: torch.Generator) -> None:
+        """Draw new features from `generator`, in place. Sources that were read before are then invalid."""
+        self.feature_map.draw(generator)
 
-    def read(self, q: Tensor, state: FeatureSums) -> Tensor:
-        """Read the sums: see `CrossAttention.read`."""
-        stale = (state.drawn != self.draws) & state.given  # (B,)
-        if reads_values(stale) and stale.any():
-            raise ValueError(
-                f"{type(self).__name__}: the features were redrawn after `remember` read the source; call it again"
-            )
-        full = accumulator(q.dtype)
-        with torch.autocast(q.device.type, enabled=False):
-            s, z = state.s.to(full), state.z.to(full)
-            if isinstance(state, StabilisedSourceSums):
-                top = state.top.to(full)[..., None]  # (B, H, 1)
-                log_q = log_queries_plus(self._scaled(q.to(full)), self._omega(full), top, self.eps)
-                y = read_favor_sums(log_q, s, z, state.m.to(full))
-            elif self._in_log_space:
-                y = read_favor_sums(self._map(q.to(full)), s, z, state.m.to(full))
-            else:
-                y = read_sums(self._map(q.to(full)), s, z, eps=NOTHING_SEEN)
-        return y.to(q.dtype).masked_fill(stale[:, None, None, None], torch.nan)
+    def keep_heads(self, rank: int, size: int) -> None:
+        """See `MultiHead.keep_heads`."""
+        super().keep_heads(rank, size)
+        self.feature_map.heads = self.heads
 
 
 CrossAttentionFactory = Callable[[int, int, int], CrossAttention]

@@ -2,53 +2,30 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lit_effattn.attention.base import Attention
+from lit_effattn.attention.random_features import NOTHING_SEEN, Features, FeatureSums, RandomFeatures
 from lit_effattn.ops.favor.dispatch import positive_favor, use_kernels
 from lit_effattn.ops.favor.pytorch import (
     Norms,
     causal_favor,
-    draw_omega,
     favor,
     favor_step,
-    favor_sums,
-    log_hyperbolic_features,
-    log_keys_plus,
     log_offset,
-    log_positive_features,
     log_products,
-    log_queries_plus,
     plain_causal_favor,
-    relu_features,
-    trigonometric_features,
 )
 from lit_effattn.ops.linear.pytorch import (
     causal_linear_attention,
-    key_sums,
     linear_attention,
     linear_attention_step,
     linear_attention_weights,
 )
 from lit_effattn.sequence import accumulator, may_overwrite, reads_values, valid_positions
-
-Features = Literal["positive", "hyperbolic", "trigonometric", "relu"]
-
-_MAPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "positive": log_positive_features,
-    "hyperbolic": log_hyperbolic_features,
-    "trigonometric": trigonometric_features,
-}
-_LOG_SPACE = ("positive", "hyperbolic")
-_EPS = {"relu": 1e-3}
-"""What is added to the features, unless another is given; to others 0."""
-_PAIRED = ("hyperbolic", "trigonometric")
-NOTHING_SEEN = 1e-30  # added to the denominator: avoids 0 / 0 without any key, negligible otherwise
 
 
 class PerformerState(NamedTuple):
@@ -72,105 +49,10 @@ class StabilisedPerformerState(NamedTuple):
     top: Tensor  # (B, H), max ωᵀk̃ over all keys and features, −∞ before the first key
 
 
-class RandomFeatures(nn.Module):
-    """The features φ of a Performer, for its self-attention and its cross-attention: see `PerformerAttention`."""
-
-    n_heads: int
-    heads: slice | None
-    head_dim: int
-    omega: Tensor
-    draws: Tensor
-
-    def _draw_features(
-        self, n_features: int | None, features: Features, orthogonal: bool, norms: Norms, eps: float | None
-    ) -> None:
-        """Check the options, and make the buffers `omega` and `draws`."""
-        for name, value, known in (("features", features, get_args(Features)), ("norms", norms, get_args(Norms))):
-            if value not in known:
-                raise ValueError(f"{name}={value!r} is not one of {known}")
-        if n_features is None:
-            n_features = 8 * max(1, math.ceil(self.head_dim * math.log(self.head_dim) / 8))
-        if n_features < 1:
-            raise ValueError(f"n_features={n_features} is not positive; D ln D or more are accurate")
-        if features in _PAIRED and n_features % 2:
-            raise ValueError(f"n_features={n_features} is odd; features={features!r} come in pairs: make it even")
-        if eps is not None and (not 0 <= eps < math.inf or (eps > 0 and features in _PAIRED)):
-            raise ValueError(
-                f"eps={eps} with features={features!r}: it must be at least 0, and is for positive and relu features"
-            )
-        self.eps = _EPS.get(features, 0.0) if eps is None else eps
-        self.n_features = n_features
-        self.features = features
-        self.orthogonal = orthogonal
-        self.norms: Norms = norms
-        omega = self._draw(self.n_heads, None).to(accumulator(torch.get_default_dtype()))
-        self.register_buffer("omega", omega)  # (H, F or F/2, D)
-        self.register_buffer("draws", torch.zeros((), dtype=torch.long))
-
-    @torch.no_grad()
-    def redraw(self, generator: torch.Generator) -> None:
-        """Draw new features from `generator`, in place. Earlier states then count as empty."""
-        self.omega.copy_(self._draw(len(self.omega), generator))
-        self.draws.add_(1)
-
-    def _draw(self, n_heads: int, generator: torch.Generator | None) -> Tensor:
-        n = self.n_features // 2 if self.features in _PAIRED else self.n_features
-        return draw_omega(n_heads, n, self.head_dim, orthogonal=self.orthogonal, norms=self.norms, generator=generator)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RandomFeatures:
-        """Keep `omega` in at least float32 where the parameters are cast to fewer bits, as by `half`."""
-        before = self.omega
-        super()._apply(fn, recurse)
-        wide = accumulator(self.omega.dtype)
-        if self.omega.dtype != wide:
-            self.omega = before.to(self.omega.device, wide)
-        return self
-
-    def _omega(self, dtype: torch.dtype) -> Tensor:
-        """Return the vectors of the heads that this process computes."""
-        return (self.omega if self.heads is None else self.omega[self.heads]).to(dtype)
-
-    @property
-    def _in_log_space(self) -> bool:
-        return self.features in _LOG_SPACE
-
-    @property
-    def _stabilised(self) -> bool:
-        """Whether `eps` is added to features in log space, which takes one feature more."""
-        return self._in_log_space and self.eps > 0
-
-    @property
-    def _summed_features(self) -> int:
-        """Number of features of which a state has sums."""
-        return self.n_features + self._stabilised
-
-    def _directions(self, dtype: torch.dtype) -> Tensor:
-        """Return the vectors (H, F, D) whose positive features equal the features of this kind."""
-        omega = self._omega(dtype)
-        return torch.cat([omega, -omega], 1) if self.features == "hyperbolic" else omega  # (H, F/2, D) -> (H, F, D)
-
-    def _features(self, q: Tensor, k: Tensor, there: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Map (B, H, N, D) queries and keys to features (B, H, N, F), or to their logarithms."""
-        return self._map(q), self._keys(k, there)
-
-    def _keys(self, k: Tensor, there: Tensor | None) -> Tensor:
-        phi = self._map(k)
-        return phi if there is None else phi.masked_fill(~there[..., None], -torch.inf if self._in_log_space else 0.0)
-
-    def _map(self, x: Tensor) -> Tensor:
-        omega = self._omega(x.dtype)
-        if self.features == "relu":
-            return relu_features(x, omega, self.eps)
-        return _MAPS[self.features](self._scaled(x), omega)
-
-    def _scaled(self, x: Tensor) -> Tensor:
-        return x * self.head_dim**-0.25
-
-
 Sums = PerformerState | StabilisedPerformerState
 
 
-class PerformerAttention(RandomFeatures, Attention):
+class PerformerAttention(Attention):
     """Softmax attention with the exponential estimated by random features φ (FAVOR+).
 
         y_i = Σ_j φ(q_i)ᵀφ(k_j) v_j / Σ_j φ(q_i)ᵀφ(k_j),  j ≤ i if causal           Choromanski et al. 2020, section 2.2
@@ -262,50 +144,17 @@ class PerformerAttention(RandomFeatures, Attention):
             qk_norm=qk_norm,
             qk_norm_eps=qk_norm_eps,
         )
-        self._draw_features(n_features, features, orthogonal, norms, eps)
         if chunk_size < 1 or chunk_size & (chunk_size - 1):
             raise ValueError(f"chunk_size={chunk_size} is not a power of 2, so it can't be halved; 32 to 128 are fast")
         self.chunk_size = chunk_size
-
-    def initial_state(
-        self,
-        batch_size: int,
-        *,
-        max_len: int | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Sums:
-        """Return empty sums: see `SequenceModule.initial_state`."""
-        device, dtype = self.default(device, dtype)
-        h, f, d = self.n_heads, self._summed_features, self.head_dim
-        full = accumulator(dtype)
-        maxima = (batch_size, h, f if self._in_log_space else 0)
-        empty = PerformerState(
-            torch.zeros(batch_size, h, f, d, device=device, dtype=full),
-            torch.zeros(batch_size, h, f, device=device, dtype=full),
-            torch.full(maxima, -torch.inf, device=device, dtype=full),
-            torch.zeros(batch_size, dtype=torch.long, device=device),
-            self.draws.to(device).repeat(batch_size),
-        )
-        return StabilisedPerformerState(*empty, empty.m[..., 0].clone()) if self._stabilised else empty
-
-    def reset(self, state: Sums, rows: Tensor) -> Sums:
-        """Empty the sums of the rows where `rows` is True: see `SequenceModule.reset`."""
-        if isinstance(state, StabilisedPerformerState):
-            state = state._replace(top=state.top.masked_fill(rows[:, None], -torch.inf))
-        return state._replace(
-            s=state.s.masked_fill(rows[:, None, None, None], 0),
-            z=state.z.masked_fill(rows[:, None, None], 0),
-            m=state.m.masked_fill(rows[:, None, None], -torch.inf),
-            length=state.length.masked_fill(rows, 0),
-            drawn=torch.where(rows, self.draws, state.drawn),
-        )
+        self.feature_map = RandomFeatures(n_heads, self.head_dim, n_features, features, orthogonal, norms, eps)
+        RandomFeatures.name_buffers_in(self)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, state: Sums | None, lengths: Tensor | None
     ) -> tuple[Tensor, Sums | None]:
         """Combine queries, keys and values: see `Attention.attend`."""
-        b, _, n, _ = q.shape
+        phi, (b, _, n, _) = self.feature_map, q.shape
         with torch.autocast(q.device.type, enabled=False):
             full = accumulator(q.dtype)
             there = None if lengths is None else valid_positions(lengths, n)[:, None]  # (B, 1, N)
@@ -320,9 +169,8 @@ class PerformerAttention(RandomFeatures, Attention):
                 else:
                     y, s, z, m = plain_causal_favor(log_q, log_k, v.to(full), *sums, chunk_size=self.chunk_size)
                 state = state._replace(top=top)
-            elif self._in_log_space and n > 1 and use_kernels(q, v, self.n_features):
-                omega = self._directions(full)
-                y, s, z, m = positive_favor(q, k, v, omega, *sums, lengths, scale=self.head_dim**-0.25)
+            elif phi.in_log_space and n > 1 and use_kernels(q, v, phi.n_features):
+                y, s, z, m = positive_favor(q, k, v, phi.directions(full), *sums, lengths, scale=self.head_dim**-0.25)
             else:
                 y, s, z, m = self._sum(q.to(full), k.to(full), v.to(full), there, *sums)
             length = state.length + (n if lengths is None else lengths)
@@ -335,33 +183,89 @@ class PerformerAttention(RandomFeatures, Attention):
 
         `before` (B, H) is M before the first position. Each query sees the keys up to its own if causal, else all.
         """
-        omega = self._omega(q.dtype)
-        log_k, top = log_keys_plus(self._scaled(k), omega, there)
+        log_k, top = self.feature_map.stabilised_keys(k, there)
         if self.causal:
             top = top.cummax(2).values if top.size(2) > 1 else top  # (B, H, N); ONNX has no cumulative maximum
             top = top if before is None else torch.maximum(top, before[..., None])
         else:
             top = top.amax(2, keepdim=True)  # (B, H, 1)
-        return log_queries_plus(self._scaled(q), omega, top, self.eps), log_k, top[..., -1].clone()  # no view
+        return self.feature_map.stabilised_queries(q, top), log_k, top[..., -1].clone()  # no view
+
+    def _sum(
+        self, q: Tensor, k: Tensor, v: Tensor, there: Tensor | None, s: Tensor, z: Tensor, m: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Continue the sums over one or more positions."""
+        phi = self.feature_map
+        if phi.in_log_space:
+            if q.size(2) == 1:
+                return favor_step(*self._features(q, k, there), v, s, z, m, in_place=may_overwrite())
+            q, k, omega = phi.scaled(q), phi.scaled(k), phi.directions(q.dtype)
+            offset = log_offset(k, phi.n_features)  # (B, H, N)
+            if there is not None:
+                offset = offset.masked_fill(~there, -torch.inf)
+            return causal_favor(q, k, v, omega, offset, s, z, m, chunk_size=self.chunk_size)
+        features = self._features(q, k, there)
+        if q.size(2) == 1:
+            return *linear_attention_step(*features, v, s, z, eps=NOTHING_SEEN, in_place=may_overwrite()), m
+        return *causal_linear_attention(*features, v, s, z, eps=NOTHING_SEEN, chunk_size=self.chunk_size), m
+
+    def _features(self, q: Tensor, k: Tensor, there: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Map (B, H, N, D) queries and keys to features (B, H, N, F), or to their logarithms."""
+        return self.feature_map.queries(q), self.feature_map.keys(k, there)
+
+    def _all(self, q: Tensor, k: Tensor, v: Tensor, there: Tensor | None) -> Tensor:
+        """Attend from every query to every key where `there` is True."""
+        if self.feature_map.stabilised:
+            return favor(*self._plus_eps(q, k, there)[:2], v)
+        if self.feature_map.in_log_space:
+            return favor(*self._features(q, k, there), v)
+        return linear_attention(*self._features(q, k, there), v, eps=NOTHING_SEEN)
+
+    def initial_state(
+        self,
+        batch_size: int,
+        *,
+        max_len: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Sums:
+        """Return empty sums: see `SequenceModule.initial_state`."""
+        device, dtype = self.default(device, dtype)
+        sums = self.feature_map.no_sums(batch_size, self.head_dim, device, accumulator(dtype))
+        return self._state(sums, torch.zeros(batch_size, dtype=torch.long, device=device))
+
+    def _state(self, sums: FeatureSums, length: Tensor) -> Sums:
+        """Return the state with `sums` of the present features over `length` (B,) positions."""
+        state = PerformerState(*sums[:3], length, self.feature_map.draws.to(length.device).repeat(len(length)))
+        return state if sums.top is None else StabilisedPerformerState(*state, sums.top)
+
+    def _current(self, state: Sums) -> Sums:
+        """Empty the rows whose features have been redrawn since; their positions continue to count."""
+        stale = state.drawn != self.feature_map.draws
+        if reads_values(stale) and not stale.any():
+            return state
+        return self.reset(state, stale)._replace(length=state.length)
+
+    def reset(self, state: Sums, rows: Tensor) -> Sums:
+        """Empty the sums of the rows where `rows` is True: see `SequenceModule.reset`."""
+        if isinstance(state, StabilisedPerformerState):
+            state = state._replace(top=state.top.masked_fill(rows[:, None], -torch.inf))
+        return state._replace(
+            s=state.s.masked_fill(rows[:, None, None, None], 0),
+            z=state.z.masked_fill(rows[:, None, None], 0),
+            m=state.m.masked_fill(rows[:, None, None], -torch.inf),
+            length=state.length.masked_fill(rows, 0),
+            drawn=torch.where(rows, self.feature_map.draws, state.drawn),
+        )
 
     def summarise(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> Sums:
         """Return the sums over keys and values: see `Attention.summarise`."""
         b, _, n, _ = k.shape
-        length = torch.full((b,), n, device=k.device) if lengths is None else lengths
         full = accumulator(k.dtype)
+        there = None if lengths is None else valid_positions(lengths, n)[:, None]  # (B, 1, N)
         with torch.autocast(k.device.type, enabled=False):
-            there = None if lengths is None else valid_positions(lengths, n)[:, None]  # (B, 1, N)
-            if self._stabilised:
-                log_k, top = log_keys_plus(self._scaled(k.to(full)), self._omega(full), there)
-                sums = favor_sums(log_k, v.to(full))
-                return StabilisedPerformerState(*sums, length, self.draws.repeat(b), top.amax(2))
-            phi = self._keys(k.to(full), there)
-            if self._in_log_space:
-                s, z, m = favor_sums(phi, v.to(full))
-            else:
-                s, z = key_sums(phi, v.to(full))
-                m = z[..., :0]
-        return PerformerState(s, z, m, length, self.draws.repeat(b))
+            sums = self.feature_map.sums(k.to(full), v.to(full), there)
+        return self._state(sums, torch.full((b,), n, device=k.device) if lengths is None else lengths)
 
     def combine_states(self, before: Sums, after: Sums) -> Sums:
         """Add the sums, scaled to the greater maximum: see `Attention.combine_states`.
@@ -372,7 +276,7 @@ class PerformerAttention(RandomFeatures, Attention):
         """
         earlier = self.reset(before, before.drawn != after.drawn)
         length = before.length + after.length
-        if not self._in_log_space:
+        if not self.feature_map.in_log_space:
             return after._replace(s=earlier.s + after.s, z=earlier.z + after.z, length=length)
         m = torch.maximum(earlier.m, after.m)
         (s, z), (s_2, z_2) = (_rescaled(state, m) for state in (earlier, after))
@@ -380,37 +284,14 @@ class PerformerAttention(RandomFeatures, Attention):
             after = after._replace(top=torch.maximum(earlier.top, after.top))
         return after._replace(s=s + s_2, z=z + z_2, m=m, length=length)
 
-    def _all(self, q: Tensor, k: Tensor, v: Tensor, there: Tensor | None) -> Tensor:
-        """Attend from every query to every key where `there` is True."""
-        if self._stabilised:
-            return favor(*self._plus_eps(q, k, there)[:2], v)
-        if self._in_log_space:
-            return favor(*self._features(q, k, there), v)
-        return linear_attention(*self._features(q, k, there), v, eps=NOTHING_SEEN)
+    def redraw(self, generator: torch.Generator) -> None:
+        """Draw new features from `generator`, in place. Earlier states then count as empty."""
+        self.feature_map.draw(generator)
 
-    def _sum(
-        self, q: Tensor, k: Tensor, v: Tensor, there: Tensor | None, s: Tensor, z: Tensor, m: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Continue the sums over one or more positions."""
-        if self._in_log_space:
-            if q.size(2) == 1:
-                return favor_step(*self._features(q, k, there), v, s, z, m, in_place=may_overwrite())
-            q, k, omega = self._scaled(q), self._scaled(k), self._directions(q.dtype)
-            offset = log_offset(k, self.n_features)  # (B, H, N)
-            if there is not None:
-                offset = offset.masked_fill(~there, -torch.inf)
-            return causal_favor(q, k, v, omega, offset, s, z, m, chunk_size=self.chunk_size)
-        features = self._features(q, k, there)
-        if q.size(2) == 1:
-            return *linear_attention_step(*features, v, s, z, eps=NOTHING_SEEN, in_place=may_overwrite()), m
-        return *causal_linear_attention(*features, v, s, z, eps=NOTHING_SEEN, chunk_size=self.chunk_size), m
-
-    def _current(self, state: Sums) -> Sums:
-        """Empty the rows whose features have been redrawn since; their positions continue to count."""
-        stale = state.drawn != self.draws
-        if reads_values(stale) and not stale.any():
-            return state
-        return self.reset(state, stale)._replace(length=state.length)
+    def keep_heads(self, rank: int, size: int) -> None:
+        """See `MultiHead.keep_heads`."""
+        super().keep_heads(rank, size)
+        self.feature_map.heads = self.heads
 
     def weigh(self, q: Tensor, k: Tensor, state: Sums | None, lengths: Tensor | None) -> Tensor:
         """Return φ(q_i)ᵀφ(k_j) / φ(q_i)ᵀz_i, with this module's features: see `Attention.weigh`.
@@ -421,12 +302,12 @@ class PerformerAttention(RandomFeatures, Attention):
         n = q.size(2)
         there = None if lengths is None else valid_positions(lengths, n)[:, None]  # (B, 1, N)
         before = None if state is None else self._current(state)
-        if self._stabilised:
+        if self.feature_map.stabilised:
             top = before.top.to(q.dtype) if isinstance(before, StabilisedPerformerState) else None
             q, k, _ = self._plus_eps(q, k, there, top)
         else:
             q, k = self._features(q, k, there)
-        if not self._in_log_space:
+        if not self.feature_map.in_log_space:
             z = None if before is None else before.z.to(q.dtype)
             return linear_attention_weights(q, k, z, causal=self.causal, eps=NOTHING_SEEN)
         scores = log_products(q, k)  # (B, H, N, N)

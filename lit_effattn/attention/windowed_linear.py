@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lit_effattn.attention.base import Attention
 from lit_effattn.attention.cache import newest, newest_of_both
-from lit_effattn.attention.linear import FeatureMap, HedgehogFeatureMap
+from lit_effattn.attention.feature_maps import FeatureMap, HedgehogFeatureMap
 from lit_effattn.ops.linear.pytorch import key_sums
 from lit_effattn.ops.windowed_linear import window_terms, windowed_linear_attention
 from lit_effattn.sequence import accumulator

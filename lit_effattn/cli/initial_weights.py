@@ -24,7 +24,8 @@ def keep_fresh(model: nn.Module, weights: dict[str, Any]) -> list[str]:
     Returns:
         Their names, each with how many have it.
     """
-    fresh = {name: name.rpartition(".")[2] for name, _ in model.named_buffers(remove_duplicate=False)}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    fresh = {name: name.rpartition(".")[2] for name in model.state_dict() if name not in parameters}
     for path, module in _attentions(model):
         for own, _ in module.named_parameters(remove_duplicate=False):
             if any(f"{own}.".startswith(f"{name}.") for name in module.fresh):

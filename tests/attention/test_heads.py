@@ -21,12 +21,14 @@ def test_a_process_computes_its_heads():
     attention = PerformerAttention(8, 4, n_features=6)
     attention.keep_heads(1, 2)
     assert attention.n_heads == attention.n_kv_heads == 2
-    torch.testing.assert_close(attention._omega(torch.float32), attention.omega[2:], rtol=0, atol=0)
+    torch.testing.assert_close(
+        attention.feature_map.directions(torch.float32), attention.feature_map.omega[2:], rtol=0, atol=0
+    )
     assert attention.initial_state(3).s.shape == (3, 2, 6, 2)
     attention.redraw(torch.Generator().manual_seed(0))
     whole = PerformerAttention(8, 4, n_features=6)
     whole.redraw(torch.Generator().manual_seed(0))
-    torch.testing.assert_close(attention.omega, whole.omega, rtol=0, atol=0)
+    torch.testing.assert_close(attention.feature_map.omega, whole.feature_map.omega, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

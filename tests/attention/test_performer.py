@@ -37,7 +37,7 @@ def test_it_nears_softmax_with_more_features(causal: bool, features: str, orthog
             E, H, causal, n_features=n_features, features=features, orthogonal=orthogonal
         ).double()
         missing = twin.load_state_dict(softmax.state_dict(), strict=False)
-        assert sorted(missing.missing_keys) == ["draws", "omega"]
+        assert sorted(missing.missing_keys) == ["feature_map.draws", "feature_map.omega"]
         assert missing.unexpected_keys == []
         errors.append((twin(x)[0] - softmax(x)[0]).square().mean().sqrt().item())
     # √1024 times fewer; the expected ratio is 1/32, and chance moves it.
@@ -55,7 +55,7 @@ def test_the_number_of_features():
     for features in MAPS:
         attention = PerformerAttention(E, H, n_features=10, features=features)
         assert attention(inputs(3, dtype=torch.float32))[1].s.shape == (2, H, 10, E // H)
-        assert attention.omega.size(1) == (5 if features in ("hyperbolic", "trigonometric") else 10)
+        assert attention.feature_map.omega.size(1) == (5 if features in ("hyperbolic", "trigonometric") else 10)
 
 
 @pytest.mark.parametrize("features", LOG_SPACE)
@@ -103,13 +103,13 @@ def test_sums_have_at_least_float32(n: int, features: str):
 @pytest.mark.parametrize("cast", [torch.nn.Module.half, torch.nn.Module.bfloat16, lambda m: m.to(torch.float16)])
 def test_features_keep_float32(cast):
     attention = PerformerAttention(E, H)
-    before = attention.omega.clone()
+    before = attention.feature_map.omega.clone()
     cast(attention)
     assert attention.q_proj.weight.dtype != torch.float32
-    assert torch.equal(attention.omega, before)
+    assert torch.equal(attention.feature_map.omega, before)
     assert "omega" in attention.state_dict()
-    assert attention.double().omega.dtype == torch.float64
-    assert attention.half().omega.dtype == torch.float32
+    assert attention.double().feature_map.omega.dtype == torch.float64
+    assert attention.half().feature_map.omega.dtype == torch.float32
 
 
 @pytest.mark.parametrize("features", MAPS)
@@ -138,14 +138,14 @@ def test_a_donated_step_allocates_neither_sums_nor_directions(features: str):
 
 def test_redrawing_changes_the_features_in_place():
     attention = PerformerAttention(E, H)
-    omega, before = attention.omega, attention.omega.clone()
+    omega, before = attention.feature_map.omega, attention.feature_map.omega.clone()
     redraw(attention)
-    assert attention.omega is omega
+    assert attention.feature_map.omega is omega
     assert not torch.equal(omega, before)
     other = PerformerAttention(E, H)
     redraw(other)
-    assert torch.equal(other.omega, omega)
-    assert attention.draws.item() == 1
+    assert torch.equal(other.feature_map.omega, omega)
+    assert attention.feature_map.draws.item() == 1
 
 
 def test_a_forward_draws_nothing():
@@ -232,15 +232,15 @@ def test_eps_of_relu_features(scale: float, eps: float | None):
     attention = PerformerAttention(E, H, **options, eps=eps).double()
     x = inputs(9)
     q, k, v = attention.project(x)
-    q, k = ((scale * t @ attention.omega.mT).relu() + 1e-3 for t in (q, k))
+    q, k = ((scale * t @ attention.feature_map.omega.mT).relu() + 1e-3 for t in (q, k))
     weights = q @ k.mT
     y = (weights / weights.sum(-1, keepdim=True) @ v).transpose(1, 2).flatten(2)
     torch.testing.assert_close(attention(x)[0], attention.out_proj(y))
 
 
 def test_default_eps():
-    assert {PerformerAttention(E, H, features=features).eps for features in MAPS[:3]} == {0}
-    assert PerformerAttention(E, H, features="relu").eps == 1e-3
+    assert {PerformerAttention(E, H, features=features).feature_map.eps for features in MAPS[:3]} == {0}
+    assert PerformerAttention(E, H, features="relu").feature_map.eps == 1e-3
 
 
 # ------------------------------------------------------------------------------------------------------------- mistakes
@@ -286,4 +286,4 @@ def test_the_features_have_float32_in_a_module_made_of_fewer_bits():
     finally:
         torch.set_default_dtype(before)
     assert attention.q_proj.weight.dtype == torch.bfloat16
-    assert attention.omega.dtype == torch.float32
+    assert attention.feature_map.omega.dtype == torch.float32

@@ -15,7 +15,7 @@ from lit_effattn.attention import (
     WindowedLinearAttention,
     softmax,
 )
-from lit_effattn.attention.linear import EluFeatureMap
+from lit_effattn.attention.feature_maps import EluFeatureMap
 from lit_effattn.positions import RotaryPositions
 from tests.laws import definitions
 

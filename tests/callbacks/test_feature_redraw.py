@@ -29,7 +29,7 @@ class Estimator(Tiny):
     def _see(self, stage: str) -> None:
         step = self.trainer.global_step if stage == "train" else -1
         for layer in self.performers():
-            self.seen.append((step, stage, int(layer.draws), layer.omega.sum().item()))
+            self.seen.append((step, stage, int(layer.feature_map.draws), layer.feature_map.omega.sum().item()))
 
     def training_step(self, batch: Tensor) -> Tensor:
         self._see("train")
@@ -111,7 +111,7 @@ def test_what_is_drawn_follows_from_seed_step_and_place_alone(tmp_path: Path):
         model = Estimator()
         torch.manual_seed(noise)  # another process draws other dropout
         trainer(tmp_path, [FeatureRedraw(2, seed)], max_epochs=1).fit(model, loader(3), loader(1))
-        return [layer.omega for layer in model.performers()]
+        return [layer.feature_map.omega for layer in model.performers()]
 
     first, again, other = final(0, 1), final(0, 2), final(1, 1)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))

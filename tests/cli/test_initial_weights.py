@@ -15,7 +15,7 @@ from lit_effattn.attention import (
     SoftmaxAttention,
     TransformerXLAttention,
 )
-from lit_effattn.attention.linear import HedgehogFeatureMap
+from lit_effattn.attention.feature_maps import HedgehogFeatureMap
 from lit_effattn.cli.initial_weights import keep_fresh, remedy
 from lit_effattn.tasks import LanguageModel
 

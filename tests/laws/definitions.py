@@ -111,7 +111,7 @@ def epsilon(module) -> float:
 def performer(module, x: Tensor) -> Tensor:
     """φ(Q) φ(K)ᵀ V over its row sums, Choromanski et al. 2020, section 2.2, with the module's own random vectors."""
     q, k, v = queries_keys_values(module, x)
-    if module.features == "positive" and module.eps:
+    if module.feature_map.features == "positive" and module.feature_map.eps:
         n = x.size(1)
         seen = range(1, n + 1) if module.causal else [n] * n
         rows = [features_plus_eps(module, q[:, :, i : i + 1], k[:, :, :m]) for i, m in enumerate(seen)]
@@ -126,27 +126,27 @@ def features_plus_eps(module, q: Tensor, k: Tensor) -> Tensor:
 
     def scaled(x: Tensor, over: tuple[int, ...]) -> Tensor:
         x = x / module.head_dim**0.25
-        u = torch.einsum("bhnd,hfd->bhnf", x, module.omega)
-        return (u - (x * x).sum(-1, keepdim=True) / 2 - u.amax(over, keepdim=True)).exp() + module.eps
+        u = torch.einsum("bhnd,hfd->bhnf", x, module.feature_map.omega)
+        return (u - (x * x).sum(-1, keepdim=True) / 2 - u.amax(over, keepdim=True)).exp() + module.feature_map.eps
 
     return scaled(q, (-1,)) @ scaled(k, (-1, -2)).transpose(-1, -2)
 
 
 def random_features(module, x: Tensor) -> Tensor:
     """Lemma 1 and sections 2.2 and 2.3: (B, H, N, D) -> (B, H, N, F), but for a factor that all features share."""
-    if module.features == "relu":
-        u = torch.einsum("bhnd,hfd->bhnf", x, module.omega)
-        return torch.where(u > 0, u, 0) + module.eps
+    if module.feature_map.features == "relu":
+        u = torch.einsum("bhnd,hfd->bhnf", x, module.feature_map.omega)
+        return torch.where(u > 0, u, 0) + module.feature_map.eps
     x = x / module.head_dim**0.25
-    u = torch.einsum("bhnd,hfd->bhnf", x, module.omega)
+    u = torch.einsum("bhnd,hfd->bhnf", x, module.feature_map.omega)
     half = (x * x).sum(-1, keepdim=True) / 2
-    if module.features == "positive":
+    if module.feature_map.features == "positive":
         return (u - half).exp()
-    if module.features == "hyperbolic":
+    if module.feature_map.features == "hyperbolic":
         return torch.cat([(u - half).exp(), (-u - half).exp()], -1)
-    if module.features == "trigonometric":
+    if module.feature_map.features == "trigonometric":
         return half.exp() * torch.cat([u.sin(), u.cos()], -1)
-    raise NotImplementedError(f"write the definition of features={module.features!r} here")
+    raise NotImplementedError(f"write the definition of features={module.feature_map.features!r} here")
 
 
 def softmax_cross(module, x: Tensor, source: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ def linear_cross(module, x: Tensor, source: Tensor) -> Tensor:
 def performer_cross(module, x: Tensor, source: Tensor) -> Tensor:
     """Choromanski et al. 2020, section 2.2, of a source's keys and values, with the module's own random vectors."""
     q, k, v = queries_and_source(module, x, source)
-    if module.features == "positive" and module.eps:
+    if module.feature_map.features == "positive" and module.feature_map.eps:
         weights = features_plus_eps(module, q, k)  # (B, H, N, S)
     else:
         weights = random_features(module, q) @ random_features(module, k).transpose(-1, -2)

@@ -501,7 +501,7 @@ def test_cross_attentions_are_dealt_over_the_layers():
     crosses = [block.cross_attention for block in model.blocks]
     assert [type(c) for c in crosses] == [LinearCrossAttention, PerformerCrossAttention, LinearCrossAttention]
     assert [c.d_source for c in crosses] == [6, 6, 6]
-    assert crosses[1].n_features == 16
+    assert crosses[1].feature_map.n_features == 16
     assert Transformer(E, H, 1, cross_attention=LinearCrossAttention).blocks[0].cross_attention.d_source == E
 
 

@@ -28,8 +28,8 @@ from lit_effattn.attention import (
 )
 from lit_effattn.attention.cross import sources
 from lit_effattn.beam import beam_search
-from lit_effattn.generation import draw, generate, room_for
-from lit_effattn.sequence import SequenceModule, State, nbytes, reorder, select, tensors
+from lit_effattn.generation import draw, generate
+from lit_effattn.sequence import State, nbytes, reorder, select, tensors
 from lit_effattn.tasks import SequenceToSequence
 
 LINEAR, CACHED, RECOMPUTED = "linear, state", "softmax, key/value cache", "softmax, no cache"
@@ -152,124 +152,67 @@ def integrate(prefixes: Sequence[float], seconds: Sequence[float], length: int) 
     return float(np.interp(np.arange(1, length + 1), prefixes, seconds).sum())
 
 
-class Continued(SequenceModule):
-    """A backbone whose every stream begins after a prefix.
-
-    So `generate` can draw tokens deep in an image without drawing all before them. A prefix is computed once, for one
-    row, which `initial_state` copies. One module for all prefixes, so that it is compiled for all of them.
-
-    Args:
-        backbone: Computes the outputs.
-    """
-
-    def __init__(self, backbone: SequenceModule) -> None:
-        super().__init__()
-        self.d_input, self.d_model, self.causal = backbone.d_input, backbone.d_model, backbone.causal
-        self.backbone = backbone
-        self.state: State = None
-
-    @torch.no_grad()
-    def after(self, prefix: Tensor, max_len: int) -> State:
-        """Return the value of `state` to begin after `prefix` (1, P, d_input), P may be 0.
-
-        Args:
-            prefix: Embedded.
-            max_len: The most positions that will ever be fed, the prefix included.
-        """
-        state = self.backbone.initial_state(1, max_len=max_len)
-        return self.backbone(prefix, state)[1] if prefix.size(1) else state
-
-    def forward(self, x: Tensor, state: State = None, lengths: Tensor | None = None) -> tuple[Tensor, State]:
-        """See `SequenceModule.forward`."""
-        return self.backbone(x, state, lengths)
-
-    def initial_state(
-        self,
-        batch_size: int,
-        *,
-        max_len: int | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> State:
-        """Return copies of the state after the prefix, which already has its room."""
-        return select(self.state, torch.zeros(batch_size, dtype=torch.long))
-
-
 class _Methods:
     """The ways to draw images of one size, on models that are made once; each returns the seconds of a batch."""
 
     def __init__(self, length: int, size: Size, args: argparse.Namespace) -> None:
         self.length, self.size, self.args = length, size, args
-        self.models = {
-            LINEAR: build("linear", length, size, args.device).eval(),
-            CACHED: build("softmax", length, size, args.device).eval(),
-        }
-        self.tokens = random_levels(1, length, args.device)
-        self.window = min(WINDOW, length - WARM_UP)
+        linear, softmax = (build(kind, length, size, args.device).eval() for kind in ("linear", "softmax"))
+        self.models = {LINEAR: linear, CACHED: softmax}
         if args.compiled:
             self.models |= {compiled: self.models[method] for compiled, method in COMPILED.items()}
-        self.continued = {method: Continued(model.backbone) for method, model in self.models.items()}
-        starts = [] if args.windows is None else _evenly(0, length - WARM_UP - self.window, args.windows)
-        self.states = {method: [self._state(method, start) for start in starts] for method in self.models}
+        self.tokens = random_levels(1, length, args.device)
+        self.window = min(WINDOW, length - WARM_UP)
+        self.starts = [] if args.windows is None else _evenly(0, length - WARM_UP - self.window, args.windows)
+        self.prefixes = _evenly(1, length, args.prefixes)
 
-    def _state(self, method: str, start: int) -> State:
-        """Return the state of an image's first `start` tokens, with the room that it has there."""
-        end = start + WARM_UP + self.window
-        room = room_for(end, self.length + 1) if method in COMPILED else self.length + 1
-        return self.continued[method].after(self.models[method].embedding(self.tokens[:, :start]), room)
-
-    def state_bytes(self, method: str) -> int | str:
-        """Return the bytes of one image's state."""
-        if method not in self.models:
-            return "—"
-        return nbytes(self.models[method].backbone.initial_state(1, max_len=self.length + 1))
+    @torch.no_grad()
+    def after(self, method: str, start: int) -> State:
+        """Return the state after the first `start` tokens, with room for the whole image."""
+        model = self.models[method]
+        state = model.backbone.initial_state(1, max_len=self.length + 1)
+        return model.backbone(model.embedding(self.tokens[:, :start]), state)[1] if start else state
 
     def measures(self, batch_size: int) -> dict[str, Callable[[], float]]:
         """Return what measures each method once."""
-        drawn = self._whole if self.args.windows is None else self._windows
-        softmax, middle = self.models[CACHED], self.tokens[:, : (self.length + 1) // 2]
+        drawn = self._windows if self.starts else partial(self._draw, marks=[0, self.length])
         for method in (LINEAR, CACHED):  # the first calls are slow
-            self._draw(method, self.models[method].backbone, batch_size, [0, WARM_UP])
+            self._draw(method, batch_size, [0, WARM_UP])
         if self.args.compiled:
             for method in COMPILED:  # for each room by itself
                 drawn(method, batch_size)
-        _draw_one(softmax, middle.expand(min(ROWS, batch_size), -1))
+        _draw_one(self.models[CACHED], self.tokens[:, : (self.length + 1) // 2].expand(min(ROWS, batch_size), -1))
         measures = {method: partial(drawn, method, batch_size) for method in self.models}
-        return measures | {RECOMPUTED: partial(self._recomputed, softmax, batch_size)}
+        return measures | {RECOMPUTED: partial(self._recomputed, self.models[CACHED], batch_size)}
 
     def how(self, method: str) -> str:
         """Return how a method was measured."""
         if method == RECOMPUTED:
-            return f"integrated from {len(_evenly(1, self.length, self.args.prefixes))} prefixes"
-        return "whole run" if self.args.windows is None else f"integrated from {len(self.states[method])} windows"
-
-    def _whole(self, method: str, batch_size: int) -> float:
-        return self._draw(method, self.models[method].backbone, batch_size, [0, self.length])
+            return f"integrated from {len(self.prefixes)} prefixes"
+        return f"integrated from {len(self.starts)} windows" if self.starts else "whole run"
 
     def _windows(self, method: str, batch_size: int) -> float:
-        prefixes, costs, continued = [], [], self.continued[method]
-        for state in self.states[method]:
-            continued.state = state
-            seconds = self._draw(method, continued, batch_size, [WARM_UP, WARM_UP + self.window])
-            # (B,) positions, all equal, and the middle of the window after them
-            prefixes.append(int(state.length[0]) + WARM_UP + (self.window + 1) / 2)
-            costs.append(seconds / self.window)
-        return integrate(prefixes, costs, self.length)
+        marks = [WARM_UP, WARM_UP + self.window]
+        costs = [self._draw(method, batch_size, marks, start) / self.window for start in self.starts]
+        centres = [start + WARM_UP + (self.window + 1) / 2 for start in self.starts]
+        return integrate(centres, costs, self.length)
 
     def _recomputed(self, model: PixelModel, batch_size: int) -> float:
-        prefixes, costs = _evenly(1, self.length, self.args.prefixes), []
-        rows = min(ROWS, batch_size)
-        for prefix in prefixes:
+        costs, rows = [], min(ROWS, batch_size)
+        for prefix in self.prefixes:
             tokens = self.tokens[:, :prefix].repeat(rows, 1)  # (1, P) -> (B, P)
             costs.append(seconds_of(partial(_draw_one, model, tokens), self.args.device) * batch_size / rows)
-        return integrate(prefixes, costs, self.length)
+        return integrate(self.prefixes, costs, self.length)
 
-    def _draw(self, method: str, backbone: SequenceModule, batch_size: int, marks: list[int]) -> float:
-        """Return the seconds between the steps `marks` of drawing images, from one prompt token on."""
-        model, watch, compiled = self.models[method], Stopwatch(marks, self.args.device), method in COMPILED
+    def _draw(self, method: str, batch_size: int, marks: list[int], start: int = 0) -> float:
+        """Return the seconds between the steps `marks` of drawing images, from the token `start` on."""
+        model, watch = self.models[method], Stopwatch(marks, self.args.device)
         prompt = self.tokens[:, :1].repeat(batch_size, 1)  # (1, 1) -> (B, 1)
+        rows = torch.zeros(batch_size, dtype=torch.long, device=self.args.device)
+        state = select(self.after(method, start), rows) if start else None
         # All steps of an image, for the cache has to be as large as for the whole of it; the watch ends them.
-        generate(backbone, model.embedding, model.head, prompt, self.length, compile=compiled, progress=watch)
+        options = {"state": state, "compile": method in COMPILED, "progress": watch}
+        generate(model.backbone, model.embedding, model.head, prompt, self.length - start, **options)
         return watch.seconds
 
 
@@ -299,7 +242,7 @@ def _rows(methods: _Methods, batch_size: int, seconds: dict[str, Spread]) -> lis
             "images/s": own.map(lambda s: batch_size / s),
             "linear's images/s ÷ this": own / seconds[LINEAR],
             **({} if compiled is None else {"compiled linear's ÷ this": own / seconds[compiled]}),
-            "state, bytes": methods.state_bytes(method),
+            "state, bytes": nbytes(methods.after(method, 0)) if method in methods.models else "—",
             "the paper's": PAPER.get(length, {}).get(method, "—"),
         }
         for method, own in seconds.items()

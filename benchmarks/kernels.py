@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.measuring import MIB, add_options, at_least, is_written_in_python, look_inside, peak_bytes, timed
+from benchmarks.measuring import add_options, at_least, compared, is_written_in_python, look_inside, peak_bytes, timed
 from benchmarks.report import Report, Row
 from lit_effattn.differences import largest_relative_difference
 from lit_effattn.ops.favor import cpp_kernels as favor_cpp_kernels
@@ -42,7 +42,7 @@ NOTES = [
     "what a kernel in C++ takes for itself, some chunks and sums a thread.",
     "difference: the largest of outputs and gradients from the plain form's in float32, each relative to its norm.",
 ]
-FIGURES = ("ms", "time ÷ its products'", "time ÷ linear's", "peak, MiB", "peak ÷ linear's", "difference")
+FIGURES = ("ms", "time ÷ linear's", "peak, MiB", "peak ÷ linear's", "time ÷ its products'", "difference")
 
 
 class Form(NamedTuple):
@@ -209,15 +209,9 @@ def _rows(n: int, forms: Mapping[str, Form], args: argparse.Namespace) -> list[R
         seconds = timed(f"N {n}, {title}", {**calls, **products}, args, means=True)
         for name in forms:
             own = seconds.get(f"products of {name}")
-            figures = (
-                seconds[name].map(lambda s: 1000 * s),
-                "—" if own is None else seconds[name] / own,
-                seconds[name] / seconds["linear"],
-                peaks[name] / MIB,
-                peaks[name] / peaks["linear"],
-                differences.get(name, "—"),
-            )
-            rows.append({"N": n, "pass": title, "form": name, **dict(zip(FIGURES, figures, strict=True))})
+            row: Row = {"N": n, "pass": title, "form": name, **compared(name, seconds, peaks, "linear")}
+            row["time ÷ its products'"] = "—" if own is None else seconds[name] / own
+            rows.append(row | {"difference": differences.get(name, "—")})
     return rows
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.kernels import flash_linear_attention
-from benchmarks.measuring import LEAST, MIB, add_options, peak_bytes, timed
+from benchmarks.measuring import LEAST, add_options, compared, peak_bytes, timed
 from benchmarks.report import Report, Row
 from lit_effattn.attention import LinearAttention, LSHAttention, PerformerAttention, SoftmaxAttention
 from lit_effattn.attention.base import Attention
@@ -245,15 +245,9 @@ def _compared(
     for name in (OURS, *comparison.theirs):
         row: Row = {"N": n, "attention": title, "layer": name, **dict.fromkeys(FIGURES)}
         if name in calls:
-            figures = (
-                seconds[name].map(lambda s: 1000 * s),
-                seconds[name].map(lambda s: args.batch_size * n / s),
-                seconds[name] / seconds[OURS],
-                peaks[name] / MIB,
-                peaks[name] / peaks[OURS],
-                "—" if name == OURS else differences[name],
-            )
-            row |= dict(zip(FIGURES, figures, strict=True))
+            row |= compared(name, seconds, peaks, OURS)
+            row["tokens/s"] = seconds[name].map(lambda s: args.batch_size * n / s)
+            row["difference"] = "—" if name == OURS else differences[name]
         rows.append(row)
     return rows
 

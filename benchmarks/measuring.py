@@ -103,6 +103,16 @@ def timed(
     return {name: Spread(tuple(s)) for name, s in interleaved(title, measures, args.repeats).items()}
 
 
+def compared(name: str, seconds: Mapping[str, Spread], peaks: Mapping[str, int], first: str) -> dict[str, Any]:
+    """Return the figures of one of several ways, time and memory, and their ratios to those of `first`."""
+    return {
+        "ms": seconds[name].map(lambda s: 1000 * s),
+        f"time ÷ {first}'s": seconds[name] / seconds[first],
+        "peak, MiB": peaks[name] / MIB,
+        f"peak ÷ {first}'s": peaks[name] / peaks[first],
+    }
+
+
 def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
     """Return the most bytes of tensors alive at once in `function`, above those alive before it.
 

@@ -17,6 +17,7 @@ import torch
 from benchmarks.measuring import Spread
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Value = str | int | float | Spread | None
@@ -75,6 +76,35 @@ def cell(value: Value) -> str:
     if isinstance(value, Spread):
         return f"{_number(value.median)} ({_number(min(value.samples))}–{_number(max(value.samples))})"
     return value if isinstance(value, str) else _number(value)
+
+
+def plot_spreads(
+    figure: Figure, panels: Mapping[str, Mapping[tuple[str, str], Mapping[int, Spread]]], label: str, **options: Any
+) -> list[Axes]:
+    """Draw median, minimum and maximum against the number of features, a panel for each title.
+
+    Args:
+        figure: What is drawn into.
+        panels: By title, then (features, directions), then the number of features.
+        label: Of the vertical axis.
+        options: Of `Figure.subplots`.
+    """
+    figure.set_size_inches(5 * len(panels), 4.5)
+    row = list(figure.subplots(1, len(panels), squeeze=False, **options)[0])
+    colors: dict[str, str] = {}
+    for axes, (title, lines) in zip(row, panels.items(), strict=True):
+        for (name, directions), spreads in lines.items():
+            color = colors.setdefault(name, f"C{len(colors)}")
+            style = "o-" if directions == "orthogonal" else "o--"
+            medians = [spread.median for spread in spreads.values()]
+            low, high = ([end(spread.samples) for spread in spreads.values()] for end in (min, max))
+            axes.plot(list(spreads), medians, style, color=color, label=f"{name}, {directions}")
+            axes.fill_between(list(spreads), low, high, color=color, alpha=0.12, linewidth=0)
+        axes.set_xscale("log", base=2)
+        axes.set(xlabel="features F", title=title)
+    row[0].set_ylabel(label)
+    row[0].legend(title="median; band: min to max", fontsize="small")
+    return row
 
 
 def _number(x: float) -> str:

@@ -10,7 +10,6 @@ import lzma
 import math
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,19 +17,15 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from benchmarks.experiments.text import Trained, class_of, load, read_documents
+from benchmarks.experiments.text import read_documents
 from benchmarks.measuring import Spread
-from benchmarks.models import quiet_trainer
 from benchmarks.report import Report, Row
-from lit_effattn import PixelModel
-from lit_effattn.callbacks import MemoryCarry
-from lit_effattn.datamodules import PixelSequences, TextStream
+from lit_effattn.datamodules import PixelSequences
 
 CODERS: dict[str, dict[str, Any]] = {
     "PNG": {"format": "PNG", "optimize": True},
     "WebP, lossless": {"format": "WEBP", "lossless": True, "quality": 100, "method": 6},
 }
-
 IMAGES, TEXTS = ("photos", "digits", "fashion_mnist"), ("stdlib",)
 
 
@@ -46,60 +41,37 @@ COMPRESSORS = {
     "bzip2 -9": Compressor(partial(bz2.compress, compresslevel=9), bz2.decompress),
     "xz -9": Compressor(partial(lzma.compress, preset=9), lzma.decompress),
 }
-
-IMAGE_NOTES = [
-    "bits/dim: 8 · bytes / (H W C), or the mean of −log2 p; over the test split of `PixelSequences`. Per image: median "
-    "(min–max) over its images.",
+NOTES = [
+    "Images: the test split of `PixelSequences`. bits/dim: 8 · bytes / (H W C), or the mean of −log2 p. Per image: "
+    "median (min–max) over its images.",
     "a file each: headers are included, and weigh much in images so small. One grid: all images side by side in one "
     "file, in shuffled order, so that a coder gains nothing from neighbours that a model does not see; it loses a "
     "little at the seams.",
-    "Digits are coded as 8-bit grey, their 17 levels spread over 0 … 255.",
-    "Statistics are counted on the training split, with one added to every count.",
-]
-
-
-TEXT_NOTES = [
-    "bits/byte: 8 · bytes / bytes of the text, or the mean of −log2 p. Text: the test split of `TextStream`, its files "
-    "laid end to end and compressed as one.",
-    "A model is tested as `lit-effattn test` does, on the streams that it was trained with; its memory is carried from "
-    "segment to segment if it was in training. Its own size is not counted.",
+    "Digits are coded as 8-bit grey, their 17 levels spread over 0 … 255. Statistics are counted on the training split "
+    "with one added to every count.",
+    "Text: the test split of `TextStream`, its files end to end and compressed as one. bits/byte: 8 · bytes / bytes of "
+    "the text.",
 ]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--datasets", nargs="+", choices=IMAGES + TEXTS, default=list(IMAGES[:2]), help="default: photos digits"
-    )
-    parser.add_argument("--ckpt_path", type=Path, nargs="+", default=[], help="checkpoints of models to score as well")
+    choices = IMAGES + TEXTS
+    parser.add_argument("--datasets", nargs="+", choices=choices, default=list(IMAGES[:2]), help="default: %(default)s")
 
 
 def run(args: argparse.Namespace) -> Report:
-    images = {name: PixelSequences(name) for name in args.datasets if name in IMAGES}
-    texts = {name: _text(name) for name in args.datasets if name in TEXTS}
-    written = {path: load(path, args.device) for path in args.ckpt_path if class_of(path) == "LanguageModel"}
-    drawn = {path: _load(path, images, args.device) for path in args.ckpt_path if path not in written}
-    for path, trained in written.items():
-        _check_text(path, trained, texts)
     rows: list[Row] = []
-    for name, data in images.items():
+    for name in args.datasets:
+        if name in TEXTS:
+            rows += _compressors(name, _text(name))
+            continue
+        data = PixelSequences(name)
         data.prepare_data()
         data.setup("fit")
         data.setup("test")
         rows += _coders(name, data) + _statistics(name, data)
-        rows += [_model_row(name, path, model, data) for path, model in drawn.items() if _fits(model, data)]
-    for name, text in texts.items():
-        rows += _compressors(name, text)
-        rows += [
-            _text_model_row(name, path, t, text, args.device) for path, t in written.items() if _is_of(t, name, text)
-        ]
-    notes = (IMAGE_NOTES if images else []) + (TEXT_NOTES if texts else [])
-    return Report("compression", _with_all_columns(rows), notes)
-
-
-def _with_all_columns(rows: list[Row]) -> list[Row]:
-    """Give images and text one table."""
-    columns = dict.fromkeys(column for row in rows for column in row)
-    return [{column: row.get(column, "—") for column in columns} for row in rows]
+    columns = dict.fromkeys(column for row in rows for column in row)  # images and text share one table
+    return Report("compression", [{column: row.get(column, "—") for column in columns} for row in rows], NOTES)
 
 
 # ------------------------------------------------------------------------------------------------------- image coders
@@ -141,6 +113,25 @@ def _coders(name: str, data: PixelSequences) -> list[Row]:
     return rows
 
 
+def split(data: PixelSequences, name: str) -> Tensor:
+    """Return all levels of a split, (n, H · W · C) of uint8."""
+    images = data.splits[name]
+    return images[list(range(len(images)))]
+
+
+def _row(name: str, coder: str, data: PixelSequences, bits: Tensor, n_bytes: int | None = None) -> Row:
+    """Make a row from the bits/dim of each image, (n,), or of all of them, (1,)."""
+    mean = float(bits.double().mean())
+    return {
+        "data": f"{name}, {len(data.splits['test'])} images",
+        "coder": coder,
+        "bytes": "—" if n_bytes is None else n_bytes,
+        "bits/dim": mean,
+        "per image": Spread(tuple(bits.tolist())) if len(bits) > 1 else "—",
+        "÷ uniform": mean / math.log2(data.n_levels),
+    }
+
+
 # --------------------------------------------------------------------------------------------------------- statistics
 
 
@@ -172,8 +163,7 @@ def _context_bits(train_context: Tensor, train: Tensor, context: Tensor, test: T
 
 def _statistics(name: str, data: PixelSequences) -> list[Row]:
     train, test = split(data, "train").long(), split(data, "test").long()
-    uniform = torch.full((len(test),), math.log2(data.n_levels))
-    rows = [_row(name, "uniform", data, uniform)]
+    rows = [_row(name, "uniform", data, torch.full((len(test),), math.log2(data.n_levels)))]
     height, width, channels = data.image_shape
     if channels > 1:
         return rows  # with 256 levels a table of contexts has more entries than there are training pixels
@@ -181,49 +171,6 @@ def _statistics(name: str, data: PixelSequences) -> list[Row]:
     train, test = (levels.view(-1, height, width) for levels in (train, test))  # (n, H · W) -> (n, H, W)
     rows.append(_row(name, "table of left and upper pixel", data, neighbour_bits(train, test, data.n_levels)))
     return rows
-
-
-# -------------------------------------------------------------------------------------------------------------- models
-
-
-def _fits(model: PixelModel, data: PixelSequences) -> bool:
-    return (model.image_shape, model.n_levels) == (data.image_shape, data.n_levels)
-
-
-def _load(path: Path, sets: dict[str, PixelSequences], device: torch.device) -> PixelModel:
-    model = PixelModel.load_from_checkpoint(path, map_location=device, weights_only=True).eval()
-    if not any(_fits(model, data) for data in sets.values()):
-        raise ValueError(
-            f"ckpt_path={path}: a model of {model.image_shape} images at {model.n_levels} levels, which none of "
-            f"datasets={list(sets)} has"
-        )
-    return model
-
-
-@torch.no_grad()
-def _model_row(name: str, path: Path, model: PixelModel, data: PixelSequences) -> Row:
-    bits = torch.cat([model(batch.to(model.device)).cpu() for batch in split(data, "test").split(32)])
-    first = "" if model.score_first else ", without the first dimension"
-    return _row(name, f"model {path}{first}", data, bits)
-
-
-def split(data: PixelSequences, name: str) -> Tensor:
-    """Return all levels of a split, (n, H · W · C) of uint8."""
-    images = data.splits[name]
-    return images[list(range(len(images)))]
-
-
-def _row(name: str, coder: str, data: PixelSequences, bits: Tensor, n_bytes: int | None = None) -> Row:
-    """Make a row from the bits/dim of each image, (n,), or of all of them, (1,)."""
-    mean = float(bits.double().mean())
-    return {
-        "data": f"{name}, {len(data.splits['test'])} images",
-        "coder": coder,
-        "bytes": "—" if n_bytes is None else n_bytes,
-        "bits/dim": mean,
-        "per image": Spread(tuple(bits.tolist())) if len(bits) > 1 else "—",
-        "÷ uniform": mean / math.log2(data.n_levels),
-    }
 
 
 # ---------------------------------------------------------------------------------------------------------------- text
@@ -247,43 +194,14 @@ def _text(source: str) -> bytes:
 
 
 def _compressors(name: str, text: bytes) -> list[Row]:
-    rows = []
-    for coder, compressor in COMPRESSORS.items():
-        size = compressed_size(text, compressor)
-        rows.append(_text_row(name, coder, text, 8 * size / len(text), size))
-    return rows
-
-
-def _is_of(trained: Trained, name: str, text: bytes) -> bool:
-    if trained.data["source"] != name or trained.model.unit != "byte":
-        return False
-    data = TextStream(**trained.data)
-    data.prepare_data()
-    return data.n_bytes["test"] == len(text)
-
-
-def _check_text(path: Path, trained: Trained, texts: dict[str, bytes]) -> None:
-    if not any(_is_of(trained, name, text) for name, text in texts.items()):
-        options = ", ".join(f"{name}={value!r}" for name, value in trained.data.items() if value is not None)
-        raise ValueError(
-            f"ckpt_path={path}: a model of the {trained.model.unit}s of {options}; datasets={list(texts)} has no such "
-            "text, all of it in bytes"
-        )
-
-
-def _text_model_row(name: str, path: Path, trained: Trained, text: bytes, device: torch.device) -> Row:
-    callbacks = [MemoryCarry()] if trained.carried else []
-    trainer = quiet_trainer(device, callbacks=callbacks)
-    (result,) = trainer.test(trained.model, TextStream(**trained.data).test_dataloader(), verbose=False)
-    memory = "memory carried" if trained.carried else "no memory"
-    return _text_row(name, f"model {path}, {memory}", text, result["test/bits_per_byte"])
-
-
-def _text_row(name: str, coder: str, text: bytes, bits: float, n_bytes: int | None = None) -> Row:
-    return {
-        "data": f"{name}, {len(text):,} bytes",
-        "coder": coder,
-        "bytes": "—" if n_bytes is None else n_bytes,
-        "bits/byte": bits,
-        "÷ uniform": bits / 8,
-    }
+    sizes = {coder: compressed_size(text, compressor) for coder, compressor in COMPRESSORS.items()}
+    return [
+        {
+            "data": f"{name}, {len(text):,} bytes",
+            "coder": coder,
+            "bytes": size,
+            "bits/byte": 8 * size / len(text),
+            "÷ uniform": size / len(text),
+        }
+        for coder, size in sizes.items()
+    ]

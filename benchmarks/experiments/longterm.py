@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.experiments.text import class_of, read_documents
-from benchmarks.measuring import at_least
+from benchmarks.experiments.text import load, read_documents
+from benchmarks.measuring import add_options, at_least
 from benchmarks.report import Report, Row
 from lit_effattn.attention import InfiniteAttention
-from lit_effattn.checkpoints import read_checkpoint
 from lit_effattn.datamodules import SortingTask
 from lit_effattn.sequence import State
 from lit_effattn.tasks import LanguageModel
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _GRID = 1000  # times of [0, 1], as far apart as the narrowest density is wide
@@ -50,42 +48,23 @@ class Reading(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--ckpt_path", type=Path, required=True, help="checkpoint of an ∞-former on a TextStream or SortingTask"
-    )
-    parser.add_argument(
-        "--tokens",
-        type=at_least(1),
-        default=4096,
-        help="how many of a text are read; a sorting task's are read to the last answer; default: %(default)s",
-    )
-    parser.add_argument(
-        "--positions",
-        type=at_least(1),
-        help="how many positions, the last, the densities are of; default: as many as are written at once",
-    )
+    about = "checkpoint of an ∞-former on a TextStream or SortingTask"
+    parser.add_argument("--ckpt_path", type=Path, required=True, help=about)
+    add_options(parser, tokens=(4096, "how many of a text are read; a sorting task's are read to the last answer"))
+    about = "how many positions, the last, the densities are of; default: as many as are written at once"
+    parser.add_argument("--positions", type=at_least(1), help=about)
 
 
 @torch.no_grad()
 def run(args: argparse.Namespace) -> Report:
-    model, data = _load(args.ckpt_path, args.device)
+    model, data = load(args.ckpt_path, args.device, "source", "n_types")
+    if not _memories(model):
+        raise ValueError(f"ckpt_path={args.ckpt_path}: no layer has a long-term memory; InfiniteAttention has")
     tokens = _stream(data, args.tokens)
     readings = read(model, tokens.to(args.device), args.positions)
     stream = f"{len(tokens):,} tokens of the test data of {args.ckpt_path}."
     rows = [row for reading in readings for row in _rows(reading)]
     return Report("longterm", rows, [*NOTES, stream], partial(_plot, readings))
-
-
-def _load(path: Path, device: torch.device) -> tuple[LanguageModel, dict[str, Any]]:
-    data = read_checkpoint(path).get("datamodule_hyper_parameters", {})
-    if class_of(path) != "LanguageModel" or not {"source", "n_types"} & data.keys():
-        raise ValueError(
-            f"ckpt_path={path}: it is not of a LanguageModel that was trained on a TextStream or SortingTask"
-        )
-    model = LanguageModel.load_from_checkpoint(path, map_location=device, weights_only=True).eval()
-    if not _memories(model):
-        raise ValueError(f"ckpt_path={path}: no layer has a long-term memory; choose a model of InfiniteAttention")
-    return model, data
 
 
 def _memories(model: LanguageModel) -> dict[str, InfiniteAttention]:
@@ -204,31 +183,21 @@ def _rows(reading: Reading) -> list[Row]:
 
 def _plot(readings: list[Reading], figure: Figure) -> None:
     figure.set_size_inches(10, 0.6 + 2.2 * len(readings))
-    axes = figure.subplots(len(readings), 2, squeeze=False, sharex=True)
-    for (left, right), reading in zip(axes, readings, strict=True):
-        _plot_density(left, reading)
-        _plot_update(right, reading)
-    axes[0, 0].set_title("density of attention")
-    axes[0, 1].set_title("signal, before and after an update")
-    axes[-1, 0].set_xlabel("t")
-    axes[-1, 1].set_xlabel("t")
-    axes[0, 0].legend(fontsize="small")
-    axes[0, 1].legend(fontsize="small")
-
-
-def _plot_density(axes: Axes, reading: Reading) -> None:
+    panels = figure.subplots(len(readings), 2, squeeze=False, sharex=True)
     times = (torch.arange(_GRID) + 0.5) / _GRID
-    for head, density in enumerate(reading.density.cpu()):
-        axes.plot(times, density, label=f"head {head}")
-    axes.axvline(reading.attention.tau, color="grey", linestyle=":")
-    axes.set_ylabel(reading.layer, fontsize="small")
-    axes.set_xlim(0, 1)
-
-
-def _plot_update(axes: Axes, reading: Reading) -> None:
-    number = int(reading.before.var(0).argmax())
-    new = (torch.arange(len(reading.before)) + 0.5) / len(reading.before) * reading.attention.tau
-    axes.plot((torch.arange(_GRID) + 0.5) / _GRID, reading.signal[:, number].cpu(), label="after")
-    axes.plot(new, reading.before[:, number].cpu(), "k--", linewidth=1, label="before, moved to [0, τ]")
-    axes.axvline(reading.attention.tau, color="grey", linestyle=":")
-    axes.set_ylabel(f"number {number}", fontsize="small")
+    for (left, right), reading in zip(panels, readings, strict=True):
+        for head, density in enumerate(reading.density.cpu()):
+            left.plot(times, density, label=f"head {head}")
+        left.set_ylabel(reading.layer, fontsize="small")
+        left.set_xlim(0, 1)
+        number = int(reading.before.var(0).argmax())
+        new = (torch.arange(len(reading.before)) + 0.5) / len(reading.before) * reading.attention.tau
+        right.plot(times, reading.signal[:, number].cpu(), label="after")
+        right.plot(new, reading.before[:, number].cpu(), "k--", linewidth=1, label="before, moved to [0, τ]")
+        right.set_ylabel(f"number {number}", fontsize="small")
+        for axes in (left, right):
+            axes.axvline(reading.attention.tau, color="grey", linestyle=":")
+    for column, title in enumerate(("density of attention", "signal, before and after an update")):
+        panels[0, column].set_title(title)
+        panels[0, column].legend(fontsize="small")
+        panels[-1, column].set_xlabel("t")

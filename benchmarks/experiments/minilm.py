@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, normalize
 
-from benchmarks.measuring import Spread, at_least
-from benchmarks.report import Report, Row
+from benchmarks.experiments.swap import replace_attention
+from benchmarks.measuring import Spread, add_options
+from benchmarks.report import Report, Row, plot_spreads
 from lit_effattn import Transformer
 from lit_effattn.attention import PerformerAttention, SoftmaxAttention
 from lit_effattn.attention.random_features import Features
@@ -33,7 +34,6 @@ EQUAL = 1e-5
 """Largest difference between our sentence vectors of length 1 and the original's, in float32."""
 
 DIRECTIONS = {"orthogonal": True, "iid": False}
-COLORS = {"positive": "C0", "hyperbolic": "C2", "trigonometric": "C3", "relu": "C4"}
 
 OUTSIDE = {
     "embeddings.word_embeddings.weight": "embedding.weight",
@@ -67,23 +67,13 @@ NOTES = [
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", type=Path, required=True, help="folder with config.json, model.safetensors and tokenizer.json"
-    )
-    parser.add_argument(
-        "--n_features",
-        type=at_least(2),
-        nargs="+",
-        default=[16, 32, 64, 128, 256, 512, 1024],
-        help="default: %(default)s",
-    )
-    parser.add_argument(
-        "--features", choices=get_args(Features), nargs="+", default=["positive"], help="default: %(default)s"
-    )
-    parser.add_argument("--draws", type=at_least(1), default=3, help="of the features; default: %(default)s")
-    parser.add_argument("--sentences", type=at_least(2), default=200, help="number; default: %(default)s")
-    parser.add_argument("--passages", type=at_least(2), default=32, help="number; default: %(default)s")
-    parser.add_argument("--most_tokens", type=at_least(3), default=256, help="of a text; default: %(default)s")
+    about = "folder with config.json, model.safetensors and tokenizer.json"
+    parser.add_argument("--model", type=Path, required=True, help=about)
+    kinds = get_args(Features)
+    parser.add_argument("--features", choices=kinds, nargs="+", default=["positive"], help="default: %(default)s")
+    add_options(parser, 2, n_features=[16, 32, 64, 128, 256, 512, 1024], sentences=200, passages=32)
+    add_options(parser, draws=(3, "of the features"))
+    add_options(parser, 3, most_tokens=(256, "of a text"))
 
 
 class Batch(NamedTuple):
@@ -104,7 +94,8 @@ def run(args: argparse.Namespace) -> Report:
     exact = {name: vectors(encoder, batch) for name, batch in sets.items()}
     original = Original(args.model).to(args.device)
     notes = [*NOTES, *(_checked(name, sets[name], exact[name], original) for name in sets)]
-    rows, lines = [], {}
+    rows: list[Row] = []
+    panels: dict[str, dict[tuple[str, str], dict[int, Spread]]] = {name: {} for name in sets}
     for features in args.features:
         for directions, orthogonal in DIRECTIONS.items():
             for n in sorted(args.n_features):
@@ -112,14 +103,27 @@ def run(args: argparse.Namespace) -> Report:
                 found: dict[str, list[Tensor]] = {name: [] for name in sets}
                 for seed in range(args.draws):
                     torch.manual_seed(seed)
-                    swap(encoder, partial(PerformerAttention, **options))
+                    replace_attention(encoder.backbone, partial(PerformerAttention, **options))
                     for name, batch in sets.items():
                         found[name].append(vectors(encoder, batch))
                 for name, estimates in found.items():
-                    rows.append(_row(name, features, directions, n, exact[name], estimates))
-                    lines[name, features, directions, n] = rows[-1]["cosine"]
-    rows.sort(key=lambda row: list(sets).index(row["texts"]))
-    return Report("minilm", rows, notes, partial(_plot, lines=lines, exact=exact, draws=args.draws))
+                    cosines = [cosine_similarity(exact[name], x) for x in estimates]
+                    mean = Spread(tuple(c.mean().item() for c in cosines))
+                    panels[name].setdefault((features, directions), {})[n] = mean
+                    same = [(_neighbours(x) == _neighbours(exact[name])).float().mean().item() for x in estimates]
+                    rows.append(
+                        {
+                            "texts": name,
+                            "features": features,
+                            "ω": directions,
+                            "F": n,
+                            "cosine": mean,
+                            "worst text in 20": Spread(tuple(c.quantile(0.05).item() for c in cosines)),
+                            "same neighbour": Spread(tuple(same)),
+                        }
+                    )
+    rows.sort(key=lambda row: list(sets).index(str(row["texts"])))
+    return Report("minilm", rows, notes, partial(_plot, panels, exact))
 
 
 # -------------------------------------------------------------------------------------------------------- the encoder
@@ -192,17 +196,6 @@ def name_map(n_layers: int) -> Iterator[tuple[str, str]]:
             yield theirs, ours
         else:
             yield from ((f"{theirs}.{kind}", f"{ours}.{kind}") for kind in ("weight", "bias"))
-
-
-def swap(encoder: SentenceEncoder, kind: Any) -> None:
-    """Replace the attention of every layer by another with the same projections."""
-    for block in encoder.backbone.blocks:
-        old: Any = block.attention
-        new = kind(old.d_model, old.n_heads, old.causal).to(old.q_proj.weight)
-        projections = {name: t for name, t in old.state_dict().items() if "_proj." in name}
-        assert {name for name, _ in new.named_parameters()} == projections.keys()
-        new.load_state_dict(projections, strict=False)  # all but the features, which it has just drawn
-        block.attention = new.eval()
 
 
 @torch.no_grad()
@@ -292,40 +285,13 @@ def _of_strangers(x: Tensor) -> float:
     return ((x @ x.T).sum().item() - n) / (n * (n - 1))
 
 
-def _row(name: str, features: str, directions: str, n: int, exact: Tensor, estimates: list[Tensor]) -> Row:
-    cosines = [cosine_similarity(exact, x) for x in estimates]
-    neighbours = _neighbours(exact)
-    return {
-        "texts": name,
-        "features": features,
-        "ω": directions,
-        "F": n,
-        "cosine": Spread(tuple(c.mean().item() for c in cosines)),
-        "worst text in 20": Spread(tuple(c.quantile(0.05).item() for c in cosines)),
-        "same neighbour": Spread(tuple((_neighbours(x) == neighbours).float().mean().item() for x in estimates)),
-    }
-
-
 def _neighbours(x: Tensor) -> Tensor:
     return (x @ x.T).fill_diagonal_(-torch.inf).argmax(-1)  # (B, E) -> (B,)
 
 
-def _plot(figure: Figure, lines: dict[tuple[str, str, str, int], Spread], exact: dict[str, Tensor], draws: int) -> None:
-    figure.set_size_inches(5 * len(exact), 4.5)
-    panels = figure.subplots(1, len(exact), squeeze=False, sharey=True)[0]
-    for axes, name in zip(panels, exact, strict=True):
-        for features, directions in dict.fromkeys(key[1:3] for key in lines):
-            spreads = {key[3]: s for key, s in lines.items() if key[:3] == (name, features, directions)}
-            style = "o-" if directions == "orthogonal" else "o--"
-            medians = [spread.median for spread in spreads.values()]
-            low, high = ([end(spread.samples) for spread in spreads.values()] for end in (min, max))
-            axes.plot(list(spreads), medians, style, color=COLORS[features], label=f"{features}, {directions}")
-            axes.fill_between(list(spreads), low, high, color=COLORS[features], alpha=0.12, linewidth=0)
-        axes.axhline(_of_strangers(exact[name]), color="gray", linestyle=":", label="two different texts")
-        axes.set_xscale("log", base=2)
-        axes.set_xlabel("features F")
-        axes.set_title(f"{len(exact[name])} {name}", fontsize="medium")
+def _plot(panels: Any, exact: dict[str, Tensor], figure: Figure) -> None:
+    titled = {f"{len(exact[name])} {name}": lines for name, lines in panels.items()}
+    for axes, name in zip(plot_spreads(figure, titled, "cosine to softmax attention", sharey=True), exact, strict=True):
+        axes.axhline(_of_strangers(exact[name]), color="gray", linestyle=":")
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("cosine to the vector of softmax attention")
-    panels[0].legend(title="median; band: min to max", fontsize="small")
-    figure.suptitle(f"MiniLM with Performer's attention, nothing trained, {draws} draws")
+    figure.suptitle("MiniLM with Performer's attention, nothing trained; dotted: two different texts")

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.experiments.text import Trained, load, read_documents
-from benchmarks.measuring import at_least
+from benchmarks.experiments.text import load, read_documents
+from benchmarks.measuring import add_options, at_least
 from benchmarks.report import Report, Row
 from lit_effattn.datamodules import TextStream, TokenBatch
 from lit_effattn.tasks import LanguageModel
@@ -31,41 +31,36 @@ NOTES = [
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--ckpt_path", type=Path, nargs="+", required=True, help="checkpoints of language models: the group"
-    )
-    parser.add_argument(
-        "--lengths",
-        type=at_least(1),
-        nargs="+",
-        default=list(range(100, 1001, 100)),
-        help="contexts c, each one's c' being the next; the paper has them 100 apart; default: %(default)s",
-    )
-    parser.add_argument(
-        "--ratios", type=_share, nargs="+", default=[0.1, 0.5, 1.0], help="shares r; default: %(default)s"
-    )
-    parser.add_argument(
-        "--positions", type=at_least(2), default=1000, help="how many of the test text, drawn; default: %(default)s"
-    )
+    about = "checkpoints of language models: the group"
+    parser.add_argument("--ckpt_path", type=Path, nargs="+", required=True, help=about)
+    about = "contexts c, each one's c' being the next; the paper has them 100 apart"
+    add_options(parser, lengths=(list(range(100, 1001, 100)), about), batch_size=(64, "positions at once"))
+    add_options(parser, 2, positions=(1000, "how many of the test text, drawn"))
+    about = "shares r; default: %(default)s"
+    parser.add_argument("--ratios", type=_share, nargs="+", default=[0.1, 0.5, 1.0], help=about)
     parser.add_argument("--threshold", type=_share, default=0.01, help="least gain that counts; default: %(default)s")
-    parser.add_argument(
-        "--segment_len", type=at_least(1), help="tokens read at once; default: as in each one's evaluation"
-    )
-    parser.add_argument("--batch_size", type=at_least(1), default=64, help="positions at once; default: %(default)s")
+    about = "tokens read at once; default: as in each one's evaluation"
+    parser.add_argument("--segment_len", type=at_least(1), help=about)
 
 
 def run(args: argparse.Namespace) -> Report:
     contexts = sorted(set(args.lengths))
     if len(contexts) < 2:
         raise ValueError(f"lengths={args.lengths}: a gain is one of a context over a shorter one; name two or more")
-    group = {str(path): load(path, args.device) for path in args.ckpt_path}
-    data = next(iter(group.values())).data
-    _check_tokens(group, TextStream(**data))
+    group = {str(path): load(path, args.device, "source") for path in args.ckpt_path}
+    data = next(iter(group.values()))[1]
+    tokenizer = TextStream(**data).tokenizer
+    for path, (model, _) in group.items():
+        if model.tokenizer != tokenizer:
+            raise ValueError(
+                f"ckpt_path={path}: its tokens are not those of the first checkpoint's text, so that their losses do "
+                "not compare; choose models of one vocabulary"
+            )
     tokens, positions = _drawn(read_documents(data), contexts[-1], args.positions)
     of_each = []
-    for trained in group.values():
-        segment_len = args.segment_len or trained.data["eval_segment_len"] or trained.data["segment_len"]
-        of_each.append(losses(trained.model, tokens, positions, contexts, segment_len, args.batch_size))
+    for model, own in group.values():
+        segment_len = args.segment_len or own["eval_segment_len"] or own["segment_len"]
+        of_each.append(losses(model, tokens, positions, contexts, segment_len, args.batch_size))
     rows = _rows(list(group), torch.stack(of_each), contexts, args.ratios, args.threshold)
     drawn = f"{len(positions):,} positions of the test text of source {data['source']}, the same for all."
     return Report("recl", rows, [*NOTES, drawn])
@@ -173,31 +168,11 @@ def _rows(
         for i, name in enumerate(names):
             found = effective_length(gain[i].tolist(), contexts, threshold)
             bound = {contexts[0]: "≤ ", contexts[-1]: "≥ "}.get(found, "")
-            rows.append(
-                {
-                    "model": name,
-                    "r": ratio,
-                    "RECL": f"{bound}{found}",
-                    **{
-                        f"gain {c} → {longer}, %": f"{100 * g:.2f} ± {100 * e:.2f}"
-                        for (c, longer), g, e in zip(
-                            pairwise(contexts), gain[i].tolist(), error[i].tolist(), strict=True
-                        )
-                    },
-                    f"nats, c {contexts[0]}": float(means[i, 0]),
-                    f"nats, c {contexts[-1]}": float(means[i, -1]),
-                }
-            )
+            row: Row = {"model": name, "r": ratio, "RECL": f"{bound}{found}"}
+            for (c, longer), g, e in zip(pairwise(contexts), gain[i].tolist(), error[i].tolist(), strict=True):
+                row[f"gain {c} → {longer}, %"] = f"{100 * g:.2f} ± {100 * e:.2f}"
+            rows.append(row | {f"nats, c {contexts[j]}": float(means[i, j]) for j in (0, -1)})
     return rows
-
-
-def _check_tokens(group: dict[str, Trained], data: TextStream) -> None:
-    for path, trained in group.items():
-        if trained.model.tokenizer != data.tokenizer:
-            raise ValueError(
-                f"ckpt_path={path}: its tokens are not those of the first checkpoint's text, so that their losses do "
-                "not compare; choose models of one vocabulary"
-            )
 
 
 def _share(text: str) -> float:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.measuring import at_least
+from benchmarks.measuring import add_options, at_least
 from benchmarks.models import quiet_trainer
 from benchmarks.report import Report, Row
 from lit_effattn import PixelModel
@@ -28,18 +29,12 @@ NOTES = [
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--ckpt_path", default=None, help="a PixelModel with softmax attention; default: best of runs/digits_softmax"
-    )
-    parser.add_argument(
-        "--n_features", type=at_least(1), nargs="+", default=[32, 112, 256], help="default: %(default)s"
-    )
-    parser.add_argument("--epochs", type=at_least(1), nargs="+", default=[1, 5], help="default: %(default)s")
+    about = "a PixelModel with softmax attention; default: best of runs/digits_softmax"
+    parser.add_argument("--ckpt_path", help=about)
+    add_options(parser, n_features=[32, 112, 256], epochs=[1, 5], seeds=(3, "draws of the features"))
     parser.add_argument("--lr", type=float, default=3e-4, help="of the fine-tuning; default: %(default)s")
-    parser.add_argument(
-        "--redraw_every", type=at_least(1), default=None, help="steps from one redraw to the next; default: none"
-    )
-    parser.add_argument("--seeds", type=at_least(1), default=3, help="draws of the features; default: %(default)s")
+    about = "steps from one redraw to the next; default: none"
+    parser.add_argument("--redraw_every", type=at_least(1), help=about)
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -63,17 +58,22 @@ def run(args: argparse.Namespace) -> Report:
     return Report("swap", rows, NOTES)
 
 
+def replace_attention(backbone: Any, kind: Callable[..., Any]) -> None:
+    """Replace the attention of every layer by another with the same projections."""
+    for block in backbone.blocks:
+        old = block.attention
+        new = kind(old.d_model, old.n_heads, old.causal).to(old.q_proj.weight)
+        projections = {name: t for name, t in old.state_dict().items() if "_proj." in name}
+        assert {name for name, _ in new.named_parameters()} == projections.keys()
+        new.load_state_dict(projections, strict=False)  # all but the features, which it has just drawn
+        block.attention = new.train(old.training)
+
+
 def _twin(path: Path, n_features: int, seed: int) -> PixelModel:
     """Return the model with Performer's attention and the same parameters."""
     torch.manual_seed(seed)
     model = PixelModel.load_from_checkpoint(path)
-    backbone: Any = model.backbone
-    for block in backbone.blocks:
-        old = block.attention
-        new = PerformerAttention(old.d_model, old.n_heads, old.causal, n_features=n_features)
-        new.load_state_dict(old.state_dict(), strict=False)  # all but the features, which it has just drawn
-        assert {name for name, _ in new.named_parameters()} == set(old.state_dict())
-        block.attention = new
+    replace_attention(model.backbone, partial(PerformerAttention, n_features=n_features))
     return model
 
 

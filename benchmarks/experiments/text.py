@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lit_effattn.callbacks.memory_carry import MEMORY_KEY
 from lit_effattn.checkpoints import read_checkpoint
 from lit_effattn.datamodules import IGNORE, TextStream
 from lit_effattn.tasks import LanguageModel
@@ -16,31 +15,23 @@ from lit_effattn.tasks import LanguageModel
 _BLOCK = 1 << 16  # tokens read at a time
 
 
-class Trained(NamedTuple):
-    """What a checkpoint tells."""
+def load(path: Path, device: torch.device, *data: str) -> tuple[LanguageModel, dict[str, Any]]:
+    """Read a language model, and the arguments of the data that it was trained on.
 
-    model: LanguageModel
-    data: dict[str, Any]  # arguments of the TextStream that it was trained on
-    carried: bool  # whether it was trained with a memory
-
-
-def class_of(path: Path) -> str:
-    """Return the name of the class whose checkpoint `path` is; "" if it does not say."""
-    return read_checkpoint(path).get("hyper_parameters", {}).get("_class_path", "").rpartition(".")[2]
-
-
-def load(path: Path, device: torch.device) -> Trained:
-    """Read a language model that was trained on text.
+    Args:
+        path: The checkpoint.
+        device: The model's.
+        data: The data that are accepted, by an argument that only they have: "source" of TextStream.
 
     Raises:
-        ValueError: the checkpoint is of something else.
+        ValueError: the checkpoint is of another task or of other data.
     """
     checkpoint = read_checkpoint(path)
-    data = checkpoint.get("datamodule_hyper_parameters", {})
-    if class_of(path) != "LanguageModel" or "source" not in data:
-        raise ValueError(f"ckpt_path={path}: it is not of a LanguageModel that was trained on a TextStream")
-    model = LanguageModel.load_from_checkpoint(path, map_location=device, weights_only=True).eval()
-    return Trained(model, data, MEMORY_KEY in checkpoint)
+    arguments = checkpoint.get("datamodule_hyper_parameters", {})
+    name = checkpoint.get("hyper_parameters", {}).get("_class_path", "").rpartition(".")[2]
+    if name != "LanguageModel" or not arguments.keys() & set(data):
+        raise ValueError(f"ckpt_path={path}: must be of a LanguageModel whose data have {' or '.join(data)}")
+    return LanguageModel.load_from_checkpoint(path, map_location=device, weights_only=True).eval(), arguments
 
 
 def read_documents(data: dict[str, Any]) -> list[Tensor]:

@@ -9,7 +9,6 @@ from benchmarks.generation import (
     CROSS,
     PLAIN,
     SOFTMAX,
-    Continued,
     Decoder,
     Stopwatch,
     _draw_one,
@@ -18,9 +17,8 @@ from benchmarks.generation import (
     integrate,
     random_source,
 )
-from benchmarks.models import KINDS, SMALL, Size, build, random_levels
+from benchmarks.models import SMALL, Size, build, random_levels
 from lit_effattn.generation import draw
-from lit_effattn.sequence import donated
 
 CPU = torch.device("cpu")
 
@@ -60,23 +58,6 @@ def test_stopwatch_ends_at_its_last_mark(marks, n_steps, seen, monkeypatch):
     watch = Stopwatch(marks, CPU)
     assert list(watch(range(n_steps))) == list(range(seen))
     assert watch.seconds == 4.5
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n_prefix", [0, 7])
-@torch.no_grad()
-def test_continued_goes_on_after_its_prefix(kind, n_prefix):
-    model = build(kind, 12, SMALL, CPU).eval()
-    x = model.embedding(random_levels(1, 12, CPU))
-    whole, _ = model.backbone(x)
-    continued = Continued(model.backbone)
-    continued.state = continued.after(x[:, :n_prefix], 12)
-    for _ in range(2):  # the second time from an untouched state, though the first one was given away
-        state = continued.initial_state(3)
-        with donated():
-            for t in range(n_prefix, 12):
-                y, state = continued(x[:, t : t + 1].expand(3, -1, -1), state)
-                torch.testing.assert_close(y, whole[:, t : t + 1].expand(3, -1, -1), rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()

@@ -1,15 +1,12 @@
 import bz2
 import gzip
-import json
 import lzma
 import math
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from PIL import Image
 
-from benchmarks import __main__ as command
 from benchmarks.experiments import compression
 from benchmarks.experiments.compression import (
     COMPRESSORS,
@@ -22,8 +19,6 @@ from benchmarks.experiments.compression import (
     histogram_bits,
     neighbour_bits,
 )
-from benchmarks.experiments.text import load, read_documents
-from lit_effattn import PixelModel, Transformer
 from lit_effattn.datamodules import PixelSequences, TextStream
 from lit_effattn.datamodules.pixels import ImageArray
 
@@ -103,35 +98,6 @@ def test_neighbours_by_hand():
     torch.testing.assert_close(neighbour_bits(train, test, 2), torch.tensor([expected]).double())
 
 
-def saved_model(path, shape, n_levels):
-    model = PixelModel(Transformer(16, 2, 1), shape, n_levels)
-    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    trainer.strategy.connect(model)
-    trainer.save_checkpoint(path)
-    return model
-
-
-def test_checkpoint_is_scored_on_the_test_split(tmp_path):
-    model = saved_model(tmp_path / "a.ckpt", (8, 8, 1), 17)
-    words = ["compression", "--datasets", "digits", "--device", "cpu", "--output", str(tmp_path)]
-    command.main([*words, "--ckpt_path", str(tmp_path / "a.ckpt")])
-    row = json.loads((tmp_path / "compression.json").read_text(encoding="utf-8"))["rows"][-1]
-    data = PixelSequences("digits", batch_size=180)
-    data.setup("test")
-    (batch,) = data.test_dataloader()
-    with torch.no_grad():
-        expected = model(batch).mean().item()
-    assert row["coder"] == f"model {tmp_path / 'a.ckpt'}"
-    assert row["bits/dim"] == pytest.approx(expected, rel=1e-5)
-
-
-def test_checkpoint_of_other_images_is_refused(tmp_path):
-    saved_model(tmp_path / "a.ckpt", (4, 4, 1), 17)
-    words = ["compression", "--datasets", "digits", "--device", "cpu"]
-    with pytest.raises(ValueError, match=r"a\.ckpt: a model of \(4, 4, 1\) images"):
-        command.main([*words, "--ckpt_path", str(tmp_path / "a.ckpt")])
-
-
 # Text
 
 FILES = {"gzip -9": gzip.GzipFile, "bzip2 -9": bz2.BZ2File, "xz -9": lzma.LZMAFile}
@@ -155,35 +121,3 @@ def test_text_is_what_is_scored_and_bytes_are_those_of_a_file(coder, tmp_path):
 def test_compressor_that_loses_something_is_refused():
     with pytest.raises(RuntimeError, match="did not keep the text"):
         compressed_size(b"text", Compressor(bytes.upper, bytes))
-
-
-def test_language_models_are_scored_with_the_memory_they_were_trained_with(language_models, monkeypatch, tmp_path):
-    documents = read_documents(load(language_models[0], torch.device("cpu")).data)
-    text = torch.cat(documents).to(torch.uint8).numpy().tobytes()
-    monkeypatch.setattr(compression, "_text", lambda name: text)
-    words = ["compression", "--datasets", "stdlib", "digits", "--device", "cpu", "--output", str(tmp_path)]
-    command.main([*words, "--ckpt_path", *map(str, language_models)])
-    rows = json.loads((tmp_path / "compression.json").read_text(encoding="utf-8"))["rows"]
-    assert all(row.keys() == rows[0].keys() for row in rows)
-    carried, plain = rows[-2:]
-    assert carried["coder"] == f"model {language_models[0]}, memory carried"
-    assert plain["coder"] == f"model {language_models[1]}, no memory"
-    assert carried["bits/byte"] == pytest.approx(bits_per_byte(language_models[0], documents, None), rel=1e-5)
-    assert plain["bits/byte"] == pytest.approx(bits_per_byte(language_models[1], documents, 40), rel=1e-5)
-
-
-@torch.no_grad()
-def bits_per_byte(path, documents, forgets_after) -> float:
-    """Each document in one call, or in calls that know nothing of each other."""
-    model, total = load(path, torch.device("cpu")).model, 0.0
-    for document in documents:
-        inputs = torch.cat([torch.tensor([256]), document[:-1]])
-        for x, y in zip(*(t.split(forgets_after or len(t)) for t in (inputs, document)), strict=True):
-            hidden, _ = model.backbone(model.embedding(x[None]))
-            total += model.head.nll(hidden, y[None]).sum().item()
-    return total / math.log(2) / sum(map(len, documents))
-
-
-def test_model_of_another_text_is_refused(language_models):
-    with pytest.raises(ValueError, match=r"lstm\.ckpt: a model of the bytes of source='stdlib'.*max_bytes=200000"):
-        command.main(["compression", "--datasets", "stdlib", "--ckpt_path", str(language_models[0])])

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks import __main__ as command
-from benchmarks.experiments.minilm import Batch, Original, first_sentence, read_encoder, swap, vectors
+from benchmarks.experiments.minilm import Batch, Original, first_sentence, read_encoder, vectors
+from benchmarks.experiments.swap import replace_attention
 from lit_effattn.attention import PerformerAttention
 
 transformers = pytest.importorskip("transformers")
@@ -55,7 +56,7 @@ def test_many_features_come_near_and_draws_differ(folder: Path):
 
     def cosine(n: int, seed: int) -> float:
         torch.manual_seed(seed)
-        swap(encoder, lambda *sizes: PerformerAttention(*sizes, n_features=n))
+        replace_attention(encoder.backbone, lambda *sizes: PerformerAttention(*sizes, n_features=n))
         return (vectors(encoder, batch()) * exact).sum(-1).mean().item()
 
     assert cosine(8, 0) != cosine(8, 1)

@@ -104,15 +104,16 @@ def test_a_memory_of_five_makes_use_of_no_more():
     assert (four - five).abs().max() > 1e-4
 
 
-def test_checkpoint_tells_model_data_and_memory(language_models):
-    lstm, plain = (load(path, torch.device("cpu")) for path in language_models)
-    assert isinstance(lstm.model.backbone, LSTM)
-    assert lstm.data["segment_len"] == plain.data["segment_len"] == 16
-    assert (lstm.carried, plain.carried) == (True, False)
+def test_checkpoint_tells_model_and_data(language_models):
+    model, data = load(language_models[0], torch.device("cpu"), "source", "n_types")
+    assert isinstance(model.backbone, LSTM)
+    assert data["segment_len"] == 16
+    with pytest.raises(ValueError, match="must be of a LanguageModel whose data have n_types"):
+        load(language_models[0], torch.device("cpu"), "n_types")
 
 
 def test_documents_are_those_that_are_scored(language_models):
-    options = load(language_models[0], torch.device("cpu")).data
+    options = load(language_models[0], torch.device("cpu"), "source")[1]
     documents = read_documents(options)
     data = TextStream(**options)
     assert sum(map(len, documents)) == data.n_scored["test"]

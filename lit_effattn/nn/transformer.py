@@ -135,24 +135,23 @@ class Block(SequenceModule):
         """See `SequenceModule.forward`."""
         self.check(x, state, lengths)
         x = without_padding(x, lengths)  # a NaN in padding would reach the LayerNorm's gradients as 0 · NaN
-        before, source = (None, None) if state is None else (state, None) if self.norm_cross is None else state
-        y, after = self.attention(x if self._attention_norms else self._before(self.norm_1, x), before, lengths)
-        x = self._after(self.norm_1, x, y)
-        if self.norm_cross is not None and self.cross_attention is not None:
-            y, source = self.cross_attention(self._before(self.norm_cross, x), source, lengths)
-            x = self._after(self.norm_cross, x, y)
-            after = DecoderBlockState(after, source)
-        x = self._after(self.norm_2, x, self.feed_forward(self._before(self.norm_2, x)))
-        return without_padding(x, lengths), after
-
-    def _before(self, norm: nn.Module, x: Tensor) -> Tensor:
-        """Return the input of a branch."""
-        return norm(x) if self.norm == "pre" else x
-
-    def _after(self, norm: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """Add the output `y` of a branch to the residual."""
-        x = x + self.dropout(y)
-        return x if self.norm == "pre" else norm(x)
+        own, source = state if isinstance(state, DecoderBlockState) else (state, None)
+        cross, norm_cross = self.cross_attention, self.norm_cross
+        if self.norm == "pre":  # x + f(norm(x))
+            y, own = self.attention(x if self._attention_norms else self.norm_1(x), own, lengths)
+            x = x + self.dropout(y)
+            if cross is not None and norm_cross is not None:
+                y, source = cross(norm_cross(x), source, lengths)
+                x = x + self.dropout(y)
+            x = x + self.dropout(self.feed_forward(self.norm_2(x)))
+        else:  # norm(x + f(x))
+            y, own = self.attention(x, own, lengths)
+            x = self.norm_1(x + self.dropout(y))
+            if cross is not None and norm_cross is not None:
+                y, source = cross(x, source, lengths)
+                x = norm_cross(x + self.dropout(y))
+            x = self.norm_2(x + self.dropout(self.feed_forward(x)))
+        return without_padding(x, lengths), own if cross is None else DecoderBlockState(own, source)
 
     def remember(self, source: Tensor, lengths: Tensor | None = None, *, max_len: int | None = None) -> State:
         """Return the state from which the block reads `source`: see `Transformer.remember`."""
@@ -353,34 +352,6 @@ class Transformer(SequenceModule):
         _initialise(self, init)
         self._share()
 
-    def _share(self) -> None:
-        """Make the attentions share the parameters that they name: those of the first that names them."""
-        first: dict[str, nn.Parameter] = {}
-        for attention in (block.attention for block in self.blocks):
-            for name in attention.shared if isinstance(attention, Attention) else ():
-                setattr(attention, name, first.setdefault(name, getattr(attention, name)))
-
-    def _place(self, positions: Literal["auto"] | PositionsFactory | None, width: int | None) -> nn.Module | None:
-        """Create the positions. Rotary ones are set on the attentions, and None is returned."""
-        attentions = [block.attention for block in self.blocks]
-        if positions == "auto":
-            attentions = [a for a in attentions if not getattr(a, "has_positions", False)]
-            positions = RotaryPositions if all(map(_takes_rotary, attentions)) else SinusoidalPositions
-        if positions is None or not attentions:
-            return None
-        made = positions(width or self.d_model)
-        if not isinstance(made, RotaryPositions):
-            return made
-        if width is not None:
-            raise ValueError(
-                f"position_width={width} does not apply to rotary positions, which concatenate nothing; leave it out"
-            )
-        for attention in attentions:
-            if not _takes_rotary(attention):
-                raise ValueError(f"{type(attention).__name__} does not take rotary positions; choose others")
-            attention.rotary = positions(attention.qk_dim)  # type: ignore[arg-type]
-        return None
-
     def forward(
         self, x: Tensor, state: TransformerState | None = None, lengths: Tensor | None = None
     ) -> tuple[Tensor, TransformerState | None]:
@@ -443,6 +414,23 @@ class Transformer(SequenceModule):
         earlier, seen = others.count(seen)
         return earlier if start is None else start + earlier, seen
 
+    def _position(self, x: Tensor, start: Tensor | None, lengths: Tensor | None) -> Tensor:
+        """Return the positions of `x`, (B or 1, N), after `start` (B,) earlier ones. Padding is at none beyond them."""
+        position = torch.arange(x.size(1), device=x.device)[None]  # (1, N)
+        last = None if lengths is None else lengths - 1  # (B,)
+        if start is not None:
+            position = position + start[:, None]  # (B, N)
+            last = None if last is None else start + last
+        elif last is not None:
+            last = last.amax(keepdim=True)  # (1,)
+        return position if last is None else position.minimum(last.clamp(min=0)[:, None])
+
+    def _with_positions(self, positions: nn.Module | None, x: Tensor, position: Tensor) -> Tensor:
+        if positions is None:
+            return x
+        p = positions(position).to(x.dtype)  # (B or 1, N, E or position_width)
+        return x + p if self.d_input == self.d_model else torch.cat([x, p.expand(x.size(0), -1, -1)], -1)
+
     def remember(
         self, source: Tensor, lengths: Tensor | None = None, *, max_len: int | None = None
     ) -> TransformerState:
@@ -464,23 +452,6 @@ class Transformer(SequenceModule):
         check_source(self, source, lengths)
         length = torch.zeros(source.size(0), dtype=torch.long, device=source.device)
         return TransformerState(length, tuple(b.remember(source, lengths, max_len=max_len) for b in self.blocks))
-
-    def _position(self, x: Tensor, start: Tensor | None, lengths: Tensor | None) -> Tensor:
-        """Return the positions of `x`, (B or 1, N), after `start` (B,) earlier ones. Padding is at none beyond them."""
-        position = torch.arange(x.size(1), device=x.device)[None]  # (1, N)
-        last = None if lengths is None else lengths - 1  # (B,)
-        if start is not None:
-            position = position + start[:, None]  # (B, N)
-            last = None if last is None else start + last
-        elif last is not None:
-            last = last.amax(keepdim=True)  # (1,)
-        return position if last is None else position.minimum(last.clamp(min=0)[:, None])
-
-    def _with_positions(self, positions: nn.Module | None, x: Tensor, position: Tensor) -> Tensor:
-        if positions is None:
-            return x
-        p = positions(position).to(x.dtype)  # (B or 1, N, E or position_width)
-        return x + p if self.d_input == self.d_model else torch.cat([x, p.expand(x.size(0), -1, -1)], -1)
 
     def initial_state(
         self,
@@ -512,6 +483,34 @@ class Transformer(SequenceModule):
     def bounded_by(self) -> str | None:
         """The value of the first layer whose state grows: see `SequenceModule.bounded_by`."""
         return next((block.bounded_by for block in self.blocks if block.bounded_by is not None), None)
+
+    def _place(self, positions: Literal["auto"] | PositionsFactory | None, width: int | None) -> nn.Module | None:
+        """Create the positions. Rotary ones are set on the attentions, and None is returned."""
+        attentions = [block.attention for block in self.blocks]
+        if positions == "auto":
+            attentions = [a for a in attentions if not getattr(a, "has_positions", False)]
+            positions = RotaryPositions if all(map(_takes_rotary, attentions)) else SinusoidalPositions
+        if positions is None or not attentions:
+            return None
+        made = positions(width or self.d_model)
+        if not isinstance(made, RotaryPositions):
+            return made
+        if width is not None:
+            raise ValueError(
+                f"position_width={width} does not apply to rotary positions, which concatenate nothing; leave it out"
+            )
+        for attention in attentions:
+            if not _takes_rotary(attention):
+                raise ValueError(f"{type(attention).__name__} does not take rotary positions; choose others")
+            attention.rotary = positions(attention.qk_dim)  # type: ignore[arg-type]
+        return None
+
+    def _share(self) -> None:
+        """Make the attentions share the parameters that they name: those of the first that names them."""
+        first: dict[str, nn.Parameter] = {}
+        for attention in (block.attention for block in self.blocks):
+            for name in attention.shared if isinstance(attention, Attention) else ():
+                setattr(attention, name, first.setdefault(name, getattr(attention, name)))
 
 
 def _initialise(transformer: Transformer, init: Initialisation) -> None:

@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy, StrategyRegistry
+from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
+from torchmetrics import Metric
 
 from lit_effattn import checkpoint_folders
 from lit_effattn.checkpoint_folders import Divided, share
@@ -80,6 +82,27 @@ def _of_one_unit(model: nn.Module, parts: list[nn.Module]) -> set[nn.Parameter]:
     return {p for p, n in owners.items() if n == 1 and p not in outside}
 
 
+def shard_module(model: LightningModule) -> None:
+    """Divide the parameters of `model` as its trainer's strategy says, if it does so. A second call does nothing.
+
+    Raises:
+        ValueError: the strategy is Lightning's own `ModelParallelStrategy`.
+    """
+    mesh = model.device_mesh
+    if mesh is None:
+        return
+    strategy = model.trainer.strategy
+    if not isinstance(strategy, ShardedStrategy):
+        raise ValueError(
+            f"strategy={type(strategy).__name__}: its checkpoints can't be read safely; use "
+            "lit_effattn.sharding.ShardedStrategy, which is the same in all else"
+        )
+    shard(model, mesh["data_parallel"], strategy.heads_mesh)
+    for metric in model.modules():
+        if isinstance(metric, Metric):  # processes that divide heads score the same batches
+            metric.process_group = mesh["data_parallel"].get_group()
+
+
 def gather(model: nn.Module) -> None:
     """Gather all parameters of a sharded `model` in every process, until `release`. All processes call it."""
     for part in _sharded(model):
@@ -125,6 +148,25 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
     total = torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]).norm()
     for group in of_mesh.values():
         nn.utils.clip_grads_with_norm_(group, max_norm, total)
+
+
+def clip_gradients(
+    model: LightningModule, optimizer: Optimizer, value: float | None = None, algorithm: str | None = None
+) -> None:
+    """Clip gradients as the trainer's options say, also where processes divide heads: see `LightningModule`'s method.
+
+    Args:
+        model: Its trainer is in a training step.
+        optimizer: The optimizer of the parameters.
+        value: The largest norm or value. None or 0: gradients are not clipped.
+        algorithm: "norm" or "value". Default: norm.
+    """
+    strategy = model.trainer.strategy
+    divides_heads = isinstance(strategy, ShardedStrategy) and strategy.heads_mesh is not None
+    if value and divides_heads and algorithm != GradClipAlgorithmType.VALUE:
+        clip_grad_norm(model.parameters(), value)
+    else:
+        model.clip_gradients(optimizer, value, algorithm)
 
 
 def _draw_alike(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -50,9 +50,10 @@ from lit_effattn.cli.own_classes import TRUST
 from lit_effattn.cli.parser_errors import unknown
 from lit_effattn.cli.prepare import prepare
 from lit_effattn.cli.resume import CHECKPOINT, ROOT, ResolvedArgs, is_child, refuse_dropped
-from lit_effattn.cli.saved_settings import OFFLINE, UserOptions, fixed_by_data, homes
+from lit_effattn.cli.saved_settings import OFFLINE, UserOptions, check_from_data, fixed_by_data, homes
 from lit_effattn.cli.sealed import Sealed, check_settings, parse_saved
 from lit_effattn.cli.trainer import Trainer
+from lit_effattn.loading import OtherModelError
 from lit_effattn.model_size import model_of, size_of
 from lit_effattn.nn.transfer import begin_transfer
 from lit_effattn.printable import PrintableRecords, printable
@@ -71,7 +72,6 @@ from lit_effattn.runs import (
 from lit_effattn.sharding import ShardedStrategy
 from lit_effattn.spec_check import CheckpointJudge, UserJudge
 from lit_effattn.tasks import Task
-from lit_effattn.tasks.base import OtherModelError
 
 __all__ = ["CLI", "callbacks", "datamodules", "lit_effattn", "run"]
 
@@ -357,10 +357,16 @@ class CLI(LightningCLI):
         self._read_checkpoints_safely(config.trainer.get("strategy"))
         self._find_weights(config)
         check_settings(config, self._parser(self.subcommand), UserJudge(self.resolved.trust))
-        self.parser.add_instantiator(self.sealed.call, object)
+        self.parser.add_instantiator(self._build, object)
         saved = self.resolved.saved
         if self.resolved.command == "fit" and saved is not None:
             refuse_dropped(saved, self.settings())
+
+    def _build(self, kind: type, *args: Any, **kwargs: Any) -> Any:
+        """Return `kind(*args, **kwargs)`; of a task, check first what it takes from the data."""
+        if isinstance(kind, type) and issubclass(kind, Task):
+            check_from_data(kind, kwargs)
+        return self.sealed.call(kind, *args, **kwargs)
 
     def _find_weights(self, config: Namespace) -> None:
         """Put the paths of checkpoints in the place of `last` and `best`, which later name others."""

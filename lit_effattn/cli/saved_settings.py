@@ -6,8 +6,10 @@ command takes only the model, the data, and plain values of the trainer.
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -179,6 +181,24 @@ def fixed_by_data() -> set[str]:
         found.update(task.fixed_by_data)
         tasks += task.__subclasses__()
     return found
+
+
+def check_from_data(task: type[Task], arguments: Mapping[str, Any]) -> None:
+    """Check that the data have what a task takes from them.
+
+    Args:
+        task: The class.
+        arguments: Its arguments; None stands for an attribute that the data don't have.
+
+    Raises:
+        ValueError: names the required argument that is None.
+    """
+    required = inspect.signature(task.__init__).parameters
+    for name in task.fixed_by_data:
+        if name in arguments and arguments[name] is None and required[name].default is inspect.Parameter.empty:
+            raise ValueError(
+                f"{task.__name__} takes {name} from the data, which have none: these data are for another task"
+            )
 
 
 def _forbid_downloads(data: Any, user: UserOptions) -> None:

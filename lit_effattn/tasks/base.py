@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -12,25 +11,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
-from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchReduceLROnPlateau
-from torchmetrics import Metric
 
-from lit_effattn import sequence
-from lit_effattn.allowlist import INSTANTIATOR, Trust
-from lit_effattn.averaging import average_parameters
-from lit_effattn.checkpoints import hide_folders, own_folders, read_checkpoint, saved_model
+from lit_effattn import sequence, sharding
+from lit_effattn.allowlist import INSTANTIATOR
+from lit_effattn.checkpoints import hide_folders, own_folders
 from lit_effattn.hparams import HasInitArgs, init_args
-from lit_effattn.model_size import model_of, size_of
-from lit_effattn.runs import last_kept, short
+from lit_effattn.loading import check_same_model, load_model
+from lit_effattn.runs import short
 from lit_effattn.sequence import State, parts
-from lit_effattn.sharding import ShardedStrategy, clip_grad_norm, shard, whole
-from lit_effattn.spec_build import build
-from lit_effattn.spec_check import CheckpointJudge
 from lit_effattn.tasks.metrics import Count
 
 if TYPE_CHECKING:
@@ -109,20 +102,6 @@ class Task(HasInitArgs, pl.LightningModule):
     methods take a memory as an argument and return the state. None: the batch starts anew, and no state is kept.
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Refuse None for a required argument of `fixed_by_data`: the command found nothing of that name in the data.
-
-        Raises:
-            ValueError: names the argument.
-        """
-        required = inspect.signature(cls.__init__).parameters
-        for name in cls.fixed_by_data:
-            if name in kwargs and kwargs[name] is None and required[name].default is inspect.Parameter.empty:
-                raise ValueError(
-                    f"{cls.__name__} takes {name} from the data, which have none: these data are for another task"
-                )
-        return super().__new__(cls, *args, **kwargs)
-
     def __init__(self, optimizer: OptimizerCallable | None, lr_scheduler: LRSchedulerCallable | None) -> None:
         super().__init__()
         # Not as the argument's default: jsonargparse would lay RAdam's defaults over those of the class that is named.
@@ -179,19 +158,15 @@ class Task(HasInitArgs, pl.LightningModule):
         """
         if weights_only is not None and not weights_only:
             raise ValueError(f"weights_only={weights_only} would run code from {checkpoint_path}: leave it out")
-        paths = [Path(checkpoint_path)] if average is None else last_kept(Path(checkpoint_path), average)
-        checkpoint_path = paths[-1]
-        checkpoint = read_checkpoint(checkpoint_path, map_location or _where_it_was)
-        judge = CheckpointJudge(str(checkpoint_path), Trust([*trust, cls]))
-        spec = saved_model(checkpoint, checkpoint_path)
-        with model_of(checkpoint_path, *size_of(Path(checkpoint_path))):
-            model: Self = cls(**kwargs) if spec is None else build(spec, cls, "model", judge, **kwargs)
-        if average is not None:
-            average_parameters(checkpoint, paths, model, map_location or _where_it_was)
-        model.on_load_checkpoint(checkpoint)
-        model.load_state_dict(checkpoint["state_dict"], strict=model.strict_loading if strict is None else strict)
-        tensors = [value for value in checkpoint["state_dict"].values() if isinstance(value, Tensor)]
-        return model.to(tensors[0].device) if tensors else model
+        return load_model(
+            cls,
+            Path(checkpoint_path),
+            map_location=map_location,
+            strict=strict,
+            trust=trust,
+            average=average,
+            arguments=kwargs,
+        )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Remove folders of this machine from the checkpoint."""
@@ -204,18 +179,7 @@ class Task(HasInitArgs, pl.LightningModule):
         Raises:
             ValueError: the strategy is Lightning's own `ModelParallelStrategy`.
         """
-        mesh = self.device_mesh
-        if mesh is None:
-            return
-        if not isinstance(self.trainer.strategy, ShardedStrategy):
-            raise ValueError(
-                f"strategy={type(self.trainer.strategy).__name__}: its checkpoints can't be read safely; use "
-                "lit_effattn.sharding.ShardedStrategy, which is the same in all else"
-            )
-        shard(self, mesh["data_parallel"], self.trainer.strategy.heads_mesh)
-        for metric in self.modules():
-            if isinstance(metric, Metric):  # processes that divide heads score the same batches
-                metric.process_group = mesh["data_parallel"].get_group()
+        sharding.shard_module(self)
 
     def configure_gradient_clipping(
         self,
@@ -224,11 +188,7 @@ class Task(HasInitArgs, pl.LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip gradients as the trainer's options say, also where processes divide heads."""
-        of_all = gradient_clip_algorithm != GradClipAlgorithmType.VALUE
-        if gradient_clip_val and of_all and getattr(self.trainer.strategy, "heads_mesh", None) is not None:
-            clip_grad_norm(self.parameters(), gradient_clip_val)
-        else:
-            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        sharding.clip_gradients(self, optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def whole(self) -> AbstractContextManager[None]:
         """Return a context in which this process has all parameters, also if they are divided among processes.
@@ -236,7 +196,7 @@ class Task(HasInitArgs, pl.LightningModule):
         All processes enter it together. A callback that draws samples within an epoch needs it; in validations, which
         run in it, it is not needed.
         """
-        return whole(self)
+        return sharding.whole(self)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Build the optimiser and its schedule."""
@@ -404,41 +364,4 @@ class Task(HasInitArgs, pl.LightningModule):
         """
         if self._trainer is not None:
             own_folders(checkpoint, self._trainer)
-        mine = {name: tuple(t.shape) for name, t in self.state_dict().items()}
-        theirs = {name: tuple(t.shape) for name, t in checkpoint["state_dict"].items()}
-        if mine == theirs:
-            return
-        differences = [
-            f"{name} is {_shape(theirs.get(name))} in the checkpoint, {_shape(mine.get(name))} here"
-            for name in dict.fromkeys([*mine, *theirs])
-            if mine.get(name) != theirs.get(name)
-        ]
-        more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
-        raise OtherModelError(
-            f"the checkpoint holds another model than this {type(self).__name__}: {'; '.join(differences[:3])}{more}"
-        )
-
-
-class OtherModelError(ValueError):
-    """The parameters of a checkpoint have other names or shapes than those of the model.
-
-    Args:
-        difference: Says what differs.
-    """
-
-    def __init__(self, difference: str) -> None:
-        super().__init__(
-            f"{difference}. A checkpoint brings its own configuration: leave out the options that change the "
-            "model's shape"
-        )
-        self.difference = difference
-
-
-def _where_it_was(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
-    """Keep a tensor on its device if that device is available; otherwise use the CPU."""
-    here = location == "cpu" or (location.startswith("cuda") and torch.cuda.is_available())
-    return None if here else storage.cpu()
-
-
-def _shape(shape: tuple[int, ...] | None) -> str:
-    return "absent" if shape is None else "×".join(map(str, shape)) or "a number"
+        check_same_model(self, checkpoint)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from lit_effattn.attention.base import Attention, softmax_over
 from lit_effattn.attention.cache import append, check_room, latest, newest, newest_of_both, write
-from lit_effattn.ops.dot_product import dot_product_attention
+from lit_effattn.ops.dot_product import dot_product_attention, in_groups_of_queries
 from lit_effattn.ops.sparse import gather_rows
 from lit_effattn.ops.window import windowed_attention
 from lit_effattn.sequence import reads_values, valid_positions
@@ -48,9 +46,6 @@ class RingCache(NamedTuple):
     values: Tensor  # (B, H_kv, M, D)
     length: Tensor  # (B,), positions seen in all
 
-
-_MASKED = 2**22
-"""Scores, N · M, that are masked at once: the mask of more would need more memory than the fused kernel saves."""
 
 SoftmaxState = KeyValueCache | FixedCache | WindowCache | RingCache
 
@@ -124,33 +119,6 @@ class SoftmaxAttention(Attention):
         self.window = window
         self.dropout = dropout
 
-    @property
-    def bounded_by(self) -> str | None:
-        """The cache grows with every position, unless a window bounds it."""
-        return "window" if self.window is None else None
-
-    def initial_state(
-        self,
-        batch_size: int,
-        *,
-        max_len: int | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> SoftmaxState:
-        """Return an empty cache: see `SequenceModule.initial_state`."""
-        device, dtype = self.default(device, dtype)
-        length = torch.zeros(batch_size, dtype=torch.long, device=device)
-
-        def empty(slots: int, dim: int) -> Tensor:
-            return torch.zeros(batch_size, self.n_kv_heads, slots, dim, device=device, dtype=dtype)
-
-        kind: type[SoftmaxState]
-        if max_len is None:
-            kind, slots = (KeyValueCache, 0) if self.window is None else (WindowCache, self.window - 1)
-        else:
-            kind, slots = (FixedCache, max_len) if self.window is None else (RingCache, min(self.window, max_len))
-        return kind(empty(slots, self.qk_dim), empty(slots, self.head_dim), length)
-
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, state: SoftmaxState | None, lengths: Tensor | None
     ) -> tuple[Tensor, SoftmaxState | None]:
@@ -173,14 +141,25 @@ class SoftmaxAttention(Attention):
         grows = isinstance(state, KeyValueCache)
         keys, values = append((state.keys, state.values), (k, v), state.length, lengths, grows=grows)
         position = state.length[:, None] + torch.arange(n, device=q.device)  # (B, N)
-        rows = max(_MASKED // keys.size(2), 1)
-        if n <= rows:
-            y = self._see_earlier(q, keys, values, position)
-        else:  # the mask is made again in the backward pass
-            see = partial(checkpoint, self._see_earlier, use_reentrant=False) if q.requires_grad else self._see_earlier
-            parts = zip(q.split(rows, 2), position.split(rows, 1), strict=True)
-            y = torch.cat([see(part, keys, values, at) for part, at in parts], 2)
+        y = in_groups_of_queries(self._see_earlier, q, keys, values, position)
         return y, type(state)(keys, values, state.length + seen)
+
+    def _see(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        position: Tensor | None = None,
+        at: Tensor | None = None,
+    ) -> Tensor:
+        """Attend to the keys where `mask` (B, 1, N or 1, M) is True; None: all, or those up to the query if causal.
+
+        `position` (B, N) and `at` (B, M) are the positions of the queries and of the keys; None: from 0 on. Subclasses
+        with relative positions use them.
+        """
+        is_causal = self.causal and mask is None
+        return dot_product_attention(q, k, v, mask, is_causal=is_causal, dropout=self._dropout_now)
 
     def _see_earlier(self, q: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
         """Attend from queries at `position` (B, N) to the keys in slots up to their own."""
@@ -189,6 +168,10 @@ class SoftmaxAttention(Attention):
             keys, values = keys[:, :, :used], values[:, :, :used]
         mask = torch.arange(keys.size(2), device=q.device) <= position[..., None]  # (B, N, M)
         return self._see(q, keys.to(q.dtype), values.to(q.dtype), mask[:, None], position)
+
+    def _see_window(self, q: Tensor, k: Tensor, v: Tensor, window: int, past: Tensor | None) -> Tensor:
+        """Attend from each query to the `window` newest keys: see `windowed_attention`."""
+        return windowed_attention(q, k, v, window, past=past, dropout=self._dropout_now)
 
     def _attend_window(
         self, q: Tensor, k: Tensor, v: Tensor, state: WindowCache | None, seen: Tensor, window: int
@@ -203,27 +186,6 @@ class SoftmaxAttention(Attention):
         y = self._see_window(q, k, v, window, past)
         keys, values = (newest(t, seen + m, window - 1, dim=2) for t in (k, v))
         return y, WindowCache(keys, values, before + seen)
-
-    def summarise(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> KeyValueCache | WindowCache:
-        """Return the keys and values, or with a window the newest: see `Attention.summarise`."""
-        seen = torch.full(k.shape[:1], k.size(2), device=k.device) if lengths is None else lengths
-        if self.window is None:
-            return KeyValueCache(k, v, seen)
-        keys, values = (newest(t, seen, self.window - 1, dim=2) for t in (k, v))
-        return WindowCache(keys, values, seen)
-
-    def combine_states(
-        self, before: KeyValueCache | WindowCache, after: KeyValueCache | WindowCache
-    ) -> KeyValueCache | WindowCache:
-        """Keep both, or with a window the newest: see `Attention.combine_states`."""
-        if isinstance(before, KeyValueCache):
-            keys, values = append((before.keys, before.values), after[:2], before.length, grows=True)
-            return KeyValueCache(keys, values, before.length + after.length)
-        return WindowCache(
-            newest_of_both(before.keys, after.keys, after.length, dim=2),
-            newest_of_both(before.values, after.values, after.length, dim=2),
-            before.length + after.length,
-        )
 
     def _attend_ring(
         self, q: Tensor, k: Tensor, v: Tensor, state: RingCache, seen: Tensor, window: int
@@ -258,30 +220,53 @@ class SoftmaxAttention(Attention):
         y = self._see(q, seen_keys, seen_values, (at >= 0)[:, None, None], position, at)
         return y, RingCache(keys, values, state.length + seen)
 
-    def _see(
+    def initial_state(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None = None,
-        position: Tensor | None = None,
-        at: Tensor | None = None,
-    ) -> Tensor:
-        """Attend to the keys where `mask` (B, 1, N or 1, M) is True; None: all, or those up to the query if causal.
+        batch_size: int,
+        *,
+        max_len: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> SoftmaxState:
+        """Return an empty cache: see `SequenceModule.initial_state`."""
+        device, dtype = self.default(device, dtype)
+        length = torch.zeros(batch_size, dtype=torch.long, device=device)
 
-        `position` (B, N) and `at` (B, M) are the positions of the queries and of the keys; None: from 0 on. Subclasses
-        with relative positions use them.
-        """
-        is_causal = self.causal and mask is None
-        return dot_product_attention(q, k, v, mask, is_causal=is_causal, dropout=self._dropout_now)
+        def empty(slots: int, dim: int) -> Tensor:
+            return torch.zeros(batch_size, self.n_kv_heads, slots, dim, device=device, dtype=dtype)
 
-    def _see_window(self, q: Tensor, k: Tensor, v: Tensor, window: int, past: Tensor | None) -> Tensor:
-        """Attend from each query to the `window` newest keys: see `windowed_attention`."""
-        return windowed_attention(q, k, v, window, past=past, dropout=self._dropout_now)
+        kind: type[SoftmaxState]
+        if max_len is None:
+            kind, slots = (KeyValueCache, 0) if self.window is None else (WindowCache, self.window - 1)
+        else:
+            kind, slots = (FixedCache, max_len) if self.window is None else (RingCache, min(self.window, max_len))
+        return kind(empty(slots, self.qk_dim), empty(slots, self.head_dim), length)
 
     @property
-    def _dropout_now(self) -> float:
-        return self.dropout if self.training else 0.0
+    def bounded_by(self) -> str | None:
+        """The cache grows with every position, unless a window bounds it."""
+        return "window" if self.window is None else None
+
+    def summarise(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> KeyValueCache | WindowCache:
+        """Return the keys and values, or with a window the newest: see `Attention.summarise`."""
+        seen = torch.full(k.shape[:1], k.size(2), device=k.device) if lengths is None else lengths
+        if self.window is None:
+            return KeyValueCache(k, v, seen)
+        keys, values = (newest(t, seen, self.window - 1, dim=2) for t in (k, v))
+        return WindowCache(keys, values, seen)
+
+    def combine_states(
+        self, before: KeyValueCache | WindowCache, after: KeyValueCache | WindowCache
+    ) -> KeyValueCache | WindowCache:
+        """Keep both, or with a window the newest: see `Attention.combine_states`."""
+        if isinstance(before, KeyValueCache):
+            keys, values = append((before.keys, before.values), after[:2], before.length, grows=True)
+            return KeyValueCache(keys, values, before.length + after.length)
+        return WindowCache(
+            newest_of_both(before.keys, after.keys, after.length, dim=2),
+            newest_of_both(before.values, after.values, after.length, dim=2),
+            before.length + after.length,
+        )
 
     def weigh(self, q: Tensor, k: Tensor, state: SoftmaxState | None, lengths: Tensor | None) -> Tensor:
         """Return softmax(q_i · k_j / √D): see `Attention.weigh`."""
@@ -297,6 +282,10 @@ class SoftmaxAttention(Attention):
     def _scores(self, q: Tensor, k: Tensor, distance: Tensor) -> Tensor:
         """Return the scores (B, H, N, M) of keys at `distance` (1, N, M) from the queries."""
         return q @ k.mT * self.qk_dim**-0.5
+
+    @property
+    def _dropout_now(self) -> float:
+        return self.dropout if self.training else 0.0
 
 
 def earlier_keys(state: SoftmaxState, window: int | None) -> Tensor:

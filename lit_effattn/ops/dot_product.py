@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 _SHORT = 256  # keys
+
+_MASKED = 2**22
+"""Scores, N · M, that are masked at once: the mask of more would need more memory than the fused kernel saves."""
 
 
 def dot_product_attention(
@@ -25,3 +32,28 @@ def dot_product_attention(
         q32, k32, v32 = q.float(), k.float(), v.float()
         y = F.scaled_dot_product_attention(q32, k32, v32, mask, is_causal=is_causal, dropout_p=dropout, enable_gqa=gqa)
     return y.to(q.dtype)
+
+
+def in_groups_of_queries(
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, position: Tensor
+) -> Tensor:
+    """Compute `attend(q, k, v, position)`, which makes a mask of N · M scores, with few enough queries at a time.
+
+    The backward pass makes the masks again.
+
+    Args:
+        attend: Attention from queries (B, H, N, D) at `position` (B, N) to all keys: (B, H, N, D).
+        q: (B, H, N, D).
+        k: (B, H, M, D).
+        v: (B, H, M, D).
+        position: (B, N), the queries' positions.
+
+    Returns:
+        (B, H, N, D).
+    """
+    rows = max(_MASKED // k.size(2), 1)
+    if q.size(2) <= rows:
+        return attend(q, k, v, position)
+    group = partial(checkpoint, attend, use_reentrant=False) if q.requires_grad else attend
+    parts = zip(q.split(rows, 2), position.split(rows, 1), strict=True)
+    return torch.cat([group(queries, k, v, at) for queries, at in parts], 2)

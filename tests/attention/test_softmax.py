@@ -13,9 +13,9 @@ from lit_effattn.attention import (
     ShawAttention,
     SoftmaxAttention,
     WindowedLinearAttention,
-    softmax,
 )
 from lit_effattn.attention.feature_maps import EluFeatureMap
+from lit_effattn.ops import dot_product
 from lit_effattn.positions import RotaryPositions
 from tests.laws import definitions
 
@@ -193,7 +193,7 @@ def test_it_says_what_it_is():
 @pytest.mark.parametrize("kind", [SoftmaxAttention, partial(ShawAttention, max_distance=3)])
 def test_a_long_segment_after_a_cache_is_masked_in_pieces(kind: Any, monkeypatch: pytest.MonkeyPatch):
     """No mask has more than so many scores, and outputs and gradients are those of one pass over each row's stream."""
-    monkeypatch.setattr(softmax, "_MASKED", 100)
+    monkeypatch.setattr(dot_product, "_MASKED", 100)
     attention = kind(E, H).double()
     x, lengths = torch.randn(2, 30, E, dtype=torch.float64), torch.tensor([9, 4])
     masked, see = [], attention._see

@@ -7,10 +7,9 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,20 +18,11 @@ from benchmarks.experiments import compression, features, longterm, minilm, recl
 from benchmarks.report import Report, publish
 
 BENCHMARKS = {
-    "kernels": kernels,
-    "layers": layers,
-    "steps": steps,
-    "generation": generation,
-    "memory": memory,
-    "scaling": scaling,
-    "minilm": minilm,
-    "swap": swap,
-    "recl": recl,
-    "longterm": longterm,
-    "features": features,
-    "compression": compression,
-    "sorting": sorting,
-    "reproduce": reproduce,
+    module.__name__.rpartition(".")[2]: module
+    for module in (
+        *(kernels, layers, steps, generation, memory, scaling),
+        *(minilm, swap, recl, longterm, features, compression, sorting, reproduce),
+    )
 }
 
 PICTURED = ("features", "longterm", "minilm", "scaling")
@@ -116,7 +106,6 @@ def _run(args: argparse.Namespace, argv: list[str]) -> None:
     report: Report = BENCHMARKS[args.benchmark].run(args)
     settings = {k: v for k, v in vars(args).items() if k not in ("benchmark", "output")}
     publish(report, settings, _command(argv), args.output)
-    return report
 
 
 def _command(argv: list[str]) -> str:
@@ -128,30 +117,22 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Measure what attention kinds cost beside each other and other libraries. Without a name: a short "
-        f"version of {', '.join(words.split()[0] for words in SHORT)}; options given are passed on to each.",
+        f"version of {', '.join(dict.fromkeys(words.split()[0] for words in SHORT))}; options are passed on to each.",
     )
     commands = parser.add_subparsers(dest="benchmark", required=True)
-    for name, benchmark in BENCHMARKS.items():
-        _add(commands, name, (benchmark.__doc__ or "").splitlines()[0], _files(name), benchmark.add_arguments)
-    summary = f"What a GPU is for, in under 9 minutes: {', '.join(words.split()[0] for words in GPU)}."
-    _add(commands, "gpu", summary, "also write the files of each", lambda command: None)
+    summaries = {name: (benchmark.__doc__ or "").splitlines()[0] for name, benchmark in BENCHMARKS.items()}
+    summaries["gpu"] = f"On a GPU, in under 9 minutes: {', '.join(dict.fromkeys(words.split()[0] for words in GPU))}."
+    for name, summary in summaries.items():
+        command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        about = f"also write {name}.md and {name}.json" + (f", and draw {name}.png" if name in PICTURED else "")
+        command.add_argument("--output", type=Path, metavar="FOLDER", help=about)
+        default = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        command.add_argument(
+            "--device", type=_device, default=default, help="cpu, cuda or cuda:1; default: %(default)s"
+        )
+        if name in BENCHMARKS:
+            BENCHMARKS[name].add_arguments(command)
     return parser
-
-
-def _add(commands: Any, name: str, summary: str, files: str, add_arguments: Callable[..., None]) -> None:
-    command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-    command.add_argument("--output", type=Path, metavar="FOLDER", help=files)
-    command.add_argument(
-        "--device",
-        type=_device,
-        default=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
-        help="cpu, cuda or cuda:1; default: %(default)s",
-    )
-    add_arguments(command)
-
-
-def _files(name: str) -> str:
-    return f"also write {name}.md and {name}.json" + (f", and draw {name}.png" if name in PICTURED else "")
 
 
 def _device(text: str) -> torch.device:

@@ -19,13 +19,7 @@ from benchmarks.measuring import Spread, add_options, at_least, interleaved, now
 from benchmarks.models import IMAGES, SMALL, Size, build, random_levels, size_for
 from benchmarks.report import Report, Row
 from lit_effattn import EncoderDecoder, PixelModel, Transformer
-from lit_effattn.attention import (
-    LinearAttention,
-    LinearCrossAttention,
-    PerformerCrossAttention,
-    SoftmaxAttention,
-    SoftmaxCrossAttention,
-)
+from lit_effattn import attention as attentions
 from lit_effattn.attention.cross import sources
 from lit_effattn.beam import beam_search
 from lit_effattn.generation import draw, generate
@@ -51,17 +45,16 @@ ROWS = 32
 
 SOFTMAX, PLAIN = "softmax", "softmax everywhere"
 CROSS = {
-    SOFTMAX: SoftmaxCrossAttention,
-    "linear": LinearCrossAttention,
-    "Performer": PerformerCrossAttention,
-    PLAIN: SoftmaxCrossAttention,
+    SOFTMAX: attentions.SoftmaxCrossAttention,
+    "linear": attentions.LinearCrossAttention,
+    "Performer": attentions.PerformerCrossAttention,
+    PLAIN: attentions.SoftmaxCrossAttention,
 }
 N_TOKENS = 256
 """Size of both vocabularies of a decoder."""
 
 IMAGE_NOTES = [
-    "ms/token: one step, which draws one token of every image of the batch. Figures are median (min–max) over the "
-    "rounds, in which the methods take turns; ratios are taken round by round.",
+    "ms/token: one step, which draws one token of every image of the batch.",
     "no cache: the whole prefix is computed again for every token, as in the paper's softmax baseline. Of a batch of "
     f"more than {ROWS} images, {ROWS} at a time, and one time is measured.",
     "compiled: a step is one program of torch.compile, on CUDA one graph. What compiling takes, once for a number of "
@@ -82,7 +75,6 @@ SOURCE_NOTES = [
     "remember: seconds to encode the sources and to make the decoder's state from them, once a source.",
     f"ms/token: one step of greedy generation, of all sentences of the batch, {WARM_UP} tokens after the start. Beam: "
     "one step of beam search, whose hypotheses of one sentence share its source.",
-    "Figures are median (min–max) over the rounds, in which the kinds take turns; ratios are taken round by round.",
     "source's state: bytes of one sentence's, counted. reorder: what a step of beam search copies; select would copy "
     "the sources too.",
 ]
@@ -142,9 +134,6 @@ class Stopwatch:
     def seconds(self) -> float:
         """From the first mark to the last."""
         return self.times[-1] - self.times[0]
-
-
-# --------------------------------------------------------------------------------------------------------------- images
 
 
 def integrate(prefixes: Sequence[float], seconds: Sequence[float], length: int) -> float:
@@ -249,9 +238,6 @@ def _rows(methods: _Methods, batch_size: int, seconds: dict[str, Spread]) -> lis
     ]
 
 
-# -------------------------------------------------------------------------------------------------------------- sources
-
-
 class Decoded(NamedTuple):
     """What one round found of one model: all in seconds, a step's for all sentences of the batch."""
 
@@ -306,7 +292,7 @@ def _decoded(batch_size: int, args: argparse.Namespace) -> list[Row]:
 def build_decoder(kind: str, size: Size, device: torch.device) -> SequenceToSequence:
     """Make a model with cross-attention of this kind; equal weights whatever the kind, for all have the same."""
     torch.manual_seed(0)
-    attention: Any = SoftmaxAttention if kind == PLAIN else LinearAttention
+    attention: Any = attentions.SoftmaxAttention if kind == PLAIN else attentions.LinearAttention
     options: dict[str, Any] = {"attention": attention, "activation": "relu"}
     stack = (size.d_model, size.n_heads, size.n_layers)
     backbone = EncoderDecoder(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -31,8 +32,8 @@ TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.
 
 NOTES = [
     "Inputs are normal numbers, queries and keys of Performer divided by D^¼. On a CPU linear attention gets features "
-    "(elu + 1); on CUDA it computes them. Performer computes its own. Figures are median (min–max) over the rounds, in "
-    "which all take turns; a round's is the mean of several calls. Ratios are taken round by round.",
+    "(elu + 1); on CUDA it computes them. Performer computes its own. A "
+    "round's figure is the mean of several calls.",
     "linear, performer: kernels in C++ on a CPU with a compiler, in Triton on CUDA. in PyTorch: "
     "LIT_EFFATTN_KERNELS=plain. plain: differentiated by autograd, in float32.",
     "products: every bmm and baddbmm that the form in PyTorch calls at the chunk size of the row's form, recorded from "
@@ -74,18 +75,11 @@ def run(args: argparse.Namespace) -> Report:
                 forms[name] = Form(partial(form, import_module(module)))
         except ImportError:
             absent.append(name)
-    before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(args.precision)
-    try:
-        rows = [row for n in sorted(set(args.lengths)) for row in [*_rows(n, forms, args), *_absent(n, absent)]]
-    finally:
-        torch.set_float32_matmul_precision(before)
+    rows = [row for n in sorted(set(args.lengths)) for row in [*_rows(n, forms, args), *_absent(n, absent)]]
     install = "pip install --no-build-isolation -r benchmarks/requirements-peers.txt"
     notes = [f"Absent, and so not measured: {', '.join(absent)}; {install}."] if absent else []
     return Report("kernels", rows, [*NOTES, *notes])
-
-
-# ------------------------------------------------------------------------------------------------------------ the forms
 
 
 def _forms(args: argparse.Namespace) -> dict[str, Form]:
@@ -174,9 +168,6 @@ PEERS: dict[str, tuple[str, str, Callable[..., Tensor]]] = {
 """The libraries in requirements-peers.txt that compute linear attention: device, module, and how it is called."""
 
 
-# ------------------------------------------------------------------------------------------------------ the measurement
-
-
 def _rows(n: int, forms: Mapping[str, Form], args: argparse.Namespace) -> list[Row]:
     """Return a row for each pass and form at length `n`."""
     inputs = {name: _inputs(n, args, performer=name in PERFORMER) for name in forms}
@@ -236,13 +227,8 @@ def _in_pytorch(call: Callable[[], Any]) -> Callable[[], Any]:
     """Return a call that uses no kernels."""
 
     def forced() -> Any:
-        before = os.environ.get(KERNELS)
-        os.environ[KERNELS] = "plain"
-        try:
+        with mock.patch.dict(os.environ, {KERNELS: "plain"}):
             return call()
-        finally:
-            os.environ.pop(KERNELS)
-            os.environ.update({} if before is None else {KERNELS: before})
 
     return forced
 

@@ -29,9 +29,8 @@ FIGURES = ("ms", "tokens/s", f"time ÷ {OURS}'s", "peak, MiB", f"peak ÷ {OURS}'
 NOTES = [
     "Forward and backward of one layer, causal unless it says otherwise: projections without biases (theirs are 0 "
     "where there is no leaving them out), attention, output projection; gradients of input and weights; float32.",
-    "Figures are median (min–max) over the rounds, in which the layers take turns; a round's is the mean of as many "
-    f"calls as take {LEAST} s, after one (of 1 s or more: that one). "
-    "Ratios are taken round by round. peak: memory above the input and the weights.",
+    f"A round's figure is the mean of as many calls as take {LEAST} s, after one (of 1 s or more: that one). peak: "
+    "memory above the input and the weights.",
     "difference: the largest of the output, the input's gradient and the weights' gradients from lit-effattn's with "
     "the same weights, each relative to its norm. softmax, linear, and lsh that is not causal (of the same rotations) "
     "are the same functions. performer has the same random features, but performer-pytorch adds 10⁻⁴ to each and "
@@ -90,9 +89,6 @@ def run(args: argparse.Namespace) -> Report:
     return Report("layers", rows, [*NOTES, *(f"Not measured: {', '.join(n)}: {why}." for why, n in names.items())])
 
 
-# ----------------------------------------------------------------------------------------------------------- our layers
-
-
 def _softmax(args: argparse.Namespace, n: int, *, window: bool = False) -> Attention:
     return SoftmaxAttention(args.d_model, args.n_heads, bias=False, window=args.window if window else None)
 
@@ -113,9 +109,6 @@ def _lsh(causal: bool, args: argparse.Namespace, n: int) -> Attention:
 def _weights(layer: Attention) -> list[nn.Parameter]:
     names = ("q_proj", "k_proj", "v_proj", "out_proj")
     return [getattr(layer, name).weight for name in names if hasattr(layer, name)]  # LSH's keys are the queries
-
-
-# --------------------------------------------------------------------------------------------------------- their layers
 
 
 def _x_transformers(args: argparse.Namespace, n: int, ours: Attention) -> Layer:
@@ -208,9 +201,6 @@ COMPARISONS = {
     ),
     "lsh, not causal": Comparison(partial(_lsh, False), EXACT),
 }
-
-
-# ------------------------------------------------------------------------------------------------------ the measurement
 
 
 def _compared(

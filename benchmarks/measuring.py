@@ -178,9 +178,6 @@ def _identity(t: Tensor) -> int:
     return t.untyped_storage()._cdata
 
 
-# ----------------------------------------------------------------------------------------- a whole process's memory
-
-
 def reset_peak(device: torch.device) -> int | None:
     """Reset the peak, and return where it starts; None where the system can't (Linux and CUDA can)."""
     if device.type == "cuda":
@@ -200,9 +197,6 @@ def resident_peak(device: torch.device) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     (line,) = [line for line in lines if line.startswith("VmHWM:")]  # "VmHWM:    1234 kB"
     return 1024 * int(line.split()[1])
-
-
-# -------------------------------------------------------------------------------------------------------------- options
 
 
 def add_options(parser: argparse.ArgumentParser, least: int = 1, **options: Any) -> None:

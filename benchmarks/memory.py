@@ -19,14 +19,7 @@ from benchmarks.measuring import Spread, add_options, at_least, interleaved, sec
 from benchmarks.models import SMALL, Size
 from benchmarks.report import Report, Row
 from lit_effattn import Transformer
-from lit_effattn.attention import (
-    Attention,
-    CompressiveAttention,
-    InfiniteAttention,
-    LinearAttention,
-    SoftmaxAttention,
-    TransformerXLAttention,
-)
+from lit_effattn import attention as attentions
 from lit_effattn.datamodules import TokenBatch
 from lit_effattn.nn.sliding import SlidingState
 from lit_effattn.sequence import State, nbytes
@@ -42,8 +35,7 @@ STREAM_NOTES = [
     "One causal layer, its projections included, reads a stream of random inputs, float32, without gradients, segment "
     "by segment, the state handed along. The states that it has after each number of tokens are kept; then, in every "
     "round, it reads the same segment from each in turn: nothing but the state differs.",
-    "ms: of one segment, the fastest of --segments in a row, since other work on the machine only adds; median "
-    "(min–max) over the rounds. Ratios are taken round by round.",
+    "ms: of one segment, the fastest of --segments in a row, since other work on the machine only adds.",
     "xl, compressive, infinite and softmax with a window see --mem_len positions, compressive half as many summaries "
     "of 4 inputs too. infinite: a signal of half as many basis functions, to which as many positions are written at "
     "once; where segments are that long, each is timed with one update. softmax: all keys and values, which grow.",
@@ -54,13 +46,12 @@ WINDOW_NOTES = [
     "with softmax attention and absolute positions that reads all those positions again for each token.",
     "Both have the same size, random weights, and read one stream, whose memory is full before the clock starts; "
     "embedding and head are included. Time is all that is compared: how well either predicts is not measured.",
-    "Figures are median (min–max) over the rounds, in which the two take turns; ratios are taken round by round.",
     "paper: table 9 of Dai et al. 2019, whose models are larger and ran on a GPU.",
 ]
 
 
-def _infinite(d_model: int, n_heads: int, mem_len: int, *, sticky: bool) -> Attention:
-    return InfiniteAttention(
+def _infinite(d_model: int, n_heads: int, mem_len: int, *, sticky: bool) -> attentions.Attention:
+    return attentions.InfiniteAttention(
         d_model,
         n_heads,
         mem_len=mem_len,
@@ -72,14 +63,14 @@ def _infinite(d_model: int, n_heads: int, mem_len: int, *, sticky: bool) -> Atte
     )
 
 
-KINDS: dict[str, Callable[[int, int, int], Attention]] = {
-    "xl": lambda e, h, m: TransformerXLAttention(e, h, mem_len=m, same_length=True),
-    "compressive": lambda e, h, m: CompressiveAttention(e, h, mem_len=m, compressed_len=m // 2),
+KINDS: dict[str, Callable[[int, int, int], attentions.Attention]] = {
+    "xl": lambda e, h, m: attentions.TransformerXLAttention(e, h, mem_len=m, same_length=True),
+    "compressive": lambda e, h, m: attentions.CompressiveAttention(e, h, mem_len=m, compressed_len=m // 2),
     "infinite": partial(_infinite, sticky=False),
     "infinite_sticky": partial(_infinite, sticky=True),
-    "linear": lambda e, h, m: LinearAttention(e, h),
-    "softmax_window": lambda e, h, m: SoftmaxAttention(e, h, window=m),
-    GROWING: lambda e, h, m: SoftmaxAttention(e, h),
+    "linear": lambda e, h, m: attentions.LinearAttention(e, h),
+    "softmax_window": lambda e, h, m: attentions.SoftmaxAttention(e, h, window=m),
+    GROWING: lambda e, h, m: attentions.SoftmaxAttention(e, h),
 }
 """Each kind, made from width, heads and the positions that a memory holds."""
 
@@ -103,9 +94,6 @@ def run(args: argparse.Namespace) -> Report:
     return Report("memory", _streamed(args), STREAM_NOTES)
 
 
-# ------------------------------------------------------------------------------------------------------------- a stream
-
-
 class Stream:
     """An attention that reads random inputs segment by segment.
 
@@ -114,7 +102,7 @@ class Stream:
         segment_len: Positions of a segment.
     """
 
-    def __init__(self, attention: Attention, segment_len: int) -> None:
+    def __init__(self, attention: attentions.Attention, segment_len: int) -> None:
         self.attention = attention
         self.segment_len = segment_len
         self.states: dict[int, State] = {}
@@ -188,9 +176,6 @@ def _fastest(function: Callable[[], None], times: int, device: torch.device) -> 
     return min(seconds_of(function, device) for _ in range(times))
 
 
-# ----------------------------------------------------------------------------------------------------------- evaluation
-
-
 class Reader:
     """Reads on in a stream, whose memory it carries: each call scores `n_scored` tokens more.
 
@@ -236,7 +221,7 @@ def _evaluated(window: int, size: Size, args: argparse.Namespace) -> Row:
 @torch.no_grad()
 def with_memory(length: int, size: Size, segment_len: int, segments: int, device: torch.device) -> Reader:
     """Return a Transformer-XL whose memory holds `length` positions, and is full."""
-    attention = partial(TransformerXLAttention, mem_len=length, same_length=True)
+    attention = partial(attentions.TransformerXLAttention, mem_len=length, same_length=True)
     model = _model(size, device, attention=attention, positions=None)
     _, memory = model.hidden(_batch(length, device), model.backbone.initial_state(1, device=device))
     return Reader(model, memory, segment_len, segments)
@@ -244,7 +229,7 @@ def with_memory(length: int, size: Size, segment_len: int, segments: int, device
 
 def sliding(length: int, size: Size, windows: int, device: torch.device) -> Reader:
     """Return a Transformer that reads the `length` newest positions for each token, and has as many before it."""
-    model = _model(size, device, attention=SoftmaxAttention, eval_window=length)
+    model = _model(size, device, attention=attentions.SoftmaxAttention, eval_window=length)
     inputs = model.embedding(_batch(length - 1, device).inputs)  # (1, length − 1, E)
     # Reading them in one by one would take as many windows.
     memory = SlidingState(inputs.detach(), torch.full((1,), length - 1, device=device))

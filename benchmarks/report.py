@@ -25,6 +25,10 @@ Value = str | int | float | Spread | None
 
 Row = dict[str, Value]
 
+NOTE = (
+    "Figures with brackets: median (min–max) over the rounds, in which all take turns. Ratios are taken round by round."
+)
+
 
 @dataclass(frozen=True)
 class Report:
@@ -65,7 +69,7 @@ def markdown(report: Report, header: Mapping[str, str]) -> str:
     lines = [f"## {report.name}", "", *(f"- {name}: {value}" for name, value in header.items()), ""]
     lines += [_line(columns), _line(["---"] * len(columns))]
     lines += [_line([cell(row[column]) for column in columns]) for row in report.rows]
-    lines += ["", *(f"- {note}" for note in report.notes), ""]
+    lines += ["", *(f"- {note}" for note in (*report.notes, NOTE)), ""]
     return "\n".join(lines)
 
 

@@ -21,29 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import memory
-from benchmarks.measuring import (
-    MIB,
-    Spread,
-    add_options,
-    at_least,
-    peak_bytes,
-    reset_peak,
-    resident_peak,
-    seconds_of,
-    timed,
-)
+from benchmarks.measuring import MIB, Spread, add_options, at_least, now, peak_bytes, reset_peak, resident_peak, timed
 from benchmarks.models import Size
 from benchmarks.report import Report, Row
 from lit_effattn import LSTM, Transformer, sequence
-from lit_effattn.attention import (
-    LinearAttention,
-    LSHAttention,
-    PerformerAttention,
-    ShawAttention,
-    SoftmaxAttention,
-    SparseAttention,
-    WindowedLinearAttention,
-)
+from lit_effattn import attention as attentions
 from lit_effattn.sequence import SequenceModule, State
 from lit_effattn.sequence_parallel import sequence_parallel
 
@@ -51,8 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NOTES = [
-    "Forward and backward of one causal layer, its projections included, float32, one sequence. Figures are median "
-    "(min–max) over the rounds, in which the kinds take turns; ratios are taken round by round.",
+    "Forward and backward of one causal layer, its projections included, float32, one sequence.",
     "slope: d log(time, memory or state) / d log(N), fitted by least squares to the medians of all lengths; 0 is "
     "constant, 1 linear, 2 quadratic. The projections are linear, and weigh in at small N.",
     "Peak memory: tensors alive at once in forward and backward (CUDA: of the allocator), gradients included, above "
@@ -62,11 +43,11 @@ NOTES = [
 
 SIZE = Size(2, 4, 64)
 SHARED: dict[str, Callable[..., Any]] = {
-    "linear": LinearAttention,
-    "Performer": PerformerAttention,
-    "softmax": SoftmaxAttention,
-    "softmax, window 64": partial(SoftmaxAttention, window=64),
-    "windowed linear, 64": partial(WindowedLinearAttention, window=64),
+    "linear": attentions.LinearAttention,
+    "Performer": attentions.PerformerAttention,
+    "softmax": attentions.SoftmaxAttention,
+    "softmax, window 64": partial(attentions.SoftmaxAttention, window=64),
+    "windowed linear, 64": partial(attentions.WindowedLinearAttention, window=64),
 }
 PROCESS_NOTES = [
     f"{SIZE}, rotary positions, one sequence of N positions in float32: forward and backward pass and the sum of the "
@@ -97,28 +78,24 @@ class Kind(NamedTuple):
 WINDOW = 128
 
 
-def _power_of_two(x: float) -> int:
-    return 2 ** round(math.log2(x))
-
-
 def _streaming(name: str) -> Kind:
     return Kind(lambda e, h, n: memory.KINDS[name](e, h, WINDOW), segments=True)
 
 
 KINDS: dict[str, Kind] = {
-    "softmax": Kind(lambda e, h, n: SoftmaxAttention(e, h), quadratic=True),
-    f"softmax, window {WINDOW}": Kind(lambda e, h, n: SoftmaxAttention(e, h, window=WINDOW)),
-    "shaw": Kind(lambda e, h, n: ShawAttention(e, h), quadratic=True),
+    "softmax": Kind(lambda e, h, n: attentions.SoftmaxAttention(e, h), quadratic=True),
+    f"softmax, window {WINDOW}": Kind(lambda e, h, n: attentions.SoftmaxAttention(e, h, window=WINDOW)),
+    "shaw": Kind(lambda e, h, n: attentions.ShawAttention(e, h), quadratic=True),
     "transformer_xl": _streaming("xl"),
     "compressive": _streaming("compressive"),
     "infinite": _streaming("infinite"),
     "infinite, sticky": _streaming("infinite_sticky"),
     "sparse": Kind(
-        lambda e, h, n: SparseAttention(e, h, pattern="strided", stride=_power_of_two(math.sqrt(n))),
+        lambda e, h, n: attentions.SparseAttention(e, h, pattern="strided", stride=2 ** round(math.log2(n) / 2))
     ),
-    "lsh": Kind(lambda e, h, n: LSHAttention(e, h, n_hashes=1, n_buckets=max(2, n // 64), chunk_size=64)),
-    "linear": Kind(lambda e, h, n: LinearAttention(e, h)),
-    "performer": Kind(lambda e, h, n: PerformerAttention(e, h)),
+    "lsh": Kind(lambda e, h, n: attentions.LSHAttention(e, h, n_hashes=1, n_buckets=max(2, n // 64), chunk_size=64)),
+    "linear": Kind(lambda e, h, n: attentions.LinearAttention(e, h)),
+    "performer": Kind(lambda e, h, n: attentions.PerformerAttention(e, h)),
     "lstm": Kind(lambda e, h, n: LSTM(e, 1)),
 }
 
@@ -139,9 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, limit=(4, "seconds; where a pass took more, longer lengths are left out"))
     about = "share each sequence among so many processes instead; needs the CPU"
     parser.add_argument("--processes", type=at_least(1), nargs="+", default=[], help=about)
-    add_options(
-        parser, long=(2**19, "N of linear attention under a limit of memory"), gib=(4, "of that limit, a process")
-    )
+    add_options(parser, long=(2**19, "N of linear attention under a limit"), gib=(4, "of that limit, a process"))
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -259,15 +234,12 @@ def _plot(found: dict[str, Growth], figure: Figure) -> None:
     held.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
 
 
-# ----------------------------------------------------------------------------------------------------- shared sequences
-
-
 class Step(NamedTuple):
-    """What a step took in one process; None where it failed for memory."""
+    """What a step took in one process, or at most in any."""
 
-    sent: int | None
-    peak: int | None
-    seconds: float | None
+    sent: int
+    peak: int
+    seconds: float
 
 
 def _shared(args: argparse.Namespace) -> list[Row]:
@@ -277,25 +249,38 @@ def _shared(args: argparse.Namespace) -> list[Row]:
     found = {p: _in_processes(p, cases, None) for p in args.processes}
     fewest, most = min(args.processes), max(args.processes)
     rows = [
-        _shared_row(*case, p, None, found[p][i], _slowest(found[fewest][i]), fewest)
+        _shared_row(*case, p, "none", found[p][i], found[fewest][i], fewest)
         for i, case in enumerate(cases)
         for p in args.processes
     ]
     for p in (fewest, most):
-        (steps,) = _in_processes(p, [("linear", args.long)], args.gib)
-        rows.append(_shared_row("linear", args.long, p, args.gib, steps, None, fewest))
+        (step,) = _in_processes(p, [("linear", args.long)], args.gib)
+        rows.append(_shared_row("linear", args.long, p, f"{args.gib} GiB", step, None, fewest))
     return rows
 
 
-def _in_processes(p: int, cases: Sequence[tuple[str, int]], limit: int | None) -> list[list[Step]]:
-    """Return the steps of all processes, for each case."""
+def _shared_row(kind: str, n: int, p: int, limit: str, step: Step | None, base: Step | None, fewest: int) -> Row:
+    return {
+        "attention": kind,
+        "N": n,
+        "P": p,
+        "limit": limit,
+        "sent, bytes a layer": None if step is None else step.sent,
+        "peak, MiB a process": None if step is None else step.peak / MIB,
+        "seconds": "out of memory" if step is None else step.seconds,
+        f"÷ P = {fewest}": None if step is None or base is None else step.seconds / base.seconds,
+    }
+
+
+def _in_processes(p: int, cases: Sequence[tuple[str, int]], limit: int | None) -> list[Step | None]:
+    """Return the most of all processes for each case; None where one failed for memory."""
     context = multiprocessing.get_context("spawn")  # nothing that was done before counts
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(p, mp_context=context) as pool:
         of_processes = pool.map(partial(_work, p=p, cases=cases, limit=limit, store=f"file://{folder}/store"), range(p))
-        return [list(steps) for steps in zip(*of_processes, strict=True)]
+        return [None if None in steps else Step(*map(max, zip(*steps, strict=True))) for steps in zip(*of_processes)]
 
 
-def _work(rank: int, p: int, cases: Sequence[tuple[str, int]], limit: int | None, store: str) -> list[Step]:
+def _work(rank: int, p: int, cases: Sequence[tuple[str, int]], limit: int | None, store: str) -> list[Step | None]:
     torch.set_num_threads(1)
     if limit is not None:
         import resource  # not on Windows
@@ -308,55 +293,24 @@ def _work(rank: int, p: int, cases: Sequence[tuple[str, int]], limit: int | None
     return steps
 
 
-def _step(kind: str, n: int, rank: int, p: int, *, n_steps: int) -> Step:
+def _step(kind: str, n: int, rank: int, p: int, *, n_steps: int) -> Step | None:
     torch.manual_seed(0)
     model = Transformer(SIZE.d_model, SIZE.n_heads, SIZE.n_layers, attention=SHARED[kind], positions="auto")
-    cpu = torch.device("cpu")
-    sent, seconds = 0, 0.0
+    sent, seconds, cpu = 0, 0.0, torch.device("cpu")
     reset_peak(cpu)
     x = torch.randn(1, (rank + 1) * n // p - rank * n // p, SIZE.d_model)
-
-    def train() -> int:
-        with sequence_parallel() as parts:
-            y, _ = model(x)
-            (y.square().sum() / n).backward()
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
-        return parts.n_bytes
-
-    def count() -> None:
-        nonlocal sent
-        sent = train()
-
     try:
         for _ in range(n_steps):
             dist.barrier()
-            seconds = seconds_of(count, cpu)
+            start = now(cpu)
+            with sequence_parallel() as parts:
+                y, _ = model(x)
+                (y.square().sum() / n).backward()
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+            seconds, sent = now(cpu) - start, parts.n_bytes if p > 1 else 0
     except RuntimeError as error:
         if "can't allocate memory" not in str(error):
             raise
-        return Step(None, None, None)
+        return None
     return Step(sent // SIZE.n_layers, resident_peak(cpu), seconds)
-
-
-def _slowest(steps: Sequence[Step]) -> float | None:
-    """Return the seconds of the slowest process; None if one failed."""
-    seconds = [step.seconds for step in steps if step.seconds is not None]
-    return max(seconds) if len(seconds) == len(steps) else None
-
-
-def _shared_row(
-    kind: str, n: int, p: int, limit: int | None, steps: Sequence[Step], base: float | None, fewest: int
-) -> Row:
-    seconds = _slowest(steps)
-    peaks = [step.peak for step in steps if step.peak is not None]
-    return {
-        "attention": kind,
-        "N": n,
-        "P": p,
-        "limit": "none" if limit is None else f"{limit} GiB",
-        "sent, bytes a layer": steps[0].sent if p > 1 else 0,
-        "peak, MiB a process": max(peaks) / MIB if len(peaks) == p else None,
-        "seconds": "out of memory" if seconds is None else seconds,
-        f"÷ P = {fewest}": seconds / base if seconds and base else None,
-    }

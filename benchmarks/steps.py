@@ -14,11 +14,12 @@ import shlex
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from collections.abc import Sequence
+from contextlib import redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
@@ -61,8 +62,7 @@ WARM = 4
 """Steps before the timed ones."""
 
 MODEL_NOTES = [
-    "A step is forward, backward and RAdam in float32, after one to warm up. Figures are median (min–max) over the "
-    "rounds, in which the attentions take turns; ratios are taken round by round.",
+    "A step is forward, backward and RAdam in float32, after one to warm up.",
     "Peak memory: tensors alive at once in forward and backward, gradients included, above parameters and the "
     "optimiser's state. On CUDA the allocator's; on a CPU the storages that operators return, without scratch memory "
     "inside an operator. Measured once, outside the timed steps.",
@@ -73,9 +73,8 @@ FIT_NOTES = [
     "speed is the same for both. All others: `lit-effattn fit --config …` with the flags and the row's, in this "
     "process, with the progress bar of a terminal, both loggers, checkpoints and the data's own loader, without "
     "validation. saving: a checkpoint after each step.",
-    "Figures are median (min–max) over the rounds, in which all take turns; ratios are taken round by round. ms/step: "
-    f"the mean of a round's steps, after {WARM} to warm up. first step: of a fit before the rounds, which starts the "
-    "loader, and compiles; torch keeps on the disk what an earlier run has compiled.",
+    f"ms/step: the mean of a round's steps, after {WARM} to warm up. first step: of a fit before the rounds, which "
+    "starts the loader, and compiles; torch keeps on the disk what an earlier run has compiled.",
     "Peak memory: above what the process held when the step began, over one step after the timed ones. On CUDA the "
     "allocator's, else resident memory, since compiled code calls no operators.",
 ]
@@ -100,39 +99,26 @@ def run(args: argparse.Namespace) -> Report:
     return Report("steps", [row for length in args.lengths for row in _models(length, args)], MODEL_NOTES)
 
 
-# ------------------------------------------------------------------------------------------------------- the new models
-
-
-class _Training:
-    """A model, its optimiser and the batch of every step."""
-
-    def __init__(self, model: PixelModel, batch: Tensor) -> None:
-        self.model = model
-        self.batch = batch
-        self.optimizer = cast(torch.optim.Optimizer, model.configure_optimizers())
-
-    def gradients(self) -> None:
-        # What `training_step` does, but for its logging, which needs a Trainer.
-        self.model.nll(self.batch).mean().backward()
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.gradients()
-        self.optimizer.step()
-
-    def peak(self) -> int:
-        self.optimizer.zero_grad()
-        return peak_bytes(self.gradients, self.batch.device)
+def _step(model: PixelModel, optimizer: torch.optim.Optimizer, batch: Tensor, *, update: bool = True) -> None:
+    """Do what `training_step` does, but for its logging, which needs a Trainer."""
+    model.nll(batch).mean().backward()
+    if update:
+        optimizer.step()
+    optimizer.zero_grad()
 
 
 def _models(length: int, args: argparse.Namespace) -> list[Row]:
     size = size_for(length, args.small)
     batch = random_levels(max(1, round(args.tokens / length)), length, args.device)
-    trainings = {kind: _Training(build(kind, length, size, args.device), batch) for kind in KINDS}
-    for training in trainings.values():
-        training.step()
-    peaks = {kind: training.peak() for kind, training in trainings.items()}
-    seconds = timed(f"steps, length {length}", {kind: training.step for kind, training in trainings.items()}, args)
+    models = {kind: build(kind, length, size, args.device) for kind in KINDS}
+    steps = {
+        kind: partial(_step, model, cast(torch.optim.Optimizer, model.configure_optimizers()), batch)
+        for kind, model in models.items()
+    }
+    for step in steps.values():
+        step()
+    peaks = {kind: peak_bytes(partial(step, update=False), args.device) for kind, step in steps.items()}
+    seconds = timed(f"steps, length {length}", steps, args)
     return [
         {
             "length": IMAGES.get(length, str(length)),
@@ -149,9 +135,6 @@ def _models(length: int, args: argparse.Namespace) -> list[Row]:
     ]
 
 
-# --------------------------------------------------------------------------------------------------------------- `fit`
-
-
 class Probe(NamedTuple):
     """What some steps took."""
 
@@ -159,6 +142,24 @@ class Probe(NamedTuple):
     step: float  # seconds of each of the timed ones, the mean
     tokens: int  # in each
     grown: int | None  # bytes
+
+
+class _Steps:
+    """Seconds of each step, tokens in one, and bytes that the last takes."""
+
+    def begin(self, device: torch.device) -> None:
+        """Begin a run."""
+        self.device, self.seconds, self.grown = device, list[float](), cast("int | None", None)
+
+    def add(self, seconds: float, batch: Any, before: int | None) -> None:
+        """Add a step on `batch`, `before` which so much memory was held if it was watched."""
+        self.seconds.append(seconds)
+        self.tokens = _tokens(batch)
+        self.grown = None if before is None else resident_peak(self.device) - before
+
+    def probe(self) -> Probe:
+        """Return what was measured."""
+        return Probe(self.seconds[0], statistics.fmean(self.seconds[WARM:-1]), self.tokens, self.grown)
 
 
 def _fits(args: argparse.Namespace) -> list[Row]:
@@ -219,7 +220,7 @@ def _spread(figures: Sequence[float | None]) -> Spread | None:
     return Spread(tuple(known)) if len(known) == len(figures) else None
 
 
-class Clock(pl.Callback):
+class Clock(_Steps, pl.Callback):
     """Takes the time of a run's steps, and the memory of its last.
 
     Args:
@@ -234,11 +235,6 @@ class Clock(pl.Callback):
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
-        self.seconds: list[float] = []  # of each step
-        self.tokens = 0
-        self.grown: int | None = None
-        self._before: int | None = None
-        self._started = 0.0
         Clock.last = self
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -252,28 +248,22 @@ class Clock(pl.Callback):
                 f"an epoch has {trainer.num_training_batches} batches, and a round takes {WARM} + {self.steps} + 1; "
                 "fewer --steps, or smaller batches by --flags '--data.batch_size …'"
             )
-        self.trainer, self.model, self.device = trainer, pl_module, pl_module.device
+        self.trainer, self.model = trainer, pl_module
+        self.begin(pl_module.device)
         if self.beside is not None:
             self.beside.start(pl_module)
         self._started = now(self.device)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Watch the memory of the step after the timed ones."""
-        if len(self.seconds) == WARM + self.steps:
-            self._before = _held(self.device)
+        self._before = _held(self.device) if len(self.seconds) == WARM + self.steps else None
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Take the time: from one of these to the next all that a step needs has happened once."""
-        self.seconds.append(now(self.device) - self._started)
-        self.tokens = _tokens(batch)
-        self.grown = None if self._before is None else resident_peak(self.device) - self._before
+        self.add(now(self.device) - self._started, batch, self._before)
         if self.beside is not None:
             self.beside.step(batch, watched=self._before is not None)
         self._started = now(self.device)
-
-    def probe(self) -> Probe:
-        """Return what was measured."""
-        return _probe(self.seconds, self.tokens, self.grown)
 
 
 def fit(
@@ -281,9 +271,10 @@ def fit(
 ) -> Clock:
     """Run `lit-effattn fit` as a user does, and return its clock; `beside` takes turns with it, step by step."""
     accelerator = ["gpu", f"[{device.index or 0}]"] if device.type == "cuda" else ["cpu", "1"]
-    Clock.beside = beside
+    Clock.beside, environ = beside, mock.patch.dict(os.environ, {"FORCE_COLOR": "1"})
     try:
-        with _terminal():
+        # The progress bar is drawn as on a terminal, and dropped, since tables are printed.
+        with environ, Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
             command.run(
                 [
                     *("fit", "--config", config, *flags),
@@ -298,21 +289,7 @@ def fit(
     return Clock.last
 
 
-@contextmanager
-def _terminal() -> Iterator[None]:
-    """Have the progress bar drawn as on a terminal, and drop it, since tables are printed."""
-    before = os.environ.get("FORCE_COLOR")
-    os.environ["FORCE_COLOR"] = "1"
-    try:
-        with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
-            yield
-    finally:
-        os.environ.pop("FORCE_COLOR")
-        if before is not None:
-            os.environ["FORCE_COLOR"] = before
-
-
-class Bare:
+class Bare(_Steps):
     """Trains the model of a run by a bare loop, beside another run of it.
 
     Args:
@@ -333,7 +310,7 @@ class Bare:
         self.optimizer: Any = configured["optimizer"] if isinstance(configured, dict) else configured
         self.optimizer.zero_grad()
         self.memory: Any = None
-        self.seconds: list[float] = []
+        self.begin(self.device)
 
     def step(self, batch: Any, watched: bool) -> None:
         """Train on `batch`; if `watched`, measure how much memory that takes."""
@@ -347,17 +324,7 @@ class Bare:
         if self.clip:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
-        self.seconds.append(now(self.device) - start)
-        self.tokens = _tokens(batch)
-        self.grown = None if before is None else resident_peak(self.device) - before
-
-    def probe(self) -> Probe:
-        """Return what was measured."""
-        return _probe(self.seconds, self.tokens, self.grown)
-
-
-def _probe(seconds: list[float], tokens: int, grown: int | None) -> Probe:
-    return Probe(seconds[0], statistics.fmean(seconds[WARM:-1]), tokens, grown)
+        self.add(now(self.device) - start, batch, before)
 
 
 def _tokens(batch: Any) -> int:

@@ -74,9 +74,6 @@ def run(args: argparse.Namespace) -> Report:
     return Report("compression", [{column: row.get(column, "—") for column in columns} for row in rows], NOTES)
 
 
-# ------------------------------------------------------------------------------------------------------- image coders
-
-
 def encode(image: Tensor, options: dict[str, Any]) -> bytes:
     """Return the file that Pillow makes of an image (C, H, W) of uint8.
 
@@ -132,9 +129,6 @@ def _row(name: str, coder: str, data: PixelSequences, bits: Tensor, n_bytes: int
     }
 
 
-# --------------------------------------------------------------------------------------------------------- statistics
-
-
 def histogram_bits(train: Tensor, test: Tensor, n_levels: int) -> Tensor:
     """Return bits/dim of each image under a histogram a position: (m, N) and (n, N) levels -> (n,)."""
     position = torch.arange(train.size(1))  # (N,), which is each dimension's context
@@ -171,9 +165,6 @@ def _statistics(name: str, data: PixelSequences) -> list[Row]:
     train, test = (levels.view(-1, height, width) for levels in (train, test))  # (n, H · W) -> (n, H, W)
     rows.append(_row(name, "table of left and upper pixel", data, neighbour_bits(train, test, data.n_levels)))
     return rows
-
-
-# ---------------------------------------------------------------------------------------------------------------- text
 
 
 def compressed_size(text: bytes, compressor: Compressor) -> int:

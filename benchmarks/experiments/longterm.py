@@ -84,9 +84,6 @@ def _stream(data: dict[str, Any], count: int) -> Tensor:
     raise ValueError(f"tokens={count}: the longest test document has {max(map(len, documents))}; read fewer")
 
 
-# ------------------------------------------------------------------------------------------------------- what is read
-
-
 class _Watch:
     """Notes the densities and updates of one layer, which is given one position at a time."""
 
@@ -158,9 +155,6 @@ def read(model: LanguageModel, tokens: Tensor, positions: int | None = None) -> 
         return [watch.reading(name, positions) for name, watch in watches.items()]
     finally:
         model.on_validation_end()
-
-
-# ------------------------------------------------------------------------------------------- the table and the picture
 
 
 def _rows(reading: Reading) -> list[Row]:

@@ -126,9 +126,6 @@ def run(args: argparse.Namespace) -> Report:
     return Report("minilm", rows, notes, partial(_plot, panels, exact))
 
 
-# -------------------------------------------------------------------------------------------------------- the encoder
-
-
 class SentenceEncoder(nn.Module):
     """The mean over positions of a bidirectional Transformer with post-norm (BERT, Devlin et al. 2018).
 
@@ -205,9 +202,6 @@ def vectors(encoder: nn.Module, batch: Batch, rows: int = 16) -> Tensor:
     return normalize(torch.cat([encoder(ids[:, : int(n.max())], n) for ids, n in parts]), dim=-1)
 
 
-# ---------------------------------------------------------------------------------------------------------- the texts
-
-
 def docstrings() -> set[str]:
     """Return the docstrings of the top modules of the standard library, which are parsed, not imported."""
     found = set()
@@ -241,9 +235,6 @@ def tokenize(folder: Path, texts: list[str], most_tokens: int, device: torch.dev
     rows = sorted((torch.tensor(e.ids) for e in tokenizer.encode_batch(texts)), key=len)
     lengths = torch.tensor([len(row) for row in rows], device=device)
     return Batch(nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device), lengths)
-
-
-# --------------------------------------------------------------------------------------------------------- the figures
 
 
 class Original(nn.Module):

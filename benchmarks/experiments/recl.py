@@ -66,9 +66,6 @@ def run(args: argparse.Namespace) -> Report:
     return Report("recl", rows, [*NOTES, drawn])
 
 
-# ------------------------------------------------------------------------------------------- the measure, on losses
-
-
 def gains(losses: Tensor, ratio: float) -> tuple[Tensor, Tensor]:
     """Return the relative gain of each context over the one before (Dai et al. 2019, appendix C).
 
@@ -105,9 +102,6 @@ def effective_length(gains: Sequence[float], contexts: Sequence[int], threshold:
         threshold: 0.01 in the paper.
     """
     return next((c for c, g in zip(contexts, gains, strict=False) if g < threshold), contexts[-1])
-
-
-# ------------------------------------------------------------------------------------------------------- the losses
 
 
 @torch.no_grad()
@@ -153,9 +147,6 @@ def _drawn(documents: list[Tensor], longest: int, count: int) -> tuple[Tensor, T
         )
     chosen = torch.randperm(len(possible), generator=torch.Generator().manual_seed(0))[:count]
     return torch.cat(documents), possible[chosen].sort().values
-
-
-# --------------------------------------------------------------------------------------------------------- the table
 
 
 def _rows(

@@ -89,18 +89,6 @@ def run(args: argparse.Namespace) -> Report:
     return Report("layers", rows, [*NOTES, *(f"Not measured: {', '.join(n)}: {why}." for why, n in names.items())])
 
 
-def _softmax(args: argparse.Namespace, n: int, *, window: bool = False) -> Attention:
-    return SoftmaxAttention(args.d_model, args.n_heads, bias=False, window=args.window if window else None)
-
-
-def _linear(args: argparse.Namespace, n: int) -> Attention:
-    return LinearAttention(args.d_model, args.n_heads, bias=False)
-
-
-def _performer(args: argparse.Namespace, n: int) -> Attention:
-    return PerformerAttention(args.d_model, args.n_heads, bias=False, n_features=args.n_features)
-
-
 def _lsh(causal: bool, args: argparse.Namespace, n: int) -> Attention:
     buckets = {"n_hashes": args.n_hashes, "n_buckets": n // args.chunk_size, "chunk_size": args.chunk_size}
     return LSHAttention(args.d_model, args.n_heads, causal, bias=False, **buckets)
@@ -189,13 +177,18 @@ FLASH = {"x-transformers, flash": _x_transformers}
 EXACT = {"reformer-pytorch, exact": partial(_reformer_pytorch, exact=True)}
 
 COMPARISONS = {
-    "softmax": Comparison(_softmax, FLASH),
-    "softmax, window": Comparison(partial(_softmax, window=True), FLASH),
+    "softmax": Comparison(lambda a, n: SoftmaxAttention(a.d_model, a.n_heads, bias=False), FLASH),
+    "softmax, window": Comparison(
+        lambda a, n: SoftmaxAttention(a.d_model, a.n_heads, bias=False, window=a.window), FLASH
+    ),
     "linear": Comparison(
-        _linear,
+        lambda a, n: LinearAttention(a.d_model, a.n_heads, bias=False),
         {"pytorch-fast-transformers": _fast_transformers, "flash-linear-attention": _flash_linear_attention},
     ),
-    "performer": Comparison(_performer, {"performer-pytorch": _performer_pytorch}),
+    "performer": Comparison(
+        lambda a, n: PerformerAttention(a.d_model, a.n_heads, bias=False, n_features=a.n_features),
+        {"performer-pytorch": _performer_pytorch},
+    ),
     "lsh": Comparison(
         partial(_lsh, True), {"reformer-pytorch": partial(_reformer_pytorch, exact=False), **EXACT}, same=False
     ),
@@ -250,15 +243,9 @@ def _noted(name: str, reasons: dict[str, str]) -> Iterator[None]:
     except Exception as error:
         if name == OURS:
             raise
-        reasons[name] = _reason(error)
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, NotHereError):
-        return str(error)
-    if isinstance(error, ImportError):
-        return f"absent ({error}); {INSTALL}"
-    return f"failed ({type(error).__name__}: {error})"
+        absent = f"absent ({error}); {INSTALL}" if isinstance(error, ImportError) else None
+        said = str(error) if isinstance(error, NotHereError) else absent
+        reasons[name] = said or f"failed ({type(error).__name__}: {error})"
 
 
 def _both_ways(layer: Layer, x: Tensor) -> list[Tensor]:

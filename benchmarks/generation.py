@@ -21,8 +21,8 @@ from benchmarks.report import Report, Row
 from lit_effattn import EncoderDecoder, PixelModel, Transformer
 from lit_effattn import attention as attentions
 from lit_effattn.attention.cross import sources
-from lit_effattn.beam import beam_search
-from lit_effattn.generation import draw, generate
+from lit_effattn.generation.beam import beam_search
+from lit_effattn.generation.sampling import draw, generate
 from lit_effattn.sequence import State, nbytes, reorder, select, tensors
 from lit_effattn.tasks import SequenceToSequence
 

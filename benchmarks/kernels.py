@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.measuring import add_options, at_least, compared, is_written_in_python, look_inside, peak_bytes, timed
 from benchmarks.report import Report, Row
-from lit_effattn.differences import largest_relative_difference
 from lit_effattn.ops.favor import cpp_kernels as favor_cpp_kernels
 from lit_effattn.ops.favor.dispatch import positive_favor
 from lit_effattn.ops.favor.pytorch import causal_favor, draw_omega, log_offset, plain_causal_favor
@@ -26,6 +25,7 @@ from lit_effattn.ops.linear import cpp_kernels as linear_cpp_kernels
 from lit_effattn.ops.linear.dispatch import elu_linear_attention
 from lit_effattn.ops.linear.pytorch import causal_linear_attention, plain_causal_linear_attention
 from lit_effattn.ops.runtime import cpp_build
+from lit_effattn.ops.runtime.differences import largest_relative_difference
 from lit_effattn.ops.runtime.selection import KERNELS
 
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -19,7 +19,7 @@ from benchmarks.measuring import LEAST, add_options, compared, peak_bytes, timed
 from benchmarks.report import Report, Row
 from lit_effattn.attention import LinearAttention, LSHAttention, PerformerAttention, SoftmaxAttention
 from lit_effattn.attention.base import Attention
-from lit_effattn.differences import largest_relative_difference
+from lit_effattn.ops.runtime.differences import largest_relative_difference
 
 OURS = "lit-effattn"
 INSTALL = "see benchmarks/requirements-peers.txt"

@@ -26,8 +26,8 @@ from benchmarks.models import Size
 from benchmarks.report import Report, Row
 from lit_effattn import LSTM, Transformer, sequence
 from lit_effattn import attention as attentions
+from lit_effattn.distributed.sequence_parallel import sequence_parallel
 from lit_effattn.sequence import SequenceModule, State
-from lit_effattn.sequence_parallel import sequence_parallel
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,8 +14,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lit_effattn.callbacks import resume_point
-from lit_effattn.checkpoint_files import remove, remove_parts
-from lit_effattn.runs import LAST, PREVIOUS, kept_checkpoints, kept_name
+from lit_effattn.checkpoints.files import remove, remove_parts
+from lit_effattn.checkpoints.runs import LAST, PREVIOUS, kept_checkpoints, kept_name
 
 LOGGED_KEY = "logged"
 
@@ -96,7 +96,9 @@ class LastCheckpoint(Checkpoint):
                 "of the others; leave one of them out"
             )
         if not hasattr(trainer.strategy.checkpoint_io, "asynchronous"):
-            raise ValueError("asynchronous=True needs Trainer(plugins=[lit_effattn.checkpoints.AtomicCheckpointIO()])")
+            raise ValueError(
+                "asynchronous=True needs Trainer(plugins=[lit_effattn.checkpoints.io.AtomicCheckpointIO()])"
+            )
         trainer.strategy.checkpoint_io.asynchronous = True
 
     def finish(self, trainer: pl.Trainer) -> None:

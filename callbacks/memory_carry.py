@@ -10,7 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_effattn import sequence
-from lit_effattn.checkpoint_folders import OfEach
+from lit_effattn.checkpoints.folders import OfEach
 from lit_effattn.sequence import SequenceModule, State, reads_values
 
 MEMORY_KEY = "memory_carry"

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
-from lit_effattn.pictures import grid, save_png
+from lit_effattn.drawing.images import grid, save_png
 
 
 class SampleGrid(pl.Callback):

@@ -14,9 +14,9 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lit_effattn import slurm
 from lit_effattn.callbacks.checkpoints import LastCheckpoint
 from lit_effattn.callbacks.resume_point import can_resume
+from lit_effattn.checkpoints import slurm
 
 SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if hasattr(signal, name)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import re
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T", bound="HasInitArgs")
+_CLASS = re.compile(r"(\w+\.)+([A-Z]\w*)")
 
 
 class HasInitArgs:
@@ -74,3 +77,26 @@ def _kind_of(factory: partial[Any]) -> type | None:
     others = [part for part in given if not isinstance(part, type)]
     ours = all(getattr(part, "__module__", "").startswith("jsonargparse.") for part in others)
     return kinds[0] if len(kinds) == 1 and ours else None
+
+
+def flat(settings: Any, name: str = "") -> dict[str, Any]:
+    """Return nested settings by their full names, without `init_args` and `class_path`, and with bare class names.
+
+    Example:
+        >>> flat({"model": {"class_path": "a.B", "init_args": {"c": [1, {"class_path": "d.E"}]}}})
+        {'model': 'B', 'model.c.0': 1, 'model.c.1': 'E'}
+    """
+    parts: Iterator[tuple[str, Any]]
+    if isinstance(settings, Mapping) and settings:
+        parts = ((str(key), value) for key, value in settings.items())
+    elif isinstance(settings, list) and settings:
+        parts = ((str(i), value) for i, value in enumerate(settings))
+    else:
+        bare = isinstance(settings, str) and _CLASS.fullmatch(settings)
+        return {name: bare[2] if bare else settings}
+    found: dict[str, Any] = {}
+    for key, value in parts:
+        inside = name if key in ("init_args", "class_path") else f"{name}.{key}".removeprefix(".")
+        if key != "init_args" or value:  # empty: nothing was set
+            found.update(flat(value, inside))
+    return found

@@ -32,8 +32,8 @@ from typing import Any
 
 import soundfile
 
-from lit_effattn.datamodules.faults import Fault, Faults
-from lit_effattn.datamodules.phonemes import Lexicon
+from lit_effattn.datamodules.common.faults import Fault, Faults
+from lit_effattn.datamodules.speech.phonemes import Lexicon
 
 SOUNDS = "usr/share/asterisk/sounds/en_US_f_Allison"
 TRANSCRIPTS = "usr/share/doc/asterisk-core-sounds-en/core-sounds-en.txt.gz"

@@ -73,7 +73,7 @@ def test_a_kind_of_your_own_keeps_the_segment_law():
 
 def test_the_codec_of_an_exported_model_is_its_tokenizer():
     tokenizers = pytest.importorskip("tokenizers")
-    from lit_effattn.datamodules.tokenizers import BPETokenizer, PretrainedTokenizer
+    from lit_effattn.datamodules.text.tokenizers import BPETokenizer, PretrainedTokenizer
 
     codec = run(block("docs/export.md", "def codec(about)"))["codec"]
     text = "a bird\n\n in a box, naïve\n屋\u2028a\r\nb"

@@ -12,7 +12,7 @@ from PIL import Image
 
 from lit_effattn.cli import main
 from scripts.asterisk_prompts import FOLDING
-from tests.pretrained.test_convert import SIZE, START, tokenizer_json
+from tests.interchange.test_convert import SIZE, START, tokenizer_json
 from tests.test_docs import FENCE, PAGES, block
 
 pytestmark = pytest.mark.exhaustive

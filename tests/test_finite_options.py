@@ -8,9 +8,9 @@ import pytest
 
 from lit_effattn import Transformer, attention
 from lit_effattn.attention import Attention, FeatureMap
+from lit_effattn.interchange.family import Settings
 from lit_effattn.nn.adaptive import AdaptiveEmbedding
 from lit_effattn.nn.heads import CategoricalHead
-from lit_effattn.pretrained.family import Settings
 
 EXPORTED = [made for name in attention.__all__ if inspect.isclass(made := getattr(attention, name))]
 MAKE = {

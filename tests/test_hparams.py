@@ -7,9 +7,9 @@ from jsonargparse import ArgumentParser
 
 from lit_effattn import Transformer
 from lit_effattn.attention import LinearAttention, ReluFeatureMap, SoftmaxAttention
+from lit_effattn.attention.positions import GridPositions, LearnedPositions, RotaryPositions
 from lit_effattn.hparams import HasInitArgs, init_args, spec
 from lit_effattn.nn.transformer import Block, FeedForward
-from lit_effattn.positions import GridPositions, LearnedPositions, RotaryPositions
 from lit_effattn.sequence import SequenceModule
 
 

@@ -10,87 +10,44 @@ from tests.support.commands import REPOSITORY
 ROOMS: dict[str, set[str]] = {
     "hparams": set(),
     "sequence": {"hparams"},
-    "sequence_parallel": {"sequence"},
-    "strategies": {"sequence", "sequence_parallel"},
-    "positions": {"sequence", "hparams"},
-    "differences": set(),
-    "ops": {"sequence", "differences"},
-    "attention": {"ops", "positions", "sequence", "hparams"},
-    "nn": {"attention", "positions", "sequence", "hparams"},
-    "tensor_parallel": {"nn", "attention", "sequence"},
-    "sharding": {"nn", "sequence", "tensor_parallel", "checkpoint_folders"},
-    "generation": {"nn", "attention", "ops", "sequence"},
-    "beam": {"generation", "nn", "sequence"},
-    "schedules": set(),
-    "runs": set(),
-    "pictures": set(),
-    "plots": set(),
-    "import_errors": set(),
-    "printable": set(),
-    "plain_yaml": set(),
-    "model_size": set(),
-    "allowlist": {"import_errors"},
-    "spec_check": {"allowlist"},
-    "checkpoint_shape": set(),
-    "spec_build": {"allowlist", "spec_check"},
-    "checkpoint_files": {"checkpoint_shape", "runs"},
-    "checkpoint_folders": {"checkpoint_files", "runs"},
-    "checkpoints": {"allowlist", "checkpoint_files", "checkpoint_folders", "checkpoint_shape", "runs"},
-    "averaging": {"checkpoints", "runs"},
-    "loading": {"allowlist", "averaging", "checkpoints", "model_size", "runs", "spec_build", "spec_check"},
+    "ops": {"sequence"},
+    "attention": {"ops", "sequence", "hparams"},
+    "nn": {"attention", "sequence", "hparams"},
+    "drawing": set(),
     "datamodules": set(),
-    "slurm": {"runs"},
-    "run_lock": {"runs", "slurm"},
-    "callbacks": {"sequence", "ops", "pictures", "checkpoint_files", "checkpoint_folders", "runs", "slurm"},
+    "checkpoints": set(),
+    "generation": {"nn", "attention", "ops", "sequence"},
+    "distributed": {"nn", "attention", "sequence", "checkpoints"},
+    "callbacks": {"ops", "sequence", "checkpoints", "drawing"},
     "tasks": {
-        *("generation", "beam", "nn", "positions", "sequence", "sharding", "hparams", "datamodules"),
-        *("allowlist", "checkpoints", "loading", "printable", "runs", "pictures"),
+        *("generation", "distributed", "nn", "attention", "sequence", "hparams"),
+        *("datamodules", "checkpoints", "drawing"),
     },
-    "pretrained": {
-        *("tasks", "nn", "attention", "positions", "hparams", "datamodules", "allowlist"),
-        *("checkpoint_files", "checkpoints", "model_size", "__init__"),
-        "runs",
+    "settings": {"tasks", "callbacks", "generation", "attention", "datamodules", "checkpoints", "hparams"},
+    "interchange": {
+        *("tasks", "nn", "attention", "ops", "sequence", "hparams"),
+        *("datamodules", "checkpoints", "__init__"),
     },
-    "export": {
-        "tasks",
-        "nn",
-        "attention",
-        "positions",
-        "sequence",
-        "hparams",
-        "datamodules",
-        "differences",
-        "__init__",
+    "analysis": {
+        *("settings", "tasks", "callbacks", "nn", "attention", "sequence", "hparams"),
+        *("datamodules", "checkpoints", "drawing"),
     },
-    "run_records": {"tasks", "callbacks", "checkpoints", "datamodules", "plain_yaml", "runs", "sequence"},
     "cli": {
-        *("pretrained", "tasks", "generation", "beam", "nn", "attention", "positions", "sequence"),
-        *("schedules", "sharding", "datamodules", "callbacks", "strategies"),
-        *(
-            "allowlist",
-            "averaging",
-            "checkpoint_files",
-            "checkpoint_shape",
-            "checkpoints",
-            "runs",
-            "pictures",
-            "slurm",
-            "run_lock",
-        ),
-        *(
-            "import_errors",
-            "spec_build",
-            "spec_check",
-            "run_records",
-            "plots",
-            "model_size",
-            "printable",
-            "export",
-            "loading",
-        ),
+        *("interchange", "settings", "tasks", "distributed", "nn", "attention", "sequence"),
+        *("callbacks", "datamodules", "checkpoints", "drawing"),
     },
-    "__init__": {"nn", "tasks"},  # when they are asked for
+    "__init__": {"nn", "tasks", "checkpoints"},  # when they are asked for
 }
+
+DATA: dict[str, set[str]] = {
+    "common": set(),
+    "text": {"common"},
+    "pairs": {"common", "text"},
+    "images": {"common"},
+    "speech": {"common"},
+    "synthetic": {"common"},
+}
+"""The kinds of data, and those that each may import."""
 
 
 def modules() -> dict[str, Path]:
@@ -130,6 +87,13 @@ def module_of(name: str) -> str | None:
 def test_imports_go_one_way(module: str):
     room = module.split(".")[0]
     assert {name.split(".")[0] for name in imported(module)} - {room} <= ROOMS[room]
+
+
+@pytest.mark.parametrize("module", sorted(name for name in MODULES if name.count(".") > 1 and "datamodules." in name))
+def test_kinds_of_data_have_an_order(module: str):
+    group = module.split(".")[1]
+    used = {name.split(".")[1] for name in imported(module) if name.startswith("datamodules.")}
+    assert used - {group} <= DATA[group]
 
 
 def test_the_rooms_are_those_there_are_and_have_an_order():

@@ -22,9 +22,9 @@ from benchmarks.measuring import Spread, add_options
 from benchmarks.report import Report, Row, plot_spreads
 from lit_effattn import Transformer
 from lit_effattn.attention import PerformerAttention, SoftmaxAttention
+from lit_effattn.attention.positions import LearnedPositions
 from lit_effattn.attention.random_features import Features
-from lit_effattn.differences import largest_difference
-from lit_effattn.positions import LearnedPositions
+from lit_effattn.ops.runtime.differences import largest_difference
 from lit_effattn.sequence import valid_positions
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.experiments.commands import command, scores
 from benchmarks.report import Report, Row
-from lit_effattn.checkpoints import read_checkpoint
-from lit_effattn.runs import find_checkpoint
+from lit_effattn.checkpoints.io import read_checkpoint
+from lit_effattn.checkpoints.runs import find_checkpoint
 
 BEGIN, END = "<!-- made by `make reproduce-small`: begin -->", "<!-- made by `make reproduce-small`: end -->"
 """The lines of the page between which its table is."""

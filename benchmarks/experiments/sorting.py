@@ -15,8 +15,8 @@ from benchmarks.experiments.commands import command, scores
 from benchmarks.measuring import Spread, at_least
 from benchmarks.report import Report, Row
 from lit_effattn import LanguageModel, sequence
+from lit_effattn.checkpoints.runs import find_checkpoint
 from lit_effattn.datamodules import SortingTask, counting_accuracy
-from lit_effattn.runs import find_checkpoint
 from lit_effattn.sequence import SequenceModule
 
 NOTES = [

@@ -16,9 +16,9 @@ from benchmarks.report import Report, Row
 from lit_effattn import PixelModel
 from lit_effattn.attention import PerformerAttention
 from lit_effattn.callbacks import FeatureRedraw
+from lit_effattn.checkpoints.runs import find_checkpoint
 from lit_effattn.datamodules import PixelSequences
-from lit_effattn.runs import find_checkpoint
-from lit_effattn.schedules import WarmupCosine
+from lit_effattn.tasks.schedules import WarmupCosine
 
 NOTES = [
     "bits/dim on the test images. swapped: the softmax model's weights, its attention replaced, nothing trained. "

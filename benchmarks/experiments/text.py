@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_effattn.checkpoints import read_checkpoint
+from lit_effattn.checkpoints.io import read_checkpoint
 from lit_effattn.datamodules import IGNORE, TextStream
 from lit_effattn.tasks import LanguageModel
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_effattn.attention.heads import MultiHead
-from lit_effattn.positions import RotaryPositions
+from lit_effattn.attention.positions import RotaryPositions
 from lit_effattn.sequence import SequenceModule, State, accumulator, parts, valid_positions, without_padding
 
 

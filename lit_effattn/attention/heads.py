@@ -15,7 +15,7 @@ class MultiHead:
     """Which of all heads these are. None: all."""
 
     divides_heads = False
-    """Whether each process may compute some of the heads: see `lit_effattn.tensor_parallel`.
+    """Whether each process may compute some of the heads: see `lit_effattn.distributed.tensor_parallel`.
 
     In the kind's state, tensors of two or more dimensions are then (B, H, …).
     """

@@ -12,14 +12,7 @@ from torch import Tensor, nn
 from lit_effattn.attention.base import Attention, softmax_over
 from lit_effattn.attention.cache import check_room, latest, newest, newest_of_both, write
 from lit_effattn.ops.relative import attention_by_distance, furthest, relative_attention, sinusoids
-from lit_effattn.sequence import (
-    State,
-    accumulator,
-    parts,
-    reads_values,
-    valid_positions,
-    without_padding,
-)
+from lit_effattn.sequence import State, accumulator, parts, reads_values, valid_positions, without_padding
 
 
 class InputMemory(NamedTuple):

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import NoReturn
 
-from lit_effattn.cli.own_classes import add_current_folder, add_trust
-from lit_effattn.printable import printable
+from lit_effattn.checkpoints.printable import printable
+from lit_effattn.settings.own_classes import add_current_folder, add_trust
 
 # Lightning 2.6 itself uses deprecated functions of jsonargparse; users cannot change that.
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
@@ -55,8 +55,14 @@ The settings that a command would use: --print_config. Full traceback of an erro
 COMMANDS = ("fit", "validate", "test", "predict", "generate", "data")
 DEBUG = "LIT_EFFATTN_DEBUG"
 CONVERT = "convert"
-TOOLS = ("compare", "report", "sweep", "export", "consolidate")
-"""Commands about runs that are there, with parsers of their own."""
+TOOLS = {
+    "compare": "lit_effattn.analysis.compare",
+    "report": "lit_effattn.analysis.report.command",
+    "sweep": "lit_effattn.analysis.sweep",
+    "export": "lit_effattn.cli.export",
+    "consolidate": "lit_effattn.cli.consolidate",
+}
+"""Commands with parsers of their own, and the modules that define them."""
 LISTS = ("configs", "kinds")
 """Commands that print what there is. They need no Lightning, so they are quick."""
 COMPLETION = "completion"
@@ -121,8 +127,8 @@ def _main(args: list[str] | None) -> None:
         return
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+    from lit_effattn.cli.errors import plain
     from lit_effattn.cli.failures import explained, in_flags
-    from lit_effattn.cli.parser_errors import plain
 
     try:
         call(args)
@@ -148,7 +154,7 @@ def _main(args: list[str] | None) -> None:
 
 def _tool(name: str) -> Callable[[list[str]], None]:
     """Return the function of a command that has a parser of its own."""
-    module = import_module(f"lit_effattn.cli.{name}")
+    module = import_module(TOOLS[name])
     return lambda args: getattr(module, name)(args[1:])
 
 
@@ -159,11 +165,11 @@ def _list(what: str, names: list[str]) -> None:
         return
     try:
         if what == "configs":
-            from lit_effattn.cli.shipped import configs
+            from lit_effattn.settings.shipped import configs
 
             print(printable(configs(names)))
         else:
-            from lit_effattn.cli.kinds import kinds
+            from lit_effattn.settings.kinds import kinds
 
             print(printable(kinds(names)))
     except ValueError as error:
@@ -182,7 +188,7 @@ def _complete(args: list[str]) -> None:
     from lit_effattn.cli.completion import script
 
     try:
-        print(script(args[0], COMMANDS, (*TOOLS, CONVERT), LISTS))
+        print(script(args[0], COMMANDS, {**TOOLS, CONVERT: None}, LISTS))
     except ValueError as error:
         fail(str(error), code=2)
 
@@ -200,7 +206,7 @@ def _convert(args: list[str]) -> None:
     add_trust(parser)
     try:
         given = parser.parse_args(args)
-        from lit_effattn.pretrained import convert
+        from lit_effattn.interchange.convert import convert
 
         warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
         print(printable(convert(given.source, given.target, trust=given.trust)))

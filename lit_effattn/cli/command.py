@@ -27,38 +27,27 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
 import lit_effattn.attention
+import lit_effattn.attention.positions
+import lit_effattn.distributed.strategies
 import lit_effattn.nn.adaptive
 import lit_effattn.nn.front_ends
 import lit_effattn.nn.heads
 import lit_effattn.nn.lstm
 import lit_effattn.nn.transformer
-import lit_effattn.positions
-import lit_effattn.schedules
-import lit_effattn.strategies
 import lit_effattn.tasks.ctc
+import lit_effattn.tasks.schedules
 
 # These imports make the classes known by their short names in YAML and flags.
-from lit_effattn import callbacks, datamodules, slurm
+from lit_effattn import callbacks, datamodules
 from lit_effattn.attention import SparseAttention
-from lit_effattn.averaging import average_parameters
-from lit_effattn.checkpoints import AtomicCheckpointIO, read_checkpoint, with_config, without_folders
-from lit_effattn.cli.derived import leave_out, set_strides, set_windows, stated
-from lit_effattn.cli.help import arranged, class_help
-from lit_effattn.cli.initial_weights import keep_fresh, remedy
-from lit_effattn.cli.look import look
-from lit_effattn.cli.own_classes import TRUST
-from lit_effattn.cli.parser_errors import unknown
-from lit_effattn.cli.prepare import prepare
-from lit_effattn.cli.resume import CHECKPOINT, ROOT, ResolvedArgs, is_child, refuse_dropped
-from lit_effattn.cli.saved_settings import OFFLINE, UserOptions, check_from_data, fixed_by_data, homes
-from lit_effattn.cli.sealed import Sealed, check_settings, parse_saved
-from lit_effattn.cli.trainer import Trainer
-from lit_effattn.loading import OtherModelError
-from lit_effattn.model_size import model_of, size_of
-from lit_effattn.nn.transfer import begin_transfer
-from lit_effattn.printable import PrintableRecords, printable
-from lit_effattn.run_lock import RunLock
-from lit_effattn.runs import (
+from lit_effattn.checkpoints import slurm
+from lit_effattn.checkpoints.averaging import average_parameters
+from lit_effattn.checkpoints.io import AtomicCheckpointIO, read_checkpoint, with_config, without_folders
+from lit_effattn.checkpoints.loading import OtherModelError
+from lit_effattn.checkpoints.model_size import model_of, size_of
+from lit_effattn.checkpoints.printable import PrintableRecords, printable
+from lit_effattn.checkpoints.run_lock import RunLock
+from lit_effattn.checkpoints.runs import (
     LAST,
     PREVIOUS,
     discard,
@@ -69,8 +58,20 @@ from lit_effattn.runs import (
     run_of,
     short,
 )
-from lit_effattn.sharding import ShardedStrategy
-from lit_effattn.spec_check import CheckpointJudge, UserJudge
+from lit_effattn.checkpoints.spec_check import CheckpointJudge, UserJudge
+from lit_effattn.cli.data import look
+from lit_effattn.cli.errors import unknown
+from lit_effattn.cli.help import arranged, class_help
+from lit_effattn.cli.prepare import prepare
+from lit_effattn.distributed.sharding import ShardedStrategy
+from lit_effattn.nn.transfer import begin_transfer
+from lit_effattn.settings.derived import leave_out, set_strides, set_windows, stated
+from lit_effattn.settings.initial_weights import keep_fresh, remedy
+from lit_effattn.settings.own_classes import TRUST
+from lit_effattn.settings.resume import CHECKPOINT, ROOT, ResolvedArgs, is_child, refuse_dropped
+from lit_effattn.settings.saved import OFFLINE, UserOptions, check_from_data, fixed_by_data, homes
+from lit_effattn.settings.sealed import Sealed, check_settings, parse_saved
+from lit_effattn.settings.trainer import Trainer
 from lit_effattn.tasks import Task
 
 __all__ = ["CLI", "callbacks", "datamodules", "lit_effattn", "run"]

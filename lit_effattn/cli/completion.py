@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lit_effattn.cli.command import CLI
-from lit_effattn.cli.kinds import attention_kinds
-from lit_effattn.cli.look import add_options
-from lit_effattn.cli.parser_errors import class_names, option_paths
+from lit_effattn.cli.data import add_options
+from lit_effattn.cli.errors import class_names, option_paths
 from lit_effattn.cli.prepare import parser as prepare_parser
-from lit_effattn.cli.shipped import shipped
+from lit_effattn.settings.kinds import attention_kinds
+from lit_effattn.settings.shipped import shipped
 
 SHELLS = ("bash", "zsh")
 _FUNCTION = "lit_effattn"
 
 
-def script(shell: str, commands: Sequence[str], tools: Sequence[str], lists: Sequence[str]) -> str:
+def script(shell: str, commands: Sequence[str], tools: Mapping[str, str | None], lists: Sequence[str]) -> str:
     """Return the script for a shell. Of nested options it has those of the classes in `parser_errors.option_paths`.
 
     Args:
         shell: One of `SHELLS`.
         commands: The commands that take options of the model, the data or the trainer.
-        tools: The commands with parsers of their own; "convert" has no options.
+        tools: The commands with parsers of their own, and the modules that define these; None: it has no options.
         lists: The commands that take names only.
 
     Raises:
@@ -46,8 +46,8 @@ def script(shell: str, commands: Sequence[str], tools: Sequence[str], lists: Seq
     added["data"].add_argument("action", nargs="?", choices=["prepare"])
     for flag, choices in _options_of(prepare_parser()).items():
         _add(added["data"], flag, choices, shtab.FILE)
-    for name in tools:
-        for flag, choices in (_options_of_tool(name) if name != "convert" else {}).items():
+    for name, module in tools.items():
+        for flag, choices in (_options_of_tool(name, module) if module is not None else {}).items():
             _add(added[name], flag, choices, shtab.FILE)
     for name, choices in zip(lists, (list(shipped()), list(attention_kinds())), strict=True):
         added[name].add_argument("names", nargs="*", choices=choices)
@@ -69,12 +69,12 @@ def _options(command: str) -> set[str]:
     return {flag for flag in own | nested if flag.startswith("--") and not flag.endswith("+")} - {"--help"}
 
 
-def _options_of_tool(name: str) -> dict[str, Sequence[str]]:
+def _options_of_tool(name: str, module: str) -> dict[str, Sequence[str]]:
     """Return the options of a command with a parser of its own, and the values of each, if they are names."""
     found: dict[str, Sequence[str]] = {}
     if name == "sweep":  # the others are those of fit
         found |= {flag: _values(flag[2:]) for flag in sorted(_options("fit"))}
-    return found | _options_of(import_module(f"lit_effattn.cli.{name}").parser())
+    return found | _options_of(import_module(module).parser())
 
 
 def _options_of(parser: argparse.ArgumentParser) -> dict[str, Sequence[str]]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lit_effattn.checkpoints import AtomicCheckpointIO, read_checkpoint
-from lit_effattn.cli.resume import ROOT
-from lit_effattn.runs import find_checkpoint, short
+from lit_effattn.checkpoints.io import AtomicCheckpointIO, read_checkpoint
+from lit_effattn.checkpoints.runs import find_checkpoint, short
+from lit_effattn.settings.resume import ROOT
 
 
 def consolidate(args: list[str]) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lit_effattn import export as exporting
-from lit_effattn.cli.own_classes import add_trust
-from lit_effattn.cli.resume import ROOT
-from lit_effattn.runs import find_checkpoint, run_of, short
+from lit_effattn.checkpoints.runs import find_checkpoint, run_of, short
+from lit_effattn.interchange import export as exporting
+from lit_effattn.settings.own_classes import add_trust
+from lit_effattn.settings.resume import ROOT
 from lit_effattn.tasks.base import Task
 
 
@@ -21,7 +21,7 @@ def export(args: list[str]) -> None:
     Raises:
         FileNotFoundError: there is no such checkpoint.
         FileExistsError: the file exists, and --overwrite is not given.
-        ValueError: the model can't be exported in this format: see `lit_effattn.export.export`.
+        ValueError: the model can't be exported in this format: see `lit_effattn.interchange.export.export`.
     """
     given = parser().parse_args(args)
     checkpoint = find_checkpoint(given.ckpt_path, Path(given.root))

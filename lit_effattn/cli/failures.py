@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from lit_effattn.runs import deleted_run, short
+from lit_effattn.checkpoints.runs import deleted_run, short
 
 _OF_TRAINER = (
     (

@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import lightning.pytorch as pl
 from jsonargparse import ArgumentParser
 
-from lit_effattn.allowlist import listed
+from lit_effattn.checkpoints.allowlist import listed
 from lit_effattn.tasks import Task
 
 _TITLES = {

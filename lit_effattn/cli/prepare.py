@@ -7,10 +7,10 @@ import inspect
 import sys
 from pathlib import Path
 
-from lit_effattn.datamodules.prepare import prepare as make
-from lit_effattn.datamodules.tokenizers import KINDS
-from lit_effattn.printable import printable
-from lit_effattn.runs import short
+from lit_effattn.checkpoints.printable import printable
+from lit_effattn.checkpoints.runs import short
+from lit_effattn.datamodules.text.prepare import prepare as make
+from lit_effattn.datamodules.text.tokenizers import KINDS
 
 
 def prepare(args: list[str]) -> None:

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lit_effattn.attention.base import Attention, AttentionFactory
 from lit_effattn.attention.cross import CrossAttention, CrossAttentionFactory, check_source
+from lit_effattn.attention.positions import PositionsFactory, RotaryPositions, SinusoidalPositions
 from lit_effattn.attention.softmax import SoftmaxAttention
-from lit_effattn.positions import PositionsFactory, RotaryPositions, SinusoidalPositions
 from lit_effattn.sequence import SequenceModule, State, in_parts, parts, without_padding
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "quick_gelu", "swiglu"]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_effattn.datamodules.tokens import IGNORE
+from lit_effattn.datamodules.common.tokens import IGNORE
 from lit_effattn.nn.heads import Head
 from lit_effattn.sequence import parts
 

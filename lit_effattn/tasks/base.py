@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchReduceLROnPlateau
 
-from lit_effattn import sequence, sharding
-from lit_effattn.allowlist import INSTANTIATOR
-from lit_effattn.checkpoints import hide_folders, own_folders
+from lit_effattn import sequence
+from lit_effattn.checkpoints.allowlist import INSTANTIATOR
+from lit_effattn.checkpoints.io import hide_folders, own_folders
+from lit_effattn.checkpoints.loading import check_same_model, load_model
+from lit_effattn.checkpoints.runs import short
+from lit_effattn.distributed import sharding
 from lit_effattn.hparams import HasInitArgs, init_args
-from lit_effattn.loading import check_same_model, load_model
-from lit_effattn.runs import short
 from lit_effattn.sequence import State, parts
 from lit_effattn.tasks.metrics import Count
 
@@ -137,8 +138,8 @@ class Task(HasInitArgs, pl.LightningModule):
     ) -> Self:
         """Build the model that a checkpoint holds, with its weights.
 
-        The checkpoint is data: it may name the classes that `lit_effattn.allowlist` lists, this class, and those that
-        you trust; all names are checked before anything is imported or called.
+        The checkpoint is data: it may name the classes that `lit_effattn.checkpoints.allowlist` lists, this class,
+        and those that you trust; all names are checked before anything is imported or called.
 
         Args:
             checkpoint_path: The file.

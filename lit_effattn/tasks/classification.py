@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
-from lit_effattn.datamodules.labelled import LabelledBatch
-from lit_effattn.pictures import confusion_matrix
-from lit_effattn.positions import bind
-from lit_effattn.runs import short
+from lit_effattn.attention.positions import bind
+from lit_effattn.checkpoints.runs import short
+from lit_effattn.datamodules.common.labelled import LabelledBatch
+from lit_effattn.drawing.images import confusion_matrix
 from lit_effattn.sequence import SequenceModule, State, accumulator, reads_values, valid_positions, without_padding
 from lit_effattn.tasks.base import Objective, Task
 from lit_effattn.tasks.metrics import Accuracy, Count, NatsPerSequence

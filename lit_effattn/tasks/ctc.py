@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_effattn.datamodules.utterances import BLANK
+from lit_effattn.datamodules.speech.utterances import BLANK
 from lit_effattn.hparams import HasInitArgs
 from lit_effattn.sequence import valid_positions
 

@@ -15,15 +15,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lit_effattn import sequence
-from lit_effattn.beam import LENGTH_PENALTY, Hypotheses, LengthNorm, beam_search
-from lit_effattn.datamodules.files import regular
-from lit_effattn.datamodules.tokenizers import NumberTokenizer, Tokenizer
-from lit_effattn.datamodules.tokens import IGNORE, Response, TokenBatch
-from lit_effattn.generation import generate
+from lit_effattn.checkpoints.printable import printable
+from lit_effattn.checkpoints.runs import short
+from lit_effattn.datamodules.common.files import regular
+from lit_effattn.datamodules.common.tokens import IGNORE, Response, TokenBatch
+from lit_effattn.datamodules.text.tokenizers import NumberTokenizer, Tokenizer
+from lit_effattn.generation.beam import LENGTH_PENALTY, Hypotheses, LengthNorm, beam_search
+from lit_effattn.generation.sampling import generate
 from lit_effattn.nn.heads import CategoricalHead, HeadFactory
 from lit_effattn.nn.sliding import SlidingWindow
-from lit_effattn.printable import printable
-from lit_effattn.runs import short
 from lit_effattn.sequence import SequenceModule, State
 from lit_effattn.tasks.auxiliary import FurtherPredictions, mean_of_scored
 from lit_effattn.tasks.base import Objective, Task, carried, check_backbone, check_fields

@@ -13,12 +13,12 @@ import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
-from lit_effattn.datamodules.pixels import levels_to_images
-from lit_effattn.generation import generate
+from lit_effattn.attention.positions import bind
+from lit_effattn.checkpoints.runs import short
+from lit_effattn.datamodules.images.pixels import levels_to_images
+from lit_effattn.drawing.images import grid, labelled_rows, save_png
+from lit_effattn.generation.sampling import generate
 from lit_effattn.nn.heads import CategoricalHead, HeadFactory
-from lit_effattn.pictures import grid, labelled_rows, save_png
-from lit_effattn.positions import bind
-from lit_effattn.runs import short
 from lit_effattn.sequence import SequenceModule, State, reads_values
 from lit_effattn.tasks.base import Objective, Task, check_backbone
 from lit_effattn.tasks.metrics import BitsPerDim

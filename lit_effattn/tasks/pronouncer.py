@@ -7,8 +7,8 @@ from functools import cached_property
 
 import torch
 
-from lit_effattn.datamodules.phonemes import Pronouncer
-from lit_effattn.runs import short
+from lit_effattn.checkpoints.runs import short
+from lit_effattn.datamodules.speech.phonemes import Pronouncer
 from lit_effattn.tasks.sequence_to_sequence import SequenceToSequence
 
 _WORDS_AT_ONCE = 256

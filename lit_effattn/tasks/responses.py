@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from lit_effattn import sequence
-from lit_effattn.beam import LENGTH_PENALTY, beam_search, check_beam
-from lit_effattn.datamodules.tokenizers import Tokenizer
-from lit_effattn.datamodules.tokens import Response, TokenBatch
+from lit_effattn.checkpoints.runs import short
+from lit_effattn.datamodules.common.tokens import Response, TokenBatch
+from lit_effattn.datamodules.text.tokenizers import Tokenizer
+from lit_effattn.generation.beam import LENGTH_PENALTY, beam_search, check_beam
 from lit_effattn.nn.heads import Head
-from lit_effattn.runs import short
 from lit_effattn.sequence import SequenceModule, State
 from lit_effattn.tasks.metrics import ExactMatch
 from lit_effattn.tasks.text_metrics import RougeL, WordF1

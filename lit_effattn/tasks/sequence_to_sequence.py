@@ -13,14 +13,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
 from lit_effattn import sequence
-from lit_effattn.beam import LENGTH_PENALTY, Hypotheses, LengthNorm, beam_search, check_beam
-from lit_effattn.datamodules.tokenizers import NumberTokenizer, Tokenizer
-from lit_effattn.datamodules.tokens import IGNORE, PairBatch
+from lit_effattn.checkpoints.printable import printable
+from lit_effattn.checkpoints.runs import short
+from lit_effattn.datamodules.common.tokens import IGNORE, PairBatch
+from lit_effattn.datamodules.text.tokenizers import NumberTokenizer, Tokenizer
+from lit_effattn.drawing.images import attention_map
+from lit_effattn.generation.beam import LENGTH_PENALTY, Hypotheses, LengthNorm, beam_search, check_beam
 from lit_effattn.nn.encoder_decoder import EncoderDecoder
 from lit_effattn.nn.heads import CategoricalHead, HeadFactory
-from lit_effattn.pictures import attention_map
-from lit_effattn.printable import printable
-from lit_effattn.runs import short
 from lit_effattn.sequence import State
 from lit_effattn.tasks.base import Objective, Task, check_fields
 from lit_effattn.tasks.metrics import Count, ErrorRate, ExactMatch, Perplexity

@@ -11,10 +11,10 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from lit_effattn.datamodules.utterances import SpeechBatch
+from lit_effattn.checkpoints.runs import short
+from lit_effattn.datamodules.speech.utterances import SpeechBatch
+from lit_effattn.drawing.images import recognised
 from lit_effattn.nn.front_ends import FrontEndFactory, Projection
-from lit_effattn.pictures import recognised
-from lit_effattn.runs import short
 from lit_effattn.sequence import SequenceModule, State, accumulator, reads_values, valid_positions
 from lit_effattn.tasks.base import Objective, Task, check_backbone, check_fields
 from lit_effattn.tasks.ctc import Decoder, GreedyDecoder, align, ctc_nll

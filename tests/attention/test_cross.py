@@ -16,7 +16,7 @@ from lit_effattn.attention import (
     SoftmaxCrossAttention,
     cross,
 )
-from lit_effattn.positions import RotaryPositions
+from lit_effattn.attention.positions import RotaryPositions
 from tests.laws import definitions
 from tests.laws.tools import assert_close, assert_same, gradients
 

@@ -6,8 +6,8 @@ import torch
 
 from lit_effattn import Transformer
 from lit_effattn.attention import ShawAttention, SoftmaxAttention
+from lit_effattn.attention.positions import RotaryPositions
 from lit_effattn.ops.shaw import shaw_attention
-from lit_effattn.positions import RotaryPositions
 from tests.support.tensor_sizes import largest_in_training
 
 E, H = 12, 3

@@ -15,8 +15,8 @@ from lit_effattn.attention import (
     WindowedLinearAttention,
 )
 from lit_effattn.attention.feature_maps import EluFeatureMap
+from lit_effattn.attention.positions import RotaryPositions
 from lit_effattn.ops import dot_product
-from lit_effattn.positions import RotaryPositions
 from tests.laws import definitions
 
 E, H = 12, 3

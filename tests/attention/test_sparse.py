@@ -7,8 +7,8 @@ import torch
 
 from lit_effattn import PixelModel, Transformer, sequence
 from lit_effattn.attention import SoftmaxAttention, SparseAttention
+from lit_effattn.attention.positions import GridPositions, RotaryPositions
 from lit_effattn.nn.heads import CategoricalHead
-from lit_effattn.positions import GridPositions, RotaryPositions
 from tests.laws import definitions
 from tests.support.tensor_sizes import Largest
 

@@ -7,8 +7,8 @@ import torch
 
 from lit_effattn import Transformer, sequence
 from lit_effattn.attention import CompressiveAttention, InfiniteAttention, SoftmaxAttention, TransformerXLAttention
+from lit_effattn.attention.positions import RotaryPositions
 from lit_effattn.attention.transformer_xl import InputMemory, ProjectedMemory
-from lit_effattn.positions import RotaryPositions
 
 E, H, D = 12, 3, 4
 

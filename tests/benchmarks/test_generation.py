@@ -18,7 +18,7 @@ from benchmarks.generation import (
     random_source,
 )
 from benchmarks.models import SMALL, Size, build, random_levels
-from lit_effattn.generation import draw
+from lit_effattn.generation.sampling import draw
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader
 
 from lit_effattn.callbacks import BestCheckpoint, CheckFinite, LastCheckpoint, NotFiniteError
-from lit_effattn.checkpoints import read_checkpoint
+from lit_effattn.checkpoints.io import read_checkpoint
 from tests.callbacks.tiny import Tiny, loader, trainer
 
 

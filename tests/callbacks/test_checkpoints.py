@@ -10,7 +10,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.utils.data import DataLoader
 
 from lit_effattn.callbacks import LastCheckpoint, StopOnSignal, Stopped
-from lit_effattn.checkpoints import AtomicCheckpointIO, read_checkpoint
+from lit_effattn.checkpoints.io import AtomicCheckpointIO, read_checkpoint
 from tests.callbacks.tiny import Tiny, loader, trainer
 from tests.faults.comparison import compare_checkpoints
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lit_effattn import Transformer
 from lit_effattn.attention import LinearAttention, TransformerXLAttention
 from lit_effattn.callbacks import Compile, MemoryCarry
-from lit_effattn.datamodules.tokens import TokenBatch
+from lit_effattn.datamodules.common.tokens import TokenBatch
 from lit_effattn.tasks import LanguageModel, PixelModel, Task
 from tests.callbacks.test_memory_carry import ROWS, SEGMENT, V, loader
 from tests.callbacks.tiny import Tiny, trainer

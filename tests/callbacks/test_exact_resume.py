@@ -21,9 +21,9 @@ from lit_effattn import Transformer
 from lit_effattn.attention import LinearAttention
 from lit_effattn.callbacks import LastCheckpoint, MemoryCarry, RandomStates, StopOnSignal
 from lit_effattn.datamodules import ResumableLoader, ShardedBatches, SortingTask
-from lit_effattn.datamodules.sampling import loader_options
-from lit_effattn.schedules import WarmupCosine
+from lit_effattn.datamodules.common.sampling import loader_options
 from lit_effattn.tasks import LanguageModel, PixelModel
+from lit_effattn.tasks.schedules import WarmupCosine
 from tests.callbacks.tiny import trainer
 from tests.faults.cases import pairwise
 from tests.faults.comparison import BEST, compare_checkpoints, compare_logs, read_log, remains

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from lit_effattn import Transformer, sequence
 from lit_effattn.attention import InfiniteAttention, LinearAttention, SoftmaxAttention
 from lit_effattn.callbacks import MemoryCarry
-from lit_effattn.datamodules.tokens import IGNORE, TokenBatch
+from lit_effattn.datamodules.common.tokens import IGNORE, TokenBatch
 from lit_effattn.tasks import LanguageModel, PixelModel
 from tests.callbacks.tiny import trainer
 

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lit_effattn.callbacks import LastCheckpoint, RandomStates, StopOnSignal, Stopped
-from lit_effattn.checkpoints import read_checkpoint
+from lit_effattn.checkpoints.io import read_checkpoint
 from tests.callbacks.tiny import Tiny, loader, trainer
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lit_effattn.callbacks import LastCheckpoint, StopOnSignal, Stopped
-from lit_effattn.checkpoints import read_checkpoint
+from lit_effattn.checkpoints.io import read_checkpoint
 from tests.callbacks.tiny import Tiny, loader, trainer
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -131,7 +131,7 @@ def test_a_slurm_job_is_requeued_when_it_is_saved(tmp_path: Path, monkeypatch: p
     def requeue(number: str) -> None:
         asked.append((number, last(tmp_path)["global_step"]))
 
-    monkeypatch.setattr("lit_effattn.slurm.requeue", requeue)
+    monkeypatch.setattr("lit_effattn.checkpoints.slurm.requeue", requeue)
     environment = {"JOB_ID": "77", "NTASKS": "1", "NTASKS_PER_NODE": "1", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}
     for name, value in environment.items():
         monkeypatch.setenv(f"SLURM_{name}", value)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lit_effattn.checkpoints import AtomicCheckpointIO
+from lit_effattn.checkpoints.io import AtomicCheckpointIO
 
 
 class Tiny(pl.LightningModule):

@@ -15,8 +15,9 @@ import pytest
 import torch
 import yaml
 
-from lit_effattn import PixelModel, run_lock
+from lit_effattn import PixelModel
 from lit_effattn.attention import LinearAttention, SoftmaxAttention
+from lit_effattn.checkpoints import run_lock
 from lit_effattn.cli import main
 from lit_effattn.cli.command import CLI
 from lit_effattn.datamodules import PixelSequences
@@ -119,7 +120,7 @@ def test_predictions_average_to_the_test_result(capsys: pytest.CaptureFixture[st
 
 
 def test_generating_writes_a_picture_and_the_levels(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lit_effattn.generation.BACKEND", "eager")
+    monkeypatch.setattr("lit_effattn.generation.sampling.BACKEND", "eager")
     run = fit()
     main(["generate", "--ckpt_path", "last", "--n", "5", "--seed", "7"])
     main(["generate", "--ckpt_path", "last", "--n", "5", "--seed", "7", "--compile", "true"])

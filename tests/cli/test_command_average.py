@@ -11,7 +11,7 @@ import yaml
 
 from lit_effattn import PixelModel
 from lit_effattn.cli import main
-from lit_effattn.cli.resume import CHECKPOINT
+from lit_effattn.settings.resume import CHECKPOINT
 from tests.support.commands import fails
 
 TINY = {
@@ -181,7 +181,7 @@ def test_a_damaged_one_is_named(folder: Path, capsys: pytest.CaptureFixture[str]
 
 def test_a_second_process_averages_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """DDP starts it with the checkpoint that the first has found, though a newer one may be kept since."""
-    from lit_effattn.cli.resume import ResolvedArgs
+    from lit_effattn.settings.resume import ResolvedArgs
 
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv(CHECKPOINT, str(folder / "step_00000006.ckpt"))

@@ -8,7 +8,7 @@ import pytest
 from lit_effattn.cli import main
 from tests.cli.test_command import CONFIGS
 from tests.cli.test_every_kind import small
-from tests.datamodules.test_dialogues import write
+from tests.datamodules.text.test_dialogues import write
 from tests.support.commands import fails
 
 (CONFIG,) = (path for path in CONFIGS if path.stem == "cmudog_infinite")

@@ -139,7 +139,7 @@ def test_what_cannot_be_recognised_is_refused_by_name(capsys: pytest.CaptureFixt
 
 
 def test_the_extra_that_synthesis_needs_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr("lit_effattn.datamodules.espeak.find_spec", lambda name: None)
+    monkeypatch.setattr("lit_effattn.datamodules.speech.espeak.find_spec", lambda name: None)
     monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
     said = fails(capsys, "fit", "--config", "speech.yaml", "--data.corpus", "EspeakCorpus")
     assert "pip install 'lit-effattn[speech]'" in said

@@ -15,7 +15,7 @@ import yaml
 
 from lit_effattn.cli import main
 from lit_effattn.datamodules import TextStream
-from lit_effattn.datamodules.tokens import IGNORE
+from lit_effattn.datamodules.common.tokens import IGNORE
 from lit_effattn.tasks import LanguageModel
 from tests.support.commands import TWO, assert_same_end, command, ends, fails, last, same, weights
 

@@ -247,7 +247,7 @@ def test_a_data_set_of_a_hub_is_read_from_its_cache_alone(
 ):
     asked = []
     monkeypatch.setattr(
-        "lit_effattn.datamodules.text_sources.huggingface",
+        "lit_effattn.datamodules.text.sources.huggingface",
         lambda *args: asked.append((args[0], os.environ.get("HF_HUB_OFFLINE"))) or 1 / 0,
     )
     content = torch.load(OLD / "language.ckpt", weights_only=True)

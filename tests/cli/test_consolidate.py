@@ -9,8 +9,8 @@ import pytest
 import torch
 import yaml
 
+from lit_effattn.analysis.records import read_run
 from lit_effattn.cli import main
-from lit_effattn.run_records import read_run
 from tests.cli.test_command_average import TINY
 from tests.support.checkpoint_parts import divide
 from tests.support.commands import assert_same_end, fails, same, weights

@@ -14,12 +14,12 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from lit_effattn import LanguageModel, PixelModel, SpeechRecognizer
-from lit_effattn.allowlist import LIMITS, SCHEDULE, NotAllowedError, Trust, _listed
-from lit_effattn.checkpoints import saved_config
+from lit_effattn.checkpoints.allowlist import LIMITS, SCHEDULE, NotAllowedError, Trust, _listed
+from lit_effattn.checkpoints.io import saved_config
+from lit_effattn.checkpoints.spec_check import ANYTHING, CheckpointJudge, Place, check, parameters
 from lit_effattn.cli import main
-from lit_effattn.cli.saved_settings import UserOptions, checked_settings
-from lit_effattn.cli.trainer import Trainer
-from lit_effattn.spec_check import ANYTHING, CheckpointJudge, Place, check, parameters
+from lit_effattn.settings.saved import UserOptions, checked_settings
+from lit_effattn.settings.trainer import Trainer
 from lit_effattn.tasks import Task
 from tests.support.commands import REPOSITORY, fails
 from tests.support.hostile import ROOTS, beside_evil, nothing_happened, places

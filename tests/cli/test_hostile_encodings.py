@@ -18,14 +18,15 @@ import pytest
 import yaml
 from jsonargparse import set_parsing_settings
 
-from lit_effattn.allowlist import NotAllowedError, Trust, listed
-from lit_effattn.cli import saved_settings, sealed
+from lit_effattn.checkpoints.allowlist import NotAllowedError, Trust, listed
+from lit_effattn.checkpoints.spec_build import build
+from lit_effattn.checkpoints.spec_check import CheckpointJudge, parameters
 from lit_effattn.cli.command import _Parser
-from lit_effattn.cli.saved_settings import UserOptions, checked_settings
-from lit_effattn.cli.sealed import Sealed, parse_saved
-from lit_effattn.cli.trainer import Trainer
-from lit_effattn.spec_build import build
-from lit_effattn.spec_check import CheckpointJudge, parameters
+from lit_effattn.settings import saved as saved_settings
+from lit_effattn.settings import sealed
+from lit_effattn.settings.saved import UserOptions, checked_settings
+from lit_effattn.settings.sealed import Sealed, parse_saved
+from lit_effattn.settings.trainer import Trainer
 from lit_effattn.tasks import Task
 from tests.support.hostile import ROOTS, beside_evil, nothing_happened, places
 

@@ -31,7 +31,7 @@ def printed(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 def test_configs_are_listed_with_the_first_sentence_of_their_comment(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.delitem(sys.modules, "lit_effattn.cli.shipped", raising=False)
+    monkeypatch.delitem(sys.modules, "lit_effattn.settings.shipped", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)  # an import of it fails
     lines = dict(line.split(maxsplit=1) for line in printed(capsys, "configs").splitlines())
     assert sorted(lines) == sorted(path.stem for path in (REPOSITORY / "configs").glob("*.yaml"))
@@ -51,7 +51,7 @@ def test_a_config_is_shown(capsys: pytest.CaptureFixture[str]):
 def test_kinds_say_direction_state_and_cross_attention(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.delitem(sys.modules, "lit_effattn.cli.kinds", raising=False)
+    monkeypatch.delitem(sys.modules, "lit_effattn.settings.kinds", raising=False)
     monkeypatch.setitem(sys.modules, "lightning", None)
     lines = printed(capsys, "kinds").splitlines()
     starts = [lines[0].index(title) for title in ("kind", "direction", "state", "cross-attention")]

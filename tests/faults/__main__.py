@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import yaml
 
-from lit_effattn.runs import find_checkpoint
+from lit_effattn.checkpoints.runs import find_checkpoint
 from tests.faults.cases import DIMENSIONS, EPOCHS, TRUST, Settings, pairwise, write_data
 from tests.faults.comparison import (
     compare_best,

@@ -32,11 +32,11 @@ from lit_effattn.attention import (
     TransformerXLAttention,
     WindowedLinearAttention,
 )
+from lit_effattn.attention.positions import LearnedPositions, RotaryPositions
 from lit_effattn.nn.encoder_decoder import EncoderDecoder
 from lit_effattn.nn.lstm import LSTM
 from lit_effattn.nn.sliding import SlidingWindow
 from lit_effattn.nn.transformer import Block, FeedForward, Transformer
-from lit_effattn.positions import LearnedPositions, RotaryPositions
 from lit_effattn.sequence import SequenceModule, State
 from tests.laws import definitions
 

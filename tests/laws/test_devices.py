@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lit_effattn import sequence
-from lit_effattn.generation import _advance, _Model, _Sampling
+from lit_effattn.attention.positions import GridPositions
+from lit_effattn.generation.sampling import _advance, _Model, _Sampling
 from lit_effattn.nn.adaptive import AdaptiveHead
 from lit_effattn.nn.heads import CategoricalHead, MixtureOfLogisticsHead
 from lit_effattn.ops import continuous
 from lit_effattn.ops.linear.dispatch import KERNELS
-from lit_effattn.positions import GridPositions
 from lit_effattn.sequence import SequenceModule
 from tests.laws.cases import CASES, LINEAR, Case, stack
 from tests.laws.tools import each

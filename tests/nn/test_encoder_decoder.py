@@ -15,8 +15,8 @@ from lit_effattn.attention import (
     SoftmaxAttention,
     SoftmaxCrossAttention,
 )
+from lit_effattn.attention.positions import LearnedPositions
 from lit_effattn.nn import encoder_decoder
-from lit_effattn.positions import LearnedPositions
 from tests.laws import definitions
 from tests.laws.tools import assert_close, assert_same, stream
 

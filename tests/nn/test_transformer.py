@@ -18,8 +18,8 @@ from lit_effattn.attention import (
     SoftmaxCrossAttention,
     TransformerXLAttention,
 )
+from lit_effattn.attention.positions import LearnedPositions, RotaryPositions, SinusoidalPositions
 from lit_effattn.nn.transformer import Block, FeedForward
-from lit_effattn.positions import LearnedPositions, RotaryPositions, SinusoidalPositions
 from tests.laws import definitions
 
 E, H = 8, 2

@@ -6,8 +6,8 @@ import pytest
 import soundfile
 
 from lit_effattn.datamodules import Filterbanks, ManifestCorpus, SpeechData, read_audio
-from lit_effattn.datamodules.espeak import Speaker, synthesizer
-from lit_effattn.datamodules.phonemes import ESPEAK_PHONES
+from lit_effattn.datamodules.speech.espeak import Speaker, synthesizer
+from lit_effattn.datamodules.speech.phonemes import ESPEAK_PHONES
 from scripts.asterisk_prompts import FOLDING, SOUNDS, TO_ESPEAK, TRANSCRIPTS, main
 from tests.support.commands import REPOSITORY
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lit_effattn.datamodules import PairBatch, SpeechBatch, TokenBatch
-from lit_effattn.datamodules.labelled import LabelledBatch
+from lit_effattn.datamodules.common.labelled import LabelledBatch
 
 N, VOCABULARY = 24, 300_000
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lit_effattn.checkpoints import read_checkpoint
+from lit_effattn.checkpoints.io import read_checkpoint
 from lit_effattn.cli import main
 
 REPOSITORY = Path(__file__).parent.parent.parent

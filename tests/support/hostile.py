@@ -9,8 +9,8 @@ import pytest
 import torch
 import yaml
 
-from lit_effattn.allowlist import _listed
-from lit_effattn.spec_check import Place, parameters
+from lit_effattn.checkpoints.allowlist import _listed
+from lit_effattn.checkpoints.spec_check import Place, parameters
 from lit_effattn.tasks import Task
 
 EVIL = """

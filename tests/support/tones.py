@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import soundfile
 
-from lit_effattn.datamodules.utterances import SpeechCorpus, Utterance
+from lit_effattn.datamodules.speech.utterances import SpeechCorpus, Utterance
 
 RATE = 16_000
 PITCHES = {"a": 300, "i": 700, "u": 1500, "s": 3400}  # Hz

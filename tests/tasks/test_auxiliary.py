@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 from lit_effattn import LSTM, Transformer
-from lit_effattn.datamodules.tokens import IGNORE, TokenBatch
+from lit_effattn.datamodules.common.tokens import IGNORE, TokenBatch
 from lit_effattn.tasks import LanguageModel
 from tests.callbacks.tiny import trainer
 from tests.tasks.test_language import V, batch, model

@@ -22,9 +22,9 @@ from lit_effattn.attention import (
     SparseAttention,
     TransformerXLAttention,
 )
+from lit_effattn.attention.positions import GridPositions, LearnedPositions
 from lit_effattn.callbacks import MemoryCarry
 from lit_effattn.datamodules import LabelledBatch, pad_labelled
-from lit_effattn.positions import GridPositions, LearnedPositions
 
 CLASSES = ("a", "b, and c", "d")
 VOCAB = 7

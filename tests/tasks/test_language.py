@@ -16,8 +16,8 @@ from lit_effattn.attention import (
     TransformerXLAttention,
 )
 from lit_effattn.datamodules import CopyTask
-from lit_effattn.datamodules.tokenizers import BPETokenizer, ByteTokenizer
-from lit_effattn.datamodules.tokens import IGNORE, TokenBatch
+from lit_effattn.datamodules.common.tokens import IGNORE, TokenBatch
+from lit_effattn.datamodules.text.tokenizers import BPETokenizer, ByteTokenizer
 from lit_effattn.tasks import LanguageModel
 from tests.callbacks.tiny import trainer
 
@@ -221,7 +221,7 @@ def test_the_embedding_is_scaled():
     ("attention", "compile"), [(SoftmaxAttention, False), (partial(LinearAttention, chunk_size=2), True)]
 )
 def test_the_likeliest_continuation(attention, compile: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lit_effattn.generation.BACKEND", "eager")
+    monkeypatch.setattr("lit_effattn.generation.sampling.BACKEND", "eager")
     made = model(attention)
     prompt = torch.tensor([[1, 2, 3], [0, 5, 4]])
     shown: list[torch.Tensor] = []

@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader
 
 from lit_effattn import Transformer
 from lit_effattn.attention import LinearAttention, SoftmaxAttention
+from lit_effattn.attention.positions import GridPositions, LearnedPositions
 from lit_effattn.callbacks import LastCheckpoint
 from lit_effattn.nn.heads import CategoricalHead, MixtureOfLogisticsHead
-from lit_effattn.positions import GridPositions, LearnedPositions
-from lit_effattn.schedules import WarmupCosine
 from lit_effattn.tasks import PixelModel
+from lit_effattn.tasks.schedules import WarmupCosine
 
 SHAPE, LEVELS = (2, 3, 1), 4
 

@@ -6,7 +6,7 @@ import torch
 
 from lit_effattn import EncoderDecoder, Transformer
 from lit_effattn.attention import LinearAttention, LinearCrossAttention
-from lit_effattn.datamodules.tokenizers import CharacterTokenizer, WordTokenizer
+from lit_effattn.datamodules.text.tokenizers import CharacterTokenizer, WordTokenizer
 from lit_effattn.tasks import SequenceToSequence, TrainedPronouncer, pronouncer
 
 

@@ -9,7 +9,7 @@ from lit_effattn import Transformer
 from lit_effattn.attention import InfiniteAttention, TransformerXLAttention
 from lit_effattn.callbacks import MemoryCarry
 from lit_effattn.datamodules import DialogueTask
-from lit_effattn.datamodules.tokens import Response, TokenBatch
+from lit_effattn.datamodules.common.tokens import Response, TokenBatch
 from lit_effattn.tasks import LanguageModel
 from lit_effattn.tasks.responses import score_texts
 from tests.callbacks.tiny import trainer

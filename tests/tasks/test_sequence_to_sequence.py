@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lit_effattn import EncoderDecoder, Transformer
 from lit_effattn.attention import LinearAttention, LinearCrossAttention, SoftmaxCrossAttention
-from lit_effattn.beam import Hypotheses
-from lit_effattn.datamodules.tokenizers import CharacterTokenizer, WordTokenizer
-from lit_effattn.datamodules.tokens import IGNORE, PairBatch
+from lit_effattn.datamodules.common.tokens import IGNORE, PairBatch
+from lit_effattn.datamodules.text.tokenizers import CharacterTokenizer, WordTokenizer
+from lit_effattn.generation.beam import Hypotheses
 from lit_effattn.nn.heads import CategoricalHead
 from lit_effattn.tasks import SequenceToSequence
 from tests.support.commands import REPOSITORY

@@ -21,7 +21,7 @@ from lit_effattn.attention import (
     TransformerXLAttention,
 )
 from lit_effattn.callbacks import FeatureRedraw
-from lit_effattn.datamodules.utterances import SpeechBatch
+from lit_effattn.datamodules.speech.utterances import SpeechBatch
 from lit_effattn.nn.front_ends import ConvSubsampling, FrameStacking
 from lit_effattn.tasks.ctc import Decoder, ctc_nll
 from tests.callbacks.tiny import trainer

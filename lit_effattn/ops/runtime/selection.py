@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_effattn.differences import largest_relative_difference
 from lit_effattn.ops.runtime import cpp_build
+from lit_effattn.ops.runtime.differences import largest_relative_difference
 
 KERNELS = "LIT_EFFATTN_KERNELS"
 """The environment variable that forces a form."""

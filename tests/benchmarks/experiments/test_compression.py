@@ -20,7 +20,7 @@ from benchmarks.experiments.compression import (
     neighbour_bits,
 )
 from lit_effattn.datamodules import PixelSequences, TextStream
-from lit_effattn.datamodules.pixels import ImageArray
+from lit_effattn.datamodules.images.pixels import ImageArray
 
 SAVED = {
     "PNG": (".png", {"optimize": True}),

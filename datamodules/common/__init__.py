@@ -1,0 +1,1 @@
+"""What several kinds of data share: loaders, batches, caches, archives, faults."""

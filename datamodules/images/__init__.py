@@ -1,0 +1,1 @@
+"""Images: pixel sequences and labelled images."""

@@ -1,0 +1,115 @@
+"""Images as sequences of integer levels, each with its class."""
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lit_effattn.datamodules.common.labelled import LabelledBatch
+from lit_effattn.datamodules.images import sources as image_sources
+from lit_effattn.datamodules.images.pixels import ImageFiles, PixelDataset, PixelSequences
+
+_DIGITS = tuple("0123456789")
+_CLASSES = {
+    "digits": _DIGITS,
+    "mnist": _DIGITS,
+    "fashion_mnist": (
+        *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+        *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+    ),
+    "cifar10": ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+}
+
+
+class LabelledImages(PixelSequences):
+    """The images of `PixelSequences` with their classes, in the same splits, for classification.
+
+    A batch is a `LabelledBatch` whose `x` is what `PixelSequences` gives: (B, N) of uint8, N = H·W·C, with levels 0 to
+    `n_levels - 1` in raster order. The classes of `dataset="folder"` are its subfolders: `cat/1.png`, or
+    `train/cat/1.png`, `val/cat/2.png` and `test/cat/3.png` if the splits have folders. dataset="photos" has no classes.
+
+    The arguments are those of `PixelSequences`.
+    """
+
+    @cached_property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes, in the order of their labels. Those of a folder are sorted.
+
+        Raises:
+            FileNotFoundError: If there is no such folder.
+            ValueError: If the data set has no classes, or an image of the folder is in no subfolder.
+        """
+        if self.dataset == "folder":
+            return _class_folders(self.root, image_sources.folder(self.root))
+        if self.dataset not in _CLASSES:
+            raise ValueError(
+                f"dataset={self.dataset!r} has no classes; choose one of {', '.join(_CLASSES)}, or a folder with a "
+                "subfolder for each class"
+            )
+        return _CLASSES[self.dataset]
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens: `n_levels`."""
+        return self.n_levels
+
+    @property
+    def n_features(self) -> None:
+        """None: the sequences are tokens."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Height, width and channels: `image_shape`."""
+        return self.image_shape
+
+    def _load(self, test: bool) -> dict[str, Any]:
+        classes = self.classes
+        return {
+            split: _Labelled(images, self._labels(split, images, classes))
+            for split, images in super()._load(test).items()
+        }
+
+    def _labels(self, split: str, images: PixelDataset, classes: tuple[str, ...]) -> Tensor:
+        """Return the label of each image of a split, (n,)."""
+        if isinstance(images, ImageFiles):
+            numbers = {name: label for label, name in enumerate(classes)}
+            return torch.tensor([numbers[_class_of(self.root, path)] for path in images.paths])
+        return image_sources.labels(self.dataset, self.root, test=split == "test")[split]
+
+
+class _Labelled(Dataset[LabelledBatch]):
+    """A data set that maps a list of indices to a batch."""
+
+    def __init__(self, images: PixelDataset, labels: Tensor) -> None:
+        self.images = images
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, indices: list[int]) -> LabelledBatch:
+        rows = torch.tensor(indices) % len(self)  # index i + len is image i mirrored
+        return LabelledBatch(self.images[indices], self.labels[rows], indices=rows)
+
+
+def _class_of(root: Path, path: Path) -> str:
+    """Return the subfolder of `root`, or of its split, that `path` is in; "" if it is in none."""
+    parts = path.relative_to(root).parts[1 if (root / "train").is_dir() else 0 : -1]
+    return parts[0] if parts else ""
+
+
+def _class_folders(root: Path, splits: dict[str, list[Path]]) -> tuple[str, ...]:
+    found = set()
+    for path in (path for paths in splits.values() for path in paths):
+        name = _class_of(root, path)
+        if not name:
+            raise ValueError(
+                f"{path} is in no class; put each image into a subfolder named after its class, as cat/1.png"
+            )
+        found.add(name)
+    if len(found) < 2:
+        raise ValueError(f"{root}: {', '.join(found)} is the only class; add a subfolder for each other class")
+    return tuple(sorted(found))

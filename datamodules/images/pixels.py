@@ -1,0 +1,361 @@
+"""Images as sequences of integer levels, for autoregressive models."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lit_effattn.datamodules.common.sampling import ResumableLoader, ShardedBatches, loader_options, processes
+from lit_effattn.datamodules.images import sources as image_sources
+
+
+class _Kind(NamedTuple):
+    shape: tuple[int, int, int] | None  # (H, W, C); None: given by the arguments
+    n_levels: int
+    options: tuple[str, ...]  # arguments that other kinds of data reject
+
+
+_KINDS = {
+    "digits": _Kind((8, 8, 1), 17, ()),
+    "photos": _Kind((32, 32, 3), 256, ("flip", "stride")),
+    "mnist": _Kind((28, 28, 1), 256, ("root", "download")),
+    "fashion_mnist": _Kind((28, 28, 1), 256, ("root", "download")),
+    "cifar10": _Kind((32, 32, 3), 256, ("root", "download", "flip")),
+    "folder": _Kind(None, 256, ("root", "image_size", "channels", "verify", "flip", "max_pixels")),
+}
+
+_PURPOSES = {"train": "to train on", "val": "to validate", "test": "to test"}
+
+
+class PixelSequences(LightningDataModule):
+    """Images as autoregressive sequences of integer levels.
+
+    A batch is one tensor (B, N) of uint8, N = H·W·C, with levels 0 to `n_levels - 1` in raster order: row by row,
+    pixel by pixel, with the channels (R, G, B) of each pixel in turn.
+
+    The splits do not depend on `seed`, so different runs are scored on the same images. `predict` uses the test images.
+
+    Args:
+        dataset: digits: scikit-learn's 1797 digits, 8×8×1 at 17 levels, 1437/180/180 for training, validation and test.
+            photos: 32×32×3 crops of scikit-learn's two photographs; one is for training (its left 5/6) and validation
+            (the rest, no pixel shared), the other for test. mnist, fashion_mnist: 28×28×1, 55,000/5,000/10,000.
+            cifar10: 32×32×3, 48,000/2,000/10,000. folder: any images; subfolders train, val and test are the splits,
+            otherwise a fixed 80/10/10 %. digits and photos need no network.
+        root: folder: folder of the images (png, jpg, jpeg, webp, bmp, gif, tif, tiff or ppm, in subfolders too).
+            mnist, fashion_mnist, cifar10: folder of the files, unpacked or as archives, or for their download;
+            default: data.
+        batch_size: Images per step and process.
+        eval_batch_size: The same in validation, test and prediction; default: `batch_size`.
+        num_workers: Worker processes that load data; 0: none.
+        n_levels: Number of levels after quantisation, from 2 to that of the data (digits 17, others 256), which is the
+            default: level = ⌊value · n_levels / levels of the data⌋.
+        flip: photos, cifar10, folder: mirror each training image left to right with probability 1/2.
+        seed: Seed of the order and the flips of the training images.
+        image_size: folder: side of the square that images are resized to and centre-cropped; required.
+        channels: folder: 3 for colour (default), 1 for grey.
+        stride: photos: pixels from one training crop to the next; default: 8.
+        download: mnist, fashion_mnist, cifar10: download files that are missing; default: true.
+        verify: folder: decode every image once before the run, to find broken ones early; default: true.
+        max_pixels: folder: reject images with more pixels, which would exhaust the memory; default: 67,108,864.
+
+    Raises:
+        ValueError: If an argument is out of its range or does not apply to the data set.
+    """
+
+    def __init__(
+        self,
+        dataset: Literal["digits", "photos", "mnist", "fashion_mnist", "cifar10", "folder"] = "digits",
+        *,
+        root: str | None = None,
+        batch_size: int = 32,
+        eval_batch_size: int | None = None,
+        num_workers: int = 0,
+        n_levels: int | None = None,
+        flip: bool = False,
+        seed: int = 0,
+        image_size: int | None = None,
+        channels: Literal[1, 3] | None = None,
+        stride: int | None = None,
+        download: bool | None = None,
+        verify: bool | None = None,
+        max_pixels: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters(logger=False)
+        _check_options(
+            dataset,
+            flip=flip or None,
+            root=root,
+            image_size=image_size,
+            channels=channels,
+            stride=stride,
+            download=download,
+            verify=verify,
+            max_pixels=max_pixels,
+        )
+        _check_at_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size, image_size=image_size, stride=stride)
+        _check_at_least(1, max_pixels=max_pixels)
+        _check_at_least(0, num_workers=num_workers, seed=seed)
+        kind = _KINDS[dataset]
+        if n_levels is not None and not 2 <= n_levels <= kind.n_levels:
+            raise ValueError(
+                f"n_levels={n_levels} must be between 2 and {kind.n_levels}, the levels of dataset={dataset!r}; "
+                "leave it out to keep them all"
+            )
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.eval_batch_size = batch_size if eval_batch_size is None else eval_batch_size
+        self.num_workers = num_workers
+        self.flip = flip
+        self.seed = seed
+        self.root = Path("data" if root is None else root)
+        self.stride = 8 if stride is None else stride
+        self.download = download is not False
+        self.verify = verify is not False
+        self.max_pixels = image_sources.MAX_PIXELS if max_pixels is None else max_pixels
+        self.splits: dict[str, PixelDataset] = {}
+        self._n_levels = kind.n_levels if n_levels is None else n_levels
+        self._image_shape = kind.shape or _folder_shape(root, image_size, channels)
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Height, width and channels of an image."""
+        return self._image_shape
+
+    @property
+    def n_levels(self) -> int:
+        """Number of levels. Values are 0 to `n_levels - 1`."""
+        return self._n_levels
+
+    @property
+    def places(self) -> list[Path]:
+        """Files and folders that the images are read from. They may be missing."""
+        folders = {"mnist": "MNIST/raw", "fashion_mnist": "FashionMNIST/raw", "cifar10": "cifar-10-batches-py"}
+        if self.dataset == "folder":
+            return [self.root]
+        return [self.root / folders[self.dataset]] if self.dataset in folders else []
+
+    def to_images(self, levels: Tensor) -> Tensor:
+        """Convert sequences of levels (B, N) to images (B, C, H, W) of uint8, 0 to 255."""
+        return levels_to_images(levels, self.image_shape, self.n_levels)
+
+    def prepare_data(self) -> None:
+        """Unpack archives and download what is missing, or decode every image of a folder once.
+
+        Raises:
+            FileNotFoundError: If files are missing and not downloaded.
+            ValueError: If an image cannot be read, or an archive is damaged.
+        """
+        if self.dataset in ("mnist", "fashion_mnist"):
+            image_sources.prepare_idx(self.dataset, self.root, self.download)
+        elif self.dataset == "cifar10":
+            image_sources.prepare_cifar10(self.root, self.download)
+        elif self.dataset == "folder" and self.verify:
+            splits = image_sources.folder(self.root)
+            image_sources.verify_images([path for paths in splits.values() for path in paths], self.max_pixels)
+
+    def setup(self, stage: str) -> None:
+        """Load the splits of the stage, fit, validate, test or predict, and log their sizes and what is left out."""
+        if overfit_batches := getattr(self.trainer, "overfit_batches", 0):
+            raise ValueError(
+                f"overfit_batches={overfit_batches} would replace the sampler that forms the batches; "
+                "use limit_train_batches, or a folder of a few images"
+            )
+        test = stage in ("test", "predict")
+        if ("test" if test else "train") not in self.splits:
+            self.splits |= self._load(test)
+        self._say(("test",) if test else ("train", "val"))
+
+    def _say(self, splits: tuple[str, ...]) -> None:
+        sizes = {name: len(self.splits[name]) for name in splits}
+        counts = ", ".join(f"{sizes[name]:,} {_PURPOSES[name]}" for name in splits)
+        shape = "×".join(str(n) for n in self.image_shape)
+        rank_zero_info(f"{self.dataset}: {counts}; images of {shape} at {self.n_levels} levels")
+        official = image_sources.N_TRAIN.get(self.dataset)
+        if "train" in sizes and official is not None and sum(sizes.values()) != official:
+            rank_zero_warn(
+                f"{self.dataset}: {sum(sizes.values()):,} training images in {self.root} instead of {official:,}"
+            )
+        if self.dataset == "folder" and (faults := image_sources.unread(self.root)):
+            rank_zero_warn(f"{self.root}: {len(faults)} left out:\n  {faults}")
+
+    def _load(self, test: bool) -> "dict[str, PixelDataset]":
+        if self.dataset == "folder":
+            paths = image_sources.folder(self.root)
+            return {name: ImageFiles(paths[name], self.image_shape, self.n_levels, self.max_pixels) for name in paths}
+        load: dict[str, Callable[[], dict[str, Tensor]]] = {
+            "digits": image_sources.digits,
+            "photos": lambda: image_sources.photos(self.stride),
+            "mnist": lambda: image_sources.idx("mnist", self.root, test),
+            "fashion_mnist": lambda: image_sources.idx("fashion_mnist", self.root, test),
+            "cifar10": lambda: image_sources.cifar10(self.root, test),
+        }
+        native = _KINDS[self.dataset].n_levels
+        images = load[self.dataset]()
+        return {name: ImageArray(images[name], native, self.n_levels) for name in images}
+
+    def train_dataloader(self) -> ResumableLoader:
+        """Return a loader of the training images, in batches of equal size and in a new order each epoch."""
+        data = self.splits["train"]
+        sampler = self._sampler(data, self.batch_size, shuffle=True, variants=2 if self.flip else 1, drop_last=True)
+        return ResumableLoader(data, sampler=sampler, **loader_options(self.num_workers, self.seed))
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        """Return a loader of every validation image once."""
+        return self._eval_dataloader("val")
+
+    def test_dataloader(self) -> DataLoader[Tensor]:
+        """Return a loader of every test image once."""
+        return self._eval_dataloader("test")
+
+    def predict_dataloader(self) -> DataLoader[Tensor]:
+        """Return a loader of every test image once."""
+        return self._eval_dataloader("test")
+
+    def _eval_dataloader(self, split: str) -> DataLoader[Tensor]:
+        data = self.splits[split]
+        sampler = self._sampler(data, self.eval_batch_size, shuffle=False, variants=1, drop_last=False)
+        return DataLoader(data, sampler=sampler, **loader_options(self.num_workers, self.seed))
+
+    def _sampler(
+        self, data: "PixelDataset", batch_size: int, *, shuffle: bool, variants: int, drop_last: bool
+    ) -> ShardedBatches:
+        return ShardedBatches(
+            len(data),
+            batch_size,
+            shuffle=shuffle,
+            seed=self.seed,
+            variants=variants,
+            drop_last=drop_last,
+            **processes(self.trainer),
+        )
+
+
+class PixelDataset(Dataset[Tensor], ABC):
+    """Images of one split. A list of B indices gives the batch (B, N); index i + len is image i mirrored."""
+
+    def __init__(self, native_levels: int, n_levels: int) -> None:
+        self.native_levels = native_levels
+        self.n_levels = n_levels
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def read(self, indices: list[int]) -> Tensor:
+        """Return new copies of the images (B, H, W, C), uint8."""
+
+    def __getitem__(self, indices: list[int]) -> Tensor:
+        n = len(self)
+        images = self.read([i % n for i in indices])
+        mirrored = torch.tensor([i >= n for i in indices])
+        images[mirrored] = images[mirrored].flip(2)
+        return _quantise(images, self.native_levels, self.n_levels).flatten(1)  # (B, H, W, C) -> (B, N)
+
+
+class ImageArray(PixelDataset):
+    """Images in memory: (n, H, W, C) of uint8."""
+
+    def __init__(self, images: Tensor, native_levels: int, n_levels: int) -> None:
+        super().__init__(native_levels, n_levels)
+        self.images = images
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def read(self, indices: list[int]) -> Tensor:
+        """Return new copies of the images (B, H, W, C), uint8."""
+        return self.images[torch.tensor(indices)]  # indexing with a list is slower
+
+
+class ImageFiles(PixelDataset):
+    """Image files, each read on access."""
+
+    def __init__(self, paths: list[Path], image_shape: tuple[int, int, int], n_levels: int, max_pixels: int) -> None:
+        super().__init__(256, n_levels)
+        self.paths = paths
+        self.max_pixels = max_pixels
+        self.image_size, _, self.channels = image_shape
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def read(self, indices: list[int]) -> Tensor:
+        """Return the decoded and resized images (B, H, W, C), uint8."""
+        paths = [self.paths[i] for i in indices]
+        images = [image_sources.read_image(path, self.image_size, self.channels, self.max_pixels) for path in paths]
+        return torch.stack(images)
+
+
+def levels_to_images(levels: Tensor, image_shape: tuple[int, int, int], n_levels: int) -> Tensor:
+    """Convert levels to images for display: value = level / (n_levels − 1) · 255, rounded.
+
+    Args:
+        levels: (B, N) integers, 0 to `n_levels - 1`, in raster order.
+        image_shape: (H, W, C), with H·W·C = N.
+        n_levels: Number of levels.
+
+    Returns:
+        (B, C, H, W) of uint8.
+
+    Raises:
+        ValueError: If N is not H·W·C.
+    """
+    height, width, channels = image_shape
+    if levels.shape[1] != height * width * channels:
+        raise ValueError(f"sequences of length {levels.shape[1]} are not images of image_shape={image_shape}")
+    top = n_levels - 1
+    values = (2 * 255 * levels.int() + top) // (2 * top)  # rounded in integers: the same on every device
+    return values.to(torch.uint8).view(-1, height, width, channels).permute(0, 3, 1, 2)  # (B, N) -> (B, C, H, W)
+
+
+def images_to_levels(images: Tensor, n_levels: int) -> Tensor:
+    """Convert images (B, C, H, W) of uint8 to levels (B, N), quantised like the data: ⌊value · n_levels / 256⌋.
+
+    Inverts `levels_to_images` for 17 levels and for every power of two up to 256.
+    """
+    return _quantise(images.permute(0, 2, 3, 1), 256, n_levels).flatten(1)  # (B, C, H, W) -> (B, H, W, C) -> (B, N)
+
+
+def _quantise(values: Tensor, native_levels: int, n_levels: int) -> Tensor:
+    if n_levels == native_levels:
+        return values
+    return (values.int() * n_levels // native_levels).to(torch.uint8)
+
+
+def _check_options(dataset: str, **options: Any) -> None:
+    if not isinstance(dataset, str):
+        raise ValueError(
+            f"dataset is a {type(dataset).__name__}, not a name; choose one of {', '.join(_KINDS)}, or give the "
+            "trainer a loader of your own, whose batches are integer levels (B, N)"
+        )
+    if dataset not in _KINDS:
+        raise ValueError(f"dataset={dataset!r} is not known; choose one of {', '.join(_KINDS)}")
+    for name, value in options.items():
+        if value is not None and name not in _KINDS[dataset].options:
+            others = " or ".join(other for other, kind in _KINDS.items() if name in kind.options)
+            raise ValueError(
+                f"{name}={value!r} does not apply to dataset={dataset!r}; leave it out, or choose dataset {others}"
+            )
+
+
+def _check_at_least(least: int, **values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise ValueError(f"{name}={value} must be at least {least}")
+
+
+def _folder_shape(root: str | None, image_size: int | None, channels: int | None) -> tuple[int, int, int]:
+    if root is None:
+        raise ValueError("root=None: dataset='folder' needs the folder of the images, such as root=photos/mine")
+    if image_size is None:
+        raise ValueError("image_size=None: dataset='folder' needs the side to resize the images to, such as 32")
+    if channels not in (None, 1, 3):
+        raise ValueError(f"channels={channels} must be 1 (grey) or 3 (colour)")
+    return image_size, image_size, channels or 3

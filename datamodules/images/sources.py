@@ -1,0 +1,291 @@
+"""Sources of images: uint8 arrays of shape (n, H, W, C), or paths of files, with fixed splits."""
+
+import math
+import socket
+import struct
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lit_effattn.datamodules.common.archives import unpack_gzip, unpack_tar
+from lit_effattn.datamodules.common.bars import progress_bar
+from lit_effattn.datamodules.common.faults import Fault, Faults
+from lit_effattn.datamodules.common.files import open_image
+from lit_effattn.datamodules.common.splits import fixed_order
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torchvision.datasets import CIFAR10, MNIST
+
+EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+PATCH = 32  # side of the crops from photographs, as in CIFAR-10
+_NAMED = 10  # broken images that an error names beside the first
+MAX_PIXELS = 2**26  # of an image file: 8192 × 8192, 270 MB in Pillow
+
+
+def _split_off(images: Tensor, **counts: int) -> dict[str, Tensor]:
+    """Return splits of the given names and sizes. The rest is "train"."""
+    order = fixed_order(str(i) for i in range(len(images)))
+    splits = {}
+    for name, count in counts.items():
+        splits[name], order = images[order[:count]], order[count:]
+    return {"train": images[order], **splits}
+
+
+# Data included in scikit-learn
+
+
+def digits() -> dict[str, Tensor]:
+    """Return the 1797 digits of 8 × 8 × 1 at levels 0 to 16: 1437 for training, 180 for validation, 180 for test."""
+    from sklearn.datasets import load_digits
+
+    images = torch.from_numpy(load_digits().images.astype(np.uint8)).unsqueeze(-1)  # (1797, 8, 8, 1)
+    return _split_off(images, val=180, test=180)
+
+
+def photos(stride: int) -> dict[str, Tensor]:
+    """Return crops of two photographs: the left 5/6 of one as "train", its right 1/6 as "val", the other as "test"."""
+    from sklearn.datasets import load_sample_images
+
+    china, flower = (torch.tensor(image) for image in load_sample_images().images)  # (427, 640, 3) each
+    border = china.shape[1] * 5 // 6
+    return {
+        "train": _crops(china[:, :border], stride),
+        "val": _crops(china[:, border:], PATCH),
+        "test": _crops(flower, PATCH),
+    }
+
+
+def _crops(photo: Tensor, stride: int) -> Tensor:
+    crops = photo.unfold(0, PATCH, stride).unfold(1, PATCH, stride)  # (H, W, 3) -> (rows, columns, 3, 32, 32)
+    return crops.permute(0, 1, 3, 4, 2).reshape(-1, PATCH, PATCH, 3)
+
+
+# Data downloaded by torchvision, which tries its mirrors in turn and checks MD5 sums
+
+
+_MAX_IDX = 2**28  # bytes of an IDX file; the largest official one has 47 MB
+_TIMEOUT = 10.0  # seconds that a server may be silent; torchvision sets no limit and waits for minutes
+
+
+N_TRAIN = {"mnist": 60_000, "fashion_mnist": 60_000, "cifar10": 50_000}
+"""Number of images of the official training files, from which those for validation are split off."""
+
+
+def _idx_data_set(name: str) -> "type[MNIST]":
+    from torchvision.datasets import MNIST, FashionMNIST
+
+    return {"mnist": MNIST, "fashion_mnist": FashionMNIST}[name]
+
+
+def prepare_idx(name: str, root: Path, download: bool) -> None:
+    """Make sure that the files of mnist or fashion_mnist are in `root`, unpacked.
+
+    Raises:
+        FileNotFoundError: If they are missing and not downloaded.
+        ValueError: If an archive is damaged.
+    """
+    dataset = _idx_data_set(name)
+    folder, archives = root / dataset.__name__ / "raw", [archive for archive, _ in dataset.resources]
+    for archive in archives:
+        if (folder / archive).is_file() and not (folder / archive.removesuffix(".gz")).is_file():
+            unpack_gzip(folder / archive, folder / archive.removesuffix(".gz"), _MAX_IDX)
+    # torchvision loads the files as well, and its errors do not name a damaged one. `idx` checks those that are here.
+    if not all((folder / archive.removesuffix(".gz")).is_file() for archive in archives):
+        _open(dataset, root, download, f"{', '.join(archives)} of {dataset.mirrors[0]}", folder)
+
+
+def prepare_cifar10(root: Path, download: bool) -> None:
+    """Make sure that CIFAR-10's files are in `root`, unpacked and undamaged.
+
+    Raises:
+        FileNotFoundError: If they are missing and not downloaded.
+        ValueError: If the archive is damaged.
+    """
+    from torchvision.datasets import CIFAR10
+    from torchvision.datasets.utils import check_integrity
+
+    archive, folder = root / CIFAR10.filename, root / CIFAR10.base_folder
+    sums = dict([*CIFAR10.train_list, *CIFAR10.test_list, (CIFAR10.meta["filename"], CIFAR10.meta["md5"])])
+    if archive.is_file() and not all(check_integrity(folder / name, sums[name]) for name in sums):
+        if not check_integrity(archive, CIFAR10.tgz_md5):
+            raise ValueError(f"{archive}: the archive is damaged (its MD5 sum is wrong); delete it and get it again")
+        unpack_tar(archive, sums.keys(), folder)
+    _open(CIFAR10, root, download, CIFAR10.url, root)
+
+
+def _open(dataset: "type[MNIST | CIFAR10]", root: Path, download: bool, archives: str, folder: Path) -> None:
+    """Open a data set by torchvision, whose errors do not say which files belong where."""
+    timeout = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(_TIMEOUT)
+    try:
+        dataset(root, download=download)
+    except (OSError, RuntimeError) as error:
+        said = " ".join(str(error).split())
+        reason = f"the download failed ({said})" if download else "download=False forbids a download"
+        raise FileNotFoundError(
+            f"{dataset.__name__} is missing or damaged in {folder.resolve()}, and {reason}. Put {archives} there"
+            ". --config digits_linear needs no download."
+        ) from error
+    finally:
+        socket.setdefaulttimeout(timeout)
+
+
+def idx(name: str, root: Path, test: bool) -> dict[str, Tensor]:
+    """Return the images of mnist or fashion_mnist: "train" (55,000) and "val" (5,000), or "test" (10,000)."""
+    dataset = _idx_data_set(name)
+    part = "t10k" if test else "train"
+    files = root / dataset.__name__ / "raw"
+    n_images = _idx_shape(files / f"{part}-images-idx3-ubyte", (28, 28))
+    n_labels = _idx_shape(files / f"{part}-labels-idx1-ubyte", ())
+    if n_images != n_labels:
+        raise ValueError(
+            f"{files / f'{part}-labels-idx1-ubyte'}: {n_labels} labels for {n_images} images; "
+            f"delete the files of {files} and run again"
+        )
+    images = dataset(root, train=not test).data.unsqueeze(-1)  # (n, 28, 28, 1)
+    return {"test": images} if test else _split_off(images, val=len(images) // 12)
+
+
+def _idx_shape(path: Path, item: tuple[int, ...]) -> int:
+    """Return the number of items of shape `item` in an IDX file; raise ValueError if header and size disagree."""
+    n_dims = 1 + len(item)
+    with path.open("rb") as file:
+        header = file.read(4 + 4 * n_dims)
+    if len(header) < 4 + 4 * n_dims or header[:4] != bytes((0, 0, 8, n_dims)):
+        raise ValueError(f"{path}: not an IDX file of {n_dims}-dimensional bytes; delete it and run again")
+    shape = struct.unpack(f">{n_dims}I", header[4:])
+    held = path.stat().st_size - len(header)
+    if held != math.prod(shape):
+        raise ValueError(f"{path}: holds {held} bytes, but its header says {math.prod(shape)}; delete it and run again")
+    if shape[1:] != item:
+        raise ValueError(f"{path}: items of shape {shape[1:]} instead of {item}; delete it and run again")
+    return shape[0]
+
+
+def cifar10(root: Path, test: bool) -> dict[str, Tensor]:
+    """Return CIFAR-10's training images as "train" (48,000) and "val" (2,000), or its test images as "test"."""
+    from torchvision.datasets import CIFAR10
+
+    images = torch.from_numpy(CIFAR10(root, train=not test).data)  # (n, 32, 32, 3)
+    return {"test": images} if test else _split_off(images, val=len(images) // 25)
+
+
+# Classes
+
+
+def labels(dataset: str, root: Path, *, test: bool) -> dict[str, Tensor]:
+    """Return the label of each image, (n,), by split: the order is that of the function named after `dataset`."""
+    if dataset == "digits":
+        from sklearn.datasets import load_digits
+
+        return _split_off(torch.from_numpy(load_digits().target), val=180, test=180)
+    from torchvision.datasets import CIFAR10
+
+    kind, held_out = (CIFAR10, 25) if dataset == "cifar10" else (_idx_data_set(dataset), 12)
+    found = torch.as_tensor(kind(root, train=not test).targets)
+    return {"test": found} if test else _split_off(found, val=len(found) // held_out)
+
+
+# Folders of images
+
+
+def folder(root: Path) -> dict[str, list[Path]]:
+    """Return the images of a folder, split by its subfolders train, val and test, or else into a fixed 80/10/10 %.
+
+    Raises:
+        FileNotFoundError: If the folder is missing or has no images.
+        ValueError: If one or two of the three subfolders are missing, or there are too few images to split.
+    """
+    names = ("train", "val", "test")
+    missing = [name for name in names if not (root / name).is_dir()]
+    if not missing:
+        return {name: _images_in(root / name) for name in names}
+    if len(missing) < len(names):
+        raise ValueError(
+            f"{root}: has subfolders train, val or test, but not {' and '.join(missing)}; "
+            "add what is missing, or put all images into one folder to have them split"
+        )
+    paths = _images_in(root)
+    if len(paths) < 10:
+        raise ValueError(f"{root}: {len(paths)} images are too few to split 80/10/10; add some to have at least 10")
+    # Ordered by the hashes of the names: images keep their relative order when some are added or removed.
+    paths = [paths[i] for i in fixed_order(path.relative_to(root).as_posix() for path in paths)]
+    held_out = len(paths) // 10
+    return {"test": paths[:held_out], "val": paths[held_out : 2 * held_out], "train": paths[2 * held_out :]}
+
+
+def _images_in(root: Path) -> list[Path]:
+    wanted = " ".join(EXTENSIONS)
+    if not root.is_dir():
+        raise FileNotFoundError(f"{root.resolve()}: no such folder; root must name one with images ({wanted})")
+    # File managers leave files whose names begin with a dot; they are not images.
+    paths = [p for p in root.rglob("*") if p.suffix.lower() in EXTENSIONS and not p.name.startswith(".")]
+    if not paths:
+        raise FileNotFoundError(f"{root.resolve()}: no image in it or in its subfolders ({wanted})")
+    return sorted(paths, key=lambda path: path.relative_to(root).as_posix())
+
+
+def unread(root: Path) -> Faults:
+    """Return the files of a folder of images that are not read, by suffix. Hidden files are not counted."""
+    others = (p for p in sorted(root.rglob("*")) if p.suffix.lower() not in EXTENSIONS and not p.name.startswith("."))
+    remedy = f"not one of {' '.join(EXTENSIONS)}; convert it if it is an image"
+    return Faults(Fault(p.suffix.lower() or "without suffix", f"{p}: {remedy}") for p in others if p.is_file())
+
+
+def read_image(path: Path, image_size: int, channels: int, max_pixels: int = MAX_PIXELS) -> Tensor:
+    """Read an image: its centre square, resized with antialiasing, without transparency: (size, size, channels).
+
+    Raises:
+        ValueError: If the image cannot be read, or has more than `max_pixels`.
+    """
+    from PIL import Image
+
+    image = _decode(path, channels, max_pixels)
+    side = min(image.size)
+    left, top = (image.width - side) // 2, (image.height - side) // 2
+    square = image.resize((image_size, image_size), Image.Resampling.BICUBIC, box=(left, top, left + side, top + side))
+    return torch.from_numpy(np.array(square)).view(image_size, image_size, channels)
+
+
+def _decode(path: Path, channels: int, max_pixels: int) -> "Image":
+    from PIL import Image, ImageOps
+
+    try:
+        with open_image(path) as file:
+            if file.width * file.height > max_pixels:  # from the header, before decoding
+                raise ValueError(f"{file.width} × {file.height} are more than max_pixels={max_pixels}")
+            image = ImageOps.exif_transpose(file)
+            if image.mode == "F":
+                raise ValueError("its pixels are floating-point numbers; save it with 8 or 16 bits a channel")
+            if image.mode.startswith("I"):  # 16 bits: `convert` would clip at 255
+                image = Image.fromarray((np.asarray(image) // 256).astype(np.uint8))
+            return image.convert("L" if channels == 1 else "RGB")
+    except Exception as error:  # Pillow's decoders raise many types of exceptions on a broken file
+        raise ValueError(f"{path}: not a readable image ({error}); remove it or replace it") from error
+
+
+def verify_images(paths: Sequence[Path], max_pixels: int = MAX_PIXELS) -> None:
+    """Decode every image once; ValueError names the broken ones. More than 2000 images show a progress bar."""
+    with ThreadPoolExecutor() as pool, progress_bar(disable=len(paths) <= 2000) as bar:
+        faults = pool.map(lambda path: _fault(path, max_pixels), paths)
+        tracked = bar.track(faults, total=len(paths), description="Checking images")
+        broken = {path: fault for path, fault in zip(paths, tracked, strict=True) if fault is not None}
+    if broken:
+        first, *others = broken
+        named = ", ".join(str(path) for path in others[:_NAMED]) + (", …" if len(others) > _NAMED else "")
+        also = f". Of {len(paths)} images, {len(others)} more are broken: {named}" if others else ""
+        raise ValueError(f"{broken[first]}{also}")
+
+
+def _fault(path: Path, max_pixels: int) -> str | None:
+    try:
+        _decode(path, 3, max_pixels)
+    except ValueError as error:
+        return str(error)
+    return None

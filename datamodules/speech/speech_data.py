@@ -1,0 +1,485 @@
+"""Speech as filterbanks, with phone labels."""
+
+import zlib
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset
+
+from lit_effattn.datamodules.common.cache import default_cache
+from lit_effattn.datamodules.common.faults import Fault, Faults
+from lit_effattn.datamodules.common.length_batches import LengthBatches
+from lit_effattn.datamodules.common.sampling import ResumableLoader, loader_options, processes
+from lit_effattn.datamodules.speech.audio import MAX_SECONDS
+from lit_effattn.datamodules.speech.augment import SpecAugment
+from lit_effattn.datamodules.speech.corpora import EspeakCorpus
+from lit_effattn.datamodules.speech.feature_store import FeatureReader, Features, read_features, stored_features
+from lit_effattn.datamodules.speech.filterbanks import Filterbanks, moments, normalized
+from lit_effattn.datamodules.speech.recordings import recordings
+from lit_effattn.datamodules.speech.utterances import BLANK, SpeechBatch, SpeechCorpus, Utterance
+from lit_effattn.datamodules.speech.wave_augment import WaveAugment
+
+_SPLITS_OF = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("test",)}
+_WAVES = 1  # in the seed of `wave_augment`, which draws other numbers than `spec_augment`
+
+
+class SpeechData(LightningDataModule):
+    """Utterances as log-mel filterbanks, 25 ms every 10 ms, with phone labels.
+
+    A batch is a `SpeechBatch`: utterances of similar length, padded on the right with 0, which is the mean unless
+    `normalize=null`. Batches are a pure function of (seed, epoch), and every process has the same number of them. An
+    interrupted epoch resumes with the next batch. In validation, test and prediction every utterance occurs exactly
+    once over all processes, the longest first.
+
+    All recordings are read once before their first run (again if a file or a setting has changed). Unusable utterances
+    are left out, and a warning counts them by reason and names the first few. A file is unusable if it is missing,
+    empty or unreadable, has several channels, is too long or too short, or has a lower sampling rate. An utterance is
+    unusable if its phones are unknown or not in the inventory. In training, an utterance is also left out if it is too
+    short for its phones, since CTC needs ⌈T / `subsampling`⌉ ≥ phones + pairs of equal neighbours. Validation and test
+    keep such utterances, whose error rate is defined. Other utterances that these leave out are not in the score, as
+    the warning says.
+
+    Args:
+        corpus: The utterances and the inventory of phones. Default: EspeakCorpus, which needs no download.
+        n_mels: F, number of filters; 40 in most papers, or 80.
+        sample_rate: Sampling rate in Hz. Recordings of a higher rate are resampled.
+        normalize: Utterances over which each filter's mean is set to 0 and its variance to 1. speaker: all utterances
+            of a speaker in the split (an utterance without speaker by itself). utterance: each by itself. corpus: the
+            training utterances, whose statistics are in the checkpoint. null: no normalisation.
+        batch_frames: Maximum of B · T, the frames of one process's training batch, padding included. A longer utterance
+            is a batch by itself.
+        eval_batch_frames: The same in validation, test and prediction. Default: `batch_frames`.
+        batch_utterances: Maximum of B, in training and evaluation.
+        subsampling: Subsampling factor of the model, in frames. Training utterances that it makes too short are left
+            out.
+        spec_augment: Masks parts of the training utterances, different ones each epoch, as a pure function of (seed,
+            epoch, utterance). Default: none.
+        wave_augment: Changes the recordings of the training utterances by speed, pitch, reverberation, noise and a
+            telephone line, differently each epoch, as a pure function of (seed, epoch, utterance). Their features are
+            then computed on each access and not cached. Batches are formed by the lengths before it. Statistics of
+            speakers and of the corpus are those of the recordings before it. Default: none.
+        cache: Cache the features in a file that processes share, 4·F bytes per frame (58 MB per hour at 40 filters).
+            Otherwise they are computed again on each access.
+        cache_dir: Cache folder; may be deleted at any time. Default: lit-effattn in $XDG_CACHE_HOME, which defaults to
+            ~/.cache.
+        min_seconds: Shortest utterance.
+        max_seconds: Longest utterance.
+        upsample: Also accept recordings of a lower sampling rate, whose upper band is then empty.
+        audio: predict: recordings to recognise instead of the test split: a file, a folder of files, a JSON-lines
+            manifest as in `ManifestCorpus`, but text and phonemes are optional; or several of these. Unusable
+            recordings raise an error and are not left out. The corpus is then not needed.
+        seed: Seed of the order of the training utterances, of `spec_augment` and of `wave_augment`.
+        num_workers: Worker processes that load data; 0: none.
+
+    Attributes:
+        left_out: For each split that was set up, the reasons why utterances are left out.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        corpus: SpeechCorpus | None = None,
+        *,
+        n_mels: int = 40,
+        sample_rate: int = 16_000,
+        normalize: Literal["speaker", "utterance", "corpus"] | None = "utterance",
+        batch_frames: int = 12_000,
+        eval_batch_frames: int | None = None,
+        batch_utterances: int = 64,
+        subsampling: int = 1,
+        spec_augment: SpecAugment | None = None,
+        wave_augment: WaveAugment | None = None,
+        cache: bool = False,
+        cache_dir: str | None = None,
+        min_seconds: float = 0.1,
+        max_seconds: float = MAX_SECONDS,
+        upsample: bool = False,
+        audio: list[str] | str | None = None,
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        # Without objects that are not plain data: checkpoints could not be read with `weights_only`.
+        self.save_hyperparameters(logger=False, ignore=["corpus", "spec_augment", "wave_augment"])
+        _check_at_least(1, batch_frames=batch_frames, eval_batch_frames=eval_batch_frames)
+        _check_at_least(1, batch_utterances=batch_utterances, subsampling=subsampling)
+        _check_at_least(0, seed=seed, num_workers=num_workers)
+        if normalize not in ("speaker", "utterance", "corpus", None):
+            raise ValueError(f"normalize={normalize!r} is not known; choose speaker, utterance, corpus or null")
+        if not 0 <= min_seconds < max_seconds:
+            raise ValueError(f"min_seconds={min_seconds} must be from 0 to below max_seconds={max_seconds}")
+        _check_augment(spec_augment, n_mels, normalize)
+        if audio is not None and not audio:
+            raise ValueError(f"audio={audio!r} is empty; give files, folders or manifests, or leave it out")
+        self.corpus = EspeakCorpus() if corpus is None else corpus
+        self.filterbanks = Filterbanks(sample_rate, n_mels=n_mels)
+        self.normalize = normalize
+        self.batch_frames = batch_frames
+        self.eval_batch_frames = batch_frames if eval_batch_frames is None else eval_batch_frames
+        self.batch_utterances = batch_utterances
+        self.subsampling = subsampling
+        self.spec_augment = spec_augment
+        self.wave_augment = wave_augment
+        self.cache = cache
+        self.cache_dir = default_cache() if cache_dir is None else Path(cache_dir)
+        self.audio = [audio] if isinstance(audio, str) else audio
+        self.seed = seed
+        self.num_workers = num_workers
+        self.left_out: dict[str, list[Fault]] = {}
+        self._reader = FeatureReader(self.filterbanks, min_seconds, max_seconds, upsample)
+        self._splits: dict[str, Split] = {}
+        self._readings: dict[str, tuple[list[Utterance], Features]] = {}
+        self._statistics: Tensor | None = None  # of the training utterances
+
+    @property
+    def n_mels(self) -> int:
+        """F, the number of filters."""
+        return self.filterbanks.n_mels
+
+    @property
+    def phones(self) -> list[str]:
+        """The inventory of phones. Label i + 1 of a batch is phone i."""
+        return list(self.corpus.phones)
+
+    @property
+    def folded(self) -> list[str]:
+        """The phone that each phone is scored as; "": not scored."""
+        return list(self.corpus.folded)
+
+    @property
+    def frame_seconds(self) -> float:
+        """Hop from one frame to the next in seconds."""
+        return self.filterbanks.frame_seconds
+
+    @property
+    def places(self) -> list[Path]:
+        """Files and folders that the corpus is read from. They may be missing."""
+        return self.corpus.places
+
+    def prepare_data(self) -> None:
+        """Make the corpus if possible, or raise an error that names the missing files."""
+        if self.audio is None:
+            self.corpus.prepare()
+
+    def setup(self, stage: str) -> None:
+        """Read the recordings, or load an earlier run's results, and report the utterances found and left out.
+
+        Raises:
+            ValueError: If a split has no usable utterance, or a recording of `audio` is unusable.
+        """
+        if overfit_batches := getattr(self.trainer, "overfit_batches", 0):
+            raise ValueError(
+                f"overfit_batches={overfit_batches} would replace the sampler that forms the batches; "
+                "use limit_train_batches, or a smaller corpus"
+            )
+        if self.audio is not None:
+            if stage != "predict":
+                raise ValueError(f"audio={self.audio} is for predict only; leave it out to use the corpus")
+            self._splits["predict"] = self._given(self.audio)
+            return
+        if stage == "fit" and self.wave_augment is not None:
+            self.wave_augment.check()
+        for split in _SPLITS_OF[stage]:
+            name = "predict" if stage == "predict" else split
+            if name not in self._splits:
+                self._splits[name] = self._of_corpus(split, labelled=stage != "predict")
+
+    def _of_corpus(self, split: str, *, labelled: bool) -> "Split":
+        utterances, features = self._read(split)
+        if not utterances:
+            raise ValueError(
+                f"{type(self.corpus).__name__} has no utterances of {split!r}; check how it is divided into splits"
+            )
+        labels = _Labels(self.corpus.phones)
+        mislabelled, faults = labels.faults(utterances), features.readings.faults
+        if labelled:
+            faults = mislabelled | faults
+            faults = faults | self._short(split, utterances, features.readings.n_frames, labels, faults)
+        kept = self._kept(split, len(utterances), faults)
+        hours = features.readings.n_frames[kept].sum() * self.frame_seconds / 3600
+        rank_zero_info(f"{split}: {len(kept):,} utterances, {hours:.2f} h")
+        return Split(
+            utterances, [[] if i in mislabelled else labels(u) for i, u in enumerate(utterances)], features, kept
+        )
+
+    def _short(
+        self,
+        split: str,
+        utterances: list[Utterance],
+        n_frames: np.ndarray,
+        labels: "_Labels",
+        faults: dict[int, Fault],
+    ) -> dict[int, Fault]:
+        """Return the utterances to leave out for too few frames. Validation and test keep them, with a warning."""
+        if split == "train" and self.wave_augment is not None:
+            n_frames = self._fewest_frames(n_frames, self.wave_augment)
+        short = labels.short(utterances, -(-n_frames // self.subsampling))
+        short = {i: fault for i, fault in short.items() if i not in faults}
+        if split == "train":
+            return short
+        if short:
+            _warn(f"{split}: {len(short)} of {len(utterances)} utterances have an error rate, but no loss", short)
+        return {}
+
+    def _fewest_frames(self, n_frames: np.ndarray, augment: WaveAugment) -> np.ndarray:
+        """Return the frames that remain of `n_frames` at the largest speed."""
+        banks = self.filterbanks
+        n_samples = ((n_frames - 1) * banks.hop_samples + banks.frame_samples) / augment.fastest
+        return np.array([banks.n_frames(int(n)) for n in n_samples])
+
+    def _kept(self, split: str, n: int, faults: dict[int, Fault]) -> np.ndarray:
+        self.left_out[split] = [faults[i] for i in sorted(faults)]
+        if len(faults) == n:
+            first = self.left_out[split][0].message
+            raise ValueError(f"none of the {n} utterances of {split!r} can be used; the first: {first}")
+        if faults:
+            unscored = "" if split == "train" else ", and are not in the score"
+            _warn(f"{split}: {len(faults)} of {n} utterances are left out{unscored}", faults)
+        return np.array([i for i in range(n) if i not in faults])
+
+    def _read(self, split: str) -> tuple[list[Utterance], Features]:
+        if split not in self._readings:
+            utterances = self.corpus.utterances(split)
+            features = stored_features(
+                utterances,
+                self._reader,
+                name=split,
+                folder=self.cache_dir,
+                keep=self.cache and (split != "train" or self.wave_augment is None),
+                num_workers=self.num_workers,
+            )
+            self._readings[split] = utterances, features
+        return self._readings[split]
+
+    def _given(self, audio: list[str]) -> "Split":
+        utterances = [u for name in audio for u in recordings(Path(name))]
+        features = read_features(utterances, self._reader, num_workers=self.num_workers)
+        if faults := list(features.readings.faults.values()):
+            others = f" ({len(faults) - 1} more of {len(utterances)} can't be used)" if len(faults) > 1 else ""
+            raise ValueError(f"{faults[0].message}{others}")
+        return Split(utterances, [[] for _ in utterances], features, np.arange(len(utterances)))
+
+    def train_dataloader(self) -> ResumableLoader:
+        """Return a loader of every training utterance once per epoch, in different batches each epoch."""
+        data = self._dataset("train", self.spec_augment, self.wave_augment)
+        sampler = self._sampler(data, self.batch_frames, shuffle=True)
+        return ResumableLoader(data, sampler=sampler, **loader_options(self.num_workers, self.seed))
+
+    def val_dataloader(self) -> DataLoader[SpeechBatch]:
+        """Return a loader of every validation utterance once."""
+        return self._eval_dataloader("val")
+
+    def test_dataloader(self) -> DataLoader[SpeechBatch]:
+        """Return a loader of every test utterance once."""
+        return self._eval_dataloader("test")
+
+    def predict_dataloader(self) -> DataLoader[SpeechBatch]:
+        """Return a loader of every recording of `audio` once, or of every test utterance."""
+        return self._eval_dataloader("predict")
+
+    def _eval_dataloader(self, split: str) -> DataLoader[SpeechBatch]:
+        data = self._dataset(split)
+        sampler = self._sampler(data, self.eval_batch_frames, shuffle=False)
+        return DataLoader(data, sampler=sampler, **loader_options(self.num_workers, self.seed))
+
+    def _dataset(
+        self, split: str, augment: SpecAugment | None = None, wave_augment: WaveAugment | None = None
+    ) -> "SpeechUtterances":
+        of_split = self._splits[split]  # first: fails before `setup`, so that Lightning's __str__ reads no recordings
+        # Not in `setup`, since a checkpoint's statistics are loaded after it.
+        of_corpus = self.normalize == "corpus"
+        statistics: dict[str | None, Tensor] | None = {None: self._corpus_statistics()} if of_corpus else None
+        return SpeechUtterances(of_split, self.normalize, statistics, augment, wave_augment, self.seed)
+
+    def _corpus_statistics(self) -> Tensor:
+        if self._statistics is None:
+            if self.audio is not None:
+                raise ValueError(
+                    "normalize='corpus' needs the statistics of the training utterances, which are in the checkpoint: "
+                    "give ckpt_path"
+                )
+            self._statistics = self._read("train")[1].readings.statistics[None]
+        return self._statistics
+
+    def _sampler(self, data: "SpeechUtterances", batch_frames: int, *, shuffle: bool) -> LengthBatches:
+        return LengthBatches(
+            data.n_frames,
+            batch_frames,
+            max_samples=self.batch_utterances,
+            shuffle=shuffle,
+            seed=self.seed,
+            **processes(self.trainer),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the inventory of phones and the settings of the features."""
+        state: dict[str, Any] = {"phones": self.phones, "features": repr(self.filterbanks)}
+        return state | ({"statistics": self._corpus_statistics()} if self.normalize == "corpus" else {})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the statistics of the training utterances from a checkpoint.
+
+        Raises:
+            ValueError: If the checkpoint's labels or features differ.
+        """
+        if state_dict["features"] != repr(self.filterbanks):
+            raise ValueError(
+                f"the checkpoint was trained on {state_dict['features']}, but these data are {self.filterbanks!r}; "
+                "use the sample_rate and n_mels that it was trained with"
+            )
+        if self.audio is None and state_dict["phones"] != self.phones:
+            raise ValueError(
+                f"the checkpoint's {len(state_dict['phones'])} phones are {' '.join(state_dict['phones'])}, but the "
+                f"corpus's {len(self.phones)} are {' '.join(self.phones)}: the same label means another phone; use a "
+                "corpus of the same inventory"
+            )
+        self._statistics = state_dict.get("statistics")
+
+
+class Split(NamedTuple):
+    """The utterances of a split.
+
+    Attributes:
+        utterances: All utterances.
+        labels: Labels of each utterance; empty if its phones are unknown or not in the inventory.
+        features: Features of each utterance.
+        kept: (n,), the indices of the utterances that are not left out.
+    """
+
+    utterances: list[Utterance]
+    labels: list[list[int]]
+    features: Features
+    kept: np.ndarray
+
+
+class SpeechUtterances(Dataset[SpeechBatch]):
+    """A data set that maps a list of indices to a batch. With n utterances, index i + e · n is utterance i in epoch e.
+
+    Args:
+        split: The utterances.
+        normalize: As in `SpeechData`.
+        statistics: `moments` for the normalisation, by speaker, and under None for all. Default: those of the split.
+        augment: Masks parts of the features.
+        wave_augment: Changes the recordings.
+        seed: Seed of `augment` and `wave_augment`.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        normalize: str | None,
+        statistics: dict[str | None, Tensor] | None,
+        augment: SpecAugment | None,
+        wave_augment: WaveAugment | None,
+        seed: int,
+    ) -> None:
+        self.split = split
+        self.normalize = normalize
+        self.statistics = split.features.readings.statistics if statistics is None else statistics
+        self.augment = augment
+        self.wave_augment = wave_augment
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.split.kept)
+
+    @property
+    def n_frames(self) -> np.ndarray:
+        """(n,), frames of each utterance."""
+        return self.split.features.readings.n_frames[self.split.kept]
+
+    def __getitem__(self, indices: list[int]) -> SpeechBatch:
+        epochs, places = np.divmod(indices, len(self))
+        numbers = self.split.kept[places].tolist()
+        features = [self._features(i, epoch) for i, epoch in zip(numbers, epochs.tolist(), strict=True)]
+        labels = [torch.tensor(self.split.labels[i], dtype=torch.long) for i in numbers]
+        return SpeechBatch(
+            pad_sequence(features, batch_first=True),  # B × (T, F) -> (B, T, F)
+            torch.tensor([len(x) for x in features]),
+            pad_sequence(labels, batch_first=True, padding_value=BLANK),  # B × (U,) -> (B, U)
+            torch.tensor([len(x) for x in labels]),
+            [self.split.utterances[i].id for i in numbers],
+        )
+
+    def _features(self, i: int, epoch: int) -> Tensor:
+        utterance = self.split.utterances[i]
+        # Seeded by the id: what is drawn for an utterance does not depend on the other utterances.
+        name = zlib.crc32(utterance.id.encode(errors="surrogatepass"))
+        if self.wave_augment is None:
+            features = self.split.features[i]
+        else:
+            rng = np.random.default_rng((self.seed, epoch, name, _WAVES))
+            features = self.split.features.changed(i, partial(self.wave_augment, rng=rng))
+        features = self._normalized(utterance, features)
+        if self.augment is None:
+            return features
+        return self.augment(features, np.random.default_rng((self.seed, epoch, name)))
+
+    def _normalized(self, utterance: Utterance, features: Tensor) -> Tensor:
+        if self.normalize is None:
+            return features
+        if self.normalize == "corpus":
+            return normalized(features, self.statistics[None])
+        alone = self.normalize == "utterance" or utterance.speaker is None
+        return normalized(features, moments(features) if alone else self.statistics[utterance.speaker])
+
+
+class _Labels:
+    """Maps phones to labels, and finds utterances without valid labels."""
+
+    def __init__(self, phones: Sequence[str]) -> None:
+        self._of = {phone: i + 1 for i, phone in enumerate(phones)}
+
+    def __call__(self, utterance: Utterance) -> list[int]:
+        return [self._of[phone] for phone in utterance.phones or () if phone in self._of]
+
+    def faults(self, utterances: Sequence[Utterance]) -> dict[int, Fault]:
+        """Return the faults of utterances whose phones are unknown or not in the inventory."""
+        found = {}
+        for i, u in enumerate(utterances):
+            if u.phones is None:
+                found[i] = Fault("without phones", f"{u.id}: it has no phones; give them")
+            elif unknown := next((phone for phone in u.phones if phone not in self._of), None):
+                found[i] = Fault("unknown phone", f"{u.id}: {unknown!r} is not in the inventory of the corpus")
+        return found
+
+    def short(self, utterances: Sequence[Utterance], n_frames: np.ndarray) -> dict[int, Fault]:
+        """Return the faults of utterances too short for CTC: one frame per phone, and one between equal neighbours."""
+        found = {}
+        for i, (u, n) in enumerate(zip(utterances, n_frames.tolist(), strict=True)):
+            labels = self(u)
+            needed = len(labels) + sum(a == b for a, b in pairwise(labels))
+            if n < needed:
+                message = f"{u.id}: {n} frames after subsampling, but its phones need {needed}; check both"
+                found[i] = Fault("shorter than its phones", message)
+        return found
+
+
+def _warn(what: str, faults: dict[int, Fault]) -> None:
+    rank_zero_warn(f"{what}:\n  {Faults(faults[i] for i in sorted(faults))}")
+
+
+def _check_augment(augment: SpecAugment | None, n_mels: int, normalize: str | None) -> None:
+    if augment is None:
+        return
+    if normalize is None:
+        raise ValueError("normalize=None: spec_augment masks with 0, the mean of normalised features; choose utterance")
+    if augment.freq_mask > n_mels:
+        raise ValueError(f"spec_augment.freq_mask={augment.freq_mask} must be at most n_mels={n_mels}")
+
+
+def _check_at_least(least: int, **values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise ValueError(f"{name}={value} must be at least {least}")

@@ -1,0 +1,113 @@
+"""Base class of the synthetic tasks, whose sequences are drawn at random."""
+
+from abc import abstractmethod
+from typing import Any
+
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from lit_effattn.datamodules.common.sampling import ResumableLoader, ShardedBatches, loader_options, processes
+
+_DRAWS = 2**20  # variants of a training sequence; every epoch draws one, so repetitions are rare
+
+
+class SyntheticTask(LightningDataModule):
+    """Sequences of tokens that do not represent text, drawn on access.
+
+    Args:
+        batch_size: Sequences per step and process.
+        eval_batch_size: The same in validation, test and prediction. Default: `batch_size`.
+        n_train: Sequences per epoch. Every epoch draws new ones.
+        n_val: Validation sequences, always the same.
+        n_test: Test sequences, always the same.
+        seed: Seed of the training sequences. Validation and test sequences do not depend on it.
+        num_workers: Worker processes; 0: none.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        *,
+        batch_size: int,
+        eval_batch_size: int | None,
+        n_train: int,
+        n_val: int,
+        n_test: int,
+        seed: int,
+        num_workers: int,
+    ) -> None:
+        super().__init__()
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("eval_batch_size", eval_batch_size, 1),
+            ("n_train", n_train, 1),
+            ("n_val", n_val, 1),
+            ("n_test", n_test, 1),
+            ("seed", seed, 0),
+        ):
+            if value is not None and value < least:
+                raise ValueError(f"{name}={value} must be at least {least}")
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size or batch_size
+        self.sizes = {"train": n_train, "val": n_val, "test": n_test}
+        self.seed = seed
+        self.num_workers = num_workers
+
+    @property
+    def unit(self) -> str:
+        """Name of the unit that a token represents."""
+        return "token"
+
+    @property
+    def tokenizer(self) -> None:
+        """None, since the tokens do not represent text."""
+        return None
+
+    def train_dataloader(self) -> ResumableLoader:
+        """Return a loader of new sequences each epoch, in batches of equal size."""
+        batches = self._batches("train", self.batch_size, shuffle=True, variants=_DRAWS, drop_last=True)
+        options = loader_options(self.num_workers, self.seed)
+        return ResumableLoader(self.sequences("train"), sampler=self._sampler(batches), **options)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """Return a loader of every validation sequence once."""
+        return self._eval_dataloader("val")
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """Return a loader of every test sequence once."""
+        return self._eval_dataloader("test")
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """Return a loader of every test sequence once."""
+        return self._eval_dataloader("test")
+
+    @abstractmethod
+    def sequences(self, split: str) -> Dataset[Any]:
+        """Return the sequences of "train", "val" or "test"."""
+
+    def _stream(self, split: str) -> int:
+        """Return a number that is unique to the split and, in training, to the seed."""
+        number = list(self.sizes).index(split)
+        return number if number else len(self.sizes) + self.seed
+
+    def _sampler(self, batches: ShardedBatches) -> DistributedSampler:
+        """Return the sampler, which a subclass may wrap to return parts of sequences."""
+        return batches
+
+    def _eval_dataloader(self, split: str) -> DataLoader[Any]:
+        batches = self._batches(split, self.eval_batch_size, shuffle=False, variants=1, drop_last=False)
+        options = loader_options(self.num_workers, self.seed)
+        return DataLoader(self.sequences(split), sampler=self._sampler(batches), **options)
+
+    def _batches(self, split: str, batch_size: int, *, shuffle: bool, variants: int, drop_last: bool) -> ShardedBatches:
+        return ShardedBatches(
+            self.sizes[split],
+            batch_size,
+            **processes(self.trainer),
+            shuffle=shuffle,
+            seed=self.seed,
+            variants=variants,
+            drop_last=drop_last,
+        )

@@ -1,0 +1,119 @@
+"""The copy task: repeat a sequence (Kitaev et al. 2020; Katharopoulos et al. 2020, section 4.1)."""
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lit_effattn.datamodules.common.tokens import IGNORE, TokenBatch
+from lit_effattn.datamodules.synthetic.base import SyntheticTask
+
+SEPARATOR = 0
+
+
+class CopyTask(SyntheticTask):
+    """Sequences `0 w 0 w`: a separator, a word of random symbols, a separator, the word again.
+
+    A batch is a `TokenBatch` of sequences padded on the right. Only the second word is scored, since only it can be
+    predicted. A model without context reaches a loss of ln n_symbols nats, a model that copies reaches 0.
+
+    Args:
+        max_len: Maximum length of a sequence in tokens, separators included. Words have at most ⌊max_len / 2⌋ − 1
+            symbols. The paper's value is 128.
+        min_len: Minimum length of a sequence in tokens. Default: that of one-symbol words. If equal to `max_len`, all
+            words have the same length.
+        n_symbols: Number of symbols, which are 1 … n_symbols.
+        batch_size: Sequences per step and process.
+        eval_batch_size: The same in validation, test and prediction. Default: `batch_size`.
+        n_train: Sequences per epoch. Every epoch draws new ones.
+        n_val: Validation sequences, always the same.
+        n_test: Test sequences, always the same.
+        seed: Seed of the training sequences. Validation and test sequences do not depend on it.
+        num_workers: Worker processes; 0: none.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    Example:
+        >>> data = CopyTask(max_len=8, min_len=8, batch_size=1, n_train=1)
+        >>> data.setup("fit")
+        >>> batch = next(iter(data.val_dataloader()))
+        >>> batch.inputs.shape, int(batch.lengths[0]), int((batch.targets[0] != IGNORE).sum())
+        (torch.Size([1, 7]), 7, 3)
+    """
+
+    def __init__(
+        self,
+        max_len: int = 128,
+        *,
+        min_len: int | None = None,
+        n_symbols: int = 10,
+        batch_size: int = 64,
+        eval_batch_size: int | None = None,
+        n_train: int = 64_000,
+        n_val: int = 1000,
+        n_test: int = 1000,
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__(
+            batch_size=batch_size,
+            eval_batch_size=eval_batch_size,
+            n_train=n_train,
+            n_val=n_val,
+            n_test=n_test,
+            seed=seed,
+            num_workers=num_workers,
+        )
+        self.save_hyperparameters(logger=False)
+        for name, value, least in (("max_len", max_len, 4), ("n_symbols", n_symbols, 2)):
+            if value < least:
+                raise ValueError(f"{name}={value} must be at least {least}")
+        min_len = 4 if min_len is None else min_len
+        if not 4 <= min_len <= max_len:
+            raise ValueError(f"min_len={min_len} must be from 4 (a separator and a symbol, twice) to max_len={max_len}")
+        self.words = (min_len // 2 - 1, max_len // 2 - 1)
+        self.n_symbols = n_symbols
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of symbols plus 1, the separator."""
+        return self.n_symbols + 1
+
+    def sequences(self, split: str) -> "CopySequences":
+        """Return the sequences of "train", "val" or "test"."""
+        return CopySequences(self.words, self.n_symbols, stream=self._stream(split))
+
+
+class CopySequences(Dataset[TokenBatch]):
+    """Sequences drawn by index: the i-th is always the same, for any integer i.
+
+    Args:
+        words: Minimum and maximum number of symbols in a word.
+        n_symbols: Number of symbols.
+        stream: Number of the random stream. Different streams have different sequences.
+    """
+
+    def __init__(self, words: tuple[int, int], n_symbols: int, stream: int) -> None:
+        self.words = words
+        self.n_symbols = n_symbols
+        self.stream = stream
+
+    def __getitem__(self, indices: list[int]) -> TokenBatch:
+        words = [self._word(i) for i in indices]
+        longest = max(map(len, words))
+        inputs = torch.zeros(len(words), 2 * longest + 1, dtype=torch.long)
+        targets = torch.full_like(inputs, IGNORE)
+        for row, word in enumerate(words):
+            m = len(word)
+            inputs[row, 1 : m + 1] = word
+            inputs[row, m + 2 : 2 * m + 1] = word[:-1]
+            targets[row, m + 1 : 2 * m + 1] = word
+        return TokenBatch(inputs, targets, torch.tensor([2 * len(word) + 1 for word in words]))
+
+    def _word(self, i: int) -> Tensor:
+        # Multiplication by odd constants keeps the seeds of (stream, i) pairs and of neighbours different.
+        mixed = (self.stream * 0x9E3779B97F4A7C15 + i * 0xD1B54A32D192ED03) % 2**63
+        generator = torch.Generator().manual_seed(mixed)
+        least, most = self.words
+        m = int(torch.randint(least, most + 1, (), generator=generator))
+        return torch.randint(1, self.n_symbols + 1, (m,), generator=generator)

@@ -1,0 +1,82 @@
+"""Base class of the synthetic tasks that are trained at one length and tested at longer ones."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from lit_effattn.datamodules.common.tokens import IGNORE, TokenBatch
+from lit_effattn.datamodules.synthetic.base import SyntheticTask
+
+FACTORS = (1, 2, 4, 8)
+"""The default test lengths are the training length times these."""
+
+
+class LengthTask(SyntheticTask):
+    """Sequences of `length` tokens in training and validation, and of each of `test_lengths` in test and prediction.
+
+    The test split has `n_test` sequences of each length, in the order of `test_lengths`. A batch with sequences of
+    several lengths is padded on the right.
+
+    Args:
+        length: Tokens of a sequence in training and validation.
+        test_lengths: Tokens of a sequence in test and prediction. Default: 1, 2, 4 and 8 times `length`.
+        sizes: Arguments of `SyntheticTask`.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+    """
+
+    def __init__(self, length: int, *, test_lengths: Sequence[int] | None, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.length = length
+        self.test_lengths = tuple(factor * length for factor in FACTORS) if test_lengths is None else (*test_lengths,)
+        for name, value in (("length", length), *(("test_lengths", n) for n in self.test_lengths)):
+            if value < self.min_length:
+                raise ValueError(f"{name}={value} must be at least {self.min_length}")
+        if not self.test_lengths or len(set(self.test_lengths)) < len(self.test_lengths):
+            raise ValueError(f"test_lengths={self.test_lengths} must name at least one length, and each only once")
+        self.n_each = self.sizes["test"]
+        self.sizes["test"] *= len(self.test_lengths)
+
+    @property
+    @abstractmethod
+    def min_length(self) -> int:
+        """Smallest possible length."""
+
+    def lengths_of(self, split: str) -> tuple[tuple[int, ...], int]:
+        """Return the lengths of "train", "val" or "test", and the number of consecutive sequences of each."""
+        return (self.test_lengths, self.n_each) if split == "test" else ((self.length,), 1)
+
+
+class LengthSequences(Dataset[TokenBatch], ABC):
+    """Sequences drawn by index: the i-th is always the same, for any non-negative integer i.
+
+    Args:
+        lengths: Lengths of the sequences, which take turns.
+        n_each: Number of consecutive sequences of one length.
+        stream: Number of the random stream. Different streams have different sequences.
+    """
+
+    def __init__(self, lengths: tuple[int, ...], n_each: int, stream: int) -> None:
+        self.lengths = lengths
+        self.n_each = n_each
+        self.stream = stream
+
+    @abstractmethod
+    def draw(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the inputs and the targets of a sequence: (length,) integers each."""
+
+    def __getitem__(self, indices: list[int]) -> TokenBatch:
+        lengths = [self.lengths[i // self.n_each % len(self.lengths)] for i in indices]
+        inputs = np.zeros((len(indices), max(lengths)), np.int64)
+        targets = np.full_like(inputs, IGNORE)
+        for row, (i, n) in enumerate(zip(indices, lengths, strict=True)):
+            inputs[row, :n], targets[row, :n] = self.draw(np.random.default_rng((self.stream, i)), n)
+        padded = len(set(lengths)) > 1
+        return TokenBatch(
+            torch.from_numpy(inputs), torch.from_numpy(targets), torch.tensor(lengths) if padded else None
+        )

@@ -1,0 +1,112 @@
+"""Sequences of equal length that are read segment by segment, for synthetic tasks with a memory."""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, DistributedSampler
+
+from lit_effattn.datamodules.common.sampling import ShardedBatches
+from lit_effattn.datamodules.common.tokens import IGNORE, Response, TokenBatch
+
+_EMPTY = -1  # index of an empty row, instead of a sequence's
+
+
+class Drawn(NamedTuple):
+    """A whole sequence.
+
+    Attributes:
+        inputs: (length,) tokens.
+        targets: (length,), the next token at each position; `IGNORE` where it is not scored.
+        responses: The responses that begin in it.
+    """
+
+    inputs: np.ndarray
+    targets: np.ndarray
+    responses: Sequence[Response] = ()
+
+
+class SegmentedSequences(Dataset[TokenBatch]):
+    """Sequences drawn by index and cut into segments; the first segment is the one that may be shorter.
+
+    Args:
+        length: Tokens of a sequence.
+        segment_len: Maximum length of a segment in tokens; None: the whole sequence.
+    """
+
+    def __init__(self, length: int, segment_len: int | None) -> None:
+        self.length = length
+        self.segment_len = segment_len or length
+
+    @property
+    def n_segments(self) -> int:
+        """Segments of a sequence."""
+        return -(-self.length // self.segment_len)
+
+    @abstractmethod
+    def draw(self, i: int) -> Drawn:
+        """Return the i-th sequence, which is always the same, for any non-negative integer i."""
+
+    def __getitem__(self, item: tuple[list[int], int]) -> TokenBatch:
+        """Return segment item[1] of the sequences item[0]."""
+        indices, segment = item
+        end = self.length - (self.n_segments - 1 - segment) * self.segment_len
+        begin = max(0, end - self.segment_len)
+        inputs = np.zeros((len(indices), end - begin), np.int64)
+        targets = np.full_like(inputs, IGNORE)
+        responses: list[list[Response]] = [[] for _ in indices]
+        for row, i in enumerate(indices):
+            if i == _EMPTY:
+                continue
+            drawn = self.draw(i)
+            inputs[row], targets[row] = drawn.inputs[begin:end], drawn.targets[begin:end]
+            responses[row] = [
+                r._replace(position=r.position - begin) for r in drawn.responses if begin <= r.position < end
+            ]
+        present = np.array(indices) != _EMPTY
+        return TokenBatch(
+            torch.from_numpy(inputs),
+            torch.from_numpy(targets),
+            None if present.all() else torch.from_numpy(present * (end - begin)),
+            torch.full((len(indices),), segment == 0),
+            responses if any(responses) else None,
+        )
+
+
+class Segments(DistributedSampler[tuple[list[int], int]]):
+    """A sampler that returns every batch of sequences once per segment. Lightning does not replace such a sampler.
+
+    Memories are carried by row, so all batches have the same number of rows. If a batch has fewer sequences, its last
+    rows are empty.
+    """
+
+    def __init__(self, batches: ShardedBatches, n_segments: int) -> None:
+        super().__init__(
+            range(batches.n_samples),  # type: ignore[arg-type]  # only the length of the data set is used
+            num_replicas=batches.num_replicas,
+            rank=batches.rank,
+            shuffle=batches.shuffle,
+        )
+        self.batches = batches
+        self.n_segments = n_segments
+        self.start = 0  # batches that `ResumableLoader` skips, since the interrupted run trained on them
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, which determines the order."""
+        super().set_epoch(epoch)
+        self.batches.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.batches) * self.n_segments
+
+    def __iter__(self) -> Iterator[tuple[list[int], int]]:
+        batches = list(self.batches)
+        rows = self.batches.batch_size
+        if not self.batches.drop_last:
+            most = -(-self.batches.n_samples // self.batches.num_replicas)  # sequences of a process
+            rows = -(-most // len(batches))
+        for number in range(self.start, len(self)):
+            batch, segment = divmod(number, self.n_segments)
+            yield batches[batch] + [_EMPTY] * (rows - len(batches[batch])), segment

@@ -1,0 +1,125 @@
+"""State tracking: the running product of permutations (Merrill et al. 2024, "The Illusion of State")."""
+
+from collections.abc import Sequence
+from itertools import permutations
+from typing import Literal
+
+import numpy as np
+
+from lit_effattn.datamodules.synthetic.lengths import LengthSequences, LengthTask
+
+DEGREES = {"parity": 2, "S3": 3, "S5": 5}
+"""How many things the permutations of a group permute."""
+
+
+class StateTracking(LengthTask):
+    """Random permutations; the target at each position is the product of all so far.
+
+        y_t = x_t ∘ y_{t−1},  y_0 = 1,  (a ∘ b)(i) = a(b(i))
+
+    The group is S₃ (6 permutations), S₅ (120), or parity: S₂, where 1 is the swap and y_t = x_1 + … + x_t mod 2. Tokens
+    and targets are the numbers of the permutations in lexicographic order; 0 is the identity. All positions are
+    scored. `test` reports the accuracy at each of `test_lengths`.
+
+    The product of S₅ is complete for NC¹, so no model of constant depth that computes its states in parallel (TC⁰), as
+    Transformers do, gets it right at all lengths, unless TC⁰ = NC¹. A recurrent network can. A model that
+    guesses reaches 1 / vocab_size.
+
+    A batch is a `TokenBatch`.
+
+    Args:
+        group: "parity", "S3" or "S5".
+        length: Tokens of a sequence in training and validation.
+        test_lengths: Tokens of a sequence in test and prediction. Default: 1, 2, 4 and 8 times `length`.
+        batch_size: Sequences per step and process.
+        eval_batch_size: The same in validation, test and prediction. Default: `batch_size`.
+        n_train: Sequences per epoch. Every epoch draws new ones.
+        n_val: Validation sequences, always the same.
+        n_test: Test sequences of each length, always the same.
+        seed: Seed of the training sequences. Validation and test sequences do not depend on it.
+        num_workers: Worker processes; 0: none.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    Example:
+        >>> data = StateTracking("parity", length=4, test_lengths=[6], batch_size=1)
+        >>> batch = next(iter(data.test_dataloader()))
+        >>> bool((batch.inputs.cumsum(1) % 2 == batch.targets).all())
+        True
+    """
+
+    def __init__(
+        self,
+        group: Literal["parity", "S3", "S5"] = "S3",
+        *,
+        length: int = 32,
+        test_lengths: Sequence[int] | None = None,
+        batch_size: int = 64,
+        eval_batch_size: int | None = None,
+        n_train: int = 64_000,
+        n_val: int = 320,
+        n_test: int = 320,
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        if group not in DEGREES:
+            raise ValueError(f"group={group!r} is not one of {', '.join(DEGREES)}")
+        super().__init__(
+            length,
+            test_lengths=test_lengths,
+            batch_size=batch_size,
+            eval_batch_size=eval_batch_size,
+            n_train=n_train,
+            n_val=n_val,
+            n_test=n_test,
+            seed=seed,
+            num_workers=num_workers,
+        )
+        self.save_hyperparameters(logger=False)
+        self.group = group
+
+    @property
+    def min_length(self) -> int:
+        """One permutation."""
+        return 1
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of permutations."""
+        return len(products(DEGREES[self.group]))
+
+    def sequences(self, split: str) -> "ProductSequences":
+        """Return the sequences of "train", "val" or "test"."""
+        return ProductSequences(products(DEGREES[self.group]), *self.lengths_of(split), stream=self._stream(split))
+
+
+class ProductSequences(LengthSequences):
+    """Sequences drawn by index: the i-th is always the same, for any non-negative integer i.
+
+    Args:
+        table: (n, n), the number of a ∘ b in row a and column b, as `products` returns it.
+        lengths: Lengths of the sequences, which take turns.
+        n_each: Number of consecutive sequences of one length.
+        stream: Number of the random stream. Different streams have different sequences.
+    """
+
+    def __init__(self, table: np.ndarray, lengths: tuple[int, ...], n_each: int, stream: int) -> None:
+        super().__init__(lengths, n_each, stream)
+        self.table = table
+
+    def draw(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the inputs and the targets of a sequence: (length,) integers each."""
+        inputs = rng.integers(len(self.table), size=length)
+        targets, product = np.empty_like(inputs), 0
+        for t, element in enumerate(inputs):
+            targets[t] = product = self.table[element, product]
+        return inputs, targets
+
+
+def products(degree: int) -> np.ndarray:
+    """Return the multiplication table of S_degree: (degree!, degree!), the number of a ∘ b in row a and column b."""
+    elements = np.array(list(permutations(range(degree))))  # (n, degree), in lexicographic order
+    composed = elements[np.arange(len(elements))[:, None, None], elements]  # (n, n, degree)
+    place = degree ** np.arange(degree)[::-1]
+    return np.searchsorted(elements @ place, composed @ place)

@@ -1,0 +1,202 @@
+"""Document-grounded dialogues as streams: the document first, then the turns, of which only these are scored."""
+
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lit_effattn.datamodules.common.sampling import processes
+from lit_effattn.datamodules.common.tokens import IGNORE, Response, TokenBatch
+from lit_effattn.datamodules.text.dialogue_sources import DialogueSource, Passage, Shown, cmu_dog
+from lit_effattn.datamodules.text.sources import Document, TextSource
+from lit_effattn.datamodules.text.streams import TokenStreams
+from lit_effattn.datamodules.text.text_stream import TextStream
+from lit_effattn.datamodules.text.token_store import SplitTokens
+
+
+class GroundedDialogues(TextStream):
+    """Conversations about documents, CMU DoG (Zhou, Prabhumoye & Black 2018), read segment by segment.
+
+        <start> section <start> turn <start> turn <start> …
+
+    A batch is a `TokenBatch` (B, N). Whole conversations are divided over B · processes streams; a stream has the same
+    row in all batches. `fresh` marks the first segment of a conversation, so that the callback `MemoryCarry` carries
+    the memory from the document through all turns, and no further. `<start>`, the last token of the vocabulary, is read
+    first and ends every section and turn. Only turns are scored, the `<start>` at their ends included; the loss and the
+    perplexity are those of the responses. `responses` holds the turns that begin in a segment.
+
+    Streams are not equally long: one that has ended gives empty rows. The files, and what is taken from them, are
+    described in `dialogue_sources.cmu_dog`. The synthetic dialogues are those of `DialogueTask`.
+
+    Args:
+        root: Folder of the folders `Conversations` and `WikiData`.
+        document: "apart": each section, and then the turns during which it was shown, is a conversation. "before": a
+            conversation has all sections that were shown in it, and then all turns. "when_shown": each section comes
+            before the first turn during which it was shown.
+        tokens: As in `TextStream`. Default: bytes.
+        segment_len: N in training.
+        eval_segment_len: N in validation, test and prediction; default: `segment_len`.
+        batch_size: B in training: streams of each process.
+        eval_batch_size: B in validation, test and prediction; default: `batch_size`.
+        vocab_size: As in `TextStream`.
+        num_workers: Worker processes that load data; 0: none.
+        cache: As in `TextStream`.
+        tokenizer_of: As in `TextStream`.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        root: str = "data/cmu_dog",
+        *,
+        document: Shown = "apart",
+        tokens: Literal["bytes", "characters", "words", "bpe"] | None = None,
+        segment_len: int = 512,
+        eval_segment_len: int | None = None,
+        batch_size: int = 8,
+        eval_batch_size: int | None = None,
+        vocab_size: int | None = None,
+        num_workers: int = 0,
+        cache: str | None = None,
+        tokenizer_of: str | None = None,
+    ) -> None:
+        super().__init__(
+            "files",
+            root=root,
+            tokens=tokens,
+            segment_len=segment_len,
+            eval_segment_len=eval_segment_len,
+            batch_size=batch_size,
+            eval_batch_size=eval_batch_size,
+            vocab_size=vocab_size,
+            num_workers=num_workers,
+            cache=cache,
+            tokenizer_of=tokenizer_of,
+        )
+        if document not in ("apart", "before", "when_shown"):
+            raise ValueError(f"document={document!r} is not known; choose apart, before or when_shown")
+        self.source = "cmu_dog"
+        self.root = Path(root)
+        self.document = document
+
+    @property
+    def unit(self) -> str:
+        """Always token, since the ends of turns are scored, too."""
+        return "token"
+
+    @property
+    def n_scored(self) -> dict[str, int]:
+        """Number of tokens of the turns in "val" and in "test", their ends included."""
+        return {split: int(self._streams(split, 1, 1).scored.sum()) for split in ("val", "test")}
+
+    @cached_property
+    def _dialogues(self) -> DialogueSource:
+        return cmu_dog(self.root, self.document)
+
+    def _text(self) -> TextSource:
+        """Return every section and turn as a document of its own."""
+        texts = {
+            split: [p.text.encode() for passages in conversations for p in passages]
+            for split, conversations in self._dialogues.splits.items()
+        }
+        return TextSource(
+            name=self.source,
+            splits={split: [Document(self.source, 0, partial(iter, (t,))) for t in of] for split, of in texts.items()},
+            identity=self._dialogues.identity,
+            n_bytes={split: sum(map(len, of_split)) for split, of_split in texts.items()},
+        )
+
+    def setup(self, stage: str) -> None:
+        """Log the number of tokens, and the files that are left out."""
+        super().setup(stage)
+        if faults := self._dialogues.faults:
+            rank_zero_warn(f"{self.root}: {len(faults)} left out:\n  {faults}")
+
+    def _streams(self, split: str, segment_len: int, batch_size: int) -> "DialogueStreams":
+        passages = self._store.split(split)
+        assert isinstance(passages, SplitTokens)  # of files, not of a prepared folder
+        return DialogueStreams(
+            self._dialogues.splits[split],
+            passages,
+            start=self._tokenizer.start,
+            segment_len=segment_len,
+            batch_size=batch_size,
+            **processes(self.trainer),
+        )
+
+
+class DialogueStreams(TokenStreams):
+    """A data set whose item t is the t-th segment of each of this process's streams of conversations.
+
+    Args:
+        conversations: The passages of each conversation.
+        passages: The tokens of all passages in this order, each a document.
+        start: The token read before a conversation, and the end of a passage.
+        segment_len: N, maximum length of a segment in tokens.
+        batch_size: B, streams of this process.
+        num_replicas: Number of processes.
+        rank: This process, 0 to `num_replicas - 1`.
+
+    Raises:
+        ValueError: If there are fewer conversations than streams, or a passage has no tokens.
+    """
+
+    def __init__(
+        self,
+        conversations: list[list[Passage]],
+        passages: SplitTokens,
+        *,
+        start: int,
+        segment_len: int,
+        batch_size: int,
+        num_replicas: int,
+        rank: int,
+    ) -> None:
+        whole = [passage for of_conversation in conversations for passage in of_conversation]
+        if len(whole) != len(passages.borders) - 1:
+            raise ValueError(f"{len(whole)} passages have {len(passages.borders) - 1} parts; a passage has no tokens")
+        if len(conversations) < batch_size * num_replicas:
+            raise ValueError(
+                f"batch_size={batch_size} in each of {num_replicas} processes needs as many conversations, but there "
+                f"are {len(conversations)}; use a smaller one"
+            )
+        lengths = np.diff(passages.borders) + 1  # with the end
+        borders = np.concatenate([[0], np.cumsum(lengths)])
+        tokens = np.full(borders[-1], start, np.promote_types(passages.tokens.dtype, np.min_scalar_type(start)))
+        is_text = np.ones(len(tokens), bool)
+        is_text[borders[1:] - 1] = False
+        tokens[is_text] = passages.tokens
+        super().__init__(
+            tokens,
+            borders[np.cumsum([0, *map(len, conversations)])],
+            start=start,
+            segment_len=segment_len,
+            batch_size=batch_size,
+            num_replicas=num_replicas,
+            rank=rank,
+            joined=False,
+            drop_last=False,
+        )
+        # No stream begins within a conversation.
+        self.ends = self.first[np.searchsorted(self.first, self.ends)]
+        self.begins = np.concatenate([[0], self.ends[:-1]])
+        is_scored = np.array([passage.scored for passage in whole])
+        self.scored = np.repeat(is_scored, lengths)
+        self.turns = np.flatnonzero(is_scored)  # their numbers among the passages
+        self.turn_begins = borders[self.turns]
+        self.texts = [whole[i].text for i in self.turns]
+
+    def __getitem__(self, step: int) -> TokenBatch:
+        batch = super().__getitem__(step)
+        mine = slice(self.rank * self.batch_size, (self.rank + 1) * self.batch_size)
+        begins, lengths = (of_all[mine].tolist() for of_all in self._segments(step)[:2])
+        responses = []
+        for row, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
+            batch.targets[row, :length][~self.scored[begin : begin + length]] = IGNORE
+            first, last = np.searchsorted(self.turn_begins, (begin, begin + length))
+            responses.append([Response(int(self.turn_begins[i]) - begin, self.texts[i], i) for i in range(first, last)])
+        return batch._replace(responses=responses)

@@ -1,0 +1,364 @@
+"""Tokenizing a text larger than memory into a prepared folder, in parallel. An interrupted call goes on."""
+
+import gzip
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import signal
+import threading
+import zlib
+from array import array
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lit_effattn.datamodules.common.faults import Fault, Faults
+from lit_effattn.datamodules.common.files import regular
+from lit_effattn.datamodules.common.json_data import parse_json
+from lit_effattn.datamodules.text.prepared import FORMAT, MANIFEST, PLAN, TOKENIZER, shard_path
+from lit_effattn.datamodules.text.sources import Document
+from lit_effattn.datamodules.text.text_stream import check_vocabulary, saved_tokenizer
+from lit_effattn.datamodules.text.token_store import decoded, encoded, progress
+from lit_effattn.datamodules.text.tokenizers import KINDS, Tokenizer
+
+SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz")
+"""Endings of the files that are read."""
+
+_BLOCK = 1 << 20  # bytes read at a time
+_LEAST_HELD_OUT = 3  # one document each for training, validation and test
+
+
+class Part(NamedTuple):
+    """A part of an input file: the lines that begin from `start` to before `stop`, or a whole file.
+
+    `name` is relative to the input folder.
+    """
+
+    name: str
+    start: int
+    stop: int
+
+
+class _Work(NamedTuple):
+    """What a worker process needs to make a shard."""
+
+    root: Path
+    folder: Path
+    field: str
+    number: int
+    parts: list[Part]
+
+
+def prepare(
+    source: Path,
+    folder: Path,
+    *,
+    tokens: str = "bytes",
+    vocab_size: int | None = None,
+    tokenizer_of: Path | None = None,
+    field: str = "text",
+    held_out: int = 200,
+    shard_bytes: int = 256_000_000,
+    learn_bytes: int = 100_000_000,
+    workers: int = 1,
+) -> tuple[dict[str, Any], Faults]:
+    """Tokenize text files into a folder for `TextStream(source="prepared")`.
+
+    The input is divided into shards, which `workers` processes make one by one. An interrupted call loses the shards
+    in work only: the same call goes on. The files do not depend on the number of workers, nor on interruptions.
+
+    Args:
+        source: A file, or a folder with its subfolders. Each .txt is a document, and so is each line of a .jsonl, an
+            object with the text in `field`. Either may be compressed (.gz).
+        folder: The folder to make.
+        tokens: As for `TextStream`. Characters, words and bpe are learnt from the beginnings of all shards.
+        vocab_size: As for `TextStream`.
+        tokenizer_of: As for `TextStream`, in place of `tokens` and `vocab_size`.
+        field: Name of the text in a .jsonl.
+        held_out: Of so many documents one is for validation and one for test.
+        shard_bytes: Bytes of input for a shard. Files are not divided, except a .jsonl that is not compressed.
+        learn_bytes: Bytes of text to learn a vocabulary from.
+        workers: Number of processes; 1: this one.
+
+    Returns:
+        The content of manifest.json, and the files that are left out.
+
+    Raises:
+        FileNotFoundError: If there is no input.
+        ValueError: If an argument is out of its range, an input is invalid, or the folder was begun with other settings
+            or other input.
+        ChildProcessError: If a worker process was killed.
+    """
+    for name, value, least in (
+        *(("shard_bytes", shard_bytes, 1), ("learn_bytes", learn_bytes, 1), ("workers", workers, 1)),
+        ("held_out", held_out, _LEAST_HELD_OUT),
+    ):
+        if value < least:
+            raise ValueError(f"{name}={value} must be at least {least}")
+    check_vocabulary(tokens, vocab_size)
+    given = None if tokenizer_of is None else saved_tokenizer(tokenizer_of)
+    root = source if source.is_dir() else source.parent
+    names, left_out = _inputs(source)
+    plan: dict[str, Any] = {
+        "format": FORMAT,
+        "settings": {
+            "tokens": tokens if given is None else given.kind,
+            "vocab_size": vocab_size,
+            "tokenizer_of": None if given is None else hashlib.sha256(given.to_json().encode()).hexdigest(),
+            **{"field": field, "held_out": held_out, "shard_bytes": shard_bytes, "learn_bytes": learn_bytes},
+        },
+        "files": {name: [(root / name).stat().st_size, (root / name).stat().st_mtime_ns] for name in names},
+    }
+    shards = _shards({name: size for name, (size, _) in plan["files"].items()}, shard_bytes)
+    from filelock import FileLock, Timeout
+
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder / ".lock", timeout=0):
+            _begin_or_go_on(folder, plan)
+            work = [_Work(root, folder, field, number, parts) for number, parts in enumerate(shards)]
+            if not (folder / TOKENIZER).is_file():
+                tokenizer = given or KINDS[tokens].learn(_sample(work, KINDS[tokens], learn_bytes), vocab_size)
+                _write_text(folder / TOKENIZER, tokenizer.to_json())
+            _make_all(work, workers)
+            return _manifest(folder, plan["settings"], len(shards)), left_out
+    except Timeout as error:
+        raise ValueError(
+            f"{folder} is being prepared by another process; wait for it, or use another folder"
+        ) from error
+
+
+def _inputs(source: Path) -> tuple[list[str], Faults]:
+    """Return the names of the files to read, relative to their folder, and the files that are left out."""
+    if not source.exists():
+        raise FileNotFoundError(f"{source}: there is no such file or folder")
+    left_out, names = Faults(), []
+    root = source if source.is_dir() else source.parent
+    for path in [source] if source.is_file() else sorted(source.rglob("*")):
+        name = path.relative_to(root).as_posix()
+        if not path.is_file() or any(part.startswith(".") for part in name.split("/")):
+            continue
+        if not name.endswith(SUFFIXES):
+            left_out.add(Fault(path.suffix or "without suffix", f"{path}: does not end in {', '.join(SUFFIXES)}"))
+        elif path.stat().st_size:
+            names.append(name)
+    if not names:
+        raise FileNotFoundError(f"{source}: there is no file with text in it that ends in {', '.join(SUFFIXES)}")
+    return names, left_out
+
+
+def _shards(sizes: dict[str, int], shard_bytes: int) -> list[list[Part]]:
+    """Divide the files into shards of about `shard_bytes`; several small files share one."""
+    shards: list[list[Part]] = []
+    filled = math.inf
+    for name, size in sizes.items():
+        step = shard_bytes if name.endswith(".jsonl") else size
+        for start in range(0, size, step):
+            part = Part(name, start, min(start + step, size))
+            if filled + part.stop - part.start > shard_bytes:
+                shards.append([])
+                filled = 0
+            shards[-1].append(part)
+            filled += part.stop - part.start
+    return shards
+
+
+def _begin_or_go_on(folder: Path, plan: dict[str, Any]) -> None:
+    if not (folder / PLAN).is_file():
+        if any(path.name not in (".lock", "plan.unfinished") for path in folder.iterdir()):
+            raise ValueError(f"{folder} has other files in it; use a new folder, or an empty one")
+        _write_text(folder / PLAN, json.dumps(plan))
+        return
+    begun = parse_json(regular(folder / PLAN).read_text(encoding="utf-8"))
+    for was, now in ((begun, plan), (begun["settings"], plan["settings"])):
+        for name, value in now.items():
+            if not isinstance(value, dict) and was[name] != value:
+                raise ValueError(
+                    f"{folder} was begun with {name}={was[name]!r}, not {value!r}; give the same, or another folder"
+                )
+    files, now = begun["files"], plan["files"]
+    if changed := sorted(name for name in {*files, *now} if files.get(name) != now.get(name)):
+        raise ValueError(
+            f"{folder} was begun with other input: {changed[0]} was added, removed or changed; restore it, or use "
+            "another folder"
+        )
+
+
+def _sample(work: list[_Work], kind: type[Tokenizer], n_bytes: int) -> Iterator[str]:
+    """Yield the texts to learn a vocabulary from: the first documents of every shard, as much of each."""
+    with progress("Reading the vocabulary", n_bytes) as advance:
+        for shard in work:
+            left = n_bytes // len(work)
+            for document in _documents(shard, hashlib.sha256()):
+                for text, size in decoded(document, kind):
+                    yield text
+                    advance(size)
+                    left -= size
+                if left <= 0:
+                    break
+
+
+def _make_all(work: list[_Work], workers: int) -> None:
+    sizes = [sum(part.stop - part.start for part in shard.parts) for shard in work]
+    with progress("Tokenizing", sum(sizes)) as advance:
+        missing = []
+        for shard in work:
+            if shard_path(shard.folder, shard.number, ".json").is_file():
+                advance(sizes[shard.number])
+            else:
+                missing.append(shard)
+        if workers == 1:
+            for shard in missing:
+                advance(sizes[_make(shard)])
+            return
+        # Not forked: the tokenizers' threads do not survive that.
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(min(workers, len(missing) or 1), context, _begin_worker) as pool:
+            try:
+                for done in as_completed([pool.submit(_make, shard) for shard in missing]):
+                    advance(sizes[done.result()])
+            except BrokenProcessPool as error:
+                raise ChildProcessError(
+                    f"a worker process was killed, often for lack of memory; the same command goes on, with fewer than "
+                    f"workers={workers}"
+                ) from error
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+
+def _begin_worker() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the other workers use the other cores
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C lets a worker finish its shard
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent was killed; the pool's workers would wait for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _make(work: _Work) -> int:
+    """Make a shard, and return its number. Its .json is written last."""
+    tokenizer = Tokenizer.from_spec((work.folder / TOKENIZER).read_text(encoding="utf-8"))
+    dtype = np.min_scalar_type(tokenizer.largest)  # <start> is not stored
+    of_input, of_tokens = hashlib.sha256(), hashlib.sha256()
+    borders = array("q", [0]), array("q", [0])  # in tokens, in bytes
+    path = shard_path(work.folder, work.number, ".bin")
+    unfinished = path.with_suffix(".unfinished")
+    with unfinished.open("wb") as file:
+        for document in _documents(work, of_input):
+            ends = [of_unit[-1] for of_unit in borders]
+            for ids, size in encoded(document, tokenizer):
+                data = ids.astype(dtype, copy=False).tobytes()
+                file.write(data)
+                of_tokens.update(data)
+                ends = [ends[0] + len(ids), ends[1] + size]
+            if ends[0] > borders[0][-1]:
+                for of_unit, end in zip(borders, ends, strict=True):
+                    of_unit.append(end)
+        _flush(file)
+    unfinished.replace(path)
+    with unfinished.open("wb") as file:
+        np.save(file, np.array(borders, np.int64))
+        _flush(file)
+    unfinished.replace(path.with_suffix(".npy"))
+    about = {
+        "n_documents": len(borders[0]) - 1,
+        **{"n_tokens": borders[0][-1], "n_bytes": borders[1][-1]},
+        **{"input_sha256": of_input.hexdigest(), "tokens_sha256": of_tokens.hexdigest()},
+    }
+    _write_text(path.with_suffix(".json"), json.dumps(about))
+    return work.number
+
+
+def _documents(work: _Work, digest: Any) -> Iterator[Document]:
+    """Yield a shard's documents. What is read of them goes into `digest`, a hash."""
+    for part in work.parts:
+        path = work.root / part.name
+        if not part.name.removesuffix(".gz").endswith(".jsonl"):
+            yield Document(str(path), 0, partial(_blocks, path, digest))
+            continue
+        for offset, line in _lines(path, part):
+            digest.update(line)
+            if line.strip():
+                yield Document(f"{path}[{offset}]", 0, partial(iter, (_text(line, work.field, path, offset),)))
+
+
+def _blocks(path: Path, digest: Any) -> Iterator[bytes]:
+    with _opened(path) as file:
+        while block := _read(path, partial(file.read, _BLOCK)):
+            digest.update(block)
+            yield block
+
+
+def _lines(path: Path, part: Part) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a part, each with its offset in the uncompressed file."""
+    stop = math.inf if path.suffix == ".gz" else part.stop
+    with _opened(path) as file:
+        offset = part.start
+        if offset:  # the line that begins before it belongs to the part before
+            file.seek(offset - 1)
+            offset += len(file.readline()) - 1
+        while offset < stop and (line := _read(path, file.readline)):
+            yield offset, line
+            offset += len(line)
+
+
+def _opened(path: Path) -> Any:
+    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
+
+
+def _read(path: Path, read: Any) -> bytes:
+    try:
+        content: bytes = read()
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path} is damaged: {error}; replace it, and begin again in another folder") from error
+    return content
+
+
+def _text(line: bytes, field: str, path: Path, offset: int) -> bytes:
+    try:
+        content = parse_json(line)
+        text = content.get(field) if isinstance(content, dict) else None
+        if not isinstance(text, str):
+            raise ValueError(f"it has no text in the field {field!r}")
+        return text.encode()
+    except ValueError as error:  # UnicodeError is one: half of a surrogate pair is no character
+        raise ValueError(f"{path}: the line at byte {offset}: {error}; mend it, and begin again") from error
+
+
+def _manifest(folder: Path, settings: dict[str, Any], n_shards: int) -> dict[str, Any]:
+    shards = [parse_json(shard_path(folder, number, ".json").read_text()) for number in range(n_shards)]
+    tokenizer = Tokenizer.from_spec((folder / TOKENIZER).read_text(encoding="utf-8"))
+    manifest = {
+        **{"format": FORMAT, "settings": settings, "tokenizer": repr(tokenizer)},
+        "dtype": np.min_scalar_type(tokenizer.largest).name,
+        **{count: sum(shard[count] for shard in shards) for count in ("n_documents", "n_tokens", "n_bytes")},
+        "shards": shards,
+    }
+    _write_text(folder / MANIFEST, json.dumps(manifest))
+    return manifest
+
+
+def _write_text(path: Path, text: str) -> None:
+    """Write a file that is whole or not there."""
+    unfinished = path.with_suffix(".unfinished")
+    with unfinished.open("wb") as file:
+        file.write(text.encode())
+        _flush(file)
+    unfinished.replace(path)
+
+
+def _flush(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())

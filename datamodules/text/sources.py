@@ -1,0 +1,291 @@
+"""Sources of text: documents with fixed splits for training, validation and test."""
+
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from importlib.util import find_spec
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lit_effattn.datamodules.common.archives import unpack_zip
+from lit_effattn.datamodules.common.faults import Fault, Faults
+from lit_effattn.datamodules.common.python_library import library_files
+from lit_effattn.datamodules.common.splits import HELD_OUT, SPLITS, fixed_order
+
+_BLOCK = 1 << 20  # bytes read at a time
+_BENCHMARK_BYTES = 100_000_000  # of enwik8 and of text8
+_WIKITEXT = {"tokens": "wikitext-103-v1.zip", "raw": "wikitext-103-raw-v1.zip"}  # archives, as they are offered
+
+
+class Document(NamedTuple):
+    """A text that is read from its beginning. It may be a part of a file.
+
+    Attributes:
+        name: Name for error messages.
+        start: Offset of its first byte in the file.
+        blocks: Returns an iterator over blocks of its bytes.
+    """
+
+    name: str
+    start: int
+    blocks: Callable[[], Iterator[bytes]]
+
+
+class TextSource(NamedTuple):
+    """Documents by split.
+
+    Attributes:
+        name: Short name, used in the names of cached files.
+        splits: Documents of "train", "val" and "test".
+        identity: Plain data that change if the texts change.
+        n_bytes: Number of bytes in each split; None: unknown before the documents are read.
+    """
+
+    name: str
+    splits: dict[str, Iterable[Document]]
+    identity: Any
+    n_bytes: dict[str, int] | None
+
+
+class _Part(NamedTuple):
+    """A part of a file, with the file's name relative to its source."""
+
+    path: Path
+    name: str
+    start: int
+    stop: int
+
+    def read(self) -> Iterator[bytes]:
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            left = self.stop - self.start
+            while left and (block := file.read(min(_BLOCK, left))):
+                left -= len(block)
+                yield block
+
+
+def stdlib(max_bytes: int | None = None) -> TextSource:
+    """Return the sources of the running Python's standard library, without tests. Each file is a document."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    return _source("stdlib", root, _split_by_name(_non_empty(library_files(root), root), max_bytes))
+
+
+def one_file(name: str, path: Path, *, whole_characters: bool, max_bytes: int | None = None) -> TextSource:
+    """Divide a file into documents: the first 90 % for training, the next 5 % for validation, the last 5 % for test.
+
+    Args:
+        name: Name of the source.
+        path: The file.
+        whole_characters: Divide between UTF-8 characters, up to three bytes later if necessary.
+        max_bytes: Use only this many bytes from the beginning of the file.
+
+    Raises:
+        ValueError: If the file is too short to be divided.
+    """
+    size = path.stat().st_size
+    size = size if max_bytes is None else min(size, max_bytes)
+    borders = [0, size * (HELD_OUT - 2) // HELD_OUT, size * (HELD_OUT - 1) // HELD_OUT, size]
+    if whole_characters:
+        borders = [_next_character(path, border) for border in borders]
+    if size < HELD_OUT:
+        raise ValueError(f"{path.resolve()}: {size} bytes of text are too few to divide 90/5/5; name a longer file")
+    parts = [_Part(path, f"{path.name}[{start}:{stop}]", start, stop) for start, stop in pairwise(borders)]
+    return _source(name, path, {split: [part] for split, part in zip(SPLITS, parts, strict=True)})
+
+
+def _next_character(path: Path, position: int) -> int:
+    with path.open("rb") as file:
+        file.seek(position)
+        following = file.read(3)
+    return position + next((i for i, byte in enumerate(following) if byte & 0xC0 != 0x80), len(following))
+
+
+def benchmark(name: str, root: Path, *, whole_characters: bool, max_bytes: int | None = None) -> TextSource:
+    """Return enwik8 or text8: the file of that name in `root`, divided 90/5/5 as in the literature.
+
+    If there is only its zip archive, it is unpacked.
+
+    Raises:
+        FileNotFoundError: If the file is missing. The message says where to get it.
+        ValueError: If the archive is damaged.
+    """
+    archive = root / f"{name}.zip"
+    if not (root / name).is_file() and archive.is_file():
+        unpack_zip(archive, [name], root)
+    if not (root / name).is_file():
+        raise FileNotFoundError(
+            f"{name} is not in {root.resolve()}: get http://mattmahoney.net/dc/{name}.zip and put it there (or name "
+            "its folder with root). source='stdlib' needs no download."
+        )
+    if (size := (root / name).stat().st_size) != _BENCHMARK_BYTES:
+        rank_zero_warn(
+            f"{root / name} has {size:,} bytes instead of {_BENCHMARK_BYTES:,}: scores do not compare with papers"
+        )
+    return one_file(name, root / name, whole_characters=whole_characters, max_bytes=max_bytes)
+
+
+def wikitext103(root: Path) -> TextSource:
+    """Return WikiText-103: wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens (or .raw), each one document.
+
+    If a file is missing, their zip archive in `root` or beside it is unpacked into `root`.
+
+    Raises:
+        FileNotFoundError: If a file is missing.
+        ValueError: If the archive is damaged.
+    """
+    for end, archive in _WIKITEXT.items():
+        paths = {name: root / f"wiki.{'valid' if name == 'val' else name}.{end}" for name in SPLITS}
+        zipped = [folder / archive for folder in (root, root.parent) if (folder / archive).is_file()]
+        if zipped and not all(path.is_file() for path in paths.values()):
+            unpack_zip(zipped[0], [path.name for path in paths.values()], root)
+        if all(path.is_file() for path in paths.values()):
+            return _source("wikitext103", root, {name: [_whole(path, root)] for name, path in paths.items()})
+    raise FileNotFoundError(
+        f"WikiText-103 is not in {root.resolve()}: put wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens there "
+        "(or all three ending in .raw, or wikitext-103-v1.zip), or name their folder with root. "
+        "source='stdlib' needs no download."
+    )
+
+
+def files(root: Path, glob: str, *, whole_characters: bool) -> TextSource:
+    """Return a single file, divided 90/5/5, or a folder with each of its files as a document.
+
+    A folder's subfolders train, val and test are the splits. Otherwise its files are divided by name, 90/5/5 %, with at
+    least one file for validation and one for test. Empty and hidden files are left out.
+
+    Raises:
+        FileNotFoundError: If there is no such file or folder, or no file matches.
+        ValueError: If there is too little to divide, or a subfolder is missing.
+    """
+    if root.is_file():
+        return one_file("files", root, whole_characters=whole_characters)
+    if not root.is_dir():
+        raise FileNotFoundError(f"root={str(root)!r}: there is no such folder or file ({root.resolve()})")
+    own = [name for name in SPLITS if (root / name).is_dir()]
+    if len(own) == len(SPLITS):
+        return _source("files", root, {name: _some_files(root / name, glob, name) for name in SPLITS})
+    if own:
+        missing = " and ".join(name for name in SPLITS if name not in own)
+        raise ValueError(
+            f"{root.resolve()}: has a subfolder {' and '.join(own)}, but not {missing}; add what is missing, or rename "
+            "the existing ones to have all files divided"
+        )
+    return _source("files", root, _split_by_name(_some_files(root, glob)))
+
+
+def unread(root: Path, glob: str) -> Faults:
+    """Return the files in a folder that `files` leaves out: empty ones, and those that do not match, by suffix.
+
+    Hidden files are not counted.
+    """
+    folders = [root / name for name in SPLITS if (root / name).is_dir()] or [root]
+    matching = {path for folder in folders for path in folder.glob(glob)}
+    faults = Faults()
+    for path in sorted(root.rglob("*")):
+        if not path.is_file() or any(name.startswith(".") for name in path.relative_to(root).parts):
+            continue
+        if path not in matching:
+            faults.add(Fault(path.suffix.lower() or "without suffix", f"{path}: does not match glob={glob!r}"))
+        elif not path.stat().st_size:
+            faults.add(Fault("empty", f"{path}: has no text"))
+    return faults
+
+
+def _some_files(root: Path, glob: str, under: str = "") -> list[_Part]:
+    found = _files(root, glob, under)
+    if not found:
+        raise FileNotFoundError(
+            f"{root.resolve()}: no file with text in it matches glob={glob!r}; '**/*.txt' finds all that end in .txt"
+        )
+    return found
+
+
+def _files(root: Path, glob: str, under: str = "") -> list[_Part]:
+    # File managers and version control leave files whose names begin with a dot.
+    found = {path for path in root.glob(glob) if not any(n.startswith(".") for n in path.relative_to(root).parts)}
+    return _non_empty(found, root, under)
+
+
+def _non_empty(paths: Iterable[Path], root: Path, under: str = "") -> list[_Part]:
+    return sorted(part for path in paths if path.is_file() and (part := _whole(path, root, under)).stop)
+
+
+def _whole(path: Path, root: Path, under: str = "") -> _Part:
+    return _Part(path, (under / path.relative_to(root)).as_posix(), 0, path.stat().st_size)
+
+
+def _split_by_name(files: list[_Part], max_bytes: int | None = None) -> dict[str, list[_Part]]:
+    order = [files[i] for i in fixed_order(file.name for file in files)]
+    if max_bytes is not None:
+        order = [
+            file for file, total in zip(order, accumulate(f.stop for f in order), strict=True) if total <= max_bytes
+        ]
+    if len(order) < len(SPLITS):
+        limit = "" if max_bytes is None else f" within max_bytes={max_bytes}"
+        raise ValueError(
+            f"{len(order)} files{limit} cannot be divided into training, validation and test; "
+            + ("name one file to have it divided 90/5/5, or add some" if max_bytes is None else "allow more")
+        )
+    held_out = max(len(order) // HELD_OUT, 1)
+    splits = {"test": order[:held_out], "val": order[held_out : 2 * held_out], "train": order[2 * held_out :]}
+    return {name: sorted(part) for name, part in splits.items()}
+
+
+def _source(name: str, root: Path, splits: dict[str, list[_Part]]) -> TextSource:
+    changed = {part.path: part.path.stat().st_mtime_ns for split in splits.values() for part in split}
+    identity = {name: [(p.name, p.start, p.stop, changed[p.path]) for p in split] for name, split in splits.items()}
+    return TextSource(
+        name=name,
+        splits={name: [Document(str(p.path), p.start, p.read) for p in split] for name, split in splits.items()},
+        identity=[str(root.resolve()), identity],
+        n_bytes={name: sum(p.stop - p.start for p in split) for name, split in splits.items()},
+    )
+
+
+def huggingface(path: str, subset: str | None, column: str) -> TextSource:
+    """Return a data set of Hugging Face, each row a document.
+
+    The splits are train, validation and test. If validation or test is missing, it is every 20th row of train.
+
+    Raises:
+        ValueError: If `datasets` is not installed, or there is no split train with this column.
+    """
+    if find_spec("datasets") is None:
+        raise ValueError("source='huggingface' needs the package datasets: pip install 'lit-effattn[huggingface]'")
+    import datasets
+
+    loaded = datasets.load_dataset(path, subset)
+    if "train" not in loaded or column not in loaded["train"].column_names:
+        found = {name: rows.column_names for name, rows in loaded.items()}
+        raise ValueError(f"path={path!r} has no column={column!r} in a split 'train'; it has {found}")
+    splits = {name: loaded.get("validation" if name == "val" else name) for name in SPLITS}
+    return TextSource(
+        name="huggingface",
+        splits={name: _Rows(path, name, splits, column) for name in SPLITS},
+        identity=[path, subset, column, {name: rows._fingerprint for name, rows in loaded.items()}],
+        n_bytes=None,
+    )
+
+
+class _Rows:
+    """The rows of a split, without rows of train that serve as another split."""
+
+    def __init__(self, path: str, name: str, splits: dict[str, Any], column: str) -> None:
+        held_out = {split: i for i, split in enumerate(("test", "val")) if splits[split] is None}
+        self.title = f"{path} {name}"
+        self.rows = (splits["train"] if splits[name] is None else splits[name]).select_columns([column])
+        self.column = column
+        taken = set(range(HELD_OUT))
+        if name in held_out:
+            taken = {held_out[name]}
+        elif name == "train":
+            taken -= set(held_out.values())
+        self.taken = taken
+
+    def __iter__(self) -> Iterator[Document]:
+        for i, row in enumerate(self.rows):
+            if i % HELD_OUT in self.taken and row[self.column]:
+                yield Document(f"{self.title}[{i}]", 0, partial(iter, (row[self.column].encode(),)))

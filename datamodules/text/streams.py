@@ -1,0 +1,252 @@
+"""Tokens as parallel streams, cut into segments, for models with a memory."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.utils.data import Dataset, DistributedSampler
+
+from lit_effattn.datamodules.common.sampling import ResumableLoader
+from lit_effattn.datamodules.common.tokens import IGNORE, TokenBatch
+from lit_effattn.datamodules.text.documents import Documents
+
+
+class TokenStreams(Dataset[TokenBatch]):
+    """A data set whose item t is the t-th segment of each of this process's streams.
+
+    Each document is cut into segments of its own (unless `joined`). The sequence of all segments is divided into
+    `num_replicas · batch_size` contiguous streams. Process r has `batch_size` of them, from stream r · `batch_size` on.
+    The streams thus depend only on that product. A stream has the same row in all batches.
+
+    A document's first token is predicted from `start`, every other token from the previous one, which may be in another
+    segment or stream. Each token is the target of exactly one position.
+
+    Args:
+        tokens: (n,) unsigned integers, or documents, as in `SplitTokens`.
+        borders: (documents + 1,), the borders of the documents, as in `SplitTokens`.
+        start: The token read before a document.
+        segment_len: N, maximum length of a segment in tokens.
+        batch_size: B, streams of this process.
+        num_replicas: Number of processes.
+        rank: This process, 0 to `num_replicas - 1`.
+        joined: Segments cross the borders of documents, and only the last one may be short.
+        drop_last: Make all streams equally long and drop the rest. With a single document or `joined`, also drop the
+            last segment if it is short. Otherwise the lengths of streams differ by at most one segment; a stream that
+            has ended gives empty rows (length 0).
+
+    Raises:
+        ValueError: With `drop_last`, if there are fewer tokens than a segment has, or fewer segments than streams.
+
+    Example:
+        >>> streams = TokenStreams(
+        ...     np.arange(5), np.array([0, 3, 5]), start=9, segment_len=2, batch_size=1, num_replicas=1, rank=0,
+        ...     joined=False, drop_last=False,
+        ... )
+        >>> [(batch.inputs.tolist(), batch.targets.tolist()) for batch in (streams[0], streams[1], streams[2])]
+        [([[9, 0]], [[0, 1]]), ([[1, 0]], [[2, -100]]), ([[9, 3]], [[3, 4]])]
+    """
+
+    shuffle_seed: int | None = None
+
+    def __init__(
+        self,
+        tokens: np.ndarray | Documents,
+        borders: np.ndarray,
+        *,
+        start: int,
+        segment_len: int,
+        batch_size: int,
+        num_replicas: int,
+        rank: int,
+        joined: bool,
+        drop_last: bool,
+    ) -> None:
+        self.start = start
+        self.segment_len = segment_len
+        self.batch_size = batch_size
+        self.num_replicas = num_replicas
+        self.rank = rank
+        self.joined = joined
+        self.drop_last = drop_last
+        self._divide(tokens, borders)
+
+    def _divide(self, tokens: np.ndarray | Documents, borders: np.ndarray) -> None:
+        self.tokens = tokens
+        self.documents = borders
+        # The units that are cut into segments: the documents, or all of them as one.
+        self.borders = borders[[0, -1]] if self.joined else borders
+        n_each = -(-np.diff(self.borders) // self.segment_len)
+        if self.drop_last and len(n_each) == 1:
+            n_each = np.diff(self.borders) // self.segment_len
+        self.first = np.concatenate([[0], np.cumsum(n_each)])  # index of each document's first segment
+        n_segments, n_streams = int(self.first[-1]), self.num_replicas * self.batch_size
+        if self.drop_last:
+            self._check(n_segments, n_streams)
+            n_segments -= n_segments % n_streams
+        ends = np.arange(n_streams + 1) * n_segments // n_streams
+        self.begins, self.ends = ends[:-1], ends[1:]  # of each stream, as indices of segments
+
+    def _check(self, n_segments: int, n_streams: int) -> None:
+        if len(self.tokens) < self.segment_len:
+            raise ValueError(
+                f"segment_len={self.segment_len} is more than the {len(self.tokens)} training tokens; "
+                "use a smaller one, or more text"
+            )
+        if n_segments < n_streams:
+            processes = f" in each of {self.num_replicas} processes" if self.num_replicas > 1 else ""
+            fits = n_segments // self.num_replicas
+            remedy = f"use at most batch_size={fits}" if fits else f"use at most {n_segments} processes"
+            raise ValueError(
+                f"batch_size={self.batch_size}{processes} makes {n_streams} streams, but the text gives only "
+                f"{n_segments} segments of segment_len={self.segment_len}; {remedy}, or shorter segments"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # For workers that are not forked: numpy would pickle the whole mapped array.
+        tokens = self.tokens
+        return self.__dict__ | ({"tokens": (tokens.filename, tokens.dtype)} if isinstance(tokens, np.memmap) else {})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if isinstance(state["tokens"], tuple):
+            filename, dtype = state["tokens"]
+            state["tokens"] = np.memmap(filename, dtype, mode="r")
+        self.__dict__.update(state)
+
+    def __len__(self) -> int:
+        return int((self.ends - self.begins).max())
+
+    def __getitem__(self, step: int) -> TokenBatch:
+        begins, lengths, fresh = self._segments(step)
+        mine = slice(self.rank * self.batch_size, (self.rank + 1) * self.batch_size)
+        inputs, targets = self._read(begins[mine], lengths[mine])
+        return TokenBatch(
+            inputs=torch.from_numpy(inputs),  # (B, N)
+            targets=torch.from_numpy(targets),  # (B, N)
+            lengths=None if (lengths == self.segment_len).all() else torch.from_numpy(lengths[mine]),
+            fresh=torch.from_numpy(fresh[mine]),
+        )
+
+    def _segments(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return where each stream's segment begins, its length, and whether a memory is reset before it.
+
+        Those of all processes, so that `lengths` of a batch is None on all or on none.
+        """
+        segments = self.begins + step
+        present = segments < self.ends
+        document = np.searchsorted(self.first, np.where(present, segments, 0), side="right") - 1
+        begins = self.borders[document] + (segments - self.first[document]) * self.segment_len
+        lengths = np.minimum(self.segment_len, self.borders[document + 1] - begins) * present
+        return begins, lengths, present & ((step == 0) | (segments == self.first[document]))
+
+    def _read(self, begins: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        inputs = np.zeros((len(begins), self.segment_len), np.int64)
+        targets = np.full_like(inputs, IGNORE)
+        for row, (begin, length) in enumerate(zip(begins.tolist(), lengths.tolist(), strict=True)):
+            if length == 0:
+                continue
+            first, last = np.searchsorted(self.documents, (begin, begin + length))
+            known = begin - int(self.documents[first] != begin)  # the token before it, if that is of the same document
+            text = self.tokens[known : begin + length]
+            targets[row, :length] = text[-length:]
+            inputs[row, length + 1 - len(text) : length] = text[:-1]
+            inputs[row, self.documents[first:last] - begin] = self.start
+        return inputs, targets
+
+
+class ShuffledStreams(TokenStreams):
+    """Streams of documents in another order every epoch, a pure function of (seed, epoch).
+
+    An item is `(epoch, t)`: worker processes and a resumed run thus need no further message. In addition to the 16
+    bytes a document of `documents` it keeps 24 for the current epoch.
+
+    Args:
+        documents: The documents.
+        shuffle_seed: Seed of the orders, 0 or more.
+        options: As for `TokenStreams`.
+    """
+
+    def __init__(self, documents: Documents, *, shuffle_seed: int, **options: Any) -> None:
+        self.shuffle_seed = self._seed = shuffle_seed
+        self._unshuffled, self._epoch = documents, 0
+        super().__init__(*self._shuffled(0), **options)
+
+    def _shuffled(self, epoch: int) -> tuple[Documents, np.ndarray]:
+        rng = np.random.default_rng((self._seed, epoch))
+        documents = self._unshuffled.reordered(rng.permutation(len(self._unshuffled.borders) - 1))
+        return documents, documents.borders
+
+    def __getitem__(self, item: tuple[int, int]) -> TokenBatch:  # type: ignore[override]
+        epoch, step = item
+        if epoch != self._epoch:
+            self._divide(*self._shuffled(epoch))
+            self._epoch = epoch
+        return super().__getitem__(step)
+
+
+class InOrder(DistributedSampler[int]):
+    """A sampler of the indices 0, 1, … of a process's batches. Lightning does not replace a `DistributedSampler`."""
+
+    def __init__(self, streams: TokenStreams) -> None:
+        super().__init__(streams, num_replicas=streams.num_replicas, rank=streams.rank, shuffle=False)
+        self.n_batches = len(streams)
+        self.start = 0  # batches that `ResumableLoader` skips, since the interrupted run trained on them
+
+    def __len__(self) -> int:
+        return self.n_batches
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.n_batches))
+
+
+class EpochInOrder(InOrder):
+    """A sampler of the items (epoch, 0), (epoch, 1), … of `ShuffledStreams`."""
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:  # type: ignore[override]
+        return ((self.epoch, step) for step in super().__iter__())
+
+
+class StreamLoader(ResumableLoader):
+    """A loader over `TokenStreams` that resumes an interrupted epoch with exactly the next segments.
+
+    With another number of processes the streams are different. They then start from their beginnings, with a warning,
+    and the interrupted epoch ends after its remaining number of batches.
+    """
+
+    dataset: TokenStreams
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epoch, its batches returned so far, its total number of batches, and the streams' settings."""
+        return {**super().state_dict(), **self._division()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resume from the position in `state_dict`.
+
+        Raises:
+            ValueError: If the segment length, the number of streams per process or the order of documents differs.
+        """
+        state, now = dict(state_dict), self._division()
+        was = {name: state.pop(name, None) for name in now}
+        for name in ("batch_size", "segment_len", "shuffle_seed"):
+            if was[name] != now[name]:
+                raise ValueError(
+                    f"{name}={now[name]}, but the interrupted run had {was[name]}: its streams cannot be continued; "
+                    "resume with the value that it was started with"
+                )
+        if was != now:
+            rank_zero_warn(
+                f"Training continues with {now['n_processes']} processes instead of {was['n_processes']}: the streams "
+                "are divided differently, so they restart at the beginning of the text, with empty memories."
+            )
+            state |= {"batches": 0, "n_batches": len(self)}
+        super().load_state_dict(state)
+
+    def _division(self) -> dict[str, int | None]:
+        streams = self.dataset
+        return {
+            "n_processes": streams.num_replicas,
+            "batch_size": streams.batch_size,
+            "segment_len": streams.segment_len,
+            "shuffle_seed": streams.shuffle_seed,
+        }

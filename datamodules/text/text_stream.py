@@ -1,0 +1,391 @@
+"""Text in parallel streams, for language models with a memory."""
+
+import hashlib
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch.utils.data import DataLoader
+
+from lit_effattn.datamodules.common.cache import default_cache
+from lit_effattn.datamodules.common.sampling import loader_options, processes
+from lit_effattn.datamodules.text import sources as text_sources
+from lit_effattn.datamodules.text.documents import Documents
+from lit_effattn.datamodules.text.prepared import PreparedStore
+from lit_effattn.datamodules.text.sources import TextSource
+from lit_effattn.datamodules.text.streams import EpochInOrder, InOrder, ShuffledStreams, StreamLoader, TokenStreams
+from lit_effattn.datamodules.text.token_store import TokenStore, tokenized
+from lit_effattn.datamodules.text.tokenizers import KINDS, ByteTokenizer, Tokenizer
+
+
+class _Source(NamedTuple):
+    tokens: str  # default
+    root: str | None  # default
+    options: tuple[str, ...]  # arguments that other sources reject
+
+
+_SOURCES = {
+    "stdlib": _Source("bytes", None, ("max_bytes",)),
+    "enwik8": _Source("bytes", "data", ("root", "max_bytes")),
+    "text8": _Source("characters", "data", ("root", "max_bytes")),
+    "wikitext103": _Source("words", "data/wikitext-103", ("root",)),
+    "files": _Source("bytes", None, ("root", "glob")),
+    "huggingface": _Source("bytes", None, ("path", "subset", "column")),
+    "prepared": _Source("bytes", None, ("root",)),
+}
+_LEAST_VOCABULARY = {"words": 3, "bpe": 257}  # a word, <unk> and <start>; all bytes and <start>
+
+
+class TextStream(LightningDataModule):
+    """Text as contiguous streams of tokens, read segment by segment: batch t holds segment t of every stream.
+
+    A batch is a `TokenBatch` (B, N). The text of a split is divided into B · processes contiguous streams, B for each
+    process. A stream has the same row in all batches, so a memory can be carried from batch to batch. Every epoch has
+    the same streams, unless `shuffle_seed` is given. In training, the rest of the text, less than one segment per
+    stream, is dropped.
+
+    Every document is read from `<start>`, an additional token of the vocabulary, so its first token is predicted too.
+    In validation and test every token of the text is scored exactly once, for any batch size and number of processes;
+    `<start>` is never scored. If a stream starts in the middle of a document, its first token is predicted from the
+    previous token alone; eval_batch_size=1 on one process gives every token its full context.
+
+    `predict` uses the test text.
+
+    Args:
+        source: stdlib: the sources of the running Python's standard library, about 11 MB, each file a document;
+            needs no network. enwik8, text8: the file of that name, divided 90/5/5, each part one document.
+            wikitext103: wiki.train.tokens and so on, each one document. files: a text file, divided 90/5/5; or a
+            folder, each file a document; its subfolders train, val and test are the splits, otherwise files are divided
+            by name, 90/5/5. huggingface: a data set, each row a document; its splits train, validation and test, or
+            every 20th row of train. prepared: a folder that `lit-effattn data prepare` made of a text of any size; it
+            has its own tokenizer and splits.
+        tokens: bytes: the 256 bytes. characters: those of the training text. words: separated by white space, with
+            `<eos>` for line ends. bpe: byte-pair encoding, learnt from the training text. Characters and words that are
+            not in the training text are `<unk>`. Default: bytes; for text8 characters, for wikitext103 words.
+        segment_len: N in training.
+        eval_segment_len: N in validation, test and prediction; default: `segment_len`.
+        batch_size: B in training: streams of each process.
+        eval_batch_size: B in validation, test and prediction; default: `batch_size`.
+        vocab_size: words, bpe: maximum size of the vocabulary, special tokens included. Default for words: no limit;
+            required for bpe.
+        documents: apart: a document starts a new segment, marked `fresh`, and gets no memory of the previous one, whose
+            last segment may be short. joined: segments cross documents' borders without padding, and memory is kept.
+        num_workers: Worker processes that load data; 0: none.
+        root: enwik8, text8, wikitext103: folder of the files; default: data, data, data/wikitext-103.
+            files, prepared: the folder (or file); required.
+        glob: files: pattern of the files in a folder; default: `**/*.txt`. Empty and hidden files are left out.
+        path: huggingface: name or folder of the data set; required.
+        subset: huggingface: configuration of the data set, if it has several.
+        column: huggingface: column of the text; default: text.
+        max_bytes: stdlib, enwik8, text8: maximum number of bytes of text to use.
+        tokenizer_of: A checkpoint of a language model, whose tokenizer is used, in place of `tokens` and `vocab_size`:
+            to fine-tune or test that model on another text. A pretrained tokenizer encodes each document as a whole.
+        shuffle_seed: Training reads the documents in another order every epoch, drawn with this seed; None: always in
+            the source's order. It takes 40 bytes of memory a document.
+        cache: Folder for tokens and vocabularies. They are made once for a source and its settings, and again if one
+            has changed. May be deleted at any time. Default: lit-effattn in $XDG_CACHE_HOME, which defaults to
+            ~/.cache.
+
+    Raises:
+        ValueError: If an argument is out of its range or does not apply to the source.
+    """
+
+    def __init__(
+        self,
+        source: Literal["stdlib", "enwik8", "text8", "wikitext103", "files", "huggingface", "prepared"] = "stdlib",
+        *,
+        tokens: Literal["bytes", "characters", "words", "bpe"] | None = None,
+        segment_len: int = 64,
+        eval_segment_len: int | None = None,
+        batch_size: int = 32,
+        eval_batch_size: int | None = None,
+        vocab_size: int | None = None,
+        documents: Literal["apart", "joined"] = "apart",
+        num_workers: int = 0,
+        root: str | None = None,
+        glob: str | None = None,
+        path: str | None = None,
+        subset: str | None = None,
+        column: str | None = None,
+        max_bytes: int | None = None,
+        cache: str | None = None,
+        tokenizer_of: str | None = None,
+        shuffle_seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters(logger=False)
+        options = {"root": root, "glob": glob, "path": path, "subset": subset, "column": column, "max_bytes": max_bytes}
+        _check_options(source, **options)
+        _check_at_least(1, segment_len=segment_len, eval_segment_len=eval_segment_len, max_bytes=max_bytes)
+        _check_at_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size)
+        _check_at_least(0, num_workers=num_workers, shuffle_seed=shuffle_seed)
+        if documents not in ("apart", "joined"):
+            raise ValueError(f"documents={documents!r} is not known; choose apart or joined")
+        self.source: str = source
+        if tokenizer_of is not None and (tokens, vocab_size) != (None, None):
+            raise ValueError(
+                f"tokenizer_of={tokenizer_of!r} brings its vocabulary; leave out tokens={tokens!r} and "
+                f"vocab_size={vocab_size}"
+            )
+        if source == "prepared" and (tokens, tokenizer_of) != (None, None):
+            raise ValueError(
+                f"source='prepared' brings its tokenizer; leave out tokens={tokens!r} and tokenizer_of={tokenizer_of!r}"
+            )
+        self._tokens = _SOURCES[source].tokens if tokens is None else tokens
+        check_vocabulary(self._tokens, vocab_size)
+        self._tokenizer_of = tokenizer_of
+        self.segment_len = segment_len
+        self.eval_segment_len = segment_len if eval_segment_len is None else eval_segment_len
+        self.batch_size = batch_size
+        self.eval_batch_size = batch_size if eval_batch_size is None else eval_batch_size
+        self.documents = documents
+        self.num_workers = num_workers
+        self.shuffle_seed = shuffle_seed
+        self.cache = default_cache() if cache is None else Path(cache)
+        self._vocab_size = vocab_size
+        self._options: dict[str, Any] = options | {"root": root or _SOURCES[source].root}
+
+    @property
+    def places(self) -> list[Path]:
+        """Files and folders that the text is read from. They may be missing."""
+        if (root := self._options["root"]) is None:
+            return []
+        return [Path(root, self.source) if self.source in ("enwik8", "text8") else Path(root)]
+
+    @property
+    def vocab_size(self) -> int:
+        """Size of the vocabulary, including `<start>`, its last token. Made on first access, except for bytes.
+
+        Raises:
+            FileNotFoundError: If the source is missing.
+            ValueError: If the source cannot be tokenized.
+        """
+        return self._tokenizer.n_tokens
+
+    @property
+    def tokenizer(self) -> str:
+        """The vocabulary in JSON, for `datamodules.tokenizers.Tokenizer.from_spec`. Made like `vocab_size`."""
+        return self._tokenizer.to_json()
+
+    @property
+    def unit(self) -> str:
+        """Name of the unit that a token represents: byte, character or token."""
+        return self._kind.unit
+
+    @property
+    def tokens(self) -> str:
+        """Name of the kind of tokens."""
+        return self._kind.kind
+
+    @property
+    def _kind(self) -> type[Tokenizer]:
+        return KINDS[self._tokens] if self._given is None else type(self._given)
+
+    @cached_property
+    def _given(self) -> Tokenizer | None:
+        if self.source == "prepared":
+            return self._prepared.tokenizer
+        return None if self._tokenizer_of is None else saved_tokenizer(Path(self._tokenizer_of))
+
+    @property
+    def n_scored(self) -> dict[str, int]:
+        """Number of tokens in "val" and in "test". Each token is scored once."""
+        return {split: self._store.n_tokens(split) for split in ("val", "test")}
+
+    @property
+    def n_bytes(self) -> dict[str, int]:
+        """Number of bytes of text in "val" and in "test", the denominator of bits per byte."""
+        return {split: self._store.n_bytes(split) for split in ("val", "test")}
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return self._given or (ByteTokenizer() if self.tokens == "bytes" else self._store.tokenizer)
+
+    @cached_property
+    def _prepared(self) -> PreparedStore:
+        return PreparedStore(Path(self._options["root"]))
+
+    @cached_property
+    def _store(self) -> TokenStore | PreparedStore:
+        if self.source == "prepared":
+            return self._prepared
+        return tokenized(self._text(), self._kind, self._vocab_size, self.cache, self._given)
+
+    @property
+    def _glob(self) -> str:
+        return self._options["glob"] or "**/*.txt"
+
+    def _text(self) -> TextSource:
+        options, whole = self._options, self.tokens != "bytes"
+        if self.source == "stdlib":
+            return text_sources.stdlib(options["max_bytes"])
+        if self.source == "wikitext103":
+            return text_sources.wikitext103(Path(options["root"]))
+        if self.source == "files":
+            return text_sources.files(Path(options["root"]), self._glob, whole_characters=whole)
+        if self.source == "huggingface":
+            return text_sources.huggingface(options["path"], options["subset"], options["column"] or "text")
+        return text_sources.benchmark(
+            self.source, Path(options["root"]), whole_characters=whole, max_bytes=options["max_bytes"]
+        )
+
+    def prepare_data(self) -> None:
+        """Tokenize the text unless an earlier run did.
+
+        Raises:
+            FileNotFoundError: If the source is missing.
+            ValueError: If the source cannot be tokenized.
+        """
+        _ = self._store
+
+    def setup(self, stage: str) -> None:
+        """Open the tokens and log their number, and the files that are left out."""
+        if overfit_batches := getattr(self.trainer, "overfit_batches", 0):
+            raise ValueError(
+                f"overfit_batches={overfit_batches} would replace the sampler that keeps the streams in order; "
+                "use limit_train_batches, or a smaller max_bytes"
+            )
+        counts = [
+            f"{self._store.n_tokens(split):,} {name}" for split, name in _SPLITS_OF.get(stage, _SPLITS_OF["test"])
+        ]
+        rank_zero_info(f"{self.source}: {', '.join(counts)}; vocabulary of {self.vocab_size:,} {self.tokens}")
+        if self.source == "files" and (faults := text_sources.unread(Path(self._options["root"]), self._glob)):
+            rank_zero_warn(f"{self._options['root']}: {len(faults)} left out:\n  {faults}")
+
+    def train_dataloader(self) -> StreamLoader:
+        """Return a loader of consecutive segments of equally long streams."""
+        streams = self._streams("train", self.segment_len, self.batch_size)
+        sampler = (EpochInOrder if isinstance(streams, ShuffledStreams) else InOrder)(streams)
+        return StreamLoader(streams, sampler=sampler, **loader_options(self.num_workers))
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """Return a loader of every token of the validation text once."""
+        return self._eval_dataloader("val")
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """Return a loader of every token of the test text once."""
+        return self._eval_dataloader("test")
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """Return a loader of every token of the test text once."""
+        return self._eval_dataloader("test")
+
+    def _eval_dataloader(self, split: str) -> DataLoader[Any]:
+        streams = self._streams(split, self.eval_segment_len, self.eval_batch_size)
+        return DataLoader(streams, sampler=InOrder(streams), **loader_options(self.num_workers))
+
+    def _streams(self, split: str, segment_len: int, batch_size: int) -> TokenStreams:
+        tokens, borders = self._store.split(split)
+        options: dict[str, Any] = {
+            "start": self._tokenizer.start,
+            "segment_len": segment_len,
+            "batch_size": batch_size,
+            **processes(self.trainer),
+            "joined": self.documents == "joined",
+            "drop_last": split == "train",
+        }
+        if split != "train" or self.shuffle_seed is None:
+            return TokenStreams(tokens, borders, **options)
+        documents = tokens if isinstance(tokens, Documents) else Documents(tokens, borders[:-1], np.diff(borders))
+        return ShuffledStreams(documents, shuffle_seed=self.shuffle_seed, **options)
+
+    def state_dict(self) -> dict[str, str]:
+        """Return a description and a digest of the vocabulary."""
+        return {"vocabulary": repr(self._tokenizer), "digest": self._vocabulary_digest()}
+
+    def load_state_dict(self, state_dict: dict[str, str]) -> None:
+        """Check that the checkpoint has the same vocabulary.
+
+        Raises:
+            ValueError: If it does not. The message describes both vocabularies.
+        """
+        _check_text(state_dict, "vocabulary", "digest")
+        if state_dict["digest"] != self._vocabulary_digest():
+            raise ValueError(
+                f"the checkpoint's tokens are {state_dict['vocabulary']} (digest {state_dict['digest']}), but those of "
+                f"source={self.source!r} are {self._tokenizer!r} (digest {self._vocabulary_digest()}): the same number "
+                "means another token; use the text and the settings that the checkpoint was trained with"
+            )
+
+    def _vocabulary_digest(self) -> str:
+        return hashlib.sha256(self.tokenizer.encode()).hexdigest()[:16]
+
+
+_TRAIN, _VAL, _TEST = ("train", "to train on"), ("val", "to validate"), ("test", "to test")
+_SPLITS_OF = {"fit": (_TRAIN, _VAL), "validate": (_VAL,), "test": (_TEST,)}
+
+
+def _check_options(source: str, **options: Any) -> None:
+    if source not in _SOURCES:
+        raise ValueError(f"source={source!r} is not known; choose one of {', '.join(_SOURCES)}")
+    for name, value in options.items():
+        if value is not None and name not in _SOURCES[source].options:
+            others = " or ".join(other for other, known in _SOURCES.items() if name in known.options)
+            raise ValueError(
+                f"{name}={value!r} does not apply to source={source!r}; leave it out, or choose source {others}"
+            )
+    if source == "files" and options["root"] is None:
+        raise ValueError("root=None: source='files' needs the folder or file of the text, such as root=data/books")
+    if source == "prepared" and options["root"] is None:
+        raise ValueError("root=None: source='prepared' needs the folder that `lit-effattn data prepare` made")
+    if Path(options["glob"] or "").is_absolute():
+        raise ValueError(f"glob={options['glob']!r} must be relative to root={options['root']!r}, such as **/*.md")
+    if source == "huggingface" and options["path"] is None:
+        raise ValueError("path=None: source='huggingface' needs the data set's name, such as path=Salesforce/wikitext")
+
+
+def check_vocabulary(tokens: str, vocab_size: int | None) -> None:
+    """Check the kind and the size of a vocabulary.
+
+    Raises:
+        ValueError: If the kind is not known, or the size does not apply to it.
+    """
+    if tokens not in KINDS:
+        raise ValueError(f"tokens={tokens!r} is not known; choose one of {', '.join(KINDS)}")
+    if tokens == "bpe" and vocab_size is None:
+        raise ValueError("vocab_size=None: tokens='bpe' needs the size of the vocabulary to learn, such as 8192")
+    if vocab_size is None:
+        return
+    if tokens not in _LEAST_VOCABULARY:
+        raise ValueError(
+            f"vocab_size={vocab_size} does not apply to tokens={tokens!r}, which takes it from the text; leave it out"
+        )
+    if vocab_size < _LEAST_VOCABULARY[tokens]:
+        raise ValueError(f"vocab_size={vocab_size} must be at least {_LEAST_VOCABULARY[tokens]} for tokens={tokens!r}")
+
+
+def saved_tokenizer(checkpoint: Path) -> Tokenizer:
+    """Return the tokenizer of the language model in a checkpoint, which is read as data.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is no checkpoint, or its model has no tokenizer.
+    """
+    if not checkpoint.is_file():
+        raise FileNotFoundError(f"tokenizer_of={str(checkpoint)!r}: there is no such file; name a checkpoint")
+    try:
+        content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # what is no checkpoint fails in many ways
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        raise ValueError(f"tokenizer_of={str(checkpoint)!r} can't be read as a checkpoint: {reason}") from error
+    settings = content.get("hyper_parameters") if isinstance(content, dict) else None
+    spec = settings.get("tokenizer") if isinstance(settings, dict) else None
+    if not isinstance(spec, str):
+        raise ValueError(f"tokenizer_of={str(checkpoint)!r} has no tokenizer; name a language model's checkpoint")
+    return Tokenizer.from_spec(spec)
+
+
+def _check_text(state: dict[str, str], *names: str) -> None:
+    for name in names:
+        if not isinstance(state.get(name), str):
+            raise ValueError(f"the checkpoint's state of the data has no text as {name}")
+
+
+def _check_at_least(least: int, **values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise ValueError(f"{name}={value} must be at least {least}")

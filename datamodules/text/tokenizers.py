@@ -1,0 +1,744 @@
+"""Tokenizers: bytes, characters, words, byte-pair encoding, those of pretrained models, and token numbers."""
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lit_effattn.datamodules.common.json_data import parse_json
+
+if TYPE_CHECKING:
+    import tokenizers
+
+EOS = "<eos>"
+UNK = "<unk>"
+_LONGEST = 10_000
+_LONG = re.compile(rf"\S{{{_LONGEST}}}(?=\S)")
+_MOST_OF_LONG = 2_000_000
+_AT_ONCE = 4_000_000
+_UNKNOWN_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+
+
+class Tokenizer(ABC):
+    """A vocabulary with its encoding and decoding.
+
+    The last token of every vocabulary but a pretrained one is `<start>`. It is read before the first token of a
+    document, so that this token is predicted and scored like any other. `<start>` does not occur in texts, and decodes
+    to nothing. In a stream of documents it is never predicted. In `PairBatch` it is also the end of a sequence, which
+    is predicted.
+
+    A long text may be encoded in pieces. If it is cut at the positions that `cut` returns, the pieces give the same
+    tokens as the whole.
+
+    Attributes:
+        kind: Name in `tokens=`: bytes, characters, words or bpe; or pretrained or numbers, which are not learnt.
+        unit: Name of the unit that a token represents, for reports: byte, character or token.
+        n_tokens: Size of the vocabulary, `<start>` included.
+        separator: What stands between a text and the decoded tokens after it.
+    """
+
+    kind: ClassVar[str]
+    unit: ClassVar[str]
+    separator: ClassVar[str] = ""
+    n_tokens: int
+
+    @property
+    def start(self) -> int:
+        """The token `<start>`, which is read before a document; in `PairBatch` also the end of a sequence."""
+        return self.n_tokens - 1
+
+    @property
+    def largest(self) -> int:
+        """The largest token of a text."""
+        return self.n_tokens - 2
+
+    @property
+    def end(self) -> int | None:
+        """The token at which beam search ends a text, or None."""
+        return None
+
+    @abstractmethod
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Encode a text, (n,). Bytes must be UTF-8, except for the tokenizer of bytes."""
+
+    def encode_all(self, texts: list[str]) -> list[np.ndarray]:
+        """Encode several texts, each by itself."""
+        return [self.encode(text) for text in texts]
+
+    @abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """Decode tokens to text."""
+
+    def unknown(self, text: str) -> list[str]:
+        """Return the parts of a text that become `<unk>`, each once, in order. Bytes and bpe have none."""
+        return []
+
+    def token_bytes(self) -> np.ndarray | None:
+        """Return how many bytes of text each token stands for, (n_tokens,); None: that is not exact.
+
+        Over the tokens of a text they sum to its bytes in UTF-8. `<start>`, which is not of a text, has 0.
+        """
+        return None
+
+    @abstractmethod
+    def spec(self) -> dict[str, Any]:
+        """Return the tokenizer as plain data, the input of `from_spec`."""
+
+    @staticmethod
+    @abstractmethod
+    def cut(block: bytes) -> int:
+        """Return the length of the prefix that can be encoded without the text that follows; 0: none."""
+
+    @classmethod
+    @abstractmethod
+    def learn(cls, texts: Iterable[str], vocab_size: int | None) -> "Tokenizer":
+        """Learn a vocabulary of at most `vocab_size` tokens from a text in pieces."""
+
+    def to_json(self) -> str:
+        """Return `spec` as one line of JSON, which is the same for the same vocabulary."""
+        return json.dumps(self.spec(), ensure_ascii=False, sort_keys=True)
+
+    def __repr__(self) -> str:
+        return f"{self.kind}, a vocabulary of {self.n_tokens}"
+
+    @staticmethod
+    def from_spec(spec: str | dict[str, Any]) -> "Tokenizer":
+        """Create a tokenizer from the output of `spec()` or `to_json()`.
+
+        Raises:
+            ValueError: If `spec` is not valid.
+        """
+        try:
+            content = parse_json(spec) if isinstance(spec, str) else spec
+        except ValueError as error:
+            raise ValueError(f"spec={str(spec)[:80]!r} does not describe a tokenizer: {error}") from error
+        name = content.get("tokens") if isinstance(content, dict) else None
+        kinds = KINDS | {kind.kind: kind for kind in (PretrainedTokenizer, NumberTokenizer)}
+        if not isinstance(name, str) or name not in kinds:
+            raise ValueError(
+                f"spec={str(spec)[:80]!r} does not describe a tokenizer; its tokens must be one of {[*kinds]}"
+            )
+        try:
+            return kinds[name]._from(content.get("vocabulary"))
+        except TypeError as error:
+            raise ValueError(f"spec={str(spec)[:80]!r} does not have a vocabulary of {name}: {error}") from error
+
+    @classmethod
+    @abstractmethod
+    def _from(cls, vocabulary: Any) -> "Tokenizer": ...
+
+
+class ByteTokenizer(Tokenizer):
+    """Bytes, 0 to 255, and `<start>`: 257 tokens for any text."""
+
+    kind, unit = "bytes", "byte"
+    n_tokens = 257
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Return the bytes of a text. A str is encoded as UTF-8."""
+        return np.frombuffer(text.encode() if isinstance(text, str) else text, np.uint8)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Decode bytes to text. Invalid UTF-8 becomes U+FFFD."""
+        return bytes(i for i in ids if i != self.start).decode(errors="replace")
+
+    def spec(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return {"tokens": self.kind}
+
+    @staticmethod
+    def cut(block: bytes) -> int:
+        """Return the whole length: bytes can be cut anywhere."""
+        return len(block)
+
+    @classmethod
+    def learn(cls, texts: Iterable[str], vocab_size: int | None) -> "ByteTokenizer":
+        """Return the tokenizer, which learns nothing from the text."""
+        return cls()
+
+    @classmethod
+    def _from(cls, vocabulary: None) -> "ByteTokenizer":
+        return cls()
+
+
+class CharacterTokenizer(Tokenizer):
+    """Unicode characters: those of the training text in order of code points, `<unk>` for all others, `<start>`.
+
+    Args:
+        characters: The known characters, each once.
+    """
+
+    kind, unit = "characters", "character"
+
+    def __init__(self, characters: str) -> None:
+        self.characters = characters
+        self._shown = [*characters, _UNKNOWN_CHARACTER, ""]
+        self.n_tokens = len(characters) + 2
+        self._ids = np.full(0x110000, len(characters), np.uint32)  # by code point; <unk> by default
+        self._ids[_code_points(characters)] = np.arange(len(characters))
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Return the characters' tokens."""
+        return self._ids[_code_points(_as_str(text))]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Decode tokens to text. `<unk>` becomes U+FFFD."""
+        return "".join(self._shown[i] for i in ids)
+
+    def unknown(self, text: str) -> list[str]:
+        """Return the characters that are not in the training text."""
+        return [character for character in dict.fromkeys(text) if character not in self.characters]
+
+    def spec(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return {"tokens": self.kind, "vocabulary": self.characters}
+
+    @staticmethod
+    def cut(block: bytes) -> int:
+        """Cut before a character at the end that may be incomplete. Characters have at most four bytes."""
+        for length in range(1, min(4, len(block)) + 1):
+            byte = block[-length]
+            if byte < 0x80:
+                return len(block)
+            if byte >= 0xC0:  # a character's first byte
+                return len(block) - length
+        return len(block)  # invalid UTF-8: decoding raises the error
+
+    @classmethod
+    def learn(cls, texts: Iterable[str], vocab_size: int | None) -> "CharacterTokenizer":
+        """Learn all characters of the text."""
+        seen: set[str] = set()
+        for text in texts:
+            seen.update(text)
+        return cls("".join(sorted(seen)))
+
+    @classmethod
+    def _from(cls, vocabulary: str) -> "CharacterTokenizer":
+        if not isinstance(vocabulary, str):
+            raise TypeError("it must be a string")
+        return cls(vocabulary)
+
+
+class WordTokenizer(Tokenizer):
+    """Words separated by white space, with `<eos>` for every line end, the usual tokens of WikiText-103.
+
+    The vocabulary is that of the training text, the most frequent word first, as adaptive softmax requires. Words
+    beyond `vocab_size` and unknown words are `<unk>`. `<start>` comes last.
+
+    Args:
+        words: The known words, including `<unk>`.
+    """
+
+    kind, unit, separator = "words", "token", " "
+
+    def __init__(self, words: list[str]) -> None:
+        self.words = words
+        self.n_tokens = len(words) + 1
+        self._ids = {word: i for i, word in enumerate(words)}
+
+    @property
+    def end(self) -> int | None:
+        """The token `<eos>`, a line end, if the training text has one."""
+        return self._ids.get(EOS)
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Return the words' tokens."""
+        unknown = self._ids[UNK]
+        words = _words(_as_str(text))
+        return np.fromiter((self._ids.get(word, unknown) for word in words), np.uint32, len(words))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Decode tokens to words separated by spaces and line ends."""
+        lines: list[list[str]] = [[]]
+        for word in (self.words[i] for i in ids if i != self.start):
+            if word == EOS:
+                lines.append([])
+            else:
+                lines[-1].append(word)
+        return "\n".join(" ".join(line) for line in lines)
+
+    def unknown(self, text: str) -> list[str]:
+        """Return the words that are not in the vocabulary."""
+        return [word for word in dict.fromkeys(_words(text)) if word not in self._ids]
+
+    def spec(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return {"tokens": self.kind, "vocabulary": self.words}
+
+    @staticmethod
+    def cut(block: bytes) -> int:
+        """Cut after a line, or else between words."""
+        return _line_or_word_end(block)
+
+    @classmethod
+    def learn(cls, texts: Iterable[str], vocab_size: int | None) -> "WordTokenizer":
+        """Learn the most frequent words. Equally frequent words are sorted alphabetically."""
+        counts: Counter[str] = Counter()
+        for text in texts:
+            counts.update(_words(text))
+        unknown = counts.pop(UNK, 0)
+        kept, rare = _ranked(counts), []
+        if vocab_size is not None:
+            kept, rare = kept[: vocab_size - 2], kept[vocab_size - 2 :]  # room for <unk> and <start>
+        ranks = {word: counts[word] for word in kept} | {UNK: unknown + sum(counts[word] for word in rare)}
+        return cls(_ranked(ranks))
+
+    @classmethod
+    def _from(cls, vocabulary: list[str]) -> "WordTokenizer":
+        if not isinstance(vocabulary, list) or not all(isinstance(word, str) for word in vocabulary):
+            raise TypeError("it must be a list of strings")
+        return cls(vocabulary)
+
+
+class BPETokenizer(Tokenizer):
+    """Byte-pair encoding over bytes (Sennrich et al. 2016; Radford et al. 2019), learnt from the training text.
+
+    No text has unknown tokens. Lines are learnt from and encoded separately, so no token crosses a line end. A word of
+    more than 10,000 characters, such as a file without spaces, is cut after each 10,000; of all such words, the first
+    2,000,000 characters are learnt from, since each takes about 100 bytes of memory.
+
+    Args:
+        model: The model in JSON, as saved by the package `tokenizers`.
+
+    Raises:
+        ValueError: If `tokenizers` is not installed.
+    """
+
+    kind, unit = "bpe", "token"
+
+    def __init__(self, model: str) -> None:
+        _need_tokenizers()
+        import tokenizers
+
+        try:
+            self._model = tokenizers.Tokenizer.from_str(model)
+        except Exception as error:  # the package raises no more specific type
+            raise ValueError(f"model={model[:80]!r} is not a model of byte pairs: {error}") from error
+        self.n_tokens = self._model.get_vocab_size() + 1
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Encode a text."""
+        (ids,) = self.encode_all([_as_str(text)])
+        return ids
+
+    def encode_all(self, texts: list[str]) -> list[np.ndarray]:
+        """Encode several texts, each by itself; faster than one after the other."""
+        lines = [[part for line in _lines(text) for part in _short_words(line)] for text in texts]
+        ids = self._ids_of([line for text in lines for line in text])
+        return [np.fromiter((i for _ in text for i in next(ids)), np.uint32) for text in lines]
+
+    def _ids_of(self, lines: list[str]) -> Iterator[list[int]]:
+        """Yield the tokens of each line. The package takes 100 bytes a token, so few lines are encoded at once."""
+        for group in _groups(lines, _AT_ONCE):
+            yield from (encoded.ids for encoded in self._model.encode_batch(group))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Decode tokens to text. Invalid UTF-8 becomes U+FFFD."""
+        return self._model.decode([int(i) for i in ids if i != self.start])
+
+    def token_bytes(self) -> np.ndarray:
+        """Return the number of bytes of each token: see `Tokenizer.token_bytes`."""
+        return _bytes_by_token(self._model, {}, self.n_tokens)
+
+    def spec(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return {"tokens": self.kind, "vocabulary": json.loads(self._model.to_str())}
+
+    @staticmethod
+    def cut(block: bytes) -> int:
+        """Cut after a line, or else before the space of a word."""
+        return _line_or_word_end(block)
+
+    @classmethod
+    def learn(cls, texts: Iterable[str], vocab_size: int | None) -> "BPETokenizer":
+        """Merge the most frequent pairs until there are `vocab_size` tokens."""
+        assert vocab_size is not None
+        _need_tokenizers()
+        from tokenizers import trainers
+
+        model = _untrained_bpe()
+        # The alphabet has all 256 bytes, even if the training text does not.
+        trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=_byte_alphabet(), show_progress=False)
+        # Passed line by line, since the trainer buffers 256 items at a time.
+        model.train_from_iterator(_to_learn(line for text in texts for line in _lines(text)), trainer)
+        return cls(model.to_str())
+
+    @classmethod
+    def _from(cls, vocabulary: dict[str, Any]) -> "BPETokenizer":
+        return cls(json.dumps(vocabulary))
+
+
+class PretrainedTokenizer(Tokenizer):
+    """The tokenizer of a pretrained model, as its tokenizer.json describes it.
+
+    `<start>` is a token of that vocabulary, which texts may contain too. A text is encoded as a whole, without the
+    special tokens that the tokenizer would add to it.
+
+    Args:
+        model: Content of tokenizer.json.
+        n_tokens: Size of the model's vocabulary, which may be larger than the tokenizer's.
+        start: The token that is read before a document.
+        end: The token at which beam search ends a text, or None.
+        files: Content of the folder's other files that name special tokens, by file name, for conversion back.
+
+    Raises:
+        ValueError: If `tokenizers` is not installed, `model` is not valid, or a token is beyond the vocabulary.
+    """
+
+    kind, unit = "pretrained", "token"
+
+    def __init__(
+        self,
+        model: dict[str, Any],
+        n_tokens: int,
+        start: int,
+        end: int | None = None,
+        files: dict[str, Any] | None = None,
+    ) -> None:
+        _need_tokenizers("a pretrained tokenizer")
+        import tokenizers
+
+        try:
+            self._model = tokenizers.Tokenizer.from_str(json.dumps(model))
+        except Exception as error:  # the package raises no more specific type
+            raise ValueError(f"the content of tokenizer.json is no tokenizer: {error}") from error
+        largest = max(self._model.get_vocab(with_added_tokens=True).values(), default=-1)
+        _check_tokens(n_tokens, {"start": start, "end": end, "a token": largest})
+        self._model.no_truncation()
+        self._model.no_padding()
+        self.model, self._start, self._end = model, start, end
+        self.files = files or {}
+        self.n_tokens = n_tokens
+        self._anchor = self._ids("a")[-1:]  # decoders remove the space before the first word of a text
+        self._shown = len(self._model.decode(self._anchor, skip_special_tokens=False))
+
+    @property
+    def start(self) -> int:
+        """The token that is read before a document."""
+        return self._start
+
+    @property
+    def end(self) -> int | None:
+        """The token at which beam search ends a text."""
+        return self._end
+
+    @property
+    def largest(self) -> int:
+        """The largest token of a text."""
+        return self.n_tokens - 1
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Encode a text as a whole."""
+        return np.array(self._ids(_as_str(text)), np.uint32)
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._model.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Decode tokens to the text that they add to one before it. Invalid UTF-8 becomes U+FFFD."""
+        kept = [int(i) for i in ids if i != self._start]
+        text: str = self._model.decode([*self._anchor, *kept], skip_special_tokens=False)
+        return text[self._shown :]
+
+    def name_of(self, token: int | None) -> str | None:
+        """Return how tokenizer.json writes a token."""
+        return None if token is None else self._model.id_to_token(token)
+
+    def token_bytes(self) -> np.ndarray | None:
+        """Return the number of bytes of each token if they are byte pairs, as GPT-2's: see `Tokenizer.token_bytes`.
+
+        With Unicode normalisation (NFC, as in Qwen), they are those of the normalised text. A special token has those
+        of its name, as a text that contains it. None: the tokens are of another kind, or drop or add characters.
+        """
+        added = self.model.get("added_tokens") or []
+        whole = self._model.get_vocab().keys() >= set(_byte_alphabet())
+        if (
+            not whole
+            or not _keeps_bytes(self.model)
+            or any(token.get("lstrip") or token.get("rstrip") for token in added)
+        ):
+            return None
+        return _bytes_by_token(
+            self._model,
+            {i: token.content for i, token in self._model.get_added_tokens_decoder().items()},
+            self.n_tokens,
+        )
+
+    def spec(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return {"tokens": self.kind, "vocabulary": {"model": self.model, **_about(self)}}
+
+    @staticmethod
+    def cut(block: bytes) -> int:
+        """Return 0: whether a text can be cut depends on the tokenizer."""
+        return 0
+
+    @classmethod
+    def learn(cls, texts: Iterable[str], vocab_size: int | None) -> "PretrainedTokenizer":
+        """Raise an error: it comes with its model.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError("a pretrained tokenizer is not learnt")
+
+    @classmethod
+    def _from(cls, vocabulary: dict[str, Any]) -> "PretrainedTokenizer":
+        return cls(**_fields(vocabulary, model=dict))
+
+
+class NumberTokenizer(Tokenizer):
+    """The tokens of a vocabulary whose texts are not known: their numbers, separated by spaces.
+
+    Args:
+        n_tokens: Size of the vocabulary.
+        start: The token that is read before a document. Default: the last, which then does not occur in texts.
+        end: The token at which beam search ends a text, or None.
+        files: See `PretrainedTokenizer`.
+
+    Raises:
+        ValueError: If `start` or `end` is not in the vocabulary.
+
+    Example:
+        >>> numbers = NumberTokenizer(11)
+        >>> numbers.decode([7, 0, 10]), numbers.encode("7 0").tolist(), numbers.unknown("7 10 x")
+        ('7 0', [7, 0], ['10', 'x'])
+    """
+
+    kind, unit, separator = "numbers", "token", " "
+
+    def __init__(
+        self, n_tokens: int, start: int | None = None, end: int | None = None, files: dict[str, Any] | None = None
+    ) -> None:
+        self.n_tokens = n_tokens
+        self._start, self._end = n_tokens - 1 if start is None else start, end
+        self.files = files or {}
+        self._largest = n_tokens - (2 if start is None else 1)
+        _check_tokens(n_tokens, {"start": start, "end": end})
+
+    @property
+    def start(self) -> int:
+        """The token that is read before a document."""
+        return self._start
+
+    @property
+    def end(self) -> int | None:
+        """The token at which beam search ends a text."""
+        return self._end
+
+    @property
+    def largest(self) -> int:
+        """The largest token of a text."""
+        return self._largest
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Return the numbers in a text.
+
+        Raises:
+            ValueError: If a word is not the number of a token.
+        """
+        words = _as_str(text).split()
+        if unknown := next((word for word in words if not self._is_token(word)), None):
+            raise ValueError(
+                f"the text has {unknown[:40]!r}, where a token's number is expected, 0 … {self.largest}: the model has "
+                "no tokenizer"
+            )
+        return np.array([int(word) for word in words], np.uint32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the tokens' numbers."""
+        return " ".join(str(token) for token in ids if token != self.start)
+
+    def unknown(self, text: str) -> list[str]:
+        """Return the words that are not the number of a token, each once."""
+        return [word for word in dict.fromkeys(text.split()) if not self._is_token(word)]
+
+    def _is_token(self, word: str) -> bool:
+        return word.isascii() and word.isdecimal() and len(word) < 20 and int(word) <= self.largest
+
+    def spec(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return {"tokens": self.kind, "vocabulary": _about(self)}
+
+    @staticmethod
+    def cut(block: bytes) -> int:
+        """Cut after a line, or else between numbers."""
+        return _line_or_word_end(block)
+
+    @classmethod
+    def learn(cls, texts: Iterable[str], vocab_size: int | None) -> "NumberTokenizer":
+        """Raise an error: the vocabulary is that of a model.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError("token numbers are not learnt")
+
+    @classmethod
+    def _from(cls, vocabulary: dict[str, Any]) -> "NumberTokenizer":
+        return cls(**_fields(vocabulary))
+
+
+def _about(tokenizer: "PretrainedTokenizer | NumberTokenizer") -> dict[str, Any]:
+    about = {"n_tokens": tokenizer.n_tokens, "start": tokenizer.start, "end": tokenizer.end}
+    return about | ({"files": tokenizer.files} if tokenizer.files else {})
+
+
+def _fields(vocabulary: Any, **more: type) -> dict[str, Any]:
+    """Return what `_about` gave, and what is in `more`.
+
+    Raises:
+        TypeError: One is missing, or of another type.
+    """
+    whole: dict[str, Any] = {**more, "n_tokens": int, "start": int, "end": (int, type(None))}
+    if not isinstance(vocabulary, dict) or not all(isinstance(vocabulary.get(k), t) for k, t in whole.items()):
+        raise TypeError(f"it must have {', '.join([*whole][:-1])} and end")
+    files = vocabulary.get("files") or {}
+    if not isinstance(files, dict) or not all(
+        isinstance(v, str if k.endswith(".jinja") else dict) for k, v in files.items()
+    ):
+        raise TypeError("its files must be objects, by file name")
+    return {name: vocabulary[name] for name in whole} | {"files": files}
+
+
+def _check_tokens(n_tokens: int, tokens: dict[str, int | None]) -> None:
+    for name, token in tokens.items():
+        if token is not None and not 0 <= token < n_tokens:
+            raise ValueError(
+                f"the tokenizer has {name}={token}, beyond the model's vocabulary of {n_tokens} tokens; use the "
+                "tokenizer of that model"
+            )
+
+
+KINDS: dict[str, type[Tokenizer]] = {
+    kind.kind: kind for kind in (ByteTokenizer, CharacterTokenizer, WordTokenizer, BPETokenizer)
+}
+"""The tokenizers that are learnt from texts."""
+
+
+def _need_tokenizers(what: str = "tokens='bpe'") -> None:
+    if find_spec("tokenizers") is None:
+        raise ValueError(f"{what} needs the package tokenizers: pip install 'lit-effattn[bpe]'")
+
+
+def _untrained_bpe() -> "tokenizers.Tokenizer":
+    from tokenizers import Tokenizer as Model
+    from tokenizers import decoders, models, pre_tokenizers
+
+    model = Model(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    return model
+
+
+def _bytes_by_token(model: "tokenizers.Tokenizer", added: dict[int, str], n_tokens: int) -> np.ndarray:
+    """Return the number of bytes of each token of a model of byte pairs, which writes a byte as a character."""
+    sizes = np.zeros(n_tokens, np.int64)
+    for name, token in model.get_vocab(with_added_tokens=False).items():
+        sizes[token] = len(name)
+    for token, content in added.items():
+        sizes[token] = len(content.encode())
+    return sizes
+
+
+def _keeps_bytes(model: dict[str, Any]) -> bool:
+    """Whether a tokenizer.json is one of byte pairs that neither adds, drops nor changes a character, but for NFC."""
+    first, last = model.get("pre_tokenizer"), model.get("decoder") or {}
+    steps = (first or {}).get("pretokenizers", [first])
+    kinds = {(step or {}).get("type") for step in steps}
+    return (
+        model.get("model", {}).get("type") == "BPE"
+        and (model.get("normalizer") or {}).get("type", "NFC") == "NFC"
+        and last.get("type") == "ByteLevel"
+        and "ByteLevel" in kinds
+        and kinds <= {"ByteLevel", "Split", "Digits"}
+        and not any(step.get("add_prefix_space") or step.get("behavior") == "Removed" for step in steps)
+    )
+
+
+def _byte_alphabet() -> list[str]:
+    from tokenizers import pre_tokenizers
+
+    return pre_tokenizers.ByteLevel.alphabet()
+
+
+def _as_str(text: str | bytes) -> str:
+    return text if isinstance(text, str) else text.decode()
+
+
+def _code_points(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-32-le"), "<u4")
+
+
+def _lines(text: str) -> list[str]:
+    lines = text.split("\n")
+    return [line + "\n" for line in lines[:-1]] + lines[-1:]
+
+
+def _short_words(line: str) -> list[str]:
+    """Divide a line so that no word, or run of characters without white space, has more than `_LONGEST` characters."""
+    if len(line) <= _LONGEST:
+        return [line]
+    borders = [0, *(found.end() for found in _LONG.finditer(line)), len(line)]
+    return [line[start:stop] for start, stop in pairwise(borders)]
+
+
+def _to_learn(lines: Iterable[str]) -> Iterator[str]:
+    """Yield lines for the trainer; of those with words that are cut, `_MOST_OF_LONG` characters."""
+    learnt = 0
+    for line in lines:
+        parts = _short_words(line)
+        for part in parts if len(parts) > 1 else ():
+            if learnt < _MOST_OF_LONG <= learnt + len(part):
+                rank_zero_warn(
+                    f"tokens='bpe': the text has words of more than {_LONGEST:,} characters; of the lines with such, "
+                    f"byte pairs are learnt from the first {_MOST_OF_LONG:,} characters"
+                )
+            if learnt < _MOST_OF_LONG:
+                yield part
+            learnt += len(part)
+        if len(parts) == 1:
+            yield line
+
+
+def _groups(lines: list[str], size: int) -> Iterator[list[str]]:
+    """Yield the lines in groups of at most `size` characters, or of one line."""
+    group: list[str] = []
+    total = 0
+    for line in lines:
+        if group and total + len(line) > size:
+            yield group
+            group, total = [], 0
+        group.append(line)
+        total += len(line)
+    if group:
+        yield group
+
+
+def _words(text: str) -> list[str]:
+    return text.replace("\n", f" {EOS} ").split()
+
+
+def _ranked(counts: dict[str, int]) -> list[str]:
+    return sorted(counts, key=lambda word: (-counts[word], word))
+
+
+def _line_or_word_end(block: bytes) -> int:
+    """Return the last position after a line end, else before a space after a visible ASCII character; 0: none.
+
+    White space other than the space may have two bytes, or belong to the token before it.
+    """
+    if line := block.rfind(b"\n") + 1:
+        return line
+    space = block.rfind(b" ")
+    while space > 0 and not 0x20 < block[space - 1] < 0x7F:
+        space = block.rfind(b" ", 0, space)
+    return max(space, 0)

@@ -1,0 +1,1 @@
+"""What runs recorded: records, comparisons, sweeps and reports."""

@@ -1,0 +1,156 @@
+"""`lit-effattn compare`: tables and plots of several runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lit_effattn.analysis.records import RunRecord, differences, read_run
+from lit_effattn.analysis.tables import FORMATS, Table, comma_separated, from_columns, markdown, show
+from lit_effattn.checkpoints.printable import printable
+from lit_effattn.checkpoints.runs import short
+from lit_effattn.drawing import plots
+from lit_effattn.settings.own_classes import add_trust
+
+
+def compare(args: list[str]) -> None:
+    """Compare runs.
+
+    Args:
+        args: The arguments of the command.
+
+    Raises:
+        ValueError: a folder is not that of a run, or matplotlib is missing.
+    """
+    given = parser().parse_args(args)
+    if given.length is not None and given.length < 1:
+        raise ValueError(f"--length {given.length} must be at least 1")
+    if given.plots:
+        plots.check_available()
+    runs = [read_run(Path(path), length=given.length, trust=given.trust) for path in given.runs]
+    names = names_of([run.path for run in runs])
+    if given.format == "csv":
+        text: str | None = comma_separated(_joined(names, runs))
+    elif given.format == "markdown" or given.output:
+        text = "\n".join(markdown(table) for table in (results(names, runs), _settings(names, runs)) if table.rows)
+    else:
+        text = None
+        for table in (results(names, runs), _settings(names, runs)):
+            if table.rows:
+                show(table)
+    if text is not None and given.output:
+        Path(given.output).parent.mkdir(parents=True, exist_ok=True)
+        Path(given.output).write_text(text, encoding="utf-8")
+        print(f"table: {short(given.output)}")
+    elif text is not None:
+        print(printable(text), end="")
+    for name, run in zip(names, runs, strict=True):
+        if run.remark:
+            print(printable(f"{name}: {run.remark}"), file=sys.stderr)
+    if given.plots and (panels := _panels(names, runs)):
+        print(f"plots: {short(plots.curves(panels, Path(given.plots) / 'curves.png'))}")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    made = argparse.ArgumentParser(
+        "lit-effattn compare",
+        description="Compare runs: what differs in their configurations, metrics, parameters, bytes of state, "
+        "seconds a step, peak memory.",
+        allow_abbrev=False,
+    )
+    made.add_argument("runs", nargs="+", metavar="RUN", help="The folder of a run.")
+    made.add_argument("--format", choices=FORMATS, default="terminal", help="Default: terminal.")
+    made.add_argument("--output", metavar="FILE", help="Write the table here; in Markdown unless --format csv.")
+    made.add_argument("--plots", metavar="FOLDER", help="Write curves.png here: metrics by step and by time.")
+    made.add_argument(
+        "--length",
+        type=int,
+        help="Positions after which the bytes of a growing state are counted. Default: the length in the data's "
+        "configuration, the dimensions of an image, or 1,024.",
+    )
+    add_trust(made)
+    return made
+
+
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """Return names of runs: that of the configuration, or with the time if several runs have it."""
+    resolved = [path.resolve() for path in paths]
+    count = Counter(path.parent.name for path in resolved)
+    return [
+        path.parent.name if count[path.parent.name] == 1 else f"{path.parent.name}/{path.name}" for path in resolved
+    ]
+
+
+def results(names: Sequence[str], runs: Sequence[RunRecord]) -> Table:
+    """Return a table with a row for each run. Columns that no run has are left out."""
+    metrics = dict.fromkeys(name for run in runs for name in run.final if name != "train/loss")
+    peaks = dict.fromkeys(name for run in runs for name in run.peak_memory)
+    columns: dict[str, list[Any]] = {
+        "run": list(names),
+        "parameters": [run.parameters for run in runs],
+        "state bytes": [run.state_bytes for run in runs],
+        "at length": [run.state_length for run in runs],
+        "s/step": [run.seconds_per_step for run in runs],
+        **{peak: [run.peak_memory.get(peak) for run in runs] for peak in peaks},
+        **{name: [run.final.get(name) for run in runs] for name in ("train/loss", *metrics)},
+    }
+    return from_columns("Results", columns)
+
+
+def _settings(names: Sequence[str], runs: Sequence[RunRecord]) -> Table:
+    rows = [[name, *map(_plain, values)] for name, values in differences(runs).items()]
+    return Table("Settings that differ", ["setting", *names], rows)
+
+
+def _joined(names: Sequence[str], runs: Sequence[RunRecord]) -> Table:
+    """Return one table, with the settings that differ as columns after the results."""
+    table, differing = results(names, runs), differences(runs)
+    rows = [[*row, *(values[i] for values in differing.values())] for i, row in enumerate(table.rows)]
+    return Table(table.title, [*table.header, *differing], rows)
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None else str(value)
+
+
+def _panels(names: Sequence[str], runs: Sequence[RunRecord]) -> list[list[plots.Panel]]:
+    """Return a row for each metric of training and validation: by step, and by time where it is known."""
+    metrics = dict.fromkeys(
+        name for run in runs for name, curve in run.curves.items() if name.startswith(("train/", "val/")) and curve
+    )
+    timed = any(run.seconds for run in runs)
+    return [
+        [
+            plots.Panel("step", metric, _lines(names, runs, metric)),
+            *([plots.Panel("seconds", metric, _lines(names, runs, metric, by_time=True))] if timed else []),
+        ]
+        for metric in metrics
+    ]
+
+
+def _lines(
+    names: Sequence[str], runs: Sequence[RunRecord], metric: str, *, by_time: bool = False
+) -> dict[str, plots.Line]:
+    lines: dict[str, plots.Line] = {}
+    for name, run in zip(names, runs, strict=True):
+        steps = sorted(run.curves.get(metric, {}))
+        x: dict[int, float] = _times(steps, run.seconds) if by_time else {step: step for step in steps}
+        if x:
+            lines[name] = list(x.values()), [run.curves[metric][step] for step in x]
+    return lines
+
+
+def _times(steps: Sequence[int], seconds: dict[int, float]) -> dict[int, float]:
+    """Return the time of each step, by interpolation between those that were logged."""
+    import numpy as np
+
+    if not seconds:
+        return {}
+    known = sorted(seconds)
+    times = np.interp(steps, [-1, *known], [0.0, *(seconds[step] for step in known)])
+    return dict(zip(steps, times.tolist(), strict=True))

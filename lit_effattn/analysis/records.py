@@ -1,0 +1,230 @@
+"""Read what the folder of a run says about it: its configuration, log and checkpoints. Files are read as data only."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import isfinite
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from lit_effattn import sequence
+from lit_effattn.callbacks.cost_log import DEVICE_MEMORY, PROCESS_MEMORY, SECONDS
+from lit_effattn.checkpoints.io import read_outline
+from lit_effattn.checkpoints.plain_yaml import parse_yaml
+from lit_effattn.checkpoints.runs import LAST, PREVIOUS, is_checkpoint
+from lit_effattn.datamodules.common.files import regular
+from lit_effattn.hparams import flat
+from lit_effattn.tasks import Task
+
+Curve = dict[int, float]
+"""Values by optimiser step, counted from 0."""
+
+STATE_LENGTH = 1024
+"""Positions after which the bytes of a growing state are counted if the data do not say how long a sequence is."""
+
+_LENGTHS = ("length", "max_len", "segment_len")
+_MEMORY = {DEVICE_MEMORY: "peak device bytes", PROCESS_MEMORY: "peak process bytes"}
+_MOST_STEPS = 2**53
+_NOT_SETTINGS = ("trainer.default_root_dir", "ckpt_path")
+"""Settings that tell runs apart without changing what is computed."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What is known of a run. What is not known is None or empty.
+
+    Attributes:
+        path: The folder.
+        settings: The configuration, flat: `model.backbone.attention` and so on, with bare class names.
+        curves: Every column of the log, by step.
+        seconds: Time since the start in seconds, by step; pauses between a stop and its resumption do not count.
+        seconds_per_step: The median over the logged intervals.
+        peak_memory: Bytes, by what was measured.
+        parameters: Number of the model's parameters.
+        state_bytes: Bytes that the backbone's state takes for one sequence of `state_length` positions.
+        state_length: The number of positions; None: the state has the same size at any length.
+        monitor: The task's validation metric, of which less is better.
+        remark: Why something is missing.
+    """
+
+    path: Path
+    settings: dict[str, Any]
+    curves: dict[str, Curve] = field(default_factory=dict)
+    seconds: Curve = field(default_factory=dict)
+    seconds_per_step: float | None = None
+    peak_memory: dict[str, int] = field(default_factory=dict)
+    parameters: int | None = None
+    state_bytes: int | None = None
+    state_length: int | None = None
+    monitor: str | None = None
+    remark: str = ""
+
+    @property
+    def final(self) -> dict[str, float]:
+        """The last value of every metric of training, validation and test."""
+        return {
+            name: curve[max(curve)]
+            for name, curve in self.curves.items()
+            if curve and name.startswith(("train/", "val/", "test/"))
+        }
+
+
+def read_run(path: Path, *, length: int | None = None, trust: Sequence[str] = ()) -> RunRecord:
+    """Read a run.
+
+    Args:
+        path: Its folder.
+        length: Positions after which the bytes of a growing state are counted. Default: what the data say (`length`,
+            `max_len` or `segment_len`), the dimensions of an image, or 1,024.
+        trust: Classes of the user's own that its checkpoint may name: see `Task.load_from_checkpoint`.
+
+    Raises:
+        ValueError: it is no run's folder, or its configuration can't be read.
+    """
+    settings = flat(read_config(path))
+    curves, seconds, per_step = _log(path / "csv")
+    bytes_used = {column: [v for v in curves.get(column, {}).values() if isfinite(v)] for column in _MEMORY}
+    peaks = {name: int(max(bytes_used[column])) for column, name in _MEMORY.items() if bytes_used[column]}
+    own = {name: curve for name, curve in curves.items() if not name.startswith("cost/")}
+    known: dict[str, Any] = {"seconds": seconds, "seconds_per_step": per_step, "peak_memory": peaks}
+    checkpoint = next(
+        (p for name in (LAST, PREVIOUS, "best.ckpt") if is_checkpoint(p := path / "checkpoints" / name)), None
+    )
+    if checkpoint is None:
+        return RunRecord(path, settings, own, **known, remark="no checkpoint")
+    try:
+        own = own or _logged(checkpoint)
+        model = Task.load_from_checkpoint(checkpoint, map_location="cpu", trust=trust)
+        known |= _sizes(model, length or getattr(model, "n_dims", None) or _data_length(settings))
+    except (ValueError, RuntimeError, TypeError, AttributeError, LookupError, ArithmeticError, OSError) as error:
+        # What a file can't be read or a model can't be built with.
+        known["remark"] = f"{checkpoint.name}: {str(error).partition(chr(10))[0]}"
+    return RunRecord(path, settings, own, **known)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the configuration of the run in the folder `path`, as data.
+
+    Raises:
+        ValueError: it is no run's folder, or its configuration can't be read.
+    """
+    file = path / "config.yaml"
+    if not file.is_file():
+        inside = sorted(config.parent.name for config in path.glob("*/config.yaml"))
+        hint = f"; it holds runs, such as {path / inside[-1]}" if inside else ""
+        raise ValueError(f"{path} is not the folder of a run: it has no config.yaml{hint}")
+    try:
+        content = parse_yaml(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} can't be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds no settings")
+    return content
+
+
+def differences(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
+    """Return the settings that are not equal in all runs, by name: the value in each run, None where it has none."""
+    settings = _aligned([run.settings for run in runs])
+    names = dict.fromkeys(name for of_run in settings for name in of_run if name not in _NOT_SETTINGS)
+    values = {name: [of_run.get(name) for of_run in settings] for name in names}
+    return {name: of_runs for name, of_runs in values.items() if any(value != of_runs[0] for value in of_runs)}
+
+
+def _aligned(settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return settings with `x` and `x.option` as `x.0` and `x.0.option` where another run has a list.
+
+    Example:
+        >>> _aligned([{"attention": "A", "attention.bias": True}, {"attention.0": "A"}])
+        [{'attention.0': 'A', 'attention.0.bias': True}, {'attention.0': 'A'}]
+    """
+    lists = {name.removesuffix(".0") for of_run in settings for name in of_run if name.endswith(".0")}
+    aligned = []
+    for of_run in settings:
+        single = lists & of_run.keys()
+        owner = {name: next((x for x in single if f"{name}.".startswith(f"{x}.")), None) for name in of_run}
+        aligned.append({(f"{x}.0{name[len(x) :]}" if (x := owner[name]) else name): v for name, v in of_run.items()})
+    return aligned
+
+
+def _log(folder: Path) -> tuple[dict[str, Curve], Curve, float | None]:
+    """Return all columns of the logs in `folder`, the time by step, and the median time of a step."""
+    curves: dict[str, Curve] = {}
+    seconds: Curve = {}
+    per_step: list[float] = []
+    for path in sorted(folder.glob("version_*/metrics.csv"), key=_version):
+        timed: Curve = {}
+        for step, name, value in _entries(path):
+            (timed if name == SECONDS else curves.setdefault(name, {}))[step] = value
+        if not timed:
+            continue
+        steps = sorted(timed)
+        per_step += [(timed[b] - timed[a]) / (b - a) for a, b in pairwise(steps)]
+        seconds = {step: value for step, value in seconds.items() if step < steps[0]}  # what the resumed fit repeats
+        offset = max(seconds.values(), default=0.0)
+        seconds |= {step: offset + value for step, value in timed.items()}
+    return curves, seconds, median(per_step) if per_step else None
+
+
+def _entries(path: Path) -> Iterator[tuple[int, str, float]]:
+    """Yield step, column and value of every number in a log. A last line that was cut off is left out.
+
+    Raises:
+        ValueError: it is no CSV, or a field has more than 131,072 characters.
+    """
+    regular(path)
+    with path.open(newline="", encoding="utf-8") as file:
+        for row in _rows(csv.DictReader(file), path):
+            try:
+                step = int(row["step"])
+                numbers = {name: float(value) for name, value in row.items() if value and name != "step"}
+            except (KeyError, TypeError, ValueError):
+                continue
+            if not 0 <= step < _MOST_STEPS:
+                continue
+            yield from ((step, name, value) for name, value in numbers.items() if name != "epoch")
+
+
+def _rows(reader: Iterator[dict[str, str]], path: Path) -> Iterator[dict[str, str]]:
+    try:
+        yield from reader
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} can't be read: {error}; delete it to leave its figures out") from error
+
+
+def _version(path: Path) -> int:
+    number = path.parent.name.rpartition("_")[2]
+    return int(number) if number.isdecimal() else -1
+
+
+def _logged(checkpoint: Path) -> dict[str, Curve]:
+    """Return the metrics in a checkpoint, for a run without a log."""
+    content = read_outline(checkpoint)
+    logged = content.get("logged")
+    metrics = logged.get("metrics") if isinstance(logged, dict) else None
+    step = content.get("global_step", 0)
+    if not isinstance(metrics, dict) or not isinstance(step, int):
+        return {}
+    numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
+    return {name: {step: float(v)} for name, v in numbers.items() if isinstance(name, str) and not abs(v) > _MOST_STEPS}
+
+
+def _data_length(settings: Mapping[str, Any]) -> int:
+    found = (settings.get(f"data.{name}") for name in _LENGTHS)
+    return next((value for value in found if isinstance(value, int) and value > 0), STATE_LENGTH)
+
+
+def _sizes(model: Task, length: int) -> dict[str, Any]:
+    """Return the number of parameters, and the bytes of the state if the backbone has one."""
+    found: dict[str, Any] = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "monitor": getattr(model, "monitor", None),
+    }
+    backbone: Any = getattr(model, "backbone", None)
+    if getattr(backbone, "causal", False) and hasattr(backbone, "initial_state"):
+        found["state_bytes"] = sequence.nbytes(backbone.initial_state(1, max_len=length))
+        found["state_length"] = None if backbone.bounded_by is None else length
+    return found

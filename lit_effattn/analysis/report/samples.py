@@ -1,0 +1,265 @@
+"""Samples of a report: what a checkpoint's model does with a few test items, and what it draws."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import json
+import math
+import wave
+from collections.abc import Callable, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from lit_effattn.checkpoints.allowlist import Trust
+from lit_effattn.checkpoints.io import read_outline, saved_config
+from lit_effattn.checkpoints.runs import short
+from lit_effattn.checkpoints.spec_build import build
+from lit_effattn.checkpoints.spec_check import CheckpointJudge
+from lit_effattn.datamodules import IGNORE, LabelledBatch, PairBatch, SpeechBatch, TokenBatch
+from lit_effattn.datamodules.text.tokenizers import Tokenizer
+from lit_effattn.sequence import State
+from lit_effattn.settings.saved import UserOptions, checked_settings
+from lit_effattn.tasks import Task
+
+N_TEXTS, N_TOKENS = 2, 300
+"""The most texts that are drawn, and the tokens of each."""
+
+N_SCORED = 600
+"""The most tokens that are shown with their bits."""
+
+N_RECORDINGS = 3
+"""The most recordings that are embedded; each second takes 43 kB."""
+
+
+class OneSequence(NamedTuple):
+    """One sequence of the test data.
+
+    Attributes:
+        whole: A batch with this sequence alone.
+        batch: The same, without padding and without positions beyond those that are drawn.
+        memory: The state after the segments before it, if the run carried memory; else None.
+    """
+
+    whole: Any
+    batch: Any
+    memory: State | None
+
+
+class TokenBits(NamedTuple):
+    """A token that was to be predicted, and −log2 of its probability."""
+
+    token: str
+    bits: float
+
+
+def test_data(checkpoint: Path, trust: Sequence[str]) -> pl.LightningDataModule:
+    """Build the data that a checkpoint names, ready for test. It may name what it may for `lit-effattn test`.
+
+    Raises:
+        ValueError: it names none, or what it may not; or the data are invalid.
+        OSError: the data are missing.
+    """
+    config = saved_config(read_outline(checkpoint), short(checkpoint))
+    if not config.get("data"):
+        raise ValueError(f"{short(checkpoint)} does not name its data")
+    settings = checked_settings({"data": config["data"]}, "test", checkpoint, Trust(trust), UserOptions([], []))
+    judge = CheckpointJudge(short(checkpoint), Trust(trust))
+    data: pl.LightningDataModule = build(settings["data"], pl.LightningDataModule, "data", judge)
+    data.prepare_data()
+    data.setup("test")
+    return data
+
+
+def rows(batch: Any, indices: Sequence[int]) -> Any:
+    """Return rows of a batch: a tensor, or a tuple, list or NamedTuple of tensors and lists."""
+    if batch is None or isinstance(batch, Tensor):
+        return batch if batch is None else batch[list(indices)]
+    parts = [[part[i] for i in indices] if isinstance(part, list) else rows(part, indices) for part in batch]
+    return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+
+
+def filled_rows(batch: Any, n: int | None = None) -> list[int]:
+    """Return the first `n` rows that have a position: a stream of text that is short has empty rows."""
+    lengths = getattr(batch, "lengths", None)
+    parts = batch if lengths is None and isinstance(batch, (tuple, list)) else [batch]
+    size = len(next(part for part in parts if part is not None)) if lengths is None else len(lengths)
+    return [i for i in range(size) if lengths is None or lengths[i] > 0][:n]
+
+
+@torch.no_grad()
+def first_sequence(model: Task, data: Any, length: int, *, carried: bool) -> OneSequence:
+    """Return the first test sequence, cut to `length` positions of the model.
+
+    Args:
+        model: The model.
+        data: As `test_data` returns it.
+        length: The most positions.
+        carried: Whether the run carried memory over the segments of a stream. The sequence then is the first segment
+            that has at least `length` positions before it, or the last.
+
+    Raises:
+        ValueError: all rows of the first batch are empty.
+    """
+    whole = iter(data.test_dataloader())
+    first = next(whole)
+    if not (row := filled_rows(first, 1)):
+        raise ValueError("the first test batch has no positions")
+    batches = (rows(batch, row) for batch in chain([first], whole))
+    batch, memory, seen = next(batches), None, 0
+    if carried and isinstance(batch, TokenBatch):
+        backbone: Any = model.backbone
+        memory = backbone.initial_state(1)
+        for following in batches:
+            if seen >= length or not filled_rows(following):  # the stream has ended
+                break
+            memory = model.objective(batch, memory).state
+            seen += batch.inputs.size(1)
+            batch = following
+            if batch.fresh is not None and bool(batch.fresh[0]):
+                memory = backbone.initial_state(1)
+    factor = int(getattr(getattr(model, "front_end", None), "factor", 1))  # feature vectors per position
+    return OneSequence(batch, _cut(batch, length * factor), memory)
+
+
+def _cut(batch: Any, length: int) -> Any:
+    """Cut the padding of a batch of one row, and what is beyond `length`."""
+    if isinstance(batch, Tensor):
+        return batch[:, :length]
+    if isinstance(batch, TokenBatch):
+        n = min(length, batch.inputs.size(1) if batch.lengths is None else int(batch.lengths[0]))
+        return batch._replace(inputs=batch.inputs[:, :n], targets=batch.targets[:, :n], lengths=None)
+    if isinstance(batch, SpeechBatch):
+        n = min(length, int(batch.lengths[0]))
+        return batch._replace(features=batch.features[:, :n], lengths=torch.tensor([n]))
+    if isinstance(batch, PairBatch):
+        m, n = min(length, int(batch.source_lengths[0])), min(length, int(batch.lengths[0]))
+        return batch._replace(
+            source=batch.source[:, :m],
+            source_lengths=torch.tensor([m]),
+            inputs=batch.inputs[:, :n],
+            targets=batch.targets[:, :n],
+            lengths=torch.tensor([n]),
+        )
+    labelled = batch if isinstance(batch, LabelledBatch) else LabelledBatch(*batch)
+    n = labelled.x.size(1) if labelled.lengths is None else int(labelled.lengths[0])
+    return labelled._replace(x=labelled.x[:, : min(length, n)], lengths=None)
+
+
+@torch.no_grad()
+def token_bits(model: Any, sequence: OneSequence) -> list[TokenBits]:
+    """Return the tokens of a sequence that are scored, each with its bits; none if it is not one of tokens."""
+    batch = sequence.whole
+    if not isinstance(batch, TokenBatch) or not hasattr(model, "hidden"):
+        return []
+    bits = model(batch, sequence.memory)[0] / math.log(2)  # (N,)
+    spec = getattr(model, "tokenizer", None)
+    tokenizer = None if spec is None else Tokenizer.from_spec(spec)
+    scored = batch.targets[0] != IGNORE
+    pairs = zip(batch.targets[0, scored].tolist(), bits[scored].tolist(), strict=True)
+    return [
+        TokenBits(str(token) if tokenizer is None else tokenizer.decode([token]), value)
+        for token, value in islice(pairs, N_SCORED)
+    ]
+
+
+def recordings(data: Any, batch: Any) -> dict[str, bytes]:
+    """Return the first recordings of a batch of speech by their ids, as 16-bit WAV files."""
+    corpus, found = getattr(data, "corpus", None), dict[str, bytes]()
+    if not isinstance(batch, SpeechBatch) or corpus is None:
+        return found
+    from lit_effattn.datamodules.speech.audio import read_audio
+
+    known = {utterance.id: utterance for utterance in corpus.utterances("test")}
+    for name in [name for name in batch.ids if name in known][:N_RECORDINGS]:
+        spoken, file, rate = known[name], io.BytesIO(), 16_000
+        samples = read_audio(spoken.audio, start=spoken.start, duration=spoken.duration, sample_rate=rate)
+        with wave.open(file, "wb") as out:
+            out.setnchannels(1)
+            out.setsampwidth(2)
+            out.setframerate(rate)
+            out.writeframes((samples.clamp(-1, 1) * 32767).to(torch.int16).numpy().tobytes())
+        found[name] = file.getvalue()
+    return found
+
+
+@torch.no_grad()
+def write_predictions(model: Task, batch: Any, folder: Path) -> None:
+    """Write what `lit-effattn predict` writes of a batch, into a new folder."""
+    folder.mkdir()
+    model.write_predictions([model.predict_step(batch)], folder)
+
+
+@torch.no_grad()
+def write_samples(model: Any, data: Any, n: int, folder: Path) -> list[str]:
+    """Write what `lit-effattn generate` draws from nothing, and test images completed, into new folders.
+
+    Args:
+        model: A task; one that needs more than its data to generate writes nothing.
+        data: As `test_data` returns it, or None.
+        n: How many samples.
+        folder: Where the folders are made.
+
+    Returns:
+        Why something was not drawn.
+    """
+    write = getattr(model, "write_samples", None)
+    if not callable(write):
+        return []
+    known = inspect.signature(write).parameters
+    if any(p.default is p.empty for name, p in known.items() if name not in _OF_ALL):
+        return []
+    is_text = "n_tokens" in known
+    wanted: list[dict[str, Any]] = [{"n_tokens": N_TOKENS} if is_text else {}]
+    if "complete" in known and data is not None:
+        wanted.append({"complete": 0.5})
+    reasons = []
+    for i, options in enumerate(wanted):
+        made = folder / f"drawn_{i}"
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                write(
+                    _maker(made),
+                    datamodule=data,
+                    n=min(n, N_TEXTS) if is_text else n,
+                    sampling={},
+                    progress=iter,
+                    **options,
+                )
+        except ValueError as error:
+            reasons.append(f"Not drawn: {error}")
+    return reasons
+
+
+_OF_ALL = ("folder", "datamodule", "n", "sampling", "progress")
+
+
+def _maker(folder: Path) -> Callable[[], Path]:
+    def make() -> Path:
+        folder.mkdir()
+        return folder
+
+    return make
+
+
+def records(path: Path) -> list[dict[str, str]]:
+    """Return the entries of a `.jsonl` file of predictions, as texts by their names.
+
+    A list is joined by spaces; of an object in it, its first value is shown.
+    """
+    return [
+        {name: _plain(value) for name, value in json.loads(line).items()}
+        for line in islice(path.read_text(encoding="utf-8").splitlines(), 50)
+    ]
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return _plain(next(iter(value.values()), ""))
+    return " ".join(map(_plain, value)) if isinstance(value, list) else str(value)

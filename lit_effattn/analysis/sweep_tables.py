@@ -1,0 +1,125 @@
+"""What a sweep found: the best rate of each kind, and the means and deviations over seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import mean, stdev
+from typing import Any, NamedTuple
+
+from lit_effattn.analysis.records import RunRecord
+from lit_effattn.analysis.tables import Spread, Table, from_columns
+from lit_effattn.drawing.plots import Point
+
+
+class Cell(NamedTuple):
+    """One run of a sweep.
+
+    Attributes:
+        kind: Name of the attention, with its options.
+        rate: Learning rate.
+        seed: Seed of the initial weights and of the order of the data.
+    """
+
+    kind: str
+    rate: float
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.replace(':', '_')}_lr{self.rate:g}_seed{self.seed}"
+
+
+class Outcome(NamedTuple):
+    """What became of a cell: a run, or the reason why there is none."""
+
+    record: RunRecord | None
+    reason: str | None
+
+    @property
+    def score(self) -> float:
+        """The lowest value of the task's validation metric; infinite if there is none."""
+        if self.record is None or self.record.monitor is None:
+            return math.inf
+        values = self.record.curves.get(self.record.monitor, {}).values()
+        return min((value for value in values if math.isfinite(value)), default=math.inf)
+
+    @property
+    def said(self) -> str:
+        """A few words about it."""
+        return f"{self.record.monitor} {self.score:.4g}" if self.record is not None else f"refused: {self.reason}"
+
+
+Outcomes = Mapping[Cell, Outcome]
+
+
+def best_rate(kind: str, outcomes: Outcomes) -> float | None:
+    """Return the rate with the lowest validation metric with seed 0; None: no rate has a finite one."""
+    scores = {cell.rate: outcome.score for cell, outcome in outcomes.items() if cell.kind == kind and cell.seed == 0}
+    finite = {rate: score for rate, score in scores.items() if math.isfinite(score)}
+    return min(finite, key=finite.__getitem__) if finite else None
+
+
+def by_rate(kinds: Sequence[str], rates: Sequence[float], outcomes: Outcomes) -> Table:
+    """Return the validation metric of every kind at every rate, or why there is none."""
+    monitors = {outcome.record.monitor: None for outcome in outcomes.values() if outcome.record is not None}
+    rows = [[kind, *(_tried(outcomes[Cell(kind, rate, 0)]) for rate in rates)] for kind in kinds]
+    title = f"Rates: the lowest {', '.join(map(str, monitors)) or 'validation metric'} with seed 0"
+    return Table(title, ["kind", *(f"{rate:g}" for rate in rates)], rows)
+
+
+def _tried(outcome: Outcome) -> Any:
+    return outcome.score if math.isfinite(outcome.score) else outcome.reason
+
+
+def by_kind(kinds: Sequence[str], chosen: Mapping[str, float], outcomes: Outcomes) -> Table:
+    """Return a row for each kind: the means over seeds at its best rate, and the standard deviations after ±."""
+    runs = [_runs(kind, chosen, outcomes) for kind in kinds]
+    metrics = dict.fromkeys(name for of_kind in runs for run in of_kind for name in _scores(run))
+    columns: dict[str, list[Any]] = {
+        "kind": list(kinds),
+        "parameters": [of_kind[0].parameters if of_kind else None for of_kind in runs],
+        "state bytes": [of_kind[0].state_bytes if of_kind else None for of_kind in runs],
+        "at length": [of_kind[0].state_length if of_kind else None for of_kind in runs],
+        "rate": [chosen.get(kind) for kind in kinds],
+        "seeds": [len(of_kind) or None for of_kind in runs],
+        "s/step": [_spread([run.seconds_per_step for run in of_kind]) for of_kind in runs],
+        **{metric: [_spread([_scores(run).get(metric) for run in of_kind]) for of_kind in runs] for metric in metrics},
+        "refused": [_reason(kind, outcomes) for kind in kinds],
+    }
+    return from_columns("Kinds at their best rate: mean ± standard deviation over seeds", columns)
+
+
+def points(kinds: Sequence[str], chosen: Mapping[str, float], outcomes: Outcomes) -> tuple[str, list[Point]]:
+    """Return the metric to plot against bytes of state, the accuracy in test if there is one, and a point a kind."""
+    runs = {kind: _runs(kind, chosen, outcomes) for kind in kinds}
+    names = [name for of_kind in runs.values() for run in of_kind for name in _scores(run)]
+    metric = "test/accuracy" if "test/accuracy" in names else next((n for n in names if n.startswith("val/")), "")
+    found = []
+    for kind, of_kind in runs.items():
+        middle = _spread([_scores(run).get(metric) for run in of_kind])
+        if middle is not None and math.isfinite(middle.mean) and of_kind[0].state_bytes:
+            found.append(Point(kind.replace(":", " "), of_kind[0].state_bytes, middle.mean, middle.deviation or 0.0))
+    return metric, found
+
+
+def _runs(kind: str, chosen: Mapping[str, float], outcomes: Outcomes) -> list[RunRecord]:
+    at_best = sorted(cell for cell in outcomes if cell.kind == kind and cell.rate == chosen.get(kind))
+    return [record for cell in at_best if (record := outcomes[cell].record) is not None]
+
+
+def _scores(run: RunRecord) -> dict[str, float]:
+    """Return the lowest value of the validation metric, and all metrics in test."""
+    validated = {run.monitor: Outcome(run, None).score} if run.monitor is not None else {}
+    return validated | {name: value for name, value in run.final.items() if name.startswith("test/")}
+
+
+def _spread(values: Sequence[float | None]) -> Spread | None:
+    """Return the mean and deviation of those that are known: NaN if one is not finite, None without any."""
+    known = [value for value in values if value is not None]
+    if not all(map(math.isfinite, known)):  # a seed diverged; `stdev` takes finite numbers alone
+        return Spread(math.nan, None)
+    return Spread(mean(known), stdev(known) if len(known) > 1 else None) if known else None
+
+
+def _reason(kind: str, outcomes: Outcomes) -> str | None:
+    return next((outcome.reason for cell, outcome in outcomes.items() if cell.kind == kind and outcome.reason), None)

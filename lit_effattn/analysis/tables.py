@@ -1,0 +1,103 @@
+"""Tables for the terminal, Markdown and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lit_effattn.checkpoints.printable import printable
+
+FORMATS = ("terminal", "markdown", "csv")
+
+
+class Table(NamedTuple):
+    """Rows under a header.
+
+    Attributes:
+        title: What it shows.
+        header: Names of the columns.
+        rows: Their values; None is shown as nothing.
+    """
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+
+
+class Spread(NamedTuple):
+    """A mean and a standard deviation; None: of one value."""
+
+    mean: float
+    deviation: float | None
+
+
+def shown(value: Any) -> str:
+    """Return a value as a reader wants it: 4 digits, or all of an integer and of what is at least 10,000."""
+    if value is None:
+        return ""
+    if isinstance(value, Spread):
+        return shown(value.mean) + ("" if value.deviation is None else f" ± {value.deviation:.2g}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return printable(str(value), one_line=True)
+    if isinstance(value, int) or 1e4 <= abs(value) < 1e15:
+        return f"{round(value):,}"
+    return f"{value:.4g}"
+
+
+def markdown(table: Table) -> str:
+    """Return a table in Markdown."""
+    lines = [table.header, ["---"] * len(table.header), *([shown(v) for v in row] for row in table.rows)]
+    body = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return f"### {table.title}\n\n{body}\n"
+
+
+def comma_separated(table: Table) -> str:
+    """Return a table as CSV, with all digits. A mean and its deviation have a column each."""
+    columns: list[list[Any]] = []
+    for name, *values in zip(table.header, *table.rows, strict=True):
+        if any(isinstance(value, Spread) for value in values):
+            pairs = [value if isinstance(value, Spread) else (value, None) for value in values]
+            columns += [[title, *of] for title, of in zip((name, f"± {name}"), zip(*pairs, strict=True), strict=True)]
+        else:
+            columns.append([name, *values])
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows(zip(*columns, strict=True))
+    return file.getvalue()
+
+
+def from_columns(title: str, columns: Mapping[str, Sequence[Any]]) -> Table:
+    """Return a table of columns, without those that have no value."""
+    full = {name: values for name, values in columns.items() if any(value is not None for value in values)}
+    return Table(title, list(full), list(zip(*full.values(), strict=True)))
+
+
+def show(table: Table) -> None:
+    """Print a table to the terminal, with rows and columns exchanged if that makes it narrower."""
+    from rich import box, get_console
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    drawn = RichTable(title=Text(table.title), box=box.SIMPLE, title_justify="left")
+    lines: Sequence[Sequence[Any]] = [table.header, *table.rows]
+    if len(table.header) > len(lines):
+        lines = list(zip(*lines, strict=True))
+    console = get_console()
+    width = max(16, console.width // len(lines[0]) - 3)
+    for name in lines[0]:
+        drawn.add_column(Text(_broken(shown(name), width)), overflow="fold")
+    for row in lines[1:]:
+        drawn.add_row(*(Text(_broken(shown(value), width)) for value in row))  # plain text: a name is no markup
+    console.print(drawn)
+
+
+def _broken(text: str, width: int) -> str:
+    """Return a name in lines of at most `width` characters, broken after dots, slashes, `_`, `,` and `-`."""
+    lines = [""]
+    for part in re.findall(r"[^./_,-]*[./_,-]?", text):
+        if lines[-1] and len(lines[-1]) + len(part) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines) if len(text) > width and " " not in text else text

@@ -1,0 +1,1 @@
+"""Checkpoints: files, folders, averages, runs, and what a checkpoint may name."""

@@ -1,0 +1,63 @@
+"""The mean of several checkpoints of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_effattn.checkpoints.io import read_checkpoint
+from lit_effattn.checkpoints.runs import short
+
+
+def average_parameters(
+    checkpoint: dict[str, Any], paths: Sequence[Path], model: nn.Module, map_location: Any = "cpu"
+) -> None:
+    """Replace the parameters in a checkpoint by their mean over several checkpoints, summed in float64.
+
+        θ = (θ₁ + … + θ_k) / k                                                    Vaswani et al. 2017, section 6.1
+
+    All else in `checkpoint`, the newest, stays as it is. Buffers are not averaged: the mean of random features, or of
+    counts, is neither.
+
+    Args:
+        checkpoint: The content of the last of `paths`.
+        paths: The checkpoints.
+        model: Says which tensors are parameters.
+        map_location: Where tensors go, as in `torch.load`.
+
+    Raises:
+        ValueError: two of the checkpoints hold different models; names both, and what differs.
+    """
+    weights = checkpoint["state_dict"]
+    names = [
+        name for name, _ in model.named_parameters(remove_duplicate=False) if isinstance(weights.get(name), Tensor)
+    ]
+    # Copies, else parameters that share their numbers would be added twice.
+    sums = {name: weights[name].to(_accumulator(weights[name].dtype), copy=True) for name in names}
+    for path in paths[:-1]:
+        others = read_checkpoint(path, map_location)["state_dict"]
+        _check_same_model(others, path, weights, paths[-1])
+        for name, total in sums.items():
+            total += others[name]
+    weights.update({name: (total / len(paths)).to(weights[name].dtype) for name, total in sums.items()})
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float64)
+
+
+def _check_same_model(a: dict[str, Any], path_a: Path, b: dict[str, Any], path_b: Path) -> None:
+    for name in dict.fromkeys([*a, *b]):
+        if (of_a := _shape(a.get(name))) != (of_b := _shape(b.get(name))):
+            raise ValueError(
+                f"{short(path_a)} and {short(path_b)} hold different models, which have no mean: {name} is {of_a} in "
+                f"the first and {of_b} in the second; average fewer checkpoints"
+            )
+
+
+def _shape(value: Any) -> str:
+    return "×".join(map(str, value.shape)) or "a number" if isinstance(value, Tensor) else "absent"

@@ -1,0 +1,252 @@
+"""Files and folders of checkpoints: written whole or not at all, deleted as safely, and read as data."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import shutil
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lit_effattn.checkpoints.runs import LAST, PREVIOUS
+from lit_effattn.checkpoints.shape import check_plain
+
+_PART, _BEFORE = ".part", ".before"
+
+_CHECKSUM = b"lit-effattn CRC-32 %08x"
+_CHECKSUM_SIZE = len(_CHECKSUM % 0)
+_END, _END_SIZE = b"PK\5\6", 22  # a zip's end record without its comment, whose length is in the last two bytes
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+def unfinished(path: Path) -> Path:
+    """Return the name, beside `path`, of what this process has not finished yet."""
+    return path.with_name(f".{path.name}.{os.getpid()}{_PART}")
+
+
+class _SummedWriter(io.BufferedWriter):
+    """A file that is written from its beginning to its end, with the CRC-32 of what was written."""
+
+    crc = 0
+
+    def write(self, data: Any) -> int:
+        """Write `data`."""
+        self.crc = zlib.crc32(data, self.crc)
+        return super().write(data)
+
+
+def write(content: dict[str, Any], path: Path) -> None:
+    """Write a file, to the disk and not to a buffer of the system: a power cut must not leave an empty file.
+
+    It is a zip, as `torch.save` writes it, whose comment holds the CRC-32 of the whole file without that comment.
+    """
+    with _SummedWriter(io.FileIO(path, "wb")) as file:
+        torch.save(content, file)
+        comment = _CHECKSUM % file.crc
+        file.seek(-2, os.SEEK_END)
+        file.write(len(comment).to_bytes(2, "little") + comment)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def put(part: Path, path: Path) -> None:
+    """Give the finished checkpoint `part` the name `path`, in place of the one before.
+
+    Of `last.ckpt`, the one before becomes `previous.ckpt`. A folder can't replace another in one step: between two
+    renames the one before has the name that `remove_parts` gives back.
+    """
+    if path.name == LAST and path.exists():
+        _keep(path, path.with_name(PREVIOUS))
+    if not path.is_dir() and not (part.is_dir() and path.exists()):
+        part.replace(path)
+        return
+    before = part.with_suffix(_BEFORE)
+    shutil.rmtree(before, ignore_errors=True)  # of a process that was killed, and had the same number
+    path.replace(before)
+    try:
+        part.replace(path)
+    except BaseException:
+        before.replace(path)
+        raise
+    remove(before)
+
+
+def _keep(path: Path, other: Path) -> None:
+    """Give a file a second name, which may be in use; a folder, or where there are no links, is renamed."""
+    remove(other)
+    try:
+        if path.is_dir():
+            path.replace(other)
+        else:
+            os.link(path, other)
+    except OSError:
+        path.replace(other)
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint, if it is there. A folder loses its name first: the name never means half of one."""
+    if not path.is_dir() or path.is_symlink():
+        path.unlink(missing_ok=True)
+        return
+    gone = unfinished(path)
+    shutil.rmtree(gone, ignore_errors=True)
+    path.replace(gone)
+    shutil.rmtree(gone)
+
+
+def remove_parts(folder: Path) -> None:
+    """Delete the unfinished checkpoints in `folder` of processes that have ended, and give back names: see `put`."""
+    for path in (*folder.glob(f".*{_PART}"), *folder.glob(f".*{_BEFORE}")):
+        process = path.suffixes[-2][1:] if len(path.suffixes) > 1 else ""
+        if not process.isdecimal() or int(process) == os.getpid() or _is_running(int(process)):
+            continue
+        name = path.with_name(path.name[1:].removesuffix(f".{process}{_BEFORE}"))
+        with suppress(OSError):
+            if path.suffix == _BEFORE and not name.exists():
+                path.replace(name)
+            elif path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
+def _is_running(process: int) -> bool:
+    if os.name == "nt":
+        return True  # there the signal 0 is Ctrl-C
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        pass  # it is somebody else's
+    return True
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Turn an error in writing `path` into an OSError that names it, the reason, and what is still there."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        reason = _os_error(error)
+        if reason is None and isinstance(error, RuntimeError) and "inline_container" not in str(error):
+            raise
+        kept = f"; {path} is the one saved before, still intact" if path.exists() else ""
+        raise OSError(
+            f"the checkpoint {path} could not be written: {reason.strerror if reason else error}{kept}. "
+            "Make room, then resume with --ckpt_path last"
+        ) from error
+
+
+def _os_error(error: BaseException | None) -> OSError | None:
+    """Find the operating system's reason: torch raises an error of its own on top of it."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+class DamagedError(ValueError):
+    """A checkpoint is cut off or changed, or no checkpoint at all."""
+
+
+def read(path: Path, map_location: Any = "cpu", *, mmap: bool = False) -> dict[str, Any]:
+    """Read a file, which may hold plain containers of tensors only: nothing in it is executed.
+
+    The checksums (CRC-32) of all its entries are verified first.
+
+    Args:
+        path: The file.
+        map_location: Where its tensors go, as in `torch.load`.
+        mmap: Whether the numbers of its tensors are read when they are used.
+
+    Raises:
+        DamagedError: the file is cut off, changed, or from another program.
+    """
+    if found := damage(path):
+        raise DamagedError(f"{path} is damaged: {found}")
+    try:
+        content = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
+    except Exception as error:  # what is no pickle fails in every way there is
+        if _of_machine(error):
+            raise
+        reason = str(error).partition("\n")[0].partition(". ")[0]  # what torch adds is advice to trust the file
+        raise DamagedError(
+            f"{path} ({path.stat().st_size:,} bytes) can't be read as a checkpoint: it is cut off, damaged, or from "
+            f"another program ({reason or type(error).__name__})"
+        ) from error
+    try:
+        check_plain(content)
+    except ValueError as error:
+        raise DamagedError(f"{path} is no checkpoint that can be read: {error}") from error
+    return content if isinstance(content, dict) else {}
+
+
+def damage(path: Path) -> str | None:
+    """Return what is wrong with a torch file, a zip; None: nothing.
+
+    A file that `write` has written has a checksum of all its bytes. In another, the checksum of each entry is verified,
+    and that the records about the entries say what torch writes in them.
+    """
+    try:
+        with path.open("rb") as file:
+            begins = file.read(4) == b"PK\3\4"
+            if not begins and not zipfile.is_zipfile(file):
+                return None  # an older torch's format, or no torch file: torch.load says which
+            size = file.seek(0, os.SEEK_END)
+            file.seek(-min(size, _END_SIZE + _CHECKSUM_SIZE), os.SEEK_END)
+            tail = file.read()
+            summed = tail[: len(_END)] == _END and len(tail) == _END_SIZE + _CHECKSUM_SIZE
+            if summed and not _is_sum(file, tail[_END_SIZE - 2 :]):
+                return "the checksum of the whole file is wrong"
+            if not summed and not (tail[-_END_SIZE:][:4] == _END and tail[-2:] == b"\0\0"):
+                return f"it is cut off or changed: its {path.stat().st_size:,} bytes do not end as torch's files do"
+            with zipfile.ZipFile(file) as archive:
+                return _damaged_record(archive) or (None if summed else _damaged_entry(archive))
+    except Exception as error:  # a changed header is read as any unsupported option there is
+        if _of_machine(error):
+            raise
+        return str(error) or type(error).__name__
+
+
+def _is_sum(file: io.BufferedReader, comment: bytes) -> bool:
+    """Return whether a file's comment, which begins with its length, has the checksum of the file without it."""
+    crc, left = 0, file.seek(0, os.SEEK_END) - len(comment)
+    file.seek(0)
+    while left:
+        block = file.read(min(left, 1 << 20))
+        crc, left = zlib.crc32(block, crc), left - len(block)
+    expected = _CHECKSUM % zlib.crc32(b"\0\0", crc)
+    return comment == len(expected).to_bytes(2, "little") + expected
+
+
+def _damaged_record(archive: zipfile.ZipFile) -> str | None:
+    """Return what the directory says of an entry that it says of none of torch's; torch would not read that entry."""
+    for entry in archive.infolist():
+        if entry.compress_type != zipfile.ZIP_STORED:
+            return "it is compressed, as torch's files never are"
+        if entry.external_attr or entry.is_dir():
+            return f"its directory calls {entry.filename} something else than a file"
+    return None
+
+
+def _damaged_entry(archive: zipfile.ZipFile) -> str | None:
+    entry = archive.testzip()
+    return None if entry is None else f"the checksum of {entry} is wrong"
+
+
+def _of_machine(error: Exception) -> bool:
+    """Return whether reading failed for the machine's sake, not the file's, in which EINVAL is a position beyond it."""
+    if isinstance(error, OSError):
+        return error.errno not in (None, errno.EINVAL)
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)

@@ -1,0 +1,328 @@
+"""Checkpoints of sharded runs: a folder to which every process writes its own part.
+
+    last.ckpt/
+        common.pt        a checkpoint as any other, with shapes alone of divided tensors (the device `meta`)
+        part_00000.pt    process 0: its rows of every divided tensor, and what only it has, such as its carried memory
+        part_00001.pt    process 1: …
+
+Process r of W has the rows ⌈n / W⌉ r to ⌈n / W⌉ (r + 1) of a tensor of n rows, as FSDP2 divides them. Nothing in a file
+names another file: `common.pt` says how many parts there are, how long each is, and what they must have in common.
+
+torch.distributed.checkpoint is not used: its own format has a pickle that is loaded without `weights_only`, and with
+safetensors (`HuggingFaceStorageReader`) a part that is missing or has changed is not noticed.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import keystr, tree_map_only, tree_map_with_path
+
+from lit_effattn.checkpoints.files import DamagedError, explained, put, read, unfinished, write
+from lit_effattn.checkpoints.runs import COMMON
+
+T = TypeVar("T")
+
+PARTS_KEY = "parts"
+"""Where `common.pt` has the number of its format, and what it knows of the parts."""
+
+_FORMAT = 1
+
+
+class OfEach(NamedTuple):
+    """A value at the top of a checkpoint of which each process has its own. Read, it is the list of all of them."""
+
+    value: Any
+
+
+def share(n: int, rank: int, size: int) -> tuple[int, int]:
+    """Return the first of `n` rows that process `rank` of `size` has, and the first that it does not have."""
+    each = -(-n // size)
+    return min(each * rank, n), min(each * (rank + 1), n)
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+def save(checkpoint: dict[str, Any], path: Path) -> None:
+    """Write a checkpoint, of which each process has its rows of the DTensors. All processes call it, with one path.
+
+    The folder gets its name when it is whole. What was there before is kept until then.
+
+    Raises:
+        OSError: a process could not write its part, say because the disk is full. All processes raise it.
+    """
+    rank = dist.get_rank()
+    part, token = _gathered((unfinished(path), secrets.token_hex(8)))[0]
+    try:
+        _together(lambda: _begin(part, path) if rank == 0 else None, OSError)
+        common, own = _divided(checkpoint)
+        written = _together(lambda: _write({**own, "token": token}, part / _name(rank), path), OSError)
+        about = {"format": _FORMAT, "token": token, "bytes": _gathered(written), "own": [*own["own"]]}
+        _together(lambda: _finish({**common, PARTS_KEY: about}, part, path) if rank == 0 else None, OSError)
+    except BaseException:
+        if rank == 0:
+            shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def _begin(part: Path, path: Path) -> None:
+    with explained(path):
+        shutil.rmtree(part, ignore_errors=True)  # of a process that was killed, and had the same number
+        part.mkdir(parents=True)
+
+
+def _write(content: dict[str, Any], file: Path, path: Path) -> int:
+    if not file.parent.is_dir():
+        raise OSError(
+            f"the checkpoint {path} could not be written: the folder of {file} is not there on this machine; all "
+            "machines need the same file system"
+        )
+    with explained(path):
+        write(content, file)
+        return file.stat().st_size
+
+
+def _finish(common: dict[str, Any], part: Path, path: Path) -> None:
+    with explained(path):
+        write(common, part / COMMON)
+        put(part, path)
+
+
+def _divided(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what all processes have in common, and what this one has."""
+    rows: dict[str, Tensor] = {}
+
+    def take(path: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, DTensor):
+            return leaf
+        assert tuple(leaf.placements) == (Shard(0),)
+        rows[keystr(path)] = _alone(leaf.to_local())
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+
+    own = {name: value.value for name, value in checkpoint.items() if isinstance(value, OfEach)}
+    common = tree_map_with_path(take, {**checkpoint, **dict.fromkeys(own)})
+    return common, {"rows": rows, "own": own}
+
+
+def _alone(t: Tensor) -> Tensor:
+    """Return a tensor on the CPU without the padding that FSDP2 has around it, which would be saved too."""
+    t = t.detach().cpu().contiguous()
+    return t if t.untyped_storage().nbytes() == t.nbytes else t.clone()
+
+
+def _name(rank: int) -> str:
+    return f"part_{rank:05d}.pt"
+
+
+def _gathered(mine: T) -> list[T]:
+    """Return what each process has."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def _together(act: Callable[[], T], kind: type[Exception]) -> T:
+    """Call `act`. An error of this kind in one process is raised in all of them: none waits for the others."""
+    failed, found = None, None
+    try:
+        found = act()
+    except kind as error:
+        failed = error
+    messages = _gathered(failed and str(failed))
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise failed or kind(f"{message} (process {rank})")
+    return found  # type: ignore[return-value]  # no error
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+class Parts:
+    """The files of a folder. Each part is verified when it is first used, and its numbers are read when they are.
+
+    Args:
+        folder: The folder.
+        map_location: Where tensors go that are not divided, as in `torch.load`.
+
+    Raises:
+        DamagedError: a file is missing, cut off or changed, a link, or of another checkpoint; names it.
+        ValueError: the folder is of a newer format.
+    """
+
+    def __init__(self, folder: Path, map_location: Any = "cpu") -> None:
+        self._folder = folder
+        self.common = read(_real(folder / COMMON), map_location)
+        about = self.common.pop(PARTS_KEY, None)
+        if isinstance(about, dict) and about.get("format", _FORMAT) != _FORMAT:
+            raise ValueError(
+                f"{folder} is of format {about['format']!r}: it was saved by a newer lit-effattn; update it"
+            )
+        try:
+            self._token, self._bytes, self.own = about["token"], [int(n) for n in about["bytes"]], list(about["own"])
+        except (TypeError, KeyError, ValueError):
+            raise DamagedError(f"{folder / COMMON} does not say what parts the checkpoint has") from None
+        for rank, size in enumerate(self._bytes):
+            file = _real(folder / _name(rank))
+            if file.stat().st_size != size:
+                raise DamagedError(f"{file} is damaged: it has {file.stat().st_size:,} bytes, not {size:,}")
+        self._read: dict[int, dict[str, Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self._bytes)
+
+    def file(self, rank: int) -> Path:
+        """Return the file of a part."""
+        return self._folder / _name(rank)
+
+    def __getitem__(self, rank: int) -> dict[str, Any]:
+        if rank not in self._read:
+            content = read(self.file(rank), mmap=True)
+            if content.get("token") != self._token:
+                raise DamagedError(f"{self.file(rank)} is of another checkpoint than {self._folder / COMMON}")
+            if not all(isinstance(content.get(name), dict) for name in ("rows", "own")):
+                raise DamagedError(f"{self.file(rank)} is no part of a checkpoint")
+            self._read[rank] = content
+        return self._read[rank]
+
+    def verify(self) -> None:
+        """Verify all parts.
+
+        Raises:
+            DamagedError: see `Parts`.
+        """
+        for rank in range(len(self)):
+            self[rank]
+
+    def of_process(self, rank: int, name: str) -> Any:
+        """Return what a process alone has, in memory."""
+        if name not in self[rank]["own"]:
+            raise DamagedError(f"{self.file(rank)} is damaged: it has no {name}")
+        with _flat(self.file(rank)):
+            return tree_map_only(Tensor, torch.clone, self[rank]["own"][name])
+
+    def map(self, change: Callable[[Divided], T]) -> dict[str, Any]:
+        """Return what all processes have in common, with `change` of every divided tensor."""
+
+        def leaf(path: Any, value: Any) -> Any:
+            is_divided = isinstance(value, Tensor) and value.device.type == "meta"
+            return change(Divided(self, keystr(path), value)) if is_divided else value
+
+        with _flat(self._folder / COMMON):
+            return dict(tree_map_with_path(leaf, self.common))
+
+
+class Divided:
+    """A tensor whose rows are in the parts of a checkpoint.
+
+    Args:
+        parts: The parts.
+        name: Its name in them.
+        like: Has its shape and type.
+    """
+
+    def __init__(self, parts: Parts, name: str, like: Tensor) -> None:
+        if not like.ndim or not len(parts):
+            raise DamagedError(f"{name} of the checkpoint has no rows that parts could have")
+        self._parts = parts
+        self._name = name
+        self.shape = like.shape
+        self.dtype = like.dtype
+
+    def having(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+        """Yield each part that has some of the rows from `first` to before `last`, with those that it has."""
+        for rank in range(len(self._parts)):
+            begin, end = share(self.shape[0], rank, len(self._parts))
+            if max(begin, first) < min(end, last):
+                yield rank, begin, end
+
+    def rows(self, first: int, last: int) -> Tensor:
+        """Read the rows from `first` to before `last`.
+
+        Raises:
+            DamagedError: a part does not have them.
+        """
+        pieces = [torch.empty((0, *self.shape[1:]), dtype=self.dtype)]
+        for rank, begin, end in self.having(first, last):
+            piece = self._parts[rank]["rows"].get(self._name)
+            shape = (end - begin, *self.shape[1:])
+            fits = isinstance(piece, Tensor) and tuple(piece.shape) == shape and piece.dtype == self.dtype
+            if not fits or not piece.is_contiguous():  # a single number can have any shape
+                raise DamagedError(f"{self._parts.file(rank)} is damaged: it lacks rows of {self._name}")
+            pieces.append(piece[max(first - begin, 0) : last - begin])
+        return torch.cat(pieces)  # a copy: the file may be deleted
+
+    def whole(self) -> Tensor:
+        """Read all rows."""
+        return self.rows(0, self.shape[0])
+
+
+def read_whole(folder: Path, map_location: Any = "cpu") -> dict[str, Any]:
+    """Read a checkpoint into the memory of one process, as if one process had saved it.
+
+    Raises:
+        DamagedError: see `Parts`.
+    """
+    parts = Parts(folder, map_location)
+    known = isinstance(map_location, (str, torch.device))
+    checkpoint = parts.map(lambda found: found.whole().to(map_location) if known else found.whole())
+    return checkpoint | {name: [parts.of_process(rank, name) for rank in range(len(parts))] for name in parts.own}
+
+
+def read_mine(folder: Path) -> dict[str, Any]:
+    """Read what this process needs. All processes call it.
+
+    Divided tensors are `Divided`: their rows are read when they are asked for. The parts that have this process's rows
+    are verified now. What only the process of this number had is in its list; the others' places are None.
+
+    Raises:
+        DamagedError: a process found a part damaged: see `Parts`. All processes raise it.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def act() -> dict[str, Any]:
+        parts = Parts(folder)
+        needed = {rank} if parts.own and len(parts) == size else set()
+
+        def note(found: Divided) -> Divided:
+            needed.update(number for number, _, _ in found.having(*share(found.shape[0], rank, size)))
+            return found
+
+        checkpoint = parts.map(note)
+        for number in sorted(needed):
+            parts[number]
+        for name in parts.own:
+            checkpoint[name] = [None] * len(parts)
+            if len(parts) == size:
+                checkpoint[name][rank] = parts.of_process(rank, name)
+        return checkpoint
+
+    return _together(act, DamagedError)
+
+
+@contextmanager
+def _flat(file: Path) -> Iterator[None]:
+    """Say that `file` is nested too deeply to be gone through."""
+    try:
+        yield
+    except RecursionError as error:
+        raise DamagedError(f"{file} is nested too deeply") from error
+
+
+def _real(file: Path) -> Path:
+    """Return `file` if it is a file itself, not a link to one elsewhere."""
+    if file.is_symlink():
+        raise DamagedError(f"{file} is a link, which leads to another file; put the file itself there")
+    if not file.is_file():
+        raise DamagedError(f"{file} is missing")
+    return file

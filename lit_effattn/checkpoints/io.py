@@ -1,0 +1,352 @@
+"""Checkpoints: atomic writing, safe reading with a check for damage, and relative paths."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lit_effattn.checkpoints.allowlist import INSTANTIATOR, NotAllowedError
+from lit_effattn.checkpoints.files import DamagedError, explained, put, read, remove, unfinished, write
+from lit_effattn.checkpoints.folders import Parts, read_whole
+from lit_effattn.checkpoints.runs import is_checkpoint, short
+from lit_effattn.checkpoints.shape import check_contents
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes a checkpoint beside its place and moves it there when it is whole.
+
+    A crash or a full disk while saving leaves the checkpoint that was there before as it was. A new `last.ckpt` makes
+    the one before it `previous.ckpt`.
+
+    With `asynchronous` a thread writes a copy while training goes on. Files are written and deleted in the order of the
+    calls, so an older checkpoint is deleted only after the newer one is whole. A call waits while two checkpoints are
+    unfinished. After an error nothing more is written or deleted, and the next call raises the error.
+
+    Args:
+        read: Reads a checkpoint. Default: `read_checkpoint`.
+        asynchronous: Whether training goes on while a checkpoint is written. The copy needs as much memory of the CPU
+            as the checkpoint; at most two exist at a time.
+    """
+
+    def __init__(self, read: Callable[[Path], dict[str, Any]] | None = None, asynchronous: bool = False) -> None:
+        super().__init__()
+        self.reads_otherwise = read is not None
+        self._read = read or read_checkpoint
+        self.asynchronous = asynchronous
+        self._thread: ThreadPoolExecutor | None = None
+        self._unfinished: deque[tuple[Future[None], bool]] = deque()  # of each call, and whether it writes
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        """Write `checkpoint` to `path`.
+
+        Raises:
+            OSError: it could not be written, say because the disk is full; names the file and the reason. With
+                `asynchronous`, this or an earlier one.
+        """
+        if not self.asynchronous:
+            self._write(checkpoint, Path(path))
+            return
+        self._wait(until=1)
+        self._in_order(self._write, _copy(checkpoint), Path(path), writes=True)
+
+    def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
+        part = unfinished(path)
+        try:
+            with explained(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write(checkpoint, part)
+                put(part, path)
+        except BaseException:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Delete a checkpoint, a file or a folder."""
+        if self.asynchronous:
+            self._in_order(remove, Path(path))
+        else:
+            remove(Path(path))
+
+    def _in_order(self, function: Callable[..., None], *args: Any, writes: bool = False) -> None:
+        """Have the thread call `function` after what was asked of it before, unless that fails."""
+        before = self._unfinished[-1][0] if self._unfinished else None
+
+        def call() -> None:
+            if before is not None:
+                before.result()
+            function(*args)
+
+        self._thread = self._thread or ThreadPoolExecutor(1, "checkpoints")
+        self._unfinished.append((self._thread.submit(call), writes))
+
+    def _wait(self, until: int) -> None:
+        """Wait until at most `until` checkpoints are unfinished; raise the error of a call that failed."""
+        while self._unfinished:
+            first = self._unfinished[0][0]
+            if not first.done() and until and sum(writes for _, writes in self._unfinished) <= until:
+                return
+            first.result()
+            self._unfinished.popleft()
+
+    def finish(self) -> None:
+        """Wait until all checkpoints are written.
+
+        Raises:
+            OSError: one could not be written.
+        """
+        self._wait(until=0)
+
+    def teardown(self) -> None:
+        """Finish, and end the thread."""
+        try:
+            self.finish()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+            self._thread = None
+            self._unfinished.clear()
+
+    def load_checkpoint(self, path: str | Path, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        """Read a checkpoint to the CPU: plain containers of tensors only.
+
+        Raises:
+            ValueError: `weights_only=False`, which would execute what the file says.
+        """
+        if weights_only is False:
+            raise ValueError(f"weights_only=False would run code from {path}: leave it out")
+        self.finish()
+        return self._read(Path(path))
+
+
+def _copy(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Copy a checkpoint to the CPU. Tensors that share memory still do, as tied weights."""
+    copies: dict[int, Tensor] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
+    for t in tree_leaves(checkpoint):
+        if isinstance(t, Tensor):
+            of = t.untyped_storage()
+            if of._cdata not in storages:
+                storages[of._cdata] = of.clone() if of.device.type == "cpu" else of.cpu()
+            copied = torch.empty(0, dtype=t.dtype)
+            copies[id(t)] = copied.set_(storages[of._cdata], t.storage_offset(), t.size(), t.stride())
+    return deepcopy(checkpoint, copies)
+
+
+def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, Any]:
+    """Read a checkpoint, which may hold plain containers of tensors only: nothing in it is executed.
+
+    The checksums (CRC-32) of all its parts are verified first. Of a folder, which the processes of a sharded run have
+    written, all parts are put together.
+
+    Args:
+        path: The file, or folder.
+        map_location: Where its tensors go, as in `torch.load`.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DamagedError: the file is cut off, changed, or not a checkpoint. It is a ValueError.
+    """
+    return _read(Path(path), lambda folder: read_whole(folder, map_location), map_location)
+
+
+def read_outline(path: str | Path, *, verify: bool = False) -> dict[str, Any]:
+    """Read a checkpoint as `read_checkpoint` does; of a folder, only what all processes have in common.
+
+    That is all but the numbers of divided tensors, which have the device `meta`, and the carried memories. The parts
+    must be there and as long as they were; their checksums are verified with `verify` alone.
+    """
+
+    def of_folder(folder: Path) -> dict[str, Any]:
+        parts = Parts(folder)
+        if verify:
+            parts.verify()
+        return parts.common
+
+    return _read(Path(path), of_folder)
+
+
+def _read(path: Path, read_folder: Callable[[Path], dict[str, Any]], map_location: Any = "cpu") -> dict[str, Any]:
+    if not is_checkpoint(path):
+        raise FileNotFoundError(f"there is no checkpoint {path}")
+    checkpoint = read_folder(path) if path.is_dir() else read(path, map_location)
+    if "state_dict" not in checkpoint:
+        raise DamagedError(f"{path} holds no Lightning checkpoint: it has no `state_dict`")
+    try:
+        check_contents(checkpoint)
+    except ValueError as error:
+        raise DamagedError(f"{path} is no checkpoint that can be read: {error}") from error
+    return checkpoint
+
+
+def saved_model(checkpoint: dict[str, Any], source: str | Path) -> dict[str, Any] | None:
+    """Return the spec of the model in `checkpoint`, from its `hyper_parameters`; None: it does not say.
+
+    Nothing in it is checked yet.
+
+    Raises:
+        NotAllowedError: It names a function to build the model with that is not ours.
+    """
+    arguments = checkpoint.get("hyper_parameters")
+    if not isinstance(arguments, dict) or "_class_path" not in arguments:
+        return None
+    instantiator = arguments.get("_instantiator", INSTANTIATOR)
+    if instantiator != INSTANTIATOR:
+        raise NotAllowedError(f"{source} names the function {instantiator!r} to build its model; do not use this file")
+    init_args = {name: value for name, value in arguments.items() if name not in ("_class_path", "_instantiator")}
+    try:
+        return _renewed({"class_path": arguments["_class_path"], "init_args": init_args})
+    except RecursionError as error:
+        raise NotAllowedError(f"the model of {source} is nested too deeply") from error
+
+
+def _renewed(spec: Any) -> Any:
+    """Return a spec with today's arguments: `tied: [u, v]` of a Transformer became `share_uv` of its attention."""
+    if isinstance(spec, list):
+        return [_renewed(item) for item in spec]
+    if not isinstance(spec, dict):
+        return spec
+    spec = {name: _renewed(value) for name, value in spec.items()}
+    arguments = spec.get("init_args")
+    if isinstance(arguments, dict) and str(spec.get("class_path")).endswith("Transformer"):
+        if arguments.get("tied") == ["u", "v"]:
+            arguments["attention"] = _with_shared_uv(arguments.get("attention"))
+        if arguments.get("tied") in (None, [], ["u", "v"]):
+            arguments.pop("tied", None)
+    return spec
+
+
+def _with_shared_uv(attention: Any) -> Any:
+    if isinstance(attention, list):
+        return [_with_shared_uv(kind) for kind in attention]
+    if isinstance(attention, dict):
+        return {**attention, "init_args": {**(attention.get("init_args") or {}), "share_uv": True}}
+    return {"class_path": attention, "init_args": {"share_uv": True}}
+
+
+CONFIG_KEY = "lit_effattn"
+"""Where the command puts the configuration into a checkpoint: `{"format", "version", "config"}`."""
+
+FORMAT = 2
+"""1 held the model twice, in `config` and in `hyper_parameters`."""
+
+
+def with_config(checkpoint: dict[str, Any], config: dict[str, Any], version: str) -> None:
+    """Add a configuration to `checkpoint`, without the model where `hyper_parameters` holds that."""
+    if "_class_path" in (checkpoint.get("hyper_parameters") or {}):
+        config = {name: value for name, value in config.items() if name != "model"}
+    checkpoint[CONFIG_KEY] = {"format": FORMAT, "version": version, "config": config}
+
+
+def saved_config(checkpoint: dict[str, Any], source: str | Path) -> dict[str, Any]:
+    """Return the configuration in `checkpoint`, of any format, with its model; nothing in it is checked yet.
+
+    Raises:
+        NotAllowedError: see `saved_model`.
+        ValueError: it is of a newer format, or says nothing about its model.
+    """
+    ours = checkpoint.get(CONFIG_KEY)
+    ours = ours if isinstance(ours, dict) else {}
+    if ours.get("format", 1) not in (1, FORMAT):
+        raise ValueError(f"{source} is of format {ours['format']!r}: it was saved by a newer lit-effattn; update it")
+    config = dict(ours["config"]) if isinstance(ours.get("config"), dict) else {}
+    model = saved_model(checkpoint, source)
+    if model is not None:
+        config["model"] = model
+    else:
+        config = _renewed(config)
+    if "model" not in config:
+        raise ValueError(f"{source} does not say what model it holds: it was not saved by lit-effattn")
+    return config
+
+
+_PATHS = ("best_model_path", "kth_best_model_path", "last_model_path")
+
+
+def hide_folders(checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
+    """Write what callbacks remember of checkpoint files relative to their folders, and these to the run's.
+
+    A checkpoint that is given away then tells nobody's name, and a run can be moved. `own_folders` undoes it.
+    """
+    for name in checkpoint.keys() & {"hyper_parameters", "datamodule_hyper_parameters"}:
+        checkpoint[name] = without_folders(checkpoint[name])
+    root = Path(trainer.default_root_dir).resolve()
+    for folder, state in _checkpoint_states(checkpoint, trainer):
+        state["dirpath"] = str(folder.relative_to(root)) if folder.is_relative_to(root) else str(folder)
+        _map_paths(state, lambda path, folder=folder: _inside(folder, path))
+
+
+def without_folders(settings: Any) -> Any:
+    """Return `settings` with absolute paths below the current folder as seen from it, which name nobody's home."""
+    if isinstance(settings, dict):
+        return {name: without_folders(value) for name, value in settings.items()}
+    if isinstance(settings, list):
+        return [without_folders(value) for value in settings]
+    return short(settings) if isinstance(settings, str) and Path(settings).is_absolute() else settings
+
+
+def own_folders(checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
+    """Keep of what callbacks remember of checkpoint files what lies in their own folders of this run.
+
+    Lightning deletes the file, or folder, that a checkpoint calls the worst of the best; so a path that leads
+    elsewhere, by links or dots too, is dropped.
+    """
+    root = Path(trainer.default_root_dir).resolve()
+    same_run = trainer.ckpt_path is not None and Path(trainer.ckpt_path).resolve().is_relative_to(root)
+    known = set()
+    for folder, state in _checkpoint_states(checkpoint, trainer):
+        known.add(id(state))
+        before = state.get("dirpath")
+        if same_run and isinstance(before, str) and (root / before).resolve() == folder:
+            state["dirpath"] = str(folder)  # what Lightning compares with
+        _map_paths(state, lambda path, folder=folder: str(folder / inside) if (inside := _inside(folder, path)) else "")
+    for state in _states(checkpoint).values():
+        if isinstance(state, dict) and id(state) not in known:
+            _map_paths(state, lambda path: "")
+
+
+def _checkpoint_states(checkpoint: dict[str, Any], trainer: pl.Trainer) -> list[tuple[Path, dict[str, Any]]]:
+    """Return the states of the trainer's checkpoint callbacks, copied, each with the folder that it writes to."""
+    states, found = _states(checkpoint), []
+    for callback in trainer.checkpoint_callbacks:
+        folder, state = getattr(callback, "dirpath", None), states.get(callback.state_key)
+        if folder is not None and "://" not in str(folder) and isinstance(state, dict):
+            states[callback.state_key] = state = dict(state)
+            found.append((Path(folder).resolve(), state))
+    return found
+
+
+def _states(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    states = checkpoint.get("callbacks")
+    return states if isinstance(states, dict) else {}
+
+
+def _map_paths(state: dict[str, Any], change: Any) -> None:
+    """Apply `change` to all paths in a checkpoint callback's state; it returns "" for those to drop."""
+    worst = state.get("kth_best_model_path")
+    for name in state.keys() & set(_PATHS):
+        state[name] = change(state[name])
+    if "best_k_models" in state:
+        scores = state["best_k_models"] if isinstance(state["best_k_models"], dict) else {}
+        state["best_k_models"] = {changed: score for path, score in scores.items() if (changed := change(path))}
+        if worst and state["kth_best_model_path"] not in state["best_k_models"]:
+            state["kth_best_model_path"], state["best_k_models"] = "", {}  # Lightning would look for it in vain
+
+
+def _inside(folder: Path, path: Any) -> str:
+    """Return `path` relative to `folder`, "" if it does not lie in it once links and dots are resolved."""
+    if not isinstance(path, str) or not path:
+        return ""
+    resolved = (folder / path).resolve()
+    return str(resolved.relative_to(folder)) if folder in resolved.parents else ""

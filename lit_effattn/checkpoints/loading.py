@@ -1,0 +1,109 @@
+"""A trained model from its checkpoint: built as the file describes it, with the weights that the file holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from lit_effattn.checkpoints.allowlist import Trust
+from lit_effattn.checkpoints.averaging import average_parameters
+from lit_effattn.checkpoints.io import read_checkpoint, saved_model
+from lit_effattn.checkpoints.model_size import model_of, size_of
+from lit_effattn.checkpoints.runs import last_kept
+from lit_effattn.checkpoints.spec_build import build
+from lit_effattn.checkpoints.spec_check import CheckpointJudge
+
+M = TypeVar("M", bound=pl.LightningModule)
+
+
+def load_model(
+    kind: type[M],
+    path: Path,
+    *,
+    map_location: Any = None,
+    strict: bool | None = None,
+    trust: Sequence[str | type] = (),
+    average: int | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> M:
+    """Build the model that a checkpoint holds, with its weights: see `Task.load_from_checkpoint`.
+
+    Args:
+        kind: The class that the model is to be of. The checkpoint may name it.
+        path: The checkpoint.
+        map_location: Where its tensors go. Default: where they were, or the CPU if that device is not available.
+        strict: Whether the file must hold exactly the model's parameters and buffers. Default: `strict_loading`.
+        trust: Further classes that the file may name.
+        average: Give the parameters their mean over the last so many checkpoints of the run. Default: only this one.
+        arguments: Arguments of the model that replace those in the file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no checkpoint, holds another model, or names what it may not (`NotAllowedError`); or fewer
+            checkpoints than `average` were kept.
+    """
+    location = map_location or _where_it_was
+    paths = [path] if average is None else last_kept(path, average)
+    path, arguments = paths[-1], arguments or {}
+    checkpoint = read_checkpoint(path, location)
+    judge = CheckpointJudge(str(path), Trust([*trust, kind]))
+    spec = saved_model(checkpoint, path)
+    with model_of(path, *size_of(path)):
+        model: M = kind(**arguments) if spec is None else build(spec, kind, "model", judge, **arguments)
+    if average is not None:
+        average_parameters(checkpoint, paths, model, location)
+    model.on_load_checkpoint(checkpoint)
+    model.load_state_dict(checkpoint["state_dict"], strict=model.strict_loading if strict is None else strict)
+    tensors = [value for value in checkpoint["state_dict"].values() if isinstance(value, Tensor)]
+    return model.to(tensors[0].device) if tensors else model
+
+
+def _where_it_was(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+    """Keep a tensor on its device if that device is available; otherwise use the CPU."""
+    available = location == "cpu" or (location.startswith("cuda") and torch.cuda.is_available())
+    return None if available else storage.cpu()
+
+
+class OtherModelError(ValueError):
+    """The parameters of a checkpoint have other names or shapes than those of the model.
+
+    Args:
+        difference: Describes what differs.
+    """
+
+    def __init__(self, difference: str) -> None:
+        super().__init__(
+            f"{difference}. A checkpoint brings its own configuration: leave out the options that change the "
+            "model's shape"
+        )
+        self.difference = difference
+
+
+def check_same_model(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+    """Check that a checkpoint has the parameters and buffers of `model`, with the same shapes.
+
+    Raises:
+        OtherModelError: names the first ones that differ.
+    """
+    expected = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+    found = {name: tuple(t.shape) for name, t in checkpoint["state_dict"].items()}
+    if expected == found:
+        return
+    differences = [
+        f"{name} is {_shape(found.get(name))} in the checkpoint, {_shape(expected.get(name))} here"
+        for name in dict.fromkeys([*expected, *found])
+        if expected.get(name) != found.get(name)
+    ]
+    more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
+    raise OtherModelError(
+        f"the checkpoint holds another model than this {type(model).__name__}: {'; '.join(differences[:3])}{more}"
+    )
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else "×".join(map(str, shape)) or "a number"

@@ -1,0 +1,253 @@
+"""Restoring of a run from a checkpoint, each part compared with what it is restored into before that changes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lit_effattn.checkpoints.files import DamagedError
+from lit_effattn.checkpoints.runs import short
+from lit_effattn.checkpoints.shape import check_counts, check_like, wrong
+
+_LOOPS = {
+    TrainerFn.FITTING: "fit_loop",
+    TrainerFn.VALIDATING: "validate_loop",
+    TrainerFn.TESTING: "test_loop",
+    TrainerFn.PREDICTING: "predict_loop",
+}
+_EXPECTED = (ValueError, OSError, FloatingPointError, MisconfigurationException, torch.OutOfMemoryError)
+"""Errors whose messages say enough: those of our checks and of the machine."""
+
+
+class CheckpointConnector(_CheckpointConnector):
+    """Lightning's connector, which restores a checkpoint part by part, with checks.
+
+    Lightning and torch trust what they read: a list of optimiser states that is empty is restored as nothing, a
+    scheduler's state replaces all attributes that it names. Here a part that has not the structure of the object that
+    it is for is a `DamagedError`, and so is any other error while a part is restored.
+    """
+
+    def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        """Read the file."""
+        with self._restoring("its version", checkpoint_path):
+            super().resume_start(checkpoint_path, weights_only)
+
+    def restore_model(self) -> None:
+        """Restore the weights."""
+        with self._restoring("the model"):
+            super().restore_model()
+
+    def restore_datamodule(self) -> None:
+        """Restore the state of the data module."""
+        name = type(self.trainer.datamodule).__qualname__  # type: ignore[attr-defined]  # Lightning sets it
+        state = self._loaded_checkpoint.get(name)
+        with self._restoring(f"the state of {name}"):
+            if name in self._loaded_checkpoint and not isinstance(state, dict):
+                raise wrong(name, state, "a mapping")
+            super().restore_datamodule()
+
+    def restore_callbacks(self) -> None:
+        """Restore the states of the callbacks."""
+        if not self._loaded_checkpoint:
+            return
+        with self._restoring("the callbacks"):
+            states = self._loaded_checkpoint.get("callbacks", {})
+            for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+                if callback.state_key in states:
+                    check_like(states[callback.state_key], callback.state_dict(), type(callback).__name__)
+            super().restore_callbacks()
+
+    def restore_precision_plugin_state(self) -> None:
+        """Restore the state of mixed precision."""
+        with self._restoring("the precision"):
+            super().restore_precision_plugin_state()
+
+    def restore_loops(self) -> None:
+        """Restore the counters of the loops."""
+        if not self._loaded_checkpoint:
+            return
+        with self._restoring("the loops"):
+            fn = self.trainer.state.fn
+            assert fn is not None
+            name = _LOOPS[fn]
+            saved = self._loaded_checkpoint.get("loops")
+            if saved is not None:
+                if name not in saved:
+                    raise ValueError(f"loops has no {name}")
+                names = saved.keys() & {*_LOOPS.values()} if fn == TrainerFn.FITTING else {name}
+                for read in sorted(names):
+                    _check_loop(saved[read], getattr(self.trainer, read), read)
+            elif fn == TrainerFn.FITTING:
+                raise ValueError(_only_a_model("loops"))
+            super().restore_loops()
+
+    def restore_optimizers(self) -> None:
+        """Restore the states of the optimisers."""
+        with self._restoring("the optimizer"):
+            saved, optimizers = self._loaded_checkpoint["optimizer_states"], self.trainer.optimizers
+            _check_number(saved, optimizers, "optimizer_states")
+            for i, (state, optimizer) in enumerate(zip(saved, optimizers, strict=True)):
+                check_optimizer(
+                    state, optimizer, f"optimizer_states[{i}]", bool(self._loaded_checkpoint["global_step"])
+                )
+            super().restore_optimizers()
+
+    def restore_lr_schedulers(self) -> None:
+        """Restore the states of the learning rate's schedules."""
+        with self._restoring("the learning rate's schedule"):
+            saved, configs = self._loaded_checkpoint["lr_schedulers"], self.trainer.lr_scheduler_configs
+            _check_number(saved, configs, "lr_schedulers")
+            for i, (state, config) in enumerate(zip(saved, configs, strict=True)):
+                check_scheduler(state, config.scheduler, f"lr_schedulers[{i}]")
+            super().restore_lr_schedulers()
+
+    def restore_optimizers_and_schedulers(self) -> None:
+        """Restore the states of the optimisers and schedules."""
+        for name in ("optimizer_states", "lr_schedulers"):
+            if self._loaded_checkpoint and name not in self._loaded_checkpoint:
+                raise DamagedError(f"{short(self.trainer.ckpt_path or '')} {_only_a_model(name)}")
+        super().restore_optimizers_and_schedulers()
+
+    @contextmanager
+    def _restoring(self, part: str, path: Any = None) -> Iterator[None]:
+        """Turn any error within into a `DamagedError` that names the file, the part and the reason."""
+        path = short(path or self._ckpt_path or "the checkpoint")
+        try:
+            yield
+        except DamagedError:
+            raise
+        except _EXPECTED as error:
+            if type(error) is ValueError and "checkpoint" not in str(error):
+                raise DamagedError(f"{path} can't be restored: {error}") from error
+            raise
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300]
+            raise DamagedError(
+                f"{path} can't be restored: {part} is not as lit-effattn saves it ({type(error).__name__}: {reason})"
+            ) from error
+
+
+def _only_a_model(name: str) -> str:
+    return (
+        f"has no {name}: it holds a model, not a run that could go on; start a new run from its weights with "
+        "--init_weights in place of --ckpt_path"
+    )
+
+
+def _check_number(saved: Any, objects: Any, where: str) -> None:
+    if not isinstance(saved, list) or len(saved) != len(objects):
+        raise wrong(where, saved, f"a list of {len(objects)}")
+
+
+def _check_loop(saved: Any, loop: Any, where: str) -> None:
+    """Check the counters of a loop and those within it. The states of loaders are theirs to check."""
+    if not isinstance(saved, dict):
+        raise wrong(where, saved, "a mapping")
+    for name, new in loop.state_dict().items():
+        if name not in saved:
+            raise ValueError(f"{where} has no {name}")
+        is_progress = not name.endswith("state_dict")
+        if name == "state_dict":  # Lightning adds the loaders' states to what a new loop has
+            loaders = saved[name].get("combined_loader", []) if isinstance(saved[name], dict) else None
+            if not isinstance(loaders, list) or not all(isinstance(state, dict) for state in loaders):
+                raise wrong(f"{where}.{name}", saved[name], "a mapping with the states of the loaders")
+            continue
+        check_like(saved[name], new, f"{where}.{name}", exact=is_progress)
+        if is_progress or name.endswith("epoch_loop.state_dict"):
+            check_counts(saved[name], f"{where}.{name}")
+
+
+def check_scheduler(saved: Any, scheduler: Any, where: str) -> None:
+    """Check the state of a schedule: it may replace no attribute but those that a new one saves.
+
+    Raises:
+        ValueError: names the part, what it is and what it should be.
+    """
+    new = scheduler.state_dict()
+    # Earlier versions of torch and of this library saved fewer names.
+    known = {name: value for name, value in new.items() if name in saved or name in ("last_epoch", "base_lrs")}
+    check_like(saved, known, where)
+    for name in saved.keys() - new.keys():
+        if not isinstance(name, str) or hasattr(scheduler, name):
+            raise ValueError(f"{where} has {name!r}, which is not part of the state of a {type(scheduler).__name__}")
+
+
+def check_optimizer(saved: Any, optimizer: Optimizer, where: str, has_stepped: bool) -> None:
+    """Check the state of an optimiser: its groups against its own, its tensors against those that a step makes.
+
+    Raises:
+        ValueError: names the part, what it is and what it should be.
+    """
+    new = optimizer.state_dict()
+    for name in ("state", "param_groups"):
+        if name not in saved:
+            raise ValueError(f"{where} has no {name}")
+    groups = saved["param_groups"]
+    _check_number(groups, new["param_groups"], f"{where}.param_groups")
+    for i, (group, of_new) in enumerate(zip(groups, new["param_groups"], strict=True)):
+        at = f"{where}.param_groups[{i}]"
+        optional = optimizer.defaults.keys() - {"lr"}  # torch gives those that its earlier versions had not
+        absent = optional - group.keys() if isinstance(group, dict) else set()
+        check_like(group, {name: value for name, value in of_new.items() if name not in absent}, at)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [i for group in groups for i in group["params"]]
+    if len(set(numbers)) != len(parameters):
+        raise ValueError(f"{where}.param_groups name {len(set(numbers))} parameters, not {len(parameters)}")
+    of = dict(zip(numbers, parameters, strict=True))
+    states = saved["state"]
+    if not isinstance(states, dict):
+        raise wrong(f"{where}.state", states, "a mapping")
+    steps = _after_a_step(optimizer)
+    if has_stepped and any(steps.values()) and not states:
+        raise ValueError(f"{where}.state is empty, though the run has made steps")
+    for number, state in states.items():
+        if number not in of:
+            raise ValueError(f"{where}.state has {number!r}, which is none of the parameters")
+        _check_state(state, of[number], steps.get(of[number].ndim), f"{where}.state[{number}]")
+
+
+def _check_state(saved: Any, parameter: Tensor, probe: dict[str, Any] | None, where: str) -> None:
+    if not isinstance(saved, dict):
+        raise wrong(where, saved, "a mapping")
+    for name, example in (probe or {}).items():
+        if name not in saved:
+            raise ValueError(f"{where} has no {name}")
+        value, at = saved[name], f"{where}.{name}"
+        if not isinstance(example, Tensor) or example.ndim == 0:
+            check_like(value, example, at)
+            if name == "step" and not 0 <= float(value) < 2**53:
+                raise wrong(at, value, "a count")
+        elif not isinstance(value, Tensor) or value.is_complex() or not _fits(value, parameter, example):
+            raise wrong(at, value, f"a tensor for a parameter of shape {tuple(parameter.shape)}")
+
+
+def _fits(value: Tensor, parameter: Tensor, example: Tensor) -> bool:
+    """Return whether a state has the shape of its parameter, or a 1 where the example, of a shape of 2s, has one."""
+    if value.ndim != example.ndim or example.ndim != parameter.ndim:
+        return value.ndim == example.ndim
+    return all(n == (m if k == 2 else k) for n, m, k in zip(value.shape, parameter.shape, example.shape, strict=True))
+
+
+def _after_a_step(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+    """Return, by the number of dimensions, the state that a step makes for a small parameter; nothing if none can."""
+    found: dict[int, dict[str, Any]] = {}
+    arguments = inspect.signature(type(optimizer)).parameters.keys() - {"params"}
+    for group in optimizer.param_groups:
+        options = {name: value for name, value in group.items() if name in arguments}
+        for n in {p.ndim for p in group["params"]} - found.keys():
+            p = nn.Parameter(torch.zeros((2,) * n))
+            p.grad = torch.zeros_like(p)
+            with suppress(Exception):  # one that needs a closure, sparse gradients, or arguments of its own
+                made = type(optimizer)([p], **options)
+                made.step()
+                found[n] = dict(made.state[p])
+    return found

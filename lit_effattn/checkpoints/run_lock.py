@@ -1,0 +1,245 @@
+"""The lock on a run's folder: one `fit` at a time writes into it, on all machines that see the folder.
+
+The lock is a file in the folder, which says who holds it: host, process, and when that process started. It needs no
+lock of the operating system, which file systems of clusters (NFS) may lack. A thread of the holder renews the file's
+time.
+
+A holder that has ended is superseded: on the same host if its process is gone, so at once after SIGKILL; on another if
+the file was not renewed for a while, by the clock of the file system; or if SLURM or torchrun started its job again. A
+holder that finds itself superseded, after it was stopped for long, ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from lit_effattn.checkpoints import slurm
+from lit_effattn.checkpoints.runs import short
+
+LOCK = "fit.lock"
+"""The name of the file in the folder of a run."""
+
+RENEWED_EVERY = 15.0
+"""Seconds."""
+
+STALE_AFTER = 120.0
+"""Seconds without a renewal after which a holder on another host is taken to have ended."""
+
+
+GUARD_STALE_AFTER = 10.0
+"""Seconds after which a process that was superseding another is taken to have ended."""
+
+
+class RunLockedError(OSError):
+    """Another process trains in the folder of this run. The message says which, and the remedy."""
+
+
+class RunLock:
+    """The lock on the folder of a run, held until `release`, or until the process ends.
+
+    Args:
+        run: The folder, which exists.
+
+    Raises:
+        RunLockedError: another process holds it.
+        OSError: the folder can't be written to.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self.path = run / LOCK
+        self._about = {**_me(), "token": secrets.token_hex(8)}
+        self._ended = threading.Event()
+        try:
+            while not self._take(self.path):
+                holder = _read(self.path)
+                if (who := _alive(self.path, holder)) is not None:
+                    raise RunLockedError(
+                        f"another fit writes into {short(run)}: {who}. Wait for its end or stop it, then resume; or "
+                        "begin a new run, with --init_weights or without a checkpoint"
+                    )
+                if self._supersede(holder):
+                    break
+                time.sleep(0.02)
+        except PermissionError as error:
+            raise _unwritable(run, error) from error
+        except OSError as error:
+            if error.errno == errno.EROFS:
+                raise _unwritable(run, error) from error
+            raise
+        threading.Thread(target=self._renew, name="run lock", daemon=True).start()
+
+    def _take(self, path: Path) -> bool:
+        """Write the file, whole, if there is none."""
+        with self._written() as part:
+            try:
+                os.link(part, path)  # fails if there is one, over NFS too
+            except FileExistsError:
+                return False
+            except OSError:  # a file system without links
+                return self._take_exclusively(path)
+            return True
+
+    def _take_exclusively(self, path: Path) -> bool:
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                json.dump(self._about, file)
+        except FileExistsError:
+            return False
+        return True
+
+    def _supersede(self, holder: dict[str, Any]) -> bool:
+        """Replace the file of a holder that has ended, if it is still there.
+
+        The file never disappears meanwhile, so nobody else can take it. A second file lets one process supersede at a
+        time; that of a process which was killed here counts for a few seconds.
+        """
+        guard = self.path.with_name(f"{LOCK}.taken_over")
+        if not self._take(guard):
+            with suppress(FileNotFoundError):
+                if _age(guard, guard.stat().st_mtime) > GUARD_STALE_AFTER:
+                    guard.unlink()
+            return False
+        try:
+            if not self.path.exists() or _read(self.path) != holder:
+                return False
+            with self._written() as part:
+                part.replace(self.path)
+            return True
+        finally:
+            guard.unlink(missing_ok=True)
+
+    @contextmanager
+    def _written(self) -> Iterator[Path]:
+        """Write what tells this process from others into a temporary file beside the lock."""
+        handle, name = tempfile.mkstemp(prefix=f".{LOCK}.", dir=self.path.parent)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(self._about, file)
+            yield Path(name)
+        finally:
+            Path(name).unlink(missing_ok=True)
+
+    def _renew(self) -> None:
+        while not self._ended.wait(RENEWED_EVERY):
+            with suppress(OSError):
+                os.utime(self.path)
+
+    def verify(self) -> None:
+        """Check that this process still holds the lock.
+
+        Raises:
+            RunLockedError: another process has taken it, since this one was stopped for long; or the file is gone.
+        """
+        holder = _read(self.path)
+        if holder.get("token") != self._about["token"]:
+            who = _describe(holder) if holder else f"nobody, since {self.path} was deleted"
+            raise RunLockedError(
+                f"{short(self.path.parent)} is no longer this process's to write into: it is held by {who}"
+            )
+
+    def release(self) -> None:
+        """Delete the file, if this process still holds the lock."""
+        self._ended.set()
+        with suppress(OSError):
+            if _read(self.path).get("token") == self._about["token"]:
+                self.path.unlink()
+
+
+def _unwritable(run: Path, error: OSError) -> PermissionError:
+    return PermissionError(
+        f"{short(run)} can't be written to ({error.strerror}), so its run can't go on there: copy its folder "
+        "to another place, or begin a new run from its weights with --init_weights"
+    )
+
+
+def _me() -> dict[str, Any]:
+    """Return what tells this process from all others."""
+    return {
+        "host": socket.gethostname(),
+        "system": _system(),
+        "pid": os.getpid(),
+        "started": _started(os.getpid()),
+        "job": slurm.job(),
+        "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+        "launch": slurm.launch(),
+    }
+
+
+def _alive(path: Path, holder: dict[str, Any]) -> str | None:
+    """Return who holds the lock, None if that process has ended or released it."""
+    try:
+        renewed = path.stat().st_mtime
+    except FileNotFoundError:
+        return None
+    me = _me()
+    if os.name != "nt" and all(holder.get(name) == me[name] for name in ("host", "system")):
+        started = _started(holder.get("pid"))
+        alive = started is not None and started == holder.get("started") and holder["pid"] != me["pid"]
+    else:
+        alive = not _was_restarted(holder, me) and _age(path, renewed) < STALE_AFTER
+    return f"{_describe(holder)}, renewed {max(_age(path, renewed), 0):.0f} s ago ({short(path)})" if alive else None
+
+
+def _was_restarted(holder: dict[str, Any], me: dict[str, Any]) -> bool:
+    """Return whether this process is of the same job or launch as the holder, started again."""
+    if me["launch"] is not None and holder.get("launch") == me["launch"]:
+        return True  # it has one first process at a time
+    before = holder.get("restart")
+    return me["job"] is not None and holder.get("job") == me["job"] and type(before) is int and before < me["restart"]
+
+
+def _describe(holder: dict[str, Any]) -> str:
+    job = f", job {holder['job']}" if holder.get("job") else ""
+    return f"process {holder.get('pid', 'of an unknown number')} on {holder.get('host', 'an unknown host')}{job}"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _age(path: Path, renewed: float) -> float:
+    """Return the seconds since a file was renewed, by the clock of its file system."""
+    with tempfile.NamedTemporaryFile(prefix=f".{path.name}.", dir=path.parent) as now:
+        return os.fstat(now.fileno()).st_mtime - renewed
+
+
+def _system() -> str:
+    """Return what tells this start of the machine, and this container, from others with the same host name."""
+    parts = []
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
+        parts.append(str(Path("/proc/self/ns/pid").readlink()))
+    return " ".join(parts)
+
+
+def _started(process: Any) -> str | None:
+    """Return when a process of this host started, in any unit; None: there is none, or it has ended."""
+    if type(process) is not int or process <= 0:
+        return None
+    try:
+        # The name, in parentheses, may have any characters. What follows: the state, and 19 fields on the start.
+        fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        if Path("/proc/self/stat").exists():
+            return None
+        with suppress(OSError):  # macOS
+            command = ["ps", "-o", "lstart=", "-p", str(process)]
+            return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
+        return None
+    return None if fields[0] in "ZX" else fields[19]

@@ -1,0 +1,89 @@
+"""Jobs of the SLURM scheduler and launches of torchrun: what a restarted one goes on with, and requeueing.
+
+SLURM starts a requeued job's script again, with the same job number. torchrun starts all processes again when one has
+failed (`--max-restarts`), with the same `--rdzv-id`. A run therefore writes the number of its job, the id of its launch
+and the arguments of its command into its folder, and the same command in the restarted job goes on with that run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lit_effattn.checkpoints.runs import LAST, PREVIOUS, is_checkpoint, run_of
+
+JOB_FILE = "slurm_job"
+"""The file in the folder of a run with the job that trains it, the command's arguments, and torchrun's id."""
+
+
+def job() -> str | None:
+    """Return the number of this process's job, in an array its index too; None: there is no job."""
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID")
+
+
+def launch() -> str | None:
+    """Return the id that torchrun's launch of this process has (`--rdzv-id`); None: none was given."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    return None if name == "none" else name  # torchrun's default
+
+
+def record_job(run: Path, args: list[str]) -> None:
+    """Write the job's number, the arguments of the command and torchrun's id into the folder of its run."""
+    if job() is not None or launch() is not None:
+        (run / JOB_FILE).write_text(json.dumps([job(), args, launch()]), encoding="utf-8")
+
+
+def interrupted_checkpoint(root: Path, args: list[str]) -> Path | None:
+    """Return the checkpoint from which a command goes on; None: there is none.
+
+    It is that of a run which the same command began in the same SLURM job, if the job was restarted, or in a launch of
+    torchrun with the same id. (How often torchrun has restarted a process says nothing: each machine counts for itself,
+    and only the failures of its own processes.)
+    """
+    number = job() if int(os.environ.get("SLURM_RESTART_COUNT") or 0) else None
+    if number is None and launch() is None:
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
+            rank_zero_warn(
+                "torchrun restarted this command without an id by which it finds its run, so a new run begins: give "
+                "torchrun --standalone or --rdzv-id"
+            )
+        return None
+
+    def begun_here(recorded: Any) -> bool:
+        if not isinstance(recorded, list) or len(recorded) < 2 or recorded[1] != args:
+            return False
+        return (number is not None and recorded[0] == number) or (launch() is not None and launch() in recorded[2:])
+
+    runs = [path.parent for path in root.rglob(JOB_FILE) if begun_here(_read(path))]
+    for run in sorted(runs, key=lambda run: run.name, reverse=True):
+        for name in (LAST, PREVIOUS):
+            checkpoint = run / "checkpoints" / name
+            if is_checkpoint(checkpoint) and run_of(checkpoint):
+                return checkpoint.resolve()
+    return None
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None  # a FIFO would wait
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def requeue(number: str) -> None:
+    """Ask SLURM to run a job again; a failure is a warning, since the run is saved."""
+    try:
+        done = subprocess.run(["scontrol", "requeue", number], capture_output=True, text=True, check=False)
+        failure = "" if done.returncode == 0 else done.stderr.strip() or f"exit code {done.returncode}"
+    except OSError as error:
+        failure = str(error)
+    if failure:
+        rank_zero_warn(f"SLURM did not requeue job {number} ({failure}): resume with --ckpt_path last")
+    else:
+        rank_zero_info(f"Requeued job {number}.")

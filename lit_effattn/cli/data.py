@@ -1,0 +1,127 @@
+"""`lit-effattn data`: where the data of a run belong, what is there, and a few samples, before hours of training."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.cli import LightningArgumentParser
+from torch import Tensor
+
+from lit_effattn.checkpoints.allowlist import Trust
+from lit_effattn.checkpoints.printable import printable
+from lit_effattn.checkpoints.runs import new_folder, short
+from lit_effattn.checkpoints.spec_check import Place, UserJudge, check
+from lit_effattn.datamodules import IGNORE, PairBatch, SpeechBatch, TokenBatch
+from lit_effattn.datamodules.text.tokenizers import Tokenizer
+from lit_effattn.drawing import images as pictures
+from lit_effattn.settings.own_classes import TRUST, add_trust
+from lit_effattn.settings.resume import ROOT, read_yaml
+from lit_effattn.settings.shipped import find_config
+
+N_SAMPLES = 3
+N_IMAGES = 16
+_SHOWN = 300  # characters of a text
+
+
+def look(args: list[str], parser: LightningArgumentParser) -> None:
+    """Print what the data of a configuration are.
+
+    Args:
+        args: `--config NAME_OR_FILE`, `--trust NAME` and flags `--data…`, as for `fit`. Other sections of files are
+            ignored.
+        parser: An empty parser.
+
+    Raises:
+        ValueError: If no data are named, or they are invalid.
+        FileNotFoundError: If they are missing.
+    """
+    quick = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    quick.add_argument("-c", "--config", action="append", default=[])
+    add_trust(quick)
+    given, flags = quick.parse_known_args(args)
+    add_options(parser)
+    files = [read_yaml(find_config(name)) for name in given.config]
+    trusted = [name for content in files for name in content.get("trust") or ()]
+    specs = [["--data", json.dumps(content["data"], ensure_ascii=False)] for content in files if content.get("data")]
+    config = parser.parse_args([*(arg for spec in specs for arg in spec), *flags])
+    if not config.get("data"):
+        raise ValueError("data needs to know which: give --config NAME_OR_FILE, or --data CLASS")
+    action: Any = next(action for action in parser._actions if action.dest == "data")
+    check(config["data"], Place.of(action._typehint), "data", UserJudge(Trust([*given.trust, *trusted])))
+    data = parser.instantiate_classes(config).data
+    for line in describe(data, None if config.output is None else Path(config.output)):
+        print(printable(line))
+
+
+def add_options(parser: LightningArgumentParser) -> None:
+    """Add the options of `lit-effattn data`, without `--config`. `look` reads `--trust` itself."""
+    parser.add_subclass_arguments(LightningDataModule, "data")
+    parser.add_argument("--output", type=str | None, default=None, help="Folder for the pictures. Default: a new one.")
+    parser.add_argument("--trust", type=list[str] | None, default=None, metavar="NAME", help=TRUST)
+
+
+def describe(data: LightningDataModule, output: Path | None) -> Iterator[str]:
+    """Prepare the data and yield lines about them. They print the sizes of their splits themselves."""
+    for path in getattr(data, "places", ()):
+        yield f"{path.resolve()}: {_content(path)}"
+    data.prepare_data()
+    data.setup("fit")
+    batch = next(iter(data.train_dataloader()))
+    yield "the first training batch: " + ", ".join(_shapes(batch))
+    yield from _samples(data, batch, output)
+    data.setup("test")
+
+
+def _content(path: Path) -> str:
+    if not path.exists():
+        return "missing"
+    found = [p for p in path.rglob("*") if p.is_file()] if path.is_dir() else [path]
+    size = sum(p.stat().st_size for p in found)
+    return f"{len(found):,} file{'s' * (len(found) != 1)}, {size / 1e6:,.1f} MB"
+
+
+def _shapes(batch: Any) -> Iterator[str]:
+    named = batch._asdict() if hasattr(batch, "_asdict") else {type(batch).__name__: batch}
+    for name, value in named.items():
+        if isinstance(value, Tensor):
+            yield f"{name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+
+
+def _samples(data: Any, batch: Any, output: Path | None) -> Iterator[str]:
+    if isinstance(batch, PairBatch):
+        for source, references in list(zip(batch.sources, batch.references, strict=True))[:N_SAMPLES]:
+            yield f"{_quoted(source)} -> {' | '.join(_quoted(target) for target in references)}"
+    elif isinstance(batch, SpeechBatch):
+        folder = _folder(output)
+        for i in range(min(N_SAMPLES, len(batch.ids))):
+            features = batch.features[i, : batch.lengths[i]]  # (B, T, F) -> (T, F)
+            phones = " ".join(data.phones[label - 1] for label in batch.phones[i, : batch.phone_lengths[i]].tolist())
+            path = pictures.filterbank(features, phones, folder / f"utterance_{i + 1}.png")
+            yield f"{batch.ids[i]}: {len(features) * data.frame_seconds:.2f} s: {phones}: {short(path)}"
+    elif isinstance(batch, TokenBatch):
+        spec = getattr(data, "tokenizer", None)
+        tokenizer = None if spec is None else Tokenizer.from_spec(spec)
+        for row in batch.targets[:N_SAMPLES]:
+            ids = row[row != IGNORE].tolist()
+            yield _quoted(tokenizer.decode(ids)) if tokenizer is not None else " ".join(map(str, ids))[:_SHOWN]
+    elif isinstance(batch, Tensor) and hasattr(data, "to_images"):
+        path = pictures.save_png(pictures.grid(data.to_images(batch[:N_IMAGES])), _folder(output) / "images.png")
+        yield f"{min(len(batch), N_IMAGES)} images: {short(path)}"
+
+
+def _folder(output: Path | None) -> Path:
+    if output is None:
+        return new_folder(Path(ROOT), "data")
+    output.mkdir(parents=True, exist_ok=True)
+    return output
+
+
+def _quoted(text: str) -> str:
+    """Return a text in quotes, without control characters, which a terminal would obey."""
+    shown = json.dumps(text[:_SHOWN], ensure_ascii=False)
+    return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in shown)

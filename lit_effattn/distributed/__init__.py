@@ -1,0 +1,1 @@
+"""Several processes: sequence and tensor parallelism, sharding, strategies."""

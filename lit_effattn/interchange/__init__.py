@@ -1,0 +1,1 @@
+"""Exchange with other programs: export of steps and weights, conversion of pretrained models."""

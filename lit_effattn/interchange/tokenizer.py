@@ -1,0 +1,110 @@
+"""The tokenizer of a folder of Hugging Face weights, and the files that say which its special tokens are."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lit_effattn.datamodules.text.tokenizers import NumberTokenizer, PretrainedTokenizer, Tokenizer
+from lit_effattn.interchange.weights import read_json
+
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""The keys of config.json and generation_config.json that name special tokens."""
+
+_CONFIG, _GENERATION = "config.json", "generation_config.json"
+_TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+_OBJECTS = (_GENERATION, _TOKENIZER_CONFIG, "special_tokens_map.json")
+_TEMPLATE = "chat_template.jinja"
+"""Text, not JSON."""
+
+_SAVE = "with transformers, AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes it"
+_CODE = "auto_map"
+"""A key that names Python files to run: it is dropped."""
+
+
+def read_tokenizer(folder: Path, content: Mapping[str, Any]) -> Tokenizer:
+    """Return the tokenizer of a folder; it also carries the files that name special tokens, for `write_tokenizer`.
+
+    Without tokenizer.json, a text is the numbers of its tokens, and a warning says so.
+
+    Args:
+        folder: The folder.
+        content: Its config.json.
+
+    Raises:
+        ValueError: a file is damaged, or none says which token a text begins with.
+    """
+    files: dict[str, Any] = {
+        name: _without_code(read_json(folder, name, "")) for name in _OBJECTS if _has(folder, name)
+    }
+    if _has(folder, _TEMPLATE):
+        files[_TEMPLATE] = (folder / _TEMPLATE).read_text(encoding="utf-8")
+    files[_CONFIG] = {name: content[name] for name in SPECIAL if name in content}
+    known = files.get(_GENERATION, {}) | {name: token for name, token in files[_CONFIG].items() if token is not None}
+    first, last = (_first(known.get(name)) for name in ("bos_token_id", "eos_token_id"))
+    start, size = last if first is None else first, content.get("vocab_size")
+    if start is None or not isinstance(size, int):
+        missing = "the model's special tokens: bos_token_id or eos_token_id" if start is None else "vocab_size"
+        raise ValueError(f"config.json does not say {missing}")
+    if _has(folder, _TOKENIZER):
+        return PretrainedTokenizer(read_json(folder, _TOKENIZER, _SAVE), size, start, last, files)
+    warnings.warn(
+        f"{folder} has no {_TOKENIZER}, so a text of the converted model is the numbers of its tokens, separated by "
+        f"spaces; {_SAVE}",
+        stacklevel=2,
+    )
+    return NumberTokenizer(size, start, last, files)
+
+
+def special_tokens(tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Return what config.json has to say of a tokenizer's special tokens."""
+    if not isinstance(tokenizer, PretrainedTokenizer | NumberTokenizer):
+        return {}
+    kept = tokenizer.files.get(_CONFIG)
+    if not isinstance(kept, dict):  # a checkpoint from before these files were kept
+        return {"bos_token_id": tokenizer.start, "eos_token_id": tokenizer.end}
+    return {name: kept[name] for name in SPECIAL if name in kept}
+
+
+def write_tokenizer(tokenizer: Tokenizer | None, folder: Path) -> str:
+    """Write the files that `read_tokenizer` read, but for config.json.
+
+    Returns:
+        A remark for the user if a tokenizer.json is not among them, or "".
+    """
+    if not isinstance(tokenizer, PretrainedTokenizer | NumberTokenizer):
+        return ", without a tokenizer: the model's has no tokenizer.json"
+    files = {name: _without_code(tokenizer.files[name]) for name in _OBJECTS if name in tokenizer.files}
+    special = special_tokens(tokenizer)
+    files.setdefault(_GENERATION, {"_from_model_config": True, **special})
+    if isinstance(tokenizer, PretrainedTokenizer):
+        files[_TOKENIZER] = tokenizer.model
+        names = {name.removesuffix("_id"): tokenizer.name_of(_first(token)) for name, token in special.items()}
+        files.setdefault(_TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast", **names})
+    for name, content in files.items():
+        write_json(folder / name, content)
+    if isinstance(tokenizer.files.get(_TEMPLATE), str):
+        (folder / _TEMPLATE).write_text(tokenizer.files[_TEMPLATE], encoding="utf-8")
+    return "" if _TOKENIZER in files else ", without a tokenizer.json, as the folder that it was made of"
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write an object of JSON."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _has(folder: Path, name: str) -> bool:
+    return (folder / name).is_file()
+
+
+def _first(value: Any) -> int | None:
+    """Return a token, the first of a list."""
+    value = value[0] if isinstance(value, list) and value else value
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _without_code(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in content.items() if name != _CODE}

@@ -1,0 +1,1 @@
+"""Flags, files and a checkpoint become one configuration."""

@@ -1,0 +1,132 @@
+"""The table of the attention kinds, from their signatures and docstrings. Imports PyTorch, but not Lightning."""
+
+from __future__ import annotations
+
+import inspect
+from textwrap import fill
+from typing import Any
+
+import docstring_parser
+
+import lit_effattn.attention
+from lit_effattn.attention import Attention
+from lit_effattn.checkpoints.allowlist import find
+from lit_effattn.checkpoints.import_errors import import_error
+
+_SHARED = ("d_model", "n_heads", "causal")
+"""The arguments that a `Transformer` gives to every kind."""
+
+
+def kinds(names: list[str]) -> str:
+    """Return what `lit-effattn kinds` prints: a row for each kind, or the options of those named with what they do.
+
+    Raises:
+        ValueError: there is no kind of a name.
+    """
+    known = attention_kinds()
+    if names:
+        return "\n\n".join(_described(own_kind(name) if "." in name else _known(name, known)) for name in names)
+    rows = [("kind", "direction", "state", "cross-attention")]
+    rows += [(name, _direction(kind), _state(kind), _cross(name)) for name, kind in known.items()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    for i, kind in enumerate(known.values()):
+        given = ", ".join(f"{option}={value}" for option, value in _options(kind).items())
+        lines[i + 1] += "\n" + fill(given, 116, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join([*lines, "", "What the options of a kind do: lit-effattn kinds SoftmaxAttention"])
+
+
+def attention_kinds() -> dict[str, type[Attention]]:
+    """Return the attention kinds by their names."""
+    return {name: kind for name in lit_effattn.attention.__all__ if _is_kind(kind := _exported(name))}
+
+
+def own_kind(name: str) -> type[Attention]:
+    """Import a kind of the user's own by its full name, such as my_module.MyAttention.
+
+    Raises:
+        ValueError: it can't be imported, or is no kind of attention.
+    """
+    try:
+        kind = find(name)
+    except Exception as error:  # whatever the user's module raises
+        raise ValueError(f"{name}: {import_error(error)}") from error
+    if not (inspect.isclass(kind) and issubclass(kind, Attention)):
+        raise ValueError(f"{name} is no kind of attention: derive its class from lit_effattn.attention.Attention")
+    if missing := sorted(getattr(kind, "__abstractmethods__", ())):
+        raise ValueError(f"{name} has no method {' and no method '.join(missing)}, which each kind needs")
+    return kind
+
+
+def _known(name: str, known: dict[str, type[Attention]]) -> type[Attention]:
+    if name not in known:
+        raise ValueError(
+            f"there is no attention kind {name!r}; there are {', '.join(known)}, and your own by their full names, "
+            "as my_module.MyAttention"
+        )
+    return known[name]
+
+
+def _exported(name: str) -> Any:
+    return getattr(lit_effattn.attention, name)
+
+
+def _is_kind(value: Any) -> bool:
+    return inspect.isclass(value) and issubclass(value, Attention) and not inspect.isabstract(value)
+
+
+def _described(kind: type[Attention]) -> str:
+    """Return the first sentence of a kind's docstring, and each option with its default and description."""
+    parsed = docstring_parser.parse(inspect.getdoc(kind) or "", docstring_parser.DocstringStyle.GOOGLE)
+    does = {param.arg_name: " ".join((param.description or "").split()) for param in parsed.params}
+    lines = [f"{kind.__name__}: {parsed.short_description}"]
+    lines.append(f"  direction: {_direction(kind)}; state: {_state(kind)}; cross-attention: {_cross(kind.__name__)}")
+    for option, value in _options(kind).items():
+        lines.append(
+            fill(
+                f"{option}={value}  {does.get(option, '')}".rstrip(),
+                116,
+                initial_indent="  ",
+                subsequent_indent="      ",
+            )
+        )
+    return "\n".join(lines)
+
+
+def _options(kind: type[Attention]) -> dict[str, str]:
+    """Return a kind's own options and their defaults, as Python writes them."""
+    found = {name: p for name, p in inspect.signature(kind).parameters.items() if name not in _SHARED}
+    return {name: _default(p) for name, p in found.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+
+
+def _default(parameter: inspect.Parameter) -> str:
+    value = parameter.default
+    if value is parameter.empty:
+        return "(required)"
+    return value.__name__ if inspect.isclass(value) else repr(value)
+
+
+def _direction(kind: Any) -> str:
+    try:
+        kind(8, 2, False)
+    except ValueError:
+        return "causal"
+    except TypeError:  # it has options without a default
+        return "depends on its options"
+    return "causal, bidirectional"
+
+
+def _state(kind: Any) -> str:
+    """Return whether the state of a causal layer has a bounded size."""
+    try:
+        option = kind(8, 2, True).bounded_by
+    except TypeError:
+        return "depends on its options"
+    if option is None:
+        return "bounded"
+    return f"grows, unless {option} is given" if option else "grows"
+
+
+def _cross(name: str) -> str:
+    cross = name.removesuffix("Attention") + "CrossAttention"
+    return cross if cross in lit_effattn.attention.__all__ else "none"

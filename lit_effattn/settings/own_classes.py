@@ -1,0 +1,34 @@
+"""Classes of the user's own: where they are imported from, and the option `--trust`, for every command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+TRUST = (
+    "A module of your own, or the full name of a class or function, that a checkpoint (classes) or YAML and flags "
+    "(functions) may name although it is not on lit-effattn's list. May be given several times."
+)
+
+
+def add_current_folder() -> None:
+    """Let modules in the current folder be imported, after all others: my_module.MyAttention."""
+    if (folder := str(Path.cwd())) not in sys.path:
+        sys.path.append(folder)
+
+
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--trust`, whose value is a list of names."""
+    parser.add_argument("--trust", action=_Append, default=[], metavar="NAME", help=TRUST)
+
+
+class _Append(argparse.Action):
+    """Adds a name to a list if there is something of that name."""
+
+    def __call__(self, parser: Any, namespace: Any, value: Any, option: str | None = None) -> None:
+        from lit_effattn.checkpoints.allowlist import Trust
+
+        Trust([value])
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest), value])

@@ -1,0 +1,148 @@
+"""Keep the strings of a checkpoint away from the parser, which would read them as YAML, JSON and file names.
+
+Flags may change any option that a checkpoint states, so both go through one parser. But a string that the parser reads
+can become a number, a list, or a class to import. Therefore the parser gets a token in place of each string. The string
+itself is put back when constructors are called and settings are written.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import PurePath
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse._common import parsing_settings  # lists of names can be extended in public, but not taken back
+
+from lit_effattn.checkpoints.allowlist import Trust, listed, listed_names
+from lit_effattn.checkpoints.spec_check import CheckpointJudge, Judge, Place, check, members, parameters
+from lit_effattn.settings.trainer import Trainer
+
+_VERDICTS = "import_path_verdicts"
+
+
+class Sealed:
+    """Tokens in place of strings.
+
+    Names of classes that `trust` or the list allows, and the words that literal annotations of their options consist
+    of, stay as they are.
+
+    Args:
+        trust: What the user trusts.
+    """
+
+    def __init__(self, trust: Trust) -> None:
+        self._trust = trust
+        self._prefix = f"text{secrets.token_hex(8)}x"  # which no file can foresee
+        self._token = re.compile(f"{self._prefix}([0-9]+)y")
+        self._texts: list[str] = []
+
+    def close(self, value: Any) -> Any:
+        """Return plain data with tokens in place of strings, in keys too."""
+        if isinstance(value, str):
+            return value if self._is_word(value) else self._seal(value)
+        if isinstance(value, Mapping):
+            return {self._key(key): self.close(item) for key, item in value.items()}
+        return [self.close(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    def _is_word(self, text: str) -> bool:
+        return text in _words() or listed(text) is not None or self._trust.get(text) is not None
+
+    def _key(self, key: Any) -> Any:
+        return self._seal(key) if isinstance(key, str) and not key.isidentifier() else key
+
+    def _seal(self, text: str) -> str:
+        self._texts.append(text)
+        return f"{self._prefix}{len(self._texts) - 1}y"
+
+    def open(self, value: Any) -> Any:
+        """Return `value` with the strings in place of the tokens, at any depth of plain data, settings and partials."""
+        if not self._texts:
+            return value
+        if isinstance(value, str):
+            return self._token.sub(lambda found: self._texts[int(found[1])], value)
+        if isinstance(value, PurePath):
+            return type(value)(self.open(str(value)))
+        if isinstance(value, Namespace):
+            for key, item in vars(value).items():
+                setattr(value, key, self.open(item))
+            return value
+        if type(value) is dict:
+            return {self.open(key): self.open(item) for key, item in value.items()}
+        if type(value) in (list, tuple, set, frozenset):
+            return type(value)(self.open(item) for item in value)
+        if type(value) is partial:
+            return partial(value.func, *self.open(value.args), **self.open(value.keywords))
+        return value
+
+    def open_yaml(self, text: str) -> str:
+        """Return YAML with the strings in place of the tokens, quoted."""
+        return self._token.sub(lambda found: _quoted(self._texts[int(found[1])]), text)
+
+    def call(self, kind: type, *args: Any, **kwargs: Any) -> Any:
+        """Return `kind(*args, **kwargs)` with the strings in place of the tokens."""
+        return kind(*self.open(args), **self.open(kwargs))
+
+
+def _quoted(text: str) -> str:
+    """Return a string as YAML that is read as this string, whatever it looks like."""
+    return yaml.safe_dump(text, default_style='"', width=math.inf).rstrip("\n")
+
+
+@cache
+def _words() -> frozenset[str]:
+    """Return the strings in the literal annotations of listed classes and the trainer."""
+    classes = {listed(name) for name in listed_names()} | {Trainer}
+    annotations = [annotation for kind in classes if kind for annotation, _ in parameters(kind).values()]
+    return frozenset(word for annotation in annotations for word in _literals(annotation))
+
+
+def _literals(annotation: Any) -> Iterator[str]:
+    for member in members(annotation):
+        if get_origin(member) is Literal:
+            yield from (word for word in get_args(member) if isinstance(word, str))
+        else:
+            yield from (word for inner in get_args(member) for word in _literals(inner))
+
+
+def parse_saved(parser: ArgumentParser, saved: dict[str, Any], sealed: Sealed, judge: CheckpointJudge) -> Namespace:
+    """Return the settings of a checkpoint, which `check` has accepted, as the parser represents them.
+
+    Raises:
+        NotAllowedError: a name in the result is not one that a checkpoint may have.
+    """
+    with only_listed(judge.trust.names):
+        settings = parser.parse_object(sealed.close(saved), defaults=False, _skip_required=True)
+    check_settings(settings, parser, judge)
+    return settings
+
+
+def check_settings(settings: Namespace, parser: ArgumentParser, judge: Judge) -> None:
+    """Check all names in parsed settings.
+
+    Raises:
+        NotAllowedError: the judge's.
+    """
+    for action in parser._actions:
+        if action.dest in settings and hasattr(action, "_typehint"):
+            value = settings[action.dest]
+            if value is not None and value is not action.default:
+                check(value, Place.of(action._typehint), action.dest, judge)
+
+
+@contextmanager
+def only_listed(names: Sequence[str]) -> Iterator[None]:
+    """Let jsonargparse import nothing but listed classes and those of `names`."""
+    before = parsing_settings[_VERDICTS]
+    parsing_settings[_VERDICTS] = {}
+    try:
+        set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=[*listed_names(), *names])
+        yield
+    finally:
+        parsing_settings[_VERDICTS] = before

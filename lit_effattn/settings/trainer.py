@@ -1,0 +1,171 @@
+"""Lightning's Trainer with a method that draws samples."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lit_effattn.checkpoints.restoring import CheckpointConnector
+from lit_effattn.checkpoints.runs import new_folder
+from lit_effattn.datamodules.common.bars import progress_bar
+from lit_effattn.generation.beam import LENGTH_PENALTY, LengthNorm, check_beam
+from lit_effattn.generation.sampling import check_sampling
+
+
+class Trainer(pl.Trainer):
+    """See `lightning.pytorch.Trainer`."""
+
+    @property  # type: ignore[override]  # of the base class it is an attribute
+    def _checkpoint_connector(self) -> CheckpointConnector:
+        return self._connector
+
+    @_checkpoint_connector.setter
+    def _checkpoint_connector(self, connector: Any) -> None:
+        """Put a connector that checks in the place of the one that Lightning's constructor sets."""
+        self._connector = CheckpointConnector(self)
+
+    def generate(
+        self,
+        model: pl.LightningModule,
+        datamodule: pl.LightningDataModule | None = None,
+        ckpt_path: str | None = None,
+        n: int | None = None,
+        seed: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        compile: bool = False,
+        complete: float | None = None,
+        prompt: str | None = None,
+        prompt_file: str | None = None,
+        n_tokens: int | None = None,
+        beam: int | None = None,
+        length_penalty: float | None = None,
+        length_norm: LengthNorm | None = None,
+        source: str | None = None,
+        output: str | None = None,
+    ) -> str:
+        """Draw samples from a trained model, or write a target for a source. Its configuration is in the checkpoint.
+
+        Of images: writes `samples.png`, a grid, and `samples.npy`, the levels as integers (n, height, width,
+        channels). With `complete`, `completed.png` has the erased, completed and original images in three rows.
+
+        Of text: shows each sample, a single one while it is drawn, and writes them, prompt included, to `samples.txt`.
+        With `beam` it does not draw but searches for the likeliest texts, and shows and writes their scores as well.
+
+        Of a sequence-to-sequence model: shows the `n` best targets of `source` with their scores, and writes them to
+        `translations.jsonl`, with a picture of the source tokens that each output looked at.
+
+        Args:
+            model: The model.
+            datamodule: Where images to complete come from.
+            ckpt_path: The checkpoint: its path, or `last` or `best` of the newest run.
+            n: How many samples. Default: 16 images, 1 text, 1 target.
+            seed: Equal seeds draw equal samples. Default: 0.
+            temperature: Below 1 draws likelier samples, 0 the likeliest. Default: 1, as the model was trained.
+            top_k: Draw among the k likeliest levels or tokens only.
+            top_p: Draw among the likeliest whose probabilities add up to p.
+            compile: Draw each token by one compiled program: faster, after some seconds to a minute of compiling.
+            complete: Images: erase this fraction of test images, from the bottom, and let the model complete them.
+            prompt: Text: how it begins.
+            prompt_file: Text: a file with its beginning.
+            n_tokens: Text: tokens to draw. Default: 500.
+            beam: Text and targets: search for the likeliest ones with this many hypotheses; `n` of them are written.
+                The search draws nothing, so `temperature`, `top_k`, `top_p`, `seed` and `compile` do not go with it. 1
+                is greedy. A text ends at `n_tokens`; of words, at a line end before. Targets are always searched for;
+                the default is then the model's.
+            length_penalty: Targets, and text with `beam`: they are ranked by log p / ((5 + tokens) / 6) **
+                length_penalty. 0 ranks by log p, more prefers longer ones. Default: 0.6, or the model's.
+            length_norm: gnmt: as `length_penalty` says. average: by log p / tokens ** length_penalty, as fairseq and
+                transformers. Default: gnmt, or the model's.
+            source: The text to write a target for.
+            output: Folder to write to, which must not exist or be empty. Default: a new one in the run's `generated`.
+
+        Returns:
+            What to say of what was written, a line each.
+        """
+        if n is not None and n < 1:
+            raise ValueError(f"--n {n}: draw at least one sample")
+        settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+        sampling: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
+        sampling |= {"compile": True} if compile else {}
+        check_sampling(1.0 if temperature is None else temperature, top_k, top_p)
+        _check_search(beam, length_penalty, length_norm, n, sampling, always=source is not None)
+        _refuse_used(output)
+        if not callable(getattr(model, "write_samples", None)):
+            name = type(model).__name__
+            raise ValueError(f"{name} draws no samples; use lit-effattn predict, which writes its output for each item")
+        task: Any = model
+        options = {
+            **{"complete": complete, "prompt": prompt, "prompt_file": prompt_file, "n_tokens": n_tokens},
+            **{"beam": beam, "length_penalty": length_penalty, "length_norm": length_norm},
+            "source": source,
+        }
+        given = {name: value for name, value in options.items() if value is not None}
+        known = inspect.signature(task.write_samples).parameters
+        for name in given.keys() - known.keys():
+            raise ValueError(f"--{name} {given[name]}: {type(model).__name__} has no such option")
+        for name in options.keys() & known.keys() - given.keys():
+            if known[name].default is inspect.Parameter.empty:
+                raise ValueError(f"--{name} is missing: {type(model).__name__} needs it to generate")
+        if ckpt_path is not None:
+            checkpoint = self.strategy.checkpoint_io.load_checkpoint(ckpt_path, weights_only=True)
+            task.on_load_checkpoint(checkpoint)
+            task.load_state_dict(checkpoint["state_dict"])
+        task.to(self.strategy.root_device).eval()
+        said: str = task.write_samples(
+            partial(_output_folder, output, Path(self.default_root_dir)),
+            datamodule=datamodule,
+            n=n,
+            sampling=sampling,
+            progress=_track,
+            **given,
+        )
+        return said
+
+
+def _check_search(
+    beam: int | None,
+    length_penalty: float | None,
+    length_norm: LengthNorm | None,
+    n: int | None,
+    sampling: dict[str, Any],
+    *,
+    always: bool,
+) -> None:
+    """Refuse options of beam search that are out of range, or without it, or beside options of sampling."""
+    if beam is None:
+        for name, value in (("length_penalty", length_penalty), ("length_norm", length_norm)):
+            if value is not None and not always:
+                raise ValueError(f"--{name} {value} is an option of beam search; give --beam, too")
+        return
+    for name, value in sampling.items():
+        raise ValueError(f"--beam {beam} and --{name} {value} were both given; a search draws nothing; give only one")
+    if n is not None and n > beam >= 1:
+        raise ValueError(f"--n {n}: a search with --beam {beam} finds {beam} at most; give --beam {n} or more")
+    check_beam(beam, 1, LENGTH_PENALTY if length_penalty is None else length_penalty)
+
+
+def _track(steps: Iterable[int]) -> Iterable[int]:
+    assert isinstance(steps, Sequence)
+    with progress_bar() as bar:  # on stderr: samples go to stdout
+        yield from bar.track(steps, description="Drawing")
+
+
+def _refuse_used(output: str | None) -> None:
+    folder = None if output is None else Path(output)
+    if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"--output {output} exists and is not an empty folder; name another")
+
+
+def _output_folder(output: str | None, run: Path) -> Path:
+    if output is None:
+        return new_folder(run / "generated", "samples")
+    folder = Path(output)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

@@ -1,0 +1,432 @@
+"""`lit-effattn report`: a page of a tiny run, read as HTML, and what its parts are made of."""
+
+import io
+import json
+import re
+import shutil
+import subprocess
+import wave
+from collections.abc import Iterator
+from functools import partial
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+from torch import nn
+
+from lit_effattn import LSTM, Transformer
+from lit_effattn.analysis.report.attention import attention_pictures, png
+from lit_effattn.analysis.report.command import _files, find_run
+from lit_effattn.analysis.report.page import _ticks, chart
+from lit_effattn.analysis.report.samples import filled_rows, first_sequence, recordings, rows, token_bits
+from lit_effattn.attention import (
+    CompressiveAttention,
+    InfiniteAttention,
+    LinearAttention,
+    LSHAttention,
+    PerformerAttention,
+    ShawAttention,
+    SoftmaxAttention,
+    SoftmaxCrossAttention,
+    SparseAttention,
+    TransformerXLAttention,
+)
+from lit_effattn.cli import main
+from lit_effattn.datamodules import IGNORE, LabelledBatch, PairBatch, SpeechBatch, TokenBatch
+from lit_effattn.nn.encoder_decoder import EncoderDecoder
+from lit_effattn.settings.defaults import split
+from lit_effattn.tasks import LanguageModel
+from tests.support.commands import fails
+
+CONFIG = {
+    "model": {
+        "class_path": "LanguageModel",
+        "init_args": {
+            "backbone": {
+                "class_path": "Transformer",
+                "init_args": {"d_model": 8, "n_heads": 2, "n_layers": 1, "attention": "LinearAttention"},
+            },
+            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.003}},
+        },
+    },
+    "data": {
+        "class_path": "StateTracking",
+        "init_args": {"group": "parity", "length": 6, "batch_size": 8, "n_train": 32, "n_val": 8, "n_test": 8},
+    },
+    "trainer": {"max_epochs": 1, "val_check_interval": 2, "log_every_n_steps": 1, "default_root_dir": "runs/tiny"},
+}
+EMPTY = {"meta", "img", "wbr"}
+
+
+class Page(HTMLParser):
+    """The elements of a page, its text, and whether all elements are closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in EMPTY:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+        self.text += "\n"
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with a run of four steps in it."""
+    folder = tmp_path_factory.mktemp("report")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        Path("tiny.yaml").write_text(yaml.safe_dump(CONFIG))
+        main(["fit", "--config", "tiny.yaml", "--trainer.enable_progress_bar", "false"])
+        yield folder
+
+
+def test_a_page_loads_nothing_and_says_what_the_run_is(tiny: Path):
+    main(["report", "tiny", "--samples", "2"])
+    (path,) = Path("runs/tiny").glob("*/report.html")
+    page = Page(path.read_text())
+    assert {tag for tag, _ in page.tags}.isdisjoint({"script", "link", "iframe", "object", "embed", "base", "form"})
+    assert not any(name.startswith("on") or name == "href" for _, attributes in page.tags for name in attributes)
+    sources = [attributes["src"] for _, attributes in page.tags if "src" in attributes]
+    assert len(sources) == 2
+    assert all(source.startswith("data:image/png;base64,") for source in sources)
+    assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in page.tags
+    assert "url(" not in path.read_text()
+    order = ["val/perplexity", "by step", "Samples", "Attention", "Cost", "Configuration", "settings as by default"]
+    places = [page.text.index(part) for part in order]
+    assert places == sorted(places)
+    assert "transfer_from\nnull" not in page.text[: places[-1]]
+    default = places[-1]
+    assert page.text.index("model.optimizer.lr\n0.003") < default < page.text.index("trainer.max_steps\n-1")
+    assert "val/perplexity" in page.text
+    assert "parameters" in page.text
+    assert "bits_per_target" in page.text
+    assert "LinearAttention, backbone.blocks.0.attention" in page.text
+
+
+def test_no_report_is_replaced_and_none_is_left_half_written(tiny: Path, capsys, monkeypatch):
+    Path("there.html").write_text("mine")
+    assert "--output there.html exists" in fails(capsys, "report", "tiny", "--output", "there.html")
+    assert Path("there.html").read_text() == "mine"
+    (run,) = (path.parent for path in Path("runs/tiny").glob("*/config.yaml"))
+    for name in ("report.html", "report_1.html"):
+        if not (run / name).exists():
+            main(["report", str(run), "--samples", "0"])
+    assert (run / "report_1.html").is_file()
+    before = set(run.rglob("*"))
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
+    assert "full" in fails(capsys, "report", str(run), "--samples", "0")
+    assert set(run.rglob("*")) == before
+
+
+def test_what_comes_from_files_is_text(tiny: Path):
+    """Names and values of a run that somebody else made, of two runs side by side."""
+    hostile = Path("<script>alert(1)<&'\"/2026-01-01_00-00-00")
+    (run,) = (path.parent for path in Path("runs/tiny").glob("*/config.yaml"))
+    shutil.copytree(run, hostile, ignore=shutil.ignore_patterns("*.html", "checkpoints"))
+    config = yaml.safe_load((hostile / "config.yaml").read_text())
+    config["</td><script>"] = "</table><img src=http://x onerror=alert(1)>"
+    (hostile / "config.yaml").write_text(yaml.safe_dump(config))
+    (metrics,) = hostile.glob("csv/*/metrics.csv")
+    metrics.write_text(metrics.read_text().replace("train/loss", "train/<svg onload=alert(1)>"))
+    main(["report", str(hostile), str(run), "--samples", "0", "--output", "both.html"])
+    page = Page(Path("both.html").read_text())
+    assert "script" not in {tag for tag, _ in page.tags}
+    assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
+    for text in ("<script>alert(1)<&'\"", "</td><script>", "</table><img src=http://x onerror=alert(1)>"):
+        assert text in page.text
+    assert "<svg onload=alert(1)> by step" in page.text
+    assert "The run has no checkpoint." in page.text
+
+
+def test_runs_are_found(tiny: Path, capsys):
+    (run,) = (path.parent for path in Path("runs/tiny").glob("*/config.yaml"))
+    best = (run / "checkpoints/best.ckpt").resolve()
+    for name in ("best", "tiny", str(run), str(best)):
+        found = find_run(name)
+        assert found.folder.resolve() == run.resolve()
+        assert found.checkpoint.resolve() == best
+    assert find_run("last").checkpoint.name == "last.ckpt"
+    shutil.copy(best, "alone.ckpt")
+    assert "alone.ckpt is not in the folder of a run" in fails(capsys, "report", "alone.ckpt")
+    assert "report missing: there is no such folder" in fails(capsys, "report", "missing")
+    assert "--length 1 must be at least 2" in fails(capsys, "report", "tiny", "--length", "1")
+
+
+def test_a_checkpoint_may_not_name_what_it_likes(tiny: Path):
+    """It is read as data, and the page says why there are no samples."""
+    run = Path("foreign/2026-01-01_00-00-00")
+    (source,) = (path.parent for path in Path("runs/tiny").glob("*/config.yaml"))
+    shutil.copytree(source, run, ignore=shutil.ignore_patterns("*.html", "best.ckpt"))
+    path = run / "checkpoints/last.ckpt"
+    content = torch.load(path, weights_only=True)
+    content["lit_effattn"]["config"]["data"]["class_path"] = "os.system"
+    torch.save(content, path)
+    main(["report", str(run), "--samples", "1", "--output", "foreign.html"])
+    assert re.search("No test data: .*os.system", Page(Path("foreign.html").read_text()).text)
+
+
+# --------------------------------------------------------------------------------------------------------- attention
+
+
+def image(content: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(content))
+
+
+def drawn(backbone: nn.Module, n: int = 12):
+    torch.manual_seed(0)
+    return attention_pictures(backbone.eval(), lambda: backbone(torch.randn(1, n, backbone.d_model)))
+
+
+SIGNAL = {"mem_len": 2, "segment_len": 3, "n_basis": 10, "n_samples": 6, "widths": (0.1,)}
+
+
+@pytest.mark.parametrize(
+    ("make", "shown"),
+    [
+        (SoftmaxAttention, ["weights"]),
+        (ShawAttention, ["weights"]),
+        (LinearAttention, ["weights"]),
+        (PerformerAttention, ["weights"]),
+        (partial(SparseAttention, stride=3), ["the given pattern", "weights"]),
+        (partial(SparseAttention, stride=3, combine="heads"), ["the given pattern", "weights"]),
+        (LSHAttention, ["weights", "buckets"]),
+        (CompressiveAttention, ["weights", *(f"term ({letter})" for letter in "abcd")]),
+        (TransformerXLAttention, ["weights", *(f"term ({letter})" for letter in "abcd")]),
+        (partial(InfiniteAttention, **SIGNAL), ["weights", *(f"term ({letter})" for letter in "abcd"), "density"]),
+        (partial(InfiniteAttention, **SIGNAL | {"n_basis": 0}), ["weights", *(f"term ({c})" for c in "abcd")]),
+    ],
+)
+def test_every_kind_shows_what_it_has(make, shown: list[str]):
+    (found,) = drawn(Transformer(8, 2, 1, attention=make))
+    of_first = [
+        picture.caption.partition(": ")[2] for picture in found.pictures if picture.caption[:6] in ("head 1", "every ")
+    ]
+    assert len(of_first) == len(shown)
+    assert all(caption.startswith(start) for caption, start in zip(of_first, shown, strict=True))
+    of_second = [picture.caption for picture in found.pictures if "head 2" in picture.caption]
+    assert ("head 2: the given pattern" in of_second) == (getattr(make, "keywords", {}).get("combine") == "heads")
+    for picture in found.pictures:
+        width = 256 if "density" in picture.caption else 12
+        assert image(picture.png).width == width
+        assert image(picture.png).height == (32 if "buckets" in picture.caption else 12)
+
+
+def test_few_layers_and_heads_are_drawn_the_first_and_the_last_among_them():
+    found = drawn(Transformer(12, 6, 9, attention=SoftmaxAttention))
+    assert [part.name for part in found] == [f"blocks.{i}.attention" for i in (0, 3, 5, 8)]
+    assert [picture.caption for picture in found[0].pictures] == [f"head {i}: weights" for i in (1, 2, 3, 4)]
+
+
+def test_pictures_of_cross_attention_and_of_none():
+    encoder = Transformer(8, 2, 1, attention=SoftmaxAttention, causal=False)
+    decoder = Transformer(8, 2, 1, attention=LinearAttention, cross_attention=SoftmaxCrossAttention)
+    model, source, target = EncoderDecoder(encoder, decoder).eval(), torch.randn(1, 7, 8), torch.randn(1, 5, 8)
+    found = {part.kind: part for part in attention_pictures(model, lambda: model(target, model.remember(source)))}
+    assert found.keys() == {"SoftmaxAttention", "LinearAttention", "SoftmaxCrossAttention"}
+    cross = found["SoftmaxCrossAttention"].pictures[1].png
+    assert image(cross).size == (7, 5)
+    (weights,) = model.attention_weights(source, target)
+    shown = weights[0, 1] / weights[0, 1].amax(-1, keepdim=True)
+    assert cross == png(shown.sqrt())
+    assert drawn(LSTM(8, 1)) == []
+
+
+def test_brightness_is_the_value_and_grey_is_nothing():
+    values = torch.tensor([[0.0, 0.25, 1.0], [float("nan"), 0.5, 2.0]])
+    pixels = image(png(values)).convert("RGB")
+    assert pixels.size == (3, 2)
+    light = [[sum(pixels.getpixel((x, y))) for x in range(3)] for y in range(2)]
+    assert light[0][0] < light[0][1] < light[1][1] < light[0][2] == light[1][2]
+    assert pixels.getpixel((0, 1)) == (128, 128, 128)
+
+
+# ----------------------------------------------------------------------------------------------------------- samples
+
+
+def loader(*batches):
+    return SimpleNamespace(test_dataloader=lambda: batches)
+
+
+def test_a_sequence_is_cut_to_what_is_valid_and_drawn():
+    def cut(batch, model=None):
+        return first_sequence(model, loader(batch), 4, carried=False).batch
+
+    assert cut(torch.arange(20).view(2, 10)).tolist() == [[0, 1, 2, 3]]
+    tokens, seen = torch.arange(20).view(2, 10), torch.tensor([3, 10])
+    assert cut(TokenBatch(tokens, tokens, seen)).inputs.tolist() == [[0, 1, 2]]
+    pair = cut(PairBatch(tokens, seen, tokens, tokens, torch.tensor([9, 9]), ["a", "b"], [[], []]))
+    assert (pair.source.tolist(), pair.source_lengths.tolist()) == ([[0, 1, 2]], [3])
+    assert (pair.targets.tolist(), pair.sources) == ([[0, 1, 2, 3]], ["a"])
+    speech = SpeechBatch(torch.rand(2, 10, 5), torch.tensor([9, 10]), tokens, seen, ["x", "y"])
+    halved = SimpleNamespace(front_end=SimpleNamespace(factor=2))
+    assert (cut(speech, halved).features.shape, cut(speech, halved).lengths.tolist()) == ((1, 8, 5), [8])
+    assert cut(LabelledBatch(tokens, seen, seen)).x.tolist() == [[0, 1, 2]]
+    assert cut((tokens, seen)).x.tolist() == [[0, 1, 2, 3]]
+    assert rows([tokens, ["a", "b"], None], [0])[1:] == [["a"], None]
+
+
+def test_carried_memory_is_that_of_the_segments_before_and_bits_follow_from_it():
+    torch.manual_seed(0)
+    model = LanguageModel(Transformer(8, 2, 1, attention=LinearAttention), 5).eval()
+    stream = torch.randint(5, (1, 13))
+    inputs, targets = stream[:, :12], stream[:, 1:].clone()
+    targets[0, 9] = IGNORE
+    segments = [TokenBatch(inputs[:, i : i + 3], targets[:, i : i + 3]) for i in range(0, 12, 3)]
+    sequence = first_sequence(model, loader(*segments), 8, carried=True)
+    assert torch.equal(sequence.batch.inputs, inputs[:, 9:])
+    whole = model.backbone(model._embed(inputs))[0]
+    log_probs = model.head.log_probs(whole)[0, 9:]
+    found = token_bits(model, sequence)
+    assert [token for token, _ in found] == [str(int(token)) for token in targets[0, 10:]]
+    expected = -log_probs[torch.arange(1, 3), targets[0, 10:]] / torch.log(torch.tensor(2.0))
+    torch.testing.assert_close(torch.tensor([bits for _, bits in found]), expected)
+    assert model.memory is None
+
+
+@pytest.mark.parametrize("carried", [False, True])
+def test_rows_of_a_stream_that_is_empty_or_has_ended_are_not_shown(carried: bool):
+    """A short text has fewer segments than the batch has streams: its first row is empty."""
+    model = LanguageModel(Transformer(8, 2, 1, attention=LinearAttention), 5).eval()
+    tokens = torch.arange(8).view(2, 4) % 5
+    segments = [TokenBatch(tokens, tokens, torch.tensor(lengths)) for lengths in ([0, 3], [0, 0])]
+    assert filled_rows(segments[0], 8) == [1]
+    sequence = first_sequence(model, loader(*segments), 4, carried=carried)
+    assert sequence.batch.inputs.tolist() == [[4, 0, 1]]
+    assert len(token_bits(model, sequence)) == 4
+    with pytest.raises(ValueError, match="the first test batch has no positions"):
+        first_sequence(model, loader(segments[1]), 4, carried=carried)
+
+
+def test_predictions_are_shown_together_and_as_text(tmp_path: Path):
+    (tmp_path / "p.png").write_bytes(png(torch.eye(3)))
+    entry = {"id": "a<b>", "phones": [{"phone": "ɑ", "start": 1}, {"phone": "t"}], "picture": "p.png"}
+    other = {"id": "c", "outputs": [{"text": "<script>x"}], "picture": "../p.png"}
+    (tmp_path / "found.jsonl").write_text("".join(f"{json.dumps(e)}\n" for e in (entry, other)))
+    (tmp_path / "scores.csv").write_text("index,bits\n0,1.23456\n")
+    (tmp_path / "samples.txt").write_text("a\n</pre>b")
+    figures = [Page(figure) for figure in _files(tmp_path, {"a<b>": b"RIFF"})]
+    assert [[tag for tag, _ in figure.tags if tag in ("audio", "img", "script")] for figure in figures] == [
+        ["audio", "img"], [], [], [],
+    ]  # fmt: skip
+    for figure, text in zip(figures, ["ɑ t", "<script>x", "1.235", "a\n</pre>b"], strict=True):
+        assert text in figure.text
+
+
+def test_recordings_are_those_of_the_batch(tmp_path: Path):
+    soundfile = pytest.importorskip("soundfile")
+    soundfile.write(tmp_path / "a.flac", torch.linspace(-1, 1, 16_000).numpy(), 16_000)
+    utterance = SimpleNamespace(id="a", audio=tmp_path / "a.flac", start=0.5, duration=0.25)
+    data = SimpleNamespace(corpus=SimpleNamespace(utterances=lambda split: [utterance]))
+    none = torch.zeros(2, 0)
+    found = recordings(data, SpeechBatch(none, none, none, none, ["unknown", "a"]))
+    with wave.open(io.BytesIO(found.pop("a"))) as file:
+        assert (file.getframerate(), file.getnchannels(), file.getnframes()) == (16_000, 1, 4_000)
+        samples = torch.frombuffer(bytearray(file.readframes(4_000)), dtype=torch.int16) / 32767
+    torch.testing.assert_close(samples, torch.linspace(0, 0.5, 4_000), atol=2e-4, rtol=0)
+    assert not found
+
+
+# ------------------------------------------------------------------------------------------------ settings and curves
+
+
+def test_settings_are_sorted_by_their_defaults():
+    config = {
+        "seed_everything": 0,
+        "trainer": {"max_steps": 5, "precision": None, "log_every_n_steps": 10, "unknown": None},
+        "model": {
+            "class_path": "lit_effattn.Transformer",
+            "init_args": {
+                "dropout": 0.0,
+                "n_heads": 2,
+                "attention": {"class_path": "no_such.Kind", "init_args": {"a": 1}},
+            },
+        },
+        "data": {"class_path": "TextStream", "init_args": {"segment_len": 7}},
+    }
+    changed, others = split(config)
+    assert changed == {
+        "trainer.max_steps": 5,
+        "trainer.unknown": None,
+        "model": "Transformer",
+        "model.n_heads": 2,
+        "model.attention": "Kind",
+        "model.attention.a": 1,
+        "data": "TextStream",
+        "data.segment_len": 7,
+    }
+    assert others.keys() == {"seed_everything", "trainer.precision", "trainer.log_every_n_steps", "model.dropout"}
+
+
+def test_curves_are_drawn_to_scale():
+    found = chart("loss", "step", {"train": ([0, 10], [4.0, 2.0]), "val": ([5, 6], [3.0, float("nan")])})
+    (line, point) = re.findall(r'd="(M[^"]*)" fill="none"', found)
+    (x1, y1), (x2, y2) = ([float(v) for v in pair.split()] for pair in line[1:].split("L"))
+    x, y = map(float, point[1:].split())
+    assert x == pytest.approx((x1 + x2) / 2, abs=0.1)
+    assert y == pytest.approx((y1 + y2) / 2, abs=0.1)
+    assert y1 < y2  # upwards
+    assert chart("nothing", "step", {"a": ([1], [float("inf")])}) == ""
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (2.95, 3.2), (-7e-5, 3e-5), (5, 5), (0, 0), (1e6, 1e9)])
+def test_ticks_enclose_the_values(low: float, high: float):
+    ticks = _ticks(low, high)
+    assert 3 <= len(ticks) <= 8
+    assert ticks[0] <= low <= high <= ticks[-1]
+
+
+# ------------------------------------------------------------------------------------------------------------ browser
+
+
+MEASURE = """<!doctype html><iframe id=f src="page.html" style="width: {width}px; height: 800px; border: 0"></iframe>
+<script>onload = () => {{
+  const page = document.getElementById("f").contentDocument, root = page.documentElement, images = [...page.images];
+  document.title = [root.scrollWidth <= root.clientWidth, images.every(i => i.naturalWidth > 0), images.length,
+    getComputedStyle(page.body).backgroundColor].join();
+}}</script>"""
+
+
+def test_in_a_browser_nothing_is_wider_than_a_phone_and_the_dark_is_dark(tiny: Path, tmp_path: Path):
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("chromium is not installed")
+    (source,) = (path.parent for path in Path("runs/tiny").glob("*/config.yaml"))
+    run = shutil.copytree(
+        source, tmp_path / "a_configuration_with_a_name_that_is_wider_than_a_phone/2026-01-01_00-00-00"
+    )
+    (run / "samples").mkdir()
+    (run / "samples/wide.png").write_bytes(png(torch.eye(3).repeat(1, 700)))
+    (tmp_path / "secret").write_text("key")
+    (run / "samples/link.png").symlink_to(tmp_path / "secret")
+    main(["report", str(run), "--samples", "2", "--output", str(tmp_path / "page.html")])
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom"]
+    for width, scheme, colour in ((390, ["--force-dark-mode"], "rgb(20, 23, 26)"), (1280, [], "rgb(255, 255, 255)")):
+        (tmp_path / "measure.html").write_text(MEASURE.format(width=width))
+        said = subprocess.run(
+            [chromium, *flags, *scheme, f"--user-data-dir={tmp_path / 'profile'}", f"file://{tmp_path}/measure.html"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        ).stdout
+        assert f"<title>true,true,3,{colour}</title>" in said

@@ -1,0 +1,331 @@
+"""`lit-effattn sweep` and `compare`, with runs of four steps in this process."""
+
+import csv
+import io
+import signal
+import subprocess
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import yaml
+
+from lit_effattn.analysis.sweep import (
+    Sweep,
+    _children,
+    _flags_of,
+    _rates,
+    _read_record,
+    _short,
+    _terminate_children,
+    report,
+    run_child,
+    sweep,
+)
+from lit_effattn.analysis.sweep_tables import Cell, best_rate
+from lit_effattn.callbacks import CostLog
+from lit_effattn.checkpoints.runs import new_folder
+from lit_effattn.cli import main
+from lit_effattn.drawing import plots
+from tests.support.commands import REPOSITORY, fails
+
+CONFIG = {
+    "model": {
+        "class_path": "LanguageModel",
+        "init_args": {
+            "backbone": {
+                "class_path": "Transformer",
+                "init_args": {"d_model": 8, "n_heads": 2, "n_layers": 1, "attention": "LinearAttention"},
+            },
+            "accuracy": True,
+            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.003}},
+        },
+    },
+    "data": {
+        "class_path": "StateTracking",
+        "init_args": {"group": "parity", "length": 6, "batch_size": 8, "n_train": 32, "n_val": 8, "n_test": 8},
+    },
+    "trainer": {"max_epochs": 1, "val_check_interval": 2, "log_every_n_steps": 1},
+}
+KINDS = {"LinearAttention": _flags_of("linear"), "Missing": ["--model.backbone.attention", "no_such.Missing"]}
+RATES = (0.001, 0.01)
+FLAGS = ["--config", "tiny.yaml", "--trainer.enable_model_summary", "false"]
+
+
+class Children:
+    """Runs commands in this process; the one with the number `stopped` gets SIGTERM after its second step."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[str]] = []
+        self.stopped: int | None = None
+
+    def __call__(self, args: list[str], log: Path, device: str | None) -> tuple[int, str]:
+        self.calls.append(args)
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                if len(self.calls) == self.stopped:
+                    patch.setattr(CostLog, "on_train_batch_end", _stop)
+                main(args)
+        except SystemExit as end:
+            return int(end.code or 0), "its reason"
+        return 0, ""
+
+
+def _stop(_: CostLog, trainer: pl.Trainer, *__: Any) -> None:
+    if trainer.global_step == 2:
+        signal.raise_signal(signal.SIGTERM)
+
+
+def cells(rates: tuple[float, ...], seeds: int) -> list[Cell]:
+    return [Cell(kind, rate, seed) for kind in KINDS for rate in rates for seed in range(seeds)]
+
+
+class InThisThread:
+    """In place of a ThreadPoolExecutor: signals reach only the main thread."""
+
+    def __init__(self, _: int) -> None:
+        pass
+
+    def __enter__(self) -> "InThisThread":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def submit(self, function: Any, *args: Any) -> Any:
+        outcome = function(*args)
+        return type("Done", (), {"result": lambda self: outcome})()
+
+    def shutdown(self, **_: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A sweep that was stopped in its second run and then went on: its folder, its calls and its outcomes."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("sweep")
+        patch.chdir(folder)
+        patch.setattr("lit_effattn.analysis.sweep.ThreadPoolExecutor", InThisThread)
+        Path("tiny.yaml").write_text(yaml.safe_dump(CONFIG))
+        children = Children()
+        children.stopped = 2
+        with pytest.raises(KeyboardInterrupt):
+            Sweep(Path("out"), FLAGS, KINDS, child=children).run(cells(RATES, 1))
+        before = len(children.calls)
+        sweep = Sweep(Path("out"), FLAGS, KINDS, child=children)
+        sweep.run(cells(RATES, 1))
+        chosen = {"LinearAttention": best_rate("LinearAttention", sweep.outcomes)}
+        assert best_rate("Missing", sweep.outcomes) is None
+        sweep.run([Cell("LinearAttention", chosen["LinearAttention"], seed) for seed in (0, 1)], test=True)
+        report(Path("out"), list(KINDS), RATES, chosen, sweep.outcomes)
+        yield folder, children.calls[before:], sweep.outcomes, chosen["LinearAttention"]
+
+
+def log_of(run: Path, name: str) -> list[float]:
+    """All values of a column, read here."""
+    found = []
+    for path in sorted(run.glob("csv/version_*/metrics.csv")):
+        with path.open() as file:
+            found += [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
+    return found
+
+
+def test_a_stopped_sweep_resumes_the_run_that_it_was_in_and_repeats_none(swept):
+    folder, calls, outcomes, _ = swept
+    fits = [call for call in calls if call[0] == "fit" and "LinearAttention" in call]
+    assert [call[call.index("--model.optimizer.lr") + 1] for call in fits[:1]] == ["0.01"]  # 0.001 was finished
+    assert "--ckpt_path" in fits[0]
+    assert all("--ckpt_path" not in call for call in fits[1:])
+    assert len(fits) == 2  # the half-done one and seed 1
+    assert sum(call[0] == "test" for call in calls) == 2
+    for cell in cells(RATES, 1)[:2]:
+        run = outcomes[cell].record.path
+        assert torch.load(folder / run / "checkpoints/last.ckpt", weights_only=True)["global_step"] == 4
+        assert len(list((folder / "out" / str(cell)).glob("*/checkpoints"))) == 1
+
+
+def test_the_rate_is_the_one_with_the_lowest_validation_metric(swept):
+    folder, _, outcomes, chosen = swept
+    lowest = {c.rate: min(log_of(folder / outcomes[c].record.path, "val/perplexity")) for c in cells(RATES, 1)[:2]}
+    assert chosen == min(lowest, key=lowest.__getitem__)
+
+
+def test_the_table_has_means_and_deviations_over_seeds_and_the_refusals(swept):
+    folder, _, outcomes, chosen = swept
+    linear, missing = csv.DictReader((folder / "out/table.csv").open())
+    runs = [folder / outcomes[Cell("LinearAttention", chosen, seed)].record.path for seed in (0, 1)]
+    for name, values in (
+        ("test/accuracy_48", [log_of(run, "test/accuracy_48")[-1] for run in runs]),
+        ("val/perplexity", [min(log_of(run, "val/perplexity")) for run in runs]),
+    ):
+        assert float(linear[name]) == pytest.approx(mean(values))
+        assert float(linear[f"± {name}"]) == pytest.approx(stdev(values))
+    assert (linear["seeds"], linear["refused"], float(linear["rate"])) == ("2", "", chosen)
+    assert (missing["kind"], missing["refused"], missing["val/perplexity"]) == ("Missing", "its reason", "")
+    assert (folder / "out/by_state.png").stat().st_size > 1000
+    text = (folder / "out/table.md").read_text()
+    assert "| Missing | its reason | its reason |" in text
+    assert " ± " in text
+
+
+def test_a_record_of_other_flags_is_refused(swept):
+    folder, *_ = swept
+    with pytest.raises(ValueError, match=r"--config tiny\.yaml"):
+        Sweep(folder / "out", ["--config", "other.yaml"], KINDS)
+
+
+def test_compare_shows_what_differs_and_what_it_costs(swept, monkeypatch, capsys):
+    folder, _, outcomes, _ = swept
+    monkeypatch.chdir(folder)
+    paths = [str(outcomes[cell].record.path) for cell in cells(RATES, 1)[:2]]
+    capsys.readouterr()
+    main(["compare", *paths, "--format", "csv", "--plots", "plots"])
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out.partition("plots:")[0])))
+    assert [float(row["model.optimizer.lr"]) for row in rows] == [0.001, 0.01]
+    assert not any(name.startswith("data.") for name in rows[0])
+    state = torch.load(folder / paths[0] / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
+    assert [int(row["parameters"]) for row in rows] == 2 * [sum(t.numel() for t in state.values())]
+    assert float(rows[1]["val/accuracy"]) == pytest.approx(log_of(Path(paths[1]), "val/accuracy")[-1])
+    assert all(0 < float(row["s/step"]) < 60 and int(row["peak process bytes"]) > 2**25 for row in rows)
+    assert Path("plots/curves.png").stat().st_size > 1000
+    main(["compare", *paths, "--output", "table.md"])
+    assert "| model.optimizer.lr | 0.001 | 0.01 |" in Path("table.md").read_text()
+    main(["compare", *paths])
+    assert "model.optimizer.lr" in capsys.readouterr().out
+    assert "out is not the folder of a run: it has no config.yaml" in fails(capsys, "compare", "out")
+
+
+def test_children_and_what_they_say(tmp_path):
+    code, said = run_child(["nonsense"], tmp_path / "output.txt", None)
+    assert code == 2
+    assert said.startswith("'nonsense' is not a command")
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("linear", "LinearAttention"),
+        ("SoftmaxAttention", "SoftmaxAttention"),
+        ("xl", "TransformerXLAttention"),
+        ("transformer_xl", "TransformerXLAttention"),
+        ("my_module.Mine", "Mine"),
+        ("lstm", "LSTM"),
+    ],
+)
+def test_names_of_kinds(given: str, name: str):
+    assert _short(given) == name
+    assert _flags_of(given)[-1] == (given if "." in given else name)
+
+
+def test_options_of_kinds():
+    given = "xl:mem_len=64:dropout=0.1"
+    assert _short(given) == "TransformerXLAttention:mem_len=64:dropout=0.1"
+    attention = "--model.backbone.attention"
+    assert _flags_of(given) == [
+        *(attention, "TransformerXLAttention"),
+        *(f"{attention}.mem_len", "64"),
+        *(f"{attention}.dropout", "0.1"),
+    ]
+    assert _flags_of("lstm:n_layers=1") == ["--model.backbone", "LSTM", "--model.backbone.n_layers", "1"]
+    for option in ("mem_len", "=64", "mem_len="):
+        with pytest.raises(ValueError, match=f"{option!r} is no option; give xl:NAME=VALUE"):
+            _short(f"xl:{option}")
+
+
+def test_commas_within_brackets_divide_no_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked = []
+
+    def child(args: list[str], log: Path, device: str | None) -> tuple[int, str]:
+        asked.append(args)
+        return 1, "not now"
+
+    monkeypatch.setattr("lit_effattn.analysis.sweep.run_child", child)
+    kinds = "infinite:widths=[0.03,0.1],linear"
+    sweep(["--config", "mqar_linear", "--kinds", kinds, "--lr", "1e-3", "--seeds", "1", "--output", str(tmp_path)])
+    first, second = asked
+    assert first[first.index("--model.backbone.attention.widths") + 1] == "[0.03,0.1]"
+    assert "LinearAttention" in second
+    assert ":" not in first[first.index("--trainer.default_root_dir") + 1].removeprefix(str(tmp_path))
+
+
+@pytest.mark.parametrize("given", ["", "s", "nonsense"])
+def test_a_name_of_no_kind_or_of_several_is_refused(given: str):
+    with pytest.raises(ValueError, match=f"--kinds {given}: give one of .*LinearAttention"):
+        _short(given)
+
+
+def test_rates():
+    assert _rates(None, [str(REPOSITORY / "configs/mqar_linear.yaml")]) == [0.001, 0.003, 0.009]
+    assert _rates("3e-4,1e-3", []) == [0.0003, 0.001]
+    for text in ("a", "0", "-1", "inf"):
+        with pytest.raises(ValueError, match=f"--lr {text}"):
+            _rates(text, [])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--seeds", "0"], "--seeds 0"),
+        (["--model.optimizer.init_args.lr", "1"], "--lr RATE"),
+        (["--seed_everything=1"], "leave it out"),
+        (["--devices", "0,0"], "--devices 0,0"),
+    ],
+)
+def test_wrong_arguments_are_named(args, message, capsys):
+    assert message in fails(capsys, "sweep", "--config", "mqar_linear", "--kinds", "linear", *args)
+
+
+def test_many_kinds_with_long_names_fit_into_the_plot(tmp_path: Path):
+    points = [plots.Point(f"{i} {80 * 'x'}", 10.0**i, i / 12, 0.01) for i in range(12)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # matplotlib warns if the axes have no room
+        plots.scatter(points, "bytes of state", "accuracy", tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size
+
+
+def test_children_have_their_device_and_are_stopped_with_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Instead of the command: Python, which writes its device and then sleeps."""
+    say = "import os, time; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); time.sleep(20)"
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **how: start([command[0], "-c", say], **how))
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(run_child, ["fit"], tmp_path / "log", "3")
+        # The child may write before the thread that started it has noted it.
+        while not _children or not (tmp_path / "log").is_file() or not (tmp_path / "log").read_text():
+            assert not found.done()
+        _terminate_children()
+        assert found.result() == (-signal.SIGTERM, f"killed by signal {signal.SIGTERM:d}")
+    assert (tmp_path / "log").read_text() == "3\n"
+
+
+def test_what_is_trusted_is_trusted_in_tests_too(tmp_path: Path):
+    calls: list[list[str]] = []
+
+    def child(args: list[str], log: Path, device: str | None) -> tuple[int, str]:
+        calls.append(args)
+        folder = new_folder(tmp_path / "out" / str(cell), "2026-01-01_00-00-00") / "checkpoints"
+        folder.mkdir()
+        (folder / "best.ckpt").touch()
+        return 0, ""
+
+    cell = Cell("LinearAttention", 0.1, 0)
+    made = Sweep(tmp_path / "out", [], KINDS, child=child, trust=["mine.Task", "mine.Data"])
+    made._fit(cell, None)
+    made._test(cell, None)
+    assert [call[0] for call in calls] == ["fit", "test"]
+    for call in calls:
+        assert [value for flag, value in pairwise(call) if flag == "--trust"] == ["mine.Task", "mine.Data"]
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", '{"flags": 1}', '{"flags": [], "done": {"a": 3}}', "no JSON"])
+def test_a_record_of_something_else(text: str, tmp_path: Path):
+    (tmp_path / "sweep.json").write_text(text)
+    with pytest.raises(ValueError, match=r"sweep\.json is no record of a sweep"):
+        _read_record(tmp_path / "sweep.json")

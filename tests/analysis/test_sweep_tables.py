@@ -1,0 +1,49 @@
+"""What diverged is neither the best nor hidden in a mean."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from lit_effattn.analysis.records import RunRecord
+from lit_effattn.analysis.sweep_tables import Cell, Outcome, best_rate, by_kind, by_rate, points
+from lit_effattn.analysis.tables import comma_separated, markdown
+
+BAD = [math.nan, math.inf, -math.inf]
+
+
+def outcome(*validated: float, test: float = 1.0) -> Outcome:
+    curves = {"val/loss": dict(enumerate(validated)), "test/loss": {9: test}}
+    return Outcome(RunRecord(Path("run"), {}, curves, state_bytes=8, monitor="val/loss"), None)
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_rate_that_diverged_is_not_the_best(bad, first):
+    rates = [(0.1, outcome(bad)), (0.2, outcome(3.0)), (0.3, outcome(2.0, bad))]
+    outcomes = {Cell("a", rate, 0): made for rate, made in (rates if first else reversed(rates))}
+    assert best_rate("a", outcomes) == 0.3
+    assert best_rate("a", {Cell("a", 0.1, 0): outcome(bad)}) is None
+    assert best_rate("a", {Cell("a", 0.1, 0): outcome()}) is None
+    assert "| a |  | 3 | 2 |" in markdown(by_rate(["a"], [0.1, 0.2, 0.3], outcomes))
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("seed", [0, 2])
+def test_the_mean_over_seeds_of_which_one_diverged_is_no_number(bad, seed):
+    outcomes = {Cell("a", 0.1, i): outcome(2.0, test=bad if i == seed else 1.0) for i in range(3)}
+    outcomes |= {Cell("b", 0.1, i): outcome(3.0, test=1.0 + i) for i in range(3)}
+    chosen = {"a": 0.1, "b": 0.1}
+    table = by_kind(["a", "b"], chosen, outcomes)
+    of_a, of_b = (dict(zip(table.header, row, strict=True)) for row in table.rows)
+    assert math.isnan(of_a["test/loss"].mean)
+    assert of_b["test/loss"] == (2.0, 1.0)
+    assert "| nan |" in markdown(table)
+    assert ",nan,\n" in comma_separated(table)
+    outcomes = {cell: o._replace(record=renamed(o.record)) for cell, o in outcomes.items()}
+    assert [point.name for point in points(["a", "b"], chosen, outcomes)[1]] == ["b"]
+
+
+def renamed(record: RunRecord) -> RunRecord:
+    """Return a record whose loss in test is an accuracy."""
+    return RunRecord(record.path, {}, {"test/accuracy": record.curves["test/loss"]}, state_bytes=8, monitor="val/loss")

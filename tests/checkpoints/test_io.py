@@ -1,0 +1,513 @@
+import errno
+import io
+import os
+import pickle
+import re
+import resource
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lit_effattn.callbacks import LastCheckpoint
+from lit_effattn.checkpoints import io as checkpoints
+from lit_effattn.checkpoints.allowlist import INSTANTIATOR, NotAllowedError
+from lit_effattn.checkpoints.files import DamagedError, remove_parts
+from lit_effattn.checkpoints.io import (
+    AtomicCheckpointIO,
+    own_folders,
+    read_checkpoint,
+    saved_config,
+    saved_model,
+    with_config,
+)
+from tests.callbacks.tiny import Tiny, loader, trainer
+
+# ------------------------------------------------------------------------------------------------ AtomicCheckpointIO
+
+
+def content(value: float, n: int = 100_000) -> dict:
+    return {"state_dict": {"weight": torch.full((n,), value)}, "global_step": int(value)}
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A checkpoint that is there already."""
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    AtomicCheckpointIO().save_checkpoint(content(1), path)
+    return path
+
+
+def intact(path: Path) -> bool:
+    loaded = AtomicCheckpointIO().load_checkpoint(path)
+    return not set(files(path.parent)) - {"last.ckpt", "previous.ckpt"} and torch.equal(
+        loaded["state_dict"]["weight"], content(1)["state_dict"]["weight"]
+    )
+
+
+def test_what_is_saved_is_loaded(saved: Path):
+    assert intact(saved)
+    AtomicCheckpointIO().save_checkpoint(content(2), str(saved))
+    assert AtomicCheckpointIO().load_checkpoint(str(saved))["global_step"] == 2
+    assert AtomicCheckpointIO().load_checkpoint(saved.with_name("previous.ckpt"))["global_step"] == 1
+    assert files(saved.parent) == ["last.ckpt", "previous.ckpt"]
+
+
+def test_the_name_never_means_half_a_file(saved: Path, monkeypatch: pytest.MonkeyPatch):
+    """Until all bytes are on the disk, the name means the checkpoint from before."""
+    seen = []
+
+    def look(real):
+        def wrapped(*args, **kwargs):
+            seen.append(torch.load(saved, weights_only=True)["global_step"])
+            return real(*args, **kwargs)
+
+        return wrapped
+
+    monkeypatch.setattr("lit_effattn.checkpoints.files.os.fsync", look(__import__("os").fsync))
+    monkeypatch.setattr(Path, "replace", look(Path.replace))
+    AtomicCheckpointIO().save_checkpoint(content(2), saved)
+    assert seen == [1, 1]  # synchronised, then moved
+    assert torch.load(saved, weights_only=True)["global_step"] == 2
+
+
+class Unpicklable:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __reduce__(self):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TypeError("no pickle"),
+        pickle.PicklingError("no pickle"),
+        AttributeError("no pickle"),
+        RuntimeError("no pickle"),
+        KeyboardInterrupt("no pickle"),
+    ],
+    ids=lambda e: type(e).__name__,
+)
+def test_what_cannot_be_pickled(saved: Path, error: BaseException):
+    """Says so itself; and leaves things as they were."""
+    with pytest.raises(type(error), match="no pickle"):
+        AtomicCheckpointIO().save_checkpoint({**content(2), "x": Unpicklable(error)}, saved)
+    assert intact(saved)
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch):
+    """No file of this process may grow beyond 50 kB."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_a_full_disk_at_first(tmp_path: Path):
+    path = tmp_path / "last.ckpt"
+    with pytest.raises(OSError, match="could not be written") as caught:
+        AtomicCheckpointIO().save_checkpoint(content(2), path)
+    assert str(path) in str(caught.value)
+    assert "saved before" not in str(caught.value)  # there is none
+    assert files(tmp_path) == []
+
+
+def test_a_full_disk_later(saved: Path, request: pytest.FixtureRequest):
+    request.getfixturevalue("full_disk")
+    with pytest.raises(OSError, match="could not be written") as caught:
+        AtomicCheckpointIO().save_checkpoint(content(2), saved)
+    said = str(caught.value)
+    assert str(saved) in said
+    assert "File too large" in said  # what the operating system says of EFBIG
+    assert "saved before, still intact" in said
+    assert "\n" not in said
+    assert intact(saved)
+
+
+@pytest.mark.parametrize("where", ["write", "fsync", "replace"])
+def test_no_space_left(where: str, saved: Path, monkeypatch: pytest.MonkeyPatch):
+    """Some file systems notice only when they are asked to write for good."""
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if where == "write":
+        monkeypatch.setattr("lit_effattn.checkpoints.files.torch.save", lambda c, file: (file.write(b"begun"), full()))
+    elif where == "fsync":
+        monkeypatch.setattr("lit_effattn.checkpoints.files.os.fsync", full)
+    else:
+        monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match=r"last\.ckpt could not be written: No space left on device") as caught:
+        AtomicCheckpointIO().save_checkpoint(content(2), saved)
+    assert isinstance(caught.value.__cause__, OSError)
+    monkeypatch.undo()
+    assert intact(saved)
+
+
+def test_where_the_file_system_has_no_links_the_one_before_is_kept_too(saved: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    AtomicCheckpointIO().save_checkpoint(content(2), saved)
+    AtomicCheckpointIO().save_checkpoint(content(3), saved)
+    steps = [read_checkpoint(saved.with_name(name))["global_step"] for name in ("previous.ckpt", "last.ckpt")]
+    assert steps == [2, 3]
+
+
+def test_only_unfinished_files_of_dead_processes_are_removed(tmp_path: Path):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    mine, gone, other = (tmp_path / f".last.ckpt.{n}.part" for n in (os.getpid(), ended.pid, "of-somebody"))
+    running = tmp_path / ".best.ckpt.1.part"
+    for path in (mine, gone, other, running):
+        path.touch()
+    remove_parts(tmp_path)
+    assert files(tmp_path) == sorted(path.name for path in (mine, other, running))
+    remove_parts(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("where", [0.25, 0.5, 0.75])
+def test_changed_bytes_are_noticed(saved: Path, where: float):
+    """64 bytes, in a tensor: torch itself reads them without a complaint."""
+    data = bytearray(saved.read_bytes())
+    start = int(where * len(data))
+    data[start : start + 64] = bytes(255 - byte for byte in data[start : start + 64])
+    saved.write_bytes(data)
+    torch.load(saved, weights_only=True)
+    with pytest.raises(DamagedError, match=r"last\.ckpt is damaged: the checksum of the whole file is wrong"):
+        read_checkpoint(saved)
+
+
+@pytest.mark.parametrize("entry", range(4))
+def test_a_changed_header_is_noticed(saved: Path, entry: int):
+    data = bytearray(saved.read_bytes())
+    start = [i for i in range(len(data)) if data[i : i + 4] == b"PK\x03\x04"][entry]
+    for at in range(4, 30):
+        changed = bytearray(data)
+        changed[start + at] ^= 0xFF
+        saved.write_bytes(changed)
+        try:
+            found = read_checkpoint(saved)
+        except DamagedError:
+            continue
+        assert torch.equal(found["state_dict"]["weight"], content(1)["state_dict"]["weight"])  # a date, say
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path):
+    (tmp_path / "checkpoints").write_text("a file")
+    with pytest.raises(OSError, match=r"checkpoints/last\.ckpt could not be written: (File exists|Not a directory)"):
+        AtomicCheckpointIO().save_checkpoint(content(2), tmp_path / "checkpoints" / "last.ckpt")
+
+
+def test_a_full_disk_in_training_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Fill(pl.Callback):
+        def on_train_batch_start(self, trainer, *_):
+            if trainer.global_step == 3:
+                monkeypatch.setattr("lit_effattn.checkpoints.files.os.fsync", no_space)
+
+    def no_space(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        trainer(tmp_path, [Fill(), LastCheckpoint()], max_epochs=2).fit(Tiny(), loader(3))
+    monkeypatch.undo()
+    assert read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["global_step"] == 3
+    assert files(tmp_path) == ["last.ckpt"]
+
+
+# --------------------------------------------------------------------------------------------------- what can't be read
+
+
+@pytest.mark.parametrize("kept", [0, 1, 100, 5_000, 200_000, -1])
+def test_a_file_that_was_cut_off(kept: int, saved: Path):
+    whole = saved.read_bytes()
+    saved.write_bytes(whole[:kept])
+    with pytest.raises(ValueError, match=rf"{re.escape(str(saved))} .*cut off") as caught:
+        AtomicCheckpointIO().load_checkpoint(saved)
+    assert "\n" not in str(caught.value)
+
+
+def tar_of_nothing() -> bytes:
+    return b"PK\x05\x06" + 18 * b"\0"  # a zip archive without any file
+
+
+OTHER_FILES = {
+    "text": b"# a README\n",
+    "yaml": b"model:\n  class_path: PixelModel\n",
+    "png": b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 4,
+    "zeros": bytes(10_000),
+    "numbers": bytes(i * 7 % 256 for i in range(10_000)),
+    "pickle": pickle.dumps({"state_dict": {}, "x": io.BytesIO}),
+    "empty zip": tar_of_nothing(),
+    "json": b'{"state_dict": {}}',
+    "numpy": b"\x93NUMPY\x01\x00v\x00{'descr': '<f8', 'fortran_order': False, 'shape': (3,), }\n" + bytes(24),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_FILES)
+def test_a_file_of_another_program(name: str, tmp_path: Path):
+    path = tmp_path / "model.ckpt"
+    path.write_bytes(OTHER_FILES[name])
+    with pytest.raises(ValueError, match=re.escape(str(path))) as caught:
+        AtomicCheckpointIO().load_checkpoint(path)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("first", range(0, 256, 5))
+def test_any_first_byte(first: int, tmp_path: Path):
+    """Every opcode of pickle fails in its own way."""
+    path = tmp_path / "model.ckpt"
+    path.write_bytes(bytes([first]) + b"Xab\n1\n.(]}u.\x80\x02" + bytes(100))
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        AtomicCheckpointIO().load_checkpoint(path)
+
+
+@pytest.mark.parametrize("content", [{"weight": torch.zeros(1)}, [1, 2], torch.zeros(3), None])
+def test_a_file_of_torch_that_is_no_checkpoint(content, tmp_path: Path):
+    torch.save(content, tmp_path / "weights.pt")
+    with pytest.raises(ValueError, match=r"weights\.pt holds no Lightning checkpoint.*state_dict"):
+        AtomicCheckpointIO().load_checkpoint(tmp_path / "weights.pt")
+
+
+def test_a_file_that_is_not_there(tmp_path: Path):
+    for path in (tmp_path / "missing.ckpt", tmp_path):
+        with pytest.raises(FileNotFoundError, match=re.escape(str(path))):
+            AtomicCheckpointIO().load_checkpoint(path)
+
+
+def test_code_is_not_run_on_loading(saved: Path, tmp_path: Path):
+    """However it is asked for: a checkpoint may come from anywhere."""
+
+    class Evil:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "pwned",))
+
+    AtomicCheckpointIO().save_checkpoint({**content(2, 1), "x": Evil()}, saved)
+    for weights_only in (None, True):
+        with pytest.raises(ValueError, match="can't be read"):
+            AtomicCheckpointIO().load_checkpoint(saved, weights_only=weights_only)
+    with pytest.raises(ValueError, match="weights_only=False would run code"):
+        AtomicCheckpointIO().load_checkpoint(saved, weights_only=False)
+    assert not (tmp_path / "pwned").exists()
+
+
+# ------------------------------------------------------------------------------------------ what callbacks remember
+
+
+def remembered(trainer: pl.Trainer, **state: Any) -> dict[str, Any]:
+    """A checkpoint in which the trainer's ModelCheckpoint remembers `state`, once it is read."""
+    (callback,) = trainer.checkpoint_callbacks
+    checkpoint = {"callbacks": {callback.state_key: {"dirpath": "checkpoints", **state}, "other": dict(state)}}
+    own_folders(checkpoint, trainer)
+    assert not any(checkpoint["callbacks"]["other"].values())  # nothing here reads it, so nothing is kept
+    return checkpoint["callbacks"][callback.state_key]
+
+
+@pytest.fixture
+def resuming(tmp_path: Path) -> pl.Trainer:
+    made = pl.Trainer(default_root_dir=tmp_path, callbacks=[ModelCheckpoint(tmp_path / "checkpoints")], logger=False)
+    made.ckpt_path = str(tmp_path / "checkpoints" / "last.ckpt")
+    return made
+
+
+def test_files_of_the_run_are_found_again(resuming: pl.Trainer, tmp_path: Path):
+    folder = tmp_path / "checkpoints"
+    found = remembered(resuming, best_model_path="a.ckpt", kth_best_model_path="b.ckpt", best_k_models={"b.ckpt": 1.0})
+    assert found == {
+        "dirpath": str(folder),
+        "best_model_path": str(folder / "a.ckpt"),
+        "kth_best_model_path": str(folder / "b.ckpt"),
+        "best_k_models": {str(folder / "b.ckpt"): 1.0},
+    }
+
+
+def test_another_runs_files_are_not(resuming: pl.Trainer, tmp_path: Path):
+    resuming.ckpt_path = "/elsewhere/checkpoints/best.ckpt"
+    found = remembered(resuming, best_model_path="/elsewhere/checkpoints/best.ckpt")
+    assert found == {"dirpath": "checkpoints", "best_model_path": ""}  # Lightning then takes nothing of it
+
+
+@pytest.mark.parametrize("path", ["/etc", "../../x", ".", "", "a/../..", 7, None, ["a.ckpt"]])
+def test_a_path_that_leads_elsewhere_is_dropped(path: Any, resuming: pl.Trainer):
+    scores = {path: 1.0} if isinstance(path, str) else path
+    found = remembered(resuming, kth_best_model_path=path, last_model_path=path, best_k_models=scores)
+    assert not any(found[name] for name in ("kth_best_model_path", "last_model_path", "best_k_models"))
+
+
+def test_the_worst_of_the_best_is_one_of_them(resuming: pl.Trainer):
+    """Lightning would look for it in vain."""
+    assert remembered(resuming, kth_best_model_path="/x", best_k_models={"a": 1.0})["best_k_models"] == {}
+    assert len(remembered(resuming, kth_best_model_path="", best_k_models={"a": 1.0})["best_k_models"]) == 1
+
+
+# ---------------------------------------------------------------------------------------------------- the configuration
+
+
+def test_the_model_is_in_a_checkpoint_once():
+    model = {"_class_path": "Task", "_instantiator": INSTANTIATOR, "width": 3}
+    checkpoint: dict[str, Any] = {"hyper_parameters": model}
+    with_config(checkpoint, {"model": {"class_path": "Task"}, "trainer": {"max_epochs": 1}}, "0.1")
+    assert checkpoint["lit_effattn"] == {"format": 2, "version": "0.1", "config": {"trainer": {"max_epochs": 1}}}
+    config = saved_config(checkpoint, "it.ckpt")
+    assert config == {"model": {"class_path": "Task", "init_args": {"width": 3}}, "trainer": {"max_epochs": 1}}
+
+
+def test_a_model_that_hyper_parameters_cannot_hold_is_in_the_configuration():
+    checkpoint: dict[str, Any] = {}
+    with_config(checkpoint, {"model": {"class_path": "Task"}}, "0.1")
+    assert saved_config(checkpoint, "it.ckpt") == {"model": {"class_path": "Task"}}
+
+
+def test_a_newer_format_is_said():
+    with pytest.raises(ValueError, match=r"it\.ckpt is of format 3: it was saved by a newer lit-effattn"):
+        saved_config({"lit_effattn": {"format": 3}}, "it.ckpt")
+
+
+XL = "lit_effattn.attention.transformer_xl.TransformerXLAttention"
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (XL, {"class_path": XL, "init_args": {"share_uv": True}}),
+        (
+            {"class_path": XL, "init_args": {"mem_len": 6}},
+            {"class_path": XL, "init_args": {"mem_len": 6, "share_uv": True}},
+        ),
+        ([XL], [{"class_path": XL, "init_args": {"share_uv": True}}]),
+    ],
+)
+def test_parameters_tied_by_the_transformer_are_shared_by_the_attention(before: Any, now: Any):
+    """`Transformer(tied=["u", "v"])` was an argument of checkpoints' models; today the attention has `share_uv`."""
+
+    def spec(**more: Any) -> dict[str, Any]:
+        return {"class_path": "lit_effattn.transformer.Transformer", "init_args": {"d_model": 8, **more}}
+
+    def read(backbone: dict[str, Any]) -> Any:
+        arguments = {"_class_path": "lit_effattn.LanguageModel", "backbone": backbone}
+        return saved_model({"hyper_parameters": arguments}, "a.ckpt")["init_args"]["backbone"]
+
+    assert read(spec(attention=before, tied=["u", "v"])) == spec(attention=now)
+    assert read(spec(attention=before, tied=None)) == spec(attention=before)
+    assert read(spec(attention=before, tied=["r"])) == spec(attention=before, tied=["r"])  # refused later
+    config = {"config": {"model": {"init_args": {"backbone": spec(attention=before, tied=["u", "v"])}}}}
+    found = saved_config({"lit_effattn": config}, "a.ckpt")["model"]["init_args"]["backbone"]
+    assert found == spec(attention=now)
+
+
+def test_a_model_that_is_nested_too_deeply_is_refused():
+    arguments: dict[str, Any] = {"_class_path": "lit_effattn.LanguageModel"}
+    arguments["backbone"] = arguments
+    with pytest.raises(NotAllowedError, match=r"a\.ckpt is nested too deeply"):
+        saved_model({"hyper_parameters": arguments}, "a.ckpt")
+
+
+# -------------------------------------------------------------------------------- AtomicCheckpointIO(asynchronous=True)
+
+
+class Disk:
+    """Writes when it is allowed to, or fails."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.allowed, self.error, self.written = threading.Semaphore(0), None, []
+        self._write = checkpoints.write
+        monkeypatch.setattr(checkpoints, "write", self.write)
+
+    def write(self, content: dict, path: Path) -> None:
+        assert self.allowed.acquire(timeout=10)
+        self.written.append(threading.current_thread() is not threading.main_thread())
+        if self.error is not None:
+            raise self.error
+        self._write(content, path)
+
+
+@pytest.fixture
+def disk(saved: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+def test_what_is_written_is_of_the_time_of_the_call(saved: Path, disk: Disk):
+    """Training goes on in the same tensors; those that share memory are written once."""
+    checkpoint_io, checkpoint = AtomicCheckpointIO(asynchronous=True), content(2)
+    state = checkpoint["state_dict"]
+    state["tied"], state["row"] = state["weight"], state["weight"].view(10, -1)[3]
+    checkpoint["counts"] = {"steps": [2]}
+    checkpoint_io.save_checkpoint(checkpoint, saved)
+    state["weight"].fill_(7)
+    checkpoint["counts"]["steps"].append(3)
+    assert intact(saved)  # the one before
+    disk.allowed.release()
+    checkpoint_io.finish()
+    found = read_checkpoint(saved)
+    assert found["counts"] == {"steps": [2]}
+    assert all(bool((t == 2).all()) for t in found["state_dict"].values())
+    assert found["state_dict"]["row"].shape == (10_000,)
+    assert saved.stat().st_size < 1.1 * saved.with_name("previous.ckpt").stat().st_size
+    assert disk.written == [True]
+    checkpoint_io.teardown()
+
+
+def test_two_at_most_are_unfinished(saved: Path, disk: Disk):
+    checkpoint_io = AtomicCheckpointIO(asynchronous=True)
+    for step in (2, 3):
+        checkpoint_io.save_checkpoint(content(step), saved)
+    threading.Timer(0.2, disk.allowed.release).start()
+    checkpoint_io.save_checkpoint(content(4), saved)
+    assert disk.written == [True]
+    for _ in range(2):
+        disk.allowed.release()
+    assert checkpoint_io.load_checkpoint(saved)["global_step"] == 4  # waits
+    checkpoint_io.teardown()
+
+
+def test_deletions_wait_for_what_was_asked_before(saved: Path, disk: Disk):
+    checkpoint_io, old = AtomicCheckpointIO(asynchronous=True), saved.with_name("best.ckpt")
+    old.write_bytes(saved.read_bytes())
+    checkpoint_io.save_checkpoint(content(2), saved)
+    checkpoint_io.remove_checkpoint(old)
+    time.sleep(0.05)
+    assert old.exists()
+    disk.allowed.release()
+    checkpoint_io.teardown()
+    assert files(saved.parent) == ["last.ckpt", "previous.ckpt"]
+
+
+def test_an_error_is_raised_by_the_next_call_and_stops_deletions(saved: Path, disk: Disk):
+    disk.error = OSError(errno.ENOSPC, "No space left on device")
+    checkpoint_io, old = AtomicCheckpointIO(asynchronous=True), saved.with_name("best.ckpt")
+    old.write_bytes(saved.read_bytes())
+    checkpoint_io.save_checkpoint(content(2), saved.with_name("new.ckpt"))
+    checkpoint_io.remove_checkpoint(old)
+    disk.allowed.release()
+    for call in (
+        checkpoint_io.finish,
+        lambda: checkpoint_io.save_checkpoint(content(3), saved),
+        checkpoint_io.teardown,
+    ):
+        with pytest.raises(OSError, match=r"new.ckpt could not be written: No space left on device"):
+            call()
+    assert files(saved.parent) == ["best.ckpt", "last.ckpt"]
+    checkpoint_io.save_checkpoint(content(3), saved)  # of the next run
+    disk.error = None
+    disk.allowed.release()
+    checkpoint_io.teardown()
+    assert read_checkpoint(saved)["global_step"] == 3

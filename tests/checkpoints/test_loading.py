@@ -1,0 +1,47 @@
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lit_effattn import Transformer
+from lit_effattn.checkpoints.loading import OtherModelError, check_same_model, load_model
+from lit_effattn.tasks import LanguageModel
+from tests.callbacks.tiny import trainer
+
+
+def net(*widths: int) -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(1, width, bias=False) for width in widths])
+
+
+def test_the_same_names_and_shapes_are_the_same_model():
+    check_same_model(net(2, 3), {"state_dict": net(2, 3).state_dict()})
+
+
+@pytest.mark.parametrize(
+    ("saved", "words"),
+    [
+        (net(2, 4), "this Sequential: 1.weight is 4×1 in the checkpoint, 3×1 here. A checkpoint brings"),
+        (net(2), "this Sequential: 1.weight is absent in the checkpoint, 3×1 here. A"),
+        (net(2, 3, 1), "2.weight is 1×1 in the checkpoint, absent here"),
+        (net(5, 5, 5, 5, 5), "2.weight is 5×1 in the checkpoint, absent here (and 2 more)"),
+    ],
+)
+def test_the_first_differences_are_named(saved: nn.Module, words: str):
+    with pytest.raises(OtherModelError, match=re.escape(words)):
+        check_same_model(net(2, 3), {"state_dict": saved.state_dict()})
+
+
+def test_a_model_is_built_as_the_file_says_with_its_weights(tmp_path: Path):
+    model = LanguageModel(Transformer(8, 2, 1), 5, label_smoothing=0.25)
+    path = tmp_path / "x.ckpt"
+    saving = trainer(tmp_path, [])
+    saving.strategy.connect(model)
+    saving.save_checkpoint(path)
+    found = load_model(LanguageModel, path)
+    assert found.label_smoothing == 0.25
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), found.state_dict().values(), strict=True))
+    assert load_model(LanguageModel, path, arguments={"label_smoothing": 0.5}).label_smoothing == 0.5
+    with pytest.raises(OtherModelError, match=r"embedding\.weight is 5×8 in the checkpoint, 5×16 here"):
+        load_model(LanguageModel, path, arguments={"backbone": Transformer(16, 2, 1)})

@@ -1,0 +1,41 @@
+"""YAML of others is read within bounds."""
+
+from itertools import pairwise
+
+import pytest
+import yaml
+
+from lit_effattn.checkpoints.plain_yaml import MAX_BYTES, MAX_DEPTH, parse_yaml
+
+NAMES = "abcdefghi"
+LAUGHS = "a: &a [ha]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in pairwise(NAMES)
+)
+MERGES = "a: &a {x: 1}\n" + "".join(
+    f"{name}: &{name} {{<<: [{', '.join([f'*{before}'] * 9)}]}}\n" for before, name in pairwise(NAMES)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (LAUGHS, "more than 100,000 nodes"),
+        (MERGES, "more than 100,000 nodes"),
+        ("a: &a [*a]", "an alias stands in what it names"),
+        ("[" * (MAX_DEPTH + 2) + "]" * (MAX_DEPTH + 2), "nested more than 100 deep"),
+        ("[" * 100_000, "nested too deeply"),
+        ("a" * (MAX_BYTES + 1), "characters, more than 1,048,576"),
+        ("a: 9" + "9" * 5000, "digits"),
+        ("a: [", "while parsing a flow node"),
+        ("!!python/object/apply:os.system [ls]", "could not determine a constructor"),
+    ],
+    ids=["laughs", "merges", "circle", "deep", "deeper", "long", "number", "no YAML", "object"],
+)
+def test_out_of_bounds(text: str, words: str):
+    with pytest.raises(ValueError, match=words):
+        parse_yaml(text)
+
+
+@pytest.mark.parametrize("text", ["", "a: {b: [1, 2.5, null, x], c: &c {d: true}, e: *c}", "a: &a {x: 1}\nb: {<<: *a}"])
+def test_within_bounds(text: str):
+    assert parse_yaml(text) == yaml.safe_load(text)

@@ -1,0 +1,78 @@
+"""States of optimisers and schedules are checked against new ones before they are loaded."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lit_effattn.checkpoints.restoring import check_optimizer, check_scheduler
+from lit_effattn.tasks.schedules import WarmupCosine
+
+OPTIMISERS = ("SGD", "Adam", "AdamW", "RAdam", "NAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD")
+
+
+def stepped(kind: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """Return a new optimiser, and the state of one like it that has stepped."""
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 4), nn.LayerNorm(4))
+        made.append((model, kind(model.parameters(), **options)))
+    (_, new), (model, optimizer) = made
+    for _ in range(2):
+        model(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+    return new, optimizer.state_dict()
+
+
+@pytest.mark.parametrize("name", [*OPTIMISERS, "Adafactor"])
+def test_every_optimiser_goes_on(name: str):
+    new, saved = stepped(getattr(torch.optim, name), lr=0.1)
+    check_optimizer(saved, new, "it", has_stepped=True)
+    for group in saved["param_groups"]:  # an older torch's
+        group.pop("maximize", None)
+        group.pop("foreach", None)
+    check_optimizer(saved, new, "it", has_stepped=True)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMISERS if name != "SGD"])
+def test_what_a_step_needs_is_there(name: str):
+    new, saved = stepped(getattr(torch.optim, name), lr=0.1)
+    for key, value in saved["state"][0].items():
+        for wrong in (None, "x", [], {}, torch.zeros(7, 7, 7)):
+            changed = copy.deepcopy(saved)
+            changed["state"][0][key] = wrong
+            with pytest.raises(ValueError, match=rf"it\.state\[0\]\.{key} is"):
+                check_optimizer(changed, new, "it", has_stepped=True)
+        if value.ndim == 0 and key == "step":
+            changed["state"][0][key] = -1.0
+            with pytest.raises(ValueError, match="not a count"):
+                check_optimizer(changed, new, "it", has_stepped=True)
+    with pytest.raises(ValueError, match="though the run has made steps"):
+        check_optimizer({**saved, "state": {}}, new, "it", has_stepped=True)
+    check_optimizer({**saved, "state": {}}, new, "it", has_stepped=False)
+
+
+def schedule() -> Any:
+    return WarmupCosine(torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1), total_steps=9, warmup_steps=2)
+
+
+def test_a_schedule_of_fewer_options_goes_on():
+    saved = schedule().state_dict()
+    del saved["cosine_from_start"]
+    check_scheduler(saved, schedule(), "it")
+
+
+@pytest.mark.parametrize("name", ["get_lr", "step", "optimizer", "state_dict", 7])
+def test_a_schedule_replaces_nothing_else(name: Any):
+    with pytest.raises(ValueError, match="which is not part of the state"):
+        check_scheduler({**schedule().state_dict(), name: 5}, schedule(), "it")
+
+
+def test_a_schedule_says_where_it_is():
+    saved = schedule().state_dict()
+    del saved["last_epoch"]
+    with pytest.raises(ValueError, match="it has no 'last_epoch'"):
+        check_scheduler(saved, schedule(), "it")

@@ -1,0 +1,83 @@
+"""The structure of a checkpoint's contents is checked before anything reads it."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lit_effattn.checkpoints.files import DamagedError, read
+from lit_effattn.checkpoints.shape import MAX_DEPTH, check_contents, check_like, check_plain
+
+
+def bomb(levels: int) -> list[Any]:
+    """Return a list of 10 lists of 10 lists …, each of which is one object."""
+    content: list[Any] = ["ha"] * 10
+    for _ in range(levels):
+        content = [content] * 10
+    return content
+
+
+def circle() -> dict[str, Any]:
+    content: dict[str, Any] = {"state_dict": {}}
+    content["state_dict"]["itself"] = content
+    return content
+
+
+def deep(levels: int) -> list[Any]:
+    content: list[Any] = []
+    for _ in range(levels):
+        content = [content]
+    return content
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (bomb(12), "more than 10,000,000 items"),
+        (circle(), "contains itself"),
+        (deep(MAX_DEPTH + 1), "nested more than 100 deep"),
+        ({"w": torch.zeros(1).expand(10**6, 10**6)}, "repeats 4 bytes"),
+        ({"w": torch.eye(3).to_sparse()}, "is sparse"),
+    ],
+    ids=["repeated", "circle", "deep", "expanded", "sparse"],
+)
+def test_what_no_checkpoint_holds(content: Any, words: str, tmp_path: Any):
+    with pytest.raises(ValueError, match=words):
+        check_plain(content)
+    if words != "contains itself":
+        torch.save({"state_dict": {}, "x": content}, tmp_path / "it.ckpt")
+        with pytest.raises(DamagedError, match=words):
+            read(tmp_path / "it.ckpt")
+
+
+def test_what_checkpoints_do_hold():
+    tied = torch.zeros(4, 4)
+    check_plain({"a": tied, "b": tied, "c": tied.T, "d": tied[:, 1:], "deep": deep(MAX_DEPTH - 2), "many": bomb(3)})
+
+
+@pytest.mark.parametrize("value", ["2.6.6", "2.5.0.dev20240101", "2.6.0rc1", "1.9.0+cu118", "2.6.6.post0"])
+def test_versions_of_lightning(value: str):
+    check_contents({"state_dict": {}, "pytorch-lightning_version": value})
+
+
+@pytest.mark.parametrize(
+    ("saved", "new", "words"),
+    [
+        ({}, {"lr": 0.1}, "it has no 'lr'"),
+        ({"lr": "x"}, {"lr": 0.1}, "it.lr is the text 'x', not a number"),
+        ({"lr": True}, {"lr": 0.1}, "it.lr is True, not a number"),
+        ({"n": float("nan")}, {"n": 3}, "it.n is nan, not a number"),
+        ({"betas": [0.9]}, {"betas": (0.9, 0.999)}, "it.betas is a list of 1, not a list of 2"),
+        ({"t": torch.zeros(3)}, {"t": torch.zeros(2)}, r"shape \(3,\), not a tensor of shape \(2,\)"),
+        ({"best_k_models": {"a": "b"}}, {"best_k_models": {}}, "not a mapping of paths to numbers"),
+        ({"best_model_score": "x"}, {"best_model_score": None}, "not a number or None"),
+    ],
+)
+def test_a_state_unlike_the_new_one(saved: Any, new: Any, words: str):
+    with pytest.raises(ValueError, match=words):
+        check_like(saved, new, "it")
+
+
+def test_a_state_like_the_new_one():
+    new = {"step": torch.tensor(0.0), "n": 3, "x": None, "best": float("inf"), "lr": 0.1, "of": {}}
+    check_like({**new, "step": 4.0, "n": 5, "x": "any", "best": 1, "more": 7, "of": {1: 2}}, new, "it")

@@ -1,0 +1,259 @@
+"""Reports come from jsonargparse itself, about the real classes: nothing here repeats its words."""
+
+import re
+
+import lightning.pytorch as pl
+import pytest
+from jsonargparse import ArgumentError, ArgumentParser
+from lightning.pytorch.cli import LightningArgumentParser
+
+import lit_effattn.attention
+import lit_effattn.attention.positions
+import lit_effattn.nn.adaptive
+import lit_effattn.nn.heads
+import lit_effattn.nn.transformer
+import lit_effattn.tasks.schedules
+
+# Imported for their classes, which the arguments name.
+from lit_effattn import callbacks, datamodules
+from lit_effattn.cli.errors import plain
+from lit_effattn.settings.trainer import Trainer
+from lit_effattn.tasks import Task
+
+__all__ = ["callbacks", "datamodules", "lit_effattn"]
+
+MODEL = ["--model=PixelModel", "--model.backbone=Transformer"]
+DATA = ["--data=PixelSequences"]
+TEXT = ["--model=LanguageModel", "--model.backbone=Transformer"]
+XL = [*TEXT, "--model.backbone.attention=TransformerXLAttention"]
+
+
+def complaint(*args: str, trainer: bool = False) -> str:
+    """Give these arguments to a parser like the command's; return what is left of its report."""
+    parser = LightningArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(Task, "model", required=False)
+    parser.add_subclass_arguments(pl.LightningDataModule, "data", required=False)
+    if trainer:
+        parser.add_lightning_class_args(Trainer, "trainer")
+    with pytest.raises(ArgumentError) as caught:
+        parser.parse_args([*args])
+    said = plain(str(caught.value))
+    assert len(said) < 400, said
+    assert not re.search(r"Namespace|NestedArg|Parser key|Subtypes|Does not validate|<class|\n|typing\.", said), said
+    return said
+
+
+@pytest.mark.parametrize(
+    ("args", "place", "owner", "name", "suggestion"),
+    [
+        (["--model.backbone.d_mode=8"], "model.backbone", "Transformer", "d_mode", "d_model"),
+        (["--model.embeding_std=8"], "model", "PixelModel", "embeding_std", "embedding_std"),
+        (["--model.head=MixtureOfLogisticsHead", "--model.head.mixtures=5"], "model.head", "", "mixtures", ""),
+        (
+            ["--model.backbone.attention=LinearAttention", "--model.backbone.attention.chunk=5"],
+            "model.backbone.attention",
+            "LinearAttention",
+            "chunk",
+            "chunk_size",
+        ),
+        (
+            ["--model.optimizer=torch.optim.AdamW", "--model.optimizer.lrr=1"],
+            "model.optimizer",
+            "AdamW",
+            "lrr",
+            "lr",
+        ),
+        (
+            ["--model.lr_scheduler=WarmupCosine", "--model.lr_scheduler.total=9"],
+            "model.lr_scheduler",
+            "WarmupCosine",
+            "total",
+            "total_steps",
+        ),
+        ([*DATA, "--data.batchsize=9"], "data", "PixelSequences", "batchsize", "batch_size"),
+        ([*XL, "--model.backbone.attention.mem_length=9"], "model.backbone.attention", "", "mem_length", "mem_len"),
+        (
+            [*TEXT, "--model.embedding=AdaptiveEmbedding", "--model.embedding.cutofs=[5]"],
+            "model.embedding",
+            "AdaptiveEmbedding",
+            "cutofs",
+            "cutoffs",
+        ),
+    ],
+)
+def test_an_unknown_option(args: list[str], place: str, owner: str, name: str, suggestion: str):
+    said = complaint(*MODEL, *args)
+    assert said.startswith(f"{place}: {owner}")
+    assert f"has no option '{name}'" in said
+    assert f"did you mean {suggestion}" in said
+
+
+def test_an_unknown_option_like_none_lists_those_there_are():
+    said = complaint(*MODEL, "--model.backbone.attention=LinearAttention", "--model.backbone.attention.zzz=1")
+    for option in ("chunk_size", "feature_map", "bias"):
+        assert option in said
+    assert "self" not in said
+
+
+@pytest.mark.parametrize(
+    ("arg", "place", "name", "suggestion"),
+    [
+        ("--model=PixelModle", "model", "PixelModle", "PixelModel"),
+        ("--data=PixelSequence", "data", "PixelSequence", "PixelSequences"),
+        ("--model.backbone=Transformr", "model.backbone", "Transformr", "Transformer"),
+        ("--model.backbone.attention=LinearAtention", "model.backbone.attention", "LinearAtention", "LinearAttention"),
+        (
+            "--model.backbone.attention=[LinearAttention, SoftmaxAtention]",
+            "model.backbone.attention",
+            "SoftmaxAtention",
+            "SoftmaxAttention",
+        ),
+        ("--model.backbone.positions=GridPosition", "model.backbone.positions", "GridPosition", "GridPositions"),
+        ("--model.head=MixtureOfLogistics", "model.head", "MixtureOfLogistics", "MixtureOfLogisticsHead"),
+        ("--model.embedding=AdaptiveEmbeding", "model.embedding", "AdaptiveEmbeding", "AdaptiveEmbedding"),
+        ("--model.optimizer=AdamX", "model.optimizer", "AdamX", "Adam"),
+        ("--model.lr_scheduler=WarmupCos", "model.lr_scheduler", "WarmupCos", "WarmupCosine"),
+    ],
+)
+def test_an_unknown_class(arg: str, place: str, name: str, suggestion: str):
+    said = complaint(*(TEXT if "embedding" in arg else MODEL), arg)
+    assert said == f"{place}: there is no class '{name}'; did you mean {suggestion}?"
+
+
+def test_an_unknown_class_like_none_lists_those_there_are():
+    said = complaint(*MODEL, "--model.backbone.positions=zzz")
+    for name in ("GridPositions", "LearnedPositions", "RotaryPositions", "SinusoidalPositions"):
+        assert name in said
+    assert " Positions" not in said  # abstract: it can't be had
+    assert complaint(*TEXT, "--model.embedding=zzz") == "model.embedding: there is no class 'zzz'"  # of hundreds
+    said = complaint(*MODEL, "--model.backbone.attention=zzz")
+    assert "LinearAttention" in said
+    assert "SoftmaxAttention" in said
+
+
+@pytest.mark.parametrize(
+    ("args", "place", "value", "expected"),
+    [
+        (["--model.backbone.d_model=abc"], "model.backbone.d_model", "abc", ["int"]),
+        (["--model.backbone.d_model=8.5"], "model.backbone.d_model", "8.5", ["int"]),
+        (["--model.backbone.dropout=much"], "model.backbone.dropout", "much", ["float"]),
+        (["--model.backbone.causal=maybe"], "model.backbone.causal", "maybe", ["bool"]),
+        (["--model.backbone.d_ff=wide"], "model.backbone.d_ff", "wide", ["int"]),
+        (["--model.backbone.norm=middle"], "model.backbone.norm", "middle", ["one of", "'pre'", "'post'"]),
+        (["--model.image_shape=[2,2]"], "model.image_shape", "[2, 2]", ["3"]),
+        ([*DATA, "--data.dataset=cats"], "data.dataset", "cats", ["one of", "'digits'", "'cifar10'"]),
+        ([*DATA, "--data.eval_batch_size=many"], "data.eval_batch_size", "many", ["int"]),
+        ([*XL, "--model.backbone.attention.mem_len=x"], "model.backbone.attention.mem_len", "x", ["int"]),
+        ([*TEXT, "--model.unit=bit"], "model.unit", "bit", ["one of", "'byte'", "'character'", "'token'"]),
+        ([*DATA, "--data.channels=2"], "data.channels", "2", ["one of", "1", "3"]),
+        (
+            ["--model.backbone.attention=SoftmaxAttention", "--model.backbone.attention.window=wide"],
+            "model.backbone.attention.window",
+            "wide",
+            ["int"],
+        ),
+        (
+            ["--model.backbone.attention=LinearAttention", "--model.backbone.attention.chunk_size=wide"],
+            "model.backbone.attention.chunk_size",
+            "wide",
+            ["int"],
+        ),
+        (
+            ["--model.lr_scheduler=WarmupCosine", "--model.lr_scheduler.total_steps=many"],
+            "model.lr_scheduler.total_steps",
+            "many",
+            ["int"],
+        ),
+        (
+            ["--model.optimizer=torch.optim.AdamW", "--model.optimizer.weight_decay=heavy"],
+            "model.optimizer.weight_decay",
+            "heavy",
+            ["float"],
+        ),
+    ],
+)
+def test_a_value_of_the_wrong_kind(args: list[str], place: str, value: str, expected: list[str]):
+    said = complaint(*MODEL, *args)
+    assert said.startswith(f"{place}={value} is not "), said
+    for word in expected:
+        assert word in said
+
+
+@pytest.mark.parametrize(
+    ("arg", "words"),
+    [
+        ("--trainer.max_epochs=many", ["trainer.max_epochs", "many", "int"]),
+        ("--trainer.gradient_clip_val=[", ["trainer.gradient_clip_val"]),
+        ("--trainer.callbacks=[{class_path: SampleGrid, init_args: {n_sample: 3}}]", ["SampleGrid", "n_sample"]),
+        ("--trainer.callbacks=[SampleGrit]", ["SampleGrit", "did you mean SampleGrid?"]),
+        ("--trainer.max_epox=3", ["--trainer.max_epox"]),
+    ],
+)
+def test_options_of_the_trainer(arg: str, words: list[str]):
+    said = complaint(arg, trainer=True)
+    for word in words:
+        assert word in said
+
+
+def test_an_option_of_a_class_that_was_not_named():
+    """The attention's class is the default; jsonargparse then can't know whose option it is."""
+    said = complaint(*MODEL, "--model.backbone.attention.chunk_size=5")
+    assert said.startswith("model.backbone.attention")
+    assert "chunk_size" in said
+    assert "class" in said
+    said = complaint(*TEXT, "--model.embedding.cutoffs=[5]")
+    assert said.endswith("name the class that option 'cutoffs' belongs to first, --model.embedding CLASS")
+
+
+def test_an_option_that_a_class_needs():
+    said = complaint(*TEXT)
+    assert said.startswith("model.backbone needs d_model, n_heads, n_layers: give --model.backbone.d_model VALUE")
+    sizes = ["--model.backbone.d_model=8", "--model.backbone.n_heads=2", "--model.backbone.n_layers=1"]
+    said = complaint(*TEXT, *sizes, "--model.embedding=AdaptiveEmbedding")
+    assert said.startswith("model.embedding needs cutoffs: give --model.embedding.cutoffs VALUE")
+
+
+def test_what_says_it_plainly_already_stays():
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--n", type=int)
+    for args in (["--m", "3"], ["--n"]):
+        with pytest.raises(ArgumentError) as caught:
+            parser.parse_args(args)
+        assert plain(str(caught.value)) == str(caught.value)
+    assert plain("the disk is full") == "the disk is full"
+
+
+def test_fit_without_anything():
+    """A report of LightningCLI's parser, in which both are required."""
+    parser = LightningArgumentParser(exit_on_error=False)
+    fit = LightningArgumentParser(exit_on_error=False)
+    fit.add_subclass_arguments(Task, "model", required=True)
+    fit.add_subclass_arguments(pl.LightningDataModule, "data", required=True)
+    parser.add_subcommands(required=True).add_subcommand("fit", fit)
+    with pytest.raises(ArgumentError) as caught:
+        parser.parse_args(["fit"])
+    said = plain(str(caught.value))
+    for word in ("--config", "digits_linear", "--model", "--data"):
+        assert word in said
+
+
+PAIRS = ["fit", "--model", "SequenceToSequence", "--data", "SequencePairs", "--model.backbone", "EncoderDecoder"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            ["--model.backbone.decoder", "Transformer", "--model.backbone.decoder.cross_attention", "LSHAttention"],
+            "model.backbone.decoder.cross_attention: LSHAttention is no CrossAttention; there are "
+            "LinearCrossAttention, PerformerCrossAttention, SoftmaxCrossAttention",
+        ),
+        (
+            ["--model.backbone.decoder", "Transfomer"],
+            "model.backbone.decoder: there is no class 'Transfomer'; did you mean Transformer?",
+        ),
+    ],
+    ids=["self-attention", "misspelt"],
+)
+def test_a_class_of_another_kind_is_named(flags: list[str], said: str):
+    assert complaint(*PAIRS, *flags) == said

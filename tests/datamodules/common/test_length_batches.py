@@ -1,0 +1,174 @@
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, DistributedSampler
+
+from lit_effattn.datamodules import LengthBatches, ResumableLoader
+from lit_effattn.datamodules.common.length_batches import _buckets
+
+
+def lengths(n, seed=0, most=400):
+    return np.random.default_rng(seed).integers(1, most + 1, n)
+
+
+def batches_of(of, size=1000, *, most=64, world=1, rank=0, shuffle=True, seed=0, epoch=0):
+    made = LengthBatches(of, size, max_samples=most, num_replicas=world, rank=rank, shuffle=shuffle, seed=seed)
+    made.set_epoch(epoch)
+    assert len(made) == len(list(made))
+    return list(made)
+
+
+def ranks(of, size=1000, *, world, **options):
+    return [batches_of(of, size, world=world, rank=rank, **options) for rank in range(world)]
+
+
+def flat(nested):
+    return [i for batches in nested for batch in batches for i in batch]
+
+
+CASES = list(itertools.product((1, 2, 3, 7, 50, 333), (1, 2, 3, 4), (1, 400, 1000, 100_000), (1, 5, 64)))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_every_sample_comes_once_an_epoch_in_equally_many_batches(shuffle):
+    for n, world, size, most in CASES:
+        if n < world:
+            continue
+        of = lengths(n, seed=n)
+        counts = set()
+        for epoch in range(3):
+            shards = ranks(of, size, most=most, world=world, shuffle=shuffle, epoch=epoch)
+            assert sorted(i - n * epoch * shuffle for i in flat(shards)) == list(range(n))
+            assert min(len(batch) for batches in shards for batch in batches) >= 1
+            counts |= {len(batches) for batches in shards}
+        assert len(counts) == 1  # on every process, in every epoch
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_no_batch_is_larger_than_said(shuffle):
+    for n, world, size, most in CASES:
+        if n < world:
+            continue
+        of = lengths(n, seed=n)
+        larger = 0
+        for batches in ranks(of, size, most=most, world=world, shuffle=shuffle):
+            for batch in batches:
+                padded = len(batch) * of[np.array(batch) % n].max()
+                larger += (padded > size and len(batch) > 1) or len(batch) > most
+        assert larger == 0 if world == 1 else larger < world
+
+
+def test_batches_are_of_like_length_and_well_filled():
+    of = lengths(5000, most=800)
+    batches = batches_of(of, 8000)
+    padded = sum(len(batch) * of[batch].max() for batch in batches)
+    assert of.sum() / padded > 0.9
+    assert padded / len(batches) / 8000 > 0.85  # of what fits
+
+
+def test_steps_do_not_depend_on_the_number_of_processes():
+    of = np.random.default_rng(0).choice([25, 50, 100], 500)
+    one = batches_of(of, 1600, most=32)
+    four = ranks(of, 400, most=8, world=4)
+    assert [set(batch) for batch in one] == [set(flat([shard])) for shard in zip(*four, strict=True)]
+    sizes = [[len(batch) for batch in step] for step in zip(*four, strict=True)]
+    assert all(max(step) - min(step) <= 1 for step in sizes)
+
+
+def test_the_longest_of_a_bucket_is_at_most_a_tenth_longer():
+    of = lengths(1000)
+    buckets, longest = _buckets(of)
+    for bucket in set(buckets):
+        assert of[buckets == bucket].max() <= 1.1 * of[buckets == bucket].min()
+    assert longest.tolist() == sorted((of[buckets == bucket].max() for bucket in buckets), reverse=True)
+
+
+def test_order_is_a_function_of_seed_and_epoch():
+    of = lengths(300)
+    found = {}
+    for seed, epoch in itertools.product(range(4), range(4)):
+        batches = batches_of(of, seed=seed, epoch=epoch)
+        found[seed, epoch] = tuple(tuple(i % 300 for i in batch) for batch in batches)
+        assert batches == batches_of(of, seed=seed, epoch=epoch)
+    assert len(set(found.values())) == 16
+    # Not only the order of the batches: who is with whom is another each time.
+    assert len({frozenset(map(frozenset, batches)) for batches in found.values()}) == 16
+
+
+def test_an_epoch_is_neither_sorted_nor_always_in_the_same_order_of_lengths():
+    of = lengths(1000)
+    longest = [[of[np.array(batch) % 1000].max() for batch in batches_of(of, epoch=e)] for e in range(2)]
+    assert longest[0] not in (sorted(longest[0]), sorted(longest[0], reverse=True), longest[1])
+
+
+def test_evaluation_begins_with_the_longest():
+    of = lengths(100)
+    order = [i for batch in batches_of(of, shuffle=False, epoch=3) for i in batch]
+    assert of[order].tolist() == sorted(of, reverse=True)
+
+
+def test_global_random_state_is_left_alone():
+    torch.manual_seed(1)
+    np.random.seed(1)  # noqa: NPY002  # the global one is what this is about
+    before = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
+    batches_of(lengths(50))
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert (before[1] == np.random.get_state()[1]).all()  # noqa: NPY002
+
+
+def test_lightning_takes_it_for_a_distributed_sampler():
+    made = LengthBatches(lengths(5), 10, max_samples=1, num_replicas=1, rank=0, shuffle=True, seed=0)
+    assert isinstance(made, DistributedSampler)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"max_samples": 0}, "max_samples=0"),
+        ({"seed": -1}, "seed=-1"),
+        ({"num_replicas": 6}, "5 samples .* 6 processes.*fewer processes"),
+        ({"lengths": np.array([3, 0])}, "lengths has 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options, message):
+    given = {
+        "lengths": lengths(5),
+        "batch_size": 10,
+        "max_samples": 2,
+        "num_replicas": 1,
+        "rank": 0,
+        "shuffle": True,
+        "seed": 0,
+    }
+    with pytest.raises(ValueError, match=message):
+        LengthBatches(**(given | options))
+
+
+class Echo(Dataset):
+    def __getitem__(self, indices):
+        return indices
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_interrupted_epoch_goes_on_with_the_next_batch(num_workers):
+    def loader():
+        of = lengths(60)
+        made = LengthBatches(of, 1000, max_samples=8, num_replicas=2, rank=1, shuffle=True, seed=0)
+        return ResumableLoader(Echo(), batch_size=None, sampler=made, num_workers=num_workers)
+
+    def epoch_of(made, epoch):
+        made.sampler.set_epoch(epoch)
+        return list(made)
+
+    whole = [epoch_of(loader(), epoch) for epoch in range(3)]
+    first = loader()
+    first.sampler.set_epoch(1)
+    batches = iter(first)
+    assert [next(batches), next(batches)] == whole[1][:2]
+    second = loader()
+    second.load_state_dict(first.state_dict())
+    assert epoch_of(second, 1) == whole[1][2:]
+    assert epoch_of(second, 2) == whole[2]

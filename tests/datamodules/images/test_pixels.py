@@ -1,0 +1,597 @@
+import ast
+import gzip
+import hashlib
+import pickle
+import socket
+import struct
+import tarfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from PIL import Image
+from torch.utils.data import DataLoader
+from torchvision.datasets import CIFAR10, MNIST
+
+from lit_effattn import datamodules
+from lit_effattn.datamodules import PixelSequences, images_to_levels, levels_to_images
+from lit_effattn.datamodules.common import sampling
+from lit_effattn.datamodules.images import pixels
+from lit_effattn.datamodules.images import sources as image_sources
+
+
+def ready(stage="fit", **options):
+    data = PixelSequences(**options)
+    data.prepare_data()
+    data.setup(stage)
+    return data
+
+
+def in_raster_order(image):
+    return [int(value) for row in image for pixel in row for value in pixel]
+
+
+def as_set(rows):
+    return {bytes(row.tolist()) for row in rows}
+
+
+# Levels and images
+
+
+def test_levels_to_images_by_definition():
+    height, width, channels, n_levels = 2, 3, 3, 7
+    levels = torch.arange(18).remainder(n_levels).to(torch.uint8).view(1, -1)
+    images = levels_to_images(levels, (height, width, channels), n_levels)
+    assert images.dtype == torch.uint8
+    position = 0
+    for row in range(height):
+        for column in range(width):
+            for channel in range(channels):
+                exact = int(levels[0, position]) / (n_levels - 1) * 255
+                assert int(images[0, channel, row, column]) == int(exact + 0.5)
+                position += 1
+
+
+@pytest.mark.parametrize("n_levels", [2, 4, 8, 16, 17, 32, 64, 128, 256])
+def test_images_to_levels_undoes_levels_to_images(n_levels):
+    levels = torch.arange(n_levels).repeat(12).to(torch.uint8).view(2, -1)
+    shape = (2, n_levels, 3)
+    assert torch.equal(images_to_levels(levels_to_images(levels, shape, n_levels), n_levels), levels)
+
+
+def test_images_to_levels_rounds_down():
+    values = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
+    assert images_to_levels(values, 10)[0].tolist() == [value * 10 // 256 for value in range(256)]
+
+
+def test_wrong_length_is_refused():
+    with pytest.raises(ValueError, match=r"length 5 .*\(2, 2, 1\)"):
+        levels_to_images(torch.zeros(1, 5, dtype=torch.uint8), (2, 2, 1), 4)
+
+
+# Arguments
+
+
+def test_facts_are_known_before_any_data():
+    facts = {
+        "digits": ((8, 8, 1), 17),
+        "photos": ((32, 32, 3), 256),
+        "mnist": ((28, 28, 1), 256),
+        "fashion_mnist": ((28, 28, 1), 256),
+        "cifar10": ((32, 32, 3), 256),
+    }
+    for dataset, expected in facts.items():
+        data = PixelSequences(dataset)
+        assert (data.image_shape, data.n_levels) == expected
+    data = PixelSequences("folder", root="nowhere", image_size=12, channels=1, n_levels=5)
+    assert (data.image_shape, data.n_levels) == ((12, 12, 1), 5)
+    assert data.hparams.n_levels == 5
+    assert PixelSequences("digits").hparams.n_levels is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dataset": "imagenet"}, "dataset='imagenet'.*digits, photos"),
+        ({"batch_size": 0}, "batch_size=0.*at least 1"),
+        ({"eval_batch_size": 0}, "eval_batch_size=0.*at least 1"),
+        ({"num_workers": -1}, "num_workers=-1.*at least 0"),
+        ({"seed": -1}, "seed=-1.*at least 0"),
+        ({"n_levels": 1}, "n_levels=1.*between 2 and 17"),
+        ({"n_levels": 18}, "n_levels=18.*between 2 and 17"),
+        ({"dataset": "photos", "n_levels": 257}, "n_levels=257.*between 2 and 256"),
+        ({"dataset": "photos", "stride": 0}, "stride=0.*at least 1"),
+        ({"flip": True}, "flip=True.*dataset='digits'.*photos or cifar10 or folder"),
+        ({"dataset": "mnist", "flip": True}, "flip=True.*dataset='mnist'"),
+        ({"root": "x"}, "root='x'.*dataset='digits'"),
+        ({"dataset": "photos", "root": "x"}, "root='x'.*dataset='photos'"),
+        ({"stride": 8}, "stride=8.*choose dataset photos"),
+        ({"image_size": 8}, "image_size=8.*choose dataset folder"),
+        ({"dataset": "cifar10", "channels": 1}, "channels=1.*choose dataset folder"),
+        ({"verify": False}, "verify=False.*choose dataset folder"),
+        ({"download": False}, "download=False.*choose dataset mnist or fashion_mnist or cifar10"),
+        ({"dataset": "folder", "image_size": 8}, "root=None.*folder"),
+        ({"dataset": "folder", "root": "x"}, "image_size=None.*folder"),
+        ({"dataset": "folder", "root": "x", "image_size": 0}, "image_size=0.*at least 1"),
+        ({"dataset": "folder", "root": "x", "image_size": 8, "channels": 2}, "channels=2.*1 .*3"),
+    ],
+)
+def test_bad_arguments_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        PixelSequences(**options)
+
+
+@pytest.mark.parametrize("module", [datamodules, image_sources, pixels, sampling])
+def test_importing_is_light(module):
+    tree = ast.parse(Path(module.__file__).read_text())
+    names = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in tree.body if isinstance(node, ast.ImportFrom)]
+    assert names
+    assert not {name.split(".")[0] for name in names} & {"sklearn", "torchvision", "PIL", "rich"}
+    assert not [n for n in names if n.startswith("lit_effattn") and not n.startswith("lit_effattn.datamodules")]
+
+
+# Digits and photographs
+
+
+def test_digits_are_split_once_for_all():
+    from sklearn.datasets import load_digits
+
+    data = ready(seed=1)
+    assert {name: len(split) for name, split in data.splits.items()} == {"train": 1437, "val": 180, "test": 180}
+    rows = torch.cat([data.splits[name][list(range(len(data.splits[name])))] for name in ("train", "val", "test")])
+    originals = sorted(in_raster_order(image[..., None]) for image in load_digits().images)
+    assert sorted(rows.tolist()) == originals
+    other = ready(seed=2)
+    for name, split in data.splits.items():
+        assert torch.equal(split.images, other.splits[name].images)
+    # The very split: results reported earlier are about these images.
+    digest = hashlib.sha256(data.splits["test"].images.numpy().tobytes()).hexdigest()
+    assert digest[:16] == "6f8a318cbae82aa7"
+
+
+def test_digits_are_quantised():
+    full, coarse = ready(), ready(n_levels=4)
+    for value, level in zip(full.splits["val"][[3, 5]].flatten(), coarse.splits["val"][[3, 5]].flatten(), strict=True):
+        assert int(level) == int(value) * 4 // 17
+    assert int(coarse.splits["train"][list(range(1437))].max()) == 3
+
+
+def test_photos_share_no_pixel_between_splits():
+    from sklearn.datasets import load_sample_images
+
+    china, flower = load_sample_images().images
+    data = ready("fit", dataset="photos")
+    train, val, test = (data.splits[name] for name in ("train", "val", "test"))
+    assert (len(train), len(val), len(test)) == (50 * 63, 13 * 3, 260)
+    assert train[[64]][0].tolist() == in_raster_order(china[8:40, 8:40])
+    assert train[[62]][0].tolist() == in_raster_order(china[:32, 496:528])  # 528 <= 533, the border
+    assert val[[0]][0].tolist() == in_raster_order(china[:32, 533:565])
+    assert val[[4]][0].tolist() == in_raster_order(china[32:64, 565:597])
+    assert test[[259]][0].tolist() == in_raster_order(flower[384:416, 608:640])
+    assert len(ready(dataset="photos", stride=32).splits["train"]) == 13 * 16
+
+
+def test_mirrored_sample_by_definition():
+    data = ready(dataset="photos", flip=True)
+    train = data.splits["train"]
+    plain, mirrored = train[[5, len(train) + 5]].view(2, 32, 32, 3)
+    for column in range(32):
+        assert torch.equal(mirrored[:, column], plain[:, 31 - column])
+    assert not torch.equal(mirrored, plain)
+    assert torch.equal(train[[5]][0], plain.flatten())  # the stored image is untouched
+
+
+def test_flips_are_drawn_in_training_only():
+    data = ready(dataset="photos", flip=True, stride=64, batch_size=8)
+    n = len(data.splits["train"])
+    assert {index >= n for batch in data.train_dataloader().sampler for index in batch} == {True, False}
+    assert max(index for batch in data.val_dataloader().sampler for index in batch) < len(data.splits["val"])
+    unflipped = ready(dataset="photos", stride=64, batch_size=8)
+    assert max(index for batch in unflipped.train_dataloader().sampler for index in batch) < n
+
+
+# Loaders
+
+
+def test_batches():
+    data = ready(batch_size=100, eval_batch_size=50)
+    batches = list(data.train_dataloader())
+    assert len(batches) == len(data.train_dataloader()) == 14
+    assert {(tuple(batch.shape), batch.dtype) for batch in batches} == {((100, 64), torch.uint8)}
+    assert data.to_images(batches[0]).shape == (100, 1, 8, 8)
+    evaluation = list(data.val_dataloader())
+    assert len(evaluation) == len(data.val_dataloader()) == 4
+    assert torch.equal(torch.cat(evaluation), data.splits["val"][list(range(180))])
+    assert torch.equal(torch.cat(list(data.predict_dataloader())), torch.cat(list(data.test_dataloader())))
+    assert len(list(ready(batch_size=90).val_dataloader())) == 2
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_loaders_leave_the_global_random_state_alone(num_workers):
+    data = ready(dataset="photos", stride=64, flip=True, batch_size=8, num_workers=num_workers)
+    before = torch.get_rng_state()
+    for made in (data.train_dataloader(), data.val_dataloader()):
+        for _ in made:
+            pass
+        if num_workers:
+            made._iterator._shutdown_workers()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_processes_share_the_work():
+    data = ready(batch_size=10)
+    whole = torch.cat(list(data.test_dataloader()))
+    seen, counts, trained = [], set(), []
+    for rank in range(7):
+        data.trainer = SimpleNamespace(world_size=7, global_rank=rank)
+        seen.append(torch.cat(list(data.test_dataloader())))
+        counts.add(len(data.test_dataloader()))
+        trained += [index for batch in data.train_dataloader().sampler for index in batch]
+    assert len(counts) == 1
+    assert sorted(torch.cat(seen).tolist()) == sorted(whole.tolist())
+    assert len(set(trained)) == len(trained) == 1437 // 70 * 70
+
+
+class Recorder(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append((self.current_epoch, batch_idx, hashlib.sha256(batch.numpy().tobytes()).hexdigest()))
+        return self.layer(batch.float().mean().view(1, 1)).sum()
+
+    def validation_step(self, batch, batch_idx):
+        assert batch.dtype == torch.uint8
+
+    def predict_step(self, batch, batch_idx):
+        return batch
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-9)
+
+
+class SaveAlways(Callback):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer, *_):
+        trainer.save_checkpoint(self.folder / f"{trainer.global_step}-batch.ckpt")
+
+    def on_train_epoch_end(self, trainer, *_):
+        trainer.save_checkpoint(self.folder / f"{trainer.global_step}-epoch.ckpt")
+
+
+def trainer(**options):
+    return Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("options", [{}, {"limit_train_batches": 2}, {"val_check_interval": 2}])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_run_resumed_anywhere_sees_what_an_uninterrupted_one_sees(tmp_path, num_workers, options):
+    def fit(callbacks=None, ckpt_path=None):
+        data = PixelSequences("photos", stride=100, flip=True, batch_size=5, num_workers=num_workers)
+        model = Recorder()
+        trainer(max_epochs=2, callbacks=callbacks, **options).fit(
+            model, data, ckpt_path=ckpt_path, weights_only=ckpt_path and True
+        )
+        return model.seen
+
+    whole = fit([SaveAlways(tmp_path)])
+    per_epoch = options.get("limit_train_batches", 4)
+    assert len(set(whole)) == len(whole) == 2 * per_epoch  # every epoch its own order
+    checkpoints = sorted(tmp_path.iterdir())
+    assert len(checkpoints) == 2 * per_epoch + 2
+    if num_workers:  # starting processes takes its time
+        checkpoints = [c for c in checkpoints if int(c.name.split("-")[0]) in (per_epoch, per_epoch + 1)]
+    for checkpoint in checkpoints:
+        steps = int(checkpoint.name.split("-")[0])
+        assert fit(ckpt_path=checkpoint) == whole[steps:], checkpoint.name
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_predict_gives_the_test_images_in_order():
+    data = PixelSequences(eval_batch_size=50)
+    predicted = trainer().predict(Recorder(), data)
+    assert torch.equal(torch.cat(predicted), data.splits["test"][list(range(180))])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_overfit_batches_is_refused():
+    with pytest.raises(ValueError, match=r"overfit_batches=1.*limit_train_batches"):
+        trainer(overfit_batches=1).fit(Recorder(), PixelSequences())
+
+
+# MNIST and CIFAR-10
+
+
+def write_idx(path, array, pack=False):
+    data = struct.pack(f">4B{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.tobytes()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(data) if pack else data)
+
+
+def write_mnist(root, pack=False, name="MNIST"):
+    rng = np.random.default_rng(0)
+    written = {}
+    for part, n in (("train", 60), ("t10k", 10)):
+        written[part] = rng.integers(0, 256, (n, 28, 28), dtype=np.uint8)
+        raw, end = root / name / "raw", ".gz" if pack else ""
+        write_idx(raw / f"{part}-images-idx3-ubyte{end}", written[part], pack)
+        write_idx(raw / f"{part}-labels-idx1-ubyte{end}", np.zeros(n, np.uint8), pack)
+    return written
+
+
+def test_mnist(tmp_path):
+    written = write_mnist(tmp_path)
+    data = ready(dataset="mnist", root=str(tmp_path), download=False)
+    data.setup("test")
+    assert {name: len(split) for name, split in data.splits.items()} == {"train": 55, "val": 5, "test": 10}
+    rows = torch.cat([data.splits["train"][list(range(55))], data.splits["val"][list(range(5))]])
+    assert as_set(rows) == {image.tobytes() for image in written["train"]}
+    assert data.splits["test"][[3]][0].tolist() == in_raster_order(written["t10k"][3][..., None])
+
+
+def md5(path):
+    return hashlib.md5(path.read_bytes()).hexdigest()
+
+
+def no_network(monkeypatch):
+    def refuse(*_, **__):
+        raise OSError("the network was asked")
+
+    monkeypatch.setattr("urllib.request.urlopen", refuse)
+
+
+@pytest.mark.parametrize(("dataset", "name"), [("mnist", "MNIST"), ("fashion_mnist", "FashionMNIST")])
+def test_mnist_unpacks_archives_without_a_network(dataset, name, tmp_path, monkeypatch):
+    """Archives of anyone's packing; a damaged one is named and leaves nothing."""
+    no_network(monkeypatch)
+    write_mnist(tmp_path, pack=True, name=name)
+    raw = tmp_path / name / "raw"
+    archive = raw / "train-images-idx3-ubyte.gz"
+    whole = archive.read_bytes()
+    archive.write_bytes(whole[:-100])
+    with pytest.raises(ValueError, match=f"{archive}: the archive is damaged"):
+        ready(dataset=dataset, root=str(tmp_path))
+    assert not [path for path in raw.iterdir() if path.suffix != ".gz"]
+    archive.write_bytes(whole)
+    with pytest.warns(match="60 training images in .* instead of 60,000"):
+        assert len(ready(dataset=dataset, root=str(tmp_path)).splits["train"]) == 55
+
+
+def test_split_sizes_of_the_full_data_sets():
+    for n, share, expected in ((60000, 12, (55000, 5000)), (50000, 25, (48000, 2000))):
+        splits = image_sources._split_off(torch.arange(n), val=n // share)
+        assert (len(splits["train"]), len(splits["val"])) == expected
+        assert len(torch.cat(list(splits.values())).unique()) == n
+
+
+def test_mnist_names_files_whose_counts_differ(tmp_path):
+    write_mnist(tmp_path)
+    labels = tmp_path / "MNIST" / "raw" / "train-labels-idx1-ubyte"
+    write_idx(labels, np.zeros(59, np.uint8))
+    with pytest.raises(ValueError, match=rf"{labels}: 59 labels for 60 images"):
+        ready(dataset="mnist", root=str(tmp_path))
+
+
+def test_mnist_names_damaged_files(tmp_path):
+    write_mnist(tmp_path)
+    images = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte"
+    whole = images.read_bytes()
+    images.write_bytes(whole[:-10])
+    with pytest.raises(ValueError, match=rf"{images}: holds {60 * 784 - 10} bytes, .* header says {60 * 784}"):
+        ready(dataset="mnist", root=str(tmp_path))
+    for broken in (b"", whole[:9], b"<html>404 Not Found</html>"):
+        images.write_bytes(broken)
+        with pytest.raises(ValueError, match=f"{images}: not an IDX file"):
+            ready(dataset="mnist", root=str(tmp_path))
+    write_idx(images, np.zeros((60, 14, 14), np.uint8))
+    with pytest.raises(ValueError, match=rf"{images}: items of shape \(14, 14\)"):
+        ready(dataset="mnist", root=str(tmp_path))
+
+
+def write_cifar10(root, monkeypatch, n=10):
+    rng = np.random.default_rng(0)
+    folder = root / CIFAR10.base_folder
+    folder.mkdir(parents=True)
+    written = {}
+    for name, _ in CIFAR10.train_list + CIFAR10.test_list:
+        written[name] = rng.integers(0, 256, (n, 3072), dtype=np.uint8)
+        (folder / name).write_bytes(pickle.dumps({"data": written[name], "labels": [0] * n}))
+    (folder / CIFAR10.meta["filename"]).write_bytes(pickle.dumps({CIFAR10.meta["key"]: ["plane"]}))
+    monkeypatch.setattr(CIFAR10, "train_list", [[name, md5(folder / name)] for name, _ in CIFAR10.train_list])
+    monkeypatch.setattr(CIFAR10, "test_list", [[name, md5(folder / name)] for name, _ in CIFAR10.test_list])
+    monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": md5(folder / CIFAR10.meta["filename"])})
+    return written
+
+
+def test_cifar10(tmp_path, monkeypatch):
+    written = write_cifar10(tmp_path, monkeypatch)
+    data = ready(dataset="cifar10", root=str(tmp_path), download=False)
+    data.setup("test")
+    assert {name: len(split) for name, split in data.splits.items()} == {"train": 48, "val": 2, "test": 10}
+    # In the file all red values come first, then green, then blue; in a sequence the colours of a pixel are together.
+    planes = written["test_batch"][4].reshape(3, 32, 32)
+    expected = [int(planes[c, h, w]) for h in range(32) for w in range(32) for c in range(3)]
+    assert data.splits["test"][[4]][0].tolist() == expected
+    assert len(as_set(torch.cat([data.splits["train"].images, data.splits["val"].images]).flatten(1))) == 50
+
+
+def test_cifar10_unpacks_its_archive_in_place_of_damaged_files_without_a_network(tmp_path, monkeypatch):
+    no_network(monkeypatch)
+    write_cifar10(tmp_path, monkeypatch)
+    archive = tmp_path / CIFAR10.filename
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(tmp_path / CIFAR10.base_folder, CIFAR10.base_folder)
+    monkeypatch.setattr(CIFAR10, "tgz_md5", md5(archive))
+    broken = tmp_path / CIFAR10.base_folder / "data_batch_3"
+    broken.write_bytes(broken.read_bytes()[:-1])
+    whole = archive.read_bytes()
+    archive.write_bytes(whole[:-1])
+    with pytest.raises(ValueError, match=f"{archive}: the archive is damaged"):
+        ready(dataset="cifar10", root=str(tmp_path))
+    archive.write_bytes(whole)
+    assert len(ready(dataset="cifar10", root=str(tmp_path), download=False).splits["train"]) == 48
+
+
+@pytest.mark.parametrize(
+    ("dataset", "folder", "names"),
+    [
+        ("mnist", "MNIST/raw", [*(name for name, _ in MNIST.resources), "ossci-datasets"]),
+        ("cifar10", "", ["https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"]),
+    ],
+)
+def test_no_files_and_no_network(tmp_path, monkeypatch, dataset, folder, names):
+    no_network(monkeypatch)
+    data = PixelSequences(dataset, root=str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"the download failed \(.*the network was asked") as caught:
+        data.prepare_data()
+    for part in (str(tmp_path / folder), *names, "--config digits_linear"):
+        assert part in str(caught.value)
+    with pytest.raises(FileNotFoundError, match=r"download=False.* there\."):
+        PixelSequences(dataset, root=str(tmp_path), download=False).prepare_data()
+
+
+def test_a_mirror_that_never_answers_costs_seconds(tmp_path, monkeypatch):
+    monkeypatch.setattr(image_sources, "_TIMEOUT", 0.2)
+    monkeypatch.setenv("no_proxy", "*")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(MNIST, "mirrors", [f"http://127.0.0.1:{silent.getsockname()[1]}/"])
+        start = time.monotonic()
+        with pytest.raises(FileNotFoundError, match=r"the download failed \(timed out"):
+            PixelSequences("mnist", root=str(tmp_path)).prepare_data()
+    assert time.monotonic() - start < 5
+    assert socket.getdefaulttimeout() is None
+
+
+# Folders
+
+
+def write_images(root, n, size=(40, 30)):
+    root.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    for i in range(n):
+        end = ("png", "PNG", "bmp", "ppm", "gif", "webp", "jpg", "tif")[i % 8]
+        folder = root / ("even" if i % 2 == 0 else "odd")
+        folder.mkdir(exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)).save(folder / f"{i:03}.{end}")
+
+
+def test_folder_is_split_by_names(tmp_path):
+    write_images(tmp_path, 30)
+    (tmp_path / "notes.txt").write_text("no image")
+    (tmp_path / "._000.png").write_text("no image either")
+    (tmp_path / "odd" / "a.HEIC").write_text("not read")
+    with pytest.warns(match=r"2 left out:\n  1 .txt:\n.*notes.txt: not one of .*\n  1 .heic:"):
+        data = ready(dataset="folder", root=str(tmp_path), image_size=8, batch_size=4)
+    assert {name: len(split) for name, split in data.splits.items()} == {"train": 24, "val": 3, "test": 3}
+    paths = [path for split in data.splits.values() for path in split.paths]
+    assert len(set(paths)) == 30
+    batches = list(data.train_dataloader())
+    assert {tuple(batch.shape) for batch in batches} == {(4, 8 * 8 * 3)}
+    moved = tmp_path.parent / f"{tmp_path.name}-moved"
+    tmp_path.rename(moved)
+    again = ready(dataset="folder", root=str(moved), image_size=8, seed=5)
+    for name, split in data.splits.items():
+        assert [p.name for p in split.paths] == [p.name for p in again.splits[name].paths]
+
+
+def test_folder_with_splits_of_its_own(tmp_path):
+    for i, name in enumerate(("train", "val", "test")):
+        write_images(tmp_path / name, i + 1)
+    data = ready(dataset="folder", root=str(tmp_path), image_size=8)
+    assert {name: len(split) for name, split in data.splits.items()} == {"train": 1, "val": 2, "test": 3}
+    (tmp_path / "val").rename(tmp_path / "valid")
+    with pytest.raises(ValueError, match=f"{tmp_path}: .* not val;"):
+        ready(dataset="folder", root=str(tmp_path), image_size=8)
+
+
+def test_image_is_read_exactly_where_nothing_is_resized(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 12, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    assert image_sources.read_image(tmp_path / "a.png", 8, 3).tolist() == pixels[:, 2:10].tolist()
+    grey = np.array(Image.fromarray(pixels).convert("L"))
+    assert image_sources.read_image(tmp_path / "a.png", 8, 1)[..., 0].tolist() == grey[:, 2:10].tolist()
+
+
+def test_shrinking_averages(tmp_path):
+    stripes = np.zeros((64, 64), np.uint8)
+    stripes[:, ::2] = 255
+    Image.fromarray(stripes).save(tmp_path / "a.png")
+    inner = image_sources.read_image(tmp_path / "a.png", 8, 1)[1:-1, 1:-1]
+    assert int(inner.min()) > 110
+    assert int(inner.max()) < 145
+
+
+def test_unusual_images(tmp_path):
+    deep = np.arange(16, dtype=np.uint16).reshape(4, 4) * 4096
+    Image.fromarray(deep).save(tmp_path / "deep.png")
+    assert image_sources.read_image(tmp_path / "deep.png", 4, 1).flatten().tolist() == list(range(0, 256, 16))
+    Image.fromarray(deep.astype(np.float32)).save(tmp_path / "float.tif")
+    with pytest.raises(ValueError, match=r"float\.tif: .*8 or 16 bits"):
+        image_sources.read_image(tmp_path / "float.tif", 4, 1)
+    turned = np.arange(16, dtype=np.uint8).reshape(4, 4)
+    exif = Image.Exif()
+    exif[0x0112] = 3  # upside down
+    Image.fromarray(turned).save(tmp_path / "turned.png", exif=exif)
+    assert image_sources.read_image(tmp_path / "turned.png", 4, 1).flatten().tolist() == list(range(15, -1, -1))
+
+
+def test_broken_image_is_named(tmp_path):
+    write_images(tmp_path, 12)
+    broken = tmp_path / "even" / "000.png"
+    broken.write_bytes(broken.read_bytes()[:-200])
+    options = {"dataset": "folder", "root": str(tmp_path), "image_size": 8}
+    with pytest.raises(ValueError, match=f"{broken}: not a readable image .*remove it or replace it"):
+        PixelSequences(**options).prepare_data()
+    PixelSequences(**options, verify=False).prepare_data()
+    (tmp_path / "even" / "002.bmp").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"even/000\.png.* Of 12 images, 1 more are broken: \S*even/002\.bmp$"):
+        PixelSequences(**options).prepare_data()
+    broken.write_text("text")
+    with pytest.raises(ValueError, match=f"{broken}: not a readable image"):
+        image_sources.read_image(broken, 8, 3)
+
+
+def test_an_image_that_would_fill_the_memory_is_not_decoded(tmp_path, monkeypatch):
+    write_images(tmp_path, 12)
+    huge = tmp_path / "even" / "000.png"
+    Image.new("1", (9000, 9000)).save(huge)
+    assert huge.stat().st_size < 20_000
+    options = {"dataset": "folder", "root": str(tmp_path), "image_size": 8}
+    with pytest.raises(ValueError, match=f"{huge}: .*9000 × 9000 are more than max_pixels=67108864"):
+        PixelSequences(**options).prepare_data()
+    PixelSequences(**options, max_pixels=9000**2).prepare_data()
+    with pytest.raises(ValueError, match="more than max_pixels=10"):
+        ready(**options, max_pixels=10).splits["train"][[0]]
+
+
+def test_folders_without_enough_images(tmp_path):
+    options = {"dataset": "folder", "image_size": 8}
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path}: no image in it .*png"):
+        ready(root=str(tmp_path), **options)
+    with pytest.raises(FileNotFoundError, match=r"nowhere: no such folder.*png"):
+        ready(root=str(tmp_path / "nowhere"), **options)
+    write_images(tmp_path, 9)
+    with pytest.raises(ValueError, match=f"{tmp_path}: 9 images are too few"):
+        ready(root=str(tmp_path), **options)
+
+
+def test_eval_loaders_are_plain():
+    data = ready()
+    assert type(data.val_dataloader()) is type(data.test_dataloader()) is DataLoader

@@ -1,0 +1,261 @@
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonargparse import ArgumentParser
+
+from lit_effattn.datamodules import EspeakCorpus, LibriSpeechCorpus, ManifestCorpus, Pronouncer, SpeechCorpus
+from lit_effattn.datamodules.speech.corpora import read_manifest
+from lit_effattn.datamodules.speech.phonemes import ESPEAK_PHONES
+
+LEXICON = "HELLO  HH AH0 L OW1\nWORLD  W ER1 L D\nREAD  R IY1 D\n"
+
+
+def spaced(names: str) -> tuple[str, ...]:
+    return tuple(names.split())
+
+
+def manifest(path: Path, *lines: dict[str, Any] | str) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines), encoding="utf-8")
+    return str(path)
+
+
+def lexicon(root: Path) -> str:
+    (root / "lexicon").write_text(LEXICON)
+    return str(root / "lexicon")
+
+
+def line(audio: str = "a.wav", **others: Any) -> dict[str, Any]:
+    return {"audio_filepath": audio, "duration": 1.5} | others
+
+
+def test_lines_of_a_manifest(tmp_path: Path):
+    path = manifest(
+        tmp_path / "m" / "x.jsonl",
+        line(text="hello"),
+        "",
+        line("b/c.flac", phonemes="a b", speaker=7, offset=2.25, duration=1),
+        line("/d.wav", phonemes=["a", "ʃ"], id="d", lang="en", duration=None),
+        line("b/c.flac", text="x", phonemes="b"),
+    )
+    found = read_manifest(Path(path))
+    assert [x.where for x in found] == [f"{path}:{i}" for i in (1, 3, 4, 5)]
+    assert [x.text for x in found] == ["hello", None, None, "x"]
+    utterances = [x.utterance for x in found]
+    assert [u.id for u in utterances] == ["a.wav", "b/c.flac:2.25", "d", "b/c.flac"]
+    assert [u.audio for u in utterances] == [
+        tmp_path / "m/a.wav",
+        tmp_path / "m/b/c.flac",
+        Path("/d.wav"),
+        tmp_path / "m/b/c.flac",
+    ]
+    assert [u.phones for u in utterances] == [None, ("a", "b"), ("a", "ʃ"), ("b",)]
+    assert [u.speaker for u in utterances] == [None, "7", None, None]
+    assert [(u.start, u.duration) for u in utterances] == [(0, 1.5), (2.25, 1), (0, None), (0, 1.5)]
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ('{"audio_filepath": "a.wav"', "is not JSON"),
+        (200_000 * "[", "is not JSON .*nested too deeply"),
+        ("[1]", "is not a JSON object"),
+        ({"duration": 1, "text": "x"}, "lacks audio_filepath"),
+        (line("", text="x"), "audio_filepath='' must be"),
+        (line(text=["x"]), r"text=\['x'\] must be"),
+        (line(), "neither text nor phonemes"),
+        (line(text="x", duration=0), "duration=0 must be more than 0"),
+        (line(text="x", duration="1"), "duration='1' must be a number"),
+        (line(text="x", duration=True), "duration=True must be a number"),
+        (line(text="x", duration=float("nan")), "duration=nan must be a number"),
+        (line(text="x", duration=float("inf")), "duration=inf must be a number"),
+        (line(text="x", duration=10**400), "must be a number"),
+        (line(text="x", offset=-1), "offset=-1 must be a number"),
+        (line(phonemes=[]), r"phonemes=\[\] must be a list"),
+        (line(phonemes=["a b"]), "must be a list"),
+        (line(phonemes=["a", 1]), "must be a list"),
+        (line(phonemes=""), "must be a list"),
+    ],
+)
+def test_bad_lines_are_named(tmp_path: Path, bad: dict[str, Any] | str, message: str):
+    path = manifest(tmp_path / "x.jsonl", line(text="x"), bad)
+    with pytest.raises(ValueError, match=rf"x\.jsonl:2: .*{message}"):
+        read_manifest(Path(path))
+
+
+def test_a_line_in_another_encoding_is_named(tmp_path: Path):
+    path = Path(manifest(tmp_path / "x.jsonl", line(text="x"), '{"audio_filepath": "b.wav", "text": "été"}'))
+    path.write_bytes(path.read_text(encoding="utf-8").encode("latin-1"))
+    with pytest.raises(ValueError, match=r"x\.jsonl:2: is not UTF-8 \(.* at byte 37\)\ncorrect or delete"):
+        read_manifest(path)
+
+
+def test_many_bad_lines_are_counted(tmp_path: Path):
+    path = manifest(tmp_path / "x.jsonl", *["?"] * 8)
+    with pytest.raises(ValueError, match=r"(?s):1: .*:5: .*and 3 more"):
+        read_manifest(Path(path))
+
+
+def test_manifests_without_sense_are_refused(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match=r"no such manifest.*audio_filepath"):
+        read_manifest(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="has no utterance"):
+        read_manifest(Path(manifest(tmp_path / "x", "")))
+    with pytest.raises(ValueError, match=r"x:2: 'a\.wav' is in .*x:1 too"):
+        read_manifest(Path(manifest(tmp_path / "x", line(text="x"), line(text="y"))))
+
+
+def three(root: Path, *lines: dict[str, Any]) -> list[str]:
+    """The same manifest in three folders."""
+    return [manifest(root / split / "manifest.json", *lines) for split in ("train", "val", "test")]
+
+
+def test_manifests_with_phonemes(tmp_path: Path):
+    train, val, test = three(tmp_path, line(phonemes="b a"), line("b.wav", phonemes="c"))
+    corpus = ManifestCorpus(train, val, manifest(Path(test), line(phonemes="z")))
+    corpus.prepare()
+    assert corpus.phones == corpus.folded == ("a", "b", "c")
+    assert [(u.id, u.phones) for u in corpus.utterances("val")] == [("val/a.wav", ("b", "a")), ("val/b.wav", ("c",))]
+    assert corpus.utterances("test")[0].audio == tmp_path / "test" / "a.wav"
+
+
+def test_manifests_with_texts(tmp_path: Path):
+    manifests = three(tmp_path, line(text="Hello, world."), line("b.wav", text="foo"), line("c.wav", phonemes="L L"))
+    corpus = ManifestCorpus(*manifests, lexicon=lexicon(tmp_path))
+    assert corpus.phones == spaced("AH D ER HH IY L OW R W")
+    with pytest.warns(UserWarning, match=r"1 of 3 utterances are left out.*1 word \(FOO\)"):
+        found = corpus.utterances("train")
+    assert [u.phones for u in found] == [spaced("HH AH L OW W ER L D"), ("L", "L")]
+    assert "OW1" in ManifestCorpus(*manifests, lexicon=lexicon(tmp_path), stress=True).phones
+
+
+def test_phones_are_scored_as_the_folding_says(tmp_path: Path):
+    manifests = three(tmp_path, line(phonemes="a b c d"))
+    folding = tmp_path / "folding.json"
+    folding.write_text('{"c": "b", "a": ""}')
+    corpus = ManifestCorpus(*manifests, folding=str(folding))
+    corpus.prepare()
+    assert (corpus.phones, corpus.folded) == (("a", "b", "c", "d"), ("", "b", "b", "d"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"folding='.*f\.json': there is no such file"),
+        ("{", r"folding='.*f\.json' is not JSON"),
+        ('["a"]', "is not an object such as"),
+        ('{"a": 1}', "is not an object such as"),
+        ('{"z": "a"}', "names 'z', which is not one of the 2 phones a b; correct it"),
+        ('{"a": "z"}', "names 'z', which is not one of the 2 phones"),
+    ],
+)
+def test_a_folding_without_sense_is_refused(tmp_path: Path, content: str | None, message: str):
+    if content is not None:
+        (tmp_path / "f.json").write_text(content)
+    with pytest.raises((FileNotFoundError, ValueError), match=message):
+        ManifestCorpus(*three(tmp_path, line(phonemes="a b")), folding=str(tmp_path / "f.json")).prepare()
+
+
+def test_texts_need_a_lexicon(tmp_path: Path):
+    manifests = three(tmp_path, line(phonemes="a"), line("b.wav", text="hello"))
+    with pytest.raises(ValueError, match=r"manifest\.json:2: has a text, but no phonemes; give a lexicon"):
+        ManifestCorpus(*manifests).prepare()
+    with pytest.raises(FileNotFoundError, match="lexicon="):
+        ManifestCorpus(*manifests, lexicon=str(tmp_path / "nowhere")).prepare()
+    with pytest.raises(ValueError, match="stress=True needs a lexicon"):
+        ManifestCorpus(*manifests, stress=True)
+
+
+class Reader(Pronouncer):
+    """Reads every word as READ is read."""
+
+    def pronounce(self, words: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        return dict.fromkeys(words, ("R", "IY", "D"))
+
+
+def test_unknown_words_are_pronounced_if_wanted(tmp_path: Path):
+    manifests = three(tmp_path, line(text="hello foo"), line("b.wav", text="bar"))
+    corpus = ManifestCorpus(*manifests, lexicon=lexicon(tmp_path), g2p=Reader())
+    assert [u.phones for u in corpus.utterances("val")] == [spaced("HH AH L OW R IY D"), spaced("R IY D")]
+    with pytest.raises(ValueError, match="g2p was given without a lexicon"):
+        ManifestCorpus(*manifests, g2p=Reader())
+    librispeech(tmp_path, "test-clean", ("61-1-0000", "FOO"))
+    found = LibriSpeechCorpus(str(tmp_path), lexicon(tmp_path), g2p=Reader()).utterances("test")
+    assert [u.phones for u in found] == [spaced("R IY D")]
+
+
+def librispeech(root: Path, subset: str, *utterances: tuple[str, str]) -> None:
+    """As https://www.openslr.org/12 unpacks it."""
+    for name, text in utterances:
+        speaker, chapter, _ = name.split("-")
+        folder = root / "LibriSpeech" / subset / speaker / chapter
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.flac").touch()
+        with (folder / f"{speaker}-{chapter}.trans.txt").open("a") as file:
+            file.write(f"{name} {text}\n")
+
+
+def test_librispeech(tmp_path: Path):
+    librispeech(tmp_path, "train-clean-100", ("19-198-0000", "HELLO"), ("19-198-0001", "WORLD"), ("26-1-0000", "READ"))
+    librispeech(tmp_path, "train-other-500", ("20-1-0000", "READ"))
+    librispeech(tmp_path, "dev-clean", ("84-1-0000", "HELLO"))
+    librispeech(tmp_path, "test-clean", ("61-1-0000", "WORLD"), ("61-1-0001", "FOO"))
+    corpus = LibriSpeechCorpus(
+        str(tmp_path), lexicon(tmp_path), train=("train-clean-100", "train-other-500"), stress=True
+    )
+    corpus.prepare()
+    found = corpus.utterances("train")
+    assert [u.id for u in found] == ["19-198-0000", "19-198-0001", "26-1-0000", "20-1-0000"]
+    assert [u.speaker for u in found] == ["19", "19", "26", "20"]
+    assert found[0].audio == tmp_path / "LibriSpeech/train-clean-100/19/198/19-198-0000.flac"
+    assert found[0].audio.is_file()
+    assert found[0].phones == ("HH", "AH0", "L", "OW1")
+    assert corpus.phones == spaced("AH0 D ER1 HH IY1 L OW1 R W")
+    with pytest.warns(UserWarning, match=r"LibriSpeech test-clean: 1 of 2 .*FOO"):
+        assert len(corpus.utterances("test")) == 1
+
+
+def test_librispeech_that_is_not_there(tmp_path: Path):
+    librispeech(tmp_path, "train-clean-100", ("19-198-0000", "HELLO"))
+    corpus = LibriSpeechCorpus(str(tmp_path), lexicon(tmp_path))
+    message = r"dev-clean and test-clean are not in .*get dev-clean\.tar\.gz, test-clean\.tar\.gz.*openslr\.org/12"
+    with pytest.raises(FileNotFoundError, match=message):
+        corpus.prepare()
+    with pytest.raises(FileNotFoundError, match=message):
+        corpus.utterances("val")
+    (tmp_path / "LibriSpeech" / "dev-clean").mkdir()
+    with pytest.raises(ValueError, match="dev-clean: has no FLAC"):
+        corpus.utterances("val")
+    with pytest.raises(FileNotFoundError, match="lexicon="):
+        LibriSpeechCorpus(str(tmp_path), "nowhere").prepare()
+
+
+def test_the_inventory_of_espeak_is_known_without_a_corpus(tmp_path: Path):
+    corpus = EspeakCorpus(str(tmp_path / "nothing"))
+    assert corpus.phones == corpus.folded == ESPEAK_PHONES
+    with pytest.raises(FileNotFoundError, match="no such manifest"):
+        corpus.utterances("train")
+    with pytest.raises(ValueError, match="minutes=0 must be"):
+        EspeakCorpus(minutes=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("EspeakCorpus", {"minutes": 30}),
+        ("ManifestCorpus", {"train": "a", "val": "b", "test": "c", "lexicon": "d"}),
+        ("LibriSpeechCorpus", {"root": "a", "lexicon": "b", "train": ["train-clean-100", "train-clean-360"]}),
+        ("TimitCorpus", {"root": "a"}),
+    ],
+)
+def test_a_corpus_can_be_named_in_yaml(name: str, arguments: dict[str, Any]):
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--corpus", type=SpeechCorpus)
+    given = {"corpus": {"class_path": f"lit_effattn.datamodules.{name}", "init_args": arguments}}
+    corpus = parser.instantiate_classes(parser.parse_object(given)).corpus
+    assert type(corpus).__name__ == name
+    if name == "LibriSpeechCorpus":
+        assert corpus.subsets["train"] == ("train-clean-100", "train-clean-360")

@@ -1,0 +1,210 @@
+import json
+import os
+import pickle
+import threading
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from lit_effattn.datamodules import Filterbanks, Utterance
+from lit_effattn.datamodules.speech.feature_store import FeatureReader, read_features, stored_features
+from lit_effattn.datamodules.speech.filterbanks import moments
+
+READER = FeatureReader(Filterbanks(8000, n_mels=20), 0.1, 2.0, False)
+SPEAKERS = ["ann", "bob", "ann", None]
+
+
+def write(path, seconds, seed=0, rate=8000):
+    samples = np.random.default_rng(seed).uniform(-0.5, 0.5, round(seconds * rate))
+    soundfile.write(path, samples, rate)
+    return path
+
+
+@pytest.fixture
+def utterances(tmp_path):
+    """Four that are good, of which two lie in one file, and three that are not."""
+    audio = [write(tmp_path / f"{i}.wav", 0.3 + 0.1 * i, i) for i in range(3)]
+    good = [Utterance(f"u{i}", path, speaker=who) for i, (path, who) in enumerate(zip(audio, SPEAKERS, strict=False))]
+    part = Utterance("part", audio[2], start=0.1, duration=0.25)
+    long, short = write(tmp_path / "long.wav", 2.1), write(tmp_path / "short.wav", 0.05)
+    bad = [Utterance("gone", tmp_path / "gone.wav"), Utterance("long", long), Utterance("short", short)]
+    return [good[0], bad[0], good[1], good[2], bad[1], bad[2], part]
+
+
+def stored(utterances, folder, *, keep=True, reader=READER, num_workers=0):
+    return stored_features(utterances, reader, name="train", folder=folder, keep=keep, num_workers=num_workers)
+
+
+def test_what_can_be_no_file_is_missing(tmp_path, utterances):
+    utterances[0] = utterances[0]._replace(audio=tmp_path / "a\0.wav")
+    assert stored(utterances, tmp_path / "cache").readings.faults[0].reason == "missing"
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """How many utterances have been read so far."""
+    count = []
+    call = FeatureReader.__call__
+    monkeypatch.setattr(FeatureReader, "__call__", lambda reader, u: count.append(u.id) or call(reader, u))
+    return count
+
+
+GOOD = (0, 2, 3, 6)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("keep", [False, True])
+def test_all_that_can_be_read_is_and_the_rest_is_named(tmp_path, utterances, keep, num_workers):
+    features = stored(utterances, tmp_path / "cache", keep=keep, num_workers=num_workers)
+    expected = {i: READER(utterances[i]) for i in GOOD}
+    readings = features.readings
+    assert readings.n_frames.tolist() == [len(expected.get(i, ())) for i in range(7)]
+    assert all(torch.equal(features[i], expected[i]) for i in GOOD)
+    assert {i: fault.reason for i, fault in readings.faults.items()} == {1: "missing", 4: "too long", 5: "too short"}
+    assert "gone.wav: there is no such file" in readings.faults[1].message
+    assert "short.wav: 0.050 s are less than min_seconds=0.1" in readings.faults[5].message
+    assert set(readings.statistics) == {None, "ann", "bob"}
+    for speaker, of in ((None, GOOD), ("ann", (0, 3)), ("bob", (2,))):
+        assert torch.allclose(readings.statistics[speaker], moments(torch.cat([expected[i] for i in of])), rtol=1e-12)
+
+
+def test_a_second_run_reads_nothing(tmp_path, utterances, reads):
+    first = stored(utterances, tmp_path / "cache")
+    assert len(reads) == 7
+    again = stored(utterances, tmp_path / "cache")
+    assert torch.equal(first[3], again[3])
+    assert len(reads) == 7
+    assert again.readings.faults == first.readings.faults
+    again[3][:] = 0  # a copy
+    assert torch.equal(first[3], again[3])
+
+
+def test_the_file_is_not_sent_to_workers(tmp_path, utterances):
+    features = stored(utterances, tmp_path / "cache")
+    expected = features[3]
+    sent = pickle.dumps(features)
+    assert expected.numpy().tobytes() not in sent
+    assert torch.equal(pickle.loads(sent)[3], expected)
+
+
+def test_without_keeping_only_the_readings_are_remembered(tmp_path, utterances, reads):
+    features = stored(utterances, tmp_path / "cache", keep=False)
+    assert not list(tmp_path.rglob("*.bin"))
+    features[0]
+    assert len(reads) == 8
+    again = stored(utterances, tmp_path / "cache", keep=False)
+    assert again.readings.n_frames.tolist() == features.readings.n_frames.tolist()
+    assert len(reads) == 8
+
+
+def renamed(utterances):
+    return [utterances[0]._replace(id="other"), *utterances[1:]]
+
+
+def reassigned(utterances):
+    return [utterances[0]._replace(speaker="bob"), *utterances[1:]]
+
+
+def shortened(utterances):
+    return [*utterances[:-1], utterances[-1]._replace(duration=0.2)]
+
+
+def rewritten(utterances):
+    status = utterances[0].audio.stat()
+    write(utterances[0].audio, 0.3, seed=9)
+    os.utime(utterances[0].audio, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    return utterances
+
+
+def found(utterances):
+    write(utterances[1].audio, 0.3)
+    return utterances
+
+
+@pytest.mark.parametrize("change", [renamed, reassigned, shortened, rewritten, found])
+def test_what_has_changed_is_read_anew(tmp_path, utterances, change, reads):
+    stored(utterances, tmp_path / "cache")
+    changed = change(utterances)
+    features = stored(changed, tmp_path / "cache")
+    assert len(reads) == 14
+    assert torch.equal(features[0], READER(changed[0]))
+    assert torch.equal(features[6], READER(changed[6]))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"filterbanks": Filterbanks(8000, n_mels=21)},
+        {"filterbanks": Filterbanks(8000, n_mels=20, hop_ms=12.5)},
+        {"min_seconds": 0.01},
+        {"max_seconds": 3.0},
+        {"upsample": True},
+    ],
+)
+def test_with_another_setting_all_is_read_anew(tmp_path, utterances, setting, reads):
+    stored(utterances, tmp_path / "cache")
+    stored(utterances, tmp_path / "cache", reader=READER._replace(**setting))
+    assert len(reads) == 14
+
+
+def test_an_interrupted_run_leaves_nothing_that_is_taken_for_whole(tmp_path, utterances, monkeypatch):
+    call = FeatureReader.__call__
+
+    def interrupted(reader, utterance):
+        if utterance.id == "u2":
+            raise KeyboardInterrupt
+        return call(reader, utterance)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FeatureReader, "__call__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stored(utterances, tmp_path / "cache")
+    assert not list(tmp_path.rglob("*.bin"))
+    assert torch.equal(stored(utterances, tmp_path / "cache")[3], READER(utterances[3]))
+
+
+@pytest.mark.parametrize("name", ["features.bin", "n_frames.npy", "statistics.npy", "about.json"])
+@pytest.mark.parametrize("lost", ["all", "end"])
+def test_what_was_damaged_is_made_again(tmp_path, utterances, name, lost):
+    stored(utterances, tmp_path / "cache")
+    (path,) = (tmp_path / "cache").glob(f"*/{name}")
+    path.unlink() if lost == "all" else path.write_bytes(path.read_bytes()[:-5])
+    assert torch.equal(stored(utterances, tmp_path / "cache")[6], READER(utterances[6]))
+
+
+def test_what_a_killed_run_left_is_swept_away(tmp_path, utterances):
+    stored(utterances, tmp_path / "cache")
+    (folder,) = (p for p in (tmp_path / "cache").iterdir() if p.is_dir())
+    left = folder.rename(folder.with_name(f".{folder.name}.lit-effattn-unfinished"))
+    (left / "features.bin").write_bytes(b"half")
+    assert torch.equal(stored(utterances, tmp_path / "cache")[3], READER(utterances[3]))
+    assert not left.exists()
+
+
+def test_of_many_that_ask_one_reads(tmp_path, utterances, reads):
+    threads = [threading.Thread(target=stored, args=(utterances, tmp_path / "cache")) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(reads) == 7
+
+
+def test_nothing_that_can_be_read(tmp_path, utterances):
+    features = stored([utterances[1]], tmp_path / "cache")
+    assert features.readings.n_frames.tolist() == [0]
+    assert json.loads(next((tmp_path / "cache").glob("*/about.json")).read_text())["speakers"] == [None]
+
+
+def test_reading_without_a_store(utterances):
+    features = read_features(utterances, READER)
+    assert set(features.readings.faults) == {1, 4, 5}
+    assert torch.equal(features[2], READER(utterances[2]))
+
+
+def test_the_global_random_state_is_left_alone(tmp_path, utterances):
+    before = torch.get_rng_state()
+    stored(utterances, tmp_path / "cache")
+    assert torch.equal(before, torch.get_rng_state())

@@ -1,0 +1,116 @@
+import numpy as np
+import pytest
+import torch
+from torchaudio.compliance import kaldi
+
+from lit_effattn.datamodules import Filterbanks
+from lit_effattn.datamodules.speech.filterbanks import moments, normalized
+
+
+def sound(n, seed=0):
+    rng = np.random.default_rng(seed)
+    t = np.arange(n) / 16_000
+    return (0.3 * np.sin(2 * np.pi * (200 + 300 * t) * t) + 0.1 * rng.standard_normal(n) + 0.05).astype(np.float32)
+
+
+def by_definition(x, *, rate, n_mels, frame_ms, hop_ms):
+    """Kaldi's filterbanks (feature-window.cc, mel-computations.cc), frame by frame, in float64."""
+    size, hop = int(rate * frame_ms * 0.001), int(rate * hop_ms * 0.001)
+    n_fft = 1
+    while n_fft < size:
+        n_fft *= 2
+    window = (0.5 - 0.5 * np.cos(2 * np.pi * np.arange(size) / (size - 1))) ** 0.85
+
+    def mel(f):
+        return 1127 * np.log(1 + f / 700)
+
+    points = np.linspace(mel(20), mel(rate / 2), n_mels + 2)
+    rows = []
+    for start in range(0, len(x) - size + 1, hop):
+        frame = 2.0**15 * x[start : start + size].astype(np.float64)
+        frame = frame - frame.mean()
+        frame = frame - 0.97 * np.concatenate([frame[:1], frame[:-1]])
+        power = np.abs(np.fft.fft(frame * window, n_fft)) ** 2
+        row = []
+        for m in range(n_mels):
+            left, centre, right = points[m : m + 3]
+            energy = 0.0
+            for k in range(n_fft // 2):
+                at = mel(k * rate / n_fft)
+                energy += power[k] * max(0.0, min((at - left) / (centre - left), (right - at) / (right - centre)))
+            row.append(np.log(max(energy, 2.0**-23)))
+        rows.append(row)
+    return np.array(rows)
+
+
+@pytest.mark.parametrize(
+    ("rate", "n_mels", "frame_ms", "hop_ms"), [(16_000, 40, 25, 10), (16_000, 80, 25, 10), (8000, 23, 32, 16)]
+)
+def test_equals_the_definition(rate, n_mels, frame_ms, hop_ms):
+    x = sound(2000)
+    features = Filterbanks(rate, n_mels=n_mels, frame_ms=frame_ms, hop_ms=hop_ms)(torch.from_numpy(x))
+    expected = by_definition(x, rate=rate, n_mels=n_mels, frame_ms=frame_ms, hop_ms=hop_ms)
+    assert features.shape == expected.shape
+    # Some of 80 filters hang on one frequency at their foot, whose weight is exact to 2e-4 in float32, as in Kaldi.
+    assert np.abs(features.numpy() - expected).max() < (1e-4 if n_mels <= 40 else 5e-4)
+
+
+def test_equals_kaldi_in_torchaudio():
+    x = torch.from_numpy(sound(16_000))
+    expected = kaldi.fbank(x[None] * 2**15, num_mel_bins=40, dither=0.0)
+    assert (Filterbanks()(x) - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("rate", [8000, 11_025, 16_000, 22_050])
+def test_the_number_of_frames_is_foretold(rate):
+    filterbanks = Filterbanks(rate, n_mels=20)
+    size, hop = int(rate * 0.025), int(rate * 0.01)
+    for n in (0, 1, size - 1, size, size + 1, size + hop - 1, size + hop, size + 7 * hop - 1, size + 7 * hop):
+        frames = len([start for start in range(0, n, hop) if start + size <= n])
+        assert filterbanks.n_frames(n) == frames
+        assert filterbanks(torch.zeros(n)).shape == (frames, 20)
+    assert filterbanks.frame_seconds == hop / rate
+
+
+def test_silence_is_finite():
+    features = Filterbanks()(torch.zeros(16_000))
+    assert torch.equal(features, torch.full((98, 40), float(np.log(2.0**-23))))
+    assert torch.equal(normalized(features, moments(features)), torch.zeros(98, 40))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sample_rate": 900}, "sample_rate=900"),
+        ({"n_mels": 3}, "n_mels=3"),
+        ({"n_mels": 200}, r"n_mels=200: \d+ of the filters lie between two frequencies"),
+        ({"hop_ms": 0}, "hop_ms=0"),
+        ({"hop_ms": 30}, "hop_ms=30 .*frame_ms=25"),
+        ({"hop_ms": 0.05}, "less than a sample"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Filterbanks(**options)
+
+
+def test_normalized_has_mean_0_and_variance_1_over_all_that_the_statistics_are_of():
+    torch.manual_seed(0)
+    parts = [torch.randn(n, 5) * torch.tensor([1.0, 2, 30, 0.1, 5]) + torch.arange(5) for n in (1, 7, 200)]
+    statistics = sum(moments(part) for part in parts)
+    everything = torch.cat([normalized(part, statistics) for part in parts]).double()
+    assert everything.mean(0).abs().max() < 1e-6
+    assert (everything.var(0, correction=0) - 1).abs().max() < 1e-5
+    expected = (parts[1] - torch.cat(parts).mean(0)) / torch.cat(parts).std(0, correction=0)
+    assert torch.allclose(normalized(parts[1], statistics), expected, atol=1e-5)
+
+
+def test_sums_are_exact_where_float32_would_not_be():
+    x = torch.full((1000, 2), 16.0)
+    x[::2, 1] += 0.01
+    statistics = moments(x)
+    for _ in range(9):
+        statistics = statistics + statistics  # as of 512,000 frames
+    y = normalized(x, statistics)
+    assert torch.equal(y[:, 0], torch.zeros(1000))
+    assert (y[:, 1].abs() - 1).abs().max() < 1e-3

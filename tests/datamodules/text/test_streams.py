@@ -1,0 +1,216 @@
+import itertools
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DistributedSampler
+
+from lit_effattn.datamodules.common.tokens import IGNORE
+from lit_effattn.datamodules.text.streams import InOrder, StreamLoader, TokenStreams
+
+START = 999
+DOCUMENTS = [(1,), (2,), (5,), (1, 1), (7, 3), (4, 1, 6), (3, 3, 3), (13, 2, 8, 1), (40,), (9, 30, 2)]
+SETTINGS = list(itertools.product(DOCUMENTS, (1, 2, 3, 5, 64), (1, 2, 3, 7), (1, 2, 3), (False, True)))
+
+
+def streams(sizes, segment_len, batch_size, world=1, rank=0, *, joined=False, drop_last=False):
+    borders = np.concatenate([[0], np.cumsum(sizes)])
+    return TokenStreams(
+        np.arange(borders[-1], dtype=np.uint16),
+        borders,
+        start=START,
+        segment_len=segment_len,
+        batch_size=batch_size,
+        num_replicas=world,
+        rank=rank,
+        joined=joined,
+        drop_last=drop_last,
+    )
+
+
+def batches(*args, **options):
+    made = streams(*args, **options)
+    return [made[t] for t in range(len(made))]
+
+
+def by_definition(sizes, segment_len, n_streams, joined, drop_last):
+    """Of every stream its segments, each a list of (input, target), and whether it is fresh; tokens are 0, 1, 2, …"""
+    pairs, count = [], 0
+    for size in sizes:
+        pairs.append([(START, count)] + [(i - 1, i) for i in range(count + 1, count + size)])
+        count += size
+    texts = [[pair for text in pairs for pair in text]] if joined else pairs
+    segments = []
+    for text in texts:
+        for i in range(0, len(text), segment_len):
+            segments.append((text[i : i + segment_len], i == 0))
+    if drop_last and len(texts) == 1 and len(segments[-1][0]) < segment_len:
+        segments.pop()
+    if drop_last:
+        segments = segments[: len(segments) // n_streams * n_streams]
+    rows = [segments[len(segments) * r // n_streams : len(segments) * (r + 1) // n_streams] for r in range(n_streams)]
+    return [[(pairs, fresh or t == 0) for t, (pairs, fresh) in enumerate(row)] for row in rows]
+
+
+def row_of(batch, row):
+    n = batch.inputs.size(1) if batch.lengths is None else int(batch.lengths[row])
+    pairs = list(zip(batch.inputs[row, :n].tolist(), batch.targets[row, :n].tolist(), strict=True))
+    assert (batch.targets[row, n:] == IGNORE).all()
+    assert (batch.inputs[row, n:] == 0).all()
+    return (pairs, bool(batch.fresh[row])) if n else None
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_batches_by_definition(drop_last):
+    compared = 0
+    for sizes, segment_len, batch_size, world, joined in SETTINGS:
+        expected = by_definition(sizes, segment_len, batch_size * world, joined, drop_last)
+        if drop_last and (not expected[0] or segment_len > sum(sizes)):
+            continue
+        for rank in range(world):
+            found = batches(sizes, segment_len, batch_size, world, rank, joined=joined, drop_last=drop_last)
+            assert len(found) == max(len(row) for row in expected)
+            for row in range(batch_size):
+                segments = [segment for batch in found if (segment := row_of(batch, row)) is not None]
+                assert segments == expected[rank * batch_size + row]
+                compared += len(segments)
+    assert compared > 1000
+
+
+def test_every_token_is_scored_once_whatever_the_batches_and_processes():
+    for sizes, segment_len, batch_size, world, joined in SETTINGS:
+        ranks = [batches(sizes, segment_len, batch_size, world, r, joined=joined) for r in range(world)]
+        assert len({len(found) for found in ranks}) == 1
+        scored = torch.cat([batch.targets[batch.targets != IGNORE] for found in ranks for batch in found])
+        assert sorted(scored.tolist()) == list(range(sum(sizes)))
+        n_segments = sum(-(-size // segment_len) for size in ([sum(sizes)] if joined else sizes))
+        assert len(ranks[0]) == -(-n_segments // (batch_size * world))  # no batch more than needed
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("joined", [False, True])
+def test_two_processes_have_the_rows_of_one(joined, drop_last):
+    one = batches((50, 7, 31), 4, 6, joined=joined, drop_last=drop_last)
+    two = [batches((50, 7, 31), 4, 3, 2, rank, joined=joined, drop_last=drop_last) for rank in range(2)]
+    assert len(one) == len(two[0]) == len(two[1]) >= 3
+    for whole, *halves in zip(one, *two, strict=True):
+        for name, value in whole._asdict().items():
+            parts = [getattr(half, name) for half in halves]
+            if value is None:
+                assert parts == [None, None]  # also the lengths: the same computation, bit for bit
+            else:
+                assert torch.equal(value, torch.cat(parts))
+
+
+def test_training_on_one_text_is_all_full():
+    for batch in batches((101,), 5, 4, drop_last=True):
+        assert batch.lengths is None
+        assert batch.inputs.shape == (4, 5)
+        assert batch.inputs.dtype == batch.targets.dtype == torch.int64
+        assert not (batch.targets == IGNORE).any()
+
+
+def test_too_little_text_is_refused():
+    with pytest.raises(ValueError, match=r"segment_len=11 .* 10 training tokens"):
+        streams((6, 4), 11, 1, drop_last=True)
+    with pytest.raises(ValueError, match=r"batch_size=6 makes 6 streams.*5 segments of segment_len=2.*batch_size=5"):
+        streams((11,), 2, 6, drop_last=True)
+    with pytest.raises(ValueError, match=r"batch_size=3 in each of 2 processes makes 6 .*batch_size=2,"):
+        streams((11,), 2, 3, 2, drop_last=True)
+    with pytest.raises(ValueError, match=r"at most 5 processes"):
+        streams((11,), 2, 1, 6, drop_last=True)
+    streams((6, 4), 11, 1)  # evaluation pads
+
+
+def test_workers_get_the_name_of_a_mapped_file_not_its_content(tmp_path):
+    np.arange(100_000, dtype=np.uint16).tofile(tmp_path / "tokens")
+    made = streams((100_000,), 5, 2)
+    made.tokens = np.memmap(tmp_path / "tokens", np.uint16, mode="r")
+    sent = pickle.dumps(made)
+    assert len(sent) < 3000
+    assert torch.equal(pickle.loads(sent)[9000].inputs, made[9000].inputs)
+
+
+# Going on
+
+
+def loader(num_workers=0, world=1, rank=0, batch_size=2, segment_len=3, size=50):
+    made = streams((size,), segment_len, batch_size, world, rank, drop_last=True)
+    return StreamLoader(
+        made,
+        batch_size=None,
+        sampler=InOrder(made),
+        num_workers=num_workers,
+        persistent_workers=num_workers > 0,
+        generator=torch.Generator(),
+    )
+
+
+def epoch_of(made, epoch):
+    made.sampler.set_epoch(epoch)
+    return [(batch.inputs.tolist(), batch.fresh.tolist()) for batch in made]
+
+
+def stop(*loaders):
+    for made in loaders:
+        if made.num_workers:
+            made._iterator._shutdown_workers()
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 0), (1, 0), (0, 1)])
+def test_resumes_with_the_next_segments(before, after):
+    whole = epoch_of(loader(), 0)
+    assert len(whole) == 8
+    first = loader(before)
+    first.sampler.set_epoch(2)
+    taken = iter(first)
+    for _ in range(3):
+        next(taken)
+    state = first.state_dict()
+    second = loader(after)
+    second.load_state_dict(state)
+    assert second.state_dict() == state
+    assert epoch_of(second, 2) == whole[3:]
+    assert epoch_of(second, 3) == whole
+    assert len(second) == 8
+    stop(first, second)
+
+
+def test_another_number_of_processes_starts_afresh_and_says_so():
+    first = loader()
+    next(taken := iter(first))
+    next(taken)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loader().load_state_dict(first.state_dict())
+    second = loader(world=2, batch_size=2)
+    with pytest.warns(UserWarning, match="2 processes instead of 1.*restart"):
+        second.load_state_dict(first.state_dict())
+    assert epoch_of(second, 0) == epoch_of(loader(world=2, batch_size=2), 0)
+
+
+@pytest.mark.parametrize("change", [{"batch_size": 4}, {"segment_len": 6}, {"batch_size": 1, "segment_len": 6}])
+def test_other_segments_are_refused(change):
+    first = loader()
+    next(iter(first))
+    name = next(iter(change))
+    was = {"batch_size": 2, "segment_len": 3}[name]
+    with pytest.raises(ValueError, match=f"{name}={change[name]}, but the interrupted run had {was}"):
+        loader(**change).load_state_dict(first.state_dict())
+
+
+def test_another_text_is_refused():
+    first = loader()
+    next(iter(first))
+    second = loader(size=80)
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match=r"after 1 of 8 batches.* has 13 now"):
+        next(iter(second))
+
+
+def test_lightning_takes_the_order_for_a_distributed_sampler():
+    made = InOrder(streams((50,), 3, 2, 2, 1))
+    assert isinstance(made, DistributedSampler)
+    assert list(made) == list(range(len(made)))

@@ -1,0 +1,731 @@
+import ast
+import json
+import sys
+import sysconfig
+import threading
+import time
+import tracemalloc
+import zipfile
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+
+from lit_effattn.datamodules import IGNORE, TextStream
+from lit_effattn.datamodules.text import (
+    sources as text_sources,
+)
+from lit_effattn.datamodules.text import (
+    streams,
+    token_store,
+    tokenizers,
+)
+from lit_effattn.datamodules.text import (
+    text_stream as text,
+)
+from lit_effattn.datamodules.text.tokenizers import Tokenizer
+
+SENTENCES = [f"{i} birds sit on {i * i} wires,\n and {chr(0xE0 + i)} sings.\n" for i in range(20)]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def ready(stage="fit", **options):
+    data = TextStream(**options)
+    data.prepare_data()
+    data.setup(stage)
+    return data
+
+
+def write_folder(root, names=None):
+    for i, sentence in enumerate(SENTENCES):
+        path = root / (names[i] if names else f"{i % 3}/{i:02}.txt")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(sentence, encoding="utf-8")
+    return root
+
+
+def documents(data, split):
+    tokens, borders = data._store.split(split)
+    return [data._tokenizer.decode(tokens[a:b].tolist()) for a, b in pairwise(borders)]
+
+
+def all_documents(data):
+    return [text for split in ("train", "val", "test") for text in documents(data, split)]
+
+
+def scored(loader):
+    return [i for batch in loader for i in batch.targets[batch.targets != IGNORE].tolist()]
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"source": "enwik9"}, "source='enwik9'.*stdlib, enwik8"),
+        ({"tokens": "runes"}, "tokens='runes'.*bytes, characters, words, bpe"),
+        ({"segment_len": 0}, "segment_len=0.*at least 1"),
+        ({"eval_segment_len": 0}, "eval_segment_len=0.*at least 1"),
+        ({"batch_size": 0}, "batch_size=0.*at least 1"),
+        ({"eval_batch_size": -1}, "eval_batch_size=-1.*at least 1"),
+        ({"num_workers": -1}, "num_workers=-1.*at least 0"),
+        ({"max_bytes": 0}, "max_bytes=0.*at least 1"),
+        ({"documents": "mixed"}, "documents='mixed'.*apart or joined"),
+        ({"root": "x"}, "root='x'.*source='stdlib'.*enwik8 or text8 or wikitext103 or files"),
+        ({"source": "enwik8", "glob": "*"}, "glob='\\*'.*choose source files"),
+        ({"source": "files", "root": "x", "max_bytes": 5}, "max_bytes=5.*stdlib or enwik8 or text8"),
+        ({"source": "files"}, "root=None.*source='files'"),
+        ({"source": "files", "root": "x", "glob": "/y/*"}, "glob='/y/\\*'.*relative to root='x'"),
+        ({"source": "huggingface"}, "path=None.*source='huggingface'"),
+        ({"vocab_size": 99}, "vocab_size=99.*tokens='bytes'"),
+        ({"source": "text8", "vocab_size": 99}, "vocab_size=99.*tokens='characters'"),
+        ({"tokens": "words", "vocab_size": 2}, "vocab_size=2 .*at least 3"),
+        ({"tokens": "bpe"}, "vocab_size=None.*tokens='bpe'"),
+        ({"tokens": "bpe", "vocab_size": 256}, "vocab_size=256 .*at least 257"),
+    ],
+)
+def test_bad_arguments_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        TextStream(**options)
+
+
+def test_facts_of_bytes_are_known_without_any_data():
+    data = TextStream("enwik8", root="nowhere")
+    assert (data.vocab_size, data.unit) == (257, "byte")
+    assert Tokenizer.from_spec(data.tokenizer).n_tokens == 257
+    assert data.hparams.root == "nowhere"
+
+
+def test_vocabulary_is_known_right_after_init(tmp_path):
+    write_folder(tmp_path / "texts")
+    data = TextStream("files", root=str(tmp_path / "texts"), tokens="words")
+    made = Tokenizer.from_spec(data.tokenizer)
+    assert data.vocab_size == made.n_tokens > 20
+    assert data.unit == "token"
+    assert {"birds", "<eos>", "<unk>"} < set(made.words)
+
+
+@pytest.mark.parametrize("module", [text, text_sources, token_store, tokenizers, streams])
+def test_importing_is_light(module):
+    tree = ast.parse(Path(module.__file__).read_text())
+    names = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in tree.body if isinstance(node, ast.ImportFrom)]
+    assert not {name.split(".")[0] for name in names} & {"tokenizers", "datasets", "filelock", "rich"}
+    assert not [n for n in names if n.startswith("lit_effattn") and not n.startswith("lit_effattn.datamodules")]
+
+
+# Sources
+
+
+def test_stdlib_is_the_running_pythons():
+    root = Path(sysconfig.get_paths()["stdlib"])
+    source = text_sources.stdlib()
+    found = {name: [Path(document.name) for document in source.splits[name]] for name in source.splits}
+    paths = [path for split in found.values() for path in split]
+    assert len(set(paths)) == len(paths) > 300
+    assert {root / "ast.py", root / "json/decoder.py", root / "unittest/case.py"} <= set(paths)
+    for path in paths:
+        assert not {"test", "tests", "site-packages", "pydoc_data"} & set(path.relative_to(root).parts)
+        assert not path.name.startswith("_sysconfigdata")
+    assert len(found["val"]) == len(found["test"]) == len(paths) // 20
+    assert all(10_000 < source.n_bytes[name] < 2_000_000 for name in ("val", "test"))
+    assert source.n_bytes["train"] == sum(path.stat().st_size for path in found["train"])
+
+
+def test_stdlib_by_bytes():
+    data = ready(max_bytes=300_000, segment_len=32, batch_size=4)
+    sizes = data._store.n_bytes("train") + sum(data.n_bytes.values())
+    assert 200_000 < sizes <= 300_000
+    for document in text_sources.stdlib(300_000).splits["test"]:
+        assert Path(document.name).read_text(encoding="utf-8") in documents(data, "test")
+    batch = next(iter(data.train_dataloader()))
+    assert batch.inputs.shape == (4, 32)
+    assert batch.fresh.all()
+    with pytest.raises(ValueError, match=r"files within max_bytes=10 .*allow more"):
+        ready(max_bytes=10)
+
+
+def test_enwik8_is_divided_by_bytes(tmp_path):
+    content = "".join(SENTENCES).encode() * 2
+    (tmp_path / "enwik8").write_bytes(content)
+    n = len(content)
+    data = ready(source="enwik8", root=str(tmp_path), batch_size=2, eval_batch_size=1, segment_len=8)
+    parts = {"val": bytes(scored(data.val_dataloader())), "test": bytes(scored(data.test_dataloader()))}
+    assert parts["val"] == content[n * 90 // 100 : n * 95 // 100]
+    assert parts["test"] == content[n * 95 // 100 :]
+    assert data._store.n_tokens("train") == n * 90 // 100
+    assert data.n_scored == data.n_bytes == {name: len(part) for name, part in parts.items()}
+    short = ready(source="enwik8", root=str(tmp_path), max_bytes=100, batch_size=2, segment_len=8)
+    assert bytes(scored(short.test_dataloader())) in content[95:100]
+
+
+def test_enwik8_has_90_and_5_and_5_million(tmp_path):
+    with (tmp_path / "enwik8").open("wb") as file:
+        file.truncate(100_000_000)
+    source = text_sources.benchmark("enwik8", tmp_path, whole_characters=False)
+    assert source.n_bytes == {"train": 90_000_000, "val": 5_000_000, "test": 5_000_000}
+
+
+def test_text8_by_characters(tmp_path):
+    words = "the quick brown fox jumps over a lazy dog "
+    (tmp_path / "text8").write_text(words * 20)
+    data = ready(source="text8", root=str(tmp_path), batch_size=2, segment_len=8)
+    assert (data.unit, data.vocab_size) == ("character", 27 + 2)
+    assert documents(data, "test") == [(words * 20)[-len(words) :]]
+
+
+def test_characters_are_not_torn_between_splits(tmp_path):
+    for extra in range(4):
+        content = "a" * extra + "屋" * 200
+        (tmp_path / "enwik8").write_text(content, encoding="utf-8")
+        data = ready(source="enwik8", root=str(tmp_path), tokens="characters", segment_len=8, batch_size=2)
+        assert "".join(all_documents(data)) == content
+
+
+def test_wikitext103_is_read_as_in_the_literature(tmp_path):
+    (tmp_path / "wiki.train.tokens").write_text(" \n = Title = \n \n a b <unk> a \n" * 3)
+    (tmp_path / "wiki.valid.tokens").write_text(" \n a new b \n")
+    (tmp_path / "wiki.test.tokens").write_text(" b \n")
+    data = ready(source="wikitext103", root=str(tmp_path), segment_len=4, batch_size=2)
+    # Lines stripped and divided at white space, and an <eos> after each, empty ones too.
+    assert data._tokenizer.words == ["<eos>", "=", "a", "<unk>", "Title", "b"]
+    assert scored(data.val_dataloader()) == [0, 2, 3, 5, 0]
+    assert data.n_scored == {"val": 5, "test": 2}
+    assert data.n_bytes == {"val": 12, "test": 4}
+    for end in ("train", "valid", "test"):
+        (tmp_path / f"wiki.{end}.tokens").rename(tmp_path / f"wiki.{end}.raw")
+    assert ready(source="wikitext103", root=str(tmp_path), segment_len=4, batch_size=2).vocab_size == 7
+
+
+def test_archives_are_unpacked(tmp_path):
+    """enwik8.zip beside where the file belongs; WikiText-103's with a folder in it, in the folder above."""
+    content = bytes(range(256)) * 4
+    with zipfile.ZipFile(tmp_path / "enwik8.zip", "w") as archive:
+        archive.writestr("enwik8", content)
+    with pytest.warns(match="enwik8 has 1,024 bytes instead of 100,000,000"):
+        data = ready(source="enwik8", root=str(tmp_path), segment_len=8, batch_size=2)
+    assert data.n_scored == {"val": 51, "test": 52}
+    assert (tmp_path / "enwik8").read_bytes() == content
+    with zipfile.ZipFile(tmp_path / "wikitext-103-raw-v1.zip", "w") as archive:
+        for end, text in (("train", "a b \n" * 9), ("valid", "a \n"), ("test", "b b \n")):
+            archive.writestr(f"wikitext-103-raw/wiki.{end}.raw", text)
+    data = ready(source="wikitext103", root=str(tmp_path / "wikitext-103"), segment_len=4, batch_size=2)
+    assert data.n_scored == {"val": 2, "test": 3}
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("enwik8", r"enwik8 is not in .*nowhere.*http://mattmahoney.net/dc/enwik8.zip.*source='stdlib'"),
+        ("text8", r"text8 is not in .*nowhere.*text8.zip"),
+        ("wikitext103", r"not in .*nowhere.*wiki.train.tokens"),
+        ("files", r"root='nowhere'.*no such folder or file"),
+    ],
+)
+def test_missing_files_are_named(source, message):
+    with pytest.raises(FileNotFoundError, match=message):
+        TextStream(source, root="nowhere").prepare_data()
+
+
+def test_folder_is_divided_by_names_and_documents_kept_apart(tmp_path):
+    root = write_folder(tmp_path / "texts")
+    (root / "empty.txt").write_text("")
+    (root / ".hidden.txt").write_text("hidden")
+    (root / "other.md").write_text("other")
+    with pytest.warns(match=r"2 left out:\n  1 empty:\n.*empty.txt: has no text\n  1 .md:\n.*other.md: does not"):
+        data = ready(source="files", root=str(root), segment_len=8, batch_size=2)
+    found = {name: documents(data, name) for name in ("train", "val", "test")}
+    assert {name: len(texts) for name, texts in found.items()} == {"train": 18, "val": 1, "test": 1}
+    assert sorted(all_documents(data)) == sorted(SENTENCES)
+    root.rename(tmp_path / "moved")
+    again = ready(source="files", root=str(tmp_path / "moved"), segment_len=8, batch_size=2)
+    assert {name: documents(again, name) for name in found} == found
+    assert documents(ready(source="files", root=str(tmp_path / "moved"), glob="0/*.txt", batch_size=2), "test")
+    joined = ready(source="files", root=str(tmp_path / "moved"), segment_len=8, batch_size=2, documents="joined")
+    assert all(batch.lengths is None for batch in joined.train_dataloader())
+    assert [bool(batch.fresh.any()) for batch in joined.train_dataloader()][:2] == [True, False]
+    fresh = torch.cat([batch.fresh for batch in data.train_dataloader()])
+    assert int(fresh.sum()) >= 18
+
+
+def test_folder_with_splits_of_its_own(tmp_path):
+    names = [f"{('train', 'val', 'test')[i % 3]}/{i:02}.txt" for i in range(20)]
+    root = write_folder(tmp_path / "texts", names)
+    data = ready(source="files", root=str(root), segment_len=8, batch_size=2)
+    for i, name in enumerate(("train", "val", "test")):
+        assert documents(data, name) == SENTENCES[i::3]
+    (root / "val").rename(root / "valid")
+    with pytest.raises(ValueError, match="has a subfolder train and test, but not val"):
+        ready(source="files", root=str(root))
+
+
+def test_one_file_is_divided(tmp_path):
+    (tmp_path / "book.txt").write_text("".join(SENTENCES), encoding="utf-8")
+    data = ready(source="files", root=str(tmp_path / "book.txt"), tokens="characters", segment_len=8, batch_size=2)
+    assert [len(documents(data, name)) for name in ("train", "val", "test")] == [1, 1, 1]
+    parts = [data._store.n_bytes(name) for name in ("train", "val", "test")]
+    n = (tmp_path / "book.txt").stat().st_size
+    assert sum(parts) == n
+    assert abs(parts[1] - n / 20) < 5 > abs(parts[2] - n / 20)
+    texts = "".join(all_documents(data))
+    unknown = texts.index("\ufffd")  # a letter that only the last sentences have
+    assert texts[:unknown] == "".join(SENTENCES)[:unknown]
+    assert len(texts) == len("".join(SENTENCES))
+
+
+def test_too_little_text_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path}: no file with text .*glob='\\*\\*/\\*.txt'"):
+        ready(source="files", root=str(tmp_path))
+    with pytest.raises(ValueError, match=r"a.txt: 0 bytes of text are too few"):
+        ready(source="files", root=str(tmp_path / "a.txt"))
+    (tmp_path / "b.txt").write_text("b")
+    with pytest.raises(ValueError, match=r"1 files cannot be divided.*name one file"):
+        ready(source="files", root=str(tmp_path))
+    for name in ("a", "c"):
+        (tmp_path / f"{name}.txt").write_text("  ")
+    with pytest.raises(ValueError, match=r"source='files': its split '\w+' holds no text"):
+        ready(source="files", root=str(tmp_path), tokens="words")
+
+
+def test_segments_and_batches_that_do_not_fit_are_refused(tmp_path):
+    write_folder(tmp_path / "texts")
+    data = ready(source="files", root=str(tmp_path / "texts"), segment_len=4000)
+    with pytest.raises(ValueError, match=r"segment_len=4000 is more than the \d+ training tokens"):
+        data.train_dataloader()
+    data = ready(source="files", root=str(tmp_path / "texts"), segment_len=20, batch_size=300)
+    with pytest.raises(ValueError, match=r"batch_size=300 makes 300 streams.*use at most batch_size=\d+"):
+        data.train_dataloader()
+
+
+@pytest.mark.parametrize("kind", ["characters", "words", "bpe"])
+def test_a_file_that_is_not_utf8_is_named(tmp_path, kind):
+    if kind == "bpe":
+        pytest.importorskip("tokenizers")
+    root = write_folder(tmp_path / "texts")
+    broken = root / "1" / "04.txt"
+    content = broken.read_bytes()
+    broken.write_bytes(content[:9] + b"\xff" + content[9:])
+    options = {"source": "files", "root": str(root), "segment_len": 8, "batch_size": 2}
+    with pytest.raises(ValueError, match=f"{broken}: byte 9 is 0xff, .*not UTF-8.*tokens='bytes'"):
+        ready(tokens=kind, vocab_size=300 if kind == "bpe" else None, **options)
+    ready(**options)
+    ready(source="files", root=str(root), glob="2/*.txt", tokens="characters", batch_size=2, segment_len=8)
+
+
+def test_the_byte_of_a_long_file_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_sources, "_BLOCK", 1 << 10)
+    content = b"bird \n" * 20_000
+    position = len(content) - 100  # in the last split, in none of its first blocks
+    (tmp_path / "a.txt").write_bytes(content[:position] + b"\xe5" + content[position + 1 :])
+    with pytest.raises(ValueError, match=f"a.txt: byte {position} is 0xe5"):
+        ready(source="files", root=str(tmp_path / "a.txt"), tokens="words")
+
+
+# Hugging Face
+
+
+def write_rows(folder, names, n=50):
+    folder.mkdir()
+    for name in names:
+        rows = [json.dumps({"story": f"{name} {i}" if i % 7 else ""}) for i in range(n)]
+        (folder / f"{name}.jsonl").write_text("\n".join(rows))
+
+
+class Rows(list):
+    column_names = ("story",)
+
+    def select_columns(self, names):
+        return Rows({name: row[name] for name in names} for row in self)
+
+    @property
+    def _fingerprint(self):
+        return str(self)
+
+
+def fake_datasets(monkeypatch):
+    """The package ``datasets``, of which we ask for no more than this."""
+
+    def load_dataset(path, subset):
+        assert subset is None
+        files = {file.stem: file for file in Path(path).glob("*.jsonl")}
+        return {name: Rows(json.loads(line) for line in file.open()) for name, file in files.items()}
+
+    monkeypatch.setattr("lit_effattn.datamodules.text.sources.find_spec", lambda name: True)
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+
+
+@pytest.mark.parametrize("names", [("train", "validation", "test"), ("train", "test"), ("train",)])
+@pytest.mark.parametrize("real", [False, True])
+def test_huggingface_rows_are_documents(tmp_path, monkeypatch, names, real):
+    if real:
+        if find_spec("datasets") is None:
+            pytest.skip("needs the package datasets")
+    else:
+        fake_datasets(monkeypatch)
+    write_rows(tmp_path / "rows", names)
+    data = ready(source="huggingface", path=str(tmp_path / "rows"), column="story", segment_len=4, batch_size=2)
+    rows = {name: [f"{name} {i}" for i in range(50) if i % 7] for name in names}
+    missing = {name: k for k, name in enumerate(("test", "validation")) if name not in names}
+    for name, k in missing.items():
+        rows[name] = [f"train {i}" for i in range(k, 50, 20) if i % 7]
+    kept = [i for i in range(50) if i % 7 and i % 20 not in missing.values()]
+    rows["train"] = [f"train {i}" for i in kept]
+    for split, name in (("train", "train"), ("val", "validation"), ("test", "test")):
+        assert documents(data, split) == rows[name]
+    with pytest.raises(ValueError, match=r"path=.* has no column='text' in a split 'train'; it has .*story"):
+        ready(source="huggingface", path=str(tmp_path / "rows"))
+
+
+def test_huggingface_without_its_package_names_the_extra(monkeypatch):
+    monkeypatch.setattr("lit_effattn.datamodules.text.sources.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"source='huggingface'.*pip install 'lit-effattn\[huggingface\]'"):
+        ready(source="huggingface", path="some/stories")
+
+
+# The tokenizer of a checkpoint
+
+
+def save_tokenizer(path, spec):
+    torch.save({"state_dict": {}, "hyper_parameters": {"tokenizer": spec}}, path)
+    return str(path)
+
+
+@pytest.mark.skipif(find_spec("tokenizers") is None, reason="needs the package tokenizers")
+def test_the_tokenizer_of_a_checkpoint_encodes_documents_as_a_whole(tmp_path):
+    from tokenizers import Tokenizer as Model
+    from tokenizers import models, pre_tokenizers
+
+    model = Model(models.WordLevel({"<unk>": 0, "sings": 256, "\n": 7, "\n\n": 8}, unk_token="<unk>"))
+    model.pre_tokenizer = pre_tokenizers.Split("\n\n", "isolated")
+    vocabulary = {"model": json.loads(model.to_str()), "n_tokens": 257, "start": 256, "end": None}
+    spec = json.dumps({"tokens": "pretrained", "vocabulary": vocabulary})
+    checkpoint = save_tokenizer(tmp_path / "m.ckpt", spec)
+    for split in ("train", "val", "test"):
+        (tmp_path / "texts" / split).mkdir(parents=True)
+        (tmp_path / "texts" / split / "a.txt").write_text("sings\n\nsings\n\nsings")
+    options = {"source": "files", "root": str(tmp_path / "texts"), "segment_len": 2, "batch_size": 1}
+    data = ready(stage="test", **options, tokenizer_of=checkpoint)
+    assert scored(data.test_dataloader()) == [256, 8, 256, 8, 256]  # <start> in a text, and no cut at line ends
+    assert next(iter(data.test_dataloader())).inputs[0, 0] == 256
+    assert (data.vocab_size, data.unit, data.tokens) == (257, "token", "pretrained")
+    assert Tokenizer.from_spec(data.tokenizer).to_json() == Tokenizer.from_spec(spec).to_json()
+    of_letters = save_tokenizer(tmp_path / "n.ckpt", json.dumps({"tokens": "characters", "vocabulary": "gins"}))
+    again = ready(stage="test", **options, tokenizer_of=of_letters)
+    assert scored(again.test_dataloader())[:6] == [3, 1, 2, 0, 3, 4]
+
+
+def test_what_has_no_tokenizer_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"tokenizer_of='m.ckpt' brings its vocabulary; leave out tokens='bytes'"):
+        TextStream(tokens="bytes", tokenizer_of="m.ckpt")
+    with pytest.raises(FileNotFoundError, match=r"tokenizer_of=.*no such file"):
+        _ = TextStream(tokenizer_of=str(tmp_path / "m.ckpt")).vocab_size
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        _ = TextStream(tokenizer_of=save_tokenizer(tmp_path / "m.ckpt", None)).vocab_size
+    (tmp_path / "m.ckpt").write_text("no checkpoint")
+    with pytest.raises(ValueError, match="can't be read as a checkpoint"):
+        _ = TextStream(tokenizer_of=str(tmp_path / "m.ckpt")).vocab_size
+
+
+# The tokens are made once
+
+
+def counted(monkeypatch):
+    made = []
+    make = token_store._make
+
+    def counting(source, kind, *rest):
+        made.append(kind.kind)
+        time.sleep(0.1)  # until the others ask
+        make(source, kind, *rest)
+
+    monkeypatch.setattr(token_store, "_make", counting)
+    return made
+
+
+def test_tokens_are_made_once_and_again_when_something_changes(tmp_path, monkeypatch):
+    made = counted(monkeypatch)
+    root = write_folder(tmp_path / "texts")
+    options = {"source": "files", "root": str(root), "segment_len": 8, "batch_size": 2}
+    ready(**options)
+    ready(**options)
+    ready(**{**options, "segment_len": 9, "documents": "joined"})
+    assert len(made) == 1
+    ready(**options, glob="**/*.*")  # other words for the same files
+    assert len(made) == 1
+    ready(**options, tokens="words")
+    ready(**options, tokens="words", vocab_size=9)
+    assert len(made) == 3
+    path = root / "1" / "01.txt"
+    path.write_text("new" * 20)
+    data = ready(**options)
+    assert len(made) == 4
+    assert "new" * 20 in all_documents(data)
+    (root / "a.txt").write_text("more")
+    ready(**options)
+    assert len(made) == 5
+    ready(**options, cache=str(tmp_path / "elsewhere"))
+    assert len(made) == 6
+    assert any((tmp_path / "elsewhere").iterdir())
+
+
+def test_interrupted_is_never_taken_for_whole(tmp_path, monkeypatch):
+    root = write_folder(tmp_path / "texts")
+    options = {"source": "files", "root": str(root), "segment_len": 8, "batch_size": 2, "cache": str(tmp_path / "c")}
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(token_store.np, "save", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ready(**options)
+    assert [path.suffix for path in (tmp_path / "c").iterdir()] == [".lock"]
+    with monkeypatch.context() as patch:  # killed: nothing is tidied up
+        patch.setattr("lit_effattn.datamodules.common.cache.shutil.rmtree", lambda *_, **__: None)
+        patch.setattr(token_store.np, "save", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ready(**options)
+    assert {path.suffix for path in (tmp_path / "c").iterdir()} == {".lock", ".lit-effattn-unfinished"}
+    data = ready(**options)
+    assert sorted(all_documents(data)) == sorted(SENTENCES)
+    assert {path.suffix for path in (tmp_path / "c").iterdir()} == {".lock", ""}
+
+
+def test_damaged_tokens_are_made_again(tmp_path, monkeypatch):
+    made = counted(monkeypatch)
+    root = write_folder(tmp_path / "texts")
+    options = {"source": "files", "root": str(root), "segment_len": 8, "batch_size": 2, "cache": str(tmp_path / "c")}
+    ready(**options)
+    (tokens,) = (tmp_path / "c").glob("*/train.bin")
+    tokens.write_bytes(tokens.read_bytes()[:-1])
+    ready(**options)
+    (tokens.parent / "tokenizer.json").unlink()
+    ready(**options)
+    (tokens.parent / "about.json").write_text("")
+    ready(**options)
+    (tokens.parent / "about.json").unlink()
+    ready(**options)
+    assert len(made) == 5
+    ready(**options)
+    assert len(made) == 5
+
+
+def test_one_makes_the_tokens_and_the_others_wait(tmp_path, monkeypatch):
+    made = counted(monkeypatch)
+    source = text_sources.files(write_folder(tmp_path / "texts"), "**/*.txt", whole_characters=True)
+    sizes = []
+    barrier = threading.Barrier(4)
+
+    def ask():
+        barrier.wait()
+        store = token_store.tokenized(source, tokenizers.WordTokenizer, None, tmp_path / "cache")
+        sizes.append(store.tokenizer.n_tokens)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(sizes) == 4
+    assert len(set(sizes)) == len(made) == 1
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("bytes", "uint8"), ("characters", "uint16"), ("words", "uint16")])
+def test_tokens_take_the_smallest_type(tmp_path, kind, dtype):
+    if kind == "words":
+        content = " ".join(str(i) for i in range(300)) * 2
+    else:
+        content = "".join(map(chr, range(0x4E00, 0x4E00 + 300))) * 2
+    (tmp_path / "a.txt").write_text(content, encoding="utf-8")
+    data = ready(source="files", root=str(tmp_path / "a.txt"), tokens=kind, segment_len=8, batch_size=2)
+    assert data._store.split("train").tokens.dtype == dtype
+    assert isinstance(data._store.split("train").tokens, np.memmap)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "characters", "words", "bpe"])
+def test_read_in_blocks_the_tokens_are_those_of_the_whole(tmp_path, monkeypatch, kind):
+    if kind == "bpe":
+        pytest.importorskip("tokenizers")
+    monkeypatch.setattr(text_sources, "_BLOCK", 7)
+    (tmp_path / "a.txt").write_text("".join(SENTENCES) * 2, encoding="utf-8")
+    options = {"source": "files", "root": str(tmp_path / "a.txt"), "tokens": kind}
+    data = ready(**options, vocab_size=300 if kind == "bpe" else None)
+    n = data._store.n_bytes("train")
+    content = (tmp_path / "a.txt").read_bytes()[:n]
+    assert data._store.split("train").tokens.tolist() == data._tokenizer.encode(content).tolist()
+
+
+@pytest.mark.parametrize("kind", ["bytes", "characters", "words"])
+def test_memory_does_not_grow_with_the_text(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(text_sources, "_BLOCK", 1 << 14)
+    line = b"one bird after the other sits on a wire and sings "
+    (tmp_path / "a.txt").write_bytes(line * 30_000)  # 1.5 MB, without a line end
+    ready(source="files", root=str(tmp_path / "a.txt"), tokens=kind, cache=str(tmp_path / "warm"))
+    tracemalloc.start()
+    data = ready(source="files", root=str(tmp_path / "a.txt"), tokens=kind, cache=str(tmp_path / "cold"))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < (5_200_000 if kind == "characters" else 700_000)  # of which 4.5 MB are the table of characters
+    assert data._store.n_bytes("train") == len(line) * 27_000
+
+
+# Streams over processes and in Lightning
+
+
+def as_process(data, rank, world):
+    data.trainer = SimpleNamespace(world_size=world, global_rank=rank, overfit_batches=0)
+    return data
+
+
+@pytest.mark.parametrize("loader", ["train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"])
+def test_two_processes_have_the_rows_of_one(tmp_path, loader):
+    options = {"source": "files", "root": str(write_folder(tmp_path / "texts")), "segment_len": 5}
+    whole = list(getattr(ready(**options, batch_size=6), loader)())
+    halves = [getattr(as_process(ready(**options, batch_size=3), rank, 2), loader)() for rank in range(2)]
+    assert [len(half) for half in halves] == [len(whole)] * 2
+    for one, *two in zip(whole, *halves, strict=True):
+        for i, value in enumerate(one):
+            parts = [half[i] for half in two]
+            assert parts == [None, None] if value is None else torch.equal(value, torch.cat(parts))
+
+
+@pytest.mark.parametrize(("batch_size", "world", "segment_len"), [(1, 1, 64), (3, 2, 7), (50, 3, 2)])
+def test_every_token_is_scored_once(tmp_path, batch_size, world, segment_len):
+    options = {"source": "files", "root": str(write_folder(tmp_path / "texts")), "tokens": "words"}
+    options |= {"eval_batch_size": batch_size, "eval_segment_len": segment_len}
+    for split in ("val", "test"):
+        found, expected = [], []
+        for rank in range(world):
+            data = as_process(ready(**options), rank, world)
+            batches = list(getattr(data, f"{split}_dataloader")())
+            assert {batch.inputs.shape for batch in batches} == {(batch_size, segment_len)}
+            found += scored(batches)
+            expected = data._store.split(split).tokens.tolist()
+        assert sorted(found) == sorted(expected)
+        assert len(found) == data.n_scored[split]
+
+
+def test_counts_are_reported(tmp_path, caplog):
+    caplog.set_level("INFO")
+    data = ready("test", source="files", root=str(write_folder(tmp_path / "texts")), tokens="words")
+    assert f"files: {data.n_scored['test']} to test; vocabulary of {data.vocab_size} words" in caplog.text
+
+
+def test_another_vocabulary_is_refused(tmp_path):
+    root = write_folder(tmp_path / "texts")
+    options = {"source": "files", "root": str(root), "tokens": "characters"}
+    data = TextStream(**options)
+    state = data.state_dict()
+    TextStream(**options).load_state_dict(state)
+    TextStream(**options, segment_len=3, documents="joined").load_state_dict(state)
+    for path in root.rglob("*.txt"):
+        path.write_text(path.read_text(encoding="utf-8").replace("b", "B"), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"characters, a vocabulary of \d+ .*source='files'.*characters, a vocab"):
+        TextStream(**options).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"characters, a vocabulary of \d+ .*bytes, a vocabulary of 257"):
+        TextStream(**{**options, "tokens": "bytes"}).load_state_dict(state)
+
+
+def test_overfit_batches_is_refused():
+    data = as_process(TextStream(), 0, 1)
+    data.trainer.overfit_batches = 2
+    with pytest.raises(ValueError, match="overfit_batches=2"):
+        data.setup("fit")
+
+
+class Recorder(LightningModule):
+    """Takes down what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(257, 257)
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append((batch.inputs.tolist(), batch.fresh.tolist()))
+        return nn.functional.cross_entropy(self.table(batch.inputs).transpose(1, 2), batch.targets)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class SaveAfter(Callback):
+    def __init__(self, steps):
+        self.steps = steps
+
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == self.steps:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "a.ckpt")
+            trainer.should_stop = True
+
+
+def fit(folder, callbacks=(), ckpt_path=None, max_epochs=1):
+    model = Recorder()
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    data = TextStream(source="files", root=str(folder / "a.txt"), segment_len=8, batch_size=4)
+    Trainer(
+        accelerator="cpu",
+        default_root_dir=folder,
+        enable_checkpointing=False,
+        max_epochs=max_epochs,
+        callbacks=list(callbacks),
+        **quiet,
+    ).fit(model, data, ckpt_path=ckpt_path, weights_only=ckpt_path and True)
+    return model.seen
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_resumes_in_the_middle_of_an_epoch(tmp_path):
+    (tmp_path / "a.txt").write_text("".join(SENTENCES))
+    whole = fit(tmp_path, max_epochs=3)
+    n = len(whole) // 3
+    assert n > 10
+    for t in range(n):
+        assert whole[t] == whole[n + t] == whole[2 * n + t]  # the same streams in every epoch, in order
+        assert whole[t][1] == [t == 0] * 4
+    for steps in (1, n + 5, 2 * n):
+        fit(tmp_path, [SaveAfter(steps)], max_epochs=3)
+        assert fit(tmp_path, ckpt_path=tmp_path / "a.ckpt", max_epochs=3) == whole[steps:]
+
+
+@pytest.mark.filterwarnings("ignore:(?!Training goes on)")
+@pytest.mark.parametrize("done", [5, 15])
+def test_lightning_goes_on_with_another_number_of_processes(tmp_path, done):
+    (tmp_path / "a.txt").write_text("".join(SENTENCES))
+    whole = fit(tmp_path)
+    fit(tmp_path, [SaveAfter(done)])
+    checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    (state,) = checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]
+    assert state["n_processes"] == 1
+    state |= {"n_processes": 3, "n_batches": 7}
+    torch.save(checkpoint, tmp_path / "a.ckpt")
+    with pytest.warns(UserWarning, match="1 processes instead of 3"):
+        seen = fit(tmp_path, ckpt_path=tmp_path / "a.ckpt", max_epochs=2)
+    assert seen == whole[: len(whole) - done] + whole
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_goes_on_where_the_new_streams_are_shorter_than_what_was_done(tmp_path):
+    (tmp_path / "a.txt").write_text("".join(SENTENCES))
+    whole = fit(tmp_path)
+    fit(tmp_path, [SaveAfter(20)])
+    checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    (state,) = checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]
+    state["n_processes"] = 3
+    for progress in checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"].values():
+        if isinstance(progress, dict):
+            progress.update(dict.fromkeys(("ready", "started", "processed", "completed"), 40))
+    torch.save(checkpoint, tmp_path / "a.ckpt")
+    assert fit(tmp_path, ckpt_path=tmp_path / "a.ckpt", max_epochs=2)[-len(whole) :] == whole

@@ -1,0 +1,24 @@
+"""What tensor parallelism refuses; what it computes is in test_sharding.py, whose processes it shares."""
+
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+
+from lit_effattn import LSTM, Transformer
+from lit_effattn.distributed.tensor_parallel import divide
+
+TWO = SimpleNamespace(size=lambda: 2, get_local_rank=lambda: 0)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (LSTM(8, 1), "tensor_parallel_size=2: an LSTM has no heads to divide; leave it out"),
+        (nn.Sequential(Transformer(8, 2, 1, d_ff=9)), "tensor_parallel_size=2 does not divide d_ff=9; change one"),
+        (Transformer(12, 3, 1), "tensor_parallel_size=2 does not divide n_heads=3"),
+    ],
+)
+def test_what_does_not_divide_is_told(model: nn.Module, said: str):
+    with pytest.raises(ValueError, match=said):
+        divide(model, TWO)

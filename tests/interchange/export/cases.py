@@ -1,0 +1,202 @@
+"""Models whose steps are exported: every kind, with each option that changes its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from lit_effattn import LSTM, LanguageModel, PixelModel, Transformer
+from lit_effattn.attention import (
+    CompressiveAttention,
+    EluFeatureMap,
+    HedgehogFeatureMap,
+    InfiniteAttention,
+    LinearAttention,
+    LSHAttention,
+    PerformerAttention,
+    ReluFeatureMap,
+    ShawAttention,
+    SoftmaxAttention,
+    SparseAttention,
+    TransformerXLAttention,
+    WindowedLinearAttention,
+)
+from lit_effattn.attention.positions import GridPositions, LearnedPositions, SinusoidalPositions
+from lit_effattn.nn.heads import MixtureOfLogisticsHead
+
+N_TOKENS = 1000
+IMAGE = (20, 25, 2)  # as many dimensions
+
+
+def _language_model(kind: Any, **options: Any) -> LanguageModel:
+    options = {"positions": "auto", "init": "xavier"} | options
+    return LanguageModel(Transformer(16, 2, 1, attention=kind, **options), 257, unit="byte", embedding_std=1.0)
+
+
+def _pixel_model(kind: Any, **options: Any) -> PixelModel:
+    return PixelModel(Transformer(16, 2, 1, attention=kind, **options), IMAGE, 8, head=MixtureOfLogisticsHead)
+
+
+def _lstm() -> LanguageModel:
+    return LanguageModel(LSTM(16, 2), 257, unit="byte", embedding_std=1.0)
+
+
+def _kind(name: str, cls: type, common: dict[str, Any], *variants: dict[str, Any]) -> dict[str, Callable[[], Any]]:
+    """Return a model with the options `common` alone, and one with each of `variants` too, by name."""
+    made = {}
+    for options in ({}, *variants):
+        said = ", ".join(f"{option}={_said(value)}" for option, value in options.items())
+        made[f"{name}, {said}" if said else name] = partial(_language_model, partial(cls, **(common | options)))
+    return made
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, partial):
+        return f"{value.func.__name__}({', '.join(f'{k}={v}' for k, v in value.keywords.items())})"
+    return getattr(value, "__name__", str(value))
+
+
+FIXED = {"pattern": "fixed"}
+STICKY = {"sticky": True, "n_bins": 6}
+
+CASES: dict[str, Callable[[], LanguageModel | PixelModel]] = {
+    **_kind(
+        "softmax",
+        SoftmaxAttention,
+        {},
+        {"window": 7},
+        {"window": 1},
+        {"n_kv_heads": 1},
+        {"d_qk": 6},
+        {"head_dim": 6},
+        {"qk_norm": True},
+    ),
+    **_kind("shaw", ShawAttention, {"max_distance": 4}, {"window": 7}),
+    **_kind(
+        "sparse",
+        SparseAttention,
+        {"stride": 4},
+        {"combine": "heads"},
+        {"combine": "local"},
+        {"combine": "distant"},
+        {"d_qk": 6},
+        FIXED,
+        FIXED | {"summary": 2},
+        FIXED | {"summary": 2, "distinct": True},
+        FIXED | {"num_verts": 2},
+        FIXED | {"combine": "heads"},
+        FIXED | {"combine": "local"},
+        FIXED | {"combine": "distant"},
+    ),
+    **_kind("LSH", LSHAttention, {"n_hashes": 2, "n_buckets": 4, "chunk_size": 8}, {"n_hashes": 1}, {"n_buckets": 1}),
+    **_kind(
+        "linear",
+        LinearAttention,
+        {},
+        {"feature_map": ReluFeatureMap},
+        {"feature_map": partial(ReluFeatureMap, floor=0.0)},
+        {"feature_map": partial(ReluFeatureMap, floor=1e-9)},
+        {"feature_map": HedgehogFeatureMap},
+        {"n_kv_heads": 1},
+        {"d_qk": 6},
+        {"qk_norm": True},
+    ),
+    **_kind(
+        "performer",
+        PerformerAttention,
+        {},
+        {"features": "hyperbolic"},
+        {"features": "trigonometric", "n_features": 64},
+        {"features": "relu"},
+        {"features": "relu", "eps": 0.0},
+        {"eps": 0.01},
+        {"n_kv_heads": 1},
+    ),
+    **_kind(
+        "windowed linear",
+        WindowedLinearAttention,
+        {"window": 7},
+        {"window": 1},
+        {"feature_map": EluFeatureMap},
+        {"n_kv_heads": 1},
+        {"qk_norm": True},
+    ),
+    **_kind(
+        "Transformer-XL",
+        TransformerXLAttention,
+        {"mem_len": 7},
+        {"clamp_len": 3},
+        {"same_length": True},
+        {"share_uv": True},
+    ),
+    **_kind(
+        "compressive",
+        CompressiveAttention,
+        {"mem_len": 5, "compressed_len": 4, "compression_rate": 2},
+        {"mem_len": 0},
+        {"compression": "mean"},
+        {"compression": "max"},
+        {"segment_len": 6},
+        {"clamp_len": 3},
+    ),
+    **_kind(
+        "∞-former",
+        InfiniteAttention,
+        {"mem_len": 6, "segment_len": 6, "n_basis": 8, "widths": (0.1, 0.2), "n_samples": 7},
+        {"writes": "segment"},
+        {"gate": True},
+        STICKY,
+        STICKY | {"sampling": "bins"},
+        {"grid": "ends", "tie_query": True, "density_bias": False},
+        {"short_term": "softmax", "bias": True},
+        {"mem_len": 0},
+        {"n_basis": 0},
+        {"clamp_len": 3},
+    ),
+    "LSTM": _lstm,
+    "linear, learned positions": partial(
+        _language_model, LinearAttention, positions=partial(LearnedPositions, max_len=N_TOKENS)
+    ),
+    "softmax, learned positions": partial(
+        _language_model, SoftmaxAttention, positions=partial(LearnedPositions, max_len=N_TOKENS)
+    ),
+    "softmax, window=7, learned positions of a period": partial(
+        _language_model, partial(SoftmaxAttention, window=7), positions=partial(LearnedPositions, max_len=7, period=7)
+    ),
+    "linear, sinusoidal positions, norm=post": partial(
+        _language_model, LinearAttention, positions=SinusoidalPositions, norm="post"
+    ),
+    "linear, norm_kind=rms, activation=swiglu": partial(
+        _language_model, LinearAttention, norm_kind="rms", activation="swiglu"
+    ),
+    "linear, positions concatenated": partial(
+        _language_model, LinearAttention, positions=SinusoidalPositions, position_width=4
+    ),
+    "Transformer-XL, norm_memory=True": partial(
+        _language_model, partial(TransformerXLAttention, mem_len=7), norm_memory=True
+    ),
+    "∞-former, norm_signal=False, norm_memory=True": partial(
+        _language_model,
+        partial(
+            InfiniteAttention,
+            mem_len=6,
+            segment_len=6,
+            n_basis=8,
+            widths=(0.1, 0.2),
+            n_samples=7,
+            norm_signal=False,
+        ),
+        norm_memory=True,
+    ),
+    "softmax, images on a grid": partial(_pixel_model, SoftmaxAttention, positions=GridPositions),
+    "linear, images on a grid": partial(_pixel_model, LinearAttention, positions=GridPositions),
+}
+
+
+def build(name: str) -> LanguageModel | PixelModel:
+    """Make a model with random weights."""
+    torch.manual_seed(0)
+    return CASES[name]().eval()

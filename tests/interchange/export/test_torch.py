@@ -1,0 +1,24 @@
+"""Programs of `torch.export` of every kind compute what the model computes, for streams that are many memories long."""
+
+import pytest
+
+from tests.interchange.export import table
+from tests.interchange.export.cases import CASES, N_TOKENS
+from tests.interchange.export.exporting import exported
+
+QUICK = ["windowed linear", "∞-former, sticky=True, n_bins=6", "performer, eps=0.01", "softmax, images on a grid"]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_kind_of_each_family_streams_as_the_model_does(name):
+    done = exported(name, "torch", 2, 60)
+    assert done.checked == 60
+    assert done.difference < 1e-5
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", CASES)
+def test_every_option_streams_as_the_model_does(name):
+    done = [exported(name, "torch", batch_size) for batch_size in (1, 2)]
+    assert [d.checked for d in done] == [N_TOKENS] * 2
+    table.check(name, "torch", max(d.difference for d in done))

@@ -1,0 +1,131 @@
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from jsonargparse import Namespace
+
+from lit_effattn.settings.derived import leave_out, set_strides, set_windows, stated
+
+
+def kind(name: str, **options: Any) -> Namespace:
+    return Namespace(class_path=f"lit_effattn.attention.{name}", init_args=Namespace(**options))
+
+
+def config(attention: Any, *, callbacks: Any, segment_len: int | None = 8) -> Namespace:
+    backbone = Namespace(class_path="Transformer", init_args=Namespace(attention=attention))
+    return Namespace(
+        model=Namespace(class_path="LanguageModel", init_args=Namespace(backbone=backbone)),
+        data=Namespace(class_path="TextStream", init_args=Namespace(segment_len=segment_len)),
+        trainer=Namespace(callbacks=callbacks),
+    )
+
+
+CARRY = kind("MemoryCarry")
+
+
+def file(*lengths: Any) -> dict[str, Any]:
+    kinds = [{"class_path": "TransformerXLAttention", "init_args": {"mem_len": length}} for length in lengths]
+    return {"model": {"init_args": {"backbone": {"init_args": {"attention": kinds}}}}}
+
+
+def test_only_windows_that_are_null_are_set():
+    kinds = [kind("SoftmaxAttention", window=None), kind("LinearAttention"), kind("ShawAttention", window=5)]
+    set_windows(config(kinds, callbacks=[kind("FeatureRedraw"), CARRY]), [file(6)])
+    assert [k.get("init_args.window") for k in kinds] == [14, None, 5]
+    assert "window" not in kinds[1].init_args
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "mem_len", "segment_len"),
+    [(None, 6, 8), ([kind("FeatureRedraw")], 6, 8), (CARRY, None, 8), (CARRY, 6, None)],
+    ids=["no callbacks", "no memory is carried", "no memory length", "no segments"],
+)
+def test_nothing_is_invented(callbacks: Any, mem_len: int | None, segment_len: int | None):
+    softmax = kind("SoftmaxAttention", window=None)
+    set_windows(config(softmax, callbacks=callbacks, segment_len=segment_len), [file(mem_len)])
+    assert softmax.init_args.window is None
+
+
+def test_the_last_memory_length_counts():
+    assert stated([], "mem_len") is None
+    assert stated([file(6), {"data": {"mem_len": None}}], "mem_len") == 6
+    assert stated([file(6), file(7, 9), file("many")], "mem_len") == 9
+
+
+@pytest.mark.parametrize(
+    ("data", "stride"),
+    [
+        (SimpleNamespace(image_shape=(8, 6, 3), stride=1), 18),
+        (SimpleNamespace(segment_len=120), 11),
+        (SimpleNamespace(length=4096), 64),
+        (SimpleNamespace(), 128),
+    ],
+)
+def test_a_stride_is_a_row_or_the_root_of_the_length(data: Any, stride: int):
+    kinds = [kind("LinearAttention"), kind("SparseAttention", stride=128)]
+    set_strides(config(kinds, callbacks=None), lambda: data)
+    assert kinds[1].init_args.stride == stride
+    assert "stride" not in kinds[0].init_args
+
+
+def test_data_are_made_only_for_the_kind_that_needs_them():
+    set_strides(config(kind("LinearAttention"), callbacks=None), lambda: pytest.fail("the data were made"))
+
+
+REDRAW = kind("FeatureRedraw")
+FEATURES = {"class_path": "lit_effattn.attention.PerformerAttention"}
+MEMORY = {"class_path": "lit_effattn.attention.TransformerXLAttention"}
+
+
+def stating(attention: Any = None, *, model: dict[str, Any] | None = None, redraw: bool = False) -> dict[str, Any]:
+    backbone = {} if attention is None else {"backbone": {"init_args": {"attention": attention}}}
+    callbacks = [{"class_path": "FeatureRedraw"}] if redraw else []
+    return {"model": {"init_args": {**(model or {}), **backbone}}, "trainer": {"callbacks": callbacks}}
+
+
+def run(*kinds: str) -> Namespace:
+    made = config([kind(name) for name in kinds], callbacks=[CARRY, REDRAW])
+    made.model.init_args.update(Namespace(eval_mem_len=9, eval_same_length=True))
+    return made
+
+
+def left(config: Namespace) -> tuple[Any, Any, list[str]]:
+    options = config.model.init_args
+    names = [callback.class_path.rpartition(".")[2] for callback in config.trainer.callbacks]
+    return options.eval_mem_len, options.eval_same_length, names
+
+
+def test_what_was_for_the_replaced_attention_is_left_out():
+    made = run("LinearAttention")
+    leave_out(made, [stating(MEMORY, model={"eval_mem_len": 9}, redraw=True)], [])
+    assert left(made) == (None, True, ["MemoryCarry"])  # eval_same_length is of no file
+
+
+def test_what_modules_with_random_features_need_stays():
+    made = run("SoftmaxAttention", "PerformerAttention")
+    leave_out(made, [stating(FEATURES, redraw=True)], [])
+    assert left(made) == (9, True, ["MemoryCarry", "FeatureRedraw"])
+
+
+@pytest.mark.parametrize(
+    ("kinds", "files", "flags"),
+    [
+        (["LinearAttention"], [MEMORY], ["--model.eval_mem_len", "--trainer.callbacks+=FeatureRedraw"]),
+        (["TransformerXLAttention"], [MEMORY], []),
+        (["TransformerXLAttention"], [[FEATURES, MEMORY]], []),
+        (["LinearAttention"], [None], []),
+        (["TransformerXLAttention"], [FEATURES, MEMORY], []),
+    ],
+    ids=["given by flags", "the same kind", "one of its kinds", "for no kind", "replaced by a file"],
+)
+def test_settings_that_nobody_replaced_stay(kinds: list[str], files: list[Any], flags: list[str]):
+    made = run(*kinds)
+    *before, last = files
+    leave_out(made, [*map(stating, before), stating(last, model={"eval_mem_len": 9}, redraw=True)], flags)
+    assert left(made) == (9, True, ["MemoryCarry", "FeatureRedraw"])
+
+
+def test_what_a_file_says_belongs_to_the_attention_of_the_files_before():
+    made = run("LinearAttention")
+    leave_out(made, [stating(MEMORY), stating(model={"eval_mem_len": 9}), stating(FEATURES)], [])
+    assert left(made)[0] is None

@@ -1,0 +1,166 @@
+"""A kind of the user's own, in a module in the current folder: every command, and what can be wrong with it."""
+
+import csv
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lit_effattn.analysis.sweep import RECORD
+from lit_effattn.cli import main
+from tests.analysis.test_sweep import CONFIG, Children, InThisThread
+from tests.support.commands import REPOSITORY, fails
+
+EXAMPLE = re.search(r"```python\n(.*?)```", (REPOSITORY / "docs/own-kind.md").read_text(), re.S)
+KIND = "my_module.MeanAttention"
+OPTION = "model.backbone.attention"
+ERRORS = {
+    "misspelt": ("my_module.MeanAtention", "my_module has no 'MeanAtention'; did you mean my_module.MeanAttention?"),
+    "no_module": ("no_such_module.Mine", "there is no module 'no_such_module'"),
+    "syntax": ("bad_syntax.Mine", "bad_syntax.py, line 2: SyntaxError: "),
+    "import": ("bad_import.Mine", "bad_import.py, line 2: ModuleNotFoundError: No module named 'numppy'"),
+    "raises": ("raises.Mine", "raises.py, line 3: ZeroDivisionError: division by zero"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A folder with the example of the documentation as a module, a run of it, and modules that can't be imported."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "my_module.py").write_text(EXAMPLE[1])
+    (folder / "other.py").write_text("class Mine: pass\n")
+    (folder / "bad_syntax.py").write_text("import torch\nclass Mine(torch.nn.Module)\n    pass\n")
+    (folder / "bad_import.py").write_text("import torch\nimport numppy\n")
+    (folder / "raises.py").write_text("import torch\n\n1 / 0\n")
+    (folder / "unfinished.py").write_text("from lit_effattn.attention import Attention\nclass Mine(Attention): pass\n")
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(CONFIG))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        _forget_modules_of_others(patch)
+        main(["fit", "--config", "tiny.yaml", f"--{OPTION}", KIND])
+    yield folder
+    for path in folder.glob("*.py"):
+        sys.modules.pop(path.stem, None)
+
+
+def _forget_modules_of_others(patch: pytest.MonkeyPatch) -> None:
+    """Let `my_module` be found anew: other tests have one of their own, in folders that stay on the path."""
+    patch.setattr(sys, "path", [path for path in sys.path if not (Path(path) / "my_module.py").is_file()])
+    sys.modules.pop("my_module", None)
+
+
+@pytest.fixture(autouse=True)
+def _in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each command finds the module by itself, as in a process of its own."""
+    monkeypatch.chdir(folder)
+    _forget_modules_of_others(monkeypatch)
+
+
+def test_every_command_that_reads_a_checkpoint_takes_trust(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    (checkpoint,) = Path().rglob("best.ckpt")
+    run = str(checkpoint.parent.parent)
+    for args in (
+        ["test", "--ckpt_path", "best"],
+        ["export", "--ckpt_path", "best", "--output", str(tmp_path / "x.pt2")],
+    ):
+        sys.modules.pop("my_module", None)
+        assert f"--trust {KIND}" in fails(capsys, *args)
+        main([*args, "--trust", KIND, *(["--format", "torch"] if args[0] == "export" else [])])
+    for args in (["compare", run], ["report", run, "--samples", "0", "--output", str(tmp_path / "report.html")]):
+        sys.modules.pop("my_module", None)
+        capsys.readouterr()
+        main([*args, "--trust", KIND])
+        said = capsys.readouterr()
+        assert "my_module" not in said.err
+    assert "parameters" in (page := (tmp_path / "report.html").read_text())
+    assert "can't be read" not in page
+    sys.modules.pop("my_module", None)
+    assert f"{checkpoint} is no model of a family" in fails(
+        capsys, "convert", str(checkpoint), str(tmp_path / "out"), "--trust", KIND
+    )
+
+
+@pytest.mark.parametrize("tool", ["compare", "report", "export", "convert", "data", "sweep"])
+def test_what_is_trusted_must_be_there(tool: str, capsys: pytest.CaptureFixture[str]):
+    args = {
+        "export": [],
+        "convert": ["tiny.yaml", "out"],
+        "data": ["--config", "tiny.yaml"],
+        "sweep": ["--config", "tiny.yaml", "--kinds", "linear"],
+    }.get(tool, ["."])
+    assert "--trust no_such.Mine: there is no module 'no_such'" in fails(capsys, tool, *args, "--trust", "no_such.Mine")
+
+
+def test_a_sweep_trusts_the_kinds_that_it_is_given(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr("lit_effattn.analysis.sweep.ThreadPoolExecutor", InThisThread)
+    monkeypatch.setattr("lit_effattn.analysis.sweep.run_child", Children())
+    args = ["sweep", "--config", "tiny.yaml", "--kinds", f"{KIND},linear", "--lr", "0.01", "--seeds", "1"]
+    main([*args, "--output", str(tmp_path)])
+    rows = list(csv.DictReader((tmp_path / "table.csv").open()))
+    assert [row["kind"] for row in rows] == ["MeanAttention", "LinearAttention"]
+    assert all(float(row["val/perplexity"]) > 1 and int(row["parameters"]) for row in rows)
+    assert "--trust" not in (tmp_path / RECORD).read_text()
+    main([*args, "--output", str(tmp_path), "--trust", "my_module"])  # the same sweep: nothing is trained again
+    assert len(list(tmp_path.rglob("best.ckpt"))) == 2
+
+
+def test_a_run_of_a_sweep_that_cant_be_read_is_refused_with_the_reason(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr("lit_effattn.analysis.sweep.ThreadPoolExecutor", InThisThread)
+    monkeypatch.setattr("lit_effattn.analysis.sweep.run_child", Children())
+    flags = ["--model.optimizer", "my_module.Mine"]  # a class that nobody has trusted
+    Path("my_module.py").write_text(f"{EXAMPLE[1]}\nclass Mine(torch.optim.SGD): pass\n")
+    main(["sweep", "--config", "tiny.yaml", "--kinds", "linear", "--lr", "0.01", "--output", str(tmp_path), *flags])
+    assert "LinearAttention_lr0.01_seed0: refused: last.ckpt: " in (said := capsys.readouterr().out)
+    assert "--trust my_module.Mine" in said
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_a_kind_that_cant_be_imported(name: str, capsys: pytest.CaptureFixture[str]):
+    kind, reason = ERRORS[name]
+    for value in (kind, f"[{kind}, LinearAttention]", f"{{class_path: {kind}}}"):
+        said = fails(capsys, "fit", "--config", "tiny.yaml", f"--{OPTION}", value, code=2)
+        assert f"{OPTION}: {kind}: {reason}" in said
+    assert f"{kind}: {reason}" in fails(capsys, "kinds", kind, code=2)
+    sweep = ["sweep", "--config", "tiny.yaml", "--kinds", f"linear,{kind}", "--output", "sweep"]
+    assert f"--kinds {kind}: {reason}" in fails(capsys, *sweep)
+    assert not Path("sweep").exists()
+    assert f"--trust {kind}: {reason}" in fails(capsys, "test", "--ckpt_path", "best", "--trust", kind)
+
+
+@pytest.mark.parametrize("option", ["model", "model.backbone", "model.optimizer", "data", "trainer.callbacks+"])
+def test_any_class_that_cant_be_imported(option: str, capsys: pytest.CaptureFixture[str]):
+    said = fails(capsys, "fit", "--config", "tiny.yaml", f"--{option}=bad_syntax.Mine", code=2)
+    assert f"{option.rstrip('+')}: bad_syntax.Mine: bad_syntax.py, line 2: SyntaxError: " in said
+
+
+def test_what_is_no_kind_of_attention(capsys: pytest.CaptureFixture[str]):
+    assert "other.Mine is no kind of attention: derive" in fails(capsys, "kinds", "other.Mine", code=2)
+    assert "'other.Mine' to be a subclass of Attention" in fails(
+        capsys, "fit", "--config", "tiny.yaml", f"--{OPTION}", "other.Mine", code=2
+    )
+    assert "unfinished.Mine has no method attend and no method initial_state" in fails(
+        capsys, "sweep", "--config", "tiny.yaml", "--kinds", "unfinished.Mine"
+    )
+
+
+def test_kinds_describes_a_kind_of_ones_own(capsys: pytest.CaptureFixture[str]):
+    main(["kinds", KIND])
+    said = capsys.readouterr().out
+    assert said.startswith("MeanAttention: y_i = mean of v_j, j ≤ i.\n  direction: causal")
+    assert "\n  head_dim=None\n" in said
+
+
+def test_options_without_a_default_are_named(capsys: pytest.CaptureFixture[str]):
+    text = "from lit_effattn.attention import LinearAttention\nclass Mine(LinearAttention):\n"
+    Path("required.py").write_text(f"{text}    def __init__(self, d_model, n_heads, causal, *, depth, **more): ...\n")
+    main(["kinds", "required.Mine"])
+    said = capsys.readouterr().out
+    assert "depth=(required)" in said
+    assert "more" not in said

@@ -1,0 +1,39 @@
+from typing import Any
+
+import pytest
+import yaml
+
+from lit_effattn.settings.resume import _without, refuse_dropped
+
+COSINE = "lit_effattn.tasks.schedules.WarmupCosine"
+
+
+def settings(path: str, **options: Any) -> dict[str, Any]:
+    return {"model": {"init_args": {"lr_scheduler": {"class_path": path, "init_args": options}}}}
+
+
+@pytest.mark.parametrize("path", [COSINE, "WarmupCosine"])
+def test_an_option_that_a_checkpoint_does_not_name_was_at_its_default(path: str):
+    """It was saved before there was that option."""
+    now = settings(COSINE, total_steps=40, warmup_steps=3, final=0.0, cosine_from_start=False)
+    refuse_dropped(settings(path, total_steps=40, warmup_steps=3), now)
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        settings(COSINE, total_steps=40, cosine_from_start=True),
+        settings(COSINE, total_steps=41),
+        settings("lit_effattn.tasks.schedules.InverseSquareRoot"),
+        settings("mine.WarmupCosine", total_steps=40),
+    ],
+)
+def test_another_schedule_is_refused(now: dict[str, Any]):
+    with pytest.raises(ValueError, match="resuming keeps the checkpoint's lr_scheduler"):
+        refuse_dropped(settings(COSINE, total_steps=40), now)
+
+
+@pytest.mark.parametrize("name", ["é", "中文", "🙂", "𝄞", "\U0010fffd"])
+def test_text_of_a_file_without_a_section_is_read_as_it_was(name: str):
+    rest = _without({"checkpoint"}, "a.yaml", {"checkpoint": {}, "data": {"root": name}})
+    assert yaml.safe_load(rest) == {"data": {"root": name}}

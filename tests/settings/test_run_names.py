@@ -1,0 +1,57 @@
+"""The folder of a run is named after its configuration, what flags swapped in it, or `--name`."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lit_effattn.settings.run_names import root_of
+
+FILE = yaml.safe_load("""
+model:
+  class_path: LanguageModel
+  init_args:
+    backbone:
+      class_path: Transformer
+      init_args:
+        attention: [{class_path: lit_effattn.attention.LinearAttention, init_args: {chunk_size: 9}}, SoftmaxAttention]
+        positions: auto
+""")
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ("", "a"),
+        ("--model.backbone.attention ShawAttention", "a+ShawAttention"),
+        ("--model.backbone.attention=my_module.MyAttention", "a+MyAttention"),
+        ("--model.init_args.backbone.init_args.attention ShawAttention", "a+ShawAttention"),
+        ("--model.backbone.attention.class_path ShawAttention", "a+ShawAttention"),
+        ("--model.backbone.attention [LSHAttention,SoftmaxAttention]", "a+LSHAttention+SoftmaxAttention"),
+        ("--model.backbone.attention ShawAttention --model.backbone.attention LSHAttention", "a+LSHAttention"),
+        ("--model.backbone.attention [LinearAttention,SoftmaxAttention]", "a"),  # as in the file
+        ("--model.backbone LSTM", "a+LSTM"),
+        ("--model.backbone.cross_attention LinearCrossAttention", "a+LinearCrossAttention"),  # not in the file
+        ("--model.backbone.attention ShawAttention --model.backbone.attention.window 9", "a+ShawAttention"),
+        ("--model.backbone.d_model 64 --model.backbone.positions RotaryPositions", "a"),
+        ("--model.backbone.attention [", "a"),  # jsonargparse reports it
+    ],
+)
+def test_what_flags_swap_is_in_the_name(flags: str, name: str):
+    assert root_of(Path("runs/a"), None, {"a": FILE}, flags.split()) == Path("runs", name)
+    assert root_of(Path("runs/a"), None, {}, flags.split()) == Path("runs/a")  # a folder that the user names
+
+
+@pytest.mark.parametrize(
+    ("root", "files", "folder"),
+    [("runs/a", {"a": FILE}, "runs/mine"), ("runs/a", {}, "runs/a/mine"), ("runs", {"a": {}}, "runs/mine")],
+)
+def test_a_given_name_takes_the_place_of_the_configurations(root: str, files: dict[str, Any], folder: str):
+    assert root_of(Path(root), "mine", files, ["--model.backbone", "LSTM"]) == Path(folder)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "-a", "a b", "/a", ".hidden"])
+def test_a_name_that_is_none_of_a_folder_is_refused(name: str):
+    with pytest.raises(ValueError, match=r"--name .*: use letters"):
+        root_of(Path("runs"), name, {}, [])

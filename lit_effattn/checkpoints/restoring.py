@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -89,6 +91,30 @@ class CheckpointConnector(_CheckpointConnector):
             elif fn == TrainerFn.FITTING:
                 raise ValueError(_only_a_model("loops"))
             super().restore_loops()
+            if fn == TrainerFn.FITTING:
+                loop: Any = self.trainer.fit_loop
+                loop._load_combined_loader_states = partial(self._restore_loaders, loop._load_combined_loader_states)
+
+    def _restore_loaders(self, restore: Callable[[], None]) -> None:
+        """Restore the positions of the training data's loaders, which Lightning creates after `restore_loops`.
+
+        Lightning restores no position from an empty list. An interrupted epoch would then begin again.
+        """
+        loop = self.trainer.fit_loop
+        assert loop._combined_loader is not None
+        with self._restoring("the loaders' state"):
+            n_saved = len(loop._combined_loader_states_to_load)
+            n = sum(isinstance(loader, _Stateful) for loader in loop._combined_loader.flattened)
+            batches = loop.epoch_loop.batch_progress
+            interrupted = batches.current.ready > 0 and not batches.is_last_batch
+            if loop.restarting and n_saved != n and (n_saved > 0 or interrupted):
+                raise DamagedError(
+                    f"{short(self._ckpt_path or '')} can't be restored: loops.fit_loop.state_dict.combined_loader has "
+                    f"{n_saved} positions in the training data, which have {n} loaders with one; resume from another "
+                    "checkpoint of the run, or start a new run from its weights with --init_weights in place of "
+                    "--ckpt_path"
+                )
+            restore()
 
     def restore_optimizers(self) -> None:
         """Restore the states of the optimisers."""

@@ -231,6 +231,16 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str, str]] = {
         "None",
         "loader has batches='None', which is no count",
     ),
+    "no position": (
+        ("loops", "fit_loop", "state_dict", "combined_loader"),
+        "an empty list",
+        "it.ckpt can't be restored: loops.fit_loop.state_dict.combined_loader has 0 positions in the training data",
+    ),
+    "no loaders": (
+        ("loops", "fit_loop", "state_dict", "combined_loader"),
+        DELETED,
+        "which have 1 loaders with one; resume from another checkpoint of the run",
+    ),
     "the version": (("pytorch-lightning_version",), "text", "pytorch-lightning_version is the text 'x'"),
 }
 
@@ -241,6 +251,14 @@ def test_what_is_said(what: str, folder: Path, monkeypatch: pytest.MonkeyPatch, 
     path, value, words = REFUSED[what]
     torch.save(changed(torch.load("pixels.ckpt", weights_only=True), path, value), "it.ckpt")
     assert words in fails(capsys, *command("pixels", "fit"))
+
+
+def test_positions_of_other_loaders(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.chdir(folder)
+    content = torch.load("pixels.ckpt", weights_only=True)
+    content["loops"]["fit_loop"]["state_dict"]["combined_loader"] *= 2
+    torch.save(content, "it.ckpt")
+    assert "has 2 positions in the training data, which have 1 loaders" in fails(capsys, *command("pixels", "fit"))
 
 
 def test_the_unchanged_run_resumes(folder: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,14 +1,13 @@
-"""A real sentence encoder (MiniLM) from our parts, and its attention replaced by Performer's, by number of features."""
+"""A real sentence encoder (MiniLM) whose attention is replaced by Performer's, by number of features."""
 
 from __future__ import annotations
 
 import argparse
 import ast
 import inspect
-import json
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
@@ -17,12 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, normalize
 
-from benchmarks.experiments.swap import replace_attention
 from benchmarks.measuring import Spread, add_options
 from benchmarks.report import Report, Row, plot_spreads
-from lit_effattn import Transformer
-from lit_effattn.attention import PerformerAttention, SoftmaxAttention
-from lit_effattn.attention.positions import LearnedPositions
+from lit_effattn.attention import Attention, PerformerAttention, SoftmaxAttention
 from lit_effattn.attention.random_features import Features
 from lit_effattn.ops.runtime.differences import largest_difference
 from lit_effattn.sequence import valid_positions
@@ -35,26 +31,8 @@ EQUAL = 1e-5
 
 DIRECTIONS = {"orthogonal": True, "iid": False}
 
-OUTSIDE = {
-    "embeddings.word_embeddings.weight": "embedding.weight",
-    "embeddings.position_embeddings.weight": "positions.table.weight",
-    "embeddings.token_type_embeddings.weight": "segments.weight",
-    "embeddings.LayerNorm": "norm",
-}
-LAYER = {
-    "attention.self.query": "attention.q_proj",
-    "attention.self.key": "attention.k_proj",
-    "attention.self.value": "attention.v_proj",
-    "attention.output.dense": "attention.out_proj",
-    "attention.output.LayerNorm": "norm_1",
-    "intermediate.dense": "feed_forward.up",
-    "output.dense": "feed_forward.down",
-    "output.LayerNorm": "norm_2",
-}
-"""Their names and ours; a module stands for its weight and its bias."""
-
-UNUSED = ("embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias")
-"""Tensors that a mean over positions does not need."""
+PROJECTIONS = {"q_proj": "self.query", "k_proj": "self.key", "v_proj": "self.value", "out_proj": "output.dense"}
+"""The projections of our attention and their names in BERT's."""
 
 NOTES = [
     "cosine: between the sentence vectors (mean over positions) of softmax attention and of Performer's with the same "
@@ -84,7 +62,7 @@ class Batch(NamedTuple):
 
 
 def run(args: argparse.Namespace) -> Report:
-    encoder = read_encoder(args.model).to(args.device)
+    encoder = Encoder(args.model).to(args.device)
     documents = sorted(docstrings())
     texts = {
         "sentences": spread_out(sorted({s for s in map(first_sentence, documents) if s}), args.sentences),
@@ -92,8 +70,8 @@ def run(args: argparse.Namespace) -> Report:
     }
     sets = {name: tokenize(args.model, chosen, args.most_tokens, args.device) for name, chosen in texts.items()}
     exact = {name: vectors(encoder, batch) for name, batch in sets.items()}
-    original = Original(args.model).to(args.device)
-    notes = [*NOTES, *(_checked(name, sets[name], exact[name], original) for name in sets)]
+    encoder.use(SoftmaxAttention)
+    notes = [*NOTES, *(_checked(name, batch, vectors(encoder, batch), exact[name]) for name, batch in sets.items())]
     rows: list[Row] = []
     panels: dict[str, dict[tuple[str, str], dict[int, Spread]]] = {name: {} for name in sets}
     for features in args.features:
@@ -103,7 +81,7 @@ def run(args: argparse.Namespace) -> Report:
                 found: dict[str, list[Tensor]] = {name: [] for name in sets}
                 for seed in range(args.draws):
                     torch.manual_seed(seed)
-                    replace_attention(encoder.backbone, partial(PerformerAttention, **options))
+                    encoder.use(partial(PerformerAttention, **options))
                     for name, batch in sets.items():
                         found[name].append(vectors(encoder, batch))
                 for name, estimates in found.items():
@@ -126,73 +104,48 @@ def run(args: argparse.Namespace) -> Report:
     return Report("minilm", rows, notes, partial(_plot, panels, exact))
 
 
-class SentenceEncoder(nn.Module):
-    """The mean over positions of a bidirectional Transformer with post-norm (BERT, Devlin et al. 2018).
+class Encoder(nn.Module):
+    """The mean over positions of a bidirectional Transformer (BERT, Devlin et al. 2018), as transformers reads it.
 
     Args:
-        config: What config.json holds.
+        folder: With config.json and model.safetensors.
     """
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__()
-        width, eps = config["hidden_size"], config["layer_norm_eps"]
-        self.embedding = nn.Embedding(config["vocab_size"], width)
-        self.positions = LearnedPositions(width, max_len=config["max_position_embeddings"])
-        self.segments = nn.Embedding(config["type_vocab_size"], width)
-        self.norm = nn.LayerNorm(width, eps=eps)
-        self.backbone = Transformer(
-            width,
-            config["num_attention_heads"],
-            config["num_hidden_layers"],
-            config["intermediate_size"],
-            attention=SoftmaxAttention,
-            causal=False,
-            positions=None,  # BERT normalises between the positions and the first layer
-            norm="post",
-            activation="gelu",
-            norm_eps=eps,
-        )
+        from transformers import BertModel
+
+        options = {"local_files_only": True, "use_safetensors": True, "add_pooling_layer": False}
+        self.model = BertModel.from_pretrained(folder, **options).eval()
+        self.theirs = nn.ModuleList(layer.attention for layer in self.model.encoder.layer)
+
+    def use(self, kind: Callable[[int, int, bool], Attention]) -> None:
+        """Replace the attention of every layer by one of ours, with the same projections."""
+        for layer, theirs in zip(self.model.encoder.layer, self.theirs, strict=True):
+            attention = kind(theirs.self.query.in_features, theirs.self.num_attention_heads, False)
+            for ours, name in PROJECTIONS.items():
+                getattr(attention, ours).load_state_dict(theirs.get_submodule(name).state_dict())
+            layer.attention = _Ours(attention.to(theirs.self.query.weight), theirs.output.LayerNorm)
 
     def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Return the vectors of texts: (B, N), (B,) -> (B, E)."""
-        position = torch.arange(ids.size(1), device=ids.device)[None]  # (1, N)
-        x = self.embedding(ids) + self.positions(position) + self.segments.weight[0]  # (B, N, E)
-        y, _ = self.backbone(self.norm(x), lengths=lengths)  # 0 in padding
-        return y.sum(1) / lengths[:, None]  # (B, N, E) -> (B, E)
+        for layer in self.model.encoder.layer:
+            layer.attention.lengths = lengths
+        valid = valid_positions(lengths, ids.size(1))
+        y = self.model(input_ids=ids, attention_mask=valid.long()).last_hidden_state
+        return (y * valid[..., None]).sum(1) / lengths[:, None]  # (B, N, E) -> (B, E)
 
 
-def read_encoder(folder: Path) -> SentenceEncoder:
-    """Read an encoder.
+class _Ours(nn.Module):
+    """An attention of ours, and the residual and norm that BERT has after it."""
 
-    Raises:
-        ValueError: it is no BERT with absolute positions and GELU, or its tensors are others.
-    """
-    from safetensors.torch import load_file
+    def __init__(self, attention: Attention, norm: nn.Module) -> None:
+        super().__init__()
+        self.attention, self.norm = attention.eval(), norm
 
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    for name, supported in (("model_type", "bert"), ("hidden_act", "gelu"), ("position_embedding_type", "absolute")):
-        if config.get(name, supported) != supported:
-            raise ValueError(f"{folder} has {name}={config[name]!r}; only {supported!r} is supported")
-    encoder = SentenceEncoder(config).eval()
-    tensors = {name: t for name, t in load_file(folder / "model.safetensors").items() if name not in UNUSED}
-    names = {ours: theirs for theirs, ours in name_map(config["num_hidden_layers"])}
-    missing = names.values() ^ tensors.keys()
-    if missing:
-        raise ValueError(f"{folder}: tensors are missing or left over, such as {min(missing)}")
-    encoder.load_state_dict({ours: tensors[theirs] for ours, theirs in names.items()})
-    return encoder
-
-
-def name_map(n_layers: int) -> Iterator[tuple[str, str]]:
-    """Yield the name of each tensor, theirs and ours."""
-    modules = dict(OUTSIDE)
-    for i in range(n_layers):
-        modules |= {f"encoder.layer.{i}.{a}": f"backbone.blocks.{i}.{b}" for a, b in LAYER.items()}
-    for theirs, ours in modules.items():
-        if theirs.endswith(".weight"):
-            yield theirs, ours
-        else:
-            yield from ((f"{theirs}.{kind}", f"{ours}.{kind}") for kind in ("weight", "bias"))
+    def forward(self, x: Tensor, *_: Any, **options: Any) -> tuple[Tensor, None]:
+        y, _ = self.attention(x, lengths=self.lengths)
+        return self.norm(x + y), None
 
 
 @torch.no_grad()
@@ -237,35 +190,15 @@ def tokenize(folder: Path, texts: list[str], most_tokens: int, device: torch.dev
     return Batch(nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device), lengths)
 
 
-class Original(nn.Module):
-    """The encoder that transformers makes of a folder.
-
-    Args:
-        folder: See `read_encoder`.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        from transformers import BertModel
-
-        self.model = BertModel.from_pretrained(folder, local_files_only=True, use_safetensors=True).eval()
-
-    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        """Return the vectors of texts: see `SentenceEncoder.forward`."""
-        seen = valid_positions(lengths, ids.size(1))
-        y = self.model(input_ids=ids, attention_mask=seen.long()).last_hidden_state
-        return (y * seen[..., None]).sum(1) / lengths[:, None]  # (B, N, E) -> (B, E)
-
-
-def _checked(name: str, batch: Batch, ours: Tensor, original: Original) -> str:
-    """Return a note on how near our vectors are to the original's, and what the texts are."""
-    difference = largest_difference([ours], [vectors(original, batch)], f"the difference of the {name}")
+def _checked(name: str, batch: Batch, ours: Tensor, exact: Tensor) -> str:
+    """Return a note on how near the vectors of our softmax attention are to the original's, and what the texts are."""
+    difference = largest_difference([ours], [exact], f"the difference of the {name}")
     if difference > EQUAL:
         raise ValueError(f"our vectors of the {name} differ by {difference:.1e} from those of transformers")
     lengths = batch.lengths.tolist()
     return (
-        f"{name}: {len(ours)} texts of {lengths[0]} to {lengths[-1]} tokens; largest difference between our softmax "
-        f"vectors and those of transformers: {difference:.1e}; mean cosine of two different texts: "
+        f"{name}: {len(ours)} texts of {lengths[0]} to {lengths[-1]} tokens; largest difference between the vectors "
+        f"with our softmax attention and those of transformers: {difference:.1e}; mean cosine of two different texts: "
         f"{_of_strangers(ours):.3f}."
     )
 

@@ -104,8 +104,7 @@ def test_segments_are_compressed_as_in_algorithm_1(chunk_size: int):
         n = keys.size(1) - 6  # keys before the segment
         q, _, _ = definitions.queries_keys_values(attention, h)
         _, k, v = definitions.queries_keys_values(attention, keys)
-        r = definitions.relative_vectors(attention, [[n + i - j for j in range(n + 6)] for i in range(6)])
-        r = r.unflatten(-1, (H, D))
+        r = definitions.relative_vectors(attention, 6, n)
         scores = (q + attention.u[:, None]) @ k.mT + torch.einsum("bhid,ijhd->bhij", q + attention.v[:, None], r)
         seen = torch.ones(6, n + 6, dtype=torch.bool).tril(n)
         weights = (scores / math.sqrt(D)).masked_fill(~seen, -torch.inf).softmax(-1)

@@ -49,8 +49,7 @@ def summaries(attention: Attention, x: Tensor) -> Tensor:
     """The summaries that the last position of `x` sees or has forgotten, (B, K, E)."""
     c, last = attention.compression_rate, x.size(1) - 1
     n = max(0, last - last % attention.segment_len - attention.mem_len)
-    found = [definitions.summary(attention, x[:, i : i + c]) for i in range(0, n - c + 1, c)]
-    return torch.stack(found, 1) if found else x[:, :0]
+    return definitions.summaries(attention, x[:, : n // c * c])
 
 
 def mixed(attention: Attention, weights: Tensor, x: Tensor) -> Tensor:
@@ -302,7 +301,7 @@ def test_terms_of_transformer_xl(options: dict):
     torch.nn.init.normal_(attention.v)
     x, n = inputs(attention, 2, 16), 16
     q, k, _ = definitions.queries_keys_values(attention, x)
-    r = definitions.relative_vectors(attention, [[i - j for j in range(n)] for i in range(n)]).unflatten(-1, (H, -1))
+    r = definitions.relative_vectors(attention, n)
     scale = (E / H) ** -0.5
     expected = [
         torch.einsum("bhid,bhjd->bhij", q, k) * scale,

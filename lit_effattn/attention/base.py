@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from lit_effattn.attention.heads import MultiHead
 from lit_effattn.attention.positions import RotaryPositions
 from lit_effattn.sequence import SequenceModule, State, accumulator, parts, valid_positions, without_padding
+
+_RENAMED = {"weigh": "compute_weights", "fresh": "extra_parameters"}
 
 
 class Attention(MultiHead, SequenceModule):
@@ -50,14 +53,24 @@ class Attention(MultiHead, SequenceModule):
     takes_groups = False
     """Whether `attend` takes `n_kv_heads` heads of keys and values; if not, they are repeated for all heads."""
 
-    fresh: tuple[str, ...] = ()
-    """Parameters, or modules of parameters, that this kind starts with when it takes over another kind's weights."""
+    extra_parameters: tuple[str, ...] = ()
+    """Parameters, or modules of parameters, that kinds without them lack: `--init_weights` leaves them as initialised.
+
+    Buffers need not be named."""
 
     lacks: ClassVar[Mapping[str, str]] = {}
     """Modules of other kinds that this kind does not have, each with the reason, for error messages."""
 
     shared: tuple[str, ...] = ()
     """Names of the parameters that all layers of a `Transformer` share."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Accept the earlier names of what a kind may define."""
+        super().__init_subclass__(**kwargs)
+        for earlier, name in _RENAMED.items():
+            if earlier in cls.__dict__ and name not in cls.__dict__:
+                warnings.warn(f"{cls.__name__}.{earlier} is now called {name}; rename it", FutureWarning, stacklevel=2)
+                setattr(cls, name, cls.__dict__[earlier])
 
     def __init__(
         self,
@@ -221,22 +234,44 @@ class Attention(MultiHead, SequenceModule):
         q, k = self._turned(q, k, None if state is None else state.length)
         full = accumulator(q.dtype)
         with torch.autocast(x.device.type, enabled=False):
-            weights = self.weigh(q.to(full), k.to(full), state, lengths)
+            weights = self.compute_weights(q.to(full), k.to(full), state, lengths)
         if lengths is None:
             return weights
         return weights.masked_fill(~valid_positions(lengths, x.size(1))[:, None, :, None], 0)
 
-    def weigh(self, q: Tensor, k: Tensor, state: State | None, lengths: Tensor | None) -> Tensor:
+    def compute_weights(self, q: Tensor, k: Tensor, state: State | None, lengths: Tensor | None) -> Tensor:
         """Return the weights of `attention_weights`, (B, H, N, M), any values in rows of padding.
 
         A kind that has weights overrides this method. The arguments are those of `attend`, in float32 or more.
         """
-        raise NotImplementedError(f"{type(self).__name__} defines no attention weights; it does not override `weigh`")
+        raise NotImplementedError(
+            f"{type(self).__name__} defines no attention weights; it does not override `compute_weights`"
+        )
+
+    def normalise_with(self, norm: nn.Module) -> None:
+        """Apply `norm` to all inputs, to remembered ones again in each call. `forward` then takes inputs without it.
+
+        A kind that remembers inputs overrides this method.
+
+        Args:
+            norm: (B, N, E) -> (B, N, E), each position by itself. Its parameters remain the caller's.
+        """
+        raise NotImplementedError(f"{type(self).__name__} remembers no inputs; it does not override `normalise_with`")
+
+    @property
+    def remembers_inputs(self) -> bool:
+        """Whether this kind overrides `normalise_with`."""
+        return type(self).normalise_with is not Attention.normalise_with
+
+    @property
+    def needs_norm(self) -> str:
+        """The option that has an effect only after `normalise_with`, "" for none."""
+        return ""
 
     def _order(
         self, n: int, m: int, state: State | None, lengths: Tensor | None, device: torch.device
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what `weigh` needs to know of N queries and of the keys of M positions before them and their own.
+        """Return the positions of N queries, and of the keys of M positions before them and their own.
 
         Returns:
             The queries' positions (B or 1, N, 1), the keys' positions (B or 1, 1, M + N), and whether a key exists and,

@@ -102,7 +102,7 @@ class CompressiveAttention(TransformerXLAttention):
         share_uv: Whether all layers of a `Transformer` share u and v: see `TransformerXLAttention`.
     """
 
-    fresh = (*TransformerXLAttention.fresh, "compressor")
+    extra_parameters = (*TransformerXLAttention.extra_parameters, "compressor")
 
     def __init__(
         self,

@@ -143,8 +143,8 @@ class InfiniteAttention(TransformerXLAttention):
             that is `norm_memory` of the `Transformer`.
     """
 
-    fresh = (
-        *TransformerXLAttention.fresh,
+    extra_parameters = (
+        *TransformerXLAttention.extra_parameters,
         "ltm_q_proj",
         "ltm_k_proj",
         "ltm_v_proj",

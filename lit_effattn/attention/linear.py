@@ -60,7 +60,7 @@ class LinearAttention(Attention):
     """
 
     takes_parts = True
-    fresh = ("feature_map",)
+    extra_parameters = ("feature_map",)
 
     def __init__(
         self,
@@ -161,8 +161,8 @@ class LinearAttention(Attention):
         # φ(0) is not 0, so it is φ(k) that must be masked; masking v would leave the denominator wrong.
         return phi.masked_fill(~valid_positions(lengths, k.size(2))[:, None, :, None], 0)
 
-    def weigh(self, q: Tensor, k: Tensor, state: LinearState | None, lengths: Tensor | None) -> Tensor:
-        """Return φ(q_i)ᵀφ(k_j) / (φ(q_i)ᵀz_i + ε): see `Attention.weigh`.
+    def compute_weights(self, q: Tensor, k: Tensor, state: LinearState | None, lengths: Tensor | None) -> Tensor:
+        """Return φ(q_i)ᵀφ(k_j) / (φ(q_i)ᵀz_i + ε): see `Attention.compute_weights`.
 
         The state holds no single keys. With a state M = 1 + N: the first column is the weight of all earlier positions
         together. The rows sum to 1 but for ε.

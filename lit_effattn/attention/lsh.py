@@ -225,8 +225,10 @@ class LSHAttention(Attention):
         """Return the positions in each bucket, (B, H, R, n_buckets). Those hashed under other rotations are in none."""
         return state.counts.masked_fill((state.drawn != self.draws)[:, None, None, None], 0)
 
-    def weigh(self, q: Tensor, k: Tensor, state: LSHCache | FixedLSHCache | None, lengths: Tensor | None) -> Tensor:
-        """Return the softmax over P_i, the union of what the rounds see: see `Attention.weigh`."""
+    def compute_weights(
+        self, q: Tensor, k: Tensor, state: LSHCache | FixedLSHCache | None, lengths: Tensor | None
+    ) -> Tensor:
+        """Return the softmax over P_i, the union of what the rounds see: see `Attention.compute_weights`."""
         n, m = q.size(2), 0 if state is None else int(state.length.max())
         buckets = self._buckets(q, lengths)
         _, _, seen = self._order(n, m, state, lengths, q.device)

@@ -293,8 +293,8 @@ class PerformerAttention(Attention):
         super().keep_heads(rank, size)
         self.feature_map.heads = self.heads
 
-    def weigh(self, q: Tensor, k: Tensor, state: Sums | None, lengths: Tensor | None) -> Tensor:
-        """Return φ(q_i)ᵀφ(k_j) / φ(q_i)ᵀz_i, with this module's features: see `Attention.weigh`.
+    def compute_weights(self, q: Tensor, k: Tensor, state: Sums | None, lengths: Tensor | None) -> Tensor:
+        """Return φ(q_i)ᵀφ(k_j) / φ(q_i)ᵀz_i, with this module's features: see `Attention.compute_weights`.
 
         The state holds no single keys. With a state M = 1 + N: the first column is the weight of all earlier positions
         together, 0 if the features have been redrawn since. Trigonometric features may give negative weights.

@@ -37,7 +37,7 @@ class ShawAttention(SoftmaxAttention):
 
     takes_rotary = False
     has_positions = True
-    fresh = ("key_table", "value_table")
+    extra_parameters = ("key_table", "value_table")
     divides_heads = False  # the gradient of the tables would be a sum over processes
 
     def __init__(

@@ -268,8 +268,8 @@ class SoftmaxAttention(Attention):
             before.length + after.length,
         )
 
-    def weigh(self, q: Tensor, k: Tensor, state: SoftmaxState | None, lengths: Tensor | None) -> Tensor:
-        """Return softmax(q_i · k_j / √D): see `Attention.weigh`."""
+    def compute_weights(self, q: Tensor, k: Tensor, state: SoftmaxState | None, lengths: Tensor | None) -> Tensor:
+        """Return softmax(q_i · k_j / √D): see `Attention.compute_weights`."""
         if state is not None:
             k = torch.cat([earlier_keys(state, self.window).to(k.dtype), k], 2)  # (B, H_kv, M + N, D)
         k = self._for_all_heads(k)  # (B, H_kv, M + N, D) -> (B, H, M + N, D)

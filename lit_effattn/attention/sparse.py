@@ -376,8 +376,8 @@ class SparseAttention(Attention):
         """Return the probability of dropout: 0 in evaluation."""
         return self.dropout if self.training else 0.0
 
-    def weigh(self, q: Tensor, k: Tensor, state: SparseState | None, lengths: Tensor | None) -> Tensor:
-        """Return the softmax over A_i: see `Attention.weigh`."""
+    def compute_weights(self, q: Tensor, k: Tensor, state: SparseState | None, lengths: Tensor | None) -> Tensor:
+        """Return the softmax over A_i: see `Attention.compute_weights`."""
         if state is not None:
             k = torch.cat([self._earlier_keys(state).to(k.dtype), k], 2)  # (B, H, M + N, D_qk)
         n = q.size(2)

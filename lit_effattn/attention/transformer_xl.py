@@ -76,7 +76,7 @@ class TransformerXLAttention(Attention):
 
     takes_rotary = False
     has_positions = True
-    fresh: tuple[str, ...] = ("r_proj", "u", "v")
+    extra_parameters: tuple[str, ...] = ("r_proj", "u", "v")
 
     def __init__(
         self,

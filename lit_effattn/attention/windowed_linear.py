@@ -66,7 +66,7 @@ class WindowedLinearAttention(Attention):
 
     takes_groups = True
     takes_parts = True
-    fresh = ("feature_map", "mixing")
+    extra_parameters = ("feature_map", "mixing")
 
     def __init__(
         self,
@@ -206,8 +206,10 @@ class WindowedLinearAttention(Attention):
     def _gamma(self, dtype: torch.dtype) -> Tensor:
         return self.mixing.to(dtype).sigmoid()
 
-    def weigh(self, q: Tensor, k: Tensor, state: WindowedLinearState | None, lengths: Tensor | None) -> Tensor:
-        """Return the softmax and linear terms over their sum: see `Attention.weigh`.
+    def compute_weights(
+        self, q: Tensor, k: Tensor, state: WindowedLinearState | None, lengths: Tensor | None
+    ) -> Tensor:
+        """Return the softmax and linear terms over their sum: see `Attention.compute_weights`.
 
         With a state M = 1 + (w − 1) + N: the first column is the weight of all positions before the newest w − 1.
         """

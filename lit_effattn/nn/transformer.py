@@ -110,11 +110,12 @@ class Block(SequenceModule):
         self.norm = norm
         self.norm_1 = layer_norm(self.d_model)
         self.norm_2 = layer_norm(self.d_model)
-        normalise_with = getattr(attention, "normalise_with", None) if norm == "pre" and norm_memory else None
-        self._attention_norms = normalise_with is not None
-        if normalise_with is not None:
-            normalise_with(self.norm_1)
-        elif needs := getattr(attention, "needs_norm", ""):
+        self._attention_norms = False
+        """Whether the attention applies `norm_1` itself."""
+        if norm == "pre" and norm_memory and isinstance(attention, Attention) and attention.remembers_inputs:
+            attention.normalise_with(self.norm_1)
+            self._attention_norms = True
+        elif needs := attention.needs_norm if isinstance(attention, Attention) else "":
             raise ValueError(
                 f"{needs} with norm={norm!r} and norm_memory={norm_memory}: it needs the layer's inputs before the "
                 "LayerNorm; set norm='pre' and norm_memory=True"

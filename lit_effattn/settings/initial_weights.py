@@ -16,7 +16,7 @@ _BIASES = tuple(f"{part}_proj.bias" for part in ("q", "k", "v", "out"))
 
 
 def keep_fresh(model: nn.Module, weights: dict[str, Any]) -> list[str]:
-    """Add to `weights` what another kind of attention does not have: buffers, and what the kind names as `fresh`.
+    """Add to `weights` what another kind of attention does not have: buffers, and the kind's `extra_parameters`.
 
     These are random features, feature maps, mixing factors, relative positions, compressors and long-term memories,
     which a checkpoint of softmax attention lacks.
@@ -28,7 +28,7 @@ def keep_fresh(model: nn.Module, weights: dict[str, Any]) -> list[str]:
     fresh = {name: name.rpartition(".")[2] for name in model.state_dict() if name not in parameters}
     for path, module in _attentions(model):
         for own, _ in module.named_parameters(remove_duplicate=False):
-            if any(f"{own}.".startswith(f"{name}.") for name in module.fresh):
+            if any(f"{own}.".startswith(f"{name}.") for name in module.extra_parameters):
                 fresh[f"{path}.{own}"] = own
     absent = {name: t for name, t in model.state_dict().items() if name in fresh and name not in weights}
     weights.update(absent)

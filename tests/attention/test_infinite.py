@@ -54,7 +54,7 @@ def test_softmax_attention_within_segments_gets_a_long_term_memory(chunk_size: i
     attention = make(short_term="softmax", mem_len=0, bias=True, chunk_size=chunk_size)
     left = attention.load_state_dict(softmax.state_dict(), strict=False)
     assert not left.unexpected_keys
-    assert all(name.startswith(attention.fresh) for name in left.missing_keys)
+    assert all(name.startswith(attention.extra_parameters) for name in left.missing_keys)
     x = inputs(2, 11)
     alone = torch.cat([softmax(segment)[0] for segment in x.split(4, 1)], 1)
     y, _ = attention(x)

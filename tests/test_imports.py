@@ -29,7 +29,7 @@ ROOMS: dict[str, set[str]] = {
         *("datamodules", "checkpoints", "__init__"),
     },
     "analysis": {
-        *("settings", "tasks", "callbacks", "nn", "attention", "sequence", "hparams"),
+        *("settings", "tasks", "callbacks", "generation", "nn", "attention", "sequence", "hparams"),
         *("datamodules", "checkpoints", "drawing"),
     },
     "cli": {

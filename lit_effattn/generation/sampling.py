@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from lit_effattn.attention.base import Attention
 from lit_effattn.nn.heads import Head
 from lit_effattn.ops.runtime.check_inductor import check_inductor
 from lit_effattn.sequence import SequenceModule, State, donated, reorder, tensors
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
@@ -29,6 +33,46 @@ def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -
         raise ValueError(f"top_k={top_k} leaves no level to draw; give at least 1, or leave it out")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p={top_p} is not a probability above 0 and up to 1")
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of `Sampling` as keyword arguments."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    seed: int
+    compile: bool
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn: one value, checked when it is made, from the command's flags to `generate`.
+
+    Args:
+        temperature: Divides the log-probabilities; 0 takes the likeliest token.
+        top_k: Draw among the k likeliest only.
+        top_p: Draw among the likeliest whose probabilities add up to p; at least one.
+        seed: Seed of the random streams; equal seeds draw equal samples.
+        compile: Use `torch.compile`: see `generate`. Worth it for many samples, not for one.
+
+    Raises:
+        ValueError: A setting is out of range. The message names it and its value.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        check_sampling(self.temperature, self.top_k, self.top_p)
+
+
+AS_TRAINED = Sampling()
+"""Draw from the model's distribution, with seed 0."""
 
 
 def draw(
@@ -66,14 +110,6 @@ def draw(
     return (cumulative <= uniform[:, None] * cumulative[:, -1:]).sum(-1).clamp(max=p.size(-1) - 1)
 
 
-class _Sampling(NamedTuple):
-    """Sampling settings: see `draw`."""
-
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-
-
 @torch.no_grad()
 def generate(
     backbone: SequenceModule,
@@ -82,16 +118,15 @@ def generate(
     prompt: Tensor,
     n_tokens: int,
     *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
+    sampling: Sampling = AS_TRAINED,
     state: State | None = None,
-    compile: bool = False,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
     on_tokens: Callable[[Tensor], None] | None = None,
+    **options: Unpack[SamplingOptions],
 ) -> Tensor:
     """Continue `prompt` by `n_tokens` tokens.
+
+        generate(backbone, embed, head, prompt, 100, temperature=0.8, top_p=0.95, seed=1)
 
     Row i has its own random stream, seeded by `seed` and i, so a sample depends neither on the number of rows nor on
     the device.
@@ -108,15 +143,13 @@ def generate(
         head: Maps the backbone's output to a distribution.
         prompt: (B, P) tokens, P at least 1.
         n_tokens: Number of tokens to draw.
-        temperature: See `draw`.
-        top_k: See `draw`.
-        top_p: See `draw`.
-        seed: Seed of the random streams.
+        sampling: How tokens are drawn.
         state: The state from which the prompt is read, such as a decoder's with a source; it is not changed. Best made
             with `max_len`; then it is grown if it has too little room. None: no earlier positions.
-        compile: Use `torch.compile`; worth it for many samples, not for one.
         progress: Wraps the iterable of steps (rich's or tqdm's `track`).
         on_tokens: Called with each step's tokens (B,) as they are drawn.
+        options: Fields of `Sampling` (`temperature`, `top_k`, `top_p`, `seed`, `compile`) that replace those of
+            `sampling`.
 
     Returns:
         (B, n_tokens), the tokens drawn.
@@ -125,18 +158,18 @@ def generate(
         ValueError: The backbone is not causal, a setting is out of range, or the step can't be compiled with this
             state.
     """
-    check_sampling(temperature, top_k, top_p)
+    sampling = replace(sampling, **options)
     if not backbone.causal:
         raise ValueError(
             f"{type(backbone).__name__} has causal=False, so it sees the future and can't generate; use causal=True"
         )
-    if compile and BACKEND == "inductor":
+    if sampling.compile and BACKEND == "inductor":
         check_inductor("compile=True", prompt.device)
     rows = len(prompt)
-    uniform = torch.stack([_random_stream(seed, i, n_tokens) for i in range(rows)], 1).to(prompt.device)
+    uniform = torch.stack([_random_stream(sampling.seed, i, n_tokens) for i in range(rows)], 1).to(prompt.device)
     drawn = torch.empty(rows, n_tokens, dtype=torch.long, device=prompt.device)
-    model = _Model(backbone, embed, head, _Sampling(temperature, top_k, top_p))
-    steps = (_compiled_steps if compile else _steps)(model, prompt, uniform, state)
+    model = _Model(backbone, embed, head, sampling.temperature, sampling.top_k, sampling.top_p)
+    steps = (_compiled_steps if sampling.compile else _steps)(model, prompt, uniform, state)
     for step, tokens in zip(progress(range(n_tokens)), steps, strict=False):
         drawn[:, step] = tokens
         if on_tokens is not None:
@@ -145,10 +178,14 @@ def generate(
 
 
 class _Model(NamedTuple):
+    """What a step depends on. A compiled step is compiled again for other values, so the seed is not among them."""
+
     backbone: SequenceModule
     embed: Callable[[Tensor], Tensor]
     head: Head
-    sampling: _Sampling
+    temperature: float
+    top_k: int | None
+    top_p: float | None
 
 
 def _steps(model: _Model, prompt: Tensor, uniform: Tensor, state: State | None) -> Iterator[Tensor]:
@@ -177,10 +214,10 @@ def first_state(backbone: SequenceModule, state: State | None, rows: int, more: 
 
 def _step(model: _Model, tokens: Tensor, uniform: Tensor, state: State) -> tuple[Tensor, State]:
     """Read `tokens` (B, N) and draw the next (B,)."""
-    temperature, top_k, top_p = model.sampling
     y, state = model.backbone(model.embed(tokens), state)
     log_probs = model.head.log_probs(y[:, -1])
-    return draw(log_probs, uniform, temperature=temperature, top_k=top_k, top_p=top_p), state
+    drawn = draw(log_probs, uniform, temperature=model.temperature, top_k=model.top_k, top_p=model.top_p)
+    return drawn, state
 
 
 # ----------------------------------------------------------------------------------------------------------- compiled

@@ -14,7 +14,7 @@ from lit_effattn.checkpoints.restoring import CheckpointConnector
 from lit_effattn.checkpoints.runs import new_folder
 from lit_effattn.datamodules.common.bars import progress_bar
 from lit_effattn.generation.beam import LENGTH_PENALTY, LengthNorm, check_beam
-from lit_effattn.generation.sampling import check_sampling
+from lit_effattn.generation.sampling import Sampling
 
 
 class Trainer(pl.Trainer):
@@ -92,10 +92,10 @@ class Trainer(pl.Trainer):
         if n is not None and n < 1:
             raise ValueError(f"--n {n}: draw at least one sample")
         settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-        sampling: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
-        sampling |= {"compile": True} if compile else {}
-        check_sampling(1.0 if temperature is None else temperature, top_k, top_p)
-        _check_search(beam, length_penalty, length_norm, n, sampling, always=source is not None)
+        drawing: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
+        drawing |= {"compile": True} if compile else {}
+        sampling = Sampling(**drawing)
+        _check_search(beam, length_penalty, length_norm, n, drawing, always=source is not None)
         _refuse_used(output)
         if not callable(getattr(model, "write_samples", None)):
             name = type(model).__name__
@@ -110,6 +110,8 @@ class Trainer(pl.Trainer):
         known = inspect.signature(task.write_samples).parameters
         for name in given.keys() - known.keys():
             raise ValueError(f"--{name} {given[name]}: {type(model).__name__} has no such option")
+        for name, value in drawing.items() if "sampling" not in known else ():
+            raise ValueError(f"--{name} {value}: {type(model).__name__} searches and draws nothing; leave it out")
         for name in options.keys() & known.keys() - given.keys():
             if known[name].default is inspect.Parameter.empty:
                 raise ValueError(f"--{name} is missing: {type(model).__name__} needs it to generate")
@@ -122,8 +124,8 @@ class Trainer(pl.Trainer):
             partial(_output_folder, output, Path(self.default_root_dir)),
             datamodule=datamodule,
             n=n,
-            sampling=sampling,
             progress=_track,
+            **({"sampling": sampling} if "sampling" in known else {}),
             **given,
         )
         return said
@@ -134,7 +136,7 @@ def _check_search(
     length_penalty: float | None,
     length_norm: LengthNorm | None,
     n: int | None,
-    sampling: dict[str, Any],
+    drawing: dict[str, Any],
     *,
     always: bool,
 ) -> None:
@@ -144,7 +146,7 @@ def _check_search(
             if value is not None and not always:
                 raise ValueError(f"--{name} {value} is an option of beam search; give --beam, too")
         return
-    for name, value in sampling.items():
+    for name, value in drawing.items():
         raise ValueError(f"--beam {beam} and --{name} {value} were both given; a search draws nothing; give only one")
     if n is not None and n > beam >= 1:
         raise ValueError(f"--n {n}: a search with --beam {beam} finds {beam} at most; give --beam {n} or more")

@@ -78,8 +78,9 @@ class Task(HasInitArgs, pl.LightningModule):
     - `score(stage, batch)` updates the metrics of validation or test and returns them by name; a task that can go on
       from a memory also overrides `evaluate(stage, batch, memory)`, which calls it;
     - `write_samples(folder, *, datamodule, n, sampling, progress, **options)`, if it can generate: it draws samples,
-      writes them into the folder that `folder()` makes, and returns what to say of them. `options` are those of
-      `lit-effattn generate` that it takes.
+      writes them into the folder that `folder()` makes, and returns what to say of them. `sampling` is a
+      `generation.Sampling`; a task that draws nothing does not take it. `options` are those of `lit-effattn generate`
+      that it takes.
 
     Args:
         optimizer: Makes the optimiser from the parameters. Default: torch.optim.RAdam.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from lit_effattn.datamodules.common.files import regular
 from lit_effattn.datamodules.common.tokens import IGNORE, Response, TokenBatch
 from lit_effattn.datamodules.text.tokenizers import NumberTokenizer, Tokenizer
 from lit_effattn.generation.beam import LENGTH_PENALTY, Hypotheses, LengthNorm, beam_search
-from lit_effattn.generation.sampling import generate
+from lit_effattn.generation.sampling import AS_TRAINED, Sampling, SamplingOptions, generate
 from lit_effattn.nn.heads import CategoricalHead, HeadFactory
 from lit_effattn.nn.sliding import SlidingWindow
 from lit_effattn.sequence import SequenceModule, State
@@ -29,6 +29,9 @@ from lit_effattn.tasks.auxiliary import FurtherPredictions, mean_of_scored
 from lit_effattn.tasks.base import Objective, Task, carried, check_backbone, check_fields
 from lit_effattn.tasks.metrics import Accuracy, BitsPerByte, BitsPerCharacter, BitsPerTextByte, Count, Perplexity
 from lit_effattn.tasks.responses import ResponseMetric, Responses, score_texts, write_file
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Unit = Literal["byte", "character", "token"]
 
@@ -379,13 +382,10 @@ class LanguageModel(Task):
         prompt: Tensor,
         n_tokens: int,
         *,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int = 0,
-        compile: bool = False,
+        sampling: Sampling = AS_TRAINED,
         progress: Callable[[Iterable[int]], Iterable[int]] = iter,
         on_tokens: Callable[[Tensor], None] | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> Tensor:
         """Continue each row of `prompt` (B, P) by `n_tokens` tokens: see `generation.generate`.
 
@@ -400,13 +400,10 @@ class LanguageModel(Task):
                 self.head,
                 prompt.to(self.device),
                 n_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                seed=seed,
-                compile=compile,
+                sampling=sampling,
                 progress=progress,
                 on_tokens=on_tokens,
+                **options,
             )
 
     @torch.no_grad()
@@ -458,7 +455,7 @@ class LanguageModel(Task):
         *,
         datamodule: Any,
         n: int | None,
-        sampling: dict[str, Any],
+        sampling: Sampling,
         progress: Callable[[Iterable[int]], Iterable[int]],
         prompt: str | None = None,
         prompt_file: str | None = None,
@@ -476,7 +473,7 @@ class LanguageModel(Task):
             folder: Makes the folder to write to.
             datamodule: Not used.
             n: How many samples. Default: 1.
-            sampling: Options of `sample`.
+            sampling: How tokens are drawn.
             progress: Wraps the iterable of steps, if there are several samples.
             prompt: How the text begins.
             prompt_file: A file with its beginning, in place of `prompt`.
@@ -502,7 +499,7 @@ class LanguageModel(Task):
             progress = iter
         if beam is None:
             drawn = self.sample(
-                tokens.expand(n or 1, -1), n_tokens, progress=progress, on_tokens=shown, **sampling
+                tokens.expand(n or 1, -1), n_tokens, sampling=sampling, progress=progress, on_tokens=shown
             ).cpu()
             numbered = [f"--- {i}\n{begin}{tokenizer.decode(row.numpy())}" for i, row in enumerate(drawn)]
         else:

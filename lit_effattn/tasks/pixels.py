@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -17,11 +17,14 @@ from lit_effattn.attention.positions import bind
 from lit_effattn.checkpoints.runs import short
 from lit_effattn.datamodules.images.pixels import levels_to_images
 from lit_effattn.drawing.images import grid, labelled_rows, save_png
-from lit_effattn.generation.sampling import generate
+from lit_effattn.generation.sampling import AS_TRAINED, Sampling, SamplingOptions, generate
 from lit_effattn.nn.heads import CategoricalHead, HeadFactory
 from lit_effattn.sequence import SequenceModule, State, reads_values
 from lit_effattn.tasks.base import Objective, Task, check_backbone
 from lit_effattn.tasks.metrics import BitsPerDim
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class PixelModel(Task):
@@ -128,24 +131,19 @@ class PixelModel(Task):
         n: int = 1,
         *,
         given: Tensor | None = None,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int = 0,
-        compile: bool = False,
+        sampling: Sampling = AS_TRAINED,
         progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+        **options: Unpack[SamplingOptions],
     ) -> Tensor:
         """Draw images.
 
         Args:
             n: How many.
             given: (n, P) levels of the first P dimensions of each, which the model completes. `n` is then ignored.
-            temperature: Divides the log-probabilities; 0 takes the likeliest level.
-            top_k: Draw among the k likeliest levels only.
-            top_p: Draw among the likeliest levels whose probabilities add up to p.
-            seed: Equal seeds draw equal images.
-            compile: See `generation.generate`.
+            sampling: How levels are drawn.
             progress: Wraps the iterable of steps, to show how far it is.
+            options: Fields of `generation.Sampling` (`temperature`, `top_k`, `top_p`, `seed`, `compile`) that replace
+                those of `sampling`.
 
         Returns:
             (n, H·W·C) levels, `given` included.
@@ -167,12 +165,9 @@ class PixelModel(Task):
                 self.head,
                 self._prompt(given),
                 self.n_dims - given.size(1),
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                seed=seed,
-                compile=compile,
+                sampling=sampling,
                 progress=progress,
+                **options,
             )
         finally:
             for module in training:
@@ -185,7 +180,7 @@ class PixelModel(Task):
         *,
         datamodule: pl.LightningDataModule | None,
         n: int | None,
-        sampling: dict[str, Any],
+        sampling: Sampling,
         progress: Callable[[Iterable[int]], Iterable[int]],
         complete: float | None = None,
     ) -> str:
@@ -195,7 +190,7 @@ class PixelModel(Task):
             folder: Makes the folder to write to.
             datamodule: Where the images to complete come from.
             n: How many images. Default: 16.
-            sampling: Options of `sample`.
+            sampling: How levels are drawn.
             progress: Wraps the iterable of steps.
             complete: The fraction to erase of each test image, from the bottom. Default: draw from nothing.
         """
@@ -203,7 +198,7 @@ class PixelModel(Task):
         h, w, c = self.image_shape
         originals = None if complete is None else _test_images(datamodule, n, complete)
         kept = None if originals is None else originals[:, : _kept(complete or 0.0, (h, w, c))]
-        levels = self.sample(n, given=kept, progress=progress, **sampling).cpu()
+        levels = self.sample(n, given=kept, sampling=sampling, progress=progress).cpu()
         images, into = self.to_images(levels), folder()
         np.save(into / "samples.npy", levels.view(-1, *self.image_shape).to(torch.int16).numpy())
         if originals is None or kept is None:

@@ -361,7 +361,6 @@ class SequenceToSequence(Task):
         *,
         datamodule: Any,
         n: int | None,
-        sampling: dict[str, Any],
         progress: Callable[[Iterable[int]], Iterable[int]],
         source: str,
         beam: int | None = None,
@@ -374,7 +373,6 @@ class SequenceToSequence(Task):
             folder: Makes the folder to write to.
             datamodule: Not used.
             n: How many. Default: 1.
-            sampling: Must be empty, since a search draws nothing.
             progress: Not used.
             source: The source's text.
             beam: Number of hypotheses. Default: the task's, or `n` if that is more.
@@ -384,8 +382,6 @@ class SequenceToSequence(Task):
         Raises:
             ValueError: an option is out of range.
         """
-        for name, value in sampling.items():
-            raise ValueError(f"--{name} {value}: {type(self).__name__} searches and draws nothing; leave it out")
         tokens = self.encode(source)[None].to(self.device)
         border = torch.full_like(tokens[:, :1], self.border)
         count = torch.ones_like(border[0])

@@ -164,7 +164,7 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]):
     assert "--prompt a: SequenceToSequence has no such option" in fails(
         capsys, "generate", "--ckpt_path", "last", "--source", "a", "--prompt", "a"
     )
-    assert "--temperature 0.5" in fails(
+    assert "--temperature 0.5: SequenceToSequence searches and draws nothing" in fails(
         capsys, "generate", "--ckpt_path", "last", "--source", "a", "--temperature", "0.5"
     )
     assert "cross_attention" in fails(

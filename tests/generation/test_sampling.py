@@ -3,6 +3,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -18,7 +19,7 @@ from lit_effattn.attention import (
     SoftmaxCrossAttention,
 )
 from lit_effattn.generation import sampling as generation
-from lit_effattn.generation.sampling import draw, generate
+from lit_effattn.generation.sampling import Sampling, draw, generate
 from lit_effattn.nn.heads import CategoricalHead, Head
 from lit_effattn.sequence import SequenceModule
 from tests.laws.cases import CAUSAL, Case
@@ -541,3 +542,28 @@ def test_a_backbone_that_sees_the_future_is_refused():
 def test_settings_that_make_no_distribution_are_refused(option: str, value: float):
     with pytest.raises(ValueError, match=f"{option}={value}"):
         generate(*parts(), torch.zeros(1, 1, dtype=torch.long), 1, **{option: value})
+    with pytest.raises(ValueError, match=f"{option}={value}"):
+        Sampling(**{option: value})
+
+
+def test_one_value_is_the_same_as_its_fields_as_keywords():
+    made, prompt = parts(), torch.zeros(3, 1, dtype=torch.long)
+    fields: Any = {"temperature": 1.5, "top_k": 4, "top_p": 0.9, "seed": 5}
+    expected = generate(*made, prompt, 20, **fields)
+    assert torch.equal(generate(*made, prompt, 20, sampling=Sampling(**fields)), expected)
+    assert torch.equal(generate(*made, prompt, 20, sampling=Sampling(1.5, 4, 0.9), seed=5), expected)
+    for name, other in {"temperature": 0.5, "top_k": 1, "top_p": 0.1, "seed": 6}.items():
+        changed = generate(*made, prompt, 20, sampling=Sampling(**fields), **{name: other})
+        assert not torch.equal(changed, expected)
+        assert torch.equal(changed, generate(*made, prompt, 20, **{**fields, name: other}))
+
+
+def test_another_seed_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(generation, "BACKEND", "eager")
+    made, prompt, counted = parts(), torch.zeros(2, 1, dtype=torch.long), torch._dynamo.utils.counters["stats"]
+    torch._dynamo.reset()
+    generate(*made, prompt, 3, sampling=Sampling(seed=1, compile=True))
+    compiled = counted["unique_graphs"]
+    assert compiled
+    generate(*made, prompt, 3, sampling=Sampling(seed=2, compile=True))
+    assert counted["unique_graphs"] == compiled

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from lit_effattn import sequence
 from lit_effattn.attention.positions import GridPositions
-from lit_effattn.generation.sampling import _advance, _Model, _Sampling
+from lit_effattn.generation.sampling import _advance, _Model
 from lit_effattn.nn.adaptive import AdaptiveHead
 from lit_effattn.nn.heads import CategoricalHead, MixtureOfLogisticsHead
 from lit_effattn.ops import continuous
@@ -95,5 +95,5 @@ def test_a_generated_token_stays_on_its_device_and_waits_for_nothing(head: Any, 
     with gpu, Stays(), torch.no_grad():
         tokens = torch.zeros(2, 1, dtype=torch.long, device="cuda")
         uniform = torch.zeros(2, dtype=torch.float64, device="cuda")
-        model = _Model(backbone, embedding, made, _Sampling(0.5, 3, 0.9))
+        model = _Model(backbone, embedding, made, 0.5, 3, 0.9)
         _advance(model, tokens, uniform, backbone.initial_state(2, max_len=6))

@@ -272,7 +272,7 @@ def test_validation_decodes_every_n_epochs(every: int | None, epoch: int, decode
 
 def test_samples_are_the_best_targets_with_their_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     made = model()
-    options: Any = {"datamodule": None, "sampling": {}, "progress": iter}
+    options: Any = {"datamodule": None, "progress": iter}
     made.write_samples(lambda: tmp_path, n=2, source="abc", beam=3, length_penalty=0.0, **options)
     (line,) = (tmp_path / "translations.jsonl").read_text().splitlines()
     entry = json.loads(line)
@@ -298,12 +298,11 @@ def test_scores_are_averages_if_that_is_wanted():
     [
         ({"source": "axz"}, "'x', 'z', which the model's training texts do not contain"),
         ({"source": ""}, "has no tokens"),
-        ({"source": "a", "sampling": {"temperature": 0.5}}, "--temperature 0.5.*draws nothing"),
     ],
-    ids=["unknown", "empty", "sampling"],
+    ids=["unknown", "empty"],
 )
 def test_what_can_not_be_written_is_refused(options: dict[str, Any], message: str, tmp_path: Path):
-    arguments: Any = {"datamodule": None, "n": None, "sampling": {}, "progress": iter, **options}
+    arguments: Any = {"datamodule": None, "n": None, "progress": iter, **options}
     with pytest.raises(ValueError, match=message):
         model().write_samples(lambda: tmp_path, **arguments)
 

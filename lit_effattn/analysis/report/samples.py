@@ -24,6 +24,7 @@ from lit_effattn.checkpoints.spec_build import build
 from lit_effattn.checkpoints.spec_check import CheckpointJudge
 from lit_effattn.datamodules import IGNORE, LabelledBatch, PairBatch, SpeechBatch, TokenBatch
 from lit_effattn.datamodules.text.tokenizers import Tokenizer
+from lit_effattn.generation.sampling import AS_TRAINED
 from lit_effattn.sequence import State
 from lit_effattn.settings.saved import UserOptions, checked_settings
 from lit_effattn.tasks import Task
@@ -228,7 +229,7 @@ def write_samples(model: Any, data: Any, n: int, folder: Path) -> list[str]:
                     _maker(made),
                     datamodule=data,
                     n=min(n, N_TEXTS) if is_text else n,
-                    sampling={},
+                    sampling=AS_TRAINED,
                     progress=iter,
                     **options,
                 )

@@ -33,7 +33,7 @@ SHORT = (
     "steps configs/digits_linear.yaml --only fit --steps 5 --repeats 2",
     "generation --small --repeats 2 --windows 4",
     "generation --sources 512 4096 --batch_sizes 1 --repeats 2",
-    "memory --lengths 4096 16384 --repeats 3",
+    "memory --lengths 800",
     "scaling --repeats 2 --lengths 512 1024 2048 --most 1024",
     "kernels --lengths 2048 --repeats 3",
     "layers --lengths 512 --repeats 3",

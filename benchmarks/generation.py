@@ -66,8 +66,7 @@ IMAGE_NOTES = [
     "are final there. Compiled, it looks at all slots of a cache with room for 256 tokens at first, and for twice as "
     "many when full.",
     "state: bytes of one image's, counted, with room for all its tokens.",
-    "the paper's: this ratio in Katharopoulos et al. 2020, on their GPU, with models of 8 (MNIST) and 16 (CIFAR-10) "
-    "layers, 8 heads, E 256, and batches of their choice: another machine, and not a target.",
+    "the paper's: this ratio in Katharopoulos et al. 2020, on their GPU, with larger models: not a target.",
 ]
 SOURCE_NOTES = [
     f"cross-attention: the kind by which the decoder reads the source. Encoder and decoder have linear attention, in "
@@ -87,11 +86,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compiled", action="store_true", help="also compiled steps, which takes up to a minute each")
     about = f"integrate state and cache from this many windows of {WINDOW} tokens; default: whole runs"
     parser.add_argument("--windows", type=at_least(2), help=about)
-    add_options(parser, 2, prefixes=(8, "prefixes at which no cache is measured"))
+    add_options(parser, 2, prefixes=(8, "at which no cache is measured"), beam=(4, "hypotheses of a search"))
     about = "decode from sources of so many tokens instead"
     parser.add_argument("--sources", type=at_least(1), nargs="+", default=[], help=about)
     add_options(parser, most=(8192, f"longest source of “{PLAIN}”"), tokens=(32, "decoded in a round"))
-    add_options(parser, 2, beam=(4, "hypotheses of a search"))
 
 
 def run(args: argparse.Namespace) -> Report:

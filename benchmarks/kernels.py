@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.measuring import add_options, at_least, compared, is_written_in_python, look_inside, peak_bytes, timed
+from benchmarks.measuring import add_options, compared, is_written_in_python, look_inside, peak_bytes, timed
 from benchmarks.report import Report, Row
 from lit_effattn.ops.favor import cpp_kernels as favor_cpp_kernels
 from lit_effattn.ops.favor.dispatch import positive_favor
@@ -60,8 +60,8 @@ class Form(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, lengths=([2048, 4096, 8192], "N"), batch_size=1, n_heads=8, head_dim=64)
-    add_options(parser, chunk_size=(64, "in PyTorch"), repeats=(5, "rounds"))
-    parser.add_argument("--n_features", type=at_least(1), help="Performer's; default: D ln D")
+    features = (None, "Performer's; default: D ln D")
+    add_options(parser, chunk_size=(64, "in PyTorch"), repeats=(5, "rounds"), n_features=features)
     parser.add_argument("--dtype", choices=TYPES, default="float32", help="default: %(default)s")
     about = "torch.set_float32_matmul_precision; default: %(default)s"
     parser.add_argument("--precision", choices=("highest", "high", "medium"), default="highest", help=about)

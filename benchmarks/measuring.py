@@ -62,8 +62,7 @@ def seconds_of(function: Callable[[], Any], device: torch.device) -> float:
 def mean_of(clock: Callable[[Callable[[], Any]], float], function: Callable[[], Any]) -> float:
     """Time calls by `clock`, as many as take `LEAST`, after one that is not counted unless it is long.
 
-    Calls then find memory and caches as they leave them themselves. The first call may pay for other functions: the C
-    library returns what they freed, a gigabyte in a quarter of a second, in the middle of a later `free`.
+    The first call may pay for other functions: the C library returns what they freed in the middle of a later `free`.
     """
     first = clock(function)
     if first >= 10 * LEAST:

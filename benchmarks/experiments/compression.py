@@ -1,4 +1,4 @@
-"""What compressors and simple statistics make of the images, or the text, that models are tested on."""
+"""What compressors make of the images, or the text, that models are tested on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from benchmarks.experiments.text import read_documents
+from benchmarks.experiments.recl import read_documents
 from benchmarks.measuring import Spread
 from benchmarks.report import Report, Row
 from lit_effattn.datamodules import PixelSequences
@@ -47,8 +47,7 @@ NOTES = [
     "a file each: headers are included, and weigh much in images so small. One grid: all images side by side in one "
     "file, in shuffled order, so that a coder gains nothing from neighbours that a model does not see; it loses a "
     "little at the seams.",
-    "Digits are coded as 8-bit grey, their 17 levels spread over 0 … 255. Statistics are counted on the training split "
-    "with one added to every count.",
+    "Digits are coded as 8-bit grey, their 17 levels spread over 0 … 255.",
     "Text: the test split of `TextStream`, its files end to end and compressed as one. bits/byte: 8 · bytes / bytes of "
     "the text.",
 ]
@@ -67,9 +66,8 @@ def run(args: argparse.Namespace) -> Report:
             continue
         data = PixelSequences(name)
         data.prepare_data()
-        data.setup("fit")
         data.setup("test")
-        rows += _coders(name, data) + _statistics(name, data)
+        rows += _coders(name, data)
     columns = dict.fromkeys(column for row in rows for column in row)  # images and text share one table
     return Report("compression", [{column: row.get(column, "—") for column in columns} for row in rows], NOTES)
 
@@ -99,71 +97,24 @@ def grid(images: Tensor) -> Tensor:
 
 
 def _coders(name: str, data: PixelSequences) -> list[Row]:
-    images = data.to_images(split(data, "test"))  # (n, C, H, W)
-    rows = []
-    for coder, options in CODERS.items():
-        sizes = torch.tensor([len(encode(image, options)) for image in images])
-        rows.append(_row(name, f"{coder}, a file each", data, 8 * sizes / images[0].numel(), int(sizes.sum())))
-    for coder, options in CODERS.items():
-        size = len(encode(grid(images), options))
-        rows.append(_row(name, f"{coder}, one grid", data, torch.tensor([8 * size / images.numel()]), size))
-    return rows
-
-
-def split(data: PixelSequences, name: str) -> Tensor:
-    """Return all levels of a split, (n, H · W · C) of uint8."""
-    images = data.splits[name]
-    return images[list(range(len(images)))]
-
-
-def _row(name: str, coder: str, data: PixelSequences, bits: Tensor, n_bytes: int | None = None) -> Row:
-    """Make a row from the bits/dim of each image, (n,), or of all of them, (1,)."""
-    mean = float(bits.double().mean())
-    return {
-        "data": f"{name}, {len(data.splits['test'])} images",
-        "coder": coder,
-        "bytes": "—" if n_bytes is None else n_bytes,
-        "bits/dim": mean,
-        "per image": Spread(tuple(bits.tolist())) if len(bits) > 1 else "—",
-        "÷ uniform": mean / math.log2(data.n_levels),
-    }
-
-
-def histogram_bits(train: Tensor, test: Tensor, n_levels: int) -> Tensor:
-    """Return bits/dim of each image under a histogram a position: (m, N) and (n, N) levels -> (n,)."""
-    position = torch.arange(train.size(1))  # (N,), which is each dimension's context
-    return _context_bits(position.expand_as(train), train, position.expand_as(test), test, n_levels)
-
-
-def neighbour_bits(train: Tensor, test: Tensor, n_levels: int) -> Tensor:
-    """Return bits/dim of each image given its left and upper pixel: (m, H, W) and (n, H, W) levels -> (n,)."""
-    return _context_bits(_neighbours(train, n_levels), train, _neighbours(test, n_levels), test, n_levels)
-
-
-def _neighbours(levels: Tensor, n_levels: int) -> Tensor:
-    """Number each pixel's pair of left and upper neighbour, (n, H, W); outside the image is a level of its own."""
-    padded = torch.nn.functional.pad(levels, (1, 0, 1, 0), value=n_levels)  # (n, H + 1, W + 1)
-    return padded[:, 1:, :-1] * (n_levels + 1) + padded[:, :-1, 1:]
-
-
-def _context_bits(train_context: Tensor, train: Tensor, context: Tensor, test: Tensor, n_levels: int) -> Tensor:
-    """Return the mean −log2 p(level | context) of each test image, p = (count + 1) / (context's count + n_levels)."""
-    n_contexts = 1 + int(max(train_context.max(), context.max()))
-    seen = torch.bincount((train_context * n_levels + train).flatten(), minlength=n_contexts * n_levels)
-    counts = seen.view(n_contexts, n_levels).double() + 1
-    bits = -(counts / counts.sum(1, keepdim=True)).log2()
-    return bits[context, test].flatten(1).mean(1)
-
-
-def _statistics(name: str, data: PixelSequences) -> list[Row]:
-    train, test = split(data, "train").long(), split(data, "test").long()
-    rows = [_row(name, "uniform", data, torch.full((len(test),), math.log2(data.n_levels)))]
-    height, width, channels = data.image_shape
-    if channels > 1:
-        return rows  # with 256 levels a table of contexts has more entries than there are training pixels
-    rows.append(_row(name, "histogram of each position", data, histogram_bits(train, test, data.n_levels)))
-    train, test = (levels.view(-1, height, width) for levels in (train, test))  # (n, H · W) -> (n, H, W)
-    rows.append(_row(name, "table of left and upper pixel", data, neighbour_bits(train, test, data.n_levels)))
+    levels = data.splits["test"]
+    images = data.to_images(levels[list(range(len(levels)))])  # (n, C, H, W)
+    sizes = {f"{coder}, a file each": [len(encode(i, options)) for i in images] for coder, options in CODERS.items()}
+    sizes |= {f"{coder}, one grid": [len(encode(grid(images), options))] for coder, options in CODERS.items()}
+    rows: list[Row] = []
+    for coder, of in sizes.items():
+        mean = 8 * sum(of) / images.numel()  # bits/dim
+        each = Spread(tuple(8 * size / images[0].numel() for size in of))
+        rows.append(
+            {
+                "data": f"{name}, {len(images)} images",
+                "coder": coder,
+                "bytes": sum(of),
+                "bits/dim": mean,
+                "per image": each if len(of) > 1 else "—",
+                "÷ uniform": mean / math.log2(data.n_levels),
+            }
+        )
     return rows
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +21,6 @@ from lit_effattn.ops.favor.pytorch import (
     trigonometric_features,
 )
 from lit_effattn.ops.linear.pytorch import linear_attention
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 NOTES = [
     "output (figure 4 of Choromanski et al. 2020): squared error of non-causal attention's output against softmax "
@@ -54,8 +51,7 @@ Errors = dict[tuple[float, str, str, int], Spread]  # by scale, features, direct
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, length=(4096, "the paper's"), draws=(15, "the paper's"))
-    add_options(parser, 2, head_dim=(16, "D, the paper's"))
+    add_options(parser, 2, length=(4096, "the paper's"), draws=(15, "the paper's"), head_dim=(16, "D, the paper's"))
     about = "F, even numbers; default: %(default)s"
     parser.add_argument("--n_features", type=_even, nargs="+", default=[16, 32, 64, 128, 256, 512], help=about)
     about = "of queries and keys; default: %(default)s"
@@ -112,7 +108,7 @@ def _attention(kind: Kind, q: Tensor, k: Tensor, v: Tensor, omega: Tensor) -> Te
     return favor(phi_q, phi_k, v) if kind.in_log_space else linear_attention(phi_q, phi_k, v, eps=0)
 
 
-def _plot(errors: Errors, args: argparse.Namespace, figure: Figure) -> None:
+def _plot(errors: Errors, args: argparse.Namespace, figure: Any) -> None:
     panels = {f"queries and keys from N(0, {scale:g}²)": {} for scale in args.scales}
     for (scale, name, directions, n), error in errors.items():
         panels[f"queries and keys from N(0, {scale:g}²)"].setdefault((name, directions), {})[n] = error

@@ -5,21 +5,18 @@ from __future__ import annotations
 import argparse
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.experiments.text import load, read_documents
-from benchmarks.measuring import add_options, at_least
+from benchmarks.experiments.recl import load, read_documents
+from benchmarks.measuring import add_options
 from benchmarks.report import Report, Row
 from lit_effattn.attention import InfiniteAttention
 from lit_effattn.datamodules import SortingTask
 from lit_effattn.sequence import State
 from lit_effattn.tasks import LanguageModel
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _GRID = 1000  # times of [0, 1], as far apart as the narrowest density is wide
 _PARTS = 10  # of [0, 1], in the table
@@ -48,11 +45,8 @@ class Reading(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    about = "checkpoint of an ∞-former on a TextStream or SortingTask"
-    parser.add_argument("--ckpt_path", type=Path, required=True, help=about)
+    parser.add_argument("--ckpt_path", type=Path, required=True, help="an ∞-former on a TextStream or SortingTask")
     add_options(parser, tokens=(4096, "how many of a text are read; a sorting task's are read to the last answer"))
-    about = "how many positions, the last, the densities are of; default: as many as are written at once"
-    parser.add_argument("--positions", type=at_least(1), help=about)
 
 
 @torch.no_grad()
@@ -61,7 +55,7 @@ def run(args: argparse.Namespace) -> Report:
     if not _memories(model):
         raise ValueError(f"ckpt_path={args.ckpt_path}: no layer has a long-term memory; InfiniteAttention has")
     tokens = _stream(data, args.tokens)
-    readings = read(model, tokens.to(args.device), args.positions)
+    readings = read(model, tokens.to(args.device))
     stream = f"{len(tokens):,} tokens of the test data of {args.ckpt_path}."
     rows = [row for reading in readings for row in _rows(reading)]
     return Report("longterm", rows, [*NOTES, stream], partial(_plot, readings))
@@ -175,7 +169,7 @@ def _rows(reading: Reading) -> list[Row]:
     ]
 
 
-def _plot(readings: list[Reading], figure: Figure) -> None:
+def _plot(readings: list[Reading], figure: Any) -> None:
     figure.set_size_inches(10, 0.6 + 2.2 * len(readings))
     panels = figure.subplots(len(readings), 2, squeeze=False, sharex=True)
     times = (torch.arange(_GRID) + 0.5) / _GRID

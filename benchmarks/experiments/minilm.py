@@ -10,7 +10,7 @@ import sysconfig
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,6 @@ from lit_effattn.attention import Attention, PerformerAttention, SoftmaxAttentio
 from lit_effattn.attention.random_features import Features
 from lit_effattn.ops.runtime.differences import largest_difference
 from lit_effattn.sequence import valid_positions
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 EQUAL = 1e-5
 """Largest difference between our sentence vectors of length 1 and the original's, in float32."""
@@ -45,8 +42,7 @@ NOTES = [
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    about = "folder with config.json, model.safetensors and tokenizer.json"
-    parser.add_argument("--model", type=Path, required=True, help=about)
+    parser.add_argument("--model", type=Path, required=True, help="folder with config, weights and tokenizer.json")
     kinds = get_args(Features)
     parser.add_argument("--features", choices=kinds, nargs="+", default=["positive"], help="default: %(default)s")
     add_options(parser, 2, n_features=[16, 32, 64, 128, 256, 512, 1024], sentences=200, passages=32)
@@ -213,7 +209,7 @@ def _neighbours(x: Tensor) -> Tensor:
     return (x @ x.T).fill_diagonal_(-torch.inf).argmax(-1)  # (B, E) -> (B,)
 
 
-def _plot(panels: Any, exact: dict[str, Tensor], figure: Figure) -> None:
+def _plot(panels: Any, exact: dict[str, Tensor], figure: Any) -> None:
     titled = {f"{len(exact[name])} {name}": lines for name, lines in panels.items()}
     for axes, name in zip(plot_spreads(figure, titled, "cosine to softmax attention", sharey=True), exact, strict=True):
         axes.axhline(_of_strangers(exact[name]), color="gray", linestyle=":")

@@ -8,14 +8,15 @@ import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.experiments.text import load, read_documents
-from benchmarks.measuring import add_options, at_least
+from benchmarks.measuring import add_options
 from benchmarks.report import Report, Row
-from lit_effattn.datamodules import TextStream, TokenBatch
+from lit_effattn.checkpoints.io import read_checkpoint
+from lit_effattn.datamodules import IGNORE, TextStream, TokenBatch
 from lit_effattn.tasks import LanguageModel
 
 NOTES = [
@@ -39,8 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "shares r; default: %(default)s"
     parser.add_argument("--ratios", type=_share, nargs="+", default=[0.1, 0.5, 1.0], help=about)
     parser.add_argument("--threshold", type=_share, default=0.01, help="least gain that counts; default: %(default)s")
-    about = "tokens read at once; default: as in each one's evaluation"
-    parser.add_argument("--segment_len", type=at_least(1), help=about)
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -59,7 +58,7 @@ def run(args: argparse.Namespace) -> Report:
     tokens, positions = _drawn(read_documents(data), contexts[-1], args.positions)
     of_each = []
     for model, own in group.values():
-        segment_len = args.segment_len or own["eval_segment_len"] or own["segment_len"]
+        segment_len = own["eval_segment_len"] or own["segment_len"]
         of_each.append(losses(model, tokens, positions, contexts, segment_len, args.batch_size))
     rows = _rows(list(group), torch.stack(of_each), contexts, args.ratios, args.threshold)
     drawn = f"{len(positions):,} positions of the test text of source {data['source']}, the same for all."
@@ -102,6 +101,37 @@ def effective_length(gains: Sequence[float], contexts: Sequence[int], threshold:
         threshold: 0.01 in the paper.
     """
     return next((c for c, g in zip(contexts, gains, strict=False) if g < threshold), contexts[-1])
+
+
+def load(path: Path, device: torch.device, *data: str) -> tuple[LanguageModel, dict[str, Any]]:
+    """Read a language model, and the arguments of the data that it was trained on.
+
+    Args:
+        path: The checkpoint.
+        device: The model's.
+        data: The data that are accepted, by an argument that only they have: "source" of TextStream.
+
+    Raises:
+        ValueError: the checkpoint is of another task or of other data.
+    """
+    checkpoint = read_checkpoint(path)
+    arguments = checkpoint.get("datamodule_hyper_parameters", {})
+    name = checkpoint.get("hyper_parameters", {}).get("_class_path", "").rpartition(".")[2]
+    if name != "LanguageModel" or not arguments.keys() & set(data):
+        raise ValueError(f"ckpt_path={path}: must be of a LanguageModel whose data have {' or '.join(data)}")
+    return LanguageModel.load_from_checkpoint(path, map_location=device, weights_only=True).eval(), arguments
+
+
+def read_documents(data: dict[str, Any]) -> list[Tensor]:
+    """Return the tokens of each document of the test text, (n,) each, in order; joined documents are one."""
+    stream = TextStream(**{**data, "eval_batch_size": 1, "eval_segment_len": 2**16, "num_workers": 0})
+    stream.prepare_data()
+    documents: list[list[Tensor]] = []
+    for batch in stream.test_dataloader():
+        if batch.fresh[0]:
+            documents.append([])
+        documents[-1].append(batch.targets[batch.targets != IGNORE])
+    return [torch.cat(pieces) for pieces in documents]
 
 
 @torch.no_grad()

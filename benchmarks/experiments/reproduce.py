@@ -10,13 +10,14 @@ import datetime
 import hashlib
 import json
 import os
+import re
 import shlex
+import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.experiments.commands import command, scores
 from benchmarks.report import Report, Row
 from lit_effattn.checkpoints.io import read_checkpoint
 from lit_effattn.checkpoints.runs import find_checkpoint
@@ -92,7 +93,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(run.name for run in RUNS)
     parser.add_argument("--plan", action="store_true", help="print what is done and what would run, and run nothing")
     parser.add_argument("--only", nargs="+", metavar="NAME", default=[], help=f"of {names}")
-    parser.add_argument("--flags", default="", help="for every training, say '--trainer.max_steps 4': other runs")
     parser.add_argument("--root", type=Path, default=Path("runs/reproduce_small"), help="default: %(default)s")
     parser.add_argument("--log", type=Path, default=Path("docs/reproduce-small.jsonl"), help="default: %(default)s")
     parser.add_argument("--page", type=Path, default=Path("docs/reproduce.md"), help="default: %(default)s")
@@ -101,11 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     if unknown := set(args.only) - {small.name for small in RUNS}:
         sys.exit(f"--only {', '.join(sorted(unknown))}: there are {', '.join(small.name for small in RUNS)}")
-    runs = [
-        small._replace(flags=f"{small.flags} {args.flags}".strip())
-        for small in RUNS
-        if not args.only or small.name in args.only
-    ]
+    runs = [small for small in RUNS if not args.only or small.name in args.only]
     write_table(args.page, read(args.log))  # an unsuitable page is found before anything runs
     todo = [small for small in runs if (small.name, small.command) not in _done(args.log)]
     minutes = sum(small.minutes for small in todo)
@@ -124,6 +120,20 @@ def run(args: argparse.Namespace) -> Report:
     if failures:
         print(*failures, sep="\n", file=sys.stderr)
     return Report("reproduce", rows, [*NOTES, f"Expected for those to run: {minutes:g} minutes.", *failures])
+
+
+def command(*args: str) -> str:
+    """Run the command with its progress shown, and return what it prints."""
+    print(f"$ lit-effattn {shlex.join(args)}", file=sys.stderr, flush=True)
+    done = subprocess.run([sys.executable, "-m", "lit_effattn.cli", *args], stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(f"lit-effattn {args[0]} failed, see above")
+    return done.stdout
+
+
+def scores(printed: str) -> dict[str, str]:
+    """Return the scores in lines such as `test bits/dim: 1.8022` and `test PER: 9.38 %`; counts are no scores."""
+    return dict(re.findall(r"^test (\S+): (\d+\.\d+(?: %)?)$", printed, re.M))
 
 
 def _run(small: Small, root: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import yaml
 
-from benchmarks.experiments.commands import command, scores
+from benchmarks.experiments.reproduce import command, scores
 from benchmarks.measuring import Spread, at_least
 from benchmarks.report import Report, Row
 from lit_effattn import LanguageModel, sequence

@@ -75,17 +75,3 @@ def test_segments_are_trained_one_by_one():
 def test_memory_in_segments_does_not_grow():
     peaks = [scaling._Layer(scaling.KINDS["infinite"], n, (8, 2), 64, CPU).peak_and_state() for n in (512, 1024)]
     assert peaks[0] == peaks[1]
-
-
-@pytest.mark.processes
-def test_processes_send_what_the_contract_says(tmp_path):
-    words = "scaling --lengths 64 --processes 1 2 --long 64 --device cpu --output"
-    command.main([*words.split(), str(tmp_path)])
-    found = json.loads((tmp_path / "scaling.json").read_text(encoding="utf-8"))["rows"]
-    sent = {(row["attention"], row["P"]): row["sent, bytes a layer"] for row in found if row["limit"] == "none"}
-    heads, width = 4, 16
-    # docs/sequence-parallel.md: S and z of linear attention, or the keys and values of a window, and positions
-    assert sent["linear", 2] == 4 * heads * width * (width + 1) + 8 + 8 + 8 // 2
-    assert all(sent[kind, 1] == 0 for kind in scaling.SHARED)
-    assert [row["limit"] for row in found[-2:]] == ["4 GiB"] * 2
-    assert all(row["seconds"] > 0 and row["peak, MiB a process"] > 0 for row in found)

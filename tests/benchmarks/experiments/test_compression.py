@@ -16,8 +16,6 @@ from benchmarks.experiments.compression import (
     compressed_size,
     encode,
     grid,
-    histogram_bits,
-    neighbour_bits,
 )
 from lit_effattn.datamodules import PixelSequences, TextStream
 from lit_effattn.datamodules.images.pixels import ImageArray
@@ -78,24 +76,6 @@ def test_grid_holds_every_image_once():
 def test_coder_that_loses_something_is_refused():
     with pytest.raises(RuntimeError, match="did not keep the image"):
         encode(torch.randint(0, 256, (3, 8, 8), dtype=torch.uint8), {"format": "JPEG"})
-
-
-def test_histogram_by_hand():
-    train = torch.tensor([[0, 1], [0, 0], [1, 0]])
-    test = torch.tensor([[0, 1], [1, 1]])
-    # (count + 1) / (3 + 2): at the first position 3/5 and 2/5, at the second the same
-    expected = [(-math.log2(3 / 5) - math.log2(2 / 5)) / 2, -math.log2(2 / 5)]
-    torch.testing.assert_close(histogram_bits(train, test, 2), torch.tensor(expected).double())
-
-
-def test_neighbours_by_hand():
-    train = torch.tensor([[[0, 1], [0, 1]]])
-    test = torch.tensor([[[0, 1], [1, 1]]])
-    # The contexts (left, up) of `test`, "-" being outside, what followed them in `train`, and so what is likely:
-    # (-, -): 0 seen, 0 comes, 2/3.   (0, -): 1 seen, 1 comes, 2/3.
-    # (-, 0): 0 seen, 1 comes, 1/3.   (1, 1): nothing seen, 1 comes, 1/2.
-    expected = -(2 * math.log2(2 / 3) + math.log2(1 / 3) + math.log2(1 / 2)) / 4
-    torch.testing.assert_close(neighbour_bits(train, test, 2), torch.tensor([expected]).double())
 
 
 # Text

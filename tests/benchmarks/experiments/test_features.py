@@ -33,7 +33,7 @@ def test_more_features_err_less(tmp_path):
 
 @pytest.mark.parametrize(
     ("flags", "complaint"),
-    [("--n_features 7", "7 is odd"), ("--draws 0", "0 is less than 1"), ("--head_dim 1", "1 is")],
+    [("--n_features 7", "7 is odd"), ("--draws 0", "0 is less than 2"), ("--head_dim 1", "1 is")],
 )
 def test_what_can_not_be_measured_is_refused(flags: str, complaint: str, capsys):
     with pytest.raises(SystemExit):

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import __main__ as command
-from benchmarks.experiments.recl import effective_length, gains, losses
-from benchmarks.experiments.text import load, read_documents
+from benchmarks.experiments.recl import effective_length, gains, load, losses, read_documents
 from lit_effattn import LSTM, Transformer
 from lit_effattn.attention import SoftmaxAttention, TransformerXLAttention
 from lit_effattn.datamodules import TextStream, TokenBatch

@@ -84,13 +84,6 @@ def _age(path: Path) -> int:
     return path.stat().st_mtime_ns
 
 
-def test_other_flags_are_another_run(machine: Machine):
-    run("--flags=--trainer.max_steps 4")
-    run()
-    assert machine.trained().count("copy_linear") == 2
-    assert "4" not in [words[-1] for words in machine.ran if words[:3] == ("fit", "--config", "copy_linear")][-1:]
-
-
 def test_a_plan_runs_nothing(machine: Machine, capsys: pytest.CaptureFixture[str]):
     assert {row["state"] for row in run("--plan")} == {"to run"}
     assert machine.ran == []

@@ -12,6 +12,7 @@ from torch import Tensor
 from benchmarks import __main__ as benchmarks_command
 from benchmarks.experiments import reproduce
 from lit_effattn.cli.command import CLI
+from lit_effattn.settings.arguments import Arguments
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
@@ -145,7 +146,7 @@ def test_commands_of_the_papers_figures_are_understood(name: str, flags: list[st
     """The command's own parser takes their flags; nothing is built."""
     monkeypatch.setattr(CLI, "instantiate_classes", lambda self: None)
     monkeypatch.setattr(CLI, "_run_subcommand", lambda *_: None)
-    CLI(["fit", "--config", str(ROOT / "configs" / f"{name}.yaml"), *flags])
+    CLI(Arguments(["fit", "--config", str(ROOT / "configs" / f"{name}.yaml"), *flags]))
 
 
 def test_small_runs_and_benchmarks_of_the_papers_figures():

@@ -26,21 +26,20 @@ from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.runs import find_checkpoint, short
 from lit_effattn.datamodules.common.json_data import parse_json
 from lit_effattn.drawing import plots
-from lit_effattn.hparams import flat
+from lit_effattn.settings.arguments import Arguments, File, Settings
 from lit_effattn.settings.kinds import attention_kinds, own_kind
 from lit_effattn.settings.own_classes import add_trust
-from lit_effattn.settings.resume import ROOT, read_yaml
-from lit_effattn.settings.shipped import find_config
+from lit_effattn.settings.run_names import ROOT
 
 FACTORS = (1 / 3, 1, 3)
 """The default rates are the configuration's times these."""
 
 RECORD = "sweep.json"
-_FIXED = ("--seed_everything", "--ckpt_path", "--name", "--trainer.default_root_dir")
+_FIXED = ("seed_everything", "ckpt_path", "name", "trainer.default_root_dir")
 """Flags of `fit` that the sweep gives itself."""
 _BETWEEN = r",(?![^\[]*\])"
 """Between two kinds: a comma that is not within brackets, as in linear,infinite:widths=[0.03,0.1]."""
-_RATE = "--model.optimizer.lr"
+_RATE = "model.optimizer.lr"
 _QUIET = ("--trainer.enable_progress_bar", "false")
 _INTERRUPTED = (130, 143)
 
@@ -61,15 +60,15 @@ def sweep(args: list[str]) -> None:
     given.trust += _own_kinds(given)
     if given.seeds < 1:
         raise ValueError(f"--seeds {given.seeds} must be at least 1")
-    _check_flags(flags)
+    configs = [arg for name in given.config for arg in ("--config", name)]
+    said = Arguments(["fit", *configs, *flags])
+    _check_flags(said.flags)
     wanted = re.split(_BETWEEN, given.kinds)
     kinds = {_short(kind): _flags_of(kind) for kind in wanted}
     if len(kinds) < len(wanted):
         raise ValueError(f"--kinds {given.kinds} names a kind twice; name each once")
-    files = [find_config(name) for name in given.config]
-    rates = _rates(given.lr, files)
-    folder = Path(given.output or Path(ROOT, f"sweep_{Path(files[-1]).stem}"))
-    configs = [arg for name in given.config for arg in ("--config", name)]
+    rates = _rates(given.lr, said.files)
+    folder = Path(given.output or Path(ROOT, f"sweep_{Path(said.files[-1].path).stem}"))
     runner = Sweep(folder, [*configs, *flags], kinds, _devices(given.devices), trust=given.trust)
     print(f"{len(kinds)} kinds, {len(rates)} rates with seed 0, then seeds 0 … {given.seeds - 1} at the best rate")
     with _terminable():
@@ -178,7 +177,8 @@ class Sweep:
         """Train, or go on training. Return why it was refused."""
         if "fit" in self._done.get(str(cell), ()):
             return None
-        args = ["fit", *self.flags, *self.kinds[cell.kind], _RATE, repr(cell.rate), "--seed_everything", str(cell.seed)]
+        rate = [f"--{_RATE}", repr(cell.rate)]
+        args = ["fit", *self.flags, *self.kinds[cell.kind], *rate, "--seed_everything", str(cell.seed)]
         args += ["--trainer.default_root_dir", str(self.folder / str(cell)), *self._trust_flags(), *_QUIET]
         run = self._newest(cell)
         return self._call(cell, "fit", [*args, *([] if run is None else ["--ckpt_path", str(run)])], device)
@@ -351,13 +351,12 @@ def _without_trust(flags: Sequence[str]) -> list[str]:
     return [flag for before, flag in pairwise(["", *flags]) if "--trust" not in (before, flag)]
 
 
-def _check_flags(flags: Sequence[str]) -> None:
-    for flag in flags:
-        name = flag.partition("=")[0]
-        if name in _FIXED:
-            raise ValueError(f"{name} is set by the sweep for each run; leave it out")
-        if name.replace("init_args.", "") == _RATE:
-            raise ValueError(f"{name} is set by the sweep for each run; give --lr RATE[,RATE …]")
+def _check_flags(flags: Settings) -> None:
+    for path in _FIXED:
+        if flags.given(path):
+            raise ValueError(f"--{path} is set by the sweep for each run; leave it out")
+    if flags.given(_RATE):
+        raise ValueError(f"--{_RATE} is set by the sweep for each run; give --lr RATE[,RATE …]")
 
 
 def _short(given: str) -> str:
@@ -397,13 +396,13 @@ def _flags_of(given: str) -> list[str]:
     return flags
 
 
-def _rates(text: str | None, files: Sequence[str]) -> list[float]:
+def _rates(text: str | None, files: Sequence[File]) -> list[float]:
     """Return the learning rates that were given, or those around the last one in the configurations."""
     if text is None:
-        found = [flat(read_yaml(file)).get("model.optimizer.lr") for file in files]
+        found = [file.value(_RATE) for file in files]
         rate = next((rate for rate in reversed(found) if isinstance(rate, (int, float))), None)
         if rate is None:
-            raise ValueError(f"--config {files[-1]} has no model.optimizer.lr; give the rates with --lr")
+            raise ValueError(f"--config {files[-1].path} has no model.optimizer.lr; give the rates with --lr")
         return [float(f"{factor * rate:.2g}") for factor in FACTORS]
     try:
         rates = [float(part) for part in text.split(",")]

@@ -39,7 +39,6 @@ import lit_effattn.tasks.schedules
 
 # These imports make the classes known by their short names in YAML and flags.
 from lit_effattn import callbacks, datamodules
-from lit_effattn.attention import SparseAttention
 from lit_effattn.checkpoints import slurm
 from lit_effattn.checkpoints.averaging import average_parameters
 from lit_effattn.checkpoints.io import AtomicCheckpointIO, read_checkpoint, with_config, without_folders
@@ -65,11 +64,15 @@ from lit_effattn.cli.help import arranged, class_help
 from lit_effattn.cli.prepare import prepare
 from lit_effattn.distributed.sharding import ShardedStrategy
 from lit_effattn.nn.transfer import begin_transfer
-from lit_effattn.settings.derived import leave_out, set_strides, set_windows, stated
+from lit_effattn.settings.arguments import Arguments
+from lit_effattn.settings.defaults import TRAINER
+from lit_effattn.settings.derived import leave_out, set_strides, set_windows
+from lit_effattn.settings.downloads import offline
 from lit_effattn.settings.initial_weights import keep_fresh, remedy
 from lit_effattn.settings.own_classes import TRUST
-from lit_effattn.settings.resume import CHECKPOINT, ROOT, ResolvedArgs, is_child, refuse_dropped
-from lit_effattn.settings.saved import OFFLINE, UserOptions, check_from_data, fixed_by_data, homes
+from lit_effattn.settings.resume import CHECKPOINT, is_child, refuse_dropped, resolve
+from lit_effattn.settings.run_names import ROOT, stated_root
+from lit_effattn.settings.saved import check_from_data, fixed_by_data, homes
 from lit_effattn.settings.sealed import Sealed, check_settings, parse_saved
 from lit_effattn.settings.trainer import Trainer
 from lit_effattn.tasks import Task
@@ -112,17 +115,15 @@ def run(args: list[str]) -> None:
         return
     # Enforce jsonargparse's denylist; build no classes where any value will do.
     set_parsing_settings(import_path_denylist=[], instantiate_subclass_spec_in_any=False)
-    if class_help(args, lambda: _Parser(prog=f"lit-effattn {args[0]}")):
+    arguments = Arguments(args)
+    if class_help(arguments, lambda: _Parser(prog=f"lit-effattn {arguments.command}")):
         return
-    offline = {name: os.environ.get(name) for name in OFFLINE}
+    if arguments.command == "data":
+        look(arguments, _Parser(prog="lit-effattn data", description=_ABOUT_DATA))
+        return
     try:
-        if args[0] == "data":
-            look(args[1:], _Parser(prog="lit-effattn data", description=_ABOUT_DATA))
-        else:
-            CLI(args)
+        CLI(arguments)
     finally:
-        for name, value in offline.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
         if not is_child():
             if RUN in os.environ:
                 discard_if_empty(Path(os.environ.pop(RUN)))
@@ -222,36 +223,39 @@ class _Parser(LightningArgumentParser):
 class CLI(LightningCLI):
     """A LightningCLI with one folder for each run. Files and flags override the configuration in a checkpoint."""
 
-    def __init__(self, args: list[str]) -> None:
-        self.given = args
+    def __init__(self, arguments: Arguments) -> None:
+        self.arguments = arguments
         self._made: Path | None = None  # the folder of a new run
         self._lock: RunLock | None = None
-        self.resolved = ResolvedArgs.parse(args)
-        self.sealed = Sealed(self.resolved.trust)
+        self.resolved = resolve(arguments)
+        self.sealed = Sealed(arguments.trust)
+        if self.resolved.checkpoint is not None:
+            os.environ[CHECKPOINT] = str(self.resolved.checkpoint)
         try:
-            super().__init__(
-                model_class=Task,
-                datamodule_class=pl.LightningDataModule if self.resolved.uses_data else None,
-                trainer_class=Trainer,
-                trainer_defaults={"default_root_dir": ROOT, "log_every_n_steps": 10, "check_val_every_n_epoch": None},
-                seed_everything_default=0,
-                parser_class=_Parser,
-                subclass_mode_model=True,
-                subclass_mode_data=True,
-                auto_configure_optimizers=False,
-                save_config_callback=None,
-                load_from_checkpoint_support=False,  # tasks know their own arguments: see lit_effattn.hparams
-                parser_kwargs={
-                    name: {
-                        "usage": _USAGE.format(name),
-                        "description": text,
-                        "command": name,
-                        "all_options": "all" in args,
-                    }
-                    for name, text in _ABOUT.items()
-                },
-                args=self.resolved.args,
-            )
+            with offline(self.resolved.offline):
+                super().__init__(
+                    model_class=Task,
+                    datamodule_class=pl.LightningDataModule if self.resolved.uses_data else None,
+                    trainer_class=Trainer,
+                    trainer_defaults=TRAINER,
+                    seed_everything_default=0,
+                    parser_class=_Parser,
+                    subclass_mode_model=True,
+                    subclass_mode_data=True,
+                    auto_configure_optimizers=False,
+                    save_config_callback=None,
+                    load_from_checkpoint_support=False,  # tasks know their own arguments: see lit_effattn.hparams
+                    parser_kwargs={
+                        name: {
+                            "usage": _USAGE.format(name),
+                            "description": text,
+                            "command": name,
+                            "all_options": arguments.flags.value("help") == "all",
+                        }
+                        for name, text in _ABOUT.items()
+                    },
+                    args=self.resolved.args,
+                )
         finally:
             if self._lock is not None:
                 self._lock.release()
@@ -266,7 +270,7 @@ class CLI(LightningCLI):
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
         """Build only the parser of the current command: each takes a third of a second."""
         commands = self.subcommands()
-        self.subcommands = lambda: {self.resolved.command: commands[self.resolved.command]}  # type: ignore[method-assign]
+        self.subcommands = lambda: {self.arguments.command: commands[self.arguments.command]}  # type: ignore[method-assign]
         super()._add_subcommands(parser, **kwargs)
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
@@ -297,7 +301,7 @@ class CLI(LightningCLI):
             help="Name of the run: its folder is runs/NAME/TIME. `last` and `best` are then of the newest run of this "
             "name. Default: the configuration's name, and the classes that flags name in place of its own.",
         )
-        if self.resolved.command != "fit":
+        if self.arguments.command != "fit":
             parser.add_argument(
                 "--average",
                 type=int | None,
@@ -326,12 +330,12 @@ class CLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse files and flags over the settings in the checkpoint, which go in as values and never as text."""
-        command, saved, namespace = self.resolved.command, self.resolved.saved, None
+        command, saved, namespace = self.arguments.command, self.resolved.saved, None
         try:
             if saved is not None:
                 of_command: Any = self._parser(command)
                 of_command.sealed = self.sealed
-                judge = CheckpointJudge(short(self.resolved.checkpoint or ""), self.resolved.trust)
+                judge = CheckpointJudge(short(self.resolved.checkpoint or ""), self.arguments.trust)
                 namespace = Namespace({command: parse_saved(of_command, saved, self.sealed, judge)})
             self.config = parser.parse_args(args, namespace=namespace)
         except UsageError as error:
@@ -357,10 +361,10 @@ class CLI(LightningCLI):
         self._derive(config)
         self._read_checkpoints_safely(config.trainer.get("strategy"))
         self._find_weights(config)
-        check_settings(config, self._parser(self.subcommand), UserJudge(self.resolved.trust))
+        check_settings(config, self._parser(self.subcommand), UserJudge(self.arguments.trust))
         self.parser.add_instantiator(self._build, object)
         saved = self.resolved.saved
-        if self.resolved.command == "fit" and saved is not None:
+        if self.arguments.command == "fit" and saved is not None:
             refuse_dropped(saved, self.settings())
 
     def _build(self, kind: type, *args: Any, **kwargs: Any) -> Any:
@@ -371,25 +375,25 @@ class CLI(LightningCLI):
 
     def _find_weights(self, config: Namespace) -> None:
         """Put the paths of checkpoints in the place of `last` and `best`, which later name others."""
-        for name in ("init_weights", "transfer_from") if self.resolved.command == "fit" else ():
+        for name in ("init_weights", "transfer_from") if self.arguments.command == "fit" else ():
             if config[name] is not None and not (name == "init_weights" and self.resolved.requeued):
-                root = self.resolved.root or Path(ROOT)
-                config[name] = short(find_checkpoint(config[name], root, option=f"--{name}"))
+                config[name] = short(find_checkpoint(config[name], stated_root(self.arguments), option=f"--{name}"))
 
     def _derive(self, config: Namespace) -> None:
         """Set the options of attention that follow from the run and its data, and leave out those of another one."""
-        leave_out(config, self.resolved.files, self.given)
-        set_windows(config, self.resolved.files)
-        flags = [arg for arg in self.given if arg.startswith("--model")]
-        models = [file.get("model", {}) for file in self.resolved.files]
-        if any("stride" in arg for arg in flags) or stated(models, "stride") is not None or not config.get("data"):
-            return
-        new = any(SparseAttention.__name__ in text for text in (*self.given, *map(repr, models)))
-        if new or self.resolved.saved is None:
-            parser = _Parser()
-            parser.add_subclass_arguments(pl.LightningDataModule, "data")
-            parser.add_instantiator(self.sealed.call, object)
-            set_strides(config, lambda: parser.instantiate_classes(Namespace(data=config.data.clone())).data)
+        leave_out(config, self.arguments)
+        set_windows(config, self.arguments)
+        if config.get("data"):
+            resumes = self.resolved.saved is not None
+            set_strides(config, self.arguments, lambda: self._data(config), resumes=resumes)
+
+    def _data(self, config: Namespace) -> pl.LightningDataModule:
+        """Return the data module of a configuration."""
+        parser = _Parser()
+        parser.add_subclass_arguments(pl.LightningDataModule, "data")
+        parser.add_instantiator(self.sealed.call, object)
+        data: pl.LightningDataModule = parser.instantiate_classes(Namespace(data=config.data.clone())).data
+        return data
 
     def _read_checkpoints_safely(self, strategy: Any) -> None:
         """Put `ShardedStrategy` in the place of Lightning's class, with the options that the user gave."""
@@ -397,13 +401,13 @@ class CLI(LightningCLI):
         if not isinstance(strategy, Namespace) or not strategy.class_path.endswith(theirs):
             return
         strategy.class_path = f"{ShardedStrategy.__module__}.{ShardedStrategy.__name__}"
-        if not UserOptions(self.given, [*self.resolved.files]).mention("save_distributed_checkpoint"):
+        if not self.arguments.given("trainer.strategy.save_distributed_checkpoint"):
             strategy.init_args.save_distributed_checkpoint = False
 
     def _refuse_fixed(self) -> None:
         """Refuse flags of the model that the data would override without a word."""
         for name in fixed_by_data():
-            if UserOptions(self.given, []).name("model", name):
+            if self.arguments.flags.given(f"model.{name}"):
                 raise ValueError(f"--model.{name} can't be given: the model takes it from the data")
 
     def settings(self) -> dict[str, Any]:
@@ -480,7 +484,7 @@ class CLI(LightningCLI):
             callbacks.StopOnSignal(),
             callbacks.RandomStates(restore=seed_kept),
             callbacks.CostLog(),
-            Configuration(self.settings(), self.given, self._lock),
+            Configuration(self.settings(), self.arguments.typed, self._lock),
         ]
         if kwargs.get("logger", config.logger) and LearningRateMonitor not in given:
             standard.append(LearningRateMonitor("step"))

@@ -13,6 +13,7 @@ from lit_effattn.cli.command import CLI
 from lit_effattn.cli.data import add_options
 from lit_effattn.cli.errors import class_names, option_paths
 from lit_effattn.cli.prepare import parser as prepare_parser
+from lit_effattn.settings.arguments import Arguments
 from lit_effattn.settings.kinds import attention_kinds
 from lit_effattn.settings.shipped import shipped
 
@@ -118,7 +119,7 @@ class _Parsers(CLI):
     def of(cls, command: str) -> Any:
         """Return the parser of a command."""
         try:
-            cls([command, "--help"])
+            cls(Arguments([command, "--help"]))
         except _MadeError as made:
             return made.args[0][command]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lit_effattn.checkpoints.io import AtomicCheckpointIO, read_checkpoint
 from lit_effattn.checkpoints.runs import find_checkpoint, short
-from lit_effattn.settings.resume import ROOT
+from lit_effattn.settings.run_names import ROOT
 
 
 def consolidate(args: list[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,54 +11,50 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LightningArgumentParser
 from torch import Tensor
 
-from lit_effattn.checkpoints.allowlist import Trust
 from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.runs import new_folder, short
 from lit_effattn.checkpoints.spec_check import Place, UserJudge, check
 from lit_effattn.datamodules import IGNORE, PairBatch, SpeechBatch, TokenBatch
 from lit_effattn.datamodules.text.tokenizers import Tokenizer
 from lit_effattn.drawing import images as pictures
-from lit_effattn.settings.own_classes import TRUST, add_trust
-from lit_effattn.settings.resume import ROOT, read_yaml
-from lit_effattn.settings.shipped import find_config
+from lit_effattn.settings.arguments import Arguments
+from lit_effattn.settings.own_classes import TRUST
+from lit_effattn.settings.run_names import ROOT
 
 N_SAMPLES = 3
 N_IMAGES = 16
 _SHOWN = 300  # characters of a text
 
 
-def look(args: list[str], parser: LightningArgumentParser) -> None:
+def look(arguments: Arguments, parser: LightningArgumentParser) -> None:
     """Print what the data of a configuration are.
 
     Args:
-        args: `--config NAME_OR_FILE`, `--trust NAME` and flags `--data…`, as for `fit`. Other sections of files are
-            ignored.
+        arguments: `--config NAME_OR_FILE`, `--trust NAME` and flags `--data…`, as for `fit`. Other sections of files
+            are ignored.
         parser: An empty parser.
 
     Raises:
         ValueError: If no data are named, or they are invalid.
         FileNotFoundError: If they are missing.
     """
-    quick = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    quick.add_argument("-c", "--config", action="append", default=[])
-    add_trust(quick)
-    given, flags = quick.parse_known_args(args)
     add_options(parser)
-    files = [read_yaml(find_config(name)) for name in given.config]
-    trusted = [name for content in files for name in content.get("trust") or ()]
-    specs = [["--data", json.dumps(content["data"], ensure_ascii=False)] for content in files if content.get("data")]
-    config = parser.parse_args([*(arg for spec in specs for arg in spec), *flags])
+    given = [(key, value) for file in arguments.files for key, value in file.content.items() if value]
+    specs = [
+        (f"--{key}", json.dumps(value, ensure_ascii=False)) for key, value in given if key.partition(".")[0] == "data"
+    ]
+    config = parser.parse_args([*(arg for spec in specs for arg in spec), *arguments.rest])
     if not config.get("data"):
         raise ValueError("data needs to know which: give --config NAME_OR_FILE, or --data CLASS")
     action: Any = next(action for action in parser._actions if action.dest == "data")
-    check(config["data"], Place.of(action._typehint), "data", UserJudge(Trust([*given.trust, *trusted])))
+    check(config["data"], Place.of(action._typehint), "data", UserJudge(arguments.trust))
     data = parser.instantiate_classes(config).data
     for line in describe(data, None if config.output is None else Path(config.output)):
         print(printable(line))
 
 
 def add_options(parser: LightningArgumentParser) -> None:
-    """Add the options of `lit-effattn data`, without `--config`. `look` reads `--trust` itself."""
+    """Add the options of `lit-effattn data`, without `--config`. `Arguments` reads `--trust` itself."""
     parser.add_subclass_arguments(LightningDataModule, "data")
     parser.add_argument("--output", type=str | None, default=None, help="Folder for the pictures. Default: a new one.")
     parser.add_argument("--trust", type=list[str] | None, default=None, metavar="NAME", help=TRUST)

@@ -8,7 +8,7 @@ from pathlib import Path
 from lit_effattn.checkpoints.runs import find_checkpoint, run_of, short
 from lit_effattn.interchange import export as exporting
 from lit_effattn.settings.own_classes import add_trust
-from lit_effattn.settings.resume import ROOT
+from lit_effattn.settings.run_names import ROOT
 from lit_effattn.tasks.base import Task
 
 

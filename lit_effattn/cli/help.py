@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 from jsonargparse import ArgumentParser
 
 from lit_effattn.checkpoints.allowlist import listed
+from lit_effattn.settings.arguments import Arguments
 from lit_effattn.tasks import Task
 
 _TITLES = {
@@ -51,26 +52,25 @@ def _root(group: Any) -> str:
     return "linked" if group.title == "Linked arguments" else str(group._group_actions[0].dest).split(".")[0]
 
 
-def class_help(args: list[str], new_parser: Callable[[], ArgumentParser]) -> bool:
-    """Print the help for a class of the model or the data if `args` ask for it; return whether they do.
+def class_help(arguments: Arguments, new_parser: Callable[[], ArgumentParser]) -> bool:
+    """Print the help for a class of the model or the data if flags ask for it; return whether they do.
 
-    The answer does not depend on the other arguments: `--model.backbone.help Transformer` needs no `--config`. Without
-    a class, it is the list of classes.
+    The answer does not depend on the other flags: `--model.backbone.help Transformer` needs no `--config`. Without a
+    class, it is the list of classes.
 
     Raises:
         ValueError: there is no class of that name.
     """
-    asked = [(i, m) for i, arg in enumerate(args) if (m := re.fullmatch(r"--((?:model|data)[\w.]*)\.help(=.*)?", arg))]
+    asked = [option for option in arguments.options if re.fullmatch(r"(model|data)[\w.]*\.help", option.key)]
     if not asked:
         return False
-    i, match = asked[-1]
-    path = match[1].replace("init_args.", "")
+    path = asked[-1].key.removesuffix(".help").replace("init_args.", "")
     expected = _declared(path)
     kinds = _kinds(expected)
     known = sorted({kind.__name__ for kind in kinds if _is_listed(kind)})
     if not known:
         return False
-    name = match[2][1:] if match[2] else next((arg for arg in args[i + 1 : i + 2] if not arg.startswith("-")), "")
+    name = asked[-1].text
     if not name:
         print(f"--{path} is one of {', '.join(known)}.\nThe options of one: --{path}.help {known[0]}")
         return True

@@ -9,8 +9,9 @@ import lightning.pytorch as pl
 
 from lit_effattn.callbacks import LastCheckpoint
 from lit_effattn.checkpoints.allowlist import listed
+from lit_effattn.settings.run_names import ROOT
 
-TRAINER = {"default_root_dir": "runs", "log_every_n_steps": 10, "check_val_every_n_epoch": None}
+TRAINER = {"default_root_dir": ROOT, "log_every_n_steps": 10, "check_val_every_n_epoch": None}
 """Defaults of the command that are not those of Lightning's trainer."""
 
 _UNKNOWN = object()

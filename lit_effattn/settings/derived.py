@@ -8,7 +8,7 @@ for. What is set and what is left out is printed, and saved with the other setti
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -17,24 +17,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_effattn.attention import SparseAttention
 from lit_effattn.callbacks import FeatureRedraw, MemoryCarry
+from lit_effattn.settings.arguments import Arguments, Settings
 
+_ATTENTION, _CALLBACKS = "model.backbone.attention", "trainer.callbacks"
 _OF_EVALUATION = ("eval_mem_len", "eval_clamp_len", "eval_same_length")
 """Options of a `LanguageModel` that are of its attention's memory."""
 
 
-def stated(settings: Any, name: str) -> int | None:
-    """Return the last integer of this name in nested settings, as files give them; None: there is none."""
-    found = None
-    for key, value in settings.items() if isinstance(settings, dict) else enumerate(settings):
-        if key == name and type(value) is int:
-            found = value
-        elif isinstance(value, (dict, list)):
-            inner = stated(value, name)
-            found = found if inner is None else inner
-    return found
-
-
-def set_windows(config: Namespace, files: Iterable[dict[str, Any]]) -> None:
+def set_windows(config: Namespace, arguments: Arguments) -> None:
     """Set each `window` that is null to memory length + segment length, if the run carries a memory of known length.
 
     A run of Transformer-XL states how far its memory reaches. If a flag replaces its attention by one with a `window`,
@@ -42,9 +32,10 @@ def set_windows(config: Namespace, files: Iterable[dict[str, Any]]) -> None:
 
     Args:
         config: The parsed settings of a run, which are changed.
-        files: Its YAML files, one of which may state `mem_len`.
+        arguments: Its flags and files; a file may state `mem_len`.
     """
-    mem_len = stated([file.get("model", {}) for file in files], "mem_len")
+    lengths = [length for file in arguments.files for length in file.values(f"{_ATTENTION}.mem_len")]
+    mem_len = next((length for length in reversed(lengths) if type(length) is int), None)
     carries = any(str(c.get("class_path")).endswith(MemoryCarry.__name__) for c in _specs(config.trainer.callbacks))
     segment_len = config.get("data.init_args.segment_len")
     if not carries or mem_len is None or not isinstance(segment_len, int):
@@ -57,15 +48,20 @@ def set_windows(config: Namespace, files: Iterable[dict[str, Any]]) -> None:
         rank_zero_info(f"{name}: window={window}, the memory's {mem_len} positions and the segment's {segment_len}")
 
 
-def set_strides(config: Namespace, data: Callable[[], Any]) -> None:
+def set_strides(config: Namespace, arguments: Arguments, data: Callable[[], Any], *, resumes: bool) -> None:
     """Set each `stride` to a row of the images, or √N for sequences of length N; of unknown lengths, leave it.
+
+    A stride that the user gives is left as it is, and so is that of a checkpoint.
 
     Args:
         config: The parsed settings of a run, which are changed.
+        arguments: Its flags and files.
         data: Makes the data module.
+        resumes: Whether the attention is a checkpoint's, unless the user names another one.
     """
     kinds = [kind for kind in _attentions(config) if kind.class_path.endswith(SparseAttention.__name__)]
-    if not kinds:
+    new = not resumes or any(name.endswith(SparseAttention.__name__) for name in arguments.classes(_ATTENTION))
+    if not kinds or not new or arguments.values(f"{_ATTENTION}.stride"):
         return
     made = data()
     lengths = (getattr(made, name, None) for name in ("segment_len", "max_len", "length"))
@@ -81,7 +77,7 @@ def set_strides(config: Namespace, data: Callable[[], Any]) -> None:
     rank_zero_info(f"{SparseAttention.__name__}: stride={stride}, {why}")
 
 
-def leave_out(config: Namespace, files: Iterable[dict[str, Any]], given: Collection[str]) -> None:
+def leave_out(config: Namespace, arguments: Arguments) -> None:
     """Leave out what the files say for their attention alone, if the run has another one.
 
     That are the memory of evaluation, and `FeatureRedraw` if no module of the model draws features. What flags give is
@@ -89,19 +85,19 @@ def leave_out(config: Namespace, files: Iterable[dict[str, Any]], given: Collect
 
     Args:
         config: The parsed settings of a run, which are changed.
-        files: Its YAML files. What one of them says is for the attention of this file, or else of the files before.
-        given: Its flags.
+        arguments: Its flags and files. What a file says is for the attention of this file, or else of the files before.
     """
-    model = config.model.as_dict()
+    model, flags = config.model.as_dict(), arguments.flags
     kinds: list[str] = []
     stated_for: dict[str, list[str]] = {}
-    for file in files:
-        kinds = list(_kinds(file.get("model", {}))) or kinds
-        stated_for |= {name: kinds for name in (*_OF_EVALUATION, FeatureRedraw.__name__) if name in repr(file)}
+    for file in arguments.files:
+        kinds = _kinds(file) or kinds
+        stated_for |= {name: kinds for name in _OF_EVALUATION if file.given(f"model.{name}")}
+        stated_for |= {name: kinds for name in file.classes(_CALLBACKS) if name == FeatureRedraw.__name__}
+    by_flags = {name for name in _OF_EVALUATION if flags.given(f"model.{name}")} | {*flags.classes(_CALLBACKS)}
+    now = {*_kinds(Settings([("model", model)]))}
     for_another = {
-        name: kinds
-        for name, kinds in stated_for.items()
-        if kinds and not {*_kinds(model)} <= {*kinds} and not any(name in arg for arg in given)
+        name: kinds for name, kinds in stated_for.items() if kinds and not now <= {*kinds} and name not in by_flags
     }
     left = []
     for name in for_another.keys() & {*_OF_EVALUATION}:
@@ -116,15 +112,10 @@ def leave_out(config: Namespace, files: Iterable[dict[str, Any]], given: Collect
         rank_zero_info(f"left out, being for {', '.join(owners)}: {', '.join(sorted(left))}")
 
 
-def _kinds(settings: Any) -> Iterator[str]:
-    """Yield the bare names of the kinds of attention in the nested settings of a model."""
-    for key, value in settings.items() if isinstance(settings, dict) else ():
-        for spec in value if isinstance(value, list) else [value]:
-            path = spec.get("class_path") if isinstance(spec, dict) else spec
-            if key == "attention" and isinstance(path, str):
-                yield path.rpartition(".")[2]
-            else:
-                yield from _kinds(spec)
+def _kinds(settings: Settings) -> list[str]:
+    """Return the bare names of the kinds of attention in a model."""
+    named = (names for path, names in settings.named() if path.startswith("model.") and path.endswith(".attention"))
+    return [name for names in named for name in names]
 
 
 def _draws(settings: Any) -> bool:
@@ -139,7 +130,7 @@ def _draws(settings: Any) -> bool:
 
 
 def _attentions(config: Namespace) -> list[Namespace]:
-    return _specs(config.get("model.init_args.backbone.init_args.attention"))
+    return _specs(config.get("model.init_args.backbone.init_args.attention"))  # as `_ATTENTION` in parsed settings
 
 
 def _specs(value: Any) -> list[Namespace]:

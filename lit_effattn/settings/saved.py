@@ -17,62 +17,48 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lit_effattn.checkpoints.allowlist import (
-    ACCELERATORS,
-    LIMITS,
-    SCHEDULE,
-    SCORING_CALLBACKS,
-    NotAllowedError,
-    Trust,
-)
+from lit_effattn.checkpoints.allowlist import ACCELERATORS, LIMITS, SCHEDULE, SCORING_CALLBACKS, NotAllowedError
 from lit_effattn.checkpoints.runs import run_of, short
 from lit_effattn.checkpoints.spec_build import check_value
 from lit_effattn.checkpoints.spec_check import ANYTHING, CheckpointJudge, Place, check, parameters
+from lit_effattn.settings.arguments import Arguments, Settings
+from lit_effattn.settings.downloads import forbid_downloads
 from lit_effattn.settings.trainer import Trainer
 from lit_effattn.tasks import Task
 
 _CALLBACKS = Place(classes=(pl.Callback,), items=(pl.Callback,))
 _WRITERS = ("ModelCheckpoint", "BestCheckpoint", "LastCheckpoint")
 """Callbacks that write checkpoints, to folders that only the user may name."""
-_DOWNLOADED = ("mnist", "fashion_mnist", "cifar10")
 _STRATEGIES = r"(auto|ddp|fsdp)[a-z_]*|ModelParallelStrategy"
-OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
-"""With 1 in these environment variables, Hugging Face's libraries read their cache alone."""
 
 
-class UserOptions(NamedTuple):
-    """The options that the user has given, which take precedence over those in a checkpoint.
+class Checked(NamedTuple):
+    """The settings that a command takes from a checkpoint, and whether only the cache of their data may be read."""
 
-    Attributes:
-        args: The flags.
-        files: What the YAML files hold.
-    """
-
-    args: list[str]
-    files: list[dict[str, Any]]
-
-    def name(self, group: str, option: str) -> bool:
-        """Return whether the user sets `group.option`, replacing the value in the checkpoint."""
-        flags = (f"--{group}.{option}", f"--{group}.init_args.{option}")
-        sections = [_section(file, group) for file in self.files]
-        return any(arg.split("=")[0] in flags for arg in self.args) or any(
-            option in section or option in _section(section, "init_args") for section in sections
-        )
-
-    def mention(self, word: str) -> bool:
-        """Return whether a flag or a file contains `word`."""
-        return any(word in arg for arg in self.args) or word in repr(self.files)
+    settings: dict[str, Any]
+    offline: bool
 
 
 def checked_settings(
-    saved: dict[str, Any], command: str, checkpoint: Path, trust: Trust, user: UserOptions
-) -> dict[str, Any]:
-    """Return the settings in `checkpoint` that `command` takes, with every name in them checked.
+    config: dict[str, Any], checkpoint: Path, user: Arguments, *, uses_data: bool = True, data_fixes: bool = True
+) -> Checked:
+    """Return the settings in `checkpoint` that a command takes, with every name in them checked.
+
+    Args:
+        config: The configuration in the checkpoint.
+        checkpoint: The file.
+        user: The command, with the settings that take precedence over those in the checkpoint.
+        uses_data: Whether the command takes data.
+        data_fixes: Whether the model takes what `Task.fixed_by_data` names from the data; else from the checkpoint.
 
     Raises:
         NotAllowedError: They name what a checkpoint may not, or what only the user may.
+        ValueError: they are of an attention transfer and the command is not, or the other way round.
     """
-    judge = CheckpointJudge(short(checkpoint), trust)
+    command, judge = user.command, CheckpointJudge(short(checkpoint), user.trust)
+    if command == "fit":
+        _check_transfer(config, checkpoint, user)
+    saved, offline = _of_command(config, command, uses_data, data_fixes), False
     taken = {part: saved[part] for part in saved.keys() & {"seed_everything", "checkpoint"}}
     taken = {part: check(value, ANYTHING, part, judge) for part, value in taken.items()}
     trainer = saved.get("trainer")
@@ -80,7 +66,7 @@ def checked_settings(
         taken["trainer"] = _trainer(trainer, command, judge, user)
         if command == "fit":
             run = run_of(checkpoint)
-            if run is not None and not user.name("trainer", "default_root_dir"):
+            if run is not None and not user.given("trainer.default_root_dir"):
                 taken["trainer"]["default_root_dir"] = short(run.parent)
     if "model" in saved:
         taken["model"] = check(saved["model"], Place(classes=(Task,)), "model", judge)
@@ -92,24 +78,36 @@ def checked_settings(
         taken["data"] = check(saved["data"], Place(classes=(pl.LightningDataModule,)), "data", judge)
         check_value(taken["data"], pl.LightningDataModule, "data", judge)
         paths.update(judge.texts)
-        _forbid_downloads(taken["data"], user)
+        offline = forbid_downloads(taken["data"], user)
     if paths:
         rank_zero_info(
             "The checkpoint names " + ", ".join(f"{where} {text!r}" for where, text in sorted(paths.items()))
         )
-    return taken
+    return Checked(taken, offline)
 
 
-def _trainer(saved: dict[str, Any], command: str, judge: CheckpointJudge, user: UserOptions) -> dict[str, Any]:
+def _of_command(config: dict[str, Any], command: str, uses_data: bool, data_fixes: bool) -> dict[str, Any]:
+    """Return the settings that are options of `command`. Nothing in them is checked yet."""
+    parts = ["seed_everything", "trainer", "model", *(["data"] if uses_data else [])]
+    parts += ["checkpoint"] if command == "fit" else []
+    saved = {part: config[part] for part in parts if config.get(part) is not None}
+    if data_fixes and "data" in saved:
+        init_args = _section(_section(saved, "model"), "init_args")
+        for name in fixed_by_data() & init_args.keys():
+            del init_args[name]
+    return saved
+
+
+def _trainer(saved: dict[str, Any], command: str, judge: CheckpointJudge, user: Settings) -> dict[str, Any]:
     fits = command == "fit"
-    callbacks = [] if user.name("trainer", "callbacks") else saved.get("callbacks") or []
+    callbacks = [] if user.given("trainer.callbacks") else saved.get("callbacks") or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
     if fits:
         for name in ("logger", "profiler", "plugins", "strategy"):
-            if not _is_plain(name, saved.get(name)) and not user.name("trainer", name):
+            if not _is_plain(name, saved.get(name)) and not user.given(f"trainer.{name}"):
                 raise NotAllowedError(_restore(judge.source, name, _class_of(saved[name])))
         own = [c for c in callbacks if _class_of(c).endswith(_WRITERS)]
-        if own and not user.mention("ModelCheckpoint"):
+        if own and not any(name.endswith(_WRITERS) for name in user.classes("trainer.callbacks")):
             raise NotAllowedError(_restore(judge.source, "callbacks+", _class_of(own[0])))
         callbacks = [c for c in callbacks if c not in own]
     else:
@@ -119,7 +117,7 @@ def _trainer(saved: dict[str, Any], command: str, judge: CheckpointJudge, user: 
     taken = {name: check(value, ANYTHING, f"trainer.{name}", judge) for name, value in taken.items()}
     for name, value in taken.items():
         check_value(value, parameters(Trainer)[name][0], f"trainer.{name}", judge)
-        if not user.name("trainer", name):
+        if not user.given(f"trainer.{name}"):
             _check_machine(name, value, judge)
     if callbacks:
         taken["callbacks"] = check(callbacks, _CALLBACKS, "trainer.callbacks", judge)
@@ -208,14 +206,16 @@ def check_from_data(task: type[Task], arguments: Mapping[str, Any]) -> None:
             )
 
 
-def _forbid_downloads(data: Any, user: UserOptions) -> None:
-    """Disable downloads of data that only the checkpoint names."""
-    init_args = data.setdefault("init_args", {}) if isinstance(data, dict) else {}
-    if init_args.get("dataset") in _DOWNLOADED and not (user.name("data", "download") or user.name("data", "dataset")):
-        init_args["download"] = False
-    if "huggingface" in (init_args.get("source"), init_args.get("corpus")) and not user.name("data", "path"):
-        os.environ.update(dict.fromkeys(OFFLINE, "1"))
-        rank_zero_info("Only Hugging Face's cache is read; to allow a download, give --data.path yourself")
+def _check_transfer(config: dict[str, Any], checkpoint: Path, arguments: Arguments) -> None:
+    """Check that an attention transfer is resumed as one: whose attention is learnt, only the user may say."""
+    before, now = config.get("transfer_from"), arguments.value("transfer_from")
+    if before and not now:
+        raise ValueError(
+            f"{short(checkpoint)} is of an attention transfer: give --transfer_from {before} again to resume it, or "
+            "--init_weights in place of --ckpt_path to fine-tune its result"
+        )
+    if now and not before:
+        raise ValueError(f"{short(checkpoint)} is of no attention transfer: give --transfer_from without --ckpt_path")
 
 
 def _section(config: dict[str, Any], name: str) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from lit_effattn.callbacks import CostLog
 from lit_effattn.checkpoints.runs import new_folder
 from lit_effattn.cli import main
 from lit_effattn.drawing import plots
+from lit_effattn.settings.arguments import File
 from tests.support.commands import REPOSITORY, fails
 
 CONFIG = {
@@ -262,7 +263,7 @@ def test_a_name_of_no_kind_or_of_several_is_refused(given: str):
 
 
 def test_rates():
-    assert _rates(None, [str(REPOSITORY / "configs/mqar_linear.yaml")]) == [0.001, 0.003, 0.009]
+    assert _rates(None, [File.read(str(REPOSITORY / "configs/mqar_linear.yaml"))]) == [0.001, 0.003, 0.009]
     assert _rates("3e-4,1e-3", []) == [0.0003, 0.001]
     for text in ("a", "0", "-1", "inf"):
         with pytest.raises(ValueError, match=f"--lr {text}"):

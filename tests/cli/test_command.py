@@ -21,6 +21,7 @@ from lit_effattn.checkpoints import run_lock
 from lit_effattn.cli import main
 from lit_effattn.cli.command import CLI
 from lit_effattn.datamodules import PixelSequences
+from lit_effattn.settings.arguments import Arguments
 from tests.support.commands import REPOSITORY, TWO, assert_same_end, command, ends, fails, last, same, weights
 
 CONFIGS = sorted((REPOSITORY / "configs").glob("*.yaml"))
@@ -207,7 +208,7 @@ def built(config: Path, *args: str, device: str = "meta") -> CLI:
     """
     with pytest.MonkeyPatch.context() as patch, torch.device(device):
         patch.setattr(CLI, "_run_subcommand", lambda *_: None)
-        return CLI(["fit", "--config", str(config), "--trainer.fast_dev_run", "1", *args])
+        return CLI(Arguments(["fit", "--config", str(config), "--trainer.fast_dev_run", "1", *args]))
 
 
 def ask_for_data(config: Path, *args: str) -> None:

@@ -11,7 +11,8 @@ import yaml
 
 from lit_effattn import PixelModel
 from lit_effattn.cli import main
-from lit_effattn.settings.resume import CHECKPOINT
+from lit_effattn.settings.arguments import Arguments
+from lit_effattn.settings.resume import CHECKPOINT, resolve
 from tests.support.commands import fails
 
 TINY = {
@@ -181,9 +182,7 @@ def test_a_damaged_one_is_named(folder: Path, capsys: pytest.CaptureFixture[str]
 
 def test_a_second_process_averages_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """DDP starts it with the checkpoint that the first has found, though a newer one may be kept since."""
-    from lit_effattn.settings.resume import ResolvedArgs
-
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv(CHECKPOINT, str(folder / "step_00000006.ckpt"))
-    averaged = ResolvedArgs.parse(["test", "--ckpt_path", "last", "--average", "2"]).averaged
+    averaged = resolve(Arguments(["test", "--ckpt_path", "last", "--average", "2"])).averaged
     assert [path.name for path in averaged] == ["step_00000004.ckpt", "step_00000006.ckpt"]

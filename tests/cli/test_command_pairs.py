@@ -12,6 +12,7 @@ import yaml
 
 from lit_effattn.cli import main
 from lit_effattn.cli.command import CLI
+from lit_effattn.settings.arguments import Arguments
 from lit_effattn.tasks import SequenceToSequence
 from tests.support.commands import REPOSITORY, TWO, assert_same_end, ends, fails, last
 
@@ -153,7 +154,7 @@ def test_every_configuration_works_as_far_as_it_needs_no_download(config: Path, 
         Path("lines").mkdir()
         for name in ("train.a", "train.b", "val.a", "val.b", "test.a", "test.b"):
             Path("lines", name).write_text("one line\nanother\n")
-        made = CLI([*args, *sizes, *files])
+        made = CLI(Arguments([*args, *sizes, *files]))
         made.model.configure_optimizers()
 
 

@@ -18,7 +18,8 @@ from lit_effattn.checkpoints.allowlist import LIMITS, SCHEDULE, NotAllowedError,
 from lit_effattn.checkpoints.io import saved_config
 from lit_effattn.checkpoints.spec_check import ANYTHING, CheckpointJudge, Place, check, parameters
 from lit_effattn.cli import main
-from lit_effattn.settings.saved import UserOptions, checked_settings
+from lit_effattn.settings.arguments import Arguments
+from lit_effattn.settings.saved import checked_settings
 from lit_effattn.settings.trainer import Trainer
 from lit_effattn.tasks import Task
 from tests.support.commands import REPOSITORY, fails
@@ -26,7 +27,6 @@ from tests.support.hostile import ROOTS, beside_evil, nothing_happened, places
 
 OLD = REPOSITORY / "tests" / "checkpoints" / "15b2119"
 COMMANDS = ("fit", "validate", "test", "predict", "generate")
-NOBODY = UserOptions([], [])
 RUN = "runs/2026-01-01_00-00-00/checkpoints"
 __all__ = ["beside_evil"]  # a fixture
 
@@ -134,7 +134,7 @@ def test_no_option_of_the_trainer_takes_what_is_not_plain(command: str):
         for what, payload in PAYLOADS:
             try:
                 settings = {"trainer": {option: copy.deepcopy(payload)}}
-                taken = checked_settings(settings, command, Path("it.ckpt"), Trust(), NOBODY)["trainer"]
+                taken = checked_settings(settings, Path("it.ckpt"), Arguments([command])).settings["trainer"]
             except NotAllowedError:
                 continue
             assert not taken or option in (*LIMITS, *SCHEDULE) or what.startswith("no string"), (option, what)
@@ -149,7 +149,7 @@ def test_no_option_of_the_trainer_takes_what_is_not_plain(command: str):
 def test_the_rest_of_a_configuration_is_plain(part: str, form: str):
     settings = {part: FORMS[form]("os.system", {"command": "touch pwned"})}
     with pytest.raises(NotAllowedError):
-        checked_settings(settings, "fit", Path("it.ckpt"), Trust(), NOBODY)
+        checked_settings(settings, Path("it.ckpt"), Arguments(["fit"]))
 
 
 def test_what_takes_any_value_takes_no_class():
@@ -402,7 +402,7 @@ def test_checkpoints_of_shipped_configurations_need_no_new_flag(config: Path, mo
     monkeypatch.setattr("os.cpu_count", lambda: 8)  # the most devices that one of them states
     settings = yaml.safe_load(config.read_text())
     for command in COMMANDS:
-        taken = checked_settings(copy.deepcopy(settings), command, Path("it.ckpt"), Trust(), NOBODY)
+        taken = checked_settings(copy.deepcopy(settings), Path("it.ckpt"), Arguments([command])).settings
         assert taken["model"]["init_args"].keys() == settings["model"]["init_args"].keys()
         assert taken["data"]["init_args"].keys() >= settings["data"].get("init_args", {}).keys()
         carries = "MemoryCarry" in repr(settings["trainer"].get("callbacks"))

@@ -24,7 +24,8 @@ from lit_effattn.checkpoints.spec_check import CheckpointJudge, parameters
 from lit_effattn.cli.command import _Parser
 from lit_effattn.settings import saved as saved_settings
 from lit_effattn.settings import sealed
-from lit_effattn.settings.saved import UserOptions, checked_settings
+from lit_effattn.settings.arguments import Arguments
+from lit_effattn.settings.saved import checked_settings
 from lit_effattn.settings.sealed import Sealed, parse_saved
 from lit_effattn.settings.trainer import Trainer
 from lit_effattn.tasks import Task
@@ -188,7 +189,7 @@ def as_the_command_does(settings: dict[str, Any], parser: _Parser) -> str:
     """Take settings from a checkpoint as far as the constructors; return how far they came."""
     trust, closed = Trust(), None
     try:
-        taken = checked_settings(settings, "fit", Path("it.ckpt"), trust, UserOptions([], []))
+        taken = checked_settings(settings, Path("it.ckpt"), Arguments(["fit"])).settings
     except NotAllowedError:
         return "refused"
     closed = Sealed(trust)

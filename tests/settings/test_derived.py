@@ -1,10 +1,12 @@
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from jsonargparse import Namespace
 
-from lit_effattn.settings.derived import leave_out, set_strides, set_windows, stated
+from lit_effattn.settings.arguments import Arguments, File
+from lit_effattn.settings.derived import leave_out, set_strides, set_windows
 
 
 def kind(name: str, **options: Any) -> Namespace:
@@ -23,6 +25,10 @@ def config(attention: Any, *, callbacks: Any, segment_len: int | None = 8) -> Na
 CARRY = kind("MemoryCarry")
 
 
+def given(*flags: str, files: Sequence[dict[str, Any]] = ()) -> Arguments:
+    return Arguments(["fit", *flags], [File("a.yaml", content) for content in files])
+
+
 def file(*lengths: Any) -> dict[str, Any]:
     kinds = [{"class_path": "TransformerXLAttention", "init_args": {"mem_len": length}} for length in lengths]
     return {"model": {"init_args": {"backbone": {"init_args": {"attention": kinds}}}}}
@@ -30,7 +36,7 @@ def file(*lengths: Any) -> dict[str, Any]:
 
 def test_only_windows_that_are_null_are_set():
     kinds = [kind("SoftmaxAttention", window=None), kind("LinearAttention"), kind("ShawAttention", window=5)]
-    set_windows(config(kinds, callbacks=[kind("FeatureRedraw"), CARRY]), [file(6)])
+    set_windows(config(kinds, callbacks=[kind("FeatureRedraw"), CARRY]), given(files=[file(6)]))
     assert [k.get("init_args.window") for k in kinds] == [14, None, 5]
     assert "window" not in kinds[1].init_args
 
@@ -42,14 +48,22 @@ def test_only_windows_that_are_null_are_set():
 )
 def test_nothing_is_invented(callbacks: Any, mem_len: int | None, segment_len: int | None):
     softmax = kind("SoftmaxAttention", window=None)
-    set_windows(config(softmax, callbacks=callbacks, segment_len=segment_len), [file(mem_len)])
+    set_windows(config(softmax, callbacks=callbacks, segment_len=segment_len), given(files=[file(mem_len)]))
     assert softmax.init_args.window is None
 
 
-def test_the_last_memory_length_counts():
-    assert stated([], "mem_len") is None
-    assert stated([file(6), {"data": {"mem_len": None}}], "mem_len") == 6
-    assert stated([file(6), file(7, 9), file("many")], "mem_len") == 9
+@pytest.mark.parametrize(
+    ("files", "window"),
+    [
+        ([{"data": {"mem_len": 3}}], None),
+        ([file(6), {"data": {"mem_len": 3}}], 14),
+        ([file(6), file(7, 9), file("many")], 17),
+    ],
+)
+def test_the_last_memory_length_counts(files: list[dict[str, Any]], window: int | None):
+    softmax = kind("SoftmaxAttention", window=None)
+    set_windows(config(softmax, callbacks=CARRY), given(files=files))
+    assert softmax.init_args.window == window
 
 
 @pytest.mark.parametrize(
@@ -63,13 +77,34 @@ def test_the_last_memory_length_counts():
 )
 def test_a_stride_is_a_row_or_the_root_of_the_length(data: Any, stride: int):
     kinds = [kind("LinearAttention"), kind("SparseAttention", stride=128)]
-    set_strides(config(kinds, callbacks=None), lambda: data)
+    set_strides(config(kinds, callbacks=None), given(), lambda: data, resumes=False)
     assert kinds[1].init_args.stride == stride
     assert "stride" not in kinds[0].init_args
 
 
 def test_data_are_made_only_for_the_kind_that_needs_them():
-    set_strides(config(kind("LinearAttention"), callbacks=None), lambda: pytest.fail("the data were made"))
+    made = config(kind("LinearAttention"), callbacks=None)
+    set_strides(made, given(), lambda: pytest.fail("the data were made"), resumes=False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "files", "resumes", "stride"),
+    [
+        (["--model.backbone.attention", "SparseAttention"], [], True, 11),
+        (["--model.backbone.attention=[{class_path: my.SparseAttention}]"], [], True, 11),
+        ([], [{"model": {"backbone": {"attention": "SparseAttention"}}}], True, 11),
+        (["--model.backbone.attention.pattern", "strided"], [], False, 11),
+        (["--data.root", "SparseAttention"], [], True, 128),
+        (["--model.backbone.attention", "{class_path: SparseAttention, init_args: {stride: 128}}"], [], False, 128),
+        ([], [{"model": {"init_args": {"backbone.attention.stride": 128}}}], False, 128),
+    ],
+)
+def test_a_stride_that_is_stated_stays(flags: list[str], files: list[dict[str, Any]], resumes: bool, stride: int):
+    """By a flag, a file, or the checkpoint that a run resumes."""
+    sparse = kind("SparseAttention", stride=128)
+    data = SimpleNamespace(segment_len=120)
+    set_strides(config(sparse, callbacks=None), given(*flags, files=files), lambda: data, resumes=resumes)
+    assert sparse.init_args.stride == stride
 
 
 REDRAW = kind("FeatureRedraw")
@@ -97,35 +132,48 @@ def left(config: Namespace) -> tuple[Any, Any, list[str]]:
 
 def test_what_was_for_the_replaced_attention_is_left_out():
     made = run("LinearAttention")
-    leave_out(made, [stating(MEMORY, model={"eval_mem_len": 9}, redraw=True)], [])
+    leave_out(made, given(files=[stating(MEMORY, model={"eval_mem_len": 9}, redraw=True)]))
     assert left(made) == (None, True, ["MemoryCarry"])  # eval_same_length is of no file
 
 
 def test_what_modules_with_random_features_need_stays():
     made = run("SoftmaxAttention", "PerformerAttention")
-    leave_out(made, [stating(FEATURES, redraw=True)], [])
+    leave_out(made, given(files=[stating(FEATURES, redraw=True)]))
     assert left(made) == (9, True, ["MemoryCarry", "FeatureRedraw"])
 
 
 @pytest.mark.parametrize(
     ("kinds", "files", "flags"),
     [
-        (["LinearAttention"], [MEMORY], ["--model.eval_mem_len", "--trainer.callbacks+=FeatureRedraw"]),
+        (["LinearAttention"], [MEMORY], ["--model.eval_mem_len", "9", "--trainer.callbacks+=FeatureRedraw"]),
+        (
+            ["LinearAttention"],
+            [MEMORY],
+            ["--model={eval_mem_len: 9}", "--trainer={callbacks: FeatureRedraw}"],
+        ),
         (["TransformerXLAttention"], [MEMORY], []),
         (["TransformerXLAttention"], [[FEATURES, MEMORY]], []),
         (["LinearAttention"], [None], []),
         (["TransformerXLAttention"], [FEATURES, MEMORY], []),
     ],
-    ids=["given by flags", "the same kind", "one of its kinds", "for no kind", "replaced by a file"],
+    ids=[
+        "given by flags",
+        "in mappings",
+        "the same kind",
+        "one of its kinds",
+        "for no kind",
+        "replaced by a file",
+    ],
 )
 def test_settings_that_nobody_replaced_stay(kinds: list[str], files: list[Any], flags: list[str]):
     made = run(*kinds)
     *before, last = files
-    leave_out(made, [*map(stating, before), stating(last, model={"eval_mem_len": 9}, redraw=True)], flags)
+    stated = [*map(stating, before), stating(last, model={"eval_mem_len": 9}, redraw=True)]
+    leave_out(made, given(*flags, files=stated))
     assert left(made) == (9, True, ["MemoryCarry", "FeatureRedraw"])
 
 
 def test_what_a_file_says_belongs_to_the_attention_of_the_files_before():
     made = run("LinearAttention")
-    leave_out(made, [stating(MEMORY), stating(model={"eval_mem_len": 9}), stating(FEATURES)], [])
+    leave_out(made, given(files=[stating(MEMORY), stating(model={"eval_mem_len": 9}), stating(FEATURES)]))
     assert left(made)[0] is None

@@ -1,9 +1,8 @@
 from typing import Any
 
 import pytest
-import yaml
 
-from lit_effattn.settings.resume import _without, refuse_dropped
+from lit_effattn.settings.resume import refuse_dropped
 
 COSINE = "lit_effattn.tasks.schedules.WarmupCosine"
 
@@ -31,9 +30,3 @@ def test_an_option_that_a_checkpoint_does_not_name_was_at_its_default(path: str)
 def test_another_schedule_is_refused(now: dict[str, Any]):
     with pytest.raises(ValueError, match="resuming keeps the checkpoint's lr_scheduler"):
         refuse_dropped(settings(COSINE, total_steps=40), now)
-
-
-@pytest.mark.parametrize("name", ["é", "中文", "🙂", "𝄞", "\U0010fffd"])
-def test_text_of_a_file_without_a_section_is_read_as_it_was(name: str):
-    rest = _without({"checkpoint"}, "a.yaml", {"checkpoint": {}, "data": {"root": name}})
-    assert yaml.safe_load(rest) == {"data": {"root": name}}

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
-from lit_effattn.settings.run_names import root_of
+from lit_effattn.settings.arguments import Arguments, File
+from lit_effattn.settings.run_names import root_of, stated_root
 
 FILE = yaml.safe_load("""
 model:
@@ -18,6 +19,17 @@ model:
         attention: [{class_path: lit_effattn.attention.LinearAttention, init_args: {chunk_size: 9}}, SoftmaxAttention]
         positions: auto
 """)
+
+
+def arguments(root: str, files: dict[str, Any], *flags: str) -> Arguments:
+    """Flags and files, the last of which names the folder of the runs."""
+    of_root = File("root.yaml", {"trainer": {"default_root_dir": root}})
+    return Arguments(["fit", *flags], [*(File(f"{name}.yaml", content) for name, content in files.items()), of_root])
+
+
+def test_the_folder_of_all_runs_is_the_default():
+    assert stated_root(Arguments(["fit", "--name", "a"])) == Path("runs")
+    assert stated_root(arguments("007", {}, "--trainer", "{default_root_dir: mine}")) == Path("mine")
 
 
 @pytest.mark.parametrize(
@@ -39,8 +51,10 @@ model:
     ],
 )
 def test_what_flags_swap_is_in_the_name(flags: str, name: str):
-    assert root_of(Path("runs/a"), None, {"a": FILE}, flags.split()) == Path("runs", name)
-    assert root_of(Path("runs/a"), None, {}, flags.split()) == Path("runs/a")  # a folder that the user names
+    assert root_of(arguments("runs/a", {"a": FILE}, *flags.split())) == Path("runs", name)
+    assert root_of(arguments("runs/a", {}, *flags.split())) == Path("runs/a")
+    by_flag = ["--trainer.default_root_dir", "mine/a"]
+    assert root_of(arguments("runs/a", {"a": FILE}, *flags.split(), *by_flag)) == Path("mine/a")
 
 
 @pytest.mark.parametrize(
@@ -48,10 +62,10 @@ def test_what_flags_swap_is_in_the_name(flags: str, name: str):
     [("runs/a", {"a": FILE}, "runs/mine"), ("runs/a", {}, "runs/a/mine"), ("runs", {"a": {}}, "runs/mine")],
 )
 def test_a_given_name_takes_the_place_of_the_configurations(root: str, files: dict[str, Any], folder: str):
-    assert root_of(Path(root), "mine", files, ["--model.backbone", "LSTM"]) == Path(folder)
+    assert root_of(arguments(root, files, "--model.backbone", "LSTM", "--name", "mine")) == Path(folder)
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "-a", "a b", "/a", ".hidden"])
 def test_a_name_that_is_none_of_a_folder_is_refused(name: str):
     with pytest.raises(ValueError, match=r"--name .*: use letters"):
-        root_of(Path("runs"), name, {}, [])
+        root_of(arguments("runs", {}, f"--name={name}"))

@@ -34,7 +34,7 @@ from lit_effattn.checkpoints.runs import LAST, PREVIOUS, find_checkpoint, is_che
 from lit_effattn.drawing.plots import Line
 from lit_effattn.settings.defaults import split
 from lit_effattn.settings.own_classes import add_trust
-from lit_effattn.settings.resume import ROOT
+from lit_effattn.settings.run_names import ROOT
 from lit_effattn.tasks import Task
 
 _PICTURES_OF_TRAINING = 4

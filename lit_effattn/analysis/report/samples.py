@@ -17,7 +17,6 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lit_effattn.checkpoints.allowlist import Trust
 from lit_effattn.checkpoints.io import read_outline, saved_config
 from lit_effattn.checkpoints.runs import short
 from lit_effattn.checkpoints.spec_build import build
@@ -26,7 +25,9 @@ from lit_effattn.datamodules import IGNORE, LabelledBatch, PairBatch, SpeechBatc
 from lit_effattn.datamodules.text.tokenizers import Tokenizer
 from lit_effattn.generation.sampling import AS_TRAINED
 from lit_effattn.sequence import State
-from lit_effattn.settings.saved import UserOptions, checked_settings
+from lit_effattn.settings.arguments import Arguments
+from lit_effattn.settings.downloads import offline
+from lit_effattn.settings.saved import checked_settings
 from lit_effattn.tasks import Task
 
 N_TEXTS, N_TOKENS = 2, 300
@@ -70,11 +71,13 @@ def test_data(checkpoint: Path, trust: Sequence[str]) -> pl.LightningDataModule:
     config = saved_config(read_outline(checkpoint), short(checkpoint))
     if not config.get("data"):
         raise ValueError(f"{short(checkpoint)} does not name its data")
-    settings = checked_settings({"data": config["data"]}, "test", checkpoint, Trust(trust), UserOptions([], []))
-    judge = CheckpointJudge(short(checkpoint), Trust(trust))
-    data: pl.LightningDataModule = build(settings["data"], pl.LightningDataModule, "data", judge)
-    data.prepare_data()
-    data.setup("test")
+    user = Arguments(["test", *(arg for name in trust for arg in ("--trust", name))])
+    checked = checked_settings({"data": config["data"]}, checkpoint, user)
+    judge = CheckpointJudge(short(checkpoint), user.trust)
+    data: pl.LightningDataModule = build(checked.settings["data"], pl.LightningDataModule, "data", judge)
+    with offline(checked.offline):
+        data.prepare_data()
+        data.setup("test")
     return data
 
 

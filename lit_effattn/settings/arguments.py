@@ -1,0 +1,303 @@
+"""The command line and the YAML files that it names, read once: which settings the user gives, in whatever form.
+
+Each of these gives `model.backbone.attention.stride`:
+
+    --model.backbone.attention.stride 4
+    --model.backbone.attention.init_args.stride=4
+    --model.backbone.attention '{class_path: SparseAttention, init_args: {stride: 4}}'
+    --model.backbone transformer.yaml
+    --config run.yaml
+
+The path of a setting is its flag without `--`, `init_args` and `class_path`. Nothing is checked here: jsonargparse gets
+the same flags and files, and reports what is wrong in them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from jsonargparse import get_loader
+
+from lit_effattn.checkpoints.allowlist import Trust
+from lit_effattn.settings.shipped import find_config
+
+_FLAG = re.compile(r"(-[ch]|--[\w.-]+)(\+?)(?:=(.*))?", re.DOTALL)
+_NO_VALUE = re.compile(r"--[\w.-]+\+?=.*|-[^\s\d.]\S*", re.DOTALL)
+"""What is a flag after a flag, and not its value: -5 and "- a list" are values."""
+_SHORT = {"-c": "--config", "-h": "--help"}
+_WRAPPERS = ("init_args", "dict_kwargs", "class_path")
+"""Keys between a class and its options, which are no part of a path."""
+_DEPTH = 20
+"""The most names in a path. A file that names itself has no end."""
+
+
+class Option(NamedTuple):
+    """A flag, or an argument that is none.
+
+    Attributes:
+        key: The flag without `--`, with `+` if it appends to a list; empty: this is no flag.
+        text: Its value; None: it has none.
+        args: The arguments that it consists of.
+    """
+
+    key: str
+    text: str | None
+    args: Sequence[str]
+
+
+class Settings:
+    """Settings in the order in which they are given.
+
+    Args:
+        pairs: Keys such as `model`, `model.backbone.init_args.d_model` or `trainer.callbacks+`, and their values.
+        folder: The folder to which names of files in the values are relative.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[str, Any]] = (), folder: Path = Path()) -> None:
+        self._pairs = [*pairs]
+        self._folder = folder
+
+    def given(self, path: str) -> bool:
+        """Return whether the setting at `path` is given. An item that is appended to a list does not give the list."""
+        return any(not found.appended for found in self._find(path))
+
+    def value(self, path: str) -> Any:
+        """Return the last value at `path`; None: there is none. A number in a flag is its text."""
+        return next(reversed([found.value for found in self._find(path) if not found.appended]), None)
+
+    def text(self, path: str) -> str | None:
+        """Return the last value at `path` as text; None: there is none, or it is null."""
+        value = self.value(path)
+        return None if value is None else str(value)
+
+    def values(self, path: str) -> list[Any]:
+        """Return all values at `path`, with those of all items of lists, and those that are appended."""
+        return [found.value for found in self._find(path)]
+
+    def classes(self, path: str) -> list[str]:
+        """Return the bare names of the classes that are given at `path`."""
+        return [name for found in self._find(path) for name in _class_names(_content(found.value, found.folder)[0])]
+
+    def named(self) -> Iterator[tuple[str, list[str]]]:
+        """Yield the path of each setting that may name a class, or a list of them, and their bare names."""
+        return _named(self._pairs, [], self._folder)
+
+    def _find(self, path: str) -> Iterator[_Found]:
+        return _find(self._pairs, _names(path), self._folder, appended=False)
+
+
+class _Found(NamedTuple):
+    """A value, whether it is appended to a list, and the folder to which names of files in it are relative."""
+
+    value: Any
+    appended: bool
+    folder: Path
+
+
+def _find(pairs: Iterable[tuple[Any, Any]], names: list[str], folder: Path, *, appended: bool) -> Iterator[_Found]:
+    """Yield the values at the path `names`."""
+    for key, value in pairs:
+        own = _names(key)
+        if names[: len(own)] != own:
+            continue
+        rest, appends = names[len(own) :], appended or str(key).endswith("+")
+        if not rest:
+            yield _Found(value, appends, folder)
+            continue
+        content, inside = _content(value, folder) if own else (value, folder)
+        for item in content if isinstance(content, list) else [content]:
+            if isinstance(item, dict):
+                yield from _find(item.items(), rest, inside, appended=appends)
+
+
+def _named(pairs: Iterable[tuple[Any, Any]], before: list[str], folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield the paths that begin with `before`, and the classes that they may name."""
+    for key, value in pairs:
+        own = _names(key)
+        path = [*before, *own]
+        value, inside = _content(value, folder) if own else (value, folder)
+        if own and (names := _class_names(value)):
+            yield ".".join(path), names
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, dict) and len(path) <= _DEPTH:
+                yield from _named(item.items(), path, inside)
+
+
+def _content(value: Any, folder: Path) -> tuple[Any, Path]:
+    """Return what the file holds that `value` names, and its folder; else `value` and `folder`."""
+    if isinstance(value, str) and value.endswith((".yaml", ".yml", ".json")):
+        path = folder / value
+        with suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
+            content = get_loader("yaml")(path.read_text(encoding="utf-8"))
+            if isinstance(content, (dict, list)):
+                return content, path.parent
+    return value, folder
+
+
+class File(Settings):
+    """The settings in a YAML file.
+
+    Args:
+        path: The file.
+        content: What it holds.
+    """
+
+    def __init__(self, path: str, content: dict[str, Any]) -> None:
+        super().__init__(content.items(), Path(path).parent)
+        self.path = path
+        self.content = content
+
+    @classmethod
+    def read(cls, path: str) -> File:
+        """Read a file.
+
+        Raises:
+            ValueError: it is no YAML, or holds no settings.
+        """
+        try:
+            content = get_loader("yaml")(Path(path).read_text(encoding="utf-8"))  # for which 1e-3 is a number
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--config {path} is no text: {error}") from error
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark
+            where = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
+            raise ValueError(f"--config {path} is no YAML{where}: {error.problem}") from error
+        if not isinstance(content, dict):
+            kind = "nothing" if content is None else f"a {type(content).__name__}"
+            raise ValueError(f"--config {path} holds {kind}, not settings such as `model:`, `data:` and `trainer:`")
+        if not isinstance(content.get("trainer") or {}, dict):
+            raise ValueError(
+                f"--config {path}: trainer is {content['trainer']!r}, not settings such as `max_steps: 100`"
+            )
+        return cls(path, content)
+
+    def without(self, names: Set[str]) -> str:
+        """Return `--config`'s value for the file without sections: its path, or else the rest as JSON."""
+        kept = {key: value for key, value in self.content.items() if str(key).partition(".")[0] not in names}
+        return self.path if len(kept) == len(self.content) else json.dumps(kept, ensure_ascii=False)
+
+
+class Arguments(Settings):
+    """A command with its flags and files. Flags take precedence over files, and a file over those before it.
+
+    Args:
+        args: The command, as in `lit-effattn COMMAND`, and its arguments.
+        files: Files in place of those that `args` name.
+
+    Attributes:
+        command: The command.
+        typed: `args`.
+        options: The flags in their order, and what stands between them.
+        flags: The settings that flags give.
+        rest: The arguments without the flags that say which files, run and checkpoint are meant.
+
+    Raises:
+        ValueError: one of these flags has no value.
+    """
+
+    def __init__(self, args: Sequence[str], files: Sequence[File] | None = None) -> None:
+        self.command = args[0]
+        self.typed = [*args]
+        self.options = [*_options(args[1:])]
+        self.flags = Settings((option.key, _of_text(option.text)) for option in self.options if option.key)
+        own = _OWN.get(self.command, _OWN_OF_RUNS)
+        for option in self.options:
+            if option.key in own and option.text is None:
+                raise ValueError(f"--{option.key.rstrip('+')} has no value: expected one argument")
+        self.rest = [arg for option in self.options if option.key not in own for arg in option.args]
+        if files is not None:
+            self.files = files
+
+    @cached_property
+    def files(self) -> Sequence[File]:
+        """The files that `--config` names, read when they are first asked for; for help, none.
+
+        Raises:
+            ValueError: one is missing, or is no YAML file of settings.
+        """
+        named = [] if self.flags.given("help") else [o.text or "" for o in self.options if o.key == "config"]
+        return [File.read(find_config(name)) for name in named]
+
+    @cached_property
+    def trust(self) -> Trust:
+        """What the user trusts by name.
+
+        Raises:
+            ValueError: see `Trust`.
+        """
+        values = [value for value in self.values("trust") if value is not None]
+        return Trust([name for value in values for name in (value if isinstance(value, list) else [value])])
+
+    def for_parser(self, *, without: Set[str], root: Path | None) -> list[str]:
+        """Return the arguments for jsonargparse: files, flags that were not read here, and the folder of the runs.
+
+        Args:
+            without: The sections of files that the command does not know.
+            root: The folder; None: that which flags or files name.
+        """
+        folder = self.flags.text("trainer.default_root_dir") if root is None else str(root)
+        configs = [arg for file in self.files for arg in ("--config", file.without(without))]
+        return [self.command, *configs, *self.rest, *(["--trainer.default_root_dir", folder] if folder else [])]
+
+    def named(self) -> Iterator[tuple[str, list[str]]]:
+        """As for `Settings`, of the files and then the flags."""
+        for settings in (*self.files, self.flags):
+            yield from settings.named()
+
+    def _find(self, path: str) -> Iterator[_Found]:
+        for settings in (*self.files, self.flags):
+            yield from settings._find(path)
+
+
+_OWN_OF_RUNS = ("config", "trust", "trust+", "name", "ckpt_path", "trainer.default_root_dir", "average")
+"""Flags that are read here: jsonargparse gets what they stand for, as far as it needs it."""
+_OWN = {"fit": _OWN_OF_RUNS[:-1], "data": _OWN_OF_RUNS[:3]}
+
+
+def _options(args: Sequence[str]) -> Iterator[Option]:
+    """Yield the flags of a command line, each with its value, and the arguments between them.
+
+    Raises:
+        ValueError: `-c` and a file are one argument.
+    """
+    i = 0
+    while i < len(args):
+        flag, n = _FLAG.fullmatch(args[i]), 1
+        if args[i].startswith("-c") and len(args[i]) > 2:
+            raise ValueError(f"{args[i]}: options begin with --, and -c is followed by a space")
+        if flag is None:
+            yield Option("", None, args[i : i + 1])
+        else:
+            name, plus, text = flag.groups()
+            if text is None and i + 1 < len(args) and not _NO_VALUE.fullmatch(args[i + 1]):
+                text, n = args[i + 1], 2
+            yield Option(_SHORT.get(name, name)[2:] + plus, text, args[i : i + n])
+        i += n
+
+
+def _of_text(text: str | None) -> Any:
+    """Return what a flag's value holds if it is a list or a mapping; None for null; else the text."""
+    with suppress(ValueError, RecursionError, yaml.YAMLError):
+        content = get_loader("yaml")(text or "")
+        return content if isinstance(content, (dict, list)) else None if text == "null" else text
+    return text
+
+
+def _names(key: Any) -> list[str]:
+    """Return the names in the key of a setting, without those that are between a class and its options."""
+    return [name for name in str(key).rstrip("+").split(".") if name and name not in _WRAPPERS]
+
+
+def _class_names(spec: Any) -> list[str]:
+    """Return the bare names of the classes in a spec, or in a list of specs."""
+    if isinstance(spec, list):
+        return [name for part in spec if not isinstance(part, list) for name in _class_names(part)]
+    named = spec.get("class_path") if isinstance(spec, dict) else spec
+    return [named.rpartition(".")[2]] if isinstance(named, str) and re.fullmatch(r"[^\W\d][\w.]*", named) else []

@@ -1,0 +1,178 @@
+"""A setting counts as given in whatever form the user gives it, and not because its name occurs somewhere."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lit_effattn.analysis.sweep import sweep
+from lit_effattn.cli import main
+from tests.cli.test_command import TINY
+from tests.cli.test_command_text import write_texts
+from tests.support.commands import REPOSITORY, fails, last
+
+OLD = REPOSITORY / "tests" / "checkpoints" / "15b2119"
+SPARSE = {"class_path": "SparseAttention", "init_args": {"stride": 4}}
+TRANSFORMER = {**TINY["model"]["init_args"]["backbone"]["init_args"], "attention": SPARSE}
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Path("tiny.yaml").write_text(yaml.safe_dump(TINY))
+
+
+def fit(*args: str) -> Path:
+    """Train for one step and return the run's folder."""
+    before = {*Path().rglob("config.yaml")}
+    main(["fit", "--config", "tiny.yaml", "--trainer.max_steps", "1", "--trainer.limit_val_batches", "0", *args])
+    (new,) = {*Path().rglob("config.yaml")} - before
+    return new.parent
+
+
+def stride(run: Path) -> int:
+    attention = yaml.safe_load((run / "config.yaml").read_text())["model"]["init_args"]["backbone"]["init_args"]
+    (kind,) = attention["attention"] if isinstance(attention["attention"], list) else [attention["attention"]]
+    found: int = kind["init_args"]["stride"]
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ options of attention
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--model.backbone.attention", json.dumps(SPARSE)],
+        ["--model.backbone", json.dumps({"class_path": "Transformer", "init_args": TRANSFORMER})],
+        ["--model", json.dumps({"class_path": "PixelModel", "init_args": {"backbone": {"init_args": TRANSFORMER}}})],
+        ["--model.backbone.attention", "sparse.yaml"],
+        ["--config=dotted.yaml"],
+        ["-c", "nested.yaml"],
+    ],
+    ids=["attention", "backbone", "model", "a file of the flag", "a key with dots", "a file in a file"],
+)
+def test_a_stride_is_kept(flags: list[str]):
+    Path("sparse.yaml").write_text(yaml.safe_dump(SPARSE))
+    Path("dotted.yaml").write_text(yaml.safe_dump({"model.init_args.backbone.init_args.attention": SPARSE}))
+    Path("nested.yaml").write_text("model: {init_args: {backbone: {init_args: {attention: sparse.yaml}}}}")
+    assert stride(fit(*flags)) == 4
+
+
+def test_a_pattern_whose_name_contains_stride_states_none():
+    assert stride(fit("--model.backbone.attention=SparseAttention", "--model.backbone.attention.pattern=strided")) == 8
+
+
+# ------------------------------------------------------------------------------------------------ the folder of a run
+
+
+def test_a_folder_of_runs_in_a_mapping_is_the_folder_of_runs():
+    run = fit("--trainer", "{default_root_dir: mine, limit_val_batches: 0}", "--name", "a")
+    assert run.parent == Path("mine/a")
+    main(["test", "--ckpt_path", "last", "--trainer", "{default_root_dir: mine}", "--name", "a"])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--model.backbone", "{class_path: Transformer, init_args: {attention: ShawAttention}}"],
+        ["--model", "{class_path: PixelModel, init_args: {backbone: {init_args: {attention: [ShawAttention]}}}}"],
+        ["--model.backbone.attention", "ShawAttention", "--model.backbone.attention.init_args", "{dropout: 0.1}"],
+    ],
+    ids=["in the backbone", "in the model", "with options after it"],
+)
+def test_a_class_that_is_swapped_in_a_mapping_names_the_run(flags: list[str]):
+    Path("mine.yaml").write_text(yaml.safe_dump({**TINY, "trainer": {"default_root_dir": "runs/mine"}}))
+    assert fit("--config", "mine.yaml", *flags).parent == Path("runs/mine+ShawAttention")
+
+
+def test_a_name_may_be_a_number():
+    Path("mine.yaml").write_text("name: '2024'")
+    assert fit("--config", "mine.yaml").parent == Path("runs/2024")
+
+
+# ------------------------------------------------------------------------------------------------ settings of the data
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--model", '{"class_path": "PixelModel", "init_args": {"n_levels": 17}}'],
+        ["--model.init_args", "{n_levels: 17}"],
+        ["--model.n_levels", "17"],
+    ],
+)
+def test_what_the_data_fix_is_refused(flags: list[str], capsys: pytest.CaptureFixture[str]):
+    assert "--model.n_levels can't be given" in fails(capsys, "fit", "--config", "tiny.yaml", *flags)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--data", '{"class_path": "TextStream", "init_args": {"path": "some/stories"}}'],
+        ["--data.init_args", "{path: some/stories}"],
+        ["--config", "path.yaml"],
+    ],
+    ids=lambda flags: flags[0],
+)
+def test_a_data_set_that_the_user_names_in_a_mapping_is_downloaded(flags: list[str], monkeypatch: pytest.MonkeyPatch):
+    asked = []
+    monkeypatch.setattr(
+        "lit_effattn.datamodules.text.sources.huggingface",
+        lambda *args: asked.append((args[0], os.environ.get("HF_HUB_OFFLINE"))) or 1 / 0,
+    )
+    Path("path.yaml").write_text("data.path: some/stories")
+    content = torch.load(OLD / "language.ckpt", weights_only=True)
+    of_hub = {"source": "huggingface", "path": "some/stories", "column": "text", "root": None}
+    content["lit_effattn"]["config"]["data"]["init_args"].update(of_hub)
+    torch.save(content, "it.ckpt")
+    with pytest.raises(ZeroDivisionError):
+        main(["test", "--ckpt_path", "it.ckpt", *flags])
+    assert set(asked) == {("some/stories", None)}
+
+
+def test_recordings_in_a_mapping_need_no_corpus(capsys: pytest.CaptureFixture[str]):
+    """The checkpoint then says what the corpus would; here, that there is no such file."""
+    data = '{"class_path": "SpeechData", "init_args": {"audio": "missing.wav"}}'
+    by_flag = fails(capsys, "predict", "--ckpt_path", str(OLD / "speech.ckpt"), "--data.audio", "missing.wav")
+    assert fails(capsys, "predict", "--ckpt_path", str(OLD / "speech.ckpt"), "--data", data) == by_flag
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints, trust
+
+
+def test_a_folder_named_like_a_callback_does_not_allow_to_drop_it(capsys: pytest.CaptureFixture[str]):
+    content = torch.load(OLD / "language.ckpt", weights_only=True)
+    own = [{"class_path": "lightning.pytorch.callbacks.ModelCheckpoint"}]
+    content["lit_effattn"]["config"]["trainer"]["callbacks"] = own
+    torch.save(content, "it.ckpt")
+    write_texts()
+    for flags in ([], ["--data.cache", "ModelCheckpoint"]):
+        assert "give --trainer.callbacks+ " in fails(capsys, "fit", "--ckpt_path", "it.ckpt", *flags)
+
+
+def test_names_that_are_appended_are_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Path("mine_of_arguments.py").write_text(
+        "from lit_effattn.attention import LinearAttention\nclass MyAttention(LinearAttention):\n    'Mine.'\n"
+    )
+    fit("--model.backbone.attention", "mine_of_arguments.MyAttention")
+    main(["test", "--ckpt_path", str(last("runs")), "--trust+=mine_of_arguments"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model.optimizer", "{class_path: torch.optim.Adam, init_args: {lr: 1}}"], "--model.optimizer.lr is set by"),
+        (["--model.init_args.optimizer.init_args.lr=1"], "--model.optimizer.lr is set by"),
+        (["--trainer", "{default_root_dir: mine}"], "--trainer.default_root_dir is set by"),
+    ],
+)
+def test_what_a_sweep_sets_is_refused_in_a_mapping(flags: list[str], message: str):
+    with pytest.raises(ValueError, match=message):
+        sweep(["--config", "tiny.yaml", "--kinds", "linear", "--output", "nowhere", *flags])
+    assert not Path("nowhere").exists()

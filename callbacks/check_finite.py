@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lit_effattn.callbacks.lightning_internals import logs_this_step
 from lit_effattn.callbacks.resume_point import within_accumulation
 
 PATIENCE_WITH_SCALER = 20
@@ -98,7 +99,7 @@ class CheckFinite(pl.Callback):
         self._failed = torch.where(self._in_a_row > self._patience, self._failed.clamp(max=step), self._failed)
         self._finite = torch.ones_like(self._finite)
         self._steps.append((step, self._where))
-        if trainer._logger_connector.should_update_logs:
+        if logs_this_step(trainer):
             self._stop(self._failed, trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -22,6 +22,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lit_effattn.callbacks.lightning_internals import (
+    advance_logged_step,
+    epoch_is_whole,
+    forget_validation,
+    is_accumulating,
+    is_validation_due,
+)
+
 _ZERO = {"ready": 0, "started": 0, "processed": 0, "completed": 0}
 _IN_VALIDATION = {"total": {**_ZERO, "ready": 1, "started": 1}, "current": dict(_ZERO), "is_last_batch": False}
 """Lightning takes a validation with these counters as interrupted, and runs it from its first batch."""
@@ -29,7 +37,7 @@ _IN_VALIDATION = {"total": {**_ZERO, "ready": 1, "started": 1}, "current": dict(
 
 def within_accumulation(trainer: pl.Trainer) -> bool:
     """Return whether gradients are accumulated that no optimiser step has used yet. A checkpoint has no gradients."""
-    return trainer.fit_loop.epoch_loop._should_accumulate()
+    return is_accumulating(trainer)
 
 
 def within_step(trainer: pl.Trainer) -> bool:
@@ -44,11 +52,6 @@ def within_epoch_end(trainer: pl.Trainer) -> bool:
     return trainer.training and total.processed > total.completed
 
 
-def epoch_is_whole(trainer: pl.Trainer) -> bool:
-    """Return whether the epoch's last batch was trained on: a limit may end an epoch earlier."""
-    return trainer.fit_loop.epoch_loop._num_ready_batches_reached()
-
-
 def can_resume(trainer: pl.Trainer) -> bool:
     """Return whether a checkpoint that is saved after the current training batch, or in a validation, resumes exactly.
 
@@ -57,7 +60,7 @@ def can_resume(trainer: pl.Trainer) -> bool:
     """
     if within_accumulation(trainer):
         return False
-    return trainer.validating or not epoch_is_whole(trainer) or _validation_follows(trainer)
+    return trainer.validating or not epoch_is_whole(trainer) or is_validation_due(trainer)
 
 
 def mark(loops: dict[str, Any], trainer: pl.Trainer) -> None:
@@ -67,7 +70,7 @@ def mark(loops: dict[str, Any], trainer: pl.Trainer) -> None:
     # How many batches were scored in all depends on the validations that an interrupted run repeats; nothing needs it.
     state["epoch_loop.val_loop.batch_progress"]["total"] = dict(_ZERO)
     if trainer.validating or within_step(trainer):
-        follows = _validation_follows(trainer)
+        follows = is_validation_due(trainer)
         _set(batches, completed=0 if follows else -1)
         if follows:
             state["epoch_loop.val_loop.batch_progress"] = _IN_VALIDATION
@@ -116,20 +119,7 @@ def restore(trainer: pl.Trainer) -> None:
     if epoch_loop.restarting and epoch_loop.batch_progress.current.ready == 0:
         epoch_loop.restarting = False
     validation = epoch_loop.val_loop
-    validation._has_run = False  # of an earlier fit
-    if epoch_loop.restarting and validation.restarted_mid_evaluation and not _validation_follows(trainer):
-        epoch_loop._batches_that_stepped += 1  # it was switched off; Lightning would count the step after it
+    forget_validation(trainer)
+    if epoch_loop.restarting and validation.restarted_mid_evaluation and not is_validation_due(trainer):
+        advance_logged_step(trainer)  # it was switched off; Lightning would count the step after it
     validation.batch_progress.total.reset()  # else a later checkpoint has the counters of `_IN_VALIDATION`
-
-
-def _validation_follows(trainer: pl.Trainer) -> bool:
-    """Return whether a validation is due after the current batch; one that ends a stopped run is not due."""
-    if getattr(trainer, "_val_check_time_interval", None) is not None:
-        return False  # the clock decides, for every run anew
-    fetcher = trainer.fit_loop._data_fetcher
-    assert fetcher is not None
-    stop, trainer.should_stop = trainer.should_stop, False
-    try:
-        return trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)
-    finally:
-        trainer.should_stop = stop

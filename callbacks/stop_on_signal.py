@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_effattn.callbacks.checkpoints import LastCheckpoint
+from lit_effattn.callbacks.lightning_internals import cluster_environment
 from lit_effattn.callbacks.resume_point import can_resume
 from lit_effattn.checkpoints import slurm
 
@@ -112,7 +113,7 @@ class StopOnSignal(pl.Callback):
         if not number:
             return
         rank_zero_info(f"\nStopped by {signal.Signals(number).name} at step {trainer.global_step}.")
-        cluster = trainer._accelerator_connector.cluster_environment
+        cluster = cluster_environment(trainer)
         requeues = isinstance(cluster, SLURMEnvironment) and cluster.auto_requeue and number == cluster.requeue_signal
         # The launcher kills its own process if one of its children reports a failure.
         raise Stopped(128 + number if trainer.is_global_zero else 0, slurm.job() if requeues else None)

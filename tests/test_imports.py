@@ -20,6 +20,7 @@ ROOMS: dict[str, set[str]] = {
     "distributed": {"nn", "attention", "sequence", "checkpoints"},
     "callbacks": {"ops", "sequence", "checkpoints", "drawing"},
     "tasks": {
+        "callbacks",
         *("generation", "distributed", "nn", "attention", "sequence", "hparams"),
         *("datamodules", "checkpoints", "drawing"),
     },

@@ -95,7 +95,7 @@ def shard_module(model: LightningModule) -> None:
     if not isinstance(strategy, ShardedStrategy):
         raise ValueError(
             f"strategy={type(strategy).__name__}: its checkpoints can't be read safely; use "
-            "lit_effattn.sharding.ShardedStrategy, which is the same in all else"
+            "lit_effattn.distributed.sharding.ShardedStrategy, which is the same in all else"
         )
     shard(model, mesh["data_parallel"], strategy.heads_mesh)
     for metric in model.modules():

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchReduceLROnPlateau
 
 from lit_effattn import sequence
+from lit_effattn.callbacks.lightning_internals import epoch_is_whole
 from lit_effattn.checkpoints.allowlist import INSTANTIATOR
 from lit_effattn.checkpoints.io import hide_folders, own_folders
 from lit_effattn.checkpoints.loading import check_same_model, load_model
@@ -220,7 +221,7 @@ class Task(HasInitArgs, pl.LightningModule):
     @property
     def epoch_is_whole(self) -> bool:
         """Whether the epoch's last batch was trained on: a limit may end an epoch earlier."""
-        return self.trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+        return epoch_is_whole(self.trainer)
 
     def _was_validated_in_epoch(self) -> bool:
         """Return whether a validation was due in the epoch that ends; those by the clock are taken as due."""

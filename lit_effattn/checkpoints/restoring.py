@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_effattn.checkpoints.files import DamagedError
+from lit_effattn.checkpoints.folders import Divided
 from lit_effattn.checkpoints.runs import short
 from lit_effattn.checkpoints.shape import check_counts, check_like, wrong
 
@@ -252,15 +253,19 @@ def _check_state(saved: Any, parameter: Tensor, probe: dict[str, Any] | None, wh
             check_like(value, example, at)
             if name == "step" and not 0 <= float(value) < 2**53:
                 raise wrong(at, value, "a count")
-        elif not isinstance(value, Tensor) or value.is_complex() or not _fits(value, parameter, example):
+        elif (
+            not isinstance(value, (Tensor, Divided))
+            or value.dtype.is_complex
+            or not _fits(value.shape, parameter.shape, example.shape)
+        ):
             raise wrong(at, value, f"a tensor for a parameter of shape {tuple(parameter.shape)}")
 
 
-def _fits(value: Tensor, parameter: Tensor, example: Tensor) -> bool:
+def _fits(value: torch.Size, parameter: torch.Size, example: torch.Size) -> bool:
     """Return whether a state has the shape of its parameter, or a 1 where the example, of a shape of 2s, has one."""
-    if value.ndim != example.ndim or example.ndim != parameter.ndim:
-        return value.ndim == example.ndim
-    return all(n == (m if k == 2 else k) for n, m, k in zip(value.shape, parameter.shape, example.shape, strict=True))
+    if len(value) != len(example) or len(example) != len(parameter):
+        return len(value) == len(example)
+    return all(n == (m if k == 2 else k) for n, m, k in zip(value, parameter, example, strict=True))
 
 
 def _after_a_step(optimizer: Optimizer) -> dict[int, dict[str, Any]]:

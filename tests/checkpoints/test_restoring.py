@@ -1,14 +1,17 @@
 """States of optimisers and schedules are checked against new ones before they are loaded."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from lit_effattn.checkpoints.folders import Parts
 from lit_effattn.checkpoints.restoring import check_optimizer, check_scheduler
 from lit_effattn.tasks.schedules import WarmupCosine
+from tests.support.checkpoint_parts import divide
 
 OPTIMISERS = ("SGD", "Adam", "AdamW", "RAdam", "NAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD")
 
@@ -35,6 +38,16 @@ def test_every_optimiser_goes_on(name: str):
         group.pop("maximize", None)
         group.pop("foreach", None)
     check_optimizer(saved, new, "it", has_stepped=True)
+
+
+def test_states_may_be_divided_among_processes(tmp_path: Path):
+    new, saved = stepped(torch.optim.Adam, lr=0.1)
+    parts = Parts(divide({"optimizer_states": [saved]}, tmp_path / "last.ckpt", 2))
+    (divided,) = parts.map(lambda tensor: tensor)["optimizer_states"]
+    check_optimizer(divided, new, "it", has_stepped=True)
+    divided["state"][0]["exp_avg"] = divided["state"][2]["exp_avg"]
+    with pytest.raises(ValueError, match=r"it\.state\[0\]\.exp_avg is .* of shape \(5, 3\)"):
+        check_optimizer(divided, new, "it", has_stepped=True)
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIMISERS if name != "SGD"])

@@ -1,8 +1,6 @@
 """What the user's own YAML and flags may name, what `--trust` adds, and what a checkpoint gives away."""
 
-import json
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,12 +9,11 @@ import pytest
 import torch
 import yaml
 
-from lit_effattn import LanguageModel, PixelModel, SpeechRecognizer
+from lit_effattn import PixelModel
 from lit_effattn.cli import main
 from tests.cli.test_command import TINY
 from tests.cli.test_command_text import write_texts
 from tests.support.commands import REPOSITORY, fails
-from tests.support.tones import Tones
 
 OLD = REPOSITORY / "tests" / "checkpoints" / "15b2119"
 
@@ -261,57 +258,3 @@ def test_a_data_set_of_a_hub_is_read_from_its_cache_alone(
     assert "data.path 'some/stories'" in caplog.text
     assert "to allow a download, give --data.path" in caplog.text
     assert "HF_HUB_OFFLINE" not in os.environ
-
-
-# ------------------------------------------------------------------------------------------------ checkpoints of before
-
-
-def prepare(name: str) -> None:
-    if name == "language":
-        write_texts()
-    if name == "speech":
-        tones = Tones()
-        tones.prepare()
-        for split in ("train", "val", "test"):
-            lines = [
-                {"audio_filepath": str(u.audio), "phonemes": list(u.phones), "speaker": u.speaker}
-                for u in tones.utterances(split)
-            ]
-            Path(f"{split}.jsonl").write_text("\n".join(map(json.dumps, lines)))
-
-
-FIGURES: dict[str, dict[str, Any]] = {
-    "pixels": {"bits/dim": 4.2887},
-    "language": {"bits/character": 5.0492, "characters": 112},
-    "speech": {"loss": 6.2488, "PER": 82.61, "utterances": 6},
-    "sorting": {"perplexity": 4.5749, "tokens": 64},
-}
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_checkpoints_of_before_score_the_same(name: str, capsys: pytest.CaptureFixture[str]):
-    """Written by commit 15b2119, with the figures that it printed."""
-    prepare(name)
-    main(["test", "--ckpt_path", str(OLD / f"{name}.ckpt")])
-    said = capsys.readouterr().out
-    for figure, value in FIGURES[name].items():
-        found = re.search(rf"^test {figure}: ([\d.,]+)", said, re.M)
-        assert float(found[1].replace(",", "")) == pytest.approx(value, abs=1e-4), said
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_checkpoints_of_before_go_on(name: str):
-    prepare(name)
-    main(["fit", "--ckpt_path", str(OLD / f"{name}.ckpt"), "--trainer.max_epochs", "3"])
-    (last,) = Path("runs").rglob("last.ckpt")
-    before = torch.load(OLD / f"{name}.ckpt", weights_only=True)["global_step"]
-    assert torch.load(last, weights_only=True)["global_step"] > before
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"), [("pixels", PixelModel), ("language", LanguageModel), ("speech", SpeechRecognizer)]
-)
-def test_checkpoints_of_before_load_in_python(name: str, kind: Any):
-    model = kind.load_from_checkpoint(OLD / f"{name}.ckpt")
-    saved = torch.load(OLD / f"{name}.ckpt", weights_only=True)["state_dict"]
-    assert all(torch.equal(value, saved[key]) for key, value in model.state_dict().items())

@@ -17,6 +17,7 @@ from lit_effattn.callbacks import resume_point
 from lit_effattn.callbacks.lightning_internals import epoch_is_whole, logged_step, logs_this_step, metrics_to_log
 from lit_effattn.checkpoints.files import remove, remove_parts
 from lit_effattn.checkpoints.runs import LAST, PREVIOUS, kept_checkpoints, kept_name
+from lit_effattn.distributed.sharding import ShardedStrategy
 
 LOGGED_KEY = "logged"
 
@@ -91,7 +92,7 @@ class LastCheckpoint(Checkpoint):
         """Have checkpoints written while training goes on, if asked for."""
         if not self.asynchronous or stage != "fit":
             return
-        if getattr(trainer.strategy, "saves_parts", False):
+        if isinstance(trainer.strategy, ShardedStrategy) and trainer.strategy.saves_parts:
             raise ValueError(
                 "asynchronous=True with save_distributed_checkpoint is not supported: all processes wait for the parts "
                 "of the others; leave one of them out"

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_effattn import sequence
-from lit_effattn.checkpoints.folders import OfEach
+from lit_effattn.distributed.memories import memories_of
 from lit_effattn.sequence import SequenceModule, State, reads_values
 
 MEMORY_KEY = "memory_carry"
@@ -115,42 +114,21 @@ class MemoryCarry(pl.Callback):
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add the training's memory of every process."""
         memory = pl_module.memory if trainer.training and pl_module.memory is not None else self._training
-        if memory is not None and hasattr(trainer.strategy, "whole_memory"):
-            memory = trainer.strategy.whole_memory(memory)
-        mine = sequence.pack(sequence.to(memory, "cpu"))
-        if getattr(trainer.strategy, "saves_parts", False):
-            checkpoint[MEMORY_KEY] = OfEach(mine)
-            return
-        everyone: list[Any] = [mine]
-        if trainer.world_size > 1:
-            everyone = [None] * trainer.world_size
-            dist.all_gather_object(everyone, mine)
-            everyone = everyone[:: trainer.world_size // _streams_of(trainer)[0]]
-        checkpoint[MEMORY_KEY] = everyone
+        checkpoint[MEMORY_KEY] = memories_of(trainer).gather_memory(memory)
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Restore this process's memory, unless the number of processes differs: the streams are then different."""
         everyone = checkpoint.get(MEMORY_KEY)
         if everyone is None or not self.training or trainer.state.fn != TrainerFn.FITTING:
             return
-        n, mine = _streams_of(trainer)
-        if len(everyone) != n:
+        memories = memories_of(trainer)
+        if len(everyone) != memories.streams.number:
             rank_zero_warn(
-                f"the checkpoint has the memories of {len(everyone)} processes, this run has {n}: the "
-                "streams are divided differently, so the memories start empty"
+                f"the checkpoint has the memories of {len(everyone)} processes, this run has "
+                f"{memories.streams.number}: the streams are divided differently, so the memories start empty"
             )
             return
-        packed = everyone[mine]
-        memory = None if packed is None else sequence.unpack(packed, pl_module.backbone.initial_state(1))
-        if memory is not None and hasattr(trainer.strategy, "my_memory"):
-            memory = trainer.strategy.my_memory(memory)
-        self._training = memory
-
-
-def _streams_of(trainer: pl.Trainer) -> tuple[int, int]:
-    """Return how many processes have other streams, and which of them this one is; `SequenceParallel` has groups."""
-    found = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-    return found["num_replicas"], found["rank"]
+        self._training = memories.scatter_memory(everyone, pl_module.backbone.initial_state(1))
 
 
 def _for_batch(module: SequenceModule, memory: State | None, batch: Any) -> State:

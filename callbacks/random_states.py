@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lit_effattn.distributed.sharding import heads_of
+
 RANDOM_STATES_KEY = "random_states"
 
 
@@ -48,7 +50,7 @@ class RandomStates(pl.Callback):
         if not self.restore or states is None:
             return
         if len(states) == trainer.world_size:
-            heads = getattr(trainer.strategy, "heads_size", 1)  # processes that divide heads draw the same numbers
+            heads = heads_of(trainer)  # processes that divide heads draw the same numbers
             self._loaded = states[trainer.global_rank // heads * heads]
         else:
             rank_zero_warn(

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
+from lit_effattn.distributed.sharding import heads_of
 from lit_effattn.drawing.images import grid, save_png
 
 
@@ -46,8 +47,7 @@ class SampleGrid(pl.Callback):
             return
         model: Any = pl_module
         with getattr(model, "whole", nullcontext)():  # all processes give their parts of divided parameters
-            divides_heads = getattr(trainer.strategy, "heads_mesh", None) is not None
-            if trainer.is_global_zero or divides_heads:
+            if trainer.is_global_zero or heads_of(trainer) > 1:
                 levels = model.sample(self.n_samples, temperature=self.temperature, seed=self.seed)
                 if trainer.is_global_zero:
                     self._log(trainer, model.to_images(levels), epoch)

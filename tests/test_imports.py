@@ -18,7 +18,7 @@ ROOMS: dict[str, set[str]] = {
     "checkpoints": set(),
     "generation": {"nn", "attention", "ops", "sequence"},
     "distributed": {"nn", "attention", "sequence", "checkpoints"},
-    "callbacks": {"ops", "sequence", "checkpoints", "drawing"},
+    "callbacks": {"distributed", "ops", "sequence", "checkpoints", "drawing"},
     "tasks": {
         "callbacks",
         *("generation", "distributed", "nn", "attention", "sequence", "hparams"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,8 +25,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
+from lit_effattn import sequence
 from lit_effattn.checkpoints import folders as checkpoint_folders
-from lit_effattn.checkpoints.folders import Divided, share
+from lit_effattn.checkpoints.folders import Divided, OfEach, share
+from lit_effattn.distributed.memories import Streams, WholeMemories, streams_of
 from lit_effattn.distributed.tensor_parallel import all_heads, divide, my_heads
 from lit_effattn.nn.lstm import LSTM
 from lit_effattn.nn.transformer import Block
@@ -161,12 +163,15 @@ def clip_gradients(
         value: The largest norm or value. None or 0: gradients are not clipped.
         algorithm: "norm" or "value". Default: norm.
     """
-    strategy = model.trainer.strategy
-    divides_heads = isinstance(strategy, ShardedStrategy) and strategy.heads_mesh is not None
-    if value and divides_heads and algorithm != GradClipAlgorithmType.VALUE:
+    if value and heads_of(model.trainer) > 1 and algorithm != GradClipAlgorithmType.VALUE:
         clip_grad_norm(model.parameters(), value)
     else:
         model.clip_gradients(optimizer, value, algorithm)
+
+
+def heads_of(trainer: Trainer) -> int:
+    """Return the number of processes that divide the heads of each attention, 1 if all have all heads."""
+    return trainer.strategy.heads_size if isinstance(trainer.strategy, ShardedStrategy) else 1
 
 
 def _draw_alike(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -276,13 +281,23 @@ class ShardedStrategy(ModelParallelStrategy):
         """The processes that divide heads with this one, if there are others."""
         return self.device_mesh["tensor_parallel"] if self.heads_size > 1 else None
 
-    def whole_memory(self, state: State) -> State:
-        """Return a carried memory of all heads. All processes call it."""
-        return state if self.heads_mesh is None else all_heads(state, self.heads_mesh)
+    @property
+    def streams(self) -> Streams:
+        """The streams of data: one for each process, or for each group of processes that divide heads."""
+        return streams_of(self.distributed_sampler_kwargs)
 
-    def my_memory(self, state: State) -> State:
-        """Return the part of a carried memory of all heads that belongs to this process's heads."""
-        return state if self.heads_mesh is None else my_heads(state, self.heads_mesh)
+    def gather_memory(self, memory: State | None) -> Any:
+        """Return the memories of all heads for a checkpoint: see `MemoryStrategy`. In a folder, each process's."""
+        if memory is not None and self.heads_mesh is not None:
+            memory = all_heads(memory, self.heads_mesh)
+        if self.saves_parts:
+            return OfEach(sequence.pack(sequence.to(memory, "cpu")))
+        return WholeMemories(self.streams, self.world_size).gather_memory(memory)
+
+    def scatter_memory(self, memories: Sequence[Any], like: State) -> State | None:
+        """Return the memory of this process's heads: see `MemoryStrategy`."""
+        memory = WholeMemories(self.streams, self.world_size).scatter_memory(memories, like)
+        return memory if memory is None or self.heads_mesh is None else my_heads(memory, self.heads_mesh)
 
     def setup(self, trainer: Trainer) -> None:
         """Move the model to the device, make the optimiser, and have processes that divide heads draw alike."""

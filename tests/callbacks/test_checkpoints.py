@@ -1,6 +1,7 @@
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lit_effattn.callbacks import LastCheckpoint, StopOnSignal, Stopped
 from lit_effattn.checkpoints.io import AtomicCheckpointIO, read_checkpoint
+from lit_effattn.distributed.sharding import ShardedStrategy
 from tests.callbacks.tiny import Tiny, loader, trainer
 from tests.faults.comparison import compare_checkpoints
 
@@ -339,10 +341,9 @@ def test_a_stop_waits_for_the_checkpoint_before_a_job_is_requeued(tmp_path: Path
 
 
 def test_runs_that_cannot_save_so_are_refused(tmp_path: Path):
-    run = trainer(tmp_path, [LastCheckpoint(asynchronous=True)], max_steps=4)
-    run.strategy.saves_parts = True
+    divided: Any = SimpleNamespace(strategy=ShardedStrategy(save_distributed_checkpoint=True))
     with pytest.raises(ValueError, match=r"asynchronous=True with save_distributed_checkpoint is not supported"):
-        run.fit(Tiny(), loader(4))
+        LastCheckpoint(asynchronous=True).setup(divided, Tiny(), "fit")
     run = trainer(tmp_path, [LastCheckpoint(asynchronous=True)], max_steps=4)
     run.strategy.checkpoint_io = TorchCheckpointIO()
     with pytest.raises(ValueError, match=r"asynchronous=True needs Trainer\(plugins=\[.*AtomicCheckpointIO"):

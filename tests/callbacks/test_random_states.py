@@ -10,6 +10,7 @@ import torch
 
 from lit_effattn.callbacks import LastCheckpoint, RandomStates
 from lit_effattn.callbacks.random_states import RANDOM_STATES_KEY
+from lit_effattn.distributed.sharding import ShardedStrategy
 from tests.callbacks.tiny import Tiny, loader, trainer
 
 CPU = SimpleNamespace(device=torch.device("cpu"))
@@ -25,7 +26,8 @@ def _leave_generators_alone():
 
 
 def one_process(rank: int = 0, world_size: int = 1, heads: int = 1) -> SimpleNamespace:
-    return SimpleNamespace(world_size=world_size, global_rank=rank, strategy=SimpleNamespace(heads_size=heads))
+    strategy = ShardedStrategy(tensor_parallel_size=heads)
+    return SimpleNamespace(world_size=world_size, global_rank=rank, strategy=strategy)
 
 
 def draw() -> list[float]:

@@ -4,53 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_effattn.attention.cache import newest
-from lit_effattn.attention.transformer_xl import TransformerXLAttention, gather_rows, slots_used
-from lit_effattn.ops.continuous import (
-    Grid,
-    basis_of,
-    ends,
-    evaluate_signal,
-    expected_basis,
-    fit_matrix,
-    gaussian,
-    jitter,
-    left_edges,
-    midpoints,
-    normal_masses,
-    pseudorandom,
-    quantiles,
-    refit_matrix,
-    width_divergence,
-)
+from lit_effattn.attention.long_term_memory import InfiniteMemory, LongTermMemory, Sampling, whole_segments
+from lit_effattn.attention.transformer_xl import TransformerXLAttention, slots_used
+from lit_effattn.ops.continuous import Grid, gaussian
 from lit_effattn.ops.relative import furthest, relative_attention, relative_shift
-from lit_effattn.sequence import SequenceModule, State, accumulator, reads_values, without_padding
+from lit_effattn.sequence import SequenceModule, State, accumulator, without_padding
 
 Writes = Literal["evicted", "segment"]
-Sampling = Literal["quantiles", "bins"]
 ShortTerm = Literal["transformer_xl", "softmax"]
-
-_TOGETHER = 4096
-"""Positions that attend to their signals at once, unless `sticky`: fewer operators, with bounded memory."""
-
-_LEAST_VARIANCE = 1e-6  # σ = 0.001, far narrower than any basis function: keeps ln σ² finite
-
-
-class InfiniteMemory(NamedTuple):
-    """The newest inputs, and the signal fitted to older inputs, as the last position saw it."""
-
-    inputs: Tensor  # (B, mem_len + segment_len, E), the newest last
-    coefficients: Tensor  # (B, n_basis, E), in float32 or more; zeros before the first segment is written
-    histogram: Tensor  # (B, n_bins), where this signal was attended to; (B, 0) unless sticky
-    counter: Tensor  # (B,), seeds the samples' jitter or draws in training; differs between updates and rows
-    length: Tensor  # (B,), positions seen in all
-    loss: Tensor  # (B,), the regulariser of the last call
 
 
 class InfiniteAttention(TransformerXLAttention):
@@ -239,10 +207,11 @@ class InfiniteAttention(TransformerXLAttention):
         self.n_bins = n_bins
         self.sampling = sampling
         self.grid: Grid = grid
-        self.tie_query = tie_query
         self.kl_weight = kl_weight
         self.sigma_0 = sigma_0
+        self.tie_query = tie_query
         self.norm_signal = norm_signal
+        self.long_term: LongTermMemory | None = None
         if n_basis:
             # Without biases the term is 0 where there is no signal. Its gradient is then 0, not None.
             if not tie_query:
@@ -252,42 +221,125 @@ class InfiniteAttention(TransformerXLAttention):
             )
             self.ltm_density = nn.Linear(n_basis, 2, bias=density_bias)
             self.gate = nn.Conv1d(d_model, d_model, 3, padding=1) if gate else None
-            self._solve()
+            self.long_term = LongTermMemory(
+                n_heads,
+                self.q_proj if tie_query else self.ltm_q_proj,
+                self.ltm_k_proj,
+                self.ltm_v_proj,
+                self.ltm_out_proj,
+                self.ltm_density,
+                self.gate,
+                segment_len=segment_len,
+                widths=self.widths,
+                ridge=ridge,
+                tau=tau,
+                n_samples=n_samples,
+                n_bins=n_bins if sticky else 0,
+                sampling=sampling,
+                grid=grid,
+                kl_weight=kl_weight,
+                sigma_0=sigma_0,
+            )
 
-    def _solve(self) -> None:
-        """Compute the matrices that fit the signal. They are not buffers, so that `half()` does not round them."""
-        weight, basis = self.ltm_density.weight, (self.n_basis, self.widths)
-        options: dict[str, Any] = {"dtype": accumulator(weight.dtype), "device": weight.device}
-        self._fit_first = fit_matrix(0, self.segment_len, self.tau, *basis, self.ridge, **options)
-        later = (self.n_samples, self.segment_len, self.tau, *basis, self.ridge)
-        self._fit_next = fit_matrix(*later, **options, grid=self.grid)
-        self._refit = refit_matrix(*later, **options, grid=self.grid)
-        self._centres_variances = basis_of(*basis, **options)
+    def forward(
+        self, x: Tensor, state: State | None = None, lengths: Tensor | None = None
+    ) -> tuple[Tensor, InfiniteMemory]:
+        """See `SequenceModule.forward`."""
+        self.check(x, state, lengths)
+        x = without_padding(x, lengths)
+        before = self.initial_state(len(x), device=x.device, dtype=x.dtype) if state is None else state
+        seen = torch.full_like(before.length, x.size(1)) if lengths is None else lengths
+        m = slots_used(before.length, self._reach)
+        inputs = torch.cat([before.inputs[:, self._reach - m :].to(x.dtype), x], 1)  # (B, M + N, E)
+        x, normed = self._normed(x), self._normed(inputs)
+        near = self._short_term(x, normed, before.length)
+        y = self.out_proj(near.transpose(1, 2).flatten(2))  # (B, H, N, D) -> (B, N, E)
+        after = before
+        if self.long_term is not None:
+            written = normed if self.norm_signal else inputs
+            far, after = self.long_term(x, written, before, seen, delay=self._delay, training=self.training)
+            y = y + far
+        memory = newest(inputs, m + seen, self._reach, dim=1).to(before.inputs.dtype)
+        return without_padding(y, lengths), after._replace(inputs=memory, length=before.length + seen)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> InfiniteAttention:
-        """Recompute the matrices for the parameters' new device and type."""
-        super()._apply(fn, recurse)
-        if self.n_basis:
-            self._solve()
-        return self
+    def _short_term(self, x: Tensor, inputs: Tensor, length: Tensor) -> Tensor:
+        """Attend directly to the inputs x_{b(t)}, …, x_t: (B, N, E), (B, M + N, E) -> (B, H, N, D)."""
+        n, m = x.size(1), inputs.size(1) - x.size(1)
+        q = self._heads(self.q_proj(x))
+        position = length[:, None] + torch.arange(n, device=x.device)  # (B, N)
+        first = self.segment_len * whole_segments(position - self.mem_len, self.segment_len) - length[:, None] + m
+        if self._is_step(q):
+            return self._near_few(q, inputs, first)
+        k, v = self._heads(self.k_proj(inputs)), self._heads(self.v_proj(inputs))
+        if self.short_term == "softmax":
+            return self._softmax(q, k, v, first)
+        return relative_attention(
+            q,
+            k,
+            v,
+            self._relative_keys(furthest(n, m, self._reach, self.chunk_size), 0).to(q.dtype),
+            self.u.to(q.dtype),
+            self.v.to(q.dtype),
+            window=self._reach,
+            first=first,
+            chunk_size=self.chunk_size,
+            dropout=self._dropout_now,
+        )
+
+    def _softmax(self, q: Tensor, k: Tensor, v: Tensor, first: Tensor) -> Tensor:
+        """Attend from q_i to the keys `first_i` (B, N) to M + i: (B, H, N, D), (B, H, M + N, D) -> (B, H, N, D)."""
+        n, m, found = q.size(2), k.size(2) - q.size(2), []
+        for start in range(0, n, self.chunk_size):
+            end = min(start + self.chunk_size, n)
+            low = max(0, m + start - self._reach)  # no query of the chunk sees an earlier key
+            slot, last = torch.arange(low, m + end, device=q.device), torch.arange(m + start, m + end, device=q.device)
+            seen = (slot >= first[:, start:end, None]) & (slot <= last[:, None])  # (B, C, K)
+            keys, values = (t[:, :, low : m + end] for t in (k, v))
+            found.append(
+                F.scaled_dot_product_attention(
+                    q[:, :, start:end], keys, values, seen[:, None], dropout_p=self._dropout_now
+                )
+            )
+        return torch.cat(found, 2)
+
+    def _near_few(self, q: Tensor, inputs: Tensor, first: Tensor) -> Tensor:
+        """Compute `_short_term` with (W_kᵀ q) · x instead of q · (W_k x), and W_v (Σ w x) instead of Σ w (W_v x).
+
+        x are the inputs. A generated token then costs O(H (mem_len + segment_len) E), not E² for each input, without a
+        cache of keys.
+        """
+        n, slots = q.size(2), torch.arange(inputs.size(1), device=q.device)
+        seen = (slots >= first[..., None]) & (slots <= slots[-n:, None])  # (B, N, M + N)
+        if self.short_term == "softmax":
+            scores, content = torch.zeros_like(seen, dtype=q.dtype)[:, None], q  # (B, 1, N, M + N)
+        else:
+            distances = self._positions_for(q, len(slots))
+            scores = relative_shift(self._scores_by_distance(q, distances))  # (B, H, N, M + N)
+            content = q + self.u.to(q.dtype)[:, None]
+        key, value = (p.weight.to(q.dtype).unflatten(0, (self.n_heads, -1)) for p in (self.k_proj, self.v_proj))
+        if self.k_proj.bias is not None:
+            bias = self.k_proj.bias.to(q.dtype).view(self.n_heads, -1, 1)
+            scores = scores + content @ bias * self.head_dim**-0.5
+        x = inputs.to(q.dtype)[:, None].expand(-1, self.n_heads, -1, -1)  # (B, H, M + N, E)
+        found = F.scaled_dot_product_attention(
+            torch.einsum("bhnd,hde->bhne", content, key),
+            x,
+            x,
+            scores.masked_fill(~seen[:, None], -torch.inf),
+            dropout_p=self._dropout_now,
+            scale=self.head_dim**-0.5,
+        )
+        y = torch.einsum("bhne,hde->bhnd", found, value)
+        return y if self.v_proj.bias is None else y + self.v_proj.bias.to(y.dtype).view(self.n_heads, 1, -1)
+
+    def _is_step(self, q: Tensor) -> bool:
+        """Whether it costs less to apply W_k and W_v to each head's queries (B, H, N, D) than to the inputs."""
+        return q.size(1) * q.size(2) <= self.d_model
 
     @property
-    def needs_norm(self) -> str:
-        """The option that has an effect only after `normalise_with`, "" for none."""
-        return "" if self.norm_signal else "norm_signal=False"
-
-    def set_memory(self, mem_len: int, clamp_len: int | None = None, same_length: bool = False) -> None:
-        """See `TransformerXLAttention.set_memory`. `same_length` must be False: the split never has an effect here."""
-        if same_length:
-            raise ValueError(
-                "same_length=True: what InfiniteAttention sees never depends on how a stream is split; leave it out"
-            )
-        self._check_clamp(clamp_len)
-        super().set_memory(mem_len, clamp_len)
-
-    def _check_clamp(self, clamp_len: int | None) -> None:
-        if clamp_len is not None and getattr(self, "short_term", "transformer_xl") == "softmax":
-            raise ValueError(f"clamp_len={clamp_len} with short_term='softmax', which has no distances: leave it out")
+    def _delay(self) -> int:
+        """Number of positions between the end of a segment and its write."""
+        return self.mem_len if self.writes == "evicted" else 0
 
     @property
     def _reach(self) -> int:
@@ -328,53 +380,38 @@ class InfiniteAttention(TransformerXLAttention):
         if state is not None:
             self._check_slots(state.inputs.size(1), self._reach)
 
-    def forward(
-        self, x: Tensor, state: State | None = None, lengths: Tensor | None = None
-    ) -> tuple[Tensor, InfiniteMemory]:
-        """See `SequenceModule.forward`."""
-        self.check(x, state, lengths)
-        x = without_padding(x, lengths)
-        before = self.initial_state(len(x), device=x.device, dtype=x.dtype) if state is None else state
-        seen = torch.full_like(before.length, x.size(1)) if lengths is None else lengths
-        m = slots_used(before.length, self._reach)
-        inputs = torch.cat([before.inputs[:, self._reach - m :].to(x.dtype), x], 1)  # (B, M + N, E)
-        x, normed = self._normed(x), self._normed(inputs)
-        near = self._short_term(x, normed, before.length)
-        y = self.out_proj(near.transpose(1, 2).flatten(2))  # (B, H, N, D) -> (B, N, E)
-        after = before
-        if self.n_basis:
-            far, after = self._long_term(x, normed if self.norm_signal else inputs, before, seen)
-            y = y + self.ltm_out_proj(far.transpose(1, 2).flatten(2).to(x.dtype))
-        memory = newest(inputs, m + seen, self._reach, dim=1).to(before.inputs.dtype)
-        return without_padding(y, lengths), after._replace(inputs=memory, length=before.length + seen)
+    def set_memory(self, mem_len: int, clamp_len: int | None = None, same_length: bool = False) -> None:
+        """See `TransformerXLAttention.set_memory`. `same_length` must be False: the split never has an effect here."""
+        if same_length:
+            raise ValueError(
+                "same_length=True: what InfiniteAttention sees never depends on how a stream is split; leave it out"
+            )
+        self._check_clamp(clamp_len)
+        super().set_memory(mem_len, clamp_len)
 
-    # ------------------------------------------------------------------------------------------------------ the signal
+    def _check_clamp(self, clamp_len: int | None) -> None:
+        if clamp_len is not None and getattr(self, "short_term", "transformer_xl") == "softmax":
+            raise ValueError(f"clamp_len={clamp_len} with short_term='softmax', which has no distances: leave it out")
+
+    @property
+    def needs_norm(self) -> str:
+        """The option that has an effect only after `normalise_with`, "" for none."""
+        return "" if self.norm_signal else "norm_signal=False"
 
     def signal(self, state: InfiniteMemory, times: Tensor) -> Tensor:
         """Return X̄(t) at `times` (T,), as the last position saw it: (B, T, E)."""
-        return evaluate_signal(state.coefficients, times.to(state.coefficients), self._basis(state.coefficients))
+        return self._memory.signal(state.coefficients, times)
 
     def density(self, x: Tensor, state: InfiniteMemory, times: Tensor) -> Tensor:
         """Return N(t; μ, σ²) at `times` (T,), the attention of inputs `x` (B, N, E) to that signal: (B, H, N, T)."""
-        full = state.coefficients.dtype
-        q = self._far_queries(self._normed(x)).to(full)
-        mean, variance = self._attended(q, state.coefficients)
+        q = self._memory.queries(self._normed(x)).to(state.coefficients.dtype)
+        mean, variance = self._memory.attended(q, state.coefficients)
         return gaussian(times.to(mean), mean[..., None], variance[..., None])
 
     def sample_times(self, state: InfiniteMemory) -> Tensor:
         """Return the times at which the next update samples the signal, (M,), or (B, M) if sticky."""
-        return self._sample_times(state, self._writes_before(state.length - 1, self._delay))
-
-    def _sample_times(self, state: InfiniteMemory, written: Tensor) -> Tensor:
-        """Return `sample_times` of the update after (B,) `written` segments."""
-        n, histogram = self.n_samples, state.histogram
-        if not self.sticky:
-            return (ends if self.grid == "ends" else midpoints)(n, dtype=histogram.dtype, device=histogram.device)
-        if self.sampling == "bins":
-            number = state.counter if self.training else written
-            return left_edges(histogram, pseudorandom(number, n, histogram.dtype).sort(1).values)
-        within = jitter(state.counter, n, histogram.dtype) if self.training else torch.full_like(histogram[:, :1], 0.5)
-        return quantiles(histogram, (torch.arange(n, device=histogram.device) + within) / n)
+        written = whole_segments(state.length - 1 - self._delay, self.segment_len)
+        return self._memory.sample_times(state, written, self.training)
 
     @torch.no_grad()
     def attention_densities(
@@ -398,72 +435,21 @@ class InfiniteAttention(TransformerXLAttention):
         Raises:
             ValueError: there is no signal, or an argument is invalid: see `check`.
         """
-        if not self.n_basis:
-            raise ValueError("n_basis=0: there is no signal, so there are no densities; use attention_weights")
+        memory = self._memory
         self.check(x, state, lengths)
         x = without_padding(x, lengths)
         state = self.initial_state(len(x), device=x.device, dtype=x.dtype) if state is None else state
         found = []
         for i, position in enumerate(x.split(1, 1)):
             now = torch.ones_like(state.length) if lengths is None else (i < lengths).long()  # (B,), 0 in padding
-            attends = (self._writes_before(state.length, self._delay) > 0) & (now > 0)
+            attends = (whole_segments(state.length - self._delay, self.segment_len) > 0) & (now > 0)
             inputs = torch.cat([state.inputs.to(x.dtype), position], 1)  # (B, M + 1, E)
             written = self._normed(inputs) if self.norm_signal else inputs
-            _, after = self._long_term(self._normed(position), written, state, now)
-            memory = newest(inputs, self._reach + now, self._reach, dim=1).to(state.inputs.dtype)
-            state = after._replace(inputs=memory, length=state.length + now)
+            normed = self._normed(position)
+            _, after = memory(normed, written, state, now, delay=self._delay, training=self.training)
+            held = newest(inputs, self._reach + now, self._reach, dim=1).to(state.inputs.dtype)
+            state = after._replace(inputs=held, length=state.length + now)
             found.append(self.density(position, state, times).masked_fill(~attends[:, None, None, None], 0))
-        return torch.cat(found, 2)
-
-    # ------------------------------------------------------------------------------------------- the short-term memory
-
-    @property
-    def _delay(self) -> int:
-        """Number of positions between the end of a segment and its write."""
-        return self.mem_len if self.writes == "evicted" else 0
-
-    def _writes_before(self, position: Tensor, delay: int) -> Tensor:
-        """Return the number of whole segments that end at least `delay` positions before each `position`."""
-        return ((position - delay) // self.segment_len).clamp(min=0)
-
-    def _short_term(self, x: Tensor, inputs: Tensor, length: Tensor) -> Tensor:
-        """Attend directly to the inputs x_{b(t)}, …, x_t: (B, N, E), (B, M + N, E) -> (B, H, N, D)."""
-        n, m = x.size(1), inputs.size(1) - x.size(1)
-        q = self._heads(self.q_proj(x))
-        position = length[:, None] + torch.arange(n, device=x.device)  # (B, N)
-        first = self.segment_len * self._writes_before(position, self.mem_len) - length[:, None] + m
-        if self._is_step(q):
-            return self._near_few(q, inputs, first)
-        k, v = self._heads(self.k_proj(inputs)), self._heads(self.v_proj(inputs))
-        if self.short_term == "softmax":
-            return self._softmax(q, k, v, first)
-        return relative_attention(
-            q,
-            k,
-            v,
-            self._relative_keys(furthest(n, m, self._reach, self.chunk_size), 0).to(q.dtype),
-            self.u.to(q.dtype),
-            self.v.to(q.dtype),
-            window=self._reach,
-            first=first,
-            chunk_size=self.chunk_size,
-            dropout=self._dropout_now,
-        )
-
-    def _softmax(self, q: Tensor, k: Tensor, v: Tensor, first: Tensor) -> Tensor:
-        """Attend from q_i to the keys `first_i` (B, N) to M + i: (B, H, N, D), (B, H, M + N, D) -> (B, H, N, D)."""
-        n, m, found = q.size(2), k.size(2) - q.size(2), []
-        for start in range(0, n, self.chunk_size):
-            end = min(start + self.chunk_size, n)
-            low = max(0, m + start - self._reach)  # no query of the chunk sees an earlier key
-            slot, last = torch.arange(low, m + end, device=q.device), torch.arange(m + start, m + end, device=q.device)
-            seen = (slot >= first[:, start:end, None]) & (slot <= last[:, None])  # (B, C, K)
-            keys, values = (t[:, :, low : m + end] for t in (k, v))
-            found.append(
-                F.scaled_dot_product_attention(
-                    q[:, :, start:end], keys, values, seen[:, None], dropout_p=self._dropout_now
-                )
-            )
         return torch.cat(found, 2)
 
     def _terms(self, q: Tensor, k: Tensor, distance: Tensor) -> tuple[Tensor, ...]:
@@ -479,204 +465,17 @@ class InfiniteAttention(TransformerXLAttention):
             x = torch.cat([state.inputs[:, self._reach - m :].to(x.dtype), x], 1)  # (B, M + N, E)
         i, j, seen = self._order(n, m, state, lengths, x.device)
         k = self._heads(self.k_proj(self._normed(x)))
-        return k, i - j, seen & (j >= self.segment_len * self._writes_before(i, self.mem_len))
+        return k, i - j, seen & (j >= self.segment_len * whole_segments(i - self.mem_len, self.segment_len))
 
-    def _is_step(self, q: Tensor) -> bool:
-        """Whether it costs less to apply W_k and W_v to each head's queries (B, H, N, D) than to the inputs."""
-        return q.size(1) * q.size(2) <= self.d_model
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> InfiniteAttention:
+        """Recompute the matrices for the parameters' new device and type."""
+        super()._apply(fn, recurse)
+        if self.long_term is not None:
+            self.long_term.solve()
+        return self
 
-    def _near_few(self, q: Tensor, inputs: Tensor, first: Tensor) -> Tensor:
-        """Compute `_short_term` with (W_kᵀ q) · x instead of q · (W_k x), and W_v (Σ w x) instead of Σ w (W_v x).
-
-        x are the inputs. A generated token then costs O(H (mem_len + segment_len) E), not E² for each input, without a
-        cache of keys.
-        """
-        n, slots = q.size(2), torch.arange(inputs.size(1), device=q.device)
-        seen = (slots >= first[..., None]) & (slots <= slots[-n:, None])  # (B, N, M + N)
-        if self.short_term == "softmax":
-            scores, content = torch.zeros_like(seen, dtype=q.dtype)[:, None], q  # (B, 1, N, M + N)
-        else:
-            distances = self._positions_for(q, len(slots))
-            scores = relative_shift(self._scores_by_distance(q, distances))  # (B, H, N, M + N)
-            content = q + self.u.to(q.dtype)[:, None]
-        key, value = (p.weight.to(q.dtype).unflatten(0, (self.n_heads, -1)) for p in (self.k_proj, self.v_proj))
-        if self.k_proj.bias is not None:
-            bias = self.k_proj.bias.to(q.dtype).view(self.n_heads, -1, 1)
-            scores = scores + content @ bias * self.head_dim**-0.5
-        x = inputs.to(q.dtype)[:, None].expand(-1, self.n_heads, -1, -1)  # (B, H, M + N, E)
-        found = F.scaled_dot_product_attention(
-            torch.einsum("bhnd,hde->bhne", content, key),
-            x,
-            x,
-            scores.masked_fill(~seen[:, None], -torch.inf),
-            dropout_p=self._dropout_now,
-            scale=self.head_dim**-0.5,
-        )
-        y = torch.einsum("bhne,hde->bhnd", found, value)
-        return y if self.v_proj.bias is None else y + self.v_proj.bias.to(y.dtype).view(self.n_heads, 1, -1)
-
-    # -------------------------------------------------------------------------------------------- the long-term memory
-
-    def _long_term(
-        self, x: Tensor, inputs: Tensor, state: InfiniteMemory, seen: Tensor
-    ) -> tuple[Tensor, InfiniteMemory]:
-        """Attend to the signal from `x` (B, N, E), and write the segments of `inputs` (B, M + N, E) that are due.
-
-        Return (B, H, N, D) and the new state.
-
-        A call of N positions has at most ⌈N / L⌉ updates a row, so at most ⌈N / L⌉ + 1 groups of positions that see the
-        same signal. Rows are at different positions, so each has its own group borders. Every group has room for
-        P = min(N, L) positions.
-        """
-        n, size, full = x.size(1), self.segment_len, accumulator(x.dtype)
-        room = min(n, size)
-        q = self._far_queries(x).to(full)
-        written = self._writes_before(state.length - 1, self._delay)[:, None]  # (B, 1)
-        due = (
-            self._delay + (written + 1) * size - state.length[:, None]
-        )  # positions of this call before the next update
-        group = torch.arange(-(-n // size) + 1, device=x.device)  # (G,)
-        index = (due + (group - 1) * size).masked_fill(group == 0, 0)[..., None]
-        index = index + torch.arange(room, device=x.device)  # (B, G, P)
-        end = torch.where(group == 0, torch.minimum(due, seen[:, None]), seen[:, None])  # (B, G)
-        attends = (index < end[..., None]) & (written + group > 0)[..., None]  # (B, G, P)
-        used = range(len(group))
-        if reads_values(attends):
-            used = range(*_span(attends.any(2).any(0).tolist()))
-        state = state._replace(
-            coefficients=state.coefficients.to(full),
-            histogram=state.histogram.to(full),
-            loss=torch.zeros_like(state.loss, dtype=full),
-        )
-        if not used:
-            return self._nothing(q), state
-
-        low, high = used.start, used.stop
-        groups = gather_rows(q, index[:, low:high].flatten(1).clamp(max=n - 1))  # (B, H, G P, D)
-        groups = groups.unflatten(2, (-1, room)).transpose(1, 2)  # (B, G, H, P, D)
-        together = 1 if self.sticky else max(1, _TOGETHER // room)  # a sticky update needs the histogram so far
-        out = []
-        with torch.autocast(x.device.type, enabled=False):
-            new = range(max(low, 1), high)  # groups before which a segment is written
-            numbers = written + group[new.start : high]  # (B, K)
-            fits = self._fits(
-                inputs.to(full), numbers * size - state.length[:, None] + inputs.size(1) - n, numbers == 1
-            )
-            starts = range(low, high, together)
-            parts = zip(starts, groups.split(together, 1), attends[:, low:high].split(together, 1), strict=True)
-            for start, queries, attending in parts:
-                signals = []
-                for k in range(start, start + queries.size(1)):
-                    if k > 0:
-                        before = numbers[:, k - new.start] - 1
-                        state = self._write(state, fits[k - new.start], attends[:, k].any(1), before)
-                    signals.append(state.coefficients)
-                y, state = self._recall(queries, torch.stack(signals, 1), state, attending)
-                out.append(y)
-        count = attends.sum((1, 2)).clamp(min=1)
-        state = state._replace(loss=self.kl_weight * state.loss / (self.n_heads * count))
-        if not new:
-            out[0] = out[0] + self._nothing(out[0])
-        found = out[0] if len(out) == 1 else torch.cat(out, 1)  # (B, G, H, P, D)
-        since = torch.arange(n, device=x.device) - due  # (B, N)
-        index = torch.where(since < 0, (since + due).clamp(max=room - 1), room + since) - low * room
-        y = gather_rows(found.transpose(1, 2).flatten(2, 3), index.clamp(max=len(used) * room - 1))
-        return (y.masked_fill((since < 0)[:, None, :, None], 0) if low else y), state
-
-    def _nothing(self, like: Tensor) -> Tensor:
-        """Return zeros that give every parameter of the long-term memory a gradient of 0, since DDP waits for each."""
-        parameters = [p for name, p in self.named_parameters() if name.startswith(("ltm_", "gate"))]
-        return torch.zeros_like(like) + 0 * sum(p.flatten()[0] for p in parameters)
-
-    def _fits(self, inputs: Tensor, end: Tensor, first: Tensor) -> tuple[Tensor, ...]:
-        """Fit the segments of `inputs` (B, M + N, E) before each `end` (B, K), to be added to the old signal's part.
-
-        Segments where `first` (B, K) is True are fitted to all of [0, 1]; for them there is no old signal.
-
-        Returns:
-            K tensors (B, n_basis, E).
-        """
-        size = self.segment_len
-        # Segments beyond the end of `inputs` are not written by any row.
-        index = end.clamp(max=inputs.size(1))[..., None] + torch.arange(-size, 0, device=end.device)  # (B, K, L)
-        index = index.flatten(1).clamp(min=0)[..., None].expand(-1, -1, inputs.size(2))
-        segments = self._gated(inputs.gather(1, index).view(-1, size, inputs.size(2)))  # (B K, L, E)
-        segments = segments.unflatten(0, end.shape)
-        after = self._fit_next[:, self.n_samples :].to(inputs.dtype) @ segments  # (B, K, n_basis, E)
-        alone = self._fit_first.to(inputs.dtype) @ segments
-        return torch.where(first[..., None, None], alone, after).unbind(1)
-
-    def _write(self, state: InfiniteMemory, fit: Tensor, rows: Tensor, written: Tensor) -> InfiniteMemory:
-        """Write a segment with the given `fit` (B, n_basis, E) after the signal of `rows`; other rows are unchanged.
-
-        The signal has (B,) `written` segments. Before the first it is 0, so it adds 0 to the fit.
-        """
-        if self.sticky:
-            old = evaluate_signal(state.coefficients, self._sample_times(state, written), self._basis(fit))  # (B, M, E)
-            new = self._fit_next[:, : self.n_samples].to(fit.dtype) @ old + fit
-        else:
-            new = self._refit.to(fit.dtype) @ state.coefficients + fit  # (B, n_basis, E)
-        return state._replace(
-            coefficients=torch.where(rows[:, None, None], new, state.coefficients),
-            histogram=state.histogram.masked_fill(rows[:, None], 0),
-            counter=state.counter + rows,
-        )
-
-    def _recall(
-        self, q: Tensor, signals: Tensor, state: InfiniteMemory, attends: Tensor
-    ) -> tuple[Tensor, InfiniteMemory]:
-        """Attend from groups of queries (B, G, H, P, D) to one signal each, (B, G, n_basis, E).
-
-        Returns:
-            (B, G, H, P, D), and the state with the loss and histogram of the positions where `attends` (B, G, P) is
-            True.
-        """
-        shape, b = q.shape[:2], signals.flatten(0, 1)
-        mean, variance = self._attended(q.flatten(0, 1), b)  # (B G, H, P)
-        uncounted = ~attends.flatten(0, 1)[:, None]
-        loss = width_divergence(variance, self.sigma_0).masked_fill(uncounted, 0).unflatten(0, shape)
-        state = state._replace(loss=state.loss + loss.sum((1, 2, 3)))
-        if self.sticky:
-            masses = normal_masses(mean, variance, self.n_bins)  # (B G, H, P, n_bins)
-            masses = masses.masked_fill(uncounted[..., None], 0).unflatten(0, shape)
-            state = state._replace(histogram=state.histogram + masses.sum((1, 2, 3)))
-        return self._read(mean, variance, b).unflatten(0, shape), state
-
-    def _basis(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        centres, variances = self._centres_variances
-        return centres.to(like.dtype), variances.to(like.dtype)
-
-    def _gated(self, segment: Tensor) -> Tensor:
-        """(B, L, E) -> (B, L, E)."""
-        if self.gate is None:
-            return segment
-        weight, bias = self.gate.weight.to(segment.dtype), self.gate.bias
-        openness = F.conv1d(segment.mT, weight, None if bias is None else bias.to(segment.dtype), padding=1)
-        return segment * openness.sigmoid().mT
-
-    def _far_queries(self, x: Tensor) -> Tensor:
-        """Return W_q' x: (B, N, E) -> (B, H, N, D)."""
-        return self._heads((self.q_proj if self.tie_query else self.ltm_q_proj)(x))
-
-    def _attended(self, q: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return μ and σ² of queries (B, H, P, D) to the signal of `b` (B, n_basis, E): (B, H, P) each."""
-        # w · s = q · W_k' (Σ_j w_j B_j) / √D, so no score of each query and basis function is needed.
-        key = F.linear(self.ltm_density.weight.to(b.dtype) @ b, self.ltm_k_proj.weight.to(b.dtype))  # (B, 2, E)
-        scores = q @ self._heads(key).mT * self.head_dim**-0.5  # (B, H, P, 2)
-        if self.ltm_density.bias is not None:
-            scores = scores + self.ltm_density.bias.to(b.dtype)
-        return scores[..., 0].sigmoid(), F.softplus(scores[..., 1]) + _LEAST_VARIANCE
-
-    def _read(self, mean: Tensor, variance: Tensor, b: Tensor) -> Tensor:
-        """Return the expectation of W_v' X̄(t) under N(t; mean, variance): (B, H, P) -> (B, H, P, D)."""
-        weights = expected_basis(mean, variance, self._basis(b))  # (B, H, P, n_basis)
-        value = self.ltm_v_proj.weight.to(b.dtype)
-        if self._is_step(weights):
-            return torch.einsum("bhpe,hde->bhpd", weights @ b[:, None], value.unflatten(0, (self.n_heads, -1)))
-        return weights @ self._heads(F.linear(b, value))
-
-
-def _span(used: list[bool]) -> tuple[int, int]:
-    """Return the start and the end of the True values, which are adjacent."""
-    first = used.index(True) if any(used) else 0
-    return first, first + sum(used)
+    @property
+    def _memory(self) -> LongTermMemory:
+        if self.long_term is None:
+            raise ValueError("n_basis=0: there is no signal, so there are no densities; use attention_weights")
+        return self.long_term

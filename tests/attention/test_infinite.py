@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lit_effattn import Transformer, sequence
-from lit_effattn.attention import InfiniteAttention, SoftmaxAttention, TransformerXLAttention, infinite
+from lit_effattn.attention import InfiniteAttention, SoftmaxAttention, TransformerXLAttention, long_term_memory
 from lit_effattn.nn.transformer import Block, FeedForward
 from lit_effattn.ops.continuous import basis_of, normal_masses, width_divergence
 from tests.laws import definitions
@@ -136,7 +136,7 @@ def test_the_signal_and_where_it_is_attended_to():
     density = attention.density(x[:, :3], after, grid)
     assert density.shape == (1, H, 3, len(grid))
     torch.testing.assert_close(density.sum(-1) / 1000, torch.ones(1, H, 3, dtype=torch.float64))
-    mean, variance = attention._attended(attention._heads(attention.ltm_q_proj(x[:, :3])), after.coefficients)
+    mean, variance = attention.long_term.attended(attention._heads(attention.ltm_q_proj(x[:, :3])), after.coefficients)
     torch.testing.assert_close((density * grid).sum(-1) / 1000, mean)
     torch.testing.assert_close((density * grid**2).sum(-1) / 1000 - mean**2, variance)
     assert ((mean > 0) & (mean < 1)).all()
@@ -147,7 +147,7 @@ def test_sticky_samples_are_quantiles_of_where_it_was_attended_to():
     with torch.no_grad():
         attention.ltm_density.bias.copy_(torch.tensor([1.5, -5.0]))  # narrow, around sigmoid(1.5) = 0.82
         _, before = attention(inputs(1, 12))
-        mean, variance = attention._attended(
+        mean, variance = attention.long_term.attended(
             attention._heads(attention.ltm_q_proj(inputs(1, 12)[:, 8:])), before.coefficients
         )
         torch.testing.assert_close(before.histogram[0], normal_masses(mean, variance, 8).sum((0, 1, 2)))
@@ -354,7 +354,7 @@ def test_how_many_positions_go_together_changes_nothing(monkeypatch: pytest.Monk
     _, state = attention(x[:, :11], lengths=torch.tensor([3, 11, 0]))
     y, after = attention(x, state, lengths)
     for together in (1, 8):
-        monkeypatch.setattr(infinite, "_TOGETHER", together)
+        monkeypatch.setattr(long_term_memory, "_TOGETHER", together)
         z, again = attention(x, state, lengths)
         torch.testing.assert_close(z, y)
         torch.testing.assert_close(tuple(again), tuple(after))
@@ -388,7 +388,7 @@ def test_the_loss_is_the_mean_divergence(lengths: list[int] | None):
             _, alone = attention(stream[:, t : t + 1], alone)
             if t >= max(8, before[row]):
                 q = attention._heads(attention.ltm_q_proj(stream[:, t : t + 1]))
-                divergences.append(width_divergence(attention._attended(q, alone.coefficients)[1], 0.2).mean())
+                divergences.append(width_divergence(attention.long_term.attended(q, alone.coefficients)[1], 0.2).mean())
         expected = 0.3 * torch.stack(divergences).mean() if divergences else torch.tensor(0.0).double()
         torch.testing.assert_close(state.loss[row], expected)
         assert (expected > 0) == (stream.size(1) > 8)
@@ -443,15 +443,15 @@ def test_the_signal_is_kept_in_float32(dtype: torch.dtype):
     _, expected = exact(inputs(2, 300).to(dtype).double())
     error = (state.coefficients - expected.coefficients).norm() / expected.coefficients.norm()
     assert error < 8 * torch.finfo(dtype).eps  # of where samples are taken; the fit itself is float32's
-    assert attention._fit_next.dtype == torch.float32
-    assert attention.double()._fit_next.dtype == torch.float64
+    assert attention.long_term.fit_next.dtype == torch.float32
+    assert attention.double().long_term.fit_next.dtype == torch.float64
 
 
 def test_copies_and_moves_keep_the_fit():
     attention = make()
     x = inputs(1, 20)
     assert torch.equal(copy.deepcopy(attention)(x)[0], attention(x)[0])
-    torch.testing.assert_close(make().half().double()._fit_next, make()._fit_next, rtol=0, atol=0)
+    torch.testing.assert_close(make().half().double().long_term.fit_next, make().long_term.fit_next, rtol=0, atol=0)
     assert not any("fit" in name for name in attention.state_dict())
 
 
@@ -521,7 +521,7 @@ def test_dropout_in_training_alone():
 
 def test_the_basis_is_that_of_the_options():
     centres, variances = basis_of(10, (0.1, 0.2), dtype=torch.float64, device=torch.device("cpu"))
-    found = make()._basis(torch.zeros((), dtype=torch.float64))
+    found = make().long_term.basis(torch.zeros((), dtype=torch.float64))
     assert torch.equal(found[0], centres)
     assert torch.equal(found[1], variances)
 

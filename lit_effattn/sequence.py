@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -108,25 +109,17 @@ class SequenceModule(HasInitArgs, nn.Module, ABC):
         """None if the state's size is bounded, else the option that bounds it, such as "window"; "" if none does."""
         return None
 
-    @property
-    def without_parts(self) -> str:
-        """The message for a user who calls a module without `takes_parts` inside `sequence_parallel`."""
-        return (
-            f"{type(self).__name__} does not support sequence_parallel, in which a process has a part of each "
-            "sequence; causal LinearAttention, PerformerAttention, WindowedLinearAttention, SoftmaxAttention and "
-            "ShawAttention do, and TransformerXLAttention with same_length"
-        )
-
     def check(self, x: Tensor, state: State | None, lengths: Tensor | None) -> None:
         """Check the arguments of `forward`.
 
         Raises:
-            ValueError: An argument is invalid. The message names it, its value and what was expected.
+            ValueError: An argument is invalid, or `state` was donated to an earlier call. The message names the
+                argument, its value and what was expected.
             NotImplementedError: The module is called inside `sequence_parallel` and does not support it.
         """
         name = type(self).__name__
         if parts() is not None and not self.takes_parts:
-            raise NotImplementedError(self.without_parts)
+            raise NotImplementedError(parts().unsupported(self))
         if x.dim() != 3 or x.size(-1) != self.d_input:
             raise ValueError(f"{name}: x has shape {tuple(x.shape)}; expected (batch, length, {self.d_input})")
         if x.size(1) == 0:
@@ -138,15 +131,16 @@ class SequenceModule(HasInitArgs, nn.Module, ABC):
                 raise ValueError(
                     f"{name}: x has {x.size(0)} rows and the state {t.size(0)}; `select` repeats or drops rows"
                 )
-        if lengths is None:
-            return
-        if lengths.shape != x.shape[:1] or lengths.is_floating_point():
-            raise ValueError(
-                f"{name}: lengths is {lengths.dtype} of shape {tuple(lengths.shape)}; expected integers of shape "
-                f"({x.size(0)},)"
-            )
-        if reads_values(lengths) and not 0 <= int(lengths.min()) <= int(lengths.max()) <= x.size(1):
-            raise ValueError(f"{name}: lengths is {lengths.tolist()}; expected values from 0 to {x.size(1)}")
+        if lengths is not None:
+            if lengths.shape != x.shape[:1] or lengths.is_floating_point():
+                raise ValueError(
+                    f"{name}: lengths is {lengths.dtype} of shape {tuple(lengths.shape)}; expected integers of shape "
+                    f"({x.size(0)},)"
+                )
+            if reads_values(lengths) and not 0 <= int(lengths.min()) <= int(lengths.max()) <= x.size(1):
+                raise ValueError(f"{name}: lengths is {lengths.tolist()}; expected values from 0 to {x.size(1)}")
+        if state is not None and not torch.compiler.is_compiling():
+            _take(self, state)
 
     def default(self, device: torch.device | None, dtype: torch.dtype | None) -> tuple[torch.device, torch.dtype]:
         """Return `device` and `dtype`, with the parameters' for None."""
@@ -292,6 +286,10 @@ def donated() -> Iterator[None]:
 
     A donated state may be overwritten in place and must not be used again. A key/value cache is then written in place;
     copying it for every new token would cost more than the attention itself.
+
+    A module that is called a second time with a state that was donated to it raises ValueError, inside the context and
+    after it, if the state has a field `length`. Compiled calls are not checked, and copies are other states (those of
+    `select` and `detach` too).
     """
     before, _donated.now = _donated.now, True
     try:
@@ -303,6 +301,40 @@ def donated() -> Iterator[None]:
 def may_overwrite() -> bool:
     """Whether the current state may be written in place: it is donated, and gradients are disabled."""
     return not torch.is_grad_enabled() and _donated.now
+
+
+_taken: dict[tuple[int, int], tuple[ref[Tensor], ref[Tensor], int]] = {}
+"""The donated states, by the ids of the module and of `length`: `length`, one more tensor, and the version of `length`.
+
+A caller may copy the next state into the same tensors; `length` then has another version."""
+
+
+def _take(module: SequenceModule, state: State) -> None:
+    """Note that `module` takes a donated state; the next state has another tensor `length`.
+
+    A state that consists of other states has no note: the modules inside take those. Nor has the state of a source,
+    with a field `given`, which is never overwritten.
+
+    Raises:
+        ValueError: the state was donated to `module` before.
+    """
+    if not (_taken or may_overwrite()):
+        return
+    length = getattr(state, "length", None)
+    if length is None or not isinstance(state[0], Tensor) or hasattr(state, "given"):
+        return
+    other = state[0] if state[0] is not length else state[1]
+    if not isinstance(other, Tensor):
+        return
+    key, version = (id(module), id(length)), 0 if length.is_inference() else length._version
+    before = _taken.get(key)
+    if before is not None and before[0]() is length and before[1]() is other and before[2] == version:
+        raise ValueError(
+            f"{type(module).__name__}: the state was donated to an earlier call and may have been overwritten; use the "
+            "state that the call returned, or make that call outside of sequence.donated() to keep this one"
+        )
+    if may_overwrite():
+        _taken[key] = ref(length, lambda _: _taken.pop(key, None)), ref(other), version
 
 
 # ------------------------------------------------------------------------------------------------- parts of a sequence

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lit_effattn.sequence import State, in_parts, map_tensors, tensors
+from lit_effattn.sequence import SequenceModule, State, in_parts, map_tensors, tensors
 
 
 class Parts:
@@ -34,6 +34,15 @@ class Parts:
         self.size = dist.get_world_size(group)
         self.n_messages = 0
         self.n_bytes = 0
+
+    @staticmethod
+    def unsupported(module: SequenceModule) -> str:
+        """Return the message for a user who calls a module without `takes_parts` inside `sequence_parallel`."""
+        return (
+            f"{type(module).__name__} does not support sequence_parallel, in which a process has a part of each "
+            "sequence; causal LinearAttention, PerformerAttention, WindowedLinearAttention, SoftmaxAttention and "
+            "ShawAttention do, and TransformerXLAttention with same_length"
+        )
 
     def count(self, seen: Tensor) -> tuple[Tensor, Tensor]:
         """Return how many positions the earlier parts of each row have, and how many all parts have, (B,) each."""

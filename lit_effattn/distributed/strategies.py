@@ -67,7 +67,7 @@ class SequenceParallel(DDPStrategy):
         assert model is not None
         for module in model.modules():
             if isinstance(module, SequenceModule) and not module.takes_parts:
-                raise ValueError(f"SequenceParallel: {module.without_parts}")
+                raise ValueError(f"SequenceParallel: {Parts.unsupported(module)}")
         super().setup(trainer)
         torch.manual_seed(torch.initial_seed() + self.global_rank)
 

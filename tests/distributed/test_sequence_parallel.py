@@ -11,8 +11,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+import lit_effattn.attention
 from lit_effattn import Transformer, sequence
 from lit_effattn.attention import (
+    Attention,
     LinearAttention,
     LinearCrossAttention,
     LSHAttention,
@@ -26,7 +28,7 @@ from lit_effattn.attention import (
 )
 from lit_effattn.attention.positions import SinusoidalPositions
 from lit_effattn.attention.softmax import KeyValueCache
-from lit_effattn.distributed.sequence_parallel import sequence_parallel
+from lit_effattn.distributed.sequence_parallel import Parts, sequence_parallel
 from lit_effattn.nn.lstm import LSTM
 
 E, H, B, P = 8, 2, 3, 3
@@ -215,7 +217,7 @@ def test_sums_of_an_earlier_draw_count_as_empty_but_for_their_length():
     ids=type,
 )
 def test_what_does_not_support_parts_says_so(module: Any):
-    with sequence.in_parts(SimpleNamespace(count=lambda seen: (seen, seen))):  # type: ignore[arg-type]
+    with sequence.in_parts(SimpleNamespace(count=lambda seen: (seen, seen), unsupported=Parts.unsupported)):  # type: ignore[arg-type]
         with pytest.raises(
             NotImplementedError,
             match=r"(LSTM|SparseAttention|LSHAttention|TransformerXLAttention) does not support sequence_parallel",
@@ -227,6 +229,17 @@ def test_what_does_not_support_parts_says_so(module: Any):
         x = torch.randn(1, 4, E)
         assert cross(x, cross.remember(x))[0].shape == x.shape  # reads a source, position by position
     assert sequence.parts() is None
+
+
+def test_the_kinds_that_support_parts_are_those_that_the_message_names():
+    kinds = [
+        kind for name in lit_effattn.attention.__all__ if isinstance(kind := getattr(lit_effattn.attention, name), type)
+    ]
+    kinds = [k for k in kinds if issubclass(k, Attention) and k is not Attention]
+    able = {k.__name__ for k in kinds if k.takes_parts} | {"TransformerXLAttention"}
+    said = Parts.unsupported(LSTM(E, 1))
+    assert able == {k.__name__ for k in kinds if k.__name__ in said}
+    assert TransformerXLAttention(E, H, same_length=True).takes_parts
 
 
 def test_processes_are_needed():

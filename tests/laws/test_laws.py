@@ -159,6 +159,25 @@ def test_donating_ends_with_the_block(case: Case):
     assert_same(state, before)
 
 
+@each([case for case in CAUSAL if case not in CROSS])
+def test_a_state_that_was_donated_is_refused(case: Case):
+    """Else the outputs would be of a cache that the first call has overwritten. A source is never overwritten."""
+    module = case.build()
+    x = inputs(module, 2, 1)
+    refused = pytest.raises(ValueError, match=r"donated to an earlier call .* use the state that the call returned")
+    with torch.no_grad():
+        for first in (module.initial_state(2), module.initial_state(2, max_len=9)):
+            with sequence.donated():
+                _, second = module(x, first)
+                with refused:
+                    module(x, first)
+                _, third = module(x, second)
+            with refused:  # after the context too
+                module(x, second)
+            module(x, third)
+            module(x, third)
+
+
 @each(CAUSAL)
 def test_sizes_are_final_with_max_len(case: Case):
     module = case.build()

@@ -185,14 +185,14 @@ class Attention(MultiHead, SequenceModule):
             v: (B, H, N, D).
             lengths: (B,) valid positions, or None.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no `summarise`")
+        raise NotImplementedError(f"{type(self).__name__} sets `takes_parts` but does not override `summarise`")
 
     def combine_states(self, before: State, after: State) -> State:
         """Return the state that leads through both: `after` was made from an empty state, of the positions after.
 
         Associative; an empty state on either side changes nothing. Lengths add. Both arguments are kept.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no `combine_states`")
+        raise NotImplementedError(f"{type(self).__name__} sets `takes_parts` but does not override `combine_states`")
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values as `attend` takes them: (B, N, E) -> (B, H or H_kv, N, D_qk or D)."""

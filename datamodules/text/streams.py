@@ -229,15 +229,15 @@ class StreamLoader(ResumableLoader):
         state, now = dict(state_dict), self._division()
         was = {name: state.pop(name, None) for name in now}
         for name in ("batch_size", "segment_len", "shuffle_seed"):
-            if was[name] != now[name]:
+            if not _same(was[name], now[name]):
                 raise ValueError(
-                    f"{name}={now[name]}, but the interrupted run had {was[name]}: its streams cannot be continued; "
-                    "resume with the value that it was started with"
+                    f"{name}={now[name]}, but the interrupted run had {_short(was[name])}: its streams cannot be "
+                    "continued; resume with the value that it was started with"
                 )
-        if was != now:
+        if not _same(was["n_processes"], now["n_processes"]):
             rank_zero_warn(
-                f"Training continues with {now['n_processes']} processes instead of {was['n_processes']}: the streams "
-                "are divided differently, so they restart at the beginning of the text, with empty memories."
+                f"Training continues with {now['n_processes']} processes instead of {_short(was['n_processes'])}: the "
+                "streams are divided differently, so they restart at the beginning of the text, with empty memories."
             )
             state |= {"batches": 0, "n_batches": len(self)}
         super().load_state_dict(state)
@@ -250,3 +250,12 @@ class StreamLoader(ResumableLoader):
             "segment_len": streams.segment_len,
             "shuffle_seed": streams.shuffle_seed,
         }
+
+
+def _same(saved: Any, now: int | None) -> bool:
+    """Return whether a value in a checkpoint, which may be anything, is `now`."""
+    return type(saved) is type(now) and saved == now
+
+
+def _short(value: Any) -> str:
+    return " ".join(str(value).split())[:40]

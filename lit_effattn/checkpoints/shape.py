@@ -223,6 +223,9 @@ UNSET: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 }
 """Entries that a new callback or schedule leaves empty, so that they show no kind: what they may be later."""
 
+NUMBERS = ("lr", "step")
+"""Entries of optimisers that are a tensor or a number, depending on the optimiser's options and on torch's version."""
+
 
 def check_like(saved: Any, new: Any, where: str, *, exact: bool = False) -> None:
     """Check that a saved state has the structure of a new object's state.
@@ -253,7 +256,8 @@ def check_like(saved: Any, new: Any, where: str, *, exact: bool = False) -> None
             check_like(saved[i], item, f"{where}[{i}]", exact=exact)
     elif isinstance(new, Tensor):
         same = isinstance(saved, Tensor) and saved.shape == new.shape
-        if not same and not (new.ndim == 0 and _score(saved)):
+        scalar = new.ndim == 0 and _score(saved) and (isinstance(saved, Tensor) or name in NUMBERS)
+        if not same and not scalar:
             raise wrong(where, saved, f"a tensor of shape {tuple(new.shape)}")
     elif isinstance(new, bool):
         if not isinstance(saved, bool):

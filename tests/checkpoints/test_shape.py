@@ -69,6 +69,7 @@ def test_versions_of_lightning(value: str):
         ({"n": float("nan")}, {"n": 3}, "it.n is nan, not a number"),
         ({"betas": [0.9]}, {"betas": (0.9, 0.999)}, "it.betas is a list of 1, not a list of 2"),
         ({"t": torch.zeros(3)}, {"t": torch.zeros(2)}, r"shape \(3,\), not a tensor of shape \(2,\)"),
+        ({"best_score": 2.0}, {"best_score": torch.tensor(1.0)}, r"it.best_score is 2.0, not a tensor of shape \(\)"),
         ({"best_k_models": {"a": "b"}}, {"best_k_models": {}}, "not a mapping of paths to numbers"),
         ({"best_model_score": "x"}, {"best_model_score": None}, "not a number or None"),
     ],

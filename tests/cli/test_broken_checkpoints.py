@@ -223,6 +223,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "callbacks": (("callbacks",), "a number", "callbacks is -7.5, not a mapping"),
     "a callback": (("callbacks", KEY), "None", "is None, not a mapping"),
     "its best": (("callbacks", KEY, "best_score"), "a tensor", "best_score is a tensor of shape (2, 3)"),
+    "a best score": (("callbacks", KEY, "best_score"), "a number", "best_score is -7.5, not a tensor of shape ()"),
     "random states": (("random_states",), "a number", "random_states is -7.5, not a list"),
     "the version of a random state": (("random_states", 0, "python", 0), "a tensor", "python[0] is a tensor of shape"),
     "a counter": (("loops", "fit_loop", "epoch_progress", "total", "ready"), "a number", "ready is -7.5, not a count"),

@@ -201,6 +201,15 @@ def test_other_segments_are_refused(change):
         loader(**change).load_state_dict(first.state_dict())
 
 
+@pytest.mark.parametrize("name", ["batch_size", "segment_len", "shuffle_seed"])
+def test_a_position_with_a_tensor_for_a_number_is_refused_in_a_line(name: str):
+    first = loader()
+    next(iter(first))
+    with pytest.raises(ValueError, match=f"{name}=.*, but the interrupted run had tensor") as caught:
+        loader().load_state_dict({**first.state_dict(), name: torch.ones(2, 3)})
+    assert "\n" not in str(caught.value)
+
+
 def test_another_text_is_refused():
     first = loader()
     next(iter(first))

@@ -189,6 +189,8 @@ def _fits(args: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     for (config, name), of in found.items():
         own, peak, plain = seconds[config, name], grown[config, name], grown[config, "fit"]
+        # On the CPU, a step that reuses memory which is resident already takes 0 bytes, and has no ratio.
+        comparable = peak is not None and plain is not None and all(plain.samples)
         rows.append(
             {
                 "configuration": config,
@@ -201,7 +203,7 @@ def _fits(args: argparse.Namespace) -> list[Row]:
                 "tokens/s ÷ fit's": seconds[config, "fit"] / own,
                 "ms/step ÷ fit's of the first": own / seconds[args.configs[0], "fit"],
                 "peak memory, MiB": None if peak is None else peak.map(lambda b: b / MIB),
-                "peak memory ÷ fit's": None if peak is None or plain is None else peak / plain,
+                "peak memory ÷ fit's": peak / plain if comparable else None,
             }
         )
     return rows

@@ -146,6 +146,7 @@ def test_a_donated_cache_is_written_in_place():
         assert after.keys.data_ptr() == state.keys.data_ptr()
         assert after.values.data_ptr() == state.values.data_ptr()
     with sequence.donated():
+        state = attention.initial_state(2, max_len=8)
         _, after = attention(torch.randn(2, 3, E), state)
         assert after.keys.data_ptr() != state.keys.data_ptr(), "a gradient may want what was there"
 

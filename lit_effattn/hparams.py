@@ -29,6 +29,21 @@ class HasInitArgs:
         return self
 
 
+def parameters(kind: type) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a class's constructor by their names, without `self`.
+
+    `inspect.signature(kind)` gives those of `HasInitArgs.__new__` for a class without an `__init__` of its own, in
+    Python 3.10 and up to 3.11.2.
+    """
+    return dict([*inspect.signature(kind.__init__).parameters.items()][1:])  # type: ignore[misc]
+
+
+def defaults(kind: type) -> dict[str, Any]:
+    """Return the defaults of a class's optional parameters by their names."""
+    found = {name: parameter.default for name, parameter in parameters(kind).items()}
+    return {name: default for name, default in found.items() if default is not inspect.Parameter.empty}
+
+
 def init_args(module: HasInitArgs) -> dict[str, Any]:
     """Return the arguments that `module` was built with, as plain data, without those left at their defaults.
 

@@ -8,7 +8,7 @@ from jsonargparse import ArgumentParser
 from lit_effattn import Transformer
 from lit_effattn.attention import LinearAttention, ReluFeatureMap, SoftmaxAttention
 from lit_effattn.attention.positions import GridPositions, LearnedPositions, RotaryPositions
-from lit_effattn.hparams import HasInitArgs, init_args, spec
+from lit_effattn.hparams import HasInitArgs, defaults, init_args, parameters, spec
 from lit_effattn.nn.transformer import Block, FeedForward
 from lit_effattn.sequence import SequenceModule
 
@@ -131,3 +131,15 @@ def test_a_subclass_records_its_own_call():
 
     assert init_args(Wide(3)) == {"factor": 3}
     assert init_args(Wide()) == {}
+
+
+def test_parameters_are_those_of_the_constructor():
+    class Parent(HasInitArgs):
+        def __init__(self, a: int, *, b: int = 2) -> None: ...
+
+    class Child(Parent):
+        """Has no constructor of its own."""
+
+    for kind in (Parent, Child):
+        assert list(parameters(kind)) == ["a", "b"]
+        assert defaults(kind) == {"b": 2}

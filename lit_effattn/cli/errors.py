@@ -22,6 +22,7 @@ from lit_effattn.attention import Attention, CrossAttention
 from lit_effattn.attention.positions import Positions
 from lit_effattn.checkpoints.allowlist import find
 from lit_effattn.checkpoints.import_errors import import_error
+from lit_effattn.hparams import parameters
 from lit_effattn.nn.front_ends import FrontEnd
 from lit_effattn.nn.heads import Head
 from lit_effattn.sequence import SequenceModule
@@ -164,7 +165,7 @@ def _names(kind: Any) -> list[str]:
     """Return the options of a class: its parameters, without those that the program gives."""
     given = _GIVEN if issubclass(kind, torch.optim.lr_scheduler.LRScheduler) else _GIVEN - {"optimizer"}
     given = given | _BY_THE_MODEL if issubclass(kind, Attention) else given
-    return [name for name in inspect.signature(kind).parameters if name not in given]
+    return [name for name in parameters(kind) if name not in given]
 
 
 def _option(report: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 import shutil
@@ -24,7 +23,7 @@ from lit_effattn.checkpoints.files import write
 from lit_effattn.checkpoints.io import read_checkpoint, with_config
 from lit_effattn.checkpoints.model_size import model_of
 from lit_effattn.checkpoints.runs import is_checkpoint
-from lit_effattn.hparams import spec
+from lit_effattn.hparams import defaults, spec
 from lit_effattn.interchange.family import Family
 from lit_effattn.interchange.gpt2 import GPT2
 from lit_effattn.interchange.llama import Llama
@@ -271,13 +270,10 @@ _OF_MODEL = {"backbone", "vocab_size", "head", "embedding", "embedding_scale"}
 def _defaults(kind: type | None) -> dict[str, Any]:
     if kind is None:
         return {}
-    found = {}
-    for name, parameter in inspect.signature(kind.__init__).parameters.items():  # type: ignore[misc]
-        default = parameter.default
-        if default is not inspect.Parameter.empty:
-            is_class = isinstance(default, type)
-            found[name] = {"class_path": _path(default)} if is_class else default
-    return found
+    return {
+        name: {"class_path": _path(default)} if isinstance(default, type) else default
+        for name, default in defaults(kind).items()
+    }
 
 
 def _whole(target: Path, write: Callable[[Path], None]) -> None:

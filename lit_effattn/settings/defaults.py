@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import lightning.pytorch as pl
 
 from lit_effattn.callbacks import LastCheckpoint
 from lit_effattn.checkpoints.allowlist import listed
+from lit_effattn.hparams import defaults
 from lit_effattn.settings.run_names import ROOT
 
 TRAINER = {"default_root_dir": ROOT, "log_every_n_steps": 10, "check_val_every_n_epoch": None}
@@ -28,8 +28,8 @@ def split(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     known: dict[str, Any] = {
         "seed_everything": 0,
         **dict.fromkeys(name for name, value in config.items() if value is None),  # an option that was not given
-        "trainer": {**_defaults(pl.Trainer), **TRAINER},
-        "checkpoint": _defaults(LastCheckpoint),
+        "trainer": {**defaults(pl.Trainer), **TRAINER},
+        "checkpoint": defaults(LastCheckpoint),
     }
     _sort(config, "", known, changed, others)
     return changed, others
@@ -41,7 +41,7 @@ def _sort(value: Any, name: str, default: Any, changed: dict[str, Any], others: 
         (others if kind is not None and kind is default else changed)[name] = str(value["class_path"]).rpartition(".")[
             2
         ]
-        default = {} if kind is None else _defaults(kind)
+        default = {} if kind is None else defaults(kind)
         value = value.get("init_args") or {}
     if isinstance(value, dict) and (value or default != {}):
         of_parts = default if isinstance(default, dict) else {}
@@ -55,8 +55,3 @@ def _sort(value: Any, name: str, default: Any, changed: dict[str, Any], others: 
         if isinstance(default, type) and isinstance(value, str):  # the path of a class
             same, value = default.__name__, value.rpartition(".")[2]
         (others if default is not _UNKNOWN and value == same else changed)[name] = value
-
-
-def _defaults(kind: type) -> dict[str, Any]:
-    options = inspect.signature(kind).parameters.values()
-    return {option.name: option.default for option in options if option.default is not option.empty}

@@ -12,6 +12,7 @@ import lit_effattn.attention
 from lit_effattn.attention import Attention
 from lit_effattn.checkpoints.allowlist import find
 from lit_effattn.checkpoints.import_errors import import_error
+from lit_effattn.hparams import parameters
 
 _SHARED = ("d_model", "n_heads", "causal")
 """The arguments that a `Transformer` gives to every kind."""
@@ -95,7 +96,7 @@ def _described(kind: type[Attention]) -> str:
 
 def _options(kind: type[Attention]) -> dict[str, str]:
     """Return a kind's own options and their defaults, as Python writes them."""
-    found = {name: p for name, p in inspect.signature(kind).parameters.items() if name not in _SHARED}
+    found = {name: p for name, p in parameters(kind).items() if name not in _SHARED}
     return {name: _default(p) for name, p in found.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 

@@ -15,7 +15,7 @@ from lit_effattn.checkpoints.allowlist import listed
 from lit_effattn.checkpoints.io import saved_config
 from lit_effattn.checkpoints.recovery import read_intact
 from lit_effattn.checkpoints.runs import find_checkpoint, last_kept, short
-from lit_effattn.hparams import flat
+from lit_effattn.hparams import defaults, flat
 from lit_effattn.settings.arguments import Arguments
 from lit_effattn.settings.run_names import root_of, stated_root
 from lit_effattn.settings.saved import checked_settings
@@ -141,9 +141,7 @@ def _canonical(spec: Any) -> Any:
     kind = listed(str(spec.get("class_path"))) if isinstance(spec, dict) else None
     if kind is None:
         return spec
-    options = inspect.signature(kind).parameters.values()
-    defaults = {option.name: option.default for option in options if option.default is not option.empty}
-    return {**spec, "class_path": kind, "init_args": {**defaults, **_section(spec, "init_args")}}
+    return {**spec, "class_path": kind, "init_args": {**defaults(kind), **_section(spec, "init_args")}}
 
 
 def _early_stopping(settings: dict[str, Any]) -> list[dict[str, Any]]:

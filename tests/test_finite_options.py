@@ -3,6 +3,7 @@
 import inspect
 import math
 from functools import partial
+from typing import get_origin
 
 import pytest
 
@@ -12,7 +13,13 @@ from lit_effattn.interchange.family import Settings
 from lit_effattn.nn.adaptive import AdaptiveEmbedding
 from lit_effattn.nn.heads import CategoricalHead
 
-EXPORTED = [made for name in attention.__all__ if inspect.isclass(made := getattr(attention, name))]
+
+def is_class(value: object) -> bool:
+    """Until Python 3.10, Callable[…] counts as a class."""
+    return inspect.isclass(value) and get_origin(value) is None
+
+
+EXPORTED = [getattr(attention, name) for name in attention.__all__ if is_class(getattr(attention, name))]
 MAKE = {
     **{kind: (8, 2) for kind in EXPORTED if issubclass(kind, Attention) and not inspect.isabstract(kind)},
     **{kind: (4,) for kind in EXPORTED if issubclass(kind, FeatureMap) and not inspect.isabstract(kind)},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from textwrap import fill
-from typing import Any
+from typing import Any, get_origin
 
 import docstring_parser
 
@@ -73,7 +73,9 @@ def _exported(name: str) -> Any:
 
 
 def _is_kind(value: Any) -> bool:
-    return inspect.isclass(value) and issubclass(value, Attention) and not inspect.isabstract(value)
+    # Until Python 3.10, Callable[…] counts as a class.
+    is_class = inspect.isclass(value) and get_origin(value) is None
+    return is_class and issubclass(value, Attention) and not inspect.isabstract(value)
 
 
 def _described(kind: type[Attention]) -> str:

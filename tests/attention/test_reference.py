@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 import lit_effattn.attention
-from lit_effattn.attention import Attention, reference
+from lit_effattn.attention import reference
+from lit_effattn.settings.kinds import attention_kinds
 from tests.support.commands import REPOSITORY
 from tests.test_imports import MODULES, imported
 
@@ -37,8 +38,7 @@ def test_the_product_does_not_use_it():
 
 
 def test_it_has_every_kind():
-    kinds = [k for k in map(vars(lit_effattn.attention).get, lit_effattn.attention.__all__) if isinstance(k, type)]
-    kinds = [k.__name__ for k in kinds if issubclass(k, Attention) and k is not Attention]
+    kinds = [*attention_kinds()]
     functions = {name.replace("_", "") for name in vars(reference)}
     other = {"SparseAttention": "sparseseen"}  # softmax_attention to these keys
     missing = [kind for kind in kinds if other.get(kind, kind.lower()) not in functions]

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from lit_effattn import Transformer, attention
+from lit_effattn import Transformer
 from lit_effattn.attention import (
-    Attention,
     InfiniteAttention,
     LinearAttention,
     LSHAttention,
@@ -17,13 +16,10 @@ from lit_effattn.attention import (
 )
 from lit_effattn.attention.feature_maps import HedgehogFeatureMap
 from lit_effattn.settings.initial_weights import keep_fresh, remedy
+from lit_effattn.settings.kinds import attention_kinds
 from lit_effattn.tasks import LanguageModel
 
-KINDS = [
-    kind
-    for kind in vars(attention).values()
-    if isinstance(kind, type) and issubclass(kind, Attention) and kind is not Attention
-]
+KINDS = [*attention_kinds().values()]
 NEEDED: dict[str, dict[str, Any]] = {
     "SparseAttention": {"stride": 4},
     "WindowedLinearAttention": {"window": 4},

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import time
@@ -279,6 +280,7 @@ def _write_onnx(step: Step, empty: State, metadata: str, path: Path) -> _Run:
             output_names=["log_probs", *(f"next_{name}" for name in names)],
             optimize=False,
             custom_translation_table={
+                torch.ops.aten.cos.default: _cos,
                 torch.ops.aten.sort.stable: _stable_sort,
                 torch.ops.aten.searchsorted.Tensor: _search_sorted,
             },
@@ -288,6 +290,18 @@ def _write_onnx(step: Step, empty: State, metadata: str, path: Path) -> _Run:
         program.model.metadata_props[METADATA] = metadata
         program.save(path)
     return _onnx_run(path, names)
+
+
+def _cos(x: Any) -> Any:
+    """Translate torch.cos. In float64 it is sin(x + π/2): onnxruntime 1.23, the last for Python 3.10, has no cosine."""
+    import onnx
+    import onnxscript
+
+    op: Any = onnxscript.opset18
+    if x.dtype != onnx.TensorProto.DOUBLE:
+        return op.Cos(x)
+    quarter = onnx.helper.make_tensor("quarter", onnx.TensorProto.DOUBLE, [], [math.pi / 2])
+    return op.Sin(op.Add(x, op.Constant(value=quarter)))
 
 
 def _stable_sort(x: Any, *, stable: bool, dim: int = -1, descending: bool = False) -> Any:

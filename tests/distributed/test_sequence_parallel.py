@@ -11,10 +11,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-import lit_effattn.attention
 from lit_effattn import Transformer, sequence
 from lit_effattn.attention import (
-    Attention,
     LinearAttention,
     LinearCrossAttention,
     LSHAttention,
@@ -30,6 +28,7 @@ from lit_effattn.attention.positions import SinusoidalPositions
 from lit_effattn.attention.softmax import KeyValueCache
 from lit_effattn.distributed.sequence_parallel import Parts, sequence_parallel
 from lit_effattn.nn.lstm import LSTM
+from lit_effattn.settings.kinds import attention_kinds
 
 E, H, B, P = 8, 2, 3, 3
 LINEAR, PERFORMER = partial(LinearAttention, chunk_size=4), partial(PerformerAttention, n_features=16, chunk_size=4)
@@ -232,13 +231,10 @@ def test_what_does_not_support_parts_says_so(module: Any):
 
 
 def test_the_kinds_that_support_parts_are_those_that_the_message_names():
-    kinds = [
-        kind for name in lit_effattn.attention.__all__ if isinstance(kind := getattr(lit_effattn.attention, name), type)
-    ]
-    kinds = [k for k in kinds if issubclass(k, Attention) and k is not Attention]
-    able = {k.__name__ for k in kinds if k.takes_parts} | {"TransformerXLAttention"}
+    kinds = attention_kinds()
+    able = {name for name, kind in kinds.items() if kind.takes_parts} | {"TransformerXLAttention"}
     said = Parts.unsupported(LSTM(E, 1))
-    assert able == {k.__name__ for k in kinds if k.__name__ in said}
+    assert able == {name for name in kinds if name in said}
     assert TransformerXLAttention(E, H, same_length=True).takes_parts
 
 

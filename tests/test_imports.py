@@ -8,6 +8,7 @@ import pytest
 from tests.support.commands import REPOSITORY
 
 ROOMS: dict[str, set[str]] = {
+    "checks": set(),
     "hparams": set(),
     "sequence": {"hparams"},
     "ops": {"sequence"},
@@ -39,6 +40,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "__init__": {"nn", "tasks", "checkpoints"},  # when they are asked for
 }
+ROOMS = {room: below | ({"checks"} if room != "checks" else set()) for room, below in ROOMS.items()}
 
 DATA: dict[str, set[str]] = {
     "common": set(),

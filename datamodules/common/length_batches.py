@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 from torch.utils.data import DistributedSampler
 
+from lit_effattn.checks import at_least
+
 _RATIO = 1.1  # maximum ratio of the longest to the shortest length in a bucket
 
 
@@ -52,9 +54,8 @@ class LengthBatches(DistributedSampler[list[int]]):
         shuffle: bool,
         seed: int,
     ) -> None:
-        for name, value, least in (("batch_size", batch_size, 1), ("max_samples", max_samples, 1), ("seed", seed, 0)):
-            if value < least:
-                raise ValueError(f"{name}={value} must be at least {least}")
+        at_least(1, batch_size=batch_size, max_samples=max_samples)
+        at_least(0, seed=seed)
         if len(lengths) < num_replicas:
             raise ValueError(
                 f"{len(lengths)} samples cannot give each of {num_replicas} processes one; use fewer processes, or "

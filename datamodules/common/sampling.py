@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lit_effattn.checks import at_least
+
 
 class ShardedBatches(DistributedSampler[list[int]]):
     """Batches of indices, sharded over processes, as a pure function of (seed, epoch).
@@ -54,9 +56,8 @@ class ShardedBatches(DistributedSampler[list[int]]):
         variants: int = 1,
         drop_last: bool,
     ) -> None:
-        for name, value, least in (("batch_size", batch_size, 1), ("variants", variants, 1), ("seed", seed, 0)):
-            if value < least:
-                raise ValueError(f"{name}={value} must be at least {least}")
+        at_least(1, batch_size=batch_size, variants=variants)
+        at_least(0, seed=seed)
         needed = num_replicas * batch_size if drop_last else num_replicas
         if n_samples < needed:
             each = f"a batch of batch_size={batch_size}" if drop_last else "a sample"

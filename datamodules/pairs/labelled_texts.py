@@ -10,6 +10,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 
+from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.faults import Fault, Faults
 from lit_effattn.datamodules.common.labelled import LabelledBatch, pad_labelled
 from lit_effattn.datamodules.common.length_batches import LengthBatches
@@ -96,13 +97,9 @@ class LabelledTexts(LightningDataModule):
                 raise ValueError(
                     f"{name}={column!r} does not apply to corpus='tsv'; leave it out, or choose corpus jsonl"
                 )
-        least = {"max_len": max_len, "batch_tokens": batch_tokens, "eval_batch_tokens": eval_batch_tokens}
-        for name, value in {**least, "batch_texts": batch_texts}.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
-        for name, value in (("seed", seed), ("num_workers", num_workers)):
-            if value < 0:
-                raise ValueError(f"{name}={value} must be at least 0")
+        at_least(1, max_len=max_len, batch_tokens=batch_tokens)
+        at_least(1, eval_batch_tokens=eval_batch_tokens, batch_texts=batch_texts)
+        at_least(0, seed=seed, num_workers=num_workers)
         self.corpus = corpus
         self.root = Path(root)
         self.columns = (text_column or "text", label_column or "label")

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.cache import default_cache
 from lit_effattn.datamodules.common.faults import Fault, Faults
 from lit_effattn.datamodules.common.length_batches import LengthBatches
@@ -144,9 +145,9 @@ class SequencePairs(LightningDataModule):
             "stress": stress or None,
         }
         _check_options(corpus, **options)
-        _check_at_least(1, batch_tokens=batch_tokens, eval_batch_tokens=eval_batch_tokens, batch_pairs=batch_pairs)
-        _check_at_least(1, min_len=min_len)
-        _check_at_least(0, seed=seed, num_workers=num_workers)
+        at_least(1, batch_tokens=batch_tokens, eval_batch_tokens=eval_batch_tokens, batch_pairs=batch_pairs)
+        at_least(1, min_len=min_len)
+        at_least(0, seed=seed, num_workers=num_workers)
         if max_len < min_len:
             raise ValueError(f"max_len={max_len} must be at least min_len={min_len}")
         self.corpus = corpus
@@ -506,9 +507,3 @@ def _check_vocabularies(vocabularies: Vocabularies) -> None:
             f"joint=True needs the same tokens on both sides, but source_tokens={vocabularies.source!r} and "
             f"target_tokens={vocabularies.target!r}; choose one kind"
         )
-
-
-def _check_at_least(least: int, **values: int | None) -> None:
-    for name, value in values.items():
-        if value is not None and value < least:
-            raise ValueError(f"{name}={value} must be at least {least}")

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.faults import Fault, Faults
 from lit_effattn.datamodules.common.files import regular
 from lit_effattn.datamodules.common.json_data import parse_json
@@ -96,12 +97,8 @@ def prepare(
             or other input.
         ChildProcessError: If a worker process was killed.
     """
-    for name, value, least in (
-        *(("shard_bytes", shard_bytes, 1), ("learn_bytes", learn_bytes, 1), ("workers", workers, 1)),
-        ("held_out", held_out, _LEAST_HELD_OUT),
-    ):
-        if value < least:
-            raise ValueError(f"{name}={value} must be at least {least}")
+    at_least(1, shard_bytes=shard_bytes, learn_bytes=learn_bytes, workers=workers)
+    at_least(_LEAST_HELD_OUT, held_out=held_out)
     check_vocabulary(tokens, vocab_size)
     given = None if tokenizer_of is None else saved_tokenizer(tokenizer_of)
     root = source if source.is_dir() else source.parent

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 
+from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.cache import default_cache
 from lit_effattn.datamodules.common.sampling import loader_options, processes
 from lit_effattn.datamodules.text import sources as text_sources
@@ -120,9 +121,9 @@ class TextStream(LightningDataModule):
         self.save_hyperparameters(logger=False)
         options = {"root": root, "glob": glob, "path": path, "subset": subset, "column": column, "max_bytes": max_bytes}
         _check_options(source, **options)
-        _check_at_least(1, segment_len=segment_len, eval_segment_len=eval_segment_len, max_bytes=max_bytes)
-        _check_at_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size)
-        _check_at_least(0, num_workers=num_workers, shuffle_seed=shuffle_seed)
+        at_least(1, segment_len=segment_len, eval_segment_len=eval_segment_len, max_bytes=max_bytes)
+        at_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size)
+        at_least(0, num_workers=num_workers, shuffle_seed=shuffle_seed)
         if documents not in ("apart", "joined"):
             raise ValueError(f"documents={documents!r} is not known; choose apart or joined")
         self.source: str = source
@@ -383,9 +384,3 @@ def _check_text(state: dict[str, str], *names: str) -> None:
     for name in names:
         if not isinstance(state.get(name), str):
             raise ValueError(f"the checkpoint's state of the data has no text as {name}")
-
-
-def _check_at_least(least: int, **values: int | None) -> None:
-    for name, value in values.items():
-        if value is not None and value < least:
-            raise ValueError(f"{name}={value} must be at least {least}")

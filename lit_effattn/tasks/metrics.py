@@ -1,4 +1,4 @@
-"""What is reported: sums over the whole data set, divided once."""
+"""Metrics of tasks: sums over the whole data set, divided once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Float64Metric(Metric, ABC):
     is_differentiable = False
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Float64Metric:
-        """Go where the model goes, but stay float64 where it becomes bfloat16 (`precision="bf16-true"`)."""
+        """Move the states to the model's device, but keep them float64, also with `precision="bf16-true"`."""
         return super()._apply(lambda t: t.to(fn(t).device), *args, **kwargs)  # type: ignore[return-value]
 
     @abstractmethod
@@ -28,10 +28,10 @@ class Float64Metric(Metric, ABC):
 
 
 class _Sums(Float64Metric):
-    """A function of two sums.
+    """A function of two sums, by default their quotient.
 
-    They are added over batches and processes before the one division, so the figure does not depend on how the data
-    was cut into batches or dealt to processes.
+    The sums are added over batches and processes before the division, so the figure does not depend on how the data is
+    divided into batches or among processes.
     """
 
     total: Tensor
@@ -42,14 +42,29 @@ class _Sums(Float64Metric):
         self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("count", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
+    def compute(self) -> Tensor:
+        """Return total / count."""
+        return self.total / self.count
+
 
 class _Mean(_Sums):
-    """A function of the mean of everything given. To leave values out, do not give them."""
+    """A function of the mean of all values."""
 
     def update(self, values: Tensor) -> None:
-        """Add values, of any shape."""
+        """Add values, of any shape. Leave out those that are not scored."""
         self.total += values.detach().sum(dtype=torch.float64)
         self.count += values.numel()
+
+
+class _NatsPerUnit(_Sums):
+    """A function of Σ nats / Σ units, where a value in nats belongs to several units."""
+
+    higher_is_better = False
+
+    def update(self, nats: Tensor, units: Tensor) -> None:
+        """Add values in nats, and the number of units of each, of one shape."""
+        self.total += nats.detach().sum(dtype=torch.float64)
+        self.count += units.sum()
 
 
 class BitsPerDim(_Mean):
@@ -75,10 +90,10 @@ class BitsPerByte(BitsPerDim):
     """`BitsPerDim` of text whose tokens are bytes: one negative log-likelihood in nats for each byte scored."""
 
 
-class BitsPerTextByte(_Sums):
-    """Bits of a text for each of its bytes, Σ nats / (Σ bytes · ln 2), whatever the tokens: to compare tokenizers.
+class BitsPerTextByte(_NatsPerUnit):
+    """Bits of a text for each of its bytes, Σ nats / (Σ bytes · ln 2), with any tokenizer.
 
-    `update` takes the negative log-likelihood in nats of each token scored, and the number of bytes it stands for.
+    `update` takes the negative log-likelihood in nats of each token scored, and the token's number of bytes.
 
     Example:
         >>> metric = BitsPerTextByte()
@@ -86,13 +101,6 @@ class BitsPerTextByte(_Sums):
         >>> round(float(metric.compute()), 4)
         1.0
     """
-
-    higher_is_better = False
-
-    def update(self, nats: Tensor, n_bytes: Tensor) -> None:
-        """Add tokens."""
-        self.total += nats.detach().sum(dtype=torch.float64)
-        self.count += n_bytes.sum()
 
     def compute(self) -> Tensor:
         """Return bits per byte."""
@@ -104,7 +112,7 @@ class BitsPerCharacter(BitsPerDim):
 
 
 class Perplexity(_Mean):
-    """exp(Σ nats / count), over everything scored: as unsure as a choice among that many equally likely tokens.
+    """exp(Σ nats / count), over everything scored: the number of equally likely tokens with the same entropy.
 
     `update` takes negative log-likelihoods in nats, one for each token scored.
 
@@ -123,7 +131,7 @@ class Perplexity(_Mean):
 
 
 class Accuracy(_Mean):
-    """The fraction that is right. `update` takes booleans, one for each decision.
+    """The fraction of correct decisions. `update` takes booleans, one for each decision.
 
     Example:
         >>> metric = Accuracy()
@@ -134,13 +142,9 @@ class Accuracy(_Mean):
 
     higher_is_better = True
 
-    def compute(self) -> Tensor:
-        """Return the fraction."""
-        return self.total / self.count
-
 
 class Count(_Mean):
-    """How many values there were.
+    """The number of values.
 
     Example:
         >>> metric = Count()
@@ -150,17 +154,17 @@ class Count(_Mean):
     """
 
     def compute(self) -> Tensor:
-        """Return it, an integer."""
+        """Return the number, an integer."""
         return self.count.long()
 
 
 class ErrorRate(_Sums):
     """Σ edits to the nearest reference / Σ its tokens, over all sequences: a fraction, which may exceed 1.
 
-    Edits are the fewest insertions, deletions and substitutions that make the one of the other. The nearest reference
-    has the fewest; of several it is the shortest, so that the order of the references does not matter. Long sequences
-    weigh more: it is no mean of the sequences' rates. Of sequences of words it is the word error rate, of phones the
-    phone error rate.
+    Edits are the fewest insertions, deletions and substitutions that turn one sequence into the other. The nearest
+    reference needs the fewest edits. If several do, the shortest counts, so the order of the references does not
+    matter. Long sequences weigh more than in a mean of the sequences' rates. For words this is the word error rate, for
+    phones the phone error rate.
 
     Example:
         >>> metric = ErrorRate()
@@ -179,19 +183,15 @@ class ErrorRate(_Sums):
             references: The references of each, at least one; their number may vary.
 
         Raises:
-            ValueError: a sequence has no reference.
+            ValueError: If a sequence has no reference.
         """
-        from torchaudio.functional import edit_distance  # here, since help need not wait for it
+        from torchaudio.functional import edit_distance  # imports slowly
 
         _check_references(references)
-        for hypothesis, of_it in zip(hypotheses, references, strict=True):
-            edits, tokens = min((edit_distance(hypothesis, reference), len(reference)) for reference in of_it)
+        for hypothesis, of_one in zip(hypotheses, references, strict=True):
+            edits, tokens = min((edit_distance(hypothesis, reference), len(reference)) for reference in of_one)
             self.total += edits
             self.count += tokens
-
-    def compute(self) -> Tensor:
-        """Return the fraction."""
-        return self.total / self.count
 
 
 class PhonemeErrorRate(ErrorRate):
@@ -205,7 +205,7 @@ class PhonemeErrorRate(ErrorRate):
     """
 
     def update(self, hypotheses: Sequence[Sequence[Any]], references: Sequence[Sequence[Any]]) -> None:
-        """Add utterances: what was recognised in each, and what was said."""
+        """Add utterances: the recognised tokens of each, and its reference."""
         super().update(hypotheses, [[reference] for reference in references])
 
 
@@ -224,36 +224,21 @@ class ExactMatch(_Sums):
     def update(self, hypotheses: Sequence[Sequence[Any]], references: Sequence[Sequence[Sequence[Any]]]) -> None:
         """Add sequences: see `ErrorRate.update`."""
         _check_references(references)
-        for hypothesis, of_it in zip(hypotheses, references, strict=True):
-            self.total += any(list(hypothesis) == list(reference) for reference in of_it)
+        for hypothesis, of_one in zip(hypotheses, references, strict=True):
+            self.total += any(list(hypothesis) == list(reference) for reference in of_one)
             self.count += 1
-
-    def compute(self) -> Tensor:
-        """Return the fraction."""
-        return self.total / self.count
-
-
-class SequenceErrorRate(ExactMatch):
-    """The fraction of sequences that equal none of their references, 1 − `ExactMatch`.
-
-    It is what grapheme-to-phoneme conversion calls the word error rate (WER): a sequence is one word's phones.
-    """
-
-    higher_is_better = False
-
-    def compute(self) -> Tensor:
-        """Return the fraction."""
-        return 1 - super().compute()
 
 
 def _check_references(references: Sequence[Sequence[Any]]) -> None:
-    for i, of_it in enumerate(references):
-        if not len(of_it):
+    for i, of_one in enumerate(references):
+        if not len(of_one):
             raise ValueError(f"references[{i}] is empty; give at least one reference for each hypothesis")
 
 
-class NatsPerPhone(_Sums):
+class NatsPerPhone(_NatsPerUnit):
     """Σ −ln p(phones | sound) / Σ phones, over all utterances.
+
+    `update` takes −ln p of each utterance, and its number of phones.
 
     Example:
         >>> metric = NatsPerPhone()
@@ -261,17 +246,6 @@ class NatsPerPhone(_Sums):
         >>> float(metric.compute())
         0.5
     """
-
-    higher_is_better = False
-
-    def update(self, nats: Tensor, phones: Tensor) -> None:
-        """Add utterances: −ln p of each, and how many phones it has."""
-        self.total += nats.detach().sum(dtype=torch.float64)
-        self.count += phones.sum()
-
-    def compute(self) -> Tensor:
-        """Return nats per phone."""
-        return self.total / self.count
 
 
 class NatsPerSequence(_Mean):
@@ -287,7 +261,3 @@ class NatsPerSequence(_Mean):
     """
 
     higher_is_better = False
-
-    def compute(self) -> Tensor:
-        """Return nats per sequence."""
-        return self.total / self.count

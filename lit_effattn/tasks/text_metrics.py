@@ -22,21 +22,21 @@ Tokenizer = Literal["13a", "intl", "zh", "ja-mecab", "ko-mecab", "char", "none"]
 
 
 def _check_texts(references: Sequence[Sequence[str]]) -> None:
-    """Refuse a text without a list of reference texts."""
-    for i, of_it in enumerate(references):
-        if isinstance(of_it, str) or not len(of_it):
-            raise ValueError(f"references[{i}]={of_it!r} is no list of texts; give at least one for each hypothesis")
+    """Raise ValueError unless every text has a list of reference texts."""
+    for i, of_one in enumerate(references):
+        if isinstance(of_one, str) or not len(of_one):
+            raise ValueError(f"references[{i}]={of_one!r} must be a list of texts, at least one for each hypothesis")
 
 
 class _CorpusScore(Float64Metric):
     """A score of sacrebleu: a function of statistics that are added over all sentences.
 
-    The statistics are integers, and sacrebleu's own formula is applied to their sums. Thus the score equals that of all
-    sentences at once, however they were cut into batches or dealt to processes.
+    The statistics are integers, and sacrebleu's own formula is applied to their sums. So the score does not depend on
+    how the sentences are divided into batches or among processes.
 
     Args:
         scorer: Extracts the statistics, and computes the score from their sums.
-        n_statistics: How many there are.
+        n_statistics: Number of statistics.
     """
 
     higher_is_better = True
@@ -60,8 +60,8 @@ class _CorpusScore(Float64Metric):
             references: The references of each, at least one; their number may vary.
 
         Raises:
-            ValueError: a sentence has no reference, or a text instead of a list of texts; or the numbers of hypotheses
-                and references differ.
+            ValueError: If a sentence has no reference, or a text instead of a list of texts, or if the numbers of
+                hypotheses and references differ.
         """
         _check_texts(references)
         if len(hypotheses) != len(references):
@@ -71,7 +71,7 @@ class _CorpusScore(Float64Metric):
         streams = list(zip_longest(*references))  # the first references of all sentences, the second ones, …
         by_sentence = self._scorer._extract_corpus_statistics(hypotheses, streams)
         self.statistics += torch.tensor(by_sentence, dtype=torch.float64, device=self.device).sum(0)
-        counts = torch.tensor([len(of_it) for of_it in references], dtype=torch.float64, device=self.device)
+        counts = torch.tensor([len(of_one) for of_one in references], dtype=torch.float64, device=self.device)
         self.fewest_references = torch.minimum(self.fewest_references, counts.min())
         self.most_references = torch.maximum(self.most_references, counts.max())
 
@@ -86,11 +86,11 @@ class _CorpusScore(Float64Metric):
         """Return sacrebleu's signature of the score that `compute` returned last: its options and version.
 
         Raises:
-            ValueError: nothing was computed yet, so that the number of references is not known.
+            ValueError: If nothing was computed yet, so the number of references is not known.
         """
         if self._n_references is None:
             raise ValueError("the signature names the number of references, which is not known before `compute`")
-        self._scorer.num_refs = self._n_references  # as its `corpus_score` does
+        self._scorer.num_refs = self._n_references  # as in sacrebleu's `corpus_score`
         return str(self._scorer.get_signature())
 
 
@@ -104,10 +104,10 @@ class Bleu(_CorpusScore):
 
     Args:
         tokenize: sacrebleu's tokenizer, one of those that download nothing; "none" for texts that are tokenised.
-        lowercase: Do not tell cases apart.
+        lowercase: Ignore case.
 
     Raises:
-        ValueError: sacrebleu is not installed, or there is no such tokenizer.
+        ValueError: If sacrebleu is not installed, or `tokenize` is unknown.
 
     Example:
         >>> metric = Bleu()
@@ -135,10 +135,10 @@ class Chrf(_CorpusScore):
 
     Args:
         word_order: Count n-grams of words up to this length as well: 2 is chrF++ (Popović 2017).
-        lowercase: Do not tell cases apart.
+        lowercase: Ignore case.
 
     Raises:
-        ValueError: sacrebleu is not installed, or `word_order` is negative.
+        ValueError: If sacrebleu is not installed, or `word_order` is negative.
 
     Example:
         >>> metric = Chrf()
@@ -165,14 +165,10 @@ class _MeanScore(_Mean):
         """Return the score of a text, from 0 to 100."""
 
     def update(self, hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> None:  # type: ignore[override]
-        """Add texts: see `Bleu.update`."""
+        """Add texts, each with a list of reference texts."""
         _check_texts(references)
-        for hypothesis, of_it in zip(hypotheses, references, strict=True):
-            super().update(self.of_one(hypothesis, list(of_it)).to(self.device))
-
-    def compute(self) -> Tensor:
-        """Return the mean, from 0 to 100."""
-        return self.total / self.count
+        for hypothesis, of_one in zip(hypotheses, references, strict=True):
+            super().update(self.of_one(hypothesis, list(of_one)).to(self.device))
 
 
 class WordF1(_MeanScore):
@@ -219,10 +215,10 @@ class RougeL(_MeanScore):
 
 
 def _sacrebleu() -> Any:
-    """Return `sacrebleu.metrics`, imported here, since help need not wait for it.
+    """Import `sacrebleu.metrics`, which is slow.
 
-    Its methods `_extract_corpus_statistics` and `_compute_score_from_stats` are the same from 2.0 to 2.6. Its own tests
-    of significance use them.
+    Its methods `_extract_corpus_statistics` and `_compute_score_from_stats` are the same in versions 2.0 to 2.6, whose
+    own tests of significance use them.
     """
     try:
         from sacrebleu import metrics

@@ -3,7 +3,6 @@ import math
 
 import pytest
 import torch
-from torchmetrics.text import WordErrorRate
 
 from lit_effattn.tasks import metrics
 from lit_effattn.tasks.metrics import (
@@ -17,7 +16,6 @@ from lit_effattn.tasks.metrics import (
     NatsPerSequence,
     Perplexity,
     PhonemeErrorRate,
-    SequenceErrorRate,
 )
 
 
@@ -67,16 +65,6 @@ def test_a_model_cast_to_half_precision_keeps_exact_sums(cast):
     assert metric.total.item() == 5001
 
 
-def test_processes_add_their_sums():
-    one, other, whole = BitsPerDim(), BitsPerDim(), BitsPerDim()
-    for metric, shape, size in ((one, (7, 3), 1.0), (one, (2, 3), 4.0), (other, (1, 3), 20.0)):
-        nll = size * torch.rand(shape)
-        metric.update(nll)
-        whole.update(nll)
-    one.merge_state(other)
-    assert one.compute().item() == pytest.approx(whole.compute().item(), rel=1e-14)
-
-
 def test_the_states_are_sums_over_processes():
     """What torchmetrics does in DDP: gather every state, then reduce it as declared."""
     ranks = [BitsPerDim(), BitsPerDim()]
@@ -91,14 +79,6 @@ def test_the_states_are_sums_over_processes():
 
 def name_of(metric: BitsPerDim, state: torch.Tensor) -> str:
     return next(name for name in ("total", "count") if getattr(metric, name) is state)
-
-
-def test_reset_forgets():
-    metric = BitsPerDim()
-    metric.update(torch.full((9,), 100.0))
-    metric.reset()
-    metric.update(torch.full((4,), 2 * math.log(2)))
-    assert metric.compute().item() == pytest.approx(2)
 
 
 def test_no_graph_is_kept():
@@ -127,12 +107,6 @@ def test_every_figure_by_hand(kind: type):
     assert metric.compute().item() == pytest.approx(FIGURES[kind]((1 + 2 + 4 + 9) / 4), rel=1e-12)
     assert metric.compute().dtype == torch.float64
     assert metric.higher_is_better is False
-
-
-def test_the_perplexity_of_even_odds():
-    metric = Perplexity()
-    metric.update(torch.full((7, 3), math.log(50), dtype=torch.float64))
-    assert metric.compute().item() == pytest.approx(50, rel=1e-12)
 
 
 def test_accuracy_counts_what_is_right():
@@ -170,21 +144,6 @@ def test_the_phoneme_error_rate_by_hand():
     assert metric.higher_is_better is False
 
 
-def test_the_phoneme_error_rate_of_another_library():
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn() -> list[str]:
-        n = int(torch.randint(1, 40, (), generator=generator))
-        return [f"p{i}" for i in torch.randint(5, (n,), generator=generator).tolist()]
-
-    pairs = [(drawn(), drawn()) for _ in range(30)]
-    metric, theirs = PhonemeErrorRate(), WordErrorRate()
-    for hypothesis, reference in pairs:
-        metric.update([hypothesis], [reference])
-        theirs.update([" ".join(hypothesis)], [" ".join(reference)])
-    assert metric.compute().item() == pytest.approx(theirs.compute().item(), rel=1e-6)
-
-
 VARIANTS = [  # a hypothesis, its references, and the edits and tokens that count
     ("t ah m", ["t ah m ey t ow", "t ah m"], 0, 3),
     ("t ah m", ["t ah m ey t ow"], 3, 6),
@@ -210,13 +169,11 @@ def test_the_error_rate_with_several_references_by_hand():
 
 
 def test_whole_sequences_by_hand():
-    match, error = ExactMatch(), SequenceErrorRate()
-    for metric in match, error:
-        for hypothesis, references, *_ in VARIANTS:
-            metric.update([tuple(hypothesis.split())], [[r.split() for r in references]])
-    assert match.compute().item() == pytest.approx(2 / 7, rel=1e-15)
-    assert error.compute().item() == pytest.approx(5 / 7, rel=1e-15)
-    assert (match.higher_is_better, error.higher_is_better) == (True, False)
+    metric = ExactMatch()
+    for hypothesis, references, *_ in VARIANTS:
+        metric.update([tuple(hypothesis.split())], [[r.split() for r in references]])
+    assert metric.compute().item() == pytest.approx(2 / 7, rel=1e-15)
+    assert metric.higher_is_better is True
 
 
 @pytest.mark.parametrize("kind", [ErrorRate, ExactMatch])

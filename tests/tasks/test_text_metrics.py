@@ -43,14 +43,13 @@ def corpus(n: int, most: int, seed: int = 0) -> tuple[list[str], list[list[str]]
 def streams(references: list[list[str]]) -> list[list[str | None]]:
     """Put references into the form of sacrebleu: the first ones of all sentences, the second ones, …"""
     most = max(map(len, references))
-    return [[of_it[i] if i < len(of_it) else None for of_it in references] for i in range(most)]
+    return [[of_one[i] if i < len(of_one) else None for of_one in references] for i in range(most)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("most", [1, 3])
-def test_batches_score_as_all_texts_at_once(kind: str, most: int):
+def test_batches_score_as_all_texts_at_once(kind: str):
     ours, theirs = (make() for make in KINDS[kind])
-    hypotheses, references = corpus(50, most)
+    hypotheses, references = corpus(50, 3)
     for start, end in ((0, 1), (1, 30), (30, 30), (30, 50)):
         ours.update(hypotheses[start:end], references[start:end])
     expected = theirs.corpus_score(hypotheses, streams(references)).score
@@ -112,15 +111,14 @@ def test_the_signature_outlives_a_reset():
 @pytest.mark.parametrize(
     ("hypotheses", "references", "words"),
     [
-        (["a", "b"], [["a"], []], r"references\[1\]=\[\] is no list of texts"),
-        (["abc"], ["abc"], r"references\[0\]='abc' is no list of texts"),
+        (["a", "b"], [["a"], []], r"references\[1\]=\[\] must be a list of texts"),
+        (["abc"], ["abc"], r"references\[0\]='abc' must be a list of texts"),
         (["a", "b"], [["a"]], "2 hypotheses have 1 lists"),
     ],
 )
-@pytest.mark.parametrize("kind", [Bleu, Chrf])
-def test_what_is_no_text_with_references_is_refused(kind: type, hypotheses: list, references: list, words: str):
+def test_texts_without_references_are_rejected(hypotheses: list, references: list, words: str):
     with pytest.raises(ValueError, match=words):
-        kind().update(hypotheses, references)
+        Bleu().update(hypotheses, references)
 
 
 def test_options_out_of_range_are_refused():
@@ -176,11 +174,11 @@ def rouge_l(text: str, reference: str) -> float:
 def test_word_scores_are_means_over_texts_in_any_batches(kind: Callable, definition: Callable):
     hypotheses, references = corpus(20, 3)
     hypotheses = [" ".join(text.split()[:5]) for text in hypotheses]
-    expected = [max(definition(h, r) for r in of_it) for h, of_it in zip(hypotheses, references, strict=True)]
+    expected = [max(definition(h, r) for r in of_one) for h, of_one in zip(hypotheses, references, strict=True)]
     metric = kind()
     for start, end in ((0, 1), (1, 1), (1, 20)):
         metric.update(hypotheses[start:end], references[start:end])
     assert metric.compute().item() == pytest.approx(100 * sum(expected) / 20, rel=1e-6)
     assert 20 < metric.compute() < 95
-    with pytest.raises(ValueError, match=r"references\[0\]='x' is no list of texts"):
+    with pytest.raises(ValueError, match=r"references\[0\]='x' must be a list of texts"):
         metric.update(["x"], ["x"])

@@ -1,9 +1,11 @@
 """Multi-query associative recall, MQAR: look up the values of many keys (Arora et al. 2023, "Zoology")."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from lit_effattn.datamodules.common.checks import check_at_least
 from lit_effattn.datamodules.common.tokens import IGNORE
 from lit_effattn.datamodules.synthetic.lengths import LengthSequences, LengthTask
 
@@ -77,28 +79,13 @@ class AssociativeRecall(LengthTask):
         seed: int = 0,
         num_workers: int = 0,
     ) -> None:
-        fewest = max(2, n_pairs) if distinct_values else 2
-        for name, value, least in (
-            ("n_pairs", n_pairs, 1),
-            ("n_keys", n_keys, n_pairs),
-            ("n_values", n_values, fewest),
-        ):
-            if value < least:
-                raise ValueError(f"{name}={value} must be at least {least}")
+        check_at_least(1, n_pairs=n_pairs)
+        check_at_least(n_pairs, n_keys=n_keys)
+        check_at_least(max(2, n_pairs) if distinct_values else 2, n_values=n_values)
         if not power > 0:
             raise ValueError(f"power={power} must be positive; 0.01 is usual")
         self.n_pairs = n_pairs
-        super().__init__(
-            length,
-            test_lengths=test_lengths,
-            batch_size=batch_size,
-            eval_batch_size=eval_batch_size,
-            n_train=n_train,
-            n_val=n_val,
-            n_test=n_test,
-            seed=seed,
-            num_workers=num_workers,
-        )
+        super().__init__(length, test_lengths, batch_size, eval_batch_size, n_train, n_val, n_test, seed, num_workers)
         self.save_hyperparameters(logger=False)
         self.n_keys = n_keys
         self.n_values = n_values
@@ -118,51 +105,23 @@ class AssociativeRecall(LengthTask):
 
     def sequences(self, split: str) -> "RecallSequences":
         """Return the sequences of "train", "val" or "test"."""
-        sizes = self.n_pairs, self.n_keys, self.n_values, self.power
-        return RecallSequences(
-            *sizes,
-            *self.lengths_of(split),
-            stream=self._stream(split),
-            distinct_values=self.distinct_values,
-            random_fillers=self.random_fillers,
-        )
+        sizes = self.n_pairs, self.n_keys, self.n_values, self.power, self.distinct_values, self.random_fillers
+        return RecallSequences(*self.lengths_of(split), self._stream(split), *sizes)
 
 
+@dataclass(eq=False)
 class RecallSequences(LengthSequences):
     """Sequences drawn by index: the i-th is always the same, for any non-negative integer i.
 
-    Args:
-        n_pairs: Number of pairs in a sequence.
-        n_keys: Number of keys.
-        n_values: Number of values.
-        power: Exponent of the distribution of the gaps.
-        lengths: Lengths of the sequences, which take turns.
-        n_each: Number of consecutive sequences of one length.
-        stream: Number of the random stream. Different streams have different sequences.
-        distinct_values: Whether the values of a sequence are different.
-        random_fillers: Whether fillers are random tokens.
+    The first three arguments are those of `LengthSequences`, the others those of `AssociativeRecall`.
     """
 
-    def __init__(
-        self,
-        n_pairs: int,
-        n_keys: int,
-        n_values: int,
-        power: float,
-        lengths: tuple[int, ...],
-        n_each: int,
-        stream: int,
-        *,
-        distinct_values: bool = False,
-        random_fillers: bool = False,
-    ) -> None:
-        super().__init__(lengths, n_each, stream)
-        self.n_pairs = n_pairs
-        self.n_keys = n_keys
-        self.n_values = n_values
-        self.power = power
-        self.distinct_values = distinct_values
-        self.random_fillers = random_fillers
+    n_pairs: int
+    n_keys: int
+    n_values: int
+    power: float
+    distinct_values: bool
+    random_fillers: bool
 
     def draw(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the inputs and the targets of a sequence: (length,) integers each."""

@@ -6,6 +6,7 @@ from typing import Any
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from lit_effattn.datamodules.common.checks import check_at_least
 from lit_effattn.datamodules.common.sampling import ResumableLoader, ShardedBatches, loader_options, processes
 
 _DRAWS = 2**20  # variants of a training sequence; every epoch draws one, so repetitions are rare
@@ -29,7 +30,6 @@ class SyntheticTask(LightningDataModule):
 
     def __init__(
         self,
-        *,
         batch_size: int,
         eval_batch_size: int | None,
         n_train: int,
@@ -39,16 +39,9 @@ class SyntheticTask(LightningDataModule):
         num_workers: int,
     ) -> None:
         super().__init__()
-        for name, value, least in (
-            ("batch_size", batch_size, 1),
-            ("eval_batch_size", eval_batch_size, 1),
-            ("n_train", n_train, 1),
-            ("n_val", n_val, 1),
-            ("n_test", n_test, 1),
-            ("seed", seed, 0),
-        ):
-            if value is not None and value < least:
-                raise ValueError(f"{name}={value} must be at least {least}")
+        check_at_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size)
+        check_at_least(1, n_train=n_train, n_val=n_val, n_test=n_test)
+        check_at_least(0, seed=seed, num_workers=num_workers)
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size or batch_size
         self.sizes = {"train": n_train, "val": n_val, "test": n_test}
@@ -67,9 +60,7 @@ class SyntheticTask(LightningDataModule):
 
     def train_dataloader(self) -> ResumableLoader:
         """Return a loader of new sequences each epoch, in batches of equal size."""
-        batches = self._batches("train", self.batch_size, shuffle=True, variants=_DRAWS, drop_last=True)
-        options = loader_options(self.num_workers, self.seed)
-        return ResumableLoader(self.sequences("train"), sampler=self._sampler(batches), **options)
+        return ResumableLoader(**self._options("train", self.batch_size, shuffle=True, variants=_DRAWS, drop_last=True))
 
     def val_dataloader(self) -> DataLoader[Any]:
         """Return a loader of every validation sequence once."""
@@ -97,17 +88,9 @@ class SyntheticTask(LightningDataModule):
         return batches
 
     def _eval_dataloader(self, split: str) -> DataLoader[Any]:
-        batches = self._batches(split, self.eval_batch_size, shuffle=False, variants=1, drop_last=False)
-        options = loader_options(self.num_workers, self.seed)
-        return DataLoader(self.sequences(split), sampler=self._sampler(batches), **options)
+        return DataLoader(**self._options(split, self.eval_batch_size, shuffle=False, drop_last=False))
 
-    def _batches(self, split: str, batch_size: int, *, shuffle: bool, variants: int, drop_last: bool) -> ShardedBatches:
-        return ShardedBatches(
-            self.sizes[split],
-            batch_size,
-            **processes(self.trainer),
-            shuffle=shuffle,
-            seed=self.seed,
-            variants=variants,
-            drop_last=drop_last,
-        )
+    def _options(self, split: str, batch_size: int, **order: Any) -> dict[str, Any]:
+        batches = ShardedBatches(self.sizes[split], batch_size, **processes(self.trainer), seed=self.seed, **order)
+        options = loader_options(self.num_workers, self.seed)
+        return {"dataset": self.sequences(split), "sampler": self._sampler(batches), **options}

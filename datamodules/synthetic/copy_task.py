@@ -1,9 +1,12 @@
 """The copy task: repeat a sequence (Kitaev et al. 2020; Katharopoulos et al. 2020, section 4.1)."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lit_effattn.datamodules.common.checks import check_at_least
 from lit_effattn.datamodules.common.tokens import IGNORE, TokenBatch
 from lit_effattn.datamodules.synthetic.base import SyntheticTask
 
@@ -55,19 +58,10 @@ class CopyTask(SyntheticTask):
         seed: int = 0,
         num_workers: int = 0,
     ) -> None:
-        super().__init__(
-            batch_size=batch_size,
-            eval_batch_size=eval_batch_size,
-            n_train=n_train,
-            n_val=n_val,
-            n_test=n_test,
-            seed=seed,
-            num_workers=num_workers,
-        )
+        super().__init__(batch_size, eval_batch_size, n_train, n_val, n_test, seed, num_workers)
         self.save_hyperparameters(logger=False)
-        for name, value, least in (("max_len", max_len, 4), ("n_symbols", n_symbols, 2)):
-            if value < least:
-                raise ValueError(f"{name}={value} must be at least {least}")
+        check_at_least(4, max_len=max_len)
+        check_at_least(2, n_symbols=n_symbols)
         min_len = 4 if min_len is None else min_len
         if not 4 <= min_len <= max_len:
             raise ValueError(f"min_len={min_len} must be from 4 (a separator and a symbol, twice) to max_len={max_len}")
@@ -81,9 +75,10 @@ class CopyTask(SyntheticTask):
 
     def sequences(self, split: str) -> "CopySequences":
         """Return the sequences of "train", "val" or "test"."""
-        return CopySequences(self.words, self.n_symbols, stream=self._stream(split))
+        return CopySequences(self.words, self.n_symbols, self._stream(split))
 
 
+@dataclass(eq=False)
 class CopySequences(Dataset[TokenBatch]):
     """Sequences drawn by index: the i-th is always the same, for any integer i.
 
@@ -93,10 +88,9 @@ class CopySequences(Dataset[TokenBatch]):
         stream: Number of the random stream. Different streams have different sequences.
     """
 
-    def __init__(self, words: tuple[int, int], n_symbols: int, stream: int) -> None:
-        self.words = words
-        self.n_symbols = n_symbols
-        self.stream = stream
+    words: tuple[int, int]
+    n_symbols: int
+    stream: int
 
     def __getitem__(self, indices: list[int]) -> TokenBatch:
         words = [self._word(i) for i in indices]

@@ -5,10 +5,11 @@ import math
 import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lit_effattn.datamodules.common.checks import check_at_least
 from lit_effattn.datamodules.common.sampling import ShardedBatches
 from lit_effattn.datamodules.common.tokens import IGNORE, Response
 from lit_effattn.datamodules.synthetic.base import SyntheticTask
-from lit_effattn.datamodules.synthetic.segments import Drawn, SegmentedSequences, Segments
+from lit_effattn.datamodules.synthetic.segments import DrawnSequence, SegmentedSequences, Segments
 
 
 class DialogueTask(SyntheticTask):
@@ -17,22 +18,22 @@ class DialogueTask(SyntheticTask):
         k_1 v_1 … k_n v_n <start> | near questions | chat of `distance` tokens <start> | far questions
         a question and its response:  k_i <start> v_i <start>
 
-    The document says n facts: a key k_i, and its value v_i of `value_len` tokens. The keys of a dialogue are different.
-    Each key has `n_values` tokens for its values alone, as a year is no name; a value's tokens are drawn uniformly and
-    independently, those of the chat as well. No fact is asked for twice. `<start>`, the last token of the vocabulary,
-    ends the document, the chat and every turn, and is read first.
+    The document has n facts: a key k_i, and its value v_i of `value_len` tokens. The keys of a dialogue are different.
+    Each key has `n_values` tokens of its own for its values. A value's tokens are drawn uniformly and independently,
+    and so are those of the chat. No fact is asked for twice. `<start>`, the last token of the vocabulary, ends the
+    document, the chat and every turn, and is the first input.
 
-    In validation and test only the responses to the far questions are scored, `<start>` at their ends included. In
-    training those to the near questions are, too: from them a model learns to look facts up. The real data are those of
-    `GroundedDialogues`.
+    In validation and test only the responses to the far questions are scored, including `<start>` at their ends. In
+    training the responses to the near questions are scored too: from them a model learns to look facts up.
+    `GroundedDialogues` has real data.
 
     A batch is a `TokenBatch` with one segment of each of `batch_size` dialogues, at the same position in all of them;
     `fresh` marks the first segment of a dialogue. The callback `MemoryCarry` carries the memory from segment to
     segment. The first segment is shorter if the length of a dialogue is not a multiple of `segment_len`.
 
-    Without the document, every value is equally likely: earlier responses say nothing of a later one. No model that has
-    forgotten the document has a lower expected loss, or a higher expected rate of exact matches, than
-    `nats_without_document` and `exact_match_without_document`.
+    Without the document, every value is equally likely, whatever the earlier responses. A model that has forgotten the
+    document has an expected loss of at least `nats_without_document`, and an expected rate of exact matches of at most
+    `exact_match_without_document`.
 
     Args:
         distance: Tokens of the chat.
@@ -86,27 +87,15 @@ class DialogueTask(SyntheticTask):
         seed: int = 0,
         num_workers: int = 0,
     ) -> None:
-        super().__init__(
-            batch_size=batch_size,
-            eval_batch_size=eval_batch_size,
-            n_train=n_train,
-            n_val=n_val,
-            n_test=n_test,
-            seed=seed,
-            num_workers=num_workers,
-        )
+        super().__init__(batch_size, eval_batch_size, n_train, n_val, n_test, seed, num_workers)
         self.save_hyperparameters(logger=False)
-        for name, value, least in (
-            *(("distance", distance, 1), ("n_near", n_near, 0), ("n_far", n_far, 1), ("n_keys", n_keys, n_facts)),
-            *(("n_values", n_values, 2), ("n_chat", n_chat, 1), ("value_len", value_len, 1)),
-            ("segment_len", segment_len, 1),
-        ):
-            if value is not None and value < least:
-                raise ValueError(f"{name}={value} must be at least {least}")
+        check_at_least(0, n_near=n_near)
+        check_at_least(1, distance=distance, n_far=n_far, n_chat=n_chat, value_len=value_len, segment_len=segment_len)
+        check_at_least(2, n_values=n_values)
+        check_at_least(n_facts, n_keys=n_keys)
         if n_facts < n_near + n_far:
             raise ValueError(
-                f"n_facts={n_facts} are fewer than the n_near={n_near} and n_far={n_far} questions, and no fact is "
-                "asked for twice"
+                f"n_facts={n_facts} must be at least n_near={n_near} plus n_far={n_far}: no fact is asked for twice"
             )
         self.distance = distance
         self.n_facts = n_facts
@@ -133,11 +122,11 @@ class DialogueTask(SyntheticTask):
 
     @property
     def exact_match_without_document(self) -> float:
-        """Highest expected fraction of right responses without the document: n_values^−value_len."""
+        """Highest expected fraction of correct responses without the document: n_values^−value_len."""
         return float(self.n_values) ** -self.value_len
 
     def setup(self, stage: str) -> None:
-        """Log what can be reached without the document."""
+        """Log the best scores that are possible without the document."""
         rank_zero_info(
             f"without the document: perplexity at least {math.exp(self.nats_without_document):.4g}, exact match at "
             f"most {self.exact_match_without_document:.4g}"
@@ -145,7 +134,7 @@ class DialogueTask(SyntheticTask):
 
     def sequences(self, split: str) -> "DialogueSequences":
         """Return the dialogues of "train", "val" or "test"."""
-        return DialogueSequences(self, near_scored=split == "train", stream=self._stream(split))
+        return DialogueSequences(self, score_near=split == "train", stream=self._stream(split))
 
     def _sampler(self, batches: ShardedBatches) -> Segments:
         return Segments(batches, self.sequences("val").n_segments)
@@ -155,26 +144,26 @@ class DialogueSequences(SegmentedSequences):
     """Dialogues drawn by index.
 
     Args:
-        task: Their sizes.
-        near_scored: Score the responses to near questions, too.
+        task: The task, whose sizes they have.
+        score_near: Whether the responses to near questions are scored too.
         stream: Number of the random stream. Different streams have different dialogues.
     """
 
-    def __init__(self, task: DialogueTask, *, near_scored: bool, stream: int) -> None:
+    def __init__(self, task: DialogueTask, *, score_near: bool, stream: int) -> None:
         turns = (task.n_near + task.n_far) * (task.value_len + 3)
-        # Without the last token, which is not read, but with <start> before the document.
+        # Inputs: <start>, the document, the near questions, the chat, the far questions; not the last token.
         super().__init__(task.n_facts * (1 + task.value_len) + 1 + task.distance + 1 + turns, task.segment_len)
         self.sizes = task.n_facts, task.value_len, task.distance
         self.ranges = task.n_keys, task.n_values, task.n_chat
-        self.asked = task.n_near, task.n_far
-        self.near_scored = near_scored
+        self.n_questions = task.n_near, task.n_far
+        self.score_near = score_near
         self.stream = stream
 
-    def draw(self, i: int) -> Drawn:
+    def draw(self, i: int) -> DrawnSequence:
         """Return the i-th dialogue."""
         n_facts, value_len, distance = self.sizes
         n_keys, n_values, n_chat = self.ranges
-        n_near, n_far = self.asked
+        n_near, n_far = self.n_questions
         rng = np.random.default_rng((self.stream, i))
         first_chat = n_keys + n_keys * n_values
         start = first_chat + n_chat
@@ -182,21 +171,16 @@ class DialogueSequences(SegmentedSequences):
         values = n_keys + keys[:, None] * n_values + rng.integers(n_values, size=(n_facts, value_len))
         facts = np.column_stack([keys, values])  # (n_facts, 1 + value_len)
         chat = first_chat + rng.integers(n_chat, size=distance)
-        of_turn = rng.permutation(n_facts)[: n_near + n_far]
-        border = np.full((len(of_turn), 1), start)
-        turns = np.hstack([keys[of_turn, None], border, values[of_turn], border])  # (turns, value_len + 3)
+        asked = rng.permutation(n_facts)[: n_near + n_far]
+        border = np.full((len(asked), 1), start)
+        turns = np.hstack([keys[asked, None], border, values[asked], border])  # (turns, value_len + 3)
         near, far = turns[:n_near], turns[n_near:]
         tokens = np.concatenate([[start], facts.ravel(), [start], near.ravel(), chat, [start], far.ravel()])
-        first_near = facts.size + 2
-        first_far = first_near + near.size + distance + 1
-        places = np.concatenate(
-            [first + np.arange(len(t)) * t.shape[1] for first, t in ((first_near, near), (first_far, far))]
-        )
         targets, responses = np.full(len(tokens) - 1, IGNORE), []
-        for number, place in enumerate((places + 1).tolist()):  # of the token that is read before a value
-            if number < n_near and not self.near_scored:
-                continue
-            answer = tokens[place + 1 : place + 2 + value_len]
-            targets[place : place + 1 + value_len] = answer
-            responses.append(Response(place, " ".join(map(str, answer[:-1].tolist())), i * len(places) + number))
-        return Drawn(tokens[:-1], targets, responses)
+        for number in range(0 if self.score_near else n_near, len(turns)):
+            chat_before = distance + 1 if number >= n_near else 0
+            position = facts.size + 3 + number * turns.shape[1] + chat_before  # of the input <start> before the value
+            answer = turns[number, 2:]  # the value and <start>
+            targets[position : position + len(answer)] = answer
+            responses.append(Response(position, " ".join(map(str, answer[:-1].tolist())), i * len(turns) + number))
+        return DrawnSequence(tokens[:-1], targets, responses)

@@ -2,12 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from lit_effattn.datamodules.common.checks import check_at_least
 from lit_effattn.datamodules.common.tokens import IGNORE, TokenBatch
 from lit_effattn.datamodules.synthetic.base import SyntheticTask
 
@@ -24,19 +26,17 @@ class LengthTask(SyntheticTask):
     Args:
         length: Tokens of a sequence in training and validation.
         test_lengths: Tokens of a sequence in test and prediction. Default: 1, 2, 4 and 8 times `length`.
-        sizes: Arguments of `SyntheticTask`.
+        sizes: Arguments of `SyntheticTask`, in its order.
 
     Raises:
         ValueError: If an argument is out of its range.
     """
 
-    def __init__(self, length: int, *, test_lengths: Sequence[int] | None, **sizes: Any) -> None:
-        super().__init__(**sizes)
+    def __init__(self, length: int, test_lengths: Sequence[int] | None, *sizes: Any) -> None:
+        super().__init__(*sizes)
         self.length = length
         self.test_lengths = tuple(factor * length for factor in FACTORS) if test_lengths is None else (*test_lengths,)
-        for name, value in (("length", length), *(("test_lengths", n) for n in self.test_lengths)):
-            if value < self.min_length:
-                raise ValueError(f"{name}={value} must be at least {self.min_length}")
+        check_at_least(self.min_length, length=length, test_lengths=min(self.test_lengths, default=None))
         if not self.test_lengths or len(set(self.test_lengths)) < len(self.test_lengths):
             raise ValueError(f"test_lengths={self.test_lengths} must name at least one length, and each only once")
         self.n_each = self.sizes["test"]
@@ -52,6 +52,7 @@ class LengthTask(SyntheticTask):
         return (self.test_lengths, self.n_each) if split == "test" else ((self.length,), 1)
 
 
+@dataclass(eq=False)
 class LengthSequences(Dataset[TokenBatch], ABC):
     """Sequences drawn by index: the i-th is always the same, for any non-negative integer i.
 
@@ -61,10 +62,9 @@ class LengthSequences(Dataset[TokenBatch], ABC):
         stream: Number of the random stream. Different streams have different sequences.
     """
 
-    def __init__(self, lengths: tuple[int, ...], n_each: int, stream: int) -> None:
-        self.lengths = lengths
-        self.n_each = n_each
-        self.stream = stream
+    lengths: tuple[int, ...]
+    n_each: int
+    stream: int
 
     @abstractmethod
     def draw(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,9 +1,13 @@
-"""The retrieval task: list the few symbols that stand among fillers in a long source (Gu & Dao 2023, section 3.1)."""
+"""The retrieval task: list the few symbols among the fillers of a long source (Gu & Dao 2023, section 3.1)."""
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset
 
+from lit_effattn.datamodules.common.checks import check_at_least
 from lit_effattn.datamodules.common.tokens import PairBatch
 from lit_effattn.datamodules.synthetic.base import SyntheticTask
 
@@ -28,7 +32,7 @@ class RetrievalTask(SyntheticTask):
         length: Tokens of a source, without the end token.
         n_needles: Number of needles in each source.
         n_symbols: Number of symbols that a needle can be; a symbol may occur more than once.
-        n_fillers: Number of symbols that stand between the needles.
+        n_fillers: Number of symbols that a filler can be.
         batch_size: Sequences per step and process.
         eval_batch_size: The same in validation, test and prediction. Default: `batch_size`.
         n_train: Sequences per epoch. Every epoch draws new ones.
@@ -62,21 +66,11 @@ class RetrievalTask(SyntheticTask):
         seed: int = 0,
         num_workers: int = 0,
     ) -> None:
-        super().__init__(
-            batch_size=batch_size,
-            eval_batch_size=eval_batch_size,
-            n_train=n_train,
-            n_val=n_val,
-            n_test=n_test,
-            seed=seed,
-            num_workers=num_workers,
-        )
+        super().__init__(batch_size, eval_batch_size, n_train, n_val, n_test, seed, num_workers)
         self.save_hyperparameters(logger=False)
-        for name, value in (("n_needles", n_needles), ("n_symbols", n_symbols), ("n_fillers", n_fillers)):
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+        check_at_least(1, n_needles=n_needles, n_symbols=n_symbols, n_fillers=n_fillers)
         if length < n_needles:
-            raise ValueError(f"length={length} has no room for n_needles={n_needles}; a source is at least that long")
+            raise ValueError(f"length={length} must be at least n_needles={n_needles}")
         self.length = length
         self.n_needles = n_needles
         self.n_symbols = n_symbols
@@ -105,32 +99,28 @@ class RetrievalTask(SyntheticTask):
     def sequences(self, split: str) -> "RetrievalSequences":
         """Return the pairs of "train", "val" or "test"."""
         sizes = self.length, self.n_needles, self.n_symbols, self.n_fillers
-        return RetrievalSequences(*sizes, stream=self._stream(split))
+        return RetrievalSequences(*sizes, self._stream(split))
 
 
+@dataclass(eq=False)
 class RetrievalSequences(Dataset[PairBatch]):
     """Pairs drawn by index: the i-th is always the same, for any non-negative integer i.
 
-    Args:
-        length: Tokens of a source, without the end token.
-        n_needles: Number of needles in each source.
-        n_symbols: Number of symbols that a needle can be.
-        n_fillers: Number of symbols that stand between the needles.
-        stream: Number of the random stream. Different streams have different pairs.
+    The arguments are those of `RetrievalTask`, and the number of the random stream: different streams have different
+    pairs.
     """
 
-    def __init__(self, length: int, n_needles: int, n_symbols: int, n_fillers: int, stream: int) -> None:
-        self.length = length
-        self.n_needles = n_needles
-        self.n_symbols = n_symbols
-        self.n_fillers = n_fillers
-        self.stream = stream
+    length: int
+    n_needles: int
+    n_symbols: int
+    n_fillers: int
+    stream: int
 
     def __getitem__(self, indices: list[int]) -> PairBatch:
         pairs = [self._pair(i) for i in indices]
         sources, needles = (np.stack(side) for side in zip(*pairs, strict=True))  # (B, length), (B, n_needles)
-        source = torch.from_numpy(_with_end(sources, self.n_symbols + self.n_fillers))
-        targets = torch.from_numpy(_with_end(needles, self.n_symbols))
+        source = _with_end(sources, self.n_symbols + self.n_fillers)
+        targets = _with_end(needles, self.n_symbols)
         return PairBatch(
             source=source,
             source_lengths=torch.full((len(indices),), source.size(1)),
@@ -151,8 +141,8 @@ class RetrievalSequences(Dataset[PairBatch]):
         return source, needles
 
 
-def _with_end(rows: np.ndarray, end: int) -> np.ndarray:
-    return np.pad(rows, ((0, 0), (0, 1)), constant_values=end)  # (B, N) -> (B, N + 1)
+def _with_end(rows: np.ndarray, end: int) -> Tensor:
+    return torch.from_numpy(np.pad(rows, ((0, 0), (0, 1)), constant_values=end))  # (B, N) -> (B, N + 1)
 
 
 def _numbers(row: np.ndarray) -> str:

@@ -1,7 +1,7 @@
 """Sequences of equal length that are read segment by segment, for synthetic tasks with a memory."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -14,8 +14,8 @@ from lit_effattn.datamodules.common.tokens import IGNORE, Response, TokenBatch
 _EMPTY = -1  # index of an empty row, instead of a sequence's
 
 
-class Drawn(NamedTuple):
-    """A whole sequence.
+class DrawnSequence(NamedTuple):
+    """A whole sequence, before it is cut into segments.
 
     Attributes:
         inputs: (length,) tokens.
@@ -25,11 +25,11 @@ class Drawn(NamedTuple):
 
     inputs: np.ndarray
     targets: np.ndarray
-    responses: Sequence[Response] = ()
+    responses: Iterable[Response] = ()
 
 
 class SegmentedSequences(Dataset[TokenBatch]):
-    """Sequences drawn by index and cut into segments; the first segment is the one that may be shorter.
+    """Sequences drawn by index and cut into segments. Only the first segment may be shorter.
 
     Args:
         length: Tokens of a sequence.
@@ -46,7 +46,7 @@ class SegmentedSequences(Dataset[TokenBatch]):
         return -(-self.length // self.segment_len)
 
     @abstractmethod
-    def draw(self, i: int) -> Drawn:
+    def draw(self, i: int) -> DrawnSequence:
         """Return the i-th sequence, which is always the same, for any non-negative integer i."""
 
     def __getitem__(self, item: tuple[list[int], int]) -> TokenBatch:
@@ -60,10 +60,10 @@ class SegmentedSequences(Dataset[TokenBatch]):
         for row, i in enumerate(indices):
             if i == _EMPTY:
                 continue
-            drawn = self.draw(i)
-            inputs[row], targets[row] = drawn.inputs[begin:end], drawn.targets[begin:end]
+            whole = self.draw(i)
+            inputs[row], targets[row] = whole.inputs[begin:end], whole.targets[begin:end]
             responses[row] = [
-                r._replace(position=r.position - begin) for r in drawn.responses if begin <= r.position < end
+                r._replace(position=r.position - begin) for r in whole.responses if begin <= r.position < end
             ]
         present = np.array(indices) != _EMPTY
         return TokenBatch(
@@ -105,8 +105,8 @@ class Segments(DistributedSampler[tuple[list[int], int]]):
         batches = list(self.batches)
         rows = self.batches.batch_size
         if not self.batches.drop_last:
-            most = -(-self.batches.n_samples // self.batches.num_replicas)  # sequences of a process
-            rows = -(-most // len(batches))
+            n_sequences = -(-self.batches.n_samples // self.batches.num_replicas)  # of a process, at most
+            rows = -(-n_sequences // len(batches))
         for number in range(self.start, len(self)):
             batch, segment = divmod(number, self.n_segments)
             yield batches[batch] + [_EMPTY] * (rows - len(batches[batch])), segment

@@ -2,10 +2,11 @@
 
 import numpy as np
 
+from lit_effattn.datamodules.common.checks import check_at_least
 from lit_effattn.datamodules.common.sampling import ShardedBatches
 from lit_effattn.datamodules.common.tokens import IGNORE
 from lit_effattn.datamodules.synthetic.base import SyntheticTask
-from lit_effattn.datamodules.synthetic.segments import Drawn, SegmentedSequences, Segments
+from lit_effattn.datamodules.synthetic.segments import DrawnSequence, SegmentedSequences, Segments
 
 SEPARATOR = 0
 
@@ -68,19 +69,10 @@ class SortingTask(SyntheticTask):
         seed: int = 0,
         num_workers: int = 0,
     ) -> None:
-        super().__init__(
-            batch_size=batch_size,
-            eval_batch_size=eval_batch_size,
-            n_train=n_train,
-            n_val=n_val,
-            n_test=n_test,
-            seed=seed,
-            num_workers=num_workers,
-        )
+        super().__init__(batch_size, eval_batch_size, n_train, n_val, n_test, seed, num_workers)
         self.save_hyperparameters(logger=False)
-        for name, value, least in (("length", length, 1), ("n_types", n_types, 2), ("segment_len", segment_len, 1)):
-            if value is not None and value < least:
-                raise ValueError(f"{name}={value} must be at least {least}")
+        check_at_least(1, length=length, segment_len=segment_len)
+        check_at_least(2, n_types=n_types)
         self.length = length
         self.n_types = n_types
         self.segment_len = segment_len or length + n_types
@@ -92,10 +84,10 @@ class SortingTask(SyntheticTask):
 
     def sequences(self, split: str) -> "SortingSequences":
         """Return the sequences of "train", "val" or "test"."""
-        return SortingSequences(self.length, self.n_types, self.segment_len, stream=self._stream(split))
+        return SortingSequences(self.length, self.n_types, self.segment_len, self._stream(split))
 
-    def _sampler(self, batches: ShardedBatches) -> "Segments":
-        return Segments(batches, SortingSequences(self.length, self.n_types, self.segment_len, 0).n_segments)
+    def _sampler(self, batches: ShardedBatches) -> Segments:
+        return Segments(batches, self.sequences("val").n_segments)
 
 
 class SortingSequences(SegmentedSequences):
@@ -121,16 +113,16 @@ class SortingSequences(SegmentedSequences):
         rng = np.random.default_rng((self.stream, i))
         weights = rng.integers(1, 10, (2, self.n_types))
         ends = weights.cumsum(1) / weights.sum(1, keepdims=True)
-        late = rng.random(self.n_drawn) < np.arange(self.n_drawn) / self.n_drawn
+        from_second = rng.random(self.n_drawn) < np.arange(self.n_drawn) / self.n_drawn
         # The last end is exactly 1, and every draw is below 1.
-        drawn = rng.random(self.n_drawn)
-        return np.where(late, *(np.searchsorted(end, drawn, side="right") for end in ends[::-1]))
+        draws = rng.random(self.n_drawn)
+        return np.where(from_second, *(np.searchsorted(end, draws, side="right") for end in ends[::-1]))
 
-    def draw(self, i: int) -> Drawn:
+    def draw(self, i: int) -> DrawnSequence:
         """Return a stream, the separator and the answers."""
         types = self.types(i)
         answers = by_frequency(types, self.n_types) + 1
-        return Drawn(
+        return DrawnSequence(
             np.concatenate([types + 1, [SEPARATOR], answers[:-1]]),
             np.concatenate([np.full(self.n_drawn, IGNORE), answers]),
         )
@@ -143,8 +135,8 @@ def by_frequency(types: np.ndarray, n_types: int) -> np.ndarray:
     """
     counts = np.bincount(types, minlength=n_types)
     first = len(types) + np.arange(n_types)
-    present, where = np.unique(types, return_index=True)
-    first[present] = where
+    present, first_index = np.unique(types, return_index=True)
+    first[present] = first_index
     return np.lexsort((first, -counts))
 
 
@@ -159,10 +151,10 @@ def counting_accuracy(streams: np.ndarray, n_types: int, last: int) -> float:
         n_types: Number of types.
         last: Tokens seen before the separator. If the stream has fewer, all are seen.
     """
-    right = 0
+    n_correct = 0
     for types in streams:
         order = by_frequency(types, n_types)
         rank = np.empty(n_types, np.int64)
         rank[by_frequency(types[max(0, len(types) - last) :], n_types)] = np.arange(n_types)
-        right += sum(rank[answer] == rank[order[k:]].min() for k, answer in enumerate(order))
-    return float(right) / (len(streams) * n_types)
+        n_correct += sum(rank[answer] == rank[order[k:]].min() for k, answer in enumerate(order))
+    return float(n_correct) / (len(streams) * n_types)

@@ -1,6 +1,7 @@
 """State tracking: the running product of permutations (Merrill et al. 2024, "The Illusion of State")."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import permutations
 from typing import Literal
 
@@ -9,7 +10,7 @@ import numpy as np
 from lit_effattn.datamodules.synthetic.lengths import LengthSequences, LengthTask
 
 DEGREES = {"parity": 2, "S3": 3, "S5": 5}
-"""How many things the permutations of a group permute."""
+"""Number of elements that the permutations of each group permute."""
 
 
 class StateTracking(LengthTask):
@@ -65,17 +66,7 @@ class StateTracking(LengthTask):
     ) -> None:
         if group not in DEGREES:
             raise ValueError(f"group={group!r} is not one of {', '.join(DEGREES)}")
-        super().__init__(
-            length,
-            test_lengths=test_lengths,
-            batch_size=batch_size,
-            eval_batch_size=eval_batch_size,
-            n_train=n_train,
-            n_val=n_val,
-            n_test=n_test,
-            seed=seed,
-            num_workers=num_workers,
-        )
+        super().__init__(length, test_lengths, batch_size, eval_batch_size, n_train, n_val, n_test, seed, num_workers)
         self.save_hyperparameters(logger=False)
         self.group = group
 
@@ -91,22 +82,17 @@ class StateTracking(LengthTask):
 
     def sequences(self, split: str) -> "ProductSequences":
         """Return the sequences of "train", "val" or "test"."""
-        return ProductSequences(products(DEGREES[self.group]), *self.lengths_of(split), stream=self._stream(split))
+        return ProductSequences(*self.lengths_of(split), self._stream(split), products(DEGREES[self.group]))
 
 
+@dataclass(eq=False)
 class ProductSequences(LengthSequences):
     """Sequences drawn by index: the i-th is always the same, for any non-negative integer i.
 
-    Args:
-        table: (n, n), the number of a ∘ b in row a and column b, as `products` returns it.
-        lengths: Lengths of the sequences, which take turns.
-        n_each: Number of consecutive sequences of one length.
-        stream: Number of the random stream. Different streams have different sequences.
+    The first three arguments are those of `LengthSequences`; `table` is the result of `products`, (n, n).
     """
 
-    def __init__(self, table: np.ndarray, lengths: tuple[int, ...], n_each: int, stream: int) -> None:
-        super().__init__(lengths, n_each, stream)
-        self.table = table
+    table: np.ndarray
 
     def draw(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the inputs and the targets of a sequence: (length,) integers each."""

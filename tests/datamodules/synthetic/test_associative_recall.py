@@ -47,15 +47,6 @@ def test_gaps_follow_the_power_law():
         assert share[2::2].tolist() == pytest.approx([w / sum(weights) for w in weights], abs=0.03)
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("length", 31), ("n_pairs", 0), ("n_keys", 7), ("n_values", 1), ("power", 0.0), ("n_test", 0), ("seed", -1)],
-)
-def test_wrong_options_are_named(option: str, value: float):
-    with pytest.raises(ValueError, match=f"{option}={value}"):
-        AssociativeRecall(**{option: value})
-
-
 def test_different_values_need_as_many():
     AssociativeRecall(n_values=7)
     with pytest.raises(ValueError, match="n_values=7 must be at least 8"):

@@ -80,19 +80,5 @@ def test_the_bound_is_the_entropy_of_a_response():
     assert entropy / 2 == pytest.approx(data.nats_without_document, rel=0.003)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"n_facts": 3}, "n_facts=3 are fewer than the n_near=2 and n_far=2 questions"),
-        ({"n_keys": 4}, "n_keys=4 must be at least 5"),
-        ({"n_far": 0}, "n_far=0 must be at least 1"),
-        ({"segment_len": 0}, "segment_len=0 must be at least 1"),
-    ],
-)
-def test_wrong_options(options: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message):
-        task(**options)
-
-
 def test_example():
     assert doctest.testmod(dialogue_task) == (0, 5)

@@ -1,5 +1,3 @@
-import pickle
-
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -8,18 +6,13 @@ from lit_effattn import Transformer
 from lit_effattn.attention import LinearAttention
 from lit_effattn.datamodules import IGNORE, AssociativeRecall, StateTracking
 from lit_effattn.tasks import LanguageModel
+from tests.datamodules.synthetic.test_base import batches
 
 SMALL = {"batch_size": 4, "n_train": 16, "n_val": 8, "n_test": 6}
 TASKS = [
     pytest.param(lambda **o: AssociativeRecall(12, n_pairs=3, n_keys=5, n_values=4, **o), id="recall"),
     pytest.param(lambda **o: StateTracking("S3", length=12, **o), id="tracking"),
 ]
-
-
-def batches(data, split: str, epoch: int = 0) -> list:
-    loader = getattr(data, f"{split}_dataloader")()
-    loader.sampler.set_epoch(epoch)
-    return list(loader)
 
 
 @pytest.mark.parametrize("make", TASKS)
@@ -36,40 +29,6 @@ def test_test_has_equally_many_sequences_of_each_length(make):
     assert make().test_lengths == (12, 24, 48, 96)
     for split in ("train", "val"):
         assert all(b.inputs.shape == (4, 12) and b.lengths is None for b in batches(data, split))
-
-
-@pytest.mark.parametrize("make", TASKS)
-def test_epochs_and_seeds_draw_new_sequences_and_splits_share_none(make):
-    data, other = make(**SMALL, test_lengths=[12]), make(**SMALL, seed=1)
-
-    def drawn(data, split, epoch=0):
-        return {tuple(row.tolist()) for batch in batches(data, split, epoch) for row in batch.inputs}
-
-    assert drawn(data, "train") == drawn(data, "train")
-    groups = [drawn(data, "train"), drawn(data, "train", 1), drawn(other, "train"), drawn(data, "val")]
-    groups.append(drawn(data, "test"))
-    assert len(set().union(*groups)) == 3 * 16 + 8 + 6
-    assert drawn(data, "val") == drawn(other, "val")
-
-
-@pytest.mark.parametrize("make", TASKS)
-def test_an_interrupted_epoch_goes_on_with_the_next_batch(make):
-    data = make(**SMALL)
-    whole = batches(data, "train", epoch=3)
-    first = data.train_dataloader()
-    first.sampler.set_epoch(3)
-    next(iter(first))
-    second = data.train_dataloader()
-    second.load_state_dict(first.state_dict())
-    for found, expected in zip(second, whole[1:], strict=True):
-        assert torch.equal(found.inputs, expected.inputs)
-        assert torch.equal(found.targets, expected.targets)
-
-
-@pytest.mark.parametrize("make", TASKS)
-def test_workers_can_have_the_sequences(make):
-    sequences = make(**SMALL).sequences("test")
-    assert torch.equal(pickle.loads(pickle.dumps(sequences))[[3]].inputs, sequences[[3]].inputs)
 
 
 def test_the_accuracy_at_each_length_is_correct_targets_over_targets(tmp_path):

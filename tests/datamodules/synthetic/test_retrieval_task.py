@@ -1,5 +1,3 @@
-import pickle
-
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -8,18 +6,9 @@ from lit_effattn import EncoderDecoder, Transformer
 from lit_effattn.attention import LinearAttention, LinearCrossAttention
 from lit_effattn.datamodules import RetrievalTask
 from lit_effattn.tasks import SequenceToSequence
+from tests.datamodules.synthetic.test_base import batches
 
 SMALL = {"n_needles": 3, "n_symbols": 5, "n_fillers": 2, "batch_size": 4, "n_train": 16, "n_val": 16, "n_test": 16}
-
-
-def batches(data: RetrievalTask, split: str, epoch: int = 0) -> list:
-    loader = getattr(data, f"{split}_dataloader")()
-    loader.sampler.set_epoch(epoch)
-    return list(loader)
-
-
-def places(source: torch.Tensor) -> list[int]:
-    return (source < 5).nonzero()[:, 0].tolist()
 
 
 @pytest.mark.parametrize("split", ["train", "val", "test"])
@@ -59,41 +48,6 @@ def test_needles_are_anywhere_and_any_symbol():
 def test_a_source_may_be_all_needles():
     data = RetrievalTask(3, **SMALL)
     assert all(torch.equal(b.source[:, :-1], b.targets[:, :-1]) for b in batches(data, "val"))
-
-
-def test_epochs_and_seeds_draw_new_pairs_and_splits_share_none():
-    data, other = RetrievalTask(40, **SMALL), RetrievalTask(40, **SMALL, seed=1)
-
-    def drawn(data, split, epoch=0):
-        return {tuple(row.tolist()) for batch in batches(data, split, epoch) for row in batch.source}
-
-    assert drawn(data, "train") == drawn(data, "train")
-    groups = [drawn(data, "train"), drawn(data, "train", 1), drawn(other, "train"), drawn(data, "val")]
-    groups.append(drawn(data, "test"))
-    assert len(set().union(*groups)) == 5 * 16
-    assert drawn(data, "val") == drawn(other, "val")
-
-
-def test_what_the_model_is_told():
-    data = RetrievalTask(n_symbols=5, n_fillers=2)
-    assert (data.source_vocab_size, data.target_vocab_size, data.unit) == (8, 6, "token")
-    assert data.source_tokenizer is data.target_tokenizer is None
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("length", 3), ("n_needles", 0), ("n_symbols", 0), ("n_fillers", 0), ("batch_size", 0), ("seed", -1)],
-)
-def test_wrong_options_are_named(option: str, value: int):
-    with pytest.raises(ValueError, match=f"{option}={value}"):
-        RetrievalTask(**{option: value})
-
-
-def test_workers_draw_the_same():
-    data, alone = RetrievalTask(9, **SMALL, num_workers=1), RetrievalTask(9, **SMALL)
-    for a, b in zip(batches(data, "train"), batches(alone, "train"), strict=True):
-        assert torch.equal(a.source, b.source)
-    assert pickle.loads(pickle.dumps(data.sequences("val")))[[3]].source.shape == (1, 10)
 
 
 def test_a_model_is_trained_and_scored_without_tokenizers(tmp_path):

@@ -1,4 +1,3 @@
-import pickle
 from collections import Counter
 from functools import partial
 
@@ -14,12 +13,7 @@ from lit_effattn.datamodules import SortingTask, counting_accuracy
 from lit_effattn.datamodules.common.tokens import IGNORE
 from lit_effattn.datamodules.synthetic.sorting_task import by_frequency
 from lit_effattn.tasks import LanguageModel
-
-
-def batches(data: SortingTask, split: str, epoch: int = 0) -> list:
-    loader = getattr(data, f"{split}_dataloader")()
-    loader.sampler.set_epoch(epoch)
-    return list(loader)
+from tests.datamodules.synthetic.test_base import batches
 
 
 def ordered(types: list[int], n_types: int) -> list[int]:
@@ -113,36 +107,6 @@ def test_what_counting_reaches():
     assert counting_accuracy(streams, 8, 64) == pytest.approx(0.5, abs=0.03)
 
 
-def test_epochs_and_seeds_draw_new_sequences_and_splits_share_none():
-    options = {"segment_len": None, "n_types": 8, "n_train": 16, "n_val": 16, "n_test": 16}
-    data, other = SortingTask(64, **options), SortingTask(64, **options, seed=1)
-
-    def drawn(data, split, epoch=0):
-        return {tuple(row.tolist()) for batch in batches(data, split, epoch) for row in batch.inputs}
-
-    assert drawn(data, "train") == drawn(data, "train")
-    groups = [drawn(data, "train"), drawn(data, "train", 1), drawn(other, "train"), drawn(data, "val")]
-    groups.append(drawn(data, "test"))
-    assert len(set().union(*groups)) == 5 * 16
-    assert drawn(data, "val") == drawn(other, "val")
-
-
-def test_an_interrupted_epoch_goes_on_with_the_next_segment():
-    data = SortingTask(20, n_types=4, segment_len=9, batch_size=2, n_train=8)
-    whole = batches(data, "train", epoch=3)
-    assert len(whole) == 12
-    first = data.train_dataloader()
-    first.sampler.set_epoch(3)
-    iterator = iter(first)
-    for _ in range(4):
-        next(iterator)
-    second = data.train_dataloader()
-    second.load_state_dict(first.state_dict())
-    for found, expected in zip(second, whole[4:], strict=True):
-        assert torch.equal(found.inputs, expected.inputs)
-        assert torch.equal(found.fresh, expected.fresh)
-
-
 class Memories(pl.Callback):
     """Records where each row's memory stands after each batch."""
 
@@ -180,33 +144,3 @@ def test_memories_go_from_segment_to_segment(tmp_path):
     assert memories.lengths == 2 * [[8, 8], [16, 16], [24, 24]] + [[8, 0], [16, 0], [24, 0]]
     assert result["test/tokens"] == 5 * 4
     assert 0 <= result["test/accuracy"] <= 1
-
-
-def test_what_the_model_is_told():
-    data = SortingTask(n_types=5)
-    assert (data.vocab_size, data.unit, data.tokenizer) == (6, "token", None)
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("length", 0),
-        ("n_types", 1),
-        ("segment_len", 0),
-        ("batch_size", 0),
-        ("eval_batch_size", 0),
-        ("n_test", 0),
-        ("seed", -1),
-    ],
-)
-def test_wrong_options_are_named(option: str, value: int):
-    with pytest.raises(ValueError, match=f"{option}={value}"):
-        SortingTask(**{option: value})
-
-
-def test_workers_draw_the_same():
-    options = {"n_types": 4, "segment_len": 6, "batch_size": 2, "n_train": 4}
-    data, alone = SortingTask(8, **options, num_workers=2), SortingTask(8, **options)
-    for a, b in zip(batches(data, "train"), batches(alone, "train"), strict=True):
-        assert torch.equal(a.inputs, b.inputs)
-    assert pickle.loads(pickle.dumps(data.sequences("val")))[[3], 0].inputs.shape == (1, 6)

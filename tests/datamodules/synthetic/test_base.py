@@ -1,0 +1,113 @@
+"""Behaviour that all synthetic tasks share: how sequences are drawn, loaded and checked."""
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lit_effattn.datamodules import (
+    AssociativeRecall,
+    CopyTask,
+    DialogueTask,
+    RetrievalTask,
+    SortingTask,
+    StateTracking,
+)
+
+SMALL = {"batch_size": 4, "n_train": 16, "n_val": 16, "n_test": 16}
+FACTS = {"n_facts": 9, "n_near": 2, "n_far": 2, "n_keys": 40}
+TASKS: dict[str, Callable[..., Any]] = {
+    "recall": lambda **o: AssociativeRecall(12, n_pairs=3, n_keys=9, n_values=9, **{"test_lengths": [12]} | o),
+    "copy": lambda **o: CopyTask(32, min_len=32, **o),
+    "dialogue": lambda **o: DialogueTask(20, **{"segment_len": None} | FACTS | o),
+    "retrieval": lambda **o: RetrievalTask(40, n_needles=3, **o),
+    "sorting": lambda **o: SortingTask(64, **{"segment_len": None} | o),
+    "tracking": lambda **o: StateTracking("S3", length=12, **{"test_lengths": [12]} | o),
+}
+ALL = pytest.mark.parametrize("make", TASKS.values(), ids=TASKS)
+
+
+def batches(data: Any, split: str, epoch: int = 0) -> list:
+    loader = getattr(data, f"{split}_dataloader")()
+    loader.sampler.set_epoch(epoch)
+    return list(loader)
+
+
+def drawn(data: Any, split: str, epoch: int = 0) -> set[tuple[int, ...]]:
+    return {tuple(row.tolist()) for batch in batches(data, split, epoch) for row in batch[0]}
+
+
+@ALL
+def test_epochs_and_seeds_draw_new_sequences_and_splits_share_none(make):
+    data, other = make(**SMALL), make(**SMALL, seed=1)
+    assert drawn(data, "train") == drawn(data, "train")
+    groups = [drawn(data, "train"), drawn(data, "train", 1), drawn(other, "train"), drawn(data, "val")]
+    groups.append(drawn(data, "test"))
+    assert len(set().union(*groups)) == 5 * 16
+    assert drawn(data, "val") == drawn(other, "val")
+
+
+@pytest.mark.parametrize(("task", "options"), [("copy", {}), ("sorting", {"segment_len": 30})])
+def test_an_interrupted_epoch_goes_on_with_the_next_batch(task, options):
+    data = TASKS[task](**SMALL, **options)
+    whole = batches(data, "train", epoch=3)
+    first, second = data.train_dataloader(), data.train_dataloader()
+    first.sampler.set_epoch(3)
+    iterator = iter(first)
+    next(iterator), next(iterator)
+    second.load_state_dict(first.state_dict())
+    rest = list(second)
+    assert len(rest) == len(whole) - 2
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(rest, whole[2:], strict=True))
+
+
+@ALL
+def test_workers_can_have_the_sequences(make):
+    data = make(**SMALL)
+    sequences, item = data.sequences("val"), next(iter(data.val_dataloader().sampler))
+    assert torch.equal(pickle.loads(pickle.dumps(sequences))[item][0], sequences[item][0])
+
+
+def test_workers_draw_the_same():
+    data, alone = (SortingTask(8, segment_len=6, batch_size=2, n_train=4, num_workers=n) for n in (2, 0))
+    for a, b in zip(batches(data, "train"), batches(alone, "train"), strict=True):
+        assert torch.equal(a.inputs, b.inputs)
+
+
+def test_the_data_tell_the_model_the_size_of_the_vocabulary():
+    for data, size in ((CopyTask(n_symbols=5), 6), (SortingTask(n_types=5), 6)):
+        assert (data.vocab_size, data.unit, data.tokenizer) == (size, "token", None)
+    pairs = RetrievalTask(n_symbols=5, n_fillers=2)
+    assert (pairs.source_vocab_size, pairs.target_vocab_size, pairs.unit) == (8, 6, "token")
+    assert pairs.source_tokenizer is pairs.target_tokenizer is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (
+            CopyTask,
+            {
+                "batch_size": 0,
+                "eval_batch_size": 0,
+                "n_train": 0,
+                "n_val": 0,
+                "n_test": 0,
+                "seed": -1,
+                "num_workers": -1,
+            }
+            | {"max_len": 3, "min_len": 3, "n_symbols": 1},
+        ),
+        (CopyTask, {"min_len": 200}),
+        (AssociativeRecall, {"length": 31, "n_pairs": 0, "n_keys": 7, "n_values": 1, "power": 0.0}),
+        (DialogueTask, {"n_keys": 4, "n_far": 0, "n_near": -1, "segment_len": 0, "distance": 0, "n_facts": 3}),
+        (RetrievalTask, {"length": 3, "n_needles": 0, "n_symbols": 0, "n_fillers": 0}),
+        (SortingTask, {"length": 0, "n_types": 1, "segment_len": 0}),
+    ],
+)
+def test_wrong_options_are_named(kind: type, options: dict[str, float]):
+    for option, value in options.items():
+        with pytest.raises(ValueError, match=f"^{option}={value} must be"):
+            kind(**{option: value})

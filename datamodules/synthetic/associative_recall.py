@@ -105,8 +105,9 @@ class AssociativeRecall(LengthTask):
 
     def sequences(self, split: str) -> "RecallSequences":
         """Return the sequences of "train", "val" or "test"."""
-        sizes = self.n_pairs, self.n_keys, self.n_values, self.power, self.distinct_values, self.random_fillers
-        return RecallSequences(*self.lengths_of(split), self._stream(split), *sizes)
+        sizes = self.n_pairs, self.n_keys, self.n_values
+        options = self.power, self.distinct_values, self.random_fillers
+        return RecallSequences(*self.lengths_of(split), self._stream(split), *sizes, *options)
 
 
 @dataclass(eq=False)

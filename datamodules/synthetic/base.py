@@ -91,6 +91,7 @@ class SyntheticTask(LightningDataModule):
         return DataLoader(**self._options(split, self.eval_batch_size, shuffle=False, drop_last=False))
 
     def _options(self, split: str, batch_size: int, **order: Any) -> dict[str, Any]:
-        batches = ShardedBatches(self.sizes[split], batch_size, **processes(self.trainer), seed=self.seed, **order)
+        order |= processes(self.trainer)
+        batches = ShardedBatches(self.sizes[split], batch_size, seed=self.seed, **order)
         options = loader_options(self.num_workers, self.seed)
         return {"dataset": self.sequences(split), "sampler": self._sampler(batches), **options}

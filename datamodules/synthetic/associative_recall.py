@@ -106,8 +106,10 @@ class AssociativeRecall(LengthTask):
     def sequences(self, split: str) -> "RecallSequences":
         """Return the sequences of "train", "val" or "test"."""
         sizes = self.n_pairs, self.n_keys, self.n_values
-        options = self.power, self.distinct_values, self.random_fillers
-        return RecallSequences(*self.lengths_of(split), self._stream(split), *sizes, *options)
+        lengths, n_each = self.lengths_of(split)
+        return RecallSequences(
+            lengths, n_each, self._stream(split), *sizes, self.power, self.distinct_values, self.random_fillers
+        )
 
 
 @dataclass(eq=False)

@@ -32,6 +32,19 @@ def unfinished(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}{_PART}")
 
 
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Yield a path to write a file or folder to, which is renamed to `path` unless the block raises an error."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = unfinished(path)
+    try:
+        yield part
+        part.replace(path)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+        part.unlink(missing_ok=True)
+
+
 class _SummedWriter(io.BufferedWriter):
     """A file that is written from its beginning to its end, with the CRC-32 of what was written."""
 

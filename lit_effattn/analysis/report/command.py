@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import torch
+
 import lit_effattn.analysis.report.page as html
 from lit_effattn.analysis.compare import names_of, results
 from lit_effattn.analysis.records import RunRecord, differences, read_config, read_run
-from lit_effattn.analysis.report.attention import attention_pictures
+from lit_effattn.analysis.report.attention import Drawn, attention_pictures
 from lit_effattn.analysis.report.samples import (
     OneSequence,
     filled_rows,
@@ -25,10 +26,10 @@ from lit_effattn.analysis.report.samples import (
     rows,
     test_data,
     token_bits,
-    write_predictions,
     write_samples,
 )
 from lit_effattn.analysis.tables import Table
+from lit_effattn.checkpoints.files import whole
 from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.runs import LAST, PREVIOUS, find_checkpoint, is_checkpoint, short
 from lit_effattn.drawing.plots import Line
@@ -39,16 +40,11 @@ from lit_effattn.tasks import Task
 
 _PICTURES_OF_TRAINING = 4
 _UNREADABLE = (ValueError, OSError, RuntimeError, TypeError, ModuleNotFoundError, KeyError)
-"""What reading a checkpoint or data, or running the model, may fail with: the page says why, and goes on."""
+"""Errors of reading a checkpoint or data, or of running the model. The page shows them as remarks."""
 
 
 class Source(NamedTuple):
-    """A run, and the checkpoint that its samples are of.
-
-    Attributes:
-        folder: The run.
-        checkpoint: The file; None: it has none.
-    """
+    """The folder of a run, and its checkpoint, if any, from which the samples are drawn."""
 
     folder: Path
     checkpoint: Path | None
@@ -61,65 +57,65 @@ def report(args: list[str]) -> None:
         args: The arguments of the command.
 
     Raises:
-        ValueError: an argument is invalid, or a run can't be read.
-        FileNotFoundError: there is no such run.
-        FileExistsError: the page that `--output` names exists.
+        ValueError: If an argument is invalid, or a run can't be read.
+        FileNotFoundError: If a run does not exist.
+        FileExistsError: If the page that `--output` names exists.
     """
-    given = parser().parse_args(args)
-    for name, value, least in (("samples", given.samples, 0), ("length", given.length, 2)):
+    options = parser().parse_args(args)
+    for name, value, least in (("samples", options.samples, 0), ("length", options.length, 2)):
         if value < least:
             raise ValueError(f"--{name} {value} must be at least {least}")
-    sources = [find_run(name) for name in given.runs]
-    output = _output(given.output, sources)
-    runs = [read_run(source.folder, trust=given.trust) for source in sources]
+    sources = [find_run(name) for name in options.runs]
+    output = _output(options.output, sources)
+    runs = [read_run(source.folder, trust=options.trust) for source in sources]
     names = names_of([source.folder for source in sources])
-    parts: list[str] = []
-    if len(runs) > 1:
-        parts += _side_by_side(names, runs)
+    sections = []
     for source, name, run in zip(sources, names, runs, strict=True):
         print(printable(f"{name} …"))
-        parts += [html.heading(2, name), *_scores(source, run), *(_curves(["run"], [run]) if len(runs) == 1 else [])]
-        parts += _of_checkpoint(source, run, given.samples, given.length, given.trust)
-        parts += [*_cost(run), *_configuration(source)]
+        samples = _of_checkpoint(source, run, options.samples, options.length, options.trust)
+        sections.append({"name": name, **_of_record(source, run, curves=len(runs) == 1), **samples})
     title = f"{names[0]}: report" if len(names) == 1 else f"Report on {len(names)} runs"
-    print(f"report: {short(_write(html.page(title, parts), output))}")
+    text = html.macro("page", title, _comparison(names, runs) if len(runs) > 1 else None, sections)
+    with whole(output) as part:
+        part.write_text(text, encoding="utf-8", errors="backslashreplace")
+    print(f"report: {short(output)}")
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
-    made = argparse.ArgumentParser(
+    arguments = argparse.ArgumentParser(
         "lit-effattn report",
         description="Write one HTML page about runs: configuration, curves, metrics, cost, samples, attention.",
         allow_abbrev=False,
     )
-    made.add_argument(
+    arguments.add_argument(
         "runs",
         nargs="+",
         metavar="RUN",
         help="The folder of a run, a checkpoint in it, `best` or `last` (of the newest run), or a configuration's name "
         "(its newest run).",
     )
-    made.add_argument("--output", metavar="FILE", help="The page, a new file. Default: report.html in the run.")
-    made.add_argument(
+    arguments.add_argument("--output", metavar="FILE", help="The page, a new file. Default: report.html in the run.")
+    arguments.add_argument(
         "--samples", type=int, default=8, help="How many test items and drawn samples to show; 0: none. Default: 8."
     )
-    made.add_argument(
-        "--length", type=int, default=256, help="The most positions of which attention is drawn. Default: 256."
+    arguments.add_argument(
+        "--length", type=int, default=256, help="Draw attention for at most so many positions. Default: 256."
     )
-    add_trust(made)
-    return made
+    add_trust(arguments)
+    return arguments
 
 
 def find_run(name: str) -> Source:
-    """Return the run that `name` names, and its checkpoint: that named, else the best, else the last.
+    """Return a run and its checkpoint: the named one, else the best, else the last.
 
     Args:
-        name: A run's folder, a checkpoint in one, `best` or `last` of the newest run, or the name of the folder of a
-            configuration's runs, whose newest is meant.
+        name: A run's folder, a checkpoint in one, `best` or `last` of the newest run, or the folder name of a
+            configuration's runs, for the newest of them.
 
     Raises:
-        ValueError: a checkpoint is in no run.
-        FileNotFoundError: there is no such run.
+        ValueError: If a checkpoint is not in the folder of a run.
+        FileNotFoundError: If the run does not exist.
     """
     path = Path(name)
     if is_checkpoint(path) or name in ("best", "last"):
@@ -139,66 +135,39 @@ def find_run(name: str) -> Source:
     return Source(path, next((file for file in files if is_checkpoint(file)), None))
 
 
-def _output(given: str | None, sources: Sequence[Source]) -> Path:
+def _output(output: str | None, sources: Sequence[Source]) -> Path:
     """Return the file to write, which does not exist."""
-    if given is not None:
-        if Path(given).exists():
-            raise FileExistsError(f"--output {given} exists; name another file, or delete it")
-        return Path(given)
+    if output is not None:
+        if Path(output).exists():
+            raise FileExistsError(f"--output {output} exists; name another file, or delete it")
+        return Path(output)
     folder = sources[0].folder if len(sources) == 1 else Path()
     names = (folder / f"report{f'_{i}' if i else ''}.html" for i in count())
     return next(path for path in names if not path.exists())
 
 
-def _write(text: str, path: Path) -> Path:
-    """Write a page beside its place, then move it there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text, encoding="utf-8", errors="backslashreplace")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-    return path
+# ---------------------------------------------------------------------------------------------------------- the record
 
 
-# --------------------------------------------------------------------------------------------- what was written of it
-
-
-def _side_by_side(names: Sequence[str], runs: Sequence[RunRecord]) -> list[str]:
+def _comparison(names: Sequence[str], runs: Sequence[RunRecord]) -> dict[str, Any]:
     settings = [
         [setting, *(None if value is None else _plain(value) for value in values)]
         for setting, values in differences(runs).items()
     ]
-    differing = [html.heading(3, "Settings that differ"), html.table(Table("", ["setting", *names], settings))]
-    return [
-        html.heading(2, "Side by side"),
-        html.table(results(names, runs)),
-        *_curves(names, runs),
-        *(differing if settings else []),
-    ]
+    return {
+        "results": results(names, runs),
+        "charts": _charts(names, runs),
+        "settings": Table("", ["setting", *names], settings),
+    }
 
 
-def _scores(source: Source, run: RunRecord) -> list[str]:
-    """Return the last value of each metric: of test first, then of validation and training."""
+def _of_record(source: Source, run: RunRecord, *, curves: bool) -> dict[str, Any]:
+    """Return the parts of the page that need no model. Scores are ordered: test, validation, training."""
     stages = ("test", "val", "train")
-    final = sorted(run.final.items(), key=lambda entry: stages.index(entry[0].partition("/")[0]))
-    parts = [html.paragraph(f"{source.folder.resolve().name}{f'; {run.remark}' if run.remark else ''}")]
-    return [*parts, html.scores(dict(final)) if final else html.paragraph("No metrics were recorded.")]
-
-
-def _configuration(source: Source) -> list[str]:
-    changed, others = split(read_config(source.folder))
-    titles = "setting", "value"
-    values = [{name: _plain(value) for name, value in settings.items()} for settings in (changed, others)]
-    parts = [html.heading(3, "Configuration"), html.paragraph("What differs from the defaults:")]
-    parts += [html.pairs(values[0], titles)]
-    if others:
-        parts.append(html.details(f"{len(others)} settings as by default", html.pairs(values[1], titles)))
-    return parts
-
-
-def _cost(run: RunRecord) -> list[str]:
+    changed, defaults = (
+        html.pairs({name: _plain(value) for name, value in settings.items()}, "setting", "value")
+        for settings in split(read_config(source.folder))
+    )
     length = "at any length" if run.state_length is None else f"after {run.state_length:,} positions"
     cost = {
         "parameters": run.parameters,
@@ -206,132 +175,129 @@ def _cost(run: RunRecord) -> list[str]:
         "seconds a step, median": run.seconds_per_step,
         **run.peak_memory,
     }
-    known = {name: value for name, value in cost.items() if value is not None}
-    costs = html.pairs(known, ("cost", "value")) if known else html.paragraph("Not recorded.")
-    return [html.heading(3, "Cost"), costs]
+    return {
+        "folder": source.folder.resolve().name,
+        "remark": run.remark,
+        "scores": dict(sorted(run.final.items(), key=lambda entry: stages.index(entry[0].partition("/")[0]))),
+        "charts": _charts(["run"], [run]) if curves else [],
+        "cost": html.pairs({name: value for name, value in cost.items() if value is not None}, "cost", "value"),
+        "changed": changed,
+        "defaults": defaults,
+    }
 
 
 def _plain(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _curves(names: Sequence[str], runs: Sequence[RunRecord]) -> list[str]:
+def _charts(names: Sequence[str], runs: Sequence[RunRecord]) -> list[html.Chart]:
     """Return a chart for each metric that changes, of training and validation together."""
-    charts: dict[str, dict[str, Line]] = {}
+    lines: dict[str, dict[str, Line]] = {}
     for name, run in zip(names, runs, strict=True):
         for metric, curve in run.curves.items():
-            stage, _, of = metric.partition("/")
+            stage, _, quantity = metric.partition("/")
             if stage in ("train", "val") and (len(set(curve.values())) > 1 or len(curve) == 1):
                 label = stage if len(runs) == 1 else f"{name} {stage}"
-                charts.setdefault(of, {})[label] = (sorted(curve), [curve[step] for step in sorted(curve)])
-    figures = [html.chart(metric, "step", lines) for metric, lines in charts.items()]
-    return [html.heading(3, "Curves"), html.cards(figures, least="22rem")] if figures else []
+                lines.setdefault(quantity, {})[label] = (sorted(curve), [curve[step] for step in sorted(curve)])
+    charts = (html.chart(quantity, "step", of_quantity) for quantity, of_quantity in lines.items())
+    return [chart for chart in charts if chart is not None]
 
 
-# ------------------------------------------------------------------------------------------------------ what it can do
+# ------------------------------------------------------------------------------------------------------- the checkpoint
 
 
-def _of_checkpoint(source: Source, run: RunRecord, n: int, length: int, trust: Sequence[str]) -> list[str]:
-    """Return samples and attention pictures. What can't be had is a remark."""
-    samples, attention = _while_training(source.folder) if n else [], []
+def _of_checkpoint(source: Source, run: RunRecord, n: int, length: int, trust: Sequence[str]) -> dict[str, Any]:
+    """Return samples and attention pictures, and a remark for each that is missing."""
     remarks: list[str] = []
+    section: dict[str, Any] = {
+        "checkpoint": source.checkpoint and source.checkpoint.name,
+        "training": _training_pictures(source.folder) if n else [],
+        **dict.fromkeys(("predictions", "samples", "tokens", "attention")),
+        "remarks": remarks,
+    }
     if source.checkpoint is None:
         remarks.append("The run has no checkpoint.")
-    else:
-        try:
-            model = Task.load_from_checkpoint(source.checkpoint, map_location="cpu", trust=trust).eval()
-        except _UNREADABLE as error:
-            remarks.append(f"The checkpoint can't be read: {_first_line(error)}")
-        else:
-            data = None
-            try:
-                data = test_data(source.checkpoint, trust)
-                carried = "MemoryCarry" in run.settings.values()
-                sequence = first_sequence(model, data, length, carried=carried)
-            except _UNREADABLE as error:
-                remarks.append(f"No test data: {_first_line(error)}")
-            else:
-                attention = _attention(model, sequence)
-            if n:
-                samples += _samples(model, data, n, remarks)
-                if data is not None:
-                    samples += _tokens(model, sequence)
-    parts = [html.heading(3, "Samples"), *samples, *map(html.paragraph, remarks)] if samples or remarks else []
-    if source.checkpoint is not None and parts:
-        parts.insert(1, html.paragraph(f"Of {source.checkpoint.name}."))
-    return [*parts, *attention]
+        return section
+    model = data = sequence = None
+    with _remark(remarks, "The checkpoint can't be read"):
+        model = Task.load_from_checkpoint(source.checkpoint, map_location="cpu", trust=trust).eval()
+    if model is None:
+        return section
+    with _remark(remarks, "No test data"):
+        data = test_data(source.checkpoint, trust)
+        sequence = first_sequence(model, data, length, carried="MemoryCarry" in run.settings.values())
+    if n:
+        section |= _samples(model, data, n, remarks)
+    if sequence is not None:
+        section["attention"] = _attention(model, sequence)
+        section["tokens"] = _tokens(model, sequence) if n else None
+    return section
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).partition("\n")[0]
+@contextlib.contextmanager
+def _remark(remarks: list[str], subject: str) -> Iterator[None]:
+    """Add the first line of an error to `remarks` in place of raising it."""
+    try:
+        yield
+    except _UNREADABLE as error:
+        reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
+        remarks.append(f"{subject}: {reason}")
 
 
-def _while_training(folder: Path) -> list[str]:
-    """Return some of the pictures that the run wrote while it was trained, the last among them."""
+def _training_pictures(folder: Path) -> list[html.Figure]:
+    """Return some of the pictures that the run wrote during training, including the last."""
     # A link could lead to any file of the user, whose content would be in the page.
-    found = sorted(path for path in (folder / "samples").glob("*.png") if not path.is_symlink())
-    chosen = sorted({round(i * (len(found) - 1) / (_PICTURES_OF_TRAINING - 1)) for i in range(_PICTURES_OF_TRAINING)})
-    figures = [html.figure([html.image(found[i].read_bytes(), found[i].stem)], found[i].stem) for i in chosen if found]
-    return [html.heading(4, "Drawn while it was trained"), html.cards(figures, least="14rem")] if figures else []
+    paths = sorted(path for path in (folder / "samples").glob("*.png") if not path.is_symlink())
+    chosen = sorted({round(i * (len(paths) - 1) / (_PICTURES_OF_TRAINING - 1)) for i in range(_PICTURES_OF_TRAINING)})
+    return [_picture(paths[i]) for i in chosen if paths]
 
 
-def _samples(model: Task, data: Any, n: int, remarks: list[str]) -> list[str]:
-    parts: list[str] = []
+def _picture(path: Path) -> html.Figure:
+    return html.Figure(image=path.read_bytes(), description=path.stem, caption=path.stem)
+
+
+def _samples(model: Task, data: Any, n: int, remarks: list[str]) -> dict[str, Any]:
+    predictions: list[html.Figure] = []
     with TemporaryDirectory() as name:
         folder = Path(name)
         if data is not None:
-            try:
+            with _remark(remarks, "No predictions"):
                 batch = next(iter(data.test_dataloader()))
                 batch = rows(batch, filled_rows(batch, n))
-                write_predictions(model, batch, folder / "predicted")
-                figures = [*_files(folder / "predicted", _heard(data, batch, remarks))]
-                parts += [html.heading(4, "Test items"), html.cards(figures)]
-            except _UNREADABLE as error:
-                remarks.append(f"No predictions: {_first_line(error)}")
-        try:
+                (folder / "predicted").mkdir()
+                with torch.no_grad():
+                    model.write_predictions([model.predict_step(batch)], folder / "predicted")
+                audio: dict[str, bytes] = {}
+                with _remark(remarks, "No recordings"):
+                    audio = recordings(data, batch)
+                predictions = list(_figures(folder / "predicted", audio))
+        with _remark(remarks, "Nothing drawn"):
             remarks += write_samples(model, data, n, folder)
-        except _UNREADABLE as error:
-            remarks.append(f"Nothing drawn: {_first_line(error)}")
-        figures = [figure for made in sorted(folder.glob("drawn_*")) for figure in _files(made, {})]
-        if figures:
-            parts += [html.heading(4, "Drawn from the model"), html.cards(figures)]
-    return parts
+        samples = [figure for drawn in sorted(folder.glob("drawn_*")) for figure in _figures(drawn, {})]
+    return {"predictions": predictions, "samples": samples}
 
 
-def _heard(data: Any, batch: Any, remarks: list[str]) -> dict[str, bytes]:
-    try:
-        return recordings(data, batch)
-    except _UNREADABLE as error:
-        remarks.append(f"No recordings: {_first_line(error)}")
-        return {}
-
-
-def _files(folder: Path, heard: Mapping[str, bytes]) -> Iterator[str]:
-    """Yield figures of what a task wrote: entries of predictions, with their pictures and recordings; tables; others.
+def _figures(folder: Path, audio: Mapping[str, bytes]) -> Iterator[html.Figure]:
+    """Yield figures of a task's output: predictions with their pictures and recordings, tables, pictures, texts.
 
     Args:
-        folder: Where it wrote.
-        heard: Recordings by the ids of entries.
+        folder: The folder to which the task wrote.
+        audio: Recordings by the ids of predictions.
     """
     shown = set()
     for path in sorted(folder.glob("*.jsonl")):
         for entry in records(path):
             picture, name = folder / entry.pop("picture", ""), next(iter(entry.values()), "")
-            parts = [html.audio(heard[entry["id"]])] if entry.get("id") in heard else []
-            parts.append(html.pairs(entry, ("", "")))
-            if picture.is_file() and picture.parent == folder:
-                shown.add(picture)
-                parts.append(html.image(picture.read_bytes(), name))
-            yield html.figure(parts)
+            image = picture.read_bytes() if picture.is_file() and picture.parent == folder else None
+            shown.add(picture)
+            yield html.Figure(audio.get(entry.get("id", "")), html.pairs(entry, "", ""), image, name)
     for path in sorted(folder.glob("*.csv")):
         with path.open(newline="", encoding="utf-8") as file:
-            header, *rows = csv.reader(file)
-        yield html.figure([html.table(Table("", header, [list(map(_number, row)) for row in rows]))])
-    for path in sorted(folder.glob("*.png")):
-        if path not in shown:
-            yield html.figure([html.image(path.read_bytes(), path.stem)], path.stem)
+            header, *lines = csv.reader(file)
+        yield html.Figure(table=Table("", header, [list(map(_number, line)) for line in lines]))
+    yield from (_picture(path) for path in sorted(folder.glob("*.png")) if path not in shown)
     for path in sorted(folder.glob("*.txt")):
-        yield html.figure([html.text(path.read_text(encoding="utf-8"))], path.stem)
+        yield html.Figure(text=path.read_text(encoding="utf-8"), caption=path.stem)
 
 
 def _number(value: str) -> Any:
@@ -340,34 +306,20 @@ def _number(value: str) -> Any:
     return value
 
 
-def _tokens(model: Any, sequence: OneSequence) -> list[str]:
-    found = token_bits(model, sequence)
-    if not found:
-        return []
-    mean = sum(bits for _, bits in found) / len(found)
+def _tokens(model: Any, sequence: OneSequence) -> dict[str, Any] | None:
+    scored = token_bits(model, sequence)
+    if not scored:
+        return None
+    mean = sum(token.bits for token in scored) / len(scored)
     caption = f"−log₂ p of each: the stronger the colour, the less expected; {mean:.2f} bits on average"
-    spaced = getattr(model, "tokenizer", None) is None
-    return [html.heading(4, "Tokens of a test sequence"), html.figure([html.tokens(found, spaced=spaced)], caption)]
+    return {"scored": scored, "caption": caption, "spaced": getattr(model, "tokenizer", None) is None}
 
 
-def _attention(model: Any, sequence: OneSequence) -> list[str]:
-    parts = [html.heading(3, "Attention")]
-    try:
+def _attention(model: Any, sequence: OneSequence) -> dict[str, Any]:
+    remarks: list[str] = []
+    drawn: list[Drawn] = []
+    with _remark(remarks, "Not drawn"):
         drawn = attention_pictures(model, lambda: model.objective(sequence.batch, sequence.memory))
-    except _UNREADABLE as error:
-        return [*parts, html.paragraph(f"Not drawn: {_first_line(error)}")]
-    if not drawn:
-        backbone = type(getattr(model, "backbone", model)).__name__
-        return [*parts, html.paragraph(f"{backbone} has no attention weights to show.")]
-    parts += [
-        html.paragraph("Of the first test sequence, the first heads."),
-        html.scale("Weights, in each row from 0", "to its largest"),
-    ]
-    for part in drawn:
-        parts += [html.heading(4, f"{part.kind}, {part.name}"), html.paragraph(part.note)]
-        figures = [
-            html.figure([html.image(picture.png, picture.caption, exact=True)], picture.caption, kind="fill")
-            for picture in part.pictures
-        ]
-        parts += [html.small_cards(figures)] if figures else []
-    return parts
+    if not drawn and not remarks:
+        remarks.append(f"{type(getattr(model, 'backbone', model)).__name__} has no attention weights to show.")
+    return {"drawn": drawn, "remark": "".join(remarks)}

@@ -1,4 +1,4 @@
-"""Samples of a report: what a checkpoint's model does with a few test items, and what it draws."""
+"""Samples of a report: predictions for a few test items, and samples drawn from the model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import io
 import json
 import math
 import wave
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,22 +31,22 @@ from lit_effattn.settings.saved import checked_settings
 from lit_effattn.tasks import Task
 
 N_TEXTS, N_TOKENS = 2, 300
-"""The most texts that are drawn, and the tokens of each."""
+"""Largest number of texts that are drawn, and the tokens of each."""
 
 N_SCORED = 600
-"""The most tokens that are shown with their bits."""
+"""Largest number of tokens that are shown with their bits."""
 
 N_RECORDINGS = 3
-"""The most recordings that are embedded; each second takes 43 kB."""
+"""Largest number of recordings that are embedded; each second takes 43 kB."""
 
 
 class OneSequence(NamedTuple):
     """One sequence of the test data.
 
     Attributes:
-        whole: A batch with this sequence alone.
-        batch: The same, without padding and without positions beyond those that are drawn.
-        memory: The state after the segments before it, if the run carried memory; else None.
+        whole: A batch of this sequence only.
+        batch: The same, without padding and cut to the positions that are drawn.
+        memory: The state after the preceding segments, if the run carried memory; else None.
     """
 
     whole: Any
@@ -55,18 +55,18 @@ class OneSequence(NamedTuple):
 
 
 class TokenBits(NamedTuple):
-    """A token that was to be predicted, and −log2 of its probability."""
+    """A target token, and −log2 of its probability."""
 
     token: str
     bits: float
 
 
 def test_data(checkpoint: Path, trust: Sequence[str]) -> pl.LightningDataModule:
-    """Build the data that a checkpoint names, ready for test. It may name what it may for `lit-effattn test`.
+    """Build the data that a checkpoint names, ready for test, with the checks of `lit-effattn test`.
 
     Raises:
-        ValueError: it names none, or what it may not; or the data are invalid.
-        OSError: the data are missing.
+        ValueError: If it names no data or a class that is not allowed, or the data are invalid.
+        OSError: If the data are missing.
     """
     config = saved_config(read_outline(checkpoint), short(checkpoint))
     if not config.get("data"):
@@ -85,16 +85,16 @@ def rows(batch: Any, indices: Sequence[int]) -> Any:
     """Return rows of a batch: a tensor, or a tuple, list or NamedTuple of tensors and lists."""
     if batch is None or isinstance(batch, Tensor):
         return batch if batch is None else batch[list(indices)]
-    parts = [[part[i] for i in indices] if isinstance(part, list) else rows(part, indices) for part in batch]
-    return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    fields = [[field[i] for i in indices] if isinstance(field, list) else rows(field, indices) for field in batch]
+    return type(batch)(*fields) if hasattr(batch, "_fields") else type(batch)(fields)
 
 
 def filled_rows(batch: Any, n: int | None = None) -> list[int]:
-    """Return the first `n` rows that have a position: a stream of text that is short has empty rows."""
-    lengths = getattr(batch, "lengths", None)
-    parts = batch if lengths is None and isinstance(batch, (tuple, list)) else [batch]
-    size = len(next(part for part in parts if part is not None)) if lengths is None else len(lengths)
-    return [i for i in range(size) if lengths is None or lengths[i] > 0][:n]
+    """Return the first `n` rows that have a position. A short text leaves rows of a stream's batch empty."""
+    if (lengths := getattr(batch, "lengths", None)) is not None:
+        return [i for i, length in enumerate(lengths) if length > 0][:n]
+    fields = batch if isinstance(batch, (tuple, list)) else [batch]
+    return list(range(len(next(field for field in fields if field is not None))))[:n]
 
 
 @torch.no_grad()
@@ -103,19 +103,19 @@ def first_sequence(model: Task, data: Any, length: int, *, carried: bool) -> One
 
     Args:
         model: The model.
-        data: As `test_data` returns it.
-        length: The most positions.
-        carried: Whether the run carried memory over the segments of a stream. The sequence then is the first segment
-            that has at least `length` positions before it, or the last.
+        data: A data module, as `test_data` returns it.
+        length: The largest number of positions.
+        carried: Whether the run carried memory over the segments of a stream. The sequence is then the first segment
+            with at least `length` positions before it, or the last.
 
     Raises:
-        ValueError: all rows of the first batch are empty.
+        ValueError: If all rows of the first batch are empty.
     """
-    whole = iter(data.test_dataloader())
-    first = next(whole)
+    loader = iter(data.test_dataloader())
+    first = next(loader)
     if not (row := filled_rows(first, 1)):
         raise ValueError("the first test batch has no positions")
-    batches = (rows(batch, row) for batch in chain([first], whole))
+    batches = (rows(batch, row) for batch in chain([first], loader))
     batch, memory, seen = next(batches), None, 0
     if carried and isinstance(batch, TokenBatch):
         backbone: Any = model.backbone
@@ -133,7 +133,7 @@ def first_sequence(model: Task, data: Any, length: int, *, carried: bool) -> One
 
 
 def _cut(batch: Any, length: int) -> Any:
-    """Cut the padding of a batch of one row, and what is beyond `length`."""
+    """Return a batch of one row without padding, cut to `length` positions."""
     if isinstance(batch, Tensor):
         return batch[:, :length]
     if isinstance(batch, TokenBatch):
@@ -158,7 +158,7 @@ def _cut(batch: Any, length: int) -> Any:
 
 @torch.no_grad()
 def token_bits(model: Any, sequence: OneSequence) -> list[TokenBits]:
-    """Return the tokens of a sequence that are scored, each with its bits; none if it is not one of tokens."""
+    """Return the scored tokens of a sequence, each with its bits; empty unless the sequence has tokens."""
     batch = sequence.whole
     if not isinstance(batch, TokenBatch) or not hasattr(model, "hidden"):
         return []
@@ -175,87 +175,69 @@ def token_bits(model: Any, sequence: OneSequence) -> list[TokenBits]:
 
 def recordings(data: Any, batch: Any) -> dict[str, bytes]:
     """Return the first recordings of a batch of speech by their ids, as 16-bit WAV files."""
-    corpus, found = getattr(data, "corpus", None), dict[str, bytes]()
+    corpus = getattr(data, "corpus", None)
     if not isinstance(batch, SpeechBatch) or corpus is None:
-        return found
+        return {}
     from lit_effattn.datamodules.speech.audio import read_audio
 
-    known = {utterance.id: utterance for utterance in corpus.utterances("test")}
-    for name in [name for name in batch.ids if name in known][:N_RECORDINGS]:
-        spoken, file, rate = known[name], io.BytesIO(), 16_000
-        samples = read_audio(spoken.audio, start=spoken.start, duration=spoken.duration, sample_rate=rate)
+    utterances = {utterance.id: utterance for utterance in corpus.utterances("test")}
+    files = {}
+    for name in [name for name in batch.ids if name in utterances][:N_RECORDINGS]:
+        utterance, file, rate = utterances[name], io.BytesIO(), 16_000
+        samples = read_audio(utterance.audio, start=utterance.start, duration=utterance.duration, sample_rate=rate)
         with wave.open(file, "wb") as out:
             out.setnchannels(1)
             out.setsampwidth(2)
             out.setframerate(rate)
             out.writeframes((samples.clamp(-1, 1) * 32767).to(torch.int16).numpy().tobytes())
-        found[name] = file.getvalue()
-    return found
-
-
-@torch.no_grad()
-def write_predictions(model: Task, batch: Any, folder: Path) -> None:
-    """Write what `lit-effattn predict` writes of a batch, into a new folder."""
-    folder.mkdir()
-    model.write_predictions([model.predict_step(batch)], folder)
+        files[name] = file.getvalue()
+    return files
 
 
 @torch.no_grad()
 def write_samples(model: Any, data: Any, n: int, folder: Path) -> list[str]:
-    """Write what `lit-effattn generate` draws from nothing, and test images completed, into new folders.
+    """Write unconditional samples, and completed test images, as `lit-effattn generate` does, into new folders.
 
     Args:
-        model: A task; one that needs more than its data to generate writes nothing.
-        data: As `test_data` returns it, or None.
-        n: How many samples.
+        model: A task. Nothing is written if it needs more than its data to generate.
+        data: A data module, as `test_data` returns it, or None.
+        n: The number of samples.
         folder: Where the folders are made.
 
     Returns:
-        Why something was not drawn.
+        A remark for each kind of sample that could not be drawn.
     """
     write = getattr(model, "write_samples", None)
     if not callable(write):
         return []
     known = inspect.signature(write).parameters
-    if any(p.default is p.empty for name, p in known.items() if name not in _OF_ALL):
+    if any(p.default is p.empty for name, p in known.items() if name not in _COMMON):
         return []
     is_text = "n_tokens" in known
-    wanted: list[dict[str, Any]] = [{"n_tokens": N_TOKENS} if is_text else {}]
+    options: list[dict[str, Any]] = [{"n_tokens": N_TOKENS} if is_text else {}]
     if "complete" in known and data is not None:
-        wanted.append({"complete": 0.5})
-    reasons = []
-    for i, options in enumerate(wanted):
-        made = folder / f"drawn_{i}"
+        options.append({"complete": 0.5})
+    common = {"datamodule": data, "n": min(n, N_TEXTS) if is_text else n, "sampling": AS_TRAINED, "progress": iter}
+    remarks = []
+    for i, own in enumerate(options):
+        target = folder / f"drawn_{i}"
+        target.mkdir()
         try:
             with contextlib.redirect_stdout(io.StringIO()):
-                write(
-                    _maker(made),
-                    datamodule=data,
-                    n=min(n, N_TEXTS) if is_text else n,
-                    sampling=AS_TRAINED,
-                    progress=iter,
-                    **options,
-                )
+                write(lambda target=target: target, **common, **own)
         except ValueError as error:
-            reasons.append(f"Not drawn: {error}")
-    return reasons
+            remarks.append(f"Not drawn: {error}")
+    return remarks
 
 
-_OF_ALL = ("folder", "datamodule", "n", "sampling", "progress")
-
-
-def _maker(folder: Path) -> Callable[[], Path]:
-    def make() -> Path:
-        folder.mkdir()
-        return folder
-
-    return make
+_COMMON = ("folder", "datamodule", "n", "sampling", "progress")
+"""Arguments of every task's `write_samples`."""
 
 
 def records(path: Path) -> list[dict[str, str]]:
-    """Return the entries of a `.jsonl` file of predictions, as texts by their names.
+    """Return the first 50 entries of a `.jsonl` file of predictions, as texts by their names.
 
-    A list is joined by spaces; of an object in it, its first value is shown.
+    Lists are joined by spaces. An object is represented by its first value.
     """
     return [
         {name: _plain(value) for name, value in json.loads(line).items()}

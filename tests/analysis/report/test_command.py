@@ -20,8 +20,8 @@ from torch import nn
 
 from lit_effattn import LSTM, Transformer
 from lit_effattn.analysis.report.attention import attention_pictures, png
-from lit_effattn.analysis.report.command import _files, find_run
-from lit_effattn.analysis.report.page import _ticks, chart
+from lit_effattn.analysis.report.command import _figures, find_run
+from lit_effattn.analysis.report.page import _ticks, chart, macro
 from lit_effattn.analysis.report.samples import filled_rows, first_sequence, recordings, rows, token_bits
 from lit_effattn.attention import (
     CompressiveAttention,
@@ -324,7 +324,7 @@ def test_predictions_are_shown_together_and_as_text(tmp_path: Path):
     (tmp_path / "found.jsonl").write_text("".join(f"{json.dumps(e)}\n" for e in (entry, other)))
     (tmp_path / "scores.csv").write_text("index,bits\n0,1.23456\n")
     (tmp_path / "samples.txt").write_text("a\n</pre>b")
-    figures = [Page(figure) for figure in _files(tmp_path, {"a<b>": b"RIFF"})]
+    figures = [Page(macro("figure", figure)) for figure in _figures(tmp_path, {"a<b>": b"RIFF"})]
     assert [[tag for tag, _ in figure.tags if tag in ("audio", "img", "script")] for figure in figures] == [
         ["audio", "img"], [], [], [],
     ]  # fmt: skip
@@ -378,14 +378,15 @@ def test_settings_are_sorted_by_their_defaults():
 
 
 def test_curves_are_drawn_to_scale():
-    found = chart("loss", "step", {"train": ([0, 10], [4.0, 2.0]), "val": ([5, 6], [3.0, float("nan")])})
-    (line, point) = re.findall(r'd="(M[^"]*)" fill="none"', found)
-    (x1, y1), (x2, y2) = ([float(v) for v in pair.split()] for pair in line[1:].split("L"))
-    x, y = map(float, point[1:].split())
+    made = chart("loss", "step", {"train": ([0, 10], [4.0, 2.0]), "val": ([5, 6], [3.0, float("nan")])})
+    (x1, y1), (x2, y2), (x, y) = (map(float, point) for line in made.lines for point in line.points)
     assert x == pytest.approx((x1 + x2) / 2, abs=0.1)
     assert y == pytest.approx((y1 + y2) / 2, abs=0.1)
     assert y1 < y2  # upwards
-    assert chart("nothing", "step", {"a": ([1], [float("inf")])}) == ""
+    page = macro("curves", [made])
+    paths = [attributes for tag, attributes in Page(page).tags if tag == "path" and attributes.get("fill") == "none"]
+    assert [path["d"] for path in paths] == [f"M{x1} {y1}L{x2} {y2}", f"M{x} {y}"]
+    assert chart("nothing", "step", {"a": ([1], [float("inf")])}) is None
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (2.95, 3.2), (-7e-5, 3e-5), (5, 5), (0, 0), (1e6, 1e9)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import reduce
 from itertools import pairwise
 
 import torch
@@ -20,16 +21,16 @@ class Bands(nn.Module):
     projection P_i (d_model, d_i). The token's vector is P_i e_w. An embedding and a softmax can share them.
 
     Args:
-        n_tokens: Number of tokens, the most frequent first.
+        n_tokens: Number of tokens, sorted by decreasing frequency.
         d_model: Width.
-        cutoffs: K tokens: the first of each band but the first.
+        cutoffs: The first token of each of the bands 1 … K.
         div_value: Factor by which each band is narrower than the previous one.
-        proj_init_std: Standard deviation of the projections at the start: 0.01 in the code of Dai et al. 2019. Default:
+        proj_init_std: Initial standard deviation of the projections: 0.01 in the code of Dai et al. 2019. Default:
             d_i^−½, so that P_i e_w has the same scale in every band.
 
     Raises:
-        ValueError: `cutoffs` do not ascend within the vocabulary, a band would have a width of 0, or `proj_init_std` is
-            not positive.
+        ValueError: If `cutoffs` do not ascend within the vocabulary, a band would have a width of 0, or `proj_init_std`
+            is not positive.
     """
 
     cutoffs: Tensor
@@ -41,14 +42,14 @@ class Bands(nn.Module):
         super().__init__()
         borders = [0, *cutoffs, n_tokens]
         if not cutoffs or any(a >= b for a, b in pairwise(borders)):
-            raise ValueError(f"cutoffs={cutoffs} do not ascend between 0 and {n_tokens}, the number of tokens")
+            raise ValueError(f"cutoffs={cutoffs} must ascend between 0 and {n_tokens}, the number of tokens")
         if not div_value >= 1 or d_model < div_value ** len(cutoffs):
             raise ValueError(
                 f"div_value={div_value} with d_model={d_model} and {len(cutoffs)} cutoffs: it must be at least 1, and "
                 "so must d_model / div_value^(number of cutoffs), the width of the last band"
             )
         if proj_init_std is not None and not 0 < proj_init_std < math.inf:
-            raise ValueError(f"proj_init_std={proj_init_std} is not positive; leave it out for d_i^−½")
+            raise ValueError(f"proj_init_std={proj_init_std} must be positive and finite; leave it out for d_i^−½")
         self.register_buffer("cutoffs", torch.tensor(cutoffs), persistent=False)
         self.starts = borders[:-1]
         self.sizes = [b - a for a, b in pairwise(borders)]
@@ -65,13 +66,13 @@ class Bands(nn.Module):
         return len(self.sizes)
 
     def of(self, tokens: Tensor) -> Tensor:
-        """Return the band of each token. A token outside the vocabulary gets the nearest band."""
+        """Return the band of each token: (…) -> (…). A token outside the vocabulary gets the nearest band."""
         return (tokens[..., None] >= self.cutoffs).sum(-1)
 
     def projection(self, band: int) -> Tensor | None:
-        """Return P of a band, None where it is the identity."""
-        narrower = band - (len(self) - len(self.projections))  # the bands without one come first
-        return self.projections[narrower] if narrower >= 0 else None
+        """Return P of a band, (d_model, d_i); None: the identity."""
+        index = band - (len(self) - len(self.projections))  # the first bands have none
+        return self.projections[index] if index >= 0 else None
 
     def describe(self) -> str:
         """Return the shapes of all rows, for error messages."""
@@ -88,16 +89,16 @@ class AdaptiveEmbedding(nn.Module):
     every parameter has a gradient in every process. Every band's vectors start with standard deviation 0.02.
 
     Args:
-        n_tokens: Number of tokens, the most frequent first.
+        n_tokens: Number of tokens, sorted by decreasing frequency.
         d_model: Width of the output.
-        cutoffs: The first token of each band but the first (WikiText-103: 20000, 40000, 200000).
+        cutoffs: The first token of each band except band 0 (WikiText-103: 20000, 40000, 200000).
         div_value: Factor by which each band's vectors are narrower than the previous band's; 1: no projections.
-        project_first: Whether band 0 has a projection P_0, too. Not shared with a tied head. In the code of Dai et al.
-            2019 embedding and head have one each, if `div_value` is not 1.
-        proj_init_std: Standard deviation of the projections at the start: see `Bands`.
+        project_first: Whether band 0 has a projection P_0, too. It is not shared with a tied head. In the code of Dai
+            et al. 2019 embedding and head have one each, if `div_value` is not 1.
+        proj_init_std: Initial standard deviation of the projections: see `Bands`.
 
     Raises:
-        ValueError: see `Bands`.
+        ValueError: If an argument is out of range: see `Bands`.
     """
 
     def __init__(
@@ -117,13 +118,12 @@ class AdaptiveEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """(…) integers -> (…, d_model)."""
         band = self.bands.of(tokens)
-        first, *others = (self._of_band(i, tokens, band != i) for i in range(len(self.bands)))
-        return sum(others, first)
+        return reduce(torch.add, (self._vectors(i, tokens, band != i) for i in range(len(self.bands))))
 
-    def _of_band(self, i: int, tokens: Tensor, elsewhere: Tensor) -> Tensor:
-        """Return band i's vectors, 0 for tokens that are elsewhere."""
-        row = (tokens - self.bands.starts[i]).masked_fill(elsewhere, 0)
-        e = F.embedding(row, self.bands.rows[i]).masked_fill(elsewhere[..., None], 0)  # (…, d_i)
+    def _vectors(self, i: int, tokens: Tensor, outside: Tensor) -> Tensor:
+        """Return the vectors (…, d_model) of tokens in band i, 0 for those `outside` of it."""
+        row = (tokens - self.bands.starts[i]).masked_fill(outside, 0)
+        e = F.embedding(row, self.bands.rows[i]).masked_fill(outside[..., None], 0)  # (…, d_i)
         if i == 0 and self.first_proj is not None:
             return self.first_proj(e)
         projection = self.bands.projection(i)
@@ -131,29 +131,27 @@ class AdaptiveEmbedding(nn.Module):
 
 
 class AdaptiveHead(Head):
-    """A softmax over the frequent tokens and K bands of rare ones, then one over the tokens of a band.
+    """A softmax over band 0's tokens and the K other bands, then a softmax over the tokens of a band.
 
         p(w) = softmax(E_0 h + b_0)_w                            w in band 0
         p(w) = softmax(E_0 h + b_0)_{band i} · softmax(E_i P_iᵀ h + b_i)_w      w in band i ≥ 1
 
-    where the first softmax runs over band 0's tokens and the K bands, and reads P_0ᵀ h in place of h if
-    `project_first`. Grave et al. 2017, section 4, with the biases of Transformer-XL. `nll` computes the second softmax
-    only where the target is in that band, so it never holds a position × vocabulary matrix. Under `torch.compile`,
-    which needs shapes that do not depend on the data, it does, but `loss`, which training calls, is never compiled.
-    `log_probs`, and a loss with label smoothing, hold the matrix. Every parameter gets a gradient from every batch,
-    zero where a band has no target.
+    where the first softmax reads P_0ᵀ h in place of h if `project_first`. Grave et al. 2017, section 4, with the biases
+    of Transformer-XL. `nll` computes the second softmax only where the target is in that band, so it never holds a
+    position × vocabulary matrix. Under `torch.compile`, which needs shapes that do not depend on the data, it does. But
+    `loss`, which training calls, is never compiled. `log_probs`, and a loss with label smoothing, hold the matrix.
+    Every parameter gets a gradient from every batch, zero where a band has no target.
 
     Args:
         d_model: Width of the hidden state.
-        n_levels: Number of tokens, the most frequent first.
-        cutoffs: The first token of each band but the first (WikiText-103: 20000, 40000, 200000).
-        div_value: Factor by which each band's vectors are narrower than the previous band's; 1: no projections.
-        project_first: Whether band 0 has a projection P_0, too: the head's own, even if the head is tied. See
-            `AdaptiveEmbedding`.
-        proj_init_std: Standard deviation of the projections at the start: see `Bands`.
+        n_levels: Number of tokens, sorted by decreasing frequency.
+        cutoffs: See `AdaptiveEmbedding`.
+        div_value: See `AdaptiveEmbedding`.
+        project_first: Whether band 0 has a projection P_0, too: the head's own, even if the head is tied.
+        proj_init_std: Initial standard deviation of the projections: see `Bands`.
 
     Raises:
-        ValueError: see `Bands`.
+        ValueError: If an argument is out of range: see `Bands`.
     """
 
     def __init__(
@@ -175,7 +173,7 @@ class AdaptiveHead(Head):
         nn.init.zeros_(self.band_proj.bias)
 
     def log_probs(self, h: Tensor) -> Tensor:
-        """(…, d_model) -> (…, n_levels)."""
+        """See `Head.log_probs`: (…, d_model) -> (…, n_levels)."""
         frequent, bands = self._first(h).log_softmax(-1).split([self.bands.sizes[0], len(self.bands) - 1], -1)
         rare = [self._within(h, i).log_softmax(-1) + bands[..., i - 1, None] for i in range(1, len(self.bands))]
         return torch.cat([frequent, *rare], -1)
@@ -200,13 +198,13 @@ class AdaptiveHead(Head):
         return super().loss(h, target, label_smoothing)
 
     def _first(self, h: Tensor) -> Tensor:
-        """Return the logits of the frequent tokens and of the bands of rare ones."""
+        """Return the logits of band 0's tokens and of the other bands: (…, d_model) -> (…, n_0 + K)."""
         h = h if self.first_proj is None else self.first_proj(h)
         logits = torch.cat([F.linear(h, self.bands.rows[0], self.biases[0]), self.band_proj(h)], -1)
         return logits.to(accumulator(logits.dtype))
 
     def _within(self, h: Tensor, band: int) -> Tensor:
-        """Return the logits of a band's tokens."""
+        """Return the logits of a band's tokens: (…, d_model) -> (…, n_i)."""
         projection = self.bands.projection(band)
         h = h if projection is None else F.linear(h, projection.T)  # (…, d_i)
         logits = F.linear(h, self.bands.rows[band], self.biases[band])
@@ -218,17 +216,17 @@ class AdaptiveHead(Head):
             raise ValueError(
                 f"AdaptiveHead can be tied only to an AdaptiveEmbedding, not to {type(embedding).__name__}"
             )
-        mine, other = self.bands.describe(), embedding.bands.describe()
-        if mine != other:
+        of_head, of_embedding = self.bands.describe(), embedding.bands.describe()
+        if of_head != of_embedding:
             raise ValueError(
-                f"the head's bands are {mine} (tokens × width) and the embedding's {other}: to tie them, use the "
-                "same cutoffs and div_value for both, and a backbone whose d_input equals its d_model"
+                f"the head's bands are {of_head} (tokens × width) and the embedding's {of_embedding}: to tie them, use "
+                "the same cutoffs and div_value for both, and a backbone whose d_input equals its d_model"
             )
         self.bands = embedding.bands
 
 
 def _square(width: int, std: float | None) -> nn.Linear:
-    """Return the projection of a band that is as wide as the model."""
+    """Return P_0, the projection of band 0."""
     projection = nn.Linear(width, width, bias=False)
     nn.init.normal_(projection.weight, std=std or width**-0.5)
     return projection

@@ -24,7 +24,7 @@ class EncoderDecoder(SequenceModule):
         decoder: A causal Transformer with `cross_attention`, whose `d_source` is the encoder's `d_model`.
 
     Raises:
-        ValueError: The decoder has no cross-attention, or another `d_source`.
+        ValueError: If the decoder has no cross-attention, or another `d_source`.
 
     Example:
         >>> from lit_effattn.attention import LinearAttention, LinearCrossAttention
@@ -43,8 +43,8 @@ class EncoderDecoder(SequenceModule):
             raise ValueError("the decoder has no cross_attention, so it can't read a source; name a kind")
         if decoder.d_source != encoder.d_model:
             raise ValueError(
-                f"the decoder's d_source={decoder.d_source} is not the encoder's d_model={encoder.d_model}; set "
-                "the decoder's d_source"
+                f"the decoder has d_source={decoder.d_source}, but the encoder d_model={encoder.d_model}; set "
+                f"d_source={encoder.d_model}"
             )
         self.encoder = encoder
         self.decoder = decoder
@@ -70,11 +70,11 @@ class EncoderDecoder(SequenceModule):
     def forward(
         self, x: Tensor, state: TransformerState | None = None, lengths: Tensor | None = None
     ) -> tuple[Tensor, TransformerState | None]:
-        """Read the target `x` (B, N, d_input), going on from `state`: see `SequenceModule.forward`.
+        """Read the target `x` (B, N, d_input), continuing from `state`: see `SequenceModule.forward`.
 
         Raises:
-            ValueError: `state` is None, or a row has no source. On a GPU, where a check would wait for the device, the
-                output of such a row is NaN.
+            ValueError: If `state` is None, or a row has no source. On a GPU, where the check would wait for the device,
+                the output of such a row is NaN instead.
         """
         if state is None:
             raise ValueError("EncoderDecoder: state=None has no source; start from the state that `remember` returns")
@@ -120,7 +120,7 @@ class EncoderDecoder(SequenceModule):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> TransformerState:
-        """Return the decoder's state without a source, from which `forward` refuses to run."""
+        """Return the decoder's state without a source, which `forward` rejects."""
         return self.decoder.initial_state(batch_size, max_len=max_len, device=device, dtype=dtype)
 
     def reset(self, state: TransformerState, rows: Tensor) -> TransformerState:
@@ -133,5 +133,5 @@ class EncoderDecoder(SequenceModule):
 
     @property
     def bounded_by(self) -> str | None:
-        """The decoder's: see `SequenceModule.bounded_by`."""
+        """The option that bounds the decoder's state: see `SequenceModule.bounded_by`."""
         return self.decoder.bounded_by

@@ -1,4 +1,4 @@
-"""Front ends: map feature vectors of sound to the input of a model, with fewer frames and its width."""
+"""Front ends map feature vectors of sound to a model's input: fewer frames, of the model's width."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lit_effattn.checks import at_least
 from lit_effattn.hparams import HasInitArgs
 from lit_effattn.sequence import valid_positions, without_padding
 
 
 class FrontEnd(HasInitArgs, nn.Module, ABC):
-    """Maps feature vectors to the model's input, `factor` of them to one.
+    """Maps T feature vectors to ⌈T / factor⌉ frames of the model's input.
 
     A frame depends only on its own utterance: padding has no effect.
 
     Attributes:
-        factor: Number of frames that become one. A row of T frames becomes a row of ⌈T / factor⌉ frames.
+        factor: Number of feature vectors for each frame.
     """
 
     factor: int
@@ -64,13 +65,12 @@ class FrameStacking(FrontEnd):
         factor: s.
 
     Raises:
-        ValueError: `factor` is not positive.
+        ValueError: If `factor` is not positive.
     """
 
     def __init__(self, n_features: int, d_model: int, *, factor: int = 3) -> None:
         super().__init__()
-        if factor < 1:
-            raise ValueError(f"factor={factor} is not positive; 2 to 4 are usual")
+        at_least(1, factor=factor)
         self.factor = factor
         self.proj = nn.Linear(factor * n_features, d_model)
 
@@ -83,7 +83,7 @@ class FrameStacking(FrontEnd):
 
 
 class ConvSubsampling(FrontEnd):
-    """Convolutions over time and frequency, each of which halves both, and one matrix.
+    """Convolutions over time and frequency, each of which halves both, then one matrix.
 
         y_t = W [z_t1; …; z_tF'] + b,  z = relu(conv(relu(conv(x)))), 3 × 3 with stride 2    as in Dong et al. 2018
 
@@ -94,15 +94,14 @@ class ConvSubsampling(FrontEnd):
         channels: Channels of each convolution.
 
     Raises:
-        ValueError: an option is out of its range.
+        ValueError: If an option is out of range.
     """
 
     def __init__(self, n_features: int, d_model: int, *, factor: int = 4, channels: int = 32) -> None:
         super().__init__()
         if factor not in (2, 4):
-            raise ValueError(f"factor={factor} is neither 2 nor 4; FrameStacking accepts any")
-        if channels < 1:
-            raise ValueError(f"channels={channels} is not positive; 16 to 64 are usual")
+            raise ValueError(f"factor={factor} must be 2 or 4; FrameStacking accepts any factor")
+        at_least(1, channels=channels)
         self.factor = factor
         first = nn.Conv2d(1, channels, kernel_size=3, stride=2, padding=1)
         second = nn.Conv2d(channels, channels, kernel_size=3, stride=2, padding=1)
@@ -113,7 +112,7 @@ class ConvSubsampling(FrontEnd):
         """See `FrontEnd.forward`."""
         x = x[:, None]  # (B, T, F) -> (B, 1, T, F)
         for conv in self.convs:
-            # Zeros beyond each row's end, as beyond the longest row's: the previous layer left its biases there.
+            # The previous layer's bias is in the padding; the convolution must see zeros there.
             x = x.masked_fill(~valid_positions(lengths, x.size(2))[:, None, :, None], 0)
             x = conv(x).relu()  # -> (B, C, ⌈T / 2⌉, ⌈F / 2⌉)
             lengths = _divided(lengths, 2)
@@ -122,7 +121,7 @@ class ConvSubsampling(FrontEnd):
 
 
 FrontEndFactory = Callable[[int, int], FrontEnd]
-"""Makes a front end from the width of a frame and that of the model's input."""
+"""Makes a front end from the widths of a feature vector and of the model's input."""
 
 
 def _divided(lengths: Tensor, factor: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Heads: map hidden states to a distribution over levels, for the loss and for sampling."""
+"""Heads map hidden states to a distribution over levels, for the loss and for sampling."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lit_effattn.checks import at_least, probabilities
 from lit_effattn.hparams import HasInitArgs
 from lit_effattn.sequence import accumulator
 
@@ -22,12 +23,14 @@ class Head(HasInitArgs, nn.Module, ABC):
     Args:
         d_model: Width of the hidden state.
         n_levels: Number of values.
+
+    Raises:
+        ValueError: If `n_levels` is below 2.
     """
 
     def __init__(self, d_model: int, n_levels: int) -> None:
         super().__init__()
-        if n_levels < 2:
-            raise ValueError(f"n_levels={n_levels}; a distribution needs at least two values")
+        at_least(2, n_levels=n_levels)
         self.n_levels = n_levels
 
     @abstractmethod
@@ -39,34 +42,33 @@ class Head(HasInitArgs, nn.Module, ABC):
         return -self.log_probs(h).gather(-1, target[..., None])[..., 0]
 
     def loss(self, h: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
-        """Return `nll` with a share ε of the target spread over all levels: (…, d_model), (…) -> (…).
+        """Return `nll` with label smoothing: (…, d_model), (…) -> (…).
 
             −(1 − ε) log p(target) − ε / n_levels Σ_level log p(level)          Szegedy et al. 2016, section 7
 
         Args:
             h: (…, d_model).
             target: (…), levels.
-            label_smoothing: ε. If it is not 0, all the log-probabilities are computed.
+            label_smoothing: ε. If it is not 0, all log-probabilities are computed.
 
         Raises:
-            ValueError: `label_smoothing` is not in [0, 1).
+            ValueError: If `label_smoothing` is not in [0, 1).
         """
-        if not 0 <= label_smoothing < 1:
-            raise ValueError(f"label_smoothing={label_smoothing} is not a fraction from 0 to below 1")
+        probabilities(label_smoothing=label_smoothing)
         return self._smoothed(h, target, label_smoothing) if label_smoothing else self.nll(h, target)
 
-    def _smoothed(self, h: Tensor, target: Tensor, share: float) -> Tensor:
+    def _smoothed(self, h: Tensor, target: Tensor, epsilon: float) -> Tensor:
         log_probs = self.log_probs(h)
         of_target = log_probs.gather(-1, target[..., None])[..., 0]
-        return -(1 - share) * of_target - share * log_probs.mean(-1)
+        return -(1 - epsilon) * of_target - epsilon * log_probs.mean(-1)
 
     def tie(self, embedding: nn.Module) -> None:
         """Share the matrix of `embedding`, and its values (Press & Wolf 2017).
 
         Raises:
-            ValueError: Its shape is not the head's, or the head has no matrix that an embedding could share.
+            ValueError: If the shapes differ, or the head has no matrix that an embedding could share.
         """
-        raise ValueError(f"{type(self).__name__} can't be tied: it has no vector for each level")
+        raise ValueError(f"{type(self).__name__} can't be tied: it has no vector for each level; leave tie out")
 
 
 class CategoricalHead(Head):
@@ -75,13 +77,14 @@ class CategoricalHead(Head):
     Args:
         d_model: Width of the hidden state.
         n_levels: Number of values.
-        zero_init: Start with W = b = 0, so with a loss of exactly log2(n_levels) bits (Child et al. 2019, section 5.2).
-        bias: Whether there is a b. GPT-2's head has none (Radford et al. 2019).
-        init_std: Start with W from N(0, init_std²) and b = 0: 0.02 in Dai et al. 2019 and GPT-2. Default: the start of
-            a `torch.nn.Linear`. A tied W starts as the embedding does.
+        zero_init: Initialise W = b = 0, so that the loss is exactly log2(n_levels) bits (Child et al. 2019, section
+            5.2).
+        bias: Whether to add b. GPT-2's head has none (Radford et al. 2019).
+        init_std: Initialise W from N(0, init_std²) and b = 0: 0.02 in Dai et al. 2019 and GPT-2. Default: as a
+            `torch.nn.Linear`. A tied W has the embedding's values.
 
     Raises:
-        ValueError: `init_std` is negative, or given with `zero_init`.
+        ValueError: If `init_std` is negative, or given with `zero_init`.
     """
 
     def __init__(
@@ -95,8 +98,8 @@ class CategoricalHead(Head):
         super().__init__(d_model, n_levels)
         if init_std is not None and (zero_init or not 0 <= init_std < math.inf):
             raise ValueError(
-                f"init_std={init_std} with zero_init={zero_init}: a standard deviation is not negative, and zero_init "
-                "means 0; give one of the two"
+                f"init_std={init_std} with zero_init={zero_init}: init_std must be at least 0 and finite, and needs "
+                "zero_init=False"
             )
         self.proj = nn.Linear(d_model, n_levels, bias=bias)
         std = 0.0 if zero_init else init_std
@@ -110,16 +113,16 @@ class CategoricalHead(Head):
         return logits.to(accumulator(logits.dtype))
 
     def log_probs(self, h: Tensor) -> Tensor:
-        """(…, d_model) -> (…, n_levels)."""
+        """See `Head.log_probs`: (…, d_model) -> (…, n_levels)."""
         return self._logits(h).log_softmax(-1)
 
     def nll(self, h: Tensor, target: Tensor) -> Tensor:
-        """Return −log p(target) in nats, without keeping all the log-probabilities for the backward pass."""
+        """See `Head.nll`. The log-probabilities are not kept for the backward pass."""
         return self._smoothed(h, target, 0.0)
 
-    def _smoothed(self, h: Tensor, target: Tensor, share: float) -> Tensor:
+    def _smoothed(self, h: Tensor, target: Tensor, epsilon: float) -> Tensor:
         logits = self._logits(h).flatten(0, -2)
-        loss = F.cross_entropy(logits, target.flatten(), reduction="none", label_smoothing=share)
+        loss = F.cross_entropy(logits, target.flatten(), reduction="none", label_smoothing=epsilon)
         return loss.view(target.shape)
 
     def tie(self, embedding: nn.Module) -> None:
@@ -128,11 +131,11 @@ class CategoricalHead(Head):
             raise ValueError(
                 f"CategoricalHead can be tied only to a torch.nn.Embedding, not to {type(embedding).__name__}"
             )
-        mine, other = tuple(self.proj.weight.shape), tuple(embedding.weight.shape)
-        if mine != other:
+        of_head, of_embedding = tuple(self.proj.weight.shape), tuple(embedding.weight.shape)
+        if of_head != of_embedding:
             raise ValueError(
-                f"the head's matrix is {mine} (n_levels, d_model) and the embedding's {other}: to tie them, use "
-                "a backbone whose d_input equals its d_model, and the same number of levels for both"
+                f"the head's matrix is {of_head} (n_levels, d_model) and the embedding's {of_embedding}: to tie them, "
+                "use a backbone whose d_input equals its d_model, and the same number of levels for both"
             )
         self.proj.weight = embedding.weight
 
@@ -156,17 +159,15 @@ class MixtureOfLogisticsHead(Head):
 
     def __init__(self, d_model: int, n_levels: int, n_mixtures: int = 10) -> None:
         super().__init__(d_model, n_levels)
-        if n_mixtures < 1:
-            raise ValueError(f"n_mixtures={n_mixtures}; a mixture has at least one component")
+        at_least(1, n_mixtures=n_mixtures)
         self.proj = nn.Linear(d_model, 3 * n_mixtures)
 
     def log_probs(self, h: Tensor) -> Tensor:
-        """(…, d_model) -> (…, n_levels)."""
-        levels = torch.arange(self.n_levels, device=h.device)
-        return self._log_prob(h[..., None, :], levels)
+        """See `Head.log_probs`: (…, d_model) -> (…, n_levels)."""
+        return self._log_prob(h[..., None, :], torch.arange(self.n_levels, device=h.device))
 
     def nll(self, h: Tensor, target: Tensor) -> Tensor:
-        """Return −log p(target) in nats, from the target's bin alone."""
+        """See `Head.nll`. Only the target's bin is computed."""
         return -self._log_prob(h, target)
 
     def _log_prob(self, h: Tensor, level: Tensor) -> Tensor:
@@ -181,7 +182,7 @@ class MixtureOfLogisticsHead(Head):
             upper = (x + half - mean) * inverse
             lower = (x - half - mean) * inverse
             # σ(u) − σ(l) = σ(u) σ(−l) (1 − e^{l−u}) avoids a difference of nearly equal numbers. In the outermost bins
-            # one of the borders is infinite, so its factor and the last one are 1.
+            # one border is infinite, so its factor and the last one are 1.
             first, last = level[..., None] == 0, level[..., None] == self.n_levels - 1
             bins = (
                 F.logsigmoid(upper).masked_fill(last, 0)

@@ -1,4 +1,4 @@
-"""The recurrent baseline."""
+"""The LSTM, a recurrent baseline."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lit_effattn.checks import at_least, probabilities
 from lit_effattn.sequence import SequenceModule, accumulator, valid_positions, without_padding
 
-# cuDNN expects a layer's weights in one contiguous block. These may be cast to float32, or widened by a column (see
-# `_Layer`), so they are copied at every call. The copy costs little beside the recurrence, and users can't avoid it.
+# cuDNN expects a layer's weights in one contiguous block. `_Layer` may cast them to float32 or add a column, so they
+# are copied at every call. The copy costs little compared with the recurrence, and users can't avoid it.
 warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk of memory")
 
 
@@ -32,9 +33,9 @@ class LSTM(SequenceModule):
         c_t = f ⊙ c_{t−1} + i ⊙ tanh(W_g [x_t, h_{t−1}] + b_g),  h_t = o ⊙ tanh(c_t)
 
     Zaremba et al. 2014, section 3.1. Time O(N d_model²), one position after the other; state: h and c of each layer.
-    Splitting a stream changes nothing. Everything is computed in float32 at least, regardless of autocast. The forget
-    gates' bias starts at 1, so that a new model remembers (Jozefowicz et al. 2015, section 2); other biases at 0, and
-    matrices uniform within ±1/√hidden.
+    Splitting a stream changes nothing. Everything is computed in float32 at least, regardless of autocast. The biases
+    start at 0, those of the forget gates at 1, so that a new model remembers (Jozefowicz et al. 2015, section 2).
+    Matrices start uniform within ±1/√hidden.
 
     `torch.compile` unrolls the recurrence, which takes about 0.1 s per position and layer. Compile single steps, as in
     generation, not whole sequences.
@@ -47,7 +48,7 @@ class LSTM(SequenceModule):
         dropout: Dropout on the input and on the output of each layer (Zaremba et al. 2014, section 3.2).
 
     Raises:
-        ValueError: A size is not positive, `d_model` is odd with two directions, or `dropout` is not in [0, 1).
+        ValueError: If a size is not positive, `d_model` is odd with two directions, or `dropout` is not in [0, 1).
 
     Example:
         >>> model = LSTM(d_model=32, n_layers=2)
@@ -62,13 +63,10 @@ class LSTM(SequenceModule):
     ) -> None:
         super().__init__()
         d_input = d_model if d_input is None else d_input
-        for name, value in (("d_model", d_model), ("n_layers", n_layers), ("d_input", d_input)):
-            if value < 1:
-                raise ValueError(f"{name}={value} is not positive")
+        at_least(1, d_model=d_model, n_layers=n_layers, d_input=d_input)
+        probabilities(dropout=dropout)
         if not causal and d_model % 2:
-            raise ValueError(f"d_model={d_model} is odd, but with causal=False each direction has half of it")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout={dropout} is not a probability from 0 to below 1")
+            raise ValueError(f"d_model={d_model} must be even, because with causal=False each direction has half of it")
         self.d_input, self.d_model, self.causal, self.dropout = d_input, d_model, causal, dropout
         widths = [d_input] + [d_model] * (n_layers - 1)
         hidden = d_model if causal else d_model // 2
@@ -101,9 +99,9 @@ class LSTM(SequenceModule):
         zero = x.new_zeros(x.size(0), self.d_model // 2)
         for forward, backward in zip(self.layers, self.backward_layers, strict=True):
             # Padding stays on the right of the reversed rows, so neither direction sees it before the valid positions.
-            there, *_ = forward(x, zero, zero)
-            back, *_ = backward(_turned(x, lengths), zero, zero)
-            x = self._drop(torch.cat([there, _turned(back, lengths)], -1))  # (B, N, d_model)
+            left, *_ = forward(x, zero, zero)
+            right, *_ = backward(_reversed(x, lengths), zero, zero)
+            x = self._drop(torch.cat([left, _reversed(right, lengths)], -1))  # (B, N, d_model)
         return x
 
     def _drop(self, x: Tensor) -> Tensor:
@@ -132,7 +130,7 @@ class LSTM(SequenceModule):
 
 
 class _Layer(nn.Module):
-    """One layer in one direction; the gates i, f, g, o stand in this order, as in `torch.lstm`."""
+    """One layer in one direction; the order of the gates is i, f, g, o, as in `torch.lstm`."""
 
     keep: Tensor
 
@@ -150,7 +148,7 @@ class _Layer(nn.Module):
         self.register_buffer("keep", keep, persistent=False)
 
     def forward(self, x: Tensor, h: Tensor, c: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Run `x` (B, N, d_input) from `h` and `c` (B, hidden). Return all outputs, and h and c after `lengths`.
+        """Return the outputs (B, N, hidden) for `x` (B, N, d_input), and h and c (B, hidden) after `lengths`.
 
         The fused recurrence returns c after the last position only, so padding must not change c. An additional input
         is 1 at padding; it closes the input gate and opens the forget gate.
@@ -171,8 +169,8 @@ class _Layer(nn.Module):
         return y, torch.where(lengths[:, None] > 0, last, h), c[0]
 
 
-def _turned(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """Reverse each row's valid positions of `x` (B, N, D) and leave its padding where it is."""
+def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """Reverse each row's valid positions of `x` (B, N, D), and keep the padding on the right."""
     if lengths is None:
         return x.flip(1)
     t = torch.arange(x.size(1), device=x.device)

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lit_effattn.sequence import SequenceModule, valid_positions, without_padding
+from lit_effattn.checks import at_least
+from lit_effattn.sequence import SequenceModule, without_padding
 
 
 class SlidingState(NamedTuple):
@@ -18,27 +19,28 @@ class SlidingState(NamedTuple):
 
 
 class SlidingWindow(SequenceModule):
-    """Runs a module of fixed segments on the `window` newest positions, separately for every position.
+    """Computes every position from the `window` newest positions alone.
 
         y_i = module(x_{i−w+1} … x_i), its last output
 
     Al-Rfou et al. (2018, section 3) evaluate a Transformer without a memory in this way. Each prediction has the
     longest context that the model was trained with, at the cost of a whole segment per token. Splitting a stream
-    changes nothing. `module` starts at position 0 in each window.
+    changes nothing. Each window starts at position 0.
 
     Args:
         module: Causal; its own state is not used.
-        window: Positions it sees, the last included.
-        windows_at_once: How many windows go through `module` in one call; no effect on the result.
+        window: Number of positions in a window, the current one included.
+        windows_at_once: Number of windows in one call of `module`. It has no effect on the result.
+
+    Raises:
+        ValueError: If `module` is not causal, or a number is not positive.
     """
 
     def __init__(self, module: SequenceModule, window: int, *, windows_at_once: int = 256) -> None:
         super().__init__()
         if not module.causal:
             raise ValueError(f"{type(module).__name__} has causal=False; SlidingWindow needs a causal module")
-        for name, value in (("window", window), ("windows_at_once", windows_at_once)):
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+        at_least(1, window=window, windows_at_once=windows_at_once)
         self.d_input, self.d_model, self.causal = module.d_input, module.d_model, True
         self.module = module
         self.window = window
@@ -73,28 +75,25 @@ class SlidingWindow(SequenceModule):
 
         # Window i holds the inputs i … i + window − 1 of `stream`. At most as many are valid as the row has seen.
         position = state.length[:, None] + torch.arange(n, device=x.device)  # (B, N)
-        there = (position + 1).clamp(max=self.window)
-        shift = self.window - there
+        valid = (position + 1).clamp(max=self.window)
         index = torch.arange(n, device=x.device)[:, None] + torch.arange(self.window, device=x.device)  # (N, window)
-        index = (index + shift[..., None]).clamp(max=reach + n - 1)  # valid inputs come first
-        y = [
-            self._last_of_each(stream, i, t)
-            for i, t in zip(index.split(self._columns(b), 1), there.split(self._columns(b), 1), strict=True)
-        ]
+        index = (index + (self.window - valid)[..., None]).clamp(max=reach + n - 1)  # valid inputs come first
+        columns = max(1, self.windows_at_once // b)
+        chunks = zip(index.split(columns, 1), valid.split(columns, 1), strict=True)
+        y = [self._last_outputs(stream, *chunk) for chunk in chunks]
         newest = seen[:, None] + torch.arange(reach, device=x.device)  # (B, window − 1)
         inputs = stream.gather(1, newest[..., None].expand(-1, -1, x.size(2)))
         return without_padding(torch.cat(y, 1), lengths), SlidingState(inputs, state.length + seen)
 
-    def _columns(self, batch_size: int) -> int:
-        return max(1, self.windows_at_once // batch_size)
+    def _last_outputs(self, stream: Tensor, index: Tensor, valid: Tensor) -> Tensor:
+        """Run the windows with the inputs `index` (B, n, window) of `stream`; the first `valid` (B, n) are valid.
 
-    def _last_of_each(self, stream: Tensor, index: Tensor, there: Tensor) -> Tensor:
-        """Run some windows: (B, n, window) indices into `stream`, (B, n) valid positions -> (B, n, d_model)."""
+        Returns:
+            (B, n, d_model).
+        """
         b, n, w = index.shape
-        windows = stream.gather(1, index.reshape(b, n * w, 1).expand(-1, -1, stream.size(2)))
-        windows = windows.view(b * n, w, -1)
-        lengths = there.reshape(b * n)
-        windows = windows.masked_fill(~valid_positions(lengths, w)[..., None], 0)
-        y, _ = self.module(windows, None, lengths)
+        windows = stream.gather(1, index.reshape(b, n * w, 1).expand(-1, -1, stream.size(2))).view(b * n, w, -1)
+        lengths = valid.reshape(b * n)
+        y, _ = self.module(without_padding(windows, lengths), None, lengths)
         last = (lengths - 1)[:, None, None].expand(-1, 1, y.size(2))
         return y.gather(1, last).view(b, n, -1)

@@ -1,4 +1,4 @@
-"""Attention transfer: the attention of each layer learns to give the outputs of another model's attention."""
+"""Attention transfer: each layer's attention is trained to give the outputs of another model's attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TransferState(NamedTuple):
 
     old: State
     new: State
-    loss: Tensor  # (B,), see `Transfer`
+    loss: Tensor  # (B,)
 
 
 class Transfer(SequenceModule):
@@ -25,16 +25,16 @@ class Transfer(SequenceModule):
 
         loss = Σ_i ‖new(x)_i − old(x)_i‖² / Σ_i ‖old(x)_i‖²,  per row
 
-    This is the mean squared error, divided by the mean square of the old outputs, so that all layers count alike: 0
-    is a perfect copy, 1 an output of zeros. In training mode the old output flows on, and the error is an auxiliary
-    loss in the state. In evaluation mode this is the new attention alone. The state dict is the new attention's.
+    The division makes all layers count alike: 0 is a perfect copy, 1 an output of zeros. In training mode the output is
+    that of `old`, and the error is an auxiliary loss in the state. In evaluation mode only `new` is used. The state
+    dict is that of `new`.
 
     Args:
         new: The attention to train, causal.
-        old: The attention to imitate, causal, which is frozen.
+        old: The attention to imitate, causal. It is frozen.
 
     Raises:
-        ValueError: One of the two is not causal.
+        ValueError: If one of the two is not causal.
     """
 
     def __init__(self, new: SequenceModule, old: SequenceModule) -> None:
@@ -44,8 +44,8 @@ class Transfer(SequenceModule):
         self.d_input, self.d_model, self.causal = new.d_input, new.d_model, True
         self.new = new
         self.old = old.requires_grad_(False).eval()
-        self.register_state_dict_post_hook(_of_new_alone)
-        self.register_load_state_dict_pre_hook(_of_both)
+        self.register_state_dict_post_hook(_drop_old)
+        self.register_load_state_dict_pre_hook(_restore_old)
 
     def forward(
         self, x: Tensor, state: State | None = None, lengths: Tensor | None = None
@@ -69,7 +69,7 @@ class Transfer(SequenceModule):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> State:
-        """Return the empty state of both attentions, or in evaluation of the new one."""
+        """Return the empty state of both attentions, in evaluation that of `new` alone."""
         new = self.new.initial_state(batch_size, max_len=max_len, device=device, dtype=dtype)
         if not self.training:
             return new
@@ -98,28 +98,28 @@ class Transfer(SequenceModule):
 
 
 def begin_transfer(model: nn.Module, teacher: nn.Module) -> int:
-    """Make `model` learn the attention of `teacher`, in each block where the attentions differ in kind or options.
+    """Train `model` to imitate the attention of `teacher`, in each block whose attentions differ in kind or options.
 
-    Everything else in `model` is frozen and computes as in evaluation, without dropout. `teacher` gives its attentions
-    away.
+    All other parameters of `model` are frozen, and dropout is disabled. The attentions of `teacher` are moved to
+    `model`.
 
     Args:
         model: A model in training mode with the weights of `teacher`, wherever it has them.
-        teacher: A model of as many blocks.
+        teacher: A model with the same number of blocks.
 
     Returns:
         The number of blocks whose attention is trained.
 
     Raises:
-        ValueError: The numbers of blocks differ, no attention differs, or one that differs is not causal.
+        ValueError: If the numbers of blocks differ, no attention differs, or one that differs is not causal.
     """
-    mine, others = ([m for m in module.modules() if isinstance(m, Block)] for module in (model, teacher))
-    if len(mine) != len(others):
-        raise ValueError(f"the model has {len(mine)} blocks and the one whose attention it is to learn {len(others)}")
-    pairs = [(b, o) for b, o in zip(mine, others, strict=True) if spec(b.attention) != spec(o.attention)]
+    blocks, of_teacher = ([m for m in module.modules() if isinstance(m, Block)] for module in (model, teacher))
+    if len(blocks) != len(of_teacher):
+        raise ValueError(f"the model has {len(blocks)} blocks, but the teacher {len(of_teacher)}; use the same number")
+    pairs = [(b, o) for b, o in zip(blocks, of_teacher, strict=True) if spec(b.attention) != spec(o.attention)]
     if not pairs:
         raise ValueError(
-            "the model has the attention that it is to learn: name another with --model.backbone.attention"
+            "the model has the same attention as the teacher: name another with --model.backbone.attention"
         )
     model.requires_grad_(False)
     for module in model.modules():
@@ -130,16 +130,16 @@ def begin_transfer(model: nn.Module, teacher: nn.Module) -> int:
     return len(pairs)
 
 
-def _of_new_alone(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    """Name the parameters of `new` as if it stood here by itself, and leave out those of `old`."""
+def _drop_old(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    """Remove the prefix `new.` from names, and the parameters of `old`."""
     for name in [name for name in state_dict if name.startswith((f"{prefix}new.", f"{prefix}old."))]:
         value = state_dict.pop(name)
         if name.startswith(f"{prefix}new."):
             state_dict[prefix + name.removeprefix(f"{prefix}new.")] = value
 
 
-def _of_both(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Undo `_of_new_alone`; `old` keeps its parameters."""
+def _restore_old(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Undo `_drop_old`; `old` keeps its parameters."""
     for name in module.new.state_dict():
         if prefix + name in state_dict:
             state_dict[f"{prefix}new.{name}"] = state_dict.pop(prefix + name)

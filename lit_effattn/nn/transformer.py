@@ -16,6 +16,7 @@ from lit_effattn.attention.base import Attention, AttentionFactory
 from lit_effattn.attention.cross import CrossAttention, CrossAttentionFactory, check_source
 from lit_effattn.attention.positions import PositionsFactory, RotaryPositions, SinusoidalPositions
 from lit_effattn.attention.softmax import SoftmaxAttention
+from lit_effattn.checks import at_least, probabilities
 from lit_effattn.sequence import SequenceModule, State, in_parts, parts, without_padding
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "quick_gelu", "swiglu"]
@@ -28,15 +29,15 @@ class FeedForward(nn.Module):
 
         relu, gelu: W₂ f(W₁ x + b₁) + b₂;  swiglu: W₂ (silu(W_g x) ⊙ W₁ x), without biases (Shazeer 2020, equation 6)
 
-    gelu is x Φ(x), and two approximations of it are also known by that name (Hendrycks & Gimpel 2016, section 2):
-    quick_gelu, x σ(1.702 x) (Child et al. 2019, section 5.2), and gelu_tanh, ½ x (1 + tanh(√(2/π) (x + 0.044715 x³))),
-    which GPT-2 was trained with (Radford et al. 2019, the authors' code).
+    gelu is x Φ(x). Two approximations (Hendrycks & Gimpel 2016, section 2) are quick_gelu, x σ(1.702 x) (Child et al.
+    2019, section 5.2), and gelu_tanh, ½ x (1 + tanh(√(2/π) (x + 0.044715 x³))), used by GPT-2 (Radford et al. 2019, the
+    authors' code).
 
     Args:
         d_model: Width.
         d_ff: Width between the matrices.
         activation: f.
-        dropout: Probability with which an element is dropped between f and W₂ in training.
+        dropout: Dropout between f and W₂.
     """
 
     def __init__(self, d_model: int, d_ff: int, activation: Activation = "gelu", dropout: float = 0.0) -> None:
@@ -65,17 +66,17 @@ class DecoderBlockState(NamedTuple):
     """The state of a block with cross-attention."""
 
     attention: State
-    """The self-attention's; None: nothing seen yet."""
+    """State of the self-attention. None: empty."""
     source: State
-    """The cross-attention's."""
+    """State of the cross-attention."""
 
 
 class Block(SequenceModule):
-    """Attention, cross-attention if it has one, then feed-forward, each with a residual and a LayerNorm.
+    """Attention, optional cross-attention, and feed-forward, each with a residual and a LayerNorm.
 
         pre:  x ← x + f(norm(x))      post:  x ← norm(x + f(x))
 
-    Its state is its attention's, or a `DecoderBlockState` if it has cross-attention.
+    The state is that of the attention, or with cross-attention a `DecoderBlockState`.
 
     Args:
         attention: Mixes the sequence.
@@ -87,7 +88,7 @@ class Block(SequenceModule):
         layer_norm: Makes the normalisation from the width.
 
     Raises:
-        ValueError: `cross_attention` is given, and `attention` is not causal.
+        ValueError: If `cross_attention` is given and `attention` is not causal, or if `attention` needs `norm_memory`.
     """
 
     takes_parts = True
@@ -126,7 +127,7 @@ class Block(SequenceModule):
         if cross_attention is not None:
             if not self.causal:
                 raise ValueError(
-                    "cross_attention needs causal=True: a source is a state, which only causal modules have"
+                    "cross_attention needs causal=True, because a source is a state, which only causal modules have"
                 )
             self.norm_cross = layer_norm(self.d_model)
 
@@ -155,14 +156,12 @@ class Block(SequenceModule):
         return without_padding(x, lengths), own if cross is None else DecoderBlockState(own, source)
 
     def remember(self, source: Tensor, lengths: Tensor | None = None, *, max_len: int | None = None) -> State:
-        """Return the state from which the block reads `source`: see `Transformer.remember`."""
-        if self.cross_attention is None:
-            raise ValueError(f"{type(self).__name__} has no cross_attention, so it can't read a source")
-        kept = self.cross_attention.remember(source, lengths)
-        before = None
+        """Return the state from which the block reads `source` (B, S, d_source): see `Transformer.remember`."""
+        assert self.cross_attention is not None  # see `Transformer.remember`
+        empty = None
         if max_len is not None:
-            before = self.attention.initial_state(source.size(0), max_len=max_len, device=source.device)
-        return DecoderBlockState(before, kept)
+            empty = self.attention.initial_state(source.size(0), max_len=max_len, device=source.device)
+        return DecoderBlockState(empty, self.cross_attention.remember(source, lengths))
 
     def initial_state(
         self,
@@ -172,7 +171,7 @@ class Block(SequenceModule):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> State:
-        """Return the attention's state, and that without a source: see `SequenceModule.initial_state`."""
+        """Return the empty state, without a source: see `SequenceModule.initial_state`."""
         empty = self.attention.initial_state(batch_size, max_len=max_len, device=device, dtype=dtype)
         if self.cross_attention is None:
             return empty
@@ -213,41 +212,43 @@ class Transformer(SequenceModule):
         n_heads: Heads of every attention.
         n_layers: Number of blocks.
         d_ff: Width inside the feed-forward. Default: 4 E, or 8/3 E for swiglu, which has three matrices.
-        attention: The kind of attention, or a list of kinds that the layers take in turn.
-        causal: Whether a position sees only itself and earlier ones.
-        positions: The encoding of positions; null: none. "auto": where the attention has relative positions of its own
-            (Transformer-XL, Compressive, ∞-former, Shaw), none; else rotary ones, or sinusoidal ones if one of the
-            kinds does not take these.
+        attention: The kind of attention, or a list of kinds that are assigned to the layers in turn.
+        causal: Whether a position sees only itself and earlier positions.
+        positions: The position encoding; null: none. "auto": none where the attention has relative positions
+            (Transformer-XL, Compressive, ∞-former, Shaw); else rotary, or sinusoidal if a kind does not support rotary.
         position_width: None: positions are added to the input. Else this many of the `d_model` dimensions hold the
-            position, which is concatenated to a narrower input (Katharopoulos et al. 2020 use half for each).
+            position, which is concatenated to a narrower input (half of them in Katharopoulos et al. 2020).
         norm: LayerNorm before each branch ("pre") or after each residual ("post", as in the 2017 paper).
-        final_norm: A LayerNorm on the output. Default: with "pre" only.
+        final_norm: Whether there is a LayerNorm on the output. Default: with "pre" only.
         activation: Activation of the feed-forward: see `FeedForward`.
         dropout: Dropout on the input and on the output of each branch.
         init: "pytorch": the default of each module. "xavier": uniform Xavier matrices and zero biases (2017).
-            "normal": N(0, 0.02²) and zero biases. "transformer_xl": the same, and the LayerNorms' gains N(1, 0.02²), as
-            in the code of Dai et al. 2019. "gpt2": normal, scaled for the last matrix of each branch by 1/√branches, 2
-            or with cross-attention 3 of each layer, so that the residual's variance does not grow with depth (Child et
-            al. 2019, section 5.2; Radford et al. 2019).
+            "normal": N(0, 0.02²) and zero biases. "transformer_xl": "normal", and the LayerNorms' gains N(1, 0.02²), as
+            in the code of Dai et al. 2019. "gpt2": "normal", with the last matrix of each branch scaled by 1/√branches,
+            so that the residual's variance does not grow with depth (Child et al. 2019, section 5.2; Radford et al.
+            2019). A layer has 2 branches, with cross-attention 3.
         gradient_checkpointing: Keep only the blocks' inputs for the backward pass, and compute the rest again: less
             memory, about a third more time.
-        cross_attention: The kind of cross-attention, or a list of kinds that the layers take in turn: the stack is then
-            a decoder, whose blocks read a source between attention and feed-forward. See `remember`.
+        cross_attention: The kind of cross-attention, or a list of kinds that are assigned to the layers in turn. The
+            stack is then a decoder, whose blocks read a source between attention and feed-forward. See `remember`.
         d_source: Width of the source. Default: E.
-        activation_dropout: Dropout inside the feed-forward, after the activation. The code of Dai et al. 2019 and of
-            Katharopoulos et al. 2020 has it, with the same probability as `dropout`.
+        activation_dropout: Dropout inside the feed-forward, after the activation. In the code of Dai et al. 2019 and of
+            Katharopoulos et al. 2020 it equals `dropout`.
         output_dropout: Dropout on the output of the stack, as in the code of Dai et al. 2019.
-        norm_memory: With norm="pre" and an attention that remembers inputs (Transformer-XL, Compressive, ∞-former):
-            whether it remembers the inputs of the layer, and normalises them again in each call, as the code of Dai et
-            al. 2019 does (`pre_lnorm`). Else it remembers the LayerNorm's outputs. These keep the gains of the time at
-            which they were computed, and the gains do not learn from a detached memory. Measured on `stdlib_xl` (1,000
-            steps, two seeds), the scores differ by less than the seeds do, and true costs 2.8 % more time a step.
-        norm_kind: "layer": LayerNorm. "rms": RMSNorm, g ⊙ x / √(mean(x²) + ε) (Zhang & Sennrich 2019, equation 4), in
-            all places of LayerNorm.
-        norm_eps: The normalisation's ε. Default: PyTorch's, 1e-5 of LayerNorm, the type's precision of RMSNorm.
-        positions_in_layers: Whether each layer adds positions of its own to its input, as in Al-Rfou et al. 2018,
-            section "Positional Embeddings". Else they are added once, before the first layer. Needs `positions` that
-            are added. Learned ones are a table for each layer.
+        norm_memory: For norm="pre" and an attention that remembers inputs (Transformer-XL, Compressive, ∞-former):
+            whether it remembers the layer's inputs and normalises them in each call, as in the code of Dai et al. 2019
+            (`pre_lnorm`). Else it remembers the LayerNorm's outputs, which were computed with earlier gains; the gains
+            then get no gradient from a detached memory. On `stdlib_xl` (1,000 steps, two seeds) the scores differ by
+            less than those of the seeds, and true takes 2.8 % more time a step.
+        norm_kind: "layer": LayerNorm. "rms": RMSNorm, g ⊙ x / √(mean(x²) + ε) (Zhang & Sennrich 2019, equation 4),
+            everywhere in place of LayerNorm.
+        norm_eps: The normalisation's ε. Default: PyTorch's: 1e-5 for LayerNorm, the type's precision for RMSNorm.
+        positions_in_layers: Whether each layer adds its own positions to its input, as in Al-Rfou et al. 2018, section
+            "Positional Embeddings". Else they are added once, before the first layer. Needs `positions` that are added.
+            Learned positions have a table for each layer.
+
+    Raises:
+        ValueError: If an option is unknown, out of range, or does not apply to the kinds of attention.
 
     Example:
         >>> from lit_effattn.attention import LinearAttention
@@ -266,7 +267,7 @@ class Transformer(SequenceModule):
         n_heads: int,
         n_layers: int,
         d_ff: int | None = None,
-        # The list comes first: in the other order a list is saved as a string that can't be read again.
+        # The list comes first: in the other order jsonargparse saves a list as a string that can't be read again.
         attention: list[AttentionFactory] | AttentionFactory = SoftmaxAttention,
         causal: bool = True,
         positions: Literal["auto"] | PositionsFactory | None = SinusoidalPositions,
@@ -296,26 +297,21 @@ class Transformer(SequenceModule):
         ):
             if value not in known:
                 raise ValueError(f"{name}={value!r} is not one of {known}")
-        if n_layers < 1:
-            raise ValueError(f"n_layers={n_layers}; a Transformer has at least one layer")
-        shares = {"dropout": dropout, "activation_dropout": activation_dropout, "output_dropout": output_dropout}
-        for name, share in shares.items():
-            if not 0 <= share < 1:
-                raise ValueError(f"{name}={share} is not a probability from 0 to below 1")
+        at_least(1, n_layers=n_layers)
+        probabilities(dropout=dropout, activation_dropout=activation_dropout, output_dropout=output_dropout)
         kinds = _in_turn("attention", attention, n_layers)
         cross_kinds = None if cross_attention is None else _in_turn("cross_attention", cross_attention, n_layers)
         if cross_kinds is None and d_source is not None:
             raise ValueError(f"d_source={d_source} does not apply without cross_attention; leave it out")
         if cross_kinds is not None and not causal:
-            raise ValueError("cross_attention needs causal=True: a decoder's position must not see those it predicts")
+            raise ValueError("cross_attention needs causal=True: a decoder must not see the tokens that it predicts")
         _check_kinds(kinds, cross_kinds or [])
         if isinstance(positions, str) and positions != "auto":
-            raise ValueError(f"positions={positions!r} is no encoding of positions; give a class, 'auto' or None")
+            raise ValueError(f"positions={positions!r} must be a class, 'auto' or None")
         if position_width is not None and (positions in (None, "auto") or not 0 < position_width < d_model):
             raise ValueError(
-                f"position_width={position_width} with d_model={d_model} and positions={_name(positions)}: it takes "
-                "that many of the d_model dimensions for the position, so it must be between 1 and d_model − 1, and "
-                "`positions` must name an encoding that is added"
+                f"position_width={position_width} with d_model={d_model} and positions={_name(positions)}: it must be "
+                "between 1 and d_model − 1, and `positions` must name an encoding that is added"
             )
         self.d_model = d_model
         self.d_input = d_model - (position_width or 0)
@@ -341,17 +337,16 @@ class Transformer(SequenceModule):
         self.dropout = nn.Dropout(dropout)
         self.output_dropout = nn.Dropout(output_dropout)
         self.norm = layer_norm(d_model) if (norm == "pre" if final_norm is None else final_norm) else nn.Identity()
-        self.positions = self._place(positions, position_width)
+        self.positions = self._make_positions(positions, position_width)
         if positions_in_layers and (self.positions is None or position_width is not None):
             raise ValueError(
-                f"positions_in_layers=True with positions={_name(positions)} and position_width={position_width}: each "
-                "layer adds positions to its input, so give positions that are added, such as LearnedPositions, and no "
-                "position_width"
+                f"positions_in_layers=True with positions={_name(positions)} and position_width={position_width}: it "
+                "needs positions that are added, such as LearnedPositions, and no position_width"
             )
         later = range(1, n_layers if positions_in_layers else 1)
-        self.later_positions = nn.ModuleList(self._place(positions, None) for _ in later)  # type: ignore[misc]
+        self.later_positions = nn.ModuleList(self._make_positions(positions, None) for _ in later)  # type: ignore[misc]
         _initialise(self, init)
-        self._share()
+        self._share_parameters()
 
     def forward(
         self, x: Tensor, state: TransformerState | None = None, lengths: Tensor | None = None
@@ -363,26 +358,24 @@ class Transformer(SequenceModule):
     def layer_outputs(
         self, x: Tensor, state: TransformerState | None = None, lengths: Tensor | None = None
     ) -> tuple[list[Tensor], TransformerState | None]:
-        """Return what `forward` would return if the stack ended after the first, second, … layer, and the state.
-
-        The final LayerNorm, if there is one, is that of the whole stack for all of them.
+        """Return the output of each layer, with the final LayerNorm of the stack, and the state.
 
         Args:
-            x: See `SequenceModule.forward`; so are `state` and `lengths`.
-            state: The state before `x`.
-            lengths: The valid positions of each row.
+            x: See `SequenceModule.forward`.
+            state: See `SequenceModule.forward`.
+            lengths: See `SequenceModule.forward`.
 
         Returns:
-            n_layers tensors (B, N, E), the output of the stack the last, and the state after `x`.
+            n_layers tensors (B, N, E), of which the last is the output of `forward`, and the state after `x`.
         """
         return self._run(x, state, lengths, outputs_from=0)
 
     def _run(
         self, x: Tensor, state: TransformerState | None, lengths: Tensor | None, *, outputs_from: int
     ) -> tuple[list[Tensor], TransformerState | None]:
-        """Return the outputs from a layer on, and the state after `x`."""
+        """Return the outputs of the layers from `outputs_from` on, and the state after `x`."""
         self.check(x, state, lengths)
-        start, seen = self._counted(x, state, lengths)
+        start, seen = self._counts(x, state, lengths)
         position = self._position(x, start, lengths)
         x = self.dropout(self._with_positions(self.positions, x, position))
         states = [None] * len(self.blocks) if state is None else state.layers
@@ -391,9 +384,9 @@ class Transformer(SequenceModule):
             if i and self.later_positions:
                 x = self._with_positions(self.later_positions[i - 1], x, position)
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                # The backward pass calls the block again, after the context, and on a GPU in another thread.
-                called = block if parts() is None else partial(_call_in_parts, parts(), block)
-                x, new = checkpoint(called, x, before, lengths, use_reentrant=False)
+                # The backward pass calls the block again, after `in_parts`, and on a GPU in another thread.
+                run = block if parts() is None else partial(_call_in_parts, parts(), block)
+                x, new = checkpoint(run, x, before, lengths, use_reentrant=False)
             else:
                 x, new = block(x, before, lengths)
             after.append(new)
@@ -403,20 +396,19 @@ class Transformer(SequenceModule):
             return outputs, None
         return outputs, TransformerState(seen if state is None else state.length + seen, tuple(after))
 
-    def _counted(
+    def _counts(
         self, x: Tensor, state: TransformerState | None, lengths: Tensor | None
     ) -> tuple[Tensor | None, Tensor]:
-        """Return the positions before `x`, (B,) or None for none, and the positions of this call, of all its parts."""
+        """Return the numbers of positions before `x`, (B,) or None for 0, and of this call in all its parts, (B,)."""
         start = None if state is None else state.length
         seen = torch.full((x.size(0),), x.size(1), device=x.device) if lengths is None else lengths
-        others = parts()
-        if others is None:
+        if (group := parts()) is None:
             return start, seen
-        earlier, seen = others.count(seen)
+        earlier, seen = group.count(seen)
         return earlier if start is None else start + earlier, seen
 
     def _position(self, x: Tensor, start: Tensor | None, lengths: Tensor | None) -> Tensor:
-        """Return the positions of `x`, (B or 1, N), after `start` (B,) earlier ones. Padding is at none beyond them."""
+        """Return the positions of `x`, (B or 1, N), after `start` (B,) earlier ones. Padding repeats the last."""
         position = torch.arange(x.size(1), device=x.device)[None]  # (1, N)
         last = None if lengths is None else lengths - 1  # (B,)
         if start is not None:
@@ -435,7 +427,7 @@ class Transformer(SequenceModule):
     def remember(
         self, source: Tensor, lengths: Tensor | None = None, *, max_len: int | None = None
     ) -> TransformerState:
-        """Return the state before the first position of a target, from which the stack reads `source`.
+        """Return the state with a source, before the first position of the target.
 
         `reset` removes the source of rows.
 
@@ -446,7 +438,7 @@ class Transformer(SequenceModule):
                 training: the state may grow.
 
         Raises:
-            ValueError: The stack has no cross-attention, or an argument is invalid.
+            ValueError: If the stack has no cross-attention, or an argument is invalid.
         """
         if self.blocks[0].cross_attention is None:
             raise ValueError(f"{type(self).__name__} has no cross_attention, so it can't read a source; name a kind")
@@ -482,11 +474,13 @@ class Transformer(SequenceModule):
 
     @property
     def bounded_by(self) -> str | None:
-        """The value of the first layer whose state grows: see `SequenceModule.bounded_by`."""
+        """The option of the first layer whose state grows: see `SequenceModule.bounded_by`."""
         return next((block.bounded_by for block in self.blocks if block.bounded_by is not None), None)
 
-    def _place(self, positions: Literal["auto"] | PositionsFactory | None, width: int | None) -> nn.Module | None:
-        """Create the positions. Rotary ones are set on the attentions, and None is returned."""
+    def _make_positions(
+        self, positions: Literal["auto"] | PositionsFactory | None, width: int | None
+    ) -> nn.Module | None:
+        """Create the positions. Rotary positions are set on the attentions, and None is returned."""
         attentions = [block.attention for block in self.blocks]
         if positions == "auto":
             attentions = [a for a in attentions if not getattr(a, "has_positions", False)]
@@ -502,12 +496,14 @@ class Transformer(SequenceModule):
             )
         for attention in attentions:
             if not _takes_rotary(attention):
-                raise ValueError(f"{type(attention).__name__} does not take rotary positions; choose others")
+                raise ValueError(
+                    f"{type(attention).__name__} does not support rotary positions; choose others, or 'auto'"
+                )
             attention.rotary = positions(attention.qk_dim)  # type: ignore[arg-type]
         return None
 
-    def _share(self) -> None:
-        """Make the attentions share the parameters that they name: those of the first that names them."""
+    def _share_parameters(self) -> None:
+        """Share the parameters listed in `Attention.shared` among all layers."""
         first: dict[str, nn.Parameter] = {}
         for attention in (block.attention for block in self.blocks):
             for name in attention.shared if isinstance(attention, Attention) else ():
@@ -531,23 +527,23 @@ def _initialise(transformer: Transformer, init: Initialisation) -> None:
             nn.init.normal_(module.weight, mean=1.0, std=0.02)
 
 
-def _call_in_parts(others: Any, block: nn.Module, *args: Any) -> Any:
-    with in_parts(others):
+def _call_in_parts(group: Any, block: nn.Module, *args: Any) -> Any:
+    with in_parts(group):
         return block(*args)
 
 
 def _layer_norm(kind: NormKind, eps: float | None) -> Callable[[int], nn.Module]:
     if eps is not None and not 0 < eps < math.inf:
-        raise ValueError(f"norm_eps={eps} must be above 0, and finite; 1e-5 and 1e-6 are usual")
+        raise ValueError(f"norm_eps={eps} must be positive and finite; 1e-5 and 1e-6 are usual")
     made: type[nn.Module] = nn.RMSNorm if kind == "rms" else nn.LayerNorm
     return made if eps is None else partial(made, eps=eps)
 
 
 def _check_kinds(kinds: list[Any], cross_kinds: list[Any]) -> None:
-    """Check that classes, or partial calls of classes, are of the right kind: both are called with three arguments."""
+    """Raise ValueError if a cross-attention is given as `attention` or the reverse; their constructors look alike."""
     for kind in kinds:
         if _is_subclass(kind, CrossAttention):
-            raise ValueError(f"attention={_name(kind)} reads a source: give it as cross_attention")
+            raise ValueError(f"attention={_name(kind)} reads a source; give it as cross_attention")
     for kind in cross_kinds:
         if _is_subclass(kind, Attention):
             raise ValueError(
@@ -571,12 +567,12 @@ def _name(kind: Any) -> str:
 
 
 def _in_turn(name: str, kinds: Any, n_layers: int) -> list[Any]:
-    """Return the kinds that the layers have in turn."""
+    """Return the kinds as a list, to be assigned to the layers in turn."""
     listed = kinds if isinstance(kinds, list) else [kinds]
     if not 0 < len(listed) <= n_layers:
         raise ValueError(
-            f"{name} lists {len(listed)} kinds for n_layers={n_layers}; name between 1 and {n_layers}, which the "
-            "layers use in turn"
+            f"{name} lists {len(listed)} kinds for n_layers={n_layers}; name between 1 and {n_layers}, which are "
+            "assigned to the layers in turn"
         )
     for kind in listed:
         if isinstance(kind, nn.Module):
@@ -586,5 +582,7 @@ def _in_turn(name: str, kinds: Any, n_layers: int) -> list[Any]:
                 "options: every layer makes its own"
             )
         if not callable(kind):
-            raise ValueError(f"{name}={kind!r} is no class; import one, such as lit_effattn.attention.LinearAttention")
+            raise ValueError(
+                f"{name}={kind!r} must be a class; import one, such as lit_effattn.attention.LinearAttention"
+            )
     return listed

@@ -96,7 +96,7 @@ def test_what_does_not_fit_together_is_refused(capsys: pytest.CaptureFixture[str
     tiny = ("fit", "--config", "tiny.yaml")
     both = ("--transfer_from", teacher, "--init_weights", teacher)
     assert "--init_weights and --transfer_from were both given" in fails(capsys, *tiny, *WINDOWED, *both)
-    assert "the model has the attention that it is to learn" in fails(capsys, *tiny, "--transfer_from", teacher)
+    assert "the model has the same attention as the teacher" in fails(capsys, *tiny, "--transfer_from", teacher)
     narrow = ("--model.backbone.d_ff", "8", "--transfer_from", teacher)
     assert f"--transfer_from {teacher}: the checkpoint holds another model" in fails(capsys, *tiny, *WINDOWED, *narrow)
     assert "is of no attention transfer" in fails(capsys, "fit", "--ckpt_path", teacher, "--transfer_from", teacher)

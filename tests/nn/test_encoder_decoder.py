@@ -296,7 +296,7 @@ def test_parts_that_do_not_fit_are_refused():
     encoder, decoder = Transformer(6, 2, 1, causal=False), partial(Transformer, E, H, 1)
     with pytest.raises(ValueError, match="no cross_attention"):
         EncoderDecoder(encoder, decoder())
-    with pytest.raises(ValueError, match="d_source=8 is not the encoder's d_model=6"):
+    with pytest.raises(ValueError, match="d_source=8, but the encoder d_model=6; set d_source=6"):
         EncoderDecoder(encoder, decoder(cross_attention=LinearCrossAttention))
 
 

@@ -95,8 +95,8 @@ def test_the_outermost_bins_reach_to_infinity():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n_levels", [2, 5, 17, 256])
-@pytest.mark.parametrize("size", [0.0, 1.0, 30.0])
+@pytest.mark.parametrize("n_levels", [2, 256])
+@pytest.mark.parametrize("size", [0.0, 30.0])
 def test_probabilities_sum_to_1(kind: type, n_levels: int, size: float):
     head = kind(D, n_levels)
     p = head.log_probs(size * torch.randn(3, 4, D)).double().exp()
@@ -119,7 +119,7 @@ def test_the_loss_is_read_off_the_table(kind: type, n_levels: int):
     torch.testing.assert_close(super(kind, head).nll(h, target), expected)
 
 
-@pytest.mark.parametrize("n_levels", [2, 17, 256])
+@pytest.mark.parametrize("n_levels", [17])
 @pytest.mark.parametrize("options", [{"zero_init": True}, {"zero_init": True, "bias": False}, {"init_std": 0.0}])
 def test_zero_init_knows_nothing(n_levels: int, options: dict):
     head = CategoricalHead(D, n_levels, **options)
@@ -138,19 +138,18 @@ def test_a_start_as_in_gpt2():
     assert not CategoricalHead(D, 3, init_std=0.02).proj.bias.any()
 
 
-@pytest.mark.parametrize("options", [{"init_std": -0.1}, {"init_std": 0.02, "zero_init": True}])
-def test_impossible_starts_are_named(options: dict):
-    with pytest.raises(ValueError, match=f"init_std={options['init_std']}"):
-        CategoricalHead(D, 3, **options)
-
-
-def test_a_mixture_that_says_nothing_is_worse_than_uniform():
-    """Logistics with mean 0 and scale 1 spill half their mass over the borders: 9.05 bits on uniform data, not 8."""
-    head = MixtureOfLogisticsHead(D, 256)
-    nn.init.zeros_(head.proj.weight)
-    nn.init.zeros_(head.proj.bias)
-    bits = head.nll(torch.randn(256, D), torch.arange(256)) / math.log(2)
-    assert bits.mean().item() == pytest.approx(9.05, abs=0.005)
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: CategoricalHead(D, 3, init_std=-0.1), "init_std=-0.1"),
+        (lambda: CategoricalHead(D, 3, init_std=0.02, zero_init=True), "init_std=0.02"),
+        (lambda: CategoricalHead(D, 1), "n_levels=1 must be at least 2"),
+        (lambda: MixtureOfLogisticsHead(D, 17, n_mixtures=0), "n_mixtures=0 must be at least 1"),
+    ],
+)
+def test_bad_options_are_named(make, words: str):
+    with pytest.raises(ValueError, match=words):
+        make()
 
 
 @pytest.mark.parametrize("n_mixtures", [1, 10])
@@ -198,14 +197,3 @@ def test_a_bfloat16_model_has_a_float32_loss(kind: type):
     head = kind(D, 17).bfloat16()
     h = torch.randn(3, D, dtype=torch.bfloat16)
     assert head.log_probs(h).dtype == head.nll(h, torch.tensor([0, 8, 16])).dtype == torch.float32
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_too_few_levels(kind: type):
-    with pytest.raises(ValueError, match="n_levels=1;"):
-        kind(D, 1)
-
-
-def test_too_few_components():
-    with pytest.raises(ValueError, match="n_mixtures=0;"):
-        MixtureOfLogisticsHead(D, 17, n_mixtures=0)

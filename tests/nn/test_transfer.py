@@ -65,7 +65,7 @@ def test_evaluation_and_the_state_dict_are_of_the_new_attention():
     assert type(model(x)[1].layers[0]) is type(alone(x)[1].layers[0])
 
 
-def test_by_itself_it_carries_both_states_and_gives_the_old_output_without_gradients():
+def test_alone_it_carries_both_states_and_gives_the_old_output_without_gradients():
     both = Transfer(LinearAttention(E, H), WINDOW(E, H)).double()
     x = torch.randn(2, 12, E, dtype=torch.float64, requires_grad=True)
     y, whole = both(x)
@@ -114,12 +114,12 @@ def test_a_teacher_whose_state_grows_bounds_nothing():
 @pytest.mark.parametrize(
     ("attention", "options", "words"),
     [
-        (WINDOW, {}, "the model has the attention that it is to learn"),
-        (KINDS, {"n_layers": 3}, "the model has 2 blocks and the one whose attention it is to learn 3"),
+        (WINDOW, {}, "the model has the same attention as the teacher"),
+        (KINDS, {"n_layers": 3}, "the model has 2 blocks, but the teacher 3"),
         (LinearAttention, {"causal": False, "of_teacher": SoftmaxAttention}, "needs causal attention"),
     ],
 )
-def test_what_has_nothing_to_learn_is_refused(attention, options: dict, words: str):
+def test_unsuitable_models_are_rejected(attention, options: dict, words: str):
     model, _ = models(attention, **{**options, "n_layers": 2})
     _, teacher = models(attention, **options)
     with pytest.raises(ValueError, match=re.escape(words)):

@@ -52,9 +52,10 @@ def uneven(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "quick_gelu"])
-@pytest.mark.parametrize("placed", ["pre", "post"])
-@pytest.mark.parametrize("final_norm", [None, True, False])
+@pytest.mark.parametrize(
+    ("placed", "final_norm", "activation"),
+    [("pre", None, "relu"), ("post", None, "gelu"), ("pre", False, "gelu_tanh"), ("post", True, "quick_gelu")],
+)
 def test_one_layer_by_hand(placed: str, final_norm: bool | None, activation: str):
     model = Transformer(E, H, 1, norm=placed, final_norm=final_norm, activation=activation)
     model = uneven(model.double())
@@ -108,7 +109,7 @@ def test_widths_of_the_feed_forward():
     assert Transformer(E, H, 1, d_ff=5).blocks[0].feed_forward.up.out_features == 5
 
 
-def test_attentions_are_dealt_over_the_layers():
+def test_attentions_are_assigned_to_the_layers_in_turn():
     model = Transformer(E, H, 5, attention=[LinearAttention, partial(SoftmaxAttention, window=3)])
     kinds = [type(block.attention) for block in model.blocks]
     assert kinds == [LinearAttention, SoftmaxAttention, LinearAttention, SoftmaxAttention, LinearAttention]
@@ -357,6 +358,7 @@ def test_initial_values_of_pytorch():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        *[({name: "none"}, f"{name}='none' is not one of") for name in ("norm", "activation", "init", "norm_kind")],
         ({"n_layers": 0}, "n_layers=0"),
         ({"attention": []}, "lists 0 kinds for n_layers=2"),
         ({"attention": [LinearAttention] * 3}, "lists 3 kinds for n_layers=2"),
@@ -370,7 +372,7 @@ def test_initial_values_of_pytorch():
         ({"d_source": 6}, "d_source=6 does not apply without cross_attention"),
         ({"n_heads": 8, "positions": RotaryPositions}, "a head's width=1 is no pair"),
         ({"attention": partial(SoftmaxAttention, n_kv_heads=3)}, "n_kv_heads=3 does not divide n_heads=2"),
-        ({"norm_eps": 0.0}, "norm_eps=0.0 must be above 0"),
+        ({"norm_eps": 0.0}, "norm_eps=0.0 must be positive"),
         ({"positions_in_layers": True, "positions": None}, "positions_in_layers=True with positions=None"),
         ({"positions_in_layers": True, "positions": RotaryPositions}, "positions_in_layers=True .*RotaryPositions"),
         ({"positions_in_layers": True, "position_width": 4}, "positions_in_layers=True .*position_width=4"),
@@ -379,14 +381,6 @@ def test_initial_values_of_pytorch():
 def test_bad_options_are_named(options: dict, words: str):
     with pytest.raises(ValueError, match=words):
         Transformer(**{"d_model": 8, "n_heads": 2, "n_layers": 2, **options})
-
-
-@pytest.mark.parametrize(
-    ("option", "value"), [("norm", "middle"), ("activation", "tanh"), ("init", "zeros"), ("norm_kind", "batch")]
-)
-def test_unknown_names_are_refused(option: str, value: str):
-    with pytest.raises(ValueError, match=f"{option}.*{value}"):
-        Transformer(8, 2, 1, **{option: value})
 
 
 def test_bad_arguments_are_named():
@@ -495,7 +489,7 @@ def test_a_block_has_its_attentions_state():
 # --------------------------------------------------------------------------------------------------------- a decoder
 
 
-def test_cross_attentions_are_dealt_over_the_layers():
+def test_cross_attentions_are_assigned_to_the_layers_in_turn():
     kinds = [LinearCrossAttention, partial(PerformerCrossAttention, n_features=16)]
     model = Transformer(E, H, 3, cross_attention=kinds, d_source=6)
     crosses = [block.cross_attention for block in model.blocks]
@@ -528,10 +522,9 @@ def test_dropout_on_the_branch_that_reads():
     assert (y != x).all()
 
 
-def test_what_cannot_read_a_source_says_so():
+def test_sources_need_cross_attention():
     model = Transformer(E, H, 1)
-    for module in (model, model.blocks[0]):
-        with pytest.raises(ValueError, match=f"{type(module).__name__} has no cross_attention"):
-            module.remember(torch.zeros(1, 2, E))
+    with pytest.raises(ValueError, match="Transformer has no cross_attention"):
+        model.remember(torch.zeros(1, 2, E))
     with pytest.raises(ValueError, match="cross_attention needs causal=True"):
         Block(SoftmaxAttention(E, H, False), FeedForward(E, 16), cross_attention=SoftmaxCrossAttention(E, H))

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 from lit_effattn.datamodules.common.labelled import LabelledBatch
 from lit_effattn.datamodules.images import sources as image_sources
-from lit_effattn.datamodules.images.pixels import ImageFiles, PixelDataset, PixelSequences
+from lit_effattn.datamodules.images.pixels import PixelDataset, PixelSequences
 
 _DIGITS = tuple("0123456789")
 _CLASSES = {
@@ -39,8 +39,8 @@ class LabelledImages(PixelSequences):
         """Names of the classes, in the order of their labels. Those of a folder are sorted.
 
         Raises:
-            FileNotFoundError: If there is no such folder.
-            ValueError: If the data set has no classes, or an image of the folder is in no subfolder.
+            FileNotFoundError: If the folder is missing.
+            ValueError: If the data set has no classes, or an image of the folder is not in a subfolder.
         """
         if self.dataset == "folder":
             return _class_folders(self.root, image_sources.folder(self.root))
@@ -66,18 +66,16 @@ class LabelledImages(PixelSequences):
         return self.image_shape
 
     def _load(self, test: bool) -> dict[str, Any]:
-        classes = self.classes
-        return {
-            split: _Labelled(images, self._labels(split, images, classes))
-            for split, images in super()._load(test).items()
-        }
-
-    def _labels(self, split: str, images: PixelDataset, classes: tuple[str, ...]) -> Tensor:
-        """Return the label of each image of a split, (n,)."""
-        if isinstance(images, ImageFiles):
-            numbers = {name: label for label, name in enumerate(classes)}
-            return torch.tensor([numbers[_class_of(self.root, path)] for path in images.paths])
-        return image_sources.labels(self.dataset, self.root, test=split == "test")[split]
+        classes = self.classes  # checked before anything is read
+        splits = super()._load(test)
+        if self.dataset == "folder":
+            labels = {
+                split: torch.tensor([classes.index(_class_of(self.root, path)) for path in images.paths])
+                for split, images in splits.items()
+            }
+        else:
+            labels = image_sources.labels(self.dataset, self.root, test)
+        return {split: _Labelled(images, labels[split]) for split, images in splits.items()}
 
 
 class _Labelled(Dataset[LabelledBatch]):
@@ -96,20 +94,20 @@ class _Labelled(Dataset[LabelledBatch]):
 
 
 def _class_of(root: Path, path: Path) -> str:
-    """Return the subfolder of `root`, or of its split, that `path` is in; "" if it is in none."""
-    parts = path.relative_to(root).parts[1 if (root / "train").is_dir() else 0 : -1]
-    return parts[0] if parts else ""
+    """Return the subfolder of `root`, or of its split, that `path` is in; "" if there is none."""
+    folders = path.relative_to(root).parts[1 if (root / "train").is_dir() else 0 : -1]
+    return folders[0] if folders else ""
 
 
 def _class_folders(root: Path, splits: dict[str, list[Path]]) -> tuple[str, ...]:
-    found = set()
+    names = set()
     for path in (path for paths in splits.values() for path in paths):
         name = _class_of(root, path)
         if not name:
             raise ValueError(
-                f"{path} is in no class; put each image into a subfolder named after its class, as cat/1.png"
+                f"{path} has no class; put each image into a subfolder named after its class, as cat/1.png"
             )
-        found.add(name)
-    if len(found) < 2:
-        raise ValueError(f"{root}: {', '.join(found)} is the only class; add a subfolder for each other class")
-    return tuple(sorted(found))
+        names.add(name)
+    if len(names) < 2:
+        raise ValueError(f"{root}: {', '.join(names)} is the only class; add a subfolder for each other class")
+    return tuple(sorted(names))

@@ -1,7 +1,6 @@
 """Images as sequences of integer levels, for autoregressive models."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -11,6 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.sampling import ResumableLoader, ShardedBatches, loader_options, processes
 from lit_effattn.datamodules.images import sources as image_sources
 
@@ -99,9 +99,9 @@ class PixelSequences(LightningDataModule):
             verify=verify,
             max_pixels=max_pixels,
         )
-        _check_at_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size, image_size=image_size, stride=stride)
-        _check_at_least(1, max_pixels=max_pixels)
-        _check_at_least(0, num_workers=num_workers, seed=seed)
+        at_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size, image_size=image_size, stride=stride)
+        at_least(1, max_pixels=max_pixels)
+        at_least(0, num_workers=num_workers, seed=seed)
         kind = _KINDS[dataset]
         if n_levels is not None and not 2 <= n_levels <= kind.n_levels:
             raise ValueError(
@@ -161,7 +161,11 @@ class PixelSequences(LightningDataModule):
             image_sources.verify_images([path for paths in splits.values() for path in paths], self.max_pixels)
 
     def setup(self, stage: str) -> None:
-        """Load the splits of the stage, fit, validate, test or predict, and log their sizes and what is left out."""
+        """Load the splits of the stage, fit, validate, test or predict, and log their sizes and the files left out.
+
+        Raises:
+            ValueError: If `overfit_batches` is set.
+        """
         if overfit_batches := getattr(self.trainer, "overfit_batches", 0):
             raise ValueError(
                 f"overfit_batches={overfit_batches} would replace the sampler that forms the batches; "
@@ -170,9 +174,9 @@ class PixelSequences(LightningDataModule):
         test = stage in ("test", "predict")
         if ("test" if test else "train") not in self.splits:
             self.splits |= self._load(test)
-        self._say(("test",) if test else ("train", "val"))
+        self._log_sizes(("test",) if test else ("train", "val"))
 
-    def _say(self, splits: tuple[str, ...]) -> None:
+    def _log_sizes(self, splits: tuple[str, ...]) -> None:
         sizes = {name: len(self.splits[name]) for name in splits}
         counts = ", ".join(f"{sizes[name]:,} {_PURPOSES[name]}" for name in splits)
         shape = "×".join(str(n) for n in self.image_shape)
@@ -185,26 +189,19 @@ class PixelSequences(LightningDataModule):
         if self.dataset == "folder" and (faults := image_sources.unread(self.root)):
             rank_zero_warn(f"{self.root}: {len(faults)} left out:\n  {faults}")
 
-    def _load(self, test: bool) -> "dict[str, PixelDataset]":
+    def _load(self, test: bool) -> dict[str, Any]:
+        """Return a `PixelDataset` for each split."""
         if self.dataset == "folder":
             paths = image_sources.folder(self.root)
             return {name: ImageFiles(paths[name], self.image_shape, self.n_levels, self.max_pixels) for name in paths}
-        load: dict[str, Callable[[], dict[str, Tensor]]] = {
-            "digits": image_sources.digits,
-            "photos": lambda: image_sources.photos(self.stride),
-            "mnist": lambda: image_sources.idx("mnist", self.root, test),
-            "fashion_mnist": lambda: image_sources.idx("fashion_mnist", self.root, test),
-            "cifar10": lambda: image_sources.cifar10(self.root, test),
-        }
         native = _KINDS[self.dataset].n_levels
-        images = load[self.dataset]()
+        images = image_sources.images(self.dataset, self.root, test, self.stride)
         return {name: ImageArray(images[name], native, self.n_levels) for name in images}
 
     def train_dataloader(self) -> ResumableLoader:
         """Return a loader of the training images, in batches of equal size and in a new order each epoch."""
-        data = self.splits["train"]
-        sampler = self._sampler(data, self.batch_size, shuffle=True, variants=2 if self.flip else 1, drop_last=True)
-        return ResumableLoader(data, sampler=sampler, **loader_options(self.num_workers, self.seed))
+        order = {"shuffle": True, "variants": 2 if self.flip else 1, "drop_last": True}
+        return ResumableLoader(**self._options("train", self.batch_size, **order))
 
     def val_dataloader(self) -> DataLoader[Tensor]:
         """Return a loader of every validation image once."""
@@ -219,22 +216,13 @@ class PixelSequences(LightningDataModule):
         return self._eval_dataloader("test")
 
     def _eval_dataloader(self, split: str) -> DataLoader[Tensor]:
-        data = self.splits[split]
-        sampler = self._sampler(data, self.eval_batch_size, shuffle=False, variants=1, drop_last=False)
-        return DataLoader(data, sampler=sampler, **loader_options(self.num_workers, self.seed))
+        return DataLoader(**self._options(split, self.eval_batch_size, shuffle=False, drop_last=False))
 
-    def _sampler(
-        self, data: "PixelDataset", batch_size: int, *, shuffle: bool, variants: int, drop_last: bool
-    ) -> ShardedBatches:
-        return ShardedBatches(
-            len(data),
-            batch_size,
-            shuffle=shuffle,
-            seed=self.seed,
-            variants=variants,
-            drop_last=drop_last,
-            **processes(self.trainer),
-        )
+    def _options(self, split: str, batch_size: int, **order: Any) -> dict[str, Any]:
+        data = self.splits[split]
+        order |= processes(self.trainer)
+        batches = ShardedBatches(len(data), batch_size, seed=self.seed, **order)
+        return {"dataset": data, "sampler": batches, **loader_options(self.num_workers, self.seed)}
 
 
 class PixelDataset(Dataset[Tensor], ABC):
@@ -332,23 +320,17 @@ def _quantise(values: Tensor, native_levels: int, n_levels: int) -> Tensor:
 def _check_options(dataset: str, **options: Any) -> None:
     if not isinstance(dataset, str):
         raise ValueError(
-            f"dataset is a {type(dataset).__name__}, not a name; choose one of {', '.join(_KINDS)}, or give the "
-            "trainer a loader of your own, whose batches are integer levels (B, N)"
+            f"dataset must be a name, but is a {type(dataset).__name__}; choose one of {', '.join(_KINDS)}, or give "
+            "the trainer a loader of your own, whose batches are integer levels (B, N)"
         )
     if dataset not in _KINDS:
-        raise ValueError(f"dataset={dataset!r} is not known; choose one of {', '.join(_KINDS)}")
+        raise ValueError(f"dataset={dataset!r} is unknown; choose one of {', '.join(_KINDS)}")
     for name, value in options.items():
         if value is not None and name not in _KINDS[dataset].options:
-            others = " or ".join(other for other, kind in _KINDS.items() if name in kind.options)
+            suitable = " or ".join(other for other, kind in _KINDS.items() if name in kind.options)
             raise ValueError(
-                f"{name}={value!r} does not apply to dataset={dataset!r}; leave it out, or choose dataset {others}"
+                f"{name}={value!r} does not apply to dataset={dataset!r}; leave it out, or choose dataset {suitable}"
             )
-
-
-def _check_at_least(least: int, **values: int | None) -> None:
-    for name, value in values.items():
-        if value is not None and value < least:
-            raise ValueError(f"{name}={value} must be at least {least}")
 
 
 def _folder_shape(root: str | None, image_size: int | None, channels: int | None) -> tuple[int, int, int]:

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from lit_effattn.datamodules.common.splits import fixed_order
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-    from torchvision.datasets import CIFAR10, MNIST
 
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 PATCH = 32  # side of the crops from photographs, as in CIFAR-10
@@ -28,27 +27,50 @@ _NAMED = 10  # broken images that an error names beside the first
 MAX_PIXELS = 2**26  # of an image file: 8192 × 8192, 270 MB in Pillow
 
 
-def _split_off(images: Tensor, **counts: int) -> dict[str, Tensor]:
+def _split_off(values: Tensor, **counts: int) -> dict[str, Tensor]:
     """Return splits of the given names and sizes. The rest is "train"."""
-    order = fixed_order(str(i) for i in range(len(images)))
+    order = fixed_order(str(i) for i in range(len(values)))
     splits = {}
     for name, count in counts.items():
-        splits[name], order = images[order[:count]], order[count:]
-    return {"train": images[order], **splits}
+        splits[name], order = values[order[:count]], order[count:]
+    return {"train": values[order], **splits}
 
 
-# Data included in scikit-learn
+def images(dataset: str, root: Path, test: bool, stride: int) -> dict[str, Tensor]:
+    """Return the images of each split, (n, H, W, C) of uint8.
+
+    Args:
+        dataset: digits and photos: all splits are returned. mnist, fashion_mnist and cifar10: "test", or else "train"
+            and "val".
+        root: Folder of the files.
+        test: Whether the test images are needed.
+        stride: photos: pixels from one training crop to the next.
+
+    Raises:
+        ValueError: If a file of mnist or fashion_mnist is damaged.
+    """
+    if dataset == "digits":
+        from sklearn.datasets import load_digits
+
+        return _split_off(torch.from_numpy(load_digits().images.astype(np.uint8)).unsqueeze(-1), val=180, test=180)
+    if dataset == "photos":
+        return _photos(stride)
+    if dataset != "cifar10":
+        _check_idx(dataset, root, test)
+    data = torch.as_tensor(_data_set(dataset)(root, train=not test).data)  # (n, H, W) or (n, H, W, C)
+    return _official_splits(dataset, data if data.dim() == 4 else data.unsqueeze(-1), test)
 
 
-def digits() -> dict[str, Tensor]:
-    """Return the 1797 digits of 8 × 8 × 1 at levels 0 to 16: 1437 for training, 180 for validation, 180 for test."""
-    from sklearn.datasets import load_digits
+def labels(dataset: str, root: Path, test: bool) -> dict[str, Tensor]:
+    """Return the labels of the images that `images` returns, (n,) for each split."""
+    if dataset == "digits":
+        from sklearn.datasets import load_digits
 
-    images = torch.from_numpy(load_digits().images.astype(np.uint8)).unsqueeze(-1)  # (1797, 8, 8, 1)
-    return _split_off(images, val=180, test=180)
+        return _split_off(torch.from_numpy(load_digits().target), val=180, test=180)
+    return _official_splits(dataset, torch.as_tensor(_data_set(dataset)(root, train=not test).targets), test)
 
 
-def photos(stride: int) -> dict[str, Tensor]:
+def _photos(stride: int) -> dict[str, Tensor]:
     """Return crops of two photographs: the left 5/6 of one as "train", its right 1/6 as "val", the other as "test"."""
     from sklearn.datasets import load_sample_images
 
@@ -77,10 +99,14 @@ N_TRAIN = {"mnist": 60_000, "fashion_mnist": 60_000, "cifar10": 50_000}
 """Number of images of the official training files, from which those for validation are split off."""
 
 
-def _idx_data_set(name: str) -> "type[MNIST]":
-    from torchvision.datasets import MNIST, FashionMNIST
+def _data_set(name: str) -> Any:
+    from torchvision.datasets import CIFAR10, MNIST, FashionMNIST
 
-    return {"mnist": MNIST, "fashion_mnist": FashionMNIST}[name]
+    return {"mnist": MNIST, "fashion_mnist": FashionMNIST, "cifar10": CIFAR10}[name]
+
+
+def _official_splits(dataset: str, values: Tensor, test: bool) -> dict[str, Tensor]:
+    return {"test": values} if test else _split_off(values, val=len(values) // (25 if dataset == "cifar10" else 12))
 
 
 def prepare_idx(name: str, root: Path, download: bool) -> None:
@@ -90,12 +116,12 @@ def prepare_idx(name: str, root: Path, download: bool) -> None:
         FileNotFoundError: If they are missing and not downloaded.
         ValueError: If an archive is damaged.
     """
-    dataset = _idx_data_set(name)
+    dataset = _data_set(name)
     folder, archives = root / dataset.__name__ / "raw", [archive for archive, _ in dataset.resources]
     for archive in archives:
         if (folder / archive).is_file() and not (folder / archive.removesuffix(".gz")).is_file():
             unpack_gzip(folder / archive, folder / archive.removesuffix(".gz"), _MAX_IDX)
-    # torchvision loads the files as well, and its errors do not name a damaged one. `idx` checks those that are here.
+    # torchvision loads the files as well, and its errors do not name a damaged one. `_check_idx` names it later.
     if not all((folder / archive.removesuffix(".gz")).is_file() for archive in archives):
         _open(dataset, root, download, f"{', '.join(archives)} of {dataset.mirrors[0]}", folder)
 
@@ -119,15 +145,15 @@ def prepare_cifar10(root: Path, download: bool) -> None:
     _open(CIFAR10, root, download, CIFAR10.url, root)
 
 
-def _open(dataset: "type[MNIST | CIFAR10]", root: Path, download: bool, archives: str, folder: Path) -> None:
-    """Open a data set by torchvision, whose errors do not say which files belong where."""
+def _open(dataset: Any, root: Path, download: bool, archives: str, folder: Path) -> None:
+    """Open a data set with torchvision. The error names the files and their folder, which torchvision's does not."""
     timeout = socket.getdefaulttimeout()
     socket.setdefaulttimeout(_TIMEOUT)
     try:
         dataset(root, download=download)
     except (OSError, RuntimeError) as error:
-        said = " ".join(str(error).split())
-        reason = f"the download failed ({said})" if download else "download=False forbids a download"
+        cause = " ".join(str(error).split())
+        reason = f"the download failed ({cause})" if download else "download=False forbids a download"
         raise FileNotFoundError(
             f"{dataset.__name__} is missing or damaged in {folder.resolve()}, and {reason}. Put {archives} there"
             ". --config digits_linear needs no download."
@@ -136,23 +162,18 @@ def _open(dataset: "type[MNIST | CIFAR10]", root: Path, download: bool, archives
         socket.setdefaulttimeout(timeout)
 
 
-def idx(name: str, root: Path, test: bool) -> dict[str, Tensor]:
-    """Return the images of mnist or fashion_mnist: "train" (55,000) and "val" (5,000), or "test" (10,000)."""
-    dataset = _idx_data_set(name)
-    part = "t10k" if test else "train"
-    files = root / dataset.__name__ / "raw"
-    n_images = _idx_shape(files / f"{part}-images-idx3-ubyte", (28, 28))
-    n_labels = _idx_shape(files / f"{part}-labels-idx1-ubyte", ())
+def _check_idx(name: str, root: Path, test: bool) -> None:
+    """Raise ValueError if a file of mnist or fashion_mnist is damaged."""
+    folder, part = root / _data_set(name).__name__ / "raw", "t10k" if test else "train"
+    labels = folder / f"{part}-labels-idx1-ubyte"
+    n_images, n_labels = _n_items(folder / f"{part}-images-idx3-ubyte", (28, 28)), _n_items(labels, ())
     if n_images != n_labels:
         raise ValueError(
-            f"{files / f'{part}-labels-idx1-ubyte'}: {n_labels} labels for {n_images} images; "
-            f"delete the files of {files} and run again"
+            f"{labels}: {n_labels} labels for {n_images} images; delete the files of {folder} and run again"
         )
-    images = dataset(root, train=not test).data.unsqueeze(-1)  # (n, 28, 28, 1)
-    return {"test": images} if test else _split_off(images, val=len(images) // 12)
 
 
-def _idx_shape(path: Path, item: tuple[int, ...]) -> int:
+def _n_items(path: Path, item: tuple[int, ...]) -> int:
     """Return the number of items of shape `item` in an IDX file; raise ValueError if header and size disagree."""
     n_dims = 1 + len(item)
     with path.open("rb") as file:
@@ -160,36 +181,12 @@ def _idx_shape(path: Path, item: tuple[int, ...]) -> int:
     if len(header) < 4 + 4 * n_dims or header[:4] != bytes((0, 0, 8, n_dims)):
         raise ValueError(f"{path}: not an IDX file of {n_dims}-dimensional bytes; delete it and run again")
     shape = struct.unpack(f">{n_dims}I", header[4:])
-    held = path.stat().st_size - len(header)
-    if held != math.prod(shape):
-        raise ValueError(f"{path}: holds {held} bytes, but its header says {math.prod(shape)}; delete it and run again")
+    size = path.stat().st_size - len(header)
+    if size != math.prod(shape):
+        raise ValueError(f"{path}: has {size} bytes, but its header says {math.prod(shape)}; delete it and run again")
     if shape[1:] != item:
         raise ValueError(f"{path}: items of shape {shape[1:]} instead of {item}; delete it and run again")
     return shape[0]
-
-
-def cifar10(root: Path, test: bool) -> dict[str, Tensor]:
-    """Return CIFAR-10's training images as "train" (48,000) and "val" (2,000), or its test images as "test"."""
-    from torchvision.datasets import CIFAR10
-
-    images = torch.from_numpy(CIFAR10(root, train=not test).data)  # (n, 32, 32, 3)
-    return {"test": images} if test else _split_off(images, val=len(images) // 25)
-
-
-# Classes
-
-
-def labels(dataset: str, root: Path, *, test: bool) -> dict[str, Tensor]:
-    """Return the label of each image, (n,), by split: the order is that of the function named after `dataset`."""
-    if dataset == "digits":
-        from sklearn.datasets import load_digits
-
-        return _split_off(torch.from_numpy(load_digits().target), val=180, test=180)
-    from torchvision.datasets import CIFAR10
-
-    kind, held_out = (CIFAR10, 25) if dataset == "cifar10" else (_idx_data_set(dataset), 12)
-    found = torch.as_tensor(kind(root, train=not test).targets)
-    return {"test": found} if test else _split_off(found, val=len(found) // held_out)
 
 
 # Folders of images
@@ -221,21 +218,21 @@ def folder(root: Path) -> dict[str, list[Path]]:
 
 
 def _images_in(root: Path) -> list[Path]:
-    wanted = " ".join(EXTENSIONS)
+    suffixes = " ".join(EXTENSIONS)
     if not root.is_dir():
-        raise FileNotFoundError(f"{root.resolve()}: no such folder; root must name one with images ({wanted})")
+        raise FileNotFoundError(f"{root.resolve()}: no such folder; root must name one with images ({suffixes})")
     # File managers leave files whose names begin with a dot; they are not images.
     paths = [p for p in root.rglob("*") if p.suffix.lower() in EXTENSIONS and not p.name.startswith(".")]
     if not paths:
-        raise FileNotFoundError(f"{root.resolve()}: no image in it or in its subfolders ({wanted})")
+        raise FileNotFoundError(f"{root.resolve()}: no image in it or in its subfolders ({suffixes})")
     return sorted(paths, key=lambda path: path.relative_to(root).as_posix())
 
 
 def unread(root: Path) -> Faults:
     """Return the files of a folder of images that are not read, by suffix. Hidden files are not counted."""
-    others = (p for p in sorted(root.rglob("*")) if p.suffix.lower() not in EXTENSIONS and not p.name.startswith("."))
+    paths = (p for p in sorted(root.rglob("*")) if p.suffix.lower() not in EXTENSIONS and not p.name.startswith("."))
     remedy = f"not one of {' '.join(EXTENSIONS)}; convert it if it is an image"
-    return Faults(Fault(p.suffix.lower() or "without suffix", f"{p}: {remedy}") for p in others if p.is_file())
+    return Faults(Fault(p.suffix.lower() or "without suffix", f"{p}: {remedy}") for p in paths if p.is_file())
 
 
 def read_image(path: Path, image_size: int, channels: int, max_pixels: int = MAX_PIXELS) -> Tensor:
@@ -259,7 +256,7 @@ def _decode(path: Path, channels: int, max_pixels: int) -> "Image":
     try:
         with open_image(path) as file:
             if file.width * file.height > max_pixels:  # from the header, before decoding
-                raise ValueError(f"{file.width} × {file.height} are more than max_pixels={max_pixels}")
+                raise ValueError(f"{file.width} × {file.height} pixels are more than max_pixels={max_pixels}")
             image = ImageOps.exif_transpose(file)
             if image.mode == "F":
                 raise ValueError("its pixels are floating-point numbers; save it with 8 or 16 bits a channel")
@@ -271,15 +268,19 @@ def _decode(path: Path, channels: int, max_pixels: int) -> "Image":
 
 
 def verify_images(paths: Sequence[Path], max_pixels: int = MAX_PIXELS) -> None:
-    """Decode every image once; ValueError names the broken ones. More than 2000 images show a progress bar."""
+    """Decode every image once. More than 2000 images show a progress bar.
+
+    Raises:
+        ValueError: If images are broken. The message names the first ones.
+    """
     with ThreadPoolExecutor() as pool, progress_bar(disable=len(paths) <= 2000) as bar:
         faults = pool.map(lambda path: _fault(path, max_pixels), paths)
         tracked = bar.track(faults, total=len(paths), description="Checking images")
         broken = {path: fault for path, fault in zip(paths, tracked, strict=True) if fault is not None}
     if broken:
-        first, *others = broken
-        named = ", ".join(str(path) for path in others[:_NAMED]) + (", …" if len(others) > _NAMED else "")
-        also = f". Of {len(paths)} images, {len(others)} more are broken: {named}" if others else ""
+        first, *more = broken
+        names = ", ".join(str(path) for path in more[:_NAMED]) + (", …" if len(more) > _NAMED else "")
+        also = f". Of {len(paths)} images, {len(more)} more are broken: {names}" if more else ""
         raise ValueError(f"{broken[first]}{also}")
 
 

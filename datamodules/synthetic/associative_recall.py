@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lit_effattn.datamodules.common.checks import check_at_least
+from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.tokens import IGNORE
 from lit_effattn.datamodules.synthetic.lengths import LengthSequences, LengthTask
 
@@ -79,9 +79,9 @@ class AssociativeRecall(LengthTask):
         seed: int = 0,
         num_workers: int = 0,
     ) -> None:
-        check_at_least(1, n_pairs=n_pairs)
-        check_at_least(n_pairs, n_keys=n_keys)
-        check_at_least(max(2, n_pairs) if distinct_values else 2, n_values=n_values)
+        at_least(1, n_pairs=n_pairs)
+        at_least(n_pairs, n_keys=n_keys)
+        at_least(max(2, n_pairs) if distinct_values else 2, n_values=n_values)
         if not power > 0:
             raise ValueError(f"power={power} must be positive; 0.01 is usual")
         self.n_pairs = n_pairs

@@ -6,7 +6,7 @@ from typing import Any
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lit_effattn.datamodules.common.checks import check_at_least
+from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.sampling import ResumableLoader, ShardedBatches, loader_options, processes
 
 _DRAWS = 2**20  # variants of a training sequence; every epoch draws one, so repetitions are rare
@@ -39,9 +39,9 @@ class SyntheticTask(LightningDataModule):
         num_workers: int,
     ) -> None:
         super().__init__()
-        check_at_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size)
-        check_at_least(1, n_train=n_train, n_val=n_val, n_test=n_test)
-        check_at_least(0, seed=seed, num_workers=num_workers)
+        at_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size)
+        at_least(1, n_train=n_train, n_val=n_val, n_test=n_test)
+        at_least(0, seed=seed, num_workers=num_workers)
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size or batch_size
         self.sizes = {"train": n_train, "val": n_val, "test": n_test}

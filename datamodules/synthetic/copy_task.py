@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lit_effattn.datamodules.common.checks import check_at_least
+from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.tokens import IGNORE, TokenBatch
 from lit_effattn.datamodules.synthetic.base import SyntheticTask
 
@@ -60,8 +60,8 @@ class CopyTask(SyntheticTask):
     ) -> None:
         super().__init__(batch_size, eval_batch_size, n_train, n_val, n_test, seed, num_workers)
         self.save_hyperparameters(logger=False)
-        check_at_least(4, max_len=max_len)
-        check_at_least(2, n_symbols=n_symbols)
+        at_least(4, max_len=max_len)
+        at_least(2, n_symbols=n_symbols)
         min_len = 4 if min_len is None else min_len
         if not 4 <= min_len <= max_len:
             raise ValueError(f"min_len={min_len} must be from 4 (a separator and a symbol, twice) to max_len={max_len}")

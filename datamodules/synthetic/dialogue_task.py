@@ -5,7 +5,7 @@ import math
 import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lit_effattn.datamodules.common.checks import check_at_least
+from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.sampling import ShardedBatches
 from lit_effattn.datamodules.common.tokens import IGNORE, Response
 from lit_effattn.datamodules.synthetic.base import SyntheticTask
@@ -89,10 +89,10 @@ class DialogueTask(SyntheticTask):
     ) -> None:
         super().__init__(batch_size, eval_batch_size, n_train, n_val, n_test, seed, num_workers)
         self.save_hyperparameters(logger=False)
-        check_at_least(0, n_near=n_near)
-        check_at_least(1, distance=distance, n_far=n_far, n_chat=n_chat, value_len=value_len, segment_len=segment_len)
-        check_at_least(2, n_values=n_values)
-        check_at_least(n_facts, n_keys=n_keys)
+        at_least(0, n_near=n_near)
+        at_least(1, distance=distance, n_far=n_far, n_chat=n_chat, value_len=value_len, segment_len=segment_len)
+        at_least(2, n_values=n_values)
+        at_least(n_facts, n_keys=n_keys)
         if n_facts < n_near + n_far:
             raise ValueError(
                 f"n_facts={n_facts} must be at least n_near={n_near} plus n_far={n_far}: no fact is asked for twice"

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from lit_effattn.datamodules.common.checks import check_at_least
+from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.tokens import IGNORE, TokenBatch
 from lit_effattn.datamodules.synthetic.base import SyntheticTask
 
@@ -36,7 +36,7 @@ class LengthTask(SyntheticTask):
         super().__init__(*sizes)
         self.length = length
         self.test_lengths = tuple(factor * length for factor in FACTORS) if test_lengths is None else (*test_lengths,)
-        check_at_least(self.min_length, length=length, test_lengths=min(self.test_lengths, default=None))
+        at_least(self.min_length, length=length, test_lengths=min(self.test_lengths, default=None))
         if not self.test_lengths or len(set(self.test_lengths)) < len(self.test_lengths):
             raise ValueError(f"test_lengths={self.test_lengths} must name at least one length, and each only once")
         self.n_each = self.sizes["test"]

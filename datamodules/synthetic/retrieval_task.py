@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lit_effattn.datamodules.common.checks import check_at_least
+from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.tokens import PairBatch
 from lit_effattn.datamodules.synthetic.base import SyntheticTask
 
@@ -68,7 +68,7 @@ class RetrievalTask(SyntheticTask):
     ) -> None:
         super().__init__(batch_size, eval_batch_size, n_train, n_val, n_test, seed, num_workers)
         self.save_hyperparameters(logger=False)
-        check_at_least(1, n_needles=n_needles, n_symbols=n_symbols, n_fillers=n_fillers)
+        at_least(1, n_needles=n_needles, n_symbols=n_symbols, n_fillers=n_fillers)
         if length < n_needles:
             raise ValueError(f"length={length} must be at least n_needles={n_needles}")
         self.length = length

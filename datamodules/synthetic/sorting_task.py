@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from lit_effattn.datamodules.common.checks import check_at_least
+from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.sampling import ShardedBatches
 from lit_effattn.datamodules.common.tokens import IGNORE
 from lit_effattn.datamodules.synthetic.base import SyntheticTask
@@ -71,8 +71,8 @@ class SortingTask(SyntheticTask):
     ) -> None:
         super().__init__(batch_size, eval_batch_size, n_train, n_val, n_test, seed, num_workers)
         self.save_hyperparameters(logger=False)
-        check_at_least(1, length=length, segment_len=segment_len)
-        check_at_least(2, n_types=n_types)
+        at_least(1, length=length, segment_len=segment_len)
+        at_least(2, n_types=n_types)
         self.length = length
         self.n_types = n_types
         self.segment_len = segment_len or length + n_types

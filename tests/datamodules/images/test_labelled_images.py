@@ -115,7 +115,7 @@ def test_what_has_no_classes_is_refused(tmp_path):
     with pytest.raises(ValueError, match="cat is the only class; add a subfolder"):
         _ = LabelledImages(**options).classes
     Image.new("L", (8, 8)).save(tmp_path / "stray.png")
-    with pytest.raises(ValueError, match=r"stray.png is in no class; put each image into a subfolder"):
+    with pytest.raises(ValueError, match=r"stray.png has no class; put it into a subfolder"):
         _ = LabelledImages(**options).classes
     with pytest.raises(FileNotFoundError, match="no such folder"):
         _ = LabelledImages(**{**options, "root": "nowhere"}).classes

@@ -104,9 +104,7 @@ def _class_folders(root: Path, splits: dict[str, list[Path]]) -> tuple[str, ...]
     for path in (path for paths in splits.values() for path in paths):
         name = _class_of(root, path)
         if not name:
-            raise ValueError(
-                f"{path} has no class; put each image into a subfolder named after its class, as cat/1.png"
-            )
+            raise ValueError(f"{path} has no class; put it into a subfolder named after its class, as cat/1.png")
         names.add(name)
     if len(names) < 2:
         raise ValueError(f"{root}: {', '.join(names)} is the only class; add a subfolder for each other class")

@@ -11,7 +11,7 @@ from torch import Tensor
 MAX_SECONDS = 40.0
 """Longer recordings are rejected by default. LibriSpeech's longest utterance has 35 s."""
 
-_MOST_WEIGHTS = 2 * 10**7  # of a resampling filter: 44,100 to 16,000 Hz takes 80,000; a rate from a damaged header, 10⁹
+_MAX_WEIGHTS = 2 * 10**7  # of a resampling filter: 44,100 to 16,000 Hz needs 80,000, a damaged header's rate 10⁹
 _TOLERANCE = 0.1  # seconds that a part may extend beyond the end of its file, since manifests round
 
 
@@ -69,20 +69,19 @@ def read_audio(
         # soundfile encodes a str as UTF-8, but a file name need not be UTF-8; bytes are passed on as they are.
         with soundfile.SoundFile(os.fsencode(path) if os.name == "posix" else path) as file:
             first, n = _part(path, file, start, duration)
-            _check_header(path, file, n, sample_rate, max_seconds, upsample)
+            if fault := _header_fault(file, n, sample_rate, max_seconds, upsample):
+                raise AudioError.of(path, *fault)
             file.seek(first)
             samples = torch.from_numpy(file.read(n, dtype="float32"))  # (n,)
             rate = file.samplerate
     except soundfile.SoundFileError as error:
         raise AudioError.of(path, "unreadable", _unreadable(path, error)) from error
     except OSError as error:
-        raise AudioError.of(
-            path, "unreadable", f"it cannot be opened ({error.strerror}); correct that, or leave it out"
-        ) from error
+        message = f"it cannot be opened ({error.strerror}); correct that, or leave it out"
+        raise AudioError.of(path, "unreadable", message) from error
     if len(samples) < n:
-        raise AudioError.of(
-            path, "unreadable", f"it ends after {len(samples)} of {n} samples; it was cut off: get it again"
-        )
+        message = f"it ends after {len(samples)} of {n} samples; it was cut off: get it again"
+        raise AudioError.of(path, "unreadable", message)
     if not samples.isfinite().all():
         raise AudioError.of(path, "unreadable", "some of its samples are not finite numbers; get it again")
     from torchaudio.functional import resample  # imported here to keep `--help` fast
@@ -107,48 +106,32 @@ def _part(path: Path, file: soundfile.SoundFile, start: float, duration: float |
     first = round(start * file.samplerate)
     last = file.frames if duration is None else round((start + duration) * file.samplerate)
     if not 0 <= first < min(last, file.frames) or last > file.frames + _TOLERANCE * file.samplerate:
-        wanted = f"{start:g} s to its end" if duration is None else f"{start:g} s to {start + duration:g} s"
+        part = f"{start:g} s to its end" if duration is None else f"{start:g} s to {start + duration:g} s"
         seconds = file.frames / file.samplerate
-        raise AudioError.of(
-            path,
-            "not so long",
-            f"{wanted} was requested, but it has {seconds:.2f} s; correct start and duration, or get the whole file",
-        )
+        message = f"{part} was requested, but it has {seconds:.2f} s; correct start and duration, or get the whole file"
+        raise AudioError.of(path, "not so long", message)
     return first, min(last, file.frames) - first
 
 
-def _check_header(
-    path: Path, file: soundfile.SoundFile, n: int, sample_rate: int, max_seconds: float, upsample: bool
-) -> None:
+def _header_fault(
+    file: soundfile.SoundFile, n: int, sample_rate: int, max_seconds: float, upsample: bool
+) -> tuple[str, str] | None:
+    """Return why a file cannot be used, as reason and message, by its header."""
+    rate, seconds = file.samplerate, n / file.samplerate
     if file.channels != 1:
-        raise AudioError.of(
-            path,
-            "several channels",
-            f"it has {file.channels} channels, but must have one; convert it to mono",
-        )
-    if n / file.samplerate > max_seconds:
-        raise AudioError.of(
-            path,
-            "too long",
-            f"{n / file.samplerate:.1f} s are more than max_seconds={max_seconds:g}; cut it into utterances, or raise "
-            "max_seconds",
-        )
-    if file.samplerate < sample_rate and not upsample:
-        raise AudioError.of(
-            path,
-            "low sampling rate",
-            f"it has {file.samplerate} Hz, less than sample_rate={sample_rate}, so that its upper band would be empty; "
-            f"set upsample=true to use it anyway, or train with sample_rate={file.samplerate}",
-        )
-    # The time and memory of resampling grow with the ratio's terms in lowest terms.
-    common = math.gcd(file.samplerate, sample_rate)
-    if (file.samplerate // common) * (sample_rate // common) > _MOST_WEIGHTS:
-        raise AudioError.of(
-            path,
-            "odd sampling rate",
-            f"its {file.samplerate} Hz and sample_rate={sample_rate} have no simple ratio; convert it to {sample_rate} "
-            "Hz, or correct its header",
-        )
+        return "several channels", f"it has {file.channels} channels, but must have one; convert it to mono"
+    if seconds > max_seconds:
+        message = f"{seconds:.1f} s are more than max_seconds={max_seconds:g}; cut it into utterances, or raise "
+        return "too long", message + "max_seconds"
+    if rate < sample_rate and not upsample:
+        message = f"it has {rate} Hz, less than sample_rate={sample_rate}, so that its upper band would be empty; "
+        return "low sampling rate", message + f"set upsample=true to use it anyway, or train with sample_rate={rate}"
+    # The time and memory of resampling grow with the product of the ratio's terms.
+    common = math.gcd(rate, sample_rate)
+    if (rate // common) * (sample_rate // common) > _MAX_WEIGHTS:
+        message = f"its {rate} Hz and sample_rate={sample_rate} have no simple ratio; convert it to {sample_rate} Hz, "
+        return "odd sampling rate", message + "or correct its header"
+    return None
 
 
 def _unreadable(path: Path, error: Exception) -> str:

@@ -43,24 +43,24 @@ def read_manifest(path: Path, *, spoken: bool = True) -> list[ManifestLine]:
     """
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path.resolve()}: there is no such manifest; it has a line such as "
+            f"{path.resolve()}: there is no such manifest; it needs a line such as "
             '{"audio_filepath": "a.wav", "duration": 2.5, "text": "hello"} for every utterance'
         )
-    found, bad = [], []
+    lines, bad = [], []
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
-                    found.append(_manifest_line(line, f"{path}:{number}", path.parent, spoken))
+                    lines.append(_manifest_line(line, f"{path}:{number}", path.parent, spoken))
                 except ValueError as error:
                     bad.append(f"{path}:{number}: {error}")
     if bad:
         more = f"\nand {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
         raise ValueError("\n".join(bad[:_SHOWN]) + f"{more}\ncorrect or delete these lines")
-    if not found:
+    if not lines:
         raise ValueError(f"{path}: has no utterance; add a line for each")
-    _check_unique(found)
-    return found
+    _check_unique(lines)
+    return lines
 
 
 def _manifest_line(line: bytes, where: str, folder: Path, spoken: bool) -> ManifestLine:
@@ -119,8 +119,8 @@ def _check_unique(lines: list[ManifestLine]) -> None:
     for line in lines:
         if line.utterance.id in seen:
             raise ValueError(
-                f"{line.where}: {line.utterance.id!r} is in {seen[line.utterance.id]} too; delete one of the lines, or "
-                'give each an "id" of its own'
+                f"{line.where}: {line.utterance.id!r} is also in {seen[line.utterance.id]}; delete one of the lines, "
+                'or give each its own "id"'
             )
         seen[line.utterance.id] = line.where
 
@@ -205,7 +205,7 @@ class ManifestCorpus(SpeechCorpus):
             self.lexicon.check()
         for split in self.manifests:
             self.utterances(split)
-        _ = self.folded
+        _ = self.folded  # raises if the folding is invalid
 
     def utterances(self, split: str) -> list[Utterance]:
         """Return the utterances of "train", "val" or "test". Ids begin with the split's name.
@@ -238,21 +238,17 @@ class ManifestCorpus(SpeechCorpus):
 
     def _pronounced(self, split: str) -> list[Utterance]:
         lines = read_manifest(self.manifests[split])
-        spoken = [
-            (
-                line.utterance._replace(id=f"{split}/{line.utterance.id}"),
-                line.text if line.utterance.phones is None else None,
-            )
-            for line in lines
-        ]
+        utterances = [line.utterance._replace(id=f"{split}/{line.utterance.id}") for line in lines]
+        texts = [line.text if line.utterance.phones is None else None for line in lines]
         if self.lexicon is not None:
+            spoken = zip(utterances, texts, strict=True)
             return pronounced(spoken, self.lexicon, str(self.manifests[split]), self.g2p)
         for line in lines:
             if line.utterance.phones is None:
                 raise ValueError(
                     f"{line.where}: has a text, but no phonemes; give a lexicon, which turns words into phones"
                 )
-        return [utterance for utterance, _ in spoken]
+        return utterances
 
 
 class LibriSpeechCorpus(SpeechCorpus):
@@ -299,14 +295,12 @@ class LibriSpeechCorpus(SpeechCorpus):
             FileNotFoundError: If one is missing. The message says where to get it.
         """
         self.lexicon.check()
-        missing = [
-            subset for subsets in self.subsets.values() for subset in subsets if not self._folder(subset).is_dir()
-        ]
-        if missing:
+        subsets = [subset for split in self.subsets.values() for subset in split]
+        if missing := [subset for subset in subsets if not self._folder(subset).is_dir()]:
             raise FileNotFoundError(
-                f"LibriSpeech's {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not in "
-                f"{self.root.resolve()}: get {', '.join(f'{subset}.tar.gz' for subset in missing)} from "
-                f"https://www.openslr.org/12 and unpack there, so that there is {self._folder(missing[0]).resolve()}"
+                f"{self.root.resolve()} lacks LibriSpeech's {' and '.join(missing)}: get "
+                f"{', '.join(f'{subset}.tar.gz' for subset in missing)} from https://www.openslr.org/12 and unpack "
+                f"them to have {self._folder(missing[0]).resolve()}"
             )
 
     def utterances(self, split: str) -> list[Utterance]:
@@ -339,12 +333,11 @@ class LibriSpeechCorpus(SpeechCorpus):
         recordings = LIBRISPEECH(self.root, subset)
         if not len(recordings):
             raise ValueError(f"{self._folder(subset)}: has no FLAC files in its folders; unpack it again")
-        return [_of_librispeech(self.root / "LibriSpeech", recordings.get_metadata(i)) for i in range(len(recordings))]
-
-
-def _of_librispeech(folder: Path, metadata: tuple[str, int, str, int, int, int]) -> tuple[Utterance, str]:
-    audio, _, text, speaker, _, _ = metadata
-    return Utterance(Path(audio).stem, folder / audio, str(speaker)), text
+        spoken = []
+        for i in range(len(recordings)):
+            audio, _, text, speaker, _, _ = recordings.get_metadata(i)
+            spoken.append((Utterance(Path(audio).stem, self.root / "LibriSpeech" / audio, str(speaker)), text))
+        return spoken
 
 
 class EspeakCorpus(SpeechCorpus):
@@ -353,7 +346,7 @@ class EspeakCorpus(SpeechCorpus):
     The speakers are 8 dialects with 13 voice variants at several speeds and pitches. The sentences are from the
     documentation of the running Python and its library, in pieces of at most 12 words. The splits share no sentence and
     no variant; they share the dialects, whose phones differ. The phones are those that the synthesiser reports, mapped
-    to the 46 of `ESPEAK_PHONES`. Pauses have no label, so they are not scored. The manifests also have the times of the
+    to the 46 of `ESPEAK_PHONES`. Pauses have no label and are not scored. The manifests also have the times of the
     phones.
 
     The same arguments give the same files with the same Python and espeak-ng, whose versions are in `about.json`.
@@ -381,7 +374,7 @@ class EspeakCorpus(SpeechCorpus):
         """Synthesise the corpus if it does not exist. An hour of audio takes about a minute.
 
         Raises:
-            FileExistsError: If `root` holds other files, or another corpus.
+            FileExistsError: If `root` has other files, or another corpus.
             ModuleNotFoundError: If espeak-ng is not installed. The message names the extra.
             ChildProcessError: If espeak-ng fails.
         """

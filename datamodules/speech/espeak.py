@@ -52,7 +52,7 @@ _VARIANTS = {  # of the voice
 _RATES = range(140, 201, 10)  # words per minute
 _PITCHES = range(35, 66, 5)  # espeak-ng's scale is 0 to 99
 
-_LEAST_WORDS, _MOST_WORDS = 4, 12  # of an utterance: about 2 to 6 seconds
+_MIN_WORDS, _MAX_WORDS = 4, 12  # of an utterance: about 2 to 6 seconds
 
 
 class Speaker(NamedTuple):
@@ -104,13 +104,13 @@ def library_sentences() -> list[list[str]]:
         The pieces of each sentence, in a fixed order. No piece occurs twice.
     """
     sentences = {sentence for text in _documentation() for sentence in sentences_of(text)}
-    order, seen, found = sorted(sentences), set[str](), []
+    order, seen, result = sorted(sentences), set[str](), []
     for sentence in (order[i] for i in fixed_order(order)):
         pieces = [piece for piece in cut(sentence) if piece not in seen]
         seen.update(pieces)
         if pieces:
-            found.append(pieces)
-    return found
+            result.append(pieces)
+    return result
 
 
 def _documentation() -> Iterator[str]:
@@ -138,7 +138,7 @@ def sentences_of(text: str) -> Iterator[str]:
     for paragraph in re.split(r"\n\s*\n", text):
         for sentence in re.split(r"(?<=[.:;?!])\s+", paragraph.strip()):
             words = re.sub(r"[,;]", " ", sentence[:-1]).split()
-            if not sentence.endswith(".") or len(words) < _LEAST_WORDS:
+            if not sentence.endswith(".") or len(words) < _MIN_WORDS:
                 continue
             words[0] = words[0][0].lower() + words[0][1:]
             if all(re.fullmatch(r"[a-z]+('[a-z]+)?|I|Python", word) for word in words):
@@ -148,7 +148,7 @@ def sentences_of(text: str) -> Iterator[str]:
 def cut(sentence: str) -> list[str]:
     """Cut a sentence into as few pieces of at most twelve words as possible, with lengths as equal as possible."""
     words = sentence.split()
-    n = math.ceil(len(words) / _MOST_WORDS)
+    n = math.ceil(len(words) / _MAX_WORDS)
     borders = [len(words) * i // n for i in range(n + 1)]
     return [" ".join(words[borders[i] : borders[i + 1]]) for i in range(n)]
 
@@ -162,14 +162,14 @@ def espeak_library() -> tuple[str, str | None]:
     The library of the package `espeakng-loader` takes precedence over the system's.
 
     Raises:
-        ModuleNotFoundError: If there is neither. The message says how to install one.
+        ModuleNotFoundError: If neither is installed. The message says how to install one.
     """
     if find_spec("espeakng_loader") is not None:
         import espeakng_loader
 
         return espeakng_loader.get_library_path(), str(Path(espeakng_loader.get_data_path()).parent)
-    if (found := ctypes.util.find_library("espeak-ng")) is not None:
-        return found, None
+    if (library := ctypes.util.find_library("espeak-ng")) is not None:
+        return library, None
     raise ModuleNotFoundError(
         "speech is synthesised by espeak-ng, which is not installed: pip install 'lit-effattn[speech]', or on Debian "
         "and Ubuntu: apt install libespeak-ng1"
@@ -264,9 +264,9 @@ def timed_phones(
     sounds = list(sounds)
     phones, times = list[str](), list[tuple[float, float]]()
     for (name, start), (_, end) in pairwise([*sounds, ("", n_samples)]):
-        parts = espeak_phones(name)
-        phones.extend(parts)
-        borders = [start + (end - start) * i / len(parts) for i in range(len(parts) + 1)] if parts else []
+        of_sound = espeak_phones(name)
+        phones.extend(of_sound)
+        borders = [start + (end - start) * i / len(of_sound) for i in range(len(of_sound) + 1)] if of_sound else []
         times.extend((round(a / sample_rate, 4), round(b / sample_rate, 4)) for a, b in pairwise(borders))
     return phones, times
 
@@ -290,7 +290,7 @@ def make_corpus(root: Path, minutes: float) -> None:
         minutes: Minutes of audio: 80 % for training, 10 % for validation, 10 % for test.
 
     Raises:
-        FileExistsError: If the folder holds other files.
+        FileExistsError: If the folder has other files.
         ModuleNotFoundError: If espeak-ng is not installed.
         ValueError: If there are too few sentences for this length.
     """
@@ -304,14 +304,12 @@ def _is_made(root: Path, minutes: float) -> bool:
         return False
     try:
         about = parse_json(regular(root / ABOUT).read_text())
-        found = {"format": about["format"], "minutes": about["minutes"]}
+        settings = {"format": about["format"], "minutes": about["minutes"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FileExistsError(f"root={str(root)!r} has files that are not a corpus; name another folder") from error
+    if settings != (expected := {"format": FORMAT, "minutes": minutes}):
         raise FileExistsError(
-            f"root={str(root)!r} holds other files than a corpus of espeak-ng; name another folder"
-        ) from error
-    if found != (wanted := {"format": FORMAT, "minutes": minutes}):
-        raise FileExistsError(
-            f"root={str(root)!r} holds a corpus of {found} instead of {wanted}; delete it or name another folder"
+            f"root={str(root)!r} has a corpus of {settings} instead of {expected}; delete it or name another folder"
         )
     return True
 
@@ -324,9 +322,8 @@ def _make(folder: Path, minutes: float) -> None:
         sentences = iter(library_sentences())  # after espeak-ng has started, since this takes seconds
         task = bar.add_task("Synthesising speech", total=minutes * 60)
         for split, share in _SHARES.items():
-            about[split] = _make_split(
-                folder, split, share * minutes * 60, sentences, voice, partial(bar.advance, task)
-            )
+            seconds = share * minutes * 60
+            about[split] = _make_split(folder, split, seconds, sentences, voice, partial(bar.advance, task))
     (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
 
 
@@ -341,12 +338,12 @@ def _make_split(
     import soundfile
 
     (folder / split).mkdir()
-    turns = speakers(split)
+    in_turn = speakers(split)
     n, n_phones, done = 0, 0, 0.0
     with (folder / f"{split}.jsonl").open("w", encoding="utf-8") as manifest:
         while done < seconds:
             for text in _next(sentences, split, done, seconds):
-                speaker = turns[n % len(turns)]
+                speaker = in_turn[n % len(in_turn)]
                 spoken = voice.say(speaker, text)
                 name = f"{split}/{n:05d}-{speaker.voice}.flac"
                 soundfile.write(folder / name, spoken.samples, SAMPLE_RATE, subtype="PCM_16")

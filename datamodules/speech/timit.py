@@ -55,10 +55,10 @@ class TimitCorpus(SpeechCorpus):
             ValueError: If a label is not one of TIMIT's.
         """
         for split, expected in _N_UTTERANCES.items():
-            if (found := len(self.utterances(split))) != expected:
+            if (n := len(self.utterances(split))) != expected:
                 rank_zero_warn(
-                    f"{self.root}: TIMIT has {expected} utterances for {split!r}, but {found} were found; errors can't "
-                    "be compared with published ones"
+                    f"{self.root}: TIMIT has {expected} utterances for {split!r}, but {n} were found; errors can't be "
+                    "compared with published ones"
                 )
 
     def utterances(self, split: str) -> list[Utterance]:
@@ -70,7 +70,7 @@ class TimitCorpus(SpeechCorpus):
         """
         labels = _labels(self._folder("train" if split == "train" else "test"), _SPEAKERS[split])
         if not labels:
-            raise self._not_here(f"no .PHN file of a speaker for {split!r}")
+            raise self._missing(f"no .PHN file of a speaker for {split!r}")
         return [_utterance(path) for path in labels]
 
     @property
@@ -85,27 +85,27 @@ class TimitCorpus(SpeechCorpus):
 
     def _folder(self, name: str) -> Path:
         folders = self.root.iterdir() if self.root.is_dir() else ()
-        found = [folder for folder in folders if folder.name.lower() == name and folder.is_dir()]
-        if not found:
-            raise self._not_here(f"no folder {name.upper()}")
-        return found[0]
+        folder = next((folder for folder in folders if folder.name.lower() == name and folder.is_dir()), None)
+        if folder is None:
+            raise self._missing(f"no folder {name.upper()}")
+        return folder
 
-    def _not_here(self, lacking: str) -> FileNotFoundError:
+    def _missing(self, lacking: str) -> FileNotFoundError:
         return FileNotFoundError(
             f"TIMIT is not in {self.root.resolve()}: it has {lacking}. Get LDC93S1 from https://catalog.ldc.upenn.edu/"
-            "LDC93S1, and name with root the folder that has TRAIN and TEST in it, with DR1/FCJF0/SI1027.PHN and so on"
+            "LDC93S1, and set root to the folder that has TRAIN and TEST in it, with DR1/FCJF0/SI1027.PHN and so on"
         )
 
 
 def _labels(folder: Path, speakers: frozenset[str] | None) -> list[Path]:
-    found = [
+    paths = (
         path
         for path in folder.glob("*/*/*")
         if path.suffix.lower() == ".phn"
         and not path.name.lower().startswith("sa")
         and (speakers is None or path.parent.name.lower() in speakers)
-    ]
-    return sorted(found, key=_id)
+    )
+    return sorted(paths, key=_id)
 
 
 def _id(labels: Path) -> str:
@@ -113,9 +113,9 @@ def _id(labels: Path) -> str:
 
 
 def _utterance(labels: Path) -> Utterance:
-    beside = {path.name.lower(): path for path in labels.parent.iterdir()}
+    files = {path.name.lower(): path for path in labels.parent.iterdir()}
     stem = labels.stem.lower()
-    audio = next((beside[stem + end] for end in _AUDIO if stem + end in beside), None)
+    audio = next((files[stem + suffix] for suffix in _AUDIO if stem + suffix in files), None)
     if audio is None:
         raise FileNotFoundError(f"{labels.with_suffix('.WAV')}: there is no such file, or .flac; add it")
     return Utterance(_id(labels), audio, labels.parent.name.lower(), _read_labels(labels))

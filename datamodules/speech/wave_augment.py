@@ -99,7 +99,7 @@ class WaveAugment:
         """Check that the folders hold recordings.
 
         Raises:
-            FileNotFoundError: If there is no such folder.
+            FileNotFoundError: If a folder is missing.
             ValueError: If a folder has no recordings.
         """
         _ = self._impulse_files, self._noise_files

@@ -55,9 +55,10 @@ def test_a_part_is_that_part_and_only_it_is_decoded(tmp_path, write, monkeypatch
     assert decoded == [4000, 4000, 4000]
 
 
-def test_a_part_of_a_long_file_is_not_too_long(tmp_path):
+def test_a_part_of_a_long_file_is_not_too_long_and_the_whole_is_refused_before_it_is_decoded(tmp_path, monkeypatch):
     path = write(tmp_path / "a.flac", noise(3 * RATE))
     assert len(read_audio(path, start=1.0, duration=1.0, max_seconds=1.0)) == RATE
+    monkeypatch.setattr(soundfile.SoundFile, "read", None)
     with pytest.raises(AudioError, match=r"a\.flac: 3\.0 s are more than max_seconds=1; cut it"):
         read_audio(path, max_seconds=1.0)
 
@@ -68,7 +69,7 @@ def test_a_name_need_not_be_utf8(tmp_path):
     assert len(read_audio(path)) == 100
 
 
-@pytest.mark.parametrize("rate", [22_050, 44_100, 48_000])
+@pytest.mark.parametrize("rate", [22_050, 48_000])
 def test_resampled_sound_is_the_same_sound(tmp_path, rate):
     def sine(rate, n):
         return 0.5 * np.sin(2 * np.pi * 440 * np.arange(n) / rate)
@@ -105,51 +106,35 @@ def bytes_of(content):
     return make
 
 
-FAULTS = {
-    "missing": ("a.wav", lambda path: path, "no such file"),
-    "folder": ("a", lambda path: path.mkdir() or path, "not a file"),
-    "no bytes": ("a.wav", bytes_of(b""), "file is empty"),
-    "no samples": ("a.wav", lambda path: write(path, noise(0)), "it has no samples"),
-    "text": ("a.wav", bytes_of(b"hello" * 100), "libsndfile cannot read it.*convert it to WAV or FLAC"),
-    "cut off": ("a.flac", cut_off, "cut off|cannot read"),
-    "no numbers": ("a.wav", no_numbers, "not finite"),
-    "stereo": ("a.wav", stereo, "2 channels.*convert it to mono"),
-    "low rate": ("a.wav", lambda path: write(path, noise(8000), 8000), "8000 Hz.*sample_rate=16000.*upsample=true"),
-    "odd rate": ("a.wav", damaged_header, "48001 Hz and sample_rate=16000 have no simple ratio; convert it"),
-    "long name": ("a" * 300, lambda path: path, "cannot be opened .*too long"),
-    "shorten": ("a.wv1", lambda path: write_sphere(path, noise(9), coding="pcm,embedded-shorten-v2.00"), "sph2pipe"),
-}
-REASONS = {
-    "folder": "missing",
-    "no bytes": "empty",
-    "no samples": "empty",
-    "text": "unreadable",
-    "cut off": "unreadable",
-    "no numbers": "unreadable",
-    "stereo": "several channels",
-    "low rate": "low sampling rate",
-    "odd rate": "odd sampling rate",
-    "long name": "unreadable",
-    "shorten": "unreadable",
-}
+def slow(path):
+    return write(path, noise(8000), 8000)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_what_cannot_be_used_is_named(tmp_path, fault):
-    name, make, message = FAULTS[fault]
+def shortened(path):
+    return write_sphere(path, noise(9), coding="pcm,embedded-shorten-v2.00")
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "reason", "message"),
+    [
+        ("a.wav", lambda path: path, "missing", "no such file"),
+        ("a", lambda path: path.mkdir() or path, "missing", "not a file"),
+        ("a.wav", bytes_of(b""), "empty", "file is empty"),
+        ("a.wav", lambda path: write(path, noise(0)), "empty", "it has no samples"),
+        ("a.wav", bytes_of(b"hello" * 100), "unreadable", "libsndfile cannot read it.*convert it to WAV or FLAC"),
+        ("a.flac", cut_off, "unreadable", "cut off|cannot read"),
+        ("a.wav", no_numbers, "unreadable", "not finite"),
+        ("a.wav", stereo, "several channels", "2 channels.*convert it to mono"),
+        ("a.wav", slow, "low sampling rate", "8000 Hz.*sample_rate=16000.*upsample=true"),
+        ("a.wav", damaged_header, "odd sampling rate", "48001 Hz and sample_rate=16000 have no simple ratio; convert"),
+        ("a" * 300, lambda path: path, "unreadable", "cannot be opened .*too long"),
+        ("a.wv1", shortened, "unreadable", "sph2pipe"),
+    ],
+)
+def test_what_cannot_be_used_is_named(tmp_path, name, make, reason, message):
     with pytest.raises(AudioError, match=f"(?s){name}: .*(?:{message})") as error:
         read_audio(make(tmp_path / name))
-    assert error.value.reason == REASONS.get(fault, fault)
-
-
-def test_an_hour_is_refused_before_it_is_decoded(tmp_path, monkeypatch):
-    path = tmp_path / "hour.wav"
-    with soundfile.SoundFile(path, "w", 16_000, 1) as file:
-        for _ in range(60):
-            file.write(np.zeros(60 * 16_000, np.int16))
-    monkeypatch.setattr(soundfile.SoundFile, "read", None)
-    with pytest.raises(AudioError, match=r"3600\.0 s are more than max_seconds=40"):
-        read_audio(path)
+    assert error.value.reason == reason
 
 
 @pytest.mark.parametrize(("start", "duration"), [(-0.1, None), (1.0, None), (0.5, 0.0), (0.5, 0.7), (2.0, 0.1)])

@@ -25,16 +25,16 @@ def runs(flags):
 def test_one_mask_has_every_length_and_place_equally_often():
     augment = SpecAugment(n_freq_masks=1, freq_mask=3, n_time_masks=1, time_mask=4, max_share=1.0)
     widths, heights, first = np.zeros(5), np.zeros(4), np.zeros(20)
-    for seed in range(4000):
+    for seed in range(2000):
         rows, columns = hidden(augment, (20, 10), seed)
         assert len(runs(rows.numpy())) <= 1
         widths[int(rows.sum())] += 1
         heights[int(columns.sum())] += 1
         if rows.sum() == 4:
             first[int(rows.int().argmax())] += 1
-    assert np.abs(widths / 4000 - 1 / 5).max() < 0.03
-    assert np.abs(heights / 4000 - 1 / 4).max() < 0.03
-    assert (first[:17] > 20).all()  # 800 / 17 = 47 each
+    assert np.abs(widths / 2000 - 1 / 5).max() < 0.03
+    assert np.abs(heights / 2000 - 1 / 4).max() < 0.03
+    assert (first[:17] > 8).all()  # 400 / 17 = 24 each
     assert (first[17:] == 0).all()
 
 
@@ -55,14 +55,10 @@ def test_short_utterances_and_no_masks():
     hidden(SpecAugment(freq_mask=40, max_share=1.0), (1, 40))
 
 
-@pytest.mark.parametrize("option", [{"n_freq_masks": -1}, {"freq_mask": -1}, {"n_time_masks": -2}, {"time_mask": -1}])
-def test_negative_numbers_are_refused(option):
-    ((name, value),) = option.items()
-    with pytest.raises(ValueError, match=f"{name}={value} must be at least 0"):
-        SpecAugment(**option)
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.1])
-def test_a_share_is_from_0_to_1(share):
-    with pytest.raises(ValueError, match=f"max_share={share}"):
-        SpecAugment(max_share=share)
+def test_wrong_options_are_named():
+    for name in ("n_freq_masks", "freq_mask", "n_time_masks", "time_mask"):
+        with pytest.raises(ValueError, match=f"{name}=-1 must be at least 0"):
+            SpecAugment(**{name: -1})
+    for share in (-0.1, 1.1):
+        with pytest.raises(ValueError, match=f"max_share={share}"):
+            SpecAugment(max_share=share)

@@ -69,14 +69,10 @@ def test_lines_of_a_manifest(tmp_path: Path):
         (line(), "neither text nor phonemes"),
         (line(text="x", duration=0), "duration=0 must be more than 0"),
         (line(text="x", duration="1"), "duration='1' must be a number"),
-        (line(text="x", duration=True), "duration=True must be a number"),
         (line(text="x", duration=float("nan")), "duration=nan must be a number"),
-        (line(text="x", duration=float("inf")), "duration=inf must be a number"),
-        (line(text="x", duration=10**400), "must be a number"),
         (line(text="x", offset=-1), "offset=-1 must be a number"),
         (line(phonemes=[]), r"phonemes=\[\] must be a list"),
         (line(phonemes=["a b"]), "must be a list"),
-        (line(phonemes=["a", 1]), "must be a list"),
         (line(phonemes=""), "must be a list"),
     ],
 )
@@ -86,17 +82,13 @@ def test_bad_lines_are_named(tmp_path: Path, bad: dict[str, Any] | str, message:
         read_manifest(Path(path))
 
 
-def test_a_line_in_another_encoding_is_named(tmp_path: Path):
+def test_bad_lines_are_counted_and_a_line_in_another_encoding_is_named(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"(?s):1: .*:5: .*and 3 more"):
+        read_manifest(Path(manifest(tmp_path / "x.jsonl", *["?"] * 8)))
     path = Path(manifest(tmp_path / "x.jsonl", line(text="x"), '{"audio_filepath": "b.wav", "text": "été"}'))
     path.write_bytes(path.read_text(encoding="utf-8").encode("latin-1"))
     with pytest.raises(ValueError, match=r"x\.jsonl:2: is not UTF-8 \(.* at byte 37\)\ncorrect or delete"):
         read_manifest(path)
-
-
-def test_many_bad_lines_are_counted(tmp_path: Path):
-    path = manifest(tmp_path / "x.jsonl", *["?"] * 8)
-    with pytest.raises(ValueError, match=r"(?s):1: .*:5: .*and 3 more"):
-        read_manifest(Path(path))
 
 
 def test_manifests_without_sense_are_refused(tmp_path: Path):
@@ -104,7 +96,7 @@ def test_manifests_without_sense_are_refused(tmp_path: Path):
         read_manifest(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="has no utterance"):
         read_manifest(Path(manifest(tmp_path / "x", "")))
-    with pytest.raises(ValueError, match=r"x:2: 'a\.wav' is in .*x:1 too"):
+    with pytest.raises(ValueError, match=r"x:2: 'a\.wav' is also in .*x:1;"):
         read_manifest(Path(manifest(tmp_path / "x", line(text="x"), line(text="y"))))
 
 
@@ -146,10 +138,8 @@ def test_phones_are_scored_as_the_folding_says(tmp_path: Path):
     [
         (None, r"folding='.*f\.json': there is no such file"),
         ("{", r"folding='.*f\.json' is not JSON"),
-        ('["a"]', "is not an object such as"),
         ('{"a": 1}', "is not an object such as"),
-        ('{"z": "a"}', "names 'z', which is not one of the 2 phones a b; correct it"),
-        ('{"a": "z"}', "names 'z', which is not one of the 2 phones"),
+        ('{"a": "z"}', "names 'z', which is not one of the 2 phones a b; correct it"),
     ],
 )
 def test_a_folding_without_sense_is_refused(tmp_path: Path, content: str | None, message: str):
@@ -221,7 +211,9 @@ def test_librispeech(tmp_path: Path):
 def test_librispeech_that_is_not_there(tmp_path: Path):
     librispeech(tmp_path, "train-clean-100", ("19-198-0000", "HELLO"))
     corpus = LibriSpeechCorpus(str(tmp_path), lexicon(tmp_path))
-    message = r"dev-clean and test-clean are not in .*get dev-clean\.tar\.gz, test-clean\.tar\.gz.*openslr\.org/12"
+    message = (
+        r"lacks LibriSpeech's dev-clean and test-clean: get dev-clean\.tar\.gz, test-clean\.tar\.gz.*openslr\.org/12"
+    )
     with pytest.raises(FileNotFoundError, match=message):
         corpus.prepare()
     with pytest.raises(FileNotFoundError, match=message):

@@ -87,7 +87,7 @@ def test_too_few_sentences_leave_nothing(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_another_folder_is_left_alone(tmp_path: Path):
     (tmp_path / "thesis.txt").touch()
-    with pytest.raises(FileExistsError, match="holds other files"):
+    with pytest.raises(FileExistsError, match="has files that are not a corpus"):
         espeak.make_corpus(tmp_path, 1)
     assert (tmp_path / "thesis.txt").exists()
     with pytest.raises(ValueError, match="minutes=-1 must be"):
@@ -145,7 +145,7 @@ def test_the_command_says_what_is_wrong_at_once_and_plainly(
     monkeypatch.setattr(espeak, "library_sentences", lambda: pytest.fail("read the documentation for nothing"))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").touch()
-    for root, message in (("new", "pip install 'lit-effattn[speech]'"), ("full", "holds other files")):
+    for root, message in (("new", "pip install 'lit-effattn[speech]'"), ("full", "has files that are not a corpus")):
         with pytest.raises(SystemExit, match="1"):
             espeak.main(["--root", str(tmp_path / root)])
         assert message in capsys.readouterr().err

@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 import torch
-from torchaudio.compliance import kaldi
 
 from lit_effattn.datamodules import Filterbanks
 from lit_effattn.datamodules.speech.filterbanks import moments, normalized
@@ -55,13 +54,7 @@ def test_equals_the_definition(rate, n_mels, frame_ms, hop_ms):
     assert np.abs(features.numpy() - expected).max() < (1e-4 if n_mels <= 40 else 5e-4)
 
 
-def test_equals_kaldi_in_torchaudio():
-    x = torch.from_numpy(sound(16_000))
-    expected = kaldi.fbank(x[None] * 2**15, num_mel_bins=40, dither=0.0)
-    assert (Filterbanks()(x) - expected).abs().max() < 1e-4
-
-
-@pytest.mark.parametrize("rate", [8000, 11_025, 16_000, 22_050])
+@pytest.mark.parametrize("rate", [11_025, 16_000])
 def test_the_number_of_frames_is_foretold(rate):
     filterbanks = Filterbanks(rate, n_mels=20)
     size, hop = int(rate * 0.025), int(rate * 0.01)

@@ -96,8 +96,7 @@ def filterbanks(utterance):
     return Filterbanks(RATE, n_mels=20)(read_audio(utterance.audio, sample_rate=RATE))
 
 
-@pytest.mark.parametrize("cache", [False, True])
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("cache", "num_workers"), [(False, 0), (True, 2)])
 def test_batches_hold_the_features_and_labels_of_every_utterance(make, corpus, cache, num_workers):
     data = make("fit", normalize=None, cache=cache, num_workers=num_workers)
     for split, loader in (("train", data.train_dataloader()), ("val", data.val_dataloader())):
@@ -112,19 +111,15 @@ def test_batches_hold_the_features_and_labels_of_every_utterance(make, corpus, c
             loader._iterator._shutdown_workers()
 
 
-def test_the_corpus_is_the_one_that_needs_no_download():
-    assert isinstance(SpeechData().corpus, EspeakCorpus)
-
-
 def test_what_the_model_needs_to_know_is_known_at_once(make):
+    assert isinstance(SpeechData().corpus, EspeakCorpus)
     data = make()
     assert (data.n_mels, data.phones, data.folded) == (20, list(PHONES), ["aa", "b", "b", ""])
     assert data.frame_seconds == 0.01
     assert make(sample_rate=11_025).frame_seconds == 110 / 11_025
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("stage", ["fit", "test"])
+@pytest.mark.parametrize(("world", "stage"), [(2, "fit"), (3, "test")])
 def test_each_utterance_is_on_one_process_in_equally_many_batches(make, corpus, world, stage):
     name = "train" if stage == "fit" else stage
     seen, counts = [], set()
@@ -247,7 +242,7 @@ def test_the_first_few_of_many_are_named(make, corpus):
     assert not warned(record, "test/3.wav")
 
 
-@pytest.mark.parametrize("subsampling", [1, 3, 4])
+@pytest.mark.parametrize("subsampling", [1, 4])
 def test_ctc_needs_a_frame_a_phone_and_one_between_equal_ones(make, corpus, subsampling):
     said = corpus.splits["train"][:4]
     frames = [math.ceil(len(filterbanks(u)) / subsampling) for u in said]
@@ -351,20 +346,14 @@ def bad_audio(folder):
         ("gone.wav", r"gone\.wav: there is no such file"),
         ("empty", "empty: has no recordings"),
         ("stereo.wav", r"stereo\.wav: it has 2 channels.*convert it to mono"),
-        ("short.wav", "short.wav: 0.013 s are less than"),
+        ("short.wav stereo.wav", r"short.wav: 0.013 s are less than.*\(1 more of 2 can't be used\)"),
         ("m.jsonl", r"m\.jsonl:2: lacks audio_filepath"),
     ],
 )
 def test_predict_refuses_recordings_that_cannot_be_used(make, tmp_path, name, message):
     bad_audio(tmp_path)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        make("predict", audio=[str(tmp_path / name)])
-
-
-def test_predict_says_how_many_more_there_are(make, tmp_path):
-    bad_audio(tmp_path)
-    with pytest.raises(ValueError, match=r"short.wav: .*\(1 more of 2 can't be used\)"):
-        make("predict", audio=[str(tmp_path / "short.wav"), str(tmp_path / "stereo.wav")])
+        make("predict", audio=[str(tmp_path / part) for part in name.split()])
 
 
 def test_recordings_are_for_predict(make, corpus):
@@ -414,8 +403,8 @@ def test_a_name_need_not_be_utf8(make, corpus):
     assert "caf\udce9" in rows_of(epoch_of(make("fit", spec_augment=SpecAugment(freq_mask=10)), 0))
 
 
-def test_nothing_is_hidden_in_evaluation(make):
-    options = {"spec_augment": SpecAugment(freq_mask=10)}
+def test_nothing_is_changed_or_hidden_in_evaluation(make):
+    options = {"spec_augment": SpecAugment(freq_mask=10), "wave_augment": WaveAugment(probability=1.0)}
     plain, augmented = make("fit").val_dataloader(), make("fit", **options).val_dataloader()
     rows = rows_of(augmented)
     assert all(torch.equal(rows[name][0], features) for name, (features, _) in rows_of(plain).items())
@@ -470,12 +459,6 @@ def test_ctc_needs_a_frame_a_phone_at_the_largest_speed_too(make, corpus):
     with pytest.warns(UserWarning, match="1 shorter than its phones"):
         data = make("fit", wave_augment=augment)
     assert set(rows_of(data.train_dataloader())) == {said[0].id, said[2].id}
-
-
-def test_recordings_are_not_changed_in_evaluation(make):
-    augment = WaveAugment(probability=1.0)
-    rows = rows_of(make("fit", wave_augment=augment).val_dataloader())
-    assert all(torch.equal(rows[name][0], f) for name, (f, _) in rows_of(make("fit").val_dataloader()).items())
 
 
 def test_a_folder_of_noise_is_needed_for_training_only(make):
@@ -570,12 +553,9 @@ def test_overfitting_batches_would_replace_the_sampler(make):
     ("options", "message"),
     [
         ({"batch_frames": 0}, "batch_frames=0"),
-        ({"eval_batch_frames": 0}, "eval_batch_frames=0"),
-        ({"batch_utterances": 0}, "batch_utterances=0"),
         ({"subsampling": 0}, "subsampling=0"),
-        ({"seed": -1}, "seed=-1"),
         ({"num_workers": -1}, "num_workers=-1"),
-        ({"normalize": "all"}, "normalize='all' is not known"),
+        ({"normalize": "all"}, "normalize='all' is unknown"),
         ({"min_seconds": 5.0, "max_seconds": 2.0}, r"min_seconds=5\.0 .* max_seconds=2\.0"),
         ({"spec_augment": SpecAugment(freq_mask=21)}, "freq_mask=21 must be at most n_mels=20"),
         ({"spec_augment": SpecAugment(), "normalize": None}, "normalize=None: spec_augment"),

@@ -139,8 +139,6 @@ def test_silence_stays_silence(tmp_path):
         ({"probability": 1.5}, "probability=1.5 must be from 0 to 1"),
         ({"pitch": -1.0}, "pitch=-1.0 must be from 0 to 12 semitones"),
         ({"speed": (1.1, 0.9)}, r"speed=\(1.1, 0.9\) must be two numbers from 0.5 to 2, the smaller one first"),
-        ({"speed": (0.0, 1.0)}, r"speed=\(0.0, 1.0\)"),
-        ({"reverb": (0.0, 0.5)}, r"reverb=\(0.0, 0.5\)"),
         ({"noise": (float("nan"), 5.0)}, r"noise=\(nan, 5.0\)"),
         ({"noise": None, "noises": "x"}, "noises='x' is not used, because noise is null"),
         ({"reverb": None, "impulse_responses": "x"}, "impulse_responses='x' is not used"),

@@ -496,9 +496,7 @@ class Transformer(SequenceModule):
             )
         for attention in attentions:
             if not _takes_rotary(attention):
-                raise ValueError(
-                    f"{type(attention).__name__} does not support rotary positions; choose others, or 'auto'"
-                )
+                raise ValueError(f"{type(attention).__name__} does not take rotary positions; choose others, or 'auto'")
             attention.rotary = positions(attention.qk_dim)  # type: ignore[arg-type]
         return None
 

@@ -1,4 +1,4 @@
-"""The base class of tasks: the steps, the optimiser, and checkpoints from which the model can be rebuilt."""
+"""The base class of tasks: steps, optimiser, and checkpoints from which the model can be rebuilt."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lit_effattn.checkpoints.loading import check_same_model, load_model
 from lit_effattn.checkpoints.runs import short
 from lit_effattn.distributed import sharding
 from lit_effattn.hparams import HasInitArgs, init_args
-from lit_effattn.sequence import State, parts
+from lit_effattn.sequence import State, parts, reads_values
 from lit_effattn.tasks.metrics import Count
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Objective(NamedTuple):
     Attributes:
         loss: The scalar to minimise.
         figures: Values to log by name, detached.
-        state: The state of the backbone after the batch, detached, if the batch went on from a memory.
+        state: The state of the backbone after the batch, detached, if the batch continued from a memory.
     """
 
     loss: Tensor
@@ -46,11 +46,13 @@ class Objective(NamedTuple):
     state: State | None = None
 
 
-def check_backbone(backbone: Any) -> None:
-    """Refuse what is no module that mixes a sequence."""
+def check_backbone(backbone: Any, causal: bool = False) -> None:
+    """Raise ValueError unless `backbone` is a sequence module, causal if `causal`."""
     if isinstance(backbone, type) or not (hasattr(backbone, "causal") and hasattr(backbone, "d_model")):
         what = f"the class {backbone.__name__}" if isinstance(backbone, type) else f"a {type(backbone).__name__}"
         raise ValueError(f"backbone is {what}, not a module; give an object such as Transformer(128, 4, 2)")
+    if causal and not backbone.causal:
+        raise ValueError("backbone has causal=False, so a position would see what it predicts; set causal=True")
 
 
 def carried(memory: State | None, state: State) -> State | None:
@@ -59,34 +61,56 @@ def carried(memory: State | None, state: State) -> State | None:
 
 
 def check_fields(batch: Any, kind: Any) -> None:
-    """Refuse a batch without the fields that the NamedTuple `kind` needs."""
-    needed = [name for name in kind._fields if name not in kind._field_defaults]
-    if not all(hasattr(batch, name) for name in needed):
+    """Raise ValueError unless `batch` has the fields that the NamedTuple `kind` requires."""
+    required = [name for name in kind._fields if name not in kind._field_defaults]
+    if not all(hasattr(batch, name) for name in required):
         raise ValueError(
-            f"the batch is a {type(batch).__name__}, not a {kind.__name__} with the fields {', '.join(needed)}; make "
+            f"the batch is a {type(batch).__name__}, not a {kind.__name__} with the fields {', '.join(required)}; make "
             f"one of your tensors by lit_effattn.datamodules.{kind.__name__}"
         )
+
+
+def check_integers(values: Tensor, name: str, first: int, last: int, option: str) -> None:
+    """Check that the integers of a batch are in the model's range. On a GPU they are not read, because it would wait.
+
+    Args:
+        values: Integers of any shape.
+        name: What an integer is, such as "token".
+        first: Lowest valid value.
+        last: Highest valid value.
+        option: What the model has, such as "vocab_size=257".
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
+    if not reads_values(values) or not values.numel():
+        return
+    for value in (int(values.min()), int(values.max())):  # as Python's integers: 256 does not fit into uint8
+        if not first <= value <= last:
+            raise ValueError(
+                f"the data hold {name} {value}, but the model has {option}: {first} … {last}; use the same for both"
+            )
 
 
 class Task(HasInitArgs, pl.LightningModule):
     """A LightningModule that records its constructor arguments, whether it is built from YAML or in Python.
 
-    The training, validation and test steps are here. A subclass defines what they call:
+    The training, validation and test steps are defined here. A subclass defines what they call:
 
-    - `check_batch(batch)` refuses a batch that the model can't read;
-    - `hidden(batch, memory)` returns the backbone's output and its state after the batch: the next two begin with it;
-    - `objective(batch, memory)` computes the loss and the figures to log, without looking at any value;
-    - `score(stage, batch)` updates the metrics of validation or test and returns them by name; a task that can go on
+    - `check_batch(batch)` rejects a batch that the model can't read;
+    - `hidden(batch, memory)` returns the backbone's output and its state after the batch;
+    - `objective(batch, memory)` computes the loss and the figures to log, without reading values of tensors;
+    - `score(stage, batch)` updates the metrics of validation or test and returns them by name; a task that can continue
       from a memory also overrides `evaluate(stage, batch, memory)`, which calls it;
-    - `write_samples(folder, *, datamodule, n, sampling, progress, **options)`, if it can generate: it draws samples,
-      writes them into the folder that `folder()` makes, and returns what to say of them. `sampling` is a
-      `generation.Sampling`; a task that draws nothing does not take it. `options` are those of `lit-effattn generate`
-      that it takes.
+    - `write_samples(folder, *, datamodule, n, sampling, progress, **options)`, if the task can generate, draws samples,
+      writes them into the folder that `folder()` makes, and returns a message for the user. `sampling` is a
+      `generation.Sampling`; a task that searches instead of drawing does not take it. `options` are those of
+      `lit-effattn generate` that the task supports.
 
     Args:
         optimizer: Makes the optimiser from the parameters. Default: torch.optim.RAdam.
-        lr_scheduler: Makes the schedule from the optimiser; it steps once an optimiser step (one that watches a
-            metric, once a validation).
+        lr_scheduler: Makes the schedule from the optimiser. It steps once an optimiser step; a schedule that monitors a
+            metric steps once a validation.
     """
 
     monitor: str
@@ -99,15 +123,16 @@ class Task(HasInitArgs, pl.LightningModule):
     """Figures of training that the progress bar shows."""
 
     memory: State | None = None
-    """The state from which a step goes on. The step replaces it by the state after the batch, detached.
+    """The state from which a step continues. The step replaces it by the state after the batch, detached.
 
     Only the steps (training, validation, test, prediction) and the callback `MemoryCarry` read and set it; all other
-    methods take a memory as an argument and return the state. None: the batch starts anew, and no state is kept.
+    methods take a memory as an argument and return the state. None: a batch starts from the empty state, and no state
+    is kept.
     """
 
     def __init__(self, optimizer: OptimizerCallable | None, lr_scheduler: LRSchedulerCallable | None) -> None:
         super().__init__()
-        # Not as the argument's default: jsonargparse would lay RAdam's defaults over those of the class that is named.
+        # Not the argument's default: jsonargparse would apply RAdam's defaults on top of those of a chosen class.
         self._optimizer = optimizer or torch.optim.RAdam
         self._lr_scheduler = lr_scheduler
         self._objective: Callable[..., Objective] = type(self).objective
@@ -140,27 +165,28 @@ class Task(HasInitArgs, pl.LightningModule):
     ) -> Self:
         """Build the model that a checkpoint holds, with its weights.
 
-        The checkpoint is data: it may name the classes that `lit_effattn.checkpoints.allowlist` lists, this class,
-        and those that you trust; all names are checked before anything is imported or called.
+        A checkpoint may name the classes that `lit_effattn.checkpoints.allowlist` lists, this class, and the classes
+        that you trust. All names are checked before anything is imported or called.
 
         Args:
             checkpoint_path: The file.
-            map_location: Where its tensors go, as in `torch.load`. Default: where they were, or the CPU if that device
-                is not here.
+            map_location: Device of its tensors, as in `torch.load`. Default: the device that they were saved from, or
+                the CPU if it is missing.
             strict: Whether the file must hold exactly this model's parameters and buffers. Default: `strict_loading`.
             weights_only: True or None: checkpoints are never unpickled.
-            trust: Your own classes that the file may name besides: the classes, their full names, or your modules.
-            average: Give the parameters their mean over the last so many checkpoints that the run of this one has kept
-                (`LastCheckpoint.keep`). If the file is one of those, it is the last.
-            kwargs: Arguments of the model that replace those in the file; all of them, if the file could not hold them.
+            trust: Further classes that the file may name: the classes, their full names, or your modules.
+            average: Number of checkpoints over which the parameters are averaged: the last of those that the run of
+                this one has kept (`LastCheckpoint.keep`). If this file is one of them, it is the last.
+            kwargs: Arguments of the model that replace those in the file. If the file could not hold the arguments,
+                all are needed.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: it is no checkpoint, holds another model, or names what it may not (`NotAllowedError`); or fewer
-                checkpoints than `average` were kept.
+            FileNotFoundError: If the file does not exist.
+            ValueError: If the file is not a checkpoint, holds another model, or names a class that is not allowed
+                (`NotAllowedError`), or if fewer checkpoints than `average` were kept.
         """
         if weights_only is not None and not weights_only:
-            raise ValueError(f"weights_only={weights_only} would run code from {checkpoint_path}: leave it out")
+            raise ValueError(f"weights_only={weights_only} would run code from {checkpoint_path}; leave it out")
         return load_model(
             cls,
             Path(checkpoint_path),
@@ -180,7 +206,7 @@ class Task(HasInitArgs, pl.LightningModule):
         """Divide the parameters among the processes, if the strategy does so. A second call does nothing.
 
         Raises:
-            ValueError: the strategy is Lightning's own `ModelParallelStrategy`.
+            ValueError: If the strategy is Lightning's own `ModelParallelStrategy`.
         """
         sharding.shard_module(self)
 
@@ -190,14 +216,13 @@ class Task(HasInitArgs, pl.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip gradients as the trainer's options say, also where processes divide heads."""
+        """Clip gradients by the trainer's options, also where processes divide heads."""
         sharding.clip_gradients(self, optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def whole(self) -> AbstractContextManager[None]:
         """Return a context in which this process has all parameters, also if they are divided among processes.
 
-        All processes enter it together. A callback that draws samples within an epoch needs it; in validations, which
-        run in it, it is not needed.
+        All processes enter it together. A callback that draws samples within an epoch needs it. Validations run in it.
         """
         return sharding.whole(self)
 
@@ -207,24 +232,25 @@ class Task(HasInitArgs, pl.LightningModule):
         if self._lr_scheduler is None:
             return optimizer
         scheduler: Any = self._lr_scheduler(optimizer)
-        # A checkpoint has the number. Asking for it opens the loader, whose position Lightning would not restore then.
+        # On resuming, the number comes from the checkpoint. Computing it opens the loader, whose position Lightning
+        # would then not restore.
         trainer = self._trainer
         if getattr(scheduler, "total_steps", 0) is None and trainer is not None and trainer.ckpt_path is None:
             scheduler.set_total_steps(trainer.estimated_stepping_batches)
         if isinstance(scheduler, TorchReduceLROnPlateau):
             monitor = scheduler.monitor if isinstance(scheduler, ReduceLROnPlateau) else self.monitor
-            # Never Lightning's turn: `on_train_epoch_end` steps it.
+            # A frequency that Lightning never reaches: `on_train_epoch_end` steps it.
             settings: Any = {"scheduler": scheduler, "monitor": monitor, "frequency": sys.maxsize}
             return {"optimizer": optimizer, "lr_scheduler": settings}
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     @property
     def epoch_is_whole(self) -> bool:
-        """Whether the epoch's last batch was trained on: a limit may end an epoch earlier."""
+        """Whether the epoch's last batch was trained on. A limit may end an epoch earlier."""
         return epoch_is_whole(self.trainer)
 
     def _was_validated_in_epoch(self) -> bool:
-        """Return whether a validation was due in the epoch that ends; those by the clock are taken as due."""
+        """Return whether a validation was due in the epoch that ends. Validations by the clock count as due."""
         trainer, batches = self.trainer, self.trainer.fit_loop.epoch_loop.batch_progress
         if trainer.check_val_every_n_epoch is not None:
             return (trainer.current_epoch + 1) % trainer.check_val_every_n_epoch == 0
@@ -234,11 +260,12 @@ class Task(HasInitArgs, pl.LightningModule):
     def on_train_epoch_end(self) -> None:
         """Step a schedule that monitors a metric, at the end of a whole epoch.
 
-        `max_steps`, `max_time` and early stopping end an epoch before it is whole; a resumed run then goes on in it.
-        Lightning would step it after the checkpoint of this epoch is saved, and not at all after resuming from it.
+        `max_steps`, `max_time` and early stopping end an epoch before it is whole; a resumed run then continues it.
+        Lightning would step the schedule after the checkpoint of this epoch is saved, and not at all after resuming
+        from it.
 
         Raises:
-            ValueError: there is no such metric.
+            ValueError: If the metric was not logged.
         """
         for config in self.trainer.lr_scheduler_configs if self.epoch_is_whole else ():
             if not config.reduce_on_plateau:
@@ -247,9 +274,10 @@ class Task(HasInitArgs, pl.LightningModule):
                 continue
             metrics = self.trainer.callback_metrics
             if config.monitor not in metrics:
-                known = ", ".join(sorted(metrics)) or "none"
+                logged = ", ".join(sorted(metrics)) or "none"
                 raise ValueError(
-                    f"the learning rate's schedule monitors {config.monitor!r}, which was not logged; there are {known}"
+                    f"the learning rate's schedule monitors {config.monitor!r}, which was not logged; there are "
+                    f"{logged}"
                 )
             scheduler: Any = config.scheduler
             scheduler.step(metrics[config.monitor])
@@ -257,25 +285,25 @@ class Task(HasInitArgs, pl.LightningModule):
     def objective(self, batch: Any, memory: State | None = None) -> Objective:
         """Compute the loss of a batch, starting from the state `memory`.
 
-        It must not depend on values of tensors in Python, so that `compile_objective` can compile it as one graph.
+        Python code must not depend on values of tensors, so that `compile_objective` can compile it as one graph.
 
         Raises:
-            NotImplementedError: the task, a subclass, does not say what it minimises.
+            NotImplementedError: If the subclass does not define it.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no `objective`")
 
     def check_batch(self, batch: Any) -> None:
-        """Refuse a batch that the model can't read.
+        """Check that the model can read a batch.
 
         Raises:
-            ValueError: says what is wrong with it.
+            ValueError: If it can't. The message says why.
         """
 
     def score(self, stage: str, batch: Any) -> dict[str, Any]:
-        """Update the metrics of `stage`, "val" or "test", with a batch, and return them by their names.
+        """Update the metrics of `stage`, "val" or "test", with a batch, and return them by name.
 
         Raises:
-            NotImplementedError: the task, a subclass, does not say what is measured.
+            NotImplementedError: If the subclass does not define it.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no `score`")
 
@@ -283,7 +311,7 @@ class Task(HasInitArgs, pl.LightningModule):
         """Score a batch, starting from the state `memory`. The default calls `score`, and keeps no state.
 
         Returns:
-            The metrics by their names, and the state after the batch, detached, if the batch went on from a memory.
+            The metrics by name, and the state after the batch, detached, if the batch continued from a memory.
         """
         return self.score(stage, batch), None
 
@@ -291,8 +319,8 @@ class Task(HasInitArgs, pl.LightningModule):
         """Return the loss of `objective`, and log its figures."""
         self.check_batch(batch)
         loss, figures, self.memory = self.run_objective(batch, self.memory)
-        if (others := parts()) is not None:
-            figures = {name: others.mean(figure) for name, figure in figures.items()}
+        if (group := parts()) is not None:
+            figures = {name: group.mean(figure) for name, figure in figures.items()}
         self.log_figures(figures)
         return loss
 
@@ -313,7 +341,7 @@ class Task(HasInitArgs, pl.LightningModule):
         self.check_batch(batch)
         metrics, self.memory = self.evaluate(stage, batch, self.memory)
         rows = len(batch[0]) if isinstance(batch, tuple) else len(batch)
-        # The metrics themselves, not their values: Lightning then adds the sums of all processes before it divides.
+        # Metrics, not their values: Lightning then adds the sums of all processes before the division.
         for name, metric in metrics.items():
             counts = isinstance(metric, Count)
             self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True, prog_bar=not counts, batch_size=rows)
@@ -328,11 +356,11 @@ class Task(HasInitArgs, pl.LightningModule):
         Parameter names, checkpoints, evaluation and generation do not change.
 
         Raises:
-            ValueError: the class defines no `objective`, so that its training step is one piece.
+            ValueError: If the class does not define `objective`.
         """
         if type(self).objective is Task.objective:
             raise ValueError(f"{type(self).__name__} can't be compiled: it defines no `objective`; see `Task`")
-        # The function, not the bound method, so that a copy of this model uses its own weights.
+        # The function, not the bound method: a copy of this model must use its own weights.
         self._objective = torch.compile(type(self).objective, backend=backend)
 
     @staticmethod
@@ -340,6 +368,12 @@ class Task(HasInitArgs, pl.LightningModule):
         """Add the mean over the rows of the auxiliary losses in `state` to `loss`.
 
         The unweighted loss of each kind is logged as `train/auxiliary_loss/` and the name of its state's class.
+
+        Args:
+            loss: The loss without them.
+            figures: Figures to log.
+            state: The backbone's state after the batch.
+            weight: Weight of the auxiliary losses.
         """
         by_kind = sequence.losses_by_kind(state)
         figures = {**figures, **{f"train/auxiliary_loss/{k}": of_k.detach().mean() for k, of_k in by_kind.items()}}
@@ -349,7 +383,7 @@ class Task(HasInitArgs, pl.LightningModule):
     def write_predictions(self, predictions: list[Any], folder: Path) -> str:
         """Write the results of `predict_step`, one for each batch, into `folder`, and return a message for the user.
 
-        This default takes dictionaries of tensors (B,) and writes `predictions.csv` with one row for each item.
+        The default expects dictionaries of tensors (B,) and writes `predictions.csv` with one row for each item.
         """
         path = folder / "predictions.csv"
         rows = [row for batch in predictions for row in zip(*(v.tolist() for v in batch.values()), strict=True)]
@@ -360,10 +394,10 @@ class Task(HasInitArgs, pl.LightningModule):
         return f"scores of {len(rows)} items: {short(path)}"
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Reject a checkpoint of another model, and drop paths that lie outside the run.
+        """Reject a checkpoint of another model, and remove paths outside the run.
 
         Raises:
-            OtherModelError: names the first parameters that differ.
+            OtherModelError: If parameters differ. The message names the first ones.
         """
         if self._trainer is not None:
             own_folders(checkpoint, self._trainer)

@@ -14,15 +14,16 @@ from torch import Tensor, nn
 
 from lit_effattn.attention.positions import bind
 from lit_effattn.checkpoints.runs import short
+from lit_effattn.checks import at_least, probabilities
 from lit_effattn.datamodules.common.labelled import LabelledBatch
 from lit_effattn.drawing.images import confusion_matrix
 from lit_effattn.sequence import SequenceModule, State, accumulator, reads_values, valid_positions, without_padding
-from lit_effattn.tasks.base import Objective, Task
+from lit_effattn.tasks.base import Objective, Task, check_integers
 from lit_effattn.tasks.metrics import Accuracy, Count, NatsPerSequence
 from lit_effattn.tasks.pixels import ordinal_waves
 
 PICTURED_CLASSES = 64
-"""The most classes of which `predict` draws a confusion matrix: a side of the picture takes 20 pixels for each."""
+"""Maximum number of classes of a confusion matrix: the picture has 20 pixels a class."""
 
 
 class SequenceClassifier(Task):
@@ -31,35 +32,32 @@ class SequenceClassifier(Task):
         p(c | x) = softmax(W pool(h_1 … h_n) + b)_c,  h = backbone(embed(x)),  n the sequence's valid positions
         pool: Σ_t h_t / n (mean), or h_n (last)
 
-    A batch is a `LabelledBatch`, or a tuple or list `(x, labels)` or `(x, labels, lengths)`, as a `DataLoader` over an
-    (x, y) data set gives it; `datamodules.pad_labelled` pads sequences of different lengths. x is (B, N) tokens, which
-    are embedded, or (B, N, F) feature vectors, on which one matrix is applied. Reported are the `accuracy`, correct
-    sequences / sequences, and the `loss`, Σ −ln p(label) / sequences.
-
-    The state of a backbone is not handed from batch to batch: every sequence begins anew.
+    A batch is a `LabelledBatch`, or a tuple or list `(x, labels)` or `(x, labels, lengths)`, as from a `DataLoader`
+    over an (x, y) data set; `datamodules.pad_labelled` pads sequences of different lengths. x is (B, N) tokens, which
+    are embedded, or (B, N, F) feature vectors, on which one matrix is applied. Metrics are the `accuracy`, correct
+    sequences / sequences, and the `loss`, Σ −ln p(label) / sequences. Every sequence starts from the empty state.
 
     Args:
         backbone: Mixes the sequence; causal or not.
         classes: Names of the C classes, in the order of their labels. From the command: those of the data.
         vocab_size: Number of tokens, if sequences are tokens. From the command: that of the data.
         n_features: Width F of the feature vectors, if sequences are those. From the command: that of the data.
-        shape: Of a sequence: (height, width, channels) of an image in raster order, or (length,). Positions that are
-            learned need it. From the command: that of the data.
+        shape: Shape of a sequence: (height, width, channels) of an image in raster order, or (length,). Learned
+            positions need it. From the command: that of the data.
         pooling: mean: of the outputs at all valid positions. last: the output at the last valid position, for a causal
             backbone.
         embedding_std: Standard deviation of the initial embedding of tokens: see `PixelModel`.
-        ordinal_embedding: Start with waves of the token's number in place of noise, for tokens that are levels: see
+        ordinal_embedding: Initialise the embedding with waves of the token's number, for tokens that are levels: see
             `PixelModel`.
-        label_smoothing: ε of the training loss. It is spread over all classes, the right one included, as in
+        label_smoothing: ε of the training loss, spread over all classes, the label included, as in
             torch.nn.CrossEntropyLoss.
-        auxiliary_weight: Of the auxiliary losses that attention kinds have.
+        auxiliary_weight: Weight of auxiliary losses of the attention.
         optimizer: Makes the optimiser from the parameters. Default: torch.optim.RAdam.
-        lr_scheduler: Makes the schedule from the optimiser; it steps once an optimiser step (one that watches a
-            metric, once a validation).
+        lr_scheduler: Makes the schedule from the optimiser: see `Task`.
 
     Raises:
-        ValueError: an option is out of its range; `vocab_size` and `n_features` are both given, or none is; or
-            pooling="last" with a backbone that is not causal.
+        ValueError: If an option is out of range, not exactly one of `vocab_size` and `n_features` is given, or
+            pooling="last" is given with a backbone that is not causal.
     """
 
     monitor = "val/loss"
@@ -92,8 +90,7 @@ class SequenceClassifier(Task):
                 "pooling='last' needs a causal backbone, whose last output has seen the whole sequence; set "
                 "causal=True, or pooling='mean'"
             )
-        if not 0 <= label_smoothing < 1:
-            raise ValueError(f"label_smoothing={label_smoothing} is not a fraction from 0 to below 1")
+        probabilities(label_smoothing=label_smoothing)
         self.vocab_size = vocab_size
         self.n_features = n_features
         self.pooling = pooling
@@ -123,17 +120,17 @@ class SequenceClassifier(Task):
 
         Args:
             x: (B, N) tokens, or (B, N, F) feature vectors.
-            lengths: (B,), valid positions of each row; None: all.
+            lengths: (B,), number of valid positions of each row; None: all are valid.
 
         Raises:
-            ValueError: the sequences are not what the model reads.
+            ValueError: If the model can't read the sequences.
         """
         self._check_sequences(x, lengths)
         hidden, _ = self.hidden(LabelledBatch(x, None, lengths))
         return self._logits(hidden, lengths).log_softmax(-1)
 
     def hidden(self, batch: Any, memory: State | None = None) -> tuple[Tensor, State]:
-        """Return the backbone's output (B, N, d_model), going on from `memory`, and its state after the batch."""
+        """Return the backbone's output (B, N, d_model), continuing from `memory`, and its state after the batch."""
         x, _, lengths, _ = as_labelled(batch)
         return self.backbone(self._embed(x, lengths), memory, lengths)
 
@@ -145,9 +142,10 @@ class SequenceClassifier(Task):
     def _embed(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         if self.n_features is not None:
             return self.embedding(without_padding(x, lengths).to(self.embedding.weight.dtype))  # (B, N, F) -> (B, N, E)
-        # Padding may hold any number.
-        known = x.long() if lengths is None else x.long().masked_fill(~valid_positions(lengths, x.size(1)), 0)
-        return self.embedding(known)  # (B, N) -> (B, N, E)
+        tokens = x.long()
+        if lengths is not None:  # the padding may hold any number
+            tokens = tokens.masked_fill(~valid_positions(lengths, x.size(1)), 0)
+        return self.embedding(tokens)  # (B, N) -> (B, N, E)
 
     def _pool(self, hidden: Tensor, lengths: Tensor | None) -> Tensor:
         """(B, N, E) -> (B, E). The backbone's outputs are 0 in the padding."""
@@ -160,14 +158,14 @@ class SequenceClassifier(Task):
         return (total / lengths.clamp(min=1)[:, None]).to(hidden.dtype)
 
     def objective(self, batch: Any, memory: State | None = None) -> Objective:
-        """Return the mean over the batch's sequences, in nats, and the auxiliary losses; there is no memory."""
+        """Return the mean over the batch's sequences, in nats, with auxiliary losses. There is no memory."""
         _, labels, lengths, _ = as_labelled(batch)
         assert labels is not None  # see `check_batch`
         hidden, state = self.hidden(batch, memory)
         logits = self._logits(hidden, lengths)
         loss = F.cross_entropy(logits, labels.long(), label_smoothing=self.label_smoothing)
-        right = (logits.detach().argmax(-1) == labels).to(logits.dtype)
-        figures = {"train/loss": loss.detach(), "train/accuracy": right.mean()}
+        correct = (logits.detach().argmax(-1) == labels).to(logits.dtype)
+        figures = {"train/loss": loss.detach(), "train/accuracy": correct.mean()}
         return self.with_auxiliary(loss, figures, state, self.auxiliary_weight)
 
     def score(self, stage: str, batch: Any) -> dict[str, Any]:
@@ -195,125 +193,110 @@ class SequenceClassifier(Task):
             `class` and `probability`, (B,); `label` and `index`, (B,), if the batch has labels and indices.
         """
         x, labels, lengths, indices = as_labelled(batch)
-        log_p, found = self(x, lengths).max(-1)
-        given = {"label": labels, "index": indices}
-        return {
-            "class": found,
-            "probability": log_p.exp(),
-            **{name: value for name, value in given.items() if value is not None},
-        }
+        log_p, classes = self(x, lengths).max(-1)
+        columns = {"class": classes, "probability": log_p.exp(), "label": labels, "index": indices}
+        return {name: column for name, column in columns.items() if column is not None}
 
     def write_predictions(self, predictions: list[Any], folder: Path) -> str:
         """Write `predictions.csv` and, if the labels are known, `confusion.png`: see `Task.write_predictions`.
 
-        A line has the sequence's index, the name of its likeliest class, that one's probability, and the name of its
-        label, if it is known. The picture is drawn for at most `PICTURED_CLASSES` classes.
+        A line has the sequence's index, the likeliest class, its probability, and the label, if it is known. The
+        picture is drawn for at most `PICTURED_CLASSES` classes.
         """
-        columns = {name: torch.cat([part[name].cpu() for part in predictions]) for name in predictions[0]}
-        found, labels = columns["class"], columns.get("label")
-        indices = columns.get("index", torch.arange(len(found)))
+        columns = {name: torch.cat([batch[name].cpu() for batch in predictions]) for name in predictions[0]}
+        classes, labels = columns["class"], columns.get("label")
+        indices = columns.get("index", torch.arange(len(classes)))
         path = folder / "predictions.csv"
         with path.open("w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(["index", "class", "probability", *([] if labels is None else ["label"])])
             for i in indices.argsort().tolist():
-                known = [] if labels is None else [self.classes[int(labels[i])]]
+                label = [] if labels is None else [self.classes[int(labels[i])]]
                 p = round(float(columns["probability"][i]), 6)
-                writer.writerow([int(indices[i]), self.classes[int(found[i])], p, *known])
-        said = f"classes of {len(found)} sequences: {short(path)}"
+                writer.writerow([int(indices[i]), self.classes[int(classes[i])], p, *label])
+        message = f"classes of {len(classes)} sequences: {short(path)}"
         if labels is None or len(self.classes) > PICTURED_CLASSES:
-            return said
+            return message
         counts = torch.zeros(len(self.classes), len(self.classes), dtype=torch.long)
-        counts.index_put_((labels.long(), found), torch.ones_like(found), accumulate=True)
+        counts.index_put_((labels.long(), classes), torch.ones_like(classes), accumulate=True)
         picture = confusion_matrix(counts, list(self.classes), folder / "confusion.png")
-        return f"{said}\nconfusion matrix (rows: labels; columns: the model's classes): {short(picture)}"
+        return f"{message}\nconfusion matrix (rows: labels; columns: the model's classes): {short(picture)}"
 
-    # ------------------------------------------------------------------------------------------------- what fits what
+    # ----------------------------------------------------------------------------------------------- compatibility
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of other classes, or else of another model: see `Task.on_load_checkpoint`.
+        """Reject a checkpoint of other classes or of another model: see `Task.on_load_checkpoint`.
 
         Raises:
-            ValueError: names the first class that differs, or the numbers of classes.
+            ValueError: If classes differ. The message names the first one.
         """
-        theirs = tuple(checkpoint.get("hyper_parameters", {}).get("classes", self.classes))
-        if len(theirs) != len(self.classes):
+        saved = tuple(checkpoint.get("hyper_parameters", {}).get("classes", self.classes))
+        if len(saved) != len(self.classes):
             raise ValueError(
-                f"the checkpoint's model has {len(theirs)} classes, this one {len(self.classes)}; use the data that "
+                f"the checkpoint's model has {len(saved)} classes, this one {len(self.classes)}; use the data that "
                 "the checkpoint was trained with"
             )
-        for label, (there, here) in enumerate(zip(theirs, self.classes, strict=True)):
-            if there != here:
+        for label, (before, now) in enumerate(zip(saved, self.classes, strict=True)):
+            if before != now:
                 raise ValueError(
-                    f"label {label} is {there!r} in the checkpoint and {here!r} here; use the data that the checkpoint "
+                    f"label {label} is {before!r} in the checkpoint and {now!r} here; use the data that the checkpoint "
                     "was trained with"
                 )
         super().on_load_checkpoint(checkpoint)
 
     def check_batch(self, batch: Any) -> None:
-        """Refuse sequences or labels that are not this model's: see `Task.check_batch`."""
+        """Raise ValueError unless the model can read sequences and labels: see `Task.check_batch`."""
         x, labels, lengths, _ = as_labelled(batch)
         self._check_sequences(x, lengths)
         if labels is None:
             raise ValueError("the batch has no labels; without labels, only predict can read it")
-        if labels.shape != x.shape[:1] or labels.is_floating_point():
-            raise ValueError(
-                f"labels is {labels.dtype} of shape {tuple(labels.shape)}; expected integers of shape ({x.size(0)},)"
-            )
-        if not reads_values(labels):
-            return
-        for label in (int(labels.min()), int(labels.max())) if len(labels) else ():
-            if not 0 <= label < len(self.classes):
-                raise ValueError(
-                    f"the data hold label {label}, but the model has {len(self.classes)} classes: 0 … "
-                    f"{len(self.classes) - 1}; give the model the classes of the data"
-                )
+        _check_row_integers("labels", labels, x)
+        n = len(self.classes)
+        check_integers(labels, "label", 0, n - 1, f"{n} classes")
 
     def _check_sequences(self, x: Tensor, lengths: Tensor | None) -> None:
         tokens = self.vocab_size is not None
         fits = x.dim() == 2 and not x.is_floating_point() if tokens else x.dim() == 3 and x.size(2) == self.n_features
         if not fits:
-            wanted = "integers of shape (batch, length)" if tokens else f"shape (batch, length, {self.n_features})"
-            given = f"vocab_size={self.vocab_size}" if tokens else f"n_features={self.n_features}"
+            expected = "integers of shape (batch, length)" if tokens else f"shape (batch, length, {self.n_features})"
+            option = f"vocab_size={self.vocab_size}" if tokens else f"n_features={self.n_features}"
             raise ValueError(
-                f"x is {x.dtype} of shape {tuple(x.shape)}, but a model with {given} reads {wanted}; tokens need "
+                f"x is {x.dtype} of shape {tuple(x.shape)}, but a model with {option} reads {expected}; tokens need "
                 "vocab_size, feature vectors n_features"
             )
         if lengths is not None:
-            if lengths.shape != x.shape[:1] or lengths.is_floating_point():
-                raise ValueError(
-                    f"lengths is {lengths.dtype} of shape {tuple(lengths.shape)}; expected integers of shape "
-                    f"({len(x)},)"
-                )
+            _check_row_integers("lengths", lengths, x)
             if reads_values(lengths) and (lengths < 1).any():
                 raise ValueError(f"lengths is {lengths.tolist()}; leave out sequences without a position")
-        if not tokens or not reads_values(x):
-            return
-        valid = x if lengths is None else x[valid_positions(lengths, x.size(1))]
-        for token in (int(valid.min()), int(valid.max())) if valid.numel() else ():
-            if not 0 <= token < (self.vocab_size or 0):
-                raise ValueError(
-                    f"a sequence holds token {token}, but the model has vocab_size={self.vocab_size}: 0 … "
-                    f"{(self.vocab_size or 0) - 1}; give data and model the same vocab_size"
-                )
+        if self.vocab_size is not None and reads_values(x):
+            valid = x if lengths is None else x[valid_positions(lengths, x.size(1))]
+            check_integers(valid, "token", 0, self.vocab_size - 1, f"vocab_size={self.vocab_size}")
+
+
+def _check_row_integers(name: str, values: Tensor, x: Tensor) -> None:
+    """Raise ValueError unless `values` are integers, one for each row of `x`."""
+    if values.shape != x.shape[:1] or values.is_floating_point():
+        raise ValueError(
+            f"{name} is {values.dtype} of shape {tuple(values.shape)}; expected integers of shape ({len(x)},)"
+        )
 
 
 def as_labelled(batch: Any) -> LabelledBatch:
     """Return a batch as a `LabelledBatch`.
 
     Args:
-        batch: One; or a tuple or list `(x, labels)` or `(x, labels, lengths)`; or x alone.
+        batch: A `LabelledBatch`, a tuple or list `(x, labels)` or `(x, labels, lengths)`, or x alone.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: If `batch` is something else.
     """
     if isinstance(batch, LabelledBatch):
         return batch
     if isinstance(batch, Tensor):
         return LabelledBatch(batch)
     if not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3):
-        found = f"{type(batch).__name__} of {len(batch)}" if hasattr(batch, "__len__") else type(batch).__name__
-        raise ValueError(f"a batch is {found}; expected a LabelledBatch, (x, labels) or (x, labels, lengths)")
+        given = f"{type(batch).__name__} of {len(batch)}" if hasattr(batch, "__len__") else type(batch).__name__
+        raise ValueError(f"a batch is {given}; expected a LabelledBatch, (x, labels) or (x, labels, lengths)")
     return LabelledBatch(*batch)
 
 
@@ -321,8 +304,8 @@ def _check_classes(classes: Sequence[str]) -> None:
     if len(classes) < 2:
         raise ValueError(f"classes={tuple(classes)} names fewer than two classes; name all classes of the data")
     if len(set(classes)) < len(classes):
-        twice = next(name for i, name in enumerate(classes) if name in classes[:i])
-        raise ValueError(f"classes names {twice!r} twice; give each class a name of its own")
+        duplicate = next(name for i, name in enumerate(classes) if name in classes[:i])
+        raise ValueError(f"classes names {duplicate!r} twice; give each class its own name")
 
 
 def _check_input(vocab_size: int | None, n_features: int | None) -> None:
@@ -331,6 +314,4 @@ def _check_input(vocab_size: int | None, n_features: int | None) -> None:
             f"vocab_size={vocab_size} and n_features={n_features}: give vocab_size if sequences are tokens, n_features "
             "if they are feature vectors"
         )
-    for name, value in (("vocab_size", vocab_size), ("n_features", n_features)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value} is not positive")
+    at_least(1, vocab_size=vocab_size, n_features=n_features)

@@ -1,4 +1,4 @@
-"""Connectionist temporal classification: sequences of labels without their times (Graves et al. 2006)."""
+"""Connectionist temporal classification: sequences of labels without times (Graves et al. 2006)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lit_effattn.checks import at_least
 from lit_effattn.datamodules.speech.utterances import BLANK
 from lit_effattn.hparams import HasInitArgs
 from lit_effattn.sequence import valid_positions
@@ -24,27 +25,27 @@ if TYPE_CHECKING:
 
 @torch.compiler.disable(reason="torch.compile can't infer the shape of the result of ctc_loss")
 def ctc_nll(log_probs: Tensor, lengths: Tensor, labels: Tensor, label_lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Return −ln p(y|x) in nats, and where there is one.
+    """Return −ln p(y|x) in nats, and whether an alignment exists.
 
         p(y|x) = Σ_{π ∈ B⁻¹(y)} Π_t p_t(π_t),  B merges repeats, then drops blanks       Graves et al. 2006, equation 3
 
-    A label needs a frame, and one more for the blank between it and an equal one before it. Where there are too few
-    frames no alignment exists and p(y|x) = 0: such a row's loss and gradient are 0, and it is told by the second value.
+    A label needs a frame, and one more for the blank between two equal labels. If a row has too few frames, no
+    alignment exists and p(y|x) = 0. The row's loss and gradient are then 0.
 
     Args:
         log_probs: (B, T, V), log-probabilities, float32 at least; label 0 is the blank.
-        lengths: (B,), frames of each row.
-        labels: (B, U), 1 … V − 1; anything in the padding.
-        label_lengths: (B,), labels of each row.
+        lengths: (B,), number of frames of each row.
+        labels: (B, U), 1 … V − 1; any value in the padding.
+        label_lengths: (B,), number of labels of each row.
 
     Returns:
-        (B,) nats and (B,) booleans, whether the row has an alignment.
+        (B,) nats, and (B,) booleans, True for rows with an alignment.
     """
     possible = lengths >= frames_needed(labels, label_lengths)
-    # Without labels a row is always possible, so that no infinity comes up, not even in the gradient.
+    # Impossible rows are given no labels: an infinite loss would have a NaN gradient.
     nats = F.ctc_loss(
         log_probs.transpose(0, 1),  # (T, B, V)
-        F.pad(labels, (0, 1)).long(),  # it wants at least one column
+        F.pad(labels, (0, 1)).long(),  # at least one column is required
         lengths.long(),
         label_lengths.masked_fill(~possible, 0).long(),
         blank=BLANK,
@@ -54,29 +55,30 @@ def ctc_nll(log_probs: Tensor, lengths: Tensor, labels: Tensor, label_lengths: T
 
 
 def frames_needed(labels: Tensor, label_lengths: Tensor) -> Tensor:
-    """Return the fewest frames that (B, U) labels fit into, U + adjacent repeats of each row: (B,)."""
+    """Return the minimum number of frames, labels + adjacent repeats: (B, U), (B,) -> (B,)."""
     repeated = (labels[:, 1:] == labels[:, :-1]) & valid_positions(label_lengths, labels.size(1))[:, 1:]
     return label_lengths + repeated.sum(1)
 
 
 def align(log_probs: Tensor, labels: list[int]) -> list[TokenSpan]:
-    """Return when each label is said, in the likeliest alignment of all to the frames.
+    """Return the frames of each label in the likeliest alignment.
 
         π* = argmax_{π ∈ B⁻¹(y)} Σ_t ln p_t(π_t)
 
-    For the labels that `GreedyDecoder` returns, π* is the path that it took.
+    For the labels that `GreedyDecoder` returns, π* is its path.
 
     Args:
         log_probs: (T, V), on the CPU.
-        labels: Of which an alignment exists.
+        labels: Labels, with an alignment.
 
     Returns:
-        For each label its run of frames in π*, `start` to before `end`, and the mean p_t(label) over the run, `score`.
-        Blanks belong to no label, and a trained model gives one a frame or two: a run is within its phone, not all.
+        For each label its run of frames in π*, from `start` to before `end`, and the mean of p_t(label) over the run,
+        `score`. A trained model gives most frames to the blank, so a run of one or two frames covers only a part of
+        its phone.
     """
     if not labels:
-        return []  # which `forced_align` refuses
-    from torchaudio.functional import forced_align, merge_tokens  # here, since help need not wait for it
+        return []  # `forced_align` rejects it
+    from torchaudio.functional import forced_align, merge_tokens  # imports slowly
 
     path, scores = forced_align(log_probs[None].contiguous(), torch.tensor([labels]), blank=BLANK)
     return merge_tokens(path[0], scores[0].exp(), blank=BLANK)
@@ -91,8 +93,8 @@ class Decoder(HasInitArgs, ABC):
 
         Args:
             log_probs: (B, T, V), log-probabilities, float32 at least.
-            lengths: (B,), frames of each row.
-            phones: What labels 1 … V − 1 are called.
+            lengths: (B,), number of frames of each row.
+            phones: Names of the labels 1 … V − 1.
         """
 
 
@@ -109,46 +111,45 @@ class GreedyDecoder(Decoder):
 
 
 class BeamDecoder(Decoder):
-    """Searches for the likeliest sequence of labels, all its alignments together, with a language model if given.
+    """Searches for the likeliest sequence of labels, summed over its alignments, optionally with a language model.
 
         y = argmax_y ln p(y|x) + λ ln p_LM(y)                 Graves et al. 2006, section 3.2; Hannun et al. 2014
 
-    It is flashlight's search, through torchaudio; on the CPU, and tens of times slower than the greedy one.
+    The search is flashlight's, through torchaudio. It runs on the CPU, tens of times slower than the greedy decoder.
 
     Args:
-        beam_size: Sequences kept at every frame.
-        lm: An n-gram model of phones, with their names as words, in KenLM's binary form or ARPA's; None: no model.
+        beam_size: Number of sequences kept at each frame.
+        lm: An n-gram model whose words are the phones' names, in KenLM's binary or ARPA's format; None: no model.
         lm_weight: λ.
 
     Raises:
-        ValueError: `beam_size` is not positive, or flashlight-text is not installed.
-        FileNotFoundError: `lm` is no file.
+        ValueError: If `beam_size` is not positive, or flashlight-text is not installed.
+        FileNotFoundError: If the file `lm` does not exist.
     """
 
     def __init__(self, beam_size: int = 50, lm: str | None = None, lm_weight: float = 1.0) -> None:
-        if beam_size < 1:
-            raise ValueError(f"beam_size={beam_size} is not positive; 20 to 100 are usual")
+        at_least(1, beam_size=beam_size)
         if find_spec("flashlight") is None:
             raise ValueError("BeamDecoder needs the package flashlight-text: pip install 'lit-effattn[beam]'")
         if lm is not None and not Path(lm).is_file():
             raise FileNotFoundError(f"lm={lm}: no such file; give an n-gram model in KenLM's or ARPA's format")
         self.beam_size, self.lm, self.lm_weight = beam_size, lm, lm_weight
-        self._made: tuple[tuple[str, ...], Any] = (), None  # for which phones, and what decodes them
+        self._decoder: tuple[tuple[str, ...], Any] = (), None  # phones, and flashlight's decoder for them
 
     def __call__(self, log_probs: Tensor, lengths: Tensor, phones: tuple[str, ...]) -> list[list[int]]:
         """See `Decoder.__call__`."""
-        if self._made[0] != phones:
-            self._made = phones, self._make(phones)
-        found = self._made[1](log_probs.float().cpu().contiguous(), lengths.cpu())
-        return [hypotheses[0].tokens.tolist() for hypotheses in found]
+        if self._decoder[0] != phones:
+            self._decoder = phones, self._make(phones)
+        rows = self._decoder[1](log_probs.float().cpu().contiguous(), lengths.cpu())
+        return [hypotheses[0].tokens.tolist() for hypotheses in rows]
 
     def _make(self, phones: tuple[str, ...]) -> Any:
         from torchaudio.models.decoder import ctc_decoder
 
         labels = ["<blank>", *phones]
         with tempfile.TemporaryDirectory() as folder:
-            # Told in a file, since torchaudio else numbers the words in the order of a hash table, not in the labels',
-            # so that each phone would have another's probability.
+            # The file fixes the words' numbers. Without it torchaudio numbers them in the order of a hash table, and
+            # each phone would get another one's probability.
             words = Path(folder) / "words.txt"
             words.write_text("\n".join(labels) + "\n", encoding="utf-8")
             return ctc_decoder(
@@ -160,7 +161,7 @@ class BeamDecoder(Decoder):
                 beam_size=self.beam_size,
                 log_add=True,
                 blank_token=labels[BLANK],
-                sil_token=labels[BLANK],  # of no weight; any other label could not come first
+                sil_token=labels[BLANK],  # has no effect; another label could not begin a sequence
             )
 
 

@@ -14,19 +14,20 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lit_effattn import sequence
 from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.runs import short
+from lit_effattn.checks import probabilities
 from lit_effattn.datamodules.common.files import regular
 from lit_effattn.datamodules.common.tokens import IGNORE, Response, TokenBatch
 from lit_effattn.datamodules.text.tokenizers import NumberTokenizer, Tokenizer
 from lit_effattn.generation.beam import LENGTH_PENALTY, Hypotheses, LengthNorm, beam_search
 from lit_effattn.generation.sampling import AS_TRAINED, Sampling, SamplingOptions, generate
+from lit_effattn.nn.evaluating import evaluating
 from lit_effattn.nn.heads import CategoricalHead, HeadFactory
 from lit_effattn.nn.sliding import SlidingWindow
 from lit_effattn.sequence import SequenceModule, State
 from lit_effattn.tasks.auxiliary import FurtherPredictions, mean_of_scored
-from lit_effattn.tasks.base import Objective, Task, carried, check_backbone, check_fields
+from lit_effattn.tasks.base import Objective, Task, carried, check_backbone, check_fields, check_integers
 from lit_effattn.tasks.metrics import Accuracy, BitsPerByte, BitsPerCharacter, BitsPerTextByte, Count, Perplexity
 from lit_effattn.tasks.responses import ResponseMetric, Responses, score_texts, write_file
 
@@ -41,7 +42,7 @@ _METRICS = {
     "token": ("perplexity", Perplexity),
 }
 
-_MEMORY = ("mem_len", "clamp_len", "same_length")
+_MEMORY_OPTIONS = ("mem_len", "clamp_len", "same_length")
 
 EmbeddingFactory = Callable[[int, int], nn.Module]
 """Makes an embedding from the number of tokens and its width."""
@@ -52,47 +53,48 @@ class LanguageModel(Task):
 
         p(x) = Π_t p(x_t | x_1 … x_{t−1}),  bits/byte = −Σ_t log2 p(x_t | …) / T,  perplexity = exp(−Σ_t ln p / T)
 
-    A batch is a `TokenBatch`; its targets say which tokens are scored. With the callback `MemoryCarry` the backbone's
-    state goes from one batch to the next, so that the context reaches beyond a segment.
+    A batch is a `TokenBatch`; its targets define which tokens are scored. With the callback `MemoryCarry` each batch
+    continues from the backbone's state after the previous one, so the context reaches beyond a segment.
 
     Args:
         backbone: Causal; mixes the sequence.
         vocab_size: Number of tokens. From the command: that of the data.
-        unit: What a token is, and so what is reported: bits/byte, bits/character, or perplexity; of byte pairs, whose
-            number of bytes is known, bits/byte too. From the command: as the data say.
-        tokenizer: How text becomes tokens, as `Tokenizer.spec` says; checkpoints carry it, so that `generate` needs no
-            data. From the command: that of the data.
+        unit: What a token is, which determines the metric: bits/byte, bits/character, or perplexity; with a byte-pair
+            tokenizer bits/byte, too. From the command: that of the data.
+        tokenizer: The tokenizer, as `Tokenizer.spec`; checkpoints contain it, so that `generate` needs no data. From
+            the command: that of the data.
         head: Makes the distribution over the tokens. Default: CategoricalHead.
         embedding: Makes the embedding. Default: torch.nn.Embedding.
-        tie: Let head and embedding have one matrix (Press & Wolf 2017).
+        tie: Whether head and embedding share one matrix (Press & Wolf 2017).
         optimizer: Makes the optimiser from the parameters. Default: torch.optim.RAdam.
         lr_scheduler: Makes the schedule from the optimiser; it steps once an optimiser step.
         embedding_std: Standard deviation of the initial embedding.
-        embedding_scale: What the embedding is multiplied by (√d_model in Vaswani et al. 2017, section 3.4).
-        label_smoothing: Of the training loss; what is reported has none.
-        accuracy: Report how often the likeliest token is the right one, too.
-        auxiliary_weight: Of the auxiliary losses that attention kinds have (Compressive's reconstruction).
-        eval_mem_len: Memory in evaluation, for kinds that can change it (`set_memory`). Default: as in training.
-        eval_clamp_len: Likewise, the largest distance that is told apart.
-        eval_same_length: Likewise, whether all positions see equally far.
-        eval_window: Evaluate by sliding a window of this length on by one, without memory (Al-Rfou et al. 2018);
-            dear. See `SlidingWindow`. Only with the callback `MemoryCarry` does it slide from segment to segment.
-        test_lengths: Lengths of sequences, for each of which `test` reports the accuracy as `accuracy_64` and so on,
-            with `accuracy`. From the command: those of the data.
-        intermediate_losses: In training every layer predicts, from its output and with a head of its own, too. Layer l
-            of n stops after l / (2 n) of the run: see `FurtherPredictions`. Needs a `Transformer`.
-        n_targets: How many of the next tokens each position predicts in training, each with a head of its own. What is
-            reported is the next one.
-        target_weight: Weight of the loss of each target but the first.
+        embedding_scale: Factor of the embedding's output (√d_model in Vaswani et al. 2017, section 3.4).
+        label_smoothing: Label smoothing of the training loss. Metrics have none.
+        accuracy: Whether to report how often the likeliest token is correct.
+        auxiliary_weight: Weight of auxiliary losses of the attention (Compressive's reconstruction).
+        eval_mem_len: `mem_len` in evaluation, for kinds that can change it (`set_memory`). Default: as in training.
+        eval_clamp_len: `clamp_len` in evaluation, likewise.
+        eval_same_length: `same_length` in evaluation, likewise.
+        eval_window: Evaluate with a window of this length that slides by one position, without memory (Al-Rfou et al.
+            2018): see `SlidingWindow`. Each token costs a whole window. The window spans segments only with the
+            callback `MemoryCarry`.
+        test_lengths: Lengths of sequences for which `test` reports separate accuracies, such as `accuracy_64`, if
+            `accuracy` is set. From the command: those of the data.
+        intermediate_losses: In training every layer predicts from its output, with its own head. Layer l of n stops
+            after l / (2 n) of the run: see `FurtherPredictions`. Needs a `Transformer`.
+        n_targets: Number of next tokens that each position predicts in training, each with its own head. Metrics are of
+            the next token alone.
+        target_weight: Weight of the loss of each target after the first.
         response_metrics: Write the responses that the data mark, such as the turns of a dialogue, and score them with
-            these: "f1" and "rouge_l", from 0 to 100, by torchmetrics; "exact_match", the fraction of responses whose
-            words are right. `test` reports them, `predict` writes the responses to a file. A response is written after
-            the right tokens before it.
-        beam: Hypotheses of the search for a response; 1 is greedy.
-        max_response_len: Most tokens of a response, the end token included.
+            these metrics: "f1" and "rouge_l", from 0 to 100, by torchmetrics; "exact_match", the fraction of responses
+            with the reference's words. `test` reports them, `predict` writes the responses to a file. Before a response
+            the model reads the reference tokens.
+        beam: Number of hypotheses of the search for a response; 1 is greedy.
+        max_response_len: Maximum number of tokens of a response, the end token included.
 
     Raises:
-        ValueError: the backbone is not causal, or a setting is for kinds that it does not have.
+        ValueError: If the backbone is not causal, or an option is out of range or does not apply to the backbone.
     """
 
     fixed_by_data = ("vocab_size", "unit", "tokenizer", "test_lengths")
@@ -125,15 +127,12 @@ class LanguageModel(Task):
         beam: int = 1,
         max_response_len: int = 64,
     ) -> None:
-        check_backbone(backbone)
+        check_backbone(backbone, causal=True)
         responses = Responses(response_metrics, beam=beam, max_len=max_response_len)
         super().__init__(optimizer, lr_scheduler)
-        if not backbone.causal:
-            raise ValueError("backbone has causal=False; a token must not see those it predicts, so set causal=True")
         if unit not in _METRICS:
             raise ValueError(f"unit={unit!r} is not one of {', '.join(_METRICS)}")
-        if not 0 <= label_smoothing < 1:
-            raise ValueError(f"label_smoothing={label_smoothing} is not a fraction from 0 to below 1")
+        probabilities(label_smoothing=label_smoothing)
         self.vocab_size = vocab_size
         self.unit = unit
         self.tokenizer = tokenizer
@@ -151,8 +150,8 @@ class LanguageModel(Task):
         self._n_steps = math.inf
         if intermediate_losses and not hasattr(backbone, "layer_outputs"):
             raise ValueError(
-                f"intermediate_losses=True, but {type(backbone).__name__} does not give its layers' outputs; use a "
-                "Transformer, or leave it out"
+                f"intermediate_losses=True needs a Transformer, not {type(backbone).__name__}, which has no "
+                "`layer_outputs`; leave it out"
             )
         if intermediate_losses or n_targets != 1:
             self.further = FurtherPredictions(
@@ -179,34 +178,34 @@ class LanguageModel(Task):
             )
         self._responses = responses
         self.response_scores = responses.scores()
-        wanted = {"mem_len": eval_mem_len, "clamp_len": eval_clamp_len, "same_length": eval_same_length}
-        self._eval_memory = {name: value for name, value in wanted.items() if value is not None}
+        options = {"mem_len": eval_mem_len, "clamp_len": eval_clamp_len, "same_length": eval_same_length}
+        self._eval_memory = {name: value for name, value in options.items() if value is not None}
         self._with_memory: list[Any] = [m for m in backbone.modules() if callable(getattr(m, "set_memory", None))]
-        self._outside: list[list[dict[str, Any]]] = []  # memories' settings before each evaluation
+        self._training_memory: list[list[dict[str, Any]]] = []  # a stack: the options before each nested evaluation
         for name, value in self._eval_memory.items():
             if not any(hasattr(module, name) for module in self._with_memory):
                 raise ValueError(
                     f"eval_{name}={value}, but no module in the backbone has a `{name}` that can be changed"
                 )
-        self._sliding = None if eval_window is None else [SlidingWindow(backbone, eval_window)]  # not a submodule again
+        self._sliding = None if eval_window is None else [SlidingWindow(backbone, eval_window)]  # not as a submodule
 
     @property
     def active_backbone(self) -> SequenceModule:
-        """What reads the sequences now: the backbone, or in evaluation a window that slides over it."""
+        """The backbone, in evaluation with `eval_window` as a `SlidingWindow`."""
         return self.backbone if self.training or self._sliding is None else self._sliding[0].eval()
 
     def _embed(self, tokens: Tensor) -> Tensor:
         return self.embedding_scale * self.embedding(tokens)
 
     def hidden(self, batch: TokenBatch, memory: State | None = None) -> tuple[Tensor, State]:
-        """Return the backbone's output (B, N, d_model), going on from `memory`, and its state after the batch."""
+        """Return the backbone's output (B, N, d_model), continuing from `memory`, and its state after the batch."""
         return self.active_backbone(self._embed(batch.inputs), memory, batch.lengths)
 
     def forward(self, batch: TokenBatch, memory: State | None = None) -> Tensor:
-        """Return −log p in nats of every target, going on from `memory`, 0 where none is scored: (B, N).
+        """Return −log p in nats of every target, continuing from `memory`, 0 where it is not scored: (B, N).
 
         Raises:
-            ValueError: a token is not of this vocabulary.
+            ValueError: If a token is outside the vocabulary.
         """
         self.check_batch(batch)
         return self._nll(self.hidden(batch, memory)[0], batch.targets)
@@ -215,7 +214,7 @@ class LanguageModel(Task):
         return self.head.nll(hidden, targets.clamp(min=0)).masked_fill(targets == IGNORE, 0)
 
     def objective(self, batch: TokenBatch, memory: State | None = None) -> Objective:
-        """Return the mean over the batch's targets, in nats, the auxiliary losses, and the state after `memory`."""
+        """Return the mean over the batch's targets, in nats, with auxiliary losses, and the state after the batch."""
         outputs, state = self._outputs(batch, memory)
         losses = self.head.loss(outputs[-1], batch.targets.clamp(min=0), self.label_smoothing)
         loss = mean_of_scored(losses, batch.targets)
@@ -227,41 +226,41 @@ class LanguageModel(Task):
         return objective._replace(state=carried(memory, state))
 
     def _outputs(self, batch: TokenBatch, memory: State | None) -> tuple[list[Tensor], State]:
-        """Return the outputs, (B, N, d_model) each, from which tokens are predicted in training, and the state."""
+        """Return the outputs (B, N, d_model) from which training predicts, the last layer's last, and the state."""
         if self.intermediate_losses:
             return self.backbone.layer_outputs(self._embed(batch.inputs), memory, batch.lengths)  # type: ignore[operator]
         hidden, state = self.hidden(batch, memory)
         return [hidden], state
 
     def on_train_start(self) -> None:
-        """Look up the number of steps of the run, of which a share has intermediate losses."""
+        """Read the number of steps of the run, which determines when intermediate losses stop."""
         if self.further is not None:
-            known = self.trainer.estimated_stepping_batches  # -1: not known
-            self._n_steps = known if known > 0 else math.inf
+            n_steps = self.trainer.estimated_stepping_batches  # -1: unknown
+            self._n_steps = n_steps if n_steps > 0 else math.inf
 
     def on_train_batch_start(self, batch: TokenBatch, batch_idx: int) -> None:
-        """Stop intermediate losses when their share of the run is done."""
+        """Stop intermediate losses at their fraction of the run."""
         if self.further is not None:
             self.further.follow(self.trainer.global_step, self._n_steps)
 
     def training_step(self, batch: TokenBatch) -> Tensor:
-        """Return the loss of `objective`. Compiled code is not compiled again for other responses."""
+        """Return the loss of `objective`. Responses are removed: compiled code would be compiled again for others."""
         return super().training_step(batch._replace(responses=None) if getattr(batch, "responses", None) else batch)
 
     def part_of(self, batch: TokenBatch, rank: int, size: int) -> TokenBatch:
         """Return the positions of `batch` that process `rank` of `size` computes: see `strategies.SequenceParallel`.
 
         Raises:
-            ValueError: an option needs whole sequences, or there are fewer positions than processes.
+            ValueError: If an option needs whole sequences, or there are fewer positions than processes.
         """
-        for name, needs_whole in (
+        for name, is_set in (
             ("n_targets", self.further is not None and self.further.n_targets > 1),
             ("eval_window", self._sliding is not None),
             ("test_lengths", bool(self.accuracy_by_length)),
             ("response_metrics", bool(self._responses.metrics)),
             ("the callback Compile", self._objective is not type(self).objective),
         ):
-            if needs_whole:
+            if is_set:
                 raise ValueError(f"SequenceParallel: {name} needs whole sequences; leave it out")
         self.check_batch(batch)
         n = batch.inputs.size(1)
@@ -272,9 +271,9 @@ class LanguageModel(Task):
         return TokenBatch(batch.inputs[:, begin:end], batch.targets[:, begin:end], lengths, batch.fresh)
 
     def predict_step(self, batch: TokenBatch) -> dict[str, Tensor] | list[tuple[Response, str]]:
-        """Return how many targets each row has, and their mean −log2 p, (B,) each.
+        """Return the number of targets of each row, and their mean −log2 p, (B,) each.
 
-        With `response_metrics`, return the responses that begin in the batch, with what the model writes.
+        With `response_metrics`, return the responses that begin in the batch, each with the model's text.
         """
         self.check_batch(batch)
         before = self.memory
@@ -289,7 +288,7 @@ class LanguageModel(Task):
     def evaluate(
         self, stage: str, batch: TokenBatch, memory: State | None = None
     ) -> tuple[dict[str, Any], State | None]:
-        """Score a batch, going on from `memory`: see `Task.evaluate`. In test, write and score the wanted responses."""
+        """Score a batch, continuing from `memory`: see `Task.evaluate`. In test, write and score responses."""
         self._check_window(batch, memory)
         hidden, state = self.hidden(batch, memory)
         if stage == "test" and self._responses.metrics:
@@ -297,12 +296,12 @@ class LanguageModel(Task):
         return self.score(stage, batch, hidden), carried(memory, state)
 
     def score(self, stage: str, batch: TokenBatch, hidden: Tensor | None = None) -> dict[str, Any]:
-        """Update bits or perplexity, and the accuracy if it is wanted; in test the count of what is scored, too.
+        """Update the metrics: see `Task.score`.
 
         Args:
             stage: "val" or "test".
-            batch: What is scored.
-            hidden: The backbone's output (B, N, d_model). Default: that without a memory.
+            batch: Inputs and targets.
+            hidden: The backbone's output (B, N, d_model). Default: computed without a memory.
         """
         hidden = self.hidden(batch)[0] if hidden is None else hidden
         scored = batch.targets != IGNORE
@@ -319,14 +318,14 @@ class LanguageModel(Task):
             metrics |= dict(self.response_scores.items())
         if self.accuracies is not None:
             metrics["accuracy"] = self.accuracies[stage]
-            right = self.head.log_probs(hidden).argmax(-1) == targets
-            metrics["accuracy"](right)
+            correct = self.head.log_probs(hidden).argmax(-1) == targets
+            metrics["accuracy"](correct)
             if stage == "test":
-                metrics |= self._by_length(batch, scored, right)
+                metrics |= self._score_by_length(batch, scored, correct)
         return metrics
 
     def _check_window(self, batch: TokenBatch, memory: State | None) -> None:
-        """Warn if the window never slides beyond a segment, so that scores are those without it."""
+        """Warn if no position lies beyond the window, which then has no effect."""
         n = batch.inputs.size(1)
         if self._sliding is not None and memory is None and n <= self._sliding[0].window:
             rank_zero_warn(
@@ -334,14 +333,14 @@ class LanguageModel(Task):
                 "from the next segment; add the callback, --trainer.callbacks MemoryCarry"
             )
 
-    def _by_length(self, batch: TokenBatch, scored: Tensor, right: Tensor) -> dict[str, Any]:
+    def _score_by_length(self, batch: TokenBatch, scored: Tensor, correct: Tensor) -> dict[str, Any]:
         """Update the accuracy of each length, and return all: a process may have no sequence of some length."""
         full = torch.full_like(batch.inputs[:, 0], batch.inputs.size(1))
         lengths = full if batch.lengths is None else batch.lengths
         of_target = lengths[:, None].expand_as(scored)[scored]  # (B, N) -> (T,)
         metrics: dict[str, Any] = dict(self.accuracy_by_length.items())
         for n, metric in metrics.items():
-            metric.update(right[of_target == int(n)])
+            metric.update(correct[of_target == int(n)])
         return {f"accuracy_{n}": metric for n, metric in metrics.items()}
 
     def _written(self, batch: TokenBatch, memory: State | None) -> list[tuple[Response, str]]:
@@ -351,25 +350,26 @@ class LanguageModel(Task):
         )
 
     def write_predictions(self, predictions: list[Any], folder: Path) -> str:
-        """Write what `predict_step` returned: the responses if they are wanted; see `Task.write_predictions`."""
-        wanted = bool(self._responses.metrics)
-        return write_file(predictions, folder) if wanted else super().write_predictions(predictions, folder)
+        """Write the results of `predict_step`, with `response_metrics` as responses: see `Task.write_predictions`."""
+        write = write_file if self._responses.metrics else super().write_predictions
+        return write(predictions, folder)
 
     # -------------------------------------------------------------------------------------- memory in evaluation
 
     def on_validation_start(self) -> None:
-        """Give the memories the length they have in evaluation."""
+        """Set the memory options of evaluation."""
         before = [
-            {name: getattr(module, name) for name in _MEMORY if hasattr(module, name)} for module in self._with_memory
+            {name: getattr(module, name) for name in _MEMORY_OPTIONS if hasattr(module, name)}
+            for module in self._with_memory
         ]
-        self._outside.append(before)  # a callback may draw samples within a validation
-        for module, settings in zip(self._with_memory, before, strict=True):
-            module.set_memory(**{**settings, **self._eval_memory})
+        self._training_memory.append(before)  # a callback may draw samples within a validation
+        for module, options in zip(self._with_memory, before, strict=True):
+            module.set_memory(**{**options, **self._eval_memory})
 
     def on_validation_end(self) -> None:
-        """Give the memories the length they have in training."""
-        for module, settings in zip(self._with_memory, self._outside.pop(), strict=True):
-            module.set_memory(**settings)
+        """Restore the memory options from before the evaluation."""
+        for module, options in zip(self._with_memory, self._training_memory.pop(), strict=True):
+            module.set_memory(**options)
 
     on_test_start, on_test_end = on_validation_start, on_validation_end
     on_predict_start, on_predict_end = on_validation_start, on_validation_end
@@ -387,11 +387,7 @@ class LanguageModel(Task):
         on_tokens: Callable[[Tensor], None] | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Tensor:
-        """Continue each row of `prompt` (B, P) by `n_tokens` tokens: see `generation.generate`.
-
-        Returns:
-            (B, n_tokens), the tokens drawn.
-        """
+        """Continue each row of `prompt` (B, P) by `n_tokens` tokens, (B, n_tokens): see `generation.generate`."""
         self._check_tokens(prompt)
         with self._in_evaluation():
             return generate(
@@ -419,7 +415,7 @@ class LanguageModel(Task):
         n_best: int = 1,
         progress: Callable[[Iterable[int]], Iterable[int]] = iter,
     ) -> Hypotheses:
-        """Find the likeliest continuations of each row of `prompt` (B, P): see `beam.beam_search`."""
+        """Search for the likeliest continuations of each row of `prompt` (B, P): see `beam.beam_search`."""
         self._check_tokens(prompt)
         with self._in_evaluation():
             return beam_search(
@@ -438,16 +434,13 @@ class LanguageModel(Task):
 
     @contextmanager
     def _in_evaluation(self) -> Iterator[None]:
-        """Put the modules into evaluation mode, with the memory of evaluation, and back."""
-        training = [module for module in self.modules() if module.training]  # parts may be frozen
-        self.eval()
-        self.on_validation_start()
-        try:
-            yield
-        finally:
-            self.on_validation_end()
-            for module in training:
-                module.training = True
+        """Evaluate within the context: evaluation mode, and the memory options of evaluation."""
+        with evaluating(self):
+            self.on_validation_start()
+            try:
+                yield
+            finally:
+                self.on_validation_end()
 
     def write_samples(
         self,
@@ -472,21 +465,21 @@ class LanguageModel(Task):
         Args:
             folder: Makes the folder to write to.
             datamodule: Not used.
-            n: How many samples. Default: 1.
-            sampling: How tokens are drawn.
+            n: Number of samples. Default: 1.
+            sampling: Options of sampling.
             progress: Wraps the iterable of steps, if there are several samples.
-            prompt: How the text begins.
-            prompt_file: A file with its beginning, in place of `prompt`.
-            n_tokens: Tokens to draw.
+            prompt: Beginning of the text.
+            prompt_file: A file with the beginning of the text, in place of `prompt`.
+            n_tokens: Number of tokens to draw.
             beam: Search with this many hypotheses instead of drawing. `sampling` is then not used.
             length_penalty: See `beam.beam_search`.
             length_norm: See `beam.beam_search`.
 
         Raises:
-            ValueError: An option is out of range, or the prompt can't be read.
+            ValueError: If an option is out of range, or the prompt can't be read.
         """
         if n_tokens < 1:
-            raise ValueError(f"--n_tokens {n_tokens}: draw at least one")
+            raise ValueError(f"--n_tokens {n_tokens} must be at least 1")
         begin = _prompt(prompt, prompt_file)
         tokenizer = self.text
         _check_known(tokenizer, begin)
@@ -503,7 +496,7 @@ class LanguageModel(Task):
             ).cpu()
             numbered = [f"--- {i}\n{begin}{tokenizer.decode(row.numpy())}" for i, row in enumerate(drawn)]
         else:
-            found = self.beam_search(
+            hypotheses = self.beam_search(
                 tokens,
                 n_tokens,
                 beam=beam,
@@ -513,7 +506,7 @@ class LanguageModel(Task):
                 n_best=n or 1,
                 progress=progress,
             )
-            numbered = _with_scores(found, begin, tokenizer)
+            numbered = _with_scores(hypotheses, begin, tokenizer)
         if shown is not None:
             shown.finish()
         else:
@@ -523,10 +516,10 @@ class LanguageModel(Task):
         return f"text: {short(path)}"
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another vocabulary, or else of another model: see `Task.on_load_checkpoint`.
+        """Reject a checkpoint of another vocabulary or of another model: see `Task.on_load_checkpoint`.
 
         Raises:
-            ValueError: describes both.
+            ValueError: If the vocabularies differ.
         """
         built = checkpoint.get("hyper_parameters", {})
         size, spec = built.get("vocab_size", self.vocab_size), built.get("tokenizer") or self.tokenizer
@@ -540,10 +533,10 @@ class LanguageModel(Task):
 
     @property
     def text(self) -> Tokenizer:
-        """How text becomes tokens.
+        """The tokenizer.
 
         Raises:
-            ValueError: the model was trained on tokens that stand for no text.
+            ValueError: If the model was trained without a tokenizer.
         """
         if self.tokenizer is None:
             raise ValueError("the model's tokens can't be decoded to text: it was trained without a tokenizer")
@@ -551,7 +544,7 @@ class LanguageModel(Task):
 
     @property
     def token_bytes(self) -> Tensor | None:
-        """Bytes of text that each token stands for, (vocab_size,); None: they are not known, or a token is a unit."""
+        """Number of bytes of each token's text, (vocab_size,). None: unknown, or `unit` is not "token"."""
         if self.tokenizer is None or self.unit != "token":
             return None
         if self._token_bytes is None:
@@ -560,19 +553,12 @@ class LanguageModel(Task):
         return self._token_bytes if len(self._token_bytes) else None
 
     def check_batch(self, batch: TokenBatch) -> None:
-        """Refuse tokens that are not of this vocabulary: see `Task.check_batch`."""
+        """Raise ValueError if a token is outside the vocabulary: see `Task.check_batch`."""
         check_fields(batch, TokenBatch)
         self._check_tokens(batch.inputs)
 
     def _check_tokens(self, tokens: Tensor) -> None:
-        if not sequence.reads_values(tokens) or tokens.numel() == 0:
-            return
-        for token in (int(tokens.min()), int(tokens.max())):
-            if not 0 <= token < self.vocab_size:
-                raise ValueError(
-                    f"the data hold token {token}, but the model has vocab_size={self.vocab_size}: 0 … "
-                    f"{self.vocab_size - 1}; use the same vocabulary for both"
-                )
+        check_integers(tokens, "token", 0, self.vocab_size - 1, f"vocab_size={self.vocab_size}")
 
 
 def _described(size: int, tokenizer: str | None) -> str:
@@ -580,7 +566,7 @@ def _described(size: int, tokenizer: str | None) -> str:
 
 
 class Decoded:
-    """Shows tokens as text while they come: as much of it as no further token can change.
+    """Shows tokens as text while they are drawn, as far as later tokens can't change it.
 
     Args:
         tokenizer: Turns tokens into text.
@@ -592,10 +578,10 @@ class Decoded:
         self._shown = 0
 
     def __call__(self, tokens: Tensor) -> None:
-        """Show what (1,) more tokens add."""
+        """Show the text of one more token, (1,)."""
         self._tokens.append(int(tokens))
         text = self._text()
-        if not text.endswith("\ufffd"):  # the first bytes of a character
+        if not text.endswith("\ufffd"):  # an incomplete character
             self._show(text)
 
     def finish(self) -> None:
@@ -612,9 +598,9 @@ class Decoded:
         self._shown = len(text)
 
 
-def _with_scores(found: Hypotheses, begin: str, tokenizer: Tokenizer) -> list[str]:
-    """Return the texts of the only prompt's hypotheses, each under its number, score and log-probability."""
-    rows, lengths, scores, log_probs = (t[0].cpu() for t in found)
+def _with_scores(hypotheses: Hypotheses, begin: str, tokenizer: Tokenizer) -> list[str]:
+    """Return the texts of a single prompt's hypotheses, each under its number, score and log-probability."""
+    rows, lengths, scores, log_probs = (t[0].cpu() for t in hypotheses)
     return [
         f"--- {i}, score {score:.4f}, log p {log_p:.4f}\n{begin}{tokenizer.decode(row[:length].numpy())}"
         for i, (row, length, score, log_p) in enumerate(zip(rows, lengths, scores, log_probs, strict=True))
@@ -634,9 +620,13 @@ def _prompt(prompt: str | None, prompt_file: str | None) -> str:
 
 
 def _check_known(tokenizer: Any, prompt: str) -> None:
-    """Refuse characters that the model never saw, whose embedding is noise; a word that it did not is `<unk>`."""
+    """Reject characters that were not in the training text, and warn of words that become `<unk>`.
+
+    Raises:
+        ValueError: If a token is a character, and the prompt has an unknown one: its embedding is not trained.
+    """
     unknown = tokenizer.unknown(prompt)
-    if not unknown or tokenizer.kind == NumberTokenizer.kind:  # which has no <unk>: to encode the prompt is an error
+    if not unknown or tokenizer.kind == NumberTokenizer.kind:  # it has no <unk>, and encoding raises
         return
     shown = ", ".join(map(repr, unknown[:5])) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
     if tokenizer.unit == "character":

@@ -1,4 +1,4 @@
-"""Autoregressive models of images: a pixel's value, given all before it."""
+"""Autoregressive models of images: each value, given all before it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from lit_effattn.checkpoints.runs import short
 from lit_effattn.datamodules.images.pixels import levels_to_images
 from lit_effattn.drawing.images import grid, labelled_rows, save_png
 from lit_effattn.generation.sampling import AS_TRAINED, Sampling, SamplingOptions, generate
+from lit_effattn.nn.evaluating import evaluating
 from lit_effattn.nn.heads import CategoricalHead, HeadFactory
-from lit_effattn.sequence import SequenceModule, State, reads_values
-from lit_effattn.tasks.base import Objective, Task, check_backbone
+from lit_effattn.sequence import SequenceModule, State
+from lit_effattn.tasks.base import Objective, Task, check_backbone, check_integers
 from lit_effattn.tasks.metrics import BitsPerDim
 
 if TYPE_CHECKING:
@@ -32,8 +33,9 @@ class PixelModel(Task):
 
         p(x) = Π_t p(x_t | x_1 … x_{t−1}),  bits/dim = −log2 p(x) / (H W C)
 
-    The dimensions are the H·W·C values of an image, the channels of a pixel in turn. A start token predicts the first,
-    so all H·W·C of them are scored; `score_first=False` leaves the first out, as Katharopoulos et al. 2020 did.
+    The dimensions are the H·W·C values of an image, the channels of a pixel one after the other. The first dimension is
+    predicted from a start token, so all H·W·C dimensions are scored. With `score_first=False` the first is not scored,
+    as in Katharopoulos et al. 2020.
 
     Args:
         backbone: Causal; mixes the sequence.
@@ -42,14 +44,14 @@ class PixelModel(Task):
         head: Makes the distribution over the levels. Default: CategoricalHead.
         optimizer: Makes the optimiser from the parameters. Default: torch.optim.RAdam.
         lr_scheduler: Makes the schedule from the optimiser; it steps once an optimiser step.
-        embedding_std: Standard deviation of the initial embedding. 1 suits sinusoidal positions, whose values are of
-            that size (the 2017 paper scales its embedding to it by √E); 0.02 suits learned ones.
-        ordinal_embedding: Start with waves of the level (see `ordinal_waves`) in place of noise, so that neighbouring
-            levels start alike, and levels that the training images hardly have are not strangers.
-        score_first: Whether the first dimension counts, in the loss and in bits/dim.
+        embedding_std: Standard deviation of the initial embedding. 1 suits sinusoidal positions, whose values have that
+            size (the 2017 paper multiplies its embedding by √E); 0.02 suits learned positions.
+        ordinal_embedding: Initialise the embedding with waves of the level (see `ordinal_waves`) in place of noise, so
+            that neighbouring levels start with similar vectors. This helps with levels that are rare in training.
+        score_first: Whether the first dimension is scored, in the loss and in bits/dim.
 
     Raises:
-        ValueError: the backbone is not causal.
+        ValueError: If the backbone is not causal.
     """
 
     monitor = "val/bits_per_dim"
@@ -68,10 +70,8 @@ class PixelModel(Task):
         ordinal_embedding: bool = False,
         score_first: bool = True,
     ) -> None:
-        check_backbone(backbone)
+        check_backbone(backbone, causal=True)
         super().__init__(optimizer, lr_scheduler)
-        if not backbone.causal:
-            raise ValueError("backbone has causal=False; a pixel must not see those it predicts, so set causal=True")
         self.image_shape = tuple(image_shape)
         self.n_levels = n_levels
         self.n_dims = image_shape[0] * image_shape[1] * image_shape[2]
@@ -87,10 +87,10 @@ class PixelModel(Task):
         self.bits_per_dim = nn.ModuleDict({"val": BitsPerDim(), "test": BitsPerDim()})
 
     def nll(self, levels: Tensor) -> Tensor:
-        """Return −log p in nats of every dimension scored: (B, H·W·C) integer levels -> (B, H·W·C), or one less.
+        """Return −log p in nats of every scored dimension: (B, H·W·C) integer levels -> (B, H·W·C), or one less.
 
         Raises:
-            ValueError: the images are of another size than the model's, or have values that it does not know.
+            ValueError: If the images have another size than the model's, or unknown levels.
         """
         self.check_batch(levels)
         levels = levels.long()
@@ -98,7 +98,7 @@ class PixelModel(Task):
         return self._scored(self.head.nll(hidden, levels))
 
     def hidden(self, batch: Tensor, memory: State | None = None) -> tuple[Tensor, State]:
-        """Return the backbone's output (B, H·W·C, d_model), going on from `memory`, and its state after the images."""
+        """Return the backbone's output (B, H·W·C, d_model), continuing from `memory`, and its state after it."""
         return self.backbone(self.embedding(self._prompt(batch.long()[:, :-1])), memory)
 
     def _scored(self, nll: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class PixelModel(Task):
         return nll.mean(1) / math.log(2)
 
     def objective(self, batch: Tensor, memory: State | None = None) -> Objective:
-        """Return the mean over the batch's dimensions, in nats, and the auxiliary losses; there is no memory."""
+        """Return the mean over the batch's dimensions, in nats, with auxiliary losses. There is no memory."""
         levels = batch.long()
         hidden, state = self.hidden(levels, memory)
         loss = self._scored(self.head.loss(hidden, levels)).mean()
@@ -138,15 +138,18 @@ class PixelModel(Task):
         """Draw images.
 
         Args:
-            n: How many.
-            given: (n, P) levels of the first P dimensions of each, which the model completes. `n` is then ignored.
-            sampling: How levels are drawn.
-            progress: Wraps the iterable of steps, to show how far it is.
+            n: Number of images.
+            given: (n, P) levels of the first P dimensions of each image, which the model completes. `n` is ignored.
+            sampling: Options of sampling.
+            progress: Wraps the iterable of steps, for a progress bar.
             options: Fields of `generation.Sampling` (`temperature`, `top_k`, `top_p`, `seed`, `compile`) that replace
                 those of `sampling`.
 
         Returns:
             (n, H·W·C) levels, `given` included.
+
+        Raises:
+            ValueError: If `given` is not a tensor of levels, or has no dimension left to draw.
         """
         if given is None:
             given = torch.empty(n, 0, dtype=torch.long)
@@ -156,22 +159,10 @@ class PixelModel(Task):
             raise ValueError(
                 f"given holds {given.size(1)} of an image's {self.n_dims} dimensions: none is left to draw"
             )
-        training = [module for module in self.modules() if module.training]  # parts may be frozen
-        self.eval()
-        try:
-            drawn = generate(
-                self.backbone,
-                self.embedding,
-                self.head,
-                self._prompt(given),
-                self.n_dims - given.size(1),
-                sampling=sampling,
-                progress=progress,
-                **options,
-            )
-        finally:
-            for module in training:
-                module.training = True
+        prompt, n_left = self._prompt(given), self.n_dims - given.size(1)
+        how: Any = {"sampling": sampling, "progress": progress, **options}
+        with evaluating(self):
+            drawn = generate(self.backbone, self.embedding, self.head, prompt, n_left, **how)
         return torch.cat([given, drawn], 1)
 
     def write_samples(
@@ -188,11 +179,14 @@ class PixelModel(Task):
 
         Args:
             folder: Makes the folder to write to.
-            datamodule: Where the images to complete come from.
-            n: How many images. Default: 16.
-            sampling: How levels are drawn.
+            datamodule: Source of the images to complete.
+            n: Number of images. Default: 16.
+            sampling: Options of sampling.
             progress: Wraps the iterable of steps.
-            complete: The fraction to erase of each test image, from the bottom. Default: draw from nothing.
+            complete: The fraction to erase of each test image, from the bottom. Default: draw whole images.
+
+        Raises:
+            ValueError: If `complete` is not between 0 and 1, or there are fewer than `n` test images.
         """
         n = 16 if n is None else n
         h, w, c = self.image_shape
@@ -224,7 +218,7 @@ class PixelModel(Task):
         return nn.functional.pad(levels, (1, 0), value=self.n_levels)
 
     def check_batch(self, levels: Tensor) -> None:
-        """Refuse images of another size or with unknown levels: see `Task.check_batch`."""
+        """Raise ValueError if images have another size or unknown levels: see `Task.check_batch`."""
         if not isinstance(levels, Tensor):
             raise ValueError(
                 f"the batch is a {type(levels).__name__}, not a tensor of levels; give images alone, without classes"
@@ -232,7 +226,7 @@ class PixelModel(Task):
         if levels.dim() != 2 or levels.size(1) != self.n_dims:
             h, w, c = self.image_shape
             raise ValueError(
-                f"images of shape {tuple(levels.shape)} were given to a model of {h}×{w}×{c} images: expected "
+                f"images have shape {tuple(levels.shape)}, but a model of {h}×{w}×{c} images expects "
                 f"(batch, {self.n_dims})"
             )
         self._check_levels(levels)
@@ -243,14 +237,7 @@ class PixelModel(Task):
                 f"images have dtype {levels.dtype}, not integer levels 0 … {self.n_levels - 1}; of values from 0 to 1 "
                 f"make them by (x * {self.n_levels - 1}).round().long()"
             )
-        if not reads_values(levels) or levels.numel() == 0:
-            return
-        for level in (int(levels.min()), int(levels.max())):  # as Python's integers: 256 does not fit into uint8
-            if not 0 <= level < self.n_levels:
-                raise ValueError(
-                    f"an image holds level {level}, but the model has n_levels={self.n_levels}: 0 … "
-                    f"{self.n_levels - 1}; give data and model the same n_levels"
-                )
+        check_integers(levels, "level", 0, self.n_levels - 1, f"n_levels={self.n_levels}")
 
 
 def ordinal_waves(n_levels: int, width: int) -> Tensor:
@@ -258,7 +245,11 @@ def ordinal_waves(n_levels: int, width: int) -> Tensor:
 
         √2 sin(2π f_i x), √2 cos(2π f_i x),  x = level / (n_levels − 1)
 
-    with frequencies f_i from a quarter of a wave over all levels to one wave over eight of them, in geometric series.
+    with frequencies f_i in geometric series, from a quarter of a wave over all levels to one wave over eight levels.
+
+    Args:
+        n_levels: Number of levels.
+        width: Number of functions.
     """
     x = torch.linspace(0, 1, n_levels)[:, None]
     highest = max(1.0, n_levels / 8)
@@ -270,7 +261,7 @@ def ordinal_waves(n_levels: int, width: int) -> Tensor:
 def _test_images(datamodule: pl.LightningDataModule | None, n: int, complete: float) -> Tensor:
     """Return the first `n` test images, (n, H·W·C) levels."""
     if not 0 < complete < 1:
-        raise ValueError(f"--complete {complete}: the fraction to erase lies between 0 and 1, both excluded")
+        raise ValueError(f"--complete {complete}: the fraction to erase must be above 0 and below 1")
     if datamodule is None:
         raise ValueError("--complete needs data to take images from; name it with --data")
     datamodule.prepare_data()
@@ -287,7 +278,7 @@ def _test_images(datamodule: pl.LightningDataModule | None, n: int, complete: fl
 
 
 def _kept(complete: float, image_shape: tuple[int, int, int]) -> int:
-    """Return how many dimensions stay, rounded to whole rows where the image has as many."""
+    """Return the number of dimensions that are not erased, if possible whole rows."""
     h, w, c = image_shape
     rows = round(h * (1 - complete))
     return rows * w * c if 0 < rows < h else max(0, min(h * w * c - 1, round(h * w * c * (1 - complete))))

@@ -1,4 +1,4 @@
-"""Phones of words that a lexicon lacks, from a trained sequence-to-sequence model."""
+"""Pronunciation of words that a lexicon lacks, by a trained sequence-to-sequence model."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class TrainedPronouncer(Pronouncer):
     """Pronounces words by a `SequenceToSequence` model of spellings and phones, such as that of g2p_softmax.yaml.
 
     Args:
-        ckpt_path: Its checkpoint.
+        ckpt_path: The model's checkpoint.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It is no checkpoint of such a model.
+        FileNotFoundError: If the file does not exist.
+        ValueError: If the file is not a checkpoint of such a model.
     """
 
     def __init__(self, ckpt_path: str) -> None:
@@ -33,14 +33,13 @@ class TrainedPronouncer(Pronouncer):
         return SequenceToSequence.load_from_checkpoint(self.ckpt_path, map_location="cpu").eval()
 
     def pronounce(self, words: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        """Return the phones of words. Words with letters that the model does not know are left out.
+        """Return the phones of words, without the words whose letters the model does not know.
 
-        A word is read in small letters if the model does not know capitals.
+        A word is read in lower case if the model does not know its capitals.
         """
         spelled = {word: spelling for word in words if (spelling := self._spelling(word)) is not None}
-        # Words of like length together: less padding. The result for a word does not depend on the others.
-        ordered = sorted(spelled, key=len)
-        found = {}
+        ordered = sorted(spelled, key=len)  # similar lengths in a batch: less padding
+        result = {}
         for begin in range(0, len(ordered), _WORDS_AT_ONCE):
             batch = ordered[begin : begin + _WORDS_AT_ONCE]
             tokens = [self._model.encode(spelled[word]) for word in batch]
@@ -48,11 +47,11 @@ class TrainedPronouncer(Pronouncer):
             source = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)  # (B, S)
             for word, (text, *_) in zip(batch, self._model.texts(self._model.search(source, lengths)), strict=True):
                 if phones := tuple(text.split()):
-                    found[word] = phones
-        return found
+                    result[word] = phones
+        return result
 
     def _spelling(self, word: str) -> str | None:
-        """Return `word` as the model spells it; None if it does not know its letters."""
+        """Return `word`, or it in lower case, if the model knows all letters; None if neither."""
         text = self._model.source_text
         return next((spelling for spelling in (word, word.lower()) if not text.unknown(spelling)), None)
 

@@ -1,4 +1,4 @@
-"""The responses that a language model writes within its stream, and what they score."""
+"""Responses that a language model writes within its stream, and their scores."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lit_effattn import sequence
 from lit_effattn.checkpoints.runs import short
+from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.tokens import Response, TokenBatch
 from lit_effattn.datamodules.text.tokenizers import Tokenizer
 from lit_effattn.generation.beam import LENGTH_PENALTY, beam_search, check_beam
@@ -26,34 +27,29 @@ METRICS: dict[str, Any] = {"f1": WordF1, "rouge_l": RougeL, "exact_match": Exact
 
 
 class Responses:
-    """Writes the responses of a batch by beam search, each after the right tokens before it.
+    """Writes the responses of a batch by beam search, each after the reference tokens before it.
 
     Args:
-        metrics: The scores of the responses, in words: names of `METRICS`.
-        beam: Hypotheses of the search; 1 is greedy.
-        max_len: Most tokens of a response, the end token included.
-        length_penalty: α of the search: see `beam.beam_search`.
+        metrics: Metrics of the responses' words: names of `METRICS`.
+        beam: Number of hypotheses of the search; 1 is greedy.
+        max_len: Maximum number of tokens of a response, the end token included.
 
     Raises:
-        ValueError: An option is out of range.
+        ValueError: If an option is out of range.
     """
 
-    def __init__(
-        self, metrics: Sequence[str], *, beam: int, max_len: int, length_penalty: float = LENGTH_PENALTY
-    ) -> None:
+    def __init__(self, metrics: Sequence[str], *, beam: int, max_len: int) -> None:
         for name in metrics:
             if name not in METRICS:
                 raise ValueError(f"response_metrics names {name!r}, which is not one of {', '.join(METRICS)}")
-        check_beam(beam, 1, length_penalty)
-        if max_len < 1:
-            raise ValueError(f"max_response_len={max_len}; a response has at least one token, the end token")
+        check_beam(beam, 1, LENGTH_PENALTY)
+        at_least(1, max_response_len=max_len)
         self.metrics = tuple(metrics)
         self.beam = beam
         self.max_len = max_len
-        self.length_penalty = length_penalty
 
     def scores(self) -> nn.ModuleDict:
-        """Return new metrics by their names."""
+        """Return new metrics by name."""
         return nn.ModuleDict({name: METRICS[name]() for name in self.metrics})
 
     @torch.no_grad()
@@ -67,46 +63,39 @@ class Responses:
         head: Head,
         text: Tokenizer,
     ) -> list[tuple[Response, str]]:
-        """Return the responses that begin in a batch, with what a model writes in their place.
+        """Return each reference response that begins in a batch, and the model's text in its place.
 
         Args:
-            batch: As it is read.
+            batch: Inputs and reference responses.
             memory: The state before the batch; None: empty.
             backbone: See `beam.beam_search`.
             embed: See `beam.beam_search`.
             head: See `beam.beam_search`.
             text: Decodes tokens; its `start` ends a response.
         """
-        begun = [(row, response) for row, of_row in enumerate(batch.responses or ()) for response in of_row]
+        references = [(row, response) for row, of_row in enumerate(batch.responses or ()) for response in of_row]
         if memory is None:
             memory = backbone.initial_state(len(batch.inputs), device=batch.inputs.device)
         written = []
-        for first in range(0, len(begun), len(batch.inputs)):  # as many rows at once as the batch has
-            group = begun[first : first + len(batch.inputs)]
+        for first in range(0, len(references), len(batch.inputs)):  # as many rows at once as the batch has
+            group = references[first : first + len(batch.inputs)]
             rows = torch.tensor([row for row, _ in group], device=batch.inputs.device)
             positions = torch.tensor([response.position for _, response in group], device=batch.inputs.device)
             state, inputs = sequence.select(memory, rows), batch.inputs[rows]  # (R, N)
             if before := max(response.position for _, response in group):
                 _, state = backbone(embed(inputs[:, :before]), state, positions)
-            found = beam_search(
-                backbone,
-                embed,
-                head,
-                inputs.gather(1, positions[:, None]),  # (R, N) -> (R, 1)
-                self.max_len,
-                beam=self.beam,
-                end=text.start,
-                length_penalty=self.length_penalty,
-                state=state,
+            prompt = inputs.gather(1, positions[:, None])  # (R, N) -> (R, 1)
+            hypotheses = beam_search(
+                backbone, embed, head, prompt, self.max_len, beam=self.beam, end=text.start, state=state
             )
-            best, lengths = found.tokens[:, 0].cpu(), found.lengths[:, 0].tolist()
+            best, lengths = hypotheses.tokens[:, 0].cpu(), hypotheses.lengths[:, 0].tolist()
             for (_, response), tokens, length in zip(group, best, lengths, strict=True):
                 written.append((response, text.decode(tokens[:length].numpy())))
         return written
 
 
 def score_texts(scores: nn.ModuleDict, written: Sequence[tuple[Response, str]]) -> None:
-    """Add responses to metrics."""
+    """Add pairs of a reference response and the model's text to metrics."""
     hypotheses, references = [text for _, text in written], [[response.text] for response, _ in written]
     metrics: dict[str, Any] = dict(scores.items())
     for name, metric in metrics.items():
@@ -117,7 +106,7 @@ def score_texts(scores: nn.ModuleDict, written: Sequence[tuple[Response, str]]) 
 
 
 def write_file(predictions: Iterable[Sequence[tuple[Response, str]]], folder: Path) -> str:
-    """Write `responses.jsonl`, a line a response in the order of the split, and return what to say of it."""
+    """Write `responses.jsonl`, a line a response in the order of the split, and return a message for the user."""
     path = folder / "responses.jsonl"
     written = sorted((pair for batch in predictions for pair in batch), key=lambda pair: pair[0].number)
     with path.open("w", encoding="utf-8") as file:

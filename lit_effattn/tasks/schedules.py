@@ -7,22 +7,24 @@ import math
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from lit_effattn.checks import at_least
+
 
 class WarmupCosine(LambdaLR):
-    """Rises linearly over `warmup_steps`, then falls along half a cosine to `final` times the peak at `total_steps`.
+    """Linear warm-up over `warmup_steps`, then half a cosine down to `final` times the peak at `total_steps`.
 
-    Stays at the end value after `total_steps`. Counts optimiser steps.
+    The rate is constant after `total_steps`. Steps are optimiser steps.
 
     Args:
         optimizer: Its learning rate is the peak.
         total_steps: Steps of the whole run. Default: those of the trainer's `max_steps` or `max_epochs`. The number is
             fixed when the run starts and is part of its checkpoints.
-        warmup_steps: Steps of the rise, or their share of `total_steps` as a float below 1.
+        warmup_steps: Steps of the warm-up, or as a float below 1 their fraction of `total_steps`.
         final: Final rate, as a fraction of the peak.
-        cosine_from_start: Whether the cosine runs over all `total_steps`, and the rise replaces its first steps, as in
-            the PyTorch code of Dai et al. 2019. That code sets the rate after each update. So the first update has the
-            peak rate, and update i, counted from 0, has i / warmup_steps of it while i is below `warmup_steps`.
-            Default: the cosine begins at the end of the rise. Without a rise the two are equal.
+        cosine_from_start: Whether the cosine runs over all `total_steps`, and the warm-up replaces its first steps, as
+            in the PyTorch code of Dai et al. 2019. That code sets the rate after each update. So the first update has
+            the peak rate, and update i, counted from 0, has i / warmup_steps of it while i is below `warmup_steps`.
+            Default: the cosine begins at the end of the warm-up.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -36,14 +38,15 @@ class WarmupCosine(LambdaLR):
         final: float = 0.0,
         cosine_from_start: bool = False,
     ) -> None:
-        if total_steps is not None and total_steps < 1:
-            raise ValueError(f"total_steps={total_steps} is not positive; leave it out to take the steps of the run")
+        at_least(1, total_steps=total_steps)
         if isinstance(warmup_steps, float) and not 0 <= warmup_steps < 1:
-            raise ValueError(f"warmup_steps={warmup_steps} is not a share from 0 to below 1; give steps as an integer")
+            raise ValueError(
+                f"warmup_steps={warmup_steps} must be a fraction from 0 to below 1; give numbers of steps as integers"
+            )
         if warmup_steps < 0 or (total_steps is not None and warmup_steps >= total_steps):
-            raise ValueError(f"warmup_steps={warmup_steps} is not from 0 to below total_steps={total_steps}")
+            raise ValueError(f"warmup_steps={warmup_steps} must be from 0 to below total_steps={total_steps}")
         if not 0 <= final <= 1:
-            raise ValueError(f"final={final} is not a fraction of the peak, from 0 to 1")
+            raise ValueError(f"final={final} must be a fraction of the peak, from 0 to 1")
         self.total_steps, self.warmup_steps, self.final = total_steps, warmup_steps, final
         self.cosine_from_start = cosine_from_start
         super().__init__(optimizer, self._factor)
@@ -52,7 +55,7 @@ class WarmupCosine(LambdaLR):
         """Set `total_steps` to the steps of the run, unless it is known. Call it before the first step.
 
         Raises:
-            ValueError: If the run has no limit, or is no longer than the warm-up.
+            ValueError: If the run has no limit, or is not longer than the warm-up.
         """
         if self.total_steps is not None:
             return
@@ -60,8 +63,8 @@ class WarmupCosine(LambdaLR):
             raise ValueError("total_steps=None: the run has no limit in steps; give total_steps or max_steps")
         if self.warmup_steps >= run_steps:
             raise ValueError(
-                f"warmup_steps={self.warmup_steps} is not below the {run_steps} steps of the run; "
-                "give a share of the run, such as 0.1, or train longer"
+                f"warmup_steps={self.warmup_steps} must be below the {run_steps} steps of the run; "
+                "give a fraction of the run, such as 0.1, or train longer"
             )
         self.total_steps = int(run_steps)
         for group, peak in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
@@ -73,34 +76,36 @@ class WarmupCosine(LambdaLR):
             if step > 0:
                 raise ValueError("total_steps=None: give the steps of the run, or call set_total_steps first")
             return 1.0  # no step is taken at this rate
-        share = isinstance(self.warmup_steps, float)
-        rise = round(self.warmup_steps * self.total_steps) if share else self.warmup_steps
-        if self.cosine_from_start and 0 < step < rise:
-            return step / rise
-        if not self.cosine_from_start and step < rise:
-            return (step + 1) / rise
-        start = 0 if self.cosine_from_start else rise
+        fraction = isinstance(self.warmup_steps, float)
+        warmup = round(self.warmup_steps * self.total_steps) if fraction else self.warmup_steps
+        if self.cosine_from_start and 0 < step < warmup:
+            return step / warmup
+        if not self.cosine_from_start and step < warmup:
+            return (step + 1) / warmup
+        start = 0 if self.cosine_from_start else warmup
         done = min(1.0, (step - start) / max(self.total_steps - start, 1))
         return self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 class InverseSquareRoot(LambdaLR):
-    """Rises linearly over `warmup_steps`, then falls with the inverse square root of the steps taken.
+    """Linear warm-up over `warmup_steps`, then decay with the inverse square root of the step.
 
         rate(step) = peak · min(step / warmup_steps, √(warmup_steps / step)),  step = 1, 2, …
 
-    Vaswani et al. 2017, equation 3, scaled by its peak, which is reached at step `warmup_steps`. The paper's rate is
+    Vaswani et al. 2017, equation 3, divided by its peak, which is reached at step `warmup_steps`. The paper's rate is
     d_model^−½ · min(step^−½, step · warmup_steps^−1.5), so its peak is (d_model · warmup_steps)^−½: 7·10⁻⁴ for the base
-    model's 512 and 4000. Counts optimiser steps.
+    model's 512 and 4000. Steps are optimiser steps.
 
     Args:
         optimizer: Its learning rate is the peak.
-        warmup_steps: Steps of the rise.
+        warmup_steps: Steps of the warm-up; 1 starts at the peak.
+
+    Raises:
+        ValueError: If `warmup_steps` is not positive.
     """
 
     def __init__(self, optimizer: Optimizer, warmup_steps: int = 4000) -> None:
-        if warmup_steps < 1:
-            raise ValueError(f"warmup_steps={warmup_steps} is not positive; 1 starts at the peak")
+        at_least(1, warmup_steps=warmup_steps)
         self.warmup_steps = warmup_steps
         super().__init__(optimizer, self._factor)
 

@@ -1,4 +1,4 @@
-"""Models that write one sequence from another: translation, and pronunciation of words."""
+"""Models of a target sequence given a source: translation, and pronunciation of words."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
-from lit_effattn import sequence
 from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.runs import short
+from lit_effattn.checks import at_least, probabilities
 from lit_effattn.datamodules.common.tokens import IGNORE, PairBatch
 from lit_effattn.datamodules.text.tokenizers import NumberTokenizer, Tokenizer
 from lit_effattn.drawing.images import attention_map
@@ -22,7 +22,8 @@ from lit_effattn.generation.beam import LENGTH_PENALTY, Hypotheses, LengthNorm, 
 from lit_effattn.nn.encoder_decoder import EncoderDecoder
 from lit_effattn.nn.heads import CategoricalHead, HeadFactory
 from lit_effattn.sequence import State
-from lit_effattn.tasks.base import Objective, Task, check_fields
+from lit_effattn.tasks.auxiliary import mean_of_scored
+from lit_effattn.tasks.base import Objective, Task, check_fields, check_integers
 from lit_effattn.tasks.metrics import Count, ErrorRate, ExactMatch, Perplexity
 from lit_effattn.tasks.text_metrics import Bleu, Chrf
 
@@ -37,27 +38,27 @@ _METRICS: dict[str, Callable[[], Any]] = {
 _IN_UNITS = ("error_rate", "exact_match")
 
 EXTRA_LEN = 50
-"""How many more tokens an output may have than its source (Vaswani et al. 2017, section 6.1)."""
+"""Maximum length of an output beyond that of its source, in tokens (Vaswani et al. 2017, section 6.1)."""
 
 PICTURES = 4
-"""Of how many sources `predict` and `generate` draw where each output looked."""
+"""Number of sources for which `predict` draws the attention to the source."""
 
 PICTURED_LEN = 256
-"""The longest source, in tokens, of which this is drawn. The weights take O(S²) memory; pictures grow wide."""
+"""The longest source, in tokens, for which it is drawn: the weights take O(S²) memory, and pictures grow wide."""
 
 
 class Translation(NamedTuple):
-    """What was written for a source.
+    """The outputs for a source.
 
     Attributes:
-        place: Its place in the file or the split.
-        entry: What `translations.jsonl` has of it: see `SequenceToSequence.predict_step`.
-        weights: (N, S), which source each token of the best output looked at, to be drawn; None: it is not.
+        number: The index of the source in the file or the split.
+        entry: The line of `translations.jsonl`: see `SequenceToSequence.predict_step`.
+        weights: (N, S), the attention of the best output to the source, to be drawn. None: not drawn.
         outputs: N tokens of the best output.
         sources: S tokens of the source.
     """
 
-    place: int
+    number: int
     entry: dict[str, Any]
     weights: Tensor | None
     outputs: list[str]
@@ -69,42 +70,42 @@ class SequenceToSequence(Task):
 
         p(y | x) = Π_t p(y_t | y_1 … y_{t−1}, x),  perplexity = exp(−Σ_t ln p / T)           Vaswani et al. 2017
 
-    A batch is a `PairBatch`. Training and perplexity use teacher forcing: each token is predicted from the right ones
-    before it. The end token is scored, too. Embeddings are drawn from N(0, 1/E) and multiplied by √E (section 3.4).
+    A batch is a `PairBatch`. Training and perplexity use teacher forcing: each token is predicted from the reference
+    tokens before it. The end token is scored, too. Embeddings are drawn from N(0, 1/E) and multiplied by √E (section
+    3.4).
 
     `test` writes every target by beam search, and scores it with `metrics`: "bleu" and "chrf" by sacrebleu, on text;
-    "error_rate", edits to the nearest reference, over its length, in units separated by spaces (words or phones);
-    "exact_match", the fraction that equals a reference. A word error rate of pronunciations is 1 − exact match, their
-    phone error rate is the error rate. `val` does the same where `decode_every_n_epochs` says so. Without tokenizers,
-    as in synthetic tasks, texts are the tokens' numbers, separated by spaces.
+    "error_rate", edits to the nearest reference over its length, in units separated by spaces (words or phones);
+    "exact_match", the fraction that equals a reference. For pronunciations the word error rate is 1 − exact match, and
+    the phone error rate is the error rate. `val` does the same in the epochs of `decode_every_n_epochs`. Without
+    tokenizers, as in synthetic tasks, texts are the tokens' numbers, separated by spaces.
 
     Args:
         backbone: Encoder and decoder.
         source_vocab_size: Number of tokens of the source. From the command: that of the data.
         target_vocab_size: Number of tokens of the target; the last one begins and ends a sequence. From the command:
             that of the data.
-        source_tokenizer: How the source's text becomes tokens, as `Tokenizer.spec` says; checkpoints carry it. None:
-            tokens represent no text. From the command: that of the data.
-        target_tokenizer: The same of the target.
-        tie: Share matrices: "target": that of the target's embedding and of the head. "all": of the source's embedding,
-            too, for one vocabulary of both. "none": three matrices.
+        source_tokenizer: The source's tokenizer, as `Tokenizer.spec`; checkpoints contain it. None: there is no text.
+            From the command: that of the data.
+        target_tokenizer: The target's tokenizer, likewise.
+        tie: Which matrices are shared. "target": the target's embedding and the head. "all": these and the source's
+            embedding, which needs one vocabulary of both. "none": none.
         head: Makes the distribution over the target's tokens. Default: CategoricalHead.
-        label_smoothing: ε of the training loss. It is spread over all tokens, the right one included, as in
+        label_smoothing: ε of the training loss, spread over all tokens, the target included, as in
             torch.nn.CrossEntropyLoss.
-        metrics: What `test` reports of the outputs.
-        beam: Hypotheses of the search in `test`, `val` and `predict`; 1 is greedy. See `beam.beam_search`.
+        metrics: Metrics of the outputs in `test`.
+        beam: Number of hypotheses of the search in `test`, `val` and `predict`; 1 is greedy. See `beam.beam_search`.
         length_penalty: α of the search.
-        length_norm: By what log p is divided: gnmt, ((5 + tokens) / 6)^α, or average, tokens^α, as fairseq and
-            transformers do.
-        max_output_len: Most tokens of an output, the end token included. With a long source, the default lets a search
-            go on for long. Default: 50 more than the source has (Vaswani et al. 2017, section 6.1).
+        length_norm: Divisor of log p: gnmt, ((5 + tokens) / 6)^α, or average, tokens^α, as in fairseq and transformers.
+        max_output_len: Maximum number of tokens of an output, the end token included. It bounds the time of a search
+            with a long source. Default: 50 more than the source has (Vaswani et al. 2017, section 6.1).
         decode_every_n_epochs: In validation, write and score the outputs every n epochs; null: never.
-        auxiliary_weight: Of the auxiliary losses that attention kinds have.
+        auxiliary_weight: Weight of auxiliary losses of the attention.
         optimizer: Makes the optimiser from the parameters. Default: torch.optim.RAdam.
         lr_scheduler: Makes the schedule from the optimiser; it steps once an optimiser step.
 
     Raises:
-        ValueError: an option is out of its range, or the vocabularies can't be shared.
+        ValueError: If an option is out of range, or the vocabularies can't be shared.
     """
 
     monitor = "val/perplexity"
@@ -131,14 +132,10 @@ class SequenceToSequence(Task):
         length_norm: LengthNorm = "gnmt",
     ) -> None:
         super().__init__(optimizer, lr_scheduler)
-        if not 0 <= label_smoothing < 1:
-            raise ValueError(f"label_smoothing={label_smoothing} is not a fraction from 0 to below 1")
+        probabilities(label_smoothing=label_smoothing)
+        at_least(1, decode_every_n_epochs=decode_every_n_epochs, max_output_len=max_output_len)
         if tie not in ("none", "target", "all"):
             raise ValueError(f"tie={tie!r} is not one of none, target, all")
-        if decode_every_n_epochs is not None and decode_every_n_epochs < 1:
-            raise ValueError(f"decode_every_n_epochs={decode_every_n_epochs} is not positive; null never decodes")
-        if max_output_len is not None and max_output_len < 1:
-            raise ValueError(f"max_output_len={max_output_len}; an output has at least one token, the end token")
         for name in metrics:
             if name not in _METRICS:
                 raise ValueError(f"metrics names {name!r}, which is not one of {', '.join(get_args(DecodedMetric))}")
@@ -206,27 +203,26 @@ class SequenceToSequence(Task):
         return self.head.nll(hidden, batch.targets.clamp(min=0)).masked_fill(batch.targets == IGNORE, 0)
 
     def training_step(self, batch: PairBatch) -> Tensor:
-        """Return the loss of `objective`. Compiled code is not compiled again for other texts."""
+        """Return the loss of `objective`. Texts are removed: compiled code would be compiled again for others."""
         return super().training_step(batch._replace(sources=[], references=[]))
 
     def objective(self, batch: PairBatch, memory: State | None = None) -> Objective:
-        """Return the mean over the batch's targets, in nats, and the auxiliary losses; there is no memory."""
+        """Return the mean over the batch's targets, in nats, with auxiliary losses. There is no memory."""
         hidden, state = self.hidden(batch, memory)
-        scored = batch.targets != IGNORE
         losses = self.head.loss(hidden, batch.targets.clamp(min=0), self.label_smoothing)
-        loss = losses.masked_fill(~scored, 0).sum() / scored.sum().clamp(min=1)
+        loss = mean_of_scored(losses, batch.targets)
         return self.with_auxiliary(loss, {"train/loss": loss.detach()}, state, self.auxiliary_weight)
 
     def score(self, stage: str, batch: PairBatch) -> dict[str, Any]:
         """Update the perplexity, and in test the metrics of the outputs."""
         metrics: Any = self.scores[stage]
         metrics["perplexity"](self(batch)[batch.targets != IGNORE])
-        found = {"perplexity": metrics["perplexity"]}
+        updated = {"perplexity": metrics["perplexity"]}
         if stage == "test":
             metrics["sequences"](batch.lengths)
-            found["sequences"] = metrics["sequences"]
+            updated["sequences"] = metrics["sequences"]
         elif self.decode_every_n_epochs is None or (self.current_epoch + 1) % self.decode_every_n_epochs:
-            return found
+            return updated
         outputs = self.texts(self.search(batch.source, batch.source_lengths))
         for name in self.metrics:
             if name in _IN_UNITS:
@@ -234,11 +230,11 @@ class SequenceToSequence(Task):
                 metrics[name]([texts[0].split() for texts in outputs], references)
             else:
                 metrics[name]([texts[0] for texts in outputs], batch.references)
-            found[name] = metrics[name]
-        return found
+            updated[name] = metrics[name]
+        return updated
 
     def on_test_end(self) -> None:
-        """Say how BLEU and chrF were computed."""
+        """Print sacrebleu's signatures of BLEU and chrF."""
         metrics: Any = self.scores["test"]
         for name in ("bleu", "chrf"):
             if name in self.metrics:
@@ -258,13 +254,13 @@ class SequenceToSequence(Task):
         n_best: int = 1,
         progress: Callable[[Iterable[int]], Iterable[int]] = iter,
     ) -> Hypotheses:
-        """Find the likeliest targets of source tokens (B, S): see `beam.beam_search`.
+        """Search for the likeliest targets of source tokens (B, S): see `beam.beam_search`.
 
         A target has at most 50 tokens more than its source, the end token included, and at most `max_output_len`.
 
         Args:
             source: (B, S) tokens, the end token included.
-            source_lengths: (B,); None: all are valid.
+            source_lengths: (B,); None: all positions are valid.
             beam: Number of hypotheses. Default: the task's.
             length_penalty: α. Default: the task's.
             length_norm: gnmt or average. Default: the task's.
@@ -292,29 +288,28 @@ class SequenceToSequence(Task):
             progress=progress,
         )
 
-    def texts(self, found: Hypotheses) -> list[list[str]]:
+    def texts(self, hypotheses: Hypotheses) -> list[list[str]]:
         """Return the n best texts of each source."""
         tokenizer = self.target_text
-        lengths = found.lengths.tolist()
         return [
-            [tokenizer.decode(row[:length].numpy()) for row, length in zip(rows, of_rows, strict=True)]
-            for rows, of_rows in zip(found.tokens.cpu(), lengths, strict=True)
+            [tokenizer.decode(row[:length].numpy()) for row, length in zip(rows, lengths, strict=True)]
+            for rows, lengths in zip(hypotheses.tokens.cpu(), hypotheses.lengths.tolist(), strict=True)
         ]
 
     def predict_step(self, batch: PairBatch, batch_idx: int = 0) -> list[Translation]:
         """Write a target for each source.
 
         Returns:
-            A `Translation` each. Its entry has `source`, `outputs`, a list of `text`, `score` and `log_p` in nats, the
-            best first, and `references` where there are any.
+            A `Translation` for each source. Its entry has `source`, `outputs`, a list of `text`, `score` and `log_p` in
+            nats, the best first, and `references` if they are known.
         """
         return self._translations(batch, n_best=1, drawn=PICTURES if batch_idx == 0 else 0)
 
     def _translations(self, batch: PairBatch, *, drawn: int, **search: Any) -> list[Translation]:
-        found = self.search(batch.source, batch.source_lengths, **search)
-        scores, log_probs = found.scores.tolist(), found.log_probs.tolist()
+        hypotheses = self.search(batch.source, batch.source_lengths, **search)
+        scores, log_probs = hypotheses.scores.tolist(), hypotheses.log_probs.tolist()
         translations = []
-        for row, texts in enumerate(self.texts(found)):
+        for row, texts in enumerate(self.texts(hypotheses)):
             entry: dict[str, Any] = {
                 "source": batch.sources[row],
                 "outputs": [
@@ -325,19 +320,19 @@ class SequenceToSequence(Task):
             }
             if batch.references and batch.references[row]:
                 entry["references"] = batch.references[row]
-            place = row if batch.indices is None else int(batch.indices[row])
+            number = row if batch.indices is None else int(batch.indices[row])
             if row < drawn and int(batch.source_lengths[row]) <= PICTURED_LEN:
                 source = batch.source[row, : int(batch.source_lengths[row])]
-                target = found.tokens[row, 0, : int(found.lengths[row, 0])]
-                translations.append(Translation(place, entry, *self._looked_at(source, target)))
+                target = hypotheses.tokens[row, 0, : int(hypotheses.lengths[row, 0])]
+                translations.append(Translation(number, entry, *self._attention_to_source(source, target)))
             else:
-                translations.append(Translation(place, entry, None, [], []))
+                translations.append(Translation(number, entry, None, [], []))
         return translations
 
-    def _looked_at(self, source: Tensor, target: Tensor) -> tuple[Tensor, list[str], list[str]]:
-        """Return which source tokens (S,) each of `target` (N,) looked at, (N, S), and the names of both.
+    def _attention_to_source(self, source: Tensor, target: Tensor) -> tuple[Tensor, list[str], list[str]]:
+        """Return the attention weights (N, S) of `target` (N,) to `source` (S,), and the texts of both's tokens.
 
-        The mean over the heads of the layer that looks most sharply: the one whose largest weights are largest.
+        The weights are the mean over the heads of the layer with the largest maximum weights, averaged over positions.
         """
         inputs = torch.cat([target.new_tensor([self.border]), target[:-1]])[None]  # (1, N)
         layers = self.backbone.attention_weights(self._embed_source(source[None]), self._embed_target(inputs))
@@ -353,7 +348,7 @@ class SequenceToSequence(Task):
 
         See `Task.write_predictions`.
         """
-        return _written(sorted((t for batch in predictions for t in batch), key=lambda t: t.place), folder)
+        return _write(sorted((t for batch in predictions for t in batch), key=lambda t: t.number), folder)
 
     def write_samples(
         self,
@@ -372,7 +367,7 @@ class SequenceToSequence(Task):
         Args:
             folder: Makes the folder to write to.
             datamodule: Not used.
-            n: How many. Default: 1.
+            n: Number of targets. Default: 1.
             progress: Not used.
             source: The source's text.
             beam: Number of hypotheses. Default: the task's, or `n` if that is more.
@@ -380,7 +375,7 @@ class SequenceToSequence(Task):
             length_norm: gnmt or average. Default: the task's.
 
         Raises:
-            ValueError: an option is out of range.
+            ValueError: If an option is out of range.
         """
         tokens = self.encode(source)[None].to(self.device)
         border = torch.full_like(tokens[:, :1], self.border)
@@ -391,16 +386,16 @@ class SequenceToSequence(Task):
         n = n or 1
         beam = max(n, self.beam) if beam is None else beam
         search = {"beam": beam, "length_penalty": length_penalty, "length_norm": length_norm, "n_best": n}
-        found = self._translations(batch, drawn=1, **search)
-        for output in found[0].entry["outputs"]:
+        translations = self._translations(batch, drawn=1, **search)
+        for output in translations[0].entry["outputs"]:
             print(f"{output['score']:.4f}  {printable(output['text'])}")
-        return _written(found, folder())
+        return _write(translations, folder())
 
     def encode(self, text: str) -> Tensor:
         """Return a source text's tokens, the end token last: (S,).
 
         Raises:
-            ValueError: it has no token, or one that the model's training texts do not have.
+            ValueError: If the text has no token, or one that the model's training texts do not contain.
         """
         tokenizer = self.source_text
         if unknown := tokenizer.unknown(text):
@@ -411,44 +406,40 @@ class SequenceToSequence(Task):
             raise ValueError(f"the source {text!r} has no tokens; give a text")
         return torch.tensor([*tokens, tokenizer.start])
 
-    # ------------------------------------------------------------------------------------------------- what fits what
+    # ----------------------------------------------------------------------------------------------- compatibility
 
     @property
     def source_text(self) -> Tokenizer:
-        """How a source's text becomes tokens."""
+        """The source's tokenizer."""
         return _text(self.source_tokenizer, self.source_vocab_size)
 
     @property
     def target_text(self) -> Tokenizer:
-        """How a target's text becomes tokens."""
+        """The target's tokenizer."""
         return _text(self.target_tokenizer, self.target_vocab_size)
 
     def check_batch(self, batch: PairBatch) -> None:
-        """Refuse tokens that are not of the vocabularies: see `Task.check_batch`."""
+        """Raise ValueError if a token is outside its vocabulary: see `Task.check_batch`."""
         check_fields(batch, PairBatch)
         for name, tokens, size in (
             ("source", batch.source, self.source_vocab_size),
             ("target", batch.inputs, self.target_vocab_size),
         ):
-            if sequence.reads_values(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < size:
-                raise ValueError(
-                    f"the data hold {name} token {int(tokens.max())}, but the model has {name}_vocab_size={size}: 0 … "
-                    f"{size - 1}; use the same vocabulary for both"
-                )
+            check_integers(tokens, f"{name} token", 0, size - 1, f"{name}_vocab_size={size}")
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of other vocabularies, or else of another model: see `Task.on_load_checkpoint`.
+        """Reject a checkpoint of other vocabularies or of another model: see `Task.on_load_checkpoint`.
 
         Raises:
-            ValueError: names the vocabulary that differs.
+            ValueError: If a vocabulary differs.
         """
         built = checkpoint.get("hyper_parameters", {})
         for name in ("source_tokenizer", "target_tokenizer"):
-            theirs, mine = built.get(name), getattr(self, name)
-            if theirs is not None and mine is not None and theirs != mine:
+            saved, own = built.get(name), getattr(self, name)
+            if saved is not None and own is not None and saved != own:
                 raise ValueError(
-                    f"the checkpoint's {name} ({Tokenizer.from_spec(theirs)!r}) is not this model's "
-                    f"({Tokenizer.from_spec(mine)!r}): the same number means another token; use the data and the "
+                    f"the checkpoint's {name} ({Tokenizer.from_spec(saved)!r}) is not this model's "
+                    f"({Tokenizer.from_spec(own)!r}): the same number means another token; use the data and the "
                     "settings that the checkpoint was trained with"
                 )
         super().on_load_checkpoint(checkpoint)
@@ -470,8 +461,8 @@ def _text(spec: str | None, n_tokens: int) -> Tokenizer:
     return NumberTokenizer(n_tokens) if spec is None else Tokenizer.from_spec(spec)
 
 
-def _written(translations: list[Translation], folder: Path) -> str:
-    """Write the translations and their pictures, and return what to say of them."""
+def _write(translations: list[Translation], folder: Path) -> str:
+    """Write the translations and their pictures, and return a message for the user."""
     path, pictures = folder / "translations.jsonl", 0
     with path.open("w", encoding="utf-8") as file:
         for _, entry, weights, outputs, sources in translations:

@@ -12,25 +12,26 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lit_effattn.checkpoints.runs import short
+from lit_effattn.checks import at_least, probabilities
 from lit_effattn.datamodules.speech.utterances import SpeechBatch
 from lit_effattn.drawing.images import recognised
 from lit_effattn.nn.front_ends import FrontEndFactory, Projection
 from lit_effattn.sequence import SequenceModule, State, accumulator, reads_values, valid_positions
-from lit_effattn.tasks.base import Objective, Task, check_backbone, check_fields
+from lit_effattn.tasks.base import Objective, Task, check_backbone, check_fields, check_integers
 from lit_effattn.tasks.ctc import Decoder, GreedyDecoder, align, ctc_nll
 from lit_effattn.tasks.metrics import Count, NatsPerPhone, PhonemeErrorRate
 
 PICTURES = 4
-"""Of how many utterances of the first batch `predict` draws a picture."""
+"""Number of utterances of the first batch for which `predict` draws a picture."""
 
 
 class Transcript(NamedTuple):
-    """What was recognised in an utterance.
+    """The phones recognised in an utterance.
 
     Attributes:
-        entry: What `transcripts.jsonl` has of it: see `SpeechRecognizer.predict_step`.
-        features: (T, F), to be drawn; None: it is not.
-        probabilities: (T', V), each frame's labels', to be drawn.
+        entry: The line of `transcripts.jsonl`: see `SpeechRecognizer.predict_step`.
+        features: (T, F), to be drawn. None: not drawn.
+        probabilities: (T', V), of the labels at each frame, to be drawn. None: not drawn.
     """
 
     entry: dict[str, Any]
@@ -47,28 +48,27 @@ class SpeechRecognizer(Task):
         −ln p(y|x) = −ln Σ_{π ∈ B⁻¹(y)} Π_t p_t(π_t),  p_t = softmax(W h_t + b)          Graves et al. 2006, equation 3
         PER = Σ edits / Σ reference phones                        with h = backbone(front_end(x)); see `ctc`
 
-    A batch is a `SpeechBatch`. Reported are the phoneme error rate, as a fraction, `per`; −ln p in nats a phone,
-    `loss`; how many `utterances` there were; and how many were `impossible`: their frames are fewer than their labels
-    need, so that they have no loss. The error rate counts them like any other.
+    A batch is a `SpeechBatch`. Metrics are the phoneme error rate, as a fraction, `per`; −ln p in nats a phone, `loss`;
+    the number of `utterances`; and the number of `impossible` ones, which have fewer frames than their labels need, and
+    therefore no loss. The error rate includes them.
 
     Args:
-        backbone: Mixes the frames. Not causal, unless phones shall be known while they are said.
+        backbone: Mixes the frames. Not causal, except for recognition during speech.
         n_mels: Width of a feature vector. From the command: that of the data.
-        phones: What labels 1, 2, … are called; 0 is the blank. From the command: those of the data.
-        folded: What each counts as when errors are counted, "" as nothing, in hypothesis and reference alike. Default:
-            itself. From the command: as the data say.
-        frame_seconds: From one feature vector to the next. From the command: that of the data.
-        front_end: Makes the model's input of the feature vectors. Default: Projection.
+        phones: Names of the labels 1, 2, …; 0 is the blank. From the command: those of the data.
+        folded: The name of each phone in the error rate, for hypothesis and reference alike; "": not counted. Default:
+            `phones`. From the command: that of the data.
+        frame_seconds: Time from one feature vector to the next. From the command: that of the data.
+        front_end: Maps feature vectors to the model's input. Default: Projection.
         decoder: Chooses the phones. Default: GreedyDecoder.
-        label_smoothing: ε, in training: (1 − ε) of the loss above, and ε of that of uniformly drawn alignments,
-            −Σ_t Σ_v ln p_t(v) / V.
-        auxiliary_weight: Of the auxiliary losses that attention kinds have.
+        label_smoothing: ε of the training loss: (1 − ε) times the loss above, and ε times that of uniformly drawn
+            alignments, −Σ_t Σ_v ln p_t(v) / V.
+        auxiliary_weight: Weight of auxiliary losses of the attention.
         optimizer: Makes the optimiser from the parameters. Default: torch.optim.RAdam.
-        lr_scheduler: Makes the schedule from the optimiser; it steps once an optimiser step (one that watches a
-            metric, once a validation).
+        lr_scheduler: Makes the schedule from the optimiser: see `Task`.
 
     Raises:
-        ValueError: an option is out of its range, or `phones` and `folded` do not match.
+        ValueError: If an option is out of range, or `phones` and `folded` do not match.
     """
 
     monitor = "val/per"
@@ -93,12 +93,10 @@ class SpeechRecognizer(Task):
         self.phones = tuple(phones)
         self.folded = self.phones if folded is None else tuple(folded)
         _check_phones(self.phones, self.folded)
-        if n_mels < 1:
-            raise ValueError(f"n_mels={n_mels} is not positive; 40 and 80 are usual")
+        at_least(1, n_mels=n_mels)
         if not frame_seconds > 0:
-            raise ValueError(f"frame_seconds={frame_seconds} is not positive; 0.01 is usual")
-        if not 0 <= label_smoothing < 1:
-            raise ValueError(f"label_smoothing={label_smoothing} is not a fraction from 0 to below 1")
+            raise ValueError(f"frame_seconds={frame_seconds} must be positive; 0.01 is usual")
+        probabilities(label_smoothing=label_smoothing)
         self.n_mels = n_mels
         self.frame_seconds = frame_seconds
         self.label_smoothing = label_smoothing
@@ -124,7 +122,7 @@ class SpeechRecognizer(Task):
         return self._log_probs(self.hidden(batch)[0]), self._frames(batch)
 
     def hidden(self, batch: SpeechBatch, memory: State | None = None) -> tuple[Tensor, State]:
-        """Return the backbone's output (B, T', d_model), going on from `memory`, and its state after the batch."""
+        """Return the backbone's output (B, T', d_model), continuing from `memory`, and its state after the batch."""
         x, lengths = self.front_end(batch.features, batch.lengths)
         return self.backbone(x, memory, lengths)
 
@@ -137,9 +135,9 @@ class SpeechRecognizer(Task):
         return (batch.lengths + self.front_end.factor - 1) // self.front_end.factor
 
     def objective(self, batch: SpeechBatch, memory: State | None = None) -> Objective:
-        """Return the batch's loss in nats a phone, and the auxiliary losses; there is no memory.
+        """Return the batch's loss in nats a phone, with auxiliary losses. There is no memory.
 
-        The figure `train/impossible` says of each row, (B,), whether it is.
+        The figure `train/impossible`, (B,), is True for rows without an alignment.
         """
         hidden, state = self.hidden(batch, memory)
         log_probs, lengths = self._log_probs(hidden), self._frames(batch)
@@ -165,7 +163,7 @@ class SpeechRecognizer(Task):
         """Log how many utterances of the epoch were impossible."""
         super().on_train_epoch_end()
         if self.epoch_is_whole:
-            self.log("train/impossible", self._count_impossible().float(), sync_dist=True)  # equal on all processes
+            self.log("train/impossible", self._count_impossible().float(), sync_dist=True)  # equal in all processes
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the epoch's impossible utterances so far, of all processes."""
@@ -181,7 +179,7 @@ class SpeechRecognizer(Task):
         return count
 
     def score(self, stage: str, batch: SpeechBatch) -> dict[str, Any]:
-        """Update loss, phoneme error rate, and the counts of all and of impossible utterances."""
+        """Update the loss, the phoneme error rate, and the counts of all and of impossible utterances."""
         log_probs, lengths = self(batch)
         nats, possible = ctc_nll(log_probs, lengths, batch.phones, batch.phone_lengths)
         hypotheses = self.decoder(log_probs, lengths, self.phones)
@@ -193,7 +191,7 @@ class SpeechRecognizer(Task):
         return dict(metrics.items())
 
     def fold(self, labels: list[int]) -> list[str]:
-        """Return what labels count as when errors are counted."""
+        """Return the names of labels in the error rate: see `folded`."""
         return [self.folded[label - 1] for label in labels if self.folded[label - 1]]
 
     # ------------------------------------------------------------------------------------------------- transcripts
@@ -202,10 +200,10 @@ class SpeechRecognizer(Task):
         """Recognise each utterance.
 
         Returns:
-            A `Transcript` each. Its entry has `id`; `seconds`, the utterance's length; `phones`, a list of `phone`, as
-            in the inventory, `start` and `end` in seconds and `confidence`; and `reference`, the phones said, where
-            they are known. Start and end are those of the phone's run of frames in the likeliest alignment, which is
-            within the phone, not all of it (see `ctc.align`); the confidence is its mean probability there.
+            A `Transcript` for each utterance. Its entry has `id`; `seconds`, the utterance's length; `phones`, a list
+            of `phone`, `start` and `end` in seconds and `confidence`; and `reference`, the spoken phones, if they are
+            known. Start and end are those of the phone's run of frames in the likeliest alignment, which covers only a
+            part of the phone (see `ctc.align`); the confidence is the phone's mean probability over the run.
         """
         log_probs, lengths = self(batch)
         labels = self.decoder(log_probs, lengths, self.phones)
@@ -238,19 +236,19 @@ class SpeechRecognizer(Task):
         return Transcript(entry, batch.features[row, :n].float().cpu(), log_probs.exp())
 
     def _seconds(self, frame: int, n: int) -> float:
-        """Return when frame `frame` of the model begins, in an utterance of `n` feature vectors."""
+        """Return the time at which a frame of the model begins, in an utterance of `n` feature vectors."""
         return round(min(frame * self.front_end.factor, n) * self.frame_seconds, 3)
 
     def write_predictions(self, predictions: list[Any], folder: Path) -> str:
-        """Write `transcripts.jsonl`, a line an utterance by their ids, and pictures: see `Task.write_predictions`.
+        """Write `transcripts.jsonl`, a line an utterance, sorted by id, and pictures: see `Task.write_predictions`.
 
-        The pictures are of the first batch, that of the longest utterances; their names are in the utterances' lines.
+        The pictures are of the first batch, which has the longest utterances; their names are in the lines.
         """
         transcripts: list[Transcript] = [transcript for batch in predictions for transcript in batch]
         transcripts.sort(key=lambda transcript: transcript.entry["id"])
         pictures = 0
         path = folder / "transcripts.jsonl"
-        # A file's name need not be UTF-8; what is not is written as JSON's \udc…, which reads as the same name.
+        # A file's name may not be UTF-8. JSON's escapes \udc… then encode the same name.
         with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
             for entry, features, probabilities in transcripts:
                 if features is not None and probabilities is not None:
@@ -269,15 +267,15 @@ class SpeechRecognizer(Task):
             frame_seconds=self.frame_seconds,
         )
 
-    # ------------------------------------------------------------------------------------------------- what fits what
+    # ----------------------------------------------------------------------------------------------- compatibility
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of other phones, or else of another model: see `Task.on_load_checkpoint`.
+        """Reject a checkpoint of other phones or of another model: see `Task.on_load_checkpoint`.
 
-        Training goes on counting the epoch's impossible utterances.
+        The count of the epoch's impossible utterances is restored for training.
 
         Raises:
-            ValueError: describes both; or the count is no integer.
+            ValueError: If the phones differ, or the count is not an integer.
         """
         phones = tuple(checkpoint.get("hyper_parameters", {}).get("phones", self.phones))
         if phones != self.phones:
@@ -291,26 +289,20 @@ class SpeechRecognizer(Task):
         if not isinstance(count, int):
             raise ValueError(f"the checkpoint's {_IMPOSSIBLE!r} is {count!r}, not an integer")
         if self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
-            reads = self.trainer.distributed_sampler_kwargs or {"rank": 0}
-            self.impossible.count += count if reads["rank"] == 0 else 0
+            sampler = self.trainer.distributed_sampler_kwargs or {"rank": 0}
+            self.impossible.count += count if sampler["rank"] == 0 else 0
 
     def check_batch(self, batch: SpeechBatch) -> None:
-        """Refuse features or labels that are not this model's: see `Task.check_batch`."""
+        """Raise ValueError unless the model can read features and labels: see `Task.check_batch`."""
         check_fields(batch, SpeechBatch)
         if batch.features.size(-1) != self.n_mels:
             raise ValueError(
                 f"features have width {batch.features.size(-1)}, but the model has n_mels={self.n_mels}; use the "
                 "same for both"
             )
-        if not reads_values(batch.phones):
-            return
-        labels = batch.phones[valid_positions(batch.phone_lengths, batch.phones.size(1))]
-        for label in (int(labels.min()), int(labels.max())) if len(labels) else ():
-            if not 1 <= label <= len(self.phones):
-                raise ValueError(
-                    f"the data hold label {label}, but the model has {len(self.phones)} phones: 1 … "
-                    f"{len(self.phones)}; use the same inventory for both"
-                )
+        if reads_values(batch.phones):
+            labels = batch.phones[valid_positions(batch.phone_lengths, batch.phones.size(1))]
+            check_integers(labels, "label", 1, len(self.phones), f"{len(self.phones)} phones")
 
 
 def _references(batch: SpeechBatch) -> list[list[int]]:
@@ -320,14 +312,14 @@ def _references(batch: SpeechBatch) -> list[list[int]]:
 def _check_phones(phones: tuple[str, ...], folded: tuple[str, ...]) -> None:
     if not phones:
         raise ValueError("phones is empty; name the phones to recognise")
-    twice = sorted({phone for phone in phones if phones.count(phone) > 1})
-    if twice:
-        raise ValueError(f"phones names {', '.join(twice)} more than once; each has one label")
+    duplicates = sorted({phone for phone in phones if phones.count(phone) > 1})
+    if duplicates:
+        raise ValueError(f"phones names {', '.join(duplicates)} more than once; give each phone one label")
     if len(folded) != len(phones):
         raise ValueError(f"folded has {len(folded)} entries for {len(phones)} phones; give one each")
 
 
-def _differing(phones: tuple[str, ...], others: tuple[str, ...]) -> str:
-    """Name the first that are not in `others`, or else the first."""
-    shown = [phone for phone in phones if phone not in others] or list(phones)
+def _differing(phones: tuple[str, ...], compared: tuple[str, ...]) -> str:
+    """Return the first phones that are not in `compared`, or the first ones if all are."""
+    shown = [phone for phone in phones if phone not in compared] or list(phones)
     return ", ".join(shown[:5]) + (", …" if len(shown) > 5 else "")

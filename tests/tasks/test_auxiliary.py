@@ -98,7 +98,7 @@ def test_later_targets_alone_need_no_layers():
     [
         ({"n_targets": 0}, "n_targets=0"),
         ({"n_targets": 2, "target_weight": -1.0}, "target_weight=-1.0"),
-        ({"intermediate_losses": True}, "intermediate_losses=True, but LSTM"),
+        ({"intermediate_losses": True}, "intermediate_losses=True needs a Transformer, not LSTM"),
     ],
 )
 def test_wrong_settings_are_named(options: dict, message: str):

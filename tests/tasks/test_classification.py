@@ -263,7 +263,7 @@ def test_predictions_without_labels_are_written_without_them(tmp_path: Path):
         ("linear", {"classes": ("a", "b", "a")}, "classes names 'a' twice"),
         ("linear", {"vocab_size": None}, "vocab_size=None and n_features=None"),
         ("linear", {"n_features": 3, "vocab_size": 2}, "vocab_size=2 and n_features=3"),
-        ("linear", {"n_features": 0}, "n_features=0 is not positive"),
+        ("linear", {"n_features": 0}, "n_features=0 must be at least 1"),
         ("linear", {"label_smoothing": 1.0}, "label_smoothing=1.0"),
     ],
 )

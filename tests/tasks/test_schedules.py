@@ -89,7 +89,7 @@ def test_a_share_of_the_steps_of_the_run():
 
 @pytest.mark.parametrize(
     ("warmup_steps", "run_steps", "words"),
-    [(0, math.inf, "no limit in steps.*max_steps"), (9, 8, "9 is not below")],
+    [(0, math.inf, "no limit in steps.*max_steps"), (9, 8, "9 must be below")],
 )
 def test_a_run_that_gives_no_schedule_is_refused(warmup_steps: int, run_steps: float, words: str):
     with pytest.raises(ValueError, match=words):
@@ -142,7 +142,7 @@ def test_it_goes_on_where_it_was_saved(name: str, after: int):
         ({"total_steps": 5, "warmup_steps": 5}, "warmup_steps=5.*total_steps=5"),
         ({"total_steps": 5, "warmup_steps": -1}, "warmup_steps=-1"),
         ({"total_steps": 0}, "total_steps=0"),
-        ({"warmup_steps": 1.0}, r"warmup_steps=1\.0 is not a share"),
+        ({"warmup_steps": 1.0}, r"warmup_steps=1\.0 must be a fraction"),
         ({"total_steps": 5, "final": 1.1}, r"final=1\.1"),
         ({"total_steps": 5, "final": -0.1}, r"final=-0\.1"),
     ],

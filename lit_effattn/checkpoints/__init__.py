@@ -1,1 +1,1 @@
-"""Checkpoints: files, folders, averages, runs, and what a checkpoint may name."""
+"""Checkpoints: files, folders, averages, runs, and the classes that a checkpoint may name."""

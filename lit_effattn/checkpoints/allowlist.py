@@ -1,7 +1,7 @@
-"""The classes that a checkpoint may name, and those that the user trusts besides.
+"""The classes that a checkpoint may name, and further ones that the user trusts.
 
 A checkpoint names the classes that its model was built from, and building the model runs their code. Therefore it may
-name only the classes listed here. Checking whether a name is listed imports nothing that the checkpoint names.
+name only the classes listed here. Checking whether a name is listed imports no module that the checkpoint names.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SUBCLASSES = {
     "torch.optim": "torch.optim.Optimizer",
     "torch.optim.lr_scheduler": "torch.optim.lr_scheduler.LRScheduler",
 }
-"""Modules of which the public subclasses of a base class are listed."""
+"""Modules and base classes: the public subclasses in each module are listed."""
 
 OTHERS = (
     "lightning.pytorch.callbacks.EarlyStopping",
@@ -74,7 +74,7 @@ LIMITS = (
     *("limit_val_batches", "limit_test_batches", "limit_predict_batches"),
     *("enable_progress_bar", "enable_model_summary"),
 )
-"""Plain values of `trainer` that every command takes from a checkpoint; `logger` only as true, false or null."""
+"""Plain values of `trainer` that every command takes from a checkpoint; `logger` only if it is true, false or null."""
 
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
 """Values of `trainer.accelerator` that a checkpoint may have."""
@@ -87,73 +87,46 @@ SCHEDULE = (
     *("gradient_clip_val", "gradient_clip_algorithm", "use_distributed_sampler", "detect_anomaly", "barebones"),
     *("sync_batchnorm", "reload_dataloaders_every_n_epochs"),
 )
-"""Plain values of `trainer` that `fit` takes from the checkpoint that it resumes; `strategy` only as a plain name."""
+"""Plain values of `trainer` that `fit` takes from the checkpoint that it resumes; `strategy` only if it is a name."""
+
+_MOVED_MODULES = {
+    "attention": "positions",
+    "checkpoints": "averaging",
+    "datamodules.common": "faults labelled length_batches sampling tokens",
+    "datamodules.images": "labelled_images pixels",
+    "datamodules.pairs": "labelled_texts sequence_pairs",
+    "datamodules.speech": "audio augment corpora espeak feature_store filterbanks phonemes timit utterances "
+    "wave_augment",
+    "datamodules.synthetic": "associative_recall copy_task dialogue_task lengths retrieval_task segments sorting_task "
+    "state_tracking",
+    "datamodules.text": "dialogue_sources dialogues documents prepare prepared streams token_store tokenizers",
+    "distributed": "sequence_parallel sharding strategies tensor_parallel",
+    "generation": "beam",
+    "interchange": "export",
+    "nn": "adaptive front_ends heads lstm transformer",
+    "tasks": "ctc schedules",
+}
+"""Packages of `lit_effattn`, and the modules that were moved into them from `lit_effattn` or from its `datamodules`."""
 
 MOVED = {
     "callbacks": "lit_effattn.callbacks",
     "datamodules": "lit_effattn.datamodules",
-    "lit_effattn.adaptive": "lit_effattn.nn.adaptive",
+    **{
+        f"lit_effattn.{'datamodules.' * package.startswith('datamodules')}{name}": f"lit_effattn.{package}.{name}"
+        for package, names in _MOVED_MODULES.items()
+        for name in names.split()
+    },
     **{
         f"lit_effattn.attention.linear.{name}": f"lit_effattn.attention.feature_maps.{name}"
         for name in ("EluFeatureMap", "FeatureMap", "HedgehogFeatureMap", "ReluFeatureMap")
     },
-    "lit_effattn.averaging": "lit_effattn.checkpoints.averaging",
-    "lit_effattn.beam": "lit_effattn.generation.beam",
-    "lit_effattn.ctc": "lit_effattn.tasks.ctc",
-    "lit_effattn.datamodules.associative_recall": "lit_effattn.datamodules.synthetic.associative_recall",
-    "lit_effattn.datamodules.audio": "lit_effattn.datamodules.speech.audio",
-    "lit_effattn.datamodules.augment": "lit_effattn.datamodules.speech.augment",
-    "lit_effattn.datamodules.copy_task": "lit_effattn.datamodules.synthetic.copy_task",
-    "lit_effattn.datamodules.corpora": "lit_effattn.datamodules.speech.corpora",
-    "lit_effattn.datamodules.dialogue_sources": "lit_effattn.datamodules.text.dialogue_sources",
-    "lit_effattn.datamodules.dialogue_task": "lit_effattn.datamodules.synthetic.dialogue_task",
-    "lit_effattn.datamodules.dialogues": "lit_effattn.datamodules.text.dialogues",
-    "lit_effattn.datamodules.documents": "lit_effattn.datamodules.text.documents",
-    "lit_effattn.datamodules.espeak": "lit_effattn.datamodules.speech.espeak",
-    "lit_effattn.datamodules.faults": "lit_effattn.datamodules.common.faults",
-    "lit_effattn.datamodules.feature_store": "lit_effattn.datamodules.speech.feature_store",
-    "lit_effattn.datamodules.filterbanks": "lit_effattn.datamodules.speech.filterbanks",
-    "lit_effattn.datamodules.labelled": "lit_effattn.datamodules.common.labelled",
-    "lit_effattn.datamodules.labelled_images": "lit_effattn.datamodules.images.labelled_images",
-    "lit_effattn.datamodules.labelled_texts": "lit_effattn.datamodules.pairs.labelled_texts",
-    "lit_effattn.datamodules.length_batches": "lit_effattn.datamodules.common.length_batches",
-    "lit_effattn.datamodules.lengths": "lit_effattn.datamodules.synthetic.lengths",
     "lit_effattn.datamodules.pair_sources": "lit_effattn.datamodules.pairs.sources",
     "lit_effattn.datamodules.pair_store": "lit_effattn.datamodules.pairs.store",
-    "lit_effattn.datamodules.phonemes": "lit_effattn.datamodules.speech.phonemes",
-    "lit_effattn.datamodules.pixels": "lit_effattn.datamodules.images.pixels",
-    "lit_effattn.datamodules.prepare": "lit_effattn.datamodules.text.prepare",
-    "lit_effattn.datamodules.prepared": "lit_effattn.datamodules.text.prepared",
-    "lit_effattn.datamodules.retrieval_task": "lit_effattn.datamodules.synthetic.retrieval_task",
-    "lit_effattn.datamodules.sampling": "lit_effattn.datamodules.common.sampling",
-    "lit_effattn.datamodules.segments": "lit_effattn.datamodules.synthetic.segments",
-    "lit_effattn.datamodules.sequence_pairs": "lit_effattn.datamodules.pairs.sequence_pairs",
-    "lit_effattn.datamodules.sorting_task": "lit_effattn.datamodules.synthetic.sorting_task",
-    "lit_effattn.datamodules.state_tracking": "lit_effattn.datamodules.synthetic.state_tracking",
-    "lit_effattn.datamodules.streams": "lit_effattn.datamodules.text.streams",
     "lit_effattn.datamodules.text_sources": "lit_effattn.datamodules.text.sources",
-    "lit_effattn.datamodules.timit": "lit_effattn.datamodules.speech.timit",
-    "lit_effattn.datamodules.token_store": "lit_effattn.datamodules.text.token_store",
-    "lit_effattn.datamodules.tokenizers": "lit_effattn.datamodules.text.tokenizers",
-    "lit_effattn.datamodules.tokens": "lit_effattn.datamodules.common.tokens",
-    "lit_effattn.datamodules.utterances": "lit_effattn.datamodules.speech.utterances",
-    "lit_effattn.datamodules.wave_augment": "lit_effattn.datamodules.speech.wave_augment",
-    "lit_effattn.export": "lit_effattn.interchange.export",
-    "lit_effattn.front_ends": "lit_effattn.nn.front_ends",
-    "lit_effattn.heads": "lit_effattn.nn.heads",
-    "lit_effattn.lstm": "lit_effattn.nn.lstm",
     "lit_effattn.pictures": "lit_effattn.drawing.images",
-    "lit_effattn.positions": "lit_effattn.attention.positions",
     "lit_effattn.pretrained": "lit_effattn.interchange",
-    "lit_effattn.schedules": "lit_effattn.tasks.schedules",
-    "lit_effattn.sequence_parallel": "lit_effattn.distributed.sequence_parallel",
-    "lit_effattn.sharding": "lit_effattn.distributed.sharding",
-    "lit_effattn.strategies": "lit_effattn.distributed.strategies",
-    "lit_effattn.tensor_parallel": "lit_effattn.distributed.tensor_parallel",
-    "lit_effattn.transformer": "lit_effattn.nn.transformer",
 }
-"""Modules and classes that were renamed after checkpoints had been written. Submodules are renamed with them."""
-"""Old names of modules. Checkpoints, YAML and imports that use them get the new modules; submodules are renamed too."""
+"""Old names of modules and classes, in checkpoints, YAML and imports. Their submodules are renamed with them."""
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _FOLDERS = (_PACKAGE, *((_PACKAGE / name).resolve() for name in ("callbacks", "datamodules")))
@@ -167,18 +140,18 @@ def listed(name: str) -> type | None:
     """Return the listed class of this name, None if there is none.
 
     Args:
-        name: The path by which a module exports it or where it is defined, today or before, or its bare name.
+        name: A current or an old path by which a module exports or defines the class, or its bare name.
     """
     return _listed().get(moved(name))
 
 
 def listed_names() -> list[str]:
-    """Return the full names of the listed classes, today's and those of the modules that define them."""
+    """Return the full names of the listed classes: where they are exported, and where they are defined."""
     return [name for name in _listed() if "." in name]
 
 
 def moved(name: str) -> str:
-    """Return the current name of what was called `name` in any earlier version."""
+    """Return the current name of a module or class that any earlier version called `name`."""
     parts = name.split(".")
     for n in range(len(parts), 0, -1):
         if (now := MOVED.get(".".join(parts[:n]))) is not None:
@@ -188,12 +161,12 @@ def moved(name: str) -> str:
 
 @cache
 def _listed() -> dict[str, type]:
-    found: dict[str, type] = {}
-    bare: dict[str, set[type]] = {}
+    by_path: dict[str, type] = {}
+    by_name: dict[str, set[type]] = {}
     for path, kind in _classes():
-        found[path] = found[f"{kind.__module__}.{kind.__qualname__}"] = kind
-        bare.setdefault(kind.__name__, set()).add(kind)
-    return {**found, **{name: kinds.pop() for name, kinds in bare.items() if len(kinds) == 1}}
+        by_path[path] = by_path[f"{kind.__module__}.{kind.__qualname__}"] = kind
+        by_name.setdefault(kind.__name__, set()).add(kind)
+    return {**by_path, **{name: kinds.pop() for name, kinds in by_name.items() if len(kinds) == 1}}
 
 
 def _classes() -> Iterator[tuple[str, type]]:
@@ -219,7 +192,7 @@ def _get(path: str) -> Any:
 
 
 def is_ours(kind: type) -> bool:
-    """Whether the file that `kind` comes from is part of this distribution, whatever its module's name is."""
+    """Return whether the file of `kind` is part of this distribution, whatever the name of its module."""
     file = _file(kind.__module__)
     return file is not None and any(file.is_relative_to(folder) for folder in _FOLDERS)
 
@@ -236,14 +209,14 @@ class _Trusted(NamedTuple):
 
 
 class Trust:
-    """What the user trusts by name (`--trust`, `trust=`), in addition to the list.
+    """The modules, classes and functions that the user trusts (`--trust`, `trust=`), in addition to the list.
 
     Args:
-        names: Each a module of the user's own, all of whose classes and functions are trusted, or the full name of one
-            class or function of any module, or that itself. What is named is imported.
+        names: Modules of the user's own, all of whose classes and functions are trusted; full names of classes or
+            functions of any module; or classes themselves. The modules are imported.
 
     Raises:
-        ValueError: A name names nothing, a module that can't be imported, or one that is installed or part of Python.
+        ValueError: If a name does not exist or can't be imported, or is a module that is installed or part of Python.
     """
 
     def __init__(self, names: Sequence[str | type] = ()) -> None:
@@ -256,11 +229,11 @@ class Trust:
 
     @property
     def names(self) -> list[str]:
-        """What is trusted, by name."""
+        """The names of the trusted modules, classes and functions."""
         return [trusted.name for trusted in self._trusted]
 
     def get(self, name: str) -> Any | None:
-        """Return what is trusted by the name `name`, None if it is not; only what was trusted is ever imported."""
+        """Return the trusted class or function of a name, None if it is not trusted. Imports only trusted modules."""
         for trusted in self._trusted:
             if name == trusted.name and trusted.files is None:
                 return trusted.value
@@ -273,7 +246,7 @@ class Trust:
         return None
 
     def has(self, value: Any) -> bool:
-        """Whether `value`, a class or a function, is trusted: itself, or by the file that it is defined in."""
+        """Return whether a class or function is trusted: by its own name, or by the file that defines it."""
         file = _file(getattr(value, "__module__", None) or "")
         return any(
             value is trusted.value
@@ -288,7 +261,7 @@ def _trusted(name: str) -> _Trusted:
         raise ValueError(f"--trust {name}: name a module, or a class or function in full, as my_module.MyAttention")
     try:
         value = find(name)
-    except Exception as error:  # whatever the user's module raises
+    except Exception as error:  # the user's module may raise any exception
         raise ValueError(f"--trust {name}: {import_error(error)}") from error
     if not isinstance(value, ModuleType):
         return _Trusted(name, value, None)
@@ -306,16 +279,16 @@ def _is_installed(file: Path) -> bool:
 
 
 def find(name: str) -> Any:
-    """Import `name`: a module, or what a module has by that name.
+    """Import `name`: a module, or an attribute of a module.
 
     Raises:
-        ImportError: there is no such thing.
+        ImportError: If there is no such module or attribute.
     """
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
-            raise  # a module that it imports in turn
+            raise  # a module that `name` imports
     module, _, attribute = name.rpartition(".")
     if not module:
         raise ModuleNotFoundError(f"there is no module {name!r}", name=name)

@@ -16,46 +16,44 @@ from lit_effattn.checkpoints.runs import short
 def average_parameters(
     checkpoint: dict[str, Any], paths: Sequence[Path], model: nn.Module, map_location: Any = "cpu"
 ) -> None:
-    """Replace the parameters in a checkpoint by their mean over several checkpoints, summed in float64.
+    """Replace the parameters in a checkpoint with their mean over several checkpoints, summed in float64.
 
         θ = (θ₁ + … + θ_k) / k                                                    Vaswani et al. 2017, section 6.1
 
-    All else in `checkpoint`, the newest, stays as it is. Buffers are not averaged: the mean of random features, or of
-    counts, is neither.
+    The rest of `checkpoint`, the newest, stays. Buffers are not averaged: a mean of random features, or of counts, is
+    not one of them.
 
     Args:
         checkpoint: The content of the last of `paths`.
         paths: The checkpoints.
-        model: Says which tensors are parameters.
+        model: The model, whose parameters are averaged.
         map_location: Where tensors go, as in `torch.load`.
 
     Raises:
-        ValueError: two of the checkpoints hold different models; names both, and what differs.
+        ValueError: If two of the checkpoints hold different models. The message names both and the difference.
     """
     weights = checkpoint["state_dict"]
     names = [
         name for name, _ in model.named_parameters(remove_duplicate=False) if isinstance(weights.get(name), Tensor)
     ]
-    # Copies, else parameters that share their numbers would be added twice.
-    sums = {name: weights[name].to(_accumulator(weights[name].dtype), copy=True) for name in names}
+    # Copies: parameters that share memory would otherwise be added twice.
+    sums = {
+        name: weights[name].to(torch.promote_types(weights[name].dtype, torch.float64), copy=True) for name in names
+    }
     for path in paths[:-1]:
-        others = read_checkpoint(path, map_location)["state_dict"]
-        _check_same_model(others, path, weights, paths[-1])
+        earlier = read_checkpoint(path, map_location)["state_dict"]
+        _check_same_model(earlier, path, weights, paths[-1])
         for name, total in sums.items():
-            total += others[name]
+            total += earlier[name]
     weights.update({name: (total / len(paths)).to(weights[name].dtype) for name, total in sums.items()})
-
-
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float64)
 
 
 def _check_same_model(a: dict[str, Any], path_a: Path, b: dict[str, Any], path_b: Path) -> None:
     for name in dict.fromkeys([*a, *b]):
         if (of_a := _shape(a.get(name))) != (of_b := _shape(b.get(name))):
             raise ValueError(
-                f"{short(path_a)} and {short(path_b)} hold different models, which have no mean: {name} is {of_a} in "
-                f"the first and {of_b} in the second; average fewer checkpoints"
+                f"{short(path_a)} and {short(path_b)} hold different models, which can't be averaged: {name} is {of_a} "
+                f"in the first and {of_b} in the second; average fewer checkpoints"
             )
 
 

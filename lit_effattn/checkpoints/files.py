@@ -1,4 +1,4 @@
-"""Files and folders of checkpoints: written whole or not at all, deleted as safely, and read as data."""
+"""Files and folders of checkpoints: written and deleted atomically, and read as data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _END, _END_SIZE = b"PK\5\6", 22  # a zip's end record without its comment, whose
 
 
 def unfinished(path: Path) -> Path:
-    """Return the name, beside `path`, of what this process has not finished yet."""
+    """Return the name, beside `path`, under which this process writes it."""
     return path.with_name(f".{path.name}.{os.getpid()}{_PART}")
 
 
@@ -57,9 +57,9 @@ class _SummedWriter(io.BufferedWriter):
 
 
 def write(content: dict[str, Any], path: Path) -> None:
-    """Write a file, to the disk and not to a buffer of the system: a power cut must not leave an empty file.
+    """Write a file and flush it to the disk, so that a power cut can't leave an empty file.
 
-    It is a zip, as `torch.save` writes it, whose comment holds the CRC-32 of the whole file without that comment.
+    The file is a zip, as `torch.save` writes it, whose comment holds the CRC-32 of the file without that comment.
     """
     with _SummedWriter(io.FileIO(path, "wb")) as file:
         torch.save(content, file)
@@ -71,10 +71,10 @@ def write(content: dict[str, Any], path: Path) -> None:
 
 
 def put(part: Path, path: Path) -> None:
-    """Give the finished checkpoint `part` the name `path`, in place of the one before.
+    """Rename the finished checkpoint `part` to `path`, which replaces the checkpoint of that name.
 
-    Of `last.ckpt`, the one before becomes `previous.ckpt`. A folder can't replace another in one step: between two
-    renames the one before has the name that `remove_parts` gives back.
+    A replaced `last.ckpt` becomes `previous.ckpt`. A folder can't be replaced in one step: between two renames the old
+    one has a temporary name, from which `remove_parts` restores it.
     """
     if path.name == LAST and path.exists():
         _keep(path, path.with_name(PREVIOUS))
@@ -82,7 +82,7 @@ def put(part: Path, path: Path) -> None:
         part.replace(path)
         return
     before = part.with_suffix(_BEFORE)
-    shutil.rmtree(before, ignore_errors=True)  # of a process that was killed, and had the same number
+    shutil.rmtree(before, ignore_errors=True)  # left by a killed process with the same id
     path.replace(before)
     try:
         part.replace(path)
@@ -93,7 +93,7 @@ def put(part: Path, path: Path) -> None:
 
 
 def _keep(path: Path, other: Path) -> None:
-    """Give a file a second name, which may be in use; a folder, or where there are no links, is renamed."""
+    """Link a file to the name `other`. A folder, or a file without support for links, is renamed."""
     remove(other)
     try:
         if path.is_dir():
@@ -105,18 +105,18 @@ def _keep(path: Path, other: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint, if it is there. A folder loses its name first: the name never means half of one."""
+    """Delete a checkpoint. A folder is renamed first, so its name never refers to a partial checkpoint."""
     if not path.is_dir() or path.is_symlink():
         path.unlink(missing_ok=True)
         return
-    gone = unfinished(path)
-    shutil.rmtree(gone, ignore_errors=True)
-    path.replace(gone)
-    shutil.rmtree(gone)
+    renamed = unfinished(path)
+    shutil.rmtree(renamed, ignore_errors=True)
+    path.replace(renamed)
+    shutil.rmtree(renamed)
 
 
 def remove_parts(folder: Path) -> None:
-    """Delete the unfinished checkpoints in `folder` of processes that have ended, and give back names: see `put`."""
+    """Delete the unfinished checkpoints of ended processes in `folder`, and restore names: see `put`."""
     for path in (*folder.glob(f".*{_PART}"), *folder.glob(f".*{_BEFORE}")):
         process = path.suffixes[-2][1:] if len(path.suffixes) > 1 else ""
         if not process.isdecimal() or int(process) == os.getpid() or _is_running(int(process)):
@@ -133,19 +133,19 @@ def remove_parts(folder: Path) -> None:
 
 def _is_running(process: int) -> bool:
     if os.name == "nt":
-        return True  # there the signal 0 is Ctrl-C
+        return True  # on Windows the signal 0 is Ctrl-C
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
         return False
     except OSError:
-        pass  # it is somebody else's
+        pass  # a process of another user
     return True
 
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turn an error in writing `path` into an OSError that names it, the reason, and what is still there."""
+    """Turn an error in writing `path` into an OSError with the path, the reason and the checkpoint that remains."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -160,7 +160,7 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def _os_error(error: BaseException | None) -> OSError | None:
-    """Find the operating system's reason: torch raises an error of its own on top of it."""
+    """Return the error of the operating system that caused torch's error; None if there is none."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
@@ -170,30 +170,28 @@ def _os_error(error: BaseException | None) -> OSError | None:
 
 
 class DamagedError(ValueError):
-    """A checkpoint is cut off or changed, or no checkpoint at all."""
+    """A file is a cut-off or changed checkpoint, or not a checkpoint."""
 
 
 def read(path: Path, map_location: Any = "cpu", *, mmap: bool = False) -> dict[str, Any]:
-    """Read a file, which may hold plain containers of tensors only: nothing in it is executed.
-
-    The checksums (CRC-32) of all its entries are verified first.
+    """Read a file with plain containers of tensors, after its checksums (CRC-32). Nothing in it is executed.
 
     Args:
         path: The file.
         map_location: Where its tensors go, as in `torch.load`.
-        mmap: Whether the numbers of its tensors are read when they are used.
+        mmap: Whether the values of its tensors are read when they are used.
 
     Raises:
-        DamagedError: the file is cut off, changed, or from another program.
+        DamagedError: If the file is cut off, changed, or from another program.
     """
-    if found := damage(path):
-        raise DamagedError(f"{path} is damaged: {found}")
+    if reason := damage(path):
+        raise DamagedError(f"{path} is damaged: {reason}")
     try:
         content = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
-    except Exception as error:  # what is no pickle fails in every way there is
+    except Exception as error:  # non-pickle files raise many exception types
         if _of_machine(error):
             raise
-        reason = str(error).partition("\n")[0].partition(". ")[0]  # what torch adds is advice to trust the file
+        reason = str(error).partition("\n")[0].partition(". ")[0]  # without torch's advice to trust the file
         raise DamagedError(
             f"{path} ({path.stat().st_size:,} bytes) can't be read as a checkpoint: it is cut off, damaged, or from "
             f"another program ({reason or type(error).__name__})"
@@ -201,21 +199,21 @@ def read(path: Path, map_location: Any = "cpu", *, mmap: bool = False) -> dict[s
     try:
         check_plain(content)
     except ValueError as error:
-        raise DamagedError(f"{path} is no checkpoint that can be read: {error}") from error
+        raise DamagedError(f"{path} can't be read as a checkpoint: {error}") from error
     return content if isinstance(content, dict) else {}
 
 
 def damage(path: Path) -> str | None:
-    """Return what is wrong with a torch file, a zip; None: nothing.
+    """Describe the damage of a torch file, a zip; None if it is intact.
 
-    A file that `write` has written has a checksum of all its bytes. In another, the checksum of each entry is verified,
-    and that the records about the entries say what torch writes in them.
+    A file from `write` has a checksum of all its bytes. In other files, the checksum of each entry is verified, and the
+    records about the entries must be as torch writes them.
     """
     try:
         with path.open("rb") as file:
             begins = file.read(4) == b"PK\3\4"
             if not begins and not zipfile.is_zipfile(file):
-                return None  # an older torch's format, or no torch file: torch.load says which
+                return None  # an older torch's format, or not a torch file: torch.load decides
             size = file.seek(0, os.SEEK_END)
             file.seek(-min(size, _END_SIZE + _CHECKSUM_SIZE), os.SEEK_END)
             tail = file.read()
@@ -226,14 +224,14 @@ def damage(path: Path) -> str | None:
                 return f"it is cut off or changed: its {path.stat().st_size:,} bytes do not end as torch's files do"
             with zipfile.ZipFile(file) as archive:
                 return _damaged_record(archive) or (None if summed else _damaged_entry(archive))
-    except Exception as error:  # a changed header is read as any unsupported option there is
+    except Exception as error:  # a changed header can name any unsupported option
         if _of_machine(error):
             raise
         return str(error) or type(error).__name__
 
 
 def _is_sum(file: io.BufferedReader, comment: bytes) -> bool:
-    """Return whether a file's comment, which begins with its length, has the checksum of the file without it."""
+    """Return whether a file's comment, preceded by its length, is the checksum of the file without it."""
     crc, left = 0, file.seek(0, os.SEEK_END) - len(comment)
     file.seek(0)
     while left:
@@ -244,12 +242,12 @@ def _is_sum(file: io.BufferedReader, comment: bytes) -> bool:
 
 
 def _damaged_record(archive: zipfile.ZipFile) -> str | None:
-    """Return what the directory says of an entry that it says of none of torch's; torch would not read that entry."""
+    """Describe the first entry whose record in the directory is not as torch writes it; torch would not read it."""
     for entry in archive.infolist():
         if entry.compress_type != zipfile.ZIP_STORED:
             return "it is compressed, as torch's files never are"
         if entry.external_attr or entry.is_dir():
-            return f"its directory calls {entry.filename} something else than a file"
+            return f"its directory does not describe {entry.filename} as a file"
     return None
 
 
@@ -259,7 +257,7 @@ def _damaged_entry(archive: zipfile.ZipFile) -> str | None:
 
 
 def _of_machine(error: Exception) -> bool:
-    """Return whether reading failed for the machine's sake, not the file's, in which EINVAL is a position beyond it."""
+    """Return whether the machine made reading fail, not the file. EINVAL is a position beyond the file's end."""
     if isinstance(error, OSError):
         return error.errno not in (None, errno.EINVAL)
     return isinstance(error, MemoryError) or "can't allocate memory" in str(error)

@@ -1,15 +1,15 @@
 """Checkpoints of sharded runs: a folder to which every process writes its own part.
 
     last.ckpt/
-        common.pt        a checkpoint as any other, with shapes alone of divided tensors (the device `meta`)
-        part_00000.pt    process 0: its rows of every divided tensor, and what only it has, such as its carried memory
+        common.pt        a checkpoint in which divided tensors have their shapes alone (the device `meta`)
+        part_00000.pt    process 0: its rows of every divided tensor, and its own values, such as its carried memory
         part_00001.pt    process 1: …
 
-Process r of W has the rows ⌈n / W⌉ r to ⌈n / W⌉ (r + 1) of a tensor of n rows, as FSDP2 divides them. Nothing in a file
-names another file: `common.pt` says how many parts there are, how long each is, and what they must have in common.
+Process r of W has the rows ⌈n / W⌉ r to ⌈n / W⌉ (r + 1) of a tensor of n rows, as FSDP2 divides them. No file names
+another one: `common.pt` holds the number of parts, their lengths, and a token that all of them must have.
 
 torch.distributed.checkpoint is not used: its own format has a pickle that is loaded without `weights_only`, and with
-safetensors (`HuggingFaceStorageReader`) a part that is missing or has changed is not noticed.
+safetensors (`HuggingFaceStorageReader`) a missing or changed part is not detected.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from lit_effattn.checkpoints.runs import COMMON
 T = TypeVar("T")
 
 PARTS_KEY = "parts"
-"""Where `common.pt` has the number of its format, and what it knows of the parts."""
+"""The key in `common.pt` of the number of its format and of the parts' token and lengths."""
 
 _FORMAT = 1
 
 
 class OfEach(NamedTuple):
-    """A value at the top of a checkpoint of which each process has its own. Read, it is the list of all of them."""
+    """A top-level value of a checkpoint that differs between processes. It is read as the list of their values."""
 
     value: Any
 
 
 def share(n: int, rank: int, size: int) -> tuple[int, int]:
-    """Return the first of `n` rows that process `rank` of `size` has, and the first that it does not have."""
+    """Return the begin and the end of the rows, of `n`, that process `rank` of `size` has."""
     each = -(-n // size)
     return min(each * rank, n), min(each * (rank + 1), n)
 
@@ -54,12 +54,12 @@ def share(n: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def save(checkpoint: dict[str, Any], path: Path) -> None:
-    """Write a checkpoint, of which each process has its rows of the DTensors. All processes call it, with one path.
+    """Write a checkpoint of which each process has its rows of the DTensors. All processes call it with one path.
 
-    The folder gets its name when it is whole. What was there before is kept until then.
+    The folder gets its name when it is complete. The checkpoint of that name is kept until then.
 
     Raises:
-        OSError: a process could not write its part, say because the disk is full. All processes raise it.
+        OSError: If a process could not write its part, for example because the disk is full. All processes raise it.
     """
     rank = dist.get_rank()
     part, token = _gathered((unfinished(path), secrets.token_hex(8)))[0]
@@ -77,14 +77,14 @@ def save(checkpoint: dict[str, Any], path: Path) -> None:
 
 def _begin(part: Path, path: Path) -> None:
     with explained(path):
-        shutil.rmtree(part, ignore_errors=True)  # of a process that was killed, and had the same number
+        shutil.rmtree(part, ignore_errors=True)  # left by a killed process with the same id
         part.mkdir(parents=True)
 
 
 def _write(content: dict[str, Any], file: Path, path: Path) -> int:
     if not file.parent.is_dir():
         raise OSError(
-            f"the checkpoint {path} could not be written: the folder of {file} is not there on this machine; all "
+            f"the checkpoint {path} could not be written: the folder of {file} is missing on this machine; all "
             "machines need the same file system"
         )
     with explained(path):
@@ -99,14 +99,14 @@ def _finish(common: dict[str, Any], part: Path, path: Path) -> None:
 
 
 def _divided(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what all processes have in common, and what this one has."""
+    """Return the content that all processes have in common, and that of this process."""
     rows: dict[str, Tensor] = {}
 
     def take(path: Any, leaf: Any) -> Any:
         if not isinstance(leaf, DTensor):
             return leaf
         assert tuple(leaf.placements) == (Shard(0),)
-        rows[keystr(path)] = _alone(leaf.to_local())
+        rows[keystr(path)] = _unpadded(leaf.to_local())
         return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
 
     own = {name: value.value for name, value in checkpoint.items() if isinstance(value, OfEach)}
@@ -114,8 +114,8 @@ def _divided(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
     return common, {"rows": rows, "own": own}
 
 
-def _alone(t: Tensor) -> Tensor:
-    """Return a tensor on the CPU without the padding that FSDP2 has around it, which would be saved too."""
+def _unpadded(t: Tensor) -> Tensor:
+    """Return a tensor on the CPU without FSDP2's padding in its storage, which would be saved too."""
     t = t.detach().cpu().contiguous()
     return t if t.untyped_storage().nbytes() == t.nbytes else t.clone()
 
@@ -124,40 +124,40 @@ def _name(rank: int) -> str:
     return f"part_{rank:05d}.pt"
 
 
-def _gathered(mine: T) -> list[T]:
-    """Return what each process has."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
+def _gathered(value: T) -> list[T]:
+    """Return the values of all processes."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _together(act: Callable[[], T], kind: type[Exception]) -> T:
-    """Call `act`. An error of this kind in one process is raised in all of them: none waits for the others."""
-    failed, found = None, None
+    """Call `act`. An error of this kind in one process is raised in all processes, so none waits for another."""
+    failed, result = None, None
     try:
-        found = act()
+        result = act()
     except kind as error:
         failed = error
     messages = _gathered(failed and str(failed))
     for rank, message in enumerate(messages):
         if message is not None:
             raise failed or kind(f"{message} (process {rank})")
-    return found  # type: ignore[return-value]  # no error
+    return result  # type: ignore[return-value]  # no error
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
 class Parts:
-    """The files of a folder. Each part is verified when it is first used, and its numbers are read when they are.
+    """The files of a folder. Each part is verified when it is first used; its values are read when they are used.
 
     Args:
         folder: The folder.
         map_location: Where tensors go that are not divided, as in `torch.load`.
 
     Raises:
-        DamagedError: a file is missing, cut off or changed, a link, or of another checkpoint; names it.
-        ValueError: the folder is of a newer format.
+        DamagedError: If a file is missing, cut off, changed, a link, or of another checkpoint. The message names it.
+        ValueError: If the folder has a newer format.
     """
 
     def __init__(self, folder: Path, map_location: Any = "cpu") -> None:
@@ -171,7 +171,7 @@ class Parts:
         try:
             self._token, self._bytes, self.own = about["token"], [int(n) for n in about["bytes"]], list(about["own"])
         except (TypeError, KeyError, ValueError):
-            raise DamagedError(f"{folder / COMMON} does not say what parts the checkpoint has") from None
+            raise DamagedError(f"{folder / COMMON} does not list the parts of the checkpoint") from None
         for rank, size in enumerate(self._bytes):
             file = _real(folder / _name(rank))
             if file.stat().st_size != size:
@@ -191,7 +191,7 @@ class Parts:
             if content.get("token") != self._token:
                 raise DamagedError(f"{self.file(rank)} is of another checkpoint than {self._folder / COMMON}")
             if not all(isinstance(content.get(name), dict) for name in ("rows", "own")):
-                raise DamagedError(f"{self.file(rank)} is no part of a checkpoint")
+                raise DamagedError(f"{self.file(rank)} is not a part of a checkpoint")
             self._read[rank] = content
         return self._read[rank]
 
@@ -199,20 +199,20 @@ class Parts:
         """Verify all parts.
 
         Raises:
-            DamagedError: see `Parts`.
+            DamagedError: If a part is damaged: see `Parts`.
         """
         for rank in range(len(self)):
             self[rank]
 
     def of_process(self, rank: int, name: str) -> Any:
-        """Return what a process alone has, in memory."""
+        """Return a process's own value of a name, in memory."""
         if name not in self[rank]["own"]:
             raise DamagedError(f"{self.file(rank)} is damaged: it has no {name}")
         with _flat(self.file(rank)):
             return tree_map_only(Tensor, torch.clone, self[rank]["own"][name])
 
     def map(self, change: Callable[[Divided], T]) -> dict[str, Any]:
-        """Return what all processes have in common, with `change` of every divided tensor."""
+        """Return the common content, with `change(tensor)` in place of every divided tensor."""
 
         def leaf(path: Any, value: Any) -> Any:
             is_divided = isinstance(value, Tensor) and value.device.type == "meta"
@@ -228,7 +228,10 @@ class Divided:
     Args:
         parts: The parts.
         name: Its name in them.
-        like: Has its shape and type.
+        like: A tensor of its shape and type.
+
+    Raises:
+        DamagedError: If it has no dimension, or there are no parts.
     """
 
     def __init__(self, parts: Parts, name: str, like: Tensor) -> None:
@@ -240,17 +243,17 @@ class Divided:
         self.dtype = like.dtype
 
     def having(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """Yield each part that has some of the rows from `first` to before `last`, with those that it has."""
+        """Yield the number, begin and end of each part that has some of the rows `first` to `last` (exclusive)."""
         for rank in range(len(self._parts)):
             begin, end = share(self.shape[0], rank, len(self._parts))
             if max(begin, first) < min(end, last):
                 yield rank, begin, end
 
     def rows(self, first: int, last: int) -> Tensor:
-        """Read the rows from `first` to before `last`.
+        """Read the rows `first` to `last` (exclusive).
 
         Raises:
-            DamagedError: a part does not have them.
+            DamagedError: If a part lacks its rows.
         """
         pieces = [torch.empty((0, *self.shape[1:]), dtype=self.dtype)]
         for rank, begin, end in self.having(first, last):
@@ -271,22 +274,22 @@ def read_whole(folder: Path, map_location: Any = "cpu") -> dict[str, Any]:
     """Read a checkpoint into the memory of one process, as if one process had saved it.
 
     Raises:
-        DamagedError: see `Parts`.
+        DamagedError: If a file is damaged: see `Parts`.
     """
     parts = Parts(folder, map_location)
     known = isinstance(map_location, (str, torch.device))
-    checkpoint = parts.map(lambda found: found.whole().to(map_location) if known else found.whole())
+    checkpoint = parts.map(lambda tensor: tensor.whole().to(map_location) if known else tensor.whole())
     return checkpoint | {name: [parts.of_process(rank, name) for rank in range(len(parts))] for name in parts.own}
 
 
-def read_mine(folder: Path) -> dict[str, Any]:
-    """Read what this process needs. All processes call it.
+def read_local(folder: Path) -> dict[str, Any]:
+    """Read the content that this process needs. All processes call it.
 
-    Divided tensors are `Divided`: their rows are read when they are asked for. The parts that have this process's rows
-    are verified now. What only the process of this number had is in its list; the others' places are None.
+    Divided tensors are `Divided`: their rows are read on request. The parts that have this process's rows are verified
+    now. An `OfEach` is a list with the value of the process of this number; the other items are None.
 
     Raises:
-        DamagedError: a process found a part damaged: see `Parts`. All processes raise it.
+        DamagedError: If a part is damaged: see `Parts`. All processes raise it.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
 
@@ -294,9 +297,9 @@ def read_mine(folder: Path) -> dict[str, Any]:
         parts = Parts(folder)
         needed = {rank} if parts.own and len(parts) == size else set()
 
-        def note(found: Divided) -> Divided:
-            needed.update(number for number, _, _ in found.having(*share(found.shape[0], rank, size)))
-            return found
+        def note(tensor: Divided) -> Divided:
+            needed.update(number for number, _, _ in tensor.having(*share(tensor.shape[0], rank, size)))
+            return tensor
 
         checkpoint = parts.map(note)
         for number in sorted(needed):
@@ -312,7 +315,7 @@ def read_mine(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def _flat(file: Path) -> Iterator[None]:
-    """Say that `file` is nested too deeply to be gone through."""
+    """Turn a RecursionError into a DamagedError that names `file`."""
     try:
         yield
     except RecursionError as error:
@@ -320,7 +323,7 @@ def _flat(file: Path) -> Iterator[None]:
 
 
 def _real(file: Path) -> Path:
-    """Return `file` if it is a file itself, not a link to one elsewhere."""
+    """Return `file`; raise DamagedError if it is a link or missing."""
     if file.is_symlink():
         raise DamagedError(f"{file} is a link, which leads to another file; put the file itself there")
     if not file.is_file():

@@ -1,4 +1,4 @@
-"""Checkpoints: atomic writing, safe reading with a check for damage, and relative paths."""
+"""Atomic writing and safe reading of checkpoints, their configuration, and relative paths in them."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from lit_effattn.checkpoints.shape import check_contents
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its place and moves it there when it is whole.
+    """Writes a checkpoint under a temporary name and renames it when it is complete.
 
-    A crash or a full disk while saving leaves the checkpoint that was there before as it was. A new `last.ckpt` makes
-    the one before it `previous.ckpt`.
+    A crash or a full disk while saving leaves the checkpoint of that name intact. A new `last.ckpt` turns the old one
+    into `previous.ckpt`.
 
-    With `asynchronous` a thread writes a copy while training goes on. Files are written and deleted in the order of the
-    calls, so an older checkpoint is deleted only after the newer one is whole. A call waits while two checkpoints are
-    unfinished. After an error nothing more is written or deleted, and the next call raises the error.
+    With `asynchronous` a thread writes a copy while training continues. Files are written and deleted in the order of
+    the calls, so an older checkpoint is deleted only after the newer one is complete. A call waits while two
+    checkpoints are unfinished. After an error nothing more is written or deleted, and the next call raises the error.
 
     Args:
         read: Reads a checkpoint. Default: `read_checkpoint`.
-        asynchronous: Whether training goes on while a checkpoint is written. The copy needs as much memory of the CPU
-            as the checkpoint; at most two exist at a time.
+        asynchronous: Whether training continues while a checkpoint is written. The copy needs as much CPU memory as the
+            checkpoint; at most two exist at a time.
     """
 
     def __init__(self, read: Callable[[Path], dict[str, Any]] | None = None, asynchronous: bool = False) -> None:
@@ -51,8 +51,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Write `checkpoint` to `path`.
 
         Raises:
-            OSError: it could not be written, say because the disk is full; names the file and the reason. With
-                `asynchronous`, this or an earlier one.
+            OSError: If the file could not be written, for example because the disk is full. With `asynchronous`, the
+                error may be an earlier call's.
         """
         if not self.asynchronous:
             self._write(checkpoint, Path(path))
@@ -80,7 +80,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             remove(Path(path))
 
     def _in_order(self, function: Callable[..., None], *args: Any, writes: bool = False) -> None:
-        """Have the thread call `function` after what was asked of it before, unless that fails."""
+        """Have the thread call `function` after the previous call, unless that fails."""
         before = self._unfinished[-1][0] if self._unfinished else None
 
         def call() -> None:
@@ -104,7 +104,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Wait until all checkpoints are written.
 
         Raises:
-            OSError: one could not be written.
+            OSError: If one could not be written.
         """
         self._wait(until=0)
 
@@ -122,7 +122,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Read a checkpoint to the CPU: plain containers of tensors only.
 
         Raises:
-            ValueError: `weights_only=False`, which would execute what the file says.
+            ValueError: If `weights_only=False`, which would execute code from the file.
         """
         if weights_only is False:
             raise ValueError(f"weights_only=False would run code from {path}: leave it out")
@@ -131,41 +131,49 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def _copy(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Copy a checkpoint to the CPU. Tensors that share memory still do, as tied weights."""
+    """Copy a checkpoint to the CPU. Tensors that share memory, such as tied weights, share it in the copy."""
     copies: dict[int, Tensor] = {}
     storages: dict[int, torch.UntypedStorage] = {}
     for t in tree_leaves(checkpoint):
         if isinstance(t, Tensor):
-            of = t.untyped_storage()
-            if of._cdata not in storages:
-                storages[of._cdata] = of.clone() if of.device.type == "cpu" else of.cpu()
+            storage = t.untyped_storage()
+            if storage._cdata not in storages:
+                storages[storage._cdata] = storage.clone() if storage.device.type == "cpu" else storage.cpu()
             copied = torch.empty(0, dtype=t.dtype)
-            copies[id(t)] = copied.set_(storages[of._cdata], t.storage_offset(), t.size(), t.stride())
+            copies[id(t)] = copied.set_(storages[storage._cdata], t.storage_offset(), t.size(), t.stride())
     return deepcopy(checkpoint, copies)
 
 
 def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, Any]:
-    """Read a checkpoint, which may hold plain containers of tensors only: nothing in it is executed.
+    """Read a checkpoint with plain containers of tensors. Nothing in it is executed.
 
-    The checksums (CRC-32) of all its parts are verified first. Of a folder, which the processes of a sharded run have
-    written, all parts are put together.
+    The checksums (CRC-32) of all its parts are verified first. The parts of a folder, which the processes of a sharded
+    run have written, are put together.
 
     Args:
         path: The file, or folder.
         map_location: Where its tensors go, as in `torch.load`.
 
     Raises:
-        FileNotFoundError: there is none.
-        DamagedError: the file is cut off, changed, or not a checkpoint. It is a ValueError.
+        FileNotFoundError: If there is none.
+        DamagedError: If it is cut off, changed, or not a checkpoint. It is a ValueError.
     """
     return _read(Path(path), lambda folder: read_whole(folder, map_location), map_location)
 
 
 def read_outline(path: str | Path, *, verify: bool = False) -> dict[str, Any]:
-    """Read a checkpoint as `read_checkpoint` does; of a folder, only what all processes have in common.
+    """Read a checkpoint as `read_checkpoint` does; of a folder, only the content that all processes have in common.
 
-    That is all but the numbers of divided tensors, which have the device `meta`, and the carried memories. The parts
-    must be there and as long as they were; their checksums are verified with `verify` alone.
+    The common content lacks the carried memories and the values of divided tensors, whose device is `meta`. All parts
+    must exist and have their lengths; their checksums are verified if `verify` is True.
+
+    Args:
+        path: The file, or folder.
+        verify: Whether the checksums of a folder's parts are verified.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        DamagedError: If it is cut off, changed, or not a checkpoint.
     """
 
     def of_folder(folder: Path) -> dict[str, Any]:
@@ -182,21 +190,21 @@ def _read(path: Path, read_folder: Callable[[Path], dict[str, Any]], map_locatio
         raise FileNotFoundError(f"there is no checkpoint {path}")
     checkpoint = read_folder(path) if path.is_dir() else read(path, map_location)
     if "state_dict" not in checkpoint:
-        raise DamagedError(f"{path} holds no Lightning checkpoint: it has no `state_dict`")
+        raise DamagedError(f"{path} is not a Lightning checkpoint: it has no `state_dict`")
     try:
         check_contents(checkpoint)
     except ValueError as error:
-        raise DamagedError(f"{path} is no checkpoint that can be read: {error}") from error
+        raise DamagedError(f"{path} can't be read as a checkpoint: {error}") from error
     return checkpoint
 
 
 def saved_model(checkpoint: dict[str, Any], source: str | Path) -> dict[str, Any] | None:
-    """Return the spec of the model in `checkpoint`, from its `hyper_parameters`; None: it does not say.
+    """Return the spec of the model in `checkpoint`, from its `hyper_parameters`; None if it has none.
 
-    Nothing in it is checked yet.
+    The spec is not checked yet.
 
     Raises:
-        NotAllowedError: It names a function to build the model with that is not ours.
+        NotAllowedError: If the checkpoint names another function than Lightning's for building the model.
     """
     arguments = checkpoint.get("hyper_parameters")
     if not isinstance(arguments, dict) or "_class_path" not in arguments:
@@ -212,7 +220,7 @@ def saved_model(checkpoint: dict[str, Any], source: str | Path) -> dict[str, Any
 
 
 def _renewed(spec: Any) -> Any:
-    """Return a spec with today's arguments: `tied: [u, v]` of a Transformer became `share_uv` of its attention."""
+    """Return a spec with current arguments: `tied: [u, v]` of a Transformer became `share_uv` of its attention."""
     if isinstance(spec, list):
         return [_renewed(item) for item in spec]
     if not isinstance(spec, dict):
@@ -236,38 +244,38 @@ def _with_shared_uv(attention: Any) -> Any:
 
 
 CONFIG_KEY = "lit_effattn"
-"""Where the command puts the configuration into a checkpoint: `{"format", "version", "config"}`."""
+"""The key of the command's configuration in a checkpoint: `{"format", "version", "config"}`."""
 
 FORMAT = 2
-"""1 held the model twice, in `config` and in `hyper_parameters`."""
+"""Format 1 held the model twice, in `config` and in `hyper_parameters`."""
 
 
 def with_config(checkpoint: dict[str, Any], config: dict[str, Any], version: str) -> None:
-    """Add a configuration to `checkpoint`, without the model where `hyper_parameters` holds that."""
+    """Add a configuration to `checkpoint`, without the model if `hyper_parameters` holds it."""
     if "_class_path" in (checkpoint.get("hyper_parameters") or {}):
         config = {name: value for name, value in config.items() if name != "model"}
     checkpoint[CONFIG_KEY] = {"format": FORMAT, "version": version, "config": config}
 
 
 def saved_config(checkpoint: dict[str, Any], source: str | Path) -> dict[str, Any]:
-    """Return the configuration in `checkpoint`, of any format, with its model; nothing in it is checked yet.
+    """Return the configuration in `checkpoint`, of any format, with its model. It is not checked yet.
 
     Raises:
-        NotAllowedError: see `saved_model`.
-        ValueError: it is of a newer format, or says nothing about its model.
+        NotAllowedError: If the checkpoint names another function than Lightning's for building the model.
+        ValueError: If the format is newer, or the checkpoint does not describe its model.
     """
-    ours = checkpoint.get(CONFIG_KEY)
-    ours = ours if isinstance(ours, dict) else {}
-    if ours.get("format", 1) not in (1, FORMAT):
-        raise ValueError(f"{source} is of format {ours['format']!r}: it was saved by a newer lit-effattn; update it")
-    config = dict(ours["config"]) if isinstance(ours.get("config"), dict) else {}
+    entry = checkpoint.get(CONFIG_KEY)
+    entry = entry if isinstance(entry, dict) else {}
+    if entry.get("format", 1) not in (1, FORMAT):
+        raise ValueError(f"{source} is of format {entry['format']!r}: it was saved by a newer lit-effattn; update it")
+    config = dict(entry["config"]) if isinstance(entry.get("config"), dict) else {}
     model = saved_model(checkpoint, source)
     if model is not None:
         config["model"] = model
     else:
         config = _renewed(config)
     if "model" not in config:
-        raise ValueError(f"{source} does not say what model it holds: it was not saved by lit-effattn")
+        raise ValueError(f"{source} does not describe its model: it was not saved by lit-effattn")
     return config
 
 
@@ -275,9 +283,9 @@ _PATHS = ("best_model_path", "kth_best_model_path", "last_model_path")
 
 
 def hide_folders(checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
-    """Write what callbacks remember of checkpoint files relative to their folders, and these to the run's.
+    """Make the callbacks' paths of checkpoint files relative to their folders, and these relative to the run's folder.
 
-    A checkpoint that is given away then tells nobody's name, and a run can be moved. `own_folders` undoes it.
+    A checkpoint that is given away then contains no user's name, and a run can be moved. `own_folders` undoes it.
     """
     for name in checkpoint.keys() & {"hyper_parameters", "datamodule_hyper_parameters"}:
         checkpoint[name] = without_folders(checkpoint[name])
@@ -288,7 +296,7 @@ def hide_folders(checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
 
 
 def without_folders(settings: Any) -> Any:
-    """Return `settings` with absolute paths below the current folder as seen from it, which name nobody's home."""
+    """Return `settings` with absolute paths inside the current folder made relative to it."""
     if isinstance(settings, dict):
         return {name: without_folders(value) for name, value in settings.items()}
     if isinstance(settings, list):
@@ -297,10 +305,10 @@ def without_folders(settings: Any) -> Any:
 
 
 def own_folders(checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
-    """Keep of what callbacks remember of checkpoint files what lies in their own folders of this run.
+    """Keep the callbacks' paths of checkpoint files that are inside their own folders of this run; drop all others.
 
-    Lightning deletes the file, or folder, that a checkpoint calls the worst of the best; so a path that leads
-    elsewhere, by links or dots too, is dropped.
+    Lightning deletes the file, or folder, that a checkpoint names as the worst of the best. Therefore a path that leads
+    elsewhere, also by links or dots, is dropped.
     """
     root = Path(trainer.default_root_dir).resolve()
     same_run = trainer.ckpt_path is not None and Path(trainer.ckpt_path).resolve().is_relative_to(root)
@@ -317,14 +325,14 @@ def own_folders(checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
 
 
 def _checkpoint_states(checkpoint: dict[str, Any], trainer: pl.Trainer) -> list[tuple[Path, dict[str, Any]]]:
-    """Return the states of the trainer's checkpoint callbacks, copied, each with the folder that it writes to."""
-    states, found = _states(checkpoint), []
+    """Return copies of the states of the trainer's checkpoint callbacks, each with the folder that it writes to."""
+    states, copies = _states(checkpoint), []
     for callback in trainer.checkpoint_callbacks:
         folder, state = getattr(callback, "dirpath", None), states.get(callback.state_key)
         if folder is not None and "://" not in str(folder) and isinstance(state, dict):
             states[callback.state_key] = state = dict(state)
-            found.append((Path(folder).resolve(), state))
-    return found
+            copies.append((Path(folder).resolve(), state))
+    return copies
 
 
 def _states(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -341,11 +349,11 @@ def _map_paths(state: dict[str, Any], change: Any) -> None:
         scores = state["best_k_models"] if isinstance(state["best_k_models"], dict) else {}
         state["best_k_models"] = {changed: score for path, score in scores.items() if (changed := change(path))}
         if worst and state["kth_best_model_path"] not in state["best_k_models"]:
-            state["kth_best_model_path"], state["best_k_models"] = "", {}  # Lightning would look for it in vain
+            state["kth_best_model_path"], state["best_k_models"] = "", {}  # Lightning would not find it
 
 
 def _inside(folder: Path, path: Any) -> str:
-    """Return `path` relative to `folder`, "" if it does not lie in it once links and dots are resolved."""
+    """Return `path` relative to `folder`; "" if, with links and dots resolved, it is not inside `folder`."""
     if not isinstance(path, str) or not path:
         return ""
     resolved = (folder / path).resolve()

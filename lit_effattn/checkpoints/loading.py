@@ -1,4 +1,4 @@
-"""A trained model from its checkpoint: built as the file describes it, with the weights that the file holds."""
+"""Building a trained model from its checkpoint."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ def load_model(
     average: int | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> M:
-    """Build the model that a checkpoint holds, with its weights: see `Task.load_from_checkpoint`.
+    """Build the model of a checkpoint, with its weights: see `Task.load_from_checkpoint`.
 
     Args:
-        kind: The class that the model is to be of. The checkpoint may name it.
+        kind: The model's class or a base class of it. The checkpoint may name it.
         path: The checkpoint.
         map_location: Where its tensors go. Default: where they were, or the CPU if that device is not available.
         strict: Whether the file must hold exactly the model's parameters and buffers. Default: `strict_loading`.
         trust: Further classes that the file may name.
-        average: Give the parameters their mean over the last so many checkpoints of the run. Default: only this one.
+        average: The number of last checkpoints of the run whose mean the parameters get. Default: this one alone.
         arguments: Arguments of the model that replace those in the file.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is no checkpoint, holds another model, or names what it may not (`NotAllowedError`); or fewer
-            checkpoints than `average` were kept.
+        FileNotFoundError: If there is no such file.
+        ValueError: If the file is not a checkpoint, holds another model, or names a class that is not allowed
+            (`NotAllowedError`), or if fewer checkpoints than `average` were kept.
     """
-    location = map_location or _where_it_was
+    location = map_location or _same_device
     paths = [path] if average is None else last_kept(path, average)
     path, arguments = paths[-1], arguments or {}
     checkpoint = read_checkpoint(path, location)
@@ -63,7 +63,7 @@ def load_model(
     return model.to(tensors[0].device) if tensors else model
 
 
-def _where_it_was(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+def _same_device(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
     """Keep a tensor on its device if that device is available; otherwise use the CPU."""
     available = location == "cpu" or (location.startswith("cuda") and torch.cuda.is_available())
     return None if available else storage.cpu()
@@ -88,16 +88,16 @@ def check_same_model(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
     """Check that a checkpoint has the parameters and buffers of `model`, with the same shapes.
 
     Raises:
-        OtherModelError: names the first ones that differ.
+        OtherModelError: If names or shapes differ. The message names the first differences.
     """
     expected = {name: tuple(t.shape) for name, t in model.state_dict().items()}
-    found = {name: tuple(t.shape) for name, t in checkpoint["state_dict"].items()}
-    if expected == found:
+    saved = {name: tuple(t.shape) for name, t in checkpoint["state_dict"].items()}
+    if expected == saved:
         return
     differences = [
-        f"{name} is {_shape(found.get(name))} in the checkpoint, {_shape(expected.get(name))} here"
-        for name in dict.fromkeys([*expected, *found])
-        if expected.get(name) != found.get(name)
+        f"{name} is {_shape(saved.get(name))} in the checkpoint, {_shape(expected.get(name))} here"
+        for name in dict.fromkeys([*expected, *saved])
+        if expected.get(name) != saved.get(name)
     ]
     more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
     raise OtherModelError(

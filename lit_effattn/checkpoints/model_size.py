@@ -1,4 +1,4 @@
-"""The size of a model that a file describes: bounded by the size of the file, before memory or time is spent."""
+"""Bounds on the size of a model that a file describes, checked before memory or time is spent."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ _TOO_LARGE = re.compile(r"Overflow when unpacking long|can't allocate memory|Sto
 
 @contextmanager
 def model_of(source: str | Path, n_bytes: int, n_tensors: int) -> Iterator[None]:
-    """Build a model within, that the file or folder `source` describes and has the parameters of.
+    """Bound the model that is built in this context by the size of the checkpoint that describes it.
 
-    A tensor has at most 4 times the bytes of the file or 1 GiB, whichever is more; all together have 32 times and 4 GiB
-    more; there are at most 100 operations for each of its tensors and 10,000 more. Real models are far below.
+    A tensor may have 4 times the bytes of the file, or 1 GiB if that is more; all tensors together 32 times and 4 GiB;
+    and there may be 100 operations for each tensor of the file and 10,000 more. Real models are far below.
 
     Args:
-        source: The file, for messages.
+        source: The checkpoint, for messages.
         n_bytes: Its size.
         n_tensors: How many tensors it has.
 
     Raises:
-        ValueError: the model is larger.
+        ValueError: If the model is larger.
     """
     try:
         with _Limit(source, n_bytes, n_tensors):
             yield
     except Exception as error:
-        found = _TOO_LARGE.search(str(error))
-        if found is None and not isinstance(error, MemoryError):
+        match = _TOO_LARGE.search(str(error))
+        if match is None and not isinstance(error, MemoryError):
             raise
-        reason = "it is out of memory" if found is None else found[0]
+        reason = "it is out of memory" if match is None else match[0]
         raise ValueError(f"{source} describes a larger model than any machine has: {reason}") from error
 
 
@@ -84,12 +84,12 @@ class _Limit(TorchDispatchMode):
                 raise self._error(f"with a tensor of {shown} it takes {self._bytes:,} bytes")
         return func(*args, **kwargs)
 
-    def _error(self, what: str) -> ValueError:
-        return ValueError(f"{self._source} describes a larger model than it holds: {what}, but {self._has}")
+    def _error(self, excess: str) -> ValueError:
+        return ValueError(f"{self._source} describes a larger model than it holds: {excess}, but {self._has}")
 
 
 def _shape(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[int] | None:
-    """Return the shape of the tensor that an operation makes of nothing; None: it makes none, or of tensors."""
+    """Return the shape of the tensor that an operation creates; None if it creates none, or one from other tensors."""
     if func.is_view or any(isinstance(value, Tensor) for value in args[1:]):
         return None
     given = {**dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)), **kwargs}

@@ -1,4 +1,4 @@
-"""YAML of others, read as data within bounds: neither aliases nor depth can make it larger than its text allows."""
+"""Reading YAML from untrusted files as plain data, with bounds on its length, its depth and its aliases."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def parse_yaml(text: str) -> Any:
     """Parse YAML.
 
     Raises:
-        ValueError: it is no YAML; it is longer than `MAX_BYTES` or nested more than `MAX_DEPTH` deep; an alias stands
-            in itself; or it has more than `MAX_NODES` nodes, counted with those that aliases repeat.
+        ValueError: If the text is not YAML, is longer than `MAX_BYTES`, is nested more than `MAX_DEPTH` deep, has an
+            alias inside itself, or has more than `MAX_NODES` nodes, counted with those that aliases repeat.
     """
     if len(text) > MAX_BYTES:
         raise ValueError(f"it has {len(text):,} characters, more than {MAX_BYTES:,}")
@@ -42,14 +42,15 @@ def _check(node: Any, sizes: dict[int, int | None], depth: int) -> int:
     if id(node) in sizes:
         size = sizes[id(node)]
         if size is None:
-            raise ValueError("an alias stands in what it names")
+            raise ValueError("an alias is inside the node that it names")
         return size
     sizes[id(node)] = None
-    inside = node.value if isinstance(node, yaml.CollectionNode) else ()
-    parts = [part for pair in inside for part in pair] if isinstance(node, yaml.MappingNode) else inside
+    children = node.value if isinstance(node, yaml.CollectionNode) else ()
+    if isinstance(node, yaml.MappingNode):
+        children = [child for pair in children for child in pair]
     size = 1
-    for part in parts:
-        size += _check(part, sizes, depth + 1)
+    for child in children:
+        size += _check(child, sizes, depth + 1)
         if size > MAX_NODES:
             raise ValueError(f"it has more than {MAX_NODES:,} nodes, counted with those that aliases repeat")
     sizes[id(node)] = size

@@ -1,36 +1,36 @@
-"""Text of files that is printed: without characters that a terminal would obey, or that change the order of others."""
+"""Printing text from files without the characters that control a terminal or change the direction of writing."""
 
 from __future__ import annotations
 
 import logging
 import re
 
-_OBEYED = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # controls but the tabulator and the line end
-    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # order of writing
+_CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters except tab and line feed
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # direction of writing
     "\u2028\u2029\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"  # other line ends, annotations, surrogates, tags
 )
 
 
 def printable(text: str, *, one_line: bool = False) -> str:
-    r"""Return text with control characters, and those that change the order of writing, as escapes.
+    r"""Return text with escapes in place of characters that control a terminal or the direction of writing.
 
     Args:
         text: The text.
-        one_line: Whether tabulators and line ends are escaped, too.
+        one_line: Whether tabs and line feeds are escaped, too.
 
     Example:
         >>> print(printable("a\x1b[2Jb\u202ec"))
         a\x1b[2Jb\u202ec
     """
-    text = _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+    text = _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
     return text.replace("\n", "\\n").replace("\t", "\\t") if one_line else text
 
 
 class PrintableRecords(logging.Filter):
-    """Changes the messages of log records to printable ones."""
+    """A filter that makes the messages of log records printable."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Change the message; keep the record."""
+        """Make the message printable and keep the record."""
         record.msg, record.args = printable(record.getMessage()), ()
         return True

@@ -1,4 +1,4 @@
-"""Reading of the checkpoint from which training goes on, or the one before it if that is damaged."""
+"""Reading the checkpoint from which training resumes, or the previous one if it is damaged."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from lit_effattn.checkpoints.runs import LAST, PREVIOUS, is_checkpoint, short
 
 
 def read_intact(checkpoint: Path, root: Path, *, training: bool, verify: bool) -> tuple[Path, dict[str, Any]]:
-    """Read a checkpoint without its tensors; to go on with training, the one before it if `last.ckpt` is damaged.
+    """Read a checkpoint without its tensors; if training resumes from a damaged `last.ckpt`, read `previous.ckpt`.
 
     Args:
         checkpoint: The checkpoint.
-        root: The folder of the runs, among which the message names others.
-        training: Whether training goes on from it.
-        verify: Whether all parts are verified. Processes that a command starts get its choice; those that another
-            program starts (torchrun) each make it, from the same files.
+        root: The folder of the runs, whose intact checkpoints the message names.
+        training: Whether training resumes from the checkpoint.
+        verify: Whether all parts are verified. Processes that a command starts use the checkpoint that the command has
+            read; processes that another program starts (torchrun) each verify the same files.
 
     Returns:
-        The checkpoint that was read, and its content.
+        The path of the checkpoint that was read, and its content.
 
     Raises:
-        DamagedError: It is damaged; names what else there is.
+        DamagedError: If the checkpoint is damaged. The message names intact ones.
     """
     previous = checkpoint.with_name(PREVIOUS)
     try:
@@ -38,20 +38,18 @@ def read_intact(checkpoint: Path, root: Path, *, training: bool, verify: bool) -
         if training and checkpoint.name == LAST and is_checkpoint(previous):
             with suppress(DamagedError):
                 content = read_outline(previous, verify=True)
-                rank_zero_warn(f"{error}. {_goes_on_from(previous, content)}")
+                rank_zero_warn(f"{error}. {_resuming_from(previous, content)}")
                 return previous, content
-        others = [*checkpoint.parent.glob("*.ckpt"), *sorted(root.rglob(f"checkpoints/{LAST}"), reverse=True)]
-        others = list(dict.fromkeys(path.resolve() for path in others))
-        whole = (path for path in others if _is_whole(path))
-        there = ", ".join(short(path) for path in islice(whole, 4))
-        there = f"; there are {there}" if there else ""
-        raise DamagedError(f"{error}{there}") from error
+        candidates = [*checkpoint.parent.glob("*.ckpt"), *sorted(root.rglob(f"checkpoints/{LAST}"), reverse=True)]
+        intact = filter(_is_intact, dict.fromkeys(path.resolve() for path in candidates))
+        names = ", ".join(short(path) for path in islice(intact, 4))
+        raise DamagedError(f"{error}; there are {names}" if names else str(error)) from error
     if checkpoint.name == PREVIOUS and training and not checkpoint.with_name(LAST).exists():
-        rank_zero_warn(f"there is no {short(checkpoint.with_name(LAST))}. {_goes_on_from(checkpoint, content)}")
+        rank_zero_warn(f"there is no {short(checkpoint.with_name(LAST))}. {_resuming_from(checkpoint, content)}")
     return checkpoint, content
 
 
-def _is_whole(checkpoint: Path) -> bool:
+def _is_intact(checkpoint: Path) -> bool:
     """Return whether a checkpoint can be read."""
     if checkpoint.is_dir():
         with suppress(ValueError, OSError):
@@ -60,6 +58,6 @@ def _is_whole(checkpoint: Path) -> bool:
     return zipfile.is_zipfile(checkpoint) and not damage(checkpoint)
 
 
-def _goes_on_from(previous: Path, content: dict[str, Any]) -> str:
+def _resuming_from(previous: Path, content: dict[str, Any]) -> str:
     step = content.get("global_step")
-    return f"Training goes on from {short(previous)}, saved at step {step}: what came after it is trained again"
+    return f"Training goes on from {short(previous)}, saved at step {step}: later steps are trained again"

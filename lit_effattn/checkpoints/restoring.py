@@ -1,4 +1,4 @@
-"""Restoring of a run from a checkpoint, each part compared with what it is restored into before that changes."""
+"""Restoring a run from a checkpoint. Each part is compared with the object that loads it before it is loaded."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _LOOPS = {
     TrainerFn.PREDICTING: "predict_loop",
 }
 _EXPECTED = (ValueError, OSError, FloatingPointError, MisconfigurationException, torch.OutOfMemoryError)
-"""Errors whose messages say enough: those of our checks and of the machine."""
+"""Errors with messages of their own: those of our checks and of the machine."""
 
 
 class CheckpointConnector(_CheckpointConnector):
-    """Lightning's connector, which restores a checkpoint part by part, with checks.
+    """Lightning's connector with checks of each part that it restores.
 
-    Lightning and torch trust what they read: a list of optimiser states that is empty is restored as nothing, a
-    scheduler's state replaces all attributes that it names. Here a part that has not the structure of the object that
-    it is for is a `DamagedError`, and so is any other error while a part is restored.
+    Lightning and torch trust the content: an empty list of optimiser states restores nothing, and a scheduler's state
+    replaces all attributes that it names. Here a part without the structure of its object is a `DamagedError`, and so
+    is any other error while a part is restored.
     """
 
     def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
@@ -87,8 +87,8 @@ class CheckpointConnector(_CheckpointConnector):
                 if name not in saved:
                     raise ValueError(f"loops has no {name}")
                 names = saved.keys() & {*_LOOPS.values()} if fn == TrainerFn.FITTING else {name}
-                for read in sorted(names):
-                    _check_loop(saved[read], getattr(self.trainer, read), read)
+                for name in sorted(names):
+                    _check_loop(saved[name], getattr(self.trainer, name), name)
             elif fn == TrainerFn.FITTING:
                 raise ValueError(_only_a_model("loops"))
             super().restore_loops()
@@ -99,7 +99,7 @@ class CheckpointConnector(_CheckpointConnector):
     def _restore_loaders(self, restore: Callable[[], None]) -> None:
         """Restore the positions of the training data's loaders, which Lightning creates after `restore_loops`.
 
-        Lightning restores no position from an empty list. An interrupted epoch would then begin again.
+        Lightning would restore no position from an empty list, and an interrupted epoch would begin again.
         """
         loop = self.trainer.fit_loop
         assert loop._combined_loader is not None
@@ -129,8 +129,8 @@ class CheckpointConnector(_CheckpointConnector):
             super().restore_optimizers()
 
     def restore_lr_schedulers(self) -> None:
-        """Restore the states of the learning rate's schedules."""
-        with self._restoring("the learning rate's schedule"):
+        """Restore the states of the learning rate schedules."""
+        with self._restoring("the learning rate schedule"):
             saved, configs = self._loaded_checkpoint["lr_schedulers"], self.trainer.lr_scheduler_configs
             _check_number(saved, configs, "lr_schedulers")
             for i, (state, config) in enumerate(zip(saved, configs, strict=True)):
@@ -165,7 +165,7 @@ class CheckpointConnector(_CheckpointConnector):
 
 def _only_a_model(name: str) -> str:
     return (
-        f"has no {name}: it holds a model, not a run that could go on; start a new run from its weights with "
+        f"has no {name}: it holds a model, not a run that can be resumed; start a new run from its weights with "
         "--init_weights in place of --ckpt_path"
     )
 
@@ -176,14 +176,14 @@ def _check_number(saved: Any, objects: Any, where: str) -> None:
 
 
 def _check_loop(saved: Any, loop: Any, where: str) -> None:
-    """Check the counters of a loop and those within it. The states of loaders are theirs to check."""
+    """Check the counters of a loop and of the loops inside it. Loaders check their own states."""
     if not isinstance(saved, dict):
         raise wrong(where, saved, "a mapping")
     for name, new in loop.state_dict().items():
         if name not in saved:
             raise ValueError(f"{where} has no {name}")
         is_progress = not name.endswith("state_dict")
-        if name == "state_dict":  # Lightning adds the loaders' states to what a new loop has
+        if name == "state_dict":  # Lightning adds the loaders' states to those of a new loop
             loaders = saved[name].get("combined_loader", []) if isinstance(saved[name], dict) else None
             if not isinstance(loaders, list) or not all(isinstance(state, dict) for state in loaders):
                 raise wrong(f"{where}.{name}", saved[name], "a mapping with the states of the loaders")
@@ -194,10 +194,15 @@ def _check_loop(saved: Any, loop: Any, where: str) -> None:
 
 
 def check_scheduler(saved: Any, scheduler: Any, where: str) -> None:
-    """Check the state of a schedule: it may replace no attribute but those that a new one saves.
+    """Check the state of a schedule: it may replace only the attributes that a new schedule saves.
+
+    Args:
+        saved: The state in the checkpoint.
+        scheduler: A new schedule, which is to load it.
+        where: The name of the state, for messages.
 
     Raises:
-        ValueError: names the part, what it is and what it should be.
+        ValueError: If a part has another structure. The message names the part, its value and the expected structure.
     """
     new = scheduler.state_dict()
     # Earlier versions of torch and of this library saved fewer names.
@@ -209,10 +214,16 @@ def check_scheduler(saved: Any, scheduler: Any, where: str) -> None:
 
 
 def check_optimizer(saved: Any, optimizer: Optimizer, where: str, has_stepped: bool) -> None:
-    """Check the state of an optimiser: its groups against its own, its tensors against those that a step makes.
+    """Compare the state of an optimiser with that of a new one, and its tensors with those that a step creates.
+
+    Args:
+        saved: The state in the checkpoint.
+        optimizer: A new optimiser, which is to load it.
+        where: The name of the state, for messages.
+        has_stepped: Whether the run has made steps, so that the state must not be empty.
 
     Raises:
-        ValueError: names the part, what it is and what it should be.
+        ValueError: If a part has another structure. The message names the part, its value and the expected structure.
     """
     new = optimizer.state_dict()
     for name in ("state", "param_groups"):
@@ -222,14 +233,14 @@ def check_optimizer(saved: Any, optimizer: Optimizer, where: str, has_stepped: b
     _check_number(groups, new["param_groups"], f"{where}.param_groups")
     for i, (group, of_new) in enumerate(zip(groups, new["param_groups"], strict=True)):
         at = f"{where}.param_groups[{i}]"
-        optional = optimizer.defaults.keys() - {"lr"}  # torch gives those that its earlier versions had not
+        optional = optimizer.defaults.keys() - {"lr"}  # torch adds those that its earlier versions lacked
         absent = optional - group.keys() if isinstance(group, dict) else set()
         check_like(group, {name: value for name, value in of_new.items() if name not in absent}, at)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [i for group in groups for i in group["params"]]
     if len(set(numbers)) != len(parameters):
         raise ValueError(f"{where}.param_groups name {len(set(numbers))} parameters, not {len(parameters)}")
-    of = dict(zip(numbers, parameters, strict=True))
+    by_number = dict(zip(numbers, parameters, strict=True))
     states = saved["state"]
     if not isinstance(states, dict):
         raise wrong(f"{where}.state", states, "a mapping")
@@ -237,15 +248,16 @@ def check_optimizer(saved: Any, optimizer: Optimizer, where: str, has_stepped: b
     if has_stepped and any(steps.values()) and not states:
         raise ValueError(f"{where}.state is empty, though the run has made steps")
     for number, state in states.items():
-        if number not in of:
-            raise ValueError(f"{where}.state has {number!r}, which is none of the parameters")
-        _check_state(state, of[number], steps.get(of[number].ndim), f"{where}.state[{number}]")
+        if number not in by_number:
+            raise ValueError(f"{where}.state has {number!r}, which is not one of the parameters")
+        parameter = by_number[number]
+        _check_state(state, parameter, steps.get(parameter.ndim), f"{where}.state[{number}]")
 
 
-def _check_state(saved: Any, parameter: Tensor, probe: dict[str, Any] | None, where: str) -> None:
+def _check_state(saved: Any, parameter: Tensor, after_step: dict[str, Any] | None, where: str) -> None:
     if not isinstance(saved, dict):
         raise wrong(where, saved, "a mapping")
-    for name, example in (probe or {}).items():
+    for name, example in (after_step or {}).items():
         if name not in saved:
             raise ValueError(f"{where} has no {name}")
         value, at = saved[name], f"{where}.{name}"
@@ -262,23 +274,23 @@ def _check_state(saved: Any, parameter: Tensor, probe: dict[str, Any] | None, wh
 
 
 def _fits(value: torch.Size, parameter: torch.Size, example: torch.Size) -> bool:
-    """Return whether a state has the shape of its parameter, or a 1 where the example, of a shape of 2s, has one."""
+    """Return whether a state has the shape of its parameter, with a 1 where the example, of a shape of 2s, has one."""
     if len(value) != len(example) or len(example) != len(parameter):
         return len(value) == len(example)
     return all(n == (m if k == 2 else k) for n, m, k in zip(value, parameter, example, strict=True))
 
 
 def _after_a_step(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
-    """Return, by the number of dimensions, the state that a step makes for a small parameter; nothing if none can."""
-    found: dict[int, dict[str, Any]] = {}
+    """Return, by number of dimensions, the state of a small parameter after a step; empty if a step is not possible."""
+    states: dict[int, dict[str, Any]] = {}
     arguments = inspect.signature(type(optimizer)).parameters.keys() - {"params"}
     for group in optimizer.param_groups:
         options = {name: value for name, value in group.items() if name in arguments}
-        for n in {p.ndim for p in group["params"]} - found.keys():
+        for n in {p.ndim for p in group["params"]} - states.keys():
             p = nn.Parameter(torch.zeros((2,) * n))
             p.grad = torch.zeros_like(p)
-            with suppress(Exception):  # one that needs a closure, sparse gradients, or arguments of its own
+            with suppress(Exception):  # an optimiser that needs a closure, sparse gradients or further arguments
                 made = type(optimizer)([p], **options)
                 made.step()
-                found[n] = dict(made.state[p])
-    return found
+                states[n] = dict(made.state[p])
+    return states

@@ -1,12 +1,11 @@
 """The lock on a run's folder: one `fit` at a time writes into it, on all machines that see the folder.
 
-The lock is a file in the folder, which says who holds it: host, process, and when that process started. It needs no
-lock of the operating system, which file systems of clusters (NFS) may lack. A thread of the holder renews the file's
-time.
+The lock is a file in the folder with the host, the process and the start time of that process. Locks of the operating
+system are not used, since file systems of clusters (NFS) may lack them. A thread of the holder renews the file's time.
 
-A holder that has ended is superseded: on the same host if its process is gone, so at once after SIGKILL; on another if
-the file was not renewed for a while, by the clock of the file system; or if SLURM or torchrun started its job again. A
-holder that finds itself superseded, after it was stopped for long, ends.
+A holder that has ended is superseded: on the same host if its process no longer exists, so at once after SIGKILL; on
+another host if the file was not renewed for a while, by the clock of the file system; or if SLURM or torchrun started
+its job again. A holder that was stopped for long, and then finds that it was superseded, ends.
 """
 
 from __future__ import annotations
@@ -35,15 +34,14 @@ RENEWED_EVERY = 15.0
 """Seconds."""
 
 STALE_AFTER = 120.0
-"""Seconds without a renewal after which a holder on another host is taken to have ended."""
-
+"""Seconds without a renewal after which a holder on another host counts as ended."""
 
 GUARD_STALE_AFTER = 10.0
-"""Seconds after which a process that was superseding another is taken to have ended."""
+"""Seconds after which a process that was superseding another counts as ended."""
 
 
 class RunLockedError(OSError):
-    """Another process trains in the folder of this run. The message says which, and the remedy."""
+    """Another process trains in the folder of this run. The message names the process and the remedy."""
 
 
 class RunLock:
@@ -53,8 +51,8 @@ class RunLock:
         run: The folder, which exists.
 
     Raises:
-        RunLockedError: another process holds it.
-        OSError: the folder can't be written to.
+        RunLockedError: If another process holds the lock.
+        OSError: If the folder can't be written to.
     """
 
     def __init__(self, run: Path) -> None:
@@ -72,19 +70,17 @@ class RunLock:
                 if self._supersede(holder):
                     break
                 time.sleep(0.02)
-        except PermissionError as error:
-            raise _unwritable(run, error) from error
         except OSError as error:
-            if error.errno == errno.EROFS:
+            if isinstance(error, PermissionError) or error.errno == errno.EROFS:
                 raise _unwritable(run, error) from error
             raise
         threading.Thread(target=self._renew, name="run lock", daemon=True).start()
 
     def _take(self, path: Path) -> bool:
-        """Write the file, whole, if there is none."""
+        """Create the file in one step; return False if it exists."""
         with self._written() as part:
             try:
-                os.link(part, path)  # fails if there is one, over NFS too
+                os.link(part, path)  # fails if the file exists, over NFS too
             except FileExistsError:
                 return False
             except OSError:  # a file system without links
@@ -100,10 +96,10 @@ class RunLock:
         return True
 
     def _supersede(self, holder: dict[str, Any]) -> bool:
-        """Replace the file of a holder that has ended, if it is still there.
+        """Replace the file of a holder that has ended; return False if another process has done so.
 
-        The file never disappears meanwhile, so nobody else can take it. A second file lets one process supersede at a
-        time; that of a process which was killed here counts for a few seconds.
+        The file exists throughout, so no other process can take it. A second file, the guard, admits one process at a
+        time; the guard of a process that was killed here expires after a few seconds.
         """
         guard = self.path.with_name(f"{LOCK}.taken_over")
         if not self._take(guard):
@@ -122,7 +118,7 @@ class RunLock:
 
     @contextmanager
     def _written(self) -> Iterator[Path]:
-        """Write what tells this process from others into a temporary file beside the lock."""
+        """Write the identity of this process into a temporary file beside the lock."""
         handle, name = tempfile.mkstemp(prefix=f".{LOCK}.", dir=self.path.parent)
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -140,13 +136,13 @@ class RunLock:
         """Check that this process still holds the lock.
 
         Raises:
-            RunLockedError: another process has taken it, since this one was stopped for long; or the file is gone.
+            RunLockedError: If another process has taken it, or the file was deleted.
         """
         holder = _read(self.path)
         if holder.get("token") != self._about["token"]:
             who = _describe(holder) if holder else f"nobody, since {self.path} was deleted"
             raise RunLockedError(
-                f"{short(self.path.parent)} is no longer this process's to write into: it is held by {who}"
+                f"this process no longer holds the lock on {short(self.path.parent)}: it is held by {who}"
             )
 
     def release(self) -> None:
@@ -159,13 +155,13 @@ class RunLock:
 
 def _unwritable(run: Path, error: OSError) -> PermissionError:
     return PermissionError(
-        f"{short(run)} can't be written to ({error.strerror}), so its run can't go on there: copy its folder "
+        f"{short(run)} can't be written to ({error.strerror}), so its run can't resume there: copy its folder "
         "to another place, or begin a new run from its weights with --init_weights"
     )
 
 
 def _me() -> dict[str, Any]:
-    """Return what tells this process from all others."""
+    """Return the identity of this process."""
     return {
         "host": socket.gethostname(),
         "system": _system(),
@@ -178,7 +174,7 @@ def _me() -> dict[str, Any]:
 
 
 def _alive(path: Path, holder: dict[str, Any]) -> str | None:
-    """Return who holds the lock, None if that process has ended or released it."""
+    """Describe the holder of the lock; None if that process has ended or released it."""
     try:
         renewed = path.stat().st_mtime
     except FileNotFoundError:
@@ -220,7 +216,7 @@ def _age(path: Path, renewed: float) -> float:
 
 
 def _system() -> str:
-    """Return what tells this start of the machine, and this container, from others with the same host name."""
+    """Return an identity of this boot of the machine and of this container; host names need not be unique."""
     parts = []
     with suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
@@ -229,7 +225,7 @@ def _system() -> str:
 
 
 def _started(process: Any) -> str | None:
-    """Return when a process of this host started, in any unit; None: there is none, or it has ended."""
+    """Return when a process of this host started, in any unit; None if it has ended or never was."""
     if type(process) is not int or process <= 0:
         return None
     try:

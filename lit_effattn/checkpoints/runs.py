@@ -1,11 +1,11 @@
 """Folders of runs, and search for checkpoints.
 
 A run has one folder, named by its start time (UTC), at any depth under the root `trainer.default_root_dir`. The runs of
-one name, which is their configuration's if the user gives none, lie side by side:
+one name, by default that of their configuration, are in one folder:
 
     runs/digits_linear/2026-11-21_09-40-12/
         config.yaml         everything that was set
-        checkpoints/        last.ckpt, previous.ckpt (the last but one), best.ckpt, step_00001000.ckpt, … (those kept):
+        checkpoints/        last.ckpt, previous.ckpt (the last but one), best.ckpt, step_00001000.ckpt, … (kept ones):
                             files, or folders that several processes have written
         tensorboard/  csv/  samples/  generated/  predictions/
 """
@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import re
 import shutil
+from contextlib import suppress
 from datetime import datetime, timezone
+from itertools import count
 from pathlib import Path
 
 LAST, PREVIOUS = "last.ckpt", "previous.ckpt"
 """The newest checkpoint of a run, and the one before it, from which a run resumes if the newest is damaged."""
 
 COMMON = "common.pt"
-"""In a checkpoint that is a folder, the file that all processes have in common."""
+"""In a checkpoint that is a folder, the file with the content that all processes have in common."""
 
 _KEPT = re.compile(r"step_(\d+)\.ckpt")
 _RUN = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(_\d+)?")
@@ -30,8 +32,7 @@ _RUN = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(_\d+)?")
 def new_run(root: Path) -> Path:
     """Create the folder of a new run under `root`. It is never an existing folder.
 
-    It is named after no earlier time than the runs there, even if the clock was set back: `last` then still means the
-    newest run.
+    Its name is not earlier than those of the other runs, even if the clock was set back: `last` is the newest run.
     """
     names = [path.name for path in root.glob("*")]
     newest = max((name[:19] for name in names if _RUN.fullmatch(name)), default="")
@@ -40,15 +41,12 @@ def new_run(root: Path) -> Path:
 
 def new_folder(parent: Path, name: str) -> Path:
     """Create `parent/name`, or `name_1`, `name_2`, … if that exists. Two processes never get the same folder."""
-    attempt = 0
-    while True:
+    for attempt in count():
         folder = parent / (f"{name}_{attempt}" if attempt else name)
-        try:
+        with suppress(FileExistsError):
             folder.mkdir(parents=True)
-        except FileExistsError:
-            attempt += 1
-        else:
             return folder
+    raise AssertionError
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -63,24 +61,24 @@ def run_of(checkpoint: Path) -> Path | None:
 
 
 def kept_name(step: int) -> str:
-    """Return the file name of the checkpoint that a run keeps of a step."""
+    """Return the file name of a kept checkpoint of a step."""
     return f"step_{step:08d}.ckpt"
 
 
 def kept_checkpoints(folder: Path, *unfinished: Path) -> list[Path]:
-    """Return the checkpoints in `folder` that a run has kept, and those that it is about to, by their steps."""
-    found = {*folder.glob("step_*.ckpt"), *unfinished}
-    steps = {path: int(match[1]) for path in found if (match := _KEPT.fullmatch(path.name))}
+    """Return the kept checkpoints in `folder` and those in `unfinished`, ordered by their steps."""
+    paths = {*folder.glob("step_*.ckpt"), *unfinished}
+    steps = {path: int(match[1]) for path in paths if (match := _KEPT.fullmatch(path.name))}
     return sorted(steps, key=steps.__getitem__)
 
 
 def last_kept(checkpoint: Path, n: int) -> list[Path]:
     """Return the last `n` checkpoints that the run of `checkpoint` has kept, oldest first.
 
-    If `checkpoint` is one of those kept, it is the last.
+    If `checkpoint` is a kept one, it is the last.
 
     Raises:
-        ValueError: `n` is not positive, or more than there are.
+        ValueError: If `n` is not positive, or more than the number of kept checkpoints.
     """
     if n < 1:
         raise ValueError(f"average={n} is not positive; 5 and 20 are usual")
@@ -98,19 +96,24 @@ def last_kept(checkpoint: Path, n: int) -> list[Path]:
 
 
 def deleted_run(path: Path) -> Path | None:
-    """Return the run that `path` lies in if its folder is gone."""
+    """Return the run that `path` is in, if its folder no longer exists; else None."""
     return next((folder for folder in path.parents if _RUN.fullmatch(folder.name) and not folder.exists()), None)
 
 
 def find_checkpoint(name: str, root: Path, *, option: str = "--ckpt_path") -> Path:
     """Return the checkpoint that `name` names: a path, or `last` or `best`.
 
-    These are of the newest run under `root`, or, if it has none, of the newest beside it that has one: never of another
-    configuration, whose runs lie in another folder. `last` is `previous.ckpt` in a run that has no `last.ckpt`. The
-    path of a run's folder means its `last`.
+    `last` and `best` are those of the newest run under `root`; if it has none, of the newest run in the same folder
+    that has one. Runs of another configuration, which are in another folder, are not used. `last` is `previous.ckpt` in
+    a run without `last.ckpt`. The path of a run's folder means its `last`.
+
+    Args:
+        name: The name.
+        root: The folder of the runs.
+        option: The option that gave the name, for messages.
 
     Raises:
-        FileNotFoundError: There is none. The message says where it was searched.
+        FileNotFoundError: If there is none. The message names the folder that was searched.
     """
     if name not in ("last", "best"):
         for path in (Path(name), *(Path(name, "checkpoints", file) for file in (LAST, PREVIOUS))):
@@ -121,39 +124,33 @@ def find_checkpoint(name: str, root: Path, *, option: str = "--ckpt_path") -> Pa
             "`last` nor `best`)"
         )
     files = (LAST, PREVIOUS) if name == "last" else (f"{name}.ckpt",)
-    there = [path for path in root.rglob("checkpoints/*.ckpt") if run_of(path) and is_checkpoint(path)]
-    folder = _runs_beside(max(there, key=_age)) if there else root
-    found = [path for file in files for path in there if path.name == file and _runs_beside(path) == folder]
-    if not found:
-        newest = max(there, key=_age).parent if there else root
+    checkpoints = [path for path in root.rglob("checkpoints/*.ckpt") if run_of(path) and is_checkpoint(path)]
+    newest = max(checkpoints, key=_age).parent if checkpoints else root
+    folder = newest.parent.parent if checkpoints else root
+    named = [path for file in files for path in checkpoints if path.name == file and path.parents[2] == folder]
+    if not named:
         if name == "best" and is_checkpoint(newest / LAST):
             raise FileNotFoundError(
                 f"{option} best: {short(newest)} has no best.ckpt, which the first validation saves; give {option} "
                 "last, or train for more steps than --trainer.val_check_interval"
             )
         raise FileNotFoundError(
-            f"{option} {name}: no run under {folder.resolve()} {'(the newest run is there) ' if there else ''}has a "
+            f"{option} {name}: no run under {folder.resolve()} {'(the newest run is there) ' * bool(checkpoints)}has a "
             f"{name}.ckpt; train one first, name another folder with --trainer.default_root_dir, or give the "
             "checkpoint's path"
         )
-    return max(found, key=_age).resolve()  # the first of equals
-
-
-def _runs_beside(checkpoint: Path) -> Path:
-    """Return the folder that holds the checkpoint's run and others of its configuration."""
-    return checkpoint.parent.parent.parent
+    return max(named, key=_age).resolve()  # the first of equals
 
 
 def _age(checkpoint: Path) -> tuple[str, int]:
-    started, _, attempt = checkpoint.parent.parent.name.partition("_")[2].partition("_")
-    return checkpoint.parent.parent.name[:10] + started, int(attempt or 0)
+    name = checkpoint.parent.parent.name
+    return name[:19], int(name[20:] or 0)
 
 
 def discard_if_empty(run: Path) -> None:
-    """Delete the folder of a run that wrote nothing, and parent folders that are then empty."""
-    if not run.is_dir() or any(path.is_file() for path in run.rglob("*")):
-        return
-    discard(run)
+    """Delete the folder of a run that has no files, and parent folders that are then empty."""
+    if run.is_dir() and not any(path.is_file() for path in run.rglob("*")):
+        discard(run)
 
 
 def discard(run: Path) -> None:
@@ -167,6 +164,6 @@ def discard(run: Path) -> None:
 
 
 def short(path: str | Path) -> str:
-    """Return `path` relative to the current folder if it is below it, else unchanged."""
+    """Return `path` relative to the current folder if it is inside it, else unchanged."""
     path = Path(path)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,8 +1,8 @@
-"""The structure of a checkpoint's contents: checked before Lightning and the optimisers, which trust it, read it.
+"""Checks of the structure of a checkpoint's content, before Lightning and the optimisers, which trust it, read it.
 
-A file that loads with `weights_only=True` can still hold anything: a number in place of a mapping, a tensor that claims
-a terabyte, a list that contains itself. `check_plain` refuses what no saved checkpoint holds; `check_contents` checks
-the parts that are the same for every model; `check_like` compares a part with the state of the new object it is for.
+A file that loads with `weights_only=True` can still hold a number in place of a mapping, a tensor that claims a
+terabyte, or a list that contains itself. `check_plain` rejects content that a checkpoint never has; `check_contents`
+checks the parts that all models share; `check_like` compares a part with the state of the new object that loads it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 
 MAX_DEPTH = 100
-"""Containers within containers."""
+"""Depth of containers within containers."""
 
 MAX_ITEMS = 10_000_000
-"""Items of all containers, each counted as often as it is reached."""
+"""Number of items of all containers, each counted as often as it is reached."""
 
-_COUNTER = 2**53
+_COUNTER = 2**53 - 1
 _SLACK = 2**20  # bytes
 
 
 def kind(value: Any) -> str:
-    """Return what a value is, for a message."""
+    """Describe a value in a message."""
     if value is None or isinstance(value, (bool, int, float)):
         return str(value) if not isinstance(value, int) or abs(value) < 10**20 else "an integer beyond 10**20"
     if isinstance(value, Tensor):
@@ -38,22 +38,34 @@ def kind(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def wrong(where: str, found: Any, expected: str) -> ValueError:
-    """Return the error for a part of another kind than expected."""
-    return ValueError(f"{where} is {kind(found)}, not {expected}")
+def wrong(where: str, value: Any, expected: str) -> ValueError:
+    """Return the error for a part that is not of the expected kind.
+
+    Args:
+        where: The name of the part.
+        value: Its value.
+        expected: Describes the expected value.
+    """
+    return ValueError(f"{where} is {kind(value)}, not {expected}")
+
+
+def _is_integer(value: Any, low: int, high: int) -> bool:
+    """Return whether a value is an integer, not a boolean, from `low` to `high`."""
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
 # ------------------------------------------------------------------------------------------------------- any content
 
 
 def check_plain(content: Any) -> None:
-    """Check that a content can be walked through, and that its tensors have the numbers that they claim.
+    """Check that content can be traversed, and that its tensors have as many values in memory as they claim.
 
     Raises:
-        ValueError: a container is nested more than `MAX_DEPTH` deep, or contains itself; there are more than
-            `MAX_ITEMS`, counted as often as they are reached; or a tensor repeats its numbers, is sparse or quantised.
+        ValueError: If a container is nested more than `MAX_DEPTH` deep or contains itself; if there are more than
+            `MAX_ITEMS` items, counted as often as they are reached; or if a tensor repeats its values, is sparse or
+            quantised.
     """
-    sizes: dict[int, int] = {}  # of containers that are finished
+    sizes: dict[int, int] = {}  # of finished containers
     open_: set[int] = set()
     stack: list[tuple[Any, bool]] = [(content, False)]
     while stack:
@@ -63,9 +75,9 @@ def check_plain(content: Any) -> None:
             continue
         if not isinstance(value, (dict, list, tuple, set, frozenset)) or id(value) in sizes:
             continue
-        inside = [*value, *value.values()] if isinstance(value, dict) else list(value)
+        items = [*value, *value.values()] if isinstance(value, dict) else list(value)
         if done:
-            sizes[id(value)] = 1 + sum(sizes.get(id(item), 1) for item in inside)
+            sizes[id(value)] = 1 + sum(sizes.get(id(item), 1) for item in items)
             open_.discard(id(value))
             if sizes[id(value)] > MAX_ITEMS:
                 raise ValueError(f"it holds more than {MAX_ITEMS:,} items, some of them many times")
@@ -76,7 +88,7 @@ def check_plain(content: Any) -> None:
             raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
         open_.add(id(value))
         stack.append((value, True))
-        stack.extend((item, False) for item in inside)
+        stack.extend((item, False) for item in items)
 
 
 def _check_tensor(t: Tensor) -> None:
@@ -91,10 +103,10 @@ def _check_tensor(t: Tensor) -> None:
 
 
 def check_contents(checkpoint: dict[str, Any]) -> None:
-    """Check the parts of a checkpoint that are the same for every model and trainer.
+    """Check the parts of a checkpoint that all models and trainers share.
 
     Raises:
-        ValueError: names the part, what it is and what it should be.
+        ValueError: If a part has another structure. The message names the part, its value and the expected structure.
     """
     for name in checkpoint:
         if not isinstance(name, str):
@@ -106,9 +118,9 @@ def check_contents(checkpoint: dict[str, Any]) -> None:
     version = checkpoint.get("pytorch-lightning_version", "0.0.0")
     if not isinstance(version, str) or not re.fullmatch(r"\d{1,6}(\.\d{1,6}){1,3}([.+-]?\w{1,40}){0,3}", version):
         raise wrong("pytorch-lightning_version", version, "a version such as 2.6.0")
-    for name, of in (("callbacks", dict), ("loops", dict), ("optimizer_states", list), ("lr_schedulers", list)):
+    for name, container in (("callbacks", dict), ("loops", dict), ("optimizer_states", list), ("lr_schedulers", list)):
         if name in checkpoint:
-            _states(checkpoint[name], of, name)
+            _states(checkpoint[name], container, name)
     if checkpoint.get("random_states") is not None:
         _check_random_states(checkpoint["random_states"])
 
@@ -123,9 +135,9 @@ def _check_weights(weights: Any) -> None:
             raise wrong(f"state_dict[{name[:80]!r}]", value, "a tensor")
 
 
-def _states(states: Any, of: type[Any], where: str) -> None:
-    if not isinstance(states, of):
-        raise wrong(where, states, "a mapping of names to mappings" if of is dict else "a list of mappings")
+def _states(states: Any, container: type[Any], where: str) -> None:
+    if not isinstance(states, container):
+        raise wrong(where, states, "a mapping of names to mappings" if container is dict else "a list of mappings")
     items: Any = states.items() if isinstance(states, dict) else enumerate(states)
     for name, state in items:
         if isinstance(states, dict) and not isinstance(name, str):
@@ -135,7 +147,7 @@ def _states(states: Any, of: type[Any], where: str) -> None:
 
 
 def _count(value: Any, where: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _COUNTER:
+    if not _is_integer(value, 0, _COUNTER):
         raise wrong(where, value, "a count")
 
 
@@ -148,10 +160,10 @@ def _short(name: Any) -> str:
 
 
 def _check_random_states(states: Any) -> None:
-    """Check what `RandomStates` saves: one mapping for each process."""
+    """Check the states that `RandomStates` saves: one mapping for each process."""
     if not isinstance(states, (list, tuple)):
         raise wrong("random_states", states, "a list with the states of each process")
-    here = torch.get_rng_state()
+    size_here = torch.get_rng_state().shape
     for rank, state in enumerate(states):
         where = f"random_states[{rank}]"
         if not isinstance(state, dict):
@@ -160,7 +172,7 @@ def _check_random_states(states: Any) -> None:
         _numpy_state(state.get("numpy"), f"{where}.numpy")
         for name in {"torch", *(state.keys() & {"cuda"})}:
             value = state.get(name)
-            size = here.shape if name == "torch" else None
+            size = size_here if name == "torch" else None
             if not isinstance(value, Tensor) or value.dtype != torch.uint8 or (size and value.shape != size):
                 raise wrong(f"{where}.{name}", value, "the bytes of a random state")
 
@@ -175,7 +187,7 @@ def _python_state(state: Any, where: str) -> None:
     if not isinstance(internal, (list, tuple)) or len(internal) != 625:
         raise wrong(f"{where}[1]", internal, expected)
     for i, word in enumerate(internal):
-        if isinstance(word, bool) or not isinstance(word, int) or not 0 <= word < 2**32:
+        if not _is_integer(word, 0, 2**32 - 1):
             raise wrong(f"{where}[1][{i}]", word, "an integer of 32 bits")
     if not 1 <= internal[-1] <= 624:
         raise wrong(f"{where}[1][624]", internal[-1], "a position up to 624")
@@ -191,11 +203,11 @@ def _numpy_state(state: Any, where: str) -> None:
         raise wrong(f"{where}[0]", name, "'MT19937'")
     if not isinstance(keys, Tensor) or keys.shape != (624,) or keys.dtype != torch.int64:
         raise wrong(f"{where}[1]", keys, "624 integers")
-    if isinstance(position, bool) or not isinstance(position, int) or not 0 <= position <= 624:
+    if not _is_integer(position, 0, 624):
         raise wrong(f"{where}[2]", position, "a position up to 624")
-    if isinstance(has_gauss, bool) or not isinstance(has_gauss, int) or has_gauss not in (0, 1):
+    if not _is_integer(has_gauss, 0, 1):
         raise wrong(f"{where}[3]", has_gauss, "0 or 1")
-    if isinstance(cached, bool) or not isinstance(cached, (int, float)) or not math.isfinite(cached):
+    if not _number(cached) or not math.isfinite(cached):
         raise wrong(f"{where}[4]", cached, "a number")
 
 
@@ -211,7 +223,7 @@ def _score(value: Any) -> bool:
 
 
 def _scores(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(path, str) and _score(of) for path, of in value.items())
+    return isinstance(value, dict) and all(isinstance(path, str) and _score(score) for path, score in value.items())
 
 
 UNSET: Mapping[str, tuple[Callable[[Any], bool], str]] = {
@@ -221,26 +233,27 @@ UNSET: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "stopping_reason_message": (lambda v: v is None or isinstance(v, str), "text or None"),
     "total_steps": (lambda v: v is None or _number(v), "a number or None"),
 }
-"""Entries that a new callback or schedule leaves empty, so that they show no kind: what they may be later."""
+"""Entries that are empty in a new callback or schedule: the check of their later values, and its description."""
 
 NUMBERS = ("lr", "step")
-"""Entries of optimisers that are a tensor or a number, depending on the optimiser's options and on torch's version."""
+"""Entries of optimisers that are a tensor or a number, which depends on the options and on torch's version."""
 
 
 def check_like(saved: Any, new: Any, where: str, *, exact: bool = False) -> None:
     """Check that a saved state has the structure of a new object's state.
 
-    A mapping has all names that the new one has, with values like its; a list that is not empty has as many items; a
-    tensor has its shape; a number is a number. What is empty in the new object may be any value of `UNSET`, or any.
+    A mapping must have all names of the new one, with values like its; a list, if the new one is not empty, as many
+    items; a tensor its shape; a number must be a number. A value that is empty in the new object is checked by `UNSET`
+    if that has its name; otherwise it may be anything.
 
     Args:
         saved: The state in a checkpoint.
         new: The `state_dict()` of the object that is to load it.
         where: The name of the state, for messages.
-        exact: Whether a mapping may have no other names.
+        exact: Whether a mapping must not have other names.
 
     Raises:
-        ValueError: names the part, what it is and what it should be.
+        ValueError: If a part has another structure. The message names the part, its value and the expected structure.
     """
     name = where.rpartition(".")[2]
     if name in UNSET and (new is None or new == {}):
@@ -275,18 +288,18 @@ def _check_mapping(saved: Any, new: Mapping[Any, Any], where: str, exact: bool) 
     missing = [name for name in new if name not in saved]
     if missing:
         raise ValueError(f"{where} has no {_short(missing[0])}")
-    more = [name for name in saved if name not in new]
-    if exact and more:
-        raise ValueError(f"{where} has {_short(more[0])}, which is not known")
+    unknown = [name for name in saved if name not in new]
+    if exact and unknown:
+        raise ValueError(f"{where} has {_short(unknown[0])}, which is not known")
     for name, value in new.items():
         check_like(saved[name], value, f"{where}.{name}", exact=exact)
 
 
 def check_counts(saved: Any, where: str) -> None:
-    """Check that all integers in a state of loops are counts, not negative.
+    """Check that all integers in a state of loops are counts, which are not negative.
 
     Raises:
-        ValueError: names the first that is none.
+        ValueError: If one is not. The message names the first.
     """
     if isinstance(saved, dict):
         for name, value in saved.items():

@@ -1,8 +1,8 @@
-"""Jobs of the SLURM scheduler and launches of torchrun: what a restarted one goes on with, and requeueing.
+"""Jobs of the SLURM scheduler and launches of torchrun: finding the run of a restarted job, and requeueing.
 
 SLURM starts a requeued job's script again, with the same job number. torchrun starts all processes again when one has
-failed (`--max-restarts`), with the same `--rdzv-id`. A run therefore writes the number of its job, the id of its launch
-and the arguments of its command into its folder, and the same command in the restarted job goes on with that run.
+failed (`--max-restarts`), with the same `--rdzv-id`. A run therefore writes the job's number, the launch's id and the
+command's arguments into its folder, and the same command in the restarted job resumes that run.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ JOB_FILE = "slurm_job"
 
 
 def job() -> str | None:
-    """Return the number of this process's job, in an array its index too; None: there is no job."""
+    """Return the number of this process's job, with its index in a job array; None without a job."""
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID")
 
 
 def launch() -> str | None:
-    """Return the id that torchrun's launch of this process has (`--rdzv-id`); None: none was given."""
+    """Return the id of the torchrun launch of this process (`--rdzv-id`); None if none was given."""
     name = os.environ.get("TORCHELASTIC_RUN_ID")
     return None if name == "none" else name  # torchrun's default
 
@@ -40,27 +40,26 @@ def record_job(run: Path, args: list[str]) -> None:
 
 
 def interrupted_checkpoint(root: Path, args: list[str]) -> Path | None:
-    """Return the checkpoint from which a command goes on; None: there is none.
+    """Return the checkpoint from which a restarted command resumes; None if there is none.
 
-    It is that of a run which the same command began in the same SLURM job, if the job was restarted, or in a launch of
-    torchrun with the same id. (How often torchrun has restarted a process says nothing: each machine counts for itself,
-    and only the failures of its own processes.)
+    Its run was begun by the same command, in the same SLURM job if that was restarted, or in a torchrun launch with the
+    same id. torchrun's count of restarts is not used: each machine counts only the failures of its own processes.
     """
     number = job() if int(os.environ.get("SLURM_RESTART_COUNT") or 0) else None
     if number is None and launch() is None:
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
             rank_zero_warn(
-                "torchrun restarted this command without an id by which it finds its run, so a new run begins: give "
+                "torchrun restarted this command without an id that names its run, so a new run begins: give "
                 "torchrun --standalone or --rdzv-id"
             )
         return None
 
-    def begun_here(recorded: Any) -> bool:
+    def is_of_this_job(recorded: Any) -> bool:
         if not isinstance(recorded, list) or len(recorded) < 2 or recorded[1] != args:
             return False
         return (number is not None and recorded[0] == number) or (launch() is not None and launch() in recorded[2:])
 
-    runs = [path.parent for path in root.rglob(JOB_FILE) if begun_here(_read(path))]
+    runs = [path.parent for path in root.rglob(JOB_FILE) if is_of_this_job(_read(path))]
     for run in sorted(runs, key=lambda run: run.name, reverse=True):
         for name in (LAST, PREVIOUS):
             checkpoint = run / "checkpoints" / name
@@ -77,7 +76,7 @@ def _read(path: Path) -> Any:
 
 
 def requeue(number: str) -> None:
-    """Ask SLURM to run a job again; a failure is a warning, since the run is saved."""
+    """Ask SLURM to run a job again. A failure is a warning, because the run is saved."""
     try:
         done = subprocess.run(["scontrol", "requeue", number], capture_output=True, text=True, check=False)
         failure = "" if done.returncode == 0 else done.stderr.strip() or f"exit code {done.returncode}"

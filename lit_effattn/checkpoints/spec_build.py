@@ -1,4 +1,4 @@
-"""Build the objects that a checkpoint describes, without a parser: listed classes, called with checked values."""
+"""Building the objects that a checkpoint describes, without a parser: listed classes called with checked values."""
 
 from __future__ import annotations
 
@@ -18,44 +18,50 @@ _FACTORIES = (collections.abc.Callable, type)
 
 
 class _MisfitError(ValueError):
-    """A value is not of the annotated type."""
+    """A value does not have the annotated type."""
 
 
 def build(spec: Any, base: type, where: str, judge: CheckpointJudge, **given: Any) -> Any:
     """Return the object that a spec from a file describes.
 
-    This is the only function that makes objects of what a file says. The command, whose flags may change what the
-    checkpoint says, lets jsonargparse build instead: see `cli.sealed`.
+    This is the only function that builds objects from a file. The command, whose flags may change what the checkpoint
+    says, lets jsonargparse build them: see `settings.sealed`.
 
     Args:
-        spec: `{"class_path": …, "init_args": …}`, nested, of plain data. A class stands for itself without arguments.
-        base: The class that the object is to be of.
-        where: What it is, for messages.
-        judge: Says which classes may be named.
-        given: Arguments of the user's own, which replace those in the spec.
+        spec: `{"class_path": …, "init_args": …}`, nested, of plain data; or the name of a class, without arguments.
+        base: The class of the object, or a base class of it.
+        where: The name of the object, for messages.
+        judge: Decides which classes may be named.
+        given: Arguments from the user, which replace those in the spec.
 
     Raises:
-        NotAllowedError: it names what it may not, or an argument is not of its annotated type.
-        ValueError: the class refuses its arguments.
+        NotAllowedError: If a name is not allowed, or an argument does not have its annotated type.
+        ValueError: If the class rejects its arguments.
     """
     return _Builder(judge).of_class(check(spec, Place(classes=(base,)), where, judge), base, where, given)
 
 
 def check_value(value: Any, annotation: Any, where: str, judge: CheckpointJudge) -> None:
-    """Check that plain data from a file are of the annotated type, and the arguments in them. Nothing is built.
+    """Check the types of plain data from a file, with the arguments of all specs in them. Nothing is built.
+
+    Args:
+        value: The data.
+        annotation: The type that they must have.
+        where: Their name, for messages.
+        judge: Decides which classes may be named.
 
     Raises:
-        NotAllowedError: they are not.
+        NotAllowedError: If a value does not have its annotated type.
     """
     _Builder(judge, builds=False).value(value, annotation, where)
 
 
 class _Builder:
-    """Makes values of the annotated types of plain data, which `check` has accepted.
+    """Converts plain data, which `check` has accepted, to values of the annotated types.
 
     Args:
-        judge: Says which class a name means.
-        builds: Whether classes are called. Else None stands for their objects.
+        judge: Finds the class of a name.
+        builds: Whether classes are called. If not, their objects are None.
     """
 
     def __init__(self, judge: CheckpointJudge, *, builds: bool = True) -> None:
@@ -65,7 +71,7 @@ class _Builder:
         """Return `value` as one of the annotation's types.
 
         Raises:
-            NotAllowedError: it is of none.
+            NotAllowedError: If it has none of these types.
         """
         if value is None or annotation is None:
             return value
@@ -79,7 +85,7 @@ class _Builder:
         raise NotAllowedError(f"{self.judge.source} has {shown} as {where}, which must be {_described(annotation)}")
 
     def _as(self, value: Any, member: Any, where: str) -> Any:
-        """Return `value` as the type `member`, which is no union."""
+        """Return `value` as the type `member`, which is not a union."""
         origin, args = typing.get_origin(member) or member, typing.get_args(member)
         if origin is Literal:
             return _fits(value, any(value == a and type(value) is type(a) for a in args))
@@ -97,8 +103,8 @@ class _Builder:
         if isinstance(value, (list, tuple)):
             return self._sequence(value, origin, args, where)
         if isinstance(value, dict) and issubclass(origin, collections.abc.Mapping):
-            of = args[1] if len(args) > 1 else Any
-            return {key: self.value(item, of, f"{where}.{key}") for key, item in value.items()}
+            item_type = args[1] if len(args) > 1 else Any
+            return {key: self.value(item, item_type, f"{where}.{key}") for key, item in value.items()}
         return self.of_class(value, origin, where)
 
     def _of_text(self, text: str, origin: type, where: str) -> Any:
@@ -113,14 +119,14 @@ class _Builder:
         _fits(value, issubclass(origin, collections.abc.Iterable) and not issubclass(origin, collections.abc.Mapping))
         fixed = issubclass(origin, tuple) and args and args[-1] is not ...
         _fits(value, not fixed or len(args) == len(value))
-        of = args if fixed else (args[0] if args else Any,) * len(value)
-        items = [self.value(v, a, f"{where}[{i}]") for i, (v, a) in enumerate(zip(value, of, strict=True))]
+        types = args if fixed else (args[0] if args else Any,) * len(value)
+        items = [self.value(v, a, f"{where}[{i}]") for i, (v, a) in enumerate(zip(value, types, strict=True))]
         return origin(items) if issubclass(origin, (tuple, set, frozenset)) else items
 
     def _factory(self, value: Any, origin: Any, args: tuple[Any, ...], where: str) -> Any:
-        """Return a class, or a callable that makes objects of a class and has some of its arguments."""
-        made = tuple(m for m in members(args[-1]) if is_built(m)) if args else ()
-        kind, arguments = self._call(value, made, where, {})
+        """Return a class, or a partial call of a class."""
+        bases = tuple(m for m in members(args[-1]) if is_built(m)) if args else ()
+        kind, arguments = self._call(value, bases, where, {})
         return kind if origin is type else functools.partial(kind, **arguments)
 
     def of_class(self, spec: Any, base: type, where: str, given: Mapping[str, Any] | None = None) -> Any:
@@ -141,8 +147,8 @@ class _Builder:
         kind = self.judge.find(spec["class_path"], where)
         _fits(kind, issubclass(kind, bases))
         known, arguments = parameters(kind), dict(given)
-        for part in ("init_args", "dict_kwargs"):
-            for name, value in (spec.get(part) or {}).items():
+        for key in ("init_args", "dict_kwargs"):
+            for name, value in (spec.get(key) or {}).items():
                 if name not in given:
                     annotation, _ = known.get(name, (None, None))
                     arguments[name] = self.value(value, annotation, f"{where}.{name}")
@@ -164,7 +170,7 @@ def _described(annotation: Any) -> str:
 
 
 def _fits(value: Any, condition: bool) -> Any:
-    """Return `value` if it is of the type that is tried."""
+    """Return `value` if it has the type that is tried."""
     if not condition:
         raise _MisfitError
     return value

@@ -1,8 +1,8 @@
-"""Check the classes and functions that a configuration names against the annotations of the parameters they are for.
+"""Checks of the classes and functions that a configuration names, against the annotations of their parameters.
 
 A configuration is plain data; `{"class_path": …, "init_args": …}` in it names a class that will be called. `check`
 follows the annotations of the called classes, as jsonargparse reads them, and asks a judge about each name:
-`CheckpointJudge` for what comes from a file (before anything is imported), `UserJudge` for YAML and flags.
+`CheckpointJudge` for content of a checkpoint (before anything is imported), `UserJudge` for YAML and flags.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Place(NamedTuple):
         classes: An object of one of these: a spec of a subclass.
         makes: A callable that returns an object of one of these: again a spec of a subclass.
         function: Any other callable, type or module: a function.
-        anything: What has no annotation, or Any: plain data.
+        anything: Any plain data: there is no annotation, or it is Any.
         text: A string.
         literals: These values.
         items: The annotations of a sequence's items.
@@ -76,7 +76,7 @@ class Place(NamedTuple):
 
     @property
     def holds_names(self) -> bool:
-        """Whether a string here, or in what YAML makes of it, would be read as the name of a class or function."""
+        """Whether a string here, or in the YAML that it holds, would be read as the name of a class or function."""
         return bool(self.named) or self.function or any(Place.of(a).holds_names for a in self.items + self.values)
 
 
@@ -104,11 +104,11 @@ def _read(member: Any) -> dict[str, Any]:
     if origin is Literal:
         return {"literals": args}
     if origin is collections.abc.Callable or origin is typing.Callable:
-        made = tuple(kind for m in members(args[1]) if is_built(kind := typing.get_origin(m) or m)) if args else ()
-        return {"makes": made} if made else {"function": True}
+        kinds = tuple(kind for m in members(args[1]) if is_built(kind := typing.get_origin(m) or m)) if args else ()
+        return {"makes": kinds} if kinds else {"function": True}
     if origin is type:
-        made = tuple(arg for arg in args if is_built(arg))
-        return {"makes": made} if made else {"function": True}
+        kinds = tuple(arg for arg in args if is_built(arg))
+        return {"makes": kinds} if kinds else {"function": True}
     if not isinstance(origin, type) or origin in (Any, object):  # Any is a class since Python 3.11
         return {"anything": True}
     if issubclass(origin, _TEXT):
@@ -125,7 +125,7 @@ def _read(member: Any) -> dict[str, Any]:
 
 
 def is_built(kind: Any) -> bool:
-    """Whether a spec would name a class for `kind`, rather than plain data or a tensor."""
+    """Return whether the value of `kind` is a spec of a class, rather than plain data or a tensor."""
     if (
         not isinstance(kind, type)
         or kind in (Any, object)
@@ -139,26 +139,32 @@ class Judge(Protocol):
     """Decides about names. Each method returns the accepted value, or raises `NotAllowedError`."""
 
     def named(self, name: str, place: Place, where: str) -> tuple[str, Any]:
-        """Return the class (or function) that a `class_path` means, by its name; None: it is not called."""
+        """Return the name of a `class_path` and its class or function; None in its place if it is not called."""
 
     def key(self, key: Any, where: str) -> Any:
-        """Return what may be the name of an option or the key of a mapping."""
+        """Return the accepted name of an option or key of a mapping."""
 
     def unknown(self, name: str, called: Callable[..., Any], where: str) -> None:
         """Decide about an option that a class does not have."""
 
     def text(self, text: str, place: Place, where: str) -> Any:
-        """Return what may stand for a string."""
+        """Return the accepted value for a string."""
 
     def object(self, value: Any, place: Place, where: str) -> Any:
-        """Return what may stand for a value that is not plain."""
+        """Return the accepted value for an object that is not plain data."""
 
 
 def check(value: Any, place: Place, where: str, judge: Judge) -> Any:
-    """Return `value` with all names in it judged.
+    """Return `value` after the judge has accepted all names in it.
+
+    Args:
+        value: Plain data with specs of classes.
+        place: The values that are accepted.
+        where: The name of the value, for messages.
+        judge: Decides about the names.
 
     Raises:
-        NotAllowedError: the judge's, or `value` is nested too deeply to be read.
+        NotAllowedError: If the judge rejects a name, or `value` is nested too deeply to be read.
     """
     try:
         return _check(value, place, where, judge)
@@ -172,16 +178,16 @@ def _check(value: Any, place: Place, where: str, judge: Judge) -> Any:
     if isinstance(value, str):
         return judge.text(value, place, where)
     if isinstance(value, (list, tuple, set)):
-        inside = _inside(place, place.items)
-        return [_check(item, inside, f"{where}[{i}]", judge) for i, item in enumerate(value)]
+        item_place = _inside(place, place.items)
+        return [_check(item, item_place, f"{where}[{i}]", judge) for i, item in enumerate(value)]
     if isinstance(value, (Mapping, Namespace)):
         content = vars(value) if isinstance(value, Namespace) else dict(value)
         if "class_path" in content:
             return _check_spec(content, place, where, judge)
         if place.values or place.anything or not place.classes:
-            inside = _inside(place, place.values)
-            return {judge.key(k, where): _check(item, inside, f"{where}.{k}", judge) for k, item in content.items()}
-        return _check_arguments(content, place.classes[0], where, judge)  # jsonargparse: of the annotated class itself
+            item_place = _inside(place, place.values)
+            return {judge.key(k, where): _check(item, item_place, f"{where}.{k}", judge) for k, item in content.items()}
+        return _check_arguments(content, place.classes[0], where, judge)  # as jsonargparse: of the annotated class
     return judge.object(value, place, where)
 
 
@@ -202,13 +208,13 @@ def _check_spec(content: dict[str, Any], place: Place, where: str, judge: Judge)
     if called is None:
         return content
     checked: dict[str, Any] = {"class_path": name}
-    for part in sorted(content.keys() & {"init_args", "dict_kwargs"}, reverse=True):
-        arguments = content[part]
+    for key in sorted(content.keys() & {"init_args", "dict_kwargs"}, reverse=True):
+        arguments = content[key]
         arguments = vars(arguments) if isinstance(arguments, Namespace) else arguments
         if arguments is not None:
             if not isinstance(arguments, Mapping):
-                raise NotAllowedError(f"{where}.{part} is {arguments!r}, not options and their values")
-            checked[part] = _check_arguments(arguments, called, where, judge)
+                raise NotAllowedError(f"{where}.{key} is {arguments!r}, not options and their values")
+            checked[key] = _check_arguments(arguments, called, where, judge)
     return checked
 
 
@@ -222,9 +228,9 @@ def _check_arguments(
         annotation, default = known.get(judge.key(name, where), (Any, None))
         if known and name not in known:
             judge.unknown(name, called, where)
-        inside = f"{where}.{name}" if where else str(name)
-        unchanged = _is_default(value, default)
-        checked[name] = value if unchanged else _check(value, Place.of(annotation), inside, judge)
+        path = f"{where}.{name}" if where else str(name)
+        is_default = _is_default(value, default)
+        checked[name] = value if is_default else _check(value, Place.of(annotation), path, judge)
     return checked
 
 
@@ -241,20 +247,20 @@ def _is_default(value: Any, default: Any) -> bool:
 def parameters(called: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
     """Return the annotation and the default of each parameter of `called`, as jsonargparse reads them.
 
-    It follows ``**kwargs`` into base classes and calls. Of what it can't read nothing is returned: its arguments are
-    then plain data.
+    It follows ``**kwargs`` into base classes and calls. If the signature can't be read, the result is empty, and the
+    arguments are then checked as plain data.
     """
     parser = ArgumentParser(exit_on_error=False)
     try:
         add = parser.add_class_arguments if inspect.isclass(called) else parser.add_function_arguments
         add(called, fail_untyped=False)
-    except Exception:  # whatever a foreign class's signature may raise
+    except Exception:  # the signature of a class of another package may raise any exception
         return {}
     return {a.dest: (getattr(a, "_typehint", a.type), a.default) for a in parser._actions}
 
 
 class CheckpointJudge:
-    """Lets a file name the listed classes, and those that the user trusts, where a base class of theirs is expected.
+    """Allows the listed and the trusted classes where one of their base classes is expected.
 
     Args:
         source: The file, for messages.
@@ -264,18 +270,17 @@ class CheckpointJudge:
     def __init__(self, source: str, trust: Trust) -> None:
         self.source, self.trust = source, trust
         self.texts: dict[str, str] = {}
-        """Strings of free choice by where they stand: folders, files, names of data sets."""
+        """Strings that may have any value, by their places: folders, files, names of data sets."""
 
     def find(self, name: Any, where: str) -> type:
         """Return the listed or trusted class of this name.
 
         Raises:
-            NotAllowedError: there is none.
+            NotAllowedError: If there is none.
         """
-        kind = None
+        kind: Any = None
         if isinstance(name, str):
-            kind = listed(name)
-            kind = self.trust.get(name) if kind is None else kind
+            kind = listed(name) or self.trust.get(name)
         if kind is None:
             raise NotAllowedError(f"{self.source} names {name!r} as {where}, {self._remedy(name)}")
         if not inspect.isclass(kind):
@@ -283,7 +288,7 @@ class CheckpointJudge:
         return kind
 
     def named(self, name: Any, place: Place, where: str) -> tuple[str, Any]:
-        """Return the listed or trusted class, if it is derived from one that the place accepts."""
+        """Return the name and the class, if the class is listed or trusted and the place accepts it."""
         kind = self.find(name, where)
         if not place.named:
             raise NotAllowedError(f"{self.source} names {name} as {where}, where a checkpoint can't name a class")
@@ -293,15 +298,13 @@ class CheckpointJudge:
         return (moved(name) if "." in name else f"{kind.__module__}.{kind.__qualname__}"), kind
 
     def key(self, key: Any, where: str) -> Any:
-        """Return the key, unless a parser would unfold it: `a.class_path` is a class path inside `a`."""
-        if isinstance(key, str) and "." not in key and key.isprintable():
-            return key
-        if type(key) is int:
+        """Return the key, unless a parser would expand it: `a.class_path` is a class path inside `a`."""
+        if type(key) is int or (isinstance(key, str) and "." not in key and key.isprintable()):
             return key
         raise NotAllowedError(f"{self.source} has the key {key!r} in {where}: keys are words and numbers without dots")
 
     def unknown(self, name: str, called: Callable[..., Any], where: str) -> None:
-        """Refuse it."""
+        """Reject the option."""
         kind = getattr(called, "__name__", str(called))
         raise NotAllowedError(f"{self.source} has {where}.{name}, an option that {kind} does not have")
 
@@ -329,12 +332,12 @@ class CheckpointJudge:
         return text
 
     def object(self, value: Any, place: Place, where: str) -> Any:
-        """Refuse it: a checkpoint's configuration is plain data."""
+        """Reject the object: a checkpoint's configuration is plain data."""
         raise NotAllowedError(f"{self.source} has a {type(value).__name__} as {where}, where plain data is expected")
 
 
 class UserJudge:
-    """Lets YAML and flags name classes of the expected type from anywhere; functions only if they are trusted.
+    """Allows classes of the expected type from any module; functions only if they are trusted.
 
     Args:
         trust: What the user trusts.
@@ -344,11 +347,9 @@ class UserJudge:
         self.trust = trust
 
     def named(self, name: str, place: Place, where: str) -> tuple[str, Any]:
-        """Return what jsonargparse has imported."""
-        if not (place.named or place.function):
-            return name, None  # plain data to jsonargparse: it builds nothing here
-        if "." not in name:
-            return name, None  # jsonargparse has said what is wrong
+        """Return the name and the class or function that jsonargparse has imported."""
+        if not (place.named or place.function) or "." not in name:
+            return name, None  # plain data to jsonargparse, or a name that it has rejected
         called = find(name)
         if called.__module__.startswith("lightning.") and called.__name__ == "LambdaCallback":
             raise NotAllowedError(ADVICE)
@@ -357,18 +358,18 @@ class UserJudge:
         return name, called
 
     def key(self, key: Any, where: str) -> Any:
-        """Return it."""
+        """Return the key."""
         return key
 
     def unknown(self, name: str, called: Callable[..., Any], where: str) -> None:
-        """Do nothing: jsonargparse has said so, or takes it as one of further arguments."""
+        """Accept the option: jsonargparse has rejected unknown ones."""
 
     def text(self, text: str, place: Place, where: str) -> Any:
-        """Return it."""
+        """Return the text."""
         return text
 
     def object(self, value: Any, place: Place, where: str) -> Any:
-        """Return an object, or a function that the user trusts."""
+        """Return an object, or a function if the user trusts it."""
         if inspect.isclass(value):
             is_function = not (place.named and issubclass(value, place.named))
         else:

@@ -68,7 +68,7 @@ from lit_effattn.settings.arguments import Arguments
 from lit_effattn.settings.defaults import TRAINER
 from lit_effattn.settings.derived import leave_out, set_strides, set_windows
 from lit_effattn.settings.downloads import offline
-from lit_effattn.settings.initial_weights import keep_fresh, remedy
+from lit_effattn.settings.initial_weights import add_missing, remedy
 from lit_effattn.settings.own_classes import TRUST
 from lit_effattn.settings.resume import CHECKPOINT, is_child, refuse_dropped, resolve
 from lit_effattn.settings.run_names import ROOT, stated_root
@@ -559,7 +559,7 @@ class CLI(LightningCLI):
     def _load_weights(self, option: str, found: str) -> None:
         """Load the weights of a checkpoint into the model."""
         checkpoint = read_checkpoint(found)
-        kept = keep_fresh(self.model, checkpoint["state_dict"])
+        kept = add_missing(self.model, checkpoint["state_dict"])
         try:
             self.model.on_load_checkpoint(checkpoint)
         except OtherModelError as error:

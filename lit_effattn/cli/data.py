@@ -43,7 +43,7 @@ def look(arguments: Arguments, parser: LightningArgumentParser) -> None:
     specs = [
         (f"--{key}", json.dumps(value, ensure_ascii=False)) for key, value in given if key.partition(".")[0] == "data"
     ]
-    config = parser.parse_args([*(arg for spec in specs for arg in spec), *arguments.rest])
+    config = parser.parse_args([*(arg for spec in specs for arg in spec), *arguments.remaining])
     if not config.get("data"):
         raise ValueError("data needs to know which: give --config NAME_OR_FILE, or --data CLASS")
     action: Any = next(action for action in parser._actions if action.dest == "data")

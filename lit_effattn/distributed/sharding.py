@@ -368,7 +368,7 @@ class ShardedStrategy(ModelParallelStrategy):
         reads_otherwise = getattr(self.checkpoint_io, "reads_otherwise", False)  # an average, say
         if weights_only is False or reads_otherwise or not Path(checkpoint_path).is_dir():
             return ParallelStrategy.load_checkpoint(self, checkpoint_path, weights_only)
-        return checkpoint_folders.read_mine(Path(checkpoint_path))
+        return checkpoint_folders.read_local(Path(checkpoint_path))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Give the model its part of the parameters."""

@@ -1,1 +1,1 @@
-"""Flags, files and a checkpoint become one configuration."""
+"""The configuration of a command, from flags, files and a checkpoint."""

@@ -1,4 +1,4 @@
-"""The command line and the YAML files that it names, read once: which settings the user gives, in whatever form.
+"""The command line and the YAML files that it names, read once: the settings that the user gives, in any form.
 
 Each of these gives `model.backbone.attention.stride`:
 
@@ -8,8 +8,8 @@ Each of these gives `model.backbone.attention.stride`:
     --model.backbone transformer.yaml
     --config run.yaml
 
-The path of a setting is its flag without `--`, `init_args` and `class_path`. Nothing is checked here: jsonargparse gets
-the same flags and files, and reports what is wrong in them.
+The path of a setting is its flag without `--`, `init_args` and `class_path`. Values are not checked here: jsonargparse
+gets the same flags and files, and reports errors in them.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from lit_effattn.settings.shipped import find_config
 
 _FLAG = re.compile(r"(-[ch]|--[\w.-]+)(\+?)(?:=(.*))?", re.DOTALL)
 _NO_VALUE = re.compile(r"--[\w.-]+\+?=.*|-[^\s\d.]\S*", re.DOTALL)
-"""What is a flag after a flag, and not its value: -5 and "- a list" are values."""
+"""An argument after a flag that is not its value. -5 and "- a list" are values."""
 _SHORT = {"-c": "--config", "-h": "--help"}
 _WRAPPERS = ("init_args", "dict_kwargs", "class_path")
-"""Keys between a class and its options, which are no part of a path."""
+"""Keys between a class and its options, which a path leaves out."""
 _DEPTH = 20
-"""The most names in a path. A file that names itself has no end."""
+"""The maximal number of names in a path, since a file may name itself."""
 
 
 class Option(NamedTuple):
-    """A flag, or an argument that is none.
+    """A flag with its value, or another argument.
 
     Attributes:
-        key: The flag without `--`, with `+` if it appends to a list; empty: this is no flag.
-        text: Its value; None: it has none.
+        key: The flag without `--`, with `+` if it appends to a list; empty for another argument.
+        text: The value, None without one.
         args: The arguments that it consists of.
     """
 
@@ -66,34 +66,34 @@ class Settings:
 
     def given(self, path: str) -> bool:
         """Return whether the setting at `path` is given. An item that is appended to a list does not give the list."""
-        return any(not found.appended for found in self._find(path))
+        return any(not match.appended for match in self._find(path))
 
     def value(self, path: str) -> Any:
-        """Return the last value at `path`; None: there is none. A number in a flag is its text."""
-        return next(reversed([found.value for found in self._find(path) if not found.appended]), None)
+        """Return the last value at `path`, None without one. A number in a flag is its text."""
+        return next(reversed([match.value for match in self._find(path) if not match.appended]), None)
 
     def text(self, path: str) -> str | None:
-        """Return the last value at `path` as text; None: there is none, or it is null."""
+        """Return the last value at `path` as text, None if there is none or it is null."""
         value = self.value(path)
         return None if value is None else str(value)
 
     def values(self, path: str) -> list[Any]:
-        """Return all values at `path`, with those of all items of lists, and those that are appended."""
-        return [found.value for found in self._find(path)]
+        """Return all values at `path`, including items of lists and appended values."""
+        return [match.value for match in self._find(path)]
 
     def classes(self, path: str) -> list[str]:
         """Return the bare names of the classes that are given at `path`."""
-        return [name for found in self._find(path) for name in _class_names(_content(found.value, found.folder)[0])]
+        return [name for match in self._find(path) for name in _class_names(_content(match.value, match.folder)[0])]
 
     def named(self) -> Iterator[tuple[str, list[str]]]:
         """Yield the path of each setting that may name a class, or a list of them, and their bare names."""
         return _named(self._pairs, [], self._folder)
 
-    def _find(self, path: str) -> Iterator[_Found]:
+    def _find(self, path: str) -> Iterator[_Match]:
         return _find(self._pairs, _names(path), self._folder, appended=False)
 
 
-class _Found(NamedTuple):
+class _Match(NamedTuple):
     """A value, whether it is appended to a list, and the folder to which names of files in it are relative."""
 
     value: Any
@@ -101,7 +101,7 @@ class _Found(NamedTuple):
     folder: Path
 
 
-def _find(pairs: Iterable[tuple[Any, Any]], names: list[str], folder: Path, *, appended: bool) -> Iterator[_Found]:
+def _find(pairs: Iterable[tuple[Any, Any]], names: list[str], folder: Path, *, appended: bool) -> Iterator[_Match]:
     """Yield the values at the path `names`."""
     for key, value in pairs:
         own = _names(key)
@@ -109,7 +109,7 @@ def _find(pairs: Iterable[tuple[Any, Any]], names: list[str], folder: Path, *, a
             continue
         rest, appends = names[len(own) :], appended or str(key).endswith("+")
         if not rest:
-            yield _Found(value, appends, folder)
+            yield _Match(value, appends, folder)
             continue
         content, inside = _content(value, folder) if own else (value, folder)
         for item in content if isinstance(content, list) else [content]:
@@ -131,7 +131,7 @@ def _named(pairs: Iterable[tuple[Any, Any]], before: list[str], folder: Path) ->
 
 
 def _content(value: Any, folder: Path) -> tuple[Any, Path]:
-    """Return what the file holds that `value` names, and its folder; else `value` and `folder`."""
+    """Return the content and the folder of the file that `value` names; `value` and `folder` if it names none."""
     if isinstance(value, str) and value.endswith((".yaml", ".yml", ".json")):
         path = folder / value
         with suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
@@ -159,16 +159,16 @@ class File(Settings):
         """Read a file.
 
         Raises:
-            ValueError: it is no YAML, or holds no settings.
+            ValueError: If the file is not YAML, or does not hold settings.
         """
         try:
             content = get_loader("yaml")(Path(path).read_text(encoding="utf-8"))  # for which 1e-3 is a number
         except UnicodeDecodeError as error:
-            raise ValueError(f"--config {path} is no text: {error}") from error
+            raise ValueError(f"--config {path} is not text: {error}") from error
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark
             where = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
-            raise ValueError(f"--config {path} is no YAML{where}: {error.problem}") from error
+            raise ValueError(f"--config {path} is not YAML{where}: {error.problem}") from error
         if not isinstance(content, dict):
             kind = "nothing" if content is None else f"a {type(content).__name__}"
             raise ValueError(f"--config {path} holds {kind}, not settings such as `model:`, `data:` and `trainer:`")
@@ -179,7 +179,7 @@ class File(Settings):
         return cls(path, content)
 
     def without(self, names: Set[str]) -> str:
-        """Return `--config`'s value for the file without sections: its path, or else the rest as JSON."""
+        """Return the value of `--config` for the file without some sections: its path, or the others as JSON."""
         kept = {key: value for key, value in self.content.items() if str(key).partition(".")[0] not in names}
         return self.path if len(kept) == len(self.content) else json.dumps(kept, ensure_ascii=False)
 
@@ -194,12 +194,12 @@ class Arguments(Settings):
     Attributes:
         command: The command.
         typed: `args`.
-        options: The flags in their order, and what stands between them.
+        options: The flags and other arguments, in their order.
         flags: The settings that flags give.
-        rest: The arguments without the flags that say which files, run and checkpoint are meant.
+        remaining: The arguments without the flags that name files, the run and the checkpoint.
 
     Raises:
-        ValueError: one of these flags has no value.
+        ValueError: If one of these flags has no value.
     """
 
     def __init__(self, args: Sequence[str], files: Sequence[File] | None = None) -> None:
@@ -211,26 +211,26 @@ class Arguments(Settings):
         for option in self.options:
             if option.key in own and option.text is None:
                 raise ValueError(f"--{option.key.rstrip('+')} has no value: expected one argument")
-        self.rest = [arg for option in self.options if option.key not in own for arg in option.args]
+        self.remaining = [arg for option in self.options if option.key not in own for arg in option.args]
         if files is not None:
             self.files = files
 
     @cached_property
     def files(self) -> Sequence[File]:
-        """The files that `--config` names, read when they are first asked for; for help, none.
+        """The files that `--config` names, read at the first access; none if help is asked for.
 
         Raises:
-            ValueError: one is missing, or is no YAML file of settings.
+            ValueError: If a file is missing, or is not a YAML file of settings.
         """
         named = [] if self.flags.given("help") else [o.text or "" for o in self.options if o.key == "config"]
         return [File.read(find_config(name)) for name in named]
 
     @cached_property
     def trust(self) -> Trust:
-        """What the user trusts by name.
+        """The modules, classes and functions that the user trusts.
 
         Raises:
-            ValueError: see `Trust`.
+            ValueError: If a name is not that of one: see `Trust`.
         """
         values = [value for value in self.values("trust") if value is not None]
         return Trust([name for value in values for name in (value if isinstance(value, list) else [value])])
@@ -240,24 +240,29 @@ class Arguments(Settings):
 
         Args:
             without: The sections of files that the command does not know.
-            root: The folder; None: that which flags or files name.
+            root: The folder of the runs; None for that of the flags or files.
         """
         folder = self.flags.text("trainer.default_root_dir") if root is None else str(root)
         configs = [arg for file in self.files for arg in ("--config", file.without(without))]
-        return [self.command, *configs, *self.rest, *(["--trainer.default_root_dir", folder] if folder else [])]
+        return [
+            self.command,
+            *configs,
+            *self.remaining,
+            *(["--trainer.default_root_dir", folder] if folder else []),
+        ]
 
     def named(self) -> Iterator[tuple[str, list[str]]]:
-        """As for `Settings`, of the files and then the flags."""
+        """Yield the paths and class names of the files, then of the flags: see `Settings.named`."""
         for settings in (*self.files, self.flags):
             yield from settings.named()
 
-    def _find(self, path: str) -> Iterator[_Found]:
+    def _find(self, path: str) -> Iterator[_Match]:
         for settings in (*self.files, self.flags):
             yield from settings._find(path)
 
 
 _OWN_OF_RUNS = ("config", "trust", "trust+", "name", "ckpt_path", "trainer.default_root_dir", "average")
-"""Flags that are read here: jsonargparse gets what they stand for, as far as it needs it."""
+"""Flags that are read here. jsonargparse gets the paths that they mean, where it needs them."""
 _OWN = {"fit": _OWN_OF_RUNS[:-1], "data": _OWN_OF_RUNS[:3]}
 
 
@@ -265,7 +270,7 @@ def _options(args: Sequence[str]) -> Iterator[Option]:
     """Yield the flags of a command line, each with its value, and the arguments between them.
 
     Raises:
-        ValueError: `-c` and a file are one argument.
+        ValueError: If `-c` and a file are one argument.
     """
     i = 0
     while i < len(args):
@@ -283,7 +288,7 @@ def _options(args: Sequence[str]) -> Iterator[Option]:
 
 
 def _of_text(text: str | None) -> Any:
-    """Return what a flag's value holds if it is a list or a mapping; None for null; else the text."""
+    """Return a flag's value: a list or a mapping, None for null, else the text."""
     with suppress(ValueError, RecursionError, yaml.YAMLError):
         content = get_loader("yaml")(text or "")
         return content if isinstance(content, (dict, list)) else None if text == "null" else text
@@ -291,13 +296,13 @@ def _of_text(text: str | None) -> Any:
 
 
 def _names(key: Any) -> list[str]:
-    """Return the names in the key of a setting, without those that are between a class and its options."""
+    """Return the names in the key of a setting, without those in `_WRAPPERS`."""
     return [name for name in str(key).rstrip("+").split(".") if name and name not in _WRAPPERS]
 
 
 def _class_names(spec: Any) -> list[str]:
     """Return the bare names of the classes in a spec, or in a list of specs."""
     if isinstance(spec, list):
-        return [name for part in spec if not isinstance(part, list) for name in _class_names(part)]
+        return [name for item in spec if not isinstance(item, list) for name in _class_names(item)]
     named = spec.get("class_path") if isinstance(spec, dict) else spec
     return [named.rpartition(".")[2]] if isinstance(named, str) and re.fullmatch(r"[^\W\d][\w.]*", named) else []

@@ -1,15 +1,14 @@
-"""Options that follow from the run and the data: windows and strides of attention, and what a replaced one leaves.
+"""Options of attention that follow from the run and the data, and options that a replaced attention leaves behind.
 
-A flag may give any run another kind of attention. What its options should be, the run often knows: how far its memory
-reaches, and how long its sequences are. And a file may have settings that only the attention which it names has a use
-for. What is set and what is left out is printed, and saved with the other settings.
+A flag may give any run another kind of attention. Its window follows from the length of the run's memory, its stride
+from the length of the sequences. A file may also have settings that only its own attention uses, and which are left
+out for another. Changes are printed, and saved with the other settings.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 from jsonargparse import Namespace
@@ -17,18 +16,19 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_effattn.attention import SparseAttention
 from lit_effattn.callbacks import FeatureRedraw, MemoryCarry
+from lit_effattn.checkpoints.allowlist import find
 from lit_effattn.settings.arguments import Arguments, Settings
 
 _ATTENTION, _CALLBACKS = "model.backbone.attention", "trainer.callbacks"
 _OF_EVALUATION = ("eval_mem_len", "eval_clamp_len", "eval_same_length")
-"""Options of a `LanguageModel` that are of its attention's memory."""
+"""Options of a `LanguageModel` that concern the memory of its attention."""
 
 
 def set_windows(config: Namespace, arguments: Arguments) -> None:
     """Set each `window` that is null to memory length + segment length, if the run carries a memory of known length.
 
-    A run of Transformer-XL states how far its memory reaches. If a flag replaces its attention by one with a `window`,
-    that is what the last position of a segment saw: the memory and the segment.
+    A run of Transformer-XL states the length of its memory. If a flag replaces its attention with one that has a
+    `window`, the window is the context of the last position of a segment: the memory and the segment.
 
     Args:
         config: The parsed settings of a run, which are changed.
@@ -49,43 +49,43 @@ def set_windows(config: Namespace, arguments: Arguments) -> None:
 
 
 def set_strides(config: Namespace, arguments: Arguments, data: Callable[[], Any], *, resumes: bool) -> None:
-    """Set each `stride` to a row of the images, or √N for sequences of length N; of unknown lengths, leave it.
+    """Set each `stride` to a row of the images, or to √N for sequences of a known length N.
 
-    A stride that the user gives is left as it is, and so is that of a checkpoint.
+    A stride from the user or from a checkpoint is kept.
 
     Args:
         config: The parsed settings of a run, which are changed.
         arguments: Its flags and files.
-        data: Makes the data module.
+        data: Builds the data module.
         resumes: Whether the attention is a checkpoint's, unless the user names another one.
     """
     kinds = [kind for kind in _attentions(config) if kind.class_path.endswith(SparseAttention.__name__)]
     new = not resumes or any(name.endswith(SparseAttention.__name__) for name in arguments.classes(_ATTENTION))
     if not kinds or not new or arguments.values(f"{_ATTENTION}.stride"):
         return
-    made = data()
-    lengths = (getattr(made, name, None) for name in ("segment_len", "max_len", "length"))
+    module = data()
+    lengths = (getattr(module, name, None) for name in ("segment_len", "max_len", "length"))
     length = next((n for n in lengths if isinstance(n, int)), None)
-    if shape := getattr(made, "image_shape", None):
-        stride, why = shape[1] * shape[2], "a row of the images"
+    if shape := getattr(module, "image_shape", None):
+        stride, reason = shape[1] * shape[2], "a row of the images"
     elif length is not None:
-        stride, why = max(1, round(math.sqrt(length))), f"√N for sequences of N={length}"
+        stride, reason = max(1, round(math.sqrt(length))), f"√N for sequences of N={length}"
     else:
         return
     for kind in kinds:
         kind.init_args.stride = stride
-    rank_zero_info(f"{SparseAttention.__name__}: stride={stride}, {why}")
+    rank_zero_info(f"{SparseAttention.__name__}: stride={stride}, {reason}")
 
 
 def leave_out(config: Namespace, arguments: Arguments) -> None:
-    """Leave out what the files say for their attention alone, if the run has another one.
+    """Leave out the settings in files that only another attention than the run's uses.
 
-    That are the memory of evaluation, and `FeatureRedraw` if no module of the model draws features. What flags give is
-    kept, so that a mistake in them is an error.
+    These are the options of the evaluation memory, and `FeatureRedraw` if no module of the model draws features.
+    Settings from flags are kept, so that a mistake in them is an error.
 
     Args:
         config: The parsed settings of a run, which are changed.
-        arguments: Its flags and files. What a file says is for the attention of this file, or else of the files before.
+        arguments: Its flags and files. The settings of a file are for its attention, or else that of the files before.
     """
     model, flags = config.model.as_dict(), arguments.flags
     kinds: list[str] = []
@@ -99,21 +99,21 @@ def leave_out(config: Namespace, arguments: Arguments) -> None:
     for_another = {
         name: kinds for name, kinds in stated_for.items() if kinds and not now <= {*kinds} and name not in by_flags
     }
-    left = []
+    omitted = []
     for name in for_another.keys() & {*_OF_EVALUATION}:
-        left.append(f"{name}={config.model.init_args[name]}")
+        omitted.append(f"{name}={config.model.init_args[name]}")
         config.model.init_args[name] = None
     if FeatureRedraw.__name__ in for_another and not _draws(model):
-        left.append(FeatureRedraw.__name__)
+        omitted.append(FeatureRedraw.__name__)
         callbacks = _specs(config.trainer.callbacks)
         config.trainer.callbacks = [c for c in callbacks if not c.class_path.endswith(f".{FeatureRedraw.__name__}")]
-    if left:
+    if omitted:
         owners = dict.fromkeys(kind for kinds in for_another.values() for kind in kinds)
-        rank_zero_info(f"left out, being for {', '.join(owners)}: {', '.join(sorted(left))}")
+        rank_zero_info(f"left out, being for {', '.join(owners)}: {', '.join(sorted(omitted))}")
 
 
 def _kinds(settings: Settings) -> list[str]:
-    """Return the bare names of the kinds of attention in a model."""
+    """Return the bare names of the attention kinds in a model."""
     named = (names for path, names in settings.named() if path.startswith("model.") and path.endswith(".attention"))
     return [name for names in named for name in names]
 
@@ -124,15 +124,14 @@ def _draws(settings: Any) -> bool:
         return any(map(_draws, settings))
     if not isinstance(settings, dict):
         return False
-    module, _, name = str(settings.get("class_path")).rpartition(".")
-    drawn = bool(module) and hasattr(getattr(import_module(module), name), "redraw")
-    return drawn or any(map(_draws, settings.values()))
+    path = str(settings.get("class_path"))
+    return ("." in path and hasattr(find(path), "redraw")) or any(map(_draws, settings.values()))
 
 
 def _attentions(config: Namespace) -> list[Namespace]:
-    return _specs(config.get("model.init_args.backbone.init_args.attention"))  # as `_ATTENTION` in parsed settings
+    return _specs(config.get("model.init_args.backbone.init_args.attention"))  # `_ATTENTION` in parsed settings
 
 
 def _specs(value: Any) -> list[Namespace]:
-    """Return the specs in one or a list of them."""
+    """Return the specs in a spec or a list of specs."""
     return [spec for spec in (value if isinstance(value, list) else [value]) if isinstance(spec, Namespace)]

@@ -1,4 +1,4 @@
-"""Data sets that only a checkpoint names are never downloaded: those of Hugging Face's hub are read from its cache."""
+"""Preventing downloads of data sets that only a checkpoint names: Hugging Face's libraries use their cache alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lit_effattn.settings.arguments import Settings
 
 _DOWNLOADED = ("mnist", "fashion_mnist", "cifar10")
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
-"""With 1 in these environment variables, Hugging Face's libraries read their cache alone."""
+"""Environment variables that restrict Hugging Face's libraries to their cache."""
 
 
 def forbid_downloads(data: Any, user: Settings) -> bool:
@@ -24,22 +24,22 @@ def forbid_downloads(data: Any, user: Settings) -> bool:
         user: The settings that the user gives.
 
     Returns:
-        Whether Hugging Face's libraries may read their cache alone.
+        Whether Hugging Face's libraries must use their cache alone.
     """
     init_args = data.setdefault("init_args", {}) if isinstance(data, dict) else {}
     if init_args.get("dataset") in _DOWNLOADED and not (user.given("data.download") or user.given("data.dataset")):
         init_args["download"] = False
-    of_hub = "huggingface" in (init_args.get("source"), init_args.get("corpus")) and not user.given("data.path")
-    if of_hub:
+    from_hub = "huggingface" in (init_args.get("source"), init_args.get("corpus")) and not user.given("data.path")
+    if from_hub:
         rank_zero_info("Only Hugging Face's cache is read; to allow a download, give --data.path yourself")
-    return of_hub
+    return from_hub
 
 
 @contextmanager
-def offline(asked: bool) -> Iterator[None]:
-    """Make Hugging Face's libraries read their cache alone, if `asked`, and restore the environment at the end."""
+def offline(enabled: bool) -> Iterator[None]:
+    """Restrict Hugging Face's libraries to their cache, if `enabled`, and restore the environment at the end."""
     before = {name: os.environ.get(name) for name in OFFLINE}
-    os.environ.update(dict.fromkeys(OFFLINE, "1") if asked else {})
+    os.environ.update(dict.fromkeys(OFFLINE, "1") if enabled else {})
     try:
         yield
     finally:

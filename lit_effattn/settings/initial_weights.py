@@ -1,4 +1,4 @@
-"""Which of a model's parameters a checkpoint of another kind of attention lacks, and which of its own have no place."""
+"""Starting a model from a checkpoint of another attention kind: missing parameters, and messages for unused ones."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ _OPTIONS_OF_THAT_RUN = "Give the model the options of that run: they are in its 
 _BIASES = tuple(f"{part}_proj.bias" for part in ("q", "k", "v", "out"))
 
 
-def keep_fresh(model: nn.Module, weights: dict[str, Any]) -> list[str]:
-    """Add to `weights` what another kind of attention does not have: buffers, and the kind's `extra_parameters`.
+def add_missing(model: nn.Module, weights: dict[str, Any]) -> list[str]:
+    """Add to `weights` the model's buffers and its attention's `extra_parameters` that they lack.
 
     These are random features, feature maps, mixing factors, relative positions, compressors and long-term memories,
     which a checkpoint of softmax attention lacks.
 
     Returns:
-        Their names, each with how many have it.
+        Their names, each with the number of modules that have it.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    fresh = {name: name.rpartition(".")[2] for name in model.state_dict() if name not in parameters}
+    extra = {name: name.rpartition(".")[2] for name in model.state_dict() if name not in parameters}
     for path, module in _attentions(model):
         for own, _ in module.named_parameters(remove_duplicate=False):
             if any(f"{own}.".startswith(f"{name}.") for name in module.extra_parameters):
-                fresh[f"{path}.{own}"] = own
-    absent = {name: t for name, t in model.state_dict().items() if name in fresh and name not in weights}
-    weights.update(absent)
-    return [f"{name} ({n}×)" for name, n in Counter(fresh[name] for name in absent).items()]
+                extra[f"{path}.{own}"] = own
+    missing = {name: t for name, t in model.state_dict().items() if name in extra and name not in weights}
+    weights.update(missing)
+    return [f"{name} ({n}×)" for name, n in Counter(extra[name] for name in missing).items()]
 
 
 def remedy(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> str:
-    """Return what a user can do where a checkpoint's weights are not those of `model`, one or two sentences."""
-    ours = model.state_dict()
+    """Return advice, one or two sentences, for a checkpoint whose weights do not fit `model`."""
+    expected = model.state_dict()
     for path, module in _attentions(model):
         own, kind = f"{path}.", type(module).__name__
-        surplus = [name.removeprefix(own) for name in weights if name.startswith(own) and name not in ours]
+        surplus = [name.removeprefix(own) for name in weights if name.startswith(own) and name not in expected]
         for name in surplus:
             if reason := module.lacks.get(name.partition(".")[0]):
                 return (
@@ -51,15 +51,15 @@ def remedy(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> str:
             return (
                 f"The checkpoint's attention has biases: give {kind} bias=true (--model.backbone.attention.bias true)"
             )
-        if not surplus and any(own + name in ours and own + name not in weights for name in _BIASES):
+        if not surplus and any(own + name in expected and own + name not in weights for name in _BIASES):
             return (
                 f"The checkpoint's attention has no biases where {kind} has: give it bias=false "
                 "(--model.backbone.attention.bias false)"
             )
-        others = dict.fromkeys(name.partition(".")[0] for name in surplus if name not in _BIASES)
-        if others:
+        unused = dict.fromkeys(name.partition(".")[0] for name in surplus if name not in _BIASES)
+        if unused:
             return (
-                f"{kind} has no {', '.join(others)}, which the checkpoint's attention has: choose a kind that has them"
+                f"{kind} has no {', '.join(unused)}, which the checkpoint's attention has: choose a kind that has them"
             )
     return _OPTIONS_OF_THAT_RUN
 

@@ -1,4 +1,4 @@
-"""The table of the attention kinds, from their signatures and docstrings. Imports PyTorch, but not Lightning."""
+"""The table of the attention kinds, from their signatures and docstrings. Imports PyTorch, not Lightning."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lit_effattn.checkpoints.import_errors import import_error
 from lit_effattn.hparams import parameters
 
 _SHARED = ("d_model", "n_heads", "causal")
-"""The arguments that a `Transformer` gives to every kind."""
+"""The arguments that a `Transformer` passes to every kind."""
 
 
 def kinds(names: list[str]) -> str:
-    """Return what `lit-effattn kinds` prints: a row for each kind, or the options of those named with what they do.
+    """Return the output of `lit-effattn kinds`: a row for each kind, or the described options of the named kinds.
 
     Raises:
-        ValueError: there is no kind of a name.
+        ValueError: If there is no kind of a name.
     """
     known = attention_kinds()
     if names:
@@ -46,14 +46,14 @@ def own_kind(name: str) -> type[Attention]:
     """Import a kind of the user's own by its full name, such as my_module.MyAttention.
 
     Raises:
-        ValueError: it can't be imported, or is no kind of attention.
+        ValueError: If it can't be imported, or is not an attention kind.
     """
     try:
         kind = find(name)
-    except Exception as error:  # whatever the user's module raises
+    except Exception as error:  # the user's module may raise any exception
         raise ValueError(f"{name}: {import_error(error)}") from error
     if not (inspect.isclass(kind) and issubclass(kind, Attention)):
-        raise ValueError(f"{name} is no kind of attention: derive its class from lit_effattn.attention.Attention")
+        raise ValueError(f"{name} is not an attention kind: derive its class from lit_effattn.attention.Attention")
     if missing := sorted(getattr(kind, "__abstractmethods__", ())):
         raise ValueError(f"{name} has no method {' and no method '.join(missing)}, which each kind needs")
     return kind
@@ -63,7 +63,7 @@ def _known(name: str, known: dict[str, type[Attention]]) -> type[Attention]:
     if name not in known:
         raise ValueError(
             f"there is no attention kind {name!r}; there are {', '.join(known)}, and your own by their full names, "
-            "as my_module.MyAttention"
+            "such as my_module.MyAttention"
         )
     return known[name]
 
@@ -98,8 +98,8 @@ def _described(kind: type[Attention]) -> str:
 
 def _options(kind: type[Attention]) -> dict[str, str]:
     """Return a kind's own options and their defaults, as Python writes them."""
-    found = {name: p for name, p in parameters(kind).items() if name not in _SHARED}
-    return {name: _default(p) for name, p in found.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    own = {name: p for name, p in parameters(kind).items() if name not in _SHARED}
+    return {name: _default(p) for name, p in own.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
 def _default(parameter: inspect.Parameter) -> str:

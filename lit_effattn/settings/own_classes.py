@@ -1,4 +1,4 @@
-"""Classes of the user's own: where they are imported from, and the option `--trust`, for every command."""
+"""Classes of the user's own: the folder from which they are imported, and the option `--trust`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TRUST = (
 
 
 def add_current_folder() -> None:
-    """Let modules in the current folder be imported, after all others: my_module.MyAttention."""
+    """Add the current folder to the end of the import path, for classes such as my_module.MyAttention."""
     if (folder := str(Path.cwd())) not in sys.path:
         sys.path.append(folder)
 
@@ -25,7 +25,7 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 
 
 class _Append(argparse.Action):
-    """Adds a name to a list if there is something of that name."""
+    """Adds a name to a list, if the name exists."""
 
     def __call__(self, parser: Any, namespace: Any, value: Any, option: str | None = None) -> None:
         from lit_effattn.checkpoints.allowlist import Trust

@@ -1,4 +1,4 @@
-"""What a command starts from: the checkpoint that it names, and the settings in it that flags and files override."""
+"""The checkpoint that a command starts from, and the settings in it, which flags and files override."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ CHECKPOINT = "LIT_EFFATTN_CKPT_PATH"
 """Environment variable with the path of the checkpoint, set for the processes that DDP starts."""
 
 OF_FIT = ("checkpoint", "init_weights", "transfer_from")
-"""What only `fit` knows of a YAML file, which serves all commands."""
+"""Sections of a YAML file that only `fit` uses. A file serves all commands."""
 
 
 class Resolved(NamedTuple):
-    """What a command starts from.
+    """The start of a command.
 
     Attributes:
         args: The arguments for jsonargparse, starting with the command.
         checkpoint: The file, or None.
         saved: The settings taken from the checkpoint, which `args` override, or None.
         uses_data: Whether the command takes data.
-        data_fixes: Whether the model takes what `Task.fixed_by_data` names from the data; else from the checkpoint.
-        requeued: Whether this is a restarted SLURM job, which goes on with its run whatever its arguments say.
-        averaged: The checkpoints whose mean is used (`--average`), of which `checkpoint` is the last; empty: none.
-        offline: Whether Hugging Face's libraries may read their cache alone.
+        data_fixes: Whether the arguments in `Task.fixed_by_data` come from the data; if not, from the checkpoint.
+        requeued: Whether this is a restarted SLURM job, which resumes its run whatever its arguments say.
+        averaged: The checkpoints whose mean is used (`--average`), of which `checkpoint` is the last; or empty.
+        offline: Whether Hugging Face's libraries must use their cache alone.
     """
 
     args: list[str]
@@ -55,22 +55,22 @@ def resolve(arguments: Arguments) -> Resolved:
     """Find the checkpoint that a command starts from, and the settings in it that flags and files override.
 
     Raises:
-        ValueError: a command that needs a checkpoint was given none, or an average of fewer than were kept.
-        FileNotFoundError: the checkpoint does not exist.
-        NotAllowedError: the checkpoint names what it may not.
+        ValueError: If a command that needs a checkpoint has none, or more are to be averaged than were kept.
+        FileNotFoundError: If the checkpoint does not exist.
+        NotAllowedError: If the checkpoint names a class or function that is not allowed.
     """
     if arguments.flags.given("help"):
         return Resolved(arguments.typed)
     fits = arguments.command == "fit"
     root = root_of(arguments)
-    # What is drawn from nothing, or from a prompt, needs no data on disk.
+    # Samples without `--complete` need no data on disk.
     uses_data = arguments.command != "generate" or arguments.given("complete")
     unknown = {*(() if fits else OF_FIT), *(() if uses_data else ("data",))}
     folder = None if root == stated_root(arguments) else root
     args = arguments.for_parser(without=unknown, root=folder)
     name = arguments.text("ckpt_path")
     requeued = slurm.interrupted_checkpoint(root, arguments.typed) if fits else None
-    if requeued is not None and name is None:  # the same arguments began the run: it takes no settings from its file
+    if requeued is not None and name is None:  # the same arguments began the run: its settings are known
         checkpoint, _ = read_intact(requeued, root, training=True, verify=not is_child())
         return Resolved([*args, "--ckpt_path", str(checkpoint)], checkpoint, requeued=True)
     if requeued is None and name is None:
@@ -78,14 +78,14 @@ def resolve(arguments: Arguments) -> Resolved:
             raise ValueError(f"{arguments.command} needs a trained model: give --ckpt_path best, last, or a path")
         return Resolved(args)
     parent = os.environ.get(CHECKPOINT) if is_child() else None
-    found = Path(parent) if parent else find_checkpoint(str(requeued or name), root)
+    named = Path(parent) if parent else find_checkpoint(str(requeued or name), root)
     average = None if fits else arguments.text("average")
-    averaged = [] if average is None else last_kept(found, _number(average))
-    checkpoint, content = read_intact(averaged[-1] if averaged else found, root, training=fits, verify=not is_child())
+    averaged = [] if average is None else last_kept(named, _number(average))
+    checkpoint, content = read_intact(averaged[-1] if averaged else named, root, training=fits, verify=not is_child())
     config = saved_config(content, short(checkpoint))
     before = f", averaged with {', '.join(path.name for path in averaged[:-1])}" if averaged[:-1] else ""
     rank_zero_info(f"{arguments.command} from {short(checkpoint)}{before}")
-    # Nor do recordings or texts of the user's own need the corpus: the checkpoint says what data fixed.
+    # The user's own recordings or texts need no corpus: the checkpoint has the arguments that the data fixed.
     data_fixes = uses_data and not (arguments.given("data.audio") or arguments.given("data.source_file"))
     saved = checked_settings(config, checkpoint, arguments, uses_data=uses_data, data_fixes=data_fixes)
     return Resolved(
@@ -104,11 +104,15 @@ def _number(average: str) -> int:
     try:
         return int(average)
     except ValueError:
-        raise ValueError(f"--average {average} is no number of checkpoints; 5 and 20 are usual") from None
+        raise ValueError(f"--average {average} must be a number of checkpoints; 5 and 20 are usual") from None
 
 
 def refuse_dropped(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Reject settings that resuming would ignore: Lightning restores the state of the optimiser and others silently."""
+    """Reject settings that resuming would ignore: Lightning restores the saved optimiser, schedule and patience.
+
+    Raises:
+        ValueError: If a setting differs from that of the checkpoint. The message names it.
+    """
     for name in ("optimizer", "lr_scheduler"):
         before, after = (_section(_section(s, "model"), "init_args").get(name) for s in (saved, now))
         if "model" in saved and _canonical(before) != _canonical(after):
@@ -126,7 +130,7 @@ def refuse_dropped(saved: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def _first_difference(after: Any, before: Any, name: str) -> tuple[str, Any, Any]:
-    """Return the first option in which two specs differ, and its values, a class by its name."""
+    """Return the first option in which two specs differ, and its two values. Classes are shown by their names."""
     new, old = (flat(_canonical(spec), name) for spec in (after, before))
     option = next(option for option in new | old if new.get(option) != old.get(option))
     now, then = (value.__name__ if inspect.isclass(value) else value for value in (new.get(option), old.get(option)))
@@ -134,7 +138,7 @@ def _first_difference(after: Any, before: Any, name: str) -> tuple[str, Any, Any
 
 
 def _canonical(spec: Any) -> Any:
-    """Return a spec with the class itself in place of its import path, and with the options that it leaves out.
+    """Return a spec with the class in place of its import path, and with the default values of all options.
 
     A class may have several paths, and options that it did not have when a checkpoint was saved.
     """

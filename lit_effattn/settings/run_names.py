@@ -1,6 +1,6 @@
-"""Names of runs: the folder, below that of all runs, in which the runs of one configuration lie.
+"""Names of runs: the folder, inside that of all runs, for the runs of one configuration.
 
-runs/digits_softmax/                    --config digits_softmax, which says so
+runs/digits_softmax/                    --config digits_softmax, whose default_root_dir it is
 runs/digits_softmax+LinearAttention/    the same with --model.backbone.attention LinearAttention
 runs/wide/                              with --name wide
 """
@@ -16,7 +16,7 @@ ROOT = "runs"
 """The default of `trainer.default_root_dir`: the folder that holds all runs."""
 
 _SWAPPED = ("model", "backbone", "encoder", "decoder", "attention", "cross_attention")
-"""Options of the model, and the model itself, whose class the name of a run tells."""
+"""Options whose classes are part of the name of a run."""
 
 
 def stated_root(arguments: Arguments) -> Path:
@@ -27,11 +27,11 @@ def stated_root(arguments: Arguments) -> Path:
 def root_of(arguments: Arguments) -> Path:
     """Return the folder for the runs of a command, and for `last` and `best`.
 
-    A folder that a file names after itself is for the runs of this configuration as it is. The runs of one in which
-    flags swap classes have a folder beside it, with the names of these classes.
+    A folder that a file names after itself is for the runs of this configuration. If flags swap classes, the folder is
+    one beside it, with the names of these classes.
 
     Raises:
-        ValueError: the name cannot be that of a folder.
+        ValueError: If the name is not valid for a folder.
     """
     root, name = stated_root(arguments), arguments.text("name")
     if name is not None and not re.fullmatch(r"\w[\w.+-]*", name):
@@ -45,8 +45,8 @@ def root_of(arguments: Arguments) -> Path:
 
 def _swapped(file: Settings, flags: Settings) -> list[str]:
     """Return the classes that flags name in place of those in a file, in the order of the flags."""
-    found: dict[str, list[str]] = {}
+    swapped: dict[str, list[str]] = {}
     for path, names in flags.named():
         if path.startswith("model") and path.rpartition(".")[2] in _SWAPPED:
-            found[path] = names if names != file.classes(path) else []
-    return [name for names in found.values() for name in names]
+            swapped[path] = names if names != file.classes(path) else []
+    return [name for names in swapped.values() for name in names]

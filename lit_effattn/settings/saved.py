@@ -1,7 +1,7 @@
-"""Select and check the settings that the command takes from the configuration in a checkpoint.
+"""Selecting and checking the settings that the command takes from the configuration in a checkpoint.
 
-A configuration also names loggers, callbacks and folders to write to. A checkpoint may come from somebody else, so the
-command takes only the model, the data, and plain values of the trainer.
+A configuration also names loggers, callbacks and folders to write to. A checkpoint may come from an untrusted source,
+so the command takes only the model, the data, and plain values of the trainer.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from lit_effattn.tasks import Task
 
 _CALLBACKS = Place(classes=(pl.Callback,), items=(pl.Callback,))
 _WRITERS = ("ModelCheckpoint", "BestCheckpoint", "LastCheckpoint")
-"""Callbacks that write checkpoints, to folders that only the user may name."""
+"""Callbacks that write checkpoints. Only the user may name their folders."""
 _STRATEGIES = r"(auto|ddp|fsdp)[a-z_]*|ModelParallelStrategy"
 
 
 class Checked(NamedTuple):
-    """The settings that a command takes from a checkpoint, and whether only the cache of their data may be read."""
+    """The settings that a command takes from a checkpoint, and whether their data must come from the cache."""
 
     settings: dict[str, Any]
     offline: bool
@@ -49,11 +49,11 @@ def checked_settings(
         checkpoint: The file.
         user: The command, with the settings that take precedence over those in the checkpoint.
         uses_data: Whether the command takes data.
-        data_fixes: Whether the model takes what `Task.fixed_by_data` names from the data; else from the checkpoint.
+        data_fixes: Whether the arguments in `Task.fixed_by_data` come from the data; if not, from the checkpoint.
 
     Raises:
-        NotAllowedError: They name what a checkpoint may not, or what only the user may.
-        ValueError: they are of an attention transfer and the command is not, or the other way round.
+        NotAllowedError: If they name a class, function or value that is not allowed, or that only the user may name.
+        ValueError: If they are of an attention transfer and the command is not, or the reverse.
     """
     command, judge = user.command, CheckpointJudge(short(checkpoint), user.trust)
     if command == "fit":
@@ -87,7 +87,7 @@ def checked_settings(
 
 
 def _of_command(config: dict[str, Any], command: str, uses_data: bool, data_fixes: bool) -> dict[str, Any]:
-    """Return the settings that are options of `command`. Nothing in them is checked yet."""
+    """Return the settings that are options of `command`. They are not checked yet."""
     parts = ["seed_everything", "trainer", "model", *(["data"] if uses_data else [])]
     parts += ["checkpoint"] if command == "fit" else []
     saved = {part: config[part] for part in parts if config.get(part) is not None}
@@ -126,13 +126,13 @@ def _trainer(saved: dict[str, Any], command: str, judge: CheckpointJudge, user: 
 
 
 def _check_machine(name: str, value: Any, judge: CheckpointJudge) -> None:
-    """Refuse an accelerator that is none, and more processes than this machine has devices or cores for.
+    """Check the accelerator, and that this machine has enough devices or cores and as many machines take part.
 
     Raises:
-        NotAllowedError: tells the flag that allows it.
+        NotAllowedError: If it does not. The message names the flag.
     """
     if name == "accelerator" and value not in ACCELERATORS:
-        raise NotAllowedError(f"{judge.source} has trainer.accelerator {value!r}, which is none of {ACCELERATORS}")
+        raise NotAllowedError(f"{judge.source} has trainer.accelerator {value!r}, which must be one of {ACCELERATORS}")
     here = max(os.cpu_count() or 1, torch.cuda.device_count())
     if name == "devices" and _number_of(value) > here:
         raise NotAllowedError(
@@ -144,10 +144,10 @@ def _check_machine(name: str, value: Any, judge: CheckpointJudge) -> None:
 
 
 def _number_of(devices: Any) -> int:
-    """Return how many devices the trainer's option means, as far as it states a number."""
+    """Return the number of devices in the trainer's option; 0 if it states none."""
     if isinstance(devices, str):
-        parts = [part for part in devices.split(",") if part.strip()]
-        return len(parts) if "," in devices else int(devices) if devices.strip().isdecimal() else 0
+        items = [item for item in devices.split(",") if item.strip()]
+        return len(items) if "," in devices else int(devices) if devices.strip().isdecimal() else 0
     return len(devices) if isinstance(devices, list) else int(devices or 0)
 
 
@@ -178,25 +178,22 @@ def _class_of(value: Any) -> str:
 
 
 def fixed_by_data() -> set[str]:
-    """Return the arguments of any task that are taken from the data: see `Task.fixed_by_data`."""
+    """Return the arguments of all tasks that are taken from the data: see `Task.fixed_by_data`."""
     tasks: list[type[Task]] = [Task]
-    found: set[str] = set()
-    while tasks:
-        task = tasks.pop()
-        found.update(task.fixed_by_data)
+    for task in tasks:
         tasks += task.__subclasses__()
-    return found
+    return {name for task in tasks for name in task.fixed_by_data}
 
 
 def check_from_data(task: type[Task], arguments: Mapping[str, Any]) -> None:
-    """Check that the data have what a task takes from them.
+    """Check that the data have the arguments that a task takes from them.
 
     Args:
         task: The class.
-        arguments: Its arguments; None stands for an attribute that the data don't have.
+        arguments: Its arguments. An argument is None if the data lack it.
 
     Raises:
-        ValueError: names the required argument that is None.
+        ValueError: If a required argument is None. The message names it.
     """
     required = inspect.signature(task.__init__).parameters
     for name in task.fixed_by_data:
@@ -207,7 +204,7 @@ def check_from_data(task: type[Task], arguments: Mapping[str, Any]) -> None:
 
 
 def _check_transfer(config: dict[str, Any], checkpoint: Path, arguments: Arguments) -> None:
-    """Check that an attention transfer is resumed as one: whose attention is learnt, only the user may say."""
+    """Check that an attention transfer is resumed as one: only the user may name its teacher."""
     before, now = config.get("transfer_from"), arguments.value("transfer_from")
     if before and not now:
         raise ValueError(
@@ -215,7 +212,9 @@ def _check_transfer(config: dict[str, Any], checkpoint: Path, arguments: Argumen
             "--init_weights in place of --ckpt_path to fine-tune its result"
         )
     if now and not before:
-        raise ValueError(f"{short(checkpoint)} is of no attention transfer: give --transfer_from without --ckpt_path")
+        raise ValueError(
+            f"{short(checkpoint)} is not of an attention transfer: give --transfer_from without --ckpt_path"
+        )
 
 
 def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
@@ -224,7 +223,7 @@ def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def homes(settings: Any) -> list[str]:
-    """Return the paths in `settings` that begin with the user's home, and so with a name."""
+    """Return the paths in `settings` that begin with the user's home folder."""
     if isinstance(settings, (dict, list)):
         values = settings.values() if isinstance(settings, dict) else settings
         return [path for value in values for path in homes(value)]

@@ -1,8 +1,8 @@
-"""Keep the strings of a checkpoint away from the parser, which would read them as YAML, JSON and file names.
+"""Tokens in place of the strings of a checkpoint, which the parser would read as YAML, JSON and file names.
 
-Flags may change any option that a checkpoint states, so both go through one parser. But a string that the parser reads
-can become a number, a list, or a class to import. Therefore the parser gets a token in place of each string. The string
-itself is put back when constructors are called and settings are written.
+Flags may change any option of a checkpoint, so one parser reads both. But a string that the parser reads can become a
+number, a list, or a class to import. Therefore the parser gets a token in place of each string. The string is restored
+when constructors are called and settings are written.
 """
 
 from __future__ import annotations
@@ -30,16 +30,15 @@ _VERDICTS = "import_path_verdicts"
 class Sealed:
     """Tokens in place of strings.
 
-    Names of classes that `trust` or the list allows, and the words that literal annotations of their options consist
-    of, stay as they are.
+    Names of listed or trusted classes, and the words of the literal annotations of their options, are not replaced.
 
     Args:
-        trust: What the user trusts.
+        trust: The classes that the user trusts.
     """
 
     def __init__(self, trust: Trust) -> None:
         self._trust = trust
-        self._prefix = f"text{secrets.token_hex(8)}x"  # which no file can foresee
+        self._prefix = f"text{secrets.token_hex(8)}x"  # which no file can predict
         self._token = re.compile(f"{self._prefix}([0-9]+)y")
         self._texts: list[str] = []
 
@@ -66,7 +65,7 @@ class Sealed:
         if not self._texts:
             return value
         if isinstance(value, str):
-            return self._token.sub(lambda found: self._texts[int(found[1])], value)
+            return self._token.sub(lambda match: self._texts[int(match[1])], value)
         if isinstance(value, PurePath):
             return type(value)(self.open(str(value)))
         if isinstance(value, Namespace):
@@ -83,7 +82,7 @@ class Sealed:
 
     def open_yaml(self, text: str) -> str:
         """Return YAML with the strings in place of the tokens, quoted."""
-        return self._token.sub(lambda found: _quoted(self._texts[int(found[1])]), text)
+        return self._token.sub(lambda match: _quoted(self._texts[int(match[1])]), text)
 
     def call(self, kind: type, *args: Any, **kwargs: Any) -> Any:
         """Return `kind(*args, **kwargs)` with the strings in place of the tokens."""
@@ -91,7 +90,7 @@ class Sealed:
 
 
 def _quoted(text: str) -> str:
-    """Return a string as YAML that is read as this string, whatever it looks like."""
+    """Return a string as YAML that is read as this string."""
     return yaml.safe_dump(text, default_style='"', width=math.inf).rstrip("\n")
 
 
@@ -115,7 +114,7 @@ def parse_saved(parser: ArgumentParser, saved: dict[str, Any], sealed: Sealed, j
     """Return the settings of a checkpoint, which `check` has accepted, as the parser represents them.
 
     Raises:
-        NotAllowedError: a name in the result is not one that a checkpoint may have.
+        NotAllowedError: If a name in the result is not allowed.
     """
     with only_listed(judge.trust.names):
         settings = parser.parse_object(sealed.close(saved), defaults=False, _skip_required=True)
@@ -127,7 +126,7 @@ def check_settings(settings: Namespace, parser: ArgumentParser, judge: Judge) ->
     """Check all names in parsed settings.
 
     Raises:
-        NotAllowedError: the judge's.
+        NotAllowedError: If the judge rejects a name.
     """
     for action in parser._actions:
         if action.dest in settings and hasattr(action, "_typehint"):
@@ -138,7 +137,7 @@ def check_settings(settings: Namespace, parser: ArgumentParser, judge: Judge) ->
 
 @contextmanager
 def only_listed(names: Sequence[str]) -> Iterator[None]:
-    """Let jsonargparse import nothing but listed classes and those of `names`."""
+    """Let jsonargparse import only the listed classes and those of `names`."""
     before = parsing_settings[_VERDICTS]
     parsing_settings[_VERDICTS] = {}
     try:

@@ -1,4 +1,4 @@
-"""The shipped configurations: found by name, listed and shown. Imports no PyTorch: `lit-effattn configs` is quick."""
+"""The shipped configurations: finding, listing and showing them. Does not import PyTorch, which is slow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def find_config(name: str) -> str:
     """Return the file that `--config name` means: the user's own, or else the shipped configuration of that name.
 
     Raises:
-        ValueError: there is neither.
+        ValueError: If there is neither.
     """
     stem = name.removeprefix("configs/").removesuffix(".yaml")
     for own in (Path(name), Path(f"{name}.yaml"), Path("configs", f"{stem}.yaml")):
@@ -26,18 +26,18 @@ def find_config(name: str) -> str:
     if stem in known:
         return str(known[stem])
     close = get_close_matches(stem, known, n=1)
-    what = "this is a folder, not a file" if Path(name).is_dir() else "there is no such file"
+    problem = "this is a folder, not a file" if Path(name).is_dir() else "there is no such file"
     raise ValueError(
-        f"--config {name}: {what}, nor a shipped configuration of that name"
+        f"--config {name}: {problem}, nor a shipped configuration of that name"
         + (f"; did you mean {close[0]}?" if close else "; `lit-effattn configs` lists those")
     )
 
 
 def configs(names: list[str]) -> str:
-    """Return what `lit-effattn configs` prints: a line for each shipped configuration, or the text of those named.
+    """Return the output of `lit-effattn configs`: a line for each shipped configuration, or the text of the named ones.
 
     Raises:
-        ValueError: there is no configuration of a name.
+        ValueError: If there is no configuration of a name.
     """
     if names:
         return "\n".join(Path(find_config(name)).read_text(encoding="utf-8").rstrip() for name in names)

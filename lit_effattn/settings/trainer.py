@@ -1,4 +1,4 @@
-"""Lightning's Trainer with a method that draws samples."""
+"""Lightning's Trainer with checked checkpoints and a method that draws samples."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from lit_effattn.generation.sampling import Sampling
 class Trainer(pl.Trainer):
     """See `lightning.pytorch.Trainer`."""
 
-    @property  # type: ignore[override]  # of the base class it is an attribute
+    @property  # type: ignore[override]  # an attribute of the base class
     def _checkpoint_connector(self) -> CheckpointConnector:
         return self._connector
 
     @_checkpoint_connector.setter
     def _checkpoint_connector(self, connector: Any) -> None:
-        """Put a connector that checks in the place of the one that Lightning's constructor sets."""
+        """Replace the connector that Lightning's constructor sets with one that checks."""
         self._connector = CheckpointConnector(self)
 
     def generate(
@@ -63,7 +63,7 @@ class Trainer(pl.Trainer):
 
         Args:
             model: The model.
-            datamodule: Where images to complete come from.
+            datamodule: The images to complete.
             ckpt_path: The checkpoint: its path, or `last` or `best` of the newest run.
             n: How many samples. Default: 16 images, 1 text, 1 target.
             seed: Equal seeds draw equal samples. Default: 0.
@@ -87,7 +87,7 @@ class Trainer(pl.Trainer):
             output: Folder to write to, which must not exist or be empty. Default: a new one in the run's `generated`.
 
         Returns:
-            What to say of what was written, a line each.
+            Messages, one per line.
         """
         if n is not None and n < 1:
             raise ValueError(f"--n {n}: draw at least one sample")
@@ -96,7 +96,7 @@ class Trainer(pl.Trainer):
         drawing |= {"compile": True} if compile else {}
         sampling = Sampling(**drawing)
         _check_search(beam, length_penalty, length_norm, n, drawing, always=source is not None)
-        _refuse_used(output)
+        _check_unused(output)
         if not callable(getattr(model, "write_samples", None)):
             name = type(model).__name__
             raise ValueError(f"{name} draws no samples; use lit-effattn predict, which writes its output for each item")
@@ -120,7 +120,7 @@ class Trainer(pl.Trainer):
             task.on_load_checkpoint(checkpoint)
             task.load_state_dict(checkpoint["state_dict"])
         task.to(self.strategy.root_device).eval()
-        said: str = task.write_samples(
+        messages: str = task.write_samples(
             partial(_output_folder, output, Path(self.default_root_dir)),
             datamodule=datamodule,
             n=n,
@@ -128,7 +128,7 @@ class Trainer(pl.Trainer):
             **({"sampling": sampling} if "sampling" in known else {}),
             **given,
         )
-        return said
+        return messages
 
 
 def _check_search(
@@ -140,7 +140,7 @@ def _check_search(
     *,
     always: bool,
 ) -> None:
-    """Refuse options of beam search that are out of range, or without it, or beside options of sampling."""
+    """Reject options of beam search that are out of range, given without `beam`, or beside options of sampling."""
     if beam is None:
         for name, value in (("length_penalty", length_penalty), ("length_norm", length_norm)):
             if value is not None and not always:
@@ -159,7 +159,7 @@ def _track(steps: Iterable[int]) -> Iterable[int]:
         yield from bar.track(steps, description="Drawing")
 
 
-def _refuse_used(output: str | None) -> None:
+def _check_unused(output: str | None) -> None:
     folder = None if output is None else Path(output)
     if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"--output {output} exists and is not an empty folder; name another")

@@ -127,16 +127,16 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "deep": (
         lambda path: change(path, "own", {"memory": nested()}),
-        "part_00001.pt is no checkpoint that can be read: it is nested more",
+        "part_00001.pt can.t be read as a checkpoint: it is nested more",
     ),
     "deep in common": (
         say({}, deep=True),
-        "common.pt is no checkpoint that can be read: it is nested more",
+        "common.pt can.t be read as a checkpoint: it is nested more",
     ),
     "no own": (lambda path: change(path, "own", {}), "part_00001.pt is damaged: it has no memory"),
-    "something else": (lambda path: change(path, "rows", 3), "part_00001.pt is no part of a checkpoint"),
-    "no parts": (say(None), "common.pt does not say what parts"),
-    "names for sizes": (say({"bytes": ["../../secret"]}), "common.pt does not say what parts"),
+    "something else": (lambda path: change(path, "rows", 3), "part_00001.pt is not a part of a checkpoint"),
+    "no parts": (say(None), "common.pt does not list the parts"),
+    "names for sizes": (say({"bytes": ["../../secret"]}), "common.pt does not list the parts"),
     "no part": (say({"bytes": []}), "has no rows that parts could have"),
     "newer": (say({"format": 2}), "is of format 2: .* newer lit-effattn"),
 }

@@ -284,7 +284,7 @@ def test_any_first_byte(first: int, tmp_path: Path):
 @pytest.mark.parametrize("content", [{"weight": torch.zeros(1)}, [1, 2], torch.zeros(3), None])
 def test_a_file_of_torch_that_is_no_checkpoint(content, tmp_path: Path):
     torch.save(content, tmp_path / "weights.pt")
-    with pytest.raises(ValueError, match=r"weights\.pt holds no Lightning checkpoint.*state_dict"):
+    with pytest.raises(ValueError, match=r"weights\.pt is not a Lightning checkpoint.*state_dict"):
         AtomicCheckpointIO().load_checkpoint(tmp_path / "weights.pt")
 
 

@@ -21,7 +21,7 @@ MERGES = "a: &a {x: 1}\n" + "".join(
     [
         (LAUGHS, "more than 100,000 nodes"),
         (MERGES, "more than 100,000 nodes"),
-        ("a: &a [*a]", "an alias stands in what it names"),
+        ("a: &a [*a]", "an alias is inside the node that it names"),
         ("[" * (MAX_DEPTH + 2) + "]" * (MAX_DEPTH + 2), "nested more than 100 deep"),
         ("[" * 100_000, "nested too deeply"),
         ("a" * (MAX_BYTES + 1), "characters, more than 1,048,576"),

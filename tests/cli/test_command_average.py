@@ -159,7 +159,7 @@ def test_a_resumed_run_goes_on_keeping(trained: Path, monkeypatch: pytest.Monkey
         (["test", "--average", "4"], 1, "average=4: there are 3 kept checkpoints in runs/"),
         (["test", "--average", "0"], 1, "average=0 is not positive"),
         (["generate", "--average", "-2"], 1, "average=-2 is not positive"),
-        (["predict", "--average", "all"], 1, "--average all is no number of checkpoints"),
+        (["predict", "--average", "all"], 1, "--average all must be a number of checkpoints"),
         (["fit", "--average", "3"], 2, "average"),
         (["fit", "--config", "tiny.yaml", "--checkpoint.keep", "-1"], 1, "keep=-1 is negative"),
     ],

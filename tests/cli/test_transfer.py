@@ -99,7 +99,7 @@ def test_what_does_not_fit_together_is_refused(capsys: pytest.CaptureFixture[str
     assert "the model has the same attention as the teacher" in fails(capsys, *tiny, "--transfer_from", teacher)
     narrow = ("--model.backbone.d_ff", "8", "--transfer_from", teacher)
     assert f"--transfer_from {teacher}: the checkpoint holds another model" in fails(capsys, *tiny, *WINDOWED, *narrow)
-    assert "is of no attention transfer" in fails(capsys, "fit", "--ckpt_path", teacher, "--transfer_from", teacher)
+    assert "is not of an attention transfer" in fails(capsys, "fit", "--ckpt_path", teacher, "--transfer_from", teacher)
     # The teacher is a checkpoint like any other: it can't name a class that is not listed.
     content = torch.load(teacher, weights_only=True)
     attention = {"class_path": "subprocess.Popen", "init_args": {"args": "false"}}

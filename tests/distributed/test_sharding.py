@@ -44,7 +44,7 @@ from lit_effattn.callbacks import (
 )
 from lit_effattn.checkpoints import folders as checkpoint_folders
 from lit_effattn.checkpoints.files import unfinished
-from lit_effattn.checkpoints.folders import read_mine
+from lit_effattn.checkpoints.folders import read_local
 from lit_effattn.checkpoints.io import AtomicCheckpointIO, read_checkpoint
 from lit_effattn.datamodules import PairBatch, SpeechBatch, TokenBatch
 from lit_effattn.datamodules.common.labelled import LabelledBatch
@@ -415,7 +415,7 @@ def work(rank: int, folder: Path, cases: str, size: int) -> None:
         carry(folder / "memory whole", SHARDED)
         if rank == 0:  # of a process that was killed, and had the same number
             (unfinished(folder / "memory parts" / "checkpoints" / "last.ckpt") / "left").mkdir(parents=True)
-        found["mine"] = read_mine(carry(folder / "memory parts", PARTS()))["memory_carry"]
+        found["mine"] = read_local(carry(folder / "memory parts", PARTS()))["memory_carry"]
         found["failed"] = failed(folder / "failed")
         found["scored"] = scored(HEADS())
         found["with dropout"] = with_dropout(rank)

@@ -164,7 +164,7 @@ def test_flags_that_say_which_run_is_meant_are_read_here(command: str, own: set[
         args = [arg for key in keys for arg in form.format(key).split()]
         arguments = Arguments([command, "stray", *args, "end"])
         left = [arg for key in keys if key not in own for arg in form.format(key).split()]
-        assert arguments.rest == ["stray", *left, "end"]
+        assert arguments.remaining == ["stray", *left, "end"]
         assert arguments.typed == [command, "stray", *args, "end"]
     for key in own:
         with pytest.raises(ValueError, match=f"--{key} has no value: expected one argument"):
@@ -178,7 +178,7 @@ def test_names_that_are_trusted():
     arguments = parse(*flags, "--config", "run", "--config", "other")
     of_flags = ["json.dump", "os.getcwd", "os.fspath", "os.walk"]
     assert arguments.trust.names == ["json.loads", "json.dumps", "json.load", *of_flags]
-    assert arguments.rest == []
+    assert arguments.remaining == []
 
 
 def test_files_are_read_once_and_not_for_help():

@@ -15,7 +15,7 @@ from lit_effattn.attention import (
     TransformerXLAttention,
 )
 from lit_effattn.attention.feature_maps import HedgehogFeatureMap
-from lit_effattn.settings.initial_weights import keep_fresh, remedy
+from lit_effattn.settings.initial_weights import add_missing, remedy
 from lit_effattn.settings.kinds import attention_kinds
 from lit_effattn.tasks import LanguageModel
 
@@ -37,7 +37,7 @@ def model(kind: Any, **options: Any) -> LanguageModel:
 def taken(target: LanguageModel, source: LanguageModel) -> tuple[list[str], set[str]]:
     """What is kept fresh, and the names that are not those of the target."""
     weights = dict(source.state_dict())
-    kept = keep_fresh(target, weights)
+    kept = add_missing(target, weights)
     return kept, weights.keys() ^ target.state_dict().keys()
 
 
@@ -50,7 +50,7 @@ def test_every_kind_starts_from_softmax_attention_or_says_what_it_lacks(kind: An
     assert sum(int(text.rpartition("(")[2].rstrip("×)")) for text in kept) == len(own)
     if not left:
         weights = dict(source.state_dict())
-        keep_fresh(target, weights)
+        add_missing(target, weights)
         target.load_state_dict(weights)
         after = target.state_dict()
         assert all(torch.equal(after[name], before[name]) for name in own)

@@ -8,6 +8,7 @@ import sys
 import sysconfig
 import venv
 import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ import pytest
 from tests.support.commands import REPOSITORY
 
 pytestmark = pytest.mark.processes
+
+ADDRESS = "https://example.org/lit-effattn"
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +30,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if (REPOSITORY / name).is_symlink() or (REPOSITORY / name).is_file():
             shutil.copy(REPOSITORY / name, source / name, follow_symlinks=False)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
-    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "REPOSITORY_URL": f"{ADDRESS}/"})
     return out
 
 
@@ -46,6 +49,30 @@ def test_the_wheel_holds_one_package(built: Path):
             if path.suffix in (".py", ".cpp", ".hpp", ".xz", ".yaml") and "__pycache__" not in path.parts:
                 assert f"{inside}/{path.relative_to(REPOSITORY / folder)}" in held
     assert "lit_effattn/py.typed" in held
+
+
+def test_the_sdist_makes_the_same_wheel_again(built: Path, tmp_path: Path):
+    """It records the address of the repository, and has real folders."""
+    (sdist,), (wheel,) = built.glob("*.tar.gz"), built.glob("*.whl")
+    shutil.unpack_archive(sdist, tmp_path)
+    (source,) = tmp_path.iterdir()
+    assert not [path for path in source.rglob("*") if path.is_symlink()]
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(source)]
+    subprocess.run(command, check=True, capture_output=True)
+    assert (tmp_path / wheel.name).read_bytes() == wheel.read_bytes()
+
+
+def test_links_of_the_long_description_are_absolute(built: Path):
+    (wheel,) = built.glob("*.whl")
+    (name,) = (name for name in names(wheel) if name.endswith(".dist-info/METADATA"))
+    metadata = message_from_bytes(zipfile.ZipFile(wheel).read(name))
+    assert dict(url.split(", ") for url in metadata.get_all("Project-URL"))["Source"] == ADDRESS
+    text = metadata.get_payload()
+    assert not re.findall(r"\]\((?!https://|#)[^)]*\)", text)
+    version = metadata["Version"]
+    assert f"]({ADDRESS}/raw/v{version}/docs/images/completed.png)" in text
+    for path in re.findall(rf"\]\({ADDRESS}/(?:raw|blob)/v{version}/([^)#]+)", text):
+        assert (REPOSITORY / path).exists()
 
 
 USE = """
@@ -127,13 +154,6 @@ def environment_with(folder: Path, *paths: str) -> str:
     (packages,) = folder.glob("lib/*/site-packages")
     (packages / "paths.pth").write_text("\n".join(paths) + "\n")
     return str(folder / "bin" / "python")
-
-
-def test_attention_loads_without_lightning():
-    code = (
-        "import sys, lit_effattn.attention; assert not {'lightning', 'jsonargparse', 'torchvision'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("flag", ["--help", "--version"])

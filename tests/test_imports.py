@@ -35,7 +35,7 @@ ROOMS: dict[str, set[str]] = {
         *("datamodules", "checkpoints", "drawing"),
     },
     "cli": {
-        *("interchange", "settings", "tasks", "distributed", "nn", "attention", "sequence", "hparams"),
+        *("interchange", "settings", "tasks", "distributed", "nn", "attention", "ops", "sequence", "hparams"),
         *("callbacks", "datamodules", "checkpoints", "drawing"),
     },
     "__init__": {"nn", "tasks", "checkpoints"},  # when they are asked for

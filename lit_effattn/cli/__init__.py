@@ -18,7 +18,7 @@ from lit_effattn.settings.own_classes import add_current_folder, add_trust
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 
 HELP = """\
-usage: lit-effattn [-h] [--version] COMMAND [OPTIONS]
+usage: lit-effattn [-h] [--version [--verbose]] COMMAND [OPTIONS]
 
 Train, resume, test and sample models whose attention costs less than N².
 
@@ -50,7 +50,8 @@ examples:
 Options of a command: lit-effattn COMMAND --help, with Lightning's trainer: --help all. Those of a class, with any
 command: --model.help PixelModel, --model.backbone.help Transformer, --model.backbone.attention.help LinearAttention,
 --data.help PixelSequences.
-The settings that a command would use: --print_config. Full traceback of an error: LIT_EFFATTN_DEBUG=1.
+The settings that a command would use: --print_config. Full traceback of an error: LIT_EFFATTN_DEBUG=1. Versions,
+devices and kernels: lit-effattn --version --verbose.
 """
 COMMANDS = ("fit", "validate", "test", "predict", "generate", "data")
 DEBUG = "LIT_EFFATTN_DEBUG"
@@ -102,9 +103,7 @@ def _main(args: list[str] | None) -> None:
         print(HELP, end="")
         return
     if args[0] == "--version":
-        from importlib.metadata import version
-
-        print(f"lit-effattn {version('lit-effattn')}")
+        _print_version(args[1:])
         return
     add_current_folder()
     if args[0] in LISTS:
@@ -150,6 +149,20 @@ def _main(args: list[str] | None) -> None:
     # Errors of our checks and of the libraries below: the message names the cause, a traceback would not help.
     except (ValueError, FloatingPointError, ModuleNotFoundError, MisconfigurationException) as error:
         fail(plain(in_flags(_message(error))))
+
+
+def _print_version(args: list[str]) -> None:
+    """Print the version; with --verbose also those of other packages, devices, the compiler and the kernels."""
+    if args == ["--verbose"]:
+        from lit_effattn.cli.about import about
+
+        print(printable(about()))
+    elif args:
+        fail(f"--version takes no other option than --verbose, but was given {' '.join(args)}", code=2)
+    else:
+        from importlib.metadata import version
+
+        print(f"lit-effattn {version('lit-effattn')}")
 
 
 def _tool(name: str) -> Callable[[list[str]], None]:

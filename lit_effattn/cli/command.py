@@ -58,6 +58,7 @@ from lit_effattn.checkpoints.runs import (
     short,
 )
 from lit_effattn.checkpoints.spec_check import CheckpointJudge, UserJudge
+from lit_effattn.cli.about import NO_FLOAT64
 from lit_effattn.cli.data import look
 from lit_effattn.cli.errors import unknown
 from lit_effattn.cli.help import arranged, class_help
@@ -432,7 +433,8 @@ class CLI(LightningCLI):
         if not isinstance(config.val_check_interval, int):
             kwargs["check_val_every_n_epoch"] = config.check_val_every_n_epoch or 1
         if config.accelerator == "auto" and torch.backends.mps.is_available():
-            kwargs["accelerator"] = "cpu"  # Apple's GPUs have no float64, in which losses are summed
+            kwargs["accelerator"] = "cpu"
+            rank_zero_info(f"--trainer.accelerator auto: the CPU is used, since {NO_FLOAT64}")
         averaged = self.resolved.averaged
         read = partial(_read_average, averaged, self.model) if averaged else None
         kwargs["plugins"] = [*_as_list(config.plugins), AtomicCheckpointIO(read)]

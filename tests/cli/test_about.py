@@ -1,0 +1,72 @@
+"""`lit-effattn --version --verbose`."""
+
+from importlib.metadata import version
+
+import pytest
+import torch
+
+from lit_effattn.cli import main
+from lit_effattn.ops.runtime import selection
+from tests.support.commands import fails
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    selection._notice.cache_clear()  # each warning is given once
+    monkeypatch.delenv(selection.KERNELS, raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> dict[str, list[str]]:
+    """Run the command, and return the lines that it prints by their first words."""
+    main(["--version", "--verbose"])
+    found: dict[str, list[str]] = {}
+    for line in capsys.readouterr().out.splitlines():
+        name, _, text = line.partition(" ")
+        found.setdefault(name, []).append(text.strip())
+    return found
+
+
+def test_versions_devices_compiler_and_kernels_are_printed(capsys: pytest.CaptureFixture[str]):
+    found = lines(capsys)
+    for name in ("lit-effattn", "torch", "lightning", "jsonargparse", "numpy"):
+        assert found[name] == [version(name)]
+    assert torch.backends.cpu.get_cpu_capability() in found["cpu"][0]
+    assert found["auto"][0].startswith("cuda" if torch.cuda.is_available() else "cpu")
+    assert {"cpu, linear attention: c++", "cpu, Performer: c++"} <= set(found["kernels"])
+    assert "g++" in found["compiler"][0] or "clang" in found["compiler"][0]
+
+
+def test_why_the_plain_form_runs_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CXX", "no-compiler")
+    selection.cpp_build.obstacle.cache_clear()
+    selection.cpp_build.library.cache_clear()
+    try:
+        found = lines(capsys)
+    finally:
+        selection.cpp_build.obstacle.cache_clear()
+    assert "no C++ compiler 'no-compiler'" in found["compiler"][0]
+    assert all("plain form" in line and "'no-compiler'" in line for line in found["kernels"])
+    assert found["environment"][0] == "CXX=no-compiler"
+
+
+@pytest.mark.parametrize(("form", "shown"), [("plain", "cpu, Performer: plain"), ("fast", "is not one of plain")])
+def test_a_form_that_the_environment_names_is_shown(
+    form: str, shown: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(selection.KERNELS, form)
+    assert shown in lines(capsys)["kernels"][1]
+
+
+def test_other_options_of_version_are_rejected(capsys: pytest.CaptureFixture[str]):
+    assert "no other option than --verbose" in fails(capsys, "--version", "--quiet", code=2)
+
+
+def test_auto_takes_the_cpu_on_a_mac_and_says_so(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert "float64" in lines(capsys)["mps"][0]
+    with caplog.at_level("INFO"):
+        main(["fit", "--config", "digits_linear", "--trainer.fast_dev_run", "1", "--model.backbone.n_layers", "1"])
+    assert "the CPU is used, since Apple's GPUs have no float64" in caplog.text

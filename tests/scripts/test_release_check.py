@@ -1,0 +1,48 @@
+"""What a release is checked for, and how its long description is made."""
+
+import zipfile
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+
+from scripts import release_check
+from tests.support.commands import REPOSITORY
+
+HOOK = spec_from_file_location("hatch_build", REPOSITORY / "hatch_build.py")
+assert HOOK is not None
+assert HOOK.loader is not None
+hatch_build = module_from_spec(HOOK)
+HOOK.loader.exec_module(hatch_build)
+
+TEXT = "[a](docs/a.md#b), ![c](d.png), [![e](f.png)](https://g), [![h](i.png)](j), [k](#l)"
+ABSOLUTE = (
+    "[a](R/blob/v1/docs/a.md#b), ![c](R/raw/v1/d.png), [![e](R/raw/v1/f.png)](https://g), "
+    "[![h](R/raw/v1/i.png)](R/blob/v1/j), [k](#l)"
+)
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"), [("R", ABSOLUTE), (None, "a, , [](https://g), , [k](#l)")], ids=["address", "none"]
+)
+def test_relative_links_become_absolute_or_text(address: str | None, expected: str):
+    assert hatch_build.absolute_links(TEXT, address, "v1") == expected
+
+
+def test_relative_links_are_found():
+    assert release_check.relative_links("[a](b.md), [c](https://d), [e](#f), ![g](h.png)") == ["b.md", "h.png"]
+
+
+def test_the_members_that_differ_are_named(tmp_path: Path):
+    for folder, content in (("one", "1"), ("two", "2")):
+        (tmp_path / folder).mkdir()
+        with zipfile.ZipFile(tmp_path / folder / "a.whl", "w") as wheel:
+            wheel.writestr("same.py", "0")
+            wheel.writestr("differs.py", content)
+            wheel.writestr(f"{folder}.py", "")
+    assert release_check.changed(tmp_path / "one" / "a.whl", tmp_path / "two") == ["differs.py", "one.py", "two.py"]
+
+
+def test_the_process_environment_has_no_paths_of_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    assert "PYTHONPATH" not in release_check.clean(tmp_path)

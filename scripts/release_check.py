@@ -56,10 +56,11 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run all checks, and print a line on each."""
     parser = argparse.ArgumentParser("release_check", description="Build, check and try a release.")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="Folder for the files. Its content is deleted.")
+    parser.add_argument("--tag", help="Tag of the commit, which must be v and the version.")
     parser.add_argument("--python", nargs="*", default=PYTHONS, help="Versions of Python to try.")
     options = parser.parse_args(args)
     sdist, wheel = build_twice(options.out)
-    check_files(sdist, wheel)
+    check_files(sdist, wheel, options.tag)
     for python in options.python:
         for resolution in RESOLUTIONS:
             try_wheel(wheel, python, resolution)
@@ -124,8 +125,8 @@ def members(archive: Path) -> dict[str, bytes]:
         return {name: file.read() for name, file in files.items() if file is not None}
 
 
-def check_files(sdist: Path, wheel: Path) -> None:
-    """Check metadata, contents, long description and changelog.
+def check_files(sdist: Path, wheel: Path, tag: str | None = None) -> None:
+    """Check metadata, contents, long description, changelog and tag.
 
     Raises:
         SystemExit: If a check fails.
@@ -136,6 +137,10 @@ def check_files(sdist: Path, wheel: Path) -> None:
     if links := relative_links(metadata):
         sys.exit(f"the long description has relative links: {', '.join(links)}")
     version = wheel.name.split("-")[1]
+    if tag is not None and tag != f"v{version}":
+        sys.exit(
+            f"the tag is {tag}, but pyproject.toml has the version {version}: tag v{version}, or change the version"
+        )
     if not re.search(rf"^## {re.escape(version)}\b", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M):
         sys.exit(f"CHANGELOG.md has no section '## {version}'")
     print("twine check --strict, check-wheel-contents, links, changelog: passed")
@@ -171,7 +176,7 @@ def try_attention_alone(wheel: Path, python: str) -> None:
     """Run an attention in an environment with torch and numpy alone."""
     with tempfile.TemporaryDirectory() as folder:
         environment = make_environment(Path(folder), python, "numpy", "torch>=2.11,<2.15")
-        run(["uv", "pip", "install", "--python", str(environment / "bin" / "python"), "--no-deps", str(wheel)])
+        install(environment, "--no-deps", str(wheel))
         run([str(environment / "bin" / "python"), "-c", ATTENTION], cwd=Path(folder), env=clean(Path(folder)))
         print(f"Python {python}, torch and numpy alone: {size(environment):,.0f} MB; an attention runs")
 
@@ -179,9 +184,15 @@ def try_attention_alone(wheel: Path, python: str) -> None:
 def make_environment(folder: Path, python: str, *packages: str) -> Path:
     """Make an environment with `packages`, and return its folder."""
     environment = folder / "environment"
-    run(["uv", "venv", "--quiet", "--python", python, str(environment)])
-    run(["uv", "pip", "install", "--quiet", "--python", str(environment / "bin" / "python"), *packages])
+    run([sys.executable, "-m", "uv", "venv", "--quiet", "--python", python, str(environment)])
+    install(environment, *packages)
     return environment
+
+
+def install(environment: Path, *packages: str) -> None:
+    """Install packages into an environment."""
+    python = str(environment / "bin" / "python")
+    run([sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", python, *packages])
 
 
 def clean(folder: Path) -> dict[str, str]:

@@ -46,3 +46,15 @@ def test_the_members_that_differ_are_named(tmp_path: Path):
 def test_the_process_environment_has_no_paths_of_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
     assert "PYTHONPATH" not in release_check.clean(tmp_path)
+
+
+@pytest.mark.parametrize(("tag", "message"), [("v9.9", "tag v0.0.1"), (None, "no section '## 0.0.1'")])
+def test_a_release_has_its_tag_and_its_changes(
+    tag: str | None, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(release_check, "run", lambda command: "")
+    wheel = tmp_path / "lit_effattn-0.0.1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr("lit_effattn-0.0.1.dist-info/METADATA", "[a](https://b)")
+    with pytest.raises(SystemExit, match=message):
+        release_check.check_files(wheel, wheel, tag)

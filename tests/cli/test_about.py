@@ -20,21 +20,21 @@ def _as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def lines(capsys: pytest.CaptureFixture[str]) -> dict[str, list[str]]:
     """Run the command, and return the lines that it prints by their first words."""
     main(["--version", "--verbose"])
-    found: dict[str, list[str]] = {}
+    printed: dict[str, list[str]] = {}
     for line in capsys.readouterr().out.splitlines():
         name, _, text = line.partition(" ")
-        found.setdefault(name, []).append(text.strip())
-    return found
+        printed.setdefault(name, []).append(text.strip())
+    return printed
 
 
 def test_versions_devices_compiler_and_kernels_are_printed(capsys: pytest.CaptureFixture[str]):
-    found = lines(capsys)
+    printed = lines(capsys)
     for name in ("lit-effattn", "torch", "lightning", "jsonargparse", "numpy"):
-        assert found[name] == [version(name)]
-    assert torch.backends.cpu.get_cpu_capability() in found["cpu"][0]
-    assert found["auto"][0].startswith("cuda" if torch.cuda.is_available() else "cpu")
-    assert {"cpu, linear attention: c++", "cpu, Performer: c++"} <= set(found["kernels"])
-    assert "g++" in found["compiler"][0] or "clang" in found["compiler"][0]
+        assert printed[name] == [version(name)]
+    assert torch.backends.cpu.get_cpu_capability() in printed["cpu"][0]
+    assert printed["auto"][0].startswith("cuda" if torch.cuda.is_available() else "cpu")
+    assert {"cpu, linear attention: c++", "cpu, Performer: c++"} <= set(printed["kernels"])
+    assert "g++" in printed["compiler"][0] or "clang" in printed["compiler"][0]
 
 
 def test_why_the_plain_form_runs_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
@@ -42,12 +42,12 @@ def test_why_the_plain_form_runs_is_printed(capsys: pytest.CaptureFixture[str], 
     selection.cpp_build.obstacle.cache_clear()
     selection.cpp_build.library.cache_clear()
     try:
-        found = lines(capsys)
+        printed = lines(capsys)
     finally:
         selection.cpp_build.obstacle.cache_clear()
-    assert "no C++ compiler 'no-compiler'" in found["compiler"][0]
-    assert all("plain form" in line and "'no-compiler'" in line for line in found["kernels"])
-    assert found["environment"][0] == "CXX=no-compiler"
+    assert "no C++ compiler 'no-compiler'" in printed["compiler"][0]
+    assert all("plain form" in line and "'no-compiler'" in line for line in printed["kernels"])
+    assert printed["environment"][0] == "CXX=no-compiler"
 
 
 @pytest.mark.parametrize(("form", "shown"), [("plain", "cpu, Performer: plain"), ("fast", "is not one of plain")])

@@ -1,4 +1,4 @@
-"""What a release is checked for, and how its long description is made."""
+"""Tests of the checks of a release, and of the long description."""
 
 import zipfile
 from importlib.util import module_from_spec, spec_from_file_location

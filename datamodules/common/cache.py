@@ -1,11 +1,16 @@
 """Cache folders, which one process creates once and which are either complete or absent."""
 
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+from lit_effattn.datamodules.common.files import regular
+from lit_effattn.datamodules.common.json_data import parse_json
 
 NAME = "lit-effattn"
 """Name of the default cache folder."""
@@ -16,11 +21,34 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / NAME
 
 
-def cached_folder(folder: Path, make: Callable[[Path], None], is_whole: Callable[[Path], bool]) -> None:
+def write_about(folder: Path, about: dict[str, Any]) -> None:
+    """Write `about` and the sizes of all files to about.json, as the last file of a folder."""
+    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    (folder / "about.json").write_text(json.dumps({**about, "sizes": sizes}), encoding="utf-8")
+
+
+def is_whole(folder: Path) -> bool:
+    """Return whether every file of a folder has the size that `write_about` recorded."""
+    try:
+        sizes = parse_json(regular(folder / "about.json").read_text(encoding="utf-8"))["sizes"]
+    except (FileNotFoundError, ValueError):  # ValueError: invalid JSON, such as after a power failure
+        return False
+    return all((folder / name).is_file() and (folder / name).stat().st_size == sizes[name] for name in sizes)
+
+
+def cached_folder(folder: Path, make: Callable[[Path], None], is_whole: Callable[[Path], bool] = is_whole) -> None:
     """Create `folder` unless it is complete: `make` fills a temporary folder, which is then renamed to `folder`.
 
     If several processes call this, one creates the folder and the others wait. A folder that an interrupted run left or
     that was damaged later is created again.
+
+    Args:
+        folder: The folder.
+        make: Writes the files, with `write_about` at the end unless `is_whole` is given.
+        is_whole: Returns whether a folder is complete.
+
+    Raises:
+        OSError: If the folder above can't be written to.
     """
     from filelock import FileLock
 
@@ -42,8 +70,8 @@ def cached_folder(folder: Path, make: Callable[[Path], None], is_whole: Callable
         if is_whole(folder):
             return
         unfinished = folder.with_name(f".{folder.name}.lit-effattn-unfinished")  # a name that no other program uses
-        for left in (unfinished, folder):
-            shutil.rmtree(left, ignore_errors=True)
+        for incomplete in (unfinished, folder):
+            shutil.rmtree(incomplete, ignore_errors=True)
         unfinished.mkdir()
         try:
             make(unfinished)

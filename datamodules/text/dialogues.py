@@ -13,7 +13,7 @@ from lit_effattn.datamodules.text.dialogue_sources import DialogueSource, Passag
 from lit_effattn.datamodules.text.sources import Document, TextSource
 from lit_effattn.datamodules.text.streams import TokenStreams
 from lit_effattn.datamodules.text.text_stream import TextStream
-from lit_effattn.datamodules.text.token_store import SplitTokens
+from lit_effattn.datamodules.text.token_store import Shard
 
 
 class GroundedDialogues(TextStream):
@@ -117,11 +117,9 @@ class GroundedDialogues(TextStream):
             rank_zero_warn(f"{self.root}: {len(faults)} left out:\n  {faults}")
 
     def _streams(self, split: str, segment_len: int, batch_size: int) -> "DialogueStreams":
-        passages = self._store.split(split)
-        assert isinstance(passages, SplitTokens)  # of files, not of a prepared folder
         return DialogueStreams(
             self._dialogues.splits[split],
-            passages,
+            self._store.shard(split),
             start=self._tokenizer.start,
             segment_len=segment_len,
             batch_size=batch_size,
@@ -148,7 +146,7 @@ class DialogueStreams(TokenStreams):
     def __init__(
         self,
         conversations: list[list[Passage]],
-        passages: SplitTokens,
+        passages: Shard,
         *,
         start: int,
         segment_len: int,
@@ -157,14 +155,14 @@ class DialogueStreams(TokenStreams):
         rank: int,
     ) -> None:
         whole = [passage for of_conversation in conversations for passage in of_conversation]
-        if len(whole) != len(passages.borders) - 1:
-            raise ValueError(f"{len(whole)} passages have {len(passages.borders) - 1} parts; a passage has no tokens")
+        lengths = passages.lengths() + 1  # with the end
+        if len(whole) != len(lengths):
+            raise ValueError(f"{len(whole)} passages have {len(lengths)} parts; a passage has no tokens")
         if len(conversations) < batch_size * num_replicas:
             raise ValueError(
                 f"batch_size={batch_size} in each of {num_replicas} processes needs as many conversations, but there "
                 f"are {len(conversations)}; use a smaller one"
             )
-        lengths = np.diff(passages.borders) + 1  # with the end
         borders = np.concatenate([[0], np.cumsum(lengths)])
         tokens = np.full(borders[-1], start, np.promote_types(passages.tokens.dtype, np.min_scalar_type(start)))
         is_text = np.ones(len(tokens), bool)

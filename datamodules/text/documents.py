@@ -28,7 +28,8 @@ class MappedTokens:
         """Return `[start:stop]`, which must be within one file."""
         file = int(np.searchsorted(self._ends, part.start, side="right"))
         if file not in self._opened:
-            self._opened[file] = np.memmap(self._paths[file], self._dtype, mode="r")
+            mapped = np.memmap(self._paths[file], self._dtype, mode="r")
+            self._opened[file] = np.asarray(mapped)  # whose slices are faster
         tokens = self._opened[file]
         offset = int(self._ends[file]) - len(tokens)
         return tokens[part.start - offset : part.stop - offset]
@@ -55,8 +56,6 @@ class Documents:
     """
 
     def __init__(self, tokens: "np.ndarray | MappedTokens", begins: np.ndarray, lengths: np.ndarray) -> None:
-        if isinstance(tokens, np.memmap):
-            tokens = MappedTokens([Path(str(tokens.filename))], [len(tokens)], tokens.dtype)
         self._tokens, self._begins = tokens, begins
         self.borders = np.zeros(len(lengths) + 1, np.int64)
         np.cumsum(lengths, out=self.borders[1:])

@@ -9,7 +9,6 @@ import os
 import signal
 import threading
 import zlib
-from array import array
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -17,16 +16,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.faults import Fault, Faults
 from lit_effattn.datamodules.common.files import regular
 from lit_effattn.datamodules.common.json_data import parse_json
-from lit_effattn.datamodules.text.prepared import FORMAT, MANIFEST, PLAN, TOKENIZER, shard_path
 from lit_effattn.datamodules.text.sources import Document
 from lit_effattn.datamodules.text.text_stream import check_vocabulary, saved_tokenizer
-from lit_effattn.datamodules.text.token_store import decoded, encoded, progress
+from lit_effattn.datamodules.text.token_store import (
+    FORMAT,
+    PLAN,
+    TOKENIZER,
+    ShardWriter,
+    shard_path,
+    write_manifest,
+    write_text,
+)
+from lit_effattn.datamodules.text.tokenization import decoded, encoded, progress
 from lit_effattn.datamodules.text.tokenizers import KINDS, Tokenizer
 
 SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz")
@@ -123,9 +128,9 @@ def prepare(
             work = [_Work(root, folder, field, number, parts) for number, parts in enumerate(shards)]
             if not (folder / TOKENIZER).is_file():
                 tokenizer = given or KINDS[tokens].learn(_sample(work, KINDS[tokens], learn_bytes), vocab_size)
-                _write_text(folder / TOKENIZER, tokenizer.to_json())
+                write_text(folder / TOKENIZER, tokenizer.to_json())
             _make_all(work, workers)
-            return _manifest(folder, plan["settings"], len(shards)), left_out
+            return write_manifest(folder, _tokenizer(folder), plan["settings"], len(shards)), left_out
     except Timeout as error:
         raise ValueError(
             f"{folder} is being prepared by another process; wait for it, or use another folder"
@@ -171,7 +176,7 @@ def _begin_or_go_on(folder: Path, plan: dict[str, Any]) -> None:
     if not (folder / PLAN).is_file():
         if any(path.name not in (".lock", "plan.unfinished") for path in folder.iterdir()):
             raise ValueError(f"{folder} has other files in it; use a new folder, or an empty one")
-        _write_text(folder / PLAN, json.dumps(plan))
+        write_text(folder / PLAN, json.dumps(plan))
         return
     begun = parse_json(regular(folder / PLAN).read_text(encoding="utf-8"))
     for was, now in ((begun, plan), (begun["settings"], plan["settings"])):
@@ -194,10 +199,9 @@ def _sample(work: list[_Work], kind: type[Tokenizer], n_bytes: int) -> Iterator[
         for shard in work:
             left = n_bytes // len(work)
             for document in _documents(shard, hashlib.sha256()):
-                for text, size in decoded(document, kind):
+                for text in decoded(document, kind, advance):
                     yield text
-                    advance(size)
-                    left -= size
+                    left -= len(text.encode())
                 if left <= 0:
                     break
 
@@ -246,36 +250,17 @@ def _end_with_parent() -> None:
 
 def _make(work: _Work) -> int:
     """Make a shard, and return its number. Its .json is written last."""
-    tokenizer = Tokenizer.from_spec((work.folder / TOKENIZER).read_text(encoding="utf-8"))
-    dtype = np.min_scalar_type(tokenizer.largest)  # <start> is not stored
-    of_input, of_tokens = hashlib.sha256(), hashlib.sha256()
-    borders = array("q", [0]), array("q", [0])  # in tokens, in bytes
-    path = shard_path(work.folder, work.number, ".bin")
-    unfinished = path.with_suffix(".unfinished")
-    with unfinished.open("wb") as file:
-        for document in _documents(work, of_input):
-            ends = [of_unit[-1] for of_unit in borders]
-            for ids, size in encoded(document, tokenizer):
-                data = ids.astype(dtype, copy=False).tobytes()
-                file.write(data)
-                of_tokens.update(data)
-                ends = [ends[0] + len(ids), ends[1] + size]
-            if ends[0] > borders[0][-1]:
-                for of_unit, end in zip(borders, ends, strict=True):
-                    of_unit.append(end)
-        _flush(file)
-    unfinished.replace(path)
-    with unfinished.open("wb") as file:
-        np.save(file, np.array(borders, np.int64))
-        _flush(file)
-    unfinished.replace(path.with_suffix(".npy"))
-    about = {
-        "n_documents": len(borders[0]) - 1,
-        **{"n_tokens": borders[0][-1], "n_bytes": borders[1][-1]},
-        **{"input_sha256": of_input.hexdigest(), "tokens_sha256": of_tokens.hexdigest()},
-    }
-    _write_text(path.with_suffix(".json"), json.dumps(about))
+    tokenizer = _tokenizer(work.folder)
+    digest = hashlib.sha256()
+    shard = ShardWriter(work.folder, work.number, tokenizer)
+    for document in _documents(work, digest):
+        shard.add(encoded(document, tokenizer))
+    shard.close(input_sha256=digest.hexdigest())
     return work.number
+
+
+def _tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer.from_spec((folder / TOKENIZER).read_text(encoding="utf-8"))
 
 
 def _documents(work: _Work, digest: Any) -> Iterator[Document]:
@@ -332,30 +317,3 @@ def _text(line: bytes, field: str, path: Path, offset: int) -> bytes:
         return text.encode()
     except ValueError as error:  # UnicodeError is one: half of a surrogate pair is no character
         raise ValueError(f"{path}: the line at byte {offset}: {error}; mend it, and begin again") from error
-
-
-def _manifest(folder: Path, settings: dict[str, Any], n_shards: int) -> dict[str, Any]:
-    shards = [parse_json(shard_path(folder, number, ".json").read_text()) for number in range(n_shards)]
-    tokenizer = Tokenizer.from_spec((folder / TOKENIZER).read_text(encoding="utf-8"))
-    manifest = {
-        **{"format": FORMAT, "settings": settings, "tokenizer": repr(tokenizer)},
-        "dtype": np.min_scalar_type(tokenizer.largest).name,
-        **{count: sum(shard[count] for shard in shards) for count in ("n_documents", "n_tokens", "n_bytes")},
-        "shards": shards,
-    }
-    _write_text(folder / MANIFEST, json.dumps(manifest))
-    return manifest
-
-
-def _write_text(path: Path, text: str) -> None:
-    """Write a file that is whole or not there."""
-    unfinished = path.with_suffix(".unfinished")
-    with unfinished.open("wb") as file:
-        file.write(text.encode())
-        _flush(file)
-    unfinished.replace(path)
-
-
-def _flush(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())

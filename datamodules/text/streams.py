@@ -24,8 +24,8 @@ class TokenStreams(Dataset[TokenBatch]):
     segment or stream. Each token is the target of exactly one position.
 
     Args:
-        tokens: (n,) unsigned integers, or documents, as in `SplitTokens`.
-        borders: (documents + 1,), the borders of the documents, as in `SplitTokens`.
+        tokens: (n,) unsigned integers, or documents.
+        borders: (documents + 1,): document i is `tokens[borders[i] : borders[i + 1]]`.
         start: The token read before a document.
         segment_len: N, maximum length of a segment in tokens.
         batch_size: B, streams of this process.
@@ -102,17 +102,6 @@ class TokenStreams(Dataset[TokenBatch]):
                 f"batch_size={self.batch_size}{processes} makes {n_streams} streams, but the text gives only "
                 f"{n_segments} segments of segment_len={self.segment_len}; {remedy}, or shorter segments"
             )
-
-    def __getstate__(self) -> dict[str, Any]:
-        # For workers that are not forked: numpy would pickle the whole mapped array.
-        tokens = self.tokens
-        return self.__dict__ | ({"tokens": (tokens.filename, tokens.dtype)} if isinstance(tokens, np.memmap) else {})
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if isinstance(state["tokens"], tuple):
-            filename, dtype = state["tokens"]
-            state["tokens"] = np.memmap(filename, dtype, mode="r")
-        self.__dict__.update(state)
 
     def __len__(self) -> int:
         return int((self.ends - self.begins).max())

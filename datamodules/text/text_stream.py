@@ -5,7 +5,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -15,11 +14,10 @@ from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.cache import default_cache
 from lit_effattn.datamodules.common.sampling import loader_options, processes
 from lit_effattn.datamodules.text import sources as text_sources
-from lit_effattn.datamodules.text.documents import Documents
-from lit_effattn.datamodules.text.prepared import PreparedStore
 from lit_effattn.datamodules.text.sources import TextSource
 from lit_effattn.datamodules.text.streams import EpochInOrder, InOrder, ShuffledStreams, StreamLoader, TokenStreams
-from lit_effattn.datamodules.text.token_store import TokenStore, tokenized
+from lit_effattn.datamodules.text.token_store import TokenStore
+from lit_effattn.datamodules.text.tokenization import tokenized
 from lit_effattn.datamodules.text.tokenizers import KINDS, ByteTokenizer, Tokenizer
 
 
@@ -189,7 +187,7 @@ class TextStream(LightningDataModule):
     @cached_property
     def _given(self) -> Tokenizer | None:
         if self.source == "prepared":
-            return self._prepared.tokenizer
+            return self._store.tokenizer
         return None if self._tokenizer_of is None else saved_tokenizer(Path(self._tokenizer_of))
 
     @property
@@ -207,13 +205,9 @@ class TextStream(LightningDataModule):
         return self._given or (ByteTokenizer() if self.tokens == "bytes" else self._store.tokenizer)
 
     @cached_property
-    def _prepared(self) -> PreparedStore:
-        return PreparedStore(Path(self._options["root"]))
-
-    @cached_property
-    def _store(self) -> TokenStore | PreparedStore:
+    def _store(self) -> TokenStore:
         if self.source == "prepared":
-            return self._prepared
+            return TokenStore(Path(self._options["root"]))
         return tokenized(self._text(), self._kind, self._vocab_size, self.cache, self._given)
 
     @property
@@ -280,7 +274,7 @@ class TextStream(LightningDataModule):
         return DataLoader(streams, sampler=InOrder(streams), **loader_options(self.num_workers))
 
     def _streams(self, split: str, segment_len: int, batch_size: int) -> TokenStreams:
-        tokens, borders = self._store.split(split)
+        documents = self._store.split(split)
         options: dict[str, Any] = {
             "start": self._tokenizer.start,
             "segment_len": segment_len,
@@ -290,8 +284,7 @@ class TextStream(LightningDataModule):
             "drop_last": split == "train",
         }
         if split != "train" or self.shuffle_seed is None:
-            return TokenStreams(tokens, borders, **options)
-        documents = tokens if isinstance(tokens, Documents) else Documents(tokens, borders[:-1], np.diff(borders))
+            return TokenStreams(documents, documents.borders, **options)
         return ShuffledStreams(documents, shuffle_seed=self.shuffle_seed, **options)
 
     def state_dict(self) -> dict[str, str]:

@@ -99,7 +99,7 @@ _MOVED_MODULES = {
     "wave_augment",
     "datamodules.synthetic": "associative_recall copy_task dialogue_task lengths retrieval_task segments sorting_task "
     "state_tracking",
-    "datamodules.text": "dialogue_sources dialogues documents prepare prepared streams token_store tokenizers",
+    "datamodules.text": "dialogue_sources dialogues documents prepare streams token_store tokenizers",
     "distributed": "sequence_parallel sharding strategies tensor_parallel",
     "generation": "beam",
     "interchange": "export",
@@ -122,6 +122,7 @@ MOVED = {
     },
     "lit_effattn.datamodules.pair_sources": "lit_effattn.datamodules.pairs.sources",
     "lit_effattn.datamodules.pair_store": "lit_effattn.datamodules.pairs.store",
+    "lit_effattn.datamodules.prepared": "lit_effattn.datamodules.text.token_store",
     "lit_effattn.datamodules.text_sources": "lit_effattn.datamodules.text.sources",
     "lit_effattn.pictures": "lit_effattn.drawing.images",
     "lit_effattn.pretrained": "lit_effattn.interchange",

@@ -88,7 +88,7 @@ def test_text_is_what_is_scored_and_bytes_are_those_of_a_file(coder, tmp_path):
     (row,) = [row for row in compression._compressors("stdlib", _text("stdlib")) if row["coder"] == coder]
     data = TextStream()
     data.prepare_data()
-    text = bytes(data._store.split("test").tokens)
+    text = bytes(data._store.shard("test").tokens)
     options = {"preset": 9} if coder == "xz -9" else {"compresslevel": 9}
     path = tmp_path / "file"
     with FILES[coder](path, "w", **options) as file:

@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ from lit_effattn.datamodules import GroundedDialogues
 from lit_effattn.datamodules.common.tokens import IGNORE, TokenBatch
 from lit_effattn.datamodules.text.dialogue_sources import Passage
 from lit_effattn.datamodules.text.dialogues import DialogueStreams
-from lit_effattn.datamodules.text.token_store import SplitTokens
 from lit_effattn.tasks import LanguageModel
 from tests.callbacks.tiny import trainer
 
@@ -215,7 +215,8 @@ def test_more_streams_than_conversations(tmp_path: Path):
 
 def test_the_token_that_begins_a_text_may_be_a_small_one():
     """As in the vocabulary of a Llama."""
-    passages = SplitTokens(np.array([300, 301, 302], np.uint16), np.array([0, 2, 3]))
+    tokens = np.array([300, 301, 302], np.uint16)
+    passages = SimpleNamespace(tokens=tokens, lengths=lambda: np.array([2, 1]))
     sizes = {"segment_len": 9, "batch_size": 1, "num_replicas": 1, "rank": 0}
     batch = DialogueStreams([[Passage("d", False), Passage("t", True)]], passages, start=1, **sizes)[0]
     assert batch.inputs[0, :5].tolist() == [1, 300, 301, 1, 302]

@@ -13,8 +13,8 @@ import pytest
 from lit_effattn.datamodules import IGNORE, TextStream
 from lit_effattn.datamodules.text import prepare as module
 from lit_effattn.datamodules.text.prepare import prepare
-from lit_effattn.datamodules.text.prepared import PreparedStore
 from lit_effattn.datamodules.text.streams import EpochInOrder, ShuffledStreams, StreamLoader
+from lit_effattn.datamodules.text.token_store import TokenStore
 from lit_effattn.datamodules.text.tokenizers import KINDS
 
 LINES = [f"{i} birds sit on {i * i} wires,\nand {chr(0xE0 + i % 20)} sings.{'!' * (i % 7)}" for i in range(60)]
@@ -44,9 +44,9 @@ def files(folder):
 
 
 def texts(folder, split):
-    store = PreparedStore(folder)
-    tokens, borders = store.split(split)
-    return [store.tokenizer.decode(tokens[a:b].tolist()) for a, b in pairwise(borders.tolist())]
+    store = TokenStore(folder)
+    tokens = store.split(split)
+    return [store.tokenizer.decode(tokens[a:b].tolist()) for a, b in pairwise(tokens.borders.tolist())]
 
 
 @pytest.mark.parametrize("shard_bytes", [40, 300, 10**6])
@@ -56,7 +56,7 @@ def test_the_tokens_of_all_documents_in_order(source, tmp_path, shard_bytes):
     assert texts(tmp_path / "out", "test") == LINES[::7]
     assert texts(tmp_path / "out", "val") == LINES[1::7]
     assert texts(tmp_path / "out", "train") == [line for i, line in enumerate(LINES) if i % 7 > 1]
-    store = PreparedStore(tmp_path / "out")
+    store = TokenStore(tmp_path / "out")
     assert store.n_bytes("test") == store.n_tokens("test") == sum(len(line.encode()) for line in LINES[::7])
     assert about["n_documents"] == 60
     assert "1 .me:" in str(left_out)
@@ -107,9 +107,9 @@ def test_a_vocabulary_is_learnt_from_all_shards(tmp_path):
 def test_a_learnt_vocabulary_and_that_of_a_checkpoint(source, tmp_path):
     """Bytes of text are counted, not tokens; a tokenizer of a model gives the same tokens."""
     about, _ = prepare(source, tmp_path / "out", tokens="bpe", vocab_size=300, held_out=7, shard_bytes=500)
-    store = PreparedStore(tmp_path / "out")
+    store = TokenStore(tmp_path / "out")
     assert (about["dtype"], store.tokenizer.n_tokens) == ("uint16", 300)
-    tokens, _ = store.split("val")
+    tokens = store.split("val")
     ids = np.concatenate([store.tokenizer.encode(line) for line in LINES[1::7]])
     assert tokens[0 : len(tokens)].tolist() == ids.tolist()
     assert store.n_bytes("val") == sum(len(line.encode()) for line in LINES[1::7])
@@ -222,7 +222,7 @@ GOOD = {"format": 1, "dtype": "uint8", "settings": {"held_out": 20}, "shards": [
 def test_a_damaged_manifest(manifest, tmp_path):
     (tmp_path / "manifest.json").write_text(manifest)
     with pytest.raises(ValueError, match=r"manifest.json is missing or damaged; delete .* and prepare the text again"):
-        PreparedStore(tmp_path)
+        TokenStore(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_a_damaged_index(source, tmp_path, damage):
     else:
         np.save(path, damage(np.load(path)))
     with pytest.raises(ValueError, match=r"shard-00000.npy is missing or damaged"):
-        PreparedStore(tmp_path / "out").n_tokens("train")
+        TokenStore(tmp_path / "out").n_tokens("train")
 
 
 # Training

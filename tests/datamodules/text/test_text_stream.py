@@ -24,6 +24,7 @@ from lit_effattn.datamodules.text import (
 from lit_effattn.datamodules.text import (
     streams,
     token_store,
+    tokenization,
     tokenizers,
 )
 from lit_effattn.datamodules.text import (
@@ -55,8 +56,8 @@ def write_folder(root, names=None):
 
 
 def documents(data, split):
-    tokens, borders = data._store.split(split)
-    return [data._tokenizer.decode(tokens[a:b].tolist()) for a, b in pairwise(borders)]
+    tokens = data._store.split(split)
+    return [data._tokenizer.decode(tokens[a:b].tolist()) for a, b in pairwise(tokens.borders.tolist())]
 
 
 def all_documents(data):
@@ -116,7 +117,7 @@ def test_vocabulary_is_known_right_after_init(tmp_path):
     assert {"birds", "<eos>", "<unk>"} < set(made.words)
 
 
-@pytest.mark.parametrize("module", [text, text_sources, token_store, tokenizers, streams])
+@pytest.mark.parametrize("module", [text, text_sources, token_store, tokenization, tokenizers, streams])
 def test_importing_is_light(module):
     tree = ast.parse(Path(module.__file__).read_text())
     names = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
@@ -442,14 +443,14 @@ def test_what_has_no_tokenizer_is_refused(tmp_path):
 
 def counted(monkeypatch):
     made = []
-    make = token_store._make
+    make = tokenization._make
 
     def counting(source, kind, *rest):
         made.append(kind.kind)
         time.sleep(0.1)  # until the others ask
         make(source, kind, *rest)
 
-    monkeypatch.setattr(token_store, "_make", counting)
+    monkeypatch.setattr(tokenization, "_make", counting)
     return made
 
 
@@ -507,7 +508,7 @@ def test_damaged_tokens_are_made_again(tmp_path, monkeypatch):
     root = write_folder(tmp_path / "texts")
     options = {"source": "files", "root": str(root), "segment_len": 8, "batch_size": 2, "cache": str(tmp_path / "c")}
     ready(**options)
-    (tokens,) = (tmp_path / "c").glob("*/train.bin")
+    (tokens,) = (tmp_path / "c").glob("*/shard-00000.bin")
     tokens.write_bytes(tokens.read_bytes()[:-1])
     ready(**options)
     (tokens.parent / "tokenizer.json").unlink()
@@ -529,7 +530,7 @@ def test_one_makes_the_tokens_and_the_others_wait(tmp_path, monkeypatch):
 
     def ask():
         barrier.wait()
-        store = token_store.tokenized(source, tokenizers.WordTokenizer, None, tmp_path / "cache")
+        store = tokenization.tokenized(source, tokenizers.WordTokenizer, None, tmp_path / "cache")
         sizes.append(store.tokenizer.n_tokens)
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
@@ -549,8 +550,8 @@ def test_tokens_take_the_smallest_type(tmp_path, kind, dtype):
         content = "".join(map(chr, range(0x4E00, 0x4E00 + 300))) * 2
     (tmp_path / "a.txt").write_text(content, encoding="utf-8")
     data = ready(source="files", root=str(tmp_path / "a.txt"), tokens=kind, segment_len=8, batch_size=2)
-    assert data._store.split("train").tokens.dtype == dtype
-    assert isinstance(data._store.split("train").tokens, np.memmap)
+    assert data._store.shard("train").tokens.dtype == dtype
+    assert isinstance(data._store.shard("train").tokens, np.memmap)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "characters", "words", "bpe"])
@@ -563,7 +564,7 @@ def test_read_in_blocks_the_tokens_are_those_of_the_whole(tmp_path, monkeypatch,
     data = ready(**options, vocab_size=300 if kind == "bpe" else None)
     n = data._store.n_bytes("train")
     content = (tmp_path / "a.txt").read_bytes()[:n]
-    assert data._store.split("train").tokens.tolist() == data._tokenizer.encode(content).tolist()
+    assert data._store.shard("train").tokens.tolist() == data._tokenizer.encode(content).tolist()
 
 
 @pytest.mark.parametrize("kind", ["bytes", "characters", "words"])
@@ -611,7 +612,7 @@ def test_every_token_is_scored_once(tmp_path, batch_size, world, segment_len):
             batches = list(getattr(data, f"{split}_dataloader")())
             assert {batch.inputs.shape for batch in batches} == {(batch_size, segment_len)}
             found += scored(batches)
-            expected = data._store.split(split).tokens.tolist()
+            expected = data._store.shard(split).tokens.tolist()
         assert sorted(found) == sorted(expected)
         assert len(found) == data.n_scored[split]
 

@@ -15,6 +15,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -22,14 +23,21 @@ from typing import Any
 
 import torch
 
+from lit_effattn.settings.shipped import REMOVED
 from tests.cli.test_command import CONFIGS, OFFLINE, built
 from tests.cli.test_every_kind import synthetic
+from tests.support.commands import REPOSITORY
 
 STORED = Path(__file__).parent / "seed_zero.json"
 NOT_BIT_STABLE = "omega"
 """Performer's random features: their QR decomposition differs between versions of BLAS. In the sum alone."""
 LIMITED = ("--data.vocab_size", "300")
 """Vocabulary of the data sets that are not at hand; adaptive embeddings need that of their cutoffs."""
+RUNS = {config.stem: (config, []) for config in CONFIGS} | {
+    name: (REPOSITORY / "configs" / f"{sibling}.yaml", flags)
+    for name, (sibling, *flags) in ((name, shlex.split(line)) for name, line in REMOVED.items())
+}
+"""File and flags of every shipped configuration, and of those removed, whose flags still draw the same."""
 
 
 def machine() -> dict[str, str]:
@@ -42,15 +50,15 @@ def as_stored() -> bool:
     return bool(machine() == json.loads(STORED.read_text(encoding="utf-8"))["machine"])
 
 
-def drawn(config: Path) -> dict[str, Any]:
+def drawn(config: Path, *flags: str) -> dict[str, Any]:
     """Instantiate a configuration, and return what was drawn.
 
     Data that need no file are the configuration's own; for all other, synthetic data of the same kind take their place.
     """
-    flags = ["--seed_everything", "0", "--trainer.accelerator", "cpu", "--trainer.devices", "1"]
+    words = [*flags, "--seed_everything", "0", "--trainer.accelerator", "cpu", "--trainer.devices", "1"]
     if not config.stem.startswith(OFFLINE):
-        flags += [*synthetic(config), *(() if "cutoffs" in config.read_text() else LIMITED)]
-    model = built(config, *flags, device="cpu").model
+        words += [*synthetic(config), *(() if "cutoffs" in config.read_text() else LIMITED)]
+    model = built(config, *words, device="cpu").model
     generator = _hash(torch.get_rng_state())
     values = [*model.named_parameters(), *model.named_buffers()]
     bits = hashlib.sha256()
@@ -82,7 +90,7 @@ def main() -> int:
     """Print what differs from the stored file, or write it; return the exit status."""
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
     os.chdir(os.environ["XDG_CACHE_HOME"])
-    found = {config.stem: drawn(config) for config in CONFIGS}
+    found = {name: drawn(config, *flags) for name, (config, flags) in sorted(RUNS.items())}
     if "--write" in sys.argv:
         lines = [f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in {"machine": machine(), **found}.items()]
         STORED.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

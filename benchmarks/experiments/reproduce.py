@@ -52,19 +52,27 @@ def _steps(n: int, *more: str) -> str:
     return f"--trainer.max_steps {n} --model.lr_scheduler.total_steps {n} {' '.join(more)}".strip()
 
 
+def _swap(config: str, attention: str, **options: int) -> str:
+    """Return the flags for `config` with another attention."""
+    flag = "--model.backbone.attention"
+    return " ".join([config, flag, attention, *(f"{flag}.{name} {value}" for name, value in options.items())])
+
+
+_PERFORMER = _swap("copy_linear", "PerformerAttention", chunk_size=64)
+_LSH = _swap("digits_softmax", "LSHAttention", n_hashes=2, n_buckets=4, chunk_size=8)
 _TEXT = _steps(1500, "--trainer.val_check_interval 500")
 RUNS = (
     Small("translation", "Vaswani Table 2", f"g2p_softmax {_steps(1500)}", "error_rate", 9),
-    Small("copy-softmax", "Linear Fig. 2", "copy_softmax", "accuracy", 2),
+    Small("copy-softmax", "Linear Fig. 2", _swap("copy_linear", "SoftmaxAttention"), "accuracy", 2),
     Small("copy-linear", "Linear Fig. 2", "copy_linear", "accuracy", 2.5),
-    Small("copy-lsh-1", "Linear Fig. 2", "copy_lsh1", "accuracy", 2.5),
+    Small("copy-lsh-1", "Linear Fig. 2", "copy_lsh4 --model.backbone.attention.n_hashes 1", "accuracy", 2.5),
     Small("copy-lsh-4", "Linear Fig. 2", "copy_lsh4", "accuracy", 4.5),
-    Small("copy-performer", "Performer, beside Linear Fig. 2", "copy_performer", "accuracy", 3.5),
+    Small("copy-performer", "Performer, beside Linear Fig. 2", _PERFORMER, "accuracy", 3.5),
     Small("images-softmax", "Linear Table 1", "digits_softmax", "bits/dim", 2.5),
     Small("images-linear", "Linear Table 1", "digits_linear", "bits/dim", 3),
-    Small("images-lsh", "Linear Table 1", "digits_lsh", "bits/dim", 3.5),
+    Small("images-lsh", "Linear Table 1", _LSH, "bits/dim", 3.5),
     Small("images-performer", "Performer Fig. 7", "digits_performer", "bits/dim", 4),
-    Small("images-sparse", "Sparse Table 2", "digits_sparse", "bits/dim", 3),
+    Small("images-sparse", "Sparse Table 2", _swap("digits_softmax", "SparseAttention"), "bits/dim", 3),
     Small(
         "text-sparse",
         "Sparse Table 2",
@@ -72,7 +80,7 @@ RUNS = (
         "bits/byte",
         4,
     ),
-    Small("speech-softmax", "Linear Table 3", "espeak_softmax", "PER", 5.5),
+    Small("speech-softmax", "Linear Table 3", _swap("espeak_linear", "SoftmaxAttention"), "PER", 5.5),
     Small("speech-linear", "Linear Table 3", "espeak_linear", "PER", 5.5),
     Small("speech-bilstm", "Linear Table 3", "espeak_bilstm", "PER", 4.5),
     Small("text-xl", "XL Table 2", f"stdlib_xl {_TEXT}", "bits/byte", 6),

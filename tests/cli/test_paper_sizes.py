@@ -22,7 +22,7 @@ OTHERS = {f"enwik8_{kind}" for kind in ("compressive", "linear", "lstm", "perfor
 SIZED = {path.stem: path for path in CONFIGS if path.stem.startswith(PAPERS) and "small" not in path.stem}
 WORDS, STEPPED = (
     267_735,
-    ("cifar_linear", "enwik8_xl", "sorting_sticky", "wikitext103_xl_large", "wmt14_en_de_base", "wsj_lsh"),
+    ("cifar_linear", "enwik8_xl", "sorting_sticky", "wikitext103_xl_large", "wmt14_en_de_base", "wsj_linear"),
 )
 """WikiText-103's words, <eos> and <unk> among them; and the configurations whose step is tested every time."""
 
@@ -103,10 +103,9 @@ SIZES = {
     ),
     "enwik8_sparse": Size(95 * MILLION, "Child et al. 2019, section 7.2", 257, MILLION),
     "cifar_sparse": Size(59 * MILLION, "Child et al. 2019, Table 1", rounded_to=MILLION),
-    **dict.fromkeys(("mnist_linear", "mnist_linear_repository", "mnist_softmax"), Size(images(8), OURS)),
+    **dict.fromkeys(("mnist_linear", "mnist_linear_repository"), Size(images(8), OURS)),
     **dict.fromkeys(("cifar_linear", "cifar_linear_repository", "cifar_softmax"), Size(images(16), OURS)),
-    **dict.fromkeys(("wsj_softmax", "wsj_linear", "wsj_performer"), Size(speech(softmax(192)), OURS)),
-    "wsj_lsh": Size(speech(softmax(192) - linear(192, 192)), f"{OURS}; queries are keys"),
+    **dict.fromkeys(("wsj_linear", "wsj_performer"), Size(speech(softmax(192)), OURS)),
     "wsj_xl": Size(speech(xl(192) + 2 * 192), f"{OURS}; u and v in every layer"),
     # A cell has 4 gates, which we give one bias each; torch's LSTM has two.
     "wsj_bilstm": Size(

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_command import CONFIGS
-from tests.seed_zero import STORED, as_stored, drawn
+from tests.seed_zero import RUNS, STORED, as_stored, drawn
 
 KEPT = json.loads(STORED.read_text(encoding="utf-8"))
 SHORT = (
@@ -22,17 +21,17 @@ SHORT = (
 
 
 def test_every_configuration_has_its_entry():
-    assert KEPT.keys() - {"machine"} == {config.stem for config in CONFIGS}
+    assert KEPT.keys() - {"machine"} == RUNS.keys()
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "config",
-    [pytest.param(c, id=c.stem, marks=[] if c.stem in SHORT else pytest.mark.exhaustive) for c in CONFIGS],
+    "name", [pytest.param(name, marks=[] if name in SHORT else pytest.mark.exhaustive) for name in RUNS]
 )
-def test_parameters_are_drawn_as_before(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_parameters_are_drawn_as_before(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    found, kept = drawn(config), dict(KEPT[config.stem])
+    config, flags = RUNS[name]
+    found, kept = drawn(config, *flags), dict(KEPT[name])
     assert found.pop("names") == kept.pop("names")
     assert found.pop("sum") == pytest.approx(kept.pop("sum"), rel=1e-6 if as_stored() else 1e-3)
     if as_stored():

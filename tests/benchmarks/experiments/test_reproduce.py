@@ -27,12 +27,13 @@ class Machine:
                 torch.save({"global_step": 7}, folder / f"{name}.ckpt")
         if self.dies in words:
             raise KeyboardInterrupt
-        if words[1:3] == ("--config", "copy_lsh1"):
+        if words[1:3] == ("--config", "sorting_small_infinite"):
             sys.exit("it fails")
         return "test accuracy: 0.5000\ntest perplexity: 2.0000\n"
 
     def trained(self) -> list[str]:
-        return [words[2] for words in self.ran if words[0] == "fit"]
+        """Return configuration and flags of each training, without those of every run."""
+        return [" ".join((words[2], *words[7:])) for words in self.ran if words[0] == "fit"]
 
 
 @pytest.fixture
@@ -43,27 +44,31 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
 
 
 def run(*more: str) -> list[dict]:
-    names = ["--only", "copy-softmax", "copy-lsh-1", "copy-linear"]
+    names = ["--only", "copy-softmax", "sorting-infinite", "copy-lsh-4"]
     words = ["reproduce", *names, "--root", "runs", "--log", "log.jsonl", "--page", "page.md", *more]
     return reproduce.run(benchmarks_command._parse(words)).rows
 
 
 def test_what_is_done_is_not_run_again_and_a_failure_loses_the_others_nothing(machine: Machine):
     assert [row["state"] for row in run()] == ["done", "done", "begun"]  # in the order of RUNS
-    assert machine.trained() == ["copy_softmax", "copy_linear", "copy_lsh1"]
+    assert machine.trained() == [
+        "copy_linear --model.backbone.attention SoftmaxAttention",
+        "copy_lsh4",
+        "sorting_small_infinite",
+    ]
     page = Path("page.md").read_text()
     assert page.startswith("before\n")
     assert page.endswith("\nafter\n")
     assert "old" not in page
-    assert "| `fit --config copy_linear` | 2.5 | 0.5000 accuracy | 7 | 0 |" in page
+    assert "| `fit --config copy_lsh4` | 4.5 | 0.5000 accuracy | 7 | 0 |" in page
     machine.ran.clear()
     run()
-    assert all(str(word) != "copy_softmax" for words in machine.ran for word in words)
+    assert all(word != "SoftmaxAttention" for words in machine.ran for word in words)
     assert [words[:2] for words in machine.ran if words[0] == "fit"] == [("fit", "--ckpt_path")]
     assert len(Path("log.jsonl").read_text().splitlines()) == 3
 
 
-@pytest.mark.parametrize("when", ["copy_linear", "test"])
+@pytest.mark.parametrize("when", ["copy_lsh4", "test"])
 def test_a_killed_run_goes_on_from_its_last_checkpoint(when: str, machine: Machine):
     machine.dies = when
     with pytest.raises(KeyboardInterrupt):
@@ -76,7 +81,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(when: str, machine: Machi
     run()
     assert machine.ran[0] == ("fit", "--ckpt_path", str(last.resolve()))
     entries = [json.loads(line) for line in Path("log.jsonl").read_text().splitlines()]
-    resumed = "copy-softmax" if when == "test" else "copy-linear"
+    resumed = "copy-softmax" if when == "test" else "copy-lsh-4"
     assert {entry["run"]: entry["minutes"] is None for entry in entries}[resumed]
 
 
@@ -87,7 +92,7 @@ def _age(path: Path) -> int:
 def test_a_plan_runs_nothing(machine: Machine, capsys: pytest.CaptureFixture[str]):
     assert {row["state"] for row in run("--plan")} == {"to run"}
     assert machine.ran == []
-    assert "To run: 3 of 3, about 7 minutes on 2 cores" in capsys.readouterr().err
+    assert "To run: 3 of 3, about 9 minutes on 2 cores" in capsys.readouterr().err
 
 
 def test_a_page_without_a_place_for_the_table_is_refused_before_anything_runs(machine: Machine):

@@ -1,10 +1,10 @@
-"""Write a trained model for other programs: a streaming step as ONNX or by `torch.export`, or the weights alone.
+"""Export a trained model: a streaming step as ONNX or by `torch.export`, or the weights only.
 
 The step reads one token of each row and a state, and returns the next token's log-probabilities and the next state:
 
     log_probs, *state = step(tokens, *state)
 
-so a program that serves it carries the state itself. All shapes are final.
+A program that runs the step carries the state. All shapes are fixed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import re
 import time
 import warnings
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 import lit_effattn
 from lit_effattn.attention.base import Attention
 from lit_effattn.attention.positions import n_positions
+from lit_effattn.checkpoints.files import whole
 from lit_effattn.datamodules.text.tokenizers import Tokenizer
 from lit_effattn.hparams import spec
 from lit_effattn.nn.heads import Head
@@ -39,32 +39,32 @@ from lit_effattn.tasks import LanguageModel, PixelModel
 from lit_effattn.tasks.base import Task
 
 SUFFIXES = {"onnx": ".onnx", "torch": ".pt2", "safetensors": ".safetensors"}
-"""The formats, and how the names of their files end."""
+"""The suffix of the files of each format."""
 
 METADATA = "lit_effattn"
-"""Name of the metadata in a file: JSON."""
+"""Name of a file's metadata, which are JSON."""
 
 CHECKED = 32
-"""Tokens for which a step is compared with PyTorch before its file is written."""
+"""Default number of tokens for which a step is compared with PyTorch before its file is written."""
 
 EQUAL = 1e-3
-"""Largest difference of log-probabilities that is taken for rounding."""
+"""Largest difference of log-probabilities that is accepted as rounding."""
 
 _MOST_BYTES = 2_000_000_000
-"""Of an ONNX file, which is one protobuf message of less than 2 GiB."""
+"""Largest size of an ONNX file, which is one protobuf message of less than 2 GiB."""
 
 _PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": (), "safetensors": ("safetensors",)}
 
 
 class Exported(NamedTuple):
-    """What was written.
+    """A written file.
 
     Attributes:
         path: The file.
         checked: Number of tokens for which the file was compared with PyTorch.
         difference: The largest difference of a log-probability.
-        seconds: Median of the seconds a token of the file: by onnxruntime, or by PyTorch from the loaded program.
-        seconds_here: That of the model in PyTorch, as `generate` runs it.
+        seconds: Median time of the file per token: by onnxruntime, or by PyTorch from the loaded program.
+        seconds_here: Median time of the model in PyTorch per token, as `generate` runs it.
     """
 
     path: Path
@@ -79,7 +79,7 @@ class Step(nn.Module):
 
     Args:
         task: The model.
-        empty: The state before the first token, made with final shapes.
+        empty: The state before the first token, with final shapes.
     """
 
     def __init__(self, task: LanguageModel | PixelModel, empty: State) -> None:
@@ -95,14 +95,14 @@ class Step(nn.Module):
         x = self.scale * self.embedding(tokens)  # (B, 1, d_input)
         y, after = self.backbone(x, _with_tensors(self._empty, state))  # (B, 1, E)
         log_probs = self.head.log_probs(y[:, -1])
-        # In ONNX an input is no output: what the step leaves as it is has to be copied.
+        # In ONNX an output must not be an input: tensors that the step returns unchanged are copied.
         return log_probs, *(t.clone() if any(t is s for s in state) else t for t in tensors(after))
 
 
-def _with_tensors(state: State, given: Iterable[Tensor]) -> State:
-    """Return a state of the same structure, of other tensors."""
-    left = iter(given)
-    return map_tensors(lambda _: next(left), state)
+def _with_tensors(state: State, values: Iterable[Tensor]) -> State:
+    """Return a state of the same structure with other tensors."""
+    values = iter(values)
+    return map_tensors(lambda _: next(values), state)
 
 
 def export(
@@ -115,21 +115,21 @@ def export(
     check: int = CHECKED,
     overwrite: bool = False,
 ) -> Exported:
-    """Write a model into a file, which is whole or absent.
+    """Export a model to a file. If that fails, no file is written.
 
     Args:
-        task: The model. A step is exported in evaluation mode, with the memory of evaluation.
+        task: The model. A step is exported in evaluation mode, with the evaluation memory.
         target: The file.
         format: "onnx" or "torch": a step, as a program. "safetensors": the weights, of any task.
-        max_len: Most positions of a stream, for a step of attention that keeps every position. Default: the number of
-            dimensions of an image, else that of the positions that have a vector; none with other positions.
+        max_len: The largest number of positions of a stream, for a step of attention that keeps every position.
+            Default: the number of dimensions of an image, or of positions that have a vector.
         batch_size: Rows of the step.
         check: Number of random tokens for which the file's results are compared with PyTorch's.
         overwrite: Whether to replace an existing file.
 
     Raises:
-        FileExistsError: There is a `target`, and `overwrite` is False.
-        ValueError: The task has no step, its state has no final shapes, an option is out of range, a package is
+        FileExistsError: If `target` exists and `overwrite` is False.
+        ValueError: If the task has no step, its state has no final shapes, an option is out of range, a package is
             missing, the format can't express the step, or the file's results differ from PyTorch's or are not finite.
     """
     if format not in SUFFIXES:
@@ -141,39 +141,42 @@ def export(
         raise ValueError(f"format={format} needs {', '.join(missing)}: pip install 'lit-effattn[export]'")
     task.eval()
     if format == "safetensors":
-        return _written(target, lambda part: _write_weights(task, part))
+        with whole(target) as part:
+            _write_weights(task, part)
+        return Exported(target)
     for name, value, least in (("batch_size", batch_size, 1), ("check", check, 0)):
         if value < least:
             raise ValueError(f"{name}={value} must be at least {least}")
-    model = _streaming(task, format)
-    model.on_validation_start()  # the memory of evaluation
-    try:
-        room = _room(model, max_len)
-        empty = model.backbone.initial_state(batch_size, max_len=room)
-        step = Step(model, empty).eval()
-        longest = n_positions(model.backbone) if room is None else room
-        text = json.dumps(_metadata(model, empty, batch_size, longest), ensure_ascii=False)
-        n = check if longest is None else min(check, longest)
-        write = _write_onnx if format == "onnx" else _write_torch
-        return _written(target, lambda part: _checked(write(step, empty, text, part), step, empty, n))
-    finally:
-        model.on_validation_end()
-
-
-def _streaming(task: Task, format: str) -> LanguageModel | PixelModel:
     if not isinstance(task, LanguageModel | PixelModel):
         raise ValueError(
             f"{type(task).__name__} has no streaming step, so format={format} is not supported: LanguageModel and "
             "PixelModel have one; format=safetensors writes the weights of any model"
         )
-    return task
+    task.on_validation_start()  # sets the evaluation memory
+    try:
+        length = _state_length(task, max_len)
+        empty = task.backbone.initial_state(batch_size, max_len=length)
+        step = Step(task, empty).eval()
+        size = sum(t.numel() * t.element_size() for t in step.state_dict().values())
+        if format == "onnx" and size > _MOST_BYTES:
+            raise ValueError(f"the model has {size / 1e9:.1f} GB, but an ONNX file at most 2 GB; use format=torch")
+        longest = n_positions(task.backbone) if length is None else length
+        text = json.dumps(_metadata(task, empty, batch_size, longest), ensure_ascii=False)
+        write = _write_onnx if format == "onnx" else _write_torch
+        with whole(target) as part:
+            with _conversion(step, format):
+                run = write(step, empty, text, part)
+            exported = _checked(run, step, empty, check if longest is None else min(check, longest))
+        return exported._replace(path=target)
+    finally:
+        task.on_validation_end()
 
 
-def _room(model: LanguageModel | PixelModel, max_len: int | None) -> int | None:
-    """Return the number of positions to make the state for; None: its shapes are final without.
+def _state_length(model: LanguageModel | PixelModel, max_len: int | None) -> int | None:
+    """Return the number of positions for which the state is allocated; None if the state has a fixed size.
 
     Raises:
-        ValueError: the state has no final shapes.
+        ValueError: If the state grows without bound and `max_len` is not given, or `max_len` is out of range.
     """
     bound = model.backbone.bounded_by
     if bound is None:
@@ -187,10 +190,10 @@ def _room(model: LanguageModel | PixelModel, max_len: int | None) -> int | None:
         return longest
     if max_len is None:
         kinds = ", ".join(dict.fromkeys(_kinds(model.backbone, growing=True)))
-        trained = f", or train with the option {bound}" if bound else ""
+        remedy = f", or train with the option {bound}" if bound else ""
         raise ValueError(
-            f"{kinds} keeps every position, so the shapes of its state are not final: give --max_len, the most "
-            f"positions of a stream{trained}"
+            f"{kinds} keeps every position, so the shapes of its state are not final: give --max_len, the largest "
+            f"number of positions of a stream{remedy}"
         )
     if max_len < 1:
         raise ValueError(f"max_len={max_len} must be at least 1")
@@ -200,17 +203,16 @@ def _room(model: LanguageModel | PixelModel, max_len: int | None) -> int | None:
 
 
 def _kinds(backbone: nn.Module, *, growing: bool = False) -> list[str]:
-    """Return the class of every attention, or of those whose state grows; of a backbone without any its own."""
-    found = [m for m in backbone.modules() if isinstance(m, Attention)]
-    kept = [m for m in found if m.bounded_by is not None] if growing else found
-    return [type(m).__name__ for m in kept] or [type(backbone).__name__]
+    """Return the class of every attention, or of those whose state grows; without attention, the backbone's class."""
+    kinds = [m for m in backbone.modules() if isinstance(m, Attention) and not (growing and m.bounded_by is None)]
+    return [type(m).__name__ for m in kinds] or [type(backbone).__name__]
 
 
 # ------------------------------------------------------------------------------------------------------- the metadata
 
 
 def _metadata(model: LanguageModel | PixelModel, empty: State, batch_size: int, max_len: int | None) -> dict[str, Any]:
-    """Return what a program needs to know to serve the step, as plain data. `max_len`: see `export`."""
+    """Return what a program needs to run the step, as plain data. `max_len`: see `export`."""
     about: dict[str, Any] = {
         "version": lit_effattn.__version__,
         "task": type(model).__name__,
@@ -230,29 +232,33 @@ def _metadata(model: LanguageModel | PixelModel, empty: State, batch_size: int, 
 
 
 def state_names(state: State, prefix: str = "state") -> list[str]:
-    """Return a name for each tensor of a state, by the fields that lead to it: `state.layers.0.s`."""
+    """Return the path of each tensor of a state, such as `state.layers.0.s`."""
     if isinstance(state, Tensor):
         return [prefix]
     if state is None:
         return []
     fields: Sequence[Any] = getattr(state, "_fields", range(len(state)))
-    return [name for field, part in zip(fields, state, strict=True) for name in state_names(part, f"{prefix}.{field}")]
+    return [
+        name for field, inner in zip(fields, state, strict=True) for name in state_names(inner, f"{prefix}.{field}")
+    ]
 
 
 def _described(name: str, t: Tensor) -> dict[str, Any]:
-    """Describe a tensor of the empty state, whose values are equal within each row."""
+    """Return the metadata of a tensor of the empty state, whose values are equal within each row."""
     first = (slice(None),) + (slice(1),) * (t.dim() - 1)
     rows = t[first]  # (B, 1, …, 1)
     if not torch.equal(t, rows.expand_as(t)):
-        raise ValueError(f"{name} of the empty state has several values in a row, which the metadata can't describe")
+        raise ValueError(
+            f"{name} of the empty state has different values within a row, which the metadata can't describe"
+        )
     fill = rows.tolist() if rows.unique().numel() > 1 else rows[0].item() if t.numel() else 0
     return {"name": name, "shape": list(t.shape), "dtype": _name(t.dtype), "fill": _as_json(fill)}
 
 
 def _as_json(value: Any) -> Any:
-    """Return numbers, in lists or not, with infinities as text, since JSON has none."""
+    """Return numbers, in lists or not, with infinities as text, since JSON has no infinity."""
     if isinstance(value, list):
-        return [_as_json(part) for part in value]
+        return [_as_json(item) for item in value]
     return value if np.isfinite(value) else str(value)
 
 
@@ -263,37 +269,33 @@ def _name(dtype: torch.dtype) -> str:
 # --------------------------------------------------------------------------------------------------------- the formats
 
 _Run = Callable[[Tensor, list[Any]], tuple[Any, list[Any]]]
-"""Reads tokens (B, 1) and the tensors of a state; returns log-probabilities and those of the next state."""
+"""Maps tokens (B, 1) and the tensors of a state to log-probabilities and the tensors of the next state."""
 
 
 def _write_onnx(step: Step, empty: State, metadata: str, path: Path) -> _Run:
-    size = sum(t.numel() * t.element_size() for t in step.state_dict().values())
-    if size > _MOST_BYTES:
-        raise ValueError(f"the model has {size / 1e9:.1f} GB, and an ONNX file at most 2 GB; use format=torch")
     names = state_names(empty)
-    with _quiet(), _as_one_sentence(step, "onnx"):
-        program = torch.onnx.export(
-            _program(step, empty),
-            dynamo=True,
-            verbose=False,
-            input_names=["tokens", *names],
-            output_names=["log_probs", *(f"next_{name}" for name in names)],
-            optimize=False,
-            custom_translation_table={
-                torch.ops.aten.cos.default: _cos,
-                torch.ops.aten.sort.stable: _stable_sort,
-                torch.ops.aten.searchsorted.Tensor: _search_sorted,
-            },
-        )
-        assert program is not None
-        _optimise(program.model)
-        program.model.metadata_props[METADATA] = metadata
-        program.save(path)
+    program = torch.onnx.export(
+        _program(step, empty),
+        dynamo=True,
+        verbose=False,
+        input_names=["tokens", *names],
+        output_names=["log_probs", *(f"next_{name}" for name in names)],
+        optimize=False,
+        custom_translation_table={
+            torch.ops.aten.cos.default: _cos,
+            torch.ops.aten.sort.stable: _stable_sort,
+            torch.ops.aten.searchsorted.Tensor: _search_sorted,
+        },
+    )
+    assert program is not None
+    _optimise(program.model)
+    program.model.metadata_props[METADATA] = metadata
+    program.save(path)
     return _onnx_run(path, names)
 
 
 def _cos(x: Any) -> Any:
-    """Translate torch.cos. In float64 it is sin(x + π/2): onnxruntime 1.23, the last for Python 3.10, has no cosine."""
+    """Translate torch.cos, in float64 by sin(x + π/2): onnxruntime 1.23, the last for Python 3.10, lacks it."""
     import onnx
     import onnxscript
 
@@ -305,7 +307,7 @@ def _cos(x: Any) -> Any:
 
 
 def _stable_sort(x: Any, *, stable: bool, dim: int = -1, descending: bool = False) -> Any:
-    """Translate torch.sort, which the converter knows only without `stable`. TopK leaves equal values in order."""
+    """Translate torch.sort with `stable`, which the converter does not support. TopK keeps equal values in order."""
     import onnxscript
 
     op: Any = onnxscript.opset18
@@ -316,7 +318,7 @@ def _stable_sort(x: Any, *, stable: bool, dim: int = -1, descending: bool = Fals
 def _search_sorted(
     sorted_sequence: Any, x: Any, *, out_int32: bool = False, right: bool = False, side: Any = None, sorter: Any = None
 ) -> Any:
-    """Translate torch.searchsorted, which the converter does not know: count the smaller (or equal) elements."""
+    """Translate torch.searchsorted, which the converter does not support: count the smaller (or equal) elements."""
     import onnxscript
 
     if out_int32 or side is not None or sorter is not None:
@@ -329,10 +331,10 @@ def _search_sorted(
 
 
 def _optimise(model: Any) -> None:
-    """Compute constants beforehand, and leave out what is computed twice or not used.
+    """Fold constants, and remove repeated and unused computations.
 
-    These passes change no number. Those that the exporter would run also drop an addition of any constant up to 10⁻⁸
-    and a multiplication by any within 10⁻⁵ of 1.
+    These passes preserve all values. Those of the exporter also drop an addition of a constant up to 10⁻⁸ and a
+    multiplication by a constant within 10⁻⁵ of 1.
     """
     from onnx_ir.passes import common
     from onnxscript import optimizer
@@ -365,11 +367,10 @@ def _onnx_run(path: Path, names: list[str]) -> _Run:
 
 
 def _write_torch(step: Step, empty: State, metadata: str, path: Path) -> _Run:
-    with _quiet(), _as_one_sentence(step, "torch"):
-        with path.open("wb") as file:
-            torch.export.save(_program(step, empty), file, extra_files={METADATA: metadata})
-        with path.open("rb") as written:
-            loaded = torch.export.load(written).module()
+    with path.open("wb") as file:
+        torch.export.save(_program(step, empty), file, extra_files={METADATA: metadata})
+    with path.open("rb") as written:
+        loaded = torch.export.load(written).module()
 
     def run(tokens: Tensor, state: list[Any]) -> tuple[Any, list[Any]]:
         log_probs, *after = loaded(tokens, *state)
@@ -379,36 +380,45 @@ def _write_torch(step: Step, empty: State, metadata: str, path: Path) -> _Run:
 
 
 def _program(step: Step, empty: State) -> torch.export.ExportedProgram:
-    given = list(tensors(empty))
-    tokens = torch.zeros(given[0].size(0), 1, dtype=torch.long)
+    state = list(tensors(empty))
+    tokens = torch.zeros(state[0].size(0), 1, dtype=torch.long)
     with torch.no_grad():
-        return torch.export.export(step, (tokens, *given), strict=False)
+        return torch.export.export(step, (tokens, *state), strict=False)
 
 
-def _write_weights(task: Task, path: Path) -> Exported:
+def _write_weights(task: Task, path: Path) -> None:
     from safetensors.torch import save_file
 
     weights = {name: t.detach().clone().contiguous() for name, t in task.state_dict().items()}
     about = {"version": lit_effattn.__version__, "model": spec(task)}
     save_file(weights, path, {"format": "pt", METADATA: json.dumps(about, ensure_ascii=False)})
-    return Exported(path)
 
 
 @contextmanager
-def _as_one_sentence(step: Step, format: str) -> Iterator[None]:
-    """Say which kinds the format can't express."""
+def _conversion(step: Step, format: str) -> Iterator[None]:
+    """Suppress the converters' warnings, which users can't act upon, and turn their errors into a ValueError.
+
+    Raises:
+        ValueError: If the format can't express the step, with the kinds of its modules.
+    """
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     except Exception as error:  # torch.export and the converters raise errors of many types
         kinds = ", ".join(dict.fromkeys([type(step.embedding).__name__, *_kinds(step.backbone)]))
         raise ValueError(f"a step of {kinds} can't be exported with format={format}: {_reason(error)}") from error
+    finally:
+        logging.disable(disabled)
 
 
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first line of the error that began it: the converter's own one names the step that failed."""
+    """Return the first line of the original error, which names the missing function."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = _COLOUR.sub("", str(error)).strip()
@@ -418,77 +428,38 @@ def _reason(error: BaseException) -> str:
     return text.partition("\n")[0] or type(error).__name__
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress the remarks of the converters, which no user can act upon."""
-    loggers = [logging.getLogger(name) for name in ("onnxscript", "onnx_ir", "torch.onnx", "torch.export")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-# ------------------------------------------------------------------------------------------------- checked and written
+# ------------------------------------------------------------------------------------------------------------- checked
 
 
 def _checked(run: _Run, step: Step, empty: State, n: int) -> Exported:
-    """Compare a file with the model on `n` random tokens, one after another, each with its own state.
+    """Compare a file with the model on `n` random tokens in turn, each of the two with its own state.
 
     Raises:
-        ValueError: they differ.
+        ValueError: If they differ, or a log-probability is not finite.
     """
-    rows = next(tensors(empty)).size(0)
-    levels = step.head.n_levels
-    tokens = torch.randint(0, levels, (n, rows, 1), generator=torch.Generator().manual_seed(0))
-    theirs: list[Any] = list(tensors(empty))
-    ours = map_tensors(torch.clone, empty)
-    differences: list[float] = []
-    seconds, seconds_here = [], []
-    for i, token in enumerate(tokens):
-        start = time.perf_counter()
-        found, theirs = run(token, theirs)
-        between = time.perf_counter()
-        with torch.no_grad(), donated():
-            expected, *after = step(token, *tensors(ours))
-        seconds.append(between - start)
-        seconds_here.append(time.perf_counter() - between)
-        ours = _with_tensors(ours, after)
-        differences.append(_difference(found, expected, i))
     if not n:
         return Exported(Path())
+    rows = next(tensors(empty)).size(0)
+    tokens = torch.randint(0, step.head.n_levels, (n, rows, 1), generator=torch.Generator().manual_seed(0))
+    exported_state: list[Any] = list(tensors(empty))
+    state = map_tensors(torch.clone, empty)
+    differences, seconds, seconds_here = [], [], []
+    for i, token in enumerate(tokens):
+        start = time.perf_counter()
+        log_probs, exported_state = run(token, exported_state)
+        middle = time.perf_counter()
+        with torch.no_grad(), donated():
+            expected, *after = step(token, *tensors(state))
+        seconds.append(middle - start)
+        seconds_here.append(time.perf_counter() - middle)
+        state = _with_tensors(state, after)
+        for name, values in (("model", expected), ("exported step", log_probs)):
+            if not values.isfinite().all():
+                raise ValueError(f"the {name}'s log-probabilities after token {i} are not finite; nothing was written")
+        differences.append(largest_difference([log_probs], [expected]))
+        if differences[-1] > EQUAL:
+            raise ValueError(
+                f"the exported step differs by {differences[-1]:.1e} from PyTorch's after token {i}; nothing was "
+                "written"
+            )
     return Exported(Path(), n, largest(differences), median(seconds), median(seconds_here))
-
-
-def _difference(found: Tensor, expected: Tensor, i: int) -> float:
-    """Return how far the log-probabilities after token `i` are from PyTorch's.
-
-    Raises:
-        ValueError: too far, or one of them is not finite.
-    """
-    for name, values in (("model", expected), ("exported step", found)):
-        if not values.isfinite().all():
-            raise ValueError(f"the {name}'s log-probabilities after token {i} are not finite; nothing was written")
-    difference = largest_difference([found], [expected])
-    if difference > EQUAL:
-        raise ValueError(
-            f"the exported step differs by {difference:.1e} from PyTorch's after token {i}; nothing was written"
-        )
-    return difference
-
-
-def _written(target: Path, write: Callable[[Path], Exported]) -> Exported:
-    """Write a file beside its place, and move it there when it is whole."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        done = write(part)
-        part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)
-    return done._replace(path=target)

@@ -1,8 +1,9 @@
-"""What a family of pretrained models is: its settings, and the names of its tensors."""
+"""A family of pretrained models: its configuration, and the names of its tensors."""
 
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
@@ -26,38 +27,44 @@ class Settings:
     """The keys of a config.json. Each must be read, checked, or known to be harmless.
 
     Args:
-        content: What the file holds.
+        content: The content of the file.
         harmless: Keys that do not change the logits, in addition to `HARMLESS`.
     """
 
-    def __init__(self, content: Mapping[str, Any], harmless: frozenset[str]) -> None:
+    def __init__(self, content: Mapping[str, Any], harmless: frozenset[str] = frozenset()) -> None:
         self._content = content
-        self._left = content.keys() - HARMLESS - harmless
+        self._unread = content.keys() - HARMLESS - harmless
 
     def get(self, name: str, default: Any = _REQUIRED) -> Any:
         """Return the value of a key.
 
         Raises:
-            ValueError: there is none, and no default.
+            ValueError: If the key is missing and there is no default.
         """
-        self._left -= {name}
+        self._unread -= {name}
         value = self._content.get(name, default)
         if value is _REQUIRED:
-            raise ValueError(f"config.json has no {name}: it is not whole, or of another kind of model")
+            raise ValueError(f"config.json has no {name}: it is incomplete, or describes another kind of model")
         return value
 
     def number(self, name: str, default: Any = _REQUIRED, *, whole: bool = True, null: bool = False) -> Any:
         """Return the value of a key, a positive number; or None, with `null` or if that is the default.
 
+        Args:
+            name: The key.
+            default: The value if the key is missing.
+            whole: Whether the number must be an integer.
+            null: Whether the key may be null.
+
         Raises:
-            ValueError: it is something else.
+            ValueError: If the value is something else, or the key is missing without a default.
         """
         value = self.get(name, default)
         if value is None and (null or default is None):
             return None
         if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not 0 < value < math.inf:
             raise ValueError(
-                f"config.json has {name}={value!r}, which is no positive {'integer' if whole else 'number'}"
+                f"config.json has {name}={value!r}: it must be a positive {'integer' if whole else 'number'}"
             )
         return value
 
@@ -65,38 +72,38 @@ class Settings:
         """Return the value of a key, true or false.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: If the value is something else.
         """
         value = self.get(name, default)
         if not isinstance(value, bool):
-            raise ValueError(f"config.json has {name}={value!r}, which is neither true nor false")
+            raise ValueError(f"config.json has {name}={value!r}: it must be true or false")
         return value
 
     def expect(self, name: str, *values: Any) -> Any:
-        """Return the value of a key, the first of `values` if it is absent.
+        """Return the value of a key, the first of `values` if it is missing.
 
         Raises:
-            ValueError: it is none of `values`: the model computes what is not implemented here.
+            ValueError: If it is none of `values`, since other values need a computation that is not implemented.
         """
         value = self.get(name, values[0])
         if not any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in values):
-            raise refusal(name, value, f"only {' or '.join(map(repr, values))} is supported")
+            raise unsupported(name, value, f"only {' or '.join(map(repr, values))} is supported")
         return value
 
     def finish(self) -> None:
-        """Refuse the keys that nobody asked for.
+        """Check that every key has been read.
 
         Raises:
-            ValueError: names the first, with its value.
+            ValueError: If one has not, with its name and value.
         """
         self.expect("is_encoder_decoder", False)
-        for name in sorted(self._left):
+        for name in sorted(self._unread):
             if self._content[name] is not None:
-                raise refusal(name, self._content[name], "this key is not known here")
+                raise unsupported(name, self._content[name], "this key is not known here")
 
 
-def refusal(name: str, value: Any, reason: str) -> ValueError:
-    """Return the error of a setting that is not supported."""
+def unsupported(name: str, value: Any, reason: str) -> ValueError:
+    """Return the error for a setting that is not supported."""
     return ValueError(
         f"config.json has {name}={value!r}: {reason}, and the converted model could give other logits; convert a model "
         "without it"
@@ -104,76 +111,75 @@ def refusal(name: str, value: Any, reason: str) -> ValueError:
 
 
 class Entry(NamedTuple):
-    """A tensor of theirs and those of ours that it holds, one below the other.
+    """A tensor of the pretrained model, and the tensors of a `LanguageModel` that it holds.
 
     Attributes:
-        theirs: Its name; `{i}` is a layer.
-        ours: The names of ours, whose first dimensions are joined.
-        transposed: Whether theirs is the transpose.
+        name: Its name in the pretrained model.
+        parts: The names in the `LanguageModel`, whose first dimensions are concatenated.
+        transposed: Whether the pretrained tensor is the transpose.
     """
 
-    theirs: str
-    ours: tuple[str, ...]
-    transposed: bool = False
+    name: str
+    parts: tuple[str, ...]
+    transposed: bool
 
 
 class Family(ABC):
-    """A family of decoders with the same tensors."""
+    """A family of decoders whose tensors have the same names."""
 
     model_types: ClassVar[tuple[str, ...]]
     """Values of `model_type` in config.json."""
 
     prefix: ClassVar[str]
-    """How the names of all tensors but the head's begin. Folders of a model without its head leave it out."""
+    """The prefix of all tensors but the head's. Folders of a model without its head leave it out."""
 
     buffers: ClassVar[str]
     """Pattern of the names of tensors that hold no parameters."""
+
+    modules: ClassVar[Mapping[str, str]]
+    """Names of modules with a weight and, where the model has one, a bias; those of a `LanguageModel` as values.
+
+    `{i}` is the number of a layer. Several modules, separated by spaces, are concatenated. The embedding is first.
+    """
+
+    transposed: ClassVar[str] = ""
+    """Pattern of the names of the tensors that are transposes of those of torch.nn.Linear."""
 
     @abstractmethod
     def build(self, content: Mapping[str, Any], tokenizer: str | None) -> LanguageModel:
         """Build the model that a config.json describes, untrained.
 
+        Args:
+            content: The content of config.json.
+            tokenizer: The model's tokenizer, as JSON.
+
         Raises:
-            ValueError: something in it is not supported.
+            ValueError: If a setting is not supported.
         """
 
     @abstractmethod
     def config(self, model: LanguageModel) -> dict[str, Any]:
-        """Return the config.json of a model of this family, as far as it is one.
+        """Return the config.json of the model of this family that is nearest to `model`.
 
         Raises:
-            ValueError: a setting has no counterpart.
+            ValueError: If a setting has no counterpart.
         """
 
     @abstractmethod
     def fits(self, model: LanguageModel) -> bool:
-        """Return whether a model is nearest to this family."""
-
-    @abstractmethod
-    def layer(self, model: LanguageModel) -> Iterator[Entry]:
-        """Yield the tensors of a layer."""
-
-    @abstractmethod
-    def outside(self, model: LanguageModel) -> Iterator[Entry]:
-        """Yield the tensors outside the layers, without the head's."""
+        """Return whether this family is the nearest to a model."""
 
     def entries(self, model: LanguageModel) -> Iterator[Entry]:
-        """Yield all tensors of a model; of a tied head none."""
-        yield from self.outside(model)
+        """Yield all tensors of a model. A head that is tied to the embedding has none."""
+        known = model.state_dict().keys()
         for i in range(len(model.backbone.blocks)):  # type: ignore[arg-type]
-            for theirs, ours, transposed in self.layer(model):
-                yield Entry(theirs.format(i=i), tuple(name.format(i=i) for name in ours), transposed)
-        if not is_tied(model):
-            yield Entry("lm_head.weight", ("head.proj.weight",))
-
-
-def is_tied(model: LanguageModel) -> bool:
-    """Return whether the head has the embedding's matrix."""
-    return getattr(getattr(model.head, "proj", None), "weight", None) is model.embedding.weight
-
-
-def both(theirs: str, ours: str, *, bias: bool = True, transposed: bool = False) -> Iterator[Entry]:
-    """Yield the matrix of a module, and its bias."""
-    yield Entry(f"{theirs}.weight", (f"{ours}.weight",), transposed)
-    if bias:
-        yield Entry(f"{theirs}.bias", (f"{ours}.bias",))
+            for name, modules in self.modules.items():
+                if i and "{i}" not in name:
+                    continue
+                for kind in ("weight", "bias"):
+                    parts = tuple(f"{module}.{kind}".format(i=i) for module in modules.split())
+                    if parts[0] in known:
+                        full = f"{name}.{kind}".format(i=i)
+                        yield Entry(full, parts, re.fullmatch(self.transposed, full) is not None)
+        if getattr(getattr(model.head, "proj", None), "weight", None) is not model.embedding.weight:
+            yield Entry("lm_head.weight", ("head.proj.weight",), False)

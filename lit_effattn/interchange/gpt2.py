@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from lit_effattn.attention import SoftmaxAttention
 from lit_effattn.attention.positions import LearnedPositions
-from lit_effattn.interchange.family import Entry, Family, Settings, both
+from lit_effattn.interchange.family import Family, Settings
 from lit_effattn.nn.heads import CategoricalHead
 from lit_effattn.nn.transformer import Transformer
 from lit_effattn.tasks import LanguageModel
@@ -29,6 +29,18 @@ class GPT2(Family):
     model_types = ("gpt2",)
     prefix = "transformer."
     buffers = r".*\.attn\.(bias|masked_bias)"  # the causal mask
+    modules: ClassVar[dict[str, str]] = {
+        "transformer.wte": "embedding",
+        "transformer.wpe": "backbone.positions.table",
+        "transformer.ln_f": "backbone.norm",
+        "transformer.h.{i}.ln_1": "backbone.blocks.{i}.norm_1",
+        "transformer.h.{i}.attn.c_attn": " ".join(f"backbone.blocks.{{i}}.attention.{part}_proj" for part in "qkv"),
+        "transformer.h.{i}.attn.c_proj": "backbone.blocks.{i}.attention.out_proj",
+        "transformer.h.{i}.ln_2": "backbone.blocks.{i}.norm_2",
+        "transformer.h.{i}.mlp.c_fc": "backbone.blocks.{i}.feed_forward.up",
+        "transformer.h.{i}.mlp.c_proj": "backbone.blocks.{i}.feed_forward.down",
+    }
+    transposed = r".*\.c_\w+\.weight"
 
     def build(self, content: Mapping[str, Any], tokenizer: str | None) -> LanguageModel:
         """Build the model: see `Family.build`."""
@@ -52,17 +64,17 @@ class GPT2(Family):
         return LanguageModel(backbone, size, tokenizer=tokenizer, head=partial(CategoricalHead, bias=False), tie=tie)
 
     def config(self, model: LanguageModel) -> dict[str, Any]:
-        """Return its config.json: see `Family.config`."""
+        """Return a config.json: see `Family.config`."""
         backbone: Any = model.backbone
         block = backbone.blocks[0]
-        theirs = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
+        activations = {own: name for name, own in reversed(_ACTIVATIONS.items())}
         activation = block.feed_forward.activation
-        if activation not in theirs:
-            raise ValueError(f"activation={activation!r} is none that GPT-2 can have: {', '.join(theirs)}")
+        if activation not in activations:
+            raise ValueError(f"activation={activation!r}: GPT-2 has one of {', '.join(activations)}")
         return {
             "model_type": "gpt2",
             "architectures": ["GPT2LMHeadModel"],
-            "activation_function": theirs[activation],
+            "activation_function": activations[activation],
             "layer_norm_epsilon": block.norm_1.eps,
             "n_embd": backbone.d_model,
             "n_head": block.attention.n_heads,
@@ -74,21 +86,3 @@ class GPT2(Family):
     def fits(self, model: LanguageModel) -> bool:
         """Return whether positions are learned."""
         return isinstance(getattr(model.backbone, "positions", None), LearnedPositions)
-
-    def layer(self, model: LanguageModel) -> Iterator[Entry]:
-        """Yield the tensors of a layer. GPT-2's matrices are the transposes of those of torch.nn.Linear."""
-        here, there = "backbone.blocks.{i}", "transformer.h.{i}"
-        for kind in ("weight", "bias"):
-            parts = tuple(f"{here}.attention.{part}_proj.{kind}" for part in "qkv")
-            yield Entry(f"{there}.attn.c_attn.{kind}", parts, transposed=kind == "weight")
-        yield from both(f"{there}.attn.c_proj", f"{here}.attention.out_proj", transposed=True)
-        yield from both(f"{there}.mlp.c_fc", f"{here}.feed_forward.up", transposed=True)
-        yield from both(f"{there}.mlp.c_proj", f"{here}.feed_forward.down", transposed=True)
-        yield from both(f"{there}.ln_1", f"{here}.norm_1")
-        yield from both(f"{there}.ln_2", f"{here}.norm_2")
-
-    def outside(self, model: LanguageModel) -> Iterator[Entry]:
-        """Yield embedding, positions and the last normalisation."""
-        yield Entry("transformer.wte.weight", ("embedding.weight",))
-        yield Entry("transformer.wpe.weight", ("backbone.positions.table.weight",))
-        yield from both("transformer.ln_f", "backbone.norm")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from lit_effattn.attention import SoftmaxAttention
 from lit_effattn.attention.positions import RotaryPositions
-from lit_effattn.interchange.family import Entry, Family, Settings, both, refusal
+from lit_effattn.interchange.family import Family, Settings, unsupported
 from lit_effattn.nn.heads import CategoricalHead
 from lit_effattn.nn.transformer import Transformer
 from lit_effattn.tasks import LanguageModel
@@ -16,8 +16,6 @@ from lit_effattn.tasks import LanguageModel
 _HARMLESS = frozenset(("attention_dropout", "max_position_embeddings", "pretraining_tp"))
 _THETA = 10000.0
 _MISTRAL, _QWEN = ("mistral", "ministral"), ("qwen2", "qwen3")
-
-
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 """The entries of `layer_types`."""
 
@@ -25,12 +23,27 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 class Llama(Family):
     """Llama, Mistral, Ministral, Qwen2, Qwen3, and models of their shape, such as SmolLM.
 
-    Layers have a sliding window or not, as `layer_types` says.
+    `layer_types` determines which layers have a sliding window.
     """
 
     model_types = ("llama", "mistral", "ministral", "qwen2", "qwen3")
     prefix = "model."
     buffers = r".*\.rotary_emb\.inv_freq"
+    modules: ClassVar[dict[str, str]] = {
+        "model.embed_tokens": "embedding",
+        "model.norm": "backbone.norm",
+        "model.layers.{i}.input_layernorm": "backbone.blocks.{i}.norm_1",
+        "model.layers.{i}.self_attn.q_proj": "backbone.blocks.{i}.attention.q_proj",
+        "model.layers.{i}.self_attn.k_proj": "backbone.blocks.{i}.attention.k_proj",
+        "model.layers.{i}.self_attn.v_proj": "backbone.blocks.{i}.attention.v_proj",
+        "model.layers.{i}.self_attn.o_proj": "backbone.blocks.{i}.attention.out_proj",
+        "model.layers.{i}.self_attn.q_norm": "backbone.blocks.{i}.attention.q_norm",
+        "model.layers.{i}.self_attn.k_norm": "backbone.blocks.{i}.attention.k_norm",
+        "model.layers.{i}.post_attention_layernorm": "backbone.blocks.{i}.norm_2",
+        "model.layers.{i}.mlp.gate_proj": "backbone.blocks.{i}.feed_forward.gate",
+        "model.layers.{i}.mlp.up_proj": "backbone.blocks.{i}.feed_forward.up",
+        "model.layers.{i}.mlp.down_proj": "backbone.blocks.{i}.feed_forward.down",
+    }
 
     def build(self, content: Mapping[str, Any], tokenizer: str | None) -> LanguageModel:
         """Build the model: see `Family.build`."""
@@ -67,9 +80,9 @@ class Llama(Family):
         return LanguageModel(backbone, size, tokenizer=tokenizer, head=partial(CategoricalHead, bias=False), tie=tie)
 
     def config(self, model: LanguageModel) -> dict[str, Any]:
-        """Return its config.json: Qwen3's with `qk_norm`, Qwen2's by its biases, Mistral's with windows, else Llama's.
+        """Return a config.json: Qwen3's with `qk_norm`, Qwen2's by its biases, Mistral's with windows, else Llama's.
 
-        Where some layers have a window and others none, a Mistral is a Ministral.
+        A Mistral in which only some layers have a window is a Ministral. See `Family.config`.
         """
         backbone: Any = model.backbone
         block = backbone.blocks[0]
@@ -93,7 +106,7 @@ class Llama(Family):
                 own |= {"use_sliding_window": True, "layer_types": types}
         _check_pairs(attention.head_dim)
         if block.norm_1.eps is None:
-            raise ValueError("norm_eps=None is the precision of the type, which no config.json can say; give a number")
+            raise ValueError("norm_eps=None depends on the precision; config.json needs a number: give norm_eps")
         return {
             **own,
             "head_dim": attention.head_dim,
@@ -113,44 +126,21 @@ class Llama(Family):
         blocks = getattr(model.backbone, "blocks", [None])
         return getattr(getattr(blocks[0], "attention", None), "rotary", None) is not None
 
-    def layer(self, model: LanguageModel) -> Iterator[Entry]:
-        """Yield the tensors of a layer."""
-        here, there = "backbone.blocks.{i}", "model.layers.{i}"
-        backbone: Any = model.backbone
-        attention = backbone.blocks[0].attention
-        for theirs, ours in (("q", "q"), ("k", "k"), ("v", "v"), ("o", "out")):
-            bias = getattr(attention, f"{ours}_proj").bias is not None
-            yield from both(f"{there}.self_attn.{theirs}_proj", f"{here}.attention.{ours}_proj", bias=bias)
-        for name in ("gate", "up", "down"):
-            yield from both(f"{there}.mlp.{name}_proj", f"{here}.feed_forward.{name}", bias=False)
-        for name in ("q_norm", "k_norm") if attention.q_norm is not None else ():
-            yield from both(f"{there}.self_attn.{name}", f"{here}.attention.{name}", bias=False)
-        yield from both(f"{there}.input_layernorm", f"{here}.norm_1", bias=False)
-        yield from both(f"{there}.post_attention_layernorm", f"{here}.norm_2", bias=False)
-
-    def outside(self, model: LanguageModel) -> Iterator[Entry]:
-        """Yield the embedding and the last normalisation."""
-        yield Entry("model.embed_tokens.weight", ("embedding.weight",))
-        yield from both("model.norm", "backbone.norm", bias=False)
-
 
 def _check_pairs(head_dim: int) -> None:
     if head_dim % 2:
-        raise ValueError(f"head_dim={head_dim} is odd, and transformers rotates pairs of dimensions alone")
+        raise ValueError(f"head_dim={head_dim} is odd, but transformers rotates pairs of dimensions")
 
 
 def _windows(s: Settings, kind: str, layers: int) -> list[int | None]:
-    """Return the window of each layer.
-
-    transformers takes a Mistral with `layer_types` for a Ministral.
-    """
+    """Return the window of each layer. transformers treats a Mistral with `layer_types` as a Ministral."""
     first, window = 0, None
     if kind in _MISTRAL:
         window = s.number("sliding_window", 4096, null=True)
     elif kind in _QWEN:
         first = s.get("max_window_layers", 28)
         if not isinstance(first, int) or isinstance(first, bool):
-            raise ValueError(f"config.json has max_window_layers={first!r}, which is no integer")
+            raise ValueError(f"config.json has max_window_layers={first!r}: it must be an integer")
         if s.flag("use_sliding_window", False):
             window = s.number("sliding_window", 4096, null=True)
         else:
@@ -162,7 +152,7 @@ def _windows(s: Settings, kind: str, layers: int) -> list[int | None]:
         types = [_FULL if window is None or i < first else _SLIDING for i in range(layers)]
     known = [_FULL] if window is None else [_FULL, _SLIDING]
     if not isinstance(types, list) or len(types) != layers or not all(kind in known for kind in types):
-        raise refusal("layer_types", types, f"only {layers} entries {' or '.join(known)} are supported here")
+        raise unsupported("layer_types", types, f"only {layers} entries {' or '.join(known)} are supported here")
     return [window if kind == _SLIDING else None for kind in types]
 
 
@@ -176,13 +166,13 @@ def _biases(s: Settings, kind: str) -> dict[str, bool]:
 
 
 def _theta(s: Settings) -> float:
-    """Return the base of the rotary positions. Newer folders have it in `rope_parameters`."""
+    """Return the base of the rotary positions, which newer folders have in `rope_parameters`."""
     scaling = s.expect("rope_scaling", None, {"type": "default"}, {"rope_type": "default"})
     theta = s.number("rope_theta", _THETA, whole=False)
-    given = s.get("rope_parameters", None)
-    if given is None or scaling is not None:  # transformers reads `rope_scaling` in place of `rope_parameters`
+    parameters = s.get("rope_parameters", None)
+    if parameters is None or scaling is not None:  # transformers reads `rope_scaling` in place of `rope_parameters`
         return float(theta)
-    inner = Settings(given if isinstance(given, Mapping) else {"rope_parameters": given}, frozenset())
+    inner = Settings(parameters if isinstance(parameters, Mapping) else {"rope_parameters": parameters})
     inner.expect("rope_type", "default")
     theta = inner.number("rope_theta", theta, whole=False)
     inner.finish()

@@ -1,4 +1,4 @@
-"""The tokenizer of a folder of Hugging Face weights, and the files that say which its special tokens are."""
+"""The tokenizer of a folder of Hugging Face weights, and the files that name its special tokens."""
 
 from __future__ import annotations
 
@@ -18,24 +18,22 @@ _CONFIG, _GENERATION = "config.json", "generation_config.json"
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _OBJECTS = (_GENERATION, _TOKENIZER_CONFIG, "special_tokens_map.json")
 _TEMPLATE = "chat_template.jinja"
-"""Text, not JSON."""
-
 _SAVE = "with transformers, AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes it"
 _CODE = "auto_map"
-"""A key that names Python files to run: it is dropped."""
+"""A key that names Python files to run. It is dropped."""
 
 
 def read_tokenizer(folder: Path, content: Mapping[str, Any]) -> Tokenizer:
-    """Return the tokenizer of a folder; it also carries the files that name special tokens, for `write_tokenizer`.
+    """Return the tokenizer of a folder, with the files that name special tokens, for `write_tokenizer`.
 
-    Without tokenizer.json, a text is the numbers of its tokens, and a warning says so.
+    Without tokenizer.json, texts are token numbers, and a warning is issued.
 
     Args:
         folder: The folder.
-        content: Its config.json.
+        content: The content of its config.json.
 
     Raises:
-        ValueError: a file is damaged, or none says which token a text begins with.
+        ValueError: If a file is damaged, or the token at the start of a text is not given.
     """
     files: dict[str, Any] = {
         name: _without_code(read_json(folder, name, "")) for name in _OBJECTS if _has(folder, name)
@@ -48,35 +46,34 @@ def read_tokenizer(folder: Path, content: Mapping[str, Any]) -> Tokenizer:
     start, size = last if first is None else first, content.get("vocab_size")
     if start is None or not isinstance(size, int):
         missing = "the model's special tokens: bos_token_id or eos_token_id" if start is None else "vocab_size"
-        raise ValueError(f"config.json does not say {missing}")
+        raise ValueError(f"config.json does not give {missing}")
     if _has(folder, _TOKENIZER):
         return PretrainedTokenizer(read_json(folder, _TOKENIZER, _SAVE), size, start, last, files)
     warnings.warn(
-        f"{folder} has no {_TOKENIZER}, so a text of the converted model is the numbers of its tokens, separated by "
-        f"spaces; {_SAVE}",
+        f"{folder} has no {_TOKENIZER}: texts of the converted model are token numbers, separated by spaces; {_SAVE}",
         stacklevel=2,
     )
     return NumberTokenizer(size, start, last, files)
 
 
 def special_tokens(tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return what config.json has to say of a tokenizer's special tokens."""
+    """Return the entries of config.json for a tokenizer's special tokens."""
     if not isinstance(tokenizer, PretrainedTokenizer | NumberTokenizer):
         return {}
-    kept = tokenizer.files.get(_CONFIG)
-    if not isinstance(kept, dict):  # a checkpoint from before these files were kept
+    saved = tokenizer.files.get(_CONFIG)
+    if not isinstance(saved, dict):  # an old checkpoint, without these files
         return {"bos_token_id": tokenizer.start, "eos_token_id": tokenizer.end}
-    return {name: kept[name] for name in SPECIAL if name in kept}
+    return {name: saved[name] for name in SPECIAL if name in saved}
 
 
 def write_tokenizer(tokenizer: Tokenizer | None, folder: Path) -> str:
-    """Write the files that `read_tokenizer` read, but for config.json.
+    """Write the files that `read_tokenizer` read, except config.json.
 
     Returns:
-        A remark for the user if a tokenizer.json is not among them, or "".
+        A remark for the user if tokenizer.json is not written, else "".
     """
     if not isinstance(tokenizer, PretrainedTokenizer | NumberTokenizer):
-        return ", without a tokenizer: the model's has no tokenizer.json"
+        return ", without a tokenizer: the model's tokenizer has no tokenizer.json"
     files = {name: _without_code(tokenizer.files[name]) for name in _OBJECTS if name in tokenizer.files}
     special = special_tokens(tokenizer)
     files.setdefault(_GENERATION, {"_from_model_config": True, **special})
@@ -88,11 +85,11 @@ def write_tokenizer(tokenizer: Tokenizer | None, folder: Path) -> str:
         write_json(folder / name, content)
     if isinstance(tokenizer.files.get(_TEMPLATE), str):
         (folder / _TEMPLATE).write_text(tokenizer.files[_TEMPLATE], encoding="utf-8")
-    return "" if _TOKENIZER in files else ", without a tokenizer.json, as the folder that it was made of"
+    return "" if _TOKENIZER in files else ", without a tokenizer.json, as the original folder"
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write an object of JSON."""
+    """Write a JSON object."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -101,7 +98,7 @@ def _has(folder: Path, name: str) -> bool:
 
 
 def _first(value: Any) -> int | None:
-    """Return a token, the first of a list."""
+    """Return a token: the value, or the first of a list."""
     value = value[0] if isinstance(value, list) and value else value
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 

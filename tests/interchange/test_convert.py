@@ -209,8 +209,8 @@ def test_old_gpt2_folders_have_no_prefix_and_hold_masks(folders: Path, tmp_path:
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0: this key is not known"),
         ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4}"),
         ({"use_qk_norm": True}, "use_qk_norm=True"),
-        ({"model_type": "qwen2", "use_sliding_window": 1}, "use_sliding_window=1, which is neither true nor false"),
-        ({"model_type": "qwen2", "max_window_layers": None}, "max_window_layers=None, which is no integer"),
+        ({"model_type": "qwen2", "use_sliding_window": 1}, "use_sliding_window=1: it must be true or false"),
+        ({"model_type": "qwen2", "max_window_layers": None}, "max_window_layers=None: it must be an integer"),
         ({"model_type": "mistral", "attention_bias": True}, "attention_bias=True"),
         ({"hidden_size": "16"}, "hidden_size='16'"),
         ({"rms_norm_eps": 0}, "rms_norm_eps=0"),
@@ -218,7 +218,7 @@ def test_old_gpt2_folders_have_no_prefix_and_hold_masks(folders: Path, tmp_path:
         ({"num_hidden_layers": 1}, "the weights also hold model.layers.1"),
         ({"intermediate_size": 21}, r"model.layers.0.mlp.gate_proj.weight has the shape \(20, 16\)"),
         ({"vocab_size": 260}, "a token=26[0-9], beyond the model's vocabulary of 260"),
-        ({"bos_token_id": None, "eos_token_id": None}, "does not say.*bos_token_id"),
+        ({"bos_token_id": None, "eos_token_id": None}, "does not give.*bos_token_id"),
         ({"bos_token_id": 300}, "start=300"),
     ],
 )
@@ -269,11 +269,11 @@ def test_half_a_folder_is_refused_and_nothing_is_written(folder: Path, capsys: p
     (folder / "pytorch_model.bin").unlink()
     says("neither model.safetensors nor model.safetensors.index.json")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../x.safetensors"}}))
-    says("no weight_map of names")
+    says("no weight_map from names")
     (folder / "tokenizer.json").write_text("{}")
     says("tokenizer.json is no tokenizer")
     (folder / "config.json").write_text("[]")
-    says("config.json holds a list")
+    says("config.json must hold a JSON object, but holds a list")
     (folder / "config.json").unlink()
     says("has no config.json")
     assert "FROM=nowhere" in fails(capsys, "convert", "nowhere", "ours")
@@ -325,10 +325,10 @@ def saved(folder: Path, **options: Any) -> Path:
         ({"attention": LinearAttention}, "backbone.attention='.*LinearAttention'"),
         ({"head": CategoricalHead}, r"head.proj.bias=\(9,\)"),
         ({"norm": "post"}, "backbone.norm='post'"),
-        ({"norm": "pre", "final_norm": False}, "is none that transformers has|backbone.norm"),
+        ({"norm": "pre", "final_norm": False}, "transformers has no such model|backbone.norm"),
         ({"activation": "quick_gelu"}, "activation='quick_gelu'"),
         ({"embedding_scale": 2.0}, "embedding_scale=2.0"),
-        ({"positions": None}, "no model of a family"),
+        ({"positions": None}, "of no family of transformers"),
         ({"positions": RotaryPositions, "activation": "swiglu"}, "backbone.norm_kind='layer'"),
         ({**ROTARY, "attention": partial(SoftmaxAttention, head_dim=5)}, "head_dim=5 is odd"),
     ],
@@ -463,7 +463,7 @@ def test_checkpoints_without_these_files_still_go_back(folder: Path):
 
 def test_without_a_tokenizer_texts_are_token_numbers(folder: Path, capsys: pytest.CaptureFixture[str]):
     (folder / "tokenizer.json").unlink()
-    with pytest.warns(UserWarning, match=r"^hf has no tokenizer.json, so a text of the converted model is the numbers"):
+    with pytest.warns(UserWarning, match=r"^hf has no tokenizer.json: texts of the converted model are token numbers"):
         main(["convert", "hf", "ours"])
     capsys.readouterr()
     quiet = ["--trainer.enable_progress_bar", "false", "--trainer.accelerator", "cpu", "--trainer.logger", "false"]
@@ -478,7 +478,7 @@ def test_without_a_tokenizer_texts_are_token_numbers(folder: Path, capsys: pytes
     main(["test", "--ckpt_path", "ours/model.ckpt", *data, *quiet])
     assert "test perplexity:" in capsys.readouterr().out
     main(["convert", "ours/model.ckpt", "back"])
-    assert "without a tokenizer.json, as the folder" in capsys.readouterr().out
+    assert "without a tokenizer.json, as the original folder" in capsys.readouterr().out
     config = json.loads(Path("back/config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (START, START + 1)
     assert not Path("back/tokenizer.json").exists()

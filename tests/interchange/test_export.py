@@ -143,7 +143,7 @@ def test_safetensors_hold_the_model(tmp_path):
     ("kind", "options", "message"),
     [
         (SoftmaxAttention, [], r"SoftmaxAttention keeps every position.*--max_len, .* with the option window\b"),
-        (partial(SparseAttention, stride=4), [], r"SparseAttention keeps every position.*--max_len, the most pos"),
+        (partial(SparseAttention, stride=4), [], r"SparseAttention keeps every position.*--max_len, the largest"),
         (SoftmaxAttention, ["--max_len", "0"], "max_len=0 must be at least 1"),
         (LinearAttention, ["--max_len", "9"], "max_len=9 does not apply"),
         (LinearAttention, ["--batch_size", "0"], "batch_size=0 must be at least 1"),

@@ -78,7 +78,7 @@ def test_every_command_that_reads_a_checkpoint_takes_trust(capsys: pytest.Captur
     assert "parameters" in (page := (tmp_path / "report.html").read_text())
     assert "can't be read" not in page
     sys.modules.pop("my_module", None)
-    assert f"{checkpoint} is no model of a family" in fails(
+    assert f"{checkpoint} can't be converted, as its model is of no family" in fails(
         capsys, "convert", str(checkpoint), str(tmp_path / "out"), "--trust", KIND
     )
 

@@ -40,15 +40,37 @@ def parameters(kind: type) -> dict[str, inspect.Parameter]:
 
 def defaults(kind: type) -> dict[str, Any]:
     """Return the defaults of a class's optional parameters by their names."""
-    found = {name: parameter.default for name, parameter in parameters(kind).items()}
-    return {name: default for name, default in found.items() if default is not inspect.Parameter.empty}
+    result = {name: parameter.default for name, parameter in parameters(kind).items()}
+    return {name: default for name, default in result.items() if default is not inspect.Parameter.empty}
+
+
+def check_at_least(least: int, remedy: str = "", **values: int | None) -> None:
+    """Check that constructor arguments, given by their names, are at least `least`; None is accepted.
+
+    Raises:
+        ValueError: If one is less. The message ends with `remedy`.
+    """
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise ValueError(f"{name}={value} must be at least {least}{remedy and '; '}{remedy}")
+
+
+def check_probability(**values: float) -> None:
+    """Check that constructor arguments, given by their names, are probabilities below 1, such as that of dropout.
+
+    Raises:
+        ValueError: If one is below 0, or 1 or more.
+    """
+    for name, value in values.items():
+        if not 0 <= value < 1:
+            raise ValueError(f"{name}={value} is not a probability from 0 to below 1")
 
 
 def init_args(module: HasInitArgs) -> dict[str, Any]:
     """Return the arguments that `module` was built with, as plain data, without those left at their defaults.
 
     Raises:
-        TypeError: An argument can't be expressed as plain data (a lambda, a module that is not `HasInitArgs`).
+        TypeError: If an argument can't be expressed as plain data (a lambda, a module that is not `HasInitArgs`).
     """
     args, kwargs = module._call
     bound = inspect.signature(type(module).__init__).bind(module, *args, **kwargs)
@@ -89,9 +111,9 @@ def _kind_of(factory: partial[Any]) -> type | None:
     """Return the class of `partial(Kind, …)`, or of jsonargparse's `partial(its own functions, Kind, …)`."""
     given = [factory.func, *factory.args]
     kinds = [part for part in given if isinstance(part, type)]
-    others = [part for part in given if not isinstance(part, type)]
-    ours = all(getattr(part, "__module__", "").startswith("jsonargparse.") for part in others)
-    return kinds[0] if len(kinds) == 1 and ours else None
+    wrappers = [part for part in given if not isinstance(part, type)]
+    plain = all(getattr(part, "__module__", "").startswith("jsonargparse.") for part in wrappers)
+    return kinds[0] if len(kinds) == 1 and plain else None
 
 
 def flat(settings: Any, name: str = "") -> dict[str, Any]:
@@ -109,9 +131,9 @@ def flat(settings: Any, name: str = "") -> dict[str, Any]:
     else:
         bare = isinstance(settings, str) and _CLASS.fullmatch(settings)
         return {name: bare[2] if bare else settings}
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in parts:
         inside = name if key in ("init_args", "class_path") else f"{name}.{key}".removeprefix(".")
         if key != "init_args" or value:  # empty: nothing was set
-            found.update(flat(value, inside))
-    return found
+            result.update(flat(value, inside))
+    return result

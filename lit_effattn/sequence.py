@@ -10,6 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -36,7 +37,7 @@ class SequenceModule(HasInitArgs, nn.Module, ABC):
     causal: bool
 
     takes_parts = False
-    """Whether the module computes what it should inside `sequence_parallel`."""
+    """Whether the module can be called inside `sequence_parallel`."""
 
     if TYPE_CHECKING:  # nn.Module's returns Any
 
@@ -113,9 +114,9 @@ class SequenceModule(HasInitArgs, nn.Module, ABC):
         """Check the arguments of `forward`.
 
         Raises:
-            ValueError: An argument is invalid, or `state` was donated to an earlier call. The message names the
+            ValueError: If an argument is invalid, or `state` was donated to an earlier call. The message names the
                 argument, its value and what was expected.
-            NotImplementedError: The module is called inside `sequence_parallel` and does not support it.
+            NotImplementedError: If the module is called inside `sequence_parallel` and does not support it.
         """
         name = type(self).__name__
         if parts() is not None and not self.takes_parts:
@@ -131,14 +132,7 @@ class SequenceModule(HasInitArgs, nn.Module, ABC):
                 raise ValueError(
                     f"{name}: x has {x.size(0)} rows and the state {t.size(0)}; `select` repeats or drops rows"
                 )
-        if lengths is not None:
-            if lengths.shape != x.shape[:1] or lengths.is_floating_point():
-                raise ValueError(
-                    f"{name}: lengths is {lengths.dtype} of shape {tuple(lengths.shape)}; expected integers of shape "
-                    f"({x.size(0)},)"
-                )
-            if reads_values(lengths) and not 0 <= int(lengths.min()) <= int(lengths.max()) <= x.size(1):
-                raise ValueError(f"{name}: lengths is {lengths.tolist()}; expected values from 0 to {x.size(1)}")
+        check_lengths(name, lengths, x)
         if state is not None and not torch.compiler.is_compiling():
             _take(self, state)
 
@@ -156,6 +150,28 @@ def reads_values(tensor: Tensor) -> bool:
 def valid_positions(lengths: Tensor, n: int) -> Tensor:
     """Return (B, n) booleans, True at the positions before `lengths`."""
     return torch.arange(n, device=lengths.device) < lengths[:, None]
+
+
+def valid_lengths(lengths: Tensor | None, x: Tensor, dim: int = 1) -> Tensor:
+    """Return `lengths` (B,), or without them the number of positions of `x`, its size along `dim`, for each row."""
+    return torch.full(x.shape[:1], x.size(dim), device=x.device) if lengths is None else lengths
+
+
+def check_lengths(name: str, lengths: Tensor | None, x: Tensor) -> None:
+    """Check that `lengths` are numbers of positions of `x` (B, N, …).
+
+    Raises:
+        ValueError: If they have another shape, a floating-point type, or (checked on the CPU) values outside 0 … N.
+    """
+    if lengths is None:
+        return
+    if lengths.shape != x.shape[:1] or lengths.is_floating_point():
+        raise ValueError(
+            f"{name}: lengths is {lengths.dtype} of shape {tuple(lengths.shape)}; expected integers of shape "
+            f"({x.size(0)},)"
+        )
+    if reads_values(lengths) and not 0 <= int(lengths.min()) <= int(lengths.max()) <= x.size(1):
+        raise ValueError(f"{name}: lengths is {lengths.tolist()}; expected values from 0 to {x.size(1)}")
 
 
 def without_padding(x: Tensor, lengths: Tensor | None) -> Tensor:
@@ -178,8 +194,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], state: State) -> State:
     if isinstance(state, Tensor):
         return function(state)
     if isinstance(state, tuple):
-        parts = [map_tensors(function, part) for part in state]
-        return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
+        return _like(state, [map_tensors(function, part) for part in state])
     raise TypeError(f"a state holds tensors, tuples and None, not {type(state).__name__}")
 
 
@@ -203,20 +218,19 @@ def to(state: State, device: torch.device | str) -> State:
 
 
 def select(state: State, rows: Tensor) -> State:
-    """Return the rows of `state` with the indices `rows`, in that order; an index may be repeated."""
+    """Return the rows of `state` with the indices `rows` (K,), in that order; an index may be repeated."""
     return map_tensors(lambda t: t.index_select(0, rows.to(t.device)), state)
 
 
 def reorder(state: State, rows: Tensor) -> State:
-    """Return the rows of `state` with the indices `rows`, where each row is replaced by one that has the same source.
+    """Return the rows of `state` with the indices `rows` (B,), each a row with the same source as the one it replaces.
 
     Like `select`, but the state of a source, which has a field `given`, is not copied: beams of one sentence share it.
     """
     if hasattr(state, "given"):
         return state
     if isinstance(state, tuple):
-        parts = [reorder(part, rows) for part in state]
-        return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
+        return _like(state, [reorder(part, rows) for part in state])
     return select(state, rows)
 
 
@@ -227,21 +241,19 @@ def nbytes(state: State) -> int:
 
 def losses(state: State) -> Tensor | None:
     """Sum the auxiliary losses of the last call, (B,), over all fields named `loss` in the tree; None if none."""
-    total: Tensor | None = None
-    for loss in losses_by_kind(state).values():
-        total = loss if total is None else total + loss
-    return total
+    values = list(losses_by_kind(state).values())
+    return reduce(torch.add, values) if values else None
 
 
 def losses_by_kind(state: State) -> dict[str, Tensor]:
     """Sum the auxiliary losses, (B,), for each class of state with a field `loss`, by class name."""
-    found: dict[str, Tensor] = {}
+    sums: dict[str, Tensor] = {}
     if isinstance(state, tuple):
         for name, part in zip(getattr(state, "_fields", [""] * len(state)), state, strict=True):
             of_part = {type(state).__name__: part} if name == "loss" else losses_by_kind(part)
             for kind, loss in of_part.items():
-                found[kind] = found[kind] + loss if kind in found else loss
-    return found
+                sums[kind] = sums[kind] + loss if kind in sums else loss
+    return sums
 
 
 def pack(state: State) -> Any:
@@ -253,8 +265,12 @@ def unpack(packed: Any, like: State) -> State:
     """Undo `pack`. `like` is any state of the same module, such as `initial_state(1)`."""
     if packed is None or not isinstance(like, tuple):
         return packed
-    parts = [unpack(part, example) for part, example in zip(packed, like, strict=True)]
-    return type(like)(*parts) if hasattr(like, "_fields") else tuple(parts)
+    return _like(like, [unpack(part, example) for part, example in zip(packed, like, strict=True)])
+
+
+def _like(state: tuple[Any, ...], values: list[Any]) -> State:
+    """Return a tuple of the class of `state` with `values`."""
+    return type(state)(*values) if hasattr(state, "_fields") else tuple(values)
 
 
 def _with_first_slots(empty: Tensor, stored: Tensor) -> Tensor:
@@ -310,13 +326,13 @@ A caller may copy the next state into the same tensors; `length` then has anothe
 
 
 def _take(module: SequenceModule, state: State) -> None:
-    """Note that `module` takes a donated state; the next state has another tensor `length`.
+    """Record that `module` was given a donated state. The state that it returns has another tensor `length`.
 
-    A state that consists of other states has no note: the modules inside take those. Nor has the state of a source,
-    with a field `given`, which is never overwritten.
+    A state that consists of other states is not recorded, since the modules inside record those; nor is the state of a
+    source, which has a field `given` and is never overwritten.
 
     Raises:
-        ValueError: the state was donated to `module` before.
+        ValueError: If the state was donated to `module` before.
     """
     if not (_taken or may_overwrite()):
         return

@@ -1,4 +1,4 @@
-"""What every attention kind shares: four projections, heads, rotary positions, and the treatment of padding."""
+"""The base class of all attention kinds: projections, heads, rotary positions, and the treatment of padding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from torch import Tensor, nn
 
 from lit_effattn.attention.heads import MultiHead
 from lit_effattn.attention.positions import RotaryPositions
-from lit_effattn.sequence import SequenceModule, State, accumulator, parts, valid_positions, without_padding
+from lit_effattn.sequence import (
+    SequenceModule,
+    State,
+    accumulator,
+    parts,
+    valid_lengths,
+    valid_positions,
+    without_padding,
+)
 
 _RENAMED = {"weigh": "compute_weights", "fresh": "extra_parameters"}
 
@@ -40,8 +48,8 @@ class Attention(MultiHead, SequenceModule):
         qk_norm_eps: ε of that normalisation.
 
     Raises:
-        ValueError: `n_heads` does not divide `d_model` and there is no `head_dim`, or `n_heads` does not divide `d_qk`,
-            or is no multiple of `n_kv_heads`, or `head_dim` or `qk_norm_eps` is not positive.
+        ValueError: If `n_heads` does not divide `d_model` and `head_dim` is None, `n_heads` does not divide `d_qk`,
+            `n_kv_heads` does not divide `n_heads`, or `head_dim` or `qk_norm_eps` is not positive.
     """
 
     takes_rotary = True
@@ -60,6 +68,9 @@ class Attention(MultiHead, SequenceModule):
 
     lacks: ClassVar[Mapping[str, str]] = {}
     """Modules of other kinds that this kind does not have, each with the reason, for error messages."""
+
+    dropout = 0.0
+    """Probability with which an attention weight is dropped in training."""
 
     shared: tuple[str, ...] = ()
     """Names of the parameters that all layers of a `Transformer` share."""
@@ -87,31 +98,16 @@ class Attention(MultiHead, SequenceModule):
         qk_norm_eps: float = 1e-6,
     ) -> None:
         super().__init__()
-        if n_heads < 1 or d_model < 1 or (head_dim is None and d_model % n_heads):
-            raise ValueError(
-                f"n_heads={n_heads} does not divide d_model={d_model}: each head has d_model / n_heads dimensions; "
-                "change one of them"
-            )
-        if head_dim is not None and head_dim < 1:
-            raise ValueError(f"head_dim={head_dim} is not positive; leave it out for d_model / n_heads")
         if not 0 < qk_norm_eps < math.inf:
             raise ValueError(f"qk_norm_eps={qk_norm_eps} must be above 0, and finite; 1e-6 is usual")
-        self.head_dim = d_model // n_heads if head_dim is None else head_dim
-        width = n_heads * self.head_dim if d_qk is None else d_qk
-        if width < 1 or width % n_heads:
-            raise ValueError(
-                f"d_qk={d_qk} is not a multiple of n_heads={n_heads}: heads have d_qk / n_heads dimensions; change one"
-            )
+        width = self._divide(d_model, n_heads, head_dim, d_qk)
         if n_kv_heads is not None and (n_kv_heads < 1 or n_heads % n_kv_heads):
             raise ValueError(
                 f"n_kv_heads={n_kv_heads} does not divide n_heads={n_heads}: n_heads / n_kv_heads heads share each; "
                 "change one of them"
             )
         self.d_input = self.d_model = d_model
-        self.n_heads = n_heads
         self.n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
-        self.qk_dim = width // n_heads
-        """Dimensions of a head's queries and keys; its values have `head_dim`."""
         self.causal = causal
         self.q_proj = nn.Linear(d_model, width, bias=bias)
         self.k_proj = nn.Linear(d_model, self.n_kv_heads * self.qk_dim, bias=bias)
@@ -159,21 +155,21 @@ class Attention(MultiHead, SequenceModule):
         self, q: Tensor, k: Tensor, v: Tensor, state: State | None, lengths: Tensor | None
     ) -> tuple[Tensor, State]:
         """Call `attend` from the state before this process's part; return the state after all parts."""
-        others, (b, _, n, _) = parts(), q.shape
+        group, (b, _, n, _) = parts(), q.shape
         if not self.causal:
             raise NotImplementedError(f"{type(self).__name__}: sequence_parallel needs causal=True")
         if state is None:
             state = self.initial_state(b, device=q.device, dtype=q.dtype)
-        seen = torch.full((b,), n, device=q.device) if lengths is None else lengths
+        seen = valid_lengths(lengths, q, 2)
         if self.rotary is not None:
-            q, k = self._turned(q, k, state.length + others.count(seen)[0])
+            q, k = self._turned(q, k, state.length + group.count(seen)[0])
         if self.bounded_by is None:
-            mine = self.summarise(k, v, lengths)
+            local = self.summarise(k, v, lengths)
         else:  # all keys: each message is as long as the longest
-            room = (0, 0, 0, others.longest(seen) - n)
-            mine = self.summarise(F.pad(k, room), F.pad(v, room), seen)
-        here, after = others.join(self.combine_states, mine, state)
-        return self.attend(q, k, v, here, lengths)[0], after
+            room = (0, 0, 0, group.longest(seen) - n)
+            local = self.summarise(F.pad(k, room), F.pad(v, room), seen)
+        before, after = group.join(self.combine_states, local, state)
+        return self.attend(q, k, v, before, lengths)[0], after
 
     def summarise(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> State:
         """Return the state that `attend` of these keys and values leads to from an empty one, without outputs.
@@ -226,8 +222,8 @@ class Attention(MultiHead, SequenceModule):
             a valid position sum to 1; those of padding are 0.
 
         Raises:
-            NotImplementedError: the kind defines no weights.
-            ValueError: an argument is invalid: see `check`.
+            NotImplementedError: If the kind defines no weights.
+            ValueError: If an argument is invalid: see `check`.
         """
         self.check(x, state, lengths)
         q, k, _ = self.project(without_padding(x, lengths))
@@ -284,6 +280,11 @@ class Attention(MultiHead, SequenceModule):
         if self.causal:
             return i, j, (j >= 0) & (j <= i)
         return i, j, torch.ones_like(j, dtype=torch.bool) if lengths is None else j < lengths[:, None, None]
+
+    @property
+    def _dropout_now(self) -> float:
+        """Return the present probability of dropout: 0 in evaluation."""
+        return self.dropout if self.training else 0.0
 
     def _for_all_heads(self, t: Tensor) -> Tensor:
         """Repeat keys or values for the queries' heads that share them: (B, H_kv, M, D) -> (B, H, M, D)."""

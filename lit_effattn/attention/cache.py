@@ -32,7 +32,7 @@ def append(
         grows: Whether to add N slots; if False, the M slots are final.
 
     Raises:
-        ValueError: the valid new positions do not fit in M slots.
+        ValueError: If the valid new positions do not fit in M slots.
     """
     n, room, valid = new[0].size(2), stored[0].size(2), None
     if grows:
@@ -52,7 +52,7 @@ def check_room(room: int, length: Tensor, new: Tensor | int, made_with: str = "m
     """Check that `new` (B,) more positions after each row's `length` fit in `room` slots.
 
     Raises:
-        ValueError: they do not fit. The message has the state's `made_with`.
+        ValueError: If they do not fit. The message says what the state was `made_with`.
     """
     if not reads_values(length) or int((length + new).max()) <= room:
         return
@@ -91,15 +91,24 @@ def newest(t: Tensor, end: Tensor, count: int, *, dim: int) -> Tensor:
     Returns:
         (B, …, count, D).
     """
-    shape = [-1 if i == dim else 1 for i in range(t.dim())]
     index = end[:, None] - count + torch.arange(count, device=t.device)  # (B, count)
-    index = index.view(len(t), *shape[1:])
-    taken = t.take_along_dim(index.clamp(min=0), dim)
-    return taken.masked_fill(index < 0, 0)
+    return gather(t, index, dim=dim).masked_fill(_along(index, t, dim) < 0, 0)
+
+
+def gather(t: Tensor, index: Tensor, *, dim: int = 2) -> Tensor:
+    """Take entries `index` (B, K) of `t` (B, …, M, D) along `dim`: (B, …, K, D). A negative index takes the first."""
+    return t.take_along_dim(_along(index, t, dim).clamp(min=0), dim)
+
+
+def _along(index: Tensor, t: Tensor, dim: int) -> Tensor:
+    """View `index` (B, K) with the number of dimensions of `t`, K along `dim`."""
+    shape = [1] * t.dim()
+    shape[0], shape[dim] = index.shape
+    return index.view(shape)
 
 
 def newest_of_both(before: Tensor, after: Tensor, length: Tensor, *, dim: int) -> Tensor:
-    """Return the newest M of M earlier entries and of the M after them, of which the last `length` (B,) are there.
+    """Return the newest M of M earlier entries and of the M after them, of which the last `length` (B,) are valid.
 
     Args:
         before: (B, …, M, D), the entries along `dim`, the newest last.
@@ -109,11 +118,9 @@ def newest_of_both(before: Tensor, after: Tensor, length: Tensor, *, dim: int) -
     """
     m = after.size(dim)
     slot = torch.arange(m, device=after.device)  # (M,)
-    there = length.clamp(max=m)[:, None]  # (B, 1)
-    index = torch.where(slot < m - there, slot + there, slot + m)  # (B, M), in both
-    shape = [1] * after.dim()
-    shape[0], shape[dim] = index.shape
-    return torch.cat([before.to(after.dtype), after], dim).gather(dim, index.view(shape).expand_as(after))
+    valid = length.clamp(max=m)[:, None]  # (B, 1)
+    index = torch.where(slot < m - valid, slot + valid, slot + m)  # (B, M), in both
+    return gather(torch.cat([before.to(after.dtype), after], dim), index, dim=dim)
 
 
 def latest(end: Tensor, slots: int) -> Tensor:

@@ -9,16 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lit_effattn.attention.cache import latest, newest, write
-from lit_effattn.attention.transformer_xl import TransformerXLAttention, gather_rows
+from lit_effattn.attention.cache import gather, latest, newest, write
+from lit_effattn.attention.transformer_xl import TransformerXLAttention
+from lit_effattn.hparams import check_at_least
 from lit_effattn.ops.relative import attention_by_distance
 from lit_effattn.ops.window import slices
 from lit_effattn.sequence import (
     SequenceModule,
     State,
     accumulator,
-    may_overwrite,
     reads_values,
+    valid_lengths,
     valid_positions,
     without_padding,
 )
@@ -136,18 +137,11 @@ class CompressiveAttention(TransformerXLAttention):
         )
         if not causal:
             raise ValueError("causal=False: CompressiveAttention compresses past positions, so it needs causal=True")
-        if compressed_len < 1:
-            raise ValueError(
-                f"compressed_len={compressed_len} is not positive; use TransformerXLAttention for no summaries"
-            )
-        if compression_rate < 1:
-            raise ValueError(
-                f"compression_rate={compression_rate} is not positive; 2 to 4 inputs per summary are usual"
-            )
+        check_at_least(1, "use TransformerXLAttention for no summaries", compressed_len=compressed_len)
+        check_at_least(1, "2 to 4 inputs per summary are usual", compression_rate=compression_rate)
+        check_at_least(1, "1 updates the memories at every position", segment_len=segment_len)
         if compression not in get_args(Compression):
             raise ValueError(f"compression={compression!r} is not one of {get_args(Compression)}")
-        if segment_len < 1:
-            raise ValueError(f"segment_len={segment_len} is not positive; 1 updates the memories at every position")
         self.compressed_len = compressed_len
         self.segment_len = segment_len
         self.compression_rate = compression_rate
@@ -208,7 +202,7 @@ class CompressiveAttention(TransformerXLAttention):
         x = without_padding(x, lengths)
         if state is None:
             state = self.initial_state(len(x), device=x.device, dtype=x.dtype)
-        seen = torch.full_like(state.length, x.size(1)) if lengths is None else lengths
+        seen = valid_lengths(lengths, x)
         q = self._heads(self.q_proj(self._normed(x)))
         after: CompressiveMemory | ProjectedCompressiveMemory
         if isinstance(state, CompressiveMemory):
@@ -229,10 +223,10 @@ class CompressiveAttention(TransformerXLAttention):
         compressed = torch.cat([state.compressed.to(x.dtype), self._compress(windows).to(x.dtype)], 1)
         y = self._see(q, *self._keys_values(torch.cat([compressed, inputs], 1)), state.length)
         length = state.length + seen
-        fresh = self._summaries(length) - self._summaries(state.length)
+        made = self._summaries(length) - self._summaries(state.length)
         return y, CompressiveMemory(
             newest(inputs, self._reach + seen, self._reach, dim=1).to(state.inputs.dtype),
-            newest(compressed, self.compressed_len + fresh, self.compressed_len, dim=1).to(state.compressed.dtype),
+            newest(compressed, self.compressed_len + made, self.compressed_len, dim=1).to(state.compressed.dtype),
             length,
             self._reconstruction_loss(q, windows, state.length, seen).to(state.loss.dtype),
         )
@@ -250,9 +244,9 @@ class CompressiveAttention(TransformerXLAttention):
         held_far = latest(self._summaries(after), far) - made[:, None] + far  # (B, R)
         index = torch.cat([held_far, held.clamp(min=0) + far + n_new], 1)
         return y, ProjectedCompressiveMemory(
-            gather_rows(keys, index).to(state.keys.dtype),
-            gather_rows(values, index).to(state.values.dtype),
-            _take_inputs(inputs, held).to(state.inputs.dtype),
+            gather(keys, index).to(state.keys.dtype),
+            gather(values, index).to(state.values.dtype),
+            gather(inputs, held, dim=1).to(state.inputs.dtype),
             after,
             self._reconstruction_loss(q, windows, length, seen).to(state.loss.dtype),
         )
@@ -263,21 +257,21 @@ class CompressiveAttention(TransformerXLAttention):
         made = self._summaries(length)
         earlier = (torch.arange(-self._reach, 0, device=x.device) + length[:, None]) % slots  # (B, S)
         before = (torch.arange(-far, 0, device=x.device) + made[:, None]) % far  # (B, R)
-        inputs = torch.cat([_take_inputs(state.inputs, earlier).to(x.dtype), x], 1)
+        inputs = torch.cat([gather(state.inputs, earlier, dim=1).to(x.dtype), x], 1)
         windows = self._windows(inputs, length, x.size(1))
-        fresh = self._keys_values(torch.cat([self._compress(windows).to(x.dtype), x], 1))
+        new_pair = self._keys_values(torch.cat([self._compress(windows).to(x.dtype), x], 1))
         n_new = windows.size(1)
         keys, values = (
             torch.cat(
                 [
-                    gather_rows(t, before).to(new.dtype),
+                    gather(t, before).to(new.dtype),
                     new[:, :, :n_new],
-                    gather_rows(t, far + earlier).to(new.dtype),
+                    gather(t, far + earlier).to(new.dtype),
                     new[:, :, n_new:],
                 ],
                 2,
             )
-            for t, new in zip((state.keys, state.values), fresh, strict=True)
+            for t, new in zip((state.keys, state.values), new_pair, strict=True)
         )
         return keys, values, inputs, windows
 
@@ -292,7 +286,7 @@ class CompressiveAttention(TransformerXLAttention):
         length = state.length[:, None]  # (B, 1)
         k, v = self._keys_values(x)
         keys, values = (write(t, far + length % slots, new, valid) for t, new in ((state.keys, k), (state.values, v)))
-        inputs = _write_input(state.inputs, length % slots, x, valid)
+        inputs = write(state.inputs[:, None], length % slots, x[:, None], valid)[:, 0]
 
         made = self._summaries(length)  # (B, 1)
         waiting = length - c * made  # (B, 1), t − b(t)
@@ -316,7 +310,7 @@ class CompressiveAttention(TransformerXLAttention):
         )
 
         window = (c * made + torch.arange(c, device=x.device)) % slots  # (B, c)
-        windows = _take_inputs(inputs, window)[:, None].to(x.dtype)  # (B, 1, c, E)
+        windows = gather(inputs, window, dim=1)[:, None].to(x.dtype)  # (B, 1, c, E)
         full = self._summaries(length + seen[:, None]) > made  # (B, 1)
         if not reads_values(length) or full.any():
             new = self._keys_values(self._compress(windows).to(x.dtype))
@@ -336,9 +330,9 @@ class CompressiveAttention(TransformerXLAttention):
 
     def _summaries_within(self, n: int) -> tuple[int, int]:
         """Return the least and the largest number of summaries that n positions make, wherever they are."""
-        late = self.segment_len - 1
+        extra = self.segment_len - 1
         c = self.compression_rate
-        return max(0, (n - late - self.mem_len) // c), (n + late + c - 1) // c
+        return max(0, (n - extra - self.mem_len) // c), (n + extra + c - 1) // c
 
     def _windows(self, inputs: Tensor, length: Tensor, n: int) -> Tensor:
         """Return the K windows of c inputs that this call may compress: (B, K, c, E)."""
@@ -491,17 +485,3 @@ class CompressiveAttention(TransformerXLAttention):
         )
         chosen = chosen | ~chosen.any(1, keepdim=True)  # a row without any sees all: avoids a softmax of 0 / 0
         return F.scaled_dot_product_attention(q, k, v, chosen[:, None, None])
-
-
-def _write_input(stored: Tensor, slot: Tensor, new: Tensor, valid: Tensor | None) -> Tensor:
-    """Write `new` (B, 1, E) to each row's `slot` (B, 1) of `stored` (B, M, E): see `cache.write`."""
-    stored = stored if may_overwrite() else stored.clone()
-    rows = torch.arange(len(stored), device=stored.device)[:, None]
-    new = new.to(stored.dtype)
-    stored[rows, slot] = new if valid is None else torch.where(valid[..., None], new, stored[rows, slot])
-    return stored
-
-
-def _take_inputs(t: Tensor, index: Tensor) -> Tensor:
-    """Take the entries `index` (B, K) of `t` (B, M, E); a negative index takes the first."""
-    return t.gather(1, index.clamp(min=0)[..., None].expand(-1, -1, t.size(2)))

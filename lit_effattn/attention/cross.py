@@ -12,10 +12,20 @@ from torch import Tensor, nn
 from lit_effattn.attention.feature_maps import EluFeatureMap, FeatureMap
 from lit_effattn.attention.heads import MultiHead
 from lit_effattn.attention.random_features import Features, FeatureSums, RandomFeatures
+from lit_effattn.hparams import check_probability
 from lit_effattn.ops.dot_product import dot_product_attention
 from lit_effattn.ops.favor.pytorch import Norms
 from lit_effattn.ops.linear.pytorch import key_sums, read_sums
-from lit_effattn.sequence import SequenceModule, State, accumulator, reads_values, valid_positions, without_padding
+from lit_effattn.sequence import (
+    SequenceModule,
+    State,
+    accumulator,
+    check_lengths,
+    reads_values,
+    valid_lengths,
+    valid_positions,
+    without_padding,
+)
 
 
 class SourceKeys(NamedTuple):
@@ -78,7 +88,7 @@ class CrossAttention(MultiHead, SequenceModule):
         d_qk: Width of all heads' queries and keys together. Default: E.
 
     Raises:
-        ValueError: `n_heads` does not divide `d_model`, or `d_qk`.
+        ValueError: If `n_heads` does not divide `d_model`, or `d_qk`.
     """
 
     takes_parts = True
@@ -87,22 +97,9 @@ class CrossAttention(MultiHead, SequenceModule):
         self, d_model: int, n_heads: int, d_source: int | None = None, *, bias: bool = True, d_qk: int | None = None
     ) -> None:
         super().__init__()
-        if n_heads < 1 or d_model < 1 or d_model % n_heads:
-            raise ValueError(
-                f"n_heads={n_heads} does not divide d_model={d_model}: each head has d_model / n_heads dimensions; "
-                "change one of them"
-            )
-        width = d_model if d_qk is None else d_qk
-        if width < 1 or width % n_heads:
-            raise ValueError(
-                f"d_qk={d_qk} is not a multiple of n_heads={n_heads}: heads have d_qk / n_heads dimensions; change one"
-            )
+        width = self._divide(d_model, n_heads, None, d_qk)
         self.d_input = self.d_model = d_model
         self.d_source = d_model if d_source is None else d_source
-        self.n_heads = n_heads
-        self.head_dim = d_model // n_heads
-        self.qk_dim = width // n_heads
-        """Dimensions of a head's queries and keys; its values have `head_dim`."""
         self.causal = True
         self.q_proj = nn.Linear(d_model, width, bias=bias)
         self.k_proj = nn.Linear(self.d_source, width, bias=bias)
@@ -145,13 +142,12 @@ class CrossAttention(MultiHead, SequenceModule):
                 effect. None: all are valid.
 
         Raises:
-            ValueError: An argument is invalid.
+            ValueError: If an argument is invalid.
         """
         check_source(self, source, lengths)
-        b, n, _ = source.shape
         source = without_padding(source, lengths)
         k, v = self._heads(self.k_proj(source)), self._heads(self.v_proj(source))  # (B, S, ·) -> (B, H, S, D_qk or D)
-        length = torch.full((b,), n, device=source.device) if lengths is None else lengths
+        length = valid_lengths(lengths, source)
         return self.keep(k, v, length, torch.ones_like(length, dtype=torch.bool))
 
     def forward(
@@ -187,7 +183,7 @@ class CrossAttention(MultiHead, SequenceModule):
         b, n, _ = source.shape
         k = self._heads(self.k_proj(without_padding(source, lengths))).to(full)  # (B, S, E) -> (B, H, S, D_qk)
         q = self._heads(self.q_proj(x)).to(full)  # (B, N, E) -> (B, H, N, D_qk)
-        length = torch.full((b,), n, device=x.device) if lengths is None else lengths
+        length = valid_lengths(lengths, source)
         unit = torch.eye(n, device=x.device, dtype=full).expand(b, self.n_heads, n, n)
         weights = self.read(q, self.keep(k, unit, length, torch.ones_like(length, dtype=torch.bool)))
         return weights.masked_fill(~valid_positions(length, n)[:, None, None], 0)
@@ -230,8 +226,7 @@ class SoftmaxCrossAttention(CrossAttention):
         d_qk: int | None = None,
     ) -> None:
         super().__init__(d_model, n_heads, d_source, bias=bias, d_qk=d_qk)
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout={dropout} is not a probability from 0 to below 1")
+        check_probability(dropout=dropout)
         self.dropout = dropout
 
     def initial_state(
@@ -444,7 +439,7 @@ def check_source(module: Any, source: Tensor, lengths: Tensor | None) -> None:
     """Check the arguments of `remember`.
 
     Raises:
-        ValueError: An argument is invalid. The message names it, its value and what was expected.
+        ValueError: If an argument is invalid. The message names it, its value and what was expected.
     """
     name = type(module).__name__
     if source.dim() != 3 or source.size(-1) != module.d_source or source.size(1) == 0:
@@ -452,15 +447,7 @@ def check_source(module: Any, source: Tensor, lengths: Tensor | None) -> None:
             f"{name}: source has shape {tuple(source.shape)}; expected (batch, length, {module.d_source}) and at least "
             "one position"
         )
-    if lengths is None:
-        return
-    if lengths.shape != source.shape[:1] or lengths.is_floating_point():
-        raise ValueError(
-            f"{name}: lengths is {lengths.dtype} of shape {tuple(lengths.shape)}; expected integers of shape "
-            f"({source.size(0)},)"
-        )
-    if reads_values(lengths) and not 0 <= int(lengths.min()) <= int(lengths.max()) <= source.size(1):
-        raise ValueError(f"{name}: lengths is {lengths.tolist()}; expected values from 0 to {source.size(1)}")
+    check_lengths(name, lengths, source)
 
 
 def sources(state: State) -> Iterator[Any]:

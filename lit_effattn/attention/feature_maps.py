@@ -47,8 +47,8 @@ class EluFeatureMap(FeatureMap):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `x`."""
-        found: Tensor = _Elu.apply(x)
-        return found
+        phi: Tensor = _Elu.apply(x)
+        return phi
 
 
 class _Elu(torch.autograd.Function):
@@ -112,7 +112,7 @@ class HedgehogFeatureMap(FeatureMap):
             `WindowedLinearAttention` adds nothing, since its denominators have a softmax term.
 
     Raises:
-        ValueError: `eps` is not positive.
+        ValueError: If `eps` is not positive.
     """
 
     def __init__(self, head_dim: int, eps: float = 1e-12) -> None:

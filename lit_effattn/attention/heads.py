@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from lit_effattn.hparams import check_at_least
+
 
 class MultiHead:
-    """What self-attention and cross-attention know of their heads."""
+    """The heads of self-attention and cross-attention."""
 
     n_heads: int
     """Heads H that this process computes: all, unless `keep_heads` was called."""
+
+    head_dim: int
+    """Dimensions D of a head's values."""
+
+    qk_dim: int
+    """Dimensions of a head's queries and keys."""
 
     heads: slice | None = None
     """Which of all heads these are. None: all."""
@@ -20,13 +28,35 @@ class MultiHead:
     In the kind's state, tensors of two or more dimensions are then (B, H, …).
     """
 
+    def _divide(self, d_model: int, n_heads: int, head_dim: int | None, d_qk: int | None) -> int:
+        """Set the sizes of the heads, and return the width of all heads' queries together.
+
+        Raises:
+            ValueError: If a width is not positive, or `n_heads` does not divide it.
+        """
+        if n_heads < 1 or d_model < 1 or (head_dim is None and d_model % n_heads):
+            raise ValueError(
+                f"n_heads={n_heads} does not divide d_model={d_model}: each head has d_model / n_heads dimensions; "
+                "change one of them"
+            )
+        check_at_least(1, "leave it out for d_model / n_heads", head_dim=head_dim)
+        self.n_heads = n_heads
+        self.head_dim = d_model // n_heads if head_dim is None else head_dim
+        width = n_heads * self.head_dim if d_qk is None else d_qk
+        if width < 1 or width % n_heads:
+            raise ValueError(
+                f"d_qk={d_qk} is not a multiple of n_heads={n_heads}: heads have d_qk / n_heads dimensions; change one"
+            )
+        self.qk_dim = width // n_heads
+        return width
+
     def keep_heads(self, rank: int, size: int) -> None:
         """Compute part `rank` of `size` equal parts of the heads, which are also those of the state.
 
         The caller divides the projections: this process's give and take the dimensions of its heads.
 
         Raises:
-            ValueError: the kind does not support it, or `size` does not divide the heads.
+            ValueError: If the kind does not support it, or `size` does not divide the heads.
         """
         for option in ("n_heads", "n_kv_heads"):
             if getattr(self, option, size) % size:

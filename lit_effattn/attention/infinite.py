@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from lit_effattn.attention.cache import newest
 from lit_effattn.attention.long_term_memory import InfiniteMemory, LongTermMemory, Sampling, whole_segments
 from lit_effattn.attention.transformer_xl import TransformerXLAttention, slots_used
+from lit_effattn.hparams import check_at_least
 from lit_effattn.ops.continuous import Grid, gaussian
 from lit_effattn.ops.relative import furthest, relative_attention, relative_shift
-from lit_effattn.sequence import SequenceModule, State, accumulator, without_padding
+from lit_effattn.sequence import SequenceModule, State, accumulator, valid_lengths, without_padding
 
 Writes = Literal["evicted", "segment"]
 ShortTerm = Literal["transformer_xl", "softmax"]
@@ -167,10 +168,8 @@ class InfiniteAttention(TransformerXLAttention):
         )
         if not causal:
             raise ValueError("causal=False: InfiniteAttention remembers past positions, so it needs causal=True")
-        least = {"segment_len": (segment_len, 1), "n_basis": (n_basis, 0), "n_samples": (n_samples, 1)}
-        for name, (value, fewest) in (least | {"n_bins": (n_bins, 1)}).items():
-            if value < fewest:
-                raise ValueError(f"{name}={value} must be at least {fewest}")
+        check_at_least(1, segment_len=segment_len, n_samples=n_samples, n_bins=n_bins)
+        check_at_least(0, n_basis=n_basis)
         if not widths or not all(0 < width < math.inf for width in widths):
             raise ValueError(f"widths={widths} must hold at least one width of the basis functions, all above 0")
         if n_basis % len(widths):
@@ -248,7 +247,7 @@ class InfiniteAttention(TransformerXLAttention):
         self.check(x, state, lengths)
         x = without_padding(x, lengths)
         before = self.initial_state(len(x), device=x.device, dtype=x.dtype) if state is None else state
-        seen = torch.full_like(before.length, x.size(1)) if lengths is None else lengths
+        seen = valid_lengths(lengths, x)
         m = slots_used(before.length, self._reach)
         inputs = torch.cat([before.inputs[:, self._reach - m :].to(x.dtype), x], 1)  # (B, M + N, E)
         x, normed = self._normed(x), self._normed(inputs)
@@ -288,19 +287,19 @@ class InfiniteAttention(TransformerXLAttention):
 
     def _softmax(self, q: Tensor, k: Tensor, v: Tensor, first: Tensor) -> Tensor:
         """Attend from q_i to the keys `first_i` (B, N) to M + i: (B, H, N, D), (B, H, M + N, D) -> (B, H, N, D)."""
-        n, m, found = q.size(2), k.size(2) - q.size(2), []
+        n, m, results = q.size(2), k.size(2) - q.size(2), []
         for start in range(0, n, self.chunk_size):
             end = min(start + self.chunk_size, n)
             low = max(0, m + start - self._reach)  # no query of the chunk sees an earlier key
             slot, last = torch.arange(low, m + end, device=q.device), torch.arange(m + start, m + end, device=q.device)
             seen = (slot >= first[:, start:end, None]) & (slot <= last[:, None])  # (B, C, K)
             keys, values = (t[:, :, low : m + end] for t in (k, v))
-            found.append(
+            results.append(
                 F.scaled_dot_product_attention(
                     q[:, :, start:end], keys, values, seen[:, None], dropout_p=self._dropout_now
                 )
             )
-        return torch.cat(found, 2)
+        return torch.cat(results, 2)
 
     def _near_few(self, q: Tensor, inputs: Tensor, first: Tensor) -> Tensor:
         """Compute `_short_term` with (W_kᵀ q) · x instead of q · (W_k x), and W_v (Σ w x) instead of Σ w (W_v x).
@@ -321,7 +320,7 @@ class InfiniteAttention(TransformerXLAttention):
             bias = self.k_proj.bias.to(q.dtype).view(self.n_heads, -1, 1)
             scores = scores + content @ bias * self.head_dim**-0.5
         x = inputs.to(q.dtype)[:, None].expand(-1, self.n_heads, -1, -1)  # (B, H, M + N, E)
-        found = F.scaled_dot_product_attention(
+        results = F.scaled_dot_product_attention(
             torch.einsum("bhnd,hde->bhne", content, key),
             x,
             x,
@@ -329,7 +328,7 @@ class InfiniteAttention(TransformerXLAttention):
             dropout_p=self._dropout_now,
             scale=self.head_dim**-0.5,
         )
-        y = torch.einsum("bhne,hde->bhnd", found, value)
+        y = torch.einsum("bhne,hde->bhnd", results, value)
         return y if self.v_proj.bias is None else y + self.v_proj.bias.to(y.dtype).view(self.n_heads, 1, -1)
 
     def _is_step(self, q: Tensor) -> bool:
@@ -433,13 +432,13 @@ class InfiniteAttention(TransformerXLAttention):
             (B, H, N, T), in float32 or more; 0 in padding and while nothing has been written.
 
         Raises:
-            ValueError: there is no signal, or an argument is invalid: see `check`.
+            ValueError: If there is no signal, or an argument is invalid: see `check`.
         """
         memory = self._memory
         self.check(x, state, lengths)
         x = without_padding(x, lengths)
         state = self.initial_state(len(x), device=x.device, dtype=x.dtype) if state is None else state
-        found = []
+        results = []
         for i, position in enumerate(x.split(1, 1)):
             now = torch.ones_like(state.length) if lengths is None else (i < lengths).long()  # (B,), 0 in padding
             attends = (whole_segments(state.length - self._delay, self.segment_len) > 0) & (now > 0)
@@ -449,8 +448,8 @@ class InfiniteAttention(TransformerXLAttention):
             _, after = memory(normed, written, state, now, delay=self._delay, training=self.training)
             held = newest(inputs, self._reach + now, self._reach, dim=1).to(state.inputs.dtype)
             state = after._replace(inputs=held, length=state.length + now)
-            found.append(self.density(position, state, times).masked_fill(~attends[:, None, None, None], 0))
-        return torch.cat(found, 2)
+            results.append(self.density(position, state, times).masked_fill(~attends[:, None, None, None], 0))
+        return torch.cat(results, 2)
 
     def _terms(self, q: Tensor, k: Tensor, distance: Tensor) -> tuple[Tensor, ...]:
         """See `TransformerXLAttention._terms`; softmax attention has the first."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lit_effattn.attention.base import Attention
 from lit_effattn.attention.feature_maps import EluFeatureMap, FeatureMap
+from lit_effattn.hparams import check_at_least
 from lit_effattn.ops.linear.dispatch import elu_linear_attention, use_kernels
 from lit_effattn.ops.linear.pytorch import (
     causal_linear_attention,
@@ -18,7 +19,7 @@ from lit_effattn.ops.linear.pytorch import (
     linear_attention_step,
     linear_attention_weights,
 )
-from lit_effattn.sequence import accumulator, may_overwrite, valid_positions
+from lit_effattn.sequence import accumulator, may_overwrite, valid_lengths, valid_positions
 
 
 class LinearState(NamedTuple):
@@ -90,8 +91,7 @@ class LinearAttention(Attention):
             qk_norm=qk_norm,
             qk_norm_eps=qk_norm_eps,
         )
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size={chunk_size} is not positive; 32 to 128 are fast")
+        check_at_least(1, "32 to 128 are fast", chunk_size=chunk_size)
         self.feature_map = feature_map(self.qk_dim)
         self.feature_map.for_heads(n_heads)
         self.divides_heads = next(self.feature_map.parameters(), None) is None  # some have them for each head
@@ -140,11 +140,10 @@ class LinearAttention(Attention):
 
     def summarise(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> LinearState:
         """Return the sums over keys and values: see `Attention.summarise`."""
-        b, _, n, _ = k.shape
         full = accumulator(k.dtype)
         with torch.autocast(k.device.type, enabled=False):
             s, z = key_sums(self._keys(k, lengths), v.to(full))
-        return LinearState(s, z, torch.full((b,), n, device=k.device) if lengths is None else lengths)
+        return LinearState(s, z, valid_lengths(lengths, k, 2))
 
     def combine_states(self, before: LinearState, after: LinearState) -> LinearState:
         """Add the sums: see `Attention.combine_states`."""

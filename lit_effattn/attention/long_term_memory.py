@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_effattn.attention.transformer_xl import gather_rows
+from lit_effattn.attention.cache import gather
 from lit_effattn.ops.continuous import (
     Grid,
     basis_of,
@@ -117,7 +117,7 @@ class LongTermMemory:
 
         B ← fit(X̄ at n_samples times → [0, τ], the gated segment → [τ, 1])                                (section 3.2)
 
-    It is no module: its parameters belong to the attention, under the names that checkpoints have.
+    This class is not a module: its parameters belong to the attention, under the names that checkpoints have.
 
     Args:
         n_heads: Heads H.
@@ -224,7 +224,7 @@ class LongTermMemory:
         if low == high:
             return self._nothing(q), state
 
-        queries = gather_rows(q, groups.positions[:, low:high].flatten(1).clamp(max=n - 1))  # (B, H, G P, D)
+        queries = gather(q, groups.positions[:, low:high].flatten(1).clamp(max=n - 1))  # (B, H, G P, D)
         queries = queries.unflatten(2, (-1, room)).transpose(1, 2)  # (B, G, H, P, D)
         together = 1 if self.sticky else max(1, _TOGETHER // room)  # a sticky update needs the histogram so far
         first = max(low, 1)  # the first group before which a segment is written
@@ -247,9 +247,9 @@ class LongTermMemory:
         state = state._replace(loss=self.kl_weight * state.loss / (self.n_heads * count))
         if first == high:  # nothing was written
             out[0] = out[0] + self._nothing(out[0])
-        found = out[0] if len(out) == 1 else torch.cat(out, 1)  # (B, G, H, P, D)
+        heads = out[0] if len(out) == 1 else torch.cat(out, 1)  # (B, G, H, P, D)
         place = (groups.place - low * room).clamp(max=(high - low) * room - 1)
-        y = gather_rows(found.transpose(1, 2).flatten(2, 3), place)  # (B, H, N, D)
+        y = gather(heads.transpose(1, 2).flatten(2, 3), place)  # (B, H, N, D)
         return (y.masked_fill((groups.place < room)[:, None, :, None], 0) if low else y), state
 
     def _fits(self, inputs: Tensor, end: Tensor, first: Tensor) -> tuple[Tensor, ...]:

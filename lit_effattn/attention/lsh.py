@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lit_effattn.attention.base import Attention
 from lit_effattn.attention.cache import append
+from lit_effattn.hparams import check_at_least
 from lit_effattn.ops.lsh import (
     attend_in_chunks,
     attend_recent,
@@ -21,7 +22,7 @@ from lit_effattn.ops.lsh import (
     sorted_chunks,
     weights_by_places,
 )
-from lit_effattn.sequence import accumulator, may_overwrite, valid_positions, without_padding
+from lit_effattn.sequence import accumulator, may_overwrite, valid_lengths, valid_positions, without_padding
 
 
 class LSHCache(NamedTuple):
@@ -81,7 +82,7 @@ class LSHAttention(Attention):
         bias: Whether the projections have a bias.
 
     Raises:
-        ValueError: an option is out of its range.
+        ValueError: If an option is out of its range.
     """
 
     lacks: ClassVar = {"k_proj": "its keys are its queries, normalised (shared q/k, Kitaev et al. 2020, section 2)"}
@@ -101,15 +102,13 @@ class LSHAttention(Attention):
         bias: bool = True,
     ) -> None:
         super().__init__(d_model, n_heads, causal, bias=bias)
-        if n_hashes < 1:
-            raise ValueError(f"n_hashes={n_hashes} is not positive; 1 is the fastest, 4 to 8 are usual")
+        check_at_least(1, "1 is the fastest, 4 to 8 are usual", n_hashes=n_hashes)
         if n_buckets < 1 or (n_buckets % 2 and n_buckets != 1):
             raise ValueError(
                 f"n_buckets={n_buckets}: buckets come in pairs, one for each direction of a rotated axis; choose an "
                 "even number, or 1 for no hashing"
             )
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size={chunk_size} is not positive; 16 to 128 are fast")
+        check_at_least(1, "16 to 128 are fast", chunk_size=chunk_size)
         del self.k_proj  # keys are the queries
         self.n_hashes = n_hashes
         self.n_buckets = n_buckets
@@ -175,7 +174,7 @@ class LSHAttention(Attention):
         self, x: Tensor, v: Tensor, state: LSHCache | FixedLSHCache | None, buckets: Tensor, lengths: Tensor | None
     ) -> tuple[Tensor, LSHCache | FixedLSHCache]:
         b, _, n, _ = x.shape
-        seen = torch.full((b,), n, device=x.device) if lengths is None else lengths
+        seen = valid_lengths(lengths, x, 2)
         drawn = self.draws.repeat(b)
         if state is None:
             chunks, ranks, _, counts = ranked_chunks(buckets, self.n_buckets, self.chunk_size)
@@ -256,7 +255,7 @@ class LSHAttention(Attention):
         The arguments are those of `attention_weights`.
 
         Raises:
-            ValueError: an argument is invalid: see `check`.
+            ValueError: If an argument is invalid: see `check`.
         """
         self.check(x, state, lengths)
         q, k, _ = self.project(without_padding(x, lengths))
@@ -276,5 +275,5 @@ class LSHAttention(Attention):
         recent = recent_of(state.recent.unflatten(-1, (self.n_buckets, -1)), counts)
         index = recent.positions - state.length[:, None, None, None, None] + m
         index = torch.where(recent.seen, index, m).flatten(2)  # (B, H, R · n_buckets · 2C)
-        found = index.new_zeros(*index.shape[:2], m + 1, dtype=torch.bool)
-        return found.scatter_(2, index, True)[..., :m]
+        mask = index.new_zeros(*index.shape[:2], m + 1, dtype=torch.bool)
+        return mask.scatter_(2, index, True)[..., :m]

@@ -25,7 +25,7 @@ from lit_effattn.ops.linear.pytorch import (
     linear_attention_step,
     linear_attention_weights,
 )
-from lit_effattn.sequence import accumulator, may_overwrite, reads_values, valid_positions
+from lit_effattn.sequence import accumulator, may_overwrite, reads_values, valid_lengths, valid_positions
 
 
 class PerformerState(NamedTuple):
@@ -157,13 +157,13 @@ class PerformerAttention(Attention):
         phi, (b, _, n, _) = self.feature_map, q.shape
         with torch.autocast(q.device.type, enabled=False):
             full = accumulator(q.dtype)
-            there = None if lengths is None else valid_positions(lengths, n)[:, None]  # (B, 1, N)
+            valid = None if lengths is None else valid_positions(lengths, n)[:, None]  # (B, 1, N)
             if not self.causal:
-                return self._all(q.to(full), k.to(full), v.to(full), there).to(v.dtype), None
+                return self._all(q.to(full), k.to(full), v.to(full), valid).to(v.dtype), None
             state = self.initial_state(b, device=q.device, dtype=full) if state is None else self._current(state)
             sums = state.s.to(full), state.z.to(full), state.m.to(full)
             if isinstance(state, StabilisedPerformerState):
-                log_q, log_k, top = self._plus_eps(q.to(full), k.to(full), there, state.top.to(full))
+                log_q, log_k, top = self._plus_eps(q.to(full), k.to(full), valid, state.top.to(full))
                 if n == 1:
                     y, s, z, m = favor_step(log_q, log_k, v.to(full), *sums, in_place=may_overwrite())
                 else:
@@ -172,18 +172,18 @@ class PerformerAttention(Attention):
             elif phi.in_log_space and n > 1 and use_kernels(q, v, phi.n_features):
                 y, s, z, m = positive_favor(q, k, v, phi.directions(full), *sums, lengths, scale=self.head_dim**-0.25)
             else:
-                y, s, z, m = self._sum(q.to(full), k.to(full), v.to(full), there, *sums)
+                y, s, z, m = self._sum(q.to(full), k.to(full), v.to(full), valid, *sums)
             length = state.length + (n if lengths is None else lengths)
             return y.to(v.dtype), state._replace(s=s, z=z, m=m, length=length)
 
     def _plus_eps(
-        self, q: Tensor, k: Tensor, there: Tensor | None, before: Tensor | None = None
+        self, q: Tensor, k: Tensor, valid: Tensor | None, before: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the logs of queries' and keys' features with `eps`, (B, H, N, F + 1), and M after the last, (B, H).
 
         `before` (B, H) is M before the first position. Each query sees the keys up to its own if causal, else all.
         """
-        log_k, top = self.feature_map.stabilised_keys(k, there)
+        log_k, top = self.feature_map.stabilised_keys(k, valid)
         if self.causal:
             top = top.cummax(2).values if top.size(2) > 1 else top  # (B, H, N); ONNX has no cumulative maximum
             top = top if before is None else torch.maximum(top, before[..., None])
@@ -192,34 +192,34 @@ class PerformerAttention(Attention):
         return self.feature_map.stabilised_queries(q, top), log_k, top[..., -1].clone()  # no view
 
     def _sum(
-        self, q: Tensor, k: Tensor, v: Tensor, there: Tensor | None, s: Tensor, z: Tensor, m: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, s: Tensor, z: Tensor, m: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Continue the sums over one or more positions."""
         phi = self.feature_map
         if phi.in_log_space:
             if q.size(2) == 1:
-                return favor_step(*self._features(q, k, there), v, s, z, m, in_place=may_overwrite())
+                return favor_step(*self._features(q, k, valid), v, s, z, m, in_place=may_overwrite())
             q, k, omega = phi.scaled(q), phi.scaled(k), phi.directions(q.dtype)
             offset = log_offset(k, phi.n_features)  # (B, H, N)
-            if there is not None:
-                offset = offset.masked_fill(~there, -torch.inf)
+            if valid is not None:
+                offset = offset.masked_fill(~valid, -torch.inf)
             return causal_favor(q, k, v, omega, offset, s, z, m, chunk_size=self.chunk_size)
-        features = self._features(q, k, there)
+        features = self._features(q, k, valid)
         if q.size(2) == 1:
             return *linear_attention_step(*features, v, s, z, eps=NOTHING_SEEN, in_place=may_overwrite()), m
         return *causal_linear_attention(*features, v, s, z, eps=NOTHING_SEEN, chunk_size=self.chunk_size), m
 
-    def _features(self, q: Tensor, k: Tensor, there: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _features(self, q: Tensor, k: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
         """Map (B, H, N, D) queries and keys to features (B, H, N, F), or to their logarithms."""
-        return self.feature_map.queries(q), self.feature_map.keys(k, there)
+        return self.feature_map.queries(q), self.feature_map.keys(k, valid)
 
-    def _all(self, q: Tensor, k: Tensor, v: Tensor, there: Tensor | None) -> Tensor:
-        """Attend from every query to every key where `there` is True."""
+    def _all(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> Tensor:
+        """Attend from every query to every key where `valid` is True."""
         if self.feature_map.stabilised:
-            return favor(*self._plus_eps(q, k, there)[:2], v)
+            return favor(*self._plus_eps(q, k, valid)[:2], v)
         if self.feature_map.in_log_space:
-            return favor(*self._features(q, k, there), v)
-        return linear_attention(*self._features(q, k, there), v, eps=NOTHING_SEEN)
+            return favor(*self._features(q, k, valid), v)
+        return linear_attention(*self._features(q, k, valid), v, eps=NOTHING_SEEN)
 
     def initial_state(
         self,
@@ -260,12 +260,11 @@ class PerformerAttention(Attention):
 
     def summarise(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> Sums:
         """Return the sums over keys and values: see `Attention.summarise`."""
-        b, _, n, _ = k.shape
         full = accumulator(k.dtype)
-        there = None if lengths is None else valid_positions(lengths, n)[:, None]  # (B, 1, N)
+        valid = None if lengths is None else valid_positions(lengths, k.size(2))[:, None]  # (B, 1, N)
         with torch.autocast(k.device.type, enabled=False):
-            sums = self.feature_map.sums(k.to(full), v.to(full), there)
-        return self._state(sums, torch.full((b,), n, device=k.device) if lengths is None else lengths)
+            sums = self.feature_map.sums(k.to(full), v.to(full), valid)
+        return self._state(sums, valid_lengths(lengths, k, 2))
 
     def combine_states(self, before: Sums, after: Sums) -> Sums:
         """Add the sums, scaled to the greater maximum: see `Attention.combine_states`.
@@ -300,13 +299,13 @@ class PerformerAttention(Attention):
         together, 0 if the features have been redrawn since. Trigonometric features may give negative weights.
         """
         n = q.size(2)
-        there = None if lengths is None else valid_positions(lengths, n)[:, None]  # (B, 1, N)
+        valid = None if lengths is None else valid_positions(lengths, n)[:, None]  # (B, 1, N)
         before = None if state is None else self._current(state)
         if self.feature_map.stabilised:
             top = before.top.to(q.dtype) if isinstance(before, StabilisedPerformerState) else None
-            q, k, _ = self._plus_eps(q, k, there, top)
+            q, k, _ = self._plus_eps(q, k, valid, top)
         else:
-            q, k = self._features(q, k, there)
+            q, k = self._features(q, k, valid)
         if not self.feature_map.in_log_space:
             z = None if before is None else before.z.to(q.dtype)
             return linear_attention_weights(q, k, z, causal=self.causal, eps=NOTHING_SEEN)

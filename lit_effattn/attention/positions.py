@@ -69,7 +69,7 @@ class LearnedPositions(Positions):
             which begin at its multiples. None: never.
 
     Raises:
-        ValueError: `period` is not positive.
+        ValueError: If `period` is not positive.
     """
 
     def __init__(self, width: int, max_len: int | None = None, period: int | None = None) -> None:
@@ -157,7 +157,7 @@ class RotaryPositions(Positions):
     def __init__(self, width: int, base: float = 10000.0) -> None:
         super().__init__(width)
         if width < 2:
-            raise ValueError(f"rotary positions rotate pairs of dimensions, but a head's width={width} is no pair")
+            raise ValueError(f"width={width} must be at least 2: rotary positions rotate pairs of a head's dimensions")
         self.base = base
 
     def forward(self, position: Tensor) -> Tensor:

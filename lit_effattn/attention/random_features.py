@@ -70,7 +70,7 @@ class RandomFeatures(nn.Module):
         eps: What is added to positive features (see `PerformerAttention`) or to ReLU features; None: 0 and 10⁻³.
 
     Raises:
-        ValueError: An option is out of its range.
+        ValueError: If an option is out of its range.
     """
 
     omega: Tensor

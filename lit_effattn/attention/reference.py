@@ -304,7 +304,7 @@ def basis(times: Tensor, centre: Tensor, width: Tensor) -> Tensor:
 
 
 def expected_basis(mean: Tensor, variance: Tensor, centre: Tensor, width: Tensor) -> Tensor:
-    """What a density reads of each basis function, Martins et al. 2022, section 2.2.
+    """The basis functions' expectations under a density, Martins et al. 2022, section 2.2.
 
         E_{τ ~ N(μ, σ²)}[ψ_j(τ)] = N(μ; μ_j, σ² + σ_j²)
 
@@ -397,7 +397,7 @@ def histogram(read: list[tuple[Tensor, Tensor]], n_bins: int) -> Tensor:
 
 
 def quantiles(mass: Tensor, levels: Tensor, *, left_edges: bool) -> Tensor:
-    """Where a histogram (B, n_bins) has the parts `levels` (M,) of its mass to the left: (B, M) times.
+    """The times (B, M) before which a histogram (B, n_bins) has the shares `levels` (M,) of its mass.
 
     A thousandth of the mass is spread evenly. With `left_edges`, as in the authors' code, nothing is spread, and a time
     is the left edge of its bin.
@@ -625,13 +625,13 @@ def lsh_attention(x: Tensor, v: Tensor, rotations: Tensor, *, chunk_size: int, c
     seen = torch.zeros(b, h, n, n, dtype=torch.bool)
     for row, head, rotation in itertools.product(range(b), range(h), rotations):
         seen[row, head] |= lsh_seen(x[row, head], rotation[head], chunk_size, causal)
-    others = seen & ~torch.eye(n, dtype=torch.bool)
-    seen = torch.where(others.any(-1, keepdim=True), others, seen)
+    rest = seen & ~torch.eye(n, dtype=torch.bool)
+    seen = torch.where(rest.any(-1, keepdim=True), rest, seen)
     return softmax_over(x @ (x / x.norm(dim=-1, keepdim=True)).mT / math.sqrt(d), seen) @ v
 
 
 def lsh_seen(x: Tensor, rotation: Tensor, chunk_size: int, causal: bool) -> Tensor:
-    """What one round sees, Kitaev et al. 2020, section 2 and appendix A: (N, D) vectors -> (N, N).
+    """The keys seen in one round, Kitaev et al. 2020, section 2 and appendix A: (N, D) vectors -> (N, N).
 
         P_i^r = {j: h_r(x_j) = h_r(x_i), chunk(i) − 1 ≤ chunk(j) ≤ chunk(i), j ≤ i if causal}
         h_r(x) = argmax [x R_r; −x R_r]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_effattn.attention.softmax import SoftmaxAttention
+from lit_effattn.hparams import check_at_least
 from lit_effattn.ops.shaw import shaw_attention, shaw_scores
 from lit_effattn.ops.window import untiled, window_tiles
 from lit_effattn.sequence import accumulator
@@ -32,7 +33,7 @@ class ShawAttention(SoftmaxAttention):
         bias: Whether the projections have a bias.
 
     Raises:
-        ValueError: an option is out of its range.
+        ValueError: If an option is out of its range.
     """
 
     takes_rotary = False
@@ -52,8 +53,7 @@ class ShawAttention(SoftmaxAttention):
         bias: bool = True,
     ) -> None:
         super().__init__(d_model, n_heads, causal, window=window, dropout=dropout, bias=bias)
-        if max_distance < 1:
-            raise ValueError(f"max_distance={max_distance} must be at least 1, to distinguish distances")
+        check_at_least(1, "1 distinguishes a position from earlier ones", max_distance=max_distance)
         self.max_distance = max_distance
         rows = max_distance + 1 if causal else 2 * max_distance + 1
         self.key_table = nn.Parameter(torch.empty(rows, self.head_dim))
@@ -77,7 +77,7 @@ class ShawAttention(SoftmaxAttention):
             mask = distance[:, None] <= 0
         return self._relative(q, k, v, distance, mask)
 
-    def _see_window(self, q: Tensor, k: Tensor, v: Tensor, window: int, past: Tensor | None) -> Tensor:
+    def _see_window(self, q: Tensor, k: Tensor, v: Tensor, past: Tensor | None, window: int) -> Tensor:
         b, _, n, _ = q.shape
         q, k, v, mask = window_tiles(q, k, v, window, past)
         r = torch.arange(q.size(2), device=q.device)[:, None]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lit_effattn.attention.base import Attention, softmax_over
-from lit_effattn.attention.cache import append, check_room, latest, newest, newest_of_both, write
+from lit_effattn.attention.cache import append, check_room, gather, latest, newest, newest_of_both, write
+from lit_effattn.hparams import check_at_least, check_probability
 from lit_effattn.ops.dot_product import dot_product_attention, in_groups_of_queries
-from lit_effattn.ops.sparse import gather_rows
 from lit_effattn.ops.window import windowed_attention
-from lit_effattn.sequence import reads_values, valid_positions
+from lit_effattn.sequence import reads_values, valid_lengths, valid_positions
 
 
 class KeyValueCache(NamedTuple):
@@ -110,12 +112,10 @@ class SoftmaxAttention(Attention):
             qk_norm=qk_norm,
             qk_norm_eps=qk_norm_eps,
         )
-        if window is not None and window < 1:
-            raise ValueError(f"window={window} must be at least 1: it includes the position itself")
+        check_at_least(1, "it includes the position itself", window=window)
+        check_probability(dropout=dropout)
         if window is not None and not causal:
             raise ValueError(f"window={window} needs causal=True; leave it out if causal=False")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout={dropout} is not a probability from 0 to below 1")
         self.window = window
         self.dropout = dropout
 
@@ -126,14 +126,14 @@ class SoftmaxAttention(Attention):
         n = q.size(2)
         if not self.causal:
             return self._see(q, k, v, None if lengths is None else _key_mask(lengths, n)), None
-        seen = torch.full(q.shape[:1], n, device=q.device) if lengths is None else lengths
+        seen = valid_lengths(lengths, q, 2)
         if self.window is not None:
             if isinstance(state, RingCache):
                 if n == 1:
                     return self._step(q, k, v, state, lengths, self.window)
                 return self._attend_ring(q, k, v, state, seen, self.window)
             assert state is None or isinstance(state, WindowCache)
-            return self._attend_window(q, k, v, state, seen, self.window)
+            return attend_window(partial(self._see_window, window=self.window), q, k, v, state, seen, self.window)
         if state is None:
             # A padded key comes after every valid query, so the causal mask hides it.
             return self._see(q, k, v), KeyValueCache(k, v, seen)
@@ -169,23 +169,9 @@ class SoftmaxAttention(Attention):
         mask = torch.arange(keys.size(2), device=q.device) <= position[..., None]  # (B, N, M)
         return self._see(q, keys.to(q.dtype), values.to(q.dtype), mask[:, None], position)
 
-    def _see_window(self, q: Tensor, k: Tensor, v: Tensor, window: int, past: Tensor | None) -> Tensor:
+    def _see_window(self, q: Tensor, k: Tensor, v: Tensor, past: Tensor | None, window: int) -> Tensor:
         """Attend from each query to the `window` newest keys: see `windowed_attention`."""
         return windowed_attention(q, k, v, window, past=past, dropout=self._dropout_now)
-
-    def _attend_window(
-        self, q: Tensor, k: Tensor, v: Tensor, state: WindowCache | None, seen: Tensor, window: int
-    ) -> tuple[Tensor, WindowCache]:
-        past, before = None, torch.zeros_like(seen)
-        m = 0
-        if state is not None:
-            before, m = state.length, state.keys.size(2)
-            past = before.clamp(max=m)
-            k = torch.cat([state.keys.to(k.dtype), k], 2)  # (B, H, M + N, D)
-            v = torch.cat([state.values.to(v.dtype), v], 2)
-        y = self._see_window(q, k, v, window, past)
-        keys, values = (newest(t, seen + m, window - 1, dim=2) for t in (k, v))
-        return y, WindowCache(keys, values, before + seen)
 
     def _attend_ring(
         self, q: Tensor, k: Tensor, v: Tensor, state: RingCache, seen: Tensor, window: int
@@ -196,12 +182,12 @@ class SoftmaxAttention(Attention):
             check_room(slots, state.length, seen)
         m = min(slots, window - 1)
         earlier = (torch.arange(-m, 0, device=q.device) + length) % slots  # (B, M)
-        k = torch.cat([gather_rows(state.keys, earlier[:, None]).to(k.dtype), k], 2)  # (B, H, M + N, D)
-        v = torch.cat([gather_rows(state.values, earlier[:, None]).to(v.dtype), v], 2)
-        y = self._see_window(q, k, v, window, state.length.clamp(max=m))
+        k = torch.cat([gather(state.keys, earlier).to(k.dtype), k], 2)  # (B, H, M + N, D)
+        v = torch.cat([gather(state.values, earlier).to(v.dtype), v], 2)
+        y = self._see_window(q, k, v, state.length.clamp(max=m), window=window)
         # A position before the first of `k` is outside all later windows, so its slot may hold anything.
-        index = (latest(state.length + seen, slots) - length + m).clamp(min=0)[:, None]  # (B, 1, slots)
-        keys, values = (gather_rows(t, index).to(state.keys.dtype) for t in (k, v))
+        index = latest(state.length + seen, slots) - length + m  # (B, slots)
+        keys, values = (gather(t, index).to(state.keys.dtype) for t in (k, v))
         return y, RingCache(keys, values, state.length + seen)
 
     def _step(
@@ -249,7 +235,7 @@ class SoftmaxAttention(Attention):
 
     def summarise(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> KeyValueCache | WindowCache:
         """Return the keys and values, or with a window the newest: see `Attention.summarise`."""
-        seen = torch.full(k.shape[:1], k.size(2), device=k.device) if lengths is None else lengths
+        seen = valid_lengths(lengths, k, 2)
         if self.window is None:
             return KeyValueCache(k, v, seen)
         keys, values = (newest(t, seen, self.window - 1, dim=2) for t in (k, v))
@@ -283,9 +269,31 @@ class SoftmaxAttention(Attention):
         """Return the scores (B, H, N, M) of keys at `distance` (1, N, M) from the queries."""
         return q @ k.mT * self.qk_dim**-0.5
 
-    @property
-    def _dropout_now(self) -> float:
-        return self.dropout if self.training else 0.0
+
+def attend_window(
+    see: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, state: WindowCache | None, seen: Tensor, window: int
+) -> tuple[Tensor, WindowCache]:
+    """Attend to the `window` newest keys, and keep those that the next position may see.
+
+    Args:
+        see: Computes the outputs from queries (B, H, N, D), keys and values (B, H_kv, M + N, D), and `past`, the number
+            of valid earlier keys (B,), or None: see `windowed_attention`.
+        q: (B, H, N, D).
+        k: (B, H_kv, N, D).
+        v: (B, H_kv, N, D).
+        state: State before the first position, or None.
+        seen: (B,), valid positions.
+        window: Number of keys that a position sees, its own included.
+    """
+    past, before, m = None, torch.zeros_like(seen), 0
+    if state is not None:
+        before, m = state.length, state.keys.size(2)
+        past = before.clamp(max=m)
+        k = torch.cat([state.keys.to(k.dtype), k], 2)  # (B, H_kv, M + N, D)
+        v = torch.cat([state.values.to(v.dtype), v], 2)
+    y = see(q, k, v, past=past)
+    keys, values = (newest(t, seen + m, window - 1, dim=2) for t in (k, v))
+    return y, WindowCache(keys, values, before + seen)
 
 
 def earlier_keys(state: SoftmaxState, window: int | None) -> Tensor:
@@ -298,7 +306,7 @@ def earlier_keys(state: SoftmaxState, window: int | None) -> Tensor:
     if isinstance(state, WindowCache):
         return state.keys[:, :, slots - m :]
     slot = (state.length[:, None] + torch.arange(-m, 0, device=state.keys.device)) % max(slots, 1)  # (B, M)
-    return gather_rows(state.keys, slot[:, None])
+    return gather(state.keys, slot)
 
 
 def _key_mask(lengths: Tensor, n: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -10,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lit_effattn.attention.base import Attention, softmax_over
-from lit_effattn.attention.cache import append, check_room, newest, write
-from lit_effattn.attention.softmax import FixedCache, KeyValueCache, WindowCache, earlier_keys
+from lit_effattn.attention.cache import append, check_room, write
+from lit_effattn.attention.softmax import FixedCache, KeyValueCache, WindowCache, attend_window, earlier_keys
+from lit_effattn.hparams import check_at_least, check_probability
 from lit_effattn.ops.sparse import fixed_attention, gather_rows, strided_attention, summary_positions
 from lit_effattn.ops.window import windowed_attention
-from lit_effattn.sequence import may_overwrite, reads_values, valid_positions
+from lit_effattn.sequence import may_overwrite, reads_values, valid_lengths, valid_positions
 
 Pattern = Literal["strided", "fixed"]
 Combination = Literal["merged", "heads", "local", "distant"]
@@ -81,7 +83,7 @@ class SparseAttention(Attention):
         d_qk: Width of all heads' queries and keys together. Default: E. Another width replaces D in √D by d_qk / H.
 
     Raises:
-        ValueError: An option is out of range, or has no meaning with another.
+        ValueError: If an option is out of range, or has no meaning with another.
     """
 
     def __init__(
@@ -107,8 +109,7 @@ class SparseAttention(Attention):
         ):
             if value not in known:
                 raise ValueError(f"{name}={value!r} is not one of {known}")
-        if stride < 1:
-            raise ValueError(f"stride={stride} is not positive; about √N costs least")
+        check_at_least(1, "about √N costs least", stride=stride)
         if pattern == "strided" and (summary is not None or distinct or num_verts is not None):
             raise ValueError(
                 f"summary={summary}, distinct={distinct}, num_verts={num_verts} with pattern='strided', which has no "
@@ -127,17 +128,16 @@ class SparseAttention(Attention):
                 f"summary={summary} columns in a block of stride={stride} positions; choose from 1 to {stride}"
             )
         if verts * columns > stride:
-            said = f"distinct=True with n_heads={n_heads}" if distinct else f"num_verts={num_verts}"
+            option = f"distinct=True with n_heads={n_heads}" if distinct else f"num_verts={num_verts}"
             raise ValueError(
-                f"{said}, summary={columns}, stride={stride}: the heads' summary columns take {verts * columns} "
+                f"{option}, summary={columns}, stride={stride}: the heads' summary columns take {verts * columns} "
                 f"positions of a block of {stride}; lower summary or raise stride"
             )
         if combine == "heads" and n_heads < 2:
             raise ValueError(
                 f"combine='heads' with n_heads={n_heads}; it divides two sets of keys among at least 2 heads"
             )
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout={dropout} is not a probability from 0 to below 1")
+        check_probability(dropout=dropout)
         self._said_that_all_is_covered = False
         self.pattern, self.stride, self.summary = pattern, stride, columns
         self.combine, self.num_verts, self.dropout = combine, verts, dropout
@@ -206,13 +206,14 @@ class SparseAttention(Attention):
             if not self.causal:
                 see = self._see_strided if self.pattern == "strided" else self._see_fixed
                 return see(q, k, v, lengths=lengths), None
-            seen = torch.full(q.shape[:1], q.size(2), device=q.device) if lengths is None else lengths
+            seen = valid_lengths(lengths, q, 2)
             if self.pattern == "fixed":
                 assert state is None or isinstance(state, SummaryCache | FixedSummaryCache)
                 return self._attend_fixed(q, k, v, state, seen, lengths)
             if self.combine == "local":
                 assert state is None or isinstance(state, WindowCache)
-                return self._attend_window(q, k, v, state, seen)
+                see = partial(windowed_attention, window=self.stride, dropout=self._dropout_now)
+                return attend_window(see, q, k, v, state, seen, self.stride)
             assert state is None or isinstance(state, KeyValueCache | FixedCache)
             return self._attend_strided(q, k, v, state, seen, lengths)
 
@@ -224,20 +225,6 @@ class SparseAttention(Attention):
                 f"choose a stride near √N, such as {round(n**0.5)}",
                 stacklevel=2,
             )
-
-    def _attend_window(
-        self, q: Tensor, k: Tensor, v: Tensor, state: WindowCache | None, seen: Tensor
-    ) -> tuple[Tensor, WindowCache]:
-        """Attend to the strided local set alone. The state holds the newest l − 1 keys and values."""
-        past, before, m = None, torch.zeros_like(seen), 0
-        if state is not None:
-            before, m = state.length, state.keys.size(2)
-            past = before.clamp(max=m)
-            k = torch.cat([state.keys.to(k.dtype), k], 2)  # (B, H, M + N, D)
-            v = torch.cat([state.values.to(v.dtype), v], 2)
-        y = windowed_attention(q, k, v, self.stride, past=past, dropout=self._dropout_now)
-        keys, values = (newest(t, seen + m, self.stride - 1, dim=2) for t in (k, v))
-        return y, WindowCache(keys, values, before + seen)
 
     def _attend_strided(
         self,
@@ -371,11 +358,6 @@ class SparseAttention(Attention):
             return [(self._local, True, False), (self._distant, False, True)]
         return [(slice(0, self.n_heads), self.combine != "distant", self.combine != "local")]
 
-    @property
-    def _dropout_now(self) -> float:
-        """Return the probability of dropout: 0 in evaluation."""
-        return self.dropout if self.training else 0.0
-
     def compute_weights(self, q: Tensor, k: Tensor, state: SparseState | None, lengths: Tensor | None) -> Tensor:
         """Return the softmax over A_i: see `Attention.compute_weights`."""
         if state is not None:
@@ -394,7 +376,7 @@ class SparseAttention(Attention):
             (B, H, N, M) booleans, False in padding.
 
         Raises:
-            ValueError: an argument is invalid: see `check`.
+            ValueError: If an argument is invalid: see `check`.
         """
         self.check(x, state, lengths)
         m = 0 if state is None else self._earlier_keys(state).size(2)
@@ -457,8 +439,8 @@ def _with_block(stored: Tensor, new: Tensor, start: Tensor, seen: Tensor) -> Ten
     last = (start + seen - 1)[:, None]  # (B, 1)
     position = last - (last - torch.arange(stride, device=new.device)) % stride  # (B, stride), the newest in each slot
     offset = position - start[:, None]
-    fresh = (offset >= 0)[:, None, :, None]  # (B, 1, stride, 1)
-    return torch.where(fresh, gather_rows(new, offset.clamp(0, n - 1)[:, None]), stored)
+    new_slot = (offset >= 0)[:, None, :, None]  # (B, 1, stride, 1)
+    return torch.where(new_slot, gather_rows(new, offset.clamp(0, n - 1)[:, None]), stored)
 
 
 def _with_summaries(
@@ -478,12 +460,12 @@ def _with_summaries(
     new = new.to(stored.dtype)
     if n == 1 and may_overwrite():
         slot = (start // stride * c)[:, None, None] + torch.arange(c, device=new.device)  # (B, 1, C)
-        fresh = (start % stride)[:, None, None] == columns  # (B, H or 1, C)
+        new_slot = (start % stride)[:, None, None] == columns  # (B, H or 1, C)
         if lengths is not None:
             slot = slot.clamp(max=stored.size(2) - 1)  # padding may be beyond the last
-            fresh = fresh & (lengths > 0)[:, None, None]
+            new_slot = new_slot & (lengths > 0)[:, None, None]
         index = slot[..., None].expand(-1, new.size(1), -1, new.size(3))  # (B, H, C, D)
-        return stored.scatter_(2, index, torch.where(fresh[..., None], new, stored.gather(2, index)))
+        return stored.scatter_(2, index, torch.where(new_slot[..., None], new, stored.gather(2, index)))
     offset = summary_positions(columns, stride, stored.size(2) // c) - start[:, None, None]  # (B, H or 1, S)
-    fresh = offset >= 0  # also slots that are not reached yet: they are overwritten later
-    return torch.where(fresh[..., None], gather_rows(new, offset.clamp(0, n - 1)), stored)
+    new_slot = offset >= 0  # also slots that are not reached yet: they are overwritten later
+    return torch.where(new_slot[..., None], gather_rows(new, offset.clamp(0, n - 1)), stored)

@@ -10,9 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_effattn.attention.base import Attention, softmax_over
-from lit_effattn.attention.cache import check_room, latest, newest, newest_of_both, write
+from lit_effattn.attention.cache import check_room, gather, latest, newest, newest_of_both, write
+from lit_effattn.hparams import check_at_least, check_probability
 from lit_effattn.ops.relative import attention_by_distance, furthest, relative_attention, sinusoids
-from lit_effattn.sequence import State, accumulator, parts, reads_values, valid_positions, without_padding
+from lit_effattn.sequence import (
+    State,
+    accumulator,
+    parts,
+    reads_values,
+    valid_lengths,
+    valid_positions,
+    without_padding,
+)
 
 
 class InputMemory(NamedTuple):
@@ -96,11 +105,8 @@ class TransformerXLAttention(Attention):
         super().__init__(d_model, n_heads, causal, bias=bias)
         if d_model % 2:
             raise ValueError(f"d_model={d_model} is odd; sinusoidal positions come in pairs of sine and cosine")
-        for name, p in (("dropout", dropout), ("position_dropout", position_dropout)):
-            if not 0 <= p < 1:
-                raise ValueError(f"{name}={p} is not a probability from 0 to below 1")
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size={chunk_size} is not positive; 64 to 512 are fast")
+        check_probability(dropout=dropout, position_dropout=position_dropout)
+        check_at_least(1, "64 to 512 are fast", chunk_size=chunk_size)
         self.dropout = dropout
         self.position_dropout = position_dropout
         self.chunk_size = chunk_size
@@ -115,21 +121,22 @@ class TransformerXLAttention(Attention):
         """Change the memory, for example for evaluation. The options are those of the constructor.
 
         Earlier states become invalid, unless `mem_len` and `same_length` are unchanged.
+
+        Raises:
+            ValueError: If an option is out of its range, or has no effect with another.
         """
-        if mem_len < 0:
-            raise ValueError(f"mem_len={mem_len} is negative; 0 keeps no memory")
+        check_at_least(0, "0 keeps no memory", mem_len=mem_len)
         if same_length and mem_len < 1:
             raise ValueError(
                 f"same_length=True with mem_len={mem_len}: a position sees itself, so mem_len must be at least 1"
             )
         if same_length and not self.causal:
             raise ValueError("same_length=True needs causal=True; leave it out if causal=False")
-        if clamp_len is not None and clamp_len < 0:
-            raise ValueError(f"clamp_len={clamp_len} is negative; None turns clamping off")
+        check_at_least(0, "None turns clamping off", clamp_len=clamp_len)
         self.mem_len = mem_len
         self.clamp_len = clamp_len
         self.same_length = same_length
-        # Otherwise a position sees its whole segment, of which the other parts have no bounded state.
+        # Otherwise a position sees its whole segment, whose keys in other processes no bounded state holds.
         self.takes_parts = same_length
 
     def normalise_with(self, norm: nn.Module) -> None:
@@ -208,12 +215,12 @@ class TransformerXLAttention(Attention):
             before = InputMemory(x[:, :0], torch.zeros(len(x), dtype=torch.long, device=x.device))
         else:
             before = state
-        seen = torch.full_like(before.length, x.size(1)) if lengths is None else lengths
-        others, after = parts(), None
-        if others is not None:
+        seen = valid_lengths(lengths, x)
+        group, after = parts(), None
+        if group is not None:
             part = InputMemory(newest(x, seen, self._reach, dim=1), seen)
             empty = self.initial_state(len(x), device=x.device, dtype=x.dtype)
-            before, after = others.join(self.combine_states, part, empty if state is None else state)
+            before, after = group.join(self.combine_states, part, empty if state is None else state)
         m = slots_used(before.length, before.inputs.size(1))
         inputs = torch.cat([before.inputs[:, before.inputs.size(1) - m :].to(x.dtype), x], 1)  # (B, M + N, E)
         normed = self._normed(inputs)
@@ -239,23 +246,23 @@ class TransformerXLAttention(Attention):
         n = q.size(2)
         if state is None:
             # A row without any key sees the first: avoids a softmax of 0 / 0.
-            there = None if lengths is None else valid_positions(lengths.clamp(min=1), n)
+            valid = None if lengths is None else valid_positions(lengths.clamp(min=1), n)
             r = self._relative_keys(n - 1, 1 - n)
-            return self._relative(q, k, v, r, there), None
+            return self._relative(q, k, v, r, valid), None
         if n == 1:
             return self._step(q, k, v, state, lengths)
-        return self._prompt(q, k, v, state, torch.full_like(state.length, n) if lengths is None else lengths)
+        return self._prompt(q, k, v, state, valid_lengths(lengths, q, 2))
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
         """Attend from the queries to their keys and the M earlier ones, of which the last `length` (B,) are valid."""
         n, m = q.size(2), k.size(2) - q.size(2)
-        there = None if m == 0 else torch.arange(m + n, device=q.device) >= m - length[:, None]  # (B, M + N)
+        valid = None if m == 0 else torch.arange(m + n, device=q.device) >= m - length[:, None]  # (B, M + N)
         window = self.mem_len if self.same_length else None
         r = self._relative_keys(furthest(n, m, window, self.chunk_size), 0)
-        return self._relative(q, k, v, r, there, window)
+        return self._relative(q, k, v, r, valid, window)
 
     def _relative(
-        self, q: Tensor, k: Tensor, v: Tensor, r: Tensor, there: Tensor | None, window: int | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, r: Tensor, valid: Tensor | None, window: int | None = None
     ) -> Tensor:
         return relative_attention(
             q,
@@ -266,7 +273,7 @@ class TransformerXLAttention(Attention):
             self.v.to(q.dtype),
             causal=self.causal,
             window=window,
-            there=there,
+            valid=valid,
             chunk_size=self.chunk_size,
             dropout=self._dropout_now,
         )
@@ -278,11 +285,11 @@ class TransformerXLAttention(Attention):
         slots, length = state.keys.size(2), state.length
         m = slots_used(length, min(slots, self._reach))
         earlier = (torch.arange(-m, 0, device=q.device) + length[:, None]) % slots  # (B, M)
-        k = torch.cat([gather_rows(state.keys, earlier).to(k.dtype), k], 2)  # (B, H, M + N, D)
-        v = torch.cat([gather_rows(state.values, earlier).to(v.dtype), v], 2)
+        k = torch.cat([gather(state.keys, earlier).to(k.dtype), k], 2)  # (B, H, M + N, D)
+        v = torch.cat([gather(state.values, earlier).to(v.dtype), v], 2)
         y = self._mix(q, k, v, length)
         index = latest(length + seen, slots) - length[:, None] + m
-        keys, values = (gather_rows(t, index).to(state.keys.dtype) for t in (k, v))
+        keys, values = (gather(t, index).to(state.keys.dtype) for t in (k, v))
         return y, ProjectedMemory(keys, values, length + seen)
 
     def _step(
@@ -331,10 +338,6 @@ class TransformerXLAttention(Attention):
             return torch.einsum("bhnd,hld->bhnl", q, r)
         weight = self.r_proj.weight.view(self.n_heads, self.head_dim, -1).to(q.dtype)  # (H, D, E)
         return torch.einsum("bhnd,hde->bhne", q, weight) @ r.T
-
-    @property
-    def _dropout_now(self) -> float:
-        return self.dropout if self.training else 0.0
 
     def attention_weights(self, x: Tensor, state: State | None = None, lengths: Tensor | None = None) -> Tensor:
         """Return the softmax of the sum of `attention_terms`: see `Attention.attention_weights`."""
@@ -385,14 +388,9 @@ class TransformerXLAttention(Attention):
             k = torch.cat([earlier, k], 2)  # (B, H, M + N, D)
         elif state is not None:
             slots = (torch.arange(-m, 0, device=x.device) + state.length[:, None]) % state.keys.size(2)  # (B, M)
-            k = torch.cat([gather_rows(state.keys, slots).to(k.dtype), k], 2)
+            k = torch.cat([gather(state.keys, slots).to(k.dtype), k], 2)
         i, j, seen = self._order(n, m, state, lengths, x.device)
         return k, i - j, seen & (i - j < self.mem_len) if self.same_length else seen
-
-
-def gather_rows(t: Tensor, index: Tensor) -> Tensor:
-    """Take the entries `index` (B, K) of `t` (B, H, M, D); a negative index takes the first."""
-    return t.gather(2, index.clamp(min=0)[:, None, :, None].expand(-1, t.size(1), -1, t.size(3)))
 
 
 def slots_used(length: Tensor, slots: int) -> int:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from lit_effattn.attention.base import Attention
 from lit_effattn.attention.cache import newest, newest_of_both
 from lit_effattn.attention.feature_maps import FeatureMap, HedgehogFeatureMap
+from lit_effattn.hparams import check_at_least
 from lit_effattn.ops.linear.pytorch import key_sums
 from lit_effattn.ops.windowed_linear import window_terms, windowed_linear_attention
-from lit_effattn.sequence import accumulator
+from lit_effattn.sequence import accumulator, valid_lengths
 
 _GAMMA = 0.1
 """γ at the start, as in the authors' code."""
@@ -61,7 +62,7 @@ class WindowedLinearAttention(Attention):
         qk_norm_eps: ε of this normalisation.
 
     Raises:
-        ValueError: `causal` is False, or `window` is not positive.
+        ValueError: If `causal` is False, or `window` is not positive.
     """
 
     takes_groups = True
@@ -88,10 +89,8 @@ class WindowedLinearAttention(Attention):
             raise ValueError(
                 "causal=False: WindowedLinearAttention sees the past, in and before a window; set causal=True"
             )
-        if window < 1:
-            raise ValueError(f"window={window} is not positive; 64 is usual")
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size={chunk_size} is not positive; 32 to 128 are fast")
+        check_at_least(1, "64 is usual", window=window)
+        check_at_least(1, "32 to 128 are fast", chunk_size=chunk_size)
         super().__init__(
             d_model,
             n_heads,
@@ -138,7 +137,7 @@ class WindowedLinearAttention(Attention):
         m, full = self.window - 1, accumulator(q.dtype)
         if state is None:
             state = self.initial_state(b, device=q.device, dtype=k.dtype)
-        seen = torch.full_like(state.length, n) if lengths is None else lengths
+        seen = valid_lengths(lengths, q, 2)
         k = torch.cat([state.keys.to(k.dtype), k], 2)  # (B, H_kv, M + N, D)
         v = torch.cat([state.values.to(v.dtype), v], 2)
         past = state.length.clamp(max=m)
@@ -164,7 +163,7 @@ class WindowedLinearAttention(Attention):
     def summarise(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> WindowedLinearState:
         """Return the newest keys and values, and the sums over those before them: see `Attention.summarise`."""
         m, n = self.window - 1, k.size(2)
-        seen = torch.full(k.shape[:1], n, device=k.device) if lengths is None else lengths
+        seen = valid_lengths(lengths, k, 2)
         before = max(n - m, 0)  # only these can have left the window
         slot = torch.arange(before, device=k.device)
         s, z = self._sums(k[:, :, :before], v[:, :, :before], slot < seen[:, None] - m)

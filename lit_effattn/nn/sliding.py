@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_effattn.checks import at_least
-from lit_effattn.sequence import SequenceModule, without_padding
+from lit_effattn.sequence import SequenceModule, valid_lengths, without_padding
 
 
 class SlidingState(NamedTuple):
@@ -69,7 +69,7 @@ class SlidingWindow(SequenceModule):
         b, n, _ = x.shape
         x = without_padding(x, lengths)
         state = state or self.initial_state(b, device=x.device, dtype=x.dtype)
-        seen = torch.full((b,), n, device=x.device) if lengths is None else lengths
+        seen = valid_lengths(lengths, x)
         reach = self.window - 1
         stream = torch.cat([state.inputs.to(x.dtype), x], 1)  # (B, window − 1 + N, E)
 

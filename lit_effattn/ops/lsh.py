@@ -25,7 +25,7 @@ SELF = -1e5
 
 
 class Chunks(NamedTuple):
-    """Where the positions of a call are, in every round."""
+    """The chunks of a call's positions, in every round."""
 
     places: Tensor  # (B, H, N, R), in int32; `NOWHERE`: padding
     slots: Tensor  # (B, H, R, N), index in the grid of chunks, (R, T · C) flat; T · C: padding
@@ -211,10 +211,10 @@ def plain_attend_in_chunks(
     Memory O(R T C (C + D)).
     """
     grid = _grid(chunks, chunk_size, before, earlier)
-    there = grid.clamp(min=0)
+    index = grid.clamp(min=0)
     full = accumulator(x.dtype)
-    q, v = rows(x, there).to(full), rows(v, there).to(full)  # (B, H, R, T, C, D)
-    place = rows(places, there).masked_fill(grid[..., None] < 0, NOWHERE)  # (B, H, R, T, C, R)
+    q, v = rows(x, index).to(full), rows(v, index).to(full)  # (B, H, R, T, C, D)
+    place = rows(places, index).masked_fill(grid[..., None] < 0, NOWHERE)  # (B, H, R, T, C, R)
     k, v = _with_previous(_unit(q)), _with_previous(v)  # (B, H, R, T, 2C, D)
     key_place, key_index = _with_previous(place, NOWHERE), _with_previous(grid, -1)
 
@@ -284,8 +284,8 @@ def weights_by_places(q: Tensor, k: Tensor, places: Tensor, seen: Tensor, n_buck
     for place in places.unbind(-1):  # (B, H, M)
         together |= _sees(place[:, :, m - n :, None], place[:, :, None], n_buckets)
     own = together.new_ones(n, m).tril(m - n).triu(m - n)
-    others = together & seen & ~own
-    chosen = torch.where(others.any(-1, keepdim=True), others, own)
+    rest = together & seen & ~own
+    chosen = torch.where(rest.any(-1, keepdim=True), rest, own)
     scores = (q / math.sqrt(q.size(-1))) @ _unit(k).mT  # (B, H, N, M)
     return scores.masked_fill(~chosen, -torch.inf).softmax(-1)
 
@@ -319,7 +319,7 @@ def _grid(chunks: Chunks, chunk_size: int, before: Tensor | None, earlier: tuple
     if before is not None:
         index = before[:, None, None, None] + index
     size = chunks.n_chunks * chunk_size
-    grid = index.new_full((*chunks.slots.shape[:3], size + 1), -1)  # the last slot takes what is not there
+    grid = index.new_full((*chunks.slots.shape[:3], size + 1), -1)  # the last slot takes padding
     grid = grid.scatter(-1, chunks.slots, index.expand_as(chunks.slots))
     if earlier is not None:
         slots, positions = (t.flatten(3) for t in earlier)
@@ -407,7 +407,7 @@ class _Layout:
         self.later = F.pad(torch.full((size, size), -torch.inf).triu_(1), (2 * c - size, 0))  # (S, 2C)
         self.widths = widths.movedim(2, 0).reshape(n_rounds, -1)  # (R, L), in blocks; 0: no queries
         # (B, H, R, T, C) -> (R, L, S)
-        self.queries, self.keys, self.there = (
+        self.queries, self.keys, self.filled = (
             t.movedim(2, 0).reshape(n_rounds, -1, size)
             for t in (torch.where(asks, start * n + position, b * h * n), start * m + grid.clamp(min=0), grid >= 0)
         )
@@ -429,8 +429,8 @@ class _Layout:
         if self.causal:
             hidden = self.later[:, -k.size(1) :].to(q.dtype)
         else:
-            there = _look_up(self.there[r], tiles.blocks).flatten(1)
-            seen = self._seen(tiles.places[r].masked_fill(~there, NOWHERE))
+            filled = _look_up(self.filled[r], tiles.blocks).flatten(1)
+            seen = self._seen(tiles.places[r].masked_fill(~filled, NOWHERE))
             hidden = seen.to(q.dtype).sub_(1).mul_(torch.finfo(q.dtype).max)  # 0 or −max
         scores = torch.baddbmm(hidden, q, k.mT)
         _own(scores).fill_(SELF / math.log(2))
@@ -438,11 +438,11 @@ class _Layout:
 
     def times(self, tiles: _Tiles, r: int, dtype: torch.dtype) -> Tensor | None:
         """Return in how many rounds queries see keys, (G, S, W), for those that they see in round r; None: in one."""
-        others = [place for i, place in enumerate(tiles.places) if i != r]
-        if not others:
+        rest = [place for i, place in enumerate(tiles.places) if i != r]
+        if not rest:
             return None
-        times = self._seen(others[0])
-        for place in others[1:]:
+        times = self._seen(rest[0])
+        for place in rest[1:]:
             times += self._seen(place)
         return times.to(dtype).add_(1)
 

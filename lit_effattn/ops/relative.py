@@ -81,7 +81,7 @@ def relative_attention(
     *,
     causal: bool = True,
     window: int | None = None,
-    there: Tensor | None = None,
+    valid: Tensor | None = None,
     first: Tensor | None = None,
     chunk_size: int = 128,
     dropout: float = 0.0,
@@ -103,7 +103,7 @@ def relative_attention(
         w: (H, D), v in the paper.
         causal: Whether a query sees only its own and earlier keys.
         window: Number of keys that a query sees, its own included; None: all. Needs `causal`.
-        there: (B, M + N), False at empty keys; None: no key is empty. Each query must see a key.
+        valid: (B, M + N), False at empty keys; None: no key is empty. Each query must see a key.
         first: (B, N), index of the first key that a query sees; None: given by the other arguments.
         chunk_size: C; no effect on the result.
         dropout: Probability with which an attention weight is dropped.
@@ -135,8 +135,8 @@ def relative_attention(
         scores = relative_shift(scores)[..., : high - low] * scale  # (B, H, C, K)
         distance = torch.arange(m + start, m + end, device=q.device)[:, None] - torch.arange(low, high, device=q.device)
         seen = (distance >= last) if window is None else (distance >= last) & (distance < window)  # (C, K)
-        if there is not None:
-            seen = seen & there[:, None, None, low:high]  # (B, 1, C, K)
+        if valid is not None:
+            seen = seen & valid[:, None, None, low:high]  # (B, 1, C, K)
         if first is not None:
             seen = seen & (torch.arange(low, high, device=q.device) >= first[:, None, start:end, None])
         scores = scores.masked_fill(~seen, -torch.inf)

@@ -178,10 +178,10 @@ def _window(
     seen = (distance >= 0 if causal else distance > -stride) & (distance < stride)
     block = first[:, None] + torch.arange(blocks, device=q.device)  # (B or 1, G)
     position = (block[..., None] - 1) * stride + c  # (B or 1, G, size)
-    there = position >= 0
+    valid = position >= 0
     if not causal:
-        there = there & (position < _ends(lengths, n, q.device)[:, None, None])
-    mask = (seen & there[:, :, None]) | (distance == 0)  # (B or 1, G, S, size)
+        valid = valid & (position < _ends(lengths, n, q.device)[:, None, None])
+    mask = (seen & valid[:, :, None]) | (distance == 0)  # (B or 1, G, S, size)
     return Part(_blocks(laid, stride), k, v, mask[:, :, None], lambda t: _unlay(_unblock(t), start, stride, n))
 
 
@@ -212,9 +212,9 @@ def _columns(
             mask = j <= i if itself else j < i  # (B or 1, 1, Q, K)
         else:
             position = j * stride + torch.arange(stride, device=q.device)[:, None]  # (S, K)
-            there = position < _ends(lengths, n, q.device)[:, None, None]  # (B or 1, S, K)
-            there = there[:, :, None]  # (B or 1, S, 1, K)
-            mask = there | (j == i) if itself else there & (j != i)  # (B or 1, S, Q, K)
+            valid = position < _ends(lengths, n, q.device)[:, None, None]  # (B or 1, S, K)
+            valid = valid[:, :, None]  # (B or 1, S, 1, K)
+            mask = valid | (j == i) if itself else valid & (j != i)  # (B or 1, S, Q, K)
         mask = mask[:, :, None]
     return Part(q, k, v, mask, lambda t: _unlay(_unblock(t.transpose(1, 3)), start, stride, n))
 
@@ -243,9 +243,9 @@ def _own_block(
     mask = None
     if not causal:
         position = torch.arange(q.size(2), device=q.device).view(-1, stride)  # (G, S)
-        there = position < _ends(lengths, n, q.device)[:, None, None]  # (B or 1, G, S)
+        valid = position < _ends(lengths, n, q.device)[:, None, None]  # (B or 1, G, S)
         itself = torch.eye(stride, dtype=torch.bool, device=q.device)
-        mask = (there[:, :, None] | itself)[:, :, None]  # (B or 1, G, 1, S, S)
+        mask = (valid[:, :, None] | itself)[:, :, None]  # (B or 1, G, 1, S, S)
     q, k, v = (_blocks(t, stride) for t in (q, k, v))
     return Part(q, k, v, mask, lambda t: _unlay(_unblock(t), start, stride, n))
 

@@ -64,8 +64,8 @@ def window_tiles(
     # Index c of block i is position i·S + c − reach; those before the first are there only as far as `past` says.
     position = torch.arange(blocks, device=q.device)[:, None] * size + c - reach  # (N/S, S + reach)
     first = -m if past is None else -past[:, None, None]
-    there = (position >= first).expand(1 if past is None else b, blocks, -1)
-    mask = (seen & there[:, :, None]).expand(b, -1, -1, -1)  # (B, N/S, S, S + reach)
+    valid = (position >= first).expand(1 if past is None else b, blocks, -1)
+    mask = (seen & valid[:, :, None]).expand(b, -1, -1, -1)  # (B, N/S, S, S + reach)
 
     # Blocks go to the batch: (B, H, N/S, S, D) -> (B·N/S, H, S, D)
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))

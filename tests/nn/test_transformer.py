@@ -370,7 +370,7 @@ def test_initial_values_of_pytorch():
         ({"cross_attention": []}, "cross_attention lists 0 kinds for n_layers=2"),
         ({"cross_attention": LinearCrossAttention, "causal": False}, "cross_attention needs causal=True"),
         ({"d_source": 6}, "d_source=6 does not apply without cross_attention"),
-        ({"n_heads": 8, "positions": RotaryPositions}, "a head's width=1 is no pair"),
+        ({"n_heads": 8, "positions": RotaryPositions}, "width=1 must be at least 2"),
         ({"attention": partial(SoftmaxAttention, n_kv_heads=3)}, "n_kv_heads=3 does not divide n_heads=2"),
         ({"norm_eps": 0.0}, "norm_eps=0.0 must be positive"),
         ({"positions_in_layers": True, "positions": None}, "positions_in_layers=True with positions=None"),

@@ -76,7 +76,7 @@ def test_causal_equals_one_query_after_the_other(n: int, m: int, window: int | N
     there = torch.ones(B, m + n, dtype=torch.bool)
     for hidden in {0, m // 2, m}:
         there[0, :hidden] = False
-        y = relative_attention(*given, window=window, there=there, chunk_size=chunk_size)
+        y = relative_attention(*given, window=window, valid=there, chunk_size=chunk_size)
         torch.testing.assert_close(y, by_hand(*given, True, window or 99, there))
     y = relative_attention(*given, window=window, chunk_size=chunk_size)
     torch.testing.assert_close(y, by_hand(*given, True, window or 99, torch.ones_like(there)))
@@ -100,7 +100,7 @@ def test_queries_that_each_have_a_first_key(chunk_size: int):
 def test_bidirectional_equals_one_query_after_the_other(n: int, chunk_size: int):
     given = random(n, 0, 2 * n - 1)
     there = torch.arange(n) < torch.tensor([[n], [n // 2 + 1]])
-    y = relative_attention(*given, causal=False, there=there, chunk_size=chunk_size)
+    y = relative_attention(*given, causal=False, valid=there, chunk_size=chunk_size)
     torch.testing.assert_close(y, by_hand(*given, False, 99, there))
 
 

@@ -129,14 +129,14 @@ def backward(
     offset = None if offset is None else _full(offset)
     lengths = None if lengths is None else lengths.long().contiguous()
     g_s, g_z = copied(g_s), copied(g_z)
-    found = None if offset is None else torch.empty_like(offset)
+    offset_gradient = None if offset is None else torch.empty_like(offset)
     _library().backward(
         _inputs(q, k, v, omega, offset, lengths, scale),
         *(Heads.of(g), s.data_ptr(), z.data_ptr(), m.data_ptr(), Heads.of(g_q), Heads.of(g_k), Heads.of(g_v)),
-        *(address(found), g_s.data_ptr(), g_z.data_ptr(), torch.get_num_threads()),
+        *(address(offset_gradient), g_s.data_ptr(), g_z.data_ptr(), torch.get_num_threads()),
     )
-    if g_offset is not None and found is not None:
-        g_offset.copy_(found)
+    if g_offset is not None and offset_gradient is not None:
+        g_offset.copy_(offset_gradient)
     return g_s, g_z
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lit_effattn.ops.favor import cpp_kernels
-from lit_effattn.ops.favor.pytorch import WHAT, draw_omega, log_offset, plain_causal_favor, rest_of
+from lit_effattn.ops.favor.pytorch import WHAT, draw_omega, log_offset, plain_causal_favor, rounding_error
 from lit_effattn.ops.runtime import selection
 from lit_effattn.ops.runtime.operators import Operator
 from lit_effattn.ops.runtime.selection import KERNELS, by_position, interpreted, on_device
@@ -66,11 +66,11 @@ def _failure(device: torch.device, dtype: torch.dtype, width: int, n_features: i
         zeros = torch.zeros(1, 2, n_features, width, device=device)
         none = torch.full_like(zeros[..., 0], -torch.inf)
         out, s, z, m = positive_favor(q, k, v, omega, zeros, zeros[..., 0], none, scale=scale)
-        found = [*(t.detach() for t in (out, s, z, m)), *torch.autograd.grad(out, inputs, g.to(out))]
+        results = [*(t.detach() for t in (out, s, z, m)), *torch.autograd.grad(out, inputs, g.to(out))]
         q, k = scale * q.float(), scale * k.float()
         log_k = k @ omega.mT + log_offset(k, n_features)[..., None]
         out, s, z, m = plain_causal_favor(q @ omega.mT, log_k, v.float(), zeros, zeros[..., 0], none)
-        return found, [*(t.detach() for t in (out, s, z, m)), *torch.autograd.grad(out, inputs, g.to(out))]
+        return results, [*(t.detach() for t in (out, s, z, m)), *torch.autograd.grad(out, inputs, g.to(out))]
 
     # If one key outweighs the others, gradients are small differences. With products in bfloat16 they are off by 5 %.
     return selection.failed_self_check(device, dtype, compare, most=0.1)
@@ -153,18 +153,18 @@ def _in_cpp(q: Tensor) -> bool:
 # --------------------------------------------------------------- operators, which autograd and compilers see as a whole
 
 
-def _forward(q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _forward(q: Tensor, *saved: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from lit_effattn.ops.favor import triton_kernels  # imported here, since Triton is slow to import and optional
 
     with on_device(q):
-        return triton_kernels.forward(q, *others)
+        return triton_kernels.forward(q, *saved)
 
 
-def _backward(g: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _backward(g: Tensor, *saved: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from lit_effattn.ops.favor import triton_kernels
 
     with on_device(g):
-        return triton_kernels.backward(g, *others)
+        return triton_kernels.backward(g, *saved)
 
 
 def _forward_on_cpu(
@@ -198,16 +198,16 @@ def _backward_on_cpu(
     m: Tensor,
     lengths: Tensor | None,
     out: Tensor,
-    rest: Tensor,
+    rounding: Tensor,
     top: Tensor,
     denominator: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     if not _in_cpp(q):
-        return _backward(g, g_s, g_z, q, k, v, omega, s, z, m, lengths, out, rest, top, denominator, scale)
-    found = [by_position(t, torch.float32) for t in (q, k, v)]
-    g_s, g_z = cpp_kernels.backward(g, g_s, g_z, q, k, v, omega, None, lengths, scale, s, z, m, *found)
-    g_q, g_k, g_v = (to.to(t.dtype) for to, t in zip(found, (q, k, v), strict=True))
+        return _backward(g, g_s, g_z, q, k, v, omega, s, z, m, lengths, out, rounding, top, denominator, scale)
+    results = [by_position(t, torch.float32) for t in (q, k, v)]
+    g_s, g_z = cpp_kernels.backward(g, g_s, g_z, q, k, v, omega, None, lengths, scale, s, z, m, *results)
+    g_q, g_k, g_v = (to.to(t.dtype) for to, t in zip(results, (q, k, v), strict=True))
     return g_q, g_k, g_v, g_s, g_z
 
 
@@ -218,14 +218,14 @@ def _nothing(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.scale = inputs
-    out, _, _, m, *others = output
-    ctx.save_for_backward(*tensors, out, *others)
-    ctx.mark_non_differentiable(m, *others)
+    out, _, _, m, *saved = output
+    ctx.save_for_backward(*tensors, out, *saved)
+    ctx.mark_non_differentiable(m, *saved)
 
 
 def _gradients(ctx: Any, g: Tensor, g_s: Tensor, g_z: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    found = _OPERATOR.backward(g, g_s, g_z, *ctx.saved_tensors, ctx.scale)
-    g_q, g_k, g_v, g_s, g_z = found
+    results = _OPERATOR.backward(g, g_s, g_z, *ctx.saved_tensors, ctx.scale)
+    g_q, g_k, g_v, g_s, g_z = results
     return g_q, g_k, g_v, None, g_s, g_z, None, None, None
 
 
@@ -253,7 +253,7 @@ def _shapes(
     if _in_cpp(q):
         return out, s, z, m, *_nothing(q)
     top, denominator = (q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
-    return out, s, z, m, rest_of(out), top, denominator
+    return out, s, z, m, rounding_error(out), top, denominator
 
 
 @torch.library.register_fake("lit_effattn::positive_favor_backward")

@@ -107,7 +107,7 @@ def relu_features(x: Tensor, omega: Tensor, floor: float = 1e-3) -> Tensor:
     return (F.relu(_along(x, omega)) + floor) / math.sqrt(omega.size(-2))
 
 
-def log_keys_plus(x: Tensor, omega: Tensor, there: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def log_keys_plus(x: Tensor, omega: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the logs of keys' features that go with those of `log_queries_plus`, and max_f ωᵀx.
 
         φ(k_j) = exp(ωᵀk_j − ‖k_j‖²/2), and one feature more, 1
@@ -115,16 +115,16 @@ def log_keys_plus(x: Tensor, omega: Tensor, there: Tensor | None = None) -> tupl
     Args:
         x: (B, H, N, D), keys.
         omega: (H, F, D).
-        there: (B or 1, H or 1, N), which keys are no padding; None: all.
+        valid: (B or 1, H or 1, N), which keys are valid; None: all.
 
     Returns:
         (B, H, N, F + 1) and (B, H, N); both −∞ in padding.
     """
     u = _along(x, omega)  # (B, H, N, F)
-    found, top = F.pad(u - _half_square(x), (0, 1)), u.amax(-1)
-    if there is None:
-        return found, top
-    return found.masked_fill(~there[..., None], -torch.inf), top.masked_fill(~there, -torch.inf)
+    result, top = F.pad(u - _half_square(x), (0, 1)), u.amax(-1)
+    if valid is None:
+        return result, top
+    return result.masked_fill(~valid[..., None], -torch.inf), top.masked_fill(~valid, -torch.inf)
 
 
 def log_queries_plus(x: Tensor, omega: Tensor, top: Tensor, eps: float) -> Tensor:
@@ -304,7 +304,7 @@ def plain_causal_favor(
     """
     n = log_q.size(-2)
     chunk = min(chunk_size, 1 << (n - 1).bit_length())
-    # (B, H, N, ·) -> (B, H, N/C, C, ·), filled up with keys that are not there
+    # (B, H, N, ·) -> (B, H, N/C, C, ·), padded with absent keys
     log_q, v = _chunked(log_q, chunk, 0), _chunked(_with_ones(v), chunk, 0)
     log_k = _chunked(log_k, chunk, -torch.inf)
 
@@ -371,7 +371,7 @@ def _halves(log_q: Tensor, log_k: Tensor, top: Tensor, half: int) -> tuple[Tenso
     return _scaled_queries(q[..., 1, :, :], m, t[..., 1, :, :]), _scaled_keys(k, m)
 
 
-# In the exponents −∞ (nothing there) may be added, and gives 0; subtracted it would give NaN or ∞, so it is replaced.
+# In exponents −∞ (no key) may be added, which gives 0. Subtracting it would give NaN or ∞, so it is replaced.
 
 
 def _scaled_keys(log_k: Tensor, m: Tensor) -> Tensor:
@@ -392,12 +392,12 @@ def _finite(m: Tensor) -> Tensor:
 
 
 def _with_ones(v: Tensor) -> Tensor:
-    """Append a column of ones: (…, D) -> (…, D + 1); the denominator is what becomes of it."""
+    """Append a column of ones: (…, D) -> (…, D + 1). One product then gives numerator and denominator."""
     return F.pad(v, (0, 1), value=1.0)
 
 
 def _divided(sums: Tensor) -> Tensor:
-    """(…, D + 1) -> (…, D); 0 where nothing was seen, for everywhere else the denominator is at least 1."""
+    """Divide by the last column: (…, D + 1) -> (…, D); 0 where no key is seen: elsewhere the denominator is ≥ 1."""
     denominator = sums[..., -1:]
     return sums[..., :-1] / denominator.masked_fill(denominator == 0, 1)
 
@@ -413,7 +413,7 @@ _LIMIT = 40.0
 smallest float32 numbers, e^−87, are negligible beside a denominator."""
 
 
-class _Late(NamedTuple):
+class _Overflow(NamedTuple):
     """The queries of a chunk that see a key too far above its reference, and what they are computed from."""
 
     rows: Tensor  # (L,), those of the BH that have such queries
@@ -427,10 +427,10 @@ class _Chunk(NamedTuple):
     """A chunk's features, scaled: keys by the reference r, queries each by something that cancels."""
 
     q: Tensor  # (BH, C, F), ∝ e^{log φ(q) + r}
-    k: Tensor  # (BH, C, F), e^{log φ(k) − r}; 0 where only late queries see them
+    k: Tensor  # (BH, C, F), e^{log φ(k) − r}; 0 where only overflowing queries see them
     kept: Tensor  # (BH, 1, F), e^{r − m} with m after the chunk
     m: Tensor  # (BH, 1, F), after the chunk
-    late: _Late | None
+    overflow: _Overflow | None
 
 
 def _chunk(q: Tensor, k: Tensor, omega: Tensor, offset: Tensor, m: Tensor) -> _Chunk:
@@ -445,32 +445,32 @@ def _chunk(q: Tensor, k: Tensor, omega: Tensor, offset: Tensor, m: Tensor) -> _C
         r = torch.where(m == -torch.inf, first, m)
         r = r.masked_fill(r == -torch.inf, torch.finfo(r.dtype).min / 4)  # any key rises above that
     to_q = torch.baddbmm(r, q, omega.mT).softmax(-1)  # (BH, C, F)
-    rise = torch.sub(offset[..., None], r).baddbmm_(k, omega.mT, beta=1 / math.log(2), alpha=1 / math.log(2))
-    most = rise.amax(1, keepdim=True)  # (BH, 1, F)
+    log_ratio = torch.sub(offset[..., None], r).baddbmm_(k, omega.mT, beta=1 / math.log(2), alpha=1 / math.log(2))
+    most = log_ratio.amax(1, keepdim=True)  # (BH, 1, F)
     kept = most.clamp(min=0).neg_().exp2_()
     after = torch.maximum(m, torch.add(r, most, alpha=math.log(2)))
     limit = _LIMIT / math.log(2)
     if not (most > limit).any():
-        return _Chunk(to_q, rise.exp2_(), kept, after, None)
+        return _Chunk(to_q, log_ratio.exp2_(), kept, after, None)
 
     rows = (most > limit).any(-1).any(-1).nonzero().squeeze(-1)  # (L,)
-    queries = (rise[rows] > limit).any(-1, keepdim=True).cumsum(1) > 0
+    queries = (log_ratio[rows] > limit).any(-1, keepdim=True).cumsum(1) > 0
     log_q = torch.bmm(q[rows], omega[rows].mT)  # (L, C, F)
     log_k = torch.baddbmm(offset[rows, :, None], k[rows], omega[rows].mT)
     top = _top(log_q, torch.maximum(log_k.cummax(1).values, r[rows]))
     to_q[rows] = torch.where(queries, _scaled_queries(log_q, r[rows], top), to_q[rows])
-    to_k = rise.exp2_()
+    to_k = log_ratio.exp2_()
     to_k[rows] = to_k[rows].masked_fill(queries, 0)
     after[rows] = torch.maximum(m[rows], log_k.amax(1, keepdim=True))
-    late = _Late(rows, queries, _filled(log_q, -torch.inf), _filled(log_k, -torch.inf), _filled(top, 0))
-    return _Chunk(to_q, to_k, kept, after, late)
+    overflow = _Overflow(rows, queries, _filled(log_q, -torch.inf), _filled(log_k, -torch.inf), _filled(top, 0))
+    return _Chunk(to_q, to_k, kept, after, overflow)
 
 
 def _keys_after(c: _Chunk) -> Tensor:
     """Scale the chunk's keys by m after it, in place of those by its reference."""
     k = c.k.mul_(c.kept)
-    if c.late is not None:
-        rows, queries, _, log_k, _ = c.late
+    if c.overflow is not None:
+        rows, queries, _, log_k, _ = c.overflow
         k[rows] = (log_k[:, : queries.size(1)] - c.m[rows]).exp()
     return k
 
@@ -478,32 +478,32 @@ def _keys_after(c: _Chunk) -> Tensor:
 def _scores(c: _Chunk) -> Tensor:
     """Return the products of queries' features with those of the keys that they see, (BH, C, C)."""
     scores = torch.bmm(c.q, c.k.mT).tril_()
-    if c.late is not None:
-        rows, queries, log_q, log_k, top = c.late
+    if c.overflow is not None:
+        rows, queries, log_q, log_k, top = c.overflow
         n, size = queries.size(1), log_q.size(1)
-        found = scores.new_zeros(len(rows), size, size)
-        found.diagonal(dim1=1, dim2=2).copy_(_own(log_q, log_k, top).sum(-1))
+        result = scores.new_zeros(len(rows), size, size)
+        result.diagonal(dim1=1, dim2=2).copy_(_own(log_q, log_k, top).sum(-1))
         for half in _powers_below(size):
             to_q, to_k = _halves(log_q, log_k, top, half)  # (L, C/2h, h, F)
-            _blocks(found, half).copy_(to_q @ to_k.mT)
-        scores[rows] = torch.where(queries, found[:, :n, :n], scores[rows])
+            _blocks(result, half).copy_(to_q @ to_k.mT)
+        scores[rows] = torch.where(queries, result[:, :n, :n], scores[rows])
     return scores
 
 
 def _through_scores(c: _Chunk, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the scores' gradients `g`, 0 for late queries, and what these give log φ(q) and log φ(k), (L, C, F)."""
-    if c.late is None:
+    """Return the scores' gradients `g`, 0 for overflowing queries, and their gradients of log φ(q), log φ(k)."""
+    if c.overflow is None:
         nothing = c.k[:0]
         return g, nothing, nothing
-    rows, queries, log_q, log_k, top = c.late
+    rows, queries, log_q, log_k, top = c.overflow
     n, size = queries.size(1), log_q.size(1)
-    of_late = g.new_zeros(len(rows), size, size)
-    of_late[:, :n, :n] = g[rows].masked_fill(~queries, 0)
-    to_log_q = of_late.diagonal(dim1=1, dim2=2)[..., None] * _own(log_q, log_k, top)  # (L, C, F)
+    g_overflow = g.new_zeros(len(rows), size, size)
+    g_overflow[:, :n, :n] = g[rows].masked_fill(~queries, 0)
+    to_log_q = g_overflow.diagonal(dim1=1, dim2=2)[..., None] * _own(log_q, log_k, top)  # (L, C, F)
     to_log_k = to_log_q.clone()
     for half in _powers_below(size):
         to_q, to_k = _halves(log_q, log_k, top, half)  # (L, C/2h, h, F)
-        block = _blocks(of_late, half)
+        block = _blocks(g_overflow, half)
         to_log_q.unflatten(1, (-1, 2, half))[:, :, 1] += to_q * (block @ to_k)
         to_log_k.unflatten(1, (-1, 2, half))[:, :, 0] += to_k * (block.mT @ to_q)
     g = g.index_put((rows,), g[rows].masked_fill(queries, 0))
@@ -541,9 +541,9 @@ def _forward(
     return out, s, z, m, denominator
 
 
-def _in_cpp(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> bool:
+def _in_cpp(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> bool:
     """Return whether to use the kernel: for float32 only, with layouts of the inputs that it supports."""
-    if any(t.dtype != torch.float32 for t in (q, k, v, *others)) or any(t.stride(-1) != 1 for t in (q, k, v)):
+    if any(t.dtype != torch.float32 for t in (q, k, v, *tensors)) or any(t.stride(-1) != 1 for t in (q, k, v)):
         return False
     asked = os.environ.get(selection.KERNELS, "")
     return selection.use_cpp(WHAT, asked, q.device, (torch.float32,), cpp_kernels.NAME)
@@ -653,10 +653,10 @@ def _backward_rows(
         x = g / denominator[..., None]
         y = (x * out).sum(-1, keepdim=True).neg_()  # (BH, C, 1)
         to_y.copy_(y.view_as(to_y))
-        g_scores, late, _ = _through_scores(c, torch.baddbmm(y, x, v.mT).tril_())  # (BH, C, C)
+        g_scores, extra, _ = _through_scores(c, torch.baddbmm(y, x, v.mT).tril_())  # (BH, C, C)
         g_log = torch.bmm(x, s.mT).addcmul_(y, z).baddbmm_(g_scores, c.k).mul_(c.q)  # (BH, C, F)
-        if c.late is not None:
-            g_log.index_add_(0, c.late.rows, late)
+        if c.overflow is not None:
+            g_log.index_add_(0, c.overflow.rows, extra)
         to_q.copy_(torch.bmm(g_log, omega).view_as(to_q))
         k = _keys_after(c)
         s.mul_(c.kept.mT).baddbmm_(k.mT, v)
@@ -666,10 +666,10 @@ def _backward_rows(
         q, k, v, offset, g, denominator, y = (t.flatten(0, 1) for t in inputs)
         c = _chunk(q, k, omega, offset, m)
         x = g / denominator[..., None]
-        g_scores, _, late = _through_scores(c, torch.baddbmm(y[..., None], x, v.mT).tril_())
+        g_scores, _, extra = _through_scores(c, torch.baddbmm(y[..., None], x, v.mT).tril_())
         scores, g_log = _scores(c), torch.bmm(g_scores.mT, c.q).mul_(c.k)  # (BH, C, C), (BH, C, F)
-        if c.late is not None:
-            g_log.index_add_(0, c.late.rows, late)
+        if c.overflow is not None:
+            g_log.index_add_(0, c.overflow.rows, extra)
         k = _keys_after(c)
         g_log.addcmul_(torch.baddbmm(g_z, v, g_s.mT), k)
         to_k.copy_(torch.bmm(g_log, omega).view_as(to_k))
@@ -679,7 +679,7 @@ def _backward_rows(
         g_z.mul_(c.kept).baddbmm_(y[:, None], c.q)
 
 
-def rest_of(out: Tensor) -> Tensor:
+def rounding_error(out: Tensor) -> Tensor:
     """Allocate the rounding error of `out`, in the same layout; empty for float32."""
     return out.new_empty(0) if out.dtype == torch.float32 else torch.empty_like(out)
 
@@ -692,8 +692,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _gradients(ctx: Any, g: Tensor, g_s: Tensor, g_z: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    found = _OPERATOR.backward(g, g_s, g_z, *ctx.saved_tensors, ctx.chunk_size)
-    g_q, g_k, g_v, g_offset, g_s, g_z = found
+    result = _OPERATOR.backward(g, g_s, g_z, *ctx.saved_tensors, ctx.chunk_size)
+    g_q, g_k, g_v, g_offset, g_s, g_z = result
     return g_q, g_k, g_v, None, g_offset, g_s, g_z, None, None
 
 

@@ -43,7 +43,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_effattn.ops.favor.pytorch import rest_of
+from lit_effattn.ops.favor.pytorch import rounding_error
 from lit_effattn.ops.linear.triton_kernels import (
     _at,
     _at_once,
@@ -82,8 +82,8 @@ _LIMIT = tl.constexpr(40.0)  # how far a key may rise above the reference: see `
 @triton.jit
 def _load_as_is(pointer, strides, rows, columns, n, width):
     """Load a chunk of a head's (N, width) in its own type, (C, BE); 0 beyond the n rows and `width` columns."""
-    there = (rows < n)[:, None] & (columns < width)[None, :]
-    return tl.load(_at(pointer, strides, rows, columns), mask=there, other=0.0)
+    mask = (rows < n)[:, None] & (columns < width)[None, :]
+    return tl.load(_at(pointer, strides, rows, columns), mask=mask, other=0.0)
 
 
 @triton.jit
@@ -96,24 +96,24 @@ def _offsets(k, rows, valid, half_square, common):
 @triton.jit
 def _directions(omega, features, dims, E: tl.constexpr, F: tl.constexpr):
     """Load the vectors ω of `features` (BF,) from a head's (F, E): (BF, BE), 0 where there is none."""
-    there = (features < F)[:, None] & (dims < E)[None, :]
-    return tl.load(omega + features[:, None] * E + dims[None, :], mask=there, other=0.0)
+    mask = (features < F)[:, None] & (dims < E)[None, :]
+    return tl.load(omega + features[:, None] * E + dims[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def _along(x, omega):
     """Return the products ωᵀx of x (C, BE) and ω (BF, BE), as accurate as float32: (C, BF)."""
     if x.dtype == tl.float32:
-        found = _zeros_dot(x, tl.trans(omega), "tf32x3")
+        result = _zeros_dot(x, tl.trans(omega), "tf32x3")
     else:  # ω is split into three numbers of x's type, whose products with x are exact; the least are added first
         high = omega.to(x.dtype)
         rest = omega - high.to(tl.float32)
         middle = rest.to(x.dtype)
         low = (rest - middle.to(tl.float32)).to(x.dtype)
-        found = tl.dot(x, tl.trans(low))
-        found = tl.dot(x, tl.trans(middle), found)
-        found = tl.dot(x, tl.trans(high), found)
-    return found
+        result = tl.dot(x, tl.trans(low))
+        result = tl.dot(x, tl.trans(middle), result)
+        result = tl.dot(x, tl.trans(high), result)
+    return result
 
 
 @triton.jit
@@ -152,20 +152,20 @@ def _larger(a, b):
 
 
 @triton.jit
-def _is_late(log_k, r):
-    """Return which queries are late, (C,): they see a key of the chunk more than `_LIMIT` above r in some feature."""
+def _overflows(log_k, r):
+    """Return which queries overflow, (C,): they see a key of the chunk more than `_LIMIT` above r in some feature."""
     return tl.cumsum((tl.max(log_k - r[None, :], 1) > _LIMIT).to(tl.int32), 0) > 0
 
 
 @triton.jit
-def _pair(log_q, log_k, top, late, j):
-    """Return the products φ(q_i) φ(k_j) e^(−top_i) of late queries and the chunk's key j, feature by feature: (C, BF).
+def _pair(log_q, log_k, top, overflow, j):
+    """Return the products φ(q_i) φ(k_j) e^(−top_i) of overflowing queries and the chunk's key j, by feature: (C, BF).
 
     They are 0 for other queries, and for queries before j.
     """
     places = tl.arange(0, log_q.shape[0])
     key = tl.sum(tl.where(places[:, None] == j, log_k, 0.0), 0)  # (BF,)
-    sees = late & (places >= j)
+    sees = overflow & (places >= j)
     return tl.exp(tl.where(sees[:, None], log_q + key[None, :] - top[:, None], _NOTHING))
 
 
@@ -221,8 +221,8 @@ def _sum_keys(
         ones = ones * fade + tl.sum(far, 0)
         largest = after
     group = head.to(tl.int64) * tl.num_programs(1) + slot
-    places, there = _sums_at(s + group * (F * D), features, columns, F, D)
-    tl.store(places, total, mask=there)
+    places, mask = _sums_at(s + group * (F * D), features, columns, F, D)
+    tl.store(places, total, mask=mask)
     tl.store(z + group * F + features, ones, mask=features < F)
     tl.store(m + group * F + features, largest, mask=features < F)
 
@@ -239,21 +239,21 @@ def _add_up_keys(
     head = tl.program_id(0).to(tl.int64)
     features, columns = tl.program_id(1) * BF + tl.arange(0, BF), tl.arange(0, BD)
     here = features < F
-    ends, there = _sums_at(s_end + head * (F * D), features, columns, F, D)
+    ends, mask = _sums_at(s_end + head * (F * D), features, columns, F, D)
     z_end += head * F + features
     m_end += head * F + features
-    total = tl.load(ends, mask=there, other=0.0)  # (BF, BD)
+    total = tl.load(ends, mask=mask, other=0.0)  # (BF, BD)
     ones = tl.load(z_end, mask=here, other=0.0)  # (BF,)
     largest = tl.load(m_end, mask=here, other=_NOTHING)
     for slot in range(slots):
         group = head * slots + slot
         places, _ = _sums_at(s + group * (F * D), features, columns, F, D)
         at = group * F + features
-        own = tl.load(places, mask=there, other=0.0)
+        own = tl.load(places, mask=mask, other=0.0)
         own_ones = tl.load(z + at, mask=here, other=0.0)
         own_largest = tl.load(m + at, mask=here, other=_NOTHING)
         tl.debug_barrier()
-        tl.store(places, total, mask=there)
+        tl.store(places, total, mask=mask)
         tl.store(z + at, ones, mask=here)
         tl.store(m + at, largest, mask=here)
         after = tl.maximum(largest, own_largest)
@@ -262,7 +262,7 @@ def _add_up_keys(
         ones = ones * fade + own_ones * own_fade
         largest = after
     tl.debug_barrier()
-    tl.store(ends, total, mask=there)
+    tl.store(ends, total, mask=mask)
     tl.store(z_end, ones, mask=here)
     tl.store(m_end, largest, mask=here)
 
@@ -311,17 +311,17 @@ def _outputs(
             directions = _directions(omega, features, dims, E, F)  # (BF, BE)
             log_q, log_k = _logs(queries, keys, offset, directions, features, F, BF)  # (C, BF)
             before = tl.load(m + features, mask=here, other=_TOP)  # (BF,)
-            places, there = _sums_at(s, features, columns, F, D)
-            total = tl.load(places, mask=there, other=0.0)  # (BF, BD)
+            places, mask = _sums_at(s, features, columns, F, D)
+            total = tl.load(places, mask=mask, other=0.0)  # (BF, BD)
             ones = tl.load(z + features, mask=here, other=0.0)  # (BF,)
 
             r = _reference(before, log_k)  # (BF,)
             after = tl.maximum(r, tl.max(log_k, 0))
-            some_late = tl.max(after - r) > _LIMIT
+            any_overflow = tl.max(after - r) > _LIMIT
             reached = log_q + r[None, :]
-            if some_late:
+            if any_overflow:
                 seen = tl.maximum(tl.associative_scan(log_k, 0, _larger), r[None, :])
-                reached = tl.where(_is_late(log_k, r)[:, None], log_q + seen, reached)
+                reached = tl.where(_overflows(log_k, r)[:, None], log_q + seen, reached)
             new = tl.maximum(most, tl.max(reached, 1))  # (C,)
             shrink = tl.exp(most - new)
             most = new
@@ -329,13 +329,13 @@ def _outputs(
             near = tl.exp(tl.minimum(log_k - r[None, :], _LIMIT))  # (C, BF)
             fade = tl.exp(r - after)
             scores *= shrink[:, None]
-            if some_late:  # logs are computed again, that they need not be kept for what is rare
+            if any_overflow:  # logs are computed again, that they need not be kept for what is rare
                 log_q, log_k = _logs(
                     queries, keys, offset, _directions(omega, features, dims, E, F), features, F, BF
                 )  # (C, BF)
-                late = _is_late(log_k, r)
-                scores += tl.where(late[:, None], 0.0, _zeros_dot(p, tl.trans(near), PRECISION))
-                scores += _late_scores(log_q, log_k, most, late)
+                overflow = _overflows(log_k, r)
+                scores += tl.where(overflow[:, None], 0.0, _zeros_dot(p, tl.trans(near), PRECISION))
+                scores += _overflow_scores(log_q, log_k, most, overflow)
                 far = tl.exp(log_k - after[None, :])
             else:
                 scores = _dot(p, tl.trans(near), scores, PRECISION)  # (C, C)
@@ -344,7 +344,7 @@ def _outputs(
             below = below * shrink + tl.sum(p * ones[None, :], 1)
             total = _dot(tl.trans(far), values, total * fade[:, None], PRECISION)
             tl.debug_barrier()
-            tl.store(places, total, mask=there)
+            tl.store(places, total, mask=mask)
             tl.store(z + features, ones * fade + tl.sum(far, 0), mask=here)
             tl.store(m + features, _maximum(after), mask=here)
         scores = tl.where(lower, scores, 0.0)
@@ -361,46 +361,46 @@ def _outputs(
 
 
 @triton.jit
-def _late_scores(log_q, log_k, top, late):
-    """Return the products of late queries and the chunk's keys, summed over features, by query and key: (C, C)."""
+def _overflow_scores(log_q, log_k, top, overflow):
+    """Return the products of overflowing queries and the chunk's keys, summed over features: (C, C), query by key."""
     places = tl.arange(0, log_q.shape[0])
     scores = tl.zeros([log_q.shape[0], log_q.shape[0]], tl.float32)
     for j in range(log_q.shape[0]):
-        pairs = tl.sum(_pair(log_q, log_k, top, late, j), 1)  # (C,), of queries
+        pairs = tl.sum(_pair(log_q, log_k, top, overflow, j), 1)  # (C,), of queries
         scores += tl.where(places[None, :] == j, pairs[:, None], 0.0)
     return scores
 
 
 @triton.jit
-def _late_to_queries(a, log_q, log_k, top, late):
-    """Return the gradient of log φ(q) from the products in `_late_scores`, (C, BF).
+def _overflow_to_queries(a, log_q, log_k, top, overflow):
+    """Return the gradient of log φ(q) from the products in `_overflow_scores`, (C, BF).
 
     `a` (C, C) is the gradient of these products, by query and key.
     """
     places = tl.arange(0, log_q.shape[0])
-    found = tl.zeros(log_q.shape, tl.float32)
+    result = tl.zeros(log_q.shape, tl.float32)
     for j in range(log_q.shape[0]):
         of_key = tl.sum(tl.where(places[None, :] == j, a, 0.0), 1)  # (C,), of queries
-        found += _pair(log_q, log_k, top, late, j) * of_key[:, None]
-    return found
+        result += _pair(log_q, log_k, top, overflow, j) * of_key[:, None]
+    return result
 
 
 @triton.jit
-def _late_to_keys(a, log_q, log_k, top, late):
-    """Return the gradient of log φ(k) from the products in `_late_scores`, (C, BF), and these products, (C, C).
+def _overflow_to_keys(a, log_q, log_k, top, overflow):
+    """Return the gradient of log φ(k) from the products in `_overflow_scores`, (C, BF), and these products, (C, C).
 
     `a` (C, C) is the gradient of these products. Both are by key and query here.
     """
     places = tl.arange(0, log_q.shape[0])
-    found = tl.zeros(log_q.shape, tl.float32)
+    result = tl.zeros(log_q.shape, tl.float32)
     scores = tl.zeros([log_q.shape[0], log_q.shape[0]], tl.float32)
     for j in range(log_q.shape[0]):
-        pair = _pair(log_q, log_k, top, late, j)  # (C, BF)
+        pair = _pair(log_q, log_k, top, overflow, j)  # (C, BF)
         this = places[:, None] == j
         scores += tl.where(this, tl.sum(pair, 1)[None, :], 0.0)
         of_key = tl.sum(tl.where(this, a, 0.0), 0)  # (C,), of queries
-        found += tl.where(this, tl.sum(pair * of_key[:, None], 0)[None, :], 0.0)
-    return found, scores
+        result += tl.where(this, tl.sum(pair * of_key[:, None], 0)[None, :], 0.0)
+    return result, scores
 
 
 @triton.jit(do_not_specialize=_BY_LENGTH)
@@ -448,7 +448,7 @@ def _query_gradients(
         weight = -tl.sum(x * exact, 1)  # (C,)
         tl.store(y + row + rows, weight, mask=rows < n)
         a = tl.where(lower, _zeros_dot(x, tl.trans(values), PRECISION) + weight[:, None], 0.0)  # (C, C)
-        found = tl.zeros([C, BE], tl.float32)
+        result = tl.zeros([C, BE], tl.float32)
         tl.debug_barrier()
         for start in tl.range(0, F, BF, disable_licm=True):
             features = start + tl.arange(0, BF)
@@ -457,8 +457,8 @@ def _query_gradients(
             log_q, log_k = _logs(queries, keys, offset, directions, features, F, BF)  # (C, BF)
             before = tl.load(m + features, mask=here, other=_TOP)  # (BF,)
             tl.store(borders + i * F + features, before, mask=here)
-            places, there = _sums_at(s, features, columns, F, D)
-            total = tl.load(places, mask=there, other=0.0)  # (BF, BD)
+            places, mask = _sums_at(s, features, columns, F, D)
+            total = tl.load(places, mask=mask, other=0.0)  # (BF, BD)
             ones = tl.load(z + features, mask=here, other=0.0)  # (BF,)
 
             r = _reference(before, log_k)  # (BF,)
@@ -471,21 +471,21 @@ def _query_gradients(
                 log_q, log_k = _logs(
                     queries, keys, offset, _directions(omega, features, dims, E, F), features, F, BF
                 )  # (C, BF)
-                late = _is_late(log_k, r)
-                through = _dot(tl.where(late[:, None], 0.0, a), near, through, PRECISION) * p
-                through += _late_to_queries(a, log_q, log_k, most, late)
+                overflow = _overflows(log_k, r)
+                through = _dot(tl.where(overflow[:, None], 0.0, a), near, through, PRECISION) * p
+                through += _overflow_to_queries(a, log_q, log_k, most, overflow)
                 far = tl.exp(log_k - after[None, :])
             else:
                 through = _dot(a, near, through, PRECISION) * p
                 far = near * fade[None, :]
-            found = _dot(through, directions, found, PRECISION)  # (C, BE)
+            result = _dot(through, directions, result, PRECISION)  # (C, BE)
             total = _dot(tl.trans(far), values, total * fade[:, None], PRECISION)
             tl.debug_barrier()
-            tl.store(places, total, mask=there)
+            tl.store(places, total, mask=mask)
             tl.store(z + features, ones * fade + tl.sum(far, 0), mask=here)
             tl.store(m + features, _maximum(after), mask=here)
             tl.store(borders + chunks * F + features, _maximum(after), mask=here & (i == chunks - 1))
-        _store(dq, dq_strides, rows, dims, n, E, found)
+        _store(dq, dq_strides, rows, dims, n, E, result)
 
 
 @triton.jit
@@ -532,8 +532,8 @@ def _sum_queries(
         ones = ones * fade + tl.sum(p * weight[:, None], 0)
         after = before
     group = head.to(tl.int64) * tl.num_programs(1) + slot
-    places, there = _sums_at(s + group * (F * D), features, columns, F, D)
-    tl.store(places, total, mask=there)
+    places, mask = _sums_at(s + group * (F * D), features, columns, F, D)
+    tl.store(places, total, mask=mask)
     tl.store(z + group * F + features, ones, mask=here)
 
 
@@ -551,9 +551,9 @@ def _add_up_queries(
     features, columns = tl.program_id(1) * BF + tl.arange(0, BF), tl.arange(0, BD)
     here = features < F
     borders += head * (chunks + 1) * F
-    ends, there = _sums_at(s_end + head * (F * D), features, columns, F, D)
+    ends, mask = _sums_at(s_end + head * (F * D), features, columns, F, D)
     z_end += head * F + features
-    total = tl.load(ends, mask=there, other=0.0)  # (BF, BD)
+    total = tl.load(ends, mask=mask, other=0.0)  # (BF, BD)
     ones = tl.load(z_end, mask=here, other=0.0)  # (BF,)
     after = tl.load(borders + chunks * F + features, mask=here, other=_NOTHING)
     for back in range(slots):
@@ -561,18 +561,18 @@ def _add_up_queries(
         group = head * slots + slot
         places, _ = _sums_at(s + group * (F * D), features, columns, F, D)
         at = group * F + features
-        own = tl.load(places, mask=there, other=0.0)
+        own = tl.load(places, mask=mask, other=0.0)
         own_ones = tl.load(z + at, mask=here, other=0.0)
         before = tl.load(borders + slot * each * F + features, mask=here, other=_NOTHING)
         tl.debug_barrier()
-        tl.store(places, total, mask=there)
+        tl.store(places, total, mask=mask)
         tl.store(z + at, ones, mask=here)
         fade = _fade(before, after)
         total = total * fade[:, None] + own
         ones = ones * fade + own_ones
         after = before
     tl.debug_barrier()
-    tl.store(ends, total, mask=there)
+    tl.store(ends, total, mask=mask)
     tl.store(z_end, ones, mask=here)
 
 
@@ -629,26 +629,26 @@ def _key_value_gradients(
             border = borders + i * F + features
             before = tl.load(border, mask=here, other=_TOP)  # (BF,)
             after = tl.load(border + F, mask=here, other=_TOP)
-            places, there = _sums_at(s, features, columns, F, D)
-            total = tl.load(places, mask=there, other=0.0)  # (BF, BD)
+            places, mask = _sums_at(s, features, columns, F, D)
+            total = tl.load(places, mask=mask, other=0.0)  # (BF, BD)
             ones = tl.load(z + features, mask=here, other=0.0)  # (BF,)
 
             r = _reference(before, log_k)  # (BF,)
-            some_late = tl.max(tl.max(log_k, 0) - r) > _LIMIT
+            any_overflow = tl.max(tl.max(log_k, 0) - r) > _LIMIT
             p = _queries(log_q, r, most, rows, n)  # (C, BF)
             near = tl.exp(tl.minimum(log_k - r[None, :], _LIMIT))  # (C, BF)
             far = _fade(log_k, after[None, :])  # (C, BF)
             through = (_zeros_dot(values, tl.trans(total), PRECISION) + ones[None, :]) * far  # (C, BF)
-            if some_late:
+            if any_overflow:
                 log_q, log_k = _logs(
                     queries, keys, offset, _directions(omega, features, dims, E, F), features, F, BF
                 )  # (C, BF)
-                late = _is_late(log_k, r)
-                through += _zeros_dot(tl.where(late[None, :], 0.0, a), p, PRECISION) * near
-                scores += tl.where(late[None, :], 0.0, _zeros_dot(near, tl.trans(p), PRECISION))
-                exact, of_late = _late_to_keys(a, log_q, log_k, most, late)
+                overflow = _overflows(log_k, r)
+                through += _zeros_dot(tl.where(overflow[None, :], 0.0, a), p, PRECISION) * near
+                scores += tl.where(overflow[None, :], 0.0, _zeros_dot(near, tl.trans(p), PRECISION))
+                exact, overflow_scores = _overflow_to_keys(a, log_q, log_k, most, overflow)
                 through += exact
-                scores += of_late
+                scores += overflow_scores
             else:
                 through += _zeros_dot(a, p, PRECISION) * near
                 scores = _dot(near, tl.trans(p), scores, PRECISION)  # (C, C)
@@ -659,7 +659,7 @@ def _key_value_gradients(
             p = tl.where((before == _NOTHING)[None, :], 0.0, p)  # no key is before them
             total = _dot(tl.trans(p), x, total * fade[:, None], PRECISION)
             tl.debug_barrier()
-            tl.store(places, total, mask=there)
+            tl.store(places, total, mask=mask)
             tl.store(z + features, ones * fade + tl.sum(p * weight[:, None], 0), mask=here)
         to_keys -= (2 * half_square) * to_offset[:, None] * keys.to(tl.float32)
         _store(dk, dk_strides, rows, dims, n, E, to_keys)
@@ -702,7 +702,7 @@ def forward(
     s, z, m = _copy(s), _copy(z), _copy(m)
     starts = plan.starts(k, v, s, z, m)
     out = by_position(v)
-    rest = rest_of(out)
+    rest = rounding_error(out)
     top, denominator = (torch.empty(q.shape[:3], device=q.device, dtype=torch.float32) for _ in range(2))
     _outputs[plan.walks](
         q, q.stride(), k, k.stride(), v, v.stride(), out, out.stride(), rest, plan.omega, plan.lengths, *starts,

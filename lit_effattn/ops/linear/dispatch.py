@@ -54,10 +54,10 @@ def _failure(device: torch.device, dtype: torch.dtype, width: int) -> str | None
         inputs = [t.requires_grad_() for t in (q, k, v)]
         s, z = (torch.zeros(1, 2, *shape, device=device) for shape in ((width, width), (width,)))
         out, *_ = elu_linear_attention(q, k, v, s, z)
-        found = [out.detach(), *torch.autograd.grad(out, inputs, g)]
+        results = [out.detach(), *torch.autograd.grad(out, inputs, g)]
         fq, fk = (torch.where(t > 0, t + 1, t.clamp(max=0).exp()) for t in (q.float(), k.float()))
         out, *_ = plain_causal_linear_attention(fq, fk, v.float(), s, z)
-        return found, [out.detach(), *torch.autograd.grad(out, inputs, g.float())]
+        return results, [out.detach(), *torch.autograd.grad(out, inputs, g.float())]
 
     return selection.failed_self_check(device, dtype, compare)
 
@@ -109,18 +109,18 @@ def _check(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, lengths: Tenso
 # --------------------------------------------------------------- operators, which autograd and compilers see as a whole
 
 
-def _forward(q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     from lit_effattn.ops.linear import triton_kernels  # imported here, since Triton is slow to import and optional
 
     with on_device(q):
-        return triton_kernels.forward(q, *others)
+        return triton_kernels.forward(q, *arguments)
 
 
-def _backward(g: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _backward(g: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from lit_effattn.ops.linear import triton_kernels
 
     with on_device(g):
-        return triton_kernels.backward(g, *others)
+        return triton_kernels.backward(g, *arguments)
 
 
 def _forward_on_cpu(
@@ -134,13 +134,13 @@ def _forward_on_cpu(
 
 
 def _backward_on_cpu(
-    g: Tensor, g_s: Tensor, g_z: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any
+    g: Tensor, g_s: Tensor, g_z: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     if interpreted():
-        return _backward(g, g_s, g_z, q, k, v, *others)
-    found = [by_position(t, torch.float32) for t in (q, k, v)]
-    g_s, g_z = cpp_kernels.backward(g, g_s, g_z, q, k, v, *others, *found, elu=True)
-    g_q, g_k, g_v = (to.to(t.dtype) for to, t in zip(found, (q, k, v), strict=True))
+        return _backward(g, g_s, g_z, q, k, v, *arguments)
+    results = [by_position(t, torch.float32) for t in (q, k, v)]
+    g_s, g_z = cpp_kernels.backward(g, g_s, g_z, q, k, v, *arguments, *results, elu=True)
+    g_q, g_k, g_v = (to.to(t.dtype) for to, t in zip(results, (q, k, v), strict=True))
     return g_q, g_k, g_v, g_s, g_z
 
 
@@ -150,8 +150,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _gradients(ctx: Any, g: Tensor, g_s: Tensor, g_z: Tensor) -> tuple[Tensor | None, ...]:
-    found = _OPERATOR.backward(g, g_s, g_z, *ctx.saved_tensors, ctx.eps)
-    return *found, None, None
+    results = _OPERATOR.backward(g, g_s, g_z, *ctx.saved_tensors, ctx.eps)
+    return *results, None, None
 
 
 _OPERATOR = Operator(

@@ -298,8 +298,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _gradients(ctx: Any, g: Tensor, g_s: Tensor, g_z: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    found = _OPERATOR.backward(g, g_s, g_z, *ctx.saved_tensors, ctx.chunk_size, ctx.eps)
-    return *found, None, None
+    gradients = _OPERATOR.backward(g, g_s, g_z, *ctx.saved_tensors, ctx.chunk_size, ctx.eps)
+    return *gradients, None, None
 
 
 # A custom operator, so that torch.compile does not unroll the loops over chunks.

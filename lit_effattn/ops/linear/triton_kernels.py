@@ -49,9 +49,9 @@ _BY_LENGTH = ["n", "chunks", "each"]  # arguments: else Triton compiles anew for
 
 
 @triton.jit
-def _phi(x, there):
-    """Return φ(x) = elu(x) + 1, and 0 where `there` is false, since φ(0) is 1."""
-    return tl.where(there, tl.where(x > 0, x + 1.0, tl.exp(x)), 0.0)  # NaN stays NaN, as in no maximum
+def _phi(x, mask):
+    """Return φ(x) = elu(x) + 1, and 0 where `mask` is false, since φ(0) is 1."""
+    return tl.where(mask, tl.where(x > 0, x + 1.0, tl.exp(x)), 0.0)  # NaN stays NaN, as in no maximum
 
 
 @triton.jit
@@ -96,15 +96,15 @@ def _at(pointer, strides, rows, columns):
 @triton.jit
 def _load(pointer, strides, rows, columns, n, width):
     """Load a chunk of a head's (N, width) in float32, (C, BD); 0 beyond the n rows and `width` columns."""
-    there = (rows < n)[:, None] & (columns < width)[None, :]
-    return tl.load(_at(pointer, strides, rows, columns), mask=there, other=0.0).to(tl.float32)
+    mask = (rows < n)[:, None] & (columns < width)[None, :]
+    return tl.load(_at(pointer, strides, rows, columns), mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _store(pointer, strides, rows, columns, n, width, x):
     """Store a chunk x (C, BD) of a head's (N, width) in its type; nothing beyond the n rows and `width` columns."""
-    there = (rows < n)[:, None] & (columns < width)[None, :]
-    tl.store(_at(pointer, strides, rows, columns), x.to(pointer.dtype.element_ty), mask=there)
+    mask = (rows < n)[:, None] & (columns < width)[None, :]
+    tl.store(_at(pointer, strides, rows, columns), x.to(pointer.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -145,10 +145,10 @@ def _sum_groups(
     y = _of_head(y, y_strides, head, N_HEADS)
     valid = n if BACKWARD else _valid(lengths, head, n, N_HEADS)
     row = head.to(tl.int64) * n
-    starts, there = _sums_at(s + head.to(tl.int64) * (D * DV), features, columns, D, DV)
+    starts, mask = _sums_at(s + head.to(tl.int64) * (D * DV), features, columns, D, DV)
     z += head.to(tl.int64) * D
     first = slot == 0
-    total = tl.load(starts, mask=there & first, other=0.0)  # (BD, BV)
+    total = tl.load(starts, mask=mask & first, other=0.0)  # (BD, BV)
     ones = tl.load(z + features, mask=(features < D) & first, other=0.0)  # (BD,)
     for i in range(tl.maximum(slot - 1, 0) * each, slot * each):
         chunk = chunks - 1 - i if BACKWARD else i
@@ -164,8 +164,8 @@ def _sum_groups(
             ones += tl.sum(phi, 0)
         total = _dot(tl.trans(phi), values, total, PRECISION)
     sums += (head.to(tl.int64) * tl.num_programs(1) + slot) * (D * DV + D)
-    places, there = _sums_at(sums, features, columns, D, DV)
-    tl.store(places, total, mask=there)
+    places, mask = _sums_at(sums, features, columns, D, DV)
+    tl.store(places, total, mask=mask)
     if tl.program_id(2) == 0:
         tl.store(sums + D * DV + features, ones, mask=features < D)
 
@@ -179,8 +179,8 @@ def _add_up(sums, slots, SIZE: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.cons
     slot = tl.arange(0, SLOTS)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = sums + (tl.program_id(0).to(tl.int64) * slots + slot)[:, None] * SIZE + place[None, :]
-    there = (slot < slots)[:, None] & (place < SIZE)[None, :]
-    tl.store(at, tl.cumsum(tl.load(at, mask=there, other=0.0), 0), mask=there)
+    mask = (slot < slots)[:, None] & (place < SIZE)[None, :]
+    tl.store(at, tl.cumsum(tl.load(at, mask=mask, other=0.0), 0), mask=mask)
 
 
 @triton.jit(do_not_specialize=_BY_LENGTH)
@@ -202,8 +202,8 @@ def _outputs(
     v = _of_head(v, v_strides, head, N_HEADS)
     out = _of_head(out, out_strides, head, N_HEADS)
     valid = _valid(lengths, head, n, N_HEADS)
-    starts, there = _sums_at(s + head.to(tl.int64) * by_head[0] + slot * by_slot[0], features, columns, D, DV)
-    total = tl.load(starts, mask=there, other=0.0)  # (BD, BV)
+    starts, mask = _sums_at(s + head.to(tl.int64) * by_head[0] + slot * by_slot[0], features, columns, D, DV)
+    total = tl.load(starts, mask=mask, other=0.0)  # (BD, BV)
     z += head.to(tl.int64) * by_head[1] + slot * by_slot[1]
     ones = tl.load(z + features, mask=features < D, other=0.0)  # (BD,)
     lower = tl.arange(0, C)[:, None] >= tl.arange(0, C)[None, :]
@@ -221,8 +221,8 @@ def _outputs(
         total = _dot(tl.trans(phi_k), values, total, PRECISION)
         ones += tl.sum(phi_k, 0)
     if slot == tl.num_programs(1) - 1:
-        places, there = _sums_at(s_after + head.to(tl.int64) * (D * DV), features, columns, D, DV)
-        tl.store(places, total, mask=there)
+        places, mask = _sums_at(s_after + head.to(tl.int64) * (D * DV), features, columns, D, DV)
+        tl.store(places, total, mask=mask)
         if tl.program_id(2) == 0:
             tl.store(z_after + head.to(tl.int64) * D + features, ones, mask=features < D)
 
@@ -246,8 +246,8 @@ def _query_gradients(
     dq = _of_head(dq, dq_strides, head, N_HEADS)
     valid = _valid(lengths, head, n, N_HEADS)
     row = head.to(tl.int64) * n
-    starts, there = _sums_at(s + head.to(tl.int64) * by_head[0] + slot * by_slot[0], features, columns, D, DV)
-    total = tl.load(starts, mask=there, other=0.0)  # (BD, BV)
+    starts, mask = _sums_at(s + head.to(tl.int64) * by_head[0] + slot * by_slot[0], features, columns, D, DV)
+    total = tl.load(starts, mask=mask, other=0.0)  # (BD, BV)
     z += head.to(tl.int64) * by_head[1] + slot * by_slot[1]
     ones = tl.load(z + features, mask=features < D, other=0.0)  # (BD,)
     lower = tl.arange(0, C)[:, None] >= tl.arange(0, C)[None, :]
@@ -294,8 +294,8 @@ def _key_value_gradients(
     dv = _of_head(dv, dv_strides, head, N_HEADS)
     valid = _valid(lengths, head, n, N_HEADS)
     row = head.to(tl.int64) * n
-    starts, there = _sums_at(s + head.to(tl.int64) * by_head[0] + slot * by_slot[0], features, columns, D, DV)
-    total = tl.load(starts, mask=there, other=0.0)  # (BD, BV)
+    starts, mask = _sums_at(s + head.to(tl.int64) * by_head[0] + slot * by_slot[0], features, columns, D, DV)
+    total = tl.load(starts, mask=mask, other=0.0)  # (BD, BV)
     z += head.to(tl.int64) * by_head[1] + slot * by_slot[1]
     ones = tl.load(z + features, mask=features < D, other=0.0)  # (BD,)
     upper = tl.arange(0, C)[:, None] <= tl.arange(0, C)[None, :]  # a row is a key, a column a query
@@ -319,8 +319,8 @@ def _key_value_gradients(
         total = _dot(tl.trans(phi_q), u, total, PRECISION)
         ones += tl.sum(phi_q * weight[:, None], 0)
     if slot == tl.num_programs(1) - 1:
-        places, there = _sums_at(s_before + head.to(tl.int64) * (D * DV), features, columns, D, DV)
-        tl.store(places, total, mask=there)
+        places, mask = _sums_at(s_before + head.to(tl.int64) * (D * DV), features, columns, D, DV)
+        tl.store(places, total, mask=mask)
         tl.store(z_before + head.to(tl.int64) * D + features, ones, mask=features < D)
 
 

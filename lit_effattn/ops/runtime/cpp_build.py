@@ -194,7 +194,7 @@ def _run(command: list[str]) -> str:
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
         ) as process:
             try:
-                said, errors = process.communicate(timeout=PATIENCE)
+                output, errors = process.communicate(timeout=PATIENCE)
             except BaseException as error:
                 _stop(process)
                 if not isinstance(error, subprocess.TimeoutExpired):
@@ -205,8 +205,8 @@ def _run(command: list[str]) -> str:
                 )
                 raise CompilerError(_hung[command[0]]) from error
         if process.returncode:
-            raise subprocess.CalledProcessError(process.returncode, command, said, errors)
-        return said
+            raise subprocess.CalledProcessError(process.returncode, command, output, errors)
+        return output
     except OSError as error:
         raise CompilerError(f"the C++ compiler can't be run: {error}") from error
     except subprocess.CalledProcessError as error:

@@ -1,4 +1,4 @@
-"""How far results are from expected ones: a finite number, or an error.
+"""Differences between results and expected results: finite numbers, or errors.
 
 Python's `max` of 0 and NaN is 0, that of NaN and 0 is NaN, and a loop over nothing finds no difference. A check that
 uses it accepts results that are NaN, or missing.

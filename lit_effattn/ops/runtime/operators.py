@@ -54,9 +54,9 @@ class Operator:
         self._backward_on_cpu = backward
 
         def apply(ctx: Any, *inputs: Any) -> Any:
-            found = forward(*inputs)
-            keep(ctx, inputs, found)
-            return found
+            result = forward(*inputs)
+            keep(ctx, inputs, result)
+            return result
 
         parts = {"forward": staticmethod(apply), "backward": staticmethod(gradients)}
         self._straight: Any = type(name, (torch.autograd.Function,), parts)

@@ -163,8 +163,8 @@ def failed_self_check(
     """
     try:
         with torch.inference_mode(False), torch.enable_grad():
-            found, wanted = compare()
-        worst = largest_relative_difference(found, wanted)
+            results, expected = compare()
+        worst = largest_relative_difference(results, expected)
     except Exception as error:  # Triton's compiler and the driver raise many types
         return f"tried on {device} in {dtype}, they fail: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     # bfloat16 rounds to 2⁻⁹; a wrong result is off by far more.

@@ -12,13 +12,12 @@ from lit_effattn.attention.cache import gather
 from lit_effattn.ops.continuous import (
     Grid,
     basis_of,
-    ends,
     evaluate_signal,
+    even_times,
     expected_basis,
     fit_matrix,
     jitter,
     left_edges,
-    midpoints,
     normal_masses,
     pseudorandom,
     quantiles,
@@ -300,7 +299,7 @@ class LongTermMemory:
         """Return the times at which the update after (B,) `written` segments samples the signal: (M,) or (B, M)."""
         n, histogram = self.n_samples, state.histogram
         if not self.sticky:
-            return (ends if self.grid == "ends" else midpoints)(n, dtype=histogram.dtype, device=histogram.device)
+            return even_times(n, self.grid, dtype=histogram.dtype, device=histogram.device)
         if self.sampling == "bins":
             number = state.counter if training else written
             return left_edges(histogram, pseudorandom(number, n, histogram.dtype).sort(1).values)

@@ -72,14 +72,9 @@ def evaluate_signal(coefficients: Tensor, times: Tensor, basis: tuple[Tensor, Te
     return expected_basis(times, torch.zeros_like(times), basis) @ coefficients
 
 
-def midpoints(n: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the middles of n equal parts of [0, 1]: (n,)."""
-    return (torch.arange(n, dtype=dtype, device=device) + 0.5) / n
-
-
-def ends(n: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the right ends of n equal parts of [0, 1]: (n,)."""
-    return (torch.arange(n, dtype=dtype, device=device) + 1) / n
+def even_times(n: int, grid: Grid = "midpoints", *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the midpoints, or with "ends" the right ends, of n equal parts of [0, 1]: (n,)."""
+    return (torch.arange(n, dtype=dtype, device=device) + (1 if grid == "ends" else 0.5)) / n
 
 
 def ridge(psi: Tensor, penalty: float) -> Tensor:
@@ -137,19 +132,17 @@ def fit_matrix(
         (n_basis, n_old + n_new).
     """
     cpu = torch.device("cpu")
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-    ):  # not an inference tensor: it is cached, and training may use one made in validation
+    # Not an inference tensor: it is cached, and training may use one that validation made.
+    with torch.inference_mode(False), torch.no_grad():
         start = tau if n_old else 0.0
-        n, place = n_old + n_new, ends if n_old and grid == "ends" else midpoints
-        old, new = (place(count, dtype=torch.float64, device=cpu) for count in (n_old, n_new))
-        if place is ends:
+        n, grid = n_old + n_new, grid if n_old else "midpoints"
+        old, new = (even_times(count, grid, dtype=torch.float64, device=cpu) for count in (n_old, n_new))
+        if grid == "ends":
             shift = 1 / (n + n_new)
             around = torch.linspace(shift - 0.5, 1.5 - shift, 2 * n, dtype=torch.float64, device=cpu)
             zeros = around[(around < 0) | (around > 1)]
         else:
-            outside = midpoints(n, dtype=torch.float64, device=cpu)[: (n + 1) // 2]
+            outside = even_times(n, dtype=torch.float64, device=cpu)[: (n + 1) // 2]
             zeros = torch.cat([-outside, 1 + outside])
         times = torch.cat([start * old, start + (1 - start) * new, zeros])
         psi = expected_basis(
@@ -182,7 +175,7 @@ def refit_matrix(
     cpu = torch.device("cpu")
     with torch.inference_mode(False), torch.no_grad():
         fit = fit_matrix(n_old, n_new, tau, n_basis, widths, penalty, torch.float64, cpu, grid)[:, :n_old]
-        times = (ends if grid == "ends" else midpoints)(n_old, dtype=torch.float64, device=cpu)
+        times = even_times(n_old, grid, dtype=torch.float64, device=cpu)
         basis = basis_of(n_basis, widths, dtype=torch.float64, device=cpu)
         return (fit @ expected_basis(times, torch.zeros_like(times), basis)).to(device, dtype)
 

@@ -611,22 +611,6 @@ def _gradients(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     return g_x, g_v, None, None, None, None, None, None
 
 
-# A custom operator, so that torch.compile does not unroll the loops over chunks, whose number depends on the hashes.
-_OPERATOR = Operator(
-    "lsh",
-    "(Tensor x, Tensor v, Tensor places, Tensor grid, Tensor slots, Tensor before, int n_buckets, bool causal) "
-    "-> (Tensor, Tensor, Tensor)",
-    "(Tensor g, Tensor x, Tensor v, Tensor places, Tensor grid, Tensor before, Tensor out, Tensor highest, "
-    "Tensor total, int n_buckets, bool causal) -> (Tensor, Tensor)",
-    _forward,
-    _backward,
-    keep=_keep,
-    gradients=_gradients,
-    refusal="attend_in_chunks has no second derivative on the CPU; plain_attend_in_chunks has one",
-)
-
-
-@torch.library.register_fake("lit_effattn::lsh")
 def _forward_shapes(
     x: Tensor,
     v: Tensor,
@@ -643,6 +627,22 @@ def _forward_shapes(
     return v.new_empty(b, h, n, v.size(-1), dtype=dtype), highest, total
 
 
-@torch.library.register_fake("lit_effattn::lsh_backward")
 def _backward_shapes(g: Tensor, x: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), v.new_empty(v.shape)
+
+
+# A custom operator, so that torch.compile does not unroll the loops over chunks, whose number depends on the hashes.
+_OPERATOR = Operator(
+    "lsh",
+    "(Tensor x, Tensor v, Tensor places, Tensor grid, Tensor slots, Tensor before, int n_buckets, bool causal) "
+    "-> (Tensor, Tensor, Tensor)",
+    "(Tensor g, Tensor x, Tensor v, Tensor places, Tensor grid, Tensor before, Tensor out, Tensor highest, "
+    "Tensor total, int n_buckets, bool causal) -> (Tensor, Tensor)",
+    _forward,
+    _backward,
+    shapes=_forward_shapes,
+    backward_shapes=_backward_shapes,
+    keep=_keep,
+    gradients=_gradients,
+    refusal="attend_in_chunks has no second derivative on the CPU; plain_attend_in_chunks has one",
+)

@@ -8,12 +8,12 @@ from sklearn.linear_model import Ridge
 from lit_effattn.ops.continuous import (
     basis_of,
     evaluate_signal,
+    even_times,
     expected_basis,
     fit_matrix,
     gaussian,
     jitter,
     left_edges,
-    midpoints,
     normal_masses,
     pseudorandom,
     quantiles,
@@ -36,7 +36,7 @@ def fit(x: torch.Tensor, n_basis: int, old: torch.Tensor | None = None, tau: flo
 
 def test_refitting_is_sampling_and_fitting():
     b, x = torch.randn(10, 3, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
-    old = evaluate_signal(b[None], midpoints(7, **DOUBLE), basis_of(10, WIDTHS, **DOUBLE))[0]
+    old = evaluate_signal(b[None], even_times(7, **DOUBLE), basis_of(10, WIDTHS, **DOUBLE))[0]
     found = refit_matrix(7, 5, 0.6, 10, WIDTHS, 0.1, torch.float64, CPU) @ b
     new = fit_matrix(7, 5, 0.6, 10, WIDTHS, 0.1, torch.float64, CPU)[:, 7:] @ x
     torch.testing.assert_close(found + new, fit(x, 10, old, penalty=0.1)[0])
@@ -112,7 +112,7 @@ def smooth(t: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("n", [100, 101])
 def test_a_smooth_signal_is_recovered(n: int):
-    times = midpoints(n, **DOUBLE)
+    times = even_times(n, **DOUBLE)
     b = fit(smooth(times), 64)
     between = torch.linspace(0.02, 0.98, 333, dtype=torch.float64)
     assert (evaluate_signal(b, between, basis_of(64, WIDTHS, **DOUBLE))[0] - smooth(between)).abs().max() < 2e-3
@@ -121,9 +121,9 @@ def test_a_smooth_signal_is_recovered(n: int):
 def test_old_times_move_towards_the_past():
     """After an update X̄(τ t) is what X̄(t) was, and on [τ, 1] is the new segment."""
     basis, tau = basis_of(128, WIDTHS, **DOUBLE), 0.6
-    first = fit(smooth(midpoints(200, **DOUBLE)), 128)
-    old = evaluate_signal(first, midpoints(150, **DOUBLE), basis)[0]
-    second = fit(-smooth(midpoints(100, **DOUBLE)), 128, old, tau)
+    first = fit(smooth(even_times(200, **DOUBLE)), 128)
+    old = evaluate_signal(first, even_times(150, **DOUBLE), basis)[0]
+    second = fit(-smooth(even_times(100, **DOUBLE)), 128, old, tau)
     t = torch.linspace(0.03, 0.97, 100, dtype=torch.float64)
     assert (evaluate_signal(second, tau * t, basis) - evaluate_signal(first, t, basis)).abs().max() < 5e-3
     assert (evaluate_signal(second, tau + (1 - tau) * t, basis)[0] + smooth(t)).abs().max() < 5e-3
@@ -157,7 +157,7 @@ def test_masses_of_bins():
 
 def test_quantiles_equal_interpolation():
     histogram = torch.tensor([[0.0, 3, 1, 0, 6], [2, 2, 2, 2, 2], [0, 0, 0, 0, 0]], dtype=torch.float64)
-    levels = midpoints(40, **DOUBLE).repeat(3, 1)
+    levels = even_times(40, **DOUBLE).repeat(3, 1)
     found = quantiles(histogram, levels)
     for row, masses in enumerate(histogram.numpy()):
         share = masses / masses.sum() if masses.sum() else np.full(5, 0.2)
@@ -229,7 +229,7 @@ def test_gradients():
     basis = basis_of(6, (0.1, 0.2), **DOUBLE)
     mean, variance = torch.rand(2, 3, dtype=torch.float64), torch.rand(2, 3, dtype=torch.float64) + 0.01
     b, times = torch.randn(2, 6, 4, dtype=torch.float64), torch.rand(2, 5, dtype=torch.float64)
-    histogram, levels = torch.rand(2, 4, dtype=torch.float64), midpoints(5, **DOUBLE).expand(2, -1).clone()
+    histogram, levels = torch.rand(2, 4, dtype=torch.float64), even_times(5, **DOUBLE).expand(2, -1).clone()
     for function, given in (
         (lambda m, v: expected_basis(m, v, basis), (mean, variance)),
         (lambda b, t: evaluate_signal(b, t, basis), (b, times)),

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from lit_effattn.ops import fixed_attention, strided_attention, summary_positions
+from lit_effattn.ops.sparse import fixed_attention, strided_attention, summary_positions
 from tests.support.tensor_sizes import Largest, largest_in_training
 
 B, H, D, D_V = 2, 3, 4, 5

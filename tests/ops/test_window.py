@@ -3,8 +3,7 @@ import math
 import pytest
 import torch
 
-from lit_effattn.ops import windowed_attention
-from lit_effattn.ops.window import slices
+from lit_effattn.ops.window import slices, windowed_attention
 from tests.support.tensor_sizes import Made, largest_in_training
 
 B, H, D = 2, 3, 4

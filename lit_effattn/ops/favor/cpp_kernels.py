@@ -103,26 +103,11 @@ def backward(
     g_v: Tensor,
     g_offset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Fill `g_q`, `g_k`, `g_v` and `g_offset`, and return the gradients of `s` and `z`: see `forward`.
+    """Fill the gradients `g_q`, `g_k`, `g_v` and `g_offset`, and return those of `s` and `z`.
 
-    Args:
-        g: (B, H, N, D), the gradient of the output.
-        g_s: (B, H, F, D), the gradient of the last `s`.
-        g_z: (B, H, F), the gradient of the last `z`.
-        q: As in `forward`.
-        k: As in `forward`.
-        v: As in `forward`.
-        omega: As in `forward`.
-        offset: As in `forward`.
-        lengths: As in `forward`.
-        scale: As in `forward`.
-        s: As in `forward`.
-        z: As in `forward`.
-        m: As in `forward`.
-        g_q: (B, H, N, E) in float32, contiguous in its last dimension.
-        g_k: Like `g_q`.
-        g_v: (B, H, N, D), like `g_q`.
-        g_offset: (B, H, N) in float32; None if `offset` is None.
+    `g` (B, H, N, D), `g_s` and `g_z` are the gradients of what `forward` computes; the arguments from `q` to `m` are
+    those of `forward`. The gradients to fill are in float32, in the shapes of their arguments, and contiguous in the
+    last dimension; `g_offset` is None if `offset` is.
     """
     g, q, k, v = heads(g), heads(q), heads(k), heads(v)
     omega, s, z, m = _full(omega), _full(s), _full(z), _full(m)

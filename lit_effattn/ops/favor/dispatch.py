@@ -16,7 +16,7 @@ from lit_effattn.ops.favor import cpp_kernels
 from lit_effattn.ops.favor.pytorch import WHAT, draw_omega, log_offset, plain_causal_favor, rounding_error
 from lit_effattn.ops.runtime import selection
 from lit_effattn.ops.runtime.operators import Operator
-from lit_effattn.ops.runtime.selection import KERNELS, by_position, interpreted, on_device
+from lit_effattn.ops.runtime.selection import KERNELS, by_position, interpreted
 
 _WIDEST_IN_FULL = 64  # columns in float32 on CUDA: registers and shared memory hold no more
 
@@ -153,21 +153,7 @@ def _in_cpp(q: Tensor) -> bool:
 # --------------------------------------------------------------- operators, which autograd and compilers see as a whole
 
 
-def _forward(q: Tensor, *saved: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from lit_effattn.ops.favor import triton_kernels  # imported here, since Triton is slow to import and optional
-
-    with on_device(q):
-        return triton_kernels.forward(q, *saved)
-
-
-def _backward(g: Tensor, *saved: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from lit_effattn.ops.favor import triton_kernels
-
-    with on_device(g):
-        return triton_kernels.backward(g, *saved)
-
-
-def _forward_on_cpu(
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -178,14 +164,12 @@ def _forward_on_cpu(
     lengths: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    if not _in_cpp(q):
-        return _forward(q, k, v, omega, s, z, m, lengths, scale)
     out = by_position(v, torch.float32)
     s, z, m = cpp_kernels.forward(q, k, v, omega, None, lengths, scale, s, z, m, out)
     return out.to(v.dtype), s, z, m, *_nothing(q)
 
 
-def _backward_on_cpu(
+def _backward(
     g: Tensor,
     g_s: Tensor,
     g_z: Tensor,
@@ -197,16 +181,10 @@ def _backward_on_cpu(
     z: Tensor,
     m: Tensor,
     lengths: Tensor | None,
-    out: Tensor,
-    rounding: Tensor,
-    top: Tensor,
-    denominator: Tensor,
-    scale: float,
+    *saved: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    if not _in_cpp(q):
-        return _backward(g, g_s, g_z, q, k, v, omega, s, z, m, lengths, out, rounding, top, denominator, scale)
     results = [by_position(t, torch.float32) for t in (q, k, v)]
-    g_s, g_z = cpp_kernels.backward(g, g_s, g_z, q, k, v, omega, None, lengths, scale, s, z, m, *results)
+    g_s, g_z = cpp_kernels.backward(g, g_s, g_z, q, k, v, omega, None, lengths, saved[-1], s, z, m, *results)
     g_q, g_k, g_v = (to.to(t.dtype) for to, t in zip(results, (q, k, v), strict=True))
     return g_q, g_k, g_v, g_s, g_z
 
@@ -229,22 +207,6 @@ def _gradients(ctx: Any, g: Tensor, g_s: Tensor, g_z: Tensor, *_: Tensor) -> tup
     return g_q, g_k, g_v, None, g_s, g_z, None, None, None
 
 
-_OPERATOR = Operator(
-    "positive_favor",
-    "(Tensor q, Tensor k, Tensor v, Tensor omega, Tensor s, Tensor z, Tensor m, Tensor? lengths, float scale) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    "(Tensor g, Tensor g_s, Tensor g_z, Tensor q, Tensor k, Tensor v, Tensor omega, Tensor s, Tensor z, Tensor m, "
-    "Tensor? lengths, Tensor out, Tensor rest, Tensor top, Tensor denominator, float scale) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _forward_on_cpu,
-    _backward_on_cpu,
-    keep=_keep,
-    gradients=_gradients,
-    refusal="positive_favor has no second derivative; plain_causal_favor has one",
-)
-
-
-@torch.library.register_fake("lit_effattn::positive_favor")
 def _shapes(
     q: Tensor, k: Tensor, v: Tensor, omega: Tensor, s: Tensor, z: Tensor, m: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -256,12 +218,25 @@ def _shapes(
     return out, s, z, m, rounding_error(out), top, denominator
 
 
-@torch.library.register_fake("lit_effattn::positive_favor_backward")
-def _shapes_backward(
+def _backward_shapes(
     g: Tensor, g_s: Tensor, g_z: Tensor, q: Tensor, k: Tensor, v: Tensor, omega: Tensor, s: Tensor, z: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return by_position(q), by_position(k), by_position(v), s.new_empty(s.shape), z.new_empty(z.shape)
 
 
-torch.library.impl("lit_effattn::positive_favor", "cuda", _forward)
-torch.library.impl("lit_effattn::positive_favor_backward", "cuda", _backward)
+_OPERATOR = Operator(
+    "positive_favor",
+    "(Tensor q, Tensor k, Tensor v, Tensor omega, Tensor s, Tensor z, Tensor m, Tensor? lengths, float scale) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor g, Tensor g_s, Tensor g_z, Tensor q, Tensor k, Tensor v, Tensor omega, Tensor s, Tensor z, Tensor m, "
+    "Tensor? lengths, Tensor out, Tensor rest, Tensor top, Tensor denominator, float scale) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _forward,
+    _backward,
+    shapes=_shapes,
+    backward_shapes=_backward_shapes,
+    keep=_keep,
+    gradients=_gradients,
+    refusal="positive_favor has no second derivative; plain_causal_favor has one",
+    triton="lit_effattn.ops.favor.triton_kernels",
+)

@@ -697,29 +697,12 @@ def _gradients(ctx: Any, g: Tensor, g_s: Tensor, g_z: Tensor, *_: Tensor) -> tup
     return g_q, g_k, g_v, None, g_offset, g_s, g_z, None, None
 
 
-# A custom operator, so that torch.compile does not unroll the loops over chunks.
-_OPERATOR = Operator(
-    "causal_favor",
-    "(Tensor q, Tensor k, Tensor v, Tensor omega, Tensor offset, Tensor s, Tensor z, Tensor m, int chunk_size) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    "(Tensor g, Tensor g_s, Tensor g_z, Tensor q, Tensor k, Tensor v, Tensor omega, Tensor offset, Tensor s, Tensor z, "
-    "Tensor m, Tensor out, Tensor denominator, int chunk_size) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _forward,
-    _backward,
-    keep=_keep,
-    gradients=_gradients,
-    refusal="causal_favor has no second derivative on the CPU; plain_causal_favor has one",
-)
-
-
-@torch.library.register_fake("lit_effattn::causal_favor")
 def _forward_shapes(
     q: Tensor, k: Tensor, v: Tensor, omega: Tensor, offset: Tensor, s: Tensor, z: Tensor, m: Tensor, chunk_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return torch.empty_like(v), _copy(s), _copy(z), _copy(m), v.new_empty(v.shape[:-1])
 
 
-@torch.library.register_fake("lit_effattn::causal_favor_backward")
 def _backward_shapes(
     g: Tensor,
     g_s: Tensor,
@@ -735,3 +718,20 @@ def _backward_shapes(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     g_q, g_k, g_v, g_offset = (torch.empty_like(t) for t in (q, k, v, offset))
     return g_q, g_k, g_v, g_offset, _copy(s), _copy(z)
+
+
+# A custom operator, so that torch.compile does not unroll the loops over chunks.
+_OPERATOR = Operator(
+    "causal_favor",
+    "(Tensor q, Tensor k, Tensor v, Tensor omega, Tensor offset, Tensor s, Tensor z, Tensor m, int chunk_size) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor g, Tensor g_s, Tensor g_z, Tensor q, Tensor k, Tensor v, Tensor omega, Tensor offset, Tensor s, Tensor z, "
+    "Tensor m, Tensor out, Tensor denominator, int chunk_size) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _forward,
+    _backward,
+    shapes=_forward_shapes,
+    backward_shapes=_backward_shapes,
+    keep=_keep,
+    gradients=_gradients,
+    refusal="causal_favor has no second derivative on the CPU; plain_causal_favor has one",
+)

@@ -17,14 +17,12 @@ NAME = "linear"
 @cache
 def _library() -> ctypes.CDLL:
     library = cpp_build.library(NAME)
-    size: type = ctypes.c_int64
-    pointer: type = ctypes.c_void_p
-    number: type = ctypes.c_float
-    flag: type = ctypes.c_int
-    several: type = Heads
-    library.forward.argtypes = 3 * [size] + 3 * [several] + 3 * [pointer] + [number, several, pointer, flag, flag]
-    library.backward.argtypes = 3 * [size] + 4 * [several] + 3 * [pointer] + [number] + 3 * [several]
-    library.backward.argtypes += [pointer, pointer, flag, flag]
+    size: list[type] = [ctypes.c_int64]
+    pointer: list[type] = [ctypes.c_void_p]
+    flag: list[type] = [ctypes.c_int]
+    common = 3 * pointer + [ctypes.c_float]
+    library.forward.argtypes = [*(3 * size), *(3 * [Heads]), *common, Heads, *pointer, *flag, *flag]
+    library.backward.argtypes = [*(3 * size), *(4 * [Heads]), *common, *(3 * [Heads]), *(2 * pointer), *(2 * flag)]
     library.forward.restype = library.backward.restype = None
     return library
 
@@ -59,18 +57,9 @@ def forward(
     q, k, v = heads(q), heads(k), heads(v)
     s, z = copied(s), copied(z)
     lengths = None if lengths is None else lengths.long().contiguous()
-    b, h, n, _ = q.shape
     _library().forward(
-        b,
-        h,
-        n,
-        *(Heads.of(t) for t in (q, k, v)),
-        *(address(t) for t in (s, z, lengths)),
-        eps,
-        Heads.of(out),
-        address(denominator),
-        elu,
-        torch.get_num_threads(),
+        *(*q.shape[:3], *map(Heads.of, (q, k, v)), *map(address, (s, z, lengths)), eps),
+        *(Heads.of(out), address(denominator), elu, torch.get_num_threads()),
     )
     return s, z
 
@@ -92,39 +81,18 @@ def backward(
     *,
     elu: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Fill `g_q`, `g_k` and `g_v`, and return the gradients of `s` and `z`: see `forward`.
+    """Fill the gradients `g_q`, `g_k` and `g_v`, and return those of `s` and `z`.
 
-    Args:
-        g: (B, H, N, D), the gradient of the output.
-        g_s: (B, H, F, D), the gradient of the last `s`.
-        g_z: (B, H, F), the gradient of the last `z`.
-        q: As in `forward`.
-        k: As in `forward`.
-        v: As in `forward`.
-        s: As in `forward`.
-        z: As in `forward`.
-        lengths: As in `forward`.
-        eps: As in `forward`.
-        g_q: (B, H, N, F) in float32, contiguous in its last dimension.
-        g_k: Like `g_q`.
-        g_v: (B, H, N, D), like `g_q`.
-        elu: As in `forward`.
+    `g` (B, H, N, D), `g_s` and `g_z` are the gradients of what `forward` computes; the arguments from `q` to `eps` are
+    those of `forward`. The gradients to fill are in float32, in the shapes of their arguments, and contiguous in the
+    last dimension.
     """
     g, q, k, v = heads(g), heads(q), heads(k), heads(v)
     s, z = s.float().contiguous(), z.float().contiguous()
     g_s, g_z = copied(g_s), copied(g_z)
     lengths = None if lengths is None else lengths.long().contiguous()
-    b, h, n, _ = q.shape
     _library().backward(
-        b,
-        h,
-        n,
-        *(Heads.of(t) for t in (g, q, k, v)),
-        *(address(t) for t in (s, z, lengths)),
-        eps,
-        *(Heads.of(t) for t in (g_q, g_k, g_v)),
-        *(address(t) for t in (g_s, g_z)),
-        elu,
-        torch.get_num_threads(),
+        *(*q.shape[:3], *map(Heads.of, (g, q, k, v)), *map(address, (s, z, lengths)), eps),
+        *(*map(Heads.of, (g_q, g_k, g_v)), *map(address, (g_s, g_z)), elu, torch.get_num_threads()),
     )
     return g_s, g_z

@@ -16,7 +16,7 @@ from lit_effattn.ops.linear import cpp_kernels
 from lit_effattn.ops.linear.pytorch import WHAT, plain_causal_linear_attention
 from lit_effattn.ops.runtime import selection
 from lit_effattn.ops.runtime.operators import Operator
-from lit_effattn.ops.runtime.selection import KERNELS, by_position, interpreted, on_device
+from lit_effattn.ops.runtime.selection import KERNELS, by_position, interpreted
 
 
 def use_kernels(q: Tensor, v: Tensor, *, elu: bool) -> bool:
@@ -109,35 +109,17 @@ def _check(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, lengths: Tenso
 # --------------------------------------------------------------- operators, which autograd and compilers see as a whole
 
 
-def _forward(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    from lit_effattn.ops.linear import triton_kernels  # imported here, since Triton is slow to import and optional
-
-    with on_device(q):
-        return triton_kernels.forward(q, *arguments)
-
-
-def _backward(g: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from lit_effattn.ops.linear import triton_kernels
-
-    with on_device(g):
-        return triton_kernels.backward(g, *arguments)
-
-
-def _forward_on_cpu(
+def _forward(
     q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, lengths: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if interpreted():
-        return _forward(q, k, v, s, z, lengths, eps)
     out = by_position(v, torch.float32)
     s, z = cpp_kernels.forward(q, k, v, s, z, lengths, eps, out, elu=True)
     return out.to(v.dtype), s, z
 
 
-def _backward_on_cpu(
+def _backward(
     g: Tensor, g_s: Tensor, g_z: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    if interpreted():
-        return _backward(g, g_s, g_z, q, k, v, *arguments)
     results = [by_position(t, torch.float32) for t in (q, k, v)]
     g_s, g_z = cpp_kernels.backward(g, g_s, g_z, q, k, v, *arguments, *results, elu=True)
     g_q, g_k, g_v = (to.to(t.dtype) for to, t in zip(results, (q, k, v), strict=True))
@@ -154,30 +136,27 @@ def _gradients(ctx: Any, g: Tensor, g_s: Tensor, g_z: Tensor) -> tuple[Tensor | 
     return *results, None, None
 
 
-_OPERATOR = Operator(
-    "elu_linear",
-    "(Tensor q, Tensor k, Tensor v, Tensor s, Tensor z, Tensor? lengths, float eps) -> (Tensor, Tensor, Tensor)",
-    "(Tensor g, Tensor g_s, Tensor g_z, Tensor q, Tensor k, Tensor v, Tensor s, Tensor z, Tensor? lengths, float eps) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _forward_on_cpu,
-    _backward_on_cpu,
-    keep=_keep,
-    gradients=_gradients,
-    refusal="elu_linear_attention has no second derivative; plain_causal_linear_attention has one",
-)
-
-
-@torch.library.register_fake("lit_effattn::elu_linear")
 def _shapes(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return by_position(v), s.new_empty(s.shape), z.new_empty(z.shape)
 
 
-@torch.library.register_fake("lit_effattn::elu_linear_backward")
-def _shapes_backward(
+def _backward_shapes(
     g: Tensor, g_s: Tensor, g_z: Tensor, q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return by_position(q), by_position(k), by_position(v), s.new_empty(s.shape), z.new_empty(z.shape)
 
 
-torch.library.impl("lit_effattn::elu_linear", "cuda", _forward)
-torch.library.impl("lit_effattn::elu_linear_backward", "cuda", _backward)
+_OPERATOR = Operator(
+    "elu_linear",
+    "(Tensor q, Tensor k, Tensor v, Tensor s, Tensor z, Tensor? lengths, float eps) -> (Tensor, Tensor, Tensor)",
+    "(Tensor g, Tensor g_s, Tensor g_z, Tensor q, Tensor k, Tensor v, Tensor s, Tensor z, Tensor? lengths, float eps) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _forward,
+    _backward,
+    shapes=_shapes,
+    backward_shapes=_backward_shapes,
+    keep=_keep,
+    gradients=_gradients,
+    refusal="elu_linear_attention has no second derivative; plain_causal_linear_attention has one",
+    triton="lit_effattn.ops.linear.triton_kernels",
+)

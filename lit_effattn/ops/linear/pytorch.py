@@ -302,6 +302,18 @@ def _gradients(ctx: Any, g: Tensor, g_s: Tensor, g_z: Tensor, _: Tensor) -> tupl
     return *gradients, None, None
 
 
+def _forward_shapes(
+    q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, chunk_size: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return torch.empty_like(v), _copy(s), _copy(z), q.new_empty(q.shape[:-1])
+
+
+def _backward_shapes(
+    g: Tensor, g_s: Tensor, g_z: Tensor, q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), _copy(s), _copy(z)
+
+
 # A custom operator, so that torch.compile does not unroll the loops over chunks.
 _OPERATOR = Operator(
     "causal_linear",
@@ -310,24 +322,12 @@ _OPERATOR = Operator(
     "Tensor denominator, int chunk_size, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _forward,
     _backward,
+    shapes=_forward_shapes,
+    backward_shapes=_backward_shapes,
     keep=_keep,
     gradients=_gradients,
     refusal="causal_linear_attention has no second derivative on the CPU; plain_causal_linear_attention has one",
 )
-
-
-@torch.library.register_fake("lit_effattn::causal_linear")
-def _forward_shapes(
-    q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, chunk_size: int, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return torch.empty_like(v), _copy(s), _copy(z), q.new_empty(q.shape[:-1])
-
-
-@torch.library.register_fake("lit_effattn::causal_linear_backward")
-def _backward_shapes(
-    g: Tensor, g_s: Tensor, g_z: Tensor, q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), _copy(s), _copy(z)
 
 
 def _copy(t: Tensor) -> Tensor:

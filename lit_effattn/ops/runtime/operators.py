@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from lit_effattn.ops.runtime.selection import interpreted, on_device
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -23,10 +26,14 @@ class Operator:
         signature_of_backward: Arguments and results of its gradients.
         forward: Its implementation on the CPU.
         backward: The implementation of its gradients on the CPU.
+        shapes: Allocates its results, of the right shapes and layouts, without computing them.
+        backward_shapes: The same for its gradients.
         keep: Takes autograd's context, the arguments and the results, and saves the inputs of `gradients`.
         gradients: Takes autograd's context and the results' gradients, calls `self.backward` and returns the
             arguments' gradients.
         refusal: Error message if the gradients are differentiated.
+        triton: Module whose `forward` and `backward` are the implementations on CUDA, and on the CPU where Triton's
+            interpreter was asked for. Imported when needed, since Triton is slow to import and optional.
     """
 
     def __init__(
@@ -37,16 +44,24 @@ class Operator:
         forward: Callable[..., Any],
         backward: Callable[..., Any],
         *,
+        shapes: Callable[..., Any],
+        backward_shapes: Callable[..., Any],
         keep: Callable[[Any, tuple[Any, ...], Any], None],
         gradients: Callable[..., tuple[Tensor | None, ...]],
         refusal: str,
+        triton: str | None = None,
     ) -> None:
         whole = f"lit_effattn::{name}"
         of_backward = f"{whole}_backward"
         torch.library.define(whole, signature)
         torch.library.define(of_backward, signature_of_backward)
+        if triton is not None:
+            forward = _with_triton(whole, triton, "forward", forward)
+            backward = _with_triton(of_backward, triton, "backward", backward)
         torch.library.impl(whole, "cpu", forward)
         torch.library.impl(of_backward, "cpu", backward)
+        torch.library.register_fake(whole, shapes)
+        torch.library.register_fake(of_backward, backward_shapes)
         torch.library.register_autograd(whole, gradients, setup_context=keep)
         torch.library.register_autograd(of_backward, _refusing(refusal))
         self._forward = getattr(torch.ops.lit_effattn, name).default
@@ -70,6 +85,17 @@ class Operator:
         if torch.is_grad_enabled() or _watched(inputs):  # the operator raises the error if they are differentiated
             return self._backward(*inputs)
         return self._backward_on_cpu(*inputs)
+
+
+def _with_triton(operator: str, module: str, name: str, on_cpu: Callable[..., Any]) -> Callable[..., Any]:
+    """Implement `operator` on CUDA by the function `name` of `module`; return its implementation on the CPU."""
+
+    def in_triton(first: Tensor, *arguments: Any) -> Any:
+        with on_device(first):
+            return getattr(import_module(module), name)(first, *arguments)
+
+    torch.library.impl(operator, "cuda", in_triton)
+    return lambda *arguments: (in_triton if interpreted() else on_cpu)(*arguments)
 
 
 def _watched(inputs: tuple[Any, ...]) -> bool:

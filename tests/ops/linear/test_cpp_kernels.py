@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from lit_effattn.attention import LinearAttention, ReluFeatureMap
-from lit_effattn.ops import causal_linear_attention
 from lit_effattn.ops.linear import cpp_kernels
 from lit_effattn.ops.linear.dispatch import elu_linear_attention, use_kernels
-from lit_effattn.ops.linear.pytorch import plain_causal_linear_attention
+from lit_effattn.ops.linear.pytorch import causal_linear_attention, plain_causal_linear_attention
 from lit_effattn.ops.runtime import cpp_build, selection
 from lit_effattn.ops.runtime.selection import KERNELS
 from tests.support.cpp_kernels import HAS, each_kind_of_vectors, needs_kernels

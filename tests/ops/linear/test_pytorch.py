@@ -1,8 +1,12 @@
 import pytest
 import torch
 
-from lit_effattn.ops import causal_linear_attention, linear_attention, linear_attention_step
-from lit_effattn.ops.linear.pytorch import plain_causal_linear_attention
+from lit_effattn.ops.linear.pytorch import (
+    causal_linear_attention,
+    linear_attention,
+    linear_attention_step,
+    plain_causal_linear_attention,
+)
 from lit_effattn.ops.runtime.selection import KERNELS
 from tests.support.tensor_sizes import Largest, Made, largest_in_training
 

@@ -40,20 +40,12 @@ POWER = Operator(
     "(Tensor g, Tensor x, int power) -> Tensor",
     _forward,
     _backward,
+    shapes=lambda x, power: (torch.empty_like(x), torch.empty_like(x)),
+    backward_shapes=lambda g, x, power: torch.empty_like(x),
     keep=_keep,
     gradients=_gradients,
     refusal="a power has no second derivative here",
 )
-
-
-@torch.library.register_fake("lit_effattn::test_power")
-def _shapes(x: Tensor, power: int) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(x)
-
-
-@torch.library.register_fake("lit_effattn::test_power_backward")
-def _shapes_backward(g: Tensor, x: Tensor, power: int) -> Tensor:
-    return torch.empty_like(x)
 
 
 def cube(x: Tensor) -> Tensor:

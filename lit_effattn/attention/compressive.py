@@ -149,51 +149,6 @@ class CompressiveAttention(TransformerXLAttention):
         # A convolution whose stride equals its width is one matrix, applied to adjacent windows.
         self.compressor = nn.Linear(compression_rate * d_model, d_model, bias=bias) if compression == "conv" else None
 
-    def set_memory(self, mem_len: int, clamp_len: int | None = None, same_length: bool = False) -> None:
-        """See `TransformerXLAttention.set_memory`. `same_length` must be False: the split never has an effect here."""
-        if same_length:
-            raise ValueError(
-                "same_length=True: what CompressiveAttention sees never depends on how a stream is split; leave it out"
-            )
-        super().set_memory(mem_len, clamp_len)
-
-    def initial_state(
-        self,
-        batch_size: int,
-        *,
-        max_len: int | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> CompressiveMemory | ProjectedCompressiveMemory:
-        """Return empty memories, of keys and values if `max_len` is given: see `SequenceModule.initial_state`."""
-        device, dtype = self.default(device, dtype)
-
-        def empty(*shape: int) -> Tensor:
-            return torch.zeros(batch_size, *shape, device=device, dtype=dtype)
-
-        length = torch.zeros(batch_size, dtype=torch.long, device=device)
-        loss = torch.zeros(batch_size, device=device, dtype=accumulator(dtype))
-        if max_len is None:
-            return CompressiveMemory(
-                empty(self._reach, self.d_model), empty(self.compressed_len, self.d_model), length, loss
-            )
-        slots = min(self._reach + 1, max_len)
-        shape = (self.n_heads, self.compressed_len + slots, self.head_dim)
-        return ProjectedCompressiveMemory(empty(*shape), empty(*shape), empty(slots, self.d_model), length, loss)
-
-    @property
-    def _reach(self) -> int:
-        """S, the number of earlier inputs that a position may see uncompressed."""
-        return self.mem_len + self.segment_len - 1 + self.compression_rate - 1
-
-    def check(self, x: Tensor, state: State | None, lengths: Tensor | None) -> None:
-        """See `SequenceModule.check`. Also checks that the state has the size of this memory."""
-        SequenceModule.check(self, x, state, lengths)
-        if isinstance(state, CompressiveMemory):
-            self._check_slots(state.inputs.size(1), self._reach)
-        elif state is not None:
-            self._check_room(state.inputs.size(1), state.length, x.size(1) if lengths is None else lengths)
-
     def forward(
         self, x: Tensor, state: State | None = None, lengths: Tensor | None = None
     ) -> tuple[Tensor, CompressiveMemory | ProjectedCompressiveMemory]:
@@ -230,6 +185,103 @@ class CompressiveAttention(TransformerXLAttention):
             length,
             self._reconstruction_loss(q, windows, state.length, seen).to(state.loss.dtype),
         )
+
+    def _see(self, q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
+        """Attend from each query to its own input, the uncompressed inputs before it, and the newest summaries.
+
+        `k` and `v` (B, H, compressed_len + K + S + N, D) are those of the state's summaries, this call's summaries, the
+        state's inputs, and this call's inputs.
+        """
+        reach, n = self._reach, q.size(2)
+        summaries = k.size(2) - reach - n  # compressed_len + K
+        count = reach + 1 + self.compressed_len  # distances from 0 to the largest
+        r, u = self._positions_for(q, count), self.u.to(q.dtype)[:, None]
+        # For each chunk of queries: its end, and the ranges of summaries and of inputs that any row sees.
+        starts = range(0, n, self.chunk_size)
+        ends = [min(start + self.chunk_size, n) for start in starts]
+        far_bounds = [
+            (
+                min(summaries, self._summaries_within(start)[0]),
+                min(summaries, self.compressed_len + self._summaries_within(end - 1)[1]),
+            )
+            for start, end in zip(starts, ends, strict=True)
+        ]
+        near_bounds = [(summaries + start, summaries + reach + end) for start, end in zip(starts, ends, strict=True)]
+        pieces = zip(*(slices(t, bounds, 2) for t in (k, v) for bounds in (far_bounds, near_bounds)), strict=True)
+        out = []
+        for start, end, chunk, (low, high), piece in zip(
+            starts, ends, q.split(self.chunk_size, 2), far_bounds, pieces, strict=True
+        ):
+            keys, values = (torch.cat(pair, 2) for pair in (piece[:2], piece[2:]))  # (B, H, M' + M, D)
+            distance, seen = self._distances(length, (start, end), (low, high))
+            scores = self._scores_by_distance(chunk, r)
+            index = count - 1 - distance
+            out.append(attention_by_distance(chunk + u, keys, values, scores, index, seen, dropout=self._dropout_now))
+        return out[0] if len(out) == 1 else torch.cat(out, 2)
+
+    def _distances(self, length: Tensor, queries: tuple[int, int], summaries: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Return the distances from a chunk of C queries to M' summaries and to the inputs that any of them may see.
+
+        Args:
+            length: (B,), positions before the call.
+            queries: The first query and the end of the chunk.
+            summaries: The first slot and the end of the summaries.
+
+        Returns:
+            Two tensors (B, C, M' + S + C), distances and whether the query sees the key.
+        """
+        (start, end), device = queries, length.device
+        made = self._summaries(length)[:, None]  # (B, 1), summaries made before this call, numbered from 0
+        position = length[:, None] + torch.arange(start, end, device=device)  # (B, C)
+        new = self._summaries(position) - made  # (B, C), summaries of this call that the query sees
+        waiting = position - self.compression_rate * (made + new)  # (B, C), t − b(t)
+
+        # The input at slot s is S + i − s positions before query i.
+        slot = torch.arange(start, self._reach + end, device=device)
+        distance = self._reach + torch.arange(start, end, device=device)[:, None] - slot  # (C, M)
+        near = (distance >= 0) & (distance <= waiting[..., None])  # (B, C, M)
+
+        # The summary at slot s is number made − compressed_len + s. A query sees those at slots new … new +
+        # compressed_len − 1. The distance of the nearest is that of x_{b(t)}, plus 1.
+        slot = torch.arange(*summaries, device=device)
+        back = (new + self.compressed_len)[..., None] - slot  # (B, C, M'), 1 for the nearest
+        far = (back > 0) & (back <= self.compressed_len) & (slot + (made - self.compressed_len)[..., None] >= 0)
+        distance = torch.cat([waiting[..., None] + back, distance.expand(len(length), -1, -1)], -1)
+        return distance, torch.cat([far, near], -1)
+
+    def _summaries(self, position: Tensor) -> Tensor:
+        """Return b(t) / c, the number of summaries before each position t."""
+        start = position - position % self.segment_len
+        return ((start - self.mem_len) // self.compression_rate).clamp(min=0)
+
+    def _summaries_within(self, n: int) -> tuple[int, int]:
+        """Return the least and the largest number of summaries that n positions make, wherever they are."""
+        extra = self.segment_len - 1
+        c = self.compression_rate
+        return max(0, (n - extra - self.mem_len) // c), (n + extra + c - 1) // c
+
+    def _windows(self, inputs: Tensor, length: Tensor, n: int) -> Tensor:
+        """Return the K windows of c inputs that this call may compress: (B, K, c, E)."""
+        c = self.compression_rate
+        oldest = self._reach - (length - c * self._summaries(length))  # (B,), the index of x_{b(length)}
+        count = self._summaries_within(n)[1]
+        if self.segment_len > 1 and reads_values(length):
+            count = int((self._summaries(length + n) - self._summaries(length)).max())
+        index = oldest[:, None] + torch.arange(count * c, device=inputs.device)  # (B, K c)
+        # Windows beyond the end are not compressed yet, and their contents are not seen.
+        index = index.clamp(max=inputs.size(1) - 1)
+        return inputs.gather(1, index[..., None].expand(-1, -1, inputs.size(2))).unflatten(1, (count, c))
+
+    def _compress(self, windows: Tensor) -> Tensor:
+        """(B, K, c, E) -> (B, K, E)."""
+        if self.compressor is not None:
+            return self.compressor(windows.flatten(2))
+        return windows.mean(2) if self.compression == "mean" else windows.amax(2)
+
+    def _keys_values(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, M, E) -> two of (B, H, M, D)."""
+        inputs = self._normed(inputs)
+        return self._heads(self.k_proj(inputs)), self._heads(self.v_proj(inputs))
 
     def _several(
         self, q: Tensor, x: Tensor, state: ProjectedCompressiveMemory, seen: Tensor
@@ -318,123 +370,6 @@ class CompressiveAttention(TransformerXLAttention):
         loss = self._reconstruction_loss(q, windows, state.length, seen).to(state.loss.dtype)
         return y, ProjectedCompressiveMemory(keys, values, inputs, state.length + seen, loss)
 
-    def _keys_values(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, M, E) -> two of (B, H, M, D)."""
-        inputs = self._normed(inputs)
-        return self._heads(self.k_proj(inputs)), self._heads(self.v_proj(inputs))
-
-    def _summaries(self, position: Tensor) -> Tensor:
-        """Return b(t) / c, the number of summaries before each position t."""
-        start = position - position % self.segment_len
-        return ((start - self.mem_len) // self.compression_rate).clamp(min=0)
-
-    def _summaries_within(self, n: int) -> tuple[int, int]:
-        """Return the least and the largest number of summaries that n positions make, wherever they are."""
-        extra = self.segment_len - 1
-        c = self.compression_rate
-        return max(0, (n - extra - self.mem_len) // c), (n + extra + c - 1) // c
-
-    def _windows(self, inputs: Tensor, length: Tensor, n: int) -> Tensor:
-        """Return the K windows of c inputs that this call may compress: (B, K, c, E)."""
-        c = self.compression_rate
-        oldest = self._reach - (length - c * self._summaries(length))  # (B,), the index of x_{b(length)}
-        count = self._summaries_within(n)[1]
-        if self.segment_len > 1 and reads_values(length):
-            count = int((self._summaries(length + n) - self._summaries(length)).max())
-        index = oldest[:, None] + torch.arange(count * c, device=inputs.device)  # (B, K c)
-        # Windows beyond the end are not compressed yet, and their contents are not seen.
-        index = index.clamp(max=inputs.size(1) - 1)
-        return inputs.gather(1, index[..., None].expand(-1, -1, inputs.size(2))).unflatten(1, (count, c))
-
-    def _compress(self, windows: Tensor) -> Tensor:
-        """(B, K, c, E) -> (B, K, E)."""
-        if self.compressor is not None:
-            return self.compressor(windows.flatten(2))
-        return windows.mean(2) if self.compression == "mean" else windows.amax(2)
-
-    def _see(self, q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
-        """Attend from each query to its own input, the uncompressed inputs before it, and the newest summaries.
-
-        `k` and `v` (B, H, compressed_len + K + S + N, D) are those of the state's summaries, this call's summaries, the
-        state's inputs, and this call's inputs.
-        """
-        reach, n = self._reach, q.size(2)
-        summaries = k.size(2) - reach - n  # compressed_len + K
-        count = reach + 1 + self.compressed_len  # distances from 0 to the largest
-        r, u = self._positions_for(q, count), self.u.to(q.dtype)[:, None]
-        # For each chunk of queries: its end, and the ranges of summaries and of inputs that any row sees.
-        starts = range(0, n, self.chunk_size)
-        ends = [min(start + self.chunk_size, n) for start in starts]
-        far_bounds = [
-            (
-                min(summaries, self._summaries_within(start)[0]),
-                min(summaries, self.compressed_len + self._summaries_within(end - 1)[1]),
-            )
-            for start, end in zip(starts, ends, strict=True)
-        ]
-        near_bounds = [(summaries + start, summaries + reach + end) for start, end in zip(starts, ends, strict=True)]
-        pieces = zip(*(slices(t, bounds, 2) for t in (k, v) for bounds in (far_bounds, near_bounds)), strict=True)
-        out = []
-        for start, end, chunk, (low, high), piece in zip(
-            starts, ends, q.split(self.chunk_size, 2), far_bounds, pieces, strict=True
-        ):
-            keys, values = (torch.cat(pair, 2) for pair in (piece[:2], piece[2:]))  # (B, H, M' + M, D)
-            distance, seen = self._distances(length, (start, end), (low, high))
-            scores = self._scores_by_distance(chunk, r)
-            index = count - 1 - distance
-            out.append(attention_by_distance(chunk + u, keys, values, scores, index, seen, dropout=self._dropout_now))
-        return out[0] if len(out) == 1 else torch.cat(out, 2)
-
-    def _distances(self, length: Tensor, queries: tuple[int, int], summaries: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return the distances from a chunk of C queries to M' summaries and to the inputs that any of them may see.
-
-        Args:
-            length: (B,), positions before the call.
-            queries: The first query and the end of the chunk.
-            summaries: The first slot and the end of the summaries.
-
-        Returns:
-            Two tensors (B, C, M' + S + C), distances and whether the query sees the key.
-        """
-        (start, end), device = queries, length.device
-        made = self._summaries(length)[:, None]  # (B, 1), summaries made before this call, numbered from 0
-        position = length[:, None] + torch.arange(start, end, device=device)  # (B, C)
-        new = self._summaries(position) - made  # (B, C), summaries of this call that the query sees
-        waiting = position - self.compression_rate * (made + new)  # (B, C), t − b(t)
-
-        # The input at slot s is S + i − s positions before query i.
-        slot = torch.arange(start, self._reach + end, device=device)
-        distance = self._reach + torch.arange(start, end, device=device)[:, None] - slot  # (C, M)
-        near = (distance >= 0) & (distance <= waiting[..., None])  # (B, C, M)
-
-        # The summary at slot s is number made − compressed_len + s. A query sees those at slots new … new +
-        # compressed_len − 1. The distance of the nearest is that of x_{b(t)}, plus 1.
-        slot = torch.arange(*summaries, device=device)
-        back = (new + self.compressed_len)[..., None] - slot  # (B, C, M'), 1 for the nearest
-        far = (back > 0) & (back <= self.compressed_len) & (slot + (made - self.compressed_len)[..., None] >= 0)
-        distance = torch.cat([waiting[..., None] + back, distance.expand(len(length), -1, -1)], -1)
-        return distance, torch.cat([far, near], -1)
-
-    def _keys(self, x: Tensor, state: State | None, lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """See `TransformerXLAttention._keys`. The columns are those that the class names."""
-        n, far = x.size(1), self.compressed_len
-        state = self.initial_state(len(x), device=x.device, dtype=x.dtype) if state is None else state
-        if isinstance(state, CompressiveMemory):
-            inputs = torch.cat([state.inputs.to(x.dtype), x], 1)  # (B, S + N, E)
-            new = self._compress(self._windows(inputs, state.length, n)).to(x.dtype)
-            k, _ = self._keys_values(torch.cat([state.compressed.to(x.dtype), new, inputs], 1))
-        else:
-            k = self._in_order(x, state)[0]
-        slots = k.size(2) - self._reach - n  # compressed_len + K
-        distance, seen = self._distances(state.length, (0, n), (0, slots))
-        made = self._summaries(state.length)
-        first = far - min(far, int(made.max()))
-        end = far + int((self._summaries(state.length + n - 1) - made).max())
-        m = min(self._reach, int(state.length.max()))
-        column = torch.arange(k.size(2), device=x.device)
-        shown = ((column >= first) & (column < end)) | (column >= slots + self._reach - m)
-        return k[:, :, shown], distance[..., shown], seen[..., shown]
-
     def _reconstruction_loss(self, q: Tensor, windows: Tensor, length: Tensor, seen: Tensor) -> Tensor:
         """Return the mean squared error of attention by content to the summaries, (B,), 0 if nothing is compressed.
 
@@ -485,3 +420,68 @@ class CompressiveAttention(TransformerXLAttention):
         )
         chosen = chosen | ~chosen.any(1, keepdim=True)  # a row without any sees all: avoids a softmax of 0 / 0
         return F.scaled_dot_product_attention(q, k, v, chosen[:, None, None])
+
+    @property
+    def _reach(self) -> int:
+        """S, the number of earlier inputs that a position may see uncompressed."""
+        return self.mem_len + self.segment_len - 1 + self.compression_rate - 1
+
+    def initial_state(
+        self,
+        batch_size: int,
+        *,
+        max_len: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> CompressiveMemory | ProjectedCompressiveMemory:
+        """Return empty memories, of keys and values if `max_len` is given: see `SequenceModule.initial_state`."""
+        device, dtype = self.default(device, dtype)
+
+        def empty(*shape: int) -> Tensor:
+            return torch.zeros(batch_size, *shape, device=device, dtype=dtype)
+
+        length = torch.zeros(batch_size, dtype=torch.long, device=device)
+        loss = torch.zeros(batch_size, device=device, dtype=accumulator(dtype))
+        if max_len is None:
+            return CompressiveMemory(
+                empty(self._reach, self.d_model), empty(self.compressed_len, self.d_model), length, loss
+            )
+        slots = min(self._reach + 1, max_len)
+        shape = (self.n_heads, self.compressed_len + slots, self.head_dim)
+        return ProjectedCompressiveMemory(empty(*shape), empty(*shape), empty(slots, self.d_model), length, loss)
+
+    def set_memory(self, mem_len: int, clamp_len: int | None = None, same_length: bool = False) -> None:
+        """See `TransformerXLAttention.set_memory`. `same_length` must be False: the split never has an effect here."""
+        if same_length:
+            raise ValueError(
+                "same_length=True: what CompressiveAttention sees never depends on how a stream is split; leave it out"
+            )
+        super().set_memory(mem_len, clamp_len)
+
+    def check(self, x: Tensor, state: State | None, lengths: Tensor | None) -> None:
+        """See `SequenceModule.check`. Also checks that the state has the size of this memory."""
+        SequenceModule.check(self, x, state, lengths)
+        if isinstance(state, CompressiveMemory):
+            self._check_slots(state.inputs.size(1), self._reach)
+        elif state is not None:
+            self._check_room(state.inputs.size(1), state.length, x.size(1) if lengths is None else lengths)
+
+    def _keys(self, x: Tensor, state: State | None, lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """See `TransformerXLAttention._keys`. The columns are those that the class names."""
+        n, far = x.size(1), self.compressed_len
+        state = self.initial_state(len(x), device=x.device, dtype=x.dtype) if state is None else state
+        if isinstance(state, CompressiveMemory):
+            inputs = torch.cat([state.inputs.to(x.dtype), x], 1)  # (B, S + N, E)
+            new = self._compress(self._windows(inputs, state.length, n)).to(x.dtype)
+            k, _ = self._keys_values(torch.cat([state.compressed.to(x.dtype), new, inputs], 1))
+        else:
+            k = self._in_order(x, state)[0]
+        slots = k.size(2) - self._reach - n  # compressed_len + K
+        distance, seen = self._distances(state.length, (0, n), (0, slots))
+        made = self._summaries(state.length)
+        first = far - min(far, int(made.max()))
+        end = far + int((self._summaries(state.length + n - 1) - made).max())
+        m = min(self._reach, int(state.length.max()))
+        column = torch.arange(k.size(2), device=x.device)
+        shown = ((column >= first) & (column < end)) | (column >= slots + self._reach - m)
+        return k[:, :, shown], distance[..., shown], seen[..., shown]

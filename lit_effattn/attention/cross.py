@@ -106,33 +106,6 @@ class CrossAttention(MultiHead, SequenceModule):
         self.v_proj = nn.Linear(self.d_source, d_model, bias=bias)
         self.out_proj = nn.Linear(d_model, d_model, bias=bias)
 
-    @abstractmethod
-    def keep(self, k: Tensor, v: Tensor, length: Tensor, given: Tensor) -> State:
-        """Return the state for a source.
-
-        Args:
-            k: (B, H, S, D_qk) keys, where D_qk is `qk_dim`: D, unless `d_qk` is given. Values in padding are finite,
-                but not zero; in `v` too.
-            v: (B, H, S, D).
-            length: (B,), valid positions.
-            given: (B,), all True.
-
-        Returns:
-            A NamedTuple with the fields `length` and `given`, as above.
-        """
-
-    @abstractmethod
-    def read(self, q: Tensor, state: State) -> Tensor:
-        """Read the source.
-
-        Args:
-            q: (B, H, N, D_qk) queries.
-            state: What `keep` returned.
-
-        Returns:
-            The heads' outputs, (B, H, N, D); any finite values in rows whose source is empty.
-        """
-
     def remember(self, source: Tensor, lengths: Tensor | None = None) -> State:
         """Return the state from which `forward` reads `source`.
 
@@ -162,6 +135,33 @@ class CrossAttention(MultiHead, SequenceModule):
         y = self.out_proj(y.transpose(1, 2).flatten(2))  # (B, H, N, D) -> (B, N, E)
         y = y.masked_fill((state.length == 0)[:, None, None], 0)
         return without_padding(y, lengths), state
+
+    @abstractmethod
+    def keep(self, k: Tensor, v: Tensor, length: Tensor, given: Tensor) -> State:
+        """Return the state for a source.
+
+        Args:
+            k: (B, H, S, D_qk) keys, where D_qk is `qk_dim`: D, unless `d_qk` is given. Values in padding are finite,
+                but not zero; in `v` too.
+            v: (B, H, S, D).
+            length: (B,), valid positions.
+            given: (B,), all True.
+
+        Returns:
+            A NamedTuple with the fields `length` and `given`, as above.
+        """
+
+    @abstractmethod
+    def read(self, q: Tensor, state: State) -> Tensor:
+        """Read the source.
+
+        Args:
+            q: (B, H, N, D_qk) queries.
+            state: What `keep` returned.
+
+        Returns:
+            The heads' outputs, (B, H, N, D); any finite values in rows whose source is empty.
+        """
 
     @torch.no_grad()
     def attention_weights(self, x: Tensor, source: Tensor, lengths: Tensor | None = None) -> Tensor:
@@ -229,22 +229,6 @@ class SoftmaxCrossAttention(CrossAttention):
         check_probability(dropout=dropout)
         self.dropout = dropout
 
-    def initial_state(
-        self,
-        batch_size: int,
-        *,
-        max_len: int | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> SourceKeys:
-        """Return the state without a source: see `SequenceModule.initial_state`."""
-        device, dtype = self.default(device, dtype)
-        keys, values = (
-            torch.zeros(batch_size, self.n_heads, 0, dim, device=device, dtype=dtype)
-            for dim in (self.qk_dim, self.head_dim)
-        )
-        return SourceKeys(keys, values, *_no_source(batch_size, device))
-
     def keep(self, k: Tensor, v: Tensor, length: Tensor, given: Tensor) -> SourceKeys:
         """Keep the keys and values: see `CrossAttention.keep`."""
         return SourceKeys(k, v, length, given)
@@ -261,6 +245,22 @@ class SoftmaxCrossAttention(CrossAttention):
         dropout = self.dropout if self.training else 0.0
         keys, values = state.keys.to(q.dtype), state.values.to(q.dtype)
         return dot_product_attention(q, keys, values, mask, dropout=dropout)
+
+    def initial_state(
+        self,
+        batch_size: int,
+        *,
+        max_len: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> SourceKeys:
+        """Return the state without a source: see `SequenceModule.initial_state`."""
+        device, dtype = self.default(device, dtype)
+        keys, values = (
+            torch.zeros(batch_size, self.n_heads, 0, dim, device=device, dtype=dtype)
+            for dim in (self.qk_dim, self.head_dim)
+        )
+        return SourceKeys(keys, values, *_no_source(batch_size, device))
 
 
 class LinearCrossAttention(CrossAttention):
@@ -296,20 +296,6 @@ class LinearCrossAttention(CrossAttention):
         self.feature_map.for_heads(n_heads)
         self.divides_heads = next(self.feature_map.parameters(), None) is None
 
-    def initial_state(
-        self,
-        batch_size: int,
-        *,
-        max_len: int | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> SourceSums:
-        """Return empty sums: see `SequenceModule.initial_state`."""
-        device, dtype = self.default(device, dtype)
-        shape, full = (batch_size, self.n_heads, self.feature_map.n_features), accumulator(dtype)
-        s = torch.zeros(*shape, self.head_dim, device=device, dtype=full)
-        return SourceSums(s, torch.zeros(shape, device=device, dtype=full), *_no_source(batch_size, device))
-
     def keep(self, k: Tensor, v: Tensor, length: Tensor, given: Tensor) -> SourceSums:
         """Sum the features of the keys: see `CrossAttention.keep`."""
         full = accumulator(k.dtype)
@@ -324,6 +310,20 @@ class LinearCrossAttention(CrossAttention):
         with torch.autocast(q.device.type, enabled=False):
             phi, eps = self.feature_map(q.to(full)), self.feature_map.eps
             return read_sums(phi, state.s.to(full), state.z.to(full), eps=eps).to(q.dtype)
+
+    def initial_state(
+        self,
+        batch_size: int,
+        *,
+        max_len: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> SourceSums:
+        """Return empty sums: see `SequenceModule.initial_state`."""
+        device, dtype = self.default(device, dtype)
+        shape, full = (batch_size, self.n_heads, self.feature_map.n_features), accumulator(dtype)
+        s = torch.zeros(*shape, self.head_dim, device=device, dtype=full)
+        return SourceSums(s, torch.zeros(shape, device=device, dtype=full), *_no_source(batch_size, device))
 
 
 FeaturesOfSource = PerformerSourceSums | StabilisedSourceSums

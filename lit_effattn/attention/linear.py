@@ -97,23 +97,6 @@ class LinearAttention(Attention):
         self.divides_heads = next(self.feature_map.parameters(), None) is None  # some have them for each head
         self.chunk_size = chunk_size
 
-    def initial_state(
-        self,
-        batch_size: int,
-        *,
-        max_len: int | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> LinearState:
-        """Return empty sums: see `SequenceModule.initial_state`."""
-        device, dtype = self.default(device, dtype)
-        h, f, d = self.n_heads, self.feature_map.n_features, self.head_dim
-        return LinearState(
-            torch.zeros(batch_size, h, f, d, device=device, dtype=accumulator(dtype)),
-            torch.zeros(batch_size, h, f, device=device, dtype=accumulator(dtype)),
-            torch.zeros(batch_size, dtype=torch.long, device=device),
-        )
-
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, state: LinearState | None, lengths: Tensor | None
     ) -> tuple[Tensor, LinearState | None]:
@@ -138,17 +121,6 @@ class LinearAttention(Attention):
                 )
             return y.to(v.dtype), LinearState(s, z, state.length + (n if lengths is None else lengths))
 
-    def summarise(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> LinearState:
-        """Return the sums over keys and values: see `Attention.summarise`."""
-        full = accumulator(k.dtype)
-        with torch.autocast(k.device.type, enabled=False):
-            s, z = key_sums(self._keys(k, lengths), v.to(full))
-        return LinearState(s, z, valid_lengths(lengths, k, 2))
-
-    def combine_states(self, before: LinearState, after: LinearState) -> LinearState:
-        """Add the sums: see `Attention.combine_states`."""
-        return LinearState(before.s + after.s, before.z + after.z, before.length + after.length)
-
     def _features(self, q: Tensor, k: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return φ(q) and φ(k), (B, H, N, D_qk) -> (B, H, N, F), in float32 or more."""
         return self.feature_map(q.to(accumulator(q.dtype))), self._keys(k, lengths)
@@ -159,6 +131,34 @@ class LinearAttention(Attention):
             return phi
         # φ(0) is not 0, so it is φ(k) that must be masked; masking v would leave the denominator wrong.
         return phi.masked_fill(~valid_positions(lengths, k.size(2))[:, None, :, None], 0)
+
+    def initial_state(
+        self,
+        batch_size: int,
+        *,
+        max_len: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> LinearState:
+        """Return empty sums: see `SequenceModule.initial_state`."""
+        device, dtype = self.default(device, dtype)
+        h, f, d = self.n_heads, self.feature_map.n_features, self.head_dim
+        return LinearState(
+            torch.zeros(batch_size, h, f, d, device=device, dtype=accumulator(dtype)),
+            torch.zeros(batch_size, h, f, device=device, dtype=accumulator(dtype)),
+            torch.zeros(batch_size, dtype=torch.long, device=device),
+        )
+
+    def summarise(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> LinearState:
+        """Return the sums over keys and values: see `Attention.summarise`."""
+        full = accumulator(k.dtype)
+        with torch.autocast(k.device.type, enabled=False):
+            s, z = key_sums(self._keys(k, lengths), v.to(full))
+        return LinearState(s, z, valid_lengths(lengths, k, 2))
+
+    def combine_states(self, before: LinearState, after: LinearState) -> LinearState:
+        """Add the sums: see `Attention.combine_states`."""
+        return LinearState(before.s + after.s, before.z + after.z, before.length + after.length)
 
     def compute_weights(self, q: Tensor, k: Tensor, state: LinearState | None, lengths: Tensor | None) -> Tensor:
         """Return φ(q_i)ᵀφ(k_j) / (φ(q_i)ᵀz_i + ε): see `Attention.compute_weights`.

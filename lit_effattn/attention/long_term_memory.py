@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -108,6 +109,7 @@ def whole_segments(n: Tensor, size: int) -> Tensor:
     return (n // size).clamp(min=0)
 
 
+@dataclass(eq=False)
 class LongTermMemory:
     """Attention to a signal X̄(t) = Bᵀψ(t), t ∈ [0, 1], and the update of B: see `InfiniteAttention`.
 
@@ -116,64 +118,30 @@ class LongTermMemory:
 
         B ← fit(X̄ at n_samples times → [0, τ], the gated segment → [τ, 1])                                (section 3.2)
 
-    This class is not a module: its parameters belong to the attention, under the names that checkpoints have.
-
-    Args:
-        n_heads: Heads H.
-        q_proj: W_q'.
-        k_proj: W_k'.
-        v_proj: W_v'.
-        out_proj: W_o'.
-        density: w_μ, w_σ and their biases: n_basis -> 2.
-        gate: The convolution over a segment; None: no gate.
-        segment_len: L, inputs written at once.
-        widths: See `InfiniteAttention`, and for the following.
-        ridge: λ.
-        tau: τ.
-        n_samples: Samples of the old signal.
-        n_bins: Bins of the histogram of a sticky memory; 0: not sticky.
-        sampling: How a sticky memory samples.
-        grid: Where samples and inputs are placed.
-        kl_weight: Weight of the regulariser.
-        sigma_0: σ₀.
+    This class is not a module: its parameters belong to the attention, under the names that checkpoints have. See
+    `InfiniteAttention` for the options.
     """
 
-    def __init__(
-        self,
-        n_heads: int,
-        q_proj: nn.Linear,
-        k_proj: nn.Linear,
-        v_proj: nn.Linear,
-        out_proj: nn.Linear,
-        density: nn.Linear,
-        gate: nn.Conv1d | None,
-        *,
-        segment_len: int,
-        widths: tuple[float, ...],
-        ridge: float,
-        tau: float,
-        n_samples: int,
-        n_bins: int,
-        sampling: Sampling,
-        grid: Grid,
-        kl_weight: float,
-        sigma_0: float,
-    ) -> None:
-        self.n_heads = n_heads
-        self.q_proj, self.k_proj, self.v_proj, self.out_proj = q_proj, k_proj, v_proj, out_proj
-        self.density = density
-        self.gate = gate
-        self.segment_len = segment_len
-        self.widths = widths
-        self.ridge = ridge
-        self.tau = tau
-        self.n_samples = n_samples
-        self.sticky = n_bins > 0
-        self.n_bins = n_bins
-        self.sampling = sampling
-        self.grid: Grid = grid
-        self.kl_weight = kl_weight
-        self.sigma_0 = sigma_0
+    n_heads: int
+    q_proj: nn.Linear  # W_q'
+    k_proj: nn.Linear  # W_k'
+    v_proj: nn.Linear  # W_v'
+    out_proj: nn.Linear  # W_o'
+    density: nn.Linear  # w_μ, w_σ and their biases: n_basis -> 2
+    gate: nn.Conv1d | None  # the convolution over a segment
+    segment_len: int
+    widths: tuple[float, ...]
+    ridge: float
+    tau: float
+    n_samples: int
+    n_bins: int  # of the histogram of a sticky memory; 0: not sticky
+    sampling: Sampling
+    grid: Grid
+    kl_weight: float
+    sigma_0: float
+
+    def __post_init__(self) -> None:
+        self.sticky = self.n_bins > 0
         self.solve()
 
     def solve(self) -> None:
@@ -232,8 +200,8 @@ class LongTermMemory:
         with torch.autocast(q.device.type, enabled=False):
             end = numbers * self.segment_len - state.length[:, None] + inputs.size(1) - n  # (B, K), in `inputs`
             fits = self._fits(inputs.to(q.dtype), end, numbers == 1)
-            parts = zip(queries.split(together, 1), groups.attends[:, low:high].split(together, 1), strict=True)
-            for start, (some, attending) in zip(range(low, high, together), parts, strict=True):
+            batches = zip(queries.split(together, 1), groups.attends[:, low:high].split(together, 1), strict=True)
+            for start, (some, attending) in zip(range(low, high, together), batches, strict=True):
                 signals = []
                 for g in range(start, start + some.size(1)):
                     if g > 0:

@@ -116,46 +116,6 @@ class LSHAttention(Attention):
         self.register_buffer("rotations", torch.randn(n_hashes, n_heads, self.head_dim, n_buckets // 2))
         self.register_buffer("draws", torch.zeros((), dtype=torch.long))
 
-    def redraw(self, generator: torch.Generator) -> None:
-        """Draw new rotations from `generator` on the CPU, so that they are the same on every device and process."""
-        self.rotations.copy_(torch.randn(self.rotations.shape, generator=generator))
-        self.draws.add_(1)
-
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the shared vectors as queries and as keys, and the values: see `Attention.project`."""
-        shared = self._heads(self.q_proj(x))
-        return shared, shared, self._heads(self.v_proj(x))
-
-    @property
-    def bounded_by(self) -> str:
-        """The state grows with every position, and no option bounds it."""
-        return ""
-
-    def initial_state(
-        self,
-        batch_size: int,
-        *,
-        max_len: int | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> LSHCache | FixedLSHCache:
-        """Return an empty cache: see `SequenceModule.initial_state`."""
-        device, dtype = self.default(device, dtype)
-
-        def empty(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
-            return torch.zeros(batch_size, *shape, device=device, dtype=dtype)
-
-        h, r, slots = self.n_heads, self.n_hashes, max_len or 0
-        return (LSHCache if max_len is None else FixedLSHCache)(
-            empty(h, slots, self.head_dim, dtype=dtype),
-            empty(h, slots, self.head_dim, dtype=dtype),
-            empty(h, slots, r, dtype=torch.int32),
-            empty(h, r, self.n_buckets * 2 * self.chunk_size),
-            empty(h, r, self.n_buckets),
-            empty(),
-            empty(),
-        )
-
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, state: LSHCache | FixedLSHCache | None, lengths: Tensor | None
     ) -> tuple[Tensor, LSHCache | FixedLSHCache | None]:
@@ -210,6 +170,13 @@ class LSHAttention(Attention):
         newest = self._remember(state.recent, buckets, ranks, state.length)
         return y, type(state)(shared, values, places, newest, counts, drawn, state.length + seen)
 
+    def _buckets(self, shared: Tensor, lengths: Tensor | None) -> Tensor:
+        """Hash the shared vectors: (B, H, N, D) -> (B, H, R, N), `n_buckets` in padding."""
+        buckets = hash_buckets(shared, self.rotations.to(shared.dtype))
+        if lengths is None:
+            return buckets
+        return buckets.masked_fill(~valid_positions(lengths, shared.size(2))[:, None, None], self.n_buckets)
+
     def _remember(self, recent: Tensor, buckets: Tensor, ranks: Tensor, before: Tensor) -> Tensor:
         """Write the new positions to the newest 2C of their buckets, over older ones."""
         twice = 2 * self.chunk_size
@@ -223,6 +190,46 @@ class LSHAttention(Attention):
     def _counts(self, state: LSHCache | FixedLSHCache) -> Tensor:
         """Return the positions in each bucket, (B, H, R, n_buckets). Those hashed under other rotations are in none."""
         return state.counts.masked_fill((state.drawn != self.draws)[:, None, None, None], 0)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the shared vectors as queries and as keys, and the values: see `Attention.project`."""
+        shared = self._heads(self.q_proj(x))
+        return shared, shared, self._heads(self.v_proj(x))
+
+    def redraw(self, generator: torch.Generator) -> None:
+        """Draw new rotations from `generator` on the CPU, so that they are the same on every device and process."""
+        self.rotations.copy_(torch.randn(self.rotations.shape, generator=generator))
+        self.draws.add_(1)
+
+    @property
+    def bounded_by(self) -> str:
+        """The state grows with every position, and no option bounds it."""
+        return ""
+
+    def initial_state(
+        self,
+        batch_size: int,
+        *,
+        max_len: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> LSHCache | FixedLSHCache:
+        """Return an empty cache: see `SequenceModule.initial_state`."""
+        device, dtype = self.default(device, dtype)
+
+        def empty(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
+            return torch.zeros(batch_size, *shape, device=device, dtype=dtype)
+
+        h, r, slots = self.n_heads, self.n_hashes, max_len or 0
+        return (LSHCache if max_len is None else FixedLSHCache)(
+            empty(h, slots, self.head_dim, dtype=dtype),
+            empty(h, slots, self.head_dim, dtype=dtype),
+            empty(h, slots, r, dtype=torch.int32),
+            empty(h, r, self.n_buckets * 2 * self.chunk_size),
+            empty(h, r, self.n_buckets),
+            empty(),
+            empty(),
+        )
 
     def compute_weights(
         self, q: Tensor, k: Tensor, state: LSHCache | FixedLSHCache | None, lengths: Tensor | None
@@ -246,6 +253,14 @@ class LSHAttention(Attention):
             seen = seen & F.pad(self._within_reach(state, before, m), (0, n), value=True)[:, :, None]
         return weights_by_places(q, k, places, seen, self.n_buckets)
 
+    def _within_reach(self, state: LSHCache | FixedLSHCache, counts: Tensor, m: int) -> Tensor:
+        """Return which of each row's newest M positions later ones may see in some round, (B, H, M)."""
+        recent = recent_of(state.recent.unflatten(-1, (self.n_buckets, -1)), counts)
+        index = recent.positions - state.length[:, None, None, None, None] + m
+        index = torch.where(recent.seen, index, m).flatten(2)  # (B, H, R · n_buckets · 2C)
+        mask = index.new_zeros(*index.shape[:2], m + 1, dtype=torch.bool)
+        return mask.scatter_(2, index, True)[..., :m]
+
     @torch.no_grad()
     def attention_buckets(
         self, x: Tensor, state: LSHCache | FixedLSHCache | None = None, lengths: Tensor | None = None
@@ -262,18 +277,3 @@ class LSHAttention(Attention):
         q, _ = self._turned(q, k, None if state is None else state.length)
         with torch.autocast(x.device.type, enabled=False):
             return self._buckets(q.to(accumulator(q.dtype)), lengths)
-
-    def _buckets(self, shared: Tensor, lengths: Tensor | None) -> Tensor:
-        """Hash the shared vectors: (B, H, N, D) -> (B, H, R, N), `n_buckets` in padding."""
-        buckets = hash_buckets(shared, self.rotations.to(shared.dtype))
-        if lengths is None:
-            return buckets
-        return buckets.masked_fill(~valid_positions(lengths, shared.size(2))[:, None, None], self.n_buckets)
-
-    def _within_reach(self, state: LSHCache | FixedLSHCache, counts: Tensor, m: int) -> Tensor:
-        """Return which of each row's newest M positions later ones may see in some round, (B, H, M)."""
-        recent = recent_of(state.recent.unflatten(-1, (self.n_buckets, -1)), counts)
-        index = recent.positions - state.length[:, None, None, None, None] + m
-        index = torch.where(recent.seen, index, m).flatten(2)  # (B, H, R · n_buckets · 2C)
-        mask = index.new_zeros(*index.shape[:2], m + 1, dtype=torch.bool)
-        return mask.scatter_(2, index, True)[..., :m]

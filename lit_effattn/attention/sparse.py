@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -156,15 +156,134 @@ class SparseAttention(Attention):
         }[combine]
         """The heads that see each set."""
 
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: SparseState | None, lengths: Tensor | None
+    ) -> tuple[Tensor, SparseState | None]:
+        """Combine queries, keys and values: see `Attention.attend`."""
+        if self.training and state is None and not torch.compiler.is_compiling():
+            self._say_if_all_is_covered(q.size(2))
+        with torch.autocast(q.device.type, enabled=False):
+            if not self.causal:
+                return self._see(q, k, v, lengths=lengths), None
+            seen = valid_lengths(lengths, q, 2)
+            if self.pattern == "fixed":
+                assert state is None or isinstance(state, SummaryCache | FixedSummaryCache)
+                return self._attend_fixed(q, k, v, state, seen, lengths)
+            if self.combine == "local":
+                assert state is None or isinstance(state, WindowCache)
+                see = partial(windowed_attention, window=self.stride, dropout=self._dropout_now)
+                return attend_window(see, q, k, v, state, seen, self.stride)
+            assert state is None or isinstance(state, KeyValueCache | FixedCache)
+            return self._attend_strided(q, k, v, state, seen, lengths)
+
+    def _see(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """Compute the outputs (B, H, N, D) for each group of heads: see `strided_attention` and `fixed_attention`."""
+        attend = strided_attention if self.pattern == "strided" else partial(fixed_attention, columns=self._columns)
+        options |= {"causal": self.causal, "dropout": self._dropout_now}
+        return torch.cat(
+            [
+                attend(q[:, h], k[:, h], v[:, h], self.stride, local=local, distant=distant, **options)
+                for h, local, distant in self._groups
+            ],
+            1,
+        )
+
     @property
-    def bounded_by(self) -> str | None:
-        """Return None for local sets alone, whose state is bounded, else "": no option bounds distant sets."""
-        return None if self.combine == "local" else ""
+    def _groups(self) -> list[tuple[slice, bool, bool]]:
+        """Return the groups of heads that see the same keys: the heads, whether they see local and distant keys."""
+        if self.combine == "heads":
+            return [(self._local, True, False), (self._distant, False, True)]
+        return [(slice(0, self.n_heads), self.combine != "distant", self.combine != "local")]
+
+    def _attend_strided(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: KeyValueCache | FixedCache | None,
+        seen: Tensor,
+        lengths: Tensor | None,
+    ) -> tuple[Tensor, KeyValueCache | FixedCache]:
+        """Attend in the strided pattern. The state holds all keys and values."""
+        if state is None:
+            return self._see(q, k, v), KeyValueCache(k, v, seen)
+        grows = isinstance(state, KeyValueCache)
+        keys, values = append((state.keys, state.values), (k, v), state.length, lengths, grows=grows)
+        after = type(state)(keys, values, state.length + seen)
+        if reads_values(state.length):
+            used = int(state.length.max()) + q.size(2)  # skips slots that no row has reached
+            keys, values = keys[:, :, :used], values[:, :, :used]
+        y = self._see(q, keys.to(q.dtype), values.to(q.dtype), start=state.length)
+        return y, after
+
+    def _attend_fixed(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: SummaryCache | FixedSummaryCache | None,
+        seen: Tensor,
+        lengths: Tensor | None,
+    ) -> tuple[Tensor, SummaryCache | FixedSummaryCache]:
+        """Attend in the fixed pattern. The state holds the current block and the summary columns."""
+        start = None if state is None else state.length
+        before = self.initial_state(q.size(0), device=q.device, dtype=k.dtype) if state is None else state
+        assert isinstance(before, SummaryCache | FixedSummaryCache)
+        cache = self._with_room(before, q.size(2), seen, begun=state is not None)
+        summary = [
+            _with_summaries(stored, new[:, self._distant], before.length, lengths, self.stride, self._columns)
+            for stored, new in ((cache.summary_keys, k), (cache.summary_values, v))
+        ]
+        y = self._see(
+            q, k, v, start=start, block=(cache.block_keys, cache.block_values), summary=(summary[0], summary[1])
+        )
+        block = [
+            _with_block(stored, new[:, self._local], before.length, seen)
+            for stored, new in ((cache.block_keys, k), (cache.block_values, v))
+        ]
+        return y, type(cache)(block[0], block[1], summary[0], summary[1], before.length + seen)
 
     @property
     def _columns(self) -> Tensor:
         """Return the summary columns of the heads that see them, (H_distant or 1, c)."""
         return self.columns[self._distant] if self.num_verts > 1 else self.columns
+
+    def _with_room(
+        self, cache: SummaryCache | FixedSummaryCache, n: int, seen: Tensor, *, begun: bool
+    ) -> SummaryCache | FixedSummaryCache:
+        """Add summary slots for `n` more positions, or check that there are enough for the (B,) `seen` ones of them.
+
+        `begun` is False if the cache holds no positions yet.
+        """
+        if cache.summary_keys.size(1) == 0:
+            return cache
+        room = cache.summary_keys.size(2) // self.summary  # blocks
+        if isinstance(cache, FixedSummaryCache):
+            check_room(room * self.stride, cache.length, seen, "a max_len of at most {room}")
+            return cache
+        if torch.compiler.is_compiling() or not begun:
+            more = -(-n // self.stride)  # enough for any row, at any position
+        else:
+            more = max(0, -(-(int(cache.length.max()) + n) // self.stride) - room)
+        more *= self.summary
+        return cache._replace(
+            summary_keys=F.pad(cache.summary_keys, (0, 0, 0, more)),
+            summary_values=F.pad(cache.summary_values, (0, 0, 0, more)),
+        )
+
+    def _say_if_all_is_covered(self, n: int) -> None:
+        if n <= self.stride and self.combine in ("merged", "local") and not self._said_that_all_is_covered:
+            self._said_that_all_is_covered = True
+            warnings.warn(
+                f"SparseAttention: stride={self.stride} covers all {n} positions, so this is softmax attention; "
+                f"choose a stride near √N, such as {round(n**0.5)}",
+                stacklevel=2,
+            )
+
+    @property
+    def bounded_by(self) -> str | None:
+        """Return None for local sets alone, whose state is bounded, else "": no option bounds distant sets."""
+        return None if self.combine == "local" else ""
 
     def initial_state(
         self,
@@ -195,168 +314,6 @@ class SparseAttention(Attention):
         if max_len is None:
             return KeyValueCache(*empty(everyone, 0), length)
         return FixedCache(*empty(everyone, max_len), length)
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, state: SparseState | None, lengths: Tensor | None
-    ) -> tuple[Tensor, SparseState | None]:
-        """Combine queries, keys and values: see `Attention.attend`."""
-        if self.training and state is None and not torch.compiler.is_compiling():
-            self._say_if_all_is_covered(q.size(2))
-        with torch.autocast(q.device.type, enabled=False):
-            if not self.causal:
-                see = self._see_strided if self.pattern == "strided" else self._see_fixed
-                return see(q, k, v, lengths=lengths), None
-            seen = valid_lengths(lengths, q, 2)
-            if self.pattern == "fixed":
-                assert state is None or isinstance(state, SummaryCache | FixedSummaryCache)
-                return self._attend_fixed(q, k, v, state, seen, lengths)
-            if self.combine == "local":
-                assert state is None or isinstance(state, WindowCache)
-                see = partial(windowed_attention, window=self.stride, dropout=self._dropout_now)
-                return attend_window(see, q, k, v, state, seen, self.stride)
-            assert state is None or isinstance(state, KeyValueCache | FixedCache)
-            return self._attend_strided(q, k, v, state, seen, lengths)
-
-    def _say_if_all_is_covered(self, n: int) -> None:
-        if n <= self.stride and self.combine in ("merged", "local") and not self._said_that_all_is_covered:
-            self._said_that_all_is_covered = True
-            warnings.warn(
-                f"SparseAttention: stride={self.stride} covers all {n} positions, so this is softmax attention; "
-                f"choose a stride near √N, such as {round(n**0.5)}",
-                stacklevel=2,
-            )
-
-    def _attend_strided(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: KeyValueCache | FixedCache | None,
-        seen: Tensor,
-        lengths: Tensor | None,
-    ) -> tuple[Tensor, KeyValueCache | FixedCache]:
-        """Attend in the strided pattern. The state holds all keys and values."""
-        if state is None:
-            return self._see_strided(q, k, v), KeyValueCache(k, v, seen)
-        grows = isinstance(state, KeyValueCache)
-        keys, values = append((state.keys, state.values), (k, v), state.length, lengths, grows=grows)
-        after = type(state)(keys, values, state.length + seen)
-        if reads_values(state.length):
-            used = int(state.length.max()) + q.size(2)  # skips slots that no row has reached
-            keys, values = keys[:, :, :used], values[:, :, :used]
-        y = self._see_strided(q, keys.to(q.dtype), values.to(q.dtype), state.length)
-        return y, after
-
-    def _see_strided(
-        self, q: Tensor, k: Tensor, v: Tensor, start: Tensor | None = None, lengths: Tensor | None = None
-    ) -> Tensor:
-        """Compute the outputs (B, H, N, D) in the strided pattern, for each group of heads: see `strided_attention`."""
-        return torch.cat(
-            [
-                strided_attention(
-                    q[:, heads],
-                    k[:, heads],
-                    v[:, heads],
-                    self.stride,
-                    local=local,
-                    distant=distant,
-                    causal=self.causal,
-                    start=start,
-                    lengths=lengths,
-                    dropout=self._dropout_now,
-                )
-                for heads, local, distant in self._groups
-            ],
-            1,
-        )
-
-    def _attend_fixed(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: SummaryCache | FixedSummaryCache | None,
-        seen: Tensor,
-        lengths: Tensor | None,
-    ) -> tuple[Tensor, SummaryCache | FixedSummaryCache]:
-        """Attend in the fixed pattern. The state holds the current block and the summary columns."""
-        start = None if state is None else state.length
-        before = self.initial_state(q.size(0), device=q.device, dtype=k.dtype) if state is None else state
-        assert isinstance(before, SummaryCache | FixedSummaryCache)
-        cache = self._with_room(before, q.size(2), seen, begun=state is not None)
-        summary = [
-            _with_summaries(stored, new[:, self._distant], before.length, lengths, self.stride, self._columns)
-            for stored, new in ((cache.summary_keys, k), (cache.summary_values, v))
-        ]
-        y = self._see_fixed(q, k, v, start, (cache.block_keys, cache.block_values), (summary[0], summary[1]))
-        block = [
-            _with_block(stored, new[:, self._local], before.length, seen)
-            for stored, new in ((cache.block_keys, k), (cache.block_values, v))
-        ]
-        return y, type(cache)(block[0], block[1], summary[0], summary[1], before.length + seen)
-
-    def _with_room(
-        self, cache: SummaryCache | FixedSummaryCache, n: int, seen: Tensor, *, begun: bool
-    ) -> SummaryCache | FixedSummaryCache:
-        """Add summary slots for `n` more positions, or check that there are enough for the (B,) `seen` ones of them.
-
-        `begun` is False if the cache holds no positions yet.
-        """
-        if cache.summary_keys.size(1) == 0:
-            return cache
-        room = cache.summary_keys.size(2) // self.summary  # blocks
-        if isinstance(cache, FixedSummaryCache):
-            check_room(room * self.stride, cache.length, seen, "a max_len of at most {room}")
-            return cache
-        if torch.compiler.is_compiling() or not begun:
-            more = -(-n // self.stride)  # enough for any row, at any position
-        else:
-            more = max(0, -(-(int(cache.length.max()) + n) // self.stride) - room)
-        more *= self.summary
-        return cache._replace(
-            summary_keys=F.pad(cache.summary_keys, (0, 0, 0, more)),
-            summary_values=F.pad(cache.summary_values, (0, 0, 0, more)),
-        )
-
-    def _see_fixed(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        start: Tensor | None = None,
-        block: tuple[Tensor, Tensor] | None = None,
-        summary: tuple[Tensor, Tensor] | None = None,
-        lengths: Tensor | None = None,
-    ) -> Tensor:
-        """Compute the outputs (B, H, N, D) in the fixed pattern, for each group of heads: see `fixed_attention`."""
-        return torch.cat(
-            [
-                fixed_attention(
-                    q[:, heads],
-                    k[:, heads],
-                    v[:, heads],
-                    self.stride,
-                    self._columns,
-                    local=local,
-                    distant=distant,
-                    causal=self.causal,
-                    start=start,
-                    block=block,
-                    summary=summary,
-                    lengths=lengths,
-                    dropout=self._dropout_now,
-                )
-                for heads, local, distant in self._groups
-            ],
-            1,
-        )
-
-    @property
-    def _groups(self) -> list[tuple[slice, bool, bool]]:
-        """Return the groups of heads that see the same keys: the heads, whether they see local and distant keys."""
-        if self.combine == "heads":
-            return [(self._local, True, False), (self._distant, False, True)]
-        return [(slice(0, self.n_heads), self.combine != "distant", self.combine != "local")]
 
     def compute_weights(self, q: Tensor, k: Tensor, state: SparseState | None, lengths: Tensor | None) -> Tensor:
         """Return the softmax over A_i: see `Attention.compute_weights`."""

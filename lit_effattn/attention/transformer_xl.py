@@ -117,6 +117,157 @@ class TransformerXLAttention(Attention):
         self._norm: tuple[nn.Module, ...] = ()
         self.set_memory(mem_len, clamp_len, same_length)
 
+    def forward(
+        self, x: Tensor, state: State | None = None, lengths: Tensor | None = None
+    ) -> tuple[Tensor, State | None]:
+        """See `SequenceModule.forward`."""
+        if not self.causal or isinstance(state, ProjectedMemory):
+            return super().forward(x, state, lengths)
+        self.check(x, state, lengths)
+        x = without_padding(x, lengths)
+        if state is None:
+            before = InputMemory(x[:, :0], torch.zeros(len(x), dtype=torch.long, device=x.device))
+        else:
+            before = state
+        seen = valid_lengths(lengths, x)
+        group, after = parts(), None
+        if group is not None:
+            part = InputMemory(newest(x, seen, self._reach, dim=1), seen)
+            empty = self.initial_state(len(x), device=x.device, dtype=x.dtype)
+            before, after = group.join(self.combine_states, part, empty if state is None else state)
+        m = slots_used(before.length, before.inputs.size(1))
+        inputs = torch.cat([before.inputs[:, before.inputs.size(1) - m :].to(x.dtype), x], 1)  # (B, M + N, E)
+        normed = self._normed(inputs)
+        q = self._heads(self.q_proj(self._normed(x)))  # (B, N, E) -> (B, H, N, D)
+        k, v = self._heads(self.k_proj(normed)), self._heads(self.v_proj(normed))  # (B, M + N, E) -> (B, H, M + N, D)
+        y = self.out_proj(self._mix(q, k, v, before.length).transpose(1, 2).flatten(2))  # (B, H, N, D) -> (B, N, E)
+
+        if after is not None:
+            return without_padding(y, lengths), after
+        memory = newest(inputs, m + seen, self._reach, dim=1)
+        memory = memory if state is None else memory.to(state.inputs.dtype)
+        return without_padding(y, lengths), InputMemory(memory, before.length + seen)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: ProjectedMemory | None, lengths: Tensor | None
+    ) -> tuple[Tensor, ProjectedMemory | None]:
+        """Combine queries, keys and values, without a memory of inputs: see `Attention.attend`."""
+        n = q.size(2)
+        if state is None:
+            # A row without any key sees the first: avoids a softmax of 0 / 0.
+            valid = None if lengths is None else valid_positions(lengths.clamp(min=1), n)
+            r = self._relative_keys(n - 1, 1 - n)
+            return self._relative(q, k, v, r, valid), None
+        if n == 1:
+            return self._step(q, k, v, state, lengths)
+        return self._prompt(q, k, v, state, valid_lengths(lengths, q, 2))
+
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
+        """Attend from the queries to their keys and the M earlier ones, of which the last `length` (B,) are valid."""
+        n, m = q.size(2), k.size(2) - q.size(2)
+        valid = None if m == 0 else torch.arange(m + n, device=q.device) >= m - length[:, None]  # (B, M + N)
+        window = self.mem_len if self.same_length else None
+        r = self._relative_keys(furthest(n, m, window, self.chunk_size), 0)
+        return self._relative(q, k, v, r, valid, window)
+
+    def _relative(
+        self, q: Tensor, k: Tensor, v: Tensor, r: Tensor, valid: Tensor | None, window: int | None = None
+    ) -> Tensor:
+        return relative_attention(
+            q,
+            k,
+            v,
+            r.to(q.dtype),
+            self.u.to(q.dtype),
+            self.v.to(q.dtype),
+            causal=self.causal,
+            window=window,
+            valid=valid,
+            chunk_size=self.chunk_size,
+            dropout=self._dropout_now,
+        )
+
+    def _relative_keys(self, first: int, last: int) -> Tensor:
+        """Return W_r R of the distances first, first − 1, …, last: (H, L, D)."""
+        return self.r_proj(self._sinusoids(first, last)).unflatten(1, (self.n_heads, -1)).transpose(0, 1)
+
+    def _sinusoids(self, first: int, last: int) -> Tensor:
+        weight = self.r_proj.weight
+        r = sinusoids(first, last, self.d_model, clamp=self.clamp_len, dtype=weight.dtype, device=weight.device)
+        return F.dropout(r, self.position_dropout, self.training)
+
+    def _prompt(
+        self, q: Tensor, k: Tensor, v: Tensor, state: ProjectedMemory, seen: Tensor
+    ) -> tuple[Tensor, ProjectedMemory]:
+        """Attend several positions with a memory of keys and values."""
+        slots, length = state.keys.size(2), state.length
+        m = slots_used(length, min(slots, self._reach))
+        earlier = (torch.arange(-m, 0, device=q.device) + length[:, None]) % slots  # (B, M)
+        k = torch.cat([gather(state.keys, earlier).to(k.dtype), k], 2)  # (B, H, M + N, D)
+        v = torch.cat([gather(state.values, earlier).to(v.dtype), v], 2)
+        y = self._mix(q, k, v, length)
+        index = latest(length + seen, slots) - length[:, None] + m
+        keys, values = (gather(t, index).to(state.keys.dtype) for t in (k, v))
+        return y, ProjectedMemory(keys, values, length + seen)
+
+    def _step(
+        self, q: Tensor, k: Tensor, v: Tensor, state: ProjectedMemory, lengths: Tensor | None
+    ) -> tuple[Tensor, ProjectedMemory]:
+        """Attend one position in the ring buffer. Its key overwrites the oldest, which it does not see."""
+        slots, length = state.keys.size(2), state.length[:, None]  # (B, 1)
+        valid = None if lengths is None else lengths[:, None] > 0
+        keys, values = (write(t, length % slots, new, valid) for t, new in ((state.keys, k), (state.values, v)))
+        used = slots_used(state.length + 1, slots)
+        slot = torch.arange(used, device=q.device)
+        distance = (length - slot) % slots  # (B, M)
+        y = attention_by_distance(
+            q + self.u.to(q.dtype)[:, None],
+            keys[:, :, :used].to(q.dtype),
+            values[:, :, :used].to(q.dtype),
+            self._scores_by_distance(q, self._positions_for(q, used)),
+            (used - 1 - distance)[:, None],
+            (slot <= length)[:, None],
+            dropout=self._dropout_now,
+        )
+        return y, ProjectedMemory(keys, values, state.length + (1 if lengths is None else lengths))
+
+    def _positions_for(self, q: Tensor, count: int) -> Tensor:
+        """Return the argument `r` of `_scores_by_distance` for the distances count − 1, …, 0.
+
+        W_r R, (H, count, D), costs count · E². For few queries it costs less to return R, (count, E), and apply W_r to
+        the queries.
+        """
+        few = q.size(0) * q.size(1) * q.size(2) <= self.d_model
+        return (self._sinusoids(count - 1, 0) if few else self._relative_keys(count - 1, 0)).to(q.dtype)
+
+    def _scores_by_distance(self, q: Tensor, r: Tensor) -> Tensor:
+        """Return (q + v) · W_r R / √D: (B, H, N, count)."""
+        q = (q + self.v.to(q.dtype)[:, None]) * self.head_dim**-0.5
+        if r.dim() == 3:
+            return torch.einsum("bhnd,hld->bhnl", q, r)
+        weight = self.r_proj.weight.view(self.n_heads, self.head_dim, -1).to(q.dtype)  # (H, D, E)
+        return torch.einsum("bhnd,hde->bhne", q, weight) @ r.T
+
+    def normalise_with(self, norm: nn.Module) -> None:
+        """Apply `norm` to all inputs, to those in the memory again in each call.
+
+            q = W_q norm(x),  k = W_k norm([memory; x]),  v = W_v norm([memory; x])
+
+        The memory holds inputs as they are, so its keys follow the norm's gains, which learn from it too. This is
+        `pre_lnorm` in the code of Dai et al. 2019.
+
+        Args:
+            norm: (B, N, E) -> (B, N, E), each position by itself. Its parameters remain the caller's.
+        """
+        self._norm = (norm,)  # in a tuple, because a module's attribute would be registered here too
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return self._norm[0](x) if self._norm else x
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Attention.project`."""
+        return super().project(self._normed(x))
+
     def set_memory(self, mem_len: int, clamp_len: int | None = None, same_length: bool = False) -> None:
         """Change the memory, for example for evaluation. The options are those of the constructor.
 
@@ -138,26 +289,6 @@ class TransformerXLAttention(Attention):
         self.same_length = same_length
         # Otherwise a position sees its whole segment, whose keys in other processes no bounded state holds.
         self.takes_parts = same_length
-
-    def normalise_with(self, norm: nn.Module) -> None:
-        """Apply `norm` to all inputs, to those in the memory again in each call.
-
-            q = W_q norm(x),  k = W_k norm([memory; x]),  v = W_v norm([memory; x])
-
-        The memory holds inputs as they are, so its keys follow the norm's gains, which learn from it too. This is
-        `pre_lnorm` in the code of Dai et al. 2019.
-
-        Args:
-            norm: (B, N, E) -> (B, N, E), each position by itself. Its parameters remain the caller's.
-        """
-        self._norm = (norm,)  # in a tuple, because a module's attribute would be registered here too
-
-    def _normed(self, x: Tensor) -> Tensor:
-        return self._norm[0](x) if self._norm else x
-
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Attention.project`."""
-        return super().project(self._normed(x))
 
     @property
     def _reach(self) -> int:
@@ -203,141 +334,10 @@ class TransformerXLAttention(Attention):
         if slots <= self._reach:
             check_room(slots, length, new)
 
-    def forward(
-        self, x: Tensor, state: State | None = None, lengths: Tensor | None = None
-    ) -> tuple[Tensor, State | None]:
-        """See `SequenceModule.forward`."""
-        if not self.causal or isinstance(state, ProjectedMemory):
-            return super().forward(x, state, lengths)
-        self.check(x, state, lengths)
-        x = without_padding(x, lengths)
-        if state is None:
-            before = InputMemory(x[:, :0], torch.zeros(len(x), dtype=torch.long, device=x.device))
-        else:
-            before = state
-        seen = valid_lengths(lengths, x)
-        group, after = parts(), None
-        if group is not None:
-            part = InputMemory(newest(x, seen, self._reach, dim=1), seen)
-            empty = self.initial_state(len(x), device=x.device, dtype=x.dtype)
-            before, after = group.join(self.combine_states, part, empty if state is None else state)
-        m = slots_used(before.length, before.inputs.size(1))
-        inputs = torch.cat([before.inputs[:, before.inputs.size(1) - m :].to(x.dtype), x], 1)  # (B, M + N, E)
-        normed = self._normed(inputs)
-        q = self._heads(self.q_proj(self._normed(x)))  # (B, N, E) -> (B, H, N, D)
-        k, v = self._heads(self.k_proj(normed)), self._heads(self.v_proj(normed))  # (B, M + N, E) -> (B, H, M + N, D)
-        y = self.out_proj(self._mix(q, k, v, before.length).transpose(1, 2).flatten(2))  # (B, H, N, D) -> (B, N, E)
-
-        if after is not None:
-            return without_padding(y, lengths), after
-        memory = newest(inputs, m + seen, self._reach, dim=1)
-        memory = memory if state is None else memory.to(state.inputs.dtype)
-        return without_padding(y, lengths), InputMemory(memory, before.length + seen)
-
     def combine_states(self, before: InputMemory, after: InputMemory) -> InputMemory:
         """Keep the newest inputs of both: see `Attention.combine_states`."""
         inputs = newest_of_both(before.inputs, after.inputs, after.length, dim=1)
         return InputMemory(inputs, before.length + after.length)
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, state: ProjectedMemory | None, lengths: Tensor | None
-    ) -> tuple[Tensor, ProjectedMemory | None]:
-        """Combine queries, keys and values, without a memory of inputs: see `Attention.attend`."""
-        n = q.size(2)
-        if state is None:
-            # A row without any key sees the first: avoids a softmax of 0 / 0.
-            valid = None if lengths is None else valid_positions(lengths.clamp(min=1), n)
-            r = self._relative_keys(n - 1, 1 - n)
-            return self._relative(q, k, v, r, valid), None
-        if n == 1:
-            return self._step(q, k, v, state, lengths)
-        return self._prompt(q, k, v, state, valid_lengths(lengths, q, 2))
-
-    def _mix(self, q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
-        """Attend from the queries to their keys and the M earlier ones, of which the last `length` (B,) are valid."""
-        n, m = q.size(2), k.size(2) - q.size(2)
-        valid = None if m == 0 else torch.arange(m + n, device=q.device) >= m - length[:, None]  # (B, M + N)
-        window = self.mem_len if self.same_length else None
-        r = self._relative_keys(furthest(n, m, window, self.chunk_size), 0)
-        return self._relative(q, k, v, r, valid, window)
-
-    def _relative(
-        self, q: Tensor, k: Tensor, v: Tensor, r: Tensor, valid: Tensor | None, window: int | None = None
-    ) -> Tensor:
-        return relative_attention(
-            q,
-            k,
-            v,
-            r.to(q.dtype),
-            self.u.to(q.dtype),
-            self.v.to(q.dtype),
-            causal=self.causal,
-            window=window,
-            valid=valid,
-            chunk_size=self.chunk_size,
-            dropout=self._dropout_now,
-        )
-
-    def _prompt(
-        self, q: Tensor, k: Tensor, v: Tensor, state: ProjectedMemory, seen: Tensor
-    ) -> tuple[Tensor, ProjectedMemory]:
-        """Attend several positions with a memory of keys and values."""
-        slots, length = state.keys.size(2), state.length
-        m = slots_used(length, min(slots, self._reach))
-        earlier = (torch.arange(-m, 0, device=q.device) + length[:, None]) % slots  # (B, M)
-        k = torch.cat([gather(state.keys, earlier).to(k.dtype), k], 2)  # (B, H, M + N, D)
-        v = torch.cat([gather(state.values, earlier).to(v.dtype), v], 2)
-        y = self._mix(q, k, v, length)
-        index = latest(length + seen, slots) - length[:, None] + m
-        keys, values = (gather(t, index).to(state.keys.dtype) for t in (k, v))
-        return y, ProjectedMemory(keys, values, length + seen)
-
-    def _step(
-        self, q: Tensor, k: Tensor, v: Tensor, state: ProjectedMemory, lengths: Tensor | None
-    ) -> tuple[Tensor, ProjectedMemory]:
-        """Attend one position in the ring buffer. Its key overwrites the oldest, which it does not see."""
-        slots, length = state.keys.size(2), state.length[:, None]  # (B, 1)
-        valid = None if lengths is None else lengths[:, None] > 0
-        keys, values = (write(t, length % slots, new, valid) for t, new in ((state.keys, k), (state.values, v)))
-        used = slots_used(state.length + 1, slots)
-        slot = torch.arange(used, device=q.device)
-        distance = (length - slot) % slots  # (B, M)
-        y = attention_by_distance(
-            q + self.u.to(q.dtype)[:, None],
-            keys[:, :, :used].to(q.dtype),
-            values[:, :, :used].to(q.dtype),
-            self._scores_by_distance(q, self._positions_for(q, used)),
-            (used - 1 - distance)[:, None],
-            (slot <= length)[:, None],
-            dropout=self._dropout_now,
-        )
-        return y, ProjectedMemory(keys, values, state.length + (1 if lengths is None else lengths))
-
-    def _relative_keys(self, first: int, last: int) -> Tensor:
-        """Return W_r R of the distances first, first − 1, …, last: (H, L, D)."""
-        return self.r_proj(self._sinusoids(first, last)).unflatten(1, (self.n_heads, -1)).transpose(0, 1)
-
-    def _sinusoids(self, first: int, last: int) -> Tensor:
-        weight = self.r_proj.weight
-        r = sinusoids(first, last, self.d_model, clamp=self.clamp_len, dtype=weight.dtype, device=weight.device)
-        return F.dropout(r, self.position_dropout, self.training)
-
-    def _positions_for(self, q: Tensor, count: int) -> Tensor:
-        """Return the argument `r` of `_scores_by_distance` for the distances count − 1, …, 0.
-
-        W_r R, (H, count, D), costs count · E². For few queries it costs less to return R, (count, E), and apply W_r to
-        the queries.
-        """
-        few = q.size(0) * q.size(1) * q.size(2) <= self.d_model
-        return (self._sinusoids(count - 1, 0) if few else self._relative_keys(count - 1, 0)).to(q.dtype)
-
-    def _scores_by_distance(self, q: Tensor, r: Tensor) -> Tensor:
-        """Return (q + v) · W_r R / √D: (B, H, N, count)."""
-        q = (q + self.v.to(q.dtype)[:, None]) * self.head_dim**-0.5
-        if r.dim() == 3:
-            return torch.einsum("bhnd,hld->bhnl", q, r)
-        weight = self.r_proj.weight.view(self.n_heads, self.head_dim, -1).to(q.dtype)  # (H, D, E)
-        return torch.einsum("bhnd,hde->bhne", q, weight) @ r.T
 
     def attention_weights(self, x: Tensor, state: State | None = None, lengths: Tensor | None = None) -> Tensor:
         """Return the softmax of the sum of `attention_terms`: see `Attention.attention_weights`."""

@@ -108,27 +108,6 @@ class WindowedLinearAttention(Attention):
         self.feature_map.for_heads(n_heads)
         self.mixing = nn.Parameter(torch.full((n_heads,), math.log(_GAMMA / (1 - _GAMMA))))
 
-    def initial_state(
-        self,
-        batch_size: int,
-        *,
-        max_len: int | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> WindowedLinearState:
-        """Return an empty window and empty sums: see `SequenceModule.initial_state`."""
-        device, dtype = self.default(device, dtype)
-        cache = batch_size, self.n_kv_heads, self.window - 1, self.head_dim
-        sums = batch_size, self.n_heads, self.feature_map.n_features, self.head_dim
-        full = accumulator(dtype)
-        return WindowedLinearState(
-            torch.zeros(cache, device=device, dtype=dtype),
-            torch.zeros(cache, device=device, dtype=dtype),
-            torch.zeros(sums, device=device, dtype=full),
-            torch.zeros(sums[:3], device=device, dtype=full),
-            torch.zeros(batch_size, dtype=torch.long, device=device),
-        )
-
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, state: WindowedLinearState | None, lengths: Tensor | None
     ) -> tuple[Tensor, WindowedLinearState]:
@@ -160,6 +139,43 @@ class WindowedLinearAttention(Attention):
         held_keys, held_values = (newest(t, seen + m, m, dim=2).to(stored) for t in (k, v))
         return y.to(v.dtype), WindowedLinearState(held_keys, held_values, s, z, state.length + seen)
 
+    def _leaving(self, keys: Tensor, past: Tensor, seen: Tensor) -> Tensor:
+        """Return φ of the first N keys (B, H, N, D) after the cache's start, 0 for those that do not leave the window.
+
+        Of M cached keys the last `past` exist. A row with `seen` new positions lets go as many slots, empty or not.
+        """
+        leaves = self._leaves(keys.size(2), past, seen)  # (B, N)
+        return self.feature_map.keys(keys).masked_fill(~leaves[:, None, :, None], 0)
+
+    def _leaves(self, n: int, past: Tensor, seen: Tensor) -> Tensor:
+        """Return which of the first `n` slots exist and leave the window, (B, n): see `_leaving`."""
+        slot = torch.arange(n, device=past.device)  # (N,)
+        return (slot >= self.window - 1 - past[:, None]) & (slot < seen[:, None])
+
+    def _gamma(self, dtype: torch.dtype) -> Tensor:
+        return self.mixing.to(dtype).sigmoid()
+
+    def initial_state(
+        self,
+        batch_size: int,
+        *,
+        max_len: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> WindowedLinearState:
+        """Return an empty window and empty sums: see `SequenceModule.initial_state`."""
+        device, dtype = self.default(device, dtype)
+        cache = batch_size, self.n_kv_heads, self.window - 1, self.head_dim
+        sums = batch_size, self.n_heads, self.feature_map.n_features, self.head_dim
+        full = accumulator(dtype)
+        return WindowedLinearState(
+            torch.zeros(cache, device=device, dtype=dtype),
+            torch.zeros(cache, device=device, dtype=dtype),
+            torch.zeros(sums, device=device, dtype=full),
+            torch.zeros(sums[:3], device=device, dtype=full),
+            torch.zeros(batch_size, dtype=torch.long, device=device),
+        )
+
     def summarise(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> WindowedLinearState:
         """Return the newest keys and values, and the sums over those before them: see `Attention.summarise`."""
         m, n = self.window - 1, k.size(2)
@@ -188,22 +204,6 @@ class WindowedLinearAttention(Attention):
         with torch.autocast(k.device.type, enabled=False):
             phi = self.feature_map.keys(self._for_all_heads(k).to(full)).masked_fill(~leaves[:, None, :, None], 0)
             return key_sums(phi, self._for_all_heads(v).to(full))
-
-    def _leaves(self, n: int, past: Tensor, seen: Tensor) -> Tensor:
-        """Return which of the first `n` slots exist and leave the window, (B, n): see `_leaving`."""
-        slot = torch.arange(n, device=past.device)  # (N,)
-        return (slot >= self.window - 1 - past[:, None]) & (slot < seen[:, None])
-
-    def _leaving(self, keys: Tensor, past: Tensor, seen: Tensor) -> Tensor:
-        """Return φ of the first N keys (B, H, N, D) after the cache's start, 0 for those that do not leave the window.
-
-        Of M cached keys the last `past` exist. A row with `seen` new positions lets go as many slots, empty or not.
-        """
-        leaves = self._leaves(keys.size(2), past, seen)  # (B, N)
-        return self.feature_map.keys(keys).masked_fill(~leaves[:, None, :, None], 0)
-
-    def _gamma(self, dtype: torch.dtype) -> Tensor:
-        return self.mixing.to(dtype).sigmoid()
 
     def compute_weights(
         self, q: Tensor, k: Tensor, state: WindowedLinearState | None, lengths: Tensor | None

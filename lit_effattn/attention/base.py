@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_effattn.attention.heads import MultiHead
+from lit_effattn.attention.multi_head import MultiHead
 from lit_effattn.attention.positions import RotaryPositions
 from lit_effattn.sequence import (
     SequenceModule,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lit_effattn.attention.cache import gather, latest, newest, write
+from lit_effattn.attention.kv_cache import gather, latest, newest, write
 from lit_effattn.attention.transformer_xl import TransformerXLAttention
 from lit_effattn.hparams import check_at_least
 from lit_effattn.ops.relative import attention_by_distance

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_effattn.attention.feature_maps import EluFeatureMap, FeatureMap
-from lit_effattn.attention.heads import MultiHead
+from lit_effattn.attention.multi_head import MultiHead
 from lit_effattn.attention.random_features import Features, FeatureSums, RandomFeatures
 from lit_effattn.hparams import check_probability
 from lit_effattn.ops.dot_product import dot_product_attention

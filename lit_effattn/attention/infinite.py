@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_effattn.attention.cache import newest
+from lit_effattn.attention.kv_cache import newest
 from lit_effattn.attention.long_term_memory import InfiniteMemory, LongTermMemory, Sampling, whole_segments
 from lit_effattn.attention.transformer_xl import TransformerXLAttention, slots_used
 from lit_effattn.hparams import check_at_least

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_effattn.attention.cache import gather
+from lit_effattn.attention.kv_cache import gather
 from lit_effattn.ops.continuous import (
     Grid,
     basis_of,

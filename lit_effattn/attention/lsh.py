@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lit_effattn.attention.base import Attention
-from lit_effattn.attention.cache import append
+from lit_effattn.attention.kv_cache import append
 from lit_effattn.hparams import check_at_least
 from lit_effattn.ops.lsh import (
     attend_in_chunks,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lit_effattn.attention.base import Attention, softmax_over
-from lit_effattn.attention.cache import append, check_room, gather, latest, newest, newest_of_both, write
+from lit_effattn.attention.kv_cache import append, check_room, gather, latest, newest, newest_of_both, write
 from lit_effattn.hparams import check_at_least, check_probability
 from lit_effattn.ops.dot_product import dot_product_attention, in_groups_of_queries
 from lit_effattn.ops.window import windowed_attention

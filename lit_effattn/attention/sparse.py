@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lit_effattn.attention.base import Attention, softmax_over
-from lit_effattn.attention.cache import append, check_room, write
+from lit_effattn.attention.kv_cache import append, check_room, write
 from lit_effattn.attention.softmax import FixedCache, KeyValueCache, WindowCache, attend_window, earlier_keys
 from lit_effattn.hparams import check_at_least, check_probability
 from lit_effattn.ops.sparse import fixed_attention, gather_rows, strided_attention, summary_positions

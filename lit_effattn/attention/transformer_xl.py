@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_effattn.attention.base import Attention, softmax_over
-from lit_effattn.attention.cache import check_room, gather, latest, newest, newest_of_both, write
+from lit_effattn.attention.kv_cache import check_room, gather, latest, newest, newest_of_both, write
 from lit_effattn.hparams import check_at_least, check_probability
 from lit_effattn.ops.relative import attention_by_distance, furthest, relative_attention, sinusoids
 from lit_effattn.sequence import (

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lit_effattn.attention.base import Attention
-from lit_effattn.attention.cache import newest, newest_of_both
 from lit_effattn.attention.feature_maps import FeatureMap, HedgehogFeatureMap
+from lit_effattn.attention.kv_cache import newest, newest_of_both
 from lit_effattn.hparams import check_at_least
 from lit_effattn.ops.linear.pytorch import key_sums
 from lit_effattn.ops.windowed_linear import window_terms, windowed_linear_attention

@@ -44,28 +44,6 @@ def defaults(kind: type) -> dict[str, Any]:
     return {name: default for name, default in result.items() if default is not inspect.Parameter.empty}
 
 
-def check_at_least(least: int, remedy: str = "", **values: int | None) -> None:
-    """Check that constructor arguments, given by their names, are at least `least`; None is accepted.
-
-    Raises:
-        ValueError: If one is less. The message ends with `remedy`.
-    """
-    for name, value in values.items():
-        if value is not None and value < least:
-            raise ValueError(f"{name}={value} must be at least {least}{remedy and '; '}{remedy}")
-
-
-def check_probability(**values: float) -> None:
-    """Check that constructor arguments, given by their names, are probabilities below 1, such as that of dropout.
-
-    Raises:
-        ValueError: If one is below 0, or 1 or more.
-    """
-    for name, value in values.items():
-        if not 0 <= value < 1:
-            raise ValueError(f"{name}={value} is not a probability from 0 to below 1")
-
-
 def init_args(module: HasInitArgs) -> dict[str, Any]:
     """Return the arguments that `module` was built with, as plain data, without those left at their defaults.
 

@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from lit_effattn.attention.kv_cache import gather, latest, newest, write
 from lit_effattn.attention.transformer_xl import TransformerXLAttention
-from lit_effattn.hparams import check_at_least
+from lit_effattn.checks import at_least
 from lit_effattn.ops.relative import attention_by_distance
 from lit_effattn.ops.window import slices
 from lit_effattn.sequence import (
@@ -137,9 +137,7 @@ class CompressiveAttention(TransformerXLAttention):
         )
         if not causal:
             raise ValueError("causal=False: CompressiveAttention compresses past positions, so it needs causal=True")
-        check_at_least(1, "use TransformerXLAttention for no summaries", compressed_len=compressed_len)
-        check_at_least(1, "2 to 4 inputs per summary are usual", compression_rate=compression_rate)
-        check_at_least(1, "1 updates the memories at every position", segment_len=segment_len)
+        at_least(1, compressed_len=compressed_len, compression_rate=compression_rate, segment_len=segment_len)
         if compression not in get_args(Compression):
             raise ValueError(f"compression={compression!r} is not one of {get_args(Compression)}")
         self.compressed_len = compressed_len

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lit_effattn.attention.feature_maps import EluFeatureMap, FeatureMap
 from lit_effattn.attention.multi_head import MultiHead
 from lit_effattn.attention.random_features import Features, FeatureSums, RandomFeatures
-from lit_effattn.hparams import check_probability
+from lit_effattn.checks import probabilities
 from lit_effattn.ops.dot_product import dot_product_attention
 from lit_effattn.ops.favor.pytorch import Norms
 from lit_effattn.ops.linear.pytorch import key_sums, read_sums
@@ -226,7 +226,7 @@ class SoftmaxCrossAttention(CrossAttention):
         d_qk: int | None = None,
     ) -> None:
         super().__init__(d_model, n_heads, d_source, bias=bias, d_qk=d_qk)
-        check_probability(dropout=dropout)
+        probabilities(dropout=dropout)
         self.dropout = dropout
 
     def keep(self, k: Tensor, v: Tensor, length: Tensor, given: Tensor) -> SourceKeys:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lit_effattn.attention.kv_cache import newest
 from lit_effattn.attention.long_term_memory import InfiniteMemory, LongTermMemory, Sampling, whole_segments
 from lit_effattn.attention.transformer_xl import TransformerXLAttention, slots_used
-from lit_effattn.hparams import check_at_least
+from lit_effattn.checks import at_least
 from lit_effattn.ops.continuous import Grid, gaussian
 from lit_effattn.ops.relative import furthest, relative_attention, relative_shift
 from lit_effattn.sequence import SequenceModule, State, accumulator, valid_lengths, without_padding
@@ -168,8 +168,8 @@ class InfiniteAttention(TransformerXLAttention):
         )
         if not causal:
             raise ValueError("causal=False: InfiniteAttention remembers past positions, so it needs causal=True")
-        check_at_least(1, segment_len=segment_len, n_samples=n_samples, n_bins=n_bins)
-        check_at_least(0, n_basis=n_basis)
+        at_least(1, segment_len=segment_len, n_samples=n_samples, n_bins=n_bins)
+        at_least(0, n_basis=n_basis)
         if not widths or not all(0 < width < math.inf for width in widths):
             raise ValueError(f"widths={widths} must hold at least one width of the basis functions, all above 0")
         if n_basis % len(widths):

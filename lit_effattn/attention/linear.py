@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lit_effattn.attention.base import Attention
 from lit_effattn.attention.feature_maps import EluFeatureMap, FeatureMap
-from lit_effattn.hparams import check_at_least
+from lit_effattn.checks import at_least
 from lit_effattn.ops.linear.dispatch import elu_linear_attention, use_kernels
 from lit_effattn.ops.linear.pytorch import (
     causal_linear_attention,
@@ -91,7 +91,7 @@ class LinearAttention(Attention):
             qk_norm=qk_norm,
             qk_norm_eps=qk_norm_eps,
         )
-        check_at_least(1, "32 to 128 are fast", chunk_size=chunk_size)
+        at_least(1, chunk_size=chunk_size)
         self.feature_map = feature_map(self.qk_dim)
         self.feature_map.for_heads(n_heads)
         self.divides_heads = next(self.feature_map.parameters(), None) is None  # some have them for each head

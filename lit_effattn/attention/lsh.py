@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lit_effattn.attention.base import Attention
 from lit_effattn.attention.kv_cache import append
-from lit_effattn.hparams import check_at_least
+from lit_effattn.checks import at_least
 from lit_effattn.ops.lsh import (
     attend_in_chunks,
     attend_recent,
@@ -102,13 +102,13 @@ class LSHAttention(Attention):
         bias: bool = True,
     ) -> None:
         super().__init__(d_model, n_heads, causal, bias=bias)
-        check_at_least(1, "1 is the fastest, 4 to 8 are usual", n_hashes=n_hashes)
+        at_least(1, n_hashes=n_hashes)
         if n_buckets < 1 or (n_buckets % 2 and n_buckets != 1):
             raise ValueError(
                 f"n_buckets={n_buckets}: buckets come in pairs, one for each direction of a rotated axis; choose an "
                 "even number, or 1 for no hashing"
             )
-        check_at_least(1, "16 to 128 are fast", chunk_size=chunk_size)
+        at_least(1, chunk_size=chunk_size)
         del self.k_proj  # keys are the queries
         self.n_hashes = n_hashes
         self.n_buckets = n_buckets

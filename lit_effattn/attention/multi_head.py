@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lit_effattn.hparams import check_at_least
+from lit_effattn.checks import at_least
 
 
 class MultiHead:
@@ -39,7 +39,7 @@ class MultiHead:
                 f"n_heads={n_heads} does not divide d_model={d_model}: each head has d_model / n_heads dimensions; "
                 "change one of them"
             )
-        check_at_least(1, "leave it out for d_model / n_heads", head_dim=head_dim)
+        at_least(1, head_dim=head_dim)
         self.n_heads = n_heads
         self.head_dim = d_model // n_heads if head_dim is None else head_dim
         width = n_heads * self.head_dim if d_qk is None else d_qk

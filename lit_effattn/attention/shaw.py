@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_effattn.attention.softmax import SoftmaxAttention
-from lit_effattn.hparams import check_at_least
+from lit_effattn.checks import at_least
 from lit_effattn.ops.shaw import shaw_attention, shaw_scores
 from lit_effattn.ops.window import untiled, window_tiles
 from lit_effattn.sequence import accumulator
@@ -53,7 +53,7 @@ class ShawAttention(SoftmaxAttention):
         bias: bool = True,
     ) -> None:
         super().__init__(d_model, n_heads, causal, window=window, dropout=dropout, bias=bias)
-        check_at_least(1, "1 distinguishes a position from earlier ones", max_distance=max_distance)
+        at_least(1, max_distance=max_distance)
         self.max_distance = max_distance
         rows = max_distance + 1 if causal else 2 * max_distance + 1
         self.key_table = nn.Parameter(torch.empty(rows, self.head_dim))

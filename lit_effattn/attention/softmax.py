@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lit_effattn.attention.base import Attention, softmax_over
 from lit_effattn.attention.kv_cache import append, check_room, gather, latest, newest, newest_of_both, write
-from lit_effattn.hparams import check_at_least, check_probability
+from lit_effattn.checks import at_least, probabilities
 from lit_effattn.ops.dot_product import dot_product_attention, in_groups_of_queries
 from lit_effattn.ops.window import windowed_attention
 from lit_effattn.sequence import reads_values, valid_lengths, valid_positions
@@ -112,8 +112,8 @@ class SoftmaxAttention(Attention):
             qk_norm=qk_norm,
             qk_norm_eps=qk_norm_eps,
         )
-        check_at_least(1, "it includes the position itself", window=window)
-        check_probability(dropout=dropout)
+        at_least(1, window=window)
+        probabilities(dropout=dropout)
         if window is not None and not causal:
             raise ValueError(f"window={window} needs causal=True; leave it out if causal=False")
         self.window = window

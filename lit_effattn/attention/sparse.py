@@ -13,7 +13,7 @@ from torch import Tensor
 from lit_effattn.attention.base import Attention, softmax_over
 from lit_effattn.attention.kv_cache import append, check_room, write
 from lit_effattn.attention.softmax import FixedCache, KeyValueCache, WindowCache, attend_window, earlier_keys
-from lit_effattn.hparams import check_at_least, check_probability
+from lit_effattn.checks import at_least, probabilities
 from lit_effattn.ops.sparse import fixed_attention, gather_rows, strided_attention, summary_positions
 from lit_effattn.ops.window import windowed_attention
 from lit_effattn.sequence import may_overwrite, reads_values, valid_lengths, valid_positions
@@ -109,7 +109,7 @@ class SparseAttention(Attention):
         ):
             if value not in known:
                 raise ValueError(f"{name}={value!r} is not one of {known}")
-        check_at_least(1, "about √N costs least", stride=stride)
+        at_least(1, stride=stride)
         if pattern == "strided" and (summary is not None or distinct or num_verts is not None):
             raise ValueError(
                 f"summary={summary}, distinct={distinct}, num_verts={num_verts} with pattern='strided', which has no "
@@ -137,7 +137,7 @@ class SparseAttention(Attention):
             raise ValueError(
                 f"combine='heads' with n_heads={n_heads}; it divides two sets of keys among at least 2 heads"
             )
-        check_probability(dropout=dropout)
+        probabilities(dropout=dropout)
         self._said_that_all_is_covered = False
         self.pattern, self.stride, self.summary = pattern, stride, columns
         self.combine, self.num_verts, self.dropout = combine, verts, dropout

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lit_effattn.attention.base import Attention, softmax_over
 from lit_effattn.attention.kv_cache import check_room, gather, latest, newest, newest_of_both, write
-from lit_effattn.hparams import check_at_least, check_probability
+from lit_effattn.checks import at_least, probabilities
 from lit_effattn.ops.relative import attention_by_distance, furthest, relative_attention, sinusoids
 from lit_effattn.sequence import (
     State,
@@ -105,8 +105,8 @@ class TransformerXLAttention(Attention):
         super().__init__(d_model, n_heads, causal, bias=bias)
         if d_model % 2:
             raise ValueError(f"d_model={d_model} is odd; sinusoidal positions come in pairs of sine and cosine")
-        check_probability(dropout=dropout, position_dropout=position_dropout)
-        check_at_least(1, "64 to 512 are fast", chunk_size=chunk_size)
+        probabilities(dropout=dropout, position_dropout=position_dropout)
+        at_least(1, chunk_size=chunk_size)
         self.dropout = dropout
         self.position_dropout = position_dropout
         self.chunk_size = chunk_size
@@ -276,14 +276,14 @@ class TransformerXLAttention(Attention):
         Raises:
             ValueError: If an option is out of its range, or has no effect with another.
         """
-        check_at_least(0, "0 keeps no memory", mem_len=mem_len)
+        at_least(0, mem_len=mem_len)
         if same_length and mem_len < 1:
             raise ValueError(
                 f"same_length=True with mem_len={mem_len}: a position sees itself, so mem_len must be at least 1"
             )
         if same_length and not self.causal:
             raise ValueError("same_length=True needs causal=True; leave it out if causal=False")
-        check_at_least(0, "None turns clamping off", clamp_len=clamp_len)
+        at_least(0, clamp_len=clamp_len)
         self.mem_len = mem_len
         self.clamp_len = clamp_len
         self.same_length = same_length

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lit_effattn.attention.base import Attention
 from lit_effattn.attention.feature_maps import FeatureMap, HedgehogFeatureMap
 from lit_effattn.attention.kv_cache import newest, newest_of_both
-from lit_effattn.hparams import check_at_least
+from lit_effattn.checks import at_least
 from lit_effattn.ops.linear.pytorch import key_sums
 from lit_effattn.ops.windowed_linear import window_terms, windowed_linear_attention
 from lit_effattn.sequence import accumulator, valid_lengths
@@ -89,8 +89,7 @@ class WindowedLinearAttention(Attention):
             raise ValueError(
                 "causal=False: WindowedLinearAttention sees the past, in and before a window; set causal=True"
             )
-        check_at_least(1, "64 is usual", window=window)
-        check_at_least(1, "32 to 128 are fast", chunk_size=chunk_size)
+        at_least(1, window=window, chunk_size=chunk_size)
         super().__init__(
             d_model,
             n_heads,

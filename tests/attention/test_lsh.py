@@ -194,8 +194,8 @@ def test_bytes_of_the_cache():
         ({"n_buckets": 7}, ["n_buckets=7", "even"]),
         ({"n_buckets": 0}, ["n_buckets=0", "even"]),
         ({"n_buckets": -2}, ["n_buckets=-2", "even"]),
-        ({"chunk_size": 0}, ["chunk_size=0", "16 to 128"]),
-        ({"n_hashes": 0}, ["n_hashes=0", "4 to 8"]),
+        ({"chunk_size": 0}, ["chunk_size=0"]),
+        ({"n_hashes": 0}, ["n_hashes=0"]),
         ({"n_heads": 5}, ["n_heads=5", "d_model=12"]),
     ],
 )

@@ -6,21 +6,17 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch.utils.data import DataLoader, Dataset
 
-from lit_effattn.checks import at_least
+from lit_effattn.checks import applicable, at_least
 from lit_effattn.datamodules.common.faults import Fault, Faults
 from lit_effattn.datamodules.common.labelled import LabelledBatch, pad_labelled
-from lit_effattn.datamodules.common.length_batches import LengthBatches
-from lit_effattn.datamodules.common.sampling import ResumableLoader, loader_options, processes
 from lit_effattn.datamodules.common.splits import SPLITS
 from lit_effattn.datamodules.pairs import sources as pair_sources
+from lit_effattn.datamodules.pairs.base import Items, LengthBatched
 from lit_effattn.datamodules.pairs.sources import PairSource
 
-_SPLITS_OF = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("test",)}
-_PURPOSES = {"train": "to train on", "val": "to validate", "test": "to test"}
+_TAKES = {"tsv": (), "jsonl": ("text_column", "label_column")}
 _SHOWN = 10  # classes that a message names
 
 
@@ -40,7 +36,7 @@ class _Split(NamedTuple):
     n_cut: int
 
 
-class LabelledTexts(LightningDataModule):
+class LabelledTexts(LengthBatched):
     """Texts and their classes, in batches of similar length: the byte-level text classification of Tay et al. 2020.
 
     A batch is a `LabelledBatch` whose `x` is (B, N) bytes of UTF-8, 0 in the padding. Training batches are a pure
@@ -88,30 +84,14 @@ class LabelledTexts(LightningDataModule):
         seed: int = 0,
         num_workers: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(batch_tokens, eval_batch_tokens, batch_texts, source_file, seed, num_workers)
         self.save_hyperparameters(logger=False)
-        if corpus not in ("tsv", "jsonl"):
-            raise ValueError(f"corpus={corpus!r} is not known; choose one of tsv, jsonl")
-        for name, column in (("text_column", text_column), ("label_column", label_column)):
-            if corpus == "tsv" and column is not None:
-                raise ValueError(
-                    f"{name}={column!r} does not apply to corpus='tsv'; leave it out, or choose corpus jsonl"
-                )
-        at_least(1, max_len=max_len, batch_tokens=batch_tokens)
-        at_least(1, eval_batch_tokens=eval_batch_tokens, batch_texts=batch_texts)
-        at_least(0, seed=seed, num_workers=num_workers)
+        applicable("corpus", corpus, _TAKES, text_column=text_column, label_column=label_column)
+        at_least(1, max_len=max_len, batch_texts=batch_texts)
         self.corpus = corpus
         self.root = Path(root)
         self.columns = (text_column or "text", label_column or "label")
         self.max_len = max_len
-        self.batch_tokens = batch_tokens
-        self.eval_batch_tokens = batch_tokens if eval_batch_tokens is None else eval_batch_tokens
-        self.batch_texts = batch_texts
-        self.source_file = None if source_file is None else Path(source_file)
-        self.seed = seed
-        self.num_workers = num_workers
-        self.left_out: dict[str, Faults] = {}
-        self._given: _Split | None = None  # the lines of `source_file`
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -155,7 +135,7 @@ class LabelledTexts(LightningDataModule):
             if not texts[split]:
                 first = f"; left out: {self.left_out[split].first}" if self.left_out[split] else ""
                 raise ValueError(f"{self.root}: no text with a class for {split!r}{first}; add some")
-        classes = tuple(sorted({label for found in labels.values() for label in found}))
+        classes = tuple(sorted({*labels["train"], *labels["val"], *labels["test"]}))
         self._check_classes(classes, labels["train"])
         numbers = {name: label for label, name in enumerate(classes)}
         return classes, {s: self._split(texts[s], np.array([numbers[name] for name in labels[s]])) for s in SPLITS}
@@ -180,30 +160,11 @@ class LabelledTexts(LightningDataModule):
         n_cut = sum(len(text) > self.max_len for text in texts)
         return _Split(np.frombuffer(b"".join(cut), np.uint8), borders, labels, n_cut)
 
-    def setup(self, stage: str) -> None:
-        """Read the texts, and report the numbers of those that are used, cut and left out.
+    def _open(self, splits: tuple[str, ...]) -> dict[str, int]:
+        return {split: len(self._corpus[1][split].borders) - 1 for split in splits}
 
-        Raises:
-            FileNotFoundError: If there is no such file.
-            ValueError: If there are no texts to train on, or fewer than two classes.
-        """
-        if overfit_batches := getattr(self.trainer, "overfit_batches", 0):
-            raise ValueError(
-                f"overfit_batches={overfit_batches} would replace the sampler that forms the batches; "
-                "use limit_train_batches, or a smaller file"
-            )
-        if self.source_file is not None:
-            if stage != "predict":
-                raise ValueError(
-                    f"source_file={str(self.source_file)!r} is for predict only; leave it out to use the corpus"
-                )
-            lines = pair_sources.source_lines(self.source_file)
-            self._given = self._split([line.encode() for line in lines], None)
-            rank_zero_info(f"{self.source_file}: {len(lines):,} texts")
-            return
+    def _report(self, splits: tuple[str, ...], counts: str) -> None:
         classes, texts = self._corpus
-        splits = _SPLITS_OF[stage]
-        counts = ", ".join(f"{len(texts[split].borders) - 1:,} {_PURPOSES[split]}" for split in splits)
         more = f" and {len(classes) - _SHOWN} more" if len(classes) > _SHOWN else ""
         n_cut = sum(texts[split].n_cut for split in splits)
         cut = f"; {n_cut:,} cut to max_len={self.max_len}" if n_cut else ""
@@ -212,42 +173,14 @@ class LabelledTexts(LightningDataModule):
             if faults := self.left_out[split]:
                 rank_zero_warn(f"{split}: {len(faults)} are left out:\n  {faults}")
 
-    def train_dataloader(self) -> ResumableLoader:
-        """Return a loader of every training text once per epoch, in different batches each epoch."""
-        texts = LabelledBytes(self._corpus[1]["train"])
-        sampler = self._sampler(texts.lengths(), self.batch_tokens, shuffle=True)
-        return ResumableLoader(texts, sampler=sampler, **loader_options(self.num_workers, self.seed))
-
-    def val_dataloader(self) -> DataLoader[LabelledBatch]:
-        """Return a loader of every validation text once."""
-        return self._eval_dataloader("val")
-
-    def test_dataloader(self) -> DataLoader[LabelledBatch]:
-        """Return a loader of every test text once."""
-        return self._eval_dataloader("test")
-
-    def predict_dataloader(self) -> DataLoader[LabelledBatch]:
-        """Return a loader of every line of `source_file` once, or of every test text."""
-        return self._eval_dataloader("test")
-
-    def _eval_dataloader(self, split: str) -> DataLoader[LabelledBatch]:
-        texts = LabelledBytes(self._corpus[1][split] if self._given is None else self._given)
-        sampler = self._sampler(texts.lengths(), self.eval_batch_tokens, shuffle=False)
-        return DataLoader(texts, sampler=sampler, **loader_options(self.num_workers, self.seed))
-
-    def _sampler(self, lengths: np.ndarray, batch_tokens: int, *, shuffle: bool) -> LengthBatches:
-        return LengthBatches(
-            lengths,
-            batch_tokens,
-            max_samples=self.batch_texts or batch_tokens,
-            shuffle=shuffle,
-            seed=self.seed,
-            **processes(self.trainer),
-        )
+    def _items(self, split: str) -> "LabelledBytes":
+        if self.source_file is not None:
+            return LabelledBytes(self._split([line.encode() for line in self._lines], None))
+        return LabelledBytes(self._corpus[1][split])
 
 
-class LabelledBytes(Dataset[LabelledBatch]):
-    """A data set that maps a list of indices to a batch. With n texts, index i + e · n is text i in epoch e.
+class LabelledBytes(Items):
+    """The texts of a split, and their classes.
 
     Args:
         texts: The texts of a split.
@@ -266,7 +199,7 @@ class LabelledBytes(Dataset[LabelledBatch]):
     def __getitem__(self, indices: list[int]) -> LabelledBatch:
         tokens, borders, labels, _ = self.texts
         numbers = np.array(indices) % len(self)
-        of = np.zeros(len(self), int) if labels is None else labels
-        rows = [(torch.tensor(tokens[borders[i] : borders[i + 1]]), of[i]) for i in numbers]
+        classes = np.zeros(len(self), int) if labels is None else labels
+        rows = [(torch.tensor(tokens[borders[i] : borders[i + 1]]), classes[i]) for i in numbers]
         batch = pad_labelled(rows)._replace(indices=torch.from_numpy(numbers))
         return batch._replace(labels=None) if labels is None else batch

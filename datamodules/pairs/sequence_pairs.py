@@ -8,27 +8,21 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
-from lit_effattn.checks import at_least
+from lit_effattn.checks import applicable, at_least
 from lit_effattn.datamodules.common.cache import default_cache
-from lit_effattn.datamodules.common.faults import Fault, Faults
-from lit_effattn.datamodules.common.length_batches import LengthBatches
-from lit_effattn.datamodules.common.sampling import ResumableLoader, loader_options, processes
+from lit_effattn.datamodules.common.faults import Fault
 from lit_effattn.datamodules.common.tokens import IGNORE, PairBatch
 from lit_effattn.datamodules.pairs import sources as pair_sources
+from lit_effattn.datamodules.pairs.base import Items, LengthBatched
 from lit_effattn.datamodules.pairs.pronunciations import cmudict
 from lit_effattn.datamodules.pairs.sources import PairSource
 from lit_effattn.datamodules.pairs.store import PairStore, SplitPairs, Tokenizers, Vocabularies, tokenized_pairs
-from lit_effattn.datamodules.text.tokenizers import KINDS, ByteTokenizer, Tokenizer
+from lit_effattn.datamodules.text.tokenizers import KINDS, ByteTokenizer, Tokenizer, check_vocabulary
 
-_SPLITS_OF = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("test",)}
 _NAMED = 10  # unknown words or characters in a warning
-_PURPOSES = {"train": "to train on", "val": "to validate", "test": "to test"}
-_LEAST_VOCABULARY = {"words": 3, "bpe": 257}  # a word, <unk> and <start>; all bytes and <start>
 _SHOWN = 40  # characters of a text that a message shows
 
 
@@ -46,10 +40,11 @@ _CORPORA = {
     "huggingface": _Corpus(("bytes", "bytes"), ("path", "source_column", "target_column"), ("subset",)),
 }
 
+_TAKES = {name: corpus.needs + corpus.takes for name, corpus in _CORPORA.items()}
 _Kind = Literal["bytes", "characters", "words", "bpe"]
 
 
-class SequencePairs(LightningDataModule):
+class SequencePairs(LengthBatched):
     """Pairs of sequences, a source and its target, in batches of similar length.
 
     A batch is a `PairBatch`; its docstring says how a sequence begins and ends. Training batches are a pure function of
@@ -137,7 +132,7 @@ class SequencePairs(LightningDataModule):
         num_workers: int = 0,
         cache: str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(batch_tokens, eval_batch_tokens, batch_pairs, source_file, seed, num_workers)
         self.save_hyperparameters(logger=False)
         options = {
             **{"root": root, "source_suffix": source_suffix, "target_suffix": target_suffix, "path": path},
@@ -145,29 +140,19 @@ class SequencePairs(LightningDataModule):
             "stress": stress or None,
         }
         _check_options(corpus, **options)
-        at_least(1, batch_tokens=batch_tokens, eval_batch_tokens=eval_batch_tokens, batch_pairs=batch_pairs)
-        at_least(1, min_len=min_len)
-        at_least(0, seed=seed, num_workers=num_workers)
+        at_least(1, min_len=min_len, batch_pairs=batch_pairs)
         if max_len < min_len:
             raise ValueError(f"max_len={max_len} must be at least min_len={min_len}")
         self.corpus = corpus
         source, target = _CORPORA[corpus].tokens
         self.vocabularies = Vocabularies(source_tokens or source, target_tokens or target, vocab_size, joint)
         _check_vocabularies(self.vocabularies)
-        self.batch_tokens = batch_tokens
-        self.eval_batch_tokens = batch_tokens if eval_batch_tokens is None else eval_batch_tokens
-        self.batch_pairs = batch_pairs
         self.max_len = max_len
         self.min_len = min_len
         self.merge_references = merge_references
-        self.source_file = None if source_file is None else Path(source_file)
-        self.seed = seed
-        self.num_workers = num_workers
         self.cache = default_cache() if cache is None else Path(cache)
-        self.left_out: dict[str, Faults] = {}
         self._options: dict[str, Any] = options
         self._kept: dict[str, np.ndarray] = {}  # of each split that was set up, the items that are not left out
-        self._given: list[str] = []  # the lines of `source_file`
         self._loaded: Tokenizers | None = None  # those of the checkpoint, for `source_file`
 
     @property
@@ -240,34 +225,16 @@ class SequencePairs(LightningDataModule):
         if self.source_file is None:
             _ = self._store
 
-    def setup(self, stage: str) -> None:
-        """Open the pairs, and report the numbers of those that are used and left out.
-
-        Raises:
-            FileNotFoundError: If there is no `source_file`.
-            ValueError: If no training pair can be used, or `source_file` has a line that is empty or not UTF-8.
-        """
-        if overfit_batches := getattr(self.trainer, "overfit_batches", 0):
-            raise ValueError(
-                f"overfit_batches={overfit_batches} would replace the sampler that forms the batches; "
-                "use limit_train_batches, or a smaller corpus"
-            )
-        if self.source_file is not None:
-            if stage != "predict":
-                raise ValueError(
-                    f"source_file={str(self.source_file)!r} is for predict only; leave it out to use the corpus"
-                )
-            self._given = pair_sources.source_lines(self.source_file)
-            rank_zero_info(f"{self.source_file}: {len(self._given):,} source texts")
-            return
-        splits = _SPLITS_OF[stage]
+    def _open(self, splits: tuple[str, ...]) -> dict[str, int]:
         for split in splits:
             if split not in self._kept:
                 self._kept[split] = self._of_corpus(split)
-        counts = [f"{len(self._kept[split]):,} {_PURPOSES[split]}" for split in splits]
+        return {split: len(self._kept[split]) for split in splits}
+
+    def _report(self, splits: tuple[str, ...], counts: str) -> None:
         source, target = self._tokenizers
         vocabularies = f"a joint vocabulary of {source!r}" if self.vocabularies.joint else f"{source!r} to {target!r}"
-        rank_zero_info(f"{self.corpus}: {', '.join(counts)}; {vocabularies}")
+        rank_zero_info(f"{self.corpus}: {counts}; {vocabularies}")
 
     def _of_corpus(self, split: str) -> np.ndarray:
         """Return the items of a split that are used, and warn about those that are not."""
@@ -294,41 +261,16 @@ class SequencePairs(LightningDataModule):
         shown = pairs.sources.text(i)[:_SHOWN]
         return Fault(reason, f"{shown!r}: {lengths[0]} source tokens, {lengths[1]} target tokens")
 
-    def train_dataloader(self) -> ResumableLoader:
-        """Return a loader of every training pair once per epoch, in different batches each epoch."""
-        pairs = PairItems(self._store.split("train"), self._kept["train"], self._tokenizers)
-        return ResumableLoader(
-            pairs,
-            sampler=self._sampler(pairs.lengths(), self.batch_tokens, shuffle=True),
-            **loader_options(self.num_workers, self.seed),
-        )
-
-    def val_dataloader(self) -> DataLoader[PairBatch]:
-        """Return a loader of every validation item once."""
-        return self._eval_dataloader("val")
-
-    def test_dataloader(self) -> DataLoader[PairBatch]:
-        """Return a loader of every test item once."""
-        return self._eval_dataloader("test")
-
-    def predict_dataloader(self) -> DataLoader[PairBatch]:
-        """Return a loader of every line of `source_file` once, or of every test item."""
-        return self._eval_dataloader("test")
-
-    def _eval_dataloader(self, split: str) -> DataLoader[PairBatch]:
-        items: SourceItems | PairItems
-        if self.source_file is not None:
-            tokenizers = self._loaded or self._tokenizers
-            self._warn_of_unknown(tokenizers.source)
-            items = SourceItems(self._given, tokenizers)
-        else:
-            items = PairItems(self._store.split(split), self._kept[split], self._tokenizers)
-        sampler = self._sampler(items.lengths(), self.eval_batch_tokens, shuffle=False)
-        return DataLoader(items, sampler=sampler, **loader_options(self.num_workers, self.seed))
+    def _items(self, split: str) -> Items:
+        if self.source_file is None:
+            return PairItems(self._store.split(split), self._kept[split], self._tokenizers)
+        tokenizers = self._loaded or self._tokenizers
+        self._warn_of_unknown(tokenizers.source)
+        return SourceItems(self._lines, tokenizers)
 
     def _warn_of_unknown(self, tokenizer: Tokenizer) -> None:
         """Name the words or characters of `source_file` that the model reads as `<unk>`."""
-        per_line = [tokenizer.unknown(line) for line in self._given]
+        per_line = [tokenizer.unknown(line) for line in self._lines]
         if unknown := list(dict.fromkeys(unit for line in per_line for unit in line)):
             more = f" and {len(unknown) - _NAMED:,} more" if len(unknown) > _NAMED else ""
             n = sum(map(bool, per_line))
@@ -336,16 +278,6 @@ class SequencePairs(LightningDataModule):
                 f"{self.source_file}: {n:,} of {len(per_line):,} lines have {tokenizer.kind} that the model's "
                 f"vocabulary lacks, which it reads as <unk>: {', '.join(map(repr, unknown[:_NAMED]))}{more}"
             )
-
-    def _sampler(self, lengths: np.ndarray, batch_tokens: int, *, shuffle: bool) -> LengthBatches:
-        return LengthBatches(
-            lengths,
-            batch_tokens,
-            max_samples=self.batch_pairs or batch_tokens,
-            shuffle=shuffle,
-            seed=self.seed,
-            **processes(self.trainer),
-        )
 
     def state_dict(self) -> dict[str, str]:
         """Return both vocabularies, and a digest of them."""
@@ -372,8 +304,8 @@ class SequencePairs(LightningDataModule):
             )
 
 
-class PairItems(Dataset[PairBatch]):
-    """A data set that maps a list of indices to a batch. With n items, index i + e · n is item i in epoch e.
+class PairItems(Items):
+    """Pairs of a split.
 
     Args:
         pairs: Items of a split.
@@ -411,8 +343,8 @@ class PairItems(Dataset[PairBatch]):
         )
 
 
-class SourceItems(Dataset[PairBatch]):
-    """A data set that maps a list of indices to a batch of source texts, whose targets are unknown.
+class SourceItems(Items):
+    """Source texts whose targets are unknown.
 
     Args:
         texts: The source texts.
@@ -464,16 +396,9 @@ def _digest(tokenizers: Tokenizers) -> str:
 
 
 def _check_options(corpus: str, **options: Any) -> None:
-    if corpus not in _CORPORA:
-        raise ValueError(f"corpus={corpus!r} is not known; choose one of {', '.join(_CORPORA)}")
-    known = _CORPORA[corpus]
-    for name, value in options.items():
-        if value is not None and name not in known.needs + known.takes:
-            others = " or ".join(other for other, of in _CORPORA.items() if name in of.needs + of.takes)
-            raise ValueError(
-                f"{name}={value!r} does not apply to corpus={corpus!r}; leave it out, or choose corpus {others}"
-            )
-        if value is None and name in known.needs:
+    applicable("corpus", corpus, _TAKES, **options)
+    for name in _CORPORA[corpus].needs:
+        if options[name] is None:
             raise ValueError(f"{name}=None: corpus={corpus!r} needs {_EXAMPLES[name]}")
 
 
@@ -488,22 +413,10 @@ _EXAMPLES = {
 
 
 def _check_vocabularies(vocabularies: Vocabularies) -> None:
-    kinds = {"source_tokens": vocabularies.source, "target_tokens": vocabularies.target}
-    for name, kind in kinds.items():
-        if kind not in KINDS:
-            raise ValueError(f"{name}={kind!r} is not known; choose one of {', '.join(KINDS)}")
-        if kind == "bpe" and vocabularies.size is None:
-            raise ValueError(f"vocab_size=None: {name}='bpe' needs the size of the vocabulary to learn, such as 8192")
-        if vocabularies.size is not None and vocabularies.size < _LEAST_VOCABULARY.get(kind, 0):
-            least = _LEAST_VOCABULARY[kind]
-            raise ValueError(f"vocab_size={vocabularies.size} must be at least {least} for {name}={kind!r}")
-    if vocabularies.size is not None and not _LEAST_VOCABULARY.keys() & set(kinds.values()):
+    source, target, size, joint = vocabularies
+    check_vocabulary(size, source_tokens=source, target_tokens=target)
+    if joint and source != target:
         raise ValueError(
-            f"vocab_size={vocabularies.size} does not apply to source_tokens={vocabularies.source!r} and "
-            f"target_tokens={vocabularies.target!r}; leave it out"
-        )
-    if vocabularies.joint and vocabularies.source != vocabularies.target:
-        raise ValueError(
-            f"joint=True needs the same tokens on both sides, but source_tokens={vocabularies.source!r} and "
-            f"target_tokens={vocabularies.target!r}; choose one kind"
+            f"joint=True needs the same tokens on both sides, but source_tokens={source!r} and "
+            f"target_tokens={target!r}; choose one kind"
         )

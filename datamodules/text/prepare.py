@@ -21,7 +21,7 @@ from lit_effattn.datamodules.common.faults import Fault, Faults
 from lit_effattn.datamodules.common.files import regular
 from lit_effattn.datamodules.common.json_data import parse_json
 from lit_effattn.datamodules.text.sources import Document
-from lit_effattn.datamodules.text.text_stream import check_vocabulary, saved_tokenizer
+from lit_effattn.datamodules.text.text_stream import saved_tokenizer
 from lit_effattn.datamodules.text.token_store import (
     FORMAT,
     PLAN,
@@ -32,7 +32,7 @@ from lit_effattn.datamodules.text.token_store import (
     write_text,
 )
 from lit_effattn.datamodules.text.tokenization import decoded, encoded, progress
-from lit_effattn.datamodules.text.tokenizers import KINDS, Tokenizer
+from lit_effattn.datamodules.text.tokenizers import KINDS, Tokenizer, check_vocabulary
 
 SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz")
 """Endings of the files that are read."""
@@ -104,7 +104,7 @@ def prepare(
     """
     at_least(1, shard_bytes=shard_bytes, learn_bytes=learn_bytes, workers=workers)
     at_least(_LEAST_HELD_OUT, held_out=held_out)
-    check_vocabulary(tokens, vocab_size)
+    check_vocabulary(vocab_size, tokens=tokens)
     given = None if tokenizer_of is None else saved_tokenizer(tokenizer_of)
     root = source if source.is_dir() else source.parent
     names, left_out = _inputs(source)

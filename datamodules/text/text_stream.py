@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 
-from lit_effattn.checks import at_least
+from lit_effattn.checks import applicable, at_least
+from lit_effattn.datamodules.common.base import DataModule
 from lit_effattn.datamodules.common.cache import default_cache
 from lit_effattn.datamodules.common.sampling import loader_options, processes
 from lit_effattn.datamodules.text import sources as text_sources
@@ -18,7 +18,7 @@ from lit_effattn.datamodules.text.sources import TextSource
 from lit_effattn.datamodules.text.streams import EpochInOrder, InOrder, ShuffledStreams, StreamLoader, TokenStreams
 from lit_effattn.datamodules.text.token_store import TokenStore
 from lit_effattn.datamodules.text.tokenization import tokenized
-from lit_effattn.datamodules.text.tokenizers import KINDS, ByteTokenizer, Tokenizer
+from lit_effattn.datamodules.text.tokenizers import KINDS, ByteTokenizer, Tokenizer, check_vocabulary
 
 
 class _Source(NamedTuple):
@@ -36,10 +36,10 @@ _SOURCES = {
     "huggingface": _Source("bytes", None, ("path", "subset", "column")),
     "prepared": _Source("bytes", None, ("root",)),
 }
-_LEAST_VOCABULARY = {"words": 3, "bpe": 257}  # a word, <unk> and <start>; all bytes and <start>
+_TAKES = {name: source.options for name, source in _SOURCES.items()}
 
 
-class TextStream(LightningDataModule):
+class TextStream(DataModule):
     """Text as contiguous streams of tokens, read segment by segment: batch t holds segment t of every stream.
 
     A batch is a `TokenBatch` (B, N). The text of a split is divided into B · processes contiguous streams, B for each
@@ -135,7 +135,7 @@ class TextStream(LightningDataModule):
                 f"source='prepared' brings its tokenizer; leave out tokens={tokens!r} and tokenizer_of={tokenizer_of!r}"
             )
         self._tokens = _SOURCES[source].tokens if tokens is None else tokens
-        check_vocabulary(self._tokens, vocab_size)
+        check_vocabulary(vocab_size, tokens=self._tokens)
         self._tokenizer_of = tokenizer_of
         self.segment_len = segment_len
         self.eval_segment_len = segment_len if eval_segment_len is None else eval_segment_len
@@ -239,11 +239,7 @@ class TextStream(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Open the tokens and log their number, and the files that are left out."""
-        if overfit_batches := getattr(self.trainer, "overfit_batches", 0):
-            raise ValueError(
-                f"overfit_batches={overfit_batches} would replace the sampler that keeps the streams in order; "
-                "use limit_train_batches, or a smaller max_bytes"
-            )
+        self._reject_overfit_batches("a smaller max_bytes")
         counts = [
             f"{self._store.n_tokens(split):,} {name}" for split, name in _SPLITS_OF.get(stage, _SPLITS_OF["test"])
         ]
@@ -256,18 +252,6 @@ class TextStream(LightningDataModule):
         streams = self._streams("train", self.segment_len, self.batch_size)
         sampler = (EpochInOrder if isinstance(streams, ShuffledStreams) else InOrder)(streams)
         return StreamLoader(streams, sampler=sampler, **loader_options(self.num_workers))
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        """Return a loader of every token of the validation text once."""
-        return self._eval_dataloader("val")
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        """Return a loader of every token of the test text once."""
-        return self._eval_dataloader("test")
-
-    def predict_dataloader(self) -> DataLoader[Any]:
-        """Return a loader of every token of the test text once."""
-        return self._eval_dataloader("test")
 
     def _eval_dataloader(self, split: str) -> DataLoader[Any]:
         streams = self._streams(split, self.eval_segment_len, self.eval_batch_size)
@@ -314,14 +298,7 @@ _SPLITS_OF = {"fit": (_TRAIN, _VAL), "validate": (_VAL,), "test": (_TEST,)}
 
 
 def _check_options(source: str, **options: Any) -> None:
-    if source not in _SOURCES:
-        raise ValueError(f"source={source!r} is not known; choose one of {', '.join(_SOURCES)}")
-    for name, value in options.items():
-        if value is not None and name not in _SOURCES[source].options:
-            others = " or ".join(other for other, known in _SOURCES.items() if name in known.options)
-            raise ValueError(
-                f"{name}={value!r} does not apply to source={source!r}; leave it out, or choose source {others}"
-            )
+    applicable("source", source, _TAKES, **options)
     if source == "files" and options["root"] is None:
         raise ValueError("root=None: source='files' needs the folder or file of the text, such as root=data/books")
     if source == "prepared" and options["root"] is None:
@@ -330,26 +307,6 @@ def _check_options(source: str, **options: Any) -> None:
         raise ValueError(f"glob={options['glob']!r} must be relative to root={options['root']!r}, such as **/*.md")
     if source == "huggingface" and options["path"] is None:
         raise ValueError("path=None: source='huggingface' needs the data set's name, such as path=Salesforce/wikitext")
-
-
-def check_vocabulary(tokens: str, vocab_size: int | None) -> None:
-    """Check the kind and the size of a vocabulary.
-
-    Raises:
-        ValueError: If the kind is not known, or the size does not apply to it.
-    """
-    if tokens not in KINDS:
-        raise ValueError(f"tokens={tokens!r} is not known; choose one of {', '.join(KINDS)}")
-    if tokens == "bpe" and vocab_size is None:
-        raise ValueError("vocab_size=None: tokens='bpe' needs the size of the vocabulary to learn, such as 8192")
-    if vocab_size is None:
-        return
-    if tokens not in _LEAST_VOCABULARY:
-        raise ValueError(
-            f"vocab_size={vocab_size} does not apply to tokens={tokens!r}, which takes it from the text; leave it out"
-        )
-    if vocab_size < _LEAST_VOCABULARY[tokens]:
-        raise ValueError(f"vocab_size={vocab_size} must be at least {_LEAST_VOCABULARY[tokens]} for tokens={tokens!r}")
 
 
 def saved_tokenizer(checkpoint: Path) -> Tokenizer:

@@ -19,11 +19,24 @@ if TYPE_CHECKING:
 
 EOS = "<eos>"
 UNK = "<unk>"
-_LONGEST = 10_000
+_LONGEST = 10_000  # characters of a word for byte-pair encoding; longer ones are cut
 _LONG = re.compile(rf"\S{{{_LONGEST}}}(?=\S)")
-_MOST_OF_LONG = 2_000_000
-_AT_ONCE = 4_000_000
+_MOST_OF_LONG = 2_000_000  # characters of lines with longer words that byte pairs are learnt from
+_AT_ONCE = 4_000_000  # characters encoded at a time
 _UNKNOWN_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+
+
+def _line_or_word_end(block: bytes) -> int:
+    """Return the last position after a line end, else before a space after a visible ASCII character; 0: none.
+
+    White space other than the space may have two bytes, or belong to the token before it.
+    """
+    if line := block.rfind(b"\n") + 1:
+        return line
+    space = block.rfind(b" ")
+    while space > 0 and not 0x20 < block[space - 1] < 0x7F:
+        space = block.rfind(b" ", 0, space)
+    return max(space, 0)
 
 
 class Tokenizer(ABC):
@@ -37,39 +50,36 @@ class Tokenizer(ABC):
     A long text may be encoded in pieces. If it is cut at the positions that `cut` returns, the pieces give the same
     tokens as the whole.
 
+    Args:
+        n_tokens: Size of the vocabulary, `<start>` included.
+        start: The token `<start>`. Default: the last, which then does not occur in texts.
+        end: The token at which beam search ends a text, or None.
+
     Attributes:
         kind: Name in `tokens=`: bytes, characters, words or bpe; or pretrained or numbers, which are not learnt.
         unit: Name of the unit that a token represents, for reports: byte, character or token.
+        separator: The text between a text and the decoded tokens that follow it.
         n_tokens: Size of the vocabulary, `<start>` included.
-        separator: What stands between a text and the decoded tokens after it.
+        start: The token `<start>`.
+        end: The token at which beam search ends a text, or None.
+        largest: The largest token of a text.
     """
 
     kind: ClassVar[str]
-    unit: ClassVar[str]
+    unit: ClassVar[str] = "token"
     separator: ClassVar[str] = ""
-    n_tokens: int
 
-    @property
-    def start(self) -> int:
-        """The token `<start>`, which is read before a document; in `PairBatch` also the end of a sequence."""
-        return self.n_tokens - 1
-
-    @property
-    def largest(self) -> int:
-        """The largest token of a text."""
-        return self.n_tokens - 2
-
-    @property
-    def end(self) -> int | None:
-        """The token at which beam search ends a text, or None."""
-        return None
+    def __init__(self, n_tokens: int, start: int | None = None, end: int | None = None) -> None:
+        self.n_tokens, self.end = n_tokens, end
+        self.start = n_tokens - 1 if start is None else start
+        self.largest = n_tokens - (2 if start is None else 1)
 
     @abstractmethod
     def encode(self, text: str | bytes) -> np.ndarray:
         """Encode a text, (n,). Bytes must be UTF-8, except for the tokenizer of bytes."""
 
     def encode_all(self, texts: list[str]) -> list[np.ndarray]:
-        """Encode several texts, each by itself."""
+        """Encode several texts separately."""
         return [self.encode(text) for text in texts]
 
     @abstractmethod
@@ -81,15 +91,19 @@ class Tokenizer(ABC):
         return []
 
     def token_bytes(self) -> np.ndarray | None:
-        """Return how many bytes of text each token stands for, (n_tokens,); None: that is not exact.
+        """Return the number of bytes of text of each token, (n_tokens,); None: the numbers would not be exact.
 
         Over the tokens of a text they sum to its bytes in UTF-8. `<start>`, which is not of a text, has 0.
         """
         return None
 
-    @abstractmethod
     def spec(self) -> dict[str, Any]:
         """Return the tokenizer as plain data, the input of `from_spec`."""
+        return {"tokens": self.kind, "vocabulary": self._vocabulary()}
+
+    @abstractmethod
+    def _vocabulary(self) -> Any:
+        """Return plain data, the input of `_from`."""
 
     @staticmethod
     @abstractmethod
@@ -97,9 +111,17 @@ class Tokenizer(ABC):
         """Return the length of the prefix that can be encoded without the text that follows; 0: none."""
 
     @classmethod
-    @abstractmethod
     def learn(cls, texts: Iterable[str], vocab_size: int | None) -> "Tokenizer":
-        """Learn a vocabulary of at most `vocab_size` tokens from a text in pieces."""
+        """Learn a vocabulary from a text.
+
+        Args:
+            texts: The text in pieces.
+            vocab_size: Maximum number of tokens; None: no limit.
+
+        Raises:
+            TypeError: If the vocabulary comes with a model, and is not learnt.
+        """
+        raise TypeError(f"a tokenizer of the kind {cls.kind!r} comes with a model; it is not learnt from texts")
 
     def to_json(self) -> str:
         """Return `spec` as one line of JSON, which is the same for the same vocabulary."""
@@ -139,7 +161,9 @@ class ByteTokenizer(Tokenizer):
     """Bytes, 0 to 255, and `<start>`: 257 tokens for any text."""
 
     kind, unit = "bytes", "byte"
-    n_tokens = 257
+
+    def __init__(self) -> None:
+        super().__init__(257)
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Return the bytes of a text. A str is encoded as UTF-8."""
@@ -150,8 +174,10 @@ class ByteTokenizer(Tokenizer):
         return bytes(i for i in ids if i != self.start).decode(errors="replace")
 
     def spec(self) -> dict[str, Any]:
-        """All of it as plain data."""
+        """Return the tokenizer as plain data."""
         return {"tokens": self.kind}
+
+    def _vocabulary(self) -> None: ...
 
     @staticmethod
     def cut(block: bytes) -> int:
@@ -178,9 +204,9 @@ class CharacterTokenizer(Tokenizer):
     kind, unit = "characters", "character"
 
     def __init__(self, characters: str) -> None:
+        super().__init__(len(characters) + 2)
         self.characters = characters
-        self._shown = [*characters, _UNKNOWN_CHARACTER, ""]
-        self.n_tokens = len(characters) + 2
+        self._decoded = [*characters, _UNKNOWN_CHARACTER, ""]
         self._ids = np.full(0x110000, len(characters), np.uint32)  # by code point; <unk> by default
         self._ids[_code_points(characters)] = np.arange(len(characters))
 
@@ -190,15 +216,14 @@ class CharacterTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode tokens to text. `<unk>` becomes U+FFFD."""
-        return "".join(self._shown[i] for i in ids)
+        return "".join(self._decoded[i] for i in ids)
 
     def unknown(self, text: str) -> list[str]:
         """Return the characters that are not in the training text."""
         return [character for character in dict.fromkeys(text) if character not in self.characters]
 
-    def spec(self) -> dict[str, Any]:
-        """All of it as plain data."""
-        return {"tokens": self.kind, "vocabulary": self.characters}
+    def _vocabulary(self) -> str:
+        return self.characters
 
     @staticmethod
     def cut(block: bytes) -> int:
@@ -236,17 +261,13 @@ class WordTokenizer(Tokenizer):
         words: The known words, including `<unk>`.
     """
 
-    kind, unit, separator = "words", "token", " "
+    kind, separator = "words", " "
+    cut = staticmethod(_line_or_word_end)
 
     def __init__(self, words: list[str]) -> None:
         self.words = words
-        self.n_tokens = len(words) + 1
         self._ids = {word: i for i, word in enumerate(words)}
-
-    @property
-    def end(self) -> int | None:
-        """The token `<eos>`, a line end, if the training text has one."""
-        return self._ids.get(EOS)
+        super().__init__(len(words) + 1, end=self._ids.get(EOS))
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Return the words' tokens."""
@@ -268,14 +289,8 @@ class WordTokenizer(Tokenizer):
         """Return the words that are not in the vocabulary."""
         return [word for word in dict.fromkeys(_words(text)) if word not in self._ids]
 
-    def spec(self) -> dict[str, Any]:
-        """All of it as plain data."""
-        return {"tokens": self.kind, "vocabulary": self.words}
-
-    @staticmethod
-    def cut(block: bytes) -> int:
-        """Cut after a line, or else between words."""
-        return _line_or_word_end(block)
+    def _vocabulary(self) -> list[str]:
+        return self.words
 
     @classmethod
     def learn(cls, texts: Iterable[str], vocab_size: int | None) -> "WordTokenizer":
@@ -311,7 +326,8 @@ class BPETokenizer(Tokenizer):
         ValueError: If `tokenizers` is not installed.
     """
 
-    kind, unit = "bpe", "token"
+    kind = "bpe"
+    cut = staticmethod(_line_or_word_end)
 
     def __init__(self, model: str) -> None:
         _need_tokenizers()
@@ -321,7 +337,7 @@ class BPETokenizer(Tokenizer):
             self._model = tokenizers.Tokenizer.from_str(model)
         except Exception as error:  # the package raises no more specific type
             raise ValueError(f"model={model[:80]!r} is not a model of byte pairs: {error}") from error
-        self.n_tokens = self._model.get_vocab_size() + 1
+        super().__init__(self._model.get_vocab_size() + 1)
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Encode a text."""
@@ -329,8 +345,8 @@ class BPETokenizer(Tokenizer):
         return ids
 
     def encode_all(self, texts: list[str]) -> list[np.ndarray]:
-        """Encode several texts, each by itself; faster than one after the other."""
-        lines = [[part for line in _lines(text) for part in _short_words(line)] for text in texts]
+        """Encode several texts separately; faster than one after the other."""
+        lines = [[piece for line in _lines(text) for piece in _short_words(line)] for text in texts]
         ids = self._ids_of([line for text in lines for line in text])
         return [np.fromiter((i for _ in text for i in next(ids)), np.uint32) for text in lines]
 
@@ -347,25 +363,24 @@ class BPETokenizer(Tokenizer):
         """Return the number of bytes of each token: see `Tokenizer.token_bytes`."""
         return _bytes_by_token(self._model, {}, self.n_tokens)
 
-    def spec(self) -> dict[str, Any]:
-        """All of it as plain data."""
-        return {"tokens": self.kind, "vocabulary": json.loads(self._model.to_str())}
-
-    @staticmethod
-    def cut(block: bytes) -> int:
-        """Cut after a line, or else before the space of a word."""
-        return _line_or_word_end(block)
+    def _vocabulary(self) -> dict[str, Any]:
+        vocabulary: dict[str, Any] = json.loads(self._model.to_str())
+        return vocabulary
 
     @classmethod
     def learn(cls, texts: Iterable[str], vocab_size: int | None) -> "BPETokenizer":
         """Merge the most frequent pairs until there are `vocab_size` tokens."""
         assert vocab_size is not None
         _need_tokenizers()
-        from tokenizers import trainers
+        from tokenizers import Tokenizer as Model
+        from tokenizers import decoders, models, pre_tokenizers, trainers
 
-        model = _untrained_bpe()
+        model = Model(models.BPE())
+        model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        model.decoder = decoders.ByteLevel()
         # The alphabet has all 256 bytes, even if the training text does not.
-        trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=_byte_alphabet(), show_progress=False)
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False)
         # Passed line by line, since the trainer buffers 256 items at a time.
         model.train_from_iterator(_to_learn(line for text in texts for line in _lines(text)), trainer)
         return cls(model.to_str())
@@ -375,7 +390,40 @@ class BPETokenizer(Tokenizer):
         return cls(json.dumps(vocabulary))
 
 
-class PretrainedTokenizer(Tokenizer):
+class _ModelTokenizer(Tokenizer):
+    """A tokenizer that comes with a model.
+
+    Args:
+        n_tokens: Size of the model's vocabulary.
+        start: The token that is read before a document. Default: the last, which then does not occur in texts.
+        end: The token at which beam search ends a text, or None.
+        files: Content of the folder's other files that name special tokens, by file name, for conversion back.
+
+    Raises:
+        ValueError: If `start` or `end` is not in the vocabulary.
+    """
+
+    def __init__(
+        self, n_tokens: int, start: int | None = None, end: int | None = None, files: dict[str, Any] | None = None
+    ) -> None:
+        super().__init__(n_tokens, start, end)
+        self.files = files or {}
+        self._check(start=start, end=end)
+
+    def _check(self, **tokens: int | None) -> None:
+        for name, token in tokens.items():
+            if token is not None and not 0 <= token < self.n_tokens:
+                raise ValueError(
+                    f"the tokenizer has {name}={token}, beyond the model's vocabulary of {self.n_tokens} tokens; use "
+                    "the tokenizer of that model"
+                )
+
+    def _vocabulary(self) -> dict[str, Any]:
+        vocabulary = {"n_tokens": self.n_tokens, "start": self.start, "end": self.end}
+        return vocabulary | ({"files": self.files} if self.files else {})
+
+
+class PretrainedTokenizer(_ModelTokenizer):
     """The tokenizer of a pretrained model, as its tokenizer.json describes it.
 
     `<start>` is a token of that vocabulary, which texts may contain too. A text is encoded as a whole, without the
@@ -392,7 +440,7 @@ class PretrainedTokenizer(Tokenizer):
         ValueError: If `tokenizers` is not installed, `model` is not valid, or a token is beyond the vocabulary.
     """
 
-    kind, unit = "pretrained", "token"
+    kind = "pretrained"
 
     def __init__(
         self,
@@ -408,31 +456,14 @@ class PretrainedTokenizer(Tokenizer):
         try:
             self._model = tokenizers.Tokenizer.from_str(json.dumps(model))
         except Exception as error:  # the package raises no more specific type
-            raise ValueError(f"the content of tokenizer.json is no tokenizer: {error}") from error
-        largest = max(self._model.get_vocab(with_added_tokens=True).values(), default=-1)
-        _check_tokens(n_tokens, {"start": start, "end": end, "a token": largest})
+            raise ValueError(f"the content of tokenizer.json does not describe a tokenizer: {error}") from error
+        super().__init__(n_tokens, start, end, files)
+        self._check(largest=max(self._model.get_vocab(with_added_tokens=True).values(), default=-1))
         self._model.no_truncation()
         self._model.no_padding()
-        self.model, self._start, self._end = model, start, end
-        self.files = files or {}
-        self.n_tokens = n_tokens
+        self.model = model
         self._anchor = self._ids("a")[-1:]  # decoders remove the space before the first word of a text
-        self._shown = len(self._model.decode(self._anchor, skip_special_tokens=False))
-
-    @property
-    def start(self) -> int:
-        """The token that is read before a document."""
-        return self._start
-
-    @property
-    def end(self) -> int | None:
-        """The token at which beam search ends a text."""
-        return self._end
-
-    @property
-    def largest(self) -> int:
-        """The largest token of a text."""
-        return self.n_tokens - 1
+        self._anchor_len = len(self._model.decode(self._anchor, skip_special_tokens=False))
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Encode a text as a whole."""
@@ -444,9 +475,9 @@ class PretrainedTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode tokens to the text that they add to one before it. Invalid UTF-8 becomes U+FFFD."""
-        kept = [int(i) for i in ids if i != self._start]
+        kept = [int(i) for i in ids if i != self.start]
         text: str = self._model.decode([*self._anchor, *kept], skip_special_tokens=False)
-        return text[self._shown :]
+        return text[self._anchor_len :]
 
     def name_of(self, token: int | None) -> str | None:
         """Return how tokenizer.json writes a token."""
@@ -458,23 +489,20 @@ class PretrainedTokenizer(Tokenizer):
         With Unicode normalisation (NFC, as in Qwen), they are those of the normalised text. A special token has those
         of its name, as a text that contains it. None: the tokens are of another kind, or drop or add characters.
         """
+        from tokenizers import pre_tokenizers
+
         added = self.model.get("added_tokens") or []
-        whole = self._model.get_vocab().keys() >= set(_byte_alphabet())
         if (
-            not whole
+            not self._model.get_vocab().keys() >= set(pre_tokenizers.ByteLevel.alphabet())
             or not _keeps_bytes(self.model)
             or any(token.get("lstrip") or token.get("rstrip") for token in added)
         ):
             return None
-        return _bytes_by_token(
-            self._model,
-            {i: token.content for i, token in self._model.get_added_tokens_decoder().items()},
-            self.n_tokens,
-        )
+        names = {i: token.content for i, token in self._model.get_added_tokens_decoder().items()}
+        return _bytes_by_token(self._model, names, self.n_tokens)
 
-    def spec(self) -> dict[str, Any]:
-        """All of it as plain data."""
-        return {"tokens": self.kind, "vocabulary": {"model": self.model, **_about(self)}}
+    def _vocabulary(self) -> dict[str, Any]:
+        return {"model": self.model, **super()._vocabulary()}
 
     @staticmethod
     def cut(block: bytes) -> int:
@@ -482,20 +510,11 @@ class PretrainedTokenizer(Tokenizer):
         return 0
 
     @classmethod
-    def learn(cls, texts: Iterable[str], vocab_size: int | None) -> "PretrainedTokenizer":
-        """Raise an error: it comes with its model.
-
-        Raises:
-            TypeError: Always.
-        """
-        raise TypeError("a pretrained tokenizer is not learnt")
-
-    @classmethod
     def _from(cls, vocabulary: dict[str, Any]) -> "PretrainedTokenizer":
         return cls(**_fields(vocabulary, model=dict))
 
 
-class NumberTokenizer(Tokenizer):
+class NumberTokenizer(_ModelTokenizer):
     """The tokens of a vocabulary whose texts are not known: their numbers, separated by spaces.
 
     Args:
@@ -513,31 +532,8 @@ class NumberTokenizer(Tokenizer):
         ('7 0', [7, 0], ['10', 'x'])
     """
 
-    kind, unit, separator = "numbers", "token", " "
-
-    def __init__(
-        self, n_tokens: int, start: int | None = None, end: int | None = None, files: dict[str, Any] | None = None
-    ) -> None:
-        self.n_tokens = n_tokens
-        self._start, self._end = n_tokens - 1 if start is None else start, end
-        self.files = files or {}
-        self._largest = n_tokens - (2 if start is None else 1)
-        _check_tokens(n_tokens, {"start": start, "end": end})
-
-    @property
-    def start(self) -> int:
-        """The token that is read before a document."""
-        return self._start
-
-    @property
-    def end(self) -> int | None:
-        """The token at which beam search ends a text."""
-        return self._end
-
-    @property
-    def largest(self) -> int:
-        """The largest token of a text."""
-        return self._largest
+    kind, separator = "numbers", " "
+    cut = staticmethod(_line_or_word_end)
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Return the numbers in a text.
@@ -564,39 +560,16 @@ class NumberTokenizer(Tokenizer):
     def _is_token(self, word: str) -> bool:
         return word.isascii() and word.isdecimal() and len(word) < 20 and int(word) <= self.largest
 
-    def spec(self) -> dict[str, Any]:
-        """All of it as plain data."""
-        return {"tokens": self.kind, "vocabulary": _about(self)}
-
-    @staticmethod
-    def cut(block: bytes) -> int:
-        """Cut after a line, or else between numbers."""
-        return _line_or_word_end(block)
-
-    @classmethod
-    def learn(cls, texts: Iterable[str], vocab_size: int | None) -> "NumberTokenizer":
-        """Raise an error: the vocabulary is that of a model.
-
-        Raises:
-            TypeError: Always.
-        """
-        raise TypeError("token numbers are not learnt")
-
     @classmethod
     def _from(cls, vocabulary: dict[str, Any]) -> "NumberTokenizer":
         return cls(**_fields(vocabulary))
 
 
-def _about(tokenizer: "PretrainedTokenizer | NumberTokenizer") -> dict[str, Any]:
-    about = {"n_tokens": tokenizer.n_tokens, "start": tokenizer.start, "end": tokenizer.end}
-    return about | ({"files": tokenizer.files} if tokenizer.files else {})
-
-
 def _fields(vocabulary: Any, **more: type) -> dict[str, Any]:
-    """Return what `_about` gave, and what is in `more`.
+    """Return the arguments of a `_ModelTokenizer`, and those of `more`, from plain data.
 
     Raises:
-        TypeError: One is missing, or of another type.
+        TypeError: If one is missing, or of another type.
     """
     whole: dict[str, Any] = {**more, "n_tokens": int, "start": int, "end": (int, type(None))}
     if not isinstance(vocabulary, dict) or not all(isinstance(vocabulary.get(k), t) for k, t in whole.items()):
@@ -609,34 +582,35 @@ def _fields(vocabulary: Any, **more: type) -> dict[str, Any]:
     return {name: vocabulary[name] for name in whole} | {"files": files}
 
 
-def _check_tokens(n_tokens: int, tokens: dict[str, int | None]) -> None:
-    for name, token in tokens.items():
-        if token is not None and not 0 <= token < n_tokens:
-            raise ValueError(
-                f"the tokenizer has {name}={token}, beyond the model's vocabulary of {n_tokens} tokens; use the "
-                "tokenizer of that model"
-            )
-
-
 KINDS: dict[str, type[Tokenizer]] = {
     kind.kind: kind for kind in (ByteTokenizer, CharacterTokenizer, WordTokenizer, BPETokenizer)
 }
 """The tokenizers that are learnt from texts."""
 
+_LEAST = {"words": 3, "bpe": 257}  # size of a vocabulary: a word, <unk> and <start>; all bytes and <start>
+
+
+def check_vocabulary(vocab_size: int | None, **tokens: str) -> None:
+    """Check the size of the vocabularies of one or more arguments, given by name, that choose a kind of tokens.
+
+    Raises:
+        ValueError: If a kind is not known, or the size does not apply to it.
+    """
+    for name, kind in tokens.items():
+        if kind not in KINDS:
+            raise ValueError(f"{name}={kind!r} is not known; choose one of {', '.join(KINDS)}")
+        if kind == "bpe" and vocab_size is None:
+            raise ValueError(f"vocab_size=None: {name}='bpe' needs the size of the vocabulary to learn, such as 8192")
+        if vocab_size is not None and vocab_size < _LEAST.get(kind, 0):
+            raise ValueError(f"vocab_size={vocab_size} must be at least {_LEAST[kind]} for {name}={kind!r}")
+    if vocab_size is not None and not _LEAST.keys() & tokens.values():
+        kinds = " and ".join(f"{name}={kind!r}" for name, kind in tokens.items())
+        raise ValueError(f"vocab_size={vocab_size} does not apply to {kinds}; leave it out")
+
 
 def _need_tokenizers(what: str = "tokens='bpe'") -> None:
     if find_spec("tokenizers") is None:
         raise ValueError(f"{what} needs the package tokenizers: pip install 'lit-effattn[bpe]'")
-
-
-def _untrained_bpe() -> "tokenizers.Tokenizer":
-    from tokenizers import Tokenizer as Model
-    from tokenizers import decoders, models, pre_tokenizers
-
-    model = Model(models.BPE())
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = decoders.ByteLevel()
-    return model
 
 
 def _bytes_by_token(model: "tokenizers.Tokenizer", added: dict[int, str], n_tokens: int) -> np.ndarray:
@@ -664,12 +638,6 @@ def _keeps_bytes(model: dict[str, Any]) -> bool:
     )
 
 
-def _byte_alphabet() -> list[str]:
-    from tokenizers import pre_tokenizers
-
-    return pre_tokenizers.ByteLevel.alphabet()
-
-
 def _as_str(text: str | bytes) -> str:
     return text if isinstance(text, str) else text.decode()
 
@@ -687,26 +655,27 @@ def _short_words(line: str) -> list[str]:
     """Divide a line so that no word, or run of characters without white space, has more than `_LONGEST` characters."""
     if len(line) <= _LONGEST:
         return [line]
-    borders = [0, *(found.end() for found in _LONG.finditer(line)), len(line)]
+    borders = [0, *(match.end() for match in _LONG.finditer(line)), len(line)]
     return [line[start:stop] for start, stop in pairwise(borders)]
 
 
 def _to_learn(lines: Iterable[str]) -> Iterator[str]:
-    """Yield lines for the trainer; of those with words that are cut, `_MOST_OF_LONG` characters."""
-    learnt = 0
+    """Yield lines for the trainer. Of lines with words that are cut, yield the first `_MOST_OF_LONG` characters."""
+    n_learnt = 0
     for line in lines:
-        parts = _short_words(line)
-        for part in parts if len(parts) > 1 else ():
-            if learnt < _MOST_OF_LONG <= learnt + len(part):
-                rank_zero_warn(
-                    f"tokens='bpe': the text has words of more than {_LONGEST:,} characters; of the lines with such, "
-                    f"byte pairs are learnt from the first {_MOST_OF_LONG:,} characters"
-                )
-            if learnt < _MOST_OF_LONG:
-                yield part
-            learnt += len(part)
-        if len(parts) == 1:
+        pieces = _short_words(line)
+        if len(pieces) == 1:
             yield line
+            continue
+        for piece in pieces:
+            if n_learnt < _MOST_OF_LONG:
+                yield piece
+                if n_learnt + len(piece) >= _MOST_OF_LONG:
+                    rank_zero_warn(
+                        f"tokens='bpe': the text has words of more than {_LONGEST:,} characters; of the lines with "
+                        f"such, byte pairs are learnt from the first {_MOST_OF_LONG:,} characters"
+                    )
+            n_learnt += len(piece)
 
 
 def _groups(lines: list[str], size: int) -> Iterator[list[str]]:
@@ -729,16 +698,3 @@ def _words(text: str) -> list[str]:
 
 def _ranked(counts: dict[str, int]) -> list[str]:
     return sorted(counts, key=lambda word: (-counts[word], word))
-
-
-def _line_or_word_end(block: bytes) -> int:
-    """Return the last position after a line end, else before a space after a visible ASCII character; 0: none.
-
-    White space other than the space may have two bytes, or belong to the token before it.
-    """
-    if line := block.rfind(b"\n") + 1:
-        return line
-    space = block.rfind(b" ")
-    while space > 0 and not 0x20 < block[space - 1] < 0x7F:
-        space = block.rfind(b" ", 0, space)
-    return max(space, 0)

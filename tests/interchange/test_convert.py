@@ -217,7 +217,7 @@ def test_old_gpt2_folders_have_no_prefix_and_hold_masks(folders: Path, tmp_path:
         ({"num_hidden_layers": 3}, "the weights lack model.layers.2.*and 6 more"),
         ({"num_hidden_layers": 1}, "the weights also hold model.layers.1"),
         ({"intermediate_size": 21}, r"model.layers.0.mlp.gate_proj.weight has the shape \(20, 16\)"),
-        ({"vocab_size": 260}, "a token=26[0-9], beyond the model's vocabulary of 260"),
+        ({"vocab_size": 260}, "largest=26[0-9], beyond the model's vocabulary of 260"),
         ({"bos_token_id": None, "eos_token_id": None}, "does not give.*bos_token_id"),
         ({"bos_token_id": 300}, "start=300"),
     ],
@@ -271,7 +271,7 @@ def test_half_a_folder_is_refused_and_nothing_is_written(folder: Path, capsys: p
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../x.safetensors"}}))
     says("no weight_map from names")
     (folder / "tokenizer.json").write_text("{}")
-    says("tokenizer.json is no tokenizer")
+    says("tokenizer.json does not describe a tokenizer")
     (folder / "config.json").write_text("[]")
     says("config.json must hold a JSON object, but holds a list")
     (folder / "config.json").unlink()

@@ -191,10 +191,10 @@ def test_a_pretrained_tokenizer_adds_no_token_and_drops_none():
 @pytest.mark.parametrize(
     ("vocabulary", "words"),
     [
-        ({"n_tokens": 6, "start": 0}, "a token=6, beyond the model's vocabulary of 6"),
+        ({"n_tokens": 6, "start": 0}, "largest=6, beyond the model's vocabulary of 6"),
         ({"start": 9}, "start=9"),
         ({"end": -1}, "end=-1"),
-        ({"model": {}}, "no tokenizer"),
+        ({"model": {}}, "does not describe a tokenizer"),
         ({"start": "<s>"}, "model, n_tokens, start and end"),
     ],
 )

@@ -1,0 +1,35 @@
+"""Base class of the data modules whose sampler forms the batches."""
+
+from abc import abstractmethod
+from typing import Any
+
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader
+
+
+class DataModule(LightningDataModule):
+    """A data module whose evaluation loaders are made by `_eval_dataloader`. Prediction uses the test split."""
+
+    @abstractmethod
+    def _eval_dataloader(self, split: str) -> DataLoader[Any]:
+        """Return a loader of every item of "val" or "test" once."""
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """Return a loader of every validation item once."""
+        return self._eval_dataloader("val")
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """Return a loader of every test item once."""
+        return self._eval_dataloader("test")
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """Return a loader of every item to predict once: the test items, unless a file was given."""
+        return self._eval_dataloader("test")
+
+    def _reject_overfit_batches(self, remedy: str) -> None:
+        """Raise ValueError if the trainer would replace the sampler. The message ends with `remedy`."""
+        if overfit_batches := getattr(self.trainer, "overfit_batches", 0):
+            raise ValueError(
+                f"overfit_batches={overfit_batches} would replace the sampler that forms the batches; "
+                f"use limit_train_batches, or {remedy}"
+            )

@@ -1,0 +1,116 @@
+"""Base class of the data modules whose batches hold texts of similar length."""
+
+from abc import abstractmethod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.utils.data import DataLoader, Dataset
+
+from lit_effattn.checks import at_least
+from lit_effattn.datamodules.common.base import DataModule
+from lit_effattn.datamodules.common.faults import Faults
+from lit_effattn.datamodules.common.length_batches import LengthBatches
+from lit_effattn.datamodules.common.sampling import ResumableLoader, loader_options, processes
+from lit_effattn.datamodules.pairs.sources import source_lines
+
+_SPLITS_OF = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("test",)}
+_PURPOSES = {"train": "to train on", "val": "to validate", "test": "to test"}
+
+
+class Items(Dataset[Any]):
+    """A data set that maps a list of indices to a batch. With n items, index i + e · n is item i in epoch e."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return n, the number of items."""
+
+    @abstractmethod
+    def lengths(self) -> np.ndarray:
+        """(n,), number of positions of each item."""
+
+
+class LengthBatched(DataModule):
+    """Items of a corpus, or in prediction the lines of a file, in batches of similar length.
+
+    Args:
+        batch_tokens: Maximum number of positions of a training batch of one process, padding included.
+        eval_batch_tokens: The same in validation, test and prediction. Default: `batch_tokens`.
+        max_items: Maximum number of items in a batch. Default: no maximum.
+        source_file: predict: a file with one text a line, used instead of the test split.
+        seed: Seed of the order of the training items.
+        num_workers: Worker processes that load data; 0: none.
+    """
+
+    def __init__(
+        self,
+        batch_tokens: int,
+        eval_batch_tokens: int | None,
+        max_items: int | None,
+        source_file: str | None,
+        seed: int,
+        num_workers: int,
+    ) -> None:
+        super().__init__()
+        at_least(1, batch_tokens=batch_tokens, eval_batch_tokens=eval_batch_tokens)
+        at_least(0, seed=seed, num_workers=num_workers)
+        self.batch_tokens = batch_tokens
+        self.eval_batch_tokens = batch_tokens if eval_batch_tokens is None else eval_batch_tokens
+        self.max_items = max_items
+        self.source_file = None if source_file is None else Path(source_file)
+        self.seed = seed
+        self.num_workers = num_workers
+        self.left_out: dict[str, Faults] = {}
+        self._lines: list[str] = []  # of `source_file`
+
+    def setup(self, stage: str) -> None:
+        """Read the items of a stage, and report the numbers of those that are used and left out.
+
+        Raises:
+            FileNotFoundError: If a file is missing.
+            ValueError: If no training item can be used, or `source_file` has a line that is empty or not UTF-8.
+        """
+        self._reject_overfit_batches("a smaller corpus")
+        if self.source_file is None:
+            splits = _SPLITS_OF[stage]
+            counts = self._open(splits)
+            self._report(splits, ", ".join(f"{n:,} {_PURPOSES[split]}" for split, n in counts.items()))
+            return
+        if stage != "predict":
+            raise ValueError(
+                f"source_file={str(self.source_file)!r} is for predict only; leave it out to use the corpus"
+            )
+        self._lines = source_lines(self.source_file)
+        rank_zero_info(f"{self.source_file}: {len(self._lines):,} texts")
+
+    @abstractmethod
+    def _open(self, splits: tuple[str, ...]) -> dict[str, int]:
+        """Read splits, and return the number of items of each."""
+
+    @abstractmethod
+    def _report(self, splits: tuple[str, ...], counts: str) -> None:
+        """Log the numbers of items, given as a text, and warn of what is left out."""
+
+    @abstractmethod
+    def _items(self, split: str) -> Items:
+        """Return the items of a split; for "test", the lines of `source_file` if there is one."""
+
+    def train_dataloader(self) -> ResumableLoader:
+        """Return a loader of every training item once per epoch, in different batches each epoch."""
+        return ResumableLoader(**self._loader_options("train", self.batch_tokens, shuffle=True))
+
+    def _eval_dataloader(self, split: str) -> DataLoader[Any]:
+        return DataLoader(**self._loader_options(split, self.eval_batch_tokens, shuffle=False))
+
+    def _loader_options(self, split: str, batch_tokens: int, *, shuffle: bool) -> dict[str, Any]:
+        items = self._items(split)
+        sampler = LengthBatches(
+            items.lengths(),
+            batch_tokens,
+            max_samples=self.max_items or batch_tokens,
+            shuffle=shuffle,
+            seed=self.seed,
+            **processes(self.trainer),
+        )
+        return {"dataset": items, "sampler": sampler, **loader_options(self.num_workers, self.seed)}

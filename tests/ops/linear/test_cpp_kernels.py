@@ -8,87 +8,52 @@ from pathlib import Path
 import pytest
 import torch
 
-from lit_effattn.attention import LinearAttention, ReluFeatureMap
+from lit_effattn.attention import EluFeatureMap, LinearAttention, ReluFeatureMap
 from lit_effattn.ops.linear import cpp_kernels
 from lit_effattn.ops.linear.dispatch import elu_linear_attention, use_kernels
-from lit_effattn.ops.linear.pytorch import causal_linear_attention, plain_causal_linear_attention
-from lit_effattn.ops.runtime import cpp_build, selection
+from lit_effattn.ops.linear.pytorch import causal_linear_attention
+from lit_effattn.ops.runtime import cpp_build
 from lit_effattn.ops.runtime.selection import KERNELS
+from tests.support import kernels
 from tests.support.cpp_kernels import HAS, each_kind_of_vectors, needs_kernels
+from tests.support.kernels import elu_definition, elu_features, linear_definition, no_notices  # noqa: F401
 from tests.support.tensor_sizes import Made
 
-pytestmark = needs_kernels(cpp_kernels)
+pytestmark = [needs_kernels(cpp_kernels), pytest.mark.usefixtures("no_notices")]
+assert_alike = partial(kernels.assert_alike, rtol=2e-6)
 
 C = 16  # positions of a chunk
-NAMES = ("out", "s", "z", "dq", "dk", "dv", "ds", "dz")
-
-
-@pytest.fixture(autouse=True)
-def _unsaid(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv(KERNELS, raising=False)
-    selection._notice.cache_clear()
-    yield
-    selection._notice.cache_clear()
 
 
 vectors = each_kind_of_vectors(cpp_kernels)
-
-
-def phi(x):
-    return torch.where(x > 0, x + 1, x.exp())
-
-
-def definition(phi_q, phi_k, v, s, z, eps=1e-6):
-    """Katharopoulos et al. 2020, equation 8 of all keys up to a query's, and those that were before."""
-    weights = torch.einsum("bhnf,bhmf->bhnm", phi_q, phi_k).tril()
-    below = weights.sum(-1) + torch.einsum("bhnf,bhf->bhn", phi_q, z) + eps
-    return (weights @ v + phi_q @ s) / below[..., None], s + phi_k.mT @ v, z + phi_k.sum(2)
-
-
-def with_elu(q, k, v, s, z, lengths=None, eps=1e-6):
-    seen = torch.arange(k.size(2)) < (torch.full((len(k),), k.size(2)) if lengths is None else lengths)[:, None]
-    return definition(phi(q), phi(k) * seen[:, None, :, None], v, s, z, eps)
 
 
 def inputs(n: int, f: int, d: int, *, b: int = 2, h: int = 2, positive: bool = False) -> list[torch.Tensor]:
     """Queries, keys and values, with the strides that `Attention` gives them, and sums of some keys before."""
     q, k, v = (1.5 * torch.randn(b, n, h, width).transpose(1, 2) for width in (f, f, d))
     if positive:
-        q, k = phi(q), phi(k)
-    before = phi(torch.randn(b, h, 3, f))
+        q, k = elu_features(q), elu_features(k)
+    before = elu_features(torch.randn(b, h, 3, f))
     return [t.requires_grad_() for t in (q, k, v, before.mT @ torch.randn(b, h, 3, d), before.sum(2))]
 
 
-def assert_alike(function, reference, tensors, *others, rtol=2e-6) -> None:
-    """Outputs, last sums and all gradients are the reference's in float64, each to `rtol` of its norm."""
-    exact = [t.detach().double().requires_grad_() for t in tensors]
-    found, expected = function(*tensors, *others), reference(*exact, *others)
-    cotangents = [torch.randn_like(t) for t in expected]
-    pairs = [*zip(found, expected, strict=True)]
-    pairs += zip(
-        torch.autograd.grad(found, tensors, [t.float() for t in cotangents]),
-        torch.autograd.grad(expected, exact, cotangents),
-        strict=True,
-    )
-    for name, (a, b) in zip(NAMES, pairs, strict=True):
-        assert a.shape == b.shape
-        error = (a.double() - b).norm() / b.norm()
-        assert error < rtol, f"{name}: {error}"
-
-
-SHAPES = [(1, 16, 16), (C - 1, 3, 5), (C, 64, 64), (C + 1, 2, 1), (2 * C, 33, 20), (3 * C + 5, 24, 100), (150, 64, 32)]
+SHAPES = [
+    (1, 16, 16),
+    (C - 1, 3, 5),
+    (C, 64, 64),
+    (C + 1, 2, 1),
+    (2 * C, 33, 20),
+    (3 * C + 5, 24, 160),
+    (150, 64, 32),
+]  # 160: wider than on CUDA
 
 
 @pytest.mark.usefixtures("vectors")
 @pytest.mark.parametrize(("n", "f", "d"), SHAPES)
 def test_equal_to_the_definition(n: int, f: int, d: int):
-    assert_alike(causal_linear_attention, definition, inputs(n, f, d, positive=True))
-
-
-@pytest.mark.usefixtures("vectors")
-@pytest.mark.parametrize(("n", "f", "d"), SHAPES)
-def test_equal_to_the_definition_with_the_feature_map_inside(n: int, f: int, d: int):
-    assert_alike(elu_linear_attention, with_elu, inputs(n, f, d))
+    """With any features, and with the feature map inside."""
+    assert_alike(causal_linear_attention, linear_definition, inputs(n, f, d, positive=True))
+    assert_alike(elu_linear_attention, elu_definition, inputs(n, f, d))
 
 
 @pytest.mark.usefixtures("vectors")
@@ -97,7 +62,7 @@ def test_padding_is_nothing(length: int):
     n = 2 * C + 3
     lengths = torch.tensor([n, length])
     tensors = inputs(n, 8, 8)
-    assert_alike(elu_linear_attention, with_elu, tensors, lengths)
+    assert_alike(elu_linear_attention, elu_definition, tensors, lengths)
     out, s, z = elu_linear_attention(*tensors, lengths)
     _, g_k, *_ = torch.autograd.grad(out.sum() + s.sum() + z.sum(), tensors)
     assert (g_k[1, :, length:] == 0).all()
@@ -109,7 +74,7 @@ def test_the_feature_map_over_its_whole_range():
     k = x[None, None, None]  # one position, whose sum is φ(k)
     zero = torch.zeros_like(k)
     _, _, z = elu_linear_attention(k, k, zero[..., :1], zero[0, ..., None], zero[0])
-    torch.testing.assert_close(z.flatten().double(), phi(x.double()), rtol=3e-7, atol=2e-38)
+    torch.testing.assert_close(z.flatten().double(), elu_features(x.double()), rtol=3e-7, atol=2e-38)
     _, _, z = elu_linear_attention(k * torch.nan, k * torch.nan, zero[..., :1], zero[0, ..., None], zero[0])
     assert z.isnan().all()
 
@@ -119,9 +84,9 @@ def test_the_feature_map_over_its_whole_range():
 def test_eps_where_little_is_seen(eps: float):
     q, k, v, s, z = inputs(2 * C + 5, 8, 8, positive=True)
     few = [q, k.detach().mul(1e-2).requires_grad_(), v, *(torch.zeros_like(t, requires_grad=True) for t in (s, z))]
-    assert_alike(partial(causal_linear_attention, eps=eps), partial(definition, eps=eps), few)
+    assert_alike(partial(causal_linear_attention, eps=eps), partial(linear_definition, eps=eps), few)
     few[1] = few[1].detach().log().requires_grad_()  # φ(log x) = x below 1
-    assert_alike(partial(elu_linear_attention, eps=eps), partial(with_elu, eps=eps), few)
+    assert_alike(partial(elu_linear_attention, eps=eps), partial(elu_definition, eps=eps), few)
 
 
 @pytest.mark.parametrize("elu", [False, True])
@@ -136,17 +101,6 @@ def test_no_output_depends_on_what_comes_after(elu: bool):
     assert not torch.equal(before[:, :, C + 5], after[:, :, C + 5])
 
 
-def test_in_pieces_as_a_whole():
-    q, k, v, s, z = (t.detach() for t in inputs(100, 20, 12))
-    whole = elu_linear_attention(q, k, v, s, z)
-    out = []
-    for piece in ((0, 1), (1, 30), (30, 100)):
-        y, s, z = elu_linear_attention(*(t[:, :, slice(*piece)] for t in (q, k, v)), s, z)
-        out.append(y)
-    for a, b in zip((torch.cat(out, 2), s, z), whole, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-
-
 def test_any_strides_and_broadcast_gradients():
     q, k, v, s, z = (t.detach() for t in inputs(40, 12, 12, b=3))
     expected = elu_linear_attention(q, k, v, s, z)[0]
@@ -156,15 +110,15 @@ def test_any_strides_and_broadcast_gradients():
     one = [t[:, :1].expand_as(t).requires_grad_() for t in (q, k, v)]
     out = elu_linear_attention(*one, s, z)[0]
     assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), one))  # the gradient is one number, expanded
-    in_products = causal_linear_attention(phi(by_column[0]), phi(by_column[1]), by_column[2], s, z)[0]
+    in_products = causal_linear_attention(elu_features(by_column[0]), elu_features(by_column[1]), by_column[2], s, z)[0]
     torch.testing.assert_close(in_products, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_threads_share_the_rows():
     tensors = inputs(50, 16, 16, b=3, h=3)
-    one = torch.autograd.grad(elu_linear_attention(*tensors)[0].square().sum(), tensors)
+    one = kernels.gradients(elu_linear_attention(*tensors), tensors)
     torch.set_num_threads(4)  # the tests' one is set anew before each
-    four = torch.autograd.grad(elu_linear_attention(*tensors)[0].square().sum(), tensors)
+    four = kernels.gradients(elu_linear_attention(*tensors), tensors)
     assert all(torch.equal(a, b) for a, b in zip(one, four, strict=True))
 
 
@@ -179,15 +133,6 @@ def test_half_precision_is_computed_in_float32(dtype: torch.dtype):
     g = torch.randn_like(out)
     for a, b in zip(torch.autograd.grad(out, halves, g), torch.autograd.grad(expected, full, g.float()), strict=True):
         assert torch.equal(a, b.to(dtype))
-
-
-def test_no_positions_at_all():
-    q, k, v, s, z = inputs(3, 4, 4)
-    nothing = [t[:, :, :0] for t in (q, k, v)]
-    out, *sums = elu_linear_attention(*nothing, s, z)
-    assert out.shape == (2, 2, 0, 4)
-    assert torch.equal(sums[0], s)
-    assert torch.equal(torch.autograd.grad(sums[0].sum(), s)[0], torch.ones_like(s))
 
 
 def test_what_is_infinite_or_not_a_number_is_not_hidden():
@@ -212,20 +157,11 @@ def test_little_is_made_beside_outputs_and_gradients():
 
 
 def test_the_operators_are_what_torch_expects():
-    tensors = inputs(5, 4, 3)
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    operator = torch.ops.lit_effattn.elu_linear.default
-    torch.library.opcheck(operator, (*tensors, torch.tensor([5, 2]), 1e-6), test_utils=checks)
-    given = [t.detach() for t in (tensors[2], *tensors[3:], *tensors)]
-    operator = torch.ops.lit_effattn.elu_linear_backward.default
-    torch.library.opcheck(operator, (*given, None, 1e-6), test_utils=("test_schema", "test_faketensor"))
-
-
-def test_a_second_derivative_is_refused_and_named():
-    tensors = inputs(5, 4, 4)
-    (g,) = torch.autograd.grad(elu_linear_attention(*tensors)[0].square().sum(), tensors[:1], create_graph=True)
-    with pytest.raises(NotImplementedError, match="plain_causal_linear_attention has"):
-        g.sum().backward()
+    arguments = *inputs(5, 4, 3), torch.tensor([5, 2]), 1e-6
+    kernels.check_operators("elu_linear", arguments, lambda given, out: (*out, *given))
+    kernels.assert_second_derivative_is_refused(
+        elu_linear_attention, inputs(5, 4, 4), "plain_causal_linear_attention has"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- the dispatch
@@ -275,24 +211,14 @@ def test_forced_they_are_not_used(monkeypatch: pytest.MonkeyPatch):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("feature_map", [None, ReluFeatureMap])
+@pytest.mark.parametrize("feature_map", [EluFeatureMap, ReluFeatureMap])
 def test_the_attention_is_the_same_through_them(feature_map, monkeypatch: pytest.MonkeyPatch):
-    attention = LinearAttention(8, 2, **({} if feature_map is None else {"feature_map": feature_map}))
-    x, lengths = torch.randn(2, 40, 8), torch.tensor([40, 21])
     called = []
     forward = cpp_kernels.forward
     monkeypatch.setattr(cpp_kernels, "forward", lambda *a, elu, **o: called.append(elu) or forward(*a, elu=elu, **o))
-
-    def both_ways(form: str) -> list[torch.Tensor]:
-        monkeypatch.setenv(KERNELS, form)
-        y, state = attention(x[:, :20])
-        y, state = attention(x[:, 20:], state, lengths - 20)
-        return [y, *state, *torch.autograd.grad(y.sum() + state.s.sum(), attention.parameters(), allow_unused=True)]
-
-    plain, ours = both_ways("plain"), both_ways("c++")
-    assert called == [feature_map is None] * 2
-    for a, b in zip(ours, plain, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    attention = LinearAttention(8, 2, feature_map=feature_map)
+    kernels.assert_same_through("c++", attention, 40, called, monkeypatch)
+    assert called == [feature_map is EluFeatureMap] * 2
 
 
 def test_where_no_key_is_seen_a_tiny_eps_gives_no_nan():
@@ -302,13 +228,6 @@ def test_where_no_key_is_seen_a_tiny_eps_gives_no_nan():
     assert not out.any()
     for g in torch.autograd.grad(out, (q, k, v), torch.ones_like(out)):
         assert not g.any()
-
-
-def test_wider_than_the_kernels_for_cuda():
-    q, k, v, s, z = (t.detach() for t in inputs(20, 160, 160, b=1, h=1))
-    found = elu_linear_attention(q, k, v, s, z)
-    for a, b in zip(found, plain_causal_linear_attention(phi(q), phi(k), v, s, z), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no large pages")

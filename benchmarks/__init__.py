@@ -1,1 +1,1 @@
-"""What linear attention costs beside softmax attention, measured in the same run: `python -m benchmarks`."""
+"""Time and memory of efficient attention compared with softmax attention in the same run: `python -m benchmarks`."""

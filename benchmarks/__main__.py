@@ -26,7 +26,7 @@ BENCHMARKS = {
 }
 
 PICTURED = ("features", "longterm", "minilm", "scaling")
-"""Those whose folder gets a picture as well."""
+"""Benchmarks that also draw a picture."""
 
 SHORT = (
     "steps --small --repeats 5",
@@ -38,7 +38,7 @@ SHORT = (
     "kernels --lengths 2048 --repeats 3",
     "layers --lengths 512 --repeats 3",
 )
-"""What runs when no benchmark is named: under 5 minutes on 2 cores."""
+"""The short version, which runs if no benchmark is named: less than 5 minutes on 2 cores."""
 
 GPU = {
     "kernels --lengths 8192 --batch_size 8 --dtype bfloat16": 65,
@@ -49,15 +49,14 @@ GPU = {
     "scaling --repeats 2 --lengths 1024 4096 16384 65536 --limit 1": 50,
     "layers --lengths 4096": 40,
 }
-"""What `gpu` runs, and the most seconds of each: under 9 minutes, whatever the GPU."""
-
+"""The runs of `gpu` and their time limits in seconds: less than 9 minutes on any GPU."""
 
 FIGURES_DEPEND_ON = ("GLIBC_TUNABLES", "OMP_NUM_THREADS")
-"""Variables of the environment that change figures, and so belong to a command."""
+"""Environment variables that change figures. They are part of the command that is reported."""
 
 
 def main(argv: list[str]) -> None:
-    """Run what `argv` names, or the short version, to whose parts the options are passed on; print the tables."""
+    """Run the benchmark that `argv` names, or the short version with `argv` as options of each run."""
     if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
         _one_by_one(dict.fromkeys(SHORT), argv)
     elif argv[0] == "gpu":
@@ -68,27 +67,27 @@ def main(argv: list[str]) -> None:
 
 
 def _one_by_one(limits: Mapping[str, float | None], options: list[str]) -> None:
-    """Run each in a process of its own: one that fails, or takes longer than its limit, loses the others nothing."""
+    """Run each in its own process. If one fails, or takes longer than its limit, the others still run."""
     runs = [([*shlex.split(words), *options], limit) for words, limit in limits.items()]
     for words, _ in runs:
-        _parse(words)  # what the last would refuse is refused before the first has run
-    _say("To run:", *(f"    {_command(words)}" for words, _ in runs))
+        _parse(words)  # invalid options are rejected before the first run
+    _log("To run:", *(f"    {_command(words)}" for words, _ in runs))
     failures = []
     for words, limit in runs:
         try:
             status = subprocess.run([sys.executable, "-m", "benchmarks", *words], timeout=limit).returncode
             failure = f"exit status {status}" if status else None
         except subprocess.TimeoutExpired:
-            failure = f"not done in {limit} s, and stopped"
+            failure = f"stopped after {limit} s"
         if failure is not None:
             failures.append(f"{_command(words)}: {failure}")
-            _say(failures[-1])
+            _log(failures[-1])
     if failures:
-        _say(f"{len(failures)} of {len(runs)} failed:", *failures)
+        _log(f"{len(failures)} of {len(runs)} failed:", *failures)
         raise SystemExit(1)
 
 
-def _say(*lines: str) -> None:
+def _log(*lines: str) -> None:
     print(*lines, sep="\n", file=sys.stderr, flush=True)
 
 
@@ -116,7 +115,7 @@ def _command(argv: list[str]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Measure what attention kinds cost beside each other and other libraries. Without a name: a short "
+        description="Measure time and memory of attention kinds, and of other libraries. Without a name: a short "
         f"version of {', '.join(dict.fromkeys(words.split()[0] for words in SHORT))}; options are passed on to each.",
     )
     commands = parser.add_subparsers(dest="benchmark", required=True)
@@ -127,9 +126,8 @@ def _parser() -> argparse.ArgumentParser:
         about = f"also write {name}.md and {name}.json" + (f", and draw {name}.png" if name in PICTURED else "")
         command.add_argument("--output", type=Path, metavar="FOLDER", help=about)
         default = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        command.add_argument(
-            "--device", type=_device, default=default, help="cpu, cuda or cuda:1; default: %(default)s"
-        )
+        about = "cpu, cuda or cuda:1; default: %(default)s"
+        command.add_argument("--device", type=_device, default=default, help=about)
         if name in BENCHMARKS:
             BENCHMARKS[name].add_arguments(command)
     return parser
@@ -139,11 +137,11 @@ def _device(text: str) -> torch.device:
     try:
         device = torch.device(text)
     except RuntimeError as error:
-        raise argparse.ArgumentTypeError(f"{text} is no device: cpu, cuda or cuda:1") from error
+        raise argparse.ArgumentTypeError(f"{text} is not a device; choose cpu, cuda or cuda:1") from error
     if device.type not in ("cpu", "cuda"):
-        raise argparse.ArgumentTypeError(f"{text} can't be measured: cpu, cuda or cuda:1")
+        raise argparse.ArgumentTypeError(f"{text} can't be measured; choose cpu, cuda or cuda:1")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise argparse.ArgumentTypeError(f"{text} is not there: torch finds {torch.cuda.device_count()} GPUs")
+        raise argparse.ArgumentTypeError(f"{text} does not exist: torch finds {torch.cuda.device_count()} GPUs")
     return device
 
 

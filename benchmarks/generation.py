@@ -1,7 +1,7 @@
-"""Generation: images a second and bytes of the state by attention, or a token's time by the cross-attention it reads.
+"""Generation: images per second and state size by attention, or time per token by cross-attention.
 
-Without sources it draws images: linear attention's state against softmax attention with a key/value cache and without
-one. With sources it decodes from them, greedily and with beam search.
+Without sources it draws images, by linear attention, and by softmax attention with and without a key/value cache. With
+sources it decodes from them, greedily and with beam search.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WARM_UP = 2
 """Tokens that are generated before the clock starts."""
 
 ROWS = 32
-"""Images at once without a cache, whose steps are as large as the prefix."""
+"""Images at once without a cache, since each step then processes the whole prefix."""
 
 SOFTMAX, PLAIN = "softmax", "softmax everywhere"
 CROSS = {
@@ -55,27 +55,27 @@ N_TOKENS = 256
 
 IMAGE_NOTES = [
     "ms/token: one step, which draws one token of every image of the batch.",
-    "no cache: the whole prefix is computed again for every token, as in the paper's softmax baseline. Of a batch of "
-    f"more than {ROWS} images, {ROWS} at a time, and one time is measured.",
-    "compiled: a step is one program of torch.compile, on CUDA one graph. What compiling takes, once for a number of "
-    "images at once, is not in the figures.",
-    "integrated: not run as a whole. The cost of a token was measured at the number of places given, spread evenly "
-    "over the sequence, interpolated linearly between them and summed over all tokens; of a cost that grows as the "
-    "prefix's square that is too much, by 1 % with 8 places.",
-    "key/value cache: on a CPU a token looks at the slots filled so far, on CUDA at all slots of the image, for shapes "
-    "are final there. Compiled, it looks at all slots of a cache with room for 256 tokens at first, and for twice as "
-    "many when full.",
-    "state: bytes of one image's, counted, with room for all its tokens.",
+    "no cache: the whole prefix is computed again for every token, as in the paper's softmax baseline. A batch of more "
+    f"than {ROWS} images is computed {ROWS} at a time, of which one is measured.",
+    "compiled: a step is one program of torch.compile, on CUDA one graph. The time of compilation, once for each "
+    "number of images, is not included.",
+    "integrated: not run as a whole. The cost of a token was measured at the given number of positions, spread evenly "
+    "over the sequence, interpolated linearly between them and summed over all tokens. For a quadratic cost this is "
+    "1 % too much with 8 positions.",
+    "key/value cache: on a CPU a token attends to the slots filled so far, on CUDA to all slots of the image, since "
+    "shapes are fixed there. Compiled, it attends to all slots of a cache for 256 tokens at first, which doubles when "
+    "full.",
+    "state: bytes for one image, counted, with room for all its tokens.",
     "the paper's: this ratio in Katharopoulos et al. 2020, on their GPU, with larger models: not a target.",
 ]
 SOURCE_NOTES = [
-    f"cross-attention: the kind by which the decoder reads the source. Encoder and decoder have linear attention, in "
+    f"cross-attention: the kind with which the decoder reads the source. Encoder and decoder have linear attention; in "
     f"“{PLAIN}” softmax attention: the plain Transformer, whose encoder costs O(S²). Weights are random.",
     "remember: seconds to encode the sources and to make the decoder's state from them, once a source.",
     f"ms/token: one step of greedy generation, of all sentences of the batch, {WARM_UP} tokens after the start. Beam: "
-    "one step of beam search, whose hypotheses of one sentence share its source.",
-    "source's state: bytes of one sentence's, counted. reorder: what a step of beam search copies; select would copy "
-    "the sources too.",
+    "one step of beam search. The hypotheses of one sentence share its source.",
+    "source's state: bytes for one sentence, counted. reorder: bytes that a step of beam search copies; select would "
+    "copy the sources too.",
 ]
 
 
@@ -102,13 +102,13 @@ def run(args: argparse.Namespace) -> Report:
         methods = _Methods(length, size_for(length, args.small), args)
         for batch_size in args.batch_sizes:
             title = f"generation, length {length}, batch {batch_size}"
-            found = interleaved(title, methods.measures(batch_size), args.repeats)
-            rows += _rows(methods, batch_size, {name: Spread(tuple(samples)) for name, samples in found.items()})
+            seconds = interleaved(title, methods.measures(batch_size), args.repeats)
+            rows += _rows(methods, batch_size, {name: Spread(tuple(samples)) for name, samples in seconds.items()})
     return Report("generation", rows, IMAGE_NOTES)
 
 
 class Stopwatch:
-    """Wraps the steps of `generate`, takes the time at the steps in `marks` (ascending), and ends it at the last."""
+    """Wraps the steps of `generate`: notes the time at the steps in `marks` (ascending), and ends at the last."""
 
     def __init__(self, marks: list[int], device: torch.device) -> None:
         self.marks = marks
@@ -130,7 +130,7 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        """From the first mark to the last."""
+        """Time from the first mark to the last."""
         return self.times[-1] - self.times[0]
 
 
@@ -140,7 +140,7 @@ def integrate(prefixes: Sequence[float], seconds: Sequence[float], length: int) 
 
 
 class _Methods:
-    """The ways to draw images of one size, on models that are made once; each returns the seconds of a batch."""
+    """Methods to draw images of one size. The models are made once; each method returns the seconds of a batch."""
 
     def __init__(self, length: int, size: Size, args: argparse.Namespace) -> None:
         self.length, self.size, self.args = length, size, args
@@ -161,12 +161,12 @@ class _Methods:
         return model.backbone(model.embedding(self.tokens[:, :start]), state)[1] if start else state
 
     def measures(self, batch_size: int) -> dict[str, Callable[[], float]]:
-        """Return what measures each method once."""
+        """Return a function for each method that measures it once."""
         drawn = self._windows if self.starts else partial(self._draw, marks=[0, self.length])
         for method in (LINEAR, CACHED):  # the first calls are slow
             self._draw(method, batch_size, [0, WARM_UP])
         if self.args.compiled:
-            for method in COMPILED:  # for each room by itself
+            for method in COMPILED:  # each size of the cache is compiled
                 drawn(method, batch_size)
         _draw_one(self.models[CACHED], self.tokens[:, : (self.length + 1) // 2].expand(min(ROWS, batch_size), -1))
         measures = {method: partial(drawn, method, batch_size) for method in self.models}
@@ -197,7 +197,7 @@ class _Methods:
         prompt = self.tokens[:, :1].repeat(batch_size, 1)  # (1, 1) -> (B, 1)
         rows = torch.zeros(batch_size, dtype=torch.long, device=self.args.device)
         state = select(self.after(method, start), rows) if start else None
-        # All steps of an image, for the cache has to be as large as for the whole of it; the watch ends them.
+        # All steps of an image, since the cache must have room for all of it; the watch ends them.
         options = {"state": state, "compile": method in COMPILED, "progress": watch}
         generate(model.backbone, model.embedding, model.head, prompt, self.length - start, **options)
         return watch.seconds
@@ -205,7 +205,7 @@ class _Methods:
 
 @torch.no_grad()
 def _draw_one(model: PixelModel, tokens: Tensor) -> Tensor:
-    """Draw the token after `tokens` (B, P) without remembering anything: as `generate`, but for the state."""
+    """Draw the token after `tokens` (B, P) like `generate`, but without a state."""
     y, _ = model.backbone(model.embedding(tokens))
     return draw(model.head.log_probs(y[:, -1]), torch.full(tokens.shape[:1], 0.5, device=tokens.device))
 
@@ -237,7 +237,7 @@ def _rows(methods: _Methods, batch_size: int, seconds: dict[str, Spread]) -> lis
 
 
 class Decoded(NamedTuple):
-    """What one round found of one model: all in seconds, a step's for all sentences of the batch."""
+    """Seconds of one round of one model; of a step for all sentences of the batch."""
 
     remember: float
     token: float
@@ -245,7 +245,7 @@ class Decoded(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Bytes: of the source's state of one sentence, and of what a step of beam search copies of all sentences."""
+    """Bytes of the source's state of one sentence, and bytes that a step of beam search copies for all sentences."""
 
     source: int
     reordered: int
@@ -257,15 +257,15 @@ def _decoded(batch_size: int, args: argparse.Namespace) -> list[Row]:
     decoders = {kind: Decoder(build_decoder(kind, SMALL, args.device), args.beam, args.tokens) for kind in CROSS}
     rows: list[Row] = []
     for length in sorted(args.sources):
-        source = random_source(batch_size, length, args.device)
-        present = {kind: of for kind, of in decoders.items() if kind != PLAIN or length <= args.most}
-        for decoder in present.values():
+        source = random_levels(batch_size, length, args.device)
+        measured = {kind: decoder for kind, decoder in decoders.items() if kind != PLAIN or length <= args.most}
+        for decoder in measured.values():
             decoder.measure(source[:, :1])  # the first calls are slow
-        measures = {kind: partial(decoder.measure, source) for kind, decoder in present.items()}
+        measures = {kind: partial(decoder.measure, source) for kind, decoder in measured.items()}
         rounds = interleaved(f"generation, source of {length}", measures, args.repeats)
-        sizes = {kind: decoder.sizes(source) for kind, decoder in present.items()}
-        times = {kind: [Spread(s) for s in zip(*of, strict=True)] for kind, of in rounds.items()}
-        for kind in present:
+        sizes = {kind: decoder.sizes(source) for kind, decoder in measured.items()}
+        times = {kind: [Spread(s) for s in zip(*samples, strict=True)] for kind, samples in rounds.items()}
+        for kind in measured:
             (remember, token, beam_token), (_, plain_token, plain_beam) = times[kind], times[SOFTMAX]
             rows.append(
                 {
@@ -288,7 +288,7 @@ def _decoded(batch_size: int, args: argparse.Namespace) -> list[Row]:
 
 
 def build_decoder(kind: str, size: Size, device: torch.device) -> SequenceToSequence:
-    """Make a model with cross-attention of this kind; equal weights whatever the kind, for all have the same."""
+    """Make a model with cross-attention of this kind. All kinds have the same parameters and initial weights."""
     torch.manual_seed(0)
     attention: Any = attentions.SoftmaxAttention if kind == PLAIN else attentions.LinearAttention
     options: dict[str, Any] = {"attention": attention, "activation": "relu"}
@@ -299,18 +299,13 @@ def build_decoder(kind: str, size: Size, device: torch.device) -> SequenceToSequ
     return SequenceToSequence(backbone, N_TOKENS, N_TOKENS, metrics=()).to(device).eval()
 
 
-def random_source(rows: int, length: int, device: torch.device) -> Tensor:
-    """Return (rows, length) tokens; what a source says does not change what it costs."""
-    return torch.randint(N_TOKENS, (rows, length), generator=torch.Generator().manual_seed(0)).to(device)
-
-
 class Decoder:
     """Generates from sources with one model.
 
     Args:
         model: In evaluation mode.
         beam: Hypotheses of a search.
-        tokens: Tokens that are timed, after `WARM_UP`.
+        tokens: Number of tokens that are timed, after `WARM_UP`.
     """
 
     def __init__(self, model: SequenceToSequence, beam: int, tokens: int) -> None:
@@ -324,7 +319,7 @@ class Decoder:
         state = self._remember(source)
         remember = now(source.device) - start
         greedy = self._timed(generate, source, state, temperature=0.0)
-        # without an end token, so that all steps are taken
+        # Without an end token no search ends early.
         return Decoded(remember, greedy, self._timed(beam_search, source, state, beam=self.beam))
 
     @torch.no_grad()
@@ -344,8 +339,8 @@ class Decoder:
     def _timed(self, decode: Callable[..., Any], source: Tensor, state: State, **options: Any) -> float:
         """Return the seconds of a token."""
         model, watch = self.model, Stopwatch(self.marks, self.model.device)
-        parts = (model.backbone, model.target_embedding, model.head)
-        decode(*parts, source[:, :1], self.marks[-1] + 1, state=state, progress=watch, **options)
+        modules = (model.backbone, model.target_embedding, model.head)
+        decode(*modules, source[:, :1], self.marks[-1] + 1, state=state, progress=watch, **options)
         return watch.seconds / self.tokens
 
 

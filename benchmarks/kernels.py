@@ -1,4 +1,4 @@
-"""Causal linear attention and Performer: kernels against PyTorch, their own matrix products and other libraries."""
+"""Causal linear attention and Performer: kernels compared with PyTorch, with matrix products and with libraries."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.
 
 NOTES = [
     "Inputs are normal numbers, queries and keys of Performer divided by D^¼. On a CPU linear attention gets features "
-    "(elu + 1); on CUDA it computes them. Performer computes its own. A "
-    "round's figure is the mean of several calls.",
+    "(elu + 1); on CUDA it computes them. Performer computes its own. A round's figure is the mean of several calls.",
     "linear, performer: kernels in C++ on a CPU with a compiler, in Triton on CUDA. in PyTorch: "
     "LIT_EFFATTN_KERNELS=plain. plain: differentiated by autograd, in float32.",
     "products: every bmm and baddbmm that the form in PyTorch calls at the chunk size of the row's form, recorded from "
-    "one call, recomputation included, and run again by itself on operands of the same shapes and strides that are in "
-    "the cache as far as they fit. Of a chunk's own scores C++ computes only the half that counts.",
-    "peak: tensors alive at once above the inputs, those that wait for the backward pass included; on a CPU without "
-    "what a kernel in C++ takes for itself, some chunks and sums a thread.",
-    "difference: the largest of outputs and gradients from the plain form's in float32, each relative to its norm.",
+    "one call, recomputation included, and run again alone on operands of the same shapes and strides, which are in "
+    "the cache if they fit. Of the scores within a chunk, C++ computes only the causal half.",
+    "peak: tensors alive at once in addition to the inputs, those saved for the backward pass included; on a CPU "
+    "without the scratch memory of C++ kernels, some chunks and sums a thread.",
+    "difference: the largest difference of outputs and gradients from the plain form's in float32, relative to their "
+    "norms.",
 ]
 FIGURES = ("ms", "time ÷ linear's", "peak, MiB", "peak ÷ linear's", "time ÷ its products'", "difference")
 
@@ -50,12 +50,9 @@ class Form(NamedTuple):
     """One way to compute causal attention of queries, keys and values (B, H, N, D)."""
 
     call: Callable[[Tensor, Tensor, Tensor], Tensor]
-    plain: bool = False
-    """Whether it runs without kernels."""
-    cpp: str | None = None
-    """The source of its kernels in C++."""
-    same: bool = True
-    """Whether it computes what the plain form does."""
+    plain: bool = False  # whether it runs without kernels
+    cpp: str | None = None  # the source of its kernels in C++
+    same: bool = True  # whether it computes the same function as the plain form
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +80,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def _forms(args: argparse.Namespace) -> dict[str, Form]:
-    """Return our forms."""
+    """Return the forms of this package."""
     d = args.head_dim
     n_features = args.n_features or math.ceil(d * math.log(d))
     omega = draw_omega(args.n_heads, n_features, d, generator=torch.Generator().manual_seed(1)).float().to(args.device)
@@ -146,13 +143,9 @@ def _softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _fast_transformers(library: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Do what the library's CausalLinearAttention does after the feature map, its heads already before positions."""
-    below = torch.einsum("bhnf,bhnf->bhn", q, k.cumsum(2)) + 1e-6
-    return library.causal_dot_product(q, k, v) * (1 / below)[..., None]
-
-
-def _performer_pytorch(library: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return library.causal_linear_attention_noncuda(q, k, v)
+    """Compute the library's CausalLinearAttention after the feature map, with heads before positions."""
+    denominator = torch.einsum("bhnf,bhnf->bhn", q, k.cumsum(2)) + 1e-6
+    return library.causal_dot_product(q, k, v) * (1 / denominator)[..., None]
 
 
 def flash_linear_attention(library: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -160,12 +153,16 @@ def flash_linear_attention(library: Any, q: Tensor, k: Tensor, v: Tensor) -> Ten
     return library.chunk_linear_attn(*by_position, scale=1.0, normalize=True)[0].transpose(1, 2)
 
 
+def _performer_pytorch(library: Any, *qkv: Tensor) -> Tensor:
+    return library.causal_linear_attention_noncuda(*qkv)
+
+
 PEERS: dict[str, tuple[str, str, Callable[..., Tensor]]] = {
     "pytorch-fast-transformers": ("cpu", "fast_transformers.causal_product", _fast_transformers),
     "performer-pytorch": ("cpu", "performer_pytorch.performer_pytorch", _performer_pytorch),
     "flash-linear-attention": ("cuda", "fla.ops.linear_attn", flash_linear_attention),
 }
-"""The libraries in requirements-peers.txt that compute linear attention: device, module, and how it is called."""
+"""The libraries in requirements-peers.txt that compute linear attention: device, module and function."""
 
 
 def _rows(n: int, forms: Mapping[str, Form], args: argparse.Namespace) -> list[Row]:
@@ -196,12 +193,12 @@ def _rows(n: int, forms: Mapping[str, Form], args: argparse.Namespace) -> list[R
         }
         peaks = {name: peak_bytes(call, args.device) for name, call in calls.items()}
         for call in (*calls.values(), *products.values()):
-            call()  # what is allocated once
+            call()  # one-time allocations
         seconds = timed(f"N {n}, {title}", {**calls, **products}, args, means=True)
         for name in forms:
-            own = seconds.get(f"products of {name}")
+            of_products = seconds.get(f"products of {name}")
             row: Row = {"N": n, "pass": title, "form": name, **compared(name, seconds, peaks, "linear")}
-            row["time ÷ its products'"] = "—" if own is None else seconds[name] / own
+            row["time ÷ its products'"] = "—" if of_products is None else seconds[name] / of_products
             rows.append(row | {"difference": differences.get(name, "—")})
     return rows
 
@@ -250,7 +247,7 @@ PASSES: dict[str, Callable[[Form, list[Tensor]], Any]] = {"forward": _forward, "
 def _at_its_chunk_size(
     name: str, form: Form, one_pass: Callable[..., Any], inputs: list[Tensor], args: argparse.Namespace
 ) -> Callable[[], Any]:
-    """Return the call whose products are recorded: that of PyTorch, where a kernel in C++ has its chunk size."""
+    """Return the call whose products are recorded: in PyTorch, with the chunk size of the kernel in C++, if any."""
     if form.cpp is not None and cpp_build.obstacle(form.cpp) is None:
         chunk = cpp_build.library(form.cpp).positions_of_a_chunk()
         form = _forms(argparse.Namespace(**{**vars(args), "chunk_size": chunk}))[f"{name}, in PyTorch"]
@@ -259,15 +256,15 @@ def _at_its_chunk_size(
 
 
 class Products(TorchDispatchMode):
-    """The matrix products that a call performs, recorded once; a call performs them again, and nothing else.
+    """Records the matrix products of a function; calling it repeats them, and nothing else.
 
     Args:
-        function: The call.
+        function: The function.
     """
 
     def __init__(self, function: Callable[[], Any]) -> None:
         super().__init__()
-        self.operands: dict[Any, Tensor] = {}  # one for all that are laid out alike
+        self.operands: dict[Any, Tensor] = {}  # one for all with the same layout
         self.calls: list[Callable[[], Any]] = []
         self.multiplications = 0  # of numbers
         with self:
@@ -288,7 +285,7 @@ class Products(TorchDispatchMode):
         key = (place, t.shape, t.stride())
         if key not in self.operands:
             like = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
-            self.operands[key] = like.zero_()  # written to: memory that was never touched would all be one page
+            self.operands[key] = like.zero_()  # written to: untouched memory would all be one page
         return self.operands[key]
 
     def __call__(self) -> None:

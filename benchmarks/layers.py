@@ -1,4 +1,4 @@
-"""Whole attention layers against those of libraries from PyPI, with the same weights where they can have them."""
+"""Whole attention layers compared with those of libraries from PyPI, with the same weights if possible."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ SEED = 0
 FIGURES = ("ms", "tokens/s", f"time ÷ {OURS}'s", "peak, MiB", f"peak ÷ {OURS}'s", "difference")
 
 NOTES = [
-    "Forward and backward of one layer, causal unless it says otherwise: projections without biases (theirs are 0 "
-    "where there is no leaving them out), attention, output projection; gradients of input and weights; float32.",
-    f"A round's figure is the mean of as many calls as take {LEAST} s, after one (of 1 s or more: that one). peak: "
-    "memory above the input and the weights.",
-    "difference: the largest of the output, the input's gradient and the weights' gradients from lit-effattn's with "
-    "the same weights, each relative to its norm. softmax, linear, and lsh that is not causal (of the same rotations) "
-    "are the same functions. performer has the same random features, but performer-pytorch adds 10⁻⁴ to each and "
-    "scales keys by the largest of all, later ones too. Causal lsh is another function: lit-effattn cuts each bucket "
-    "into chunks by itself, so that no later position moves a border.",
-    "reformer-pytorch, exact: by its options what the paper says and lit-effattn does: no key counts twice, and none "
-    "of another bucket is seen. flash-linear-attention: its function in lit-effattn's projections.",
+    "Forward and backward of one layer, causal unless stated otherwise: projections without biases (0 in libraries "
+    "that require them), attention, output projection; gradients of input and weights; float32.",
+    f"A round's figure is the mean of the calls that {LEAST} s allow, after a first one; or the first if it takes 1 s "
+    "or more. peak: memory in addition to the input and the weights.",
+    "difference: the largest difference of the output and the gradients from lit-effattn's with the same weights, each "
+    "relative to its norm. softmax, linear, and lsh that is not causal (with the same rotations) are the same "
+    "functions. performer has the same random features, but performer-pytorch adds 10⁻⁴ to each and scales keys by "
+    "the maximum over all positions. Causal lsh is another function: lit-effattn divides each bucket into its own "
+    "chunks, so that no later position moves a border.",
+    "reformer-pytorch, exact: with options for the paper's attention, as in lit-effattn: no key counts twice, and "
+    "keys of other buckets are not seen. flash-linear-attention: its function in lit-effattn's projections.",
 ]
 
 
@@ -49,15 +49,14 @@ class Layer(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """One attention as several libraries have it."""
+    """One kind of attention in several libraries."""
 
     ours: Callable[[argparse.Namespace, int], Attention]
-    theirs: Mapping[str, Callable[[argparse.Namespace, int, Attention], Layer]]
-    same: bool = True
-    """Whether the outputs are to be compared."""
+    peers: Mapping[str, Callable[[argparse.Namespace, int, Attention], Layer]]
+    same: bool = True  # whether the outputs are compared
 
 
-class NotHereError(Exception):
+class UnmeasuredError(Exception):
     """A library's layer can't be measured on this device."""
 
 
@@ -66,8 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, window=(128, "keys that are seen"), n_hashes=(4, "rounds of LSH"), repeats=(3, "rounds"))
     add_options(parser, chunk_size=(64, "of LSH's buckets"), n_features=(256, "Performer's"))
     add_options(parser, most=(1024, "longest for performer-pytorch on a CPU, which keeps N · F · D numbers a head"))
-    every = list(COMPARISONS)
-    parser.add_argument("--attentions", choices=every, nargs="+", default=every, help="default: all")
+    titles = list(COMPARISONS)
+    parser.add_argument("--attentions", choices=titles, nargs="+", default=titles, help="default: all")
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -75,8 +74,8 @@ def run(args: argparse.Namespace) -> Report:
     uneven = [n for n in lengths if n % (2 * args.chunk_size)]
     if uneven and any(title.startswith("lsh") for title in args.attentions):
         raise SystemExit(
-            f"layers: --lengths {uneven[0]} is no multiple of {2 * args.chunk_size}, two chunks, as reformer-pytorch "
-            "needs; choose another, another --chunk_size, or --attentions without lsh"
+            f"layers: --lengths {uneven[0]} must be a multiple of {2 * args.chunk_size}, two chunks, for "
+            "reformer-pytorch; choose another length or --chunk_size, or --attentions without lsh"
         )
     rows: list[Row] = []
     reasons: dict[str, str] = {}
@@ -102,7 +101,7 @@ def _weights(layer: Attention) -> list[nn.Parameter]:
 def _x_transformers(args: argparse.Namespace, n: int, ours: Attention) -> Layer:
     library = import_module("x_transformers.x_transformers")
     window = getattr(ours, "window", None)
-    past = None if window is None else window - 1  # the distance of the furthest key that is seen
+    past = None if window is None else window - 1  # the distance of the furthest visible key
     size = {"dim_head": ours.head_dim, "heads": ours.n_heads}
     layer = library.Attention(ours.d_model, causal=True, flash=True, max_attend_past=past, **size).to(args.device)
     return Layer(layer, [getattr(layer, name).weight for name in ("to_q", "to_k", "to_v", "to_out")])
@@ -123,7 +122,7 @@ def _fast_transformers(args: argparse.Namespace, n: int, ours: Attention) -> Lay
 
 def _flash_linear_attention(args: argparse.Namespace, n: int, ours: Attention) -> Layer:
     if args.device.type != "cuda":
-        raise NotHereError(f"the device is {args.device}, and its kernels are for CUDA")
+        raise UnmeasuredError(f"its kernels need CUDA, and the device is {args.device}")
     library = import_module("fla.ops.linear_attn")
     layer = copy.deepcopy(ours)
     layer.attend = lambda q, k, v, state, lengths: (flash_linear_attention(library, q, k, v), None)  # type: ignore[method-assign]
@@ -132,10 +131,10 @@ def _flash_linear_attention(args: argparse.Namespace, n: int, ours: Attention) -
 
 def _performer_pytorch(args: argparse.Namespace, n: int, ours: Attention) -> Layer:
     if args.device.type != "cuda" and n > args.most:
-        raise NotHereError(f"longer than --most {args.most}, for it keeps N · F · D numbers a head")
+        raise UnmeasuredError(f"longer than --most {args.most}, since it keeps N · F · D numbers a head")
     library = import_module("performer_pytorch")
     size = {"heads": ours.n_heads, "dim_head": ours.head_dim, "nb_features": args.n_features}
-    with redirect_stdout(sys.stderr):  # it says there which of its forms it takes
+    with redirect_stdout(sys.stderr):  # the library prints which of its forms it uses
         layer = library.SelfAttention(ours.d_model, causal=True, attn_out_bias=False, **size).to(args.device)
     # All its heads have one set of features.
     ours.feature_map.omega.copy_(layer.fast_attention.projection_matrix.expand_as(ours.feature_map.omega))
@@ -199,17 +198,17 @@ COMPARISONS = {
 def _compared(
     n: int, title: str, comparison: Comparison, args: argparse.Namespace, reasons: dict[str, str]
 ) -> list[Row]:
-    """Return a row for each library; write into `reasons` why one was not measured."""
+    """Return a row for each library. Add to `reasons` why one was not measured."""
     torch.manual_seed(SEED)
     ours = comparison.ours(args, n).to(args.device)
     x = torch.randn(args.batch_size, n, args.d_model, device=args.device, requires_grad=True)
     layers = {OURS: Layer(lambda x: ours(x)[0], _weights(ours))}
-    for name, build in comparison.theirs.items():
-        with _noted(name, reasons):
+    for name, build in comparison.peers.items():
+        with _noting(name, reasons):
             layers[name] = build(args, n, ours)
     results = {}
     for name, layer in layers.items():
-        with _noted(name, reasons), torch.no_grad():
+        with _noting(name, reasons), torch.no_grad():
             for weight, value in zip(layer.weights, _weights(ours), strict=True):
                 weight.copy_(value)
             with torch.enable_grad():
@@ -225,7 +224,7 @@ def _compared(
     peaks = {name: peak_bytes(call, args.device) for name, call in calls.items()}
     seconds = timed(f"N {n}, {title}", calls, args, means=True)
     rows: list[Row] = []
-    for name in (OURS, *comparison.theirs):
+    for name in (OURS, *comparison.peers):
         row: Row = {"N": n, "attention": title, "layer": name, **dict.fromkeys(FIGURES)}
         if name in calls:
             row |= compared(name, seconds, peaks, OURS)
@@ -236,19 +235,21 @@ def _compared(
 
 
 @contextmanager
-def _noted(name: str, reasons: dict[str, str]) -> Iterator[None]:
-    """Note why another library fails, and go on."""
+def _noting(name: str, reasons: dict[str, str]) -> Iterator[None]:
+    """Note the reason if another library fails, and continue."""
     try:
         yield
+    except UnmeasuredError as error:
+        reasons[name] = str(error)
+    except ImportError as error:
+        reasons[name] = f"absent ({error}); {INSTALL}"
     except Exception as error:
         if name == OURS:
             raise
-        absent = f"absent ({error}); {INSTALL}" if isinstance(error, ImportError) else None
-        said = str(error) if isinstance(error, NotHereError) else absent
-        reasons[name] = said or f"failed ({type(error).__name__}: {error})"
+        reasons[name] = f"failed ({type(error).__name__}: {error})"
 
 
 def _both_ways(layer: Layer, x: Tensor) -> list[Tensor]:
-    """Return the output and the gradients, of its product with the input, by the input and the weights."""
+    """Return the output y and the gradients of y · x with respect to the input x and the weights."""
     y = layer.call(x)
     return [y.detach(), *torch.autograd.grad(y, [x, *layer.weights], x.detach())]

@@ -1,4 +1,4 @@
-"""How time and memory are measured: interleaved rounds, their spread, bytes alive in a computation; options for it."""
+"""Measurement of time and memory: interleaved rounds, their spread, peak bytes; command-line options."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from torch.utils._pytree import tree_leaves
 T = TypeVar("T")
 MIB = 2**20
 LEAST = 0.1
-"""Seconds of calls of which a mean is taken."""
+"""Seconds of calls whose mean is taken."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """One figure, measured once a round (or once an image)."""
+    """One figure, measured in each round (or for each image)."""
 
     samples: tuple[float, ...]
 
     @property
     def median(self) -> float:
-        """The middle one."""
+        """The median of the samples."""
         return statistics.median(self.samples)
 
     def map(self, function: Callable[[float], float]) -> Spread:
@@ -41,12 +41,12 @@ class Spread:
         return Spread(tuple(function(x) for x in self.samples))
 
     def __truediv__(self, other: Spread) -> Spread:
-        """Divide round by round: what slowed a whole round down cancels."""
+        """Divide round by round, so that the speed of the machine in a round cancels."""
         return Spread(tuple(a / b for a, b in zip(self.samples, other.samples, strict=True)))
 
 
 def now(device: torch.device) -> float:
-    """Return the time in seconds, after all that `device` was given to do is done."""
+    """Return the time in seconds, after all work of `device` is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -60,16 +60,16 @@ def seconds_of(function: Callable[[], Any], device: torch.device) -> float:
 
 
 def mean_of(clock: Callable[[Callable[[], Any]], float], function: Callable[[], Any]) -> float:
-    """Time calls by `clock`, as many as take `LEAST`, after one that is not counted unless it is long.
+    """Return the mean time by `clock` of as many calls as take `LEAST`. The first call is counted only if it is long.
 
-    The first call may pay for other functions: the C library returns what they freed in the middle of a later `free`.
+    The first call may pay for other functions: the C library returns memory that they freed in a later `free`.
     """
     first = clock(function)
     if first >= 10 * LEAST:
         return first
     calls = math.ceil(LEAST / first)
 
-    def again() -> None:  # keeps no result: each call finds the memory that the one before has freed
+    def again() -> None:  # keeps no result, so each call reuses the memory of the previous one
         for _ in range(calls):
             function()
 
@@ -77,7 +77,7 @@ def mean_of(clock: Callable[[Callable[[], Any]], float], function: Callable[[], 
 
 
 def interleaved(title: str, measures: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
-    """Measure A B A B …, not A A B B: a machine that becomes slower does so for all."""
+    """Measure A B A B …, not A A B B, so that a machine that becomes slower does so for all."""
     results: dict[str, list[T]] = {name: [] for name in measures}
     for i in range(repeats):
         for name, measure in measures.items():
@@ -92,10 +92,10 @@ def timed(
     """Return the seconds of each call in every round, in which all take turns.
 
     Args:
-        title: Of the progress.
-        calls: What is timed. Each was called before.
-        args: With `device` and `repeats`.
-        means: Whether a sample is the mean of several calls: `mean_of`.
+        title: Title of the progress messages.
+        calls: The functions to time. Each was called before.
+        args: Options, with `device` and `repeats`.
+        means: Whether a sample is the mean of several calls, by `mean_of`.
     """
     clock = partial(seconds_of, device=args.device)
     measures = {n: partial(mean_of, clock, call) if means else partial(clock, call) for n, call in calls.items()}
@@ -103,7 +103,7 @@ def timed(
 
 
 def compared(name: str, seconds: Mapping[str, Spread], peaks: Mapping[str, int], first: str) -> dict[str, Any]:
-    """Return the figures of one of several ways, time and memory, and their ratios to those of `first`."""
+    """Return time and memory of the method `name`, and their ratios to those of `first`."""
     return {
         "ms": seconds[name].map(lambda s: 1000 * s),
         f"time ÷ {first}'s": seconds[name] / seconds[first],
@@ -113,10 +113,10 @@ def compared(name: str, seconds: Mapping[str, Spread], peaks: Mapping[str, int],
 
 
 def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
-    """Return the most bytes of tensors alive at once in `function`, above those alive before it.
+    """Return the peak bytes of tensors alive at once in `function`, in addition to those alive before it.
 
-    CUDA: by the allocator, so that scratch memory inside kernels counts too. Elsewhere: of the tensors that operators
-    return, each storage once, until it is freed; scratch memory inside an operator is not seen.
+    CUDA: the allocator's, including scratch memory inside kernels. CPU: the storages of the tensors that operators
+    return, until they are freed, without scratch memory inside operators.
     """
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
@@ -130,18 +130,18 @@ def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
 
 
 def look_inside(mode: TorchDispatchMode, func: Any, args: tuple[Any, ...]) -> Any:
-    """Call an operator of our own that is written in Python, so that `mode` sees what it calls."""
+    """Call an operator of this package that is written in Python, so that `mode` sees the operators inside."""
     with mode:
         return func._op_dk(torch._C.DispatchKey.CPU, *args)
 
 
 def is_written_in_python(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether `func` is an operator of our own, called on the CPU."""
+    """Return whether `func` is an operator of this package that is called on the CPU."""
     return func.namespace == "lit_effattn" and args[0].device.type == "cpu"
 
 
 class _AliveBytes(TorchDispatchMode):
-    """Follows the storages that operators make inside, the backward pass's included."""
+    """Counts the bytes of storages that operators make, including those of the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ def _identity(t: Tensor) -> int:
 
 
 def reset_peak(device: torch.device) -> int | None:
-    """Reset the peak, and return where it starts; None where the system can't (Linux and CUDA can)."""
+    """Reset the peak and return its value; None if the system does not support it (Linux and CUDA do)."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
@@ -190,7 +190,7 @@ def reset_peak(device: torch.device) -> int | None:
 
 
 def resident_peak(device: torch.device) -> int:
-    """Return the most bytes that were resident in this process, or allocated on the GPU, since `reset_peak`."""
+    """Return the peak bytes resident in this process, or allocated on the GPU, since `reset_peak`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -199,12 +199,12 @@ def resident_peak(device: torch.device) -> int:
 
 
 def add_options(parser: argparse.ArgumentParser, least: int = 1, **options: Any) -> None:
-    """Add options of integers, several where the default is a list.
+    """Add integer options, with several values if the default is a list.
 
     Args:
-        parser: What gets them.
-        least: The smallest number that is accepted.
-        options: The default of each, or (default, description).
+        parser: The parser.
+        least: The smallest accepted number.
+        options: The default of each option, or (default, description).
     """
     for name, given in options.items():
         default, about = given if isinstance(given, tuple) else (given, "")
@@ -214,7 +214,7 @@ def add_options(parser: argparse.ArgumentParser, least: int = 1, **options: Any)
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Return a type for argparse that reads an integer and refuses a smaller one."""
+    """Return a type for argparse: an integer of at least `least`."""
 
     def integer(text: str) -> int:
         number = int(text)

@@ -1,4 +1,4 @@
-"""What a scored token costs, and bytes: a carried memory against a window that slides on by one token."""
+"""Time and memory per scored token: a carried memory compared with a window that slides by one token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.measuring import add_options, timed
-from benchmarks.models import SMALL, Size
+from benchmarks.models import SMALL, Size, random_levels
 from benchmarks.report import Report, Row
 from lit_effattn import Transformer
 from lit_effattn import attention as attentions
@@ -19,21 +19,21 @@ from lit_effattn.sequence import State, nbytes
 from lit_effattn.tasks import LanguageModel
 
 PAPER = {800: 363, 1800: 773, 2800: 1409, 3800: 1874}
-"""Dai et al. 2019, table 9: how many times faster than sliding, by attention length; 24 layers on a GPU."""
+"""Dai et al. 2019, table 9: speed-up over a sliding window, by attention length; 24 layers on a GPU."""
 
 N_TOKENS = 256  # bytes
 
 NOTES = [
-    "Every token is scored with a window of positions in sight, its own included: by a Transformer-XL (same_length) "
-    "that reads segments and carries the layers' inputs between them; or, as Al-Rfou et al. 2018, by a Transformer "
+    "Every token is scored with a window of visible positions, its own included: by a Transformer-XL (same_length) "
+    "that reads segments and carries the layers' inputs between them; or, as in Al-Rfou et al. 2018, by a Transformer "
     "with softmax attention and absolute positions that reads all those positions again for each token.",
-    "Both have the same size, random weights, and read one stream, whose memory is full before the clock starts; "
-    "embedding and head are included. Time is all that is compared: how well either predicts is not measured.",
+    "Both have the same size and random weights, and read one stream, with a full memory before the clock starts; "
+    "embedding and head are included. Only time is compared, not the quality of the predictions.",
 ]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, 2, lengths=(list(PAPER), "positions in sight, those of the paper"))
+    add_options(parser, 2, lengths=(list(PAPER), "visible positions, those of the paper"))
     add_options(parser, segment_len=(128, "tokens that are read at once"), repeats=(3, "rounds"))
     add_options(parser, segments=(3, "segments of each measurement"))
 
@@ -43,13 +43,13 @@ def run(args: argparse.Namespace) -> Report:
 
 
 class Reader:
-    """Reads on in a stream, whose memory it carries: each call scores `n_scored` tokens more.
+    """Reads a stream and carries its memory. Each call scores the next `n_scored` tokens.
 
     Args:
         model: The model.
-        memory: The memory that it begins with.
-        segment_len: Tokens that go through the model at once.
-        segments: How many of these are read in a call.
+        memory: The initial memory.
+        segment_len: Tokens that the model reads at once.
+        segments: Number of segments that a call reads.
     """
 
     def __init__(self, model: LanguageModel, memory: State, segment_len: int, segments: int) -> None:
@@ -72,7 +72,7 @@ def _row(length: int, size: Size, args: argparse.Namespace) -> Row:
         "sliding": sliding(length, size, 2, args.device),
     }
     for reader in readers.values():
-        reader()  # what is allocated once
+        reader()  # one-time allocations
     seconds = timed(f"attention length {length}", readers, args)
     each = {name: seconds[name].map(lambda s, n=reader.n_scored: 1000 * s / n) for name, reader in readers.items()}
     return {
@@ -87,7 +87,7 @@ def _row(length: int, size: Size, args: argparse.Namespace) -> Row:
 
 @torch.no_grad()
 def with_memory(length: int, size: Size, segment_len: int, segments: int, device: torch.device) -> Reader:
-    """Return a Transformer-XL whose memory holds `length` positions, and is full."""
+    """Return a Transformer-XL with a full memory of `length` positions."""
     attention = partial(attentions.TransformerXLAttention, mem_len=length, same_length=True)
     model = _model(size, device, attention=attention, positions=None)
     _, memory = model.hidden(_batch(length, device), model.backbone.initial_state(1, device=device))
@@ -95,10 +95,10 @@ def with_memory(length: int, size: Size, segment_len: int, segments: int, device
 
 
 def sliding(length: int, size: Size, windows: int, device: torch.device) -> Reader:
-    """Return a Transformer that reads the `length` newest positions for each token, and has as many before it."""
+    """Return a Transformer that reads the `length` newest positions for each token, after `length` − 1 positions."""
     model = _model(size, device, attention=attentions.SoftmaxAttention, eval_window=length)
     inputs = model.embedding(_batch(length - 1, device).inputs)  # (1, length − 1, E)
-    # Reading them in one by one would take as many windows.
+    # The state directly, since reading these positions would take a window for each.
     memory = SlidingState(inputs.detach(), torch.full((1,), length - 1, device=device))
     return Reader(model, memory, windows, 1)
 
@@ -110,6 +110,6 @@ def _model(size: Size, device: torch.device, eval_window: int | None = None, **o
 
 
 def _batch(length: int, device: torch.device) -> TokenBatch:
-    """Make tokens at random; what they are does not change what they cost."""
-    tokens = torch.randint(N_TOKENS, (1, length + 1), generator=torch.Generator().manual_seed(0)).to(device)
+    """Make random tokens. The cost does not depend on them."""
+    tokens = random_levels(1, length + 1, device)
     return TokenBatch(tokens[:, :-1], tokens[:, 1:])

@@ -1,4 +1,4 @@
-"""The models that are measured: the same `PixelModel` around either attention."""
+"""The models that are measured: the same `PixelModel` with linear or softmax attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ IMAGES = {784: "784 (MNIST, 28×28×1)", 3072: "3072 (CIFAR-10, 32×32×3)"}
 
 
 class Size(NamedTuple):
-    """Of a Transformer."""
+    """The size of a Transformer."""
 
     n_layers: int
     n_heads: int
@@ -39,9 +39,9 @@ def size_for(length: int, small: bool) -> Size:
 
 
 def build(kind: str, length: int, size: Size, device: torch.device) -> PixelModel:
-    """Make a model of images with `length` dimensions; equal weights whatever the kind, for both have the same."""
+    """Make a model of images with `length` dimensions. Both kinds have the same parameters and initial weights."""
     torch.manual_seed(0)
-    # All but the sizes is the paper's, as in configs/mnist_linear.yaml.
+    # Everything but the size is the paper's, as in configs/mnist_linear.yaml.
     backbone = Transformer(
         size.d_model,
         size.n_heads,
@@ -53,10 +53,10 @@ def build(kind: str, length: int, size: Size, device: torch.device) -> PixelMode
         activation="relu",
         init="pytorch",
     )
-    # As in the paper, the first dimension is not scored. The image's shape is of no consequence: positions are 1-D.
+    # As in the paper, the first dimension is not scored. The image's shape has no effect: positions are 1-D.
     return PixelModel(backbone, (length, 1, 1), head=MixtureOfLogisticsHead, score_first=False).to(device)
 
 
 def random_levels(rows: int, length: int, device: torch.device) -> torch.Tensor:
-    """Return (rows, length) levels; what an image shows does not change what it costs."""
+    """Return random levels, (rows, length). The cost does not depend on them."""
     return torch.randint(0, 256, (rows, length), generator=torch.Generator().manual_seed(0)).to(device)

@@ -1,4 +1,4 @@
-"""Tables as Markdown and JSON, each behind what one needs to know to repeat it."""
+"""Tables as Markdown and JSON, each after the settings that are needed to repeat it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from benchmarks.measuring import Spread
 
 Value = str | int | float | Spread | None
-"""What stands in a table. None: it was not measured."""
+"""A value in a table. None: it was not measured."""
 
 Row = dict[str, Value]
 
@@ -31,10 +31,10 @@ class Report:
     """One benchmark's results.
 
     Attributes:
-        name: Of the benchmark and of its files.
-        rows: All with the same columns.
-        notes: What a reader must know to read the table.
-        plot: Draws the picture, where one says more.
+        name: Name of the benchmark and of its files.
+        rows: Rows with the same columns.
+        notes: Explanations below the table.
+        plot: Draws a picture into a figure; None: there is none.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Report:
 
 
 def publish(report: Report, settings: Mapping[str, Any], command: str, output: Path | None) -> None:
-    """Print `report`, and write its files into the folder `output`."""
+    """Print `report`, and write its files to the folder `output` if one is given."""
     header = _header(settings, command)
     text = markdown(report, header)
     print(text, flush=True)
@@ -53,8 +53,8 @@ def publish(report: Report, settings: Mapping[str, Any], command: str, output: P
     output.mkdir(parents=True, exist_ok=True)
     (output / f"{report.name}.md").write_text(text, encoding="utf-8")
     rows = [{column: _plain(value) for column, value in row.items()} for row in report.rows]
-    whole = {"name": report.name, **header, "settings": _words(settings), "rows": rows, "notes": report.notes}
-    (output / f"{report.name}.json").write_text(json.dumps(whole, indent=2, ensure_ascii=False), encoding="utf-8")
+    data = {"name": report.name, **header, "settings": _words(settings), "rows": rows, "notes": report.notes}
+    (output / f"{report.name}.json").write_text(json.dumps(data, indent=2, ensure_ascii=False), encoding="utf-8")
     if report.plot is not None:
         _picture(report.plot, output / f"{report.name}.png")
 
@@ -70,7 +70,7 @@ def markdown(report: Report, header: Mapping[str, str]) -> str:
 
 
 def cell(value: Value) -> str:
-    """Return what a table shows: of a spread its median, and its ends in brackets."""
+    """Return a value as text; a spread as its median, with minimum and maximum in brackets."""
     if value is None:
         return "not measured"
     if isinstance(value, Spread):
@@ -84,10 +84,10 @@ def plot_spreads(
     """Draw median, minimum and maximum against the number of features, a panel for each title.
 
     Args:
-        figure: What is drawn into.
-        panels: By title, then (features, directions), then the number of features.
-        label: Of the vertical axis.
-        options: Of `Figure.subplots`.
+        figure: The figure.
+        panels: Spreads by title, then (features, directions), then the number of features.
+        label: Label of the vertical axis.
+        options: Options of `Figure.subplots`.
     """
     figure.set_size_inches(5 * len(panels), 4.5)
     row = list(figure.subplots(1, len(panels), squeeze=False, **options)[0])
@@ -147,7 +147,7 @@ def _cpu() -> str:
 
 
 def _picture(draw: Callable[[Any], None], path: Path) -> None:
-    from matplotlib.figure import Figure  # of the extra "bench": nothing else needs it
+    from matplotlib.figure import Figure  # of the extra "bench"
 
     figure = Figure(layout="constrained")
     draw(figure)

@@ -1,4 +1,4 @@
-"""How time, memory and state of one attention layer grow with the length: the slopes behind every O(·)."""
+"""Growth of time, memory and state of one attention layer with the length: the measured exponents of O(·)."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from lit_effattn.sequence import SequenceModule, State
 NOTES = [
     "Forward and backward of one causal layer, its projections included, float32, one sequence.",
     "slope: d log(time, memory or state) / d log(N), fitted by least squares to the medians of all lengths; 0 is "
-    "constant, 1 linear, 2 quadratic. The projections are linear, and weigh in at small N.",
-    "Peak memory: tensors alive at once in forward and backward (CUDA: of the allocator), gradients included, above "
-    "the parameters and the input. state: bytes of what the layer hands on after the longest N measured.",
+    "constant, 1 linear, 2 quadratic. The projections are linear, and dominate at small N.",
+    "Peak memory: tensors alive at once in forward and backward (CUDA: the allocator's), gradients included, in "
+    "addition to the parameters and the input. state: bytes of the layer's state after the longest N measured.",
 ]
 
 
 class Kind(NamedTuple):
-    """What is measured.
+    """A kind of layer.
 
     Attributes:
-        make: Makes it from width, heads and the length that it will see.
-        segments: Whether it is fed the sequence in segments, as it is made for, its state handed on; else whole.
-        quadratic: Whether time is O(N²).
+        make: Makes the layer from width, heads and length.
+        segments: Whether it reads the sequence in segments and carries its state, or else as a whole.
+        quadratic: Whether its time is O(N²).
     """
 
     make: Callable[[int, int, int], SequenceModule]
@@ -71,7 +71,7 @@ KINDS: dict[str, Kind] = {
 
 
 class Growth(NamedTuple):
-    """One kind's figures by length."""
+    """The figures of one kind by length."""
 
     seconds: dict[int, Spread]
     peak: dict[int, int]
@@ -82,35 +82,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, 2, lengths=([2**i for i in range(9, 17)], "N"))
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="default: all")
     add_options(parser, d_model=128, n_heads=4, segment_len=(512, "of kinds that get segments"), repeats=(3, "rounds"))
-    about = "seconds; where a pass took more, longer lengths are left out"
+    about = "seconds; longer lengths are left out if a pass takes more"
     add_options(parser, most=(8192, "longest for O(N²) kinds"), limit=(4, about))
 
 
 def run(args: argparse.Namespace) -> Report:
     lengths = sorted(args.lengths)
-    found = {name: Growth({}, {}, {}) for name in args.kinds}
+    growths = {name: Growth({}, {}, {}) for name in args.kinds}
     for n in lengths:
         layers = {
             name: _Layer(KINDS[name], n, (args.d_model, args.n_heads), args.segment_len, args.device)
             for name in args.kinds
-            if _fits(KINDS[name], found[name], n, args)
+            if _is_measured(KINDS[name], growths[name], n, args)
         }
         for name, layer in layers.items():
-            found[name].peak[n], found[name].state[n] = layer.peak_and_state()
+            growths[name].peak[n], growths[name].state[n] = layer.peak_and_state()
         for name, seconds in timed(f"length {n}", layers, args).items():
-            found[name].seconds[n] = seconds
-    rows = [_row(name, lengths, found) for name in args.kinds]
-    return Report("scaling", rows, [*NOTES, *_notes(args)], partial(_plot, found))
+            growths[name].seconds[n] = seconds
+    rows = [_row(name, lengths, growths) for name in args.kinds]
+    return Report("scaling", rows, [*NOTES, *_notes(args)], partial(_plot, growths))
 
 
-def _fits(kind: Kind, growth: Growth, n: int, args: argparse.Namespace) -> bool:
-    """Whether `n` is to be measured, after what was at shorter lengths."""
+def _is_measured(kind: Kind, growth: Growth, n: int, args: argparse.Namespace) -> bool:
+    """Return whether length `n` is measured, given the times of shorter lengths."""
     slowest = max((s.median for s in growth.seconds.values()), default=0.0)
     return slowest <= args.limit and not (kind.quadratic and n > args.most)
 
 
 class _Layer:
-    """A layer and its input; a call is a training pass over it: one step, or one a segment, without an optimizer."""
+    """A layer and its input. A call is a training pass without an optimiser: one step, or one for each segment."""
 
     def __init__(self, kind: Kind, n: int, size: tuple[int, int], segment_len: int, device: torch.device) -> None:
         torch.manual_seed(0)
@@ -130,16 +130,16 @@ class _Layer:
         self.state = sequence.detach(state)
 
     def peak_and_state(self) -> tuple[int, int]:
-        """Return the bytes alive at the peak of a call, and those of the state after it."""
-        self()  # what is allocated once
-        held, self.state = sequence.nbytes(self.state), None
+        """Return the peak bytes of a call, and the bytes of the state after it."""
+        self()  # one-time allocations
+        state_bytes, self.state = sequence.nbytes(self.state), None
         self.module.zero_grad()
-        return peak_bytes(self, self.x.device), held
+        return peak_bytes(self, self.x.device), state_bytes
 
 
-def _row(name: str, lengths: Sequence[int], found: dict[str, Growth]) -> Row:
-    seconds, peak, state = found[name]
-    softmax = found["softmax"].seconds if "softmax" in found else {}
+def _row(name: str, lengths: Sequence[int], growths: dict[str, Growth]) -> Row:
+    seconds, peak, state = growths[name]
+    softmax = growths["softmax"].seconds if "softmax" in growths else {}
     common = max(seconds.keys() & softmax.keys(), default=None)
     longest = max(seconds, default=None)
     return {
@@ -168,32 +168,32 @@ def _slope(values: dict[int, float] | dict[int, int]) -> float | None:
 
 
 def _notes(args: argparse.Namespace) -> list[str]:
-    """Return what depends on the settings."""
-    fed = [name for name in args.kinds if KINDS[name].segments]
+    """Return the notes that depend on the settings."""
+    segmented = [name for name in args.kinds if KINDS[name].segments]
     quadratic = [name for name in args.kinds if KINDS[name].quadratic]
     notes = [
         "sparse: strided, merged, stride √N. lsh: 1 round, chunks of 64, a bucket for every chunk. transformer_xl, "
         f"compressive, infinite: memories of {WINDOW}. lstm: one layer.",
-        f"Not measured: {' and '.join(quadratic) or 'O(N²) kinds'} beyond N {args.most}, and what is longer than a "
-        f"length at which a pass took more than {args.limit} s.",
+        f"Not measured: {' and '.join(quadratic) or 'O(N²) kinds'} beyond N {args.most}, and lengths beyond one whose "
+        f"pass took more than {args.limit} s.",
     ]
-    if fed:
+    if segmented:
         notes.append(
-            f"{'; '.join(fed)}: in segments of {args.segment_len}, forward and backward for each, the state handed on "
-            "without gradients: truncated back-propagation, as they are trained. Others: the whole sequence at once."
+            f"{'; '.join(segmented)}: in segments of {args.segment_len}, forward and backward for each, with the state "
+            "carried without gradients: truncated back-propagation, as in training. Others: the whole sequence at once."
         )
     return notes
 
 
-def _plot(found: dict[str, Growth], figure: Any) -> None:
-    time, memory, held = figure.subplots(1, 3)
+def _plot(growths: dict[str, Growth], figure: Any) -> None:
+    time, memory, states = figure.subplots(1, 3)
     figure.set_size_inches(15, 4)
-    for i, (name, (seconds, peak, state)) in enumerate(found.items()):
+    for i, (name, (seconds, peak, state)) in enumerate(growths.items()):
         line = "o-" if i < 10 else "s--"  # there are ten colours
         time.loglog(list(seconds), [1e6 * s.median / n for n, s in seconds.items()], line, label=name)
         memory.loglog(list(peak), [b / n for n, b in peak.items()], line, label=name)
-        held.loglog(list(state), list(state.values()), line, label=name)
+        states.loglog(list(state), list(state.values()), line, label=name)
     time.set(xlabel="N", ylabel="µs a token, forward and backward")
     memory.set(xlabel="N", ylabel="bytes a token at the peak")
-    held.set(xlabel="N", ylabel="bytes of the state")
-    held.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+    states.set(xlabel="N", ylabel="bytes of the state")
+    states.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))

@@ -1,7 +1,7 @@
-"""Training steps: linear against softmax attention, or `fit` with given configurations against a bare loop.
+"""Training steps: linear and softmax attention, or `fit` with given configurations compared with a bare loop.
 
 Without configurations it times new models on random levels, at any length. With configurations it times the steps of a
-running Trainer, which contain the loader, callbacks and loggers, and the effect of precision and of compilation.
+running Trainer, including the loader, callbacks and loggers, with several precisions and with compilation.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from lit_effattn.callbacks import MemoryCarry
 from lit_effattn.cli import command
 
 FLAGS = {"configs/digits_linear.yaml": "--data.batch_size 96", "configs/stdlib_xl.yaml": "--data.batch_size 48"}
-"""Batches of these configurations that take 200 ms or more on 2 cores."""
+"""Flags of these configurations, for steps of 200 ms or more on 2 cores."""
 
 SAVE = "--checkpoint.every_n_train_steps 1"
 VARIANTS = {
@@ -55,28 +55,28 @@ VARIANTS = {
     "saving": SAVE,
     "saving, asynchronous": f"{SAVE} --checkpoint.asynchronous true",
 }
-"""The flags of each run of `fit`; the first is plain and in float32."""
+"""The flags of each run of `fit`; the first run is plain, in float32."""
 
 BARE = "bare loop"
 WARM = 4
 """Steps before the timed ones."""
 
 MODEL_NOTES = [
-    "A step is forward, backward and RAdam in float32, after one to warm up.",
-    "Peak memory: tensors alive at once in forward and backward, gradients included, above parameters and the "
+    "A step is forward, backward and RAdam in float32, after one warm-up step.",
+    "Peak memory: tensors alive at once in forward and backward, gradients included, in addition to parameters and the "
     "optimiser's state. On CUDA the allocator's; on a CPU the storages that operators return, without scratch memory "
-    "inside an operator. Measured once, outside the timed steps.",
+    "inside operators. Measured once, outside the timed steps.",
 ]
 FIT_NOTES = [
-    "bare loop: forward, backward, clipping and optimiser of the same model in float32 on the same batch, which is in "
-    "memory; nothing else. It and `fit` take turns step by step, in one process, so that a change of the machine's "
-    "speed is the same for both. All others: `lit-effattn fit --config …` with the flags and the row's, in this "
-    "process, with the progress bar of a terminal, both loggers, checkpoints and the data's own loader, without "
-    "validation. saving: a checkpoint after each step.",
-    f"ms/step: the mean of a round's steps, after {WARM} to warm up. first step: of a fit before the rounds, which "
-    "starts the loader, and compiles; torch keeps on the disk what an earlier run has compiled.",
-    "Peak memory: above what the process held when the step began, over one step after the timed ones. On CUDA the "
-    "allocator's, else resident memory, since compiled code calls no operators.",
+    "bare loop: only forward, backward, clipping and optimiser of the same model in float32 on the same batch, which "
+    "is in memory. It and `fit` take turns step by step, in one process, so that a change of the machine's speed "
+    "affects both. All others: `lit-effattn fit --config …` with the flags and those of the row, in this process, with "
+    "the progress bar of a terminal, both loggers, checkpoints and the data's own loader, without validation. saving: "
+    "a checkpoint after each step.",
+    f"ms/step: the mean of a round's steps, after {WARM} warm-up steps. first step: of a fit before the rounds, which "
+    "starts the loader, and compiles; torch caches compiled code on disk.",
+    "Peak memory: in addition to that of the process when the step began, over one step after the timed ones. On CUDA "
+    "the allocator's, else resident memory, since compiled code calls no operators.",
 ]
 
 
@@ -87,9 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, tokens=(3072, "about as many a step of the new models, in whole images"))
     parser.add_argument("--small", action="store_true", help=f"new models of {SMALL} instead of the paper's sizes")
     parser.add_argument("--flags", help=f"of every `fit`; default: {FLAGS}")
-    parser.add_argument(
-        "--only", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="runs of `fit`; default: all"
-    )
+    about = "runs of `fit`; default: all"
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS), help=about)
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -99,7 +98,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def _step(model: PixelModel, optimizer: torch.optim.Optimizer, batch: Tensor, *, update: bool = True) -> None:
-    """Do what `training_step` does, but for its logging, which needs a Trainer."""
+    """Perform a training step without logging, which needs a Trainer."""
     model.nll(batch).mean().backward()
     if update:
         optimizer.step()
@@ -135,30 +134,30 @@ def _models(length: int, args: argparse.Namespace) -> list[Row]:
 
 
 class Probe(NamedTuple):
-    """What some steps took."""
+    """Measurements of some steps."""
 
     first: float  # seconds of the first step
-    step: float  # seconds of each of the timed ones, the mean
-    tokens: int  # in each
-    grown: int | None  # bytes
+    step: float  # mean seconds of the timed steps
+    tokens: int  # in a step
+    peak: int | None  # bytes of a step, in addition to those before it
 
 
 class _Steps:
-    """Seconds of each step, tokens in one, and bytes that the last takes."""
+    """Seconds of each step, tokens in one, and bytes of the last."""
 
     def begin(self, device: torch.device) -> None:
         """Begin a run."""
-        self.device, self.seconds, self.grown = device, list[float](), cast("int | None", None)
+        self.device, self.seconds, self.peak = device, list[float](), cast("int | None", None)
 
     def add(self, seconds: float, batch: Any, before: int | None) -> None:
-        """Add a step on `batch`, `before` which so much memory was held if it was watched."""
+        """Add a step on `batch`; `before`: the bytes before it, if its memory is measured."""
         self.seconds.append(seconds)
         self.tokens = _tokens(batch)
-        self.grown = None if before is None else resident_peak(self.device) - before
+        self.peak = None if before is None else resident_peak(self.device) - before
 
     def probe(self) -> Probe:
-        """Return what was measured."""
-        return Probe(self.seconds[0], statistics.fmean(self.seconds[WARM:-1]), self.tokens, self.grown)
+        """Return the measurements."""
+        return Probe(self.seconds[0], statistics.fmean(self.seconds[WARM:-1]), self.tokens, self.peak)
 
 
 def _fits(args: argparse.Namespace) -> list[Row]:
@@ -183,13 +182,13 @@ def _fits(args: argparse.Namespace) -> list[Row]:
 
         measures = {", ".join(key): partial(probes, key) for key in fits}
         rounds = interleaved("steps", measures, args.repeats)
-    found = {key: [p[key] for p in of] for of in rounds.values() for key in of[0]}
-    seconds = {key: Spread(tuple(p.step for p in of)) for key, of in found.items()}
-    grown = {key: _spread([p.grown for p in of]) for key, of in found.items()}
+    probes_of = {key: [p[key] for p in samples] for samples in rounds.values() for key in samples[0]}
+    seconds = {key: Spread(tuple(p.step for p in samples)) for key, samples in probes_of.items()}
+    memory = {key: _spread([p.peak for p in samples]) for key, samples in probes_of.items()}
     rows: list[Row] = []
-    for (config, name), of in found.items():
-        own, peak, plain = seconds[config, name], grown[config, name], grown[config, "fit"]
-        # On the CPU, a step that reuses memory which is resident already takes 0 bytes, and has no ratio.
+    for (config, name), samples in probes_of.items():
+        own, peak, plain = seconds[config, name], memory[config, name], memory[config, "fit"]
+        # On the CPU, a step that only reuses resident memory takes 0 bytes, and has no ratio.
         comparable = peak is not None and plain is not None and all(plain.samples)
         rows.append(
             {
@@ -197,7 +196,7 @@ def _fits(args: argparse.Namespace) -> list[Row]:
                 "what": name,
                 "first step, s": firsts.get((config, name)),
                 "ms/step": own.map(lambda s: 1000 * s),
-                "tokens/s": Spread(tuple(p.tokens / p.step for p in of)),
+                "tokens/s": Spread(tuple(p.tokens / p.step for p in samples)),
                 "tokens/s ÷ bare loop's": seconds[config, BARE] / own,
                 "the mean ± its standard error": _mean(seconds[config, BARE] / own),
                 "tokens/s ÷ fit's": seconds[config, "fit"] / own,
@@ -222,17 +221,17 @@ def _spread(figures: Sequence[float | None]) -> Spread | None:
 
 
 class Clock(_Steps, pl.Callback):
-    """Takes the time of a run's steps, and the memory of its last.
+    """Measures the time of a run's steps, and the memory of the last one.
 
     Args:
-        steps: How many are timed.
+        steps: Number of steps that are timed.
     """
 
     last: Clock
-    """The newest: the command makes it, and returns none."""
+    """The newest clock, since the command makes it and does not return it."""
 
     beside: Bare | None = None
-    """What takes a step after every one of the run's; see `fit`."""
+    """Takes a step after each step of the run; see `fit`."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -242,12 +241,12 @@ class Clock(_Steps, pl.Callback):
         """Begin.
 
         Raises:
-            ValueError: The run would go on to a second epoch.
+            ValueError: If an epoch has too few batches.
         """
         if trainer.num_training_batches <= WARM + self.steps:
             raise ValueError(
-                f"an epoch has {trainer.num_training_batches} batches, and a round takes {WARM} + {self.steps} + 1; "
-                "fewer --steps, or smaller batches by --flags '--data.batch_size …'"
+                f"an epoch has {trainer.num_training_batches} batches, but a round needs {WARM} + {self.steps} + 1; "
+                "use fewer --steps, or smaller batches by --flags '--data.batch_size …'"
             )
         self.trainer, self.model = trainer, pl_module
         self.begin(pl_module.device)
@@ -256,25 +255,25 @@ class Clock(_Steps, pl.Callback):
         self._started = now(self.device)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Watch the memory of the step after the timed ones."""
-        self._before = _held(self.device) if len(self.seconds) == WARM + self.steps else None
+        """Start to measure the memory of the step after the timed ones."""
+        self._before = _memory_before(self.device) if len(self.seconds) == WARM + self.steps else None
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Take the time: from one of these to the next all that a step needs has happened once."""
+        """Note the time since the previous call, in which everything that a step needs has run once."""
         self.add(now(self.device) - self._started, batch, self._before)
         if self.beside is not None:
-            self.beside.step(batch, watched=self._before is not None)
+            self.beside.step(batch, measure_memory=self._before is not None)
         self._started = now(self.device)
 
 
 def fit(
     config: str, flags: list[str], steps: int, device: torch.device, root: str, beside: Bare | None = None
 ) -> Clock:
-    """Run `lit-effattn fit` as a user does, and return its clock; `beside` takes turns with it, step by step."""
+    """Run `lit-effattn fit` as a user does, and return its clock. `beside` takes turns with it, step by step."""
     accelerator = ["gpu", f"[{device.index or 0}]"] if device.type == "cuda" else ["cpu", "1"]
     Clock.beside, environ = beside, mock.patch.dict(os.environ, {"FORCE_COLOR": "1"})
     try:
-        # The progress bar is drawn as on a terminal, and dropped, since tables are printed.
+        # The progress bar is drawn as on a terminal, but not shown.
         with environ, Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
             command.run(
                 [
@@ -291,10 +290,10 @@ def fit(
 
 
 class Bare(_Steps):
-    """Trains the model of a run by a bare loop, beside another run of it.
+    """Trains the model of an earlier run in a bare loop, in turn with another run of it.
 
     Args:
-        clock: Of the run whose model it takes over.
+        clock: The clock of the earlier run.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -304,7 +303,7 @@ class Bare(_Steps):
         self.carries = any(isinstance(callback, MemoryCarry) for callback in clock.trainer.callbacks)  # type: ignore[attr-defined]
 
     def start(self, model: pl.LightningModule) -> None:
-        """Begin where `model` does."""
+        """Begin with the weights of `model`."""
         self.model.load_state_dict(model.state_dict())
         self.model.train()
         configured: Any = self.model.configure_optimizers()
@@ -313,9 +312,9 @@ class Bare(_Steps):
         self.memory: Any = None
         self.begin(self.device)
 
-    def step(self, batch: Any, watched: bool) -> None:
-        """Train on `batch`; if `watched`, measure how much memory that takes."""
-        before = _held(self.device) if watched else None
+    def step(self, batch: Any, measure_memory: bool) -> None:
+        """Train on `batch`."""
+        before = _memory_before(self.device) if measure_memory else None
         start = now(self.device)
         if self.carries and self.memory is None:
             self.memory = self.model.backbone.initial_state(len(batch[0]), device=self.device)
@@ -329,14 +328,14 @@ class Bare(_Steps):
 
 
 def _tokens(batch: Any) -> int:
-    """Return how many tokens a batch has: pixels' levels, or the inputs or features of a tuple."""
+    """Return the number of tokens in a batch: levels of pixels, or the inputs or features of a tuple."""
     if isinstance(batch, torch.Tensor):
         return batch.numel()
     return int(batch.lengths.sum()) if batch.lengths is not None else batch[0].numel()
 
 
-def _held(device: torch.device) -> int | None:
-    """Return the bytes held after the C library returned free ones, and reset their peak."""
+def _memory_before(device: torch.device) -> int | None:
+    """Return free memory to the system, reset the peak, and return the bytes in use."""
     with suppress(OSError, AttributeError):  # other systems' libraries have no such function
         ctypes.CDLL(None).malloc_trim(0)
     return reset_peak(device)

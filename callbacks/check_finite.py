@@ -1,9 +1,8 @@
-"""Stopping, or skipping, when the loss or a gradient is infinite or NaN."""
+"""Stopping training, or skipping steps, if the loss or a gradient is infinite or NaN."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,8 +13,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lit_effattn.callbacks.lightning_internals import logs_this_step
-from lit_effattn.callbacks.resume_point import within_accumulation
+from lit_effattn.callbacks.lightning_internals import is_accumulating, logs_this_step
+from lit_effattn.checks import at_least
 
 PATIENCE_WITH_SCALER = 20
 """Steps in a row that float16's loss scaler may skip. Each halves the scale, which starts at 2^16."""
@@ -30,29 +29,30 @@ class NotFiniteError(FloatingPointError):
 class CheckFinite(pl.Callback):
     """Stops training if the loss or a gradient is infinite or NaN, before a checkpoint is overwritten.
 
-    Every step is checked on its device. The result is read, by all processes together, at the steps that
-    `log_every_n_steps` divides and before every checkpoint, so that the other steps don't wait for the device. A
-    checkpoint with a parameter that is not finite is never written; `last.ckpt` is then from before, and can be
-    resumed. Buffers may hold infinities.
+    Every step is checked on its device. All processes read the result together, at the steps that `log_every_n_steps`
+    divides and before every checkpoint, so that the other steps don't wait for the device. A checkpoint with a
+    parameter that is not finite is never written: `last.ckpt` is then of an earlier step, and can be resumed. Buffers
+    may be infinite.
 
     With float16 the loss scaler skips such steps itself; training stops after 20 in a row.
 
     Args:
-        skip: How many such steps in a row to skip instead. A skipped step does not change weights and optimiser, and a
-            carried memory starts anew; the learning rate's schedule goes on. Every step then waits for its device.
+        skip: Maximum number of such steps in a row that are skipped instead. A skipped step does not change weights and
+            optimiser, and empties a carried memory; the learning rate's schedule continues. Every step then waits for
+            its device.
 
     Raises:
+        ValueError: If `skip` is negative.
         NotFiniteError: In training. It names the step, the batch and the learning rate.
     """
 
     def __init__(self, skip: int = 0) -> None:
-        if skip < 0:
-            raise ValueError(f"skip={skip} is negative; give how many steps in a row may be skipped, 0 for none")
+        at_least(0, skip=skip)
         self.skip = skip
         self.skipped = 0
         self._in_a_row = torch.zeros((), dtype=torch.int64)
         self._where = "before the first step"
-        self._steps: deque[tuple[int, str]] = deque(maxlen=10_000)  # since the last check, each with what to say of it
+        self._steps: deque[tuple[int, str]] = deque(maxlen=10_000)  # since the last check, with their descriptions
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start counting."""
@@ -62,14 +62,14 @@ class CheckFinite(pl.Callback):
         self._steps.clear()
         self._finite = torch.ones((), dtype=torch.bool, device=pl_module.device)  # in the current optimiser step
         self._in_a_row = self._in_a_row.to(pl_module.device)
-        self._failed = torch.full_like(self._in_a_row, _NEVER)  # the first step that was one too many
+        self._failed = torch.full_like(self._in_a_row, _NEVER)  # the first step beyond the patience
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Check the loss."""
         self._finite &= loss.detach().isfinite().all()
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        """Check the gradients; skip the step if it is to be skipped."""
+        """Check the gradients. Skip the step if they are not finite and `skip` allows it."""
         rates = ", ".join(f"{group['lr']:.3g}" for group in optimizer.param_groups)
         batch = trainer.fit_loop.epoch_loop.batch_idx
         self._where = f"step {trainer.global_step + 1} (epoch {trainer.current_epoch}, batch {batch}, lr {rates})"
@@ -78,21 +78,21 @@ class CheckFinite(pl.Callback):
         if not self.skip or self._scaled:
             return
         if trainer.world_size > 1:
-            everywhere = self._finite.int()
-            dist.all_reduce(everywhere, dist.ReduceOp.MIN)
-            self._finite = everywhere.bool()
+            on_all = self._finite.int()
+            dist.all_reduce(on_all, dist.ReduceOp.MIN)
+            self._finite = on_all.bool()
         if self._finite:
             return
         self.skipped += 1
         rank_zero_warn(f"the loss or a gradient is infinite or NaN: {self._where} is skipped")
         for parameter in parameters:
-            parameter.grad = None  # optimisers leave a parameter without a gradient as it is
+            parameter.grad = None  # optimisers do not change a parameter without a gradient
         if hasattr(pl_module, "memory"):
             pl_module.memory = None  # type: ignore[assignment]
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Count the steps that were not finite; at the logging interval, stop."""
-        if within_accumulation(trainer):
+        if is_accumulating(trainer):
             return
         step = trainer.global_step
         self._in_a_row = torch.where(self._finite, 0, self._in_a_row + 1)
@@ -103,11 +103,11 @@ class CheckFinite(pl.Callback):
             self._stop(self._failed, trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop here too: the run may end."""
+        """Stop here too, since the run may end."""
         self._stop(self._failed, trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Say how many steps were skipped."""
+        """Log how many steps were skipped."""
         if self.skipped:
             rank_zero_info(f"{self.skipped} steps were skipped, since the loss or a gradient was infinite or NaN")
 
@@ -116,24 +116,24 @@ class CheckFinite(pl.Callback):
         return {"skipped": self.skipped, "in_a_row": int(self._in_a_row)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting.
+        """Restore the counts.
 
         Raises:
-            ValueError: the counts are no integers.
+            ValueError: If a count is not an integer.
         """
-        counts = state_dict.get("skipped"), state_dict.get("in_a_row", 0)
-        if not all(isinstance(count, int) for count in counts):
+        skipped, in_a_row = counts = state_dict.get("skipped"), state_dict.get("in_a_row", 0)
+        if not isinstance(skipped, int) or not isinstance(in_a_row, int):
             raise ValueError(f"CheckFinite: the checkpoint's counts are {counts}, not integers")
-        self.skipped, self._in_a_row = state_dict["skipped"], torch.tensor(counts[1])
+        self.skipped, self._in_a_row = skipped, torch.tensor(in_a_row)
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
-        """Refuse to save weights that are not finite."""
+        """Stop before weights that are not finite are saved."""
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             finite = _all_finite([p for p in pl_module.parameters() if p.is_floating_point()], self._failed.device)
             self._stop(torch.where(finite, self._failed, self._failed.clamp(max=trainer.global_step)), trainer)
 
     def _stop(self, failed: Tensor, trainer: pl.Trainer) -> None:
-        """Stop if a step failed, on any process."""
+        """Stop if a step failed on any process."""
         if trainer.world_size > 1:
             failed = failed.clone()
             dist.all_reduce(failed, dist.ReduceOp.MIN)
@@ -150,15 +150,15 @@ class CheckFinite(pl.Callback):
 
 
 def _all_finite(tensors: list[Any], device: torch.device) -> Tensor:
-    """Return whether all values are finite, (), on `device`, without waiting for it; of DTensors, this process's."""
+    """Return whether all values are finite, (), on `device`, without waiting for it; of DTensors, the local values."""
     tensors = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
     tensors = [t for t in tensors if t.numel()]
     if not tensors:
         return torch.ones((), dtype=torch.bool, device=device)
-    found: Sequence[Tensor]
+    values: Any
     if tensors[0].is_cuda:
-        found = torch._foreach_norm(tensors, float("inf"))  # a few kernels for all
-    else:  # ten times as fast there; not squares, which overflow early
-        found = [t.detach().sum(dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors]
-    widest = torch.float64 if any(value.dtype == torch.float64 for value in found) else torch.float32
-    return torch.stack([value.detach().to(device, widest) for value in found]).isfinite().all()
+        values = torch._foreach_norm(tensors, float("inf"))  # a few kernels for all
+    else:  # sums are ten times as fast on a CPU; sums of squares would overflow earlier
+        values = [t.detach().sum(dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors]
+    widest = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
+    return torch.stack([value.detach().to(device, widest) for value in values]).isfinite().all()

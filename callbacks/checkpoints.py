@@ -1,4 +1,4 @@
-"""The checkpoints of a run: the last, for resuming, some before it, for averaging, and the best."""
+"""The checkpoints of a run: the last for resuming, some earlier ones for averaging, and the best."""
 
 from __future__ import annotations
 
@@ -14,9 +14,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lit_effattn.callbacks import resume_point
-from lit_effattn.callbacks.lightning_internals import epoch_is_whole, logged_step, logs_this_step, metrics_to_log
+from lit_effattn.callbacks.lightning_internals import (
+    epoch_is_whole,
+    is_accumulating,
+    logged_step,
+    logs_this_step,
+    metrics_to_log,
+)
 from lit_effattn.checkpoints.files import remove, remove_parts
 from lit_effattn.checkpoints.runs import LAST, PREVIOUS, kept_checkpoints, kept_name
+from lit_effattn.checks import at_least
 from lit_effattn.distributed.sharding import ShardedStrategy
 
 LOGGED_KEY = "logged"
@@ -29,28 +36,28 @@ class LastCheckpoint(Checkpoint):
     """Saves `last.ckpt`, from which training resumes as if it had not been interrupted.
 
     It is saved at the end of every epoch, after its validation, when a signal stops the run, and, if
-    `every_n_train_steps` is given, between epochs: always between two optimiser steps. If something else stops the run
-    while gradients are accumulated, say `max_time`, the run goes on to the end of that optimiser step. A crash keeps
-    the previous checkpoint, since the current state may be the cause of the crash.
+    `every_n_train_steps` is given, within epochs: always between two optimiser steps. If something else, such as
+    `max_time`, stops the run while gradients are accumulated, the run continues to the end of that optimiser step. A
+    crash keeps the previous checkpoint, since the current state may be the cause of the crash.
 
     With `keep` it also saves `step_00001000.ckpt` and so on, and deletes all but the last `keep` of them. These are
-    saved at fixed steps, or at the ends of whole epochs, never because a run is stopped. A resumed run thus ends with
-    the same ones as an uninterrupted run. Each is written before the `last.ckpt` of its step.
+    saved at fixed steps, or at the ends of whole epochs, never because a run is stopped: a resumed run ends with the
+    same ones as an uninterrupted run. Each is written before the `last.ckpt` of its step.
 
     Args:
-        every_n_train_steps: Also save after every so many optimiser steps, which bounds the loss if the run is killed.
-        keep: How many checkpoints to keep for averaging (`--average`). Each is as large as `last.ckpt`.
-        keep_every_n_train_steps: Steps from one that is kept to the next. Default: one an epoch.
-        save_top_k: How many of the best checkpoints to keep by the task's metric. 1 keeps `best.ckpt` alone, more keep
-            `top_00001000.ckpt` and so on as well, named by their steps, of which `best.ckpt` is a copy of the best.
-        asynchronous: Whether training goes on while a checkpoint is written, from a copy of it in the CPU's memory; two
-            copies if `best.ckpt` is saved at the same step. A run that ends or is stopped waits for the file. A run
-            that is killed resumes from the last checkpoint that was whole. Needs the plugin `AtomicCheckpointIO`,
-            which runs of the command have.
+        every_n_train_steps: Also save every so many optimiser steps, which limits what is lost if the run is killed.
+        keep: Number of checkpoints to keep for averaging (`--average`). Each is as large as `last.ckpt`.
+        keep_every_n_train_steps: Steps between two that are kept. Default: one an epoch.
+        save_top_k: Number of the best checkpoints to keep, by the task's metric. 1: `best.ckpt` alone. More:
+            `top_00001000.ckpt` and so on as well, named by their steps; `best.ckpt` is a copy of the best one.
+        asynchronous: Whether training continues while a checkpoint is written, from a copy of it in the CPU's memory;
+            two copies if `best.ckpt` is saved at the same step. A run that ends or is stopped waits for the file. A run
+            that is killed resumes from the last complete checkpoint. Needs the plugin `AtomicCheckpointIO`, which runs
+            of the command have.
 
     Raises:
-        ValueError: a number is out of its range, or steps are given with `keep=0`; or, when a run starts,
-            `asynchronous` is not supported by how the run saves checkpoints.
+        ValueError: If a number is out of its range, or `keep_every_n_train_steps` is given with `keep=0`; when a run
+            starts, if the way it saves checkpoints does not support `asynchronous`.
     """
 
     def __init__(
@@ -62,18 +69,11 @@ class LastCheckpoint(Checkpoint):
         asynchronous: bool = False,
     ) -> None:
         super().__init__()
-        for name, every in (
-            ("every_n_train_steps", every_n_train_steps),
-            ("keep_every_n_train_steps", keep_every_n_train_steps),
-        ):
-            if every is not None and every < 1:
-                raise ValueError(f"{name}={every} is not positive; leave it out to save every epoch")
-        if keep < 0:
-            raise ValueError(f"keep={keep} is negative; 0 keeps none, 5 and 20 are usual")
+        at_least(1, every_n_train_steps=every_n_train_steps, keep_every_n_train_steps=keep_every_n_train_steps)
+        at_least(0, keep=keep)
+        at_least(1, save_top_k=save_top_k)
         if keep == 0 and keep_every_n_train_steps is not None:
-            raise ValueError(f"keep_every_n_train_steps={keep_every_n_train_steps} needs keep=5, or how many to keep")
-        if save_top_k < 1:
-            raise ValueError(f"save_top_k={save_top_k} is not positive; 1 keeps the best checkpoint alone")
+            raise ValueError(f"keep_every_n_train_steps={keep_every_n_train_steps} needs keep, such as keep=5")
         self.every_n_train_steps = every_n_train_steps
         self.keep = keep
         self.save_top_k = save_top_k
@@ -89,7 +89,11 @@ class LastCheckpoint(Checkpoint):
         return Path(trainer.default_root_dir) / "checkpoints" / LAST
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Have checkpoints written while training goes on, if asked for."""
+        """Set up asynchronous writing.
+
+        Raises:
+            ValueError: If the way the run saves checkpoints does not support it.
+        """
         if not self.asynchronous or stage != "fit":
             return
         if isinstance(trainer.strategy, ShardedStrategy) and trainer.strategy.saves_parts:
@@ -113,7 +117,7 @@ class LastCheckpoint(Checkpoint):
         self.finish(trainer)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log what was not logged yet when the checkpoint was saved, even if there is nothing left to train."""
+        """Log the metrics that were not logged yet when the checkpoint was saved, even if no step is left to train."""
         if self._to_log is not None:
             for logger in trainer.loggers:
                 logger.log_metrics(*self._to_log)
@@ -126,8 +130,7 @@ class LastCheckpoint(Checkpoint):
         self._stop_after_step = False
         resume_point.restore(trainer)
         metrics, self._metrics = self._metrics, {}
-        known = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
-        trainer.callback_metrics.update(known)
+        trainer.callback_metrics.update({n: torch.tensor(value, dtype=torch.float64) for n, value in metrics.items()})
         if trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False):
             last = self.path(trainer)
             remove_parts(last.parent)
@@ -155,7 +158,7 @@ class LastCheckpoint(Checkpoint):
         self.save(trainer, keep=by_epoch and epoch_is_whole(trainer))
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Add where the run resumes, the latest metrics, and those of this step or epoch, which are logged later."""
+        """Add the resume point, the latest metrics, and those of this step or epoch, which are logged later."""
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return
         logged: dict[str, Any] = {"metrics": convert_tensors_to_scalars(dict(trainer.callback_metrics))}
@@ -170,7 +173,7 @@ class LastCheckpoint(Checkpoint):
         """Read the metrics, and correct the loops' counters of checkpoints that an older lit-effattn has saved.
 
         Raises:
-            ValueError: the metrics are no numbers.
+            ValueError: If a metric is not a number.
         """
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -180,8 +183,8 @@ class LastCheckpoint(Checkpoint):
             resume_point.mark_epoch_end(checkpoint["loops"]["fit_loop"])
 
     def _finish_step(self, trainer: pl.Trainer) -> None:
-        """Put off a stop to the end of the optimiser step: gradients are not in a checkpoint."""
-        if resume_point.within_accumulation(trainer):
+        """Postpone a stop to the end of the optimiser step, since a checkpoint has no gradients."""
+        if is_accumulating(trainer):
             self._stop_after_step |= trainer.should_stop
             trainer.should_stop = False
         elif self._stop_after_step:
@@ -192,7 +195,7 @@ class LastCheckpoint(Checkpoint):
 
         Args:
             trainer: The trainer.
-            keep: Save a checkpoint that stays as well. At steps that `keep_every_n_train_steps` divides it always does.
+            keep: Also save one that is kept for averaging, as at every step that `keep_every_n_train_steps` divides.
         """
         if not trainer.sanity_checking and not getattr(trainer, "fast_dev_run", False):
             for logger in trainer.loggers:
@@ -203,9 +206,9 @@ class LastCheckpoint(Checkpoint):
             self._saved_step = trainer.global_step
 
     def _keep(self, trainer: pl.Trainer) -> None:
-        """Save a checkpoint that stays, and delete those before the last `keep`.
+        """Save a checkpoint for averaging, and delete those before the last `keep`.
 
-        Those of later steps are deleted too: this run was resumed from before them.
+        Those of later steps are deleted too, since this run was resumed from an earlier step.
         """
         path = self.path(trainer).with_name(kept_name(trainer.global_step))
         trainer.save_checkpoint(path)
@@ -217,16 +220,15 @@ class LastCheckpoint(Checkpoint):
                 trainer.strategy.remove_checkpoint(superseded)
 
 
-def _is_due(step: int, every: int | None, before: int) -> bool:
-    return every is not None and step != before and step % every == 0
+def _is_due(step: int, every: int | None, saved_step: int) -> bool:
+    return every is not None and step != saved_step and step % every == 0
 
 
 def _checked(logged: Any) -> tuple[dict[str, float], tuple[dict[str, float], int] | None]:
-    """Return the metrics in a checkpoint, and those to log with their step. All of them are numbers."""
+    """Return the metrics in a checkpoint, and those to log with their step. Check that all of them are numbers."""
     if isinstance(logged, dict) and isinstance(logged.get("step", 0), int):
-        tables = [logged.get(name, {}) for name in ("metrics", "of_step")]
+        metrics, of_step = tables = [logged.get(name, {}) for name in ("metrics", "of_step")]
         if all(isinstance(t, dict) and all(isinstance(v, (int, float)) for v in t.values()) for t in tables):
-            metrics, of_step = tables
             return metrics, (of_step, logged["step"]) if of_step and "step" in logged else None
     raise ValueError(f"the checkpoint's {LOGGED_KEY!r} are not numbers by name: it was not saved by lit-effattn")
 
@@ -234,15 +236,15 @@ def _checked(logged: Any) -> tuple[dict[str, float], tuple[dict[str, float], int
 class BestCheckpoint(ModelCheckpoint):
     """Saves the checkpoint with the best value of a metric after each validation.
 
-    Lightning's `ModelCheckpoint`, for which a metric that is infinite or NaN is never among the best.
+    Lightning's `ModelCheckpoint`, except that an infinite or NaN metric is never among the best.
 
     Args:
         dirpath: The folder.
         filename: The name of the file without ".ckpt"; `{step}` in it is the step.
-        monitor: The metric, of which less is better.
-        save_top_k: How many of the best to keep.
-        key: The name under which checkpoints have the state of this callback. Callbacks of one metric need different
-            ones. Default: that of `ModelCheckpoint`.
+        monitor: The metric; lower is better.
+        save_top_k: Number of the best checkpoints to keep.
+        key: Name of the state of this callback in checkpoints. Callbacks of one metric need different names. Default:
+            that of `ModelCheckpoint`.
     """
 
     def __init__(
@@ -268,6 +270,6 @@ class BestCheckpoint(ModelCheckpoint):
         """Return whether `current` is to be saved."""
         # On all processes together: a metric that is not synchronised may be finite on some.
         if current is not None and not trainer.strategy.reduce_boolean_decision(bool(torch.isfinite(current))):
-            rank_zero_warn(f"{self.monitor} is {float(current)}: it is not taken as the best")
+            rank_zero_warn(f"{self.monitor} is {float(current)}: this checkpoint is not among the best")
             return False
         return super().check_monitor_top_k(trainer, current)

@@ -20,12 +20,12 @@ class ClipEachParameter(pl.Callback):
         max_norm: c.
 
     Raises:
-        ValueError: `max_norm` is not positive.
+        ValueError: If `max_norm` is not positive.
     """
 
     def __init__(self, max_norm: float = 1.0) -> None:
         if not max_norm > 0:
-            raise ValueError(f"max_norm={max_norm} is not positive; leave ClipEachParameter out for no clipping")
+            raise ValueError(f"max_norm={max_norm} must be positive; leave ClipEachParameter out for no clipping")
         self.max_norm = max_norm
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:

@@ -28,7 +28,7 @@ class Compile(pl.Callback):
         backend: Backend of `torch.compile`.
 
     Raises:
-        ValueError: If there is no such backend; in `setup`, if the model can't be compiled, PyTorch is older than 2.14,
+        ValueError: If the backend is unknown; in `setup`, if the model can't be compiled, PyTorch is older than 2.14,
             or inductor lacks a requirement.
 
     Example:

@@ -1,4 +1,4 @@
-"""Log what a run costs: its time and its memory."""
+"""Logging of a run's time and memory."""
 
 from __future__ import annotations
 

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from lit_effattn.checks import at_least
+
 
 class FeatureRedraw(pl.Callback):
     """Calls `redraw(generator)` on every module that has it, every `every_n_steps` optimiser steps of training.
@@ -20,13 +22,14 @@ class FeatureRedraw(pl.Callback):
     Args:
         every_n_steps: Number of optimiser steps (not batches) between two draws.
         seed: Seed of the draws.
+
+    Raises:
+        ValueError: If an argument is out of its range; in `on_fit_start`, if the model has no random features.
     """
 
     def __init__(self, every_n_steps: int = 1000, seed: int = 0) -> None:
-        if every_n_steps < 1:
-            raise ValueError(f"every_n_steps={every_n_steps} is not positive; leave FeatureRedraw out to keep one draw")
-        if seed < 0:
-            raise ValueError(f"seed={seed} is negative; choose a seed of at least 0")
+        at_least(1, every_n_steps=every_n_steps)
+        at_least(0, seed=seed)
         self.every_n_steps = every_n_steps
         self.seed = seed
         self._step = 0  # of the last draw

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_effattn import sequence
 from lit_effattn.distributed.memories import memories_of
+from lit_effattn.nn.evaluating import evaluating
 from lit_effattn.sequence import SequenceModule, State, reads_values
 
 MEMORY_KEY = "memory_carry"
@@ -32,7 +33,7 @@ class MemoryCarry(pl.Callback):
 
     Works with models that have `memory` and `active_backbone` (see `LanguageModel`), on data in contiguous streams: row
     i of a batch continues row i of the previous one. A step reads the model's `memory` and replaces it by the state
-    after the batch; all else is done here.
+    after the batch. This callback does the rest.
 
     Args:
         training: Whether to carry memories in training.
@@ -44,7 +45,7 @@ class MemoryCarry(pl.Callback):
 
     def __init__(self, training: bool = True, evaluation: bool = True) -> None:
         if not training and not evaluation:
-            raise ValueError("training=False and evaluation=False: MemoryCarry then does nothing; leave it out")
+            raise ValueError("training=False and evaluation=False: MemoryCarry has no effect; leave it out")
         self.training = training
         self.evaluation = evaluation
         self._training: State | None = None  # the training's memory, while the model does not train
@@ -54,13 +55,10 @@ class MemoryCarry(pl.Callback):
         if not hasattr(pl_module, "active_backbone"):
             raise ValueError(f"MemoryCarry: {type(pl_module).__name__} carries no memory between batches; leave it out")
         if stage == "fit" and self.training:
-            _refuse_unbounded(pl_module.backbone)  # type: ignore[arg-type]
+            _check_bounded(pl_module.backbone)  # type: ignore[arg-type]
         if self.evaluation:
-            training = [module for module in pl_module.modules() if module.training]  # parts may be frozen
-            pl_module.eval()
-            _refuse_unbounded(pl_module.active_backbone)  # type: ignore[arg-type]
-            for module in training:
-                module.training = True
+            with evaluating(pl_module):
+                _check_bounded(pl_module.active_backbone)  # type: ignore[arg-type]
 
     # ------------------------------------------------------------------------------------------------------- training
 
@@ -79,7 +77,7 @@ class MemoryCarry(pl.Callback):
             pl_module.memory = _for_batch(pl_module.active_backbone, pl_module.memory, batch)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Set the memory aside, for a checkpoint; later calls of the model have other data."""
+        """Move the memory to this callback, for a checkpoint: later calls of the model have other data."""
         if pl_module.memory is not None:
             self._training, pl_module.memory = pl_module.memory, None
 
@@ -104,7 +102,7 @@ class MemoryCarry(pl.Callback):
     on_test_end = on_predict_end = on_validation_end
 
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Leave no memory in the model."""
+        """Remove the memory from the model."""
         if trainer.training:
             self.on_train_end(trainer, pl_module)
         pl_module.memory = None
@@ -118,43 +116,43 @@ class MemoryCarry(pl.Callback):
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Restore this process's memory, unless the number of processes differs: the streams are then different."""
-        everyone = checkpoint.get(MEMORY_KEY)
-        if everyone is None or not self.training or trainer.state.fn != TrainerFn.FITTING:
+        saved = checkpoint.get(MEMORY_KEY)  # one memory for each process
+        if saved is None or not self.training or trainer.state.fn != TrainerFn.FITTING:
             return
         memories = memories_of(trainer)
-        if len(everyone) != memories.streams.number:
+        if len(saved) != memories.streams.number:
             rank_zero_warn(
-                f"the checkpoint has the memories of {len(everyone)} processes, this run has "
+                f"the checkpoint has the memories of {len(saved)} processes, this run has "
                 f"{memories.streams.number}: the streams are divided differently, so the memories start empty"
             )
             return
-        self._training = memories.scatter_memory(everyone, pl_module.backbone.initial_state(1))
+        self._training = memories.scatter_memory(saved, pl_module.backbone.initial_state(1))
 
 
 def _for_batch(module: SequenceModule, memory: State | None, batch: Any) -> State:
     """Return a memory for every row of `batch`, empty in the rows that start a new document."""
-    fresh = batch.fresh
-    rows = len(batch.inputs)
-    if memory is None or fresh is None:
+    starts, rows = batch.fresh, len(batch.inputs)
+    if memory is None or starts is None:
         return module.initial_state(rows, device=batch.inputs.device)
-    had = len(next(sequence.tensors(memory)))
-    if had != rows:
+    memory_rows = len(next(sequence.tensors(memory)))
+    if memory_rows != rows:
         raise ValueError(
-            f"a batch has {rows} rows and the one before had {had}: row i continues the memory of row i, so "
+            f"a batch has {rows} rows, but the previous one had {memory_rows}: row i continues the memory of row i, so "
             "all batches of an epoch need the same number; use data in contiguous streams (TextStream)"
         )
-    if reads_values(fresh) and not fresh.any():  # a reset copies the whole memory, even if no row is fresh
+    if reads_values(starts) and not starts.any():  # a reset copies the whole memory, even if no row starts anew
         return memory
-    return module.reset(memory, fresh)
+    return module.reset(memory, starts)
 
 
-def _refuse_unbounded(module: SequenceModule) -> None:
+def _check_bounded(module: SequenceModule) -> None:
+    """Raise ValueError if the state of `module` grows without bound."""
     option = module.bounded_by
     if option is None:
         return
-    parts = [part for part in module.modules() if isinstance(part, SequenceModule) and part.bounded_by == option]
-    how = f"set its `{option}`, or use" if option else "use"
+    unbounded = [m for m in module.modules() if isinstance(m, SequenceModule) and m.bounded_by == option]
+    remedy = f"set its `{option}`, or use" if option else "use"
     raise ValueError(
-        f"MemoryCarry: the state of {type(parts[-1]).__name__} grows with every segment, without bound; {how} "
+        f"MemoryCarry: the state of {type(unbounded[-1]).__name__} grows with every segment, without bound; {remedy} "
         f"{', '.join(BOUNDED)}"
     )

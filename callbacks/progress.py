@@ -42,9 +42,9 @@ class ProgressBar(RichProgressBar):
 
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
         """Return the metrics shown beside the bar."""
-        shown = super().get_metrics(trainer, pl_module)
-        shown.pop("v_num", None)
-        return shown
+        metrics = super().get_metrics(trainer, pl_module)
+        metrics.pop("v_num", None)
+        return metrics
 
     def _get_train_description(self, current_epoch: int) -> str:
         text = super()._get_train_description(current_epoch)
@@ -62,8 +62,8 @@ class ParameterSummary(ModelSummary):
         summary_data: list[tuple[str, list[str]]],
         total_parameters: int,
         trainable_parameters: int,
-        *args: Any,
-        **options: Any,
+        *_: Any,
+        **__: Any,
     ) -> None:
         """Print the table."""
         columns = {name.strip(): values for name, values in summary_data}
@@ -71,7 +71,9 @@ class ParameterSummary(ModelSummary):
         for row in zip(columns["Name"], columns["Type"], columns["Params"], strict=True):
             if row[2].strip() != "0":
                 table.add_row(*row)
-        frozen = total_parameters - trainable_parameters
-        more = f", {get_human_readable_count(frozen).strip()} of them frozen" if frozen else ""
+        total, frozen = (
+            get_human_readable_count(n).strip() for n in (total_parameters, total_parameters - trainable_parameters)
+        )
+        more = f", {frozen} of them frozen" if frozen != "0" else ""
         get_console().print(table)
-        get_console().print(f"{get_human_readable_count(total_parameters).strip()} parameters{more}")
+        get_console().print(f"{total} parameters{more}")

@@ -19,8 +19,8 @@ class RandomStates(pl.Callback):
     """Saves the random state of every process (Python, NumPy, torch, its GPU), and restores it on resuming.
 
     Dropout thus continues its random sequence, and a resumed run equals an uninterrupted one. A validation does not
-    change the states, so that training does not depend on how often it is validated. With another number of processes,
-    each process starts from its own seed, with a warning.
+    change the states, so training does not depend on the number of validations. With another number of processes, each
+    process starts from its own seed, with a warning.
 
     Args:
         restore: Whether to restore the states; False if the user asked for another seed.
@@ -29,17 +29,17 @@ class RandomStates(pl.Callback):
     def __init__(self, restore: bool = True) -> None:
         self.restore = restore
         self._loaded: dict[str, Any] | None = None
-        self._outside: dict[str, Any] | None = None  # the states before the validation that is running
+        self._before_validation: dict[str, Any] | None = None  # while a validation runs
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Gather the states of all processes. This hook is called on every process, unlike `state_dict`."""
-        mine = self._outside or _capture(pl_module.device)
-        states: list[Any] = [mine]
+        local = self._before_validation or _capture(pl_module.device)
+        states: list[Any] = [local]
         if trainer.world_size > 1:
             states = [None] * trainer.world_size
-            torch.distributed.all_gather_object(states, mine)
+            torch.distributed.all_gather_object(states, local)
         checkpoint[RANDOM_STATES_KEY] = states
 
     def on_load_checkpoint(
@@ -50,7 +50,7 @@ class RandomStates(pl.Callback):
         if not self.restore or states is None:
             return
         if len(states) == trainer.world_size:
-            heads = heads_of(trainer)  # processes that divide heads draw the same numbers
+            heads = heads_of(trainer)  # processes that share the heads of a model draw the same numbers
             self._loaded = states[trainer.global_rank // heads * heads]
         else:
             rank_zero_warn(
@@ -60,7 +60,7 @@ class RandomStates(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Forget a validation that an exception ended."""
-        self._outside = None
+        self._before_validation = None
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Restore the state before the first batch, since setting up loaders and progress bars draws numbers too."""
@@ -69,16 +69,16 @@ class RandomStates(pl.Callback):
             self._loaded = None
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Keep the state; a run that resumes with a validation restores it first."""
+        """Keep the state. A run that resumes with a validation restores it first."""
         if not trainer.sanity_checking:
             self.on_train_batch_start(trainer, pl_module)
-            self._outside = _capture(pl_module.device)
+            self._before_validation = _capture(pl_module.device)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restore the state from before the validation."""
-        if self._outside is not None:
-            _restore(self._outside, pl_module.device)
-            self._outside = None
+        if self._before_validation is not None:
+            _restore(self._before_validation, pl_module.device)
+            self._before_validation = None
 
 
 def _capture(device: torch.device) -> dict[str, Any]:

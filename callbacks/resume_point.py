@@ -1,8 +1,8 @@
-"""Where a run can be resumed exactly, and the counters of Lightning's loops that make it do so.
+"""Points from which a run can be resumed exactly, and the counters of Lightning's loops for them.
 
 Lightning 2.6 resumes exactly from the end of a step that no validation follows, and, without `max_steps`, from the end
-of an epoch. In all other cases it skips what was left to do. `mark` writes the counters of a checkpoint so that it
-resumes like those:
+of an epoch. In all other cases it skips the rest of the epoch or of the validation. `mark` writes the counters of a
+checkpoint so that these cases resume exactly, too:
 
 ==================================  ==============================================================================
 the checkpoint is saved             the resumed run
@@ -32,12 +32,7 @@ from lit_effattn.callbacks.lightning_internals import (
 
 _ZERO = {"ready": 0, "started": 0, "processed": 0, "completed": 0}
 _IN_VALIDATION = {"total": {**_ZERO, "ready": 1, "started": 1}, "current": dict(_ZERO), "is_last_batch": False}
-"""Lightning takes a validation with these counters as interrupted, and runs it from its first batch."""
-
-
-def within_accumulation(trainer: pl.Trainer) -> bool:
-    """Return whether gradients are accumulated that no optimiser step has used yet. A checkpoint has no gradients."""
-    return is_accumulating(trainer)
+"""Lightning treats a validation with these counters as interrupted, and runs it from its first batch."""
 
 
 def within_step(trainer: pl.Trainer) -> bool:
@@ -55,19 +50,19 @@ def within_epoch_end(trainer: pl.Trainer) -> bool:
 def can_resume(trainer: pl.Trainer) -> bool:
     """Return whether a checkpoint that is saved after the current training batch, or in a validation, resumes exactly.
 
-    False within an accumulation of gradients, and after an epoch's last batch if no validation follows: the end of the
-    epoch then follows at once, and is not repeated by a resumed run.
+    False within an accumulation of gradients, since a checkpoint has no gradients. Also False after an epoch's last
+    batch if no validation follows: the end of the epoch comes next, and a resumed run does not repeat it.
     """
-    if within_accumulation(trainer):
+    if is_accumulating(trainer):
         return False
     return trainer.validating or not epoch_is_whole(trainer) or is_validation_due(trainer)
 
 
 def mark(loops: dict[str, Any], trainer: pl.Trainer) -> None:
-    """Change the loops' state in a checkpoint that `trainer` is about to save, as the module's docstring says."""
+    """Change the loops' state in a checkpoint that `trainer` is about to save, as in the table of this module."""
     state = loops["fit_loop"]
     epochs, batches = state["epoch_progress"], state["epoch_loop.batch_progress"]
-    # How many batches were scored in all depends on the validations that an interrupted run repeats; nothing needs it.
+    # The total number of validated batches depends on the validations that an interrupted run repeats. It is not used.
     state["epoch_loop.val_loop.batch_progress"]["total"] = dict(_ZERO)
     if trainer.validating or within_step(trainer):
         follows = is_validation_due(trainer)
@@ -78,11 +73,11 @@ def mark(loops: dict[str, Any], trainer: pl.Trainer) -> None:
         if epoch_is_whole(trainer):
             _end_epoch(state)
         elif batches["current"]["ready"] > 0:
-            _continue_epoch(state, stepped=not within_accumulation(trainer))
+            _continue_epoch(state, stepped=not is_accumulating(trainer))
 
 
 def mark_epoch_end(state: dict[str, Any]) -> None:
-    """Do what `mark` does at an epoch's end, to the state of a fit loop that was saved without it."""
+    """Change the state of a fit loop that was saved at an epoch's end without `mark`."""
     epochs = state["epoch_progress"]["total"]
     if epochs["ready"] == epochs["started"] == epochs["processed"] == epochs["completed"] + 1:
         if state["epoch_loop.batch_progress"]["is_last_batch"]:
@@ -115,11 +110,11 @@ def _set(progress: dict[str, Any], **offsets: int) -> None:
 def restore(trainer: pl.Trainer) -> None:
     """Correct the loops when training starts from a checkpoint, after Lightning has read their counters."""
     epoch_loop = trainer.fit_loop.epoch_loop
-    # With `max_steps` Lightning takes the next epoch as one to resume, and leaves it at once.
+    # With `max_steps` Lightning treats the next epoch as one to resume, and ends it at once.
     if epoch_loop.restarting and epoch_loop.batch_progress.current.ready == 0:
         epoch_loop.restarting = False
     validation = epoch_loop.val_loop
     forget_validation(trainer)
     if epoch_loop.restarting and validation.restarted_mid_evaluation and not is_validation_due(trainer):
-        advance_logged_step(trainer)  # it was switched off; Lightning would count the step after it
+        advance_logged_step(trainer)  # the resumed run does not validate: Lightning would not count the last step
     validation.batch_progress.total.reset()  # else a later checkpoint has the counters of `_IN_VALIDATION`

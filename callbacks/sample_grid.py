@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
+from lit_effattn.checks import at_least
 from lit_effattn.distributed.sharding import heads_of
 from lit_effattn.drawing.images import grid, save_png
 
@@ -25,11 +26,13 @@ class SampleGrid(pl.Callback):
         n_samples: Number of images in a grid.
         temperature: Divides the log-probabilities.
         seed: Seed of the samples.
+
+    Raises:
+        ValueError: If a number is out of its range; in `setup`, if the model can't sample images.
     """
 
     def __init__(self, every_n_epochs: int = 1, n_samples: int = 16, temperature: float = 1.0, seed: int = 0) -> None:
-        if every_n_epochs < 1 or n_samples < 1:
-            raise ValueError(f"every_n_epochs={every_n_epochs}, n_samples={n_samples}: both must be at least 1")
+        at_least(1, every_n_epochs=every_n_epochs, n_samples=n_samples)
         self.every_n_epochs = every_n_epochs
         self.n_samples = n_samples
         self.temperature = temperature

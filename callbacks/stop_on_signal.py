@@ -43,7 +43,7 @@ class StopOnSignal(pl.Callback):
     The signals are SIGTERM, Ctrl-C (SIGINT), SIGUSR1 and SIGHUP. One that was ignored when the training started, as
     `nohup` ignores SIGHUP, stays ignored. The process then exits with 128 + the signal's number. A second Ctrl-C stops
     at once and saves nothing. In a SLURM job SIGUSR1 (`sbatch --signal=USR1@120`) also requeues the job, which then
-    goes on with the same run.
+    continues the same run.
 
     Lightning's own handler exits with 0, and runs collective communication inside the signal handler, which can
     deadlock; in a SLURM job it saves outside of the run.
@@ -51,14 +51,14 @@ class StopOnSignal(pl.Callback):
 
     def __init__(self) -> None:
         self._signal = 0
-        self._before: dict[int, Any] = {}
+        self._previous: dict[int, Any] = {}  # handlers
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install the signal handlers."""
         self._signal = 0
         if threading.current_thread() is threading.main_thread():
-            heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-            self._before = {number: signal.signal(number, self._ask) for number in heard}
+            handled = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+            self._previous = {number: signal.signal(number, self._receive) for number in handled}
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restore the previous handlers, before Lightning restores the ones from before it installed its own."""
@@ -66,12 +66,12 @@ class StopOnSignal(pl.Callback):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Restore the previous handlers."""
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
-        self._before = {}
+        self._previous = {}
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Save if a signal stopped the run, and requeue its job; restore the previous handlers then."""
+        """Save if a signal stopped the run, and requeue its job. Then restore the previous handlers."""
         try:
             if isinstance(exception, Stopped) and trainer.state.fn == TrainerFn.FITTING:
                 for callback in trainer.checkpoint_callbacks:
@@ -86,30 +86,30 @@ class StopOnSignal(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Stop if a signal was received, at the end of an optimiser step."""
         if can_resume(trainer):
-            self._stop_if_asked(trainer)
+            self._stop_if_signalled(trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """Stop if a signal was received since the last step."""
-        self._stop_if_asked(trainer)
+        self._stop_if_signalled(trainer)
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """Stop if a signal was received, without waiting for the end of the validation."""
-        if self._before and can_resume(trainer):
-            self._stop_if_asked(trainer)
+        if self._previous and can_resume(trainer):
+            self._stop_if_signalled(trainer)
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
+    def _receive(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._signal:
             raise KeyboardInterrupt
         self._signal = number
         if number == signal.SIGINT:
             rank_zero_info("\nStopping after this step, to save. Press Ctrl-C again to stop at once.")
 
-    def _stop_if_asked(self, trainer: pl.Trainer) -> None:
+    def _stop_if_signalled(self, trainer: pl.Trainer) -> None:
         number = self._signal
         if trainer.world_size > 1:  # a signal may reach only some of the processes, but all stop at the same step
-            asked = torch.tensor(number, device=trainer.strategy.root_device)
-            dist.all_reduce(asked, dist.ReduceOp.MAX)
-            number = int(asked)
+            largest = torch.tensor(number, device=trainer.strategy.root_device)
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+            number = int(largest)
         if not number:
             return
         rank_zero_info(f"\nStopped by {signal.Signals(number).name} at step {trainer.global_step}.")

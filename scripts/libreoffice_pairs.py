@@ -11,19 +11,20 @@ by a hash of its name, one page in 20 each. Pairs whose source text also occurs 
 and pairs whose source text occurs in val are left out of test. Each pair is written once. The texts are under the
 Mozilla Public License 2.0.
 
-Any other language of the help serves as well. Without German, for example:
+Other languages of the help work as well. French, for example:
 
     python -m scripts.libreoffice_pairs english french data/libreoffice_fr
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+
+from scripts import documented_parser
 
 SPLITS = ("train", "val", "test")
 _HELD_OUT = 20  # one page in 20 is for validation, another one for test
@@ -121,19 +122,16 @@ def text_folder(root: Path) -> Path:
     Raises:
         FileNotFoundError: If there is not exactly one.
     """
-    found = sorted(root.glob("usr/share/libreoffice/help/*/text"))
-    if len(found) != 1:
-        raise FileNotFoundError(
-            f"{root}: has {len(found)} folders usr/share/libreoffice/help/*/text; unpack one package of the help there"
-        )
-    return found[0]
+    folders = sorted(root.glob("usr/share/libreoffice/help/*/text"))
+    if len(folders) != 1:
+        lacking = f"{len(folders)} folders usr/share/libreoffice/help/*/text"
+        raise FileNotFoundError(f"{root}: has {lacking}; unpack one package of the help there")
+    return folders[0]
 
 
 def main(args: list[str] | None = None) -> None:
     """Write the splits and print the number of pairs in each."""
-    summary, _, details = (__doc__ or "").partition("\n")
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=summary, epilog=details, formatter_class=formatter)
+    parser = documented_parser(__doc__)
     parser.add_argument("source", type=Path, help="folder of the unpacked package of the source language")
     parser.add_argument("target", type=Path, help="folder of the unpacked package of the target language")
     parser.add_argument("out", type=Path, help="folder to write train.tsv, val.tsv and test.tsv to")

@@ -19,7 +19,7 @@ ROOMS: dict[str, set[str]] = {
     "checkpoints": set(),
     "generation": {"nn", "attention", "ops", "sequence"},
     "distributed": {"nn", "attention", "sequence", "checkpoints"},
-    "callbacks": {"distributed", "ops", "sequence", "checkpoints", "drawing"},
+    "callbacks": {"distributed", "nn", "ops", "sequence", "checkpoints", "drawing"},
     "tasks": {
         "callbacks",
         *("generation", "distributed", "nn", "attention", "sequence", "hparams"),

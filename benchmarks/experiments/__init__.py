@@ -1,1 +1,1 @@
-"""Experiments that show what trained or untrained models can do, not what they cost: `python -m benchmarks NAME`."""
+"""Experiments on the quality of models, not on their cost: `python -m benchmarks NAME`."""

@@ -1,4 +1,4 @@
-"""What compressors make of the images, or the text, that models are tested on."""
+"""Bits per dimension and per byte of general compressors on the images or the text that models are tested on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ IMAGES, TEXTS = ("photos", "digits", "fashion_mnist"), ("stdlib",)
 
 
 class Compressor(NamedTuple):
-    """Of bytes."""
+    """A compressor of bytes."""
 
     compress: Callable[[bytes], bytes]
     decompress: Callable[[bytes], bytes]
@@ -44,9 +44,9 @@ COMPRESSORS = {
 NOTES = [
     "Images: the test split of `PixelSequences`. bits/dim: 8 · bytes / (H W C), or the mean of −log2 p. Per image: "
     "median (min–max) over its images.",
-    "a file each: headers are included, and weigh much in images so small. One grid: all images side by side in one "
-    "file, in shuffled order, so that a coder gains nothing from neighbours that a model does not see; it loses a "
-    "little at the seams.",
+    "a file each: headers are included, a large share of such small images. One grid: all images side by side in one "
+    "file, in shuffled order, so that a coder gains nothing from neighbours that a model does not see; the seams cost "
+    "a little.",
     "Digits are coded as 8-bit grey, their 17 levels spread over 0 … 255.",
     "Text: the test split of `TextStream`, its files end to end and compressed as one. bits/byte: 8 · bytes / bytes of "
     "the text.",
@@ -73,10 +73,10 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def encode(image: Tensor, options: dict[str, Any]) -> bytes:
-    """Return the file that Pillow makes of an image (C, H, W) of uint8.
+    """Encode an image (C, H, W) of uint8 with Pillow.
 
     Raises:
-        RuntimeError: decoding it gives another image.
+        RuntimeError: If decoding gives another image.
     """
     pixels = image.permute(1, 2, 0).numpy()  # (C, H, W) -> (H, W, C)
     picture = Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
@@ -88,7 +88,7 @@ def encode(image: Tensor, options: dict[str, Any]) -> bytes:
 
 
 def grid(images: Tensor) -> Tensor:
-    """Lay images in shuffled order side by side: (n, C, H, W) -> (C, rows · H, columns · W), all places filled."""
+    """Arrange images in a full grid, in shuffled order: (n, C, H, W) -> (C, rows · H, columns · W)."""
     n = len(images)
     rows = max(r for r in range(1, math.isqrt(n) + 1) if n % r == 0)
     images = images[torch.randperm(n, generator=torch.Generator().manual_seed(0))]
@@ -102,16 +102,16 @@ def _coders(name: str, data: PixelSequences) -> list[Row]:
     sizes = {f"{coder}, a file each": [len(encode(i, options)) for i in images] for coder, options in CODERS.items()}
     sizes |= {f"{coder}, one grid": [len(encode(grid(images), options))] for coder, options in CODERS.items()}
     rows: list[Row] = []
-    for coder, of in sizes.items():
-        mean = 8 * sum(of) / images.numel()  # bits/dim
-        each = Spread(tuple(8 * size / images[0].numel() for size in of))
+    for coder, n_bytes in sizes.items():
+        mean = 8 * sum(n_bytes) / images.numel()  # bits/dim
+        each = Spread(tuple(8 * size / images[0].numel() for size in n_bytes))
         rows.append(
             {
                 "data": f"{name}, {len(images)} images",
                 "coder": coder,
-                "bytes": sum(of),
+                "bytes": sum(n_bytes),
                 "bits/dim": mean,
-                "per image": each if len(of) > 1 else "—",
+                "per image": each if len(n_bytes) > 1 else "—",
                 "÷ uniform": mean / math.log2(data.n_levels),
             }
         )
@@ -119,10 +119,10 @@ def _coders(name: str, data: PixelSequences) -> list[Row]:
 
 
 def compressed_size(text: bytes, compressor: Compressor) -> int:
-    """Return how many bytes the compressor makes of `text`.
+    """Return the number of bytes of `text` after compression.
 
     Raises:
-        RuntimeError: they are not those of `text`.
+        RuntimeError: If decompression gives another text.
     """
     file = compressor.compress(text)
     if compressor.decompress(file) != text:

@@ -1,4 +1,4 @@
-"""How well random features estimate softmax attention: the error of its output by kind and number of features."""
+"""Estimates of softmax attention by random features: the error of the output by kind and number of features."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from lit_effattn.ops.linear.pytorch import linear_attention
 
 NOTES = [
     "output (figure 4 of Choromanski et al. 2020): squared error of non-causal attention's output against softmax "
-    "attention's, ÷ the latter's mean square, so that 1 is what an output of 0 would cost; float32, values from "
-    "N(0, 1), queries and keys from N(0, scale²). Median (min–max) over the draws, each of new inputs and features, "
-    "the same inputs for all kinds and F.",
-    "F: features, what an estimate costs. Hyperbolic and trigonometric ones come in pairs, from F/2 random vectors.",
-    "÷ iid: by the same features' error with independent vectors, draw by draw.",
+    "attention's, ÷ the latter's mean square, so that an output of 0 has the error 1; float32, values from N(0, 1), "
+    "queries and keys from N(0, scale²). Median (min–max) over the draws, each of new inputs and features, the same "
+    "inputs for all kinds and F.",
+    "F: number of features, the cost of an estimate. Hyperbolic and trigonometric ones come in pairs, from F/2 random "
+    "vectors.",
+    "÷ iid: divided by the error of the same features with independent vectors, draw by draw.",
 ]
 
 
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace) -> Report:
 def output_errors(
     scale: float, length: int, dim: int, n_features: list[int], draws: int, device: torch.device
 ) -> Errors:
-    """Measure every kind of features on the same inputs, draw after draw."""
+    """Measure every kind of features on the same inputs in each draw."""
     samples: dict[tuple[float, str, str, int], list[float]] = {}
     for seed in range(draws):
         generator = torch.Generator().manual_seed(seed)

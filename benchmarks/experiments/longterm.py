@@ -1,4 +1,4 @@
-"""What is in an ∞-former's long-term memories: where attention falls in them, and what an update does to them."""
+"""The long-term memories of an ∞-former: the density of attention over them, and the loss by an update."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ _PARTS = 10  # of [0, 1], in the table
 
 NOTES = [
     "A stream of the test data is read, its last positions one by one. density: N(t; μ, σ²), the mean over these "
-    "positions; 1 is the end of what was written last, 0 the beginning of the stream.",
-    "t .0–.1 …: the share of the attention, in %, that falls on that part of the signal; beyond: outside of [0, 1], "
-    "where there is nothing. before τ: on what was there before the last segment was written.",
-    "old signal lost: ‖X̄' − X̄‖ / ‖X̄‖ over the samples that the last update took, X̄ at its old times and X̄' at those "
-    "on [0, τ] that it has since: t → τ t or, if sticky, the quantiles' order. 0: nothing was lost.",
-    "In the picture: on the left the density of each head; on the right the number of the signal that varies most, "
-    "before the last update, at the times that its samples go to, and after it.",
+    "positions; t = 1 is the newest part of the signal, t = 0 the beginning of the stream.",
+    "t .0–.1 …: the share of the attention, in %, on that part of the signal; beyond: outside of [0, 1], where the "
+    "signal is 0. before τ: on the signal from before the last segment was written.",
+    "old signal lost: ‖X̄' − X̄‖ / ‖X̄‖ over the samples of the last update, X̄ at their old times and X̄' at their new "
+    "times on [0, τ]: t → τ t or, if sticky, the order of the quantiles. 0: nothing was lost.",
+    "In the picture: on the left the density of each head; on the right the component of the signal that varies most, "
+    "before the last update, at the new times of its samples, and after it.",
 ]
 
 
 class Reading(NamedTuple):
-    """What one layer did while the last positions were read."""
+    """Measurements of one layer while the last positions were read."""
 
     layer: str  # its name in the model
     attention: InfiniteAttention
     density: Tensor  # (H, _GRID), the mean over the positions
-    before: Tensor  # (M, E), the signal before its last update, where that sampled it
-    after: Tensor  # (M, E), the signal since, where the update put these samples
-    signal: Tensor  # (_GRID, E), the same, at all times
+    before: Tensor  # (M, E), the samples of the signal before its last update
+    after: Tensor  # (M, E), the signal after it at the new times of these samples
+    signal: Tensor  # (_GRID, E), the signal after it at all times
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ckpt_path", type=Path, required=True, help="an ∞-former on a TextStream or SortingTask")
-    add_options(parser, tokens=(4096, "how many of a text are read; a sorting task's are read to the last answer"))
+    add_options(parser, tokens=(4096, "tokens of a text to read; a sorting task's sequence is read whole"))
 
 
 @torch.no_grad()
 def run(args: argparse.Namespace) -> Report:
     model, data = load(args.ckpt_path, args.device, "source", "n_types")
     if not _memories(model):
-        raise ValueError(f"ckpt_path={args.ckpt_path}: no layer has a long-term memory; InfiniteAttention has")
+        raise ValueError(f"ckpt_path={args.ckpt_path}: no layer has a long-term memory; choose an ∞-former")
     tokens = _stream(data, args.tokens)
     readings = read(model, tokens.to(args.device))
     stream = f"{len(tokens):,} tokens of the test data of {args.ckpt_path}."
@@ -79,7 +79,7 @@ def _stream(data: dict[str, Any], count: int) -> Tensor:
 
 
 class _Watch:
-    """Notes the densities and updates of one layer, which is given one position at a time."""
+    """Notes the densities and updates of one layer, which reads one position at a time."""
 
     def __init__(self, attention: InfiniteAttention, like: Tensor) -> None:
         self.attention = attention
@@ -97,13 +97,13 @@ class _Watch:
     def reading(self, layer: str, positions: int) -> Reading:
         attention = self.attention
         if self.update is None or not self.update[0].coefficients.any():
-            waits = attention.mem_len if attention.writes == "evicted" else 0
+            delay = attention.mem_len if attention.writes == "evicted" else 0
             raise ValueError(
-                f"the stream is too short: no signal of {layer} is ever updated; with mem_len={attention.mem_len} and "
-                f"segment_len={attention.segment_len} that takes {waits + 2 * attention.segment_len + 1} tokens"
+                f"the stream is too short to update the signal of {layer}: with mem_len={attention.mem_len} and "
+                f"segment_len={attention.segment_len} this needs {delay + 2 * attention.segment_len + 1} tokens"
             )
         before, after = self.update
-        old = attention.sample_times(before).reshape(-1)  # sticky ones have a row for each stream; here is one
+        old = attention.sample_times(before).reshape(-1)  # sticky ones have a row for each stream, here one
         new = (torch.arange(len(old), device=old.device) + 0.5) / len(old) * attention.tau
         return Reading(
             layer,
@@ -117,20 +117,20 @@ class _Watch:
 
 @torch.no_grad()
 def read(model: LanguageModel, tokens: Tensor, positions: int | None = None) -> list[Reading]:
-    """Read `tokens` (n,), the last of them one by one, and return what each long-term memory did meanwhile.
+    """Read `tokens` (n,), the last of them one by one, and return the measurements of each long-term memory.
 
     Args:
-        model: In evaluation.
-        tokens: At least as many as it takes until every signal has been updated.
-        positions: How many of the last positions the densities are of. Default: as many as are written at once.
+        model: The model, in evaluation mode.
+        tokens: The tokens, enough to update every signal.
+        positions: Number of the last positions over which densities are averaged. Default: a segment.
 
     Raises:
-        ValueError: there are too few tokens.
+        ValueError: If there are too few tokens.
     """
     memories = _memories(model)
     step = max(attention.segment_len for attention in memories.values())
     positions = positions or step
-    # Every signal is updated once in `step` positions; the state before the first of them counts, too.
+    # Every signal is updated once in `step` positions; the state before the first of them is needed too.
     near = min(len(tokens), max(positions, step + 1))
     x = model.embedding_scale * model.embedding(tokens[None])  # (1, n, E)
     model.on_validation_start()

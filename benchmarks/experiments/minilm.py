@@ -24,27 +24,26 @@ from lit_effattn.ops.runtime.differences import largest_difference
 from lit_effattn.sequence import valid_positions
 
 EQUAL = 1e-5
-"""Largest difference between our sentence vectors of length 1 and the original's, in float32."""
+"""Largest accepted difference between the normalised sentence vectors of both implementations, in float32."""
 
 DIRECTIONS = {"orthogonal": True, "iid": False}
 
 PROJECTIONS = {"q_proj": "self.query", "k_proj": "self.key", "v_proj": "self.value", "out_proj": "output.dense"}
-"""The projections of our attention and their names in BERT's."""
+"""The projections of this package's attention and their names in BERT."""
 
 NOTES = [
     "cosine: between the sentence vectors (mean over positions) of softmax attention and of Performer's with the same "
     "weights, nothing trained; mean over the texts, its median (min–max) over the draws of the features.",
-    "worst text in 20: the cosine that 5 % of the texts stay below. same neighbour: share of the texts whose nearest "
-    "other text of the set stays the same.",
-    "sentences: the first ones of docstrings of the standard library; passages: whole docstrings, cut to the most "
-    "tokens.",
+    "worst text in 20: the 5 % quantile of the cosine. same neighbour: share of the texts whose nearest other text of "
+    "the set stays the same.",
+    "sentences: first sentences of docstrings of the standard library; passages: whole docstrings, truncated.",
 ]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, required=True, help="folder with config, weights and tokenizer.json")
-    kinds = get_args(Features)
-    parser.add_argument("--features", choices=kinds, nargs="+", default=["positive"], help="default: %(default)s")
+    about = "default: %(default)s"
+    parser.add_argument("--features", choices=get_args(Features), nargs="+", default=["positive"], help=about)
     add_options(parser, 2, n_features=[16, 32, 64, 128, 256, 512, 1024], sentences=200, passages=32)
     add_options(parser, draws=(3, "of the features"))
     add_options(parser, 3, most_tokens=(256, "of a text"))
@@ -74,13 +73,13 @@ def run(args: argparse.Namespace) -> Report:
         for directions, orthogonal in DIRECTIONS.items():
             for n in sorted(args.n_features):
                 options = {"n_features": n, "features": features, "orthogonal": orthogonal}
-                found: dict[str, list[Tensor]] = {name: [] for name in sets}
+                drawn: dict[str, list[Tensor]] = {name: [] for name in sets}
                 for seed in range(args.draws):
                     torch.manual_seed(seed)
                     encoder.use(partial(PerformerAttention, **options))
                     for name, batch in sets.items():
-                        found[name].append(vectors(encoder, batch))
-                for name, estimates in found.items():
+                        drawn[name].append(vectors(encoder, batch))
+                for name, estimates in drawn.items():
                     cosines = [cosine_similarity(exact[name], x) for x in estimates]
                     mean = Spread(tuple(c.mean().item() for c in cosines))
                     panels[name].setdefault((features, directions), {})[n] = mean
@@ -104,7 +103,7 @@ class Encoder(nn.Module):
     """The mean over positions of a bidirectional Transformer (BERT, Devlin et al. 2018), as transformers reads it.
 
     Args:
-        folder: With config.json and model.safetensors.
+        folder: The folder of config.json and model.safetensors.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -113,15 +112,15 @@ class Encoder(nn.Module):
 
         options = {"local_files_only": True, "use_safetensors": True, "add_pooling_layer": False}
         self.model = BertModel.from_pretrained(folder, **options).eval()
-        self.theirs = nn.ModuleList(layer.attention for layer in self.model.encoder.layer)
+        self.original = nn.ModuleList(layer.attention for layer in self.model.encoder.layer)
 
     def use(self, kind: Callable[[int, int, bool], Attention]) -> None:
-        """Replace the attention of every layer by one of ours, with the same projections."""
-        for layer, theirs in zip(self.model.encoder.layer, self.theirs, strict=True):
-            attention = kind(theirs.self.query.in_features, theirs.self.num_attention_heads, False)
-            for ours, name in PROJECTIONS.items():
-                getattr(attention, ours).load_state_dict(theirs.get_submodule(name).state_dict())
-            layer.attention = _Ours(attention.to(theirs.self.query.weight), theirs.output.LayerNorm)
+        """Replace the attention of every layer by another kind with the same projections."""
+        for layer, original in zip(self.model.encoder.layer, self.original, strict=True):
+            attention = kind(original.self.query.in_features, original.self.num_attention_heads, False)
+            for projection, name in PROJECTIONS.items():
+                getattr(attention, projection).load_state_dict(original.get_submodule(name).state_dict())
+            layer.attention = _Replaced(attention.to(original.self.query.weight), original.output.LayerNorm)
 
     def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Return the vectors of texts: (B, N), (B,) -> (B, E)."""
@@ -132,8 +131,8 @@ class Encoder(nn.Module):
         return (y * valid[..., None]).sum(1) / lengths[:, None]  # (B, N, E) -> (B, E)
 
 
-class _Ours(nn.Module):
-    """An attention of ours, and the residual and norm that BERT has after it."""
+class _Replaced(nn.Module):
+    """An attention, and BERT's residual connection and norm after it."""
 
     def __init__(self, attention: Attention, norm: nn.Module) -> None:
         super().__init__()
@@ -146,36 +145,36 @@ class _Ours(nn.Module):
 
 @torch.no_grad()
 def vectors(encoder: nn.Module, batch: Batch, rows: int = 16) -> Tensor:
-    """Return the vectors of all texts at length 1, (B, E), some at a time and without needless padding."""
-    parts = zip(batch.ids.split(rows), batch.lengths.split(rows), strict=True)
-    return normalize(torch.cat([encoder(ids[:, : int(n.max())], n) for ids, n in parts]), dim=-1)
+    """Return the normalised vectors of all texts, (B, E), computed in batches of little padding."""
+    batches = zip(batch.ids.split(rows), batch.lengths.split(rows), strict=True)
+    return normalize(torch.cat([encoder(ids[:, : int(n.max())], n) for ids, n in batches]), dim=-1)
 
 
 def docstrings() -> set[str]:
-    """Return the docstrings of the top modules of the standard library, which are parsed, not imported."""
-    found = set()
+    """Return the docstrings of the top-level modules of the standard library, which are parsed, not imported."""
+    texts = set()
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         for node in ast.walk(ast.parse(path.read_bytes())):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
-                found.add(inspect.cleandoc(text))
-    return found
+                texts.add(inspect.cleandoc(text))
+    return texts
 
 
 def first_sentence(text: str) -> str | None:
-    """Return the first sentence, where it has 6 words or more."""
+    """Return the first sentence if it has at least 6 words."""
     sentence = re.split(r"(?<=[.!?])\s|\n\n", text)[0].replace("\n", " ")
     return sentence if len(sentence.split()) >= 6 and sentence.endswith(".") else None
 
 
 def spread_out(texts: list[str], n: int) -> list[str]:
-    """Return n of the texts, at even distances."""
+    """Return n of the texts, evenly spaced."""
     if len(texts) < n:
-        raise ValueError(f"there are only {len(texts)} such texts, not {n}: ask for fewer")
+        raise ValueError(f"there are only {len(texts)} such texts, not {n}; choose fewer")
     return [texts[i * len(texts) // n] for i in range(n)]
 
 
 def tokenize(folder: Path, texts: list[str], most_tokens: int, device: torch.device) -> Batch:
-    """Return token ids with their marks of beginning and end, sorted by length."""
+    """Return token ids, including those of beginning and end, sorted by length."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -187,19 +186,19 @@ def tokenize(folder: Path, texts: list[str], most_tokens: int, device: torch.dev
 
 
 def _checked(name: str, batch: Batch, ours: Tensor, exact: Tensor) -> str:
-    """Return a note on how near the vectors of our softmax attention are to the original's, and what the texts are."""
+    """Return a note on the texts, and on the difference between the vectors of both implementations of softmax."""
     difference = largest_difference([ours], [exact], f"the difference of the {name}")
     if difference > EQUAL:
-        raise ValueError(f"our vectors of the {name} differ by {difference:.1e} from those of transformers")
+        raise ValueError(f"the vectors of the {name} differ by {difference:.1e} from those of transformers")
     lengths = batch.lengths.tolist()
     return (
         f"{name}: {len(ours)} texts of {lengths[0]} to {lengths[-1]} tokens; largest difference between the vectors "
-        f"with our softmax attention and those of transformers: {difference:.1e}; mean cosine of two different texts: "
-        f"{_of_strangers(ours):.3f}."
+        f"with lit-effattn's softmax attention and those of transformers: {difference:.1e}; mean cosine of two "
+        f"different texts: {_mean_cosine(ours):.3f}."
     )
 
 
-def _of_strangers(x: Tensor) -> float:
+def _mean_cosine(x: Tensor) -> float:
     """Return the mean cosine of two different texts."""
     n = len(x)
     return ((x @ x.T).sum().item() - n) / (n * (n - 1))
@@ -212,6 +211,6 @@ def _neighbours(x: Tensor) -> Tensor:
 def _plot(panels: Any, exact: dict[str, Tensor], figure: Any) -> None:
     titled = {f"{len(exact[name])} {name}": lines for name, lines in panels.items()}
     for axes, name in zip(plot_spreads(figure, titled, "cosine to softmax attention", sharey=True), exact, strict=True):
-        axes.axhline(_of_strangers(exact[name]), color="gray", linestyle=":")
+        axes.axhline(_mean_cosine(exact[name]), color="gray", linestyle=":")
         axes.grid(alpha=0.3)
     figure.suptitle("MiniLM with Performer's attention, nothing trained; dotted: two different texts")

@@ -1,6 +1,6 @@
-"""The papers' figures in small: trains what docs/reproduce.md lists, one run after another, and writes its table.
+"""The papers' figures in small: trains the runs of docs/reproduce.md one after another, and writes its table.
 
-What the log has is not run again. A run that was killed goes on from its last checkpoint.
+Runs in the log are not repeated. A run that was killed resumes from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ from lit_effattn.checkpoints.io import read_checkpoint
 from lit_effattn.checkpoints.runs import find_checkpoint
 
 BEGIN, END = "<!-- made by `make reproduce-small`: begin -->", "<!-- made by `make reproduce-small`: end -->"
-"""The lines of the page between which its table is."""
+"""The lines of the page before and after its table."""
 
 NOTES = [
     "The score is that of `lit-effattn test` on the best checkpoint, one run at the configuration's seed.",
-    "Minutes and CPU minutes: training and test, if nothing interrupted them. Expected are minutes on 2 cores with "
-    "nothing else running.",
+    "Minutes and CPU minutes: training and test, if they were not interrupted. Expected: minutes on 2 idle cores.",
 ]
 
 
 class Small(NamedTuple):
-    """A run that stands for a figure of a paper."""
+    """A small run that corresponds to a figure of a paper."""
 
     name: str
     figure: str
@@ -43,12 +42,12 @@ class Small(NamedTuple):
 
     @property
     def command(self) -> str:
-        """The training, but for where it writes."""
+        """The arguments of the training, without the folder that it writes to."""
         return f"fit --config {self.flags}"
 
 
 def _steps(n: int, *more: str) -> str:
-    """Return the flags for `n` steps, at whose end the learning rate is 0."""
+    """Return the flags for `n` steps with a schedule that ends at 0."""
     return f"--trainer.max_steps {n} --model.lr_scheduler.total_steps {n} {' '.join(more)}".strip()
 
 
@@ -60,6 +59,7 @@ def _swap(config: str, attention: str, **options: int) -> str:
 
 _PERFORMER = _swap("copy_linear", "PerformerAttention", chunk_size=64)
 _LSH = _swap("digits_softmax", "LSHAttention", n_hashes=2, n_buckets=4, chunk_size=8)
+_SPARSE = _steps(600, "--trainer.val_check_interval 600")
 _TEXT = _steps(1500, "--trainer.val_check_interval 500")
 RUNS = (
     Small("translation", "Vaswani Table 2", f"g2p_softmax {_steps(1500)}", "error_rate", 9),
@@ -73,13 +73,7 @@ RUNS = (
     Small("images-lsh", "Linear Table 1", _LSH, "bits/dim", 3.5),
     Small("images-performer", "Performer Fig. 7", "digits_performer", "bits/dim", 4),
     Small("images-sparse", "Sparse Table 2", _swap("digits_softmax", "SparseAttention"), "bits/dim", 3),
-    Small(
-        "text-sparse",
-        "Sparse Table 2",
-        f"text_sparse {_steps(600, '--trainer.val_check_interval 600')}",
-        "bits/byte",
-        4,
-    ),
+    Small("text-sparse", "Sparse Table 2", f"text_sparse {_SPARSE}", "bits/byte", 4),
     Small("speech-softmax", "Linear Table 3", _swap("espeak_linear", "SoftmaxAttention"), "PER", 5.5),
     Small("speech-linear", "Linear Table 3", "espeak_linear", "PER", 5.5),
     Small("speech-bilstm", "Linear Table 3", "espeak_bilstm", "PER", 4.5),
@@ -99,7 +93,7 @@ RUNS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(run.name for run in RUNS)
-    parser.add_argument("--plan", action="store_true", help="print what is done and what would run, and run nothing")
+    parser.add_argument("--plan", action="store_true", help="print which runs are done and which would run, and stop")
     parser.add_argument("--only", nargs="+", metavar="NAME", default=[], help=f"of {names}")
     parser.add_argument("--root", type=Path, default=Path("runs/reproduce_small"), help="default: %(default)s")
     parser.add_argument("--log", type=Path, default=Path("docs/reproduce-small.jsonl"), help="default: %(default)s")
@@ -108,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Report:
     if unknown := set(args.only) - {small.name for small in RUNS}:
-        sys.exit(f"--only {', '.join(sorted(unknown))}: there are {', '.join(small.name for small in RUNS)}")
+        sys.exit(f"--only {', '.join(sorted(unknown))}: choose from {', '.join(small.name for small in RUNS)}")
     runs = [small for small in RUNS if not args.only or small.name in args.only]
     write_table(args.page, read(args.log))  # an unsuitable page is found before anything runs
     todo = [small for small in runs if (small.name, small.command) not in _done(args.log)]
@@ -118,7 +112,7 @@ def run(args: argparse.Namespace) -> Report:
     for small in [] if args.plan else todo:
         try:
             entry = _run(small, args.root)
-        except SystemExit as failed:  # loses the others nothing
+        except SystemExit as failed:  # the others still run
             failures.append(f"{small.name}: {failed}")
             continue
         _add(entry, args.log)
@@ -131,7 +125,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def command(*args: str) -> str:
-    """Run the command with its progress shown, and return what it prints."""
+    """Run the command, show its progress, and return its output."""
     print(f"$ lit-effattn {shlex.join(args)}", file=sys.stderr, flush=True)
     done = subprocess.run([sys.executable, "-m", "lit_effattn.cli", *args], stdout=subprocess.PIPE, text=True)
     if done.returncode:
@@ -140,7 +134,7 @@ def command(*args: str) -> str:
 
 
 def scores(printed: str) -> dict[str, str]:
-    """Return the scores in lines such as `test bits/dim: 1.8022` and `test PER: 9.38 %`; counts are no scores."""
+    """Return the scores in lines such as `test bits/dim: 1.8022` and `test PER: 9.38 %`, without counts."""
     return dict(re.findall(r"^test (\S+): (\d+\.\d+(?: %)?)$", printed, re.M))
 
 
@@ -150,18 +144,18 @@ def _run(small: Small, root: Path) -> dict[str, Any]:
     last = _last(folder)
     if last is None:
         config, flags = (words := shlex.split(small.command))[:3], words[3:]
-        often = ["--checkpoint.every_n_train_steps", "100"]  # what a kill may lose
+        often = ["--checkpoint.every_n_train_steps", "100"]  # the most that a kill loses
         command(*config, *often, "--trainer.default_root_dir", str(folder), *flags)
     else:
         command("fit", "--ckpt_path", str(last))
     best = find_checkpoint("best", folder)
-    found = scores(command("test", "--ckpt_path", str(best)))
-    if small.metric not in found:
-        sys.exit(f"`test` reports {', '.join(found)}, no {small.metric}")
+    reported = scores(command("test", "--ckpt_path", str(best)))
+    if small.metric not in reported:
+        sys.exit(f"`test` reports {', '.join(reported)}, but not {small.metric}")
     return {
         "run": small.name,
         "command": small.command,
-        "score": found[small.metric],
+        "score": reported[small.metric],
         "metric": small.metric,
         "steps": read_checkpoint(find_checkpoint("last", folder))["global_step"],
         "minutes": round((time.monotonic() - start) / 60, 1) if last is None else None,
@@ -177,7 +171,7 @@ def _cpu_seconds() -> float:
 
 
 def _folder(small: Small, root: Path) -> Path:
-    """Return where the runs of a command lie: another command's are not resumed."""
+    """Return the folder of a command's runs, so that another command's runs are not resumed."""
     return root / hashlib.sha256(small.command.encode()).hexdigest()[:12]
 
 
@@ -194,7 +188,7 @@ def read(log: Path) -> list[dict[str, Any]]:
 
 
 def _add(entry: dict[str, Any], log: Path) -> None:
-    """Append an entry to the log, which is never seen half written."""
+    """Append an entry to the log atomically."""
     new = log.with_name(f"{log.name}.new")
     lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in (*read(log), entry)]
     new.write_text("".join(lines), encoding="utf-8")
@@ -206,12 +200,12 @@ def _done(log: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def _row(small: Small, entry: dict[str, Any] | None, root: Path) -> Row:
-    begun = "begun" if _last(_folder(small, root)) else "to run"
+    started = "started" if _last(_folder(small, root)) else "to run"
     return {
         "run": small.name,
         "figure": small.figure,
         "minutes expected": small.minutes,
-        "state": "done" if entry else begun,
+        "state": "done" if entry else started,
         "score": f"{entry['score']} {entry['metric']}" if entry else None,
         "minutes": entry["minutes"] if entry else None,
         "CPU minutes": entry["cpu_minutes"] if entry else None,
@@ -219,9 +213,9 @@ def _row(small: Small, entry: dict[str, Any] | None, root: Path) -> Row:
 
 
 def table(entries: list[dict[str, Any]]) -> str:
-    """Return the page's table: all runs, each with its newest entry."""
+    """Return the page's table: each run with its newest entry."""
     done = {(entry["run"], entry["command"]): entry for entry in entries}
-    head = "| run | stands for | command | minutes expected | score | steps | minutes | CPU minutes | date |"
+    head = "| run | figure | command | minutes expected | score | steps | minutes | CPU minutes | date |"
     lines = [head, f"|{'---|' * 9}"]
     for small in RUNS:
         entry = done.get((small.name, small.command))
@@ -235,10 +229,10 @@ def table(entries: list[dict[str, Any]]) -> str:
 
 
 def write_table(page: Path, entries: list[dict[str, Any]]) -> None:
-    """Put the table into the page, between `BEGIN` and `END`."""
+    """Write the table to the page, between `BEGIN` and `END`."""
     text = page.read_text(encoding="utf-8")
     if text.count(BEGIN) != 1 or text.count(END) != 1:
-        sys.exit(f"--page {page}: it needs the lines {BEGIN} and {END}, once each; the table goes between them")
+        sys.exit(f"--page {page}: it must have the lines {BEGIN} and {END} once, for the table between them")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     new = f"{before}{BEGIN}\n\n{table(entries)}\n\n{END}{after}"

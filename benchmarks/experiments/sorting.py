@@ -1,4 +1,4 @@
-"""Whether a long-term memory remembers: accuracy on the sorting task, beside counting what short memories see."""
+"""The use of a long-term memory: accuracy on the sorting task, compared with counting within a short memory."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from lit_effattn.datamodules import SortingTask, counting_accuracy
 from lit_effattn.sequence import SequenceModule
 
 NOTES = [
-    "accuracy: of the last checkpoint on the test sequences, answers before given; median (min–max) over the seeds.",
+    "accuracy: of the last checkpoint on the test sequences, given the previous answers; median (min–max) over seeds.",
     "short-term reach: tokens before the separator that the output there depends on through the short-term memories of "
-    "all layers, found by its gradients; what a long-term memory brings is left out.",
-    "counting: the accuracy, on the same test sequences, of naming types by how often they were within that reach, "
-    "which no model does better without remembering more; gain: accuracy above it, in the same unit.",
-    "state: bytes of what one stream's model remembers, in all layers. Minutes: `lit-effattn fit`, whole.",
+    "all layers, by its gradients, without long-term memories.",
+    "counting: upper bound without a long-term memory, on the same test sequences: counting the types within that "
+    "reach. gain: accuracy minus counting.",
+    "state: bytes of one stream's state in all layers. Minutes: the whole `lit-effattn fit`.",
 ]
 
 
@@ -40,21 +40,21 @@ class Trained(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("configs", type=Path, nargs="+", help="configurations with data of SortingTask")
     parser.add_argument("--seeds", type=at_least(0), nargs="+", default=[0, 1, 2], help="default: 0 1 2")
-    about = "other options of the first configuration's attention, a row each: n_basis=16, or tau=0.5,sticky=true"
+    about = "options of the first configuration's attention to vary, a row each: n_basis=16, or tau=0.5,sticky=true"
     parser.add_argument("--vary", nargs="+", default=[], metavar="NAME=VALUE", help=about)
     parser.add_argument("--flags", nargs="+", default=[], metavar="NAME=VALUE", help="for every fit: data.length=8192")
-    parser.add_argument("--trained", action="store_true", help="look at the newest run of each, and train none")
+    parser.add_argument("--trained", action="store_true", help="evaluate the newest run of each, and train none")
 
 
 def run(args: argparse.Namespace) -> Report:
-    variants = [(path, []) for path in args.configs] + [(args.configs[0], said.split(",")) for said in args.vary]
+    variants = [(path, []) for path in args.configs] + [(args.configs[0], options.split(",")) for options in args.vary]
     rows = [_row(config, options, args) for config, options in variants]
     return Report("sorting", rows, NOTES)
 
 
 def _row(config: Path, options: list[str], args: argparse.Namespace) -> Row:
-    root = Path(yaml.safe_load(config.read_text())["trainer"]["default_root_dir"])
-    root = root.with_name("_".join([root.name, *options]))
+    folder = Path(yaml.safe_load(config.read_text())["trainer"]["default_root_dir"])
+    root = folder.with_name("_".join([folder.name, *options]))
     flags = [f"--model.init_args.backbone.init_args.attention.init_args.{option}" for option in options]
     words = ["--config", str(config), *flags, *(f"--{flag}" for flag in args.flags)]
     runs = [_trained(words, root / f"seed_{seed}", seed, train=not args.trained) for seed in args.seeds]
@@ -63,24 +63,21 @@ def _row(config: Path, options: list[str], args: argparse.Namespace) -> Row:
     data = SortingTask(**trained_on["init_args"])
     streams = np.stack([data.sequences("test").types(i) for i in range(data.sizes["test"])])
     state = model.backbone.initial_state(1)
-    # Up to the separator, which is none of the stream.
+    # Up to the separator, which does not belong to the stream.
     reach = short_term_reach(model.backbone, data.length + 1, data.segment_len) - 1
     counted = counting_accuracy(streams, data.n_types, reach)
     accuracy = Spread(tuple(r.accuracy for r in runs))
+    gain = accuracy.map(lambda x: x - counted)
     minutes = [r.minutes for r in runs if r.minutes is not None]
     return {
         "configuration": ", ".join([config.stem, *options]),
         "accuracy": accuracy,
         "short-term reach, tokens": f"{reach} of {data.length}",
         "counting": counted,
-        "gain": _signed(accuracy.map(lambda x: x - counted)),
+        "gain": f"{gain.median:+.3f} ({min(gain.samples):+.3f} … {max(gain.samples):+.3f})",
         "state, bytes": sequence.nbytes(state),
         "minutes": Spread(tuple(minutes)) if minutes else None,
     }
-
-
-def _signed(spread: Spread) -> str:
-    return f"{spread.median:+.3f} ({min(spread.samples):+.3f} … {max(spread.samples):+.3f})"
 
 
 def _trained(words: list[str], root: Path, seed: int, *, train: bool) -> Trained:
@@ -94,10 +91,15 @@ def _trained(words: list[str], root: Path, seed: int, *, train: bool) -> Trained
 
 
 def short_term_reach(backbone: SequenceModule, length: int, segment_len: int) -> int:
-    """Return how many of `length` inputs the last output depends on, its own included, but for what signals bring.
+    """Return the number of inputs that the last output depends on, its own included, without long-term memories.
 
-    The models' own memories decide, not what their options are called: the gradient of the last output is followed to
-    the first input that it reaches. The inputs come in segments, the first shorter, as those of the task do.
+    This is measured, not derived from options: the first input with a gradient of the last output. The inputs come in
+    segments, the first one shorter, like those of the task.
+
+    Args:
+        backbone: The model. Its long-term memories are disabled.
+        length: Number of inputs.
+        segment_len: Inputs in a segment.
     """
     backbone = backbone.double().eval()
     with torch.random.fork_rng([]):

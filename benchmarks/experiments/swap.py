@@ -1,4 +1,4 @@
-"""What it costs to replace a trained model's softmax attention by Performer's, and what fine-tuning recovers."""
+"""Replacing a trained model's softmax attention by Performer's: the loss of quality, and its recovery by training."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from lit_effattn.datamodules import PixelSequences
 from lit_effattn.tasks.schedules import WarmupCosine
 
 NOTES = [
-    "bits/dim on the test images. swapped: the softmax model's weights, its attention replaced, nothing trained. "
-    "fine-tuned: that, trained on with Adam at 3e-4 and a cosine to 0.",
-    "The same can be said to the command: `lit-effattn fit --config configs/digits_performer.yaml --init_weights "
-    "SOFTMAX.ckpt`.",
+    "bits/dim on the test images. swapped: the softmax model with its attention replaced, nothing trained. "
+    "fine-tuned: then trained with Adam at 3e-4 and a cosine to 0.",
+    "The command does the same: `lit-effattn fit --config configs/digits_performer.yaml --init_weights SOFTMAX.ckpt`.",
 ]
 
 
@@ -60,7 +59,7 @@ def replace_attention(backbone: Any, kind: Callable[..., Any]) -> None:
         new = kind(old.d_model, old.n_heads, old.causal).to(old.q_proj.weight)
         projections = {name: t for name, t in old.state_dict().items() if "_proj." in name}
         assert {name for name, _ in new.named_parameters()} == projections.keys()
-        new.load_state_dict(projections, strict=False)  # all but the features, which it has just drawn
+        new.load_state_dict(projections, strict=False)  # all but the features, which are new
         block.attention = new.train(old.training)
 
 

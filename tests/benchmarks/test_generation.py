@@ -15,7 +15,6 @@ from benchmarks.generation import (
     _evenly,
     build_decoder,
     integrate,
-    random_source,
 )
 from benchmarks.models import SMALL, Size, build, random_levels
 from lit_effattn.generation.sampling import draw
@@ -114,7 +113,7 @@ def test_a_token_is_one_step_of_the_decoder(kind, monkeypatch):
     forward = decoder.model.backbone.forward
     monkeypatch.setattr(decoder.model.backbone, "forward", lambda *args: rows.append(len(args[0])) or forward(*args))
     monkeypatch.setattr("benchmarks.generation.now", lambda device: float(len(rows)))
-    source = random_source(1, 5, CPU)
+    source = random_levels(1, 5, CPU)
     with torch.no_grad():
         state = decoder.model.remember(source, max_len=6)
         assert decoder._timed(generation.generate, source, state, temperature=0.0) == 1

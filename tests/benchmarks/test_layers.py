@@ -50,18 +50,18 @@ def failing(args, n, ours):
 def test_layers_are_compared_and_what_can_not_be_is_said(monkeypatch):
     monkeypatch.setattr(layers, "import_module", absent)
     monkeypatch.setattr(measuring, "LEAST", 0.0)
-    theirs = {
+    peers = {
         "right": partial(other_softmax, factor=1),
         "wrong": partial(other_softmax, factor=4),
         "failing": failing,
         "x-transformers": layers._x_transformers,
         "flash-linear-attention": layers._flash_linear_attention,
     }
-    comparison = layers.COMPARISONS["softmax"]._replace(theirs=theirs)
+    comparison = layers.COMPARISONS["softmax"]._replace(peers=peers)
     monkeypatch.setattr(layers, "COMPARISONS", {"softmax": comparison, "other": comparison._replace(same=False)})
     report = layers.run(parsed("--attentions softmax other"))
     assert [(row["attention"], row["layer"]) for row in report.rows] == [
-        (title, name) for title in ("softmax", "other") for name in ("lit-effattn", *theirs)
+        (title, name) for title in ("softmax", "other") for name in ("lit-effattn", *peers)
     ]
     rows = {(row["attention"], row["layer"]): row for row in report.rows}
     for title in ("softmax", "other"):
@@ -81,7 +81,7 @@ def test_layers_are_compared_and_what_can_not_be_is_said(monkeypatch):
     said = "\n".join(report.notes)
     assert "Not measured: failing: failed (TypeError: they changed it)." in said
     assert "Not measured: x-transformers: absent (No module named 'x_transformers.x_transformers'); see " in said
-    assert "Not measured: flash-linear-attention: the device is cpu" in said
+    assert "Not measured: flash-linear-attention: its kernels need CUDA" in said
 
 
 def test_without_libraries_every_comparison_has_our_row(monkeypatch):
@@ -92,12 +92,12 @@ def test_without_libraries_every_comparison_has_our_row(monkeypatch):
 
 
 def test_a_length_that_lsh_can_not_have_is_refused():
-    with pytest.raises(SystemExit, match="--lengths 24 is no multiple of 16"):
+    with pytest.raises(SystemExit, match="--lengths 24 must be a multiple of 16"):
         layers.run(parsed("--lengths 24 32"))
 
 
 def test_memory_that_no_one_has_is_not_asked_for():
-    with pytest.raises(layers.NotHereError, match="longer than --most 32"):
+    with pytest.raises(layers.UnmeasuredError, match="longer than --most 32"):
         layers._performer_pytorch(parsed("--most 32"), N, SoftmaxAttention(32, 2))
 
 
@@ -107,13 +107,13 @@ def test_keys_of_lsh_are_its_queries():
 
 @pytest.mark.parametrize(
     ("title", "name"),
-    [(title, name) for title, c in layers.COMPARISONS.items() if c.same for name in c.theirs if name in LIBRARIES],
+    [(title, name) for title, c in layers.COMPARISONS.items() if c.same for name in c.peers if name in LIBRARIES],
 )
 def test_the_libraries_compute_the_same(title, name, monkeypatch):
     """Where they are installed."""
     pytest.importorskip(LIBRARIES[name], exc_type=ImportError)
     comparison = layers.COMPARISONS[title]
-    monkeypatch.setitem(layers.COMPARISONS, title, comparison._replace(theirs={name: comparison.theirs[name]}))
+    monkeypatch.setitem(layers.COMPARISONS, title, comparison._replace(peers={name: comparison.peers[name]}))
     monkeypatch.setattr(measuring, "LEAST", 0.0)
     args = parsed("--repeats 1")
     args.attentions = [title]

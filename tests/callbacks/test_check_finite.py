@@ -42,8 +42,7 @@ def fit(folder: Path, model: pl.LightningModule, *callbacks: pl.Callback, n: int
     return run
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("where", ["loss", "gradient", "loss alone"])
+@pytest.mark.parametrize(("where", "value"), [("loss", math.nan), ("gradient", math.inf), ("loss alone", math.inf)])
 def test_it_stops_within_the_logging_interval_and_says_which_step(tmp_path: Path, where: str, value: float):
     model = Adam({5: value}, where)
     with pytest.raises(NotFiniteError, match=r"at step 6 \(epoch 0, batch 5, lr 0\.1\)"):
@@ -144,10 +143,7 @@ def test_the_count_of_skipped_steps_is_in_the_checkpoint():
     check.skipped = 3
     other.load_state_dict(check.state_dict())
     assert other.skipped == 3
-
-
-def test_a_negative_number_is_refused():
-    with pytest.raises(ValueError, match="skip=-1 is negative"):
+    with pytest.raises(ValueError, match="skip=-1 must be at least 0"):
         CheckFinite(skip=-1)
 
 
@@ -159,7 +155,7 @@ def test_a_metric_that_is_not_finite_is_never_the_best(tmp_path: Path, values: l
 
     checkpoint = BestCheckpoint(tmp_path, filename="best", monitor="val/loss")
     run = trainer(tmp_path, [checkpoint], max_epochs=len(values))
-    with pytest.warns(UserWarning, match="val/loss is (inf|nan): it is not taken as the best"):
+    with pytest.warns(UserWarning, match="val/loss is (inf|nan): this checkpoint is not among the best"):
         run.fit(Scored(), loader(2), DataLoader(torch.ones(1)))
     assert (checkpoint.best_model_score is None) if best is None else checkpoint.best_model_score == best
     assert (tmp_path / "best.ckpt").exists() == (best is not None)

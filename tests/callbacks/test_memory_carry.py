@@ -121,8 +121,7 @@ def test_a_validation_in_mid_epoch_leaves_the_memory_of_training_alone(tmp_path)
         torch.testing.assert_close(list(sequence.tensors(a)), list(sequence.tensors(b)), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("attention", [LinearAttention, STICKY], ids=["linear", "infinite"])
-@pytest.mark.parametrize("stage", ["validate", "test"])
+@pytest.mark.parametrize(("stage", "attention"), [("validate", LinearAttention), ("test", STICKY)])
 def test_evaluation_scores_what_one_pass_scores(tmp_path, stage: str, attention: Any):
     made, data = model(attention), loader(5, seed=3)
     with torch.no_grad():
@@ -135,8 +134,7 @@ def test_evaluation_scores_what_one_pass_scores(tmp_path, stage: str, attention:
     assert made.memory is None
 
 
-@pytest.mark.parametrize("saved_first", [True, False], ids=["saved-before", "saved-after"])
-@pytest.mark.parametrize("attention", [LinearAttention, STICKY], ids=["linear", "infinite"])
+@pytest.mark.parametrize(("saved_first", "attention"), [(True, LinearAttention), (False, STICKY)])
 def test_the_memory_is_in_the_checkpoint_and_taken_up_again(tmp_path, attention: Any, saved_first: bool):
     straight, second = Spy(), Spy()
     path = tmp_path / "half.ckpt"
@@ -203,8 +201,7 @@ def test_evaluation_neither_takes_up_the_memories_of_a_checkpoint_nor_complains_
     assert fresh.memory is None
 
 
-@pytest.mark.parametrize("saved_first", [True, False], ids=["saved-before", "saved-after"])
-@pytest.mark.parametrize("stage", ["train", "validation"])
+@pytest.mark.parametrize(("stage", "saved_first"), [("train", True), ("train", False), ("validation", True)], ids=str)
 def test_an_exception_leaves_no_memory_in_the_model_and_that_of_training_for_a_checkpoint(
     tmp_path, stage: str, saved_first: bool
 ):
@@ -257,14 +254,6 @@ def test_after_training_the_model_is_called_without_its_memory(tmp_path):
         assert torch.equal(made(batch), model()(batch))
 
 
-def test_what_was_frozen_stays_so(tmp_path):
-    made = model()
-    made.embedding.eval()
-    MemoryCarry().setup(trainer(tmp_path, []), made, "fit")
-    assert not made.embedding.training
-    assert made.backbone.training
-
-
 def test_what_grows_is_refused_with_the_option_that_bounds_it(tmp_path):
     with pytest.raises(ValueError, match="`window`"):
         trainer(tmp_path, [MemoryCarry()], max_epochs=1).fit(model(SoftmaxAttention), loader(2))
@@ -300,7 +289,7 @@ def test_batches_of_unequal_size_are_refused():
     made = model()
     batch = Streams(1)[0]
     made.memory = made.backbone.initial_state(2)
-    with pytest.raises(ValueError, match=re.escape("a batch has 3 rows and the one before had 2")):
+    with pytest.raises(ValueError, match=re.escape("a batch has 3 rows, but the previous one had 2")):
         MemoryCarry().on_train_batch_start(None, made, batch, 1)
 
 

@@ -61,8 +61,7 @@ def test_a_model_that_draws_no_images_is_refused_before_training(tmp_path: Path)
     assert model.drawn == []
 
 
-@pytest.mark.parametrize("options", [{"every_n_epochs": 0}, {"n_samples": 0}, {"every_n_epochs": -1}])
-def test_bad_options_are_named(options: dict):
-    (name, value), *_ = options.items()
-    with pytest.raises(ValueError, match=f"{name}={value}"):
-        SampleGrid(**options)
+def test_wrong_options_are_named():
+    for name in ("every_n_epochs", "n_samples"):
+        with pytest.raises(ValueError, match=f"{name}=0 must be at least 1"):
+            SampleGrid(**{name: 0})

@@ -161,7 +161,7 @@ def test_a_resumed_run_goes_on_keeping(trained: Path, monkeypatch: pytest.Monkey
         (["generate", "--average", "-2"], 1, "average=-2 is not positive"),
         (["predict", "--average", "all"], 1, "--average all must be a number of checkpoints"),
         (["fit", "--average", "3"], 2, "average"),
-        (["fit", "--config", "tiny.yaml", "--checkpoint.keep", "-1"], 1, "keep=-1 is negative"),
+        (["fit", "--config", "tiny.yaml", "--checkpoint.keep", "-1"], 1, "keep=-1 must be at least 0"),
     ],
 )
 def test_what_has_no_mean_is_refused(args: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]):

@@ -31,11 +31,7 @@ def test_more_features_err_less(tmp_path):
             assert errors[name, directions, 4096]["median"] < errors[name, directions, 4]["median"] / 10
 
 
-@pytest.mark.parametrize(
-    ("flags", "complaint"),
-    [("--n_features 7", "7 is odd"), ("--draws 0", "0 is less than 2"), ("--head_dim 1", "1 is")],
-)
-def test_what_can_not_be_measured_is_refused(flags: str, complaint: str, capsys):
+def test_an_odd_number_of_features_is_refused(capsys):
     with pytest.raises(SystemExit):
-        command.main(["features", *flags.split()])
-    assert complaint in capsys.readouterr().err
+        command.main(["features", "--n_features", "7"])
+    assert "7 is odd" in capsys.readouterr().err

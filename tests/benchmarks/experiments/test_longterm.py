@@ -26,8 +26,7 @@ def tokens(n: int) -> torch.Tensor:
     return torch.randint(11, (n,), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("sticky", [False, True])
-@pytest.mark.parametrize("n", [13, 15, 24])
+@pytest.mark.parametrize(("n", "sticky"), [(13, False), (15, True), (24, False)])
 @torch.no_grad()
 def test_what_is_read_is_what_one_pass_over_the_stream_does(n: int, sticky: bool):
     """The last updates are before the positions 12, 12 and 20; at these, the old signal goes to t → τ t."""
@@ -81,7 +80,7 @@ def test_layers_without_a_signal_are_left_out_and_the_memory_is_that_of_evaluati
     (reading,) = read(made, tokens(17))
     assert reading.layer == "blocks.1.attention"
     assert made.backbone.blocks[1].attention.mem_len == 4
-    with pytest.raises(ValueError, match="mem_len=8 and segment_len=4 that takes 17 tokens"):
+    with pytest.raises(ValueError, match="mem_len=8 and segment_len=4 this needs 17 tokens"):
         read(made, tokens(16))
     assert not made.backbone.blocks[1].attention._forward_hooks
 
@@ -121,5 +120,5 @@ def test_table_and_picture(task, tmp_path, monkeypatch, capsys):
 def test_what_has_no_long_term_memory_is_refused(tmp_path):
     data = SortingTask(20, n_types=3, segment_len=8, batch_size=2, n_train=2)
     path = checkpoint(tmp_path, data, partial(TransformerXLAttention, mem_len=4))
-    with pytest.raises(ValueError, match="no layer has a long-term memory; InfiniteAttention has"):
+    with pytest.raises(ValueError, match="no layer has a long-term memory; choose"):
         command.main(["longterm", "--ckpt_path", str(path), "--device", "cpu"])

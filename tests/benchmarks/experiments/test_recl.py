@@ -27,7 +27,7 @@ def length_of(model_losses: Tensor, ratio: float = 1.0, threshold: float = 0.01)
     return [effective_length(g.tolist(), CONTEXTS, threshold) for g in found]
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("context", [100, 300, 500])
 def test_effective_length_is_where_losses_stop_falling(context: int):
     assert length_of(falling_until(context)[None]) == [context]
 
@@ -136,7 +136,7 @@ def test_table(language_models, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("words", "complaint"),
-    [("--lengths 8", "name two or more"), ("--lengths 8 9999999", "longest of lengths, 9999999")],
+    [("--lengths 8", "name two or more"), ("--lengths 8 9999999", "have 9999999 tokens, the longest")],
 )
 def test_what_has_no_answer_is_refused(words, complaint, language_models):
     with pytest.raises(ValueError, match=complaint):
@@ -146,4 +146,4 @@ def test_what_has_no_answer_is_refused(words, complaint, language_models):
 def test_ratio_beyond_one_is_refused(capsys):
     with pytest.raises(SystemExit):
         command.main(["recl", "--ckpt_path", "a", "--ratios", "10"])
-    assert "10 is not from above 0 to 1" in capsys.readouterr().err
+    assert "10 must be above 0 and at most 1" in capsys.readouterr().err

@@ -50,7 +50,7 @@ def run(*more: str) -> list[dict]:
 
 
 def test_what_is_done_is_not_run_again_and_a_failure_loses_the_others_nothing(machine: Machine):
-    assert [row["state"] for row in run()] == ["done", "done", "begun"]  # in the order of RUNS
+    assert [row["state"] for row in run()] == ["done", "done", "started"]  # in the order of RUNS
     assert machine.trained() == [
         "copy_linear --model.backbone.attention SoftmaxAttention",
         "copy_lsh4",
@@ -97,7 +97,7 @@ def test_a_plan_runs_nothing(machine: Machine, capsys: pytest.CaptureFixture[str
 
 def test_a_page_without_a_place_for_the_table_is_refused_before_anything_runs(machine: Machine):
     Path("page.md").write_text("nothing")
-    with pytest.raises(SystemExit, match=r"--page page.md: it needs the lines <!--"):
+    with pytest.raises(SystemExit, match=r"--page page.md: it must have the lines <!--"):
         run()
     assert machine.ran == []
 

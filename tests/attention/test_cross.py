@@ -304,20 +304,3 @@ def test_queries_and_keys_of_another_width(kind: Any, definition: Any):
     torch.testing.assert_close(
         cross.attention_weights(x, source).sum(-1), torch.ones(2, H, 5).double(), atol=1e-5, rtol=0
     )
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "words"),
-    [
-        (SoftmaxCrossAttention, {"n_heads": 3}, "n_heads=3 does not divide d_model=8"),
-        (SoftmaxCrossAttention, {"dropout": 1.0}, "dropout=1.0"),
-        (LinearCrossAttention, {"d_qk": 7}, "d_qk=7 is not a multiple of n_heads=2"),
-        (PerformerCrossAttention, {"n_features": 0}, "n_features=0"),
-        (PerformerCrossAttention, {"n_features": 7, "features": "hyperbolic"}, "n_features=7 is odd"),
-        (PerformerCrossAttention, {"features": "cosine"}, "features='cosine'"),
-        (PerformerCrossAttention, {"norms": "one"}, "norms='one'"),
-    ],
-)
-def test_bad_options_are_named(kind: type, options: dict, words: str):
-    with pytest.raises(ValueError, match=words):
-        kind(**{"d_model": E, "n_heads": H, **options})

@@ -1,5 +1,4 @@
 import copy
-import re
 from functools import partial
 
 import pytest
@@ -7,9 +6,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lit_effattn import Transformer, sequence
-from lit_effattn.attention import InfiniteAttention, SoftmaxAttention, TransformerXLAttention, long_term_memory
+from lit_effattn.attention import InfiniteAttention, SoftmaxAttention, long_term_memory
 from lit_effattn.nn.transformer import Block, FeedForward
-from lit_effattn.ops.continuous import basis_of, normal_masses, width_divergence
+from lit_effattn.ops.continuous import normal_masses, width_divergence
 from tests.laws import definitions
 from tests.support.tensor_sizes import Largest, Made
 
@@ -24,27 +23,6 @@ def make(**options) -> InfiniteAttention:
 
 def inputs(batch: int, n: int) -> torch.Tensor:
     return torch.randn(batch, n, E, dtype=torch.float64, generator=torch.Generator().manual_seed(n))
-
-
-@pytest.mark.parametrize("mem_len", [0, 4, 8])
-def test_without_a_signal_it_is_transformer_xl(mem_len: int):
-    attention, xl = make(n_basis=0, mem_len=mem_len), TransformerXLAttention(E, H, mem_len=mem_len).double()
-    xl.load_state_dict(attention.state_dict())
-    ours, theirs = None, None
-    for segment in inputs(2, 24).split(4, 1):
-        y, ours = attention(segment, ours)
-        z, theirs = xl(segment, theirs)
-        torch.testing.assert_close(y, z)
-
-
-@pytest.mark.parametrize("writes", ["evicted", "segment"])
-def test_until_something_is_written_it_is_transformer_xl(writes: str):
-    attention, off = make(writes=writes), make(n_basis=0)
-    off.load_state_dict(attention.state_dict(), strict=False)
-    x = inputs(2, 20)
-    same = (attention(x)[0] == off(x)[0]).all(-1).all(0)
-    assert same.sum() == {"evicted": 8, "segment": 4}[writes]
-    assert same[: same.sum()].all()
 
 
 @pytest.mark.parametrize("chunk_size", [3, 128])
@@ -95,30 +73,6 @@ def test_a_signal_of_inputs_as_they_were_needs_them():
         with pytest.raises(ValueError, match=r"norm_signal=False with norm=.* set norm='pre' and norm_memory=True"):
             Transformer(E, H, 1, attention=kind, **options)
     Transformer(E, H, 1, attention=kind, norm_memory=True)
-
-
-@pytest.mark.parametrize("options", [{"clamp_len": 3}, {"position_dropout": 0.1}, {"share_uv": True}])
-def test_softmax_attention_has_no_options_of_relative_positions(options: dict):
-    with pytest.raises(ValueError, match=f"{next(iter(options))}=.* with short_term='softmax'"):
-        make(short_term="softmax", **options)
-    with pytest.raises(ValueError, match="clamp_len=3 with short_term='softmax'"):
-        make(short_term="softmax").set_memory(0, clamp_len=3)
-
-
-def test_what_is_remembered():
-    """Positions 8 and 12 are the first not to see the segments 0 … 3 and 4 … 7 as they are."""
-    attention = make()
-    x = inputs(1, 14)
-    states = []
-    state = None
-    for i in range(14):
-        _, state = attention(x[:, i : i + 1], state)
-        states.append(state)
-    changed = [i for i in range(1, 14) if not torch.equal(states[i].coefficients, states[i - 1].coefficients)]
-    assert changed == [8, 12]
-    assert (states[7].coefficients == 0).all()
-    torch.testing.assert_close(states[13].inputs, x[:, -8:])
-    assert states[13].counter.tolist() == [2]
 
 
 def test_the_signal_and_where_it_is_attended_to():
@@ -245,29 +199,6 @@ def test_sticky_samples_of_the_authors_code():
     assert not torch.equal(equal, attention.sample_times(state._replace(length=state.length + 12))[0])
 
 
-def test_drawn_bins_come_from_the_state_alone():
-    attention = make(sticky=True, sampling="bins")
-    x = inputs(2, 24)
-    whole, after = attention(x)
-    state, parts = None, []
-    for part in x.split([5, 1, 11, 7], 1):
-        y, state = attention(part, state)
-        parts.append(y)
-    torch.testing.assert_close(torch.cat(parts, 1), whole)
-    torch.testing.assert_close(state.coefficients, after.coefficients)
-
-
-def test_the_histogram_is_of_the_positions_since_the_update():
-    attention = make(sticky=True)
-    x = inputs(1, 16)
-    _, state = attention(x[:, :10])
-    two = state.histogram.sum()
-    _, state = attention(x[:, 10:12], state)
-    torch.testing.assert_close(state.histogram.sum(), 2 * two, rtol=0.1, atol=0)
-    _, state = attention(x[:, 12:13], state)
-    assert state.histogram.sum() < two
-
-
 def test_jitter_in_training_comes_from_the_state_alone():
     attention = make(sticky=True).train()
     x = inputs(1, 24).expand(2, -1, -1)
@@ -289,33 +220,6 @@ def test_jitter_in_training_comes_from_the_state_alone():
     fresh = attention.reset(state, torch.tensor([True, False]))
     assert torch.equal(fresh.counter, state.counter)
     assert fresh.length.tolist() == [0, 24]
-
-
-def test_segments_in_both_memories():
-    """What is written at its end is attended to twice; the signal is that of the segment that has just ended."""
-    attention = make(writes="segment")
-    x = inputs(1, 9)
-    _, at_4 = attention(x[:, :5])
-    other = make(mem_len=0)
-    other.load_state_dict(attention.state_dict())
-    _, alone = other(x[:, :5])
-    torch.testing.assert_close(at_4.coefficients, alone.coefficients)
-    xl = make(n_basis=0)
-    xl.load_state_dict(attention.state_dict(), strict=False)
-    assert not torch.allclose(attention(x)[0][:, 4], xl(x)[0][:, 4])
-
-
-def test_the_gate():
-    gated, plain = make(gate=True), make()
-    plain.load_state_dict({k: v for k, v in gated.state_dict().items() if not k.startswith("gate")})
-    x = inputs(1, 9)
-    with torch.no_grad():
-        for p in gated.gate.parameters():
-            p.zero_()
-    torch.testing.assert_close(gated(x)[1].coefficients, plain(x)[1].coefficients / 2)  # sigmoid(0)
-    with torch.no_grad():
-        gated.gate.bias.fill_(50.0)
-    torch.testing.assert_close(gated(x)[1].coefficients, plain(x)[1].coefficients)
 
 
 def test_the_gate_learns_from_detached_memories():
@@ -404,16 +308,6 @@ def test_the_loss_makes_densities_narrow():
     assert attention.q_proj.weight.grad is None
 
 
-def test_gradients_flow_through_updates_unless_the_state_is_detached():
-    attention = make(sticky=True)
-    x = inputs(1, 20).requires_grad_()
-    (whole,) = torch.autograd.grad(attention(x)[0][:, 16:].sum(), x)
-    assert (whole[0, :4] != 0).any()
-    _, state = attention(x[:, :16])
-    (cut,) = torch.autograd.grad(attention(x[:, 16:], sequence.detach(state))[0].sum(), x)
-    assert (cut[:, :16] == 0).all()
-
-
 def test_size_and_cost_do_not_depend_on_the_tokens_seen():
     attention = make(sticky=True).float()
     sizes, largest = set(), []
@@ -474,6 +368,8 @@ def test_evaluation_with_another_memory():
         changed(x, state)
     with pytest.raises(ValueError, match="same_length=True"):
         changed.set_memory(7, None, True)
+    with pytest.raises(ValueError, match="clamp_len=3 with short_term='softmax'"):
+        make(short_term="softmax").set_memory(0, clamp_len=3)
 
 
 def test_few_queries_equal_many():
@@ -509,46 +405,3 @@ def test_in_a_transformer():
     (y.sum() + sequence.losses(state).sum()).backward()
     assert sequence.losses(state).shape == (2,)
     assert all(p.grad is not None for p in model.parameters())
-
-
-def test_dropout_in_training_alone():
-    x = inputs(2, 20)
-    for option in ("dropout", "position_dropout"):
-        attention = make(**{option: 0.5})
-        assert not torch.equal(attention(x)[0], attention(x)[0])
-        assert torch.equal(attention.eval()(x)[0], make()(x)[0])
-
-
-def test_the_basis_is_that_of_the_options():
-    centres, variances = basis_of(10, (0.1, 0.2), dtype=torch.float64, device=torch.device("cpu"))
-    found = make().long_term.basis(torch.zeros((), dtype=torch.float64))
-    assert torch.equal(found[0], centres)
-    assert torch.equal(found[1], variances)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"causal": False}, ["causal=False"]),
-        ({"mem_len": -1}, ["mem_len=-1"]),
-        ({"segment_len": 0}, ["segment_len=0"]),
-        ({"n_basis": -2}, ["n_basis=-2"]),
-        ({"n_basis": 9}, ["n_basis=9", "2 widths"]),
-        ({"widths": ()}, ["widths=()"]),
-        ({"widths": (0.1, 0.0)}, ["widths=(0.1, 0.0)"]),
-        ({"ridge": 0.0}, ["ridge=0.0"]),
-        ({"tau": 1.0}, ["tau=1.0"]),
-        ({"n_samples": 0}, ["n_samples=0"]),
-        ({"n_bins": 0}, ["n_bins=0"]),
-        ({"sigma_0": 0.0}, ["sigma_0=0.0"]),
-        ({"kl_weight": -1.0}, ["kl_weight=-1.0"]),
-        ({"writes": "all"}, ["writes='all'", "evicted"]),
-        ({"grid": "even"}, ["grid='even'", "ends"]),
-        ({"sampling": "all", "sticky": True}, ["sampling='all'", "bins"]),
-        ({"sampling": "bins"}, ["sampling='bins'", "sticky=True"]),
-        ({"dropout": 1.0}, ["dropout=1.0"]),
-    ],
-)
-def test_bad_options_are_named(options: dict, words: list[str]):
-    with pytest.raises(ValueError, match=".*".join(map(re.escape, words))):
-        InfiniteAttention(**{"d_model": E, "n_heads": H} | SIZES | options)

@@ -1,6 +1,5 @@
 import itertools
 import math
-import re
 
 import pytest
 import torch
@@ -168,40 +167,7 @@ def test_a_donated_cache_is_written_in_place():
             state = after
 
 
-def test_a_full_cache_says_so():
-    attention = LSHAttention(E, H)
-    _, state = attention(torch.zeros(1, 3, E), attention.initial_state(1, max_len=4))
-    with pytest.raises(ValueError, match=r"max_len=4.*3 positions.*2 more"):
-        attention(torch.zeros(1, 2, E), state)
-
-
-def test_bytes_of_the_cache():
-    attention = LSHAttention(E, H, n_hashes=2, n_buckets=4, chunk_size=8)
-    fixed = 2 * H * 2 * (4 * 16 + 4) * 8 + 2 * 2 * 8  # the buckets' newest and counts; draws and lengths
-    for max_len in (None, 9):
-        _, state = attention(torch.zeros(2, 9, E), attention.initial_state(2, max_len=max_len))
-        assert sequence.nbytes(state) == fixed + 2 * 9 * (2 * E * 4 + H * 2 * 4)
-    assert attention.bounded_by == ""
-    assert attention.initial_state(2, max_len=9, dtype=torch.float16).shared.dtype == torch.float16
-
-
 # ------------------------------------------------------------------------------------------------------------- options
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"n_buckets": 7}, ["n_buckets=7", "even"]),
-        ({"n_buckets": 0}, ["n_buckets=0", "even"]),
-        ({"n_buckets": -2}, ["n_buckets=-2", "even"]),
-        ({"chunk_size": 0}, ["chunk_size=0"]),
-        ({"n_hashes": 0}, ["n_hashes=0"]),
-        ({"n_heads": 5}, ["n_heads=5", "d_model=12"]),
-    ],
-)
-def test_bad_options_are_named(options: dict, words: list[str]):
-    with pytest.raises(ValueError, match=".*".join(map(re.escape, words))):
-        LSHAttention(**{"d_model": E, "n_heads": H, **options})
 
 
 def test_a_zero_input_does_not_blow_up_the_gradient():

@@ -1,22 +1,16 @@
-import re
-from functools import partial
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lit_effattn import sequence
 from lit_effattn.attention import (
     LinearAttention,
     PerformerAttention,
-    ShawAttention,
     SoftmaxAttention,
     WindowedLinearAttention,
 )
 from lit_effattn.attention.feature_maps import EluFeatureMap
 from lit_effattn.attention.positions import RotaryPositions
-from lit_effattn.ops import dot_product
 from tests.laws import definitions
 
 E, H = 12, 3
@@ -42,26 +36,6 @@ def test_equals_multihead_attention_of_torch(causal: bool, bias: bool):
     padding = torch.arange(9) >= lengths[:, None]
     expected, _ = theirs(x, x, x, attn_mask=hidden, key_padding_mask=padding, need_weights=False)
     torch.testing.assert_close(ours(x, None, lengths)[0], expected.masked_fill(padding[..., None], 0))
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"d_model": 10, "n_heads": 3}, ["n_heads=3", "d_model=10"]),
-        ({"n_heads": 0}, ["n_heads=0"]),
-        ({"d_model": 0}, ["d_model=0"]),
-        ({"window": 0}, ["window=0"]),
-        ({"window": 4, "causal": False}, ["window=4", "causal"]),
-        ({"dropout": 1.0}, ["dropout=1.0"]),
-        ({"dropout": -0.1}, ["dropout=-0.1"]),
-        ({"d_qk": 7}, ["d_qk=7", "n_heads=3"]),
-        ({"head_dim": 0}, ["head_dim=0"]),
-        ({"qk_norm_eps": 0.0}, ["qk_norm_eps=0.0"]),
-    ],
-)
-def test_bad_options_are_named(options: dict, words: list[str]):
-    with pytest.raises(ValueError, match=".*".join(map(re.escape, words))):
-        SoftmaxAttention(**{"d_model": E, "n_heads": H, **options})
 
 
 @torch.no_grad()
@@ -112,31 +86,6 @@ def test_normalised_queries_and_keys_of_a_given_width(kind, definition, options:
     torch.testing.assert_close(y.double(), expected, atol=0.05, rtol=0.05)
 
 
-def test_a_full_cache_says_so():
-    attention = SoftmaxAttention(E, H)
-    state = attention.initial_state(1, max_len=4)
-    _, state = attention(torch.zeros(1, 3, E), state)
-    with pytest.raises(ValueError, match=r"max_len=4.*3 positions.*2 more"):
-        attention(torch.zeros(1, 2, E), state)
-    attention(torch.zeros(1, 1, E), state)
-
-
-def test_dropout_in_training_alone():
-    x = torch.randn(2, 20, E)
-    for window in (None, 4):
-        attention = SoftmaxAttention(E, H, window=window, dropout=0.5)
-        assert not torch.equal(attention(x)[0], attention(x)[0])
-        attention.eval()
-        assert torch.equal(attention(x)[0], attention(x)[0])
-
-
-def test_a_window_longer_than_the_stream_changes_nothing():
-    full, windowed = SoftmaxAttention(E, H), SoftmaxAttention(E, H, window=50)
-    windowed.load_state_dict(full.state_dict())
-    x = torch.randn(2, 20, E)
-    torch.testing.assert_close(windowed(x)[0], full(x)[0])
-
-
 def test_a_donated_cache_is_written_in_place():
     """A copy of the cache for every new position would cost more than the attention."""
     attention = SoftmaxAttention(E, H)
@@ -176,42 +125,5 @@ def test_a_window_longer_than_all_that_will_be_fed_is_not_made():
             attention(torch.zeros(1, n, E), state)
 
 
-def test_bytes_of_the_cache():
-    attention = SoftmaxAttention(E, H)
-    _, state = attention(torch.zeros(2, 5, E))
-    assert sequence.nbytes(state) == 2 * (2 * 5 * E) * 4 + 2 * 8  # keys and values in float32, lengths in int64
-    _, state = attention(torch.zeros(2, 1, E), state)
-    assert sequence.nbytes(state) == 2 * (2 * 6 * E) * 4 + 2 * 8
-    _, state = SoftmaxAttention(E, H, window=4)(torch.zeros(2, 50, E))
-    assert sequence.nbytes(state) == 2 * (2 * 3 * E) * 4 + 2 * 8
-    assert attention.initial_state(2, max_len=9, dtype=torch.float16).keys.dtype == torch.float16
-
-
 def test_it_says_what_it_is():
     assert "n_heads=3, causal=False" in repr(SoftmaxAttention(E, H, causal=False))
-
-
-@pytest.mark.parametrize("kind", [SoftmaxAttention, partial(ShawAttention, max_distance=3)])
-def test_a_long_segment_after_a_cache_is_masked_in_pieces(kind: Any, monkeypatch: pytest.MonkeyPatch):
-    """No mask has more than so many scores, and outputs and gradients are those of one pass over each row's stream."""
-    monkeypatch.setattr(dot_product, "_MASKED", 100)
-    attention = kind(E, H).double()
-    x, lengths = torch.randn(2, 30, E, dtype=torch.float64), torch.tensor([9, 4])
-    masked, see = [], attention._see
-
-    def watched(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *places: Tensor) -> Tensor:
-        masked.append(0 if mask is None else mask[0].numel())
-        return see(q, k, v, mask, *places)
-
-    monkeypatch.setattr(attention, "_see", watched)
-
-    def gradients(y: Tensor) -> list[Tensor]:
-        return [y, *torch.autograd.grad(y.sin().sum(), list(attention.parameters()), retain_graph=True)]
-
-    _, state = attention(x[:, :9], None, lengths)
-    in_pieces = gradients(attention(x[:, 9:], state)[0])
-    assert len(masked) > 3
-    assert max(masked) <= 100
-    streams = [torch.cat([x[row, :n], x[row, 9:]])[None] for row, n in enumerate(lengths.tolist())]
-    at_once = torch.cat([attention(stream)[0][:, -21:] for stream in streams])
-    torch.testing.assert_close(in_pieces, gradients(at_once))

@@ -1,4 +1,3 @@
-import re
 import warnings
 from functools import partial
 
@@ -16,34 +15,6 @@ E, H = 12, 3
 FIXED = {"pattern": "fixed", "stride": 6, "summary": 2}
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"n_heads": 5}, ["n_heads=5", "d_model=12"]),
-        ({"pattern": "random"}, ["pattern='random'", "strided"]),
-        ({"combine": "both"}, ["combine='both'", "merged"]),
-        ({"stride": 0}, ["stride=0"]),
-        ({"summary": 2}, ["summary=2", "pattern='strided'", "pattern='fixed'"]),
-        ({"distinct": True}, ["distinct=True", "pattern='strided'"]),
-        ({"num_verts": 1}, ["num_verts=1", "pattern='strided'"]),
-        ({**FIXED, "num_verts": 2}, ["num_verts=2", "n_heads=3"]),
-        ({**FIXED, "num_verts": 0}, ["num_verts=0", "n_heads=3"]),
-        ({**FIXED, "num_verts": 3, "summary": 3}, ["num_verts=3", "summary=3", "stride=6", "9"]),
-        ({**FIXED, "num_verts": 3, "distinct": True}, ["distinct=True", "num_verts=3"]),
-        ({**FIXED, "summary": 0}, ["summary=0", "stride=6"]),
-        ({**FIXED, "summary": 7}, ["summary=7", "stride=6"]),
-        ({**FIXED, "summary": 3, "distinct": True}, ["distinct=True", "n_heads=3", "summary=3", "stride=6"]),
-        ({"combine": "heads", "n_heads": 1}, ["combine='heads'", "n_heads=1"]),
-        ({"dropout": 1.0}, ["dropout=1.0"]),
-        ({"d_qk": 7}, ["d_qk=7", "n_heads=3"]),
-        ({"d_qk": 0}, ["d_qk=0"]),
-    ],
-)
-def test_bad_options_are_named(options: dict, words: list[str]):
-    with pytest.raises(ValueError, match=".*".join(map(re.escape, words))):
-        SparseAttention(**{"d_model": E, "n_heads": H, **options})
-
-
 @pytest.mark.parametrize("options", [{"stride": 50}, {"pattern": "fixed", "stride": 50}, {"stride": 1}])
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_pattern_that_holds_all_keys_is_softmax(causal: bool, options: dict):
@@ -53,7 +24,7 @@ def test_a_pattern_that_holds_all_keys_is_softmax(causal: bool, options: dict):
     torch.testing.assert_close(sparse(x)[0], full(x)[0])
 
 
-def test_heads_are_dealt_and_see_nothing_else():
+def test_heads_take_sets_in_turn_and_see_nothing_else():
     """Three heads: two see the last 4 keys, the third those 4 apart."""
     attention = SparseAttention(E, H, stride=4, combine="heads").double()
     x = torch.randn(1, 20, E, dtype=torch.float64)
@@ -109,21 +80,15 @@ def test_groups_of_heads_see_the_layouts_of_the_authors_code(num_verts: int):
     torch.testing.assert_close(half(x)[0], definitions.sparse(half, x))
 
 
-def test_interleaved_over_layers():
-    """Two layers, and what separates positions is some steps below the stride and some strides."""
-    kinds = [partial(SparseAttention, stride=4, combine=part) for part in ("local", "distant")]
-    model = Transformer(8, 2, 2, attention=kinds, init="pytorch").double()
-    assert [block.attention.combine for block in model.blocks] == ["local", "distant"]
-    x = torch.randn(1, 40, 8, dtype=torch.float64)
-    with torch.no_grad():
-        y, changed = model(x)[0], x.clone()
-        changed[0, 0] *= -1
-        assert (model(changed)[0] != y).any(-1).all()
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("options", [{"stride": 4}, {"stride": 4, "combine": "local"}, FIXED])
-@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize(
+    ("options", "causal", "rotary"),
+    [
+        ({"stride": 4}, True, True),
+        ({"stride": 4, "combine": "local"}, True, False),
+        (FIXED, True, False),
+        (FIXED, False, True),
+    ],
+)
 def test_queries_and_keys_of_half_the_width(causal: bool, options: dict, rotary: bool):
     model = Transformer(
         E,
@@ -177,15 +142,6 @@ def test_a_fixed_state_grows_by_blocks_also_in_steps():
     assert slots == [2] * 6 + [4] * 6 + [6] * 2
 
 
-@pytest.mark.parametrize("options", [{"stride": 4}, {**FIXED, "stride": 4}])
-def test_a_full_cache_says_so(options: dict):
-    attention = SparseAttention(E, H, **options)
-    _, state = attention(torch.zeros(1, 7, E), attention.initial_state(1, max_len=8))
-    with pytest.raises(ValueError, match=r"max_len.*8.*7 positions.*2 more"):
-        attention(torch.zeros(1, 2, E), state)
-    attention(torch.zeros(1, 1, E), state)
-
-
 @pytest.mark.parametrize("options", [{"stride": 4}, FIXED, {**FIXED, "combine": "heads"}])
 def test_a_donated_state_is_written_in_place(options: dict):
     attention = SparseAttention(E, H, **options).double()
@@ -208,17 +164,6 @@ def test_a_step_costs_what_it_sees(options: dict):
         with Largest() as largest:
             attention(torch.randn(1, 1, E), state)
     assert largest.elements <= (32 + 32 + 1) * E
-
-
-@pytest.mark.parametrize("pattern", ["strided", "fixed"])
-@pytest.mark.parametrize("combine", ["merged", "heads", "local", "distant"])
-@pytest.mark.parametrize("causal", [True, False])
-def test_dropout_in_training_alone(pattern: str, combine: str, causal: bool):
-    attention = SparseAttention(E, H, causal, pattern=pattern, combine=combine, stride=4, dropout=0.5)
-    x = torch.randn(2, 20, E)
-    assert not torch.equal(attention(x)[0], attention(x)[0])
-    attention.eval()
-    assert torch.equal(attention(x)[0], attention(x)[0])
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -1,6 +1,3 @@
-import re
-
-import pytest
 import torch
 
 from lit_effattn.attention import SoftmaxAttention, WindowedLinearAttention
@@ -40,12 +37,3 @@ def test_gamma_starts_at_a_tenth():
     q, k, _ = attention.project(x)
     linear = (attention.feature_map(q)[:, :, 1] * attention.feature_map.keys(k)[:, :, 0]).sum(-1)
     torch.testing.assert_close(attention.attention_weights(x)[:, :, 1, 1], 0.1 / (0.1 + linear))
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [({"causal": False}, "causal=False"), ({"window": 0}, "window=0"), ({"chunk_size": 0}, "chunk_size=0")],
-)
-def test_bad_options_are_named(options: dict, words: str):
-    with pytest.raises(ValueError, match=re.escape(words)):
-        WindowedLinearAttention(E, H, **options)

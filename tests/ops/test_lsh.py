@@ -17,6 +17,7 @@ from lit_effattn.ops.lsh import (
     rows,
     sorted_chunks,
 )
+from tests.support.kernels import assert_second_derivative_is_refused, check_operators
 from tests.support.tensor_sizes import Made, largest_in_training
 
 B, H, R = 2, 2, 3
@@ -221,22 +222,15 @@ def test_the_operators_are_what_torch_expects():
     x = x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
     grid, before = torch.zeros(B, H, R, chunks.n_chunks, 2, dtype=torch.long), torch.zeros(B, dtype=torch.long)
     places = torch.zeros_like(chunks.places)
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")  # the laws compile it
-    given = (x, v, places, grid, chunks.slots, before, 2, True)
-    torch.library.opcheck(torch.ops.lit_effattn.lsh.default, given, test_utils=checks)
-    x, v = x.detach(), v.detach()
-    found = torch.ops.lit_effattn.lsh(x, v, places, grid, chunks.slots, before, 2, True)
-    given = (found[0], x, v, places, grid, before, *found, 2, True)
-    checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.lit_effattn.lsh_backward.default, given, test_utils=checks)
+    arguments = x, v, places, grid, chunks.slots, before, 2, True
+    check_operators("lsh", arguments, lambda given, out: (out[0], *given[:4], given[5], *out, *given[6:]))
 
 
-def test_what_has_no_second_derivative_says_so():
+def test_a_second_derivative_is_refused_and_named():
     x, v, chunks = random_case(6, 4, 2, 2, True, [6, 6])
-    out = attend_in_chunks(x, v, chunks.places, chunks, 2, 2, causal=True)
-    (g,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="plain_attend_in_chunks has"):
-        g.sum().backward()
+    assert_second_derivative_is_refused(
+        lambda x, v: attend_in_chunks(x, v, chunks.places, chunks, 2, 2, causal=True)[None], (x, v), "plain_attend_in"
+    )
 
 
 @pytest.mark.parametrize("form", [attend_in_chunks, plain_attend_in_chunks])

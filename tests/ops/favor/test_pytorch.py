@@ -17,6 +17,7 @@ from lit_effattn.ops.favor.pytorch import (
     trigonometric_features,
 )
 from lit_effattn.ops.runtime.selection import KERNELS
+from tests.support.kernels import check_operators
 from tests.support.tensor_sizes import Largest, Made, largest_in_training
 
 B, H, F, D = 2, 3, 5, 4
@@ -91,8 +92,7 @@ UNBIASED = {
 
 
 @pytest.mark.parametrize("name", UNBIASED)
-@pytest.mark.parametrize("orthogonal", [True, False], ids=["orthogonal", "iid"])
-@pytest.mark.parametrize("n", [4, 9])
+@pytest.mark.parametrize(("orthogonal", "n"), [(True, 4), (True, 9), (False, 4)])
 @pytest.mark.parametrize("angle", [0.4, 2.0])
 def test_estimates_of_the_exponential_are_unbiased(name: str, orthogonal: bool, n: int, angle: float):
     phi, per_omega = UNBIASED[name]
@@ -167,8 +167,8 @@ FORMS = pytest.mark.parametrize("form", [from_logs, plain_causal_favor], ids=["b
 
 @FORMS
 @pytest.mark.parametrize("spread", [1.0, 30.0, 300.0])
-@pytest.mark.parametrize("n", [1, 2, 7, 8, 9, 23])
-@pytest.mark.parametrize("chunk_size", [1, 2, 8, 64])
+@pytest.mark.parametrize("n", [1, 7, 8, 9, 23])
+@pytest.mark.parametrize("chunk_size", [1, 8, 64])
 def test_causal_equals_the_definition(n: int, chunk_size: int, spread: float, form):
     q, k, v = logs(n, spread), logs(n, spread), values(n)
     y, s, z, m = form(q, k, v, *empty(), chunk_size=chunk_size)
@@ -251,15 +251,6 @@ def test_padding_is_nothing_and_rows_without_keys_give_0(spread: float, form):
         for g in torch.autograd.grad(out.square().sum(), (q, k, v), retain_graph=True):
             assert g.isfinite().all()
             assert (g[0] == 0).all()
-
-
-def test_what_is_not_there_may_stand_anywhere():
-    q, k, v = logs(9), logs(9, 300) - 2000, values(9)
-    k[:, :, [0, 1, 4, 6]] = -torch.inf
-    for chunk_size in (1, 4, 16):
-        y = from_logs(q, k, v, *empty(), chunk_size=chunk_size)[0]
-        assert (y[:, :, :2] == 0).all()
-        torch.testing.assert_close(y[:, :, 2:], by_hand(q, k, v, causal=True)[:, :, 2:])
 
 
 def steep(n: int, at: int, rise: float = 1000.0, b: int = 1, h: int = 1, f: int = 3) -> tuple[torch.Tensor, ...]:
@@ -377,20 +368,12 @@ def test_keys_of_usual_norms_are_scaled_once(monkeypatch):
 
 @pytest.mark.usefixtures("in_float32")
 def test_the_operators_are_what_torch_expects():
-    """Shapes, layouts and aliases are those announced to torch.compile."""
     q, k = (t.float().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in (logs(5), logs(5)))
     v, offset = values(5).float().requires_grad_(), torch.randn(B, H, 5, requires_grad=True)
     omega = draw_omega(H, F, F, generator=generator()).float()
     s, z, m = (t.float() for t in plain_causal_favor(logs(3), logs(3), values(3), *empty())[1:])
-    sums = s.requires_grad_(), z.requires_grad_(), m
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")  # the laws compile it
-    given = (q, k, v, omega, offset, *sums, 2)
-    torch.library.opcheck(torch.ops.lit_effattn.causal_favor.default, given, test_utils=checks)
-    given = tuple(t.detach() if isinstance(t, torch.Tensor) else t for t in given)
-    out, s, z, _, denominator = torch.ops.lit_effattn.causal_favor(*given)
-    given = (out, s, z, *given[:-1], out, denominator, 2)
-    checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.lit_effattn.causal_favor_backward.default, given, test_utils=checks)
+    arguments = q, k, v, omega, offset, s.requires_grad_(), z.requires_grad_(), m, 2
+    check_operators("causal_favor", arguments, lambda given, out: (*out[:3], *given[:-1], out[0], out[4], given[-1]))
 
 
 def test_what_has_no_derivative_is_refused_and_named():

@@ -8,6 +8,7 @@ from lit_effattn.ops.linear.pytorch import (
     plain_causal_linear_attention,
 )
 from lit_effattn.ops.runtime.selection import KERNELS
+from tests.support.kernels import assert_second_derivative_is_refused, check_operators
 from tests.support.tensor_sizes import Largest, Made, largest_in_training
 
 B, H, F, D = 2, 3, 5, 4
@@ -135,24 +136,14 @@ def test_gradients_in_float32_are_near_those_in_float64_whatever_the_autocast():
 
 @pytest.mark.usefixtures("in_float32")
 def test_the_operators_are_what_torch_expects():
-    """Shapes, layouts and aliases are those announced to torch.compile."""
     tensors = [t.float().requires_grad_() for t in (features(5), features(5), torch.randn(B, 5, H, D).transpose(1, 2))]
     sums = torch.rand(B, H, F, D, requires_grad=True), torch.rand(B, H, F, requires_grad=True)
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")  # the laws compile it
-    torch.library.opcheck(torch.ops.lit_effattn.causal_linear.default, (*tensors, *sums, 2, 1e-6), test_utils=checks)
-    out, *_, denominator = torch.ops.lit_effattn.causal_linear(*(t.detach() for t in (*tensors, *sums)), 2, 1e-6)
-    given = (out, *sums, *tensors, *sums, out, denominator, 2, 1e-6)
-    given = tuple(t.detach() if isinstance(t, torch.Tensor) else t for t in given)
-    checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.lit_effattn.causal_linear_backward.default, given, test_utils=checks)
-
-
-def test_a_second_derivative_is_refused_and_named():
-    q = features(5).requires_grad_()
-    sums = torch.zeros(B, H, F, F, dtype=torch.float64), torch.zeros(B, H, F, dtype=torch.float64)
-    (g,) = torch.autograd.grad(causal_linear_attention(q, q, q, *sums)[0].square().sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="plain_causal_linear_attention has"):
-        g.sum().backward()
+    check_operators(
+        "causal_linear",
+        (*tensors, *sums, 2, 1e-6),
+        lambda given, out: (*out[:3], *given[:5], out[0], out[3], *given[5:]),
+    )
+    assert_second_derivative_is_refused(causal_linear_attention, (*tensors, *sums), "plain_causal_linear_attention has")
 
 
 def test_nothing_of_size_n_squared_nor_n_f_d_is_made():

@@ -1,0 +1,173 @@
+"""What every kind of attention does alike, where no law says it: errors of options, and dropout."""
+
+import re
+from functools import partial
+
+import pytest
+import torch
+
+from lit_effattn.attention import (
+    CompressiveAttention,
+    HedgehogFeatureMap,
+    InfiniteAttention,
+    LinearAttention,
+    LinearCrossAttention,
+    LSHAttention,
+    PerformerAttention,
+    PerformerCrossAttention,
+    ReluFeatureMap,
+    ShawAttention,
+    SoftmaxAttention,
+    SoftmaxCrossAttention,
+    SparseAttention,
+    TransformerXLAttention,
+    WindowedLinearAttention,
+)
+
+E, H = 12, 3
+FIXED = {"pattern": "fixed", "stride": 6, "summary": 2}
+BAD_OPTIONS = {
+    SoftmaxAttention: [
+        ({"d_model": 10, "n_heads": 3}, "n_heads=3", "d_model=10"),
+        ({"n_heads": 0}, "n_heads=0"),
+        ({"d_model": 0}, "d_model=0"),
+        ({"window": 0}, "window=0"),
+        ({"window": 4, "causal": False}, "window=4", "causal"),
+        ({"dropout": 1.0}, "dropout=1.0"),
+        ({"dropout": -0.1}, "dropout=-0.1"),
+        ({"d_qk": 7}, "d_qk=7", "n_heads=3"),
+        ({"d_qk": 0}, "d_qk=0"),
+        ({"n_kv_heads": 2}, "n_kv_heads=2", "n_heads=3"),
+        ({"head_dim": 0}, "head_dim=0"),
+        ({"qk_norm_eps": 0.0}, "qk_norm_eps=0.0"),
+    ],
+    ShawAttention: [({"max_distance": 0}, "max_distance=0", "at least 1")],
+    LinearAttention: [
+        ({"chunk_size": 0}, "chunk_size=0"),
+        ({"feature_map": partial(ReluFeatureMap, floor=-1.0)}, "floor=-1.0"),
+        ({"feature_map": partial(HedgehogFeatureMap, eps=0.0)}, "eps=0.0"),
+    ],
+    PerformerAttention: [
+        ({"n_features": 0}, "n_features=0"),
+        ({"n_features": 7, "features": "hyperbolic"}, "n_features=7", "hyperbolic", "even"),
+        ({"n_features": 7, "features": "trigonometric"}, "n_features=7", "trigonometric", "even"),
+        ({"features": "cosine"}, "features='cosine'", "positive"),
+        ({"norms": "one"}, "norms='one'", "sqrt_d"),
+        ({"eps": -1e-4}, "eps=-0.0001", "at least 0"),
+        ({"eps": 1e-4, "features": "hyperbolic"}, "eps=0.0001", "hyperbolic", "positive and relu"),
+        ({"chunk_size": 0}, "chunk_size=0"),
+        ({"chunk_size": 48}, "chunk_size=48", "power of 2"),
+    ],
+    WindowedLinearAttention: [
+        ({"causal": False}, "causal=False"),
+        ({"window": 0}, "window=0"),
+        ({"chunk_size": 0}, "chunk_size=0"),
+    ],
+    LSHAttention: [
+        ({"n_buckets": 7}, "n_buckets=7", "even"),
+        ({"n_buckets": 0}, "n_buckets=0", "even"),
+        ({"n_buckets": -2}, "n_buckets=-2", "even"),
+        ({"chunk_size": 0}, "chunk_size=0"),
+        ({"n_hashes": 0}, "n_hashes=0"),
+    ],
+    SparseAttention: [
+        ({"pattern": "random"}, "pattern='random'", "strided"),
+        ({"combine": "both"}, "combine='both'", "merged"),
+        ({"stride": 0}, "stride=0"),
+        ({"summary": 2}, "summary=2", "pattern='strided'", "pattern='fixed'"),
+        ({"distinct": True}, "distinct=True", "pattern='strided'"),
+        ({"num_verts": 1}, "num_verts=1", "pattern='strided'"),
+        (FIXED | {"num_verts": 2}, "num_verts=2", "n_heads=3"),
+        (FIXED | {"num_verts": 0}, "num_verts=0", "n_heads=3"),
+        (FIXED | {"num_verts": 3, "summary": 3}, "num_verts=3", "summary=3", "stride=6", "9"),
+        (FIXED | {"num_verts": 3, "distinct": True}, "distinct=True", "num_verts=3"),
+        (FIXED | {"summary": 0}, "summary=0", "stride=6"),
+        (FIXED | {"summary": 7}, "summary=7", "stride=6"),
+        (FIXED | {"summary": 3, "distinct": True}, "distinct=True", "n_heads=3", "summary=3", "stride=6"),
+        ({"combine": "heads", "n_heads": 1}, "combine='heads'", "n_heads=1"),
+        ({"dropout": 1.0}, "dropout=1.0"),
+    ],
+    TransformerXLAttention: [
+        ({"d_model": 9}, "d_model=9", "odd"),
+        ({"mem_len": -1}, "mem_len=-1"),
+        ({"mem_len": 0, "same_length": True}, "same_length=True", "mem_len=0"),
+        ({"same_length": True, "causal": False}, "same_length=True", "causal"),
+        ({"clamp_len": -2}, "clamp_len=-2"),
+        ({"dropout": 1.0}, "dropout=1.0"),
+        ({"position_dropout": -0.1}, "position_dropout=-0.1"),
+        ({"chunk_size": 0}, "chunk_size=0"),
+    ],
+    CompressiveAttention: [
+        ({"causal": False}, "causal=False"),
+        ({"compressed_len": 0}, "compressed_len=0"),
+        ({"compression_rate": 0}, "compression_rate=0"),
+        ({"segment_len": 0}, "segment_len=0"),
+        ({"compression": "median"}, "compression='median'", "conv"),
+    ],
+    InfiniteAttention: [
+        ({"causal": False}, "causal=False"),
+        ({"segment_len": 0}, "segment_len=0"),
+        ({"n_basis": -2}, "n_basis=-2"),
+        ({"n_basis": 9, "widths": (0.1, 0.2)}, "n_basis=9", "2 widths"),
+        ({"widths": ()}, "widths=()"),
+        ({"widths": (0.1, 0.0)}, "widths=(0.1, 0.0)"),
+        ({"ridge": 0.0}, "ridge=0.0"),
+        ({"tau": 1.0}, "tau=1.0"),
+        ({"n_samples": 0}, "n_samples=0"),
+        ({"n_bins": 0}, "n_bins=0"),
+        ({"sigma_0": 0.0}, "sigma_0=0.0"),
+        ({"kl_weight": -1.0}, "kl_weight=-1.0"),
+        ({"writes": "all"}, "writes='all'", "evicted"),
+        ({"grid": "even"}, "grid='even'", "ends"),
+        ({"sampling": "all", "sticky": True}, "sampling='all'", "bins"),
+        ({"sampling": "bins"}, "sampling='bins'", "sticky=True"),
+        *(
+            ({"short_term": "softmax", name: value}, f"{name}={value}", "short_term='softmax'")
+            for name, value in {"clamp_len": 3, "position_dropout": 0.1, "share_uv": True}.items()
+        ),
+    ],
+    SoftmaxCrossAttention: [({"n_heads": 5}, "n_heads=5", "d_model=12"), ({"dropout": 1.0}, "dropout=1.0")],
+    LinearCrossAttention: [({"d_qk": 7}, "d_qk=7", "n_heads=3")],
+    PerformerCrossAttention: [({"n_features": 0}, "n_features=0")],
+}
+
+
+@pytest.mark.parametrize("kind", BAD_OPTIONS)
+def test_bad_options_are_named(kind: type):
+    for options, *words in BAD_OPTIONS[kind]:
+        with pytest.raises(ValueError, match=".*".join(map(re.escape, words))):
+            kind(**{"d_model": E, "n_heads": H} | options)
+
+
+MEMORY = {"mem_len": 4, "segment_len": 4}
+SIGNAL = MEMORY | {"n_basis": 10, "widths": (0.1, 0.2), "n_samples": 6}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        SoftmaxAttention,
+        partial(SoftmaxAttention, window=4),
+        ShawAttention,
+        partial(ShawAttention, window=4),
+        partial(SparseAttention, stride=4),
+        partial(SparseAttention, stride=4, combine="heads"),
+        partial(SparseAttention, stride=4, combine="local"),
+        partial(SparseAttention, stride=4, causal=False),
+        partial(SparseAttention, **FIXED),
+        partial(SparseAttention, **FIXED, combine="distant"),
+        TransformerXLAttention,
+        partial(CompressiveAttention, **MEMORY, compressed_len=5, compression_rate=3),
+        partial(InfiniteAttention, **SIGNAL),
+        partial(InfiniteAttention, **SIGNAL, short_term="softmax"),
+    ],
+)
+def test_dropout_in_training_alone(make):
+    x = torch.randn(2, 20, E)
+    relative = make.func if isinstance(make, partial) else make
+    for option in ("dropout", "position_dropout") if relative is TransformerXLAttention else ("dropout",):
+        torch.manual_seed(0)
+        attention = make(E, H, **{option: 0.5})
+        assert not torch.equal(attention(x)[0], attention(x)[0])
+        torch.manual_seed(0)
+        assert torch.equal(attention.eval()(x)[0], make(E, H)(x)[0])

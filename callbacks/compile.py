@@ -45,7 +45,11 @@ class Compile(pl.Callback):
         self.backend = backend
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Request compilation, which the first step starts: before DDP wraps the model, and in each process."""
+        """Request compilation, which the first step starts: before DDP wraps the model, and in each process.
+
+        Raises:
+            ValueError: If the model, PyTorch or the machine does not support it.
+        """
         if stage != "fit":
             return
         model: Any = pl_module

@@ -51,7 +51,11 @@ class MemoryCarry(pl.Callback):
         self._training: State | None = None  # the training's memory, while the model does not train
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check that the model can carry a memory."""
+        """Check that the model can carry a memory.
+
+        Raises:
+            ValueError: If it can't, or its state grows without bound.
+        """
         if not hasattr(pl_module, "active_backbone"):
             raise ValueError(f"MemoryCarry: {type(pl_module).__name__} carries no memory between batches; leave it out")
         if stage == "fit" and self.training:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import inspect
 import re
 import sysconfig
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from benchmarks.measuring import Spread, add_options
 from benchmarks.report import Report, Row, plot_spreads
 from lit_effattn.attention import Attention, PerformerAttention, SoftmaxAttention
 from lit_effattn.attention.random_features import Features
+from lit_effattn.datamodules.speech import espeak
 from lit_effattn.ops.runtime.differences import largest_difference
 from lit_effattn.sequence import valid_positions
 
@@ -152,12 +152,8 @@ def vectors(encoder: nn.Module, batch: Batch, rows: int = 16) -> Tensor:
 
 def docstrings() -> set[str]:
     """Return the docstrings of the top-level modules of the standard library, which are parsed, not imported."""
-    texts = set()
-    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
-        for node in ast.walk(ast.parse(path.read_bytes())):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
-                texts.add(inspect.cleandoc(text))
-    return texts
+    paths = Path(sysconfig.get_paths()["stdlib"]).glob("*.py")
+    return {text for path in paths for text in espeak.docstrings(ast.parse(path.read_bytes())) if text}
 
 
 def first_sentence(text: str) -> str | None:

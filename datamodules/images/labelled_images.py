@@ -1,5 +1,6 @@
 """Images as sequences of integer levels, each with its class."""
 
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -78,12 +79,12 @@ class LabelledImages(PixelSequences):
         return {split: _Labelled(images, labels[split]) for split, images in splits.items()}
 
 
+@dataclass(eq=False)
 class _Labelled(Dataset[LabelledBatch]):
     """A data set that maps a list of indices to a batch."""
 
-    def __init__(self, images: PixelDataset, labels: Tensor) -> None:
-        self.images = images
-        self.labels = labels
+    images: PixelDataset
+    labels: Tensor  # (n,)
 
     def __len__(self) -> int:
         return len(self.images)

@@ -1,16 +1,17 @@
 """Images as sequences of integer levels, for autoregressive models."""
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lit_effattn.checks import at_least
+from lit_effattn.datamodules.common.base import DataModule
 from lit_effattn.datamodules.common.sampling import ResumableLoader, ShardedBatches, loader_options, processes
 from lit_effattn.datamodules.images import sources as image_sources
 
@@ -33,7 +34,7 @@ _KINDS = {
 _PURPOSES = {"train": "to train on", "val": "to validate", "test": "to test"}
 
 
-class PixelSequences(LightningDataModule):
+class PixelSequences(DataModule):
     """Images as autoregressive sequences of integer levels.
 
     A batch is one tensor (B, N) of uint8, N = H·W·C, with levels 0 to `n_levels - 1` in raster order: row by row,
@@ -166,11 +167,7 @@ class PixelSequences(LightningDataModule):
         Raises:
             ValueError: If `overfit_batches` is set.
         """
-        if overfit_batches := getattr(self.trainer, "overfit_batches", 0):
-            raise ValueError(
-                f"overfit_batches={overfit_batches} would replace the sampler that forms the batches; "
-                "use limit_train_batches, or a folder of a few images"
-            )
+        self._reject_overfit_batches("a folder of a few images")
         test = stage in ("test", "predict")
         if ("test" if test else "train") not in self.splits:
             self.splits |= self._load(test)
@@ -203,18 +200,6 @@ class PixelSequences(LightningDataModule):
         order = {"shuffle": True, "variants": 2 if self.flip else 1, "drop_last": True}
         return ResumableLoader(**self._options("train", self.batch_size, **order))
 
-    def val_dataloader(self) -> DataLoader[Tensor]:
-        """Return a loader of every validation image once."""
-        return self._eval_dataloader("val")
-
-    def test_dataloader(self) -> DataLoader[Tensor]:
-        """Return a loader of every test image once."""
-        return self._eval_dataloader("test")
-
-    def predict_dataloader(self) -> DataLoader[Tensor]:
-        """Return a loader of every test image once."""
-        return self._eval_dataloader("test")
-
     def _eval_dataloader(self, split: str) -> DataLoader[Tensor]:
         return DataLoader(**self._options(split, self.eval_batch_size, shuffle=False, drop_last=False))
 
@@ -228,9 +213,8 @@ class PixelSequences(LightningDataModule):
 class PixelDataset(Dataset[Tensor], ABC):
     """Images of one split. A list of B indices gives the batch (B, N); index i + len is image i mirrored."""
 
-    def __init__(self, native_levels: int, n_levels: int) -> None:
-        self.native_levels = native_levels
-        self.n_levels = n_levels
+    native_levels: int
+    n_levels: int
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -247,12 +231,13 @@ class PixelDataset(Dataset[Tensor], ABC):
         return _quantise(images, self.native_levels, self.n_levels).flatten(1)  # (B, H, W, C) -> (B, N)
 
 
+@dataclass(eq=False)
 class ImageArray(PixelDataset):
     """Images in memory: (n, H, W, C) of uint8."""
 
-    def __init__(self, images: Tensor, native_levels: int, n_levels: int) -> None:
-        super().__init__(native_levels, n_levels)
-        self.images = images
+    images: Tensor
+    native_levels: int
+    n_levels: int
 
     def __len__(self) -> int:
         return len(self.images)
@@ -262,23 +247,23 @@ class ImageArray(PixelDataset):
         return self.images[torch.tensor(indices)]  # indexing with a list is slower
 
 
+@dataclass(eq=False)
 class ImageFiles(PixelDataset):
     """Image files, each read on access."""
 
-    def __init__(self, paths: list[Path], image_shape: tuple[int, int, int], n_levels: int, max_pixels: int) -> None:
-        super().__init__(256, n_levels)
-        self.paths = paths
-        self.max_pixels = max_pixels
-        self.image_size, _, self.channels = image_shape
+    paths: list[Path]
+    image_shape: tuple[int, int, int]
+    n_levels: int
+    max_pixels: int
+    native_levels: int = 256
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def read(self, indices: list[int]) -> Tensor:
         """Return the decoded and resized images (B, H, W, C), uint8."""
-        paths = [self.paths[i] for i in indices]
-        images = [image_sources.read_image(path, self.image_size, self.channels, self.max_pixels) for path in paths]
-        return torch.stack(images)
+        size, _, channels = self.image_shape
+        return torch.stack([image_sources.read_image(self.paths[i], size, channels, self.max_pixels) for i in indices])
 
 
 def levels_to_images(levels: Tensor, image_shape: tuple[int, int, int], n_levels: int) -> Tensor:

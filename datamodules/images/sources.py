@@ -62,7 +62,7 @@ def images(dataset: str, root: Path, test: bool, stride: int) -> dict[str, Tenso
 
 
 def labels(dataset: str, root: Path, test: bool) -> dict[str, Tensor]:
-    """Return the labels of the images that `images` returns, (n,) for each split."""
+    """Return the labels of the images, (n,) for each split. The arguments are those of `images`."""
     if dataset == "digits":
         from sklearn.datasets import load_digits
 
@@ -111,6 +111,11 @@ def _official_splits(dataset: str, values: Tensor, test: bool) -> dict[str, Tens
 
 def prepare_idx(name: str, root: Path, download: bool) -> None:
     """Make sure that the files of mnist or fashion_mnist are in `root`, unpacked.
+
+    Args:
+        name: mnist or fashion_mnist.
+        root: The folder.
+        download: Whether to download files that are missing.
 
     Raises:
         FileNotFoundError: If they are missing and not downloaded.
@@ -236,7 +241,16 @@ def unread(root: Path) -> Faults:
 
 
 def read_image(path: Path, image_size: int, channels: int, max_pixels: int = MAX_PIXELS) -> Tensor:
-    """Read an image: its centre square, resized with antialiasing, without transparency: (size, size, channels).
+    """Read an image: its centre square, resized with antialiasing, without transparency.
+
+    Args:
+        path: The file.
+        image_size: Side of the result.
+        channels: 3: colour, 1: grey.
+        max_pixels: Largest accepted number of pixels in the file.
+
+    Returns:
+        (image_size, image_size, channels) of uint8.
 
     Raises:
         ValueError: If the image cannot be read, or has more than `max_pixels`.

@@ -127,7 +127,7 @@ def _documentation() -> Iterator[str]:
 
 
 def docstrings(tree: ast.Module) -> Iterator[str]:
-    """Yield the docstrings of a module, its classes and functions."""
+    """Yield the docstrings of a module, its classes and functions; "" for those without."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield ast.get_docstring(node) or ""

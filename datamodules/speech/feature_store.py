@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -83,20 +84,21 @@ class Readings(NamedTuple):
     statistics: dict[str | None, Tensor]
 
 
+@dataclass(eq=False)
 class Features:
     """The features of utterances, (T, F) each, not normalised.
 
-    Attributes:
+    Args:
+        utterances: The utterances.
+        reader: Reads the utterances.
         readings: Frames, faults and statistics of the utterances.
+        file: The features of all utterances, (frames, F); None: they are computed on each access.
     """
 
-    def __init__(
-        self, utterances: Sequence[Utterance], reader: FeatureReader, readings: Readings, file: Path | None = None
-    ) -> None:
-        self.readings = readings
-        self._utterances = utterances
-        self._reader = reader
-        self._file = file  # of the features, (frames of all utterances, F)
+    utterances: Sequence[Utterance]
+    reader: FeatureReader
+    readings: Readings
+    file: Path | None = None
 
     @cached_property
     def _borders(self) -> np.ndarray:
@@ -104,20 +106,26 @@ class Features:
 
     def __getitem__(self, i: int) -> Tensor:
         """Return the features of utterance `i`, which must have no fault."""
-        if self._file is None:
-            return self._reader(self._utterances[i])
+        if self.file is None:
+            return self.reader(self.utterances[i])
         # Mapped again on each call, which is fast: a stored memmap would be copied whole to spawned workers.
-        shape = (int(self.readings.n_frames[i]), self._reader.filterbanks.n_mels)
-        frames = np.memmap(self._file, np.float32, mode="r", offset=4 * shape[1] * int(self._borders[i]), shape=shape)
+        shape = (int(self.readings.n_frames[i]), self.reader.filterbanks.n_mels)
+        frames = np.memmap(self.file, np.float32, mode="r", offset=4 * shape[1] * int(self._borders[i]), shape=shape)
         return torch.from_numpy(np.array(frames))
 
     def changed(self, i: int, change: Callable[[Tensor, int], Tensor]) -> Tensor:
         """Return the features of utterance `i` after `change` of its samples (n,), given the sampling rate in Hz."""
-        return self._reader(self._utterances[i], change)
+        return self.reader(self.utterances[i], change)
 
 
 def read_features(utterances: Sequence[Utterance], reader: FeatureReader, *, num_workers: int = 0) -> Features:
-    """Read every utterance once. The features are computed again on each access."""
+    """Read every utterance once. The features are computed again on each access.
+
+    Args:
+        utterances: The utterances.
+        reader: Reads the utterances.
+        num_workers: Worker processes that read; 0: this process.
+    """
     return Features(utterances, reader, _read(utterances, reader, num_workers, "Reading the audio", None))
 
 
@@ -232,12 +240,12 @@ def _progress(each: "_Each", num_workers: int, title: str) -> Iterator[Tensor | 
         yield from bar.track(loader, total=len(each), description=title)
 
 
+@dataclass(eq=False)
 class _Each(Dataset[Any]):
     """The features or the fault of each utterance."""
 
-    def __init__(self, utterances: Sequence[Utterance], reader: FeatureReader) -> None:
-        self.utterances = utterances
-        self.reader = reader
+    utterances: Sequence[Utterance]
+    reader: FeatureReader
 
     def __len__(self) -> int:
         return len(self.utterances)

@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -9,13 +10,13 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
 from lit_effattn.checks import at_least
+from lit_effattn.datamodules.common.base import DataModule
 from lit_effattn.datamodules.common.cache import default_cache
 from lit_effattn.datamodules.common.faults import Fault, Faults
 from lit_effattn.datamodules.common.length_batches import LengthBatches
@@ -33,7 +34,7 @@ _SPLITS_OF = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), 
 _WAVES = 1  # in the seed of `wave_augment`, which draws other numbers than `spec_augment`
 
 
-class SpeechData(LightningDataModule):
+class SpeechData(DataModule):
     """Utterances as log-mel filterbanks, 25 ms every 10 ms, with phone labels.
 
     A batch is a `SpeechBatch`: utterances of similar length, padded on the right with 0, which is the mean unless
@@ -178,11 +179,7 @@ class SpeechData(LightningDataModule):
         Raises:
             ValueError: If a split has no usable utterance, or a recording of `audio` is unusable.
         """
-        if overfit_batches := getattr(self.trainer, "overfit_batches", 0):
-            raise ValueError(
-                f"overfit_batches={overfit_batches} would replace the sampler that forms the batches; "
-                "use limit_train_batches, or a smaller corpus"
-            )
+        self._reject_overfit_batches("a smaller corpus")
         if self.audio is not None:
             if stage != "predict":
                 raise ValueError(f"audio={self.audio} is for predict only; leave it out to use the corpus")
@@ -275,14 +272,6 @@ class SpeechData(LightningDataModule):
         data = self._dataset("train", self.spec_augment, self.wave_augment)
         return ResumableLoader(data, **self._options(data, self.batch_frames, shuffle=True))
 
-    def val_dataloader(self) -> DataLoader[SpeechBatch]:
-        """Return a loader of every validation utterance once."""
-        return self._eval_dataloader("val")
-
-    def test_dataloader(self) -> DataLoader[SpeechBatch]:
-        """Return a loader of every test utterance once."""
-        return self._eval_dataloader("test")
-
     def predict_dataloader(self) -> DataLoader[SpeechBatch]:
         """Return a loader of every recording of `audio` once, or of every test utterance."""
         return self._eval_dataloader("predict")
@@ -296,8 +285,9 @@ class SpeechData(LightningDataModule):
     ) -> "SpeechUtterances":
         of_split = self._splits[split]  # first: fails before `setup`, so that Lightning's __str__ reads no recordings
         # Not in `setup`, since a checkpoint's statistics are loaded after it.
-        of_corpus = self.normalize == "corpus"
-        statistics: dict[str | None, Tensor] | None = {None: self._corpus_statistics()} if of_corpus else None
+        statistics = of_split.features.readings.statistics
+        if self.normalize == "corpus":
+            statistics = {None: self._corpus_statistics()}
         return SpeechUtterances(of_split, self.normalize, statistics, augment, wave_augment, self.seed)
 
     def _corpus_statistics(self) -> Tensor:
@@ -356,33 +346,25 @@ class Split(NamedTuple):
     kept: np.ndarray
 
 
+@dataclass(eq=False)
 class SpeechUtterances(Dataset[SpeechBatch]):
     """A data set that maps a list of indices to a batch. With n utterances, index i + e · n is utterance i in epoch e.
 
     Args:
         split: The utterances.
         normalize: As in `SpeechData`.
-        statistics: `moments` for the normalisation, by speaker, and under None for all. Default: those of the split.
+        statistics: `moments` for the normalisation, by speaker, and under None for all.
         augment: Masks parts of the features.
         wave_augment: Changes the recordings.
         seed: Seed of `augment` and `wave_augment`.
     """
 
-    def __init__(
-        self,
-        split: Split,
-        normalize: str | None,
-        statistics: dict[str | None, Tensor] | None,
-        augment: SpecAugment | None,
-        wave_augment: WaveAugment | None,
-        seed: int,
-    ) -> None:
-        self.split = split
-        self.normalize = normalize
-        self.statistics = split.features.readings.statistics if statistics is None else statistics
-        self.augment = augment
-        self.wave_augment = wave_augment
-        self.seed = seed
+    split: Split
+    normalize: str | None
+    statistics: dict[str | None, Tensor]
+    augment: SpecAugment | None
+    wave_augment: WaveAugment | None
+    seed: int
 
     def __len__(self) -> int:
         return len(self.split.kept)

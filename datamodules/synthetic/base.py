@@ -3,16 +3,16 @@
 from abc import abstractmethod
 from typing import Any
 
-from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lit_effattn.checks import at_least
+from lit_effattn.datamodules.common.base import DataModule
 from lit_effattn.datamodules.common.sampling import ResumableLoader, ShardedBatches, loader_options, processes
 
 _DRAWS = 2**20  # variants of a training sequence; every epoch draws one, so repetitions are rare
 
 
-class SyntheticTask(LightningDataModule):
+class SyntheticTask(DataModule):
     """Sequences of tokens that do not represent text, drawn on access.
 
     Args:
@@ -61,18 +61,6 @@ class SyntheticTask(LightningDataModule):
     def train_dataloader(self) -> ResumableLoader:
         """Return a loader of new sequences each epoch, in batches of equal size."""
         return ResumableLoader(**self._options("train", self.batch_size, shuffle=True, variants=_DRAWS, drop_last=True))
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        """Return a loader of every validation sequence once."""
-        return self._eval_dataloader("val")
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        """Return a loader of every test sequence once."""
-        return self._eval_dataloader("test")
-
-    def predict_dataloader(self) -> DataLoader[Any]:
-        """Return a loader of every test sequence once."""
-        return self._eval_dataloader("test")
 
     @abstractmethod
     def sequences(self, split: str) -> Dataset[Any]:

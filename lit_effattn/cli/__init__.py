@@ -7,7 +7,6 @@ import os
 import select
 import sys
 import warnings
-from collections.abc import Callable
 from importlib import import_module
 from typing import NoReturn
 
@@ -23,12 +22,12 @@ usage: lit-effattn [-h] [--version [--verbose]] COMMAND [OPTIONS]
 Train, resume, test and sample models whose attention costs less than N².
 
 commands:
-  data       show where data belong, what is there, and a few samples, before training
+  data       show the folders of the data, their content and a few samples, before training
              data prepare INPUT FOLDER: tokenize a text larger than memory, in parallel
   fit        train a model, or resume with --ckpt_path last
   validate   score a checkpoint on the validation data
   test       score a checkpoint on the test data
-  predict    score every test item by itself, into a CSV file, or transcribe audio
+  predict    score each test item separately, into a CSV file, or transcribe audio
   generate   draw samples from a checkpoint
   convert    convert a folder of Hugging Face weights to a checkpoint, or back: convert FROM TO
   export     write a checkpoint for other programs: ONNX, torch.export or safetensors
@@ -65,16 +64,16 @@ TOOLS = {
 }
 """Commands with parsers of their own, and the modules that define them."""
 LISTS = ("configs", "kinds")
-"""Commands that print what there is. They need no Lightning, so they are quick."""
+"""Commands that print lists. They do not import Lightning, which is slow."""
 COMPLETION = "completion"
 INTERRUPTED, UNREAD = 130, 141
-"""The exit codes after Ctrl-C, and after the end of the program that reads the output, as shells expect."""
+"""The exit codes after Ctrl-C, and after a closed output pipe, as shells expect."""
 
 
 def main(args: list[str] | None = None) -> None:
     """Run the command. An error of the user ends it with one message and exit code 1 or 2.
 
-    It ends without a message if nobody reads its output any more, as in `lit-effattn kinds | head -3`.
+    A closed output pipe, as in `lit-effattn kinds | head -3`, ends it without a message.
     """
     try:
         try:
@@ -89,7 +88,7 @@ def main(args: list[str] | None = None) -> None:
 
 
 def _is_stdout_closed() -> bool:
-    """Return whether the other end of the pipe that output goes to is closed. Other pipes break, too."""
+    """Return whether the pipe of the standard output is closed. Other pipes may break, too."""
     if not hasattr(select, "poll"):  # Windows
         return True
     poll = select.poll()
@@ -100,37 +99,36 @@ def _is_stdout_closed() -> bool:
 def _main(args: list[str] | None) -> None:
     args = sys.argv[1:] if args is None else args
     if not args or args[0] in ("-h", "--help"):
-        print(HELP, end="")
-        return
+        return print(HELP, end="")
     if args[0] == "--version":
-        _print_version(args[1:])
-        return
+        return _print_version(args[1:])
     add_current_folder()
     if args[0] in LISTS:
-        _list(args[0], args[1:])
-        return
+        return _list(args[0], args[1:])
     if args[0] == CONVERT:
-        _convert(args[1:])
-        return
+        return _convert(args[1:])
     if args[0] == COMPLETION:
-        _complete(args[1:])
-        return
+        return _complete(args[1:])
     if args[0] not in (*COMMANDS, *TOOLS):
         known = ", ".join((*COMMANDS, *TOOLS, CONVERT, *LISTS, COMPLETION))
         fail(f"{args[0]!r} is not a command; there are {known}", code=2)
     from lit_effattn.cli.command import UsageError, run
 
-    call = _tool(args[0]) if args[0] in TOOLS else run
+    def call() -> None:
+        if args[0] in TOOLS:
+            getattr(import_module(TOOLS[args[0]]), args[0])(args[1:])
+        else:
+            run(args)
+
     if os.environ.get(DEBUG):
-        call(args)
-        return
+        return call()
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     from lit_effattn.cli.errors import plain
     from lit_effattn.cli.failures import explained, in_flags
 
     try:
-        call(args)
+        call()
     except UsageError as error:
         fail(plain(str(error)), code=2)
     except KeyboardInterrupt:
@@ -146,7 +144,7 @@ def _main(args: list[str] | None) -> None:
         raise
     except OSError as error:
         fail(explained(error, args[0]) or plain(_message(error)))
-    # Errors of our checks and of the libraries below: the message names the cause, a traceback would not help.
+    # Errors of our checks and of libraries: the message names the cause, a traceback would not help.
     except (ValueError, FloatingPointError, ModuleNotFoundError, MisconfigurationException) as error:
         fail(plain(in_flags(_message(error))))
 
@@ -165,19 +163,13 @@ def _print_version(args: list[str]) -> None:
         print(f"lit-effattn {version('lit-effattn')}")
 
 
-def _tool(name: str) -> Callable[[list[str]], None]:
-    """Return the function of a command that has a parser of its own."""
-    module = import_module(TOOLS[name])
-    return lambda args: getattr(module, name)(args[1:])
-
-
-def _list(what: str, names: list[str]) -> None:
+def _list(command: str, names: list[str]) -> None:
     """Print the shipped configurations or the attention kinds."""
     if {"-h", "--help"} & set(names):
-        print(f"usage: lit-effattn {what} [NAME ...]\n\nList the {what}; with names, show these.")
+        print(f"usage: lit-effattn {command} [NAME ...]\n\nList the {command}; with names, show these.")
         return
     try:
-        if what == "configs":
+        if command == "configs":
             from lit_effattn.settings.shipped import configs
 
             print(printable(configs(names)))
@@ -218,11 +210,11 @@ def _convert(args: list[str]) -> None:
     parser.add_argument("target", metavar="TO", help="The folder to make.")
     add_trust(parser)
     try:
-        given = parser.parse_args(args)
+        options = parser.parse_args(args)
         from lit_effattn.interchange.convert import convert
 
         warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
-        print(printable(convert(given.source, given.target, trust=given.trust)))
+        print(printable(convert(options.source, options.target, trust=options.trust)))
     except (OSError, ValueError) as error:
         if os.environ.get(DEBUG):
             raise

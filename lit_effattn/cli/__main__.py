@@ -1,4 +1,4 @@
-"""`python -m lit_effattn.cli`: the command where it is not on the PATH."""
+"""`python -m lit_effattn.cli`: the command, if it is not on the PATH."""
 
 from lit_effattn.cli import main
 

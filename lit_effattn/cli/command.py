@@ -1,4 +1,4 @@
-"""The `lit-effattn` command: a LightningCLI that gives each run a folder and reads the configuration in checkpoints."""
+"""The `lit-effattn` command: a LightningCLI with a folder for each run and the configuration in checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Union, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -59,7 +59,7 @@ from lit_effattn.checkpoints.runs import (
 )
 from lit_effattn.checkpoints.spec_check import CheckpointJudge, UserJudge
 from lit_effattn.cli.about import NO_FLOAT64
-from lit_effattn.cli.data import look
+from lit_effattn.cli.data import show_data
 from lit_effattn.cli.errors import unknown
 from lit_effattn.cli.help import arranged, class_help
 from lit_effattn.cli.prepare import prepare
@@ -71,7 +71,7 @@ from lit_effattn.settings.derived import leave_out, set_strides, set_windows
 from lit_effattn.settings.downloads import offline
 from lit_effattn.settings.initial_weights import add_missing, remedy
 from lit_effattn.settings.own_classes import TRUST
-from lit_effattn.settings.resume import CHECKPOINT, is_child, refuse_dropped, resolve
+from lit_effattn.settings.resume import CHECKPOINT, check_kept_settings, is_child, resolve
 from lit_effattn.settings.run_names import ROOT, stated_root
 from lit_effattn.settings.saved import check_from_data, fixed_by_data, homes
 from lit_effattn.settings.sealed import Sealed, check_settings, parse_saved
@@ -88,24 +88,49 @@ _ABOUT = {
     "fit": "Train a model; with --ckpt_path, resume the run of a checkpoint exactly where it stopped.",
     "validate": "Score a checkpoint on the validation data.",
     "test": "Score a checkpoint on the test data.",
-    "predict": "Score every test item by itself, into a CSV file; or transcribe audio, with --data.audio.",
+    "predict": "Score each test item separately, into a CSV file; or transcribe audio, with --data.audio.",
     "generate": "Draw samples from a checkpoint.",
 }
 _ABOUT_CHECKPOINT = "The checkpoint: its path, or `last` or `best` of the newest run."
-_ABOUT_RESUMING = "Training goes on from it, with its configuration. Default: a new run."
+_ABOUT_RESUMING = "Training resumes from it, with its configuration. Default: a new run."
+_ABOUT_NAME = (
+    "Name of the run: its folder is runs/NAME/TIME. `last` and `best` are then of the newest run of this name. "
+    "Default: the configuration's name, and the classes that flags name in place of its own."
+)
+_OPTIONS_OF_FIT: dict[str, tuple[Any, str]] = {
+    "init_weights": (
+        str | None,
+        "Start from the weights of this checkpoint (a path, `last` or `best`), with everything else new, for "
+        "fine-tuning. To resume a run, use --ckpt_path.",
+    ),
+    "transfer_from": (
+        str | None,
+        "Start from the weights of this checkpoint, and train the attention alone, where it differs from the "
+        "checkpoint's: each layer learns its output. Fine-tune the result with --init_weights.",
+    ),
+}
+_OPTIONS_OF_OTHERS: dict[str, tuple[Any, str]] = {
+    "average": (
+        int | None,
+        "Number of last kept checkpoints (--checkpoint.keep) of the run of --ckpt_path whose mean the parameters get.",
+    ),
+}
 _ABOUT_DATA = (
-    "Show where the data of a configuration belong, what is there, and samples: --config NAME_OR_FILE --data.… "
+    "Show the folders of a configuration's data, their content, and samples: --config NAME_OR_FILE --data.… "
     "Tokenize a large text: lit-effattn data prepare --help."
 )
 
-
 _REMARKS = (
-    *("💡", "number of stepping batches"),  # advertisements, and a remark at every schedule without its own steps
-    *("GPU available: False", "TPU available: False"),  # what is not there is not used
-    *("Restoring states from", "Restored all states from", "Loaded model weights from"),  # we name the checkpoint
+    *("💡", "number of stepping batches"),  # advertisements; schedules without a number of steps
+    *("GPU available: False", "TPU available: False"),  # devices that are not used
+    *(
+        "Restoring states from",
+        "Restored all states from",
+        "Loaded model weights from",
+    ),  # the command names the checkpoint itself
     "was configured so",  # repeats a flag
 )
-"""Messages of Lightning that say nothing to users of the command."""
+"""Messages of Lightning without information for users of the command."""
 
 
 def run(args: list[str]) -> None:
@@ -114,13 +139,13 @@ def run(args: list[str]) -> None:
     if args[:2] == ["data", "prepare"]:
         prepare(args[2:])
         return
-    # Enforce jsonargparse's denylist; build no classes where any value will do.
+    # Enforce jsonargparse's denylist; build no classes where any value is accepted.
     set_parsing_settings(import_path_denylist=[], instantiate_subclass_spec_in_any=False)
     arguments = Arguments(args)
     if class_help(arguments, lambda: _Parser(prog=f"lit-effattn {arguments.command}")):
         return
     if arguments.command == "data":
-        look(arguments, _Parser(prog="lit-effattn data", description=_ABOUT_DATA))
+        show_data(arguments, _Parser(prog="lit-effattn data", description=_ABOUT_DATA))
         return
     try:
         CLI(arguments)
@@ -132,14 +157,14 @@ def run(args: list[str]) -> None:
 
 
 def _quieten() -> None:
-    """Suppress warnings that users of the command cannot act upon. A comment gives the reason for each."""
+    """Suppress warnings that users of the command cannot act upon, each for the reason in its comment."""
     for message in (
-        ".*LightningCLI's args parameter is intended to run from within Python.*",  # it is
-        ".*does not have many workers.*",  # images in memory need none; `num_workers` is documented
+        ".*LightningCLI's args parameter is intended to run from within Python.*",  # as here
+        ".*does not have many workers.*",  # images in memory need none
         ".*callbacks used to create the checkpoint need to be provided.*",  # scoring needs none
-        ".*Checkpoint directory .* exists and is not empty.*",  # a continued run's
+        ".*Checkpoint directory .* exists and is not empty.*",  # of a resumed run
         ".*will be duplicated and evaluated twice.*|.*DistributedSampler.*recommended to use.*",  # ours pads nothing
-        ".*is not supported by the model summary.*",  # of its size in MB, which ours does not show
+        ".*is not supported by the model summary.*",  # our summary shows no size in MB
         ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",  # Lightning's own call
         ".*is smaller than the logging interval.*",  # steps are counted across epochs, so metrics are logged
     ):
@@ -159,12 +184,12 @@ def _quieten() -> None:
 
 
 def _warning(message: Warning | str, category: type[Warning], *where: Any, **line: Any) -> str:
-    """Return a warning as a line of output, without the place in the code and the code itself."""
+    """Return a warning as one line, without its place in the code."""
     return f"warning: {printable(str(message))}\n"
 
 
 def _report_thread(failed: threading.ExceptHookArgs) -> None:
-    """Report an exception in a thread, unless it is TensorBoard's missing file, which the main thread raises again."""
+    """Report an exception in a thread, except TensorBoard's missing file, which the main thread raises again."""
     if failed.exc_type is not FileNotFoundError:
         threading.__excepthook__(failed)
 
@@ -174,11 +199,11 @@ class UsageError(Exception):
 
 
 class _Parser(LightningArgumentParser):
-    """A parser that raises `UsageError` instead of exiting, and knows no abbreviations of options.
+    """A parser that raises `UsageError` instead of exiting, without abbreviations of options.
 
     Args:
         args: As for `LightningArgumentParser`.
-        command: The command whose parser this is, if it is one's.
+        command: The command whose parser this is; None for other parsers.
         all_options: Whether its help shows all options.
         kwargs: As for `LightningArgumentParser`.
     """
@@ -189,7 +214,7 @@ class _Parser(LightningArgumentParser):
         super().__init__(*args, allow_abbrev=False, **kwargs)
 
     def format_help(self, *args: Any) -> str:
-        """Return the help, of a command with its own options first."""
+        """Return the help. That of a command begins with its own options."""
         if self._shown is None:
             if (self.description or "").startswith("Help for "):  # of one class: its usage would name all options twice
                 self.usage = argparse.SUPPRESS
@@ -205,7 +230,7 @@ class _Parser(LightningArgumentParser):
         raise UsageError(unknown(message, self._options())) from ex
 
     def dump(self, *args: Any, **options: Any) -> str:
-        """Return settings as YAML; those of a command that are printed have the strings of the checkpoint."""
+        """Return settings as YAML, with the strings of the checkpoint in place of their tokens."""
         text = super().dump(*args, **options)
         return text if self.sealed is None else self.sealed.open_yaml(text)
 
@@ -215,18 +240,18 @@ class _Parser(LightningArgumentParser):
         return set(self._option_string_actions).union(*(parser._option_string_actions for parser in commands))
 
     def parse_args(self, args: Any = None, *more: Any, **options: Any) -> Any:
-        """Parse `args`; in a nested parser, what jsonargparse makes of `--a.b.c null` is `--c=None`."""
+        """Parse `args`. jsonargparse passes `--a.b.c null` to a nested parser as `--c=None`, which is read as null."""
         if not self.exit_on_error and args:
             args = [re.sub(r"(?s)^(--[^=]+)=None$", r"\1=null", arg) for arg in args]
         return super().parse_args(args, *more, **options)
 
 
 class CLI(LightningCLI):
-    """A LightningCLI with one folder for each run. Files and flags override the configuration in a checkpoint."""
+    """A LightningCLI with one folder for each run. Files and flags override the configuration of a checkpoint."""
 
     def __init__(self, arguments: Arguments) -> None:
         self.arguments = arguments
-        self._made: Path | None = None  # the folder of a new run
+        self._new_folder: Path | None = None  # of a new run
         self._lock: RunLock | None = None
         self.resolved = resolve(arguments)
         self.sealed = Sealed(arguments.trust)
@@ -275,7 +300,7 @@ class CLI(LightningCLI):
         super()._add_subcommands(parser, **kwargs)
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
-        """Leave out Lightning's table of results, which are printed a line each, and say what --ckpt_path is here."""
+        """Disable Lightning's table of results, and adapt the help of `--ckpt_path` and the types of numbers."""
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         if subcommand in ("validate", "test"):
             parser.set_defaults(verbose=False)
@@ -284,53 +309,23 @@ class CLI(LightningCLI):
                 action.help = _ABOUT_CHECKPOINT if subcommand != "fit" else f"{_ABOUT_CHECKPOINT} {_ABOUT_RESUMING}"
             elif action.dest == "weights_only":
                 action.help = "Changes nothing: checkpoints are never unpickled."
+        integers_first(parser)
         return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the options of this command, and link the arguments of the model that the data determines."""
-        parser.add_argument(
-            "--trust",
-            type=list[str] | None,
-            default=None,
-            metavar="NAME",
-            help=TRUST,
-        )
-        parser.add_argument(
-            "--name",
-            type=str | None,
-            default=None,
-            help="Name of the run: its folder is runs/NAME/TIME. `last` and `best` are then of the newest run of this "
-            "name. Default: the configuration's name, and the classes that flags name in place of its own.",
-        )
-        if self.arguments.command != "fit":
-            parser.add_argument(
-                "--average",
-                type=int | None,
-                default=None,
-                help="Give the parameters their mean over the last so many checkpoints that the run of --ckpt_path has "
-                "kept (--checkpoint.keep), in place of their values in the checkpoint.",
-            )
-        else:
+        """Add the options of this command, and link the arguments of the model that the data determine."""
+        fits = self.arguments.command == "fit"
+        parser.add_argument("--trust", type=list[str] | None, default=None, metavar="NAME", help=TRUST)
+        parser.add_argument("--name", type=str | None, default=None, help=_ABOUT_NAME)
+        if fits:
             parser.add_class_arguments(callbacks.LastCheckpoint, "checkpoint")
-            parser.add_argument(
-                "--init_weights",
-                type=str | None,
-                default=None,
-                help="Start from the weights of this checkpoint (a path, `last` or `best`), with everything else new, "
-                "for fine-tuning. To resume a run, use --ckpt_path.",
-            )
-            parser.add_argument(
-                "--transfer_from",
-                type=str | None,
-                default=None,
-                help="Start from the weights of this checkpoint, and train the attention alone, where it differs from "
-                "the checkpoint's: each layer learns to give its output. Fine-tune the result with --init_weights.",
-            )
+        for name, (kind, text) in (_OPTIONS_OF_FIT if fits else _OPTIONS_OF_OTHERS).items():
+            parser.add_argument(f"--{name}", type=kind, default=None, help=text)
         for name in sorted(fixed_by_data()) if self.resolved.data_fixes else ():
             parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse files and flags over the settings in the checkpoint, which go in as values and never as text."""
+        """Parse files and flags, which override the settings of the checkpoint. These are values, never text."""
         command, saved, namespace = self.arguments.command, self.resolved.saved, None
         try:
             if saved is not None:
@@ -343,22 +338,22 @@ class CLI(LightningCLI):
             raise UsageError(self.sealed.open(str(error))) from error
 
     def _parse_ckpt_path(self) -> None:
-        """Do nothing. Lightning would silently override the user's flags by the hyper-parameters in the checkpoint."""
+        """Do nothing: Lightning would silently override flags with the hyper-parameters of the checkpoint."""
 
     # -------------------------------------------------------------------------------------------------- instantiation
 
     def instantiate_classes(self) -> None:
-        """Build the data, the model and the trainer. A model that a checkpoint describes is not larger than it."""
+        """Build the data, the model and the trainer. The size of a checkpoint bounds that of its model."""
         checkpoint = self.resolved.checkpoint
         limit = nullcontext() if checkpoint is None else model_of(short(checkpoint), *size_of(checkpoint))
         with limit:
             super().instantiate_classes()
 
     def before_instantiate_classes(self) -> None:
-        """Reject functions that are not trusted, and settings that resuming would ignore."""
+        """Complete the settings; reject functions that are not trusted, and settings that resuming would ignore."""
         config = self.config[self.subcommand]
         if self.resolved.data_fixes:
-            self._refuse_fixed()
+            self._check_fixed()
         self._derive(config)
         self._read_checkpoints_safely(config.trainer.get("strategy"))
         self._find_weights(config)
@@ -366,22 +361,22 @@ class CLI(LightningCLI):
         self.parser.add_instantiator(self._build, object)
         saved = self.resolved.saved
         if self.arguments.command == "fit" and saved is not None:
-            refuse_dropped(saved, self.settings())
+            check_kept_settings(saved, self.settings())
 
     def _build(self, kind: type, *args: Any, **kwargs: Any) -> Any:
-        """Return `kind(*args, **kwargs)`; of a task, check first what it takes from the data."""
+        """Return `kind(*args, **kwargs)`, after a check of the arguments that a task takes from the data."""
         if isinstance(kind, type) and issubclass(kind, Task):
             check_from_data(kind, kwargs)
         return self.sealed.call(kind, *args, **kwargs)
 
     def _find_weights(self, config: Namespace) -> None:
-        """Put the paths of checkpoints in the place of `last` and `best`, which later name others."""
+        """Replace `last` and `best`, which later name other checkpoints, with paths."""
         for name in ("init_weights", "transfer_from") if self.arguments.command == "fit" else ():
             if config[name] is not None and not (name == "init_weights" and self.resolved.requeued):
                 config[name] = short(find_checkpoint(config[name], stated_root(self.arguments), option=f"--{name}"))
 
     def _derive(self, config: Namespace) -> None:
-        """Set the options of attention that follow from the run and its data, and leave out those of another one."""
+        """Set the options of attention that follow from the run and its data; leave out those of a replaced one."""
         leave_out(config, self.arguments)
         set_windows(config, self.arguments)
         if config.get("data"):
@@ -397,25 +392,25 @@ class CLI(LightningCLI):
         return data
 
     def _read_checkpoints_safely(self, strategy: Any) -> None:
-        """Put `ShardedStrategy` in the place of Lightning's class, with the options that the user gave."""
-        theirs = f".{ModelParallelStrategy.__name__}"
-        if not isinstance(strategy, Namespace) or not strategy.class_path.endswith(theirs):
+        """Replace Lightning's `ModelParallelStrategy` with `ShardedStrategy`, with the options that the user gave."""
+        lightnings = f".{ModelParallelStrategy.__name__}"
+        if not isinstance(strategy, Namespace) or not strategy.class_path.endswith(lightnings):
             return
         strategy.class_path = f"{ShardedStrategy.__module__}.{ShardedStrategy.__name__}"
         if not self.arguments.given("trainer.strategy.save_distributed_checkpoint"):
             strategy.init_args.save_distributed_checkpoint = False
 
-    def _refuse_fixed(self) -> None:
-        """Refuse flags of the model that the data would override without a word."""
+    def _check_fixed(self) -> None:
+        """Reject flags of the model that the data would override."""
         for name in fixed_by_data():
             if self.arguments.flags.given(f"model.{name}"):
                 raise ValueError(f"--model.{name} can't be given: the model takes it from the data")
 
     def settings(self) -> dict[str, Any]:
-        """Return all settings as plain data, without the arguments that the data determines."""
+        """Return all settings as plain data, without the arguments that the data determine."""
         text = self._parser(self.subcommand).dump(self.config[self.subcommand], skip_none=False)
         settings = without_folders(yaml.safe_load(text))
-        for name in ("trust", "name"):  # of this command; the folder has the name
+        for name in ("trust", "name"):  # for this command only; the folder has the name
             settings.pop(name, None)
         return settings
 
@@ -429,7 +424,7 @@ class CLI(LightningCLI):
         if self.subcommand == "fit" and not quiet and not is_child() and self._is_first():
             self._lock = RunLock(folder)
         kwargs["default_root_dir"] = str(folder)
-        # An interval in batches counts across epochs, so it may be longer than an epoch; with a number Lightning fails.
+        # An interval in batches counts across epochs, so it may exceed an epoch; Lightning fails if both are numbers.
         if not isinstance(config.val_check_interval, int):
             kwargs["check_val_every_n_epoch"] = config.check_val_every_n_epoch or 1
         if config.accelerator == "auto" and torch.backends.mps.is_available():
@@ -442,29 +437,26 @@ class CLI(LightningCLI):
             kwargs["logger"] = (
                 False
                 if quiet
-                else [
-                    TensorBoardLogger(folder, name="tensorboard", version=""),
-                    CSVLogger(folder, name="csv"),
-                ]
+                else [TensorBoardLogger(folder, name="tensorboard", version=""), CSVLogger(folder, name="csv")]
             )
         trainer_callbacks = _as_list(config.callbacks)
         kwargs["callbacks"] = [*trainer_callbacks, *self._standard_callbacks(config, folder, quiet, kwargs)]
         if any(isinstance(callback, callbacks.ParameterSummary) for callback in kwargs["callbacks"]):
-            kwargs["enable_model_summary"] = False  # else Lightning remarks that there is one
+            kwargs["enable_model_summary"] = False  # else Lightning logs a remark
         try:
             return super().instantiate_trainer(**kwargs)
         except TypeError as error:
             if "`devices`" not in str(error):
                 raise
             raise ValueError(
-                f"--trainer.devices {config.devices}: there is no GPU, and of the CPU a number of processes is given"
+                f"--trainer.devices {config.devices}: without a GPU, give a number of CPU processes"
             ) from error
         except RuntimeError as error:
             if "more than one stateful callback" not in str(error):
                 raise
             twice = [key for key, n in Counter(c.state_key for c in kwargs["callbacks"]).items() if n > 1]
             raise ValueError(
-                f"trainer.callbacks has two that are alike, {', '.join(twice)}; remove one, or give it other settings"
+                f"trainer.callbacks has two equal ones, {', '.join(twice)}; remove one, or change its settings"
             ) from error
 
     def _standard_callbacks(self, config: Any, folder: Path, quiet: bool, kwargs: dict[str, Any]) -> list[pl.Callback]:
@@ -503,7 +495,7 @@ class CLI(LightningCLI):
         return standard
 
     def _best_checkpoints(self, folder: Path, top_k: int, own: list[pl.Callback]) -> list[pl.Callback]:
-        """Return what saves `best.ckpt`, and the best `top_k` if that is more than one."""
+        """Return the callbacks that save `best.ckpt` and, if `top_k` is more than 1, the best `top_k` checkpoints."""
         best = callbacks.BestCheckpoint(folder, "best", self.model.monitor)
         if best.state_key in {callback.state_key for callback in own}:  # the user's own, of the same metric
             best = callbacks.BestCheckpoint(folder, "best", self.model.monitor, key="BestCheckpoint")
@@ -515,21 +507,25 @@ class CLI(LightningCLI):
     def _run_folder(self, root: Path) -> Path:
         """Return the folder that this process writes to.
 
-        Going on from a run's last checkpoint continues that run; scoring and sampling write beside what they look at.
-        All else begins a new one.
+        Training from the last checkpoint of a run resumes that run, and scoring and sampling write into the run of
+        their checkpoint. Otherwise a new run begins.
         """
         if RUN in os.environ and is_child():
             return Path(os.environ[RUN])
         checkpoint = self.resolved.checkpoint
-        of = run_of(checkpoint) if checkpoint else None
-        if checkpoint is None or of is None or (self.subcommand == "fit" and checkpoint.name not in (LAST, PREVIOUS)):
-            # Where another program started all processes (torchrun), the first makes the folder; only it writes.
-            of = new_run(root) if self._is_first() else root / "of another process"
-            self._made = of if self._is_first() else None
+        folder = run_of(checkpoint) if checkpoint else None
+        if (
+            checkpoint is None
+            or folder is None
+            or (self.subcommand == "fit" and checkpoint.name not in (LAST, PREVIOUS))
+        ):
+            # If another program (torchrun) started all processes, the first creates the folder; only it writes.
+            folder = new_run(root) if self._is_first() else root / "of another process"
+            self._new_folder = folder if self._is_first() else None
         elif self.subcommand != "fit":
-            of = _writable(of)
-        os.environ[RUN] = str(of)
-        return of
+            folder = _writable(folder)
+        os.environ[RUN] = str(folder)
+        return folder
 
     @staticmethod
     def _is_first() -> bool:
@@ -550,40 +546,40 @@ class CLI(LightningCLI):
                     )
             self._load_weights("--init_weights", config.init_weights)
         if config.transfer_from is not None:
-            found = config.transfer_from
-            teacher = Task.load_from_checkpoint(found, map_location="cpu", trust=config.trust or ())
+            path = config.transfer_from
+            teacher = Task.load_from_checkpoint(path, map_location="cpu", trust=config.trust or ())
             if not resumes:
-                self._load_weights("--transfer_from", config.transfer_from)
+                self._load_weights("--transfer_from", path)
             warnings.filterwarnings("ignore", ".*in eval mode at the start of training.*")  # dropout is off
             n = begin_transfer(self.model, teacher)
-            rank_zero_info(f"Attention transfer: {n} layers learn the attention of {short(found)}; all else is frozen")
+            rank_zero_info(f"Attention transfer: {n} layers learn the attention of {short(path)}; the rest is frozen")
 
-    def _load_weights(self, option: str, found: str) -> None:
+    def _load_weights(self, option: str, path: str) -> None:
         """Load the weights of a checkpoint into the model."""
-        checkpoint = read_checkpoint(found)
+        checkpoint = read_checkpoint(path)
         kept = add_missing(self.model, checkpoint["state_dict"])
         try:
             self.model.on_load_checkpoint(checkpoint)
         except OtherModelError as error:
             advice = remedy(self.model, checkpoint["state_dict"])
-            raise ValueError(f"{option} {found}: {error.difference}. {advice}") from error
+            raise ValueError(f"{option} {path}: {error.difference}. {advice}") from error
         self.model.load_state_dict(checkpoint["state_dict"])
-        rank_zero_info(f"Starting from the weights of {short(found)}")
+        rank_zero_info(f"Starting from the weights of {short(path)}")
         if kept:
             rank_zero_info(f"Not in the checkpoint, so kept as this model initialised them: {', '.join(kept)}")
 
     def fit(self, **kwargs: Any) -> None:
-        """Train. A new run that fails before its first step leaves no folder."""
+        """Train. If a new run fails before its first step, its folder is deleted."""
         try:
             self.trainer.fit(**kwargs)
         except BaseException:
-            made = self._made
-            if made is not None and self.trainer.global_step == 0 and not any(made.rglob("*.ckpt")):
-                discard(made)
+            folder = self._new_folder
+            if folder is not None and self.trainer.global_step == 0 and not any(folder.rglob("*.ckpt")):
+                discard(folder)
             raise
 
     def after_fit(self) -> None:
-        """Print the best value of the monitored metric and the path of its checkpoint, or that there is none."""
+        """Print the best value of the monitored metric and its checkpoint, or that there is none."""
         best = next((c for c in self.trainer.checkpoint_callbacks if isinstance(c, callbacks.BestCheckpoint)), None)
         if best is None:
             return
@@ -597,13 +593,13 @@ class CLI(LightningCLI):
 
     def after_test(self) -> None:
         """Print the metrics, one line each."""
-        self._say_result("test")
+        self._print_metrics("test")
 
     def after_validate(self) -> None:
         """Print the metrics, one line each."""
-        self._say_result("val")
+        self._print_metrics("val")
 
-    def _say_result(self, stage: str) -> None:
+    def _print_metrics(self, stage: str) -> None:
         for name, value in self.trainer.callback_metrics.items():
             if name == f"{stage}/per":
                 rank_zero_only(print)(f"{stage} PER: {100 * value:.2f} %")
@@ -620,7 +616,7 @@ class CLI(LightningCLI):
         print(printable(self.model.write_predictions(predictions, folder)))
 
     def generate(self, **kwargs: Any) -> None:
-        """Draw samples and print where they are."""
+        """Draw samples and print their paths."""
         if self.trainer.world_size > 1:
             raise ValueError(f"generate runs on one process, not {self.trainer.world_size}: give --trainer.devices 1")
         assert isinstance(self.trainer, Trainer)
@@ -631,9 +627,9 @@ class Configuration(pl.Callback):
     """Writes all settings into the folder of the run and into its checkpoints.
 
     Args:
-        settings: As `CLI.settings` gives them.
+        settings: The result of `CLI.settings`.
         args: The arguments of the command, by which a restarted SLURM job finds its run.
-        lock: The lock on the folder, which is verified before each checkpoint; None: another process has it.
+        lock: The lock on the folder, which is verified before each checkpoint; None if another process holds it.
     """
 
     def __init__(self, settings: dict[str, Any], args: list[str], lock: RunLock | None = None) -> None:
@@ -642,7 +638,7 @@ class Configuration(pl.Callback):
         self.lock = lock
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write `config.yaml`; a resumed run writes `config_resumed_N.yaml` beside it."""
+        """Write `config.yaml`, or `config_resumed_N.yaml` in a resumed run."""
         if not trainer.is_global_zero or getattr(trainer, "fast_dev_run", False):
             return
         folder = Path(trainer.default_root_dir)
@@ -655,7 +651,7 @@ class Configuration(pl.Callback):
         path.write_text(yaml.safe_dump(self.settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
         if named := homes(self.settings):
             rank_zero_info(
-                f"Anyone who gets this run's checkpoints can read in them: {', '.join(dict.fromkeys(named))}"
+                f"This run's checkpoints contain paths of your home folder: {', '.join(dict.fromkeys(named))}"
             )
 
     def on_save_checkpoint(
@@ -668,7 +664,7 @@ class Configuration(pl.Callback):
 
 
 def _writable(run: Path) -> Path:
-    """Return the folder of a run if it can be written to, else one in the current folder, with the run's name."""
+    """Return the folder of a run if it is writable, else one in the current folder with the run's name."""
     try:
         with tempfile.TemporaryFile(dir=run):
             return run
@@ -680,17 +676,28 @@ def _writable(run: Path) -> Path:
 
 
 def _check_trainer(config: Any) -> None:
-    """Refuse what Lightning takes without a look, and fails on later."""
+    """Reject values that Lightning accepts and on which it fails later."""
     if config.accumulate_grad_batches < 1:
         raise ValueError(f"--trainer.accumulate_grad_batches {config.accumulate_grad_batches} must be at least 1")
     if (config.gradient_clip_val or 0) < 0:
         raise ValueError(
-            f"--trainer.gradient_clip_val {config.gradient_clip_val} must be at least 0; null: no clipping"
+            f"--trainer.gradient_clip_val {config.gradient_clip_val:g} must be at least 0, or null for no clipping"
         )
     if isinstance(config.devices, str) and not re.fullmatch(r"auto|-?\d+|\d+(, ?\d+)*,?", config.devices):
         raise ValueError(f"--trainer.devices {config.devices}: give a number of devices, a list of them, or auto")
     if Path(config.default_root_dir or ROOT).is_file():
         raise ValueError(f"--trainer.default_root_dir {config.default_root_dir} is a file; name a folder")
+
+
+def integers_first(parser: LightningArgumentParser) -> None:
+    """Make each option that takes integers and floats try integers first: 1 batch is not 1.0, all batches.
+
+    Until Python 3.10, typing may return a cached `float | int` for `int | float`, since they are equal.
+    """
+    for action in parser._actions:
+        types = get_args(getattr(action, "_typehint", None))
+        if int in types and float in types[: types.index(int)]:
+            vars(action)["_typehint"] = Union[tuple(sorted(types, key=lambda kind: kind is not int))]  # noqa: UP007
 
 
 def _read_average(averaged: Sequence[Path], model: torch.nn.Module, path: Path) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -22,16 +22,16 @@ _FUNCTION = "lit_effattn"
 
 
 def script(shell: str, commands: Sequence[str], tools: Mapping[str, str | None], lists: Sequence[str]) -> str:
-    """Return the script for a shell. Of nested options it has those of the classes in `parser_errors.option_paths`.
+    """Return the script for a shell, with the nested options in `cli.errors.option_paths`.
 
     Args:
         shell: One of `SHELLS`.
         commands: The commands that take options of the model, the data or the trainer.
-        tools: The commands with parsers of their own, and the modules that define these; None: it has no options.
+        tools: The commands with parsers of their own, and the modules that define these; None for one without options.
         lists: The commands that take names only.
 
     Raises:
-        ValueError: the shell is not known, or the package shtab is not installed.
+        ValueError: If the shell is not known, or the package shtab is not installed.
     """
     if shell not in SHELLS:
         raise ValueError(f"there is no completion for {shell!r}; there is for {' and '.join(SHELLS)}")
@@ -42,19 +42,21 @@ def script(shell: str, commands: Sequence[str], tools: Mapping[str, str | None],
     parser = argparse.ArgumentParser("lit-effattn")
     subparsers = parser.add_subparsers()
     added = {name: subparsers.add_parser(name, help=name) for name in (*commands, *tools, *lists, "completion")}
-    for command in commands:
-        _complete(added[command], _options(command), shtab.FILE)
+    flags = {command: {flag: _values(flag[2:]) for flag in sorted(_options(command))} for command in commands}
+    flags["data"] |= _options_of(prepare_parser())
+    flags |= {name: _options_of(import_module(module).parser()) for name, module in tools.items() if module is not None}
+    flags["sweep"] = flags["fit"] | flags["sweep"]
+    for command, values in flags.items():
+        for flag, choices in values.items():
+            option = added[command].add_argument(flag, choices=choices or None)
+            if not choices:
+                option.complete = shtab.FILE  # type: ignore[attr-defined]
     added["data"].add_argument("action", nargs="?", choices=["prepare"])
-    for flag, choices in _options_of(prepare_parser()).items():
-        _add(added["data"], flag, choices, shtab.FILE)
-    for name, module in tools.items():
-        for flag, choices in (_options_of_tool(name, module) if module is not None else {}).items():
-            _add(added[name], flag, choices, shtab.FILE)
     for name, choices in zip(lists, (list(shipped()), list(attention_kinds())), strict=True):
         added[name].add_argument("names", nargs="*", choices=choices)
     added["completion"].add_argument("shell", choices=SHELLS)
     text: str = shtab.complete(parser, shell, root_prefix=_FUNCTION)
-    # Files, where no name fits: a configuration or a checkpoint of one's own.
+    # Where no name fits, files are offered: a configuration or a checkpoint of the user's own.
     return f"{text}\ncomplete -o default -F _shtab_{_FUNCTION} lit-effattn" if shell == "bash" else text
 
 
@@ -70,59 +72,37 @@ def _options(command: str) -> set[str]:
     return {flag for flag in own | nested if flag.startswith("--") and not flag.endswith("+")} - {"--help"}
 
 
-def _options_of_tool(name: str, module: str) -> dict[str, Sequence[str]]:
-    """Return the options of a command with a parser of its own, and the values of each, if they are names."""
-    found: dict[str, Sequence[str]] = {}
-    if name == "sweep":  # the others are those of fit
-        found |= {flag: _values(flag[2:]) for flag in sorted(_options("fit"))}
-    return found | _options_of(import_module(module).parser())
-
-
-def _options_of(parser: argparse.ArgumentParser) -> dict[str, Sequence[str]]:
-    """Return the options of a parser, and the values of each, if they are names."""
+def _options_of(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
+    """Return the options of a parser, each with its values if they are names."""
     actions = [action for action in parser._actions if action.option_strings and action.dest != "help"]
     flags = {action.option_strings[0]: action.choices for action in actions}
     return {flag: [*(choices or _values(flag[2:]))] for flag, choices in flags.items()}
 
 
-def _complete(parser: argparse.ArgumentParser, flags: Iterable[str], files: Any) -> None:
-    """Add options, and what completes their values."""
-    for flag in sorted(flags):
-        _add(parser, flag, _values(flag[2:]), files)
-
-
-def _add(parser: argparse.ArgumentParser, flag: str, choices: Sequence[str], files: Any) -> None:
-    option = parser.add_argument(flag, choices=choices or None)
-    if not choices:
-        option.complete = files  # type: ignore[attr-defined]
-
-
 def _values(path: str) -> list[str]:
-    """Return the values that an option takes, if they are names."""
+    """Return the values of an option, if they are names."""
     if path == "config":
         return list(shipped())
-    return (
-        ["last", "best"]
-        if path in ("ckpt_path", "init_weights", "transfer_from")
-        else class_names(path.removesuffix(".help"))
-    )
+    if path in ("ckpt_path", "init_weights", "transfer_from"):
+        return ["last", "best"]
+    return class_names(path.removesuffix(".help"))
 
 
 class _Parsers(CLI):
-    """A command line that stops when its parsers are made."""
+    """A command line that stops when its parsers are built."""
 
     def parse_arguments(self, parser: Any, args: Any) -> NoReturn:
-        """Hand over the parsers."""
-        raise _MadeError(self._subcommand_parsers)
+        """Raise the parsers."""
+        raise _BuiltError(self._subcommand_parsers)
 
     @classmethod
     def of(cls, command: str) -> Any:
         """Return the parser of a command."""
         try:
             cls(Arguments([command, "--help"]))
-        except _MadeError as made:
-            return made.args[0][command]
+        except _BuiltError as built:
+            return built.args[0][command]
 
 
-class _MadeError(Exception):
-    """The parsers of the commands."""
+class _BuiltError(Exception):
+    """Carries the parsers of the commands."""

@@ -11,15 +11,15 @@ from lit_effattn.settings.run_names import ROOT
 
 
 def consolidate(args: list[str]) -> None:
-    """Write a checkpoint as one file, which is that of a run without `save_distributed_checkpoint`.
+    """Write a checkpoint as one file, as a run without `save_distributed_checkpoint` does.
 
     Args:
         args: The arguments of the command.
 
     Raises:
-        FileNotFoundError: there is no such checkpoint.
-        FileExistsError: the file exists.
-        ValueError: the checkpoint is a file, or damaged.
+        FileNotFoundError: If there is no such checkpoint.
+        FileExistsError: If the file exists.
+        ValueError: If the checkpoint is a file, or damaged.
     """
     given = parser().parse_args(args)
     checkpoint, target = find_checkpoint(given.checkpoint, Path(given.root), option="consolidate"), Path(given.file)

@@ -1,4 +1,4 @@
-"""`lit-effattn data`: where the data of a run belong, what is there, and a few samples, before hours of training."""
+"""`lit-effattn data`: the folders of a run's data, their content, and a few samples, before hours of training."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ N_IMAGES = 16
 _SHOWN = 300  # characters of a text
 
 
-def look(arguments: Arguments, parser: LightningArgumentParser) -> None:
-    """Print what the data of a configuration are.
+def show_data(arguments: Arguments, parser: LightningArgumentParser) -> None:
+    """Print a description of the data of a configuration.
 
     Args:
         arguments: `--config NAME_OR_FILE`, `--trust NAME` and flags `--data…`, as for `fit`. Other sections of files
@@ -45,7 +45,7 @@ def look(arguments: Arguments, parser: LightningArgumentParser) -> None:
     ]
     config = parser.parse_args([*(arg for spec in specs for arg in spec), *arguments.remaining])
     if not config.get("data"):
-        raise ValueError("data needs to know which: give --config NAME_OR_FILE, or --data CLASS")
+        raise ValueError("no data are named: give --config NAME_OR_FILE, or --data CLASS")
     action: Any = next(action for action in parser._actions if action.dest == "data")
     check(config["data"], Place.of(action._typehint), "data", UserJudge(arguments.trust))
     data = parser.instantiate_classes(config).data
@@ -75,9 +75,9 @@ def describe(data: LightningDataModule, output: Path | None) -> Iterator[str]:
 def _content(path: Path) -> str:
     if not path.exists():
         return "missing"
-    found = [p for p in path.rglob("*") if p.is_file()] if path.is_dir() else [path]
-    size = sum(p.stat().st_size for p in found)
-    return f"{len(found):,} file{'s' * (len(found) != 1)}, {size / 1e6:,.1f} MB"
+    files = [p for p in path.rglob("*") if p.is_file()] if path.is_dir() else [path]
+    size = sum(p.stat().st_size for p in files)
+    return f"{len(files):,} file{'s' * (len(files) != 1)}, {size / 1e6:,.1f} MB"
 
 
 def _shapes(batch: Any) -> Iterator[str]:
@@ -117,6 +117,6 @@ def _folder(output: Path | None) -> Path:
 
 
 def _quoted(text: str) -> str:
-    """Return a text in quotes, without control characters, which a terminal would obey."""
+    """Return a text in quotes, with escapes for control characters."""
     shown = json.dumps(text[:_SHOWN], ensure_ascii=False)
     return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in shown)

@@ -1,7 +1,7 @@
 """Short messages for errors in a configuration.
 
-jsonargparse reports every type of a union that did not match, level by level. `plain` reduces its report to the option,
-the value and what was expected. Reports that are not recognised are passed on without the repetitions.
+jsonargparse reports each type of a union that did not match, level by level. `plain` reduces its report to the option,
+the value and the expected type. Reports that are not recognised are returned without repetitions.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ _BASES: dict[str, type] = {
 _GROUPS = ("data", "model", "model.optimizer", "model.backbone", "model.lr_scheduler", "model.backbone.attention")
 """Groups of options that depend on a class, the likeliest first."""
 _GIVEN = {"self", "params", "optimizer", "args", "kwargs"}
-"""Parameters that are no options; a task's `optimizer` is one."""
+"""Parameters that are not options, except `optimizer` of a task."""
 _BY_THE_MODEL = {"d_model", "n_heads", "causal"}
-"""Parameters of an attention that the `Transformer` gives."""
+"""Parameters of an attention that the `Transformer` passes."""
 _NOISE = re.compile(
     r"^\s*(-\s)?(Does not validate against|Subtypes: |Errors:|Given value|Expected a <class 'NoneType'>|$)"
 )
@@ -98,20 +98,20 @@ def plain(report: str) -> str:
         return f"{option}={value} is not {' or '.join(expected)}"
     match = re.search(r"^\s*(?:- )?Not a valid subclass of (\w+)$", report, re.M)
     if match and re.search(r"Given value type: <class '(int|float|bool)'>$", report, re.M):
-        return f"{option}={value} is no {match[1]}: give the name of a class, or its class_path and init_args"
+        return f"{option}={value} is not a {match[1]}: give the name of a class, or its class_path and init_args"
     kept = [line.strip().removeprefix("- ") for line in report.splitlines() if not _NOISE.match(line)]
     return "; ".join(dict.fromkeys(kept))
 
 
 def unknown(report: str, options: Iterable[str]) -> str:
-    """Return what to say of a flag or a setting in YAML that is not among `options`; other reports as they are."""
+    """Return the message for a flag, or a setting in YAML, that is not in `options`; other reports unchanged."""
     if match := re.match(r"Subcommand '\w+' does not accept option '([^']+)'", report):
         meant = _meant(match[1], options)
         return f"there is no setting {match[1]}" + (f"; did you mean {meant}?" if meant else "")
     match = re.match(r"unrecognized arguments: ([^\s=]+)", report)
     if match and not match[1].startswith("--"):
         meant = f"; did you mean --config {match[1]}?" if match[1] in shipped() else ""
-        return f"{match[1]!r} is no option: options begin with --, and a value follows its option{meant}"
+        return f"{match[1]!r} is not an option: options begin with --, and a value follows its option{meant}"
     if match and match[1][2:].partition(".")[0] in OF_FIT and not {"--init_weights"} & {*options}:
         return f"there is no option {match[1]} here: it is one of fit"
     if match:
@@ -121,7 +121,7 @@ def unknown(report: str, options: Iterable[str]) -> str:
 
 
 def _meant(name: str, flags: Iterable[str]) -> str:
-    """Return the option that `name` means, which is misspelt, or lacks the group before it; empty: unlike any."""
+    """Return the option that a misspelt name, or one without its group, means; empty if none is similar."""
     options = sorted(flag[2:] for flag in flags if re.fullmatch(r"--[\w.]+", flag))
     groups = dict.fromkeys(option.partition(".")[0] for option in options)
     group, dot, rest = name.partition(".")
@@ -135,7 +135,7 @@ def _meant(name: str, flags: Iterable[str]) -> str:
 
 
 def _paths(options: Iterable[str]) -> dict[str, str]:
-    """Return the path of each option by its last name. Of options of one name, the path that is likelier meant."""
+    """Return the path of each option by its last name; of options of one name, the likeliest path."""
     paths = {option.rpartition(".")[2]: option for option in options}
     return paths | {path.rpartition(".")[2]: path for path in reversed(option_paths())}
 
@@ -146,12 +146,12 @@ def option_paths() -> list[str]:
 
 
 def class_names(path: str) -> list[str]:
-    """Return the names of the classes that the option `path` may name; empty: it names none."""
+    """Return the names of the classes that the option `path` may name; empty if it names none."""
     return sorted({kind.__name__ for kind in _of(path)}) if _base(path) else []
 
 
 def _of(path: str) -> list[Any]:
-    """Return the classes that the option `path` may name. Of another package's where ours has none, such as loggers."""
+    """Return the classes that the option `path` may name: those of this package, or else, as for loggers, all."""
     base: Any = _base(path)
     kinds: list[Any] = [*_concrete(base)]
     if base.__module__.startswith("lit_effattn.") or (path in _GROUPS and path != "model.optimizer"):
@@ -162,14 +162,14 @@ def _of(path: str) -> list[Any]:
 
 
 def _names(kind: Any) -> list[str]:
-    """Return the options of a class: its parameters, without those that the program gives."""
+    """Return the options of a class: its parameters, without those that the program passes."""
     given = _GIVEN if issubclass(kind, torch.optim.lr_scheduler.LRScheduler) else _GIVEN - {"optimizer"}
     given = given | _BY_THE_MODEL if issubclass(kind, Attention) else given
     return [name for name in parameters(kind) if name not in given]
 
 
 def _option(report: str) -> str:
-    """Return the keys from the outermost to the innermost. The report repeats them for every type that was tried."""
+    """Return the keys from the outermost to the innermost. The report repeats them for each type that was tried."""
     keys: list[str] = []
     depth = -1
     for match in re.finditer(r'^(\s*).*Parser key "([^"]+)"', report, re.M):
@@ -181,14 +181,14 @@ def _option(report: str) -> str:
 
 def _value(report: str) -> str | None:
     """Return the innermost value, which the report states first."""
-    found = re.search(r"(?:Got|Given) value: (.*?)(?:\. Got value: .*)?$", report, re.M)
-    return found[1] if found else None
+    match = re.search(r"(?:Got|Given) value: (.*?)(?:\. Got value: .*)?$", report, re.M)
+    return match[1] if match else None
 
 
 def _failed_import(option: str, report: str) -> str:
-    """Return why a class of the user's own, which `option` names, can't be imported; empty: all can, or it names none.
+    """Return the error of importing a class of the user's own that `option` names; empty without an error.
 
-    A checkpoint's names never get here: those that are not on its list have been rejected before.
+    Names in a checkpoint are not imported here: unlisted ones were rejected before.
     """
     match = re.search(r"Given value: (?:NestedArg\(key='([\w.]+)', val=(.*)\)|(.*))$", report, re.M)
     if match is None:
@@ -201,13 +201,13 @@ def _failed_import(option: str, report: str) -> str:
     for name in _class_paths(value) if _base(path) else ():
         try:
             find(name)
-        except Exception as error:  # whatever the user's module raises
+        except Exception as error:  # the user's module may raise any exception
             return f"{path}: {name}: {import_error(error)}"
     return ""
 
 
 def _class_paths(value: Any) -> Iterator[str]:
-    """Yield the import paths of classes in the value of an option: itself, those of a list, those in `class_path`."""
+    """Yield the import paths of classes in the value of an option: the value, its items, or its `class_path`."""
     if isinstance(value, str) and re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", value):
         yield value
     elif isinstance(value, list):
@@ -218,52 +218,56 @@ def _class_paths(value: Any) -> Iterator[str]:
 
 
 def _readable(expected: str) -> str:
-    """typing.Literal['pre', 'post'] -> one of 'pre', 'post'; <class 'int'> -> int."""
+    """Return a type in words: `typing.Literal['pre', 'post']` as `one of 'pre', 'post'`, `<class 'int'>` as `int`."""
     if match := re.fullmatch(r"typing\.Literal\[(.*)\]", expected):
         return f"one of {match[1]}"
     return re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", expected)
 
 
 def _unknown_option(path: str, name: str, class_paths: list[str]) -> str:
-    kinds = [found for owner in class_paths if (found := _find(owner)) is not None]
-    # Where the class or a list of it will do, the report names the base class as well.
-    kind: Any = next((kind for kind in kinds if kind not in _BASES.values()), kinds[-1] if kinds else None)
-    if kind is None:
+    kinds = [kind for path_ in class_paths if (kind := _find(path_)) is not None]
+    # If a class or a list of classes is accepted, the report names the base class as well.
+    own: Any = next((kind for kind in kinds if kind not in _BASES.values()), kinds[-1] if kinds else None)
+    if own is None:
         return f"{path}: there is no option {name!r}"
-    if kind in _BASES.values():  # no class was named, so only the base is known
+    if own in _BASES.values():  # no class was named, so only the base class is known
         return _classless_option(path, name)
-    elsewhere = [found for found in option_paths() if found.endswith(f".{name}") and found != f"{path}.{name}"]
-    inside = [found for found in elsewhere if found.startswith(f"{path}.")]
-    instead = f"did you mean --{(inside or elsewhere)[0]}?" if elsewhere else _instead(name, _names(kind))
-    return f"{path}: {kind.__name__} has no option {name!r}; {instead}"
+    elsewhere = [option for option in option_paths() if option.endswith(f".{name}") and option != f"{path}.{name}"]
+    inside = [option for option in elsewhere if option.startswith(f"{path}.")]
+    instead = f"did you mean --{(inside or elsewhere)[0]}?" if elsewhere else _instead(name, _names(own))
+    return f"{path}: {own.__name__} has no option {name!r}; {instead}"
 
 
 def _base(path: str) -> type | None:
-    """Return the base class of what the option `path` names."""
-    parts = path.split(".")
-    return _BASES.get(".".join(parts[-2:])) or _BASES.get(parts[-1])
+    """Return the base class of the classes that the option `path` may name."""
+    names = path.split(".")
+    return _BASES.get(".".join(names[-2:])) or _BASES.get(names[-1])
+
+
+def _known(path: str) -> list[str]:
+    """Return the names of all concrete classes that the option `path` may name."""
+    base = _base(path)
+    return sorted({kind.__name__ for kind in _concrete(base)}) if base else []
 
 
 def _classless_option(path: str, name: str) -> str:
-    base = _base(path)
-    known = sorted({kind.__name__ for kind in _concrete(base)}) if base else []
+    known = _known(path)
     named = f" (there are {', '.join(known)})" if 0 < len(known) < 10 else ""
     return f"{path}.{name}: name the class that option {name!r} belongs to first, --{path} CLASS{named}"
 
 
 def _unknown_class(path: str, name: str) -> str:
-    base = _base(path)
-    known = sorted({kind.__name__ for kind in _concrete(base)}) if base else []
+    base, known = _base(path), _known(path)
     if base and any(kind.__name__ == name for other in _BASES.values() for kind in _concrete(other)):
-        return f"{path}: {name} is no {base.__name__}; there are {', '.join(known)}"
+        return f"{path}: {name} is not a {base.__name__}; there are {', '.join(known)}"
     instead = _instead(name, known)
-    # Of modules there are hundreds, too many to list.
+    # There are hundreds of modules, too many to list.
     return f"{path}: there is no class {name!r}" + (f"; {instead}" if known and len(instead) < 1000 else "")
 
 
 def _instead(name: str, known: list[str]) -> str:
-    begun = [k for k in known if name.startswith(k) or k.startswith(name)]
-    if close := max(begun, key=len, default="") or "".join(get_close_matches(name, known, n=1)):
+    prefixed = [k for k in known if name.startswith(k) or k.startswith(name)]
+    if close := max(prefixed, key=len, default="") or "".join(get_close_matches(name, known, n=1)):
         return f"did you mean {close}?"
     return f"there are {', '.join(known)}"
 
@@ -277,8 +281,6 @@ def _concrete(base: type) -> Iterable[type]:
 
 
 def _find(class_path: str) -> Any:
-    module, _, name = class_path.rpartition(".")
-    try:
-        return getattr(__import__(module, fromlist=[name]), name)
-    except (ImportError, AttributeError, ValueError):
-        return None
+    with suppress(ImportError, ValueError):
+        return find(class_path)
+    return None

@@ -19,9 +19,9 @@ def export(args: list[str]) -> None:
         args: The arguments of the command.
 
     Raises:
-        FileNotFoundError: there is no such checkpoint.
-        FileExistsError: the file exists, and --overwrite is not given.
-        ValueError: the model can't be exported in this format: see `lit_effattn.interchange.export.export`.
+        FileNotFoundError: If there is no such checkpoint.
+        FileExistsError: If the file exists, and --overwrite is not given.
+        ValueError: If the model can't be exported in this format: see `lit_effattn.interchange.export.export`.
     """
     given = parser().parse_args(args)
     checkpoint = find_checkpoint(given.ckpt_path, Path(given.root))

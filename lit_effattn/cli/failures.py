@@ -1,4 +1,4 @@
-"""Messages for failures of the machine, whose tracebacks don't help: full memory, processes that were killed."""
+"""Messages for failures of the machine, such as full memory and killed processes, and for errors of Lightning."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _OF_TRAINER = (
         "--trainer.{0} {1}: give a number of at least 0, or -1 for no limit",
     ),
 )
-"""Messages of Lightning's trainer, which tell how to write Python, and ours, which name the flag."""
+"""Messages of Lightning's trainer, which name arguments in Python, and ours, which name flags."""
 
 
 def in_flags(message: str) -> str:
-    """Return a message of Lightning's trainer in terms of flags; any other one as it is."""
+    """Return a message of Lightning's trainer in terms of flags; other messages unchanged."""
     for pattern, ours in _OF_TRAINER:
         if match := re.search(pattern, message, re.DOTALL):
             return ours.format(*(part.lower() for part in match.groups() if part is not None), torch=torch.__version__)
@@ -51,7 +51,7 @@ def in_flags(message: str) -> str:
 
 
 def explained(error: RuntimeError | OSError, command: str) -> str | None:
-    """Return what to say of a failure of the machine during `command`; None if `error` is something else."""
+    """Return the message for a failure of the machine during `command`; None if `error` is another one."""
     if isinstance(error, OSError):
         run = deleted_run(Path(os.fsdecode(error.filename))) if isinstance(error.filename, (str, bytes)) else None
         return None if run is None else f"the folder of this run, {short(run)}, was deleted while the run wrote to it"
@@ -62,17 +62,19 @@ def explained(error: RuntimeError | OSError, command: str) -> str | None:
     if on_gpu or "can't allocate memory" in text:
         where = "the GPU" if on_gpu else "this machine"
         smaller = "--data.batch_size with --trainer.accumulate_grad_batches" if training else "batch, or fewer samples"
-        said = f"{where} has not enough memory ({text.partition('. GPU')[0]})"
-        return f"{said}. Use a smaller {smaller}, or --trainer.precision bf16-mixed{resume}"
+        return (
+            f"{where} has not enough memory ({text.partition('. GPU')[0]}). Use a smaller {smaller}, or "
+            f"--trainer.precision bf16-mixed{resume}"
+        )
     if match := re.search(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (.+?)\.? ?$", text.partition(". It is")[0]):
-        said = f"a process that loads data ({match[1]}) {match[2]}"
-        return f"{said}. If memory ran out, use fewer --data.num_workers{resume}"
+        cause = f"a process that loads data ({match[1]}) {match[2]}"
+        return f"{cause}. If memory ran out, use fewer --data.num_workers{resume}"
     if match := re.search(r"conditioned on metric `(.+?)` which is not available.*following: (.*)", text):
         known = ", ".join(sorted(re.findall(r"`([^`]+)`", match[2])))
         return f"EarlyStopping: there is no metric monitor={match[1]}; there are {known}"
     if re.search(r"/gloo/transport/|Connection (closed|reset) by peer|ncclRemoteError|remote process exited", text):
         return (
-            f"another process of this run ended ({text[:120]}). What it printed above says why; if it printed nothing, "
-            f"it was killed, perhaps since memory ran out{resume}"
+            f"another process of this run ended ({text[:120]}). Its output above names the reason; without output, "
+            f"it was killed, perhaps because memory ran out{resume}"
         )
     return None

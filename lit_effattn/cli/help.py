@@ -1,4 +1,4 @@
-"""Help: which options `COMMAND --help` shows, in which order, and the options of one class."""
+"""Help: the options that `COMMAND --help` shows, their order, and the options of one class."""
 
 from __future__ import annotations
 
@@ -24,14 +24,20 @@ _TITLES = {
     "ckpt_path": "a checkpoint to start from",
     "trainer": "Lightning's trainer",
 }
-"""Titles of the groups of options, each by the first name in it, in the order in which they are shown."""
+"""Titles of the groups of options, by the first name in a group, in the order of the help."""
 _HIDDEN = ("trainer", "linked")
 _MORE = "Lightning's trainer has more options, such as --trainer.max_epochs: lit-effattn {} --help all"
 
 
 @contextmanager
 def arranged(parser: ArgumentParser, command: str, *, all_options: bool) -> Iterator[None]:
-    """Put the groups of options in the order of `_TITLES`; without `all_options`, leave out the trainer's."""
+    """Arrange the groups of options in the order of `_TITLES`, within this context.
+
+    Args:
+        parser: The parser of the command.
+        command: The command.
+        all_options: Whether the options of Lightning's trainer are shown.
+    """
     groups, epilog = parser._action_groups, parser.epilog
     titles = [group.title for group in groups]
     by_root = {_root(group): group for group in groups if group._group_actions}
@@ -55,11 +61,11 @@ def _root(group: Any) -> str:
 def class_help(arguments: Arguments, new_parser: Callable[[], ArgumentParser]) -> bool:
     """Print the help for a class of the model or the data if flags ask for it; return whether they do.
 
-    The answer does not depend on the other flags: `--model.backbone.help Transformer` needs no `--config`. Without a
-    class, it is the list of classes.
+    The help does not depend on other flags: `--model.backbone.help Transformer` needs no `--config`. Without a class,
+    the classes are listed.
 
     Raises:
-        ValueError: there is no class of that name.
+        ValueError: If there is no class of that name.
     """
     asked = [option for option in arguments.options if re.fullmatch(r"(model|data)[\w.]*\.help", option.key)]
     if not asked:
@@ -76,9 +82,9 @@ def class_help(arguments: Arguments, new_parser: Callable[[], ArgumentParser]) -
         return True
     if "." not in name and name not in {kind.__name__ for kind in kinds}:
         close = get_close_matches(name, known, n=1)
-        there = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
-        raise ValueError(f"--{path}.help: there is no class {name!r}; {there}")
-    # Of one or several factories, one: its help leaves out what the caller gives, such as the attention's width.
+        remedy = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+        raise ValueError(f"--{path}.help: there is no class {name!r}; {remedy}")
+    # The help of a factory leaves out the arguments that its caller gives, such as the attention's width.
     factory = next((part for part in get_args(expected) if get_origin(part) is Callable), expected)
     parser = new_parser()
     parser.add_argument(f"--{path}", type=factory)
@@ -87,7 +93,7 @@ def class_help(arguments: Arguments, new_parser: Callable[[], ArgumentParser]) -
 
 
 def _declared(path: str) -> Any:
-    """Return the type that is declared for an option such as `model.backbone.attention`; None: there is none."""
+    """Return the type that is declared for an option such as `model.backbone.attention`; None without one."""
     first, *names = path.split(".")
     expected: Any = {"model": Task, "data": pl.LightningDataModule}.get(first)
     for name in names:
@@ -98,10 +104,10 @@ def _declared(path: str) -> Any:
 
 
 def _classes(hint: Any) -> list[type]:
-    """Return the classes in a type: its own, those of a union or a list, or those that a factory makes."""
+    """Return the classes in a type: itself, those of a union or a list, or those that a factory builds."""
     if inspect.isclass(hint) and get_origin(hint) is None:
         return [hint] if hint.__module__ != "builtins" else []
-    return [found for part in get_args(hint) for found in _classes(part)]
+    return [kind for arg in get_args(hint) for kind in _classes(arg)]
 
 
 def _kinds(expected: Any) -> list[type]:

@@ -1,4 +1,4 @@
-"""`lit-effattn data prepare`: a text larger than memory as files of tokens, which training maps."""
+"""`lit-effattn data prepare`: tokenizing a text larger than memory into files, which training maps."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lit_effattn.datamodules.text.tokenizers import KINDS
 
 
 def prepare(args: list[str]) -> None:
-    """Prepare a text, or go on with it.
+    """Tokenize a text, or continue after an interruption.
 
     Args:
         args: The arguments of the command.
 
     Raises:
-        FileNotFoundError: there is no input.
-        ValueError: the folder was begun with other settings or input, or an argument is invalid.
+        FileNotFoundError: If there is no input.
+        ValueError: If the folder has other settings or another input, or an argument is invalid.
     """
     given = vars(parser().parse_args(args))
     source, folder = Path(given.pop("input")), Path(given.pop("folder"))
@@ -40,17 +40,17 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         "lit-effattn data prepare",
         description="Tokenize a text larger than memory, in parallel, into files that training maps. After an "
-        "interruption the same command goes on.",
+        "interruption the same command continues.",
         allow_abbrev=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     made.add_argument("input", metavar="INPUT", help="A file, or a folder: .txt or .jsonl, as they are or with .gz.")
-    made.add_argument("folder", metavar="FOLDER", help="The folder to make, or to go on with.")
+    made.add_argument("folder", metavar="FOLDER", help="The folder to create, or to continue.")
     made.add_argument("--tokens", choices=[*KINDS], help="How to tokenize; all but bytes are learnt.")
     made.add_argument("--vocab_size", type=int, help="words, bpe: size of the vocabulary.")
     made.add_argument("--tokenizer_of", type=Path, help="A checkpoint whose tokenizer to use, in place of these.")
     made.add_argument("--field", help="Name of the text in the lines of a .jsonl.")
-    made.add_argument("--held_out", type=int, help="Of so many documents, one is for validation and one for test.")
+    made.add_argument("--held_out", type=int, help="Of this many documents, one is for validation and one for test.")
     made.add_argument("--shard_bytes", type=int, help="Bytes of input for a shard.")
     made.add_argument("--learn_bytes", type=int, help="Bytes of text to learn a vocabulary from.")
     made.add_argument("--workers", type=int, help="Number of processes.")

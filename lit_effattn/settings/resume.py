@@ -107,7 +107,7 @@ def _number(average: str) -> int:
         raise ValueError(f"--average {average} must be a number of checkpoints; 5 and 20 are usual") from None
 
 
-def refuse_dropped(saved: dict[str, Any], now: dict[str, Any]) -> None:
+def check_kept_settings(saved: dict[str, Any], now: dict[str, Any]) -> None:
     """Reject settings that resuming would ignore: Lightning restores the saved optimiser, schedule and patience.
 
     Raises:

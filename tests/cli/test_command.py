@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional, Union
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from lit_effattn import PixelModel
 from lit_effattn.attention import LinearAttention, SoftmaxAttention
 from lit_effattn.checkpoints import run_lock
 from lit_effattn.cli import main
-from lit_effattn.cli.command import CLI
+from lit_effattn.cli.command import CLI, _Parser, integers_first
 from lit_effattn.datamodules import PixelSequences
 from lit_effattn.settings.arguments import Arguments
 from tests.support.commands import REPOSITORY, TWO, assert_same_end, command, ends, fails, last, same, weights
@@ -300,6 +300,14 @@ def test_flags_of_lightning_work():
     fit(*flags, "--trainer.precision", "bf16-mixed", "--trainer.deterministic", "true")
 
 
+def test_an_integer_is_not_read_as_a_float():
+    """In whatever order the types stand: `--trainer.limit_train_batches 1` is one batch, and 1.0 all of them."""
+    parser = _Parser()
+    parser.add_argument("--n", type=Optional[Union[float, int]])  # noqa: UP007, UP045
+    integers_first(parser)
+    assert [repr(parser.parse_args([f"--n={text}"]).n) for text in ("1", "1.0", "null")] == ["1", "1.0", "None"]
+
+
 def test_a_class_keeps_its_own_defaults(capsys: pytest.CaptureFixture[str]):
     """RAdam, which is the default, has no weight decay."""
     with pytest.raises(SystemExit):
@@ -393,7 +401,7 @@ def test_the_best_k_are_kept_beside_a_checkpoint_callback_of_ones_own(capsys: py
     assert torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)["global_step"] == best[0]
     (path,) = Path("own").iterdir()
     assert torch.load(path, weights_only=True)["global_step"] == best[0]
-    assert "has two that are alike, ModelCheckpoint{" in fails(capsys, "fit", "--config", "tiny.yaml", *own, *own)
+    assert "has two equal ones, ModelCheckpoint{" in fails(capsys, "fit", "--config", "tiny.yaml", *own, *own)
 
 
 def test_last_is_the_newest_runs():
@@ -668,7 +676,7 @@ def test_training_goes_on_from_the_one_before_a_damaged_one(capsys: pytest.Captu
     assert re.search(r"last\.ckpt is damaged: the checksum of the whole file is wrong; there are", said)
     assert "best.ckpt" in said
     with pytest.warns(
-        UserWarning, match=r"last\.ckpt is damaged: .* goes on from .*previous\.ckpt, saved at step 3: what"
+        UserWarning, match=r"last\.ckpt is damaged: .* goes on from .*previous\.ckpt, saved at step 3: later"
     ):
         main(["fit", "--ckpt_path", "last"])
     assert sorted(path.name for path in folder.iterdir()) == [

@@ -210,7 +210,7 @@ def test_what_a_home_gives_away_is_said(tmp_path: Path, monkeypatch: pytest.Monk
     Path("work").mkdir()
     monkeypatch.chdir("work")
     main(["fit", "--config", "../tiny.yaml", "--trainer.default_root_dir", str(tmp_path / "runs")])
-    assert f"can read in them: {tmp_path / 'runs'}" in caplog.text
+    assert f"contain paths of your home folder: {tmp_path / 'runs'}" in caplog.text
 
 
 # ------------------------------------------------------------------------------------------------ paths and downloads

@@ -245,7 +245,7 @@ PAIRS = ["fit", "--model", "SequenceToSequence", "--data", "SequencePairs", "--m
     [
         (
             ["--model.backbone.decoder", "Transformer", "--model.backbone.decoder.cross_attention", "LSHAttention"],
-            "model.backbone.decoder.cross_attention: LSHAttention is no CrossAttention; there are "
+            "model.backbone.decoder.cross_attention: LSHAttention is not a CrossAttention; there are "
             "LinearCrossAttention, PerformerCrossAttention, SoftmaxCrossAttention",
         ),
         (

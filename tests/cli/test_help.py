@@ -60,5 +60,5 @@ def test_the_checkpoint_of_a_command_is_ours(command: str, capsys: pytest.Captur
         main([command, "--help"])
     said = " ".join(capsys.readouterr().out.split())
     assert "--ckpt_path CKPT_PATH The checkpoint: its path, or `last` or `best` of the newest run." in said
-    assert ("Training goes on from it" in said) == (command == "fit")
+    assert ("Training resumes from it" in said) == (command == "fit")
     assert "hpc" not in said

@@ -70,7 +70,7 @@ def _said(folder: Path, args: list[str], code: int, capsys: pytest.CaptureFixtur
         (["--config", "option.yaml"], "there is no setting trainer.max_epoch; did you mean trainer.max_epochs?"),
         (["--config", "section.yaml"], "there is no setting modle.class_path; did you mean model.class_path?"),
         (["digits_linear"], "its option; did you mean --config digits_linear?"),
-        (["--config", "number.yaml"], "data=5 is no LightningDataModule: give the name of a class"),
+        (["--config", "number.yaml"], "data=5 is not a LightningDataModule: give the name of a class"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from lit_effattn.settings.resume import refuse_dropped
+from lit_effattn.settings.resume import check_kept_settings
 
 COSINE = "lit_effattn.tasks.schedules.WarmupCosine"
 
@@ -15,7 +15,7 @@ def settings(path: str, **options: Any) -> dict[str, Any]:
 def test_an_option_that_a_checkpoint_does_not_name_was_at_its_default(path: str):
     """It was saved before there was that option."""
     now = settings(COSINE, total_steps=40, warmup_steps=3, final=0.0, cosine_from_start=False)
-    refuse_dropped(settings(path, total_steps=40, warmup_steps=3), now)
+    check_kept_settings(settings(path, total_steps=40, warmup_steps=3), now)
 
 
 @pytest.mark.parametrize(
@@ -29,4 +29,4 @@ def test_an_option_that_a_checkpoint_does_not_name_was_at_its_default(path: str)
 )
 def test_another_schedule_is_refused(now: dict[str, Any]):
     with pytest.raises(ValueError, match="resuming keeps the checkpoint's lr_scheduler"):
-        refuse_dropped(settings(COSINE, total_steps=40), now)
+        check_kept_settings(settings(COSINE, total_steps=40), now)

@@ -1,1 +1,1 @@
-"""What several kinds of data share: loaders, batches, caches, archives, faults."""
+"""Parts shared by several kinds of data: loaders, batches, caches, archives, faults."""

@@ -1,4 +1,4 @@
-"""Unpacking of named files from archives. Archives are data: nothing in them chooses where a file is written."""
+"""Unpacking of named files from untrusted archives, whose content never chooses the path of a written file."""
 
 import gzip
 import lzma
@@ -34,7 +34,7 @@ def unpack_gzip(archive: Path, target: Path, max_bytes: int = MAX_BYTES) -> None
 
 
 def unpack_zip(archive: Path, names: Collection[str], folder: Path, max_bytes: int = MAX_BYTES) -> None:
-    """Unpack the files of these names, from whatever folder of a zip file, into `folder`.
+    """Unpack the files of these names, from any folder of a zip file, into `folder`.
 
     Raises:
         ValueError: If the archive is damaged, does not hold each of the names once, or holds more than `max_bytes`.
@@ -43,25 +43,25 @@ def unpack_zip(archive: Path, names: Collection[str], folder: Path, max_bytes: i
         members = [
             info for info in zipped.infolist() if not info.is_dir() and not stat.S_ISLNK(info.external_attr >> 16)
         ]
-        found = [PurePosixPath(info.filename).name for info in members]
-        _check_names(names, found)
-        for info, name in zip(members, found, strict=True):
+        base_names = [PurePosixPath(info.filename).name for info in members]
+        _check_names(names, base_names)
+        for info, name in zip(members, base_names, strict=True):
             if name in names:
                 with zipped.open(info) as file:
                     _write(file, folder / name, max_bytes)
 
 
 def unpack_tar(archive: Path, names: Collection[str], folder: Path, max_bytes: int = MAX_BYTES) -> None:
-    """Unpack the files of these names, from whatever folder of a tar file, into `folder`. Links are left out.
+    """Unpack the files of these names, from any folder of a tar file, into `folder`. Links are left out.
 
     Raises:
         ValueError: If the archive is damaged, does not hold each of the names once, or holds more than `max_bytes`.
     """
     with _naming(archive), tarfile.open(archive) as tar:
         members = [member for member in tar if member.isreg()]
-        found = [PurePosixPath(member.name).name for member in members]
-        _check_names(names, found)
-        for member, name in zip(members, found, strict=True):
+        base_names = [PurePosixPath(member.name).name for member in members]
+        _check_names(names, base_names)
+        for member, name in zip(members, base_names, strict=True):
             file = tar.extractfile(member) if name in names else None
             if file is not None:
                 with file:
@@ -70,10 +70,10 @@ def unpack_tar(archive: Path, names: Collection[str], folder: Path, max_bytes: i
 
 @contextmanager
 def _naming(archive: Path) -> Iterator[None]:
-    """Turn the errors of the decompressors into one that names the archive."""
+    """Replace the decompressors' errors by a ValueError that names the archive."""
     try:
         yield
-    except RuntimeError as error:  # of zipfile: encrypted, or (a NotImplementedError) packed by an unknown method
+    except RuntimeError as error:  # from zipfile: encrypted, or (NotImplementedError) an unknown method
         raise ValueError(
             f"{archive}: the archive can't be unpacked ({error}); get it again, without a password"
         ) from error
@@ -83,25 +83,25 @@ def _naming(archive: Path) -> Iterator[None]:
         raise ValueError(f"{archive}: the archive is damaged ({error}); delete it and get it again") from error
 
 
-def _check_names(names: Collection[str], found: list[str]) -> None:
+def _check_names(names: Collection[str], members: list[str]) -> None:
     for name in names:
-        if (times := found.count(name)) != 1:
+        if (times := members.count(name)) != 1:
             raise ValueError(f"it holds {name} {times} times instead of once")
 
 
 def _write(file: _Readable, target: Path, max_bytes: int) -> None:
-    """Copy a file. Processes may do so at once: each writes a file of its own, which it renames at last."""
+    """Copy a file. Several processes may do this at once: each writes a separate file and then renames it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".unfinished")
     try:
-        with os.fdopen(handle, "wb") as written:
-            left = max_bytes
+        with os.fdopen(handle, "wb") as unpacked:
+            remaining = max_bytes
             while block := file.read(_BLOCK):
-                left -= len(block)
-                if left < 0:
+                remaining -= len(block)
+                if remaining < 0:
                     raise ValueError(f"{target.name} is larger than {max_bytes:,} bytes")
-                written.write(block)
-            os.fsync(written.fileno())
+                unpacked.write(block)
+            os.fsync(unpacked.fileno())
         Path(name).chmod(0o644)  # mkstemp allows only this user to read
         Path(name).replace(target)
     finally:

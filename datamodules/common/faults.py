@@ -50,12 +50,12 @@ class Faults:
         return sum(self._counts.values())
 
     def __str__(self) -> str:
-        parts = []
+        lines = []
         for reason, count in self._counts.items():
             messages = self._messages[reason]
             more = [f"and {count - len(messages)} more"] if count > len(messages) else []
-            parts.append(f"{count} {reason}:\n    " + "\n    ".join(messages + more))
-        return "\n  ".join(parts)
+            lines.append(f"{count} {reason}:\n    " + "\n    ".join(messages + more))
+        return "\n  ".join(lines)
 
     def to_data(self) -> dict[str, Any]:
         """Return the faults as plain data, the input of `from_data`."""

@@ -1,4 +1,4 @@
-"""Files of others: only regular ones are opened, and images only in known formats."""
+"""Opening of untrusted files: only regular files, and images only in known formats."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,20 +9,20 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-"""Pillow's decoders that are used, whatever a file's name says. Others start programs (EPS runs Ghostscript)."""
+"""Pillow's decoders that are used, for any file name. Other decoders start programs (EPS runs Ghostscript)."""
 
 
 def regular(path: Path) -> Path:
     """Return `path` if it is a regular file, or a link to one. Opening a FIFO or a device could wait forever.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It is something else.
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is a folder, a FIFO, a socket or a device.
     """
     if not path.is_file():
         if not path.exists():
             raise FileNotFoundError(f"{path}: there is no such file")
-        kind = next((kind for kind, is_it in _KINDS if is_it(path)), "no regular file")
+        kind = next((kind for kind, is_kind in _KINDS if is_kind(path)), "a special file")
         raise ValueError(f"{path}: this is {kind}, not a file; remove it or name another")
     return path
 
@@ -40,8 +40,8 @@ def open_image(path: Path) -> "Iterator[Image]":
     """Open an image in one of `IMAGE_FORMATS`, without decoding it.
 
     Raises:
-        ValueError: `path` is not a regular file.
-        OSError: It is not an image in one of these formats.
+        ValueError: If `path` is not a regular file.
+        OSError: If it is not an image in one of these formats.
     """
     from PIL import Image, UnidentifiedImageError
 

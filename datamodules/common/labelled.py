@@ -1,4 +1,4 @@
-"""Sequences with a class each: the batch, and the function that makes one of an (x, y) data set's items."""
+"""Batches of sequences with one class each, and the `collate_fn` that makes them from an (x, y) data set."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -28,7 +28,10 @@ def pad_labelled(items: Sequence[tuple[Any, int]]) -> LabelledBatch:
     """Make a batch of sequences of any lengths: the `collate_fn` of a `DataLoader` over an (x, y) data set.
 
     Args:
-        items: A sequence each, (N,) tokens or (N, F) feature vectors, as a tensor, array or list, and its class.
+        items: Pairs of a sequence, (N,) tokens or (N, F) feature vectors, as a tensor, array or list, and its class.
+
+    Returns:
+        The batch: `x` (B, N) or (B, N, F), `labels` and `lengths` (B,).
 
     Example:
         >>> pad_labelled([([7, 8, 9], 1), ([4], 0)])

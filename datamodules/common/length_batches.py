@@ -20,9 +20,9 @@ class LengthBatches(DistributedSampler[list[int]]):
     `ResumableLoader` and Lightning require. The sharding does not change the samples of a step: two processes with
     batches of half the size see the same samples as one, up to rounding of the bound.
 
-    `batch · longest ≤ batch_size` for every batch, with two exceptions. A sample longer than `batch_size` is a batch by
-    itself. If fewer samples than processes are left over at the end (the shortest ones), each is added to one of the
-    last batches.
+    `batch · longest ≤ batch_size` for every batch, with two exceptions. A sample longer than `batch_size` is a batch of
+    one. If fewer samples than processes remain at the end (the shortest ones), each is added to one of the last
+    batches.
 
     Args:
         lengths: (n,), lengths of the samples, at least 1.
@@ -92,20 +92,24 @@ class LengthBatches(DistributedSampler[list[int]]):
 
 
 def _buckets(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return each sample's bucket, 0 with the longest samples, and, longest sample first, its bucket's longest."""
-    values, which, counts = np.unique(lengths, return_inverse=True, return_counts=True)
-    of_value, longest = np.empty(len(values), int), np.empty(len(values), int)
-    bucket = -1
-    most = np.inf
+    """Divide samples into buckets of similar length.
+
+    Returns:
+        (n,), the bucket of each sample, 0 with the longest samples; and (n,), from the longest sample to the shortest,
+        the maximum length in its bucket.
+    """
+    values, inverse, counts = np.unique(lengths, return_inverse=True, return_counts=True)
+    buckets, maxima = np.empty(len(values), int), np.empty(len(values), int)  # of each different length
+    bucket, maximum = -1, np.inf
     for i in reversed(range(len(values))):
-        if values[i] * _RATIO < most:
-            bucket, most = bucket + 1, values[i]
-        of_value[i], longest[i] = bucket, most
-    return of_value[which], np.repeat(longest[::-1], counts[::-1])
+        if values[i] * _RATIO < maximum:
+            bucket, maximum = bucket + 1, values[i]
+        buckets[i], maxima[i] = bucket, maximum
+    return buckets[inverse], np.repeat(maxima[::-1], counts[::-1])
 
 
 def _borders(longest: np.ndarray, batch_size: int, max_samples: int, num_replicas: int) -> list[int]:
-    """Return the starts of the groups, and the end. `longest` of its first sample bounds the lengths in a group."""
+    """Return the starts of the groups, and the end. `longest` at a group's first sample bounds its lengths."""
     borders = [0]
     while borders[-1] < len(longest):
         each = max(1, min(max_samples, batch_size // int(longest[borders[-1]])))

@@ -32,14 +32,13 @@ def lexicon_entries(path: Path, *, stress: bool) -> Iterator[tuple[str, tuple[st
     """
     empty = True
     for number, line in enumerate(_text(path).splitlines(), 1):
-        parts = re.split(r"\s#", line, maxsplit=1)[0].split()
-        if not parts or line.startswith(";;;"):
+        word, *phones = re.split(r"\s#", line, maxsplit=1)[0].split() or [""]
+        if not word or line.startswith(";;;"):
             continue
-        if len(parts) == 1:
-            raise ValueError(f"{path}:{number}: {parts[0]!r} has no phones; expected WORD  P HH OW N Z")
-        variant = _VARIANT.fullmatch(parts[0])
-        phones = parts[1:] if stress else [phone.rstrip("012") for phone in parts[1:]]
-        yield variant[1] if variant else parts[0], tuple(phones)
+        if not phones:
+            raise ValueError(f"{path}:{number}: {word!r} has no phones; expected WORD  P HH OW N Z")
+        variant = _VARIANT.fullmatch(word)
+        yield variant[1] if variant else word, tuple(phones if stress else (p.rstrip("012") for p in phones))
         empty = False
     if empty:
         raise ValueError(f"{path}: holds no word; expected lines such as WORD  P HH OW N Z")

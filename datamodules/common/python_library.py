@@ -1,4 +1,4 @@
-"""The source files of Python's standard library, a text that is on every machine."""
+"""The source files of Python's standard library: a text that every installation has."""
 
 import os
 from collections.abc import Iterator

@@ -109,10 +109,9 @@ class ResumableLoader(DataLoader[Any]):
     change. It is the same on every process, so the first process's state, which Lightning saves, is valid for all.
 
     Lightning creates the iterator before it sets the epoch, and stops after the last batch without a further `next`. A
-    loader whose workers prefetch at once, or which takes an epoch as unfinished until that `next` (torchdata's
+    loader whose workers prefetch at once, or for which an epoch is unfinished until that `next` (torchdata's
     `StatefulDataLoader`), therefore repeats or loses batches from the second epoch on. For this reason `__iter__` is a
-    generator, which does nothing before the first batch is requested, and a state is ignored in other epochs than its
-    own.
+    generator, which does nothing before the first batch is requested, and a state applies to its epoch only.
 
     Raises:
         ValueError: On the first batch, if the interrupted epoch had another number of batches than this one.
@@ -149,12 +148,12 @@ class ResumableLoader(DataLoader[Any]):
         """Resume from the position in `state_dict`.
 
         Raises:
-            ValueError: If it is no position.
+            ValueError: If it is not a position.
         """
         counts: dict[str, Any] = {name: state_dict.get(name) for name in ("epoch", "batches", "n_batches")}
         for name, count in counts.items():
             if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-                raise ValueError(f"the checkpoint's loader has {name}={str(count)[:40]!r}, which is no count")
+                raise ValueError(f"the checkpoint's loader has {name}={str(count)[:40]!r}, which must be a count")
         if counts["batches"] > counts["n_batches"]:
             raise ValueError(f"the checkpoint's loader is at batch {counts['batches']} of {counts['n_batches']}")
         self._loaded = counts

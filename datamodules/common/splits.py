@@ -1,4 +1,4 @@
-"""Splits for training, validation and test that are the same on every machine."""
+"""Division into training, validation and test, the same on every machine."""
 
 import hashlib
 from collections.abc import Iterable

@@ -10,12 +10,12 @@ IGNORE = -100
 
 
 class Response(NamedTuple):
-    """A part of a sequence that a model may write by itself.
+    """A part of a sequence that a model may generate.
 
     Attributes:
         position: The position in the segment from which its first token is predicted.
         text: The text, without the token that ends it.
-        number: Its place in the split, by which the original order can be restored.
+        number: Its index in the split, by which the original order can be restored.
     """
 
     position: int
@@ -52,12 +52,12 @@ class PairBatch(NamedTuple):
     If the targets are unknown, `inputs` is `<start>` alone, the prompt of a generated target, and no target is scored.
 
     Attributes:
-        source: (B, S) source tokens and the end token; the end token in the padding, too.
+        source: (B, S) source tokens and the end token, which also fills the padding.
         source_lengths: (B,), number of valid positions in each row of `source`, the end token included.
-        inputs: (B, N) the start token and the target's tokens; the start token in the padding, too.
+        inputs: (B, N) the start token and the target's tokens. The start token also fills the padding.
         targets: (B, N) the target's tokens and the end token; `IGNORE` in the padding.
         lengths: (B,), number of valid positions in each row of `inputs` and `targets`.
-        sources: The B source texts as they were given.
+        sources: The B source texts.
         references: Of each row, all accepted target texts, that of `targets` first; none if they are unknown.
         indices: (B,), the position of each row in its split or file, by which the original order can be restored.
     """

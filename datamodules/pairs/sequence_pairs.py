@@ -47,9 +47,9 @@ _Kind = Literal["bytes", "characters", "words", "bpe"]
 class SequencePairs(LengthBatched):
     """Pairs of sequences, a source and its target, in batches of similar length.
 
-    A batch is a `PairBatch`; its docstring says how a sequence begins and ends. Training batches are a pure function of
-    (seed, epoch), and every process has the same number of them. An interrupted epoch resumes with the next batch. In
-    validation, test and prediction every item occurs exactly once over all processes, the longest first.
+    A batch is a `PairBatch`, whose docstring describes the first and last tokens of a sequence. Training batches are a
+    pure function of (seed, epoch), and every process has the same number of them. An interrupted epoch resumes with the
+    next batch. In validation, test and prediction every item occurs exactly once over all processes, the longest first.
 
     The pairs are read and tokenized once. The tokens and texts are in memory-mapped files in the cache, up to about
     twice the size of the texts, so a corpus of millions of pairs takes little memory, and processes share it. A corpus
@@ -269,7 +269,7 @@ class SequencePairs(LengthBatched):
         return SourceItems(self._lines, tokenizers)
 
     def _warn_of_unknown(self, tokenizer: Tokenizer) -> None:
-        """Name the words or characters of `source_file` that the model reads as `<unk>`."""
+        """Warn of words or characters of `source_file` that the model reads as `<unk>`."""
         per_line = [tokenizer.unknown(line) for line in self._lines]
         if unknown := list(dict.fromkeys(unit for line in per_line for unit in line)):
             more = f" and {len(unknown) - _NAMED:,} more" if len(unknown) > _NAMED else ""
@@ -291,7 +291,7 @@ class SequencePairs(LengthBatched):
         """Check that the checkpoint has the same vocabularies; for `source_file`, take them from the checkpoint.
 
         Raises:
-            ValueError: If it does not. The message describes the vocabularies.
+            ValueError: If the vocabularies differ. The message describes them.
         """
         loaded = Tokenizers(*(Tokenizer.from_spec(state_dict[f"{side}_tokenizer"]) for side in ("source", "target")))
         if self.source_file is not None:

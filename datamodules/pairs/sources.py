@@ -32,8 +32,8 @@ class PairSource(NamedTuple):
 
     Attributes:
         name: Short name, used in the names of cached files.
-        splits: A function for each of "train", "val" and "test" that reads its pairs from the beginning, and the faults
-            of what it leaves out.
+        splits: A function for each of "train", "val" and "test" that yields its pairs, and a fault for each that is
+            left out.
         identity: Plain data that change if the pairs change.
     """
 
@@ -54,14 +54,14 @@ def aligned_files(root: Path, source_suffix: str, target_suffix: str) -> PairSou
         ValueError: If only one of val and test exists. While reading: if two files have unequal numbers of lines.
     """
     suffixes = (f".{source_suffix}", f".{target_suffix}")
-    found = {split: _paths(stem, suffixes) for split, stem in _stems(root, suffixes).items()}
-    if not found:
+    files = {split: _paths(stem, suffixes) for split, stem in _stems(root, suffixes).items()}
+    if not files:
         raise FileNotFoundError(
             f"root={str(root)!r}: there are no files {' and '.join(f'train{s}' for s in suffixes)} in that folder, and "
             f"no {' and '.join(root.name + s for s in suffixes)} ({root.resolve()}){_how_to_get(root)}"
         )
-    reads: dict[str, _Pairs] = {split: partial(_aligned, *paths) for split, paths in found.items()}
-    return _divided("files", root, reads, [path for paths in found.values() for path in paths])
+    reads: dict[str, _Pairs] = {split: partial(_aligned, *paths) for split, paths in files.items()}
+    return _divided("files", root, reads, [path for paths in files.values() for path in paths])
 
 
 def tsv(root: Path) -> PairSource:
@@ -115,10 +115,10 @@ def huggingface(path: str, subset: str | None, source_column: str, target_column
     has = loaded["train"].column_names if "train" in loaded else []
     columns = [column if column in has else column.split(".")[0] for column in (source_column, target_column)]
     if not set(columns) <= set(has):
-        found = {name: rows.column_names for name, rows in loaded.items()}
+        columns_of = {name: rows.column_names for name, rows in loaded.items()}
         raise ValueError(
-            f"path={path!r} has no columns {source_column!r} and {target_column!r} in a split 'train'; it has {found}; "
-            "name them with source_column and target_column"
+            f"path={path!r} has no columns {source_column!r} and {target_column!r} in a split 'train'; it has "
+            f"{columns_of}; name them with source_column and target_column"
         )
     named = {split: "validation" if split == "val" else split for split in SPLITS}
     reads: dict[str, _Pairs] = {
@@ -141,15 +141,15 @@ def source_lines(path: Path) -> list[str]:
     """
     if not path.is_file():
         raise FileNotFoundError(f"source_file={str(path)!r}: there is no such file ({path.resolve()})")
-    found = []
+    texts = []
     for number, line in enumerate(_lines(path), 1):
         checked = _checked(f"{path}:{number}", line, line)
         if isinstance(checked, Fault):
             raise ValueError(f"{checked.message}; correct or delete the line")
-        found.append(checked.source)
-    if not found:
+        texts.append(checked.source)
+    if not texts:
         raise ValueError(f"source_file={str(path)!r} is empty; give it one source text a line")
-    return found
+    return texts
 
 
 def bucket(text: str, n: int) -> int:
@@ -160,7 +160,7 @@ def bucket(text: str, n: int) -> int:
 def with_held_out(reads: dict[str, _Pairs]) -> dict[str, _Pairs]:
     """Take missing splits from "train": a source text is for test if its `bucket` of 20 is 0, for validation if 1.
 
-    All pairs of a source text are thus in the same split. What train leaves out is reported by train alone.
+    All pairs of a source text are thus in the same split. Faults are reported by train only.
     """
     train, missing = reads["train"], {split: i for i, split in enumerate(("test", "val")) if split not in reads}
     if not missing:
@@ -177,16 +177,13 @@ def _in_no_bucket(read: _Pairs, taken: list[int]) -> Iterator[Pair | Fault]:
     return (pair for pair in read() if isinstance(pair, Fault) or bucket(pair.source, HELD_OUT) not in taken)
 
 
-# ------------------------------------------------------------------------------------------------------------- files
-
-
 _SOURCES = {
-    "libreoffice": "python -m scripts.libreoffice_pairs --help, in a copy of the repository, says how to make it of "
-    "two Debian packages",
+    "libreoffice": "python -m scripts.libreoffice_pairs --help, in a copy of the repository, explains how to make it "
+    "from two Debian packages",
     "iwslt14": "get it from https://wit3.fbk.eu/2014-01, one sentence a line",
     "wmt14": "get it from https://www.statmt.org/wmt14/translation-task.html, one sentence a line",
 }
-"""Where the data of the shipped configurations come from, by the names of their folders."""
+"""Origin of the data of the shipped configurations, by the names of their folders."""
 
 
 def _how_to_get(root: Path) -> str:
@@ -194,16 +191,16 @@ def _how_to_get(root: Path) -> str:
 
 
 def _one_file_each(name: str, root: Path, suffix: str, read: Callable[[Path], Iterable[Pair | Fault]]) -> PairSource:
-    found = {split: stem.with_name(stem.name + suffix) for split, stem in _stems(root, (suffix,)).items()}
+    files = {split: stem.with_name(stem.name + suffix) for split, stem in _stems(root, (suffix,)).items()}
     if root.is_file():
-        found = {"train": root}
-    if not found:
+        files = {"train": root}
+    if not files:
         raise FileNotFoundError(
             f"root={str(root)!r}: there is no such file, and no train{suffix} in a folder of that name "
             f"({root.resolve()}){_how_to_get(root)}"
         )
-    reads: dict[str, _Pairs] = {split: partial(read, path) for split, path in found.items()}
-    return _divided(name, root, reads, list(found.values()))
+    reads: dict[str, _Pairs] = {split: partial(read, path) for split, path in files.items()}
+    return _divided(name, root, reads, list(files.values()))
 
 
 def _stems(root: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
@@ -295,11 +292,11 @@ def _field(row: Any, column: str) -> Any:
 
 
 def _checked(where: str, source: str | bytes, target: str | bytes) -> Pair | Fault:
-    """Return a pair, or why it can't be one."""
+    """Return a pair, or a fault if a text is empty or not UTF-8."""
     texts = []
     for text in (source, target):
         try:
-            # JSON can hold halves of characters, which no file of text can.
+            # JSON can hold half of a surrogate pair, which is not valid UTF-8.
             texts.append(text.decode() if isinstance(text, bytes) else text.encode().decode())
         except (UnicodeDecodeError, UnicodeEncodeError) as error:
             return Fault("not UTF-8", f"{where}: is not UTF-8 ({error.reason} at {error.start})")

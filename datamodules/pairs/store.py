@@ -1,4 +1,4 @@
-"""Cached folders of tokenized pairs, made once per source: a token store of each side, and which texts are pairs."""
+"""Cached folders of tokenized pairs, made once per source: a token store for each side, and the index of pairs."""
 
 import hashlib
 import json
@@ -101,7 +101,7 @@ class PairStore:
         return SplitPairs(self.folder, name)
 
     def faults(self, split: str) -> Faults:
-        """Return what the source leaves out of a split."""
+        """Return the faults of a split."""
         return Faults.from_data(self._faults[split])
 
 
@@ -146,7 +146,7 @@ def _make(source: PairSource, vocabularies: Vocabularies, merged: bool, folder: 
 
 
 def _pairs(source: PairSource, split: str, faults: Faults) -> Iterator[Pair]:
-    """Yield the pairs of a split, and add what is left out to `faults`."""
+    """Yield the pairs of a split, and add faults to `faults`."""
     for item in source.splits[split]():
         if isinstance(item, Fault):
             faults.add(item)

@@ -1,7 +1,7 @@
 """Document-grounded conversations from files: CMU DoG (Zhou, Prabhumoye & Black 2018)."""
 
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -13,7 +13,7 @@ Shown = Literal["apart", "before", "when_shown"]
 
 FOLDERS = {"train": "train", "val": "valid", "test": "test"}
 _SECTIONS = ("0", "1", "2", "3")
-_NUMBER = ("wikiDocumentIdx", "docLinkIdx", "index")  # a document's, in conversations and documents of all releases
+_NUMBER = ("wikiDocumentIdx", "docLinkIdx", "index")  # keys of a document's number in all releases
 
 
 class Passage(NamedTuple):
@@ -33,7 +33,7 @@ class DialogueSource(NamedTuple):
 
     Attributes:
         splits: Conversations of "train", "val" and "test", each a list of passages in the order of reading.
-        faults: What is left out.
+        faults: Files that are left out.
         identity: Plain data that change if the texts change.
     """
 
@@ -62,7 +62,7 @@ def cmu_dog(root: Path, document: Shown) -> DialogueSource:
     """
     paths = {name: sorted((root / "Conversations" / folder).glob("*.json")) for name, folder in FOLDERS.items()}
     paths["documents"] = sorted((root / "WikiData").glob("*.json"))
-    if missing := [name for name, found in paths.items() if not found]:
+    if missing := [name for name, files in paths.items() if not files]:
         raise FileNotFoundError(
             f"CMU DoG ({', '.join(missing)}) is not in {root.resolve()}: get "
             "https://github.com/festvox/datasets-CMU_DoG and put its folders Conversations and WikiData there, or name "
@@ -71,11 +71,11 @@ def cmu_dog(root: Path, document: Shown) -> DialogueSource:
     faults = Faults()
     documents = dict(_read_all(paths.pop("documents"), _document, faults))
     splits = {}
-    for name, of_split in paths.items():
-        found = _read_all(of_split, lambda data: _conversations(data, documents, document), faults)
-        splits[name] = [[p for p in passages if p.text] for several in found for passages in several]
+    for name, files in paths.items():
+        read = _read_all(files, lambda data: _conversations(data, documents, document), faults)
+        splits[name] = [[p for p in passages if p.text] for conversations in read for passages in conversations]
         if not splits[name]:
-            raise ValueError(f"{of_split[0].parent}: no conversation can be read; the first fault: {faults.first}")
+            raise ValueError(f"{files[0].parent}: no conversation can be read; the first fault: {faults.first}")
     stats = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(root.glob("[CW]*/**/*.json"))]
     return DialogueSource(splits, faults, [str(root.resolve()), document, stats])
 
@@ -108,7 +108,7 @@ def _conversations(data: Any, documents: dict[int, dict[str, str]], document: Sh
         whole = [*shown, *(turn for _, turns in by_section for turn in turns)]
         return [whole] if shown else []
     apart = [[section, *turns] for section, turns in by_section]
-    return apart if document == "apart" else [[passage for part in apart for passage in part]] * bool(apart)
+    return apart if document == "apart" or not apart else [list(chain.from_iterable(apart))]
 
 
 def _number(data: Any) -> int:
@@ -117,6 +117,6 @@ def _number(data: Any) -> int:
 
 def _text(text: str) -> str:
     if not isinstance(text, str):
-        raise ValueError(f"{str(text)[:40]!r} is no text")
-    text.encode()  # JSON can hold halves of characters, which no tokenizer takes
+        raise ValueError(f"{str(text)[:40]!r} must be a text")
+    text.encode()  # raises for half of a surrogate pair, which JSON can hold and tokenizers reject
     return " ".join(text.split())

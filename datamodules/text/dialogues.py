@@ -1,4 +1,4 @@
-"""Document-grounded dialogues as streams: the document first, then the turns, of which only these are scored."""
+"""Document-grounded dialogues as streams: the document, then the turns. Only the turns are scored."""
 
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,11 +23,11 @@ class GroundedDialogues(TextStream):
 
     A batch is a `TokenBatch` (B, N). Whole conversations are divided over B · processes streams; a stream has the same
     row in all batches. `fresh` marks the first segment of a conversation, so that the callback `MemoryCarry` carries
-    the memory from the document through all turns, and no further. `<start>`, the last token of the vocabulary, is read
-    first and ends every section and turn. Only turns are scored, the `<start>` at their ends included; the loss and the
-    perplexity are those of the responses. `responses` holds the turns that begin in a segment.
+    the memory from the document through all its turns, and resets it after them. `<start>`, the last token of the
+    vocabulary, is read first and ends every section and turn. Only turns are scored, with the `<start>` at their ends.
+    The loss and the perplexity are those of the responses. `responses` holds the turns that begin in a segment.
 
-    Streams are not equally long: one that has ended gives empty rows. The files, and what is taken from them, are
+    Streams are not equally long. A stream that has ended gives empty rows. The files, and what is taken from them, are
     described in `dialogue_sources.cmu_dog`. The synthetic dialogues are those of `DialogueTask`.
 
     Args:
@@ -154,10 +154,12 @@ class DialogueStreams(TokenStreams):
         num_replicas: int,
         rank: int,
     ) -> None:
-        whole = [passage for of_conversation in conversations for passage in of_conversation]
+        all_passages = [passage for conversation in conversations for passage in conversation]
         lengths = passages.lengths() + 1  # with the end
-        if len(whole) != len(lengths):
-            raise ValueError(f"{len(whole)} passages have {len(lengths)} parts; a passage has no tokens")
+        if len(all_passages) != len(lengths):
+            raise ValueError(
+                f"{len(all_passages)} passages have {len(lengths)} texts with tokens; every passage needs one"
+            )
         if len(conversations) < batch_size * num_replicas:
             raise ValueError(
                 f"batch_size={batch_size} in each of {num_replicas} processes needs as many conversations, but there "
@@ -182,16 +184,15 @@ class DialogueStreams(TokenStreams):
         # No stream begins within a conversation.
         self.ends = self.first[np.searchsorted(self.first, self.ends)]
         self.begins = np.concatenate([[0], self.ends[:-1]])
-        is_scored = np.array([passage.scored for passage in whole])
+        is_scored = np.array([passage.scored for passage in all_passages])
         self.scored = np.repeat(is_scored, lengths)
-        self.turns = np.flatnonzero(is_scored)  # their numbers among the passages
+        self.turns = np.flatnonzero(is_scored)  # indices of passages
         self.turn_begins = borders[self.turns]
-        self.texts = [whole[i].text for i in self.turns]
+        self.texts = [all_passages[i].text for i in self.turns]
 
     def __getitem__(self, step: int) -> TokenBatch:
         batch = super().__getitem__(step)
-        mine = slice(self.rank * self.batch_size, (self.rank + 1) * self.batch_size)
-        begins, lengths = (of_all[mine].tolist() for of_all in self._segments(step)[:2])
+        begins, lengths = (of_all[self.rows].tolist() for of_all in self._segments(step)[:2])
         responses = []
         for row, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
             batch.targets[row, :length][~self.scored[begin : begin + length]] = IGNORE

@@ -8,7 +8,7 @@ import numpy as np
 
 
 class MappedTokens:
-    """The tokens of several files as one text. A file is mapped when it is first read, so processes share its pages.
+    """The tokens of several files as one text. Files are mapped when they are first read, so processes share them.
 
     Args:
         paths: The files.
@@ -35,15 +35,15 @@ class MappedTokens:
         return tokens[part.start - offset : part.stop - offset]
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_opened": {}}  # numpy would pickle the mapped tokens
+        return self.__dict__ | {"_opened": {}}  # numpy would pickle the mapped tokens, not the file's name
 
 
 class Documents:
-    """Documents of a text, in any order, as one text. It keeps 16 bytes a document in memory.
+    """Documents of a text, in any order, as one text. They take 16 bytes of memory each.
 
     Args:
         tokens: The text. A document is within one of its files.
-        begins: (documents,), where each document begins in `tokens`.
+        begins: (documents,), offset of each document in `tokens`.
         lengths: (documents,), number of tokens of each, at least 1.
 
     Attributes:

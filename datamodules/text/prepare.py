@@ -1,4 +1,4 @@
-"""Tokenizing a text larger than memory into a prepared folder, in parallel. An interrupted call goes on."""
+"""Tokenization of a text larger than memory into a prepared folder, in parallel and resumable."""
 
 import gzip
 import hashlib
@@ -53,7 +53,7 @@ class Part(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """What a worker process needs to make a shard."""
+    """A shard that a worker process makes."""
 
     root: Path
     folder: Path
@@ -77,8 +77,8 @@ def prepare(
 ) -> tuple[dict[str, Any], Faults]:
     """Tokenize text files into a folder for `TextStream(source="prepared")`.
 
-    The input is divided into shards, which `workers` processes make one by one. An interrupted call loses the shards
-    in work only: the same call goes on. The files do not depend on the number of workers, nor on interruptions.
+    The input is divided into shards, which `workers` processes make one by one. The same call resumes an interrupted
+    one, and repeats unfinished shards only. The files do not depend on the number of workers, nor on interruptions.
 
     Args:
         source: A file, or a folder with its subfolders. Each .txt is a document, and so is each line of a .jsonl, an
@@ -98,7 +98,7 @@ def prepare(
 
     Raises:
         FileNotFoundError: If there is no input.
-        ValueError: If an argument is out of its range, an input is invalid, or the folder was begun with other settings
+        ValueError: If an argument is out of its range, an input is invalid, or the folder was made with other settings
             or other input.
         ChildProcessError: If a worker process was killed.
     """
@@ -124,7 +124,7 @@ def prepare(
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / ".lock", timeout=0):
-            _begin_or_go_on(folder, plan)
+            _start_or_resume(folder, plan)
             work = [_Work(root, folder, field, number, parts) for number, parts in enumerate(shards)]
             if not (folder / TOKENIZER).is_file():
                 tokenizer = given or KINDS[tokens].learn(_sample(work, KINDS[tokens], learn_bytes), vocab_size)
@@ -172,76 +172,76 @@ def _shards(sizes: dict[str, int], shard_bytes: int) -> list[list[Part]]:
     return shards
 
 
-def _begin_or_go_on(folder: Path, plan: dict[str, Any]) -> None:
+def _start_or_resume(folder: Path, plan: dict[str, Any]) -> None:
     if not (folder / PLAN).is_file():
         if any(path.name not in (".lock", "plan.unfinished") for path in folder.iterdir()):
             raise ValueError(f"{folder} has other files in it; use a new folder, or an empty one")
         write_text(folder / PLAN, json.dumps(plan))
         return
-    begun = parse_json(regular(folder / PLAN).read_text(encoding="utf-8"))
-    for was, now in ((begun, plan), (begun["settings"], plan["settings"])):
+    earlier = parse_json(regular(folder / PLAN).read_text(encoding="utf-8"))
+    for was, now in ((earlier, plan), (earlier["settings"], plan["settings"])):
         for name, value in now.items():
             if not isinstance(value, dict) and was[name] != value:
                 raise ValueError(
-                    f"{folder} was begun with {name}={was[name]!r}, not {value!r}; give the same, or another folder"
+                    f"{folder} was made with {name}={was[name]!r}, not {value!r}; use that value, or another folder"
                 )
-    files, now = begun["files"], plan["files"]
+    files, now = earlier["files"], plan["files"]
     if changed := sorted(name for name in {*files, *now} if files.get(name) != now.get(name)):
         raise ValueError(
-            f"{folder} was begun with other input: {changed[0]} was added, removed or changed; restore it, or use "
+            f"{folder} was made with other input: {changed[0]} was added, removed or changed; restore it, or use "
             "another folder"
         )
 
 
 def _sample(work: list[_Work], kind: type[Tokenizer], n_bytes: int) -> Iterator[str]:
-    """Yield the texts to learn a vocabulary from: the first documents of every shard, as much of each."""
+    """Yield the texts to learn a vocabulary from: the first documents of every shard, equally much of each."""
     with progress("Reading the vocabulary", n_bytes) as advance:
         for shard in work:
-            left = n_bytes // len(work)
+            remaining = n_bytes // len(work)
             for document in _documents(shard, hashlib.sha256()):
                 for text in decoded(document, kind, advance):
                     yield text
-                    left -= len(text.encode())
-                if left <= 0:
+                    remaining -= len(text.encode())
+                if remaining <= 0:
                     break
 
 
 def _make_all(work: list[_Work], workers: int) -> None:
     sizes = [sum(part.stop - part.start for part in shard.parts) for shard in work]
     with progress("Tokenizing", sum(sizes)) as advance:
-        missing = []
+        unfinished = []
         for shard in work:
             if shard_path(shard.folder, shard.number, ".json").is_file():
                 advance(sizes[shard.number])
             else:
-                missing.append(shard)
+                unfinished.append(shard)
         if workers == 1:
-            for shard in missing:
+            for shard in unfinished:
                 advance(sizes[_make(shard)])
             return
         # Not forked: the tokenizers' threads do not survive that.
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(min(workers, len(missing) or 1), context, _begin_worker) as pool:
+        with ProcessPoolExecutor(min(workers, len(unfinished) or 1), context, _start_worker) as pool:
             try:
-                for done in as_completed([pool.submit(_make, shard) for shard in missing]):
+                for done in as_completed([pool.submit(_make, shard) for shard in unfinished]):
                     advance(sizes[done.result()])
             except BrokenProcessPool as error:
                 raise ChildProcessError(
-                    f"a worker process was killed, often for lack of memory; the same command goes on, with fewer than "
-                    f"workers={workers}"
+                    f"a worker process was killed, often for lack of memory; resume with the same command and "
+                    f"fewer than workers={workers}"
                 ) from error
             finally:
                 pool.shutdown(cancel_futures=True)
 
 
-def _begin_worker() -> None:
+def _start_worker() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the other workers use the other cores
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C lets a worker finish its shard
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent was killed; the pool's workers would wait for ever."""
+    """End this process when its parent is killed. The pool's workers would wait forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -264,7 +264,7 @@ def _tokenizer(folder: Path) -> Tokenizer:
 
 
 def _documents(work: _Work, digest: Any) -> Iterator[Document]:
-    """Yield a shard's documents. What is read of them goes into `digest`, a hash."""
+    """Yield a shard's documents, and update `digest`, a hash, with the input that is read."""
     for part in work.parts:
         path = work.root / part.name
         if not part.name.removesuffix(".gz").endswith(".jsonl"):
@@ -288,7 +288,7 @@ def _lines(path: Path, part: Part) -> Iterator[tuple[int, bytes]]:
     stop = math.inf if path.suffix == ".gz" else part.stop
     with _opened(path) as file:
         offset = part.start
-        if offset:  # the line that begins before it belongs to the part before
+        if offset:  # a line that begins before `offset` belongs to the previous part
             file.seek(offset - 1)
             offset += len(file.readline()) - 1
         while offset < stop and (line := _read(path, file.readline)):
@@ -304,7 +304,7 @@ def _read(path: Path, read: Any) -> bytes:
     try:
         content: bytes = read()
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path} is damaged: {error}; replace it, and begin again in another folder") from error
+        raise ValueError(f"{path} is damaged: {error}; replace it, and start again in another folder") from error
     return content
 
 
@@ -313,7 +313,7 @@ def _text(line: bytes, field: str, path: Path, offset: int) -> bytes:
         content = parse_json(line)
         text = content.get(field) if isinstance(content, dict) else None
         if not isinstance(text, str):
-            raise ValueError(f"it has no text in the field {field!r}")
+            raise ValueError(f"its field {field!r} must be a text")
         return text.encode()
-    except ValueError as error:  # UnicodeError is one: half of a surrogate pair is no character
-        raise ValueError(f"{path}: the line at byte {offset}: {error}; mend it, and begin again") from error
+    except ValueError as error:  # also UnicodeError, for half of a surrogate pair
+        raise ValueError(f"{path}: the line at byte {offset}: {error}; correct it, and start again") from error

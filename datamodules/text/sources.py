@@ -17,7 +17,7 @@ from lit_effattn.datamodules.common.splits import HELD_OUT, SPLITS, fixed_order
 
 _BLOCK = 1 << 20  # bytes read at a time
 _BENCHMARK_BYTES = 100_000_000  # of enwik8 and of text8
-_WIKITEXT = {"tokens": "wikitext-103-v1.zip", "raw": "wikitext-103-raw-v1.zip"}  # archives, as they are offered
+_WIKITEXT = {"tokens": "wikitext-103-v1.zip", "raw": "wikitext-103-raw-v1.zip"}  # archives' names
 
 
 class Document(NamedTuple):
@@ -106,7 +106,7 @@ def _next_character(path: Path, position: int) -> int:
 def benchmark(name: str, root: Path, *, whole_characters: bool, max_bytes: int | None = None) -> TextSource:
     """Return enwik8 or text8: the file of that name in `root`, divided 90/5/5 as in the literature.
 
-    If there is only its zip archive, it is unpacked.
+    If only its zip archive exists, it is unpacked.
 
     Raises:
         FileNotFoundError: If the file is missing. The message says where to get it.
@@ -164,14 +164,14 @@ def files(root: Path, glob: str, *, whole_characters: bool) -> TextSource:
         return one_file("files", root, whole_characters=whole_characters)
     if not root.is_dir():
         raise FileNotFoundError(f"root={str(root)!r}: there is no such folder or file ({root.resolve()})")
-    own = [name for name in SPLITS if (root / name).is_dir()]
-    if len(own) == len(SPLITS):
+    subfolders = [name for name in SPLITS if (root / name).is_dir()]
+    if len(subfolders) == len(SPLITS):
         return _source("files", root, {name: _some_files(root / name, glob, name) for name in SPLITS})
-    if own:
-        missing = " and ".join(name for name in SPLITS if name not in own)
+    if subfolders:
+        missing = " and ".join(name for name in SPLITS if name not in subfolders)
         raise ValueError(
-            f"{root.resolve()}: has a subfolder {' and '.join(own)}, but not {missing}; add what is missing, or rename "
-            "the existing ones to have all files divided"
+            f"{root.resolve()}: has a subfolder {' and '.join(subfolders)}, but not {missing}; add what is "
+            "missing, or rename the existing ones to have all files divided"
         )
     return _source("files", root, _split_by_name(_some_files(root, glob)))
 
@@ -195,18 +195,14 @@ def unread(root: Path, glob: str) -> Faults:
 
 
 def _some_files(root: Path, glob: str, under: str = "") -> list[_Part]:
-    found = _files(root, glob, under)
-    if not found:
+    # File managers and version control leave files whose names begin with a dot.
+    visible = {path for path in root.glob(glob) if not any(n.startswith(".") for n in path.relative_to(root).parts)}
+    files = _non_empty(visible, root, under)
+    if not files:
         raise FileNotFoundError(
             f"{root.resolve()}: no file with text in it matches glob={glob!r}; '**/*.txt' finds all that end in .txt"
         )
-    return found
-
-
-def _files(root: Path, glob: str, under: str = "") -> list[_Part]:
-    # File managers and version control leave files whose names begin with a dot.
-    found = {path for path in root.glob(glob) if not any(n.startswith(".") for n in path.relative_to(root).parts)}
-    return _non_empty(found, root, under)
+    return files
 
 
 def _non_empty(paths: Iterable[Path], root: Path, under: str = "") -> list[_Part]:
@@ -259,8 +255,8 @@ def huggingface(path: str, subset: str | None, column: str) -> TextSource:
 
     loaded = datasets.load_dataset(path, subset)
     if "train" not in loaded or column not in loaded["train"].column_names:
-        found = {name: rows.column_names for name, rows in loaded.items()}
-        raise ValueError(f"path={path!r} has no column={column!r} in a split 'train'; it has {found}")
+        columns = {name: rows.column_names for name, rows in loaded.items()}
+        raise ValueError(f"path={path!r} has no column={column!r} in a split 'train'; it has {columns}")
     splits = {name: loaded.get("validation" if name == "val" else name) for name in SPLITS}
     return TextSource(
         name="huggingface",
@@ -271,21 +267,20 @@ def huggingface(path: str, subset: str | None, column: str) -> TextSource:
 
 
 class _Rows:
-    """The rows of a split, without rows of train that serve as another split."""
+    """The rows of a split. Without a validation or test split, these are rows of train."""
 
     def __init__(self, path: str, name: str, splits: dict[str, Any], column: str) -> None:
         held_out = {split: i for i, split in enumerate(("test", "val")) if splits[split] is None}
         self.title = f"{path} {name}"
         self.rows = (splits["train"] if splits[name] is None else splits[name]).select_columns([column])
         self.column = column
-        taken = set(range(HELD_OUT))
+        self.remainders = set(range(HELD_OUT))
         if name in held_out:
-            taken = {held_out[name]}
+            self.remainders = {held_out[name]}
         elif name == "train":
-            taken -= set(held_out.values())
-        self.taken = taken
+            self.remainders -= set(held_out.values())
 
     def __iter__(self) -> Iterator[Document]:
         for i, row in enumerate(self.rows):
-            if i % HELD_OUT in self.taken and row[self.column]:
+            if i % HELD_OUT in self.remainders and row[self.column]:
                 yield Document(f"{self.title}[{i}]", 0, partial(iter, (row[self.column].encode(),)))

@@ -106,21 +106,26 @@ class TokenStreams(Dataset[TokenBatch]):
     def __len__(self) -> int:
         return int((self.ends - self.begins).max())
 
+    @property
+    def rows(self) -> slice:
+        """The streams of this process among those of all processes."""
+        return slice(self.rank * self.batch_size, (self.rank + 1) * self.batch_size)
+
     def __getitem__(self, step: int) -> TokenBatch:
-        begins, lengths, fresh = self._segments(step)
-        mine = slice(self.rank * self.batch_size, (self.rank + 1) * self.batch_size)
-        inputs, targets = self._read(begins[mine], lengths[mine])
+        begins, lengths, is_fresh = self._segments(step)
+        rows = self.rows
+        inputs, targets = self._read(begins[rows], lengths[rows])
         return TokenBatch(
             inputs=torch.from_numpy(inputs),  # (B, N)
             targets=torch.from_numpy(targets),  # (B, N)
-            lengths=None if (lengths == self.segment_len).all() else torch.from_numpy(lengths[mine]),
-            fresh=torch.from_numpy(fresh[mine]),
+            lengths=None if (lengths == self.segment_len).all() else torch.from_numpy(lengths[rows]),
+            fresh=torch.from_numpy(is_fresh[rows]),
         )
 
     def _segments(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return where each stream's segment begins, its length, and whether a memory is reset before it.
+        """Return the offset of each stream's segment, its length, and whether it resets the memory.
 
-        Those of all processes, so that `lengths` of a batch is None on all or on none.
+        All are of the streams of all processes, so that `lengths` of a batch is None on all processes or on none.
         """
         segments = self.begins + step
         present = segments < self.ends
@@ -136,8 +141,8 @@ class TokenStreams(Dataset[TokenBatch]):
             if length == 0:
                 continue
             first, last = np.searchsorted(self.documents, (begin, begin + length))
-            known = begin - int(self.documents[first] != begin)  # the token before it, if that is of the same document
-            text = self.tokens[known : begin + length]
+            before = begin - int(self.documents[first] != begin)  # the previous token of the same document, if any
+            text = self.tokens[before : begin + length]
             targets[row, :length] = text[-length:]
             inputs[row, length + 1 - len(text) : length] = text[:-1]
             inputs[row, self.documents[first:last] - begin] = self.start
@@ -147,8 +152,8 @@ class TokenStreams(Dataset[TokenBatch]):
 class ShuffledStreams(TokenStreams):
     """Streams of documents in another order every epoch, a pure function of (seed, epoch).
 
-    An item is `(epoch, t)`: worker processes and a resumed run thus need no further message. In addition to the 16
-    bytes a document of `documents` it keeps 24 for the current epoch.
+    An item is `(epoch, t)`, which worker processes and resumed runs read without further state. For each document,
+    `documents` takes 16 bytes of memory and the order of the current epoch 24.
 
     Args:
         documents: The documents.
@@ -199,15 +204,15 @@ class EpochInOrder(InOrder):
 class StreamLoader(ResumableLoader):
     """A loader over `TokenStreams` that resumes an interrupted epoch with exactly the next segments.
 
-    With another number of processes the streams are different. They then start from their beginnings, with a warning,
-    and the interrupted epoch ends after its remaining number of batches.
+    Another number of processes makes other streams. They start from their beginnings, with a warning, and the
+    interrupted epoch ends after its remaining number of batches.
     """
 
     dataset: TokenStreams
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch, its batches returned so far, its total number of batches, and the streams' settings."""
-        return {**super().state_dict(), **self._division()}
+        return {**super().state_dict(), **self._settings()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from the position in `state_dict`.
@@ -215,23 +220,24 @@ class StreamLoader(ResumableLoader):
         Raises:
             ValueError: If the segment length, the number of streams per process or the order of documents differs.
         """
-        state, now = dict(state_dict), self._division()
-        was = {name: state.pop(name, None) for name in now}
+        state, settings = dict(state_dict), self._settings()
+        saved = {name: state.pop(name, None) for name in settings}
         for name in ("batch_size", "segment_len", "shuffle_seed"):
-            if not _same(was[name], now[name]):
+            if not _same(saved[name], settings[name]):
                 raise ValueError(
-                    f"{name}={now[name]}, but the interrupted run had {_short(was[name])}: its streams cannot be "
-                    "continued; resume with the value that it was started with"
+                    f"{name}={settings[name]}, but the interrupted run had {_short(saved[name])}: its streams "
+                    "cannot be continued; resume with the value that it was started with"
                 )
-        if not _same(was["n_processes"], now["n_processes"]):
+        if not _same(saved["n_processes"], settings["n_processes"]):
             rank_zero_warn(
-                f"Training continues with {now['n_processes']} processes instead of {_short(was['n_processes'])}: the "
-                "streams are divided differently, so they restart at the beginning of the text, with empty memories."
+                f"Training continues with {settings['n_processes']} processes instead of "
+                f"{_short(saved['n_processes'])}: the streams are divided differently, so they restart at the "
+                "beginning of the text, with empty memories."
             )
             state |= {"batches": 0, "n_batches": len(self)}
         super().load_state_dict(state)
 
-    def _division(self) -> dict[str, int | None]:
+    def _settings(self) -> dict[str, int | None]:
         streams = self.dataset
         return {
             "n_processes": streams.num_replicas,
@@ -241,9 +247,9 @@ class StreamLoader(ResumableLoader):
         }
 
 
-def _same(saved: Any, now: int | None) -> bool:
-    """Return whether a value in a checkpoint, which may be anything, is `now`."""
-    return type(saved) is type(now) and saved == now
+def _same(saved: Any, value: int | None) -> bool:
+    """Return whether a value in a checkpoint, of any type, equals `value`."""
+    return type(saved) is type(value) and saved == value
 
 
 def _short(value: Any) -> str:

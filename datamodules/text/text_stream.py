@@ -279,7 +279,7 @@ class TextStream(DataModule):
         """Check that the checkpoint has the same vocabulary.
 
         Raises:
-            ValueError: If it does not. The message describes both vocabularies.
+            ValueError: If the vocabularies differ. The message describes both.
         """
         _check_text(state_dict, "vocabulary", "digest")
         if state_dict["digest"] != self._vocabulary_digest():
@@ -314,13 +314,13 @@ def saved_tokenizer(checkpoint: Path) -> Tokenizer:
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If it is no checkpoint, or its model has no tokenizer.
+        ValueError: If it is not a checkpoint, or its model has no tokenizer.
     """
     if not checkpoint.is_file():
         raise FileNotFoundError(f"tokenizer_of={str(checkpoint)!r}: there is no such file; name a checkpoint")
     try:
         content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # what is no checkpoint fails in many ways
+    except Exception as error:  # files that are not checkpoints raise many exception types
         reason = str(error).partition("\n")[0].partition(". ")[0]
         raise ValueError(f"tokenizer_of={str(checkpoint)!r} can't be read as a checkpoint: {reason}") from error
     settings = content.get("hyper_parameters") if isinstance(content, dict) else None
@@ -333,4 +333,4 @@ def saved_tokenizer(checkpoint: Path) -> Tokenizer:
 def _check_text(state: dict[str, str], *names: str) -> None:
     for name in names:
         if not isinstance(state.get(name), str):
-            raise ValueError(f"the checkpoint's state of the data has no text as {name}")
+            raise ValueError(f"the checkpoint's state of the data must have a text as {name}")

@@ -230,7 +230,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "a loader": (
         ("loops", "fit_loop", "state_dict", "combined_loader", 0, "batches"),
         "None",
-        "loader has batches='None', which is no count",
+        "loader has batches='None', which must be a count",
     ),
     "no position": (
         ("loops", "fit_loop", "state_dict", "combined_loader"),

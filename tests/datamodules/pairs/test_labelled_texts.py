@@ -151,7 +151,7 @@ def test_bad_options_are_refused(options, words):
     [
         (
             [f"good\ttext {i}" for i in range(9)],
-            "each of the 9 training texts has a class of its own.*'text 0'; a line is a text, a TAB",
+            "each of the 9 training texts has a different class.*'text 0'; a line is a text, a TAB",
         ),
         ([f"text {i}\tgood" for i in range(9)], "'good' is the only class"),
         (["nothing"], "no text with a class for 'train'; left out: .*train.tsv:1: has 1 columns"),

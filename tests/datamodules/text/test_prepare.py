@@ -166,12 +166,12 @@ def test_workers_make_the_same_files(source, tmp_path):
 def test_other_settings_or_input_are_refused(source, tmp_path):
     folder = tmp_path / "out"
     prepare(source, folder)
-    with pytest.raises(ValueError, match=r"out was begun with tokens='bytes', not 'bpe'; give the same"):
+    with pytest.raises(ValueError, match=r"out was made with tokens='bytes', not 'bpe'; use that value"):
         prepare(source, folder, tokens="bpe", vocab_size=300)
-    with pytest.raises(ValueError, match=r"out was begun with held_out=200, not 100"):
+    with pytest.raises(ValueError, match=r"out was made with held_out=200, not 100"):
         prepare(source, folder, held_out=100)
     (source / "b" / "1.txt").write_text("changed")
-    with pytest.raises(ValueError, match=r"out was begun with other input: b/1.txt was added, removed or changed"):
+    with pytest.raises(ValueError, match=r"out was made with other input: b/1.txt was added, removed or changed"):
         prepare(source, folder)
     with pytest.raises(ValueError, match=r"in has other files in it; use a new folder"):
         prepare(source, source)
@@ -180,8 +180,8 @@ def test_other_settings_or_input_are_refused(source, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("x.jsonl", b'{"text": "a"}\nno\n', r"x.jsonl: the line at byte 14: Expecting value.*mend it"),
-        ("x.jsonl", b'{"body": "a"}\n', r"the line at byte 0: it has no text in the field 'text'"),
+        ("x.jsonl", b'{"text": "a"}\nno\n', r"x.jsonl: the line at byte 14: Expecting value.*correct it"),
+        ("x.jsonl", b'{"body": "a"}\n', r"the line at byte 0: its field 'text' must be a text"),
         ("x.jsonl", b'{"text": "\\ud800"}\n', r"the line at byte 0: .*surrogates"),
         ("x.txt.gz", gzip.compress(b"abc" * 999, mtime=0)[:-9], r"x.txt.gz is damaged: Compressed file ended"),
         ("x.md", b"a", r"no file with text in it that ends in .txt"),

@@ -413,13 +413,7 @@ class PerformerCrossAttention(CrossAttention):
 
     def reset(self, state: FeaturesOfSource, rows: Tensor) -> FeaturesOfSource:
         """Remove the source of the rows where `rows` is True: see `SequenceModule.reset`."""
-        empty: FeaturesOfSource = super().reset(state, rows)
-        if isinstance(empty, StabilisedSourceSums):
-            empty = empty._replace(top=empty.top.masked_fill(rows[:, None], -torch.inf))
-        return empty._replace(
-            m=state.m.masked_fill(rows[:, None, None], -torch.inf),
-            drawn=torch.where(rows, self.feature_map.draws, state.drawn),
-        )
+        return self.feature_map.emptied(state, super().reset(state, rows), rows)
 
     def redraw(self, generator: torch.Generator) -> None:
         """Draw new features from `generator`, in place. Sources that were read before are then invalid."""

@@ -248,15 +248,7 @@ class PerformerAttention(Attention):
 
     def reset(self, state: Sums, rows: Tensor) -> Sums:
         """Empty the sums of the rows where `rows` is True: see `SequenceModule.reset`."""
-        if isinstance(state, StabilisedPerformerState):
-            state = state._replace(top=state.top.masked_fill(rows[:, None], -torch.inf))
-        return state._replace(
-            s=state.s.masked_fill(rows[:, None, None, None], 0),
-            z=state.z.masked_fill(rows[:, None, None], 0),
-            m=state.m.masked_fill(rows[:, None, None], -torch.inf),
-            length=state.length.masked_fill(rows, 0),
-            drawn=torch.where(rows, self.feature_map.draws, state.drawn),
-        )
+        return self.feature_map.emptied(state, super().reset(state, rows), rows)
 
     def summarise(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> Sums:
         """Return the sums over keys and values: see `Attention.summarise`."""

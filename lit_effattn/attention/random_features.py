@@ -164,6 +164,15 @@ class RandomFeatures(nn.Module):
         m = torch.full_like(z if self.in_log_space else z[..., :0], -torch.inf)
         return FeatureSums(z.new_zeros(*z.shape, dim), z, m, m[..., 0].clone() if self.stabilised else None)
 
+    def emptied(self, state: Any, zeroed: Any, rows: Tensor) -> Any:
+        """Return `state` with no sums in the rows where `rows` (B,) is True, given `zeroed`, with 0 in these rows."""
+        if hasattr(state, "top"):
+            zeroed = zeroed._replace(top=state.top.masked_fill(rows[:, None], -torch.inf))
+        return zeroed._replace(
+            m=state.m.masked_fill(rows[:, None, None], -torch.inf),
+            drawn=torch.where(rows, self.draws, state.drawn),
+        )
+
     def scaled(self, x: Tensor) -> Tensor:
         """Return x̃."""
         return x * self.head_dim**-0.25

@@ -548,19 +548,7 @@ def _round(
     return y.index_select(0, index), top.index_select(0, index), below.index_select(0, index)
 
 
-def _backward(
-    g: Tensor,
-    x: Tensor,
-    v: Tensor,
-    places: Tensor,
-    grid: Tensor,
-    before: Tensor,
-    out: Tensor,
-    highest: Tensor,
-    total: Tensor,
-    n_buckets: int,
-    causal: bool,
-) -> tuple[Tensor, Tensor]:
+def _backward(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Return the gradients of x and v.
 
     With w_ij^r = exp(s_ij − log N_ij − z_i), the weights after all rounds, and k_j = x_j / |x_j|, summing over r too,
@@ -568,6 +556,7 @@ def _backward(
         dv_j = Σ_i w_ij^r g_i,  ds_ij^r = w_ij^r (g_i · v_j − g_i · out_i), and 0 for j = i,
         dx_i = Σ_j ds_ij^r k_j / √D + (dk_i − (dk_i · k_i) k_i) / |x_i|,  dk_j = Σ_i ds_ij^r x_i / √D
     """
+    g, x, v, places, grid, before, out, highest, total, n_buckets, causal = arguments
     layout = _Layout(places, grid, before, out.size(2), n_buckets, causal)
     dtype, x_flat, v_flat = out.dtype, x.flatten(0, 2), v.flatten(0, 2)  # (BHM, D)
     g_q, g_k, g_v = (torch.zeros_like(t, dtype=dtype) for t in (x_flat, x_flat, v_flat))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,31 +85,14 @@ def forward(
     return s, z, m
 
 
-def backward(
-    g: Tensor,
-    g_s: Tensor,
-    g_z: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    omega: Tensor,
-    offset: Tensor | None,
-    lengths: Tensor | None,
-    scale: float,
-    s: Tensor,
-    z: Tensor,
-    m: Tensor,
-    g_q: Tensor,
-    g_k: Tensor,
-    g_v: Tensor,
-    g_offset: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Fill the gradients `g_q`, `g_k`, `g_v` and `g_offset`, and return those of `s` and `z`.
+def backward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Fill the gradients of q, k, v and `offset`, and return those of `s` and `z`.
 
-    `g` (B, H, N, D), `g_s` and `g_z` are the gradients of what `forward` computes; the arguments from `q` to `m` are
-    those of `forward`. The gradients to fill are in float32, in the shapes of their arguments, and contiguous in the
-    last dimension; `g_offset` is None if `offset` is.
+    The arguments are the gradients of the output (B, H, N, D) and of the last `s` and `z`, then those of `forward` from
+    `q` to `m`, then the gradients to fill: in float32, in the shapes of their arguments, and contiguous in the last
+    dimension. That of `offset` is left out if `offset` is None.
     """
+    g, g_s, g_z, q, k, v, omega, offset, lengths, scale, s, z, m, g_q, g_k, g_v, *g_offset = arguments
     g, q, k, v = heads(g), heads(q), heads(k), heads(v)
     omega, s, z, m = _full(omega), _full(s), _full(z), _full(m)
     offset = None if offset is None else _full(offset)
@@ -120,8 +104,8 @@ def backward(
         *(Heads.of(g), s.data_ptr(), z.data_ptr(), m.data_ptr(), Heads.of(g_q), Heads.of(g_k), Heads.of(g_v)),
         *(address(offset_gradient), g_s.data_ptr(), g_z.data_ptr(), torch.get_num_threads()),
     )
-    if g_offset is not None and offset_gradient is not None:
-        g_offset.copy_(offset_gradient)
+    if offset_gradient is not None:
+        g_offset[0].copy_(offset_gradient)
     return g_s, g_z
 
 

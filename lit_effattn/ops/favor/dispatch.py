@@ -169,20 +169,8 @@ def _forward(
     return out.to(v.dtype), s, z, m, *_nothing(q)
 
 
-def _backward(
-    g: Tensor,
-    g_s: Tensor,
-    g_z: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    omega: Tensor,
-    s: Tensor,
-    z: Tensor,
-    m: Tensor,
-    lengths: Tensor | None,
-    *saved: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    g, g_s, g_z, q, k, v, omega, s, z, m, lengths, *saved = arguments
     results = [by_position(t, torch.float32) for t in (q, k, v)]
     g_s, g_z = cpp_kernels.backward(g, g_s, g_z, q, k, v, omega, None, lengths, saved[-1], s, z, m, *results)
     g_q, g_k, g_v = (to.to(t.dtype) for to, t in zip(results, (q, k, v), strict=True))
@@ -202,8 +190,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _gradients(ctx: Any, g: Tensor, g_s: Tensor, g_z: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    results = _OPERATOR.backward(g, g_s, g_z, *ctx.saved_tensors, ctx.scale)
-    g_q, g_k, g_v, g_s, g_z = results
+    g_q, g_k, g_v, g_s, g_z = _OPERATOR.backward(g, g_s, g_z, *ctx.saved_tensors, ctx.scale)
     return g_q, g_k, g_v, None, g_s, g_z, None, None, None
 
 

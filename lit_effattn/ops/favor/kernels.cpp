@@ -1,12 +1,13 @@
 // Causal attention by positive random features on the CPU, forward and backward (Choromanski et al. 2020, lemma 1).
 //
-// Letters are those of `causal_favor` and of `_backward_rows` in favor.py. A row of heads is one thread's work, walked
-// over in chunks: of features and scores there is never more than one chunk's.
+// Letters are those of `causal_favor` and of `_backward_rows` in pytorch.py. A thread computes a head of a row, chunk
+// after chunk; only one chunk's features and scores are in memory.
 //
-// Features of keys, and their sums, are scaled by e^-r. The reference r, a number a feature, is the greatest log phi(k)
-// up to some key, and is left as it is until a key rises more than LIMIT above it. That key begins a chunk (the one
-// before is cut short), and r is raised to the greatest log phi(k) up to it. So no reference looks ahead, no feature of
-// a key exceeds e^LIMIT, and with a query's scaled by exp(-max(log phi(q) + r)) no denominator is below 1.
+// Features of keys, and their sums, are scaled by e^-r. The reference r, one number for each feature, is the greatest
+// log phi(k) up to some key. It does not change until a key is more than LIMIT above it. That key begins a new chunk
+// (the chunk before ends early), and r is raised to the greatest log phi(k) up to it. So no reference depends on later
+// keys, no feature of a key exceeds e^LIMIT, and with queries scaled by exp(-max(log phi(q) + r)) no denominator is
+// below 1.
 
 #include <cmath>
 #include <vector>
@@ -15,11 +16,11 @@
 
 namespace {
 
-constexpr float LIMIT = 40;  // a query's feature below e^-87 is lost: times e^LIMIT it is nothing beside a denominator
-constexpr float NONE_YET = -1e37f;  // the reference where no key was seen: all rise above it, and it can be subtracted
+constexpr float LIMIT = 40;  // a query's feature below e^-87 is lost; times e^LIMIT it would be negligible
+constexpr float NONE_YET = -1e37f;  // the reference before the first key: every key is above it, and it is finite
 constexpr float NEVER = -__builtin_inff();
 
-// out[i, j] = a_i . b_j + more_i where j <= i, for C rows; b is given as (n, C). The rest of `out` is 0, and stays so.
+// out[i, j] = a_i . b_j + more_i where j <= i, for C rows; b is given as (n, C). The rest of `out` is 0 and remains 0.
 void scores(Ahead& ahead, Index n, const float* a, const float* b, const float* more, float* out) {
   for (Index i = 0; i < C; i += W) {
     multiply(ahead, W, i + W, n, {a + i * n, n, 1}, b, C, out + i * C, C, SET);
@@ -37,20 +38,20 @@ void scores(Ahead& ahead, Index n, const float* a, const float* b, const float* 
 INLINE Vector greater(Vector a, Vector b) { return a > b ? a : b; }
 
 struct Row {
-  Index n, seen;           // positions, and those whose keys are there
-  Index e, f, d, E, F, D;  // columns of queries and keys, features, columns of values; filled up to whole vectors
+  Index n, seen;           // positions, and valid keys
+  Index e, f, d, E, F, D;  // columns of queries and keys, features, columns of values; padded to whole vectors
   Head q, k, v;
   const float* omega;   // (F, E)
-  const float* offset;  // (N), what a key's logarithms have in common; null: what those of positive features have
+  const float* offset;  // (N), the common term of a key's logarithms; null: that of positive features
   float scale;          // of queries and keys
 };
 
 struct Chunk {
   Index first, n;
-  bool raised;  // whether the reference is another than before
+  bool raised;  // whether the reference differs from that of the chunk before
 };
 
-// The features of one chunk of queries and keys after another, and the reference, which goes with the chunks.
+// Computes the features of one chunk after another, and the reference, which may change from chunk to chunk.
 class Features {
  public:
   static Index room(const Row& row) {
@@ -74,7 +75,7 @@ class Features {
     for (Index i = 0; i < F; ++i) r[i] = m_[i] = i < row.f && m[i] > NONE_YET ? m[i] : NONE_YET;
   }
 
-  // Build the features of the chunk that begins at `first`, and find where it ends.
+  // Compute the features of the chunk that begins at `first`, and return its end.
   Chunk begin(Ahead& ahead, Index first) {
     Index n = at_most(C, row_.n - first);
     logarithms(ahead, first, n);
@@ -87,13 +88,13 @@ class Features {
     return {first, n, raised};
   }
 
-  // Build a chunk's features anew; r is what it was.
+  // Compute a chunk's features again; r is that of the chunk.
   void repeat(Ahead& ahead, Chunk chunk) {
     logarithms(ahead, chunk.first, chunk.n);
     exponentials(chunk.n);
   }
 
-  // Raise the reference to the greatest logarithms so far, and those of some of the chunk's keys.
+  // Raise the reference to the greatest logarithms so far, including the first n keys of the chunk.
   void raise(Index n = 0) {
     for (Index j = 0; j < F; j += W) {
       const Vector after = most(n, j);
@@ -102,7 +103,7 @@ class Features {
     }
   }
 
-  // Go back to the reference before.
+  // Return to the reference `before`.
   void lower(const float* before) {
     for (Index j = 0; j < F; j += W) {
       store(kept + j, remainder(load(before + j), load(r + j)));
@@ -115,22 +116,22 @@ class Features {
     for (Index i = 0; i < row_.f; ++i) to[i] = m_[i] > NONE_YET ? m_[i] : NEVER;
   }
 
-  float *q, *k;     // (C, E), as they were read
+  float *q, *k;     // (C, E), the inputs
   float *Q, *K;     // (C, F), their features; 0 from the chunk's end on
-  float *r, *kept;  // (F), the reference, and what is left of those scaled by the one before
+  float *r, *kept;  // (F), the reference, and the factor of sums that were scaled by the one before
 
  private:
   void logarithms(Ahead& ahead, Index first, Index n) {
-    const Index there = at_most(n, at_least_0(row_.seen - first));
+    const Index valid = at_most(n, at_least_0(row_.seen - first));
     read(row_.q, first, n, E, q);
-    read(row_.k, first, there, E, k);
+    read(row_.k, first, valid, E, k);
     if (row_.offset)
-      std::memcpy(offset_, row_.offset + first, sizeof(float) * there);
+      std::memcpy(offset_, row_.offset + first, sizeof(float) * valid);
     else
       dot_rows(E, {k, E}, {k, E}, offset_);
     const float factor = row_.offset ? 1 : -row_.scale * row_.scale / 2;
     const float constant = row_.offset ? 0 : -std::log(float(row_.f)) / 2;
-    for (Index i = 0; i < C; ++i) offset_[i] = i < there ? factor * offset_[i] + constant : NEVER;
+    for (Index i = 0; i < C; ++i) offset_[i] = i < valid ? factor * offset_[i] + constant : NEVER;
     multiply(ahead, 2 * C, F, E, {q, E, 1}, omega_, F, Q, F, SET);
     for (Index j = 0; j < F; j += W) {  // the offset last: it may be large beside the rest
       const Bits inside = places() < (Bits{} + std::int32_t(row_.f - j));
@@ -153,12 +154,12 @@ class Features {
     return found;
   }
 
-  // e^(before - after), what is left of what was scaled; nothing was where no key had been seen.
+  // e^(before - after), the factor of sums scaled by `before`; 0 if there was no key.
   static INLINE Vector remainder(Vector before, Vector after) {
     return only(before > all(NONE_YET), exponential(before - after));
   }
 
-  // The greatest logarithms of those before the chunk and of n of its keys.
+  // The greatest logarithms of the keys before the chunk and of its first n keys.
   INLINE Vector most(Index n, Index j) const {
     Vector x = load(m_ + j);
     for (Index i = 0; i < n; ++i) x = greater(load(K + i * F + j), x);
@@ -191,7 +192,7 @@ class Features {
   float* omega_;        // (E, F), scaled
 };
 
-// ----------------------------------------------------------------------------------------------------------- the walks
+// ------------------------------------------------------------------------------------------------ forward and backward
 
 // z_i for each position, the denominators q_i . z_i, and 1 / them; 1 and 0 where nothing is seen.
 void divisors(const Features& x, Index F, float* z, float* sums, float* below, float* above) {
@@ -272,8 +273,8 @@ Index backward_room(const Row& row) {
 // From g_s and g_z after the last position to those before the first. With x_i = g_i / denominator_i:
 //   d log q_i = q_i (S_i x_i + y_i z_i),  y_i = -q_i . S_i x_i / denominator_i,  d log k_j = k_j (R_j v_j + r_j),
 //   dv_j = R_j^T k_j
-// The second walk is told by the first where the chunks begin, and the references: there are few, for they are
-// seldom raised.
+// The forward pass over the chunks stores their borders and the references for the backward pass. There are few
+// references, since they are seldom raised.
 void backward_row(const Row& row, Head g, const float* s, const float* z, const float* m, Head g_q, Head g_k, Head g_v,
                   float* g_offset, float* g_s, float* g_z, Room& room) {
   const auto [n, seen, e, f, d, E, F, D, q, k, v, omega, offset, scale] = row;
@@ -289,7 +290,7 @@ void backward_row(const Row& row, Head g, const float* s, const float* z, const 
   std::vector<float> references(x.r, x.r + F);
   Ahead ahead;
 
-  // Forward, for dq: S lies as (D, F).
+  // Forward, for dq: S is stored as (D, F).
   std::memset(S, 0, sizeof(float) * F * D);
   for (Index i = 0; i < f; ++i)
     for (Index j = 0; j < d; ++j) S[j * F + i] = s[i * d + j];
@@ -326,7 +327,7 @@ void backward_row(const Row& row, Head g, const float* s, const float* z, const 
     multiply(ahead, D, F, C, {Vt, C, 1}, x.K, F, S, F, ADD);
   }
 
-  // Backward, for dk and dv: R lies as (F, D) where S was, r where z was.
+  // Backward, for dk and dv: R is stored as (F, D) in place of S, r in place of z.
   float *const R_ = S, *const r_ = Z;
   std::memset(R_, 0, sizeof(float) * F * D);
   copy_matrix(f, d, g_s, d, R_, D);
@@ -394,7 +395,7 @@ void backward_row(const Row& row, Head g, const float* s, const float* z, const 
 
 }  // namespace
 
-// As cpp_kernels.py calls them.
+// Called by cpp_kernels.py.
 extern "C" {
 
 struct Inputs {

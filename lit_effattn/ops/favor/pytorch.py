@@ -549,21 +549,9 @@ def _in_cpp(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> bool:
     return selection.use_cpp(WHAT, asked, q.device, (torch.float32,), cpp_kernels.NAME)
 
 
-def _forward_rows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    omega: Tensor,
-    offset: Tensor,
-    s: Tensor,
-    z: Tensor,
-    m: Tensor,
-    out: Tensor,
-    denominator: Tensor,
-    *,
-    chunk_size: int,
-) -> None:
+def _forward_rows(*tensors: Tensor, chunk_size: int) -> None:
     """Fill `out` and `denominator`, and update `s`, `z` and `m` in place from the first position to the last."""
+    q, k, v, omega, offset, s, z, m, out, denominator = tensors
     omega, s = omega.flatten(0, 1), s.flatten(0, 1)  # (BH, F, ·)
     z, m = z.flatten(0, 1)[:, None], m.flatten(0, 1)[:, None]  # (BH, 1, F)
     for *inputs, y, below in _chunks(chunk_size, q, k, v, offset, out, denominator):
@@ -579,23 +567,9 @@ def _forward_rows(
         m.copy_(c.m)
 
 
-def _backward(
-    g: Tensor,
-    g_s: Tensor,
-    g_z: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    omega: Tensor,
-    offset: Tensor,
-    s: Tensor,
-    z: Tensor,
-    m: Tensor,
-    out: Tensor,
-    denominator: Tensor,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, offset, s and z from those of the output and of the last sums."""
+    g, g_s, g_z, q, k, v, omega, offset, s, z, m, out, denominator, chunk_size = arguments
     g_q, g_k, g_v, g_offset = (torch.empty_like(t) for t in (q, k, v, offset))
     if _in_cpp(q, k, v, omega, offset, s, z, m):
         g_s, g_z = cpp_kernels.backward(
@@ -610,27 +584,7 @@ def _backward(
     return g_q, g_k, g_v, g_offset, g_s, g_z
 
 
-def _backward_rows(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    omega: Tensor,
-    offset: Tensor,
-    s: Tensor,
-    z: Tensor,
-    m: Tensor,
-    out: Tensor,
-    denominator: Tensor,
-    g_q: Tensor,
-    g_k: Tensor,
-    g_v: Tensor,
-    g_offset: Tensor,
-    g_s: Tensor,
-    g_z: Tensor,
-    *,
-    chunk_size: int,
-) -> None:
+def _backward_rows(*tensors: Tensor, chunk_size: int) -> None:
     """Fill the gradients of the inputs, and update `g_s` and `g_z` in place from the last position to the first.
 
     With the gradients of the numerators, x_i = g_i / denominator_i, and of the denominators, y_i = −x_i · out_i,
@@ -640,6 +594,7 @@ def _backward_rows(
 
     S and z are summed forward; R and r are summed backward, starting with the gradients of the last sums.
     """
+    g, q, k, v, omega, offset, s, z, m, out, denominator, g_q, g_k, g_v, g_offset, g_s, g_z = tensors
     y_all = torch.empty_like(denominator)
     rightwards = _chunks(chunk_size, q, k, v, offset, g, denominator, out, y_all, g_q)
     leftwards = list(_chunks(chunk_size, q, k, v, offset, g, denominator, y_all, g_k, g_v, g_offset))
@@ -692,9 +647,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _gradients(ctx: Any, g: Tensor, g_s: Tensor, g_z: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    result = _OPERATOR.backward(g, g_s, g_z, *ctx.saved_tensors, ctx.chunk_size)
-    g_q, g_k, g_v, g_offset, g_s, g_z = result
-    return g_q, g_k, g_v, None, g_offset, g_s, g_z, None, None
+    g_q, g_k, g_v, *rest = _OPERATOR.backward(g, g_s, g_z, *ctx.saved_tensors, ctx.chunk_size)
+    return g_q, g_k, g_v, None, *rest, None, None
 
 
 def _forward_shapes(
@@ -703,19 +657,8 @@ def _forward_shapes(
     return torch.empty_like(v), _copy(s), _copy(z), _copy(m), v.new_empty(v.shape[:-1])
 
 
-def _backward_shapes(
-    g: Tensor,
-    g_s: Tensor,
-    g_z: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    omega: Tensor,
-    offset: Tensor,
-    s: Tensor,
-    z: Tensor,
-    *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _backward_shapes(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    _, _, _, q, k, v, _, offset, s, z, *_ = arguments
     g_q, g_k, g_v, g_offset = (torch.empty_like(t) for t in (q, k, v, offset))
     return g_q, g_k, g_v, g_offset, _copy(s), _copy(z)
 

@@ -712,45 +712,29 @@ def forward(
     return out, s, z, m, rest, top, denominator
 
 
-def backward(
-    g: Tensor,
-    g_s: Tensor,
-    g_z: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    omega: Tensor,
-    s: Tensor,
-    z: Tensor,
-    m: Tensor,
-    lengths: Tensor | None,
-    out: Tensor,
-    rest: Tensor,
-    top: Tensor,
-    denominator: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, s and z, in their shapes.
 
-    `g`, `g_s` and `g_z` are the gradients of the output and the sums that `forward` returned.
+    The arguments are the gradients of the output and of the sums that `forward` returned, the tensors given to
+    `forward`, the output and the three tensors after it, and `scale`.
     """
+    g, g_s, g_z, q, k, v, omega, s, z, m, lengths, out, rest, top, denominator, scale = arguments
     plan = _Plan(q, v, omega, lengths, scale)
     dq, dk, dv = (by_position(t) for t in (q, k, v))
     y = torch.empty_like(top)
     borders = z.new_empty(plan.heads, plan.chunks + 1, z.size(2))
     starts = plan.starts(k, v, _copy(s), _copy(z), _copy(m))
+    inputs = (q, q.stride(), k, k.stride(), v, v.stride(), g, g.stride())
+    kept = (borders, top, denominator, y, *plan.counts, *plan.of_keys)
+    options = {**plan.constants, "BF": plan.features, "num_warps": plan.warps, "num_stages": 1}
     _query_gradients[plan.walks](
-        q, q.stride(), k, k.stride(), v, v.stride(), g, g.stride(), out, out.stride(), rest, dq, dq.stride(),
-        plan.omega, plan.lengths, *starts, borders, top, denominator, y, *plan.counts, *plan.of_keys, **plan.constants,
-        BF=plan.features, num_warps=plan.warps, num_stages=1,
-    )  # fmt: skip
+        *inputs, out, out.stride(), rest, dq, dq.stride(), plan.omega, plan.lengths, *starts, *kept, **options
+    )
     ds, dz = _copy(g_s), _copy(g_z)
     ends = plan.ends(q, g, borders, top, denominator, y, ds, dz)
     _key_value_gradients[plan.walks](
-        q, q.stride(), k, k.stride(), v, v.stride(), g, g.stride(), dk, dk.stride(), dv, dv.stride(), plan.omega,
-        plan.lengths, *ends, borders, top, denominator, y, *plan.counts, *plan.of_keys, **plan.constants,
-        BF=plan.features, num_warps=plan.warps, num_stages=1,
-    )  # fmt: skip
+        *inputs, dk, dk.stride(), dv, dv.stride(), plan.omega, plan.lengths, *ends, *kept, **options
+    )
     return dq, dk, dv, ds, dz
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,29 +65,14 @@ def forward(
     return s, z
 
 
-def backward(
-    g: Tensor,
-    g_s: Tensor,
-    g_z: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    s: Tensor,
-    z: Tensor,
-    lengths: Tensor | None,
-    eps: float,
-    g_q: Tensor,
-    g_k: Tensor,
-    g_v: Tensor,
-    *,
-    elu: bool,
-) -> tuple[Tensor, Tensor]:
-    """Fill the gradients `g_q`, `g_k` and `g_v`, and return those of `s` and `z`.
+def backward(*arguments: Any, elu: bool) -> tuple[Tensor, Tensor]:
+    """Fill the gradients of q, k and v, and return those of `s` and `z`.
 
-    `g` (B, H, N, D), `g_s` and `g_z` are the gradients of what `forward` computes; the arguments from `q` to `eps` are
-    those of `forward`. The gradients to fill are in float32, in the shapes of their arguments, and contiguous in the
-    last dimension.
+    The arguments are the gradients of the output (B, H, N, D) and of the last `s` and `z`, then those of `forward` from
+    `q` to `eps`, then the gradients to fill: in float32, in the shapes of their arguments, and contiguous in the last
+    dimension.
     """
+    g, g_s, g_z, q, k, v, s, z, lengths, eps, g_q, g_k, g_v = arguments
     g, q, k, v = heads(g), heads(q), heads(k), heads(v)
     s, z = s.float().contiguous(), z.float().contiguous()
     g_s, g_z = copied(g_s), copied(g_z)

@@ -1,7 +1,7 @@
 // Causal linear attention on the CPU, forward and backward (Katharopoulos et al. 2020, equations 7 and 16 to 20).
 //
-// Letters are those of `causal_linear_attention` and of `_backward_rows` in linear.py. A row of heads is one thread's
-// work.
+// Letters are those of `causal_linear_attention` and of `_backward_rows` in pytorch.py. A thread computes a head of a
+// row.
 
 #include "../runtime/gemm_tiles.hpp"
 
@@ -15,7 +15,7 @@ void forward_row(const Sizes& sizes, Head q, Head k, Head v, float* s, float* z,
   const auto [n, seen, f, d, F, D] = sizes;
   float *S = room.take(F * D), *Z = room.take(F), *below = room.take(C), *above = room.take(C), *A = room.take(C * C);
   float *q_room = room.take(C * F), *k_room = room.take(C * F), *v_room = room.take(C * D);
-  float *const Qt = room.take(C * (F + D)), *const Y = Qt;  // Y when Qt is done with
+  float *const Qt = room.take(C * (F + D)), *const Y = Qt;  // Y after the last use of Qt
   std::memset(S, 0, sizeof(float) * F * D);
   copy_matrix(f, d, s, d, S, D);
   std::memset(Z, 0, sizeof(float) * F);
@@ -38,7 +38,7 @@ void forward_row(const Sizes& sizes, Head q, Head k, Head v, float* s, float* z,
       }
     }
     for (Index i = 0; i < C; i += W) {
-      Vector parts[4] = {all(eps)};  // several, that no addition waits for the one before
+      Vector parts[4] = {all(eps)};  // several, so that no addition waits for another
       for (Index c = 0; c < F; c += 4)
         for (int p = 0; p < 4; ++p) parts[p] += Z[c + p] * load(Qt + (c + p) * C + i);
       for (Index j = 0; j < i + W; j += 4)
@@ -72,11 +72,11 @@ void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const floa
   float *S = room.take(F * D), *Z = room.take(F), *A = room.take(C * C), *G = room.take(C * C);
   float *q_room = room.take(C * F), *k_room = room.take(C * F), *v_room = room.take(C * D), *x_room = room.take(C * D);
   float *above = room.take(n + C), *y = room.take(n + C);
-  // Few buffers, that the sums stay in the first cache: each serves for several things, one after another.
+  // Few buffers, so that the sums stay in the first-level cache: each is used for several things in turn.
   float *one = room.take(C * (F + D)), *two = room.take(C * (F + D)), *three = room.take(C * F);
   Ahead ahead;
 
-  // Forward, for dq: S lies as (D, F).
+  // Forward, for dq: S is stored as (D, F).
   float *const sums = three, *const T = one;
   std::memset(S, 0, sizeof(float) * F * D);
   for (Index i = 0; i < f; ++i)
@@ -90,7 +90,7 @@ void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const floa
     ahead.add(g_q.part(i0, here, WRITE));
     for (const Head* t : {&q, &k, &v, &g}) ahead.add(t->part(i0 + here, next));
     const Rows Q = view<map>(q, i0, here, F, q_room), V = view(v, i0, here, D, v_room);
-    const Rows G_ = view(g, i0, here, D, x_room);  // not divided yet: that is done to what becomes of it
+    const Rows G_ = view(g, i0, here, D, x_room);  // not divided yet: the products are divided
     const Rows K = view<map>(k, i0, at_most(here, at_least_0(seen - i0)), F, k_room);
 
     for (Index j = 0; j < F; j += W) {  // z_i
@@ -113,7 +113,7 @@ void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const floa
     multiply_lower(F, {G, C, 1}, K, T, F);  // S_i g_i
     dot_rows(F, Q, {T, F}, y + i0);
     for (Index i = 0; i < here; ++i) {
-      const float scale = above[i0 + i];  // x_i = scale g_i; one at a time, for its square may be infinite
+      const float scale = above[i0 + i];  // x_i = scale g_i; two factors, since scale^2 may be infinite
       y[i0 + i] = y[i0 + i] * scale * -scale;
       const Vector weight = all(scale), of_sum = all(y[i0 + i]);
       for (Index j = 0; j < f; j += W) {
@@ -125,7 +125,7 @@ void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const floa
     multiply(ahead, D, F, C, {Vt, C, 1}, K.p, K.row, S, F, ADD);
   }
 
-  // Backward, for dk and dv: R lies as (F, D) where S was, r where z was.
+  // Backward, for dk and dv: R is stored as (F, D) in place of S, r in place of z.
   float *const R_ = S, *const r_ = Z, *const Kt = one, *const U = one, *const dK = three, *const O = two;
   std::memset(R_, 0, sizeof(float) * F * D);
   copy_matrix(f, d, g_s, d, R_, D);
@@ -174,7 +174,7 @@ void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const floa
 
 }  // namespace
 
-// As cpp_kernels.py calls them.
+// Called by cpp_kernels.py.
 extern "C" {
 
 // s and z: before the first position, overwritten with those after the last. lengths and denominator may be null.

@@ -189,19 +189,9 @@ def _in_cpp(q: Tensor, k: Tensor, v: Tensor, *sums: Tensor) -> bool:
     return selection.use_cpp(WHAT, asked, q.device, (torch.float32,), cpp_kernels.NAME)
 
 
-def _forward_rows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    s: Tensor,
-    z: Tensor,
-    out: Tensor,
-    denominator: Tensor,
-    *,
-    chunk_size: int,
-    eps: float,
-) -> None:
+def _forward_rows(*tensors: Tensor, chunk_size: int, eps: float) -> None:
     """Fill `out` and `denominator`, and update `s` and `z` in place from the first position to the last."""
+    q, k, v, s, z, out, denominator = tensors
     s, z = s.flatten(0, 1), z.flatten(0, 1)[:, None]  # (BH, F, D), (BH, 1, F)
     for *inputs, y, below in _chunks(chunk_size, q, k, v, out, denominator):
         q, k, v = (t.flatten(0, 1) for t in inputs)  # (B, H, C, ·) -> (BH, C, ·)
@@ -213,21 +203,9 @@ def _forward_rows(
         s.baddbmm_(k.mT, v)
 
 
-def _backward(
-    g: Tensor,
-    g_s: Tensor,
-    g_z: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    s: Tensor,
-    z: Tensor,
-    out: Tensor,
-    denominator: Tensor,
-    chunk_size: int,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, s and z from those of the output and of the last sums."""
+    g, g_s, g_z, q, k, v, s, z, out, denominator, chunk_size, eps = arguments
     g_q, g_k, g_v = (torch.empty_like(t) for t in (q, k, v))
     if _in_cpp(q, k, v, s, z):
         g_s, g_z = cpp_kernels.backward(g, g_s, g_z, q, k, v, s, z, None, eps, g_q, g_k, g_v, elu=False)
@@ -239,23 +217,7 @@ def _backward(
     return g_q, g_k, g_v, g_s, g_z
 
 
-def _backward_rows(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    s: Tensor,
-    z: Tensor,
-    out: Tensor,
-    denominator: Tensor,
-    g_q: Tensor,
-    g_k: Tensor,
-    g_v: Tensor,
-    g_s: Tensor,
-    g_z: Tensor,
-    *,
-    chunk_size: int,
-) -> None:
+def _backward_rows(*tensors: Tensor, chunk_size: int) -> None:
     """Fill `g_q`, `g_k` and `g_v`, and update `g_s` and `g_z` in place from the last position to the first.
 
     With the gradients of the numerators, x_i = g_i / denominator_i, and of the denominators, y_i = −x_i · out_i,
@@ -265,6 +227,7 @@ def _backward_rows(
 
     S and z are summed forward; R and r are summed backward, starting with the gradients of the last sums.
     """
+    g, q, k, v, s, z, out, denominator, g_q, g_k, g_v, g_s, g_z = tensors
     y_all = torch.empty_like(denominator)
     rightwards = _chunks(chunk_size, k, v, g, denominator, out, y_all, g_q)
     leftwards = reversed(list(_chunks(chunk_size, q, k, v, g, denominator, y_all, g_q, g_k, g_v)))

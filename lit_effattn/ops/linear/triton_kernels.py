@@ -356,22 +356,12 @@ def forward(
     return out, s_after, z_after
 
 
-def backward(
-    g: Tensor,
-    g_s: Tensor,
-    g_z: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    s: Tensor,
-    z: Tensor,
-    lengths: Tensor | None,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, s and z, in their shapes.
 
-    `g`, `g_s` and `g_z` are the gradients of the three tensors that `forward` returned.
+    The arguments are the gradients of the three tensors that `forward` returned, and the arguments of `forward`.
     """
+    g, g_s, g_z, q, k, v, s, z, lengths, eps = arguments
     plan = _Plan(q, v, backward=True)
     s, z, g_s, g_z = (t.contiguous() for t in (s, z, g_s, g_z))
     lengths = None if lengths is None else lengths.contiguous()

@@ -1,10 +1,9 @@
-// What the CPU's kernels are made of: vectors, products whose tiles stay in registers, and copies of chunks.
+// Building blocks of the CPU kernels: vectors, matrix products with tiles in registers, and copies of chunks.
 //
-// A kernel walks over each row of heads in chunks of C positions. What cannot be used as it lies in memory is copied
-// into buffers that stay in the first caches, filled up with zeros to whole vectors. What takes time are the products,
-// whose tiles of R rows by some vectors stay in registers: sums over t of a[r, t] b[t, :], where a is read number by
-// number and b by vectors. What is wanted as b, and lies the other way round, is transposed. While one chunk is
-// multiplied the next is fetched.
+// A kernel processes each head in chunks of C positions. Data whose layout does not fit are copied into buffers that
+// stay in the first-level caches, padded with zeros to whole vectors. Most of the time is spent in the products. Their
+// tiles of R rows by some vectors stay in registers: sums over t of a[r, t] b[t, :], where a is read number by number
+// and b by vectors. A factor b that is stored by columns is transposed. The next chunk is prefetched during a product.
 
 #pragma once
 
@@ -56,7 +55,7 @@ INLINE void store(float* p, Vector x) { std::memcpy(p, &x, sizeof x); }
 
 INLINE Vector all(float x) { return x - Vector{}; }
 
-// Keep a vector in a register: compilers would rather read it anew for each product, and reading is what is short.
+// Keep a vector in a register. Compilers would load it again for each product, and loads are the bottleneck.
 INLINE void hold(Vector& x) {
 #if defined(__x86_64__)
   asm("" : "+v"(x));
@@ -72,12 +71,12 @@ INLINE Bits places() {
   return x;
 }
 
-// x where the mask's bits are set, else 0, also if x is not a number.
+// x where the mask's bits are set, else 0, even where x is NaN.
 INLINE Vector only(Bits mask, Vector x) { return (Vector)((Bits)x & mask); }
 
 INLINE Vector less(Vector a, Vector b) { return a < b ? a : b; }
 
-// e^x for x <= 88, to 1.2 units in the last place; 0 below -87.7; not a number where x is none.
+// e^x for x <= 88, to 1.2 units in the last place; 0 below -87.7; NaN for NaN.
 INLINE Vector exponential(Vector x) {
   const Vector lowest = all(-88.f), round = all(12582912.f);  // 1.5 * 2^23: adding it rounds to a whole number
   x = lowest > x ? lowest : x;
@@ -86,13 +85,13 @@ INLINE Vector exponential(Vector x) {
   // e^r = 1 + r + r^2 q(r), q fitted for |r| <= ln 2 / 2; relative error 3e-9.
   Vector y = all(1.38145976e-3f);
   for (float term : {8.36871658e-3f, 4.16683890e-2f, 0.166665211f, 0.499999940f, 1.f, 1.f}) y = y * r + term;
-  const Bits power = ((Bits)shifted - 0x4b400000 + 127) << 23;  // less what `round` is: n; 2^-127 is 0
+  const Bits power = ((Bits)shifted - 0x4b400000 + 127) << 23;  // n, without the bits of `round`; 2^-127 is 0
   return y * (Vector)power;
 }
 
 Index padded(Index n) { return (n + W - 1) / W * W; }
 
-// ----------------------------------------------------------------------------------------------- fetching what is next
+// --------------------------------------------------------------------------------------------------------- prefetching
 
 enum Use { READ, WRITE };
 
@@ -102,11 +101,11 @@ struct Part {
   Use use;
 };
 
-// The rows of memory that the next chunk takes, or this one's results, fetched two lines of the cache at a time: many
-// at once would keep waiting what is needed now.
+// Prefetches the memory of the next chunk's inputs and of this chunk's results, two cache lines at a time: more at once
+// would delay the loads of the present product.
 class Ahead {
  public:
-  // Fetch what is left, and take other parts.
+  // Fetch the rest of the present parts, and clear the list.
   void restart() {
     while (now_.rows > 0 || part_ < count_) fetch();
     count_ = part_ = 0;
@@ -141,31 +140,31 @@ class Ahead {
  private:
   Part parts_[8];
   Index count_ = 0, part_ = 0, column_ = 0;
-  Part now_ = {};  // what is left of the part that is being fetched
+  Part now_ = {};  // the rest of the part that is being fetched
 };
 
 // ------------------------------------------------------------------------------------------------------------ products
 
-// A matrix's numbers from p on: [row, column] lies at p[row * rows + column * columns].
+// A matrix's numbers from p on: [row, column] is at p[row * rows + column * columns].
 struct Left {
   const float* p;
   Index rows, columns;
 };
 
-// Rows of numbers: [i, j] lies at p[i * row + j].
+// Rows of numbers: [i, j] is at p[i * row + j].
 struct Rows {
   const float* p;
   Index row;
 };
 
-// out[r, :] (+)= sum over t < n of a[r, t] b[t, :], for some rows and vectors of columns; n is a multiple of 4. It
-// fetches ahead by the way, if it is to.
+// out[r, :] (+)= sum over t < n of a[r, t] b[t, :], for some rows and vectors of columns; n is a multiple of 4.
+// Prefetches meanwhile if `ahead` is not null.
 template <int rows, int vectors>
 INLINE void tile(Ahead* ahead, Index n, Left a, const float* b, Index b_row, float* out, Index out_row, bool add) {
   Vector sums[rows][vectors];
   for (int r = 0; r < rows; ++r)
     for (int j = 0; j < vectors; ++j) sums[r][j] = add ? load(out + r * out_row + j * W) : Vector{};
-  const float* fours[rows / 4];  // a pointer for every four rows: what is within them, addressing adds for nothing
+  const float* fours[rows / 4];  // a pointer for every four rows; an address within them costs no instruction
   for (int r = 0; r < rows; r += 4) fours[r / 4] = a.p + r * a.rows;
   for (Index t = 0; t < n; t += 4) {
     if (ahead) ahead->fetch();
@@ -191,7 +190,7 @@ INLINE void tile(Ahead* ahead, Index n, Left a, const float* b, Index b_row, flo
     for (int j = 0; j < vectors; ++j) store(out + r * out_row + j * W, sums[r][j]);
 }
 
-// The same for `width` columns and R rows. Those tiles fetch ahead where 64 columns begin: as often, whatever W is.
+// The same for `width` columns and R rows. Only tiles at multiples of 64 columns prefetch: as often for any W.
 INLINE void tiles(Ahead* ahead, Index width, Index n, Left a, const float* b, Index b_row, float* out, Index out_row,
                   bool add) {
   Index j = 0;
@@ -238,7 +237,7 @@ INLINE void exchange(Vector& a, Vector& b, std::integer_sequence<int, e...>) {
   b = lower;
 }
 
-// Transpose W vectors: swap what is off the diagonal in blocks of 2 x 2, of 4 x 4, and so on.
+// Transpose W vectors: swap the off-diagonal halves of blocks of 2 x 2, then of 4 x 4, and so on.
 template <int step = 1>
 INLINE void transpose(Vector* m) {
   if constexpr (step < W) {
@@ -248,7 +247,7 @@ INLINE void transpose(Vector* m) {
   }
 }
 
-// to[j, i] = from[i, j] + more[i], if there is more; rows and columns are multiples of W.
+// to[j, i] = from[i, j], plus more[i] unless it is null; rows and columns are multiples of W.
 __attribute__((noinline)) void transpose(Index rows, Index columns, Rows from, float* to, Index to_row,
                                          const float* more = nullptr) {
   for (Index i = 0; i < rows; i += W) {
@@ -276,9 +275,9 @@ __attribute__((noinline)) void dot_rows(Index width, Rows a, Rows b, float* to) 
   }
 }
 
-// ------------------------------------------------------------------------------------------- from memory and to memory
+// ---------------------------------------------------------------------------------------------------- loads and stores
 
-// A row of heads, (N, width): position i lies at p + i * stride.
+// A row of heads, (N, width): position i is at p + i * stride.
 struct Head {
   float* p;
   Index stride, width;
@@ -288,8 +287,8 @@ struct Head {
 
 enum Map { NONE, ELU };  // ELU: phi(x) = elu(x) + 1
 
-// Copy n positions from `first` on into a buffer of C rows, mapped, or times their weights if there are any; the rest
-// of it is 0.
+// Copy n positions from `first` on into a buffer of C rows, mapped, and times their weights unless they are null; the
+// other rows are 0.
 template <Map map = NONE>
 void read(Head from, Index first, Index n, Index width, float* to, const float* weights = nullptr) {
   for (Index i = 0; i < C; ++i) {
@@ -298,14 +297,14 @@ void read(Head from, Index first, Index n, Index width, float* to, const float* 
       Vector x = {};
       if (i < n) {
         const float* p = from.p + (first + i) * from.stride + j;
-        const Index there = from.width - j;
-        if (there >= W)
+        const Index left = from.width - j;
+        if (left >= W)
           x = load(p);
         else
-          std::memcpy(&x, p, sizeof(float) * there);
+          std::memcpy(&x, p, sizeof(float) * left);
         if (map == ELU) {
           x = x > all(0.f) ? x + 1.f : exponential(x);
-          if (there < W) x = only(places() < (Bits{} + std::int32_t(there)), x);
+          if (left < W) x = only(places() < (Bits{} + std::int32_t(left)), x);
         }
         x *= weight;
       }
@@ -314,7 +313,7 @@ void read(Head from, Index first, Index n, Index width, float* to, const float* 
   }
 }
 
-// The same, and nothing is copied where rows can be used as they lie.
+// The same, without a copy where the rows in memory have the buffer's layout.
 template <Map map = NONE>
 Rows view(Head from, Index first, Index n, Index width, float* buffer) {
   if (map == NONE && n == C && from.width == width) return {from.p + first * from.stride, from.stride};
@@ -325,15 +324,15 @@ Rows view(Head from, Index first, Index n, Index width, float* buffer) {
 // Write a vector to columns from j on of position i.
 INLINE void put(Head to, Index i, Index j, Vector x) {
   float* p = to.p + i * to.stride + j;
-  const Index there = to.width - j;
-  if (there >= W)
+  const Index left = to.width - j;
+  if (left >= W)
     store(p, x);
   else
-    std::memcpy(p, &x, sizeof(float) * there);
+    std::memcpy(p, &x, sizeof(float) * left);
 }
 
-// Copy n positions of a buffer to memory, times their weights if there are any: gradients of phi(x) = `mapped` times
-// phi'(x) = min(phi(x), 1).
+// Copy n positions of a buffer to memory, times their weights unless they are null. With ELU, they are gradients of
+// phi(x) = `mapped`, and are multiplied by phi'(x) = min(phi(x), 1).
 template <Map map = NONE>
 void write(Head to, Index first, Index n, Index width, const float* from, const float* weights = nullptr,
            const float* mapped = nullptr) {
@@ -347,7 +346,7 @@ void write(Head to, Index first, Index n, Index width, const float* from, const 
   }
 }
 
-// Where C positions from `first` on can be written to as rows of whole vectors: in memory, or in a buffer.
+// The place to which C positions from `first` on are written as rows of whole vectors: in memory, or in a buffer.
 struct Place {
   float* p;
   Index row;
@@ -358,7 +357,7 @@ Place place(Head to, Index first, Index n, Index width, float* buffer) {
   return {buffer, width};
 }
 
-// A thread's buffers, 0 at first.
+// A thread's buffers, initially 0.
 class Room {
  public:
   explicit Room(Index numbers)
@@ -375,7 +374,7 @@ class Room {
     return taken;
   }
 
-  // Take all of it anew; what was written there stays.
+  // Start from the first buffer again; contents are kept.
   void rewind() { next_ = start_; }
 
   static Index needed(Index numbers) { return (numbers + 15) / 16 * 16; }
@@ -388,7 +387,7 @@ void copy_matrix(Index rows, Index columns, const float* from, Index from_row, f
   for (Index i = 0; i < rows; ++i) std::memcpy(to + i * to_row, from + i * from_row, sizeof(float) * columns);
 }
 
-// sum[:] += weights[i] rows[i, :] for C rows; weights are 1 if there are none.
+// sum[:] += weights[i] rows[i, :] for C rows; null weights are 1.
 void add_rows(Index width, Rows rows, const float* weights, float* sum) {
   for (Index j = 0; j < width; j += W) {
     Vector x = load(sum + j);
@@ -401,9 +400,9 @@ void add_rows(Index width, Rows rows, const float* weights, float* sum) {
 }
 
 struct Sizes {
-  Index n, seen;  // positions, and those whose keys are there
+  Index n, seen;  // positions, and valid keys
   Index f, d;     // columns of queries and keys, of values
-  Index F, D;     // filled up to whole vectors
+  Index F, D;     // padded to whole vectors
 };
 
 Index at_least_0(Index n) { return n < 0 ? 0 : n; }
@@ -412,7 +411,7 @@ Index at_most(Index n, Index most) { return n < most ? n : most; }
 
 }  // namespace
 
-// As Python hands them over: (B, H, N, width), numbers next to one another.
+// A tensor from Python: (B, H, N, width), contiguous in the last dimension.
 struct Heads {
   float* p;
   Index b, h, n, width;
@@ -422,13 +421,13 @@ struct Heads {
 
 namespace {
 
-// Ask for large pages for results, where none is asked for by default: memory that is new to the process then costs a
-// fault for 2 MiB instead of one for 4 KiB, which for results of 4 MiB take half as long as the kernel.
+// Request large pages for results, for systems that give them only on request: newly allocated memory then costs a page
+// fault for 2 MiB, not for 4 KiB. For results of 4 MiB the faults of small pages take half as long as the kernel.
 void in_large_pages(const Heads& t, Index numbers) {
 #if defined(__linux__)
   const std::uintptr_t page = getpagesize(), start = std::uintptr_t(t.p) / page * page;
   const std::size_t bytes = std::uintptr_t(t.p + numbers) - start;
-  if (bytes >= 2 << 20) madvise(reinterpret_cast<void*>(start), bytes, MADV_HUGEPAGE);  // a wish: it may be refused
+  if (bytes >= 2 << 20) madvise(reinterpret_cast<void*>(start), bytes, MADV_HUGEPAGE);  // the system may ignore it
 #endif
 }
 

@@ -54,8 +54,8 @@ NOTES = [
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    choices = IMAGES + TEXTS
-    parser.add_argument("--datasets", nargs="+", choices=choices, default=list(IMAGES[:2]), help="default: %(default)s")
+    about = "default: %(default)s"
+    parser.add_argument("--datasets", nargs="+", choices=IMAGES + TEXTS, default=list(IMAGES[:2]), help=about)
 
 
 def run(args: argparse.Namespace) -> Report:

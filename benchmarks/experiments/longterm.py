@@ -56,9 +56,9 @@ def run(args: argparse.Namespace) -> Report:
         raise ValueError(f"ckpt_path={args.ckpt_path}: no layer has a long-term memory; choose an ∞-former")
     tokens = _stream(data, args.tokens)
     readings = read(model, tokens.to(args.device))
-    stream = f"{len(tokens):,} tokens of the test data of {args.ckpt_path}."
     rows = [row for reading in readings for row in _rows(reading)]
-    return Report("longterm", rows, [*NOTES, stream], partial(_plot, readings))
+    notes = [*NOTES, f"{len(tokens):,} tokens of the test data of {args.ckpt_path}."]
+    return Report("longterm", rows, notes, partial(_plot, readings))
 
 
 def _memories(model: LanguageModel) -> dict[str, InfiniteAttention]:

@@ -48,8 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Report:
     variants = [(path, []) for path in args.configs] + [(args.configs[0], options.split(",")) for options in args.vary]
-    rows = [_row(config, options, args) for config, options in variants]
-    return Report("sorting", rows, NOTES)
+    return Report("sorting", [_row(config, options, args) for config, options in variants], NOTES)
 
 
 def _row(config: Path, options: list[str], args: argparse.Namespace) -> Row:

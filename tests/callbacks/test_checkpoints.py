@@ -72,17 +72,6 @@ def test_a_resumed_run_does_not_save_within_its_first_step(tmp_path: Path):
     assert {step for step, _ in watch.saved_at} == {4}
 
 
-def test_a_crash_leaves_the_one_before(tmp_path: Path):
-    class Crash(pl.Callback):
-        def on_train_batch_start(self, trainer, *_):
-            if trainer.global_step == 5:
-                raise RuntimeError("crashed")
-
-    with pytest.raises(RuntimeError, match="crashed"):
-        trainer(tmp_path, [Crash(), LastCheckpoint()], max_epochs=2).fit(Tiny(), loader(3))
-    assert read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["global_step"] == 3
-
-
 def test_nothing_is_saved_in_a_trial(tmp_path: Path):
     trainer(tmp_path, [LastCheckpoint(1)], fast_dev_run=2).fit(Tiny(), loader(3), loader(1))
     assert not list(tmp_path.rglob("*.ckpt"))
@@ -247,21 +236,6 @@ def test_those_of_steps_that_are_trained_again_are_replaced(tmp_path: Path):
     run.fit(model, loader(20), ckpt_path=tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
     assert [*kept(tmp_path)] == [2, 6]
     assert kept(tmp_path)[6] == model.weight.item()
-
-
-def test_files_of_other_names_stay(tmp_path: Path):
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    names = ["step_.ckpt", "step_00000001.ckpt.bak", ".step_00000001.ckpt.0.part", "my_step_00000001.ckpt"]
-    for name in names:
-        (folder / name).touch()
-    trainer(tmp_path, [LastCheckpoint(keep=1)], max_epochs=2).fit(Tiny(), loader(2))
-    assert {path.name for path in folder.iterdir()} - set(names) == {
-        "last.ckpt",
-        "previous.ckpt",
-        "step_00000004.ckpt",
-    }
-    assert all((folder / name).exists() for name in names)
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_speech_is_compiled_around_its_loss():
     plain = recognizer().float().train()
     compiled = copy.deepcopy(plain)
     compiled.compile_objective("eager")
-    for lengths in ((23, 17, 5), (23, 17, 5), (30, 19, 8), (41, 9, 3)):
+    for lengths in ((23, 17, 5), (30, 19, 8), (41, 9, 3)):
         batch = speech(lengths, (3, 2, 1))
         batch = batch._replace(features=batch.features.float())
         for model in (plain, compiled):

@@ -211,8 +211,15 @@ def test_a_stopped_run_equals_the_uninterrupted_one(cell: dict[str, Any], tmp_pa
     assert not differences(whole, resumed, may_add=max(validated) if timed else None)
 
 
-@pytest.mark.parametrize(("task", "accumulate"), [("pixels", 3), ("sorting", 1)])
-@pytest.mark.parametrize("limit", ["max_steps in mid-epoch", "max_steps at the end of an epoch", "max_epochs", "both"])
+@pytest.mark.parametrize(
+    ("limit", "task", "accumulate"),
+    [
+        ("max_steps in mid-epoch", "pixels", 3),
+        ("max_steps at the end of an epoch", "sorting", 1),
+        ("max_epochs", "sorting", 1),
+        ("both", "pixels", 3),
+    ],
+)
 def test_a_run_that_reached_its_limit_goes_on_to_a_higher_one(task: str, limit: str, accumulate: int, tmp_path: Path):
     case = Case(task, accumulate)
     end, half = EPOCHS * case.steps, case.steps // 2

@@ -58,11 +58,6 @@ def test_redraws_every_so_many_steps(tmp_path: Path):
     assert len(sums) == 6  # two layers, three draws, all different
 
 
-def test_steps_are_the_optimisers(tmp_path: Path):
-    model = fit(tmp_path, FeatureRedraw(2), n=9, accumulate_grad_batches=2)
-    assert model.draws_in("train") == [0] * 4 + [1] * 4 + [2]
-
-
 def test_not_in_evaluation(tmp_path: Path):
     """A validation at a step that is due, and a test."""
     model = Estimator()

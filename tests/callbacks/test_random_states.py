@@ -1,17 +1,15 @@
 import random
 import warnings
 from io import BytesIO
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from lit_effattn.callbacks import LastCheckpoint, RandomStates
+from lit_effattn.callbacks import RandomStates
 from lit_effattn.callbacks.random_states import RANDOM_STATES_KEY
 from lit_effattn.distributed.sharding import ShardedStrategy
-from tests.callbacks.tiny import Tiny, loader, trainer
 
 CPU = SimpleNamespace(device=torch.device("cpu"))
 
@@ -126,18 +124,3 @@ def test_another_number_of_processes_is_told():
     seeded(5)
     callback.on_train_batch_start(one_process(), CPU)
     assert draw() == expected
-
-
-def test_a_resumed_run_draws_what_the_uninterrupted_one_draws(tmp_path: Path):
-    def fit(epochs: int, seed: int, **options) -> Tiny:
-        seeded(seed)
-        model = Tiny()
-        run = trainer(tmp_path, [RandomStates(), LastCheckpoint()], max_epochs=epochs)
-        run.fit(model, loader(3), loader(1), weights_only=True, **options)
-        return model
-
-    whole = fit(2, 1)
-    fit(1, 1)
-    resumed = fit(2, 99, ckpt_path=tmp_path / "checkpoints" / "last.ckpt")
-    assert len(resumed.drawn) == 3
-    assert resumed.drawn == whole.drawn[3:]

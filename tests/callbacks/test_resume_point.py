@@ -105,25 +105,6 @@ def test_the_state_of_a_loader_that_has_ended_is_not_saved(tmp_path: Path):
         assert ("combined_loader" in saved["loops"]["fit_loop"]["state_dict"]) == there
 
 
-@pytest.mark.parametrize("limits", [{}, {"max_steps": 12}], ids=["max_epochs", "max_steps"])
-def test_a_signal_at_an_epoch_s_last_batch_stops_where_the_next_one_begins(tmp_path: Path, limits: dict[str, int]):
-    whole, stopped, resumed = Tiny(), Tiny(), Tiny()
-    fit(tmp_path / "whole", whole)
-    with pytest.raises(Stopped):
-        fit(tmp_path, stopped, Signal(3))
-    saved = read_checkpoint(last(tmp_path))
-    assert saved["global_step"] == 8
-    state = saved["loops"]["fit_loop"]
-    assert set(state["epoch_progress"]["total"].values()) == {2}
-    assert set(state["epoch_loop.batch_progress"]["current"].values()) == {0}
-    run = trainer(tmp_path, [RandomStates()], max_epochs=3, **limits)
-    run.fit(resumed, loader(4), ckpt_path=last(tmp_path))
-    assert run.current_epoch == 3
-    assert run.fit_loop.epoch_loop._batches_that_stepped == 12
-    assert torch.equal(resumed.weight, whole.weight)
-    assert resumed.drawn == whole.drawn[8:]
-
-
 def test_a_validation_that_ends_a_stopped_run_is_not_due_for_the_resumed_one(tmp_path: Path):
     class StopAt(pl.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:

@@ -281,7 +281,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _like(self, t: Tensor, place: int) -> Tensor:
-        """Return a tensor laid out as `t`, the argument in that place."""
+        """Return a tensor with the layout of `t`, the argument at `place`."""
         key = (place, t.shape, t.stride())
         if key not in self.operands:
             like = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)

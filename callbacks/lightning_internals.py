@@ -45,7 +45,7 @@ def forget_validation(trainer: pl.Trainer) -> None:
 def is_validation_due(trainer: pl.Trainer) -> bool:
     """Return whether a validation follows the current batch, whether or not training should stop."""
     if getattr(trainer, "_val_check_time_interval", None) is not None:
-        return False  # the clock decides, for every run anew
+        return False  # depends on the clock
     fetcher = trainer.fit_loop._data_fetcher
     assert fetcher is not None
     stop, trainer.should_stop = trainer.should_stop, False

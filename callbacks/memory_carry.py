@@ -98,7 +98,7 @@ class MemoryCarry(pl.Callback):
             pl_module.memory = _for_batch(pl_module.active_backbone, memory, batch)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Restore the training's memory, if the training goes on."""
+        """Restore the training's memory, if the training continues."""
         within_training = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         pl_module.memory = self._training if within_training else None
 
@@ -144,7 +144,7 @@ def _for_batch(module: SequenceModule, memory: State | None, batch: Any) -> Stat
             f"a batch has {rows} rows, but the previous one had {memory_rows}: row i continues the memory of row i, so "
             "all batches of an epoch need the same number; use data in contiguous streams (TextStream)"
         )
-    if reads_values(starts) and not starts.any():  # a reset copies the whole memory, even if no row starts anew
+    if reads_values(starts) and not starts.any():  # a reset copies the whole memory, even if no row is reset
         return memory
     return module.reset(memory, starts)
 

@@ -19,7 +19,7 @@ class ProgressBar(RichProgressBar):
     """Lightning's rich progress bar, refreshed at most ten times a second.
 
     Lightning's own refreshes after every step, and waits for the GPU to get the loss. The logger's version number is
-    left out, since each run has its own folder, and so is the number of epochs if there is no maximum.
+    not shown, since each run has its own folder. The number of epochs is shown only if it has a maximum.
     """
 
     def __init__(self) -> None:

@@ -50,7 +50,7 @@ _VOWELS = {
 }
 TO_ESPEAK = _CONSONANTS | {f"{vowel}{stress}": ipa for vowel, ipa in _VOWELS.items() for stress in "012"} | {"AH0": "ə"}
 """CMUdict's phones, with stress, as espeak-ng's American voice (en-us) has them in IPA. Source of CMUdict's: the
-examples in its file cmudict.phones; of espeak-ng's: what en-us says for the words of Wells's lexical sets."""
+examples in its file cmudict.phones; of espeak-ng's: the output of en-us for the words of Wells's lexical sets."""
 
 FOLDING = {
     **{"ɔ": "ɑ", "ə": "ʌ", "ʒ": "ʃ"},  # ao → aa, ax → ah, zh → sh: Lee & Hon 1989, as TIMIT's 39 phones

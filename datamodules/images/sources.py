@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 PATCH = 32  # side of the crops from photographs, as in CIFAR-10
-_NAMED = 10  # broken images that an error names beside the first
+_NAMED = 10  # broken images that an error names after the first
 MAX_PIXELS = 2**26  # of an image file: 8192 × 8192, 270 MB in Pillow
 
 

@@ -54,7 +54,7 @@ class _Espeak:
 
     Args:
         library: Path or name of the library.
-        data: The folder that holds espeak-ng-data; None: the library's default.
+        data: The folder of espeak-ng-data; None: the library's default.
 
     Raises:
         RuntimeError: If the library cannot be initialised.
@@ -99,7 +99,7 @@ class _Espeak:
         self._audio, self._phones = bytearray(), []
         encoded = text.encode() + b"\0"
         if self.library.espeak_Synth(encoded, len(encoded), 0, _POSITION_IS_CHARACTER, 0, _UTF8, None, None):
-            raise RuntimeError(f"espeak-ng {self.version} could not say {text!r}")
+            raise RuntimeError(f"espeak-ng {self.version} could not synthesise {text!r}")
         return self._phones, bytes(self._audio)
 
 

@@ -22,7 +22,7 @@ _MU_LAW_LEVELS = 256
 
 
 class WaveAugment:
-    """Changes recordings before their features are computed, so that training hears more voices, rooms and channels.
+    """Changes recordings before their features are computed, for more variety of voices, rooms and channels.
 
     Each operation is applied with `probability`, independently of the others and in this order:
 
@@ -96,7 +96,7 @@ class WaveAugment:
         return 1.0 if self.speed is None else max(1.0, self.speed[1])
 
     def check(self) -> None:
-        """Check that the folders hold recordings.
+        """Check that the folders have recordings.
 
         Raises:
             FileNotFoundError: If a folder is missing.

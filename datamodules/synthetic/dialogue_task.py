@@ -41,8 +41,8 @@ class DialogueTask(SyntheticTask):
         n_near: Number of questions before the chat.
         n_far: Number of questions after it.
         n_keys: Number of tokens that a key can be.
-        n_values: Number of tokens of which the values of a key consist.
-        n_chat: Number of tokens of which the chat consists.
+        n_values: Number of different tokens in the values of a key.
+        n_chat: Number of different tokens in the chat.
         value_len: Tokens of a value.
         segment_len: Maximum length of a segment in tokens; null: the whole dialogue.
         batch_size: Dialogues per step and process.
@@ -116,7 +116,7 @@ class DialogueTask(SyntheticTask):
     def nats_without_document(self) -> float:
         """Lowest expected loss without the document, in nats per token scored: m ln n_values / (m + 1), m = value_len.
 
-        A response has the entropy m ln n_values, and m + 1 tokens, of which the last is certain.
+        A response has the entropy m ln n_values, and m + 1 tokens; the last is certain.
         """
         return self.value_len * math.log(self.n_values) / (self.value_len + 1)
 

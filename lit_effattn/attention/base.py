@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from lit_effattn.attention.multi_head import MultiHead
 from lit_effattn.attention.positions import RotaryPositions
 from lit_effattn.sequence import (
-    SequenceModule,
     State,
     accumulator,
     parts,
@@ -27,13 +26,13 @@ from lit_effattn.sequence import (
 _RENAMED = {"weigh": "compute_weights", "fresh": "extra_parameters"}
 
 
-class Attention(MultiHead, SequenceModule):
+class Attention(MultiHead):
     """Multi-head attention. `attend` defines how queries, keys and values are combined.
 
         y = W_o concat_h attend(W_q x, W_k x, W_v x)                          Vaswani et al. 2017, section 3.2.2
 
-    A new kind implements `attend` and `initial_state`. Its state has a field `length` (B,), the number of positions
-    seen.
+    A new kind implements `attend`, and `initial_state` or `empty_state`. Its state has a field `length` (B,), the number
+    of positions seen.
 
     Args:
         d_model: Width E.

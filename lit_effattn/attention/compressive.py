@@ -424,16 +424,10 @@ class CompressiveAttention(TransformerXLAttention):
         """S, the number of earlier inputs that a position may see uncompressed."""
         return self.mem_len + self.segment_len - 1 + self.compression_rate - 1
 
-    def initial_state(
-        self,
-        batch_size: int,
-        *,
-        max_len: int | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
+    def empty_state(
+        self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype
     ) -> CompressiveMemory | ProjectedCompressiveMemory:
-        """Return empty memories, of keys and values if `max_len` is given: see `SequenceModule.initial_state`."""
-        device, dtype = self.default(device, dtype)
+        """Return empty memories, of keys and values if `max_len` is given: see `MultiHead.empty_state`."""
 
         def empty(*shape: int) -> Tensor:
             return torch.zeros(batch_size, *shape, device=device, dtype=dtype)

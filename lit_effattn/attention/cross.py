@@ -17,7 +17,6 @@ from lit_effattn.ops.dot_product import dot_product_attention
 from lit_effattn.ops.favor.pytorch import Norms
 from lit_effattn.ops.linear.pytorch import key_sums, read_sums
 from lit_effattn.sequence import (
-    SequenceModule,
     State,
     accumulator,
     check_lengths,
@@ -69,7 +68,7 @@ class StabilisedSourceSums(NamedTuple):
     top: Tensor  # (B, H), max ωᵀk̃ over all keys and features, −∞ without keys
 
 
-class CrossAttention(MultiHead, SequenceModule):
+class CrossAttention(MultiHead):
     """Multi-head attention from the positions of a target, x, to those of a source.
 
         y = W_o concat_h attend(W_q x, W_k source, W_v source)             Vaswani et al. 2017, sections 3.2.2, 3.2.3
@@ -78,7 +77,7 @@ class CrossAttention(MultiHead, SequenceModule):
     of the target is computed by itself, so the module is causal in the target, whatever its length or split. Rotary
     positions do not apply. The output is 0 in a row without a source, and in one whose source is empty.
 
-    A new kind implements `keep`, `read` and `initial_state`.
+    A new kind implements `keep`, `read`, and `initial_state` or `empty_state`.
 
     Args:
         d_model: Width E of the target and of the output.
@@ -246,16 +245,8 @@ class SoftmaxCrossAttention(CrossAttention):
         keys, values = state.keys.to(q.dtype), state.values.to(q.dtype)
         return dot_product_attention(q, keys, values, mask, dropout=dropout)
 
-    def initial_state(
-        self,
-        batch_size: int,
-        *,
-        max_len: int | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> SourceKeys:
-        """Return the state without a source: see `SequenceModule.initial_state`."""
-        device, dtype = self.default(device, dtype)
+    def empty_state(self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype) -> SourceKeys:
+        """Return the state without a source: see `MultiHead.empty_state`."""
         keys, values = (
             torch.zeros(batch_size, self.n_heads, 0, dim, device=device, dtype=dtype)
             for dim in (self.qk_dim, self.head_dim)
@@ -311,16 +302,8 @@ class LinearCrossAttention(CrossAttention):
             phi, eps = self.feature_map(q.to(full)), self.feature_map.eps
             return read_sums(phi, state.s.to(full), state.z.to(full), eps=eps).to(q.dtype)
 
-    def initial_state(
-        self,
-        batch_size: int,
-        *,
-        max_len: int | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> SourceSums:
-        """Return empty sums: see `SequenceModule.initial_state`."""
-        device, dtype = self.default(device, dtype)
+    def empty_state(self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype) -> SourceSums:
+        """Return empty sums: see `MultiHead.empty_state`."""
         shape, full = (batch_size, self.n_heads, self.feature_map.n_features), accumulator(dtype)
         s = torch.zeros(*shape, self.head_dim, device=device, dtype=full)
         return SourceSums(s, torch.zeros(shape, device=device, dtype=full), *_no_source(batch_size, device))
@@ -398,16 +381,10 @@ class PerformerCrossAttention(CrossAttention):
         state = PerformerSourceSums(*sums[:3], length, drawn, given)
         return state if sums.top is None else StabilisedSourceSums(*state, sums.top)
 
-    def initial_state(
-        self,
-        batch_size: int,
-        *,
-        max_len: int | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
+    def empty_state(
+        self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype
     ) -> FeaturesOfSource:
-        """Return empty sums: see `SequenceModule.initial_state`."""
-        device, dtype = self.default(device, dtype)
+        """Return empty sums: see `MultiHead.empty_state`."""
         sums = self.feature_map.no_sums(batch_size, self.head_dim, device, accumulator(dtype))
         return self._state(sums, *_no_source(batch_size, device))
 

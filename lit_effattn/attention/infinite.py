@@ -345,16 +345,10 @@ class InfiniteAttention(TransformerXLAttention):
         """Number of earlier inputs that a position may see directly, or that may have to be written before it."""
         return self.mem_len + self.segment_len
 
-    def initial_state(
-        self,
-        batch_size: int,
-        *,
-        max_len: int | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
+    def empty_state(
+        self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype
     ) -> InfiniteMemory:
-        """Return empty memories, of fixed size with or without `max_len`: see `SequenceModule.initial_state`."""
-        device, dtype = self.default(device, dtype)
+        """Return empty memories, of fixed size with or without `max_len`: see `MultiHead.empty_state`."""
         full = accumulator(dtype)
 
         def empty(dtype: torch.dtype, *shape: int) -> Tensor:

@@ -132,16 +132,10 @@ class LinearAttention(Attention):
         # φ(0) is not 0, so it is φ(k) that must be masked; masking v would leave the denominator wrong.
         return phi.masked_fill(~valid_positions(lengths, k.size(2))[:, None, :, None], 0)
 
-    def initial_state(
-        self,
-        batch_size: int,
-        *,
-        max_len: int | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
+    def empty_state(
+        self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype
     ) -> LinearState:
-        """Return empty sums: see `SequenceModule.initial_state`."""
-        device, dtype = self.default(device, dtype)
+        """Return empty sums: see `MultiHead.empty_state`."""
         h, f, d = self.n_heads, self.feature_map.n_features, self.head_dim
         return LinearState(
             torch.zeros(batch_size, h, f, d, device=device, dtype=accumulator(dtype)),

@@ -206,16 +206,10 @@ class LSHAttention(Attention):
         """The state grows with every position, and no option bounds it."""
         return ""
 
-    def initial_state(
-        self,
-        batch_size: int,
-        *,
-        max_len: int | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
+    def empty_state(
+        self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype
     ) -> LSHCache | FixedLSHCache:
-        """Return an empty cache: see `SequenceModule.initial_state`."""
-        device, dtype = self.default(device, dtype)
+        """Return an empty cache: see `MultiHead.empty_state`."""
 
         def empty(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
             return torch.zeros(batch_size, *shape, device=device, dtype=dtype)

@@ -1,17 +1,22 @@
-"""The heads of an attention, which processes can divide among themselves."""
+"""The base class of self-attention and cross-attention: their heads, which processes can divide among themselves."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from lit_effattn.checks import at_least
+from lit_effattn.sequence import SequenceModule, State
 
 
-class MultiHead:
-    """The heads of self-attention and cross-attention."""
+class MultiHead(SequenceModule):
+    """A sequence module with several heads."""
 
     n_heads: int
     """Heads H that this process computes: all, unless `keep_heads` was called."""
+
+    n_kv_heads: int
+    """Heads of keys and values, in kinds that have fewer of them."""
 
     head_dim: int
     """Dimensions D of a head's values."""
@@ -49,6 +54,28 @@ class MultiHead:
             )
         self.qk_dim = width // n_heads
         return width
+
+    def initial_state(
+        self,
+        batch_size: int,
+        *,
+        max_len: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> State:
+        """See `SequenceModule.initial_state`."""
+        return self.empty_state(batch_size, max_len, *self.default(device, dtype))
+
+    def empty_state(self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype) -> State:
+        """Compute `initial_state`. A kind overrides this method, or `initial_state`.
+
+        Args:
+            batch_size: Number of rows B.
+            max_len: Maximum number of positions of each row; None: the state may grow.
+            device: Device of the tensors.
+            dtype: Type of the stored tensors; accumulators have at least float32.
+        """
+        raise NotImplementedError(f"{type(self).__name__} overrides neither `empty_state` nor `initial_state`")
 
     def keep_heads(self, rank: int, size: int) -> None:
         """Compute part `rank` of `size` equal parts of the heads, which are also those of the state.

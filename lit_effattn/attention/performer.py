@@ -221,16 +221,8 @@ class PerformerAttention(Attention):
             return favor(*self._features(q, k, valid), v)
         return linear_attention(*self._features(q, k, valid), v, eps=NOTHING_SEEN)
 
-    def initial_state(
-        self,
-        batch_size: int,
-        *,
-        max_len: int | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Sums:
-        """Return empty sums: see `SequenceModule.initial_state`."""
-        device, dtype = self.default(device, dtype)
+    def empty_state(self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype) -> Sums:
+        """Return empty sums: see `MultiHead.empty_state`."""
         sums = self.feature_map.no_sums(batch_size, self.head_dim, device, accumulator(dtype))
         return self._state(sums, torch.zeros(batch_size, dtype=torch.long, device=device))
 

@@ -206,16 +206,10 @@ class SoftmaxAttention(Attention):
         y = self._see(q, seen_keys, seen_values, (at >= 0)[:, None, None], position, at)
         return y, RingCache(keys, values, state.length + seen)
 
-    def initial_state(
-        self,
-        batch_size: int,
-        *,
-        max_len: int | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
+    def empty_state(
+        self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype
     ) -> SoftmaxState:
-        """Return an empty cache: see `SequenceModule.initial_state`."""
-        device, dtype = self.default(device, dtype)
+        """Return an empty cache: see `MultiHead.empty_state`."""
         length = torch.zeros(batch_size, dtype=torch.long, device=device)
 
         def empty(slots: int, dim: int) -> Tensor:

@@ -285,16 +285,10 @@ class SparseAttention(Attention):
         """Return None for local sets alone, whose state is bounded, else "": no option bounds distant sets."""
         return None if self.combine == "local" else ""
 
-    def initial_state(
-        self,
-        batch_size: int,
-        *,
-        max_len: int | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
+    def empty_state(
+        self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype
     ) -> SparseState:
-        """Return an empty state: see `SequenceModule.initial_state`."""
-        device, dtype = self.default(device, dtype)
+        """Return an empty state: see `MultiHead.empty_state`."""
         length = torch.zeros(batch_size, dtype=torch.long, device=device)
 
         def empty(heads: slice, slots: int) -> tuple[Tensor, Tensor]:

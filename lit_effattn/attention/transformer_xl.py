@@ -295,16 +295,8 @@ class TransformerXLAttention(Attention):
         """Number of earlier positions that the first of a segment sees, which a state has to hold."""
         return self.mem_len - 1 if self.same_length else self.mem_len
 
-    def initial_state(
-        self,
-        batch_size: int,
-        *,
-        max_len: int | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> State:
-        """Return an empty memory, of keys and values if `max_len` is given: see `SequenceModule.initial_state`."""
-        device, dtype = self.default(device, dtype)
+    def empty_state(self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype) -> State:
+        """Return an empty memory, of keys and values if `max_len` is given: see `MultiHead.empty_state`."""
         length = torch.zeros(batch_size, dtype=torch.long, device=device)
         if max_len is None:
             return InputMemory(torch.zeros(batch_size, self._reach, self.d_model, device=device, dtype=dtype), length)

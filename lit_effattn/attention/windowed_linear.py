@@ -154,16 +154,10 @@ class WindowedLinearAttention(Attention):
     def _gamma(self, dtype: torch.dtype) -> Tensor:
         return self.mixing.to(dtype).sigmoid()
 
-    def initial_state(
-        self,
-        batch_size: int,
-        *,
-        max_len: int | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
+    def empty_state(
+        self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype
     ) -> WindowedLinearState:
-        """Return an empty window and empty sums: see `SequenceModule.initial_state`."""
-        device, dtype = self.default(device, dtype)
+        """Return an empty window and empty sums: see `MultiHead.empty_state`."""
         cache = batch_size, self.n_kv_heads, self.window - 1, self.head_dim
         sums = batch_size, self.n_heads, self.feature_map.n_features, self.head_dim
         full = accumulator(dtype)

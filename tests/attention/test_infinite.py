@@ -217,6 +217,8 @@ def test_jitter_in_training_comes_from_the_state_alone():
     assert not torch.equal(attention.eval()(x)[0], y)
     torch.testing.assert_close(*attention(x)[0])
 
+    # A segment is written before the positions 8, 12, 16 and 20; each update has other jitter.
+    assert (state.counter - attention.initial_state(2).counter).tolist() == [4, 4]
     fresh = attention.reset(state, torch.tensor([True, False]))
     assert torch.equal(fresh.counter, state.counter)
     assert fresh.length.tolist() == [0, 24]

@@ -31,8 +31,8 @@ class Attention(MultiHead):
 
         y = W_o concat_h attend(W_q x, W_k x, W_v x)                          Vaswani et al. 2017, section 3.2.2
 
-    A new kind implements `attend`, and `initial_state` or `empty_state`. Its state has a field `length` (B,), the number
-    of positions seen.
+    A new kind implements `attend`, and `initial_state` or `empty_state`. Its state has a field `length` (B,), the
+    number of positions seen.
 
     Args:
         d_model: Width E.

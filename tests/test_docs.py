@@ -160,4 +160,7 @@ def test_small_runs_and_benchmarks_of_the_papers_figures():
 
 
 def test_the_readme_is_short():
-    assert len(PAGES["README.md"].splitlines()) < 150
+    lines = PAGES["README.md"].splitlines()
+    assert len(lines) < 150
+    assert max(map(len, lines)) <= 160
+    assert len(re.findall(r"[^\s|]+", PAGES["README.md"])) <= 1000

@@ -54,7 +54,7 @@ def test_the_named_files_and_nothing_else(pack, unpack, tmp_path: Path):
 
 @UNPACK
 def test_what_is_refused_leaves_nothing(pack, unpack, tmp_path: Path):
-    archive, there = tmp_path / "a", tmp_path / "there"
+    archive, target = tmp_path / "a", tmp_path / "there"
     content = bytes(range(256)) * 500
     for members, link, words in (
         ({"wiki": b"1"}, "text", "text 0 times"),
@@ -63,13 +63,13 @@ def test_what_is_refused_leaves_nothing(pack, unpack, tmp_path: Path):
     ):
         pack(archive, members, link)
         with pytest.raises(ValueError, match=f"{archive}: the archive is damaged .*{words}"):
-            unpack(archive, ["wiki", "text"], there, max_bytes=200_000)
+            unpack(archive, ["wiki", "text"], target, max_bytes=200_000)
     whole = pack(archive, {"text": b"", "wiki": content}).read_bytes()
     for broken in (b"<html>", whole[:-30], whole[: len(whole) // 2], whole[:90] + bytes(20) + whole[110:]):
         archive.write_bytes(broken)
         with pytest.raises(ValueError, match=f"{archive}: the archive is damaged"):
-            unpack(archive, ["wiki"], there)
-    assert not (there / "wiki").exists()
+            unpack(archive, ["wiki"], target)
+    assert not (target / "wiki").exists()
     assert not [name for name in files(tmp_path) if name.endswith(".unfinished")]
 
 

@@ -42,6 +42,7 @@ def test_evaluation_sees_every_sample_once_in_equally_many_batches(shuffle):
             continue
         shards = ranks(n, batch_size, world, shuffle=shuffle, drop_last=False)
         assert sorted(flat(shards)) == list(range(n))
+        assert world > 1 or len(shards[0]) == math.ceil(n / batch_size)
         assert len({len(batches) for batches in shards}) == 1
         assert len(shards[0]) == len(sampler(n, batch_size, num_replicas=world, drop_last=False))
         for batches in shards:
@@ -50,11 +51,6 @@ def test_evaluation_sees_every_sample_once_in_equally_many_batches(shuffle):
             assert max(sizes) - min(sizes) <= 1
             short_rank = math.ceil(math.ceil(n / world) / batch_size) > n // world
             assert max(sizes) <= batch_size + short_rank
-
-
-def test_evaluation_takes_no_more_batches_than_needed():
-    for n, batch_size in itertools.product(range(1, 40), (1, 4, 5)):
-        assert len(sampler(n, batch_size, drop_last=False)) == math.ceil(n / batch_size)
 
 
 def test_training_batches_are_full_disjoint_and_as_many_as_fit():
@@ -108,7 +104,9 @@ def test_variants_are_drawn_anew_each_epoch_for_each_sample():
 
 
 def test_unshuffled_order_is_the_data_sets():
-    assert list(sampler(5, 2, shuffle=False, drop_last=False)) == [[0, 1], [2, 3], [4]]
+    made = sampler(5, 2, shuffle=False, drop_last=False)
+    assert list(made) == [[0, 1], [2, 3], [4]]
+    assert isinstance(made, DistributedSampler)  # which Lightning keeps
 
 
 def test_too_few_samples_are_refused():
@@ -120,10 +118,6 @@ def test_too_few_samples_are_refused():
         name, value = list(options.items())[-1]
         with pytest.raises(ValueError, match=f"{name}={value}"):
             sampler(5, **options)
-
-
-def test_lightning_takes_it_for_a_distributed_sampler():
-    assert isinstance(sampler(5, 1), DistributedSampler)
 
 
 class Echo(Dataset):
@@ -153,8 +147,7 @@ def epoch_of(made, epoch):
     return [batch.tolist() for batch in made]
 
 
-@pytest.mark.parametrize(("before", "after"), [(0, 0), (2, 2), (0, 2), (2, 0)])
-@pytest.mark.parametrize("taken", [1, 3, 6])
+@pytest.mark.parametrize(("before", "after", "taken"), [(0, 0, 1), (0, 0, 6), (2, 0, 3), (0, 2, 3)])
 def test_resumes_with_the_next_batch_whatever_the_workers(before, after, taken):
     whole = [epoch_of(loader(), epoch) for epoch in range(4)]
     first = loader(before)

@@ -13,8 +13,8 @@ ITEMS = [("gut, gemacht", "good"), ("schlecht", "bad"), ("ümlaut", "good"), ("n
 def write(root, items=None, suffix="tsv", lines=None):
     root.mkdir(exist_ok=True)
     for split in SPLITS:
-        found = lines or [f"{text}\t{label}" for text, label in items or ITEMS]
-        (root / f"{split}.{suffix}").write_text("\n".join(found) + "\n", encoding="utf-8")
+        actual = lines or [f"{text}\t{label}" for text, label in items or ITEMS]
+        (root / f"{split}.{suffix}").write_text("\n".join(actual) + "\n", encoding="utf-8")
     return str(root)
 
 
@@ -27,13 +27,13 @@ def ready(stage="fit", **options):
 
 def items(loader, classes):
     """Every text and its class, in the order of the loader."""
-    found = []
+    actual = []
     for batch in loader:
         assert batch.x.dtype == torch.uint8
         for row, n, label in zip(batch.x, batch.lengths.tolist(), batch.labels.tolist(), strict=True):
             assert not row[n:].any()
-            found.append((bytes(row[:n].tolist()).decode(), classes[label]))
-    return found
+            actual.append((bytes(row[:n].tolist()).decode(), classes[label]))
+    return actual
 
 
 def test_lines_of_a_text_and_a_class(tmp_path):
@@ -92,9 +92,9 @@ def test_what_is_left_out_is_counted(tmp_path):
     root = write(tmp_path / "x")
     with (tmp_path / "x" / "train.tsv").open("a") as file:
         file.write("no class\n\tgood\n")
-    with pytest.warns(UserWarning, match="train: 2 are left out") as said:
+    with pytest.warns(UserWarning, match="train: 2 are left out") as warned:
         data = ready(root=root)
-    assert "train.tsv:6: has 1 columns" in str(said[0].message)
+    assert "train.tsv:6: has 1 columns" in str(warned[0].message)
     assert sorted(items(data.train_dataloader(), data.classes)) == sorted(ITEMS)
 
 

@@ -57,19 +57,19 @@ def data(root: Path, **options: Any) -> GroundedDialogues:
 
 def read(made: GroundedDialogues, split: str = "test") -> list[tuple[str, list[str]]]:
     """Put streams of one row together: of each conversation its text with | for <start>, and the scored parts."""
-    found: list[tuple[list[int], list[list[int]]]] = []
+    actual: list[tuple[list[int], list[list[int]]]] = []
     for batch in getattr(made, f"{split}_dataloader")():
         n = batch.inputs.size(1) if batch.lengths is None else int(batch.lengths)
         if batch.fresh:
-            found.append(([], []))
-        tokens, parts = found[-1]
+            actual.append(([], []))
+        tokens, parts = actual[-1]
         for token, target in zip(batch.inputs[0, :n].tolist(), batch.targets[0, :n].tolist(), strict=True):
             if target != IGNORE and token == START:
                 parts.append([])
             tokens.append(token)
             if target != IGNORE:
                 parts[-1].append(target)
-    return [(text(tokens), [text(part) for part in parts]) for tokens, parts in found]
+    return [(text(tokens), [text(part) for part in parts]) for tokens, parts in actual]
 
 
 def text(tokens: list[int]) -> str:
@@ -87,8 +87,8 @@ def test_sections_come_before_the_turns_and_only_turns_are_scored(tmp_path: Path
         "apart": [([a, *turns[:2]], turns[:2]), ([b, *turns[2:4]], turns[2:4]), ([c, *turns[4:]], turns[4:])],
     }
     for document, conversations in expected.items():
-        found = read(data(tmp_path, document=document, segment_len=segment_len, batch_size=1))
-        assert found == [("|" + "|".join(all_), [t + "|" for t in scored]) for all_, scored in conversations]
+        actual = read(data(tmp_path, document=document, segment_len=segment_len, batch_size=1))
+        assert actual == [("|" + "|".join(all_), [t + "|" for t in scored]) for all_, scored in conversations]
 
 
 def test_responses_say_where_each_turn_begins(tmp_path: Path):
@@ -97,14 +97,14 @@ def test_responses_say_where_each_turn_begins(tmp_path: Path):
     for split, batch_size in (("train", 1), ("test", 2)):
         made = data(tmp_path, document="before", segment_len=10, batch_size=batch_size)
         name = {"train": "train", "test": "test"}[split]
-        found = []
+        actual = []
         for batch in getattr(made, f"{split}_dataloader")():
             for row, of_row in enumerate(batch.responses):
                 for r in of_row:
                     assert batch.inputs[row, r.position] == START
                     assert batch.targets[row, r.position] == r.text.encode()[0]
-                    found.append((r.number, r.text))
-        assert sorted(found) == list(enumerate([t for i in range(5) for t in [*TURNS, f"{name} {i}"]]))
+                    actual.append((r.number, r.text))
+        assert sorted(actual) == list(enumerate([t for i in range(5) for t in [*TURNS, f"{name} {i}"]]))
 
 
 def test_no_stream_begins_within_a_conversation(tmp_path: Path):
@@ -120,8 +120,8 @@ def test_no_stream_begins_within_a_conversation(tmp_path: Path):
         for row in range(2):
             first = [bool(batch.fresh[row]) for batch in batches]
             assert first[0]
-            for batch, fresh in zip(batches, first, strict=True):
-                if fresh:  # a section's first token is read after <start>, and not scored
+            for batch, is_fresh in zip(batches, first, strict=True):
+                if is_fresh:  # a section's first token is read after <start>, and not scored
                     assert batch.inputs[row, 0] == START
                     assert batch.targets[row, 0] == IGNORE
     assert seen == n

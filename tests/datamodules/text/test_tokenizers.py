@@ -99,7 +99,7 @@ def test_words_are_ranked_by_frequency_and_rare_ones_unknown():
     assert whole.encode("a\nzebra b").tolist() == [2, 0, 3, 1]
     assert whole.decode([2, 0, 0, 3, 1]) == "a\n\n<unk> b"
     few = WordTokenizer.learn([text[:6], text[6:]], 5)
-    assert few.words == ["<eos>", "<unk>", "b", "a"]  # <unk> stands for <unk>, c, d, e: 4 times, like <eos>
+    assert few.words == ["<eos>", "<unk>", "b", "a"]  # <unk> counts <unk>, c, d, e: 4 times, like <eos>
     assert few.n_tokens == 5
     assert few.encode("c d a").tolist() == [1, 1, 3]
 

@@ -79,11 +79,14 @@ release: release-check  ## The same, then tag the commit; pushing the tag publis
 	@echo "Publish it: git push origin v$(VERSION)"
 
 audit: $(VENV)/.installed-release  ## Look for known vulnerabilities in requirements.lock.
-	$(UV) tool run pip-audit --require-hashes --disable-pip --requirement requirements.lock
+	$(UV) tool run pip-audit --strict --require-hashes --disable-pip --requirement requirements.lock
 
-sbom: $(VENV)/.installed-release  ## Write build/sbom.cdx.json, the list of components in requirements.lock (CycloneDX).
+sbom: $(VENV)/.installed-release  ## Write build/sbom.cdx.json: what a default install brings, in the lock's versions (CycloneDX).
 	mkdir -p build
-	$(UV) tool run --from cyclonedx-bom cyclonedx-py requirements --pyproject pyproject.toml --output-file build/sbom.cdx.json requirements.lock
+	$(UV) pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-header --constraint requirements.lock \
+	  --output-file build/requirements.txt pyproject.toml
+	$(UV) tool run --from cyclonedx-bom cyclonedx-py requirements --pyproject pyproject.toml \
+	  --output-file build/sbom.cdx.json build/requirements.txt
 
 clean:  ## Delete .venv, site/ and the caches (runs/ and data/ stay).
 	rm -rf $(VENV) site build dist .mypy_cache .ruff_cache .pytest_cache

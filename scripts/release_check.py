@@ -37,7 +37,7 @@ RESOLUTIONS = ("lowest-direct", "highest")
 DEMO = (
     ("--version", "--verbose"),
     (
-        *("fit", "--config", "digits_linear", "--trainer.max_steps", "30", "--trainer.max_epochs", "1"),
+        *("fit", "--config", "digits_linear", "--trainer.max_steps", "10", "--trainer.max_epochs", "1"),
         *("--trainer.limit_val_batches", "1", "--trainer.enable_progress_bar", "false"),
     ),
     ("test", "--ckpt_path", "best", "--trainer.limit_test_batches", "1", "--trainer.enable_progress_bar", "false"),

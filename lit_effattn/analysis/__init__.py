@@ -1,1 +1,1 @@
-"""What runs recorded: records, comparisons, sweeps and reports."""
+"""Records of runs, and the commands compare, sweep and report."""

@@ -24,61 +24,56 @@ def compare(args: list[str]) -> None:
         args: The arguments of the command.
 
     Raises:
-        ValueError: a folder is not that of a run, or matplotlib is missing.
+        ValueError: If a folder is not that of a run, an option is out of range, or matplotlib is missing.
     """
-    given = parser().parse_args(args)
-    if given.length is not None and given.length < 1:
-        raise ValueError(f"--length {given.length} must be at least 1")
-    if given.plots:
+    options = parser().parse_args(args)
+    if options.length is not None and options.length < 1:
+        raise ValueError(f"--length {options.length} must be at least 1")
+    if options.plots:
         plots.check_available()
-    runs = [read_run(Path(path), length=given.length, trust=given.trust) for path in given.runs]
+    runs = [read_run(Path(path), length=options.length, trust=options.trust) for path in options.runs]
     names = names_of([run.path for run in runs])
-    if given.format == "csv":
-        text: str | None = comma_separated(_joined(names, runs))
-    elif given.format == "markdown" or given.output:
-        text = "\n".join(markdown(table) for table in (results(names, runs), _settings(names, runs)) if table.rows)
+    tables = [table for table in (results(names, runs), _settings(names, runs)) if table.rows]
+    text = comma_separated(_joined(names, runs)) if options.format == "csv" else "\n".join(map(markdown, tables))
+    if options.output:
+        Path(options.output).parent.mkdir(parents=True, exist_ok=True)
+        Path(options.output).write_text(text, encoding="utf-8")
+        print(f"table: {short(options.output)}")
+    elif options.format == "terminal":
+        for table in tables:
+            show(table)
     else:
-        text = None
-        for table in (results(names, runs), _settings(names, runs)):
-            if table.rows:
-                show(table)
-    if text is not None and given.output:
-        Path(given.output).parent.mkdir(parents=True, exist_ok=True)
-        Path(given.output).write_text(text, encoding="utf-8")
-        print(f"table: {short(given.output)}")
-    elif text is not None:
         print(printable(text), end="")
     for name, run in zip(names, runs, strict=True):
         if run.remark:
             print(printable(f"{name}: {run.remark}"), file=sys.stderr)
-    if given.plots and (panels := _panels(names, runs)):
-        print(f"plots: {short(plots.curves(panels, Path(given.plots) / 'curves.png'))}")
+    if options.plots and (panels := _panels(names, runs)):
+        print(f"plots: {short(plots.curves(panels, Path(options.plots) / 'curves.png'))}")
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
-    made = argparse.ArgumentParser(
+    arguments = argparse.ArgumentParser(
         "lit-effattn compare",
-        description="Compare runs: what differs in their configurations, metrics, parameters, bytes of state, "
-        "seconds a step, peak memory.",
+        description="Compare runs: settings that differ, metrics, parameters, bytes of state, time, peak memory.",
         allow_abbrev=False,
     )
-    made.add_argument("runs", nargs="+", metavar="RUN", help="The folder of a run.")
-    made.add_argument("--format", choices=FORMATS, default="terminal", help="Default: terminal.")
-    made.add_argument("--output", metavar="FILE", help="Write the table here; in Markdown unless --format csv.")
-    made.add_argument("--plots", metavar="FOLDER", help="Write curves.png here: metrics by step and by time.")
-    made.add_argument(
+    arguments.add_argument("runs", nargs="+", metavar="RUN", help="The folder of a run.")
+    arguments.add_argument("--format", choices=FORMATS, default="terminal", help="Default: terminal.")
+    arguments.add_argument("--output", metavar="FILE", help="Write the table here; in Markdown unless --format csv.")
+    arguments.add_argument("--plots", metavar="FOLDER", help="Write curves.png here: metrics by step and by time.")
+    arguments.add_argument(
         "--length",
         type=int,
-        help="Positions after which the bytes of a growing state are counted. Default: the length in the data's "
+        help="Positions for which the bytes of a growing state are counted. Default: the length in the data's "
         "configuration, the dimensions of an image, or 1,024.",
     )
-    add_trust(made)
-    return made
+    add_trust(arguments)
+    return arguments
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
-    """Return names of runs: that of the configuration, or with the time if several runs have it."""
+    """Return names of runs: the configuration's name, with the time if several runs have it."""
     resolved = [path.resolve() for path in paths]
     count = Counter(path.parent.name for path in resolved)
     return [
@@ -87,7 +82,7 @@ def names_of(paths: Sequence[Path]) -> list[str]:
 
 
 def results(names: Sequence[str], runs: Sequence[RunRecord]) -> Table:
-    """Return a table with a row for each run. Columns that no run has are left out."""
+    """Return a table with a row for each run, without empty columns."""
     metrics = dict.fromkeys(name for run in runs for name in run.final if name != "train/loss")
     peaks = dict.fromkeys(name for run in runs for name in run.peak_memory)
     columns: dict[str, list[Any]] = {
@@ -119,38 +114,30 @@ def _plain(value: Any) -> Any:
 
 
 def _panels(names: Sequence[str], runs: Sequence[RunRecord]) -> list[list[plots.Panel]]:
-    """Return a row for each metric of training and validation: by step, and by time where it is known."""
+    """Return a row for each metric of training and validation: by step, and by time if it is known."""
     metrics = dict.fromkeys(
         name for run in runs for name, curve in run.curves.items() if name.startswith(("train/", "val/")) and curve
     )
-    timed = any(run.seconds for run in runs)
-    return [
-        [
-            plots.Panel("step", metric, _lines(names, runs, metric)),
-            *([plots.Panel("seconds", metric, _lines(names, runs, metric, by_time=True))] if timed else []),
-        ]
-        for metric in metrics
-    ]
+    axes = ["step", "seconds"] if any(run.seconds for run in runs) else ["step"]
+    return [[plots.Panel(axis, metric, _lines(names, runs, metric, axis)) for axis in axes] for metric in metrics]
 
 
-def _lines(
-    names: Sequence[str], runs: Sequence[RunRecord], metric: str, *, by_time: bool = False
-) -> dict[str, plots.Line]:
+def _lines(names: Sequence[str], runs: Sequence[RunRecord], metric: str, axis: str) -> dict[str, plots.Line]:
     lines: dict[str, plots.Line] = {}
     for name, run in zip(names, runs, strict=True):
         steps = sorted(run.curves.get(metric, {}))
-        x: dict[int, float] = _times(steps, run.seconds) if by_time else {step: step for step in steps}
+        x = steps if axis == "step" else _times(steps, run.seconds)
         if x:
-            lines[name] = list(x.values()), [run.curves[metric][step] for step in x]
+            lines[name] = x, [run.curves[metric][step] for step in steps]
     return lines
 
 
-def _times(steps: Sequence[int], seconds: dict[int, float]) -> dict[int, float]:
-    """Return the time of each step, by interpolation between those that were logged."""
+def _times(steps: Sequence[int], seconds: dict[int, float]) -> list[float]:
+    """Return the time of each step, interpolated between the logged ones; empty without a log of time."""
     import numpy as np
 
     if not seconds:
-        return {}
+        return []
     known = sorted(seconds)
-    times = np.interp(steps, [-1, *known], [0.0, *(seconds[step] for step in known)])
-    return dict(zip(steps, times.tolist(), strict=True))
+    times: list[float] = np.interp(steps, [-1, *known], [0.0, *(seconds[step] for step in known)]).tolist()
+    return times

@@ -1,4 +1,4 @@
-"""Read what the folder of a run says about it: its configuration, log and checkpoints. Files are read as data only."""
+"""Read the folder of a run, as data: its configuration, log and checkpoints."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ Curve = dict[int, float]
 """Values by optimiser step, counted from 0."""
 
 STATE_LENGTH = 1024
-"""Positions after which the bytes of a growing state are counted if the data do not say how long a sequence is."""
+"""Positions for which the bytes of a growing state are counted if the data have no length."""
 
 _LENGTHS = ("length", "max_len", "segment_len")
 _MEMORY = {DEVICE_MEMORY: "peak device bytes", PROCESS_MEMORY: "peak process bytes"}
 _MOST_STEPS = 2**53
 _NOT_SETTINGS = ("trainer.default_root_dir", "ckpt_path")
-"""Settings that tell runs apart without changing what is computed."""
+"""Settings that differ between runs without effect on the results."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What is known of a run. What is not known is None or empty.
+    """The record of a run. Unknown values are None or empty.
 
     Attributes:
         path: The folder.
-        settings: The configuration, flat: `model.backbone.attention` and so on, with bare class names.
+        settings: The flat configuration, such as `model.backbone.attention`, with bare class names.
         curves: Every column of the log, by step.
-        seconds: Time since the start in seconds, by step; pauses between a stop and its resumption do not count.
+        seconds: Time since the start in seconds, by step, without pauses between a stop and its resumption.
         seconds_per_step: The median over the logged intervals.
-        peak_memory: Bytes, by what was measured.
+        peak_memory: Bytes, by the kind of memory.
         parameters: Number of the model's parameters.
-        state_bytes: Bytes that the backbone's state takes for one sequence of `state_length` positions.
-        state_length: The number of positions; None: the state has the same size at any length.
-        monitor: The task's validation metric, of which less is better.
+        state_bytes: Bytes of the backbone's state for one sequence of `state_length` positions.
+        state_length: The number of positions; None if the state has a fixed size.
+        monitor: The task's validation metric; lower is better.
         remark: Why something is missing.
     """
 
@@ -65,7 +65,7 @@ class RunRecord:
 
     @property
     def final(self) -> dict[str, float]:
-        """The last value of every metric of training, validation and test."""
+        """The last value of each metric of training, validation and test."""
         return {
             name: curve[max(curve)]
             for name, curve in self.curves.items()
@@ -78,44 +78,46 @@ def read_run(path: Path, *, length: int | None = None, trust: Sequence[str] = ()
 
     Args:
         path: Its folder.
-        length: Positions after which the bytes of a growing state are counted. Default: what the data say (`length`,
-            `max_len` or `segment_len`), the dimensions of an image, or 1,024.
+        length: Positions for which the bytes of a growing state are counted. Default: the data's `length`, `max_len` or
+            `segment_len`, the dimensions of an image, or 1,024.
         trust: Classes of the user's own that its checkpoint may name: see `Task.load_from_checkpoint`.
 
     Raises:
-        ValueError: it is no run's folder, or its configuration can't be read.
+        ValueError: If `path` is not the folder of a run, or its configuration can't be read.
     """
     settings = flat(read_config(path))
-    curves, seconds, per_step = _log(path / "csv")
-    bytes_used = {column: [v for v in curves.get(column, {}).values() if isfinite(v)] for column in _MEMORY}
-    peaks = {name: int(max(bytes_used[column])) for column, name in _MEMORY.items() if bytes_used[column]}
-    own = {name: curve for name, curve in curves.items() if not name.startswith("cost/")}
-    known: dict[str, Any] = {"seconds": seconds, "seconds_per_step": per_step, "peak_memory": peaks}
+    columns, seconds, seconds_per_step = _read_log(path / "csv")
+    peaks = {}
+    for column, name in _MEMORY.items():
+        if values := [value for value in columns.get(column, {}).values() if isfinite(value)]:
+            peaks[name] = int(max(values))
+    curves = {name: curve for name, curve in columns.items() if not name.startswith("cost/")}
+    known: dict[str, Any] = {"seconds": seconds, "seconds_per_step": seconds_per_step, "peak_memory": peaks}
     checkpoint = next(
         (p for name in (LAST, PREVIOUS, "best.ckpt") if is_checkpoint(p := path / "checkpoints" / name)), None
     )
     if checkpoint is None:
-        return RunRecord(path, settings, own, **known, remark="no checkpoint")
+        return RunRecord(path, settings, curves, **known, remark="no checkpoint")
     try:
-        own = own or _logged(checkpoint)
+        curves = curves or _checkpoint_metrics(checkpoint)
         model = Task.load_from_checkpoint(checkpoint, map_location="cpu", trust=trust)
         known |= _sizes(model, length or getattr(model, "n_dims", None) or _data_length(settings))
     except (ValueError, RuntimeError, TypeError, AttributeError, LookupError, ArithmeticError, OSError) as error:
-        # What a file can't be read or a model can't be built with.
+        # These are the errors of reading a file and of building a model.
         known["remark"] = f"{checkpoint.name}: {str(error).partition(chr(10))[0]}"
-    return RunRecord(path, settings, own, **known)
+    return RunRecord(path, settings, curves, **known)
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """Return the configuration of the run in the folder `path`, as data.
 
     Raises:
-        ValueError: it is no run's folder, or its configuration can't be read.
+        ValueError: If `path` is not the folder of a run, or its configuration can't be read.
     """
     file = path / "config.yaml"
     if not file.is_file():
-        inside = sorted(config.parent.name for config in path.glob("*/config.yaml"))
-        hint = f"; it holds runs, such as {path / inside[-1]}" if inside else ""
+        runs = sorted(config.parent for config in path.glob("*/config.yaml"))
+        hint = f"; it holds runs, such as {runs[-1]}" if runs else ""
         raise ValueError(f"{path} is not the folder of a run: it has no config.yaml{hint}")
     try:
         content = parse_yaml(file.read_text(encoding="utf-8"))
@@ -127,11 +129,11 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def differences(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
-    """Return the settings that are not equal in all runs, by name: the value in each run, None where it has none."""
+    """Return the settings that differ between runs, by name: the value in each run, None if it is missing."""
     settings = _aligned([run.settings for run in runs])
     names = dict.fromkeys(name for of_run in settings for name in of_run if name not in _NOT_SETTINGS)
-    values = {name: [of_run.get(name) for of_run in settings] for name in names}
-    return {name: of_runs for name, of_runs in values.items() if any(value != of_runs[0] for value in of_runs)}
+    rows = {name: [of_run.get(name) for of_run in settings] for name in names}
+    return {name: values for name, values in rows.items() if any(value != values[0] for value in values)}
 
 
 def _aligned(settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -150,7 +152,7 @@ def _aligned(settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return aligned
 
 
-def _log(folder: Path) -> tuple[dict[str, Curve], Curve, float | None]:
+def _read_log(folder: Path) -> tuple[dict[str, Curve], Curve, float | None]:
     """Return all columns of the logs in `folder`, the time by step, and the median time of a step."""
     curves: dict[str, Curve] = {}
     seconds: Curve = {}
@@ -163,34 +165,28 @@ def _log(folder: Path) -> tuple[dict[str, Curve], Curve, float | None]:
             continue
         steps = sorted(timed)
         per_step += [(timed[b] - timed[a]) / (b - a) for a, b in pairwise(steps)]
-        seconds = {step: value for step, value in seconds.items() if step < steps[0]}  # what the resumed fit repeats
+        seconds = {step: value for step, value in seconds.items() if step < steps[0]}  # without repeated steps
         offset = max(seconds.values(), default=0.0)
         seconds |= {step: offset + value for step, value in timed.items()}
     return curves, seconds, median(per_step) if per_step else None
 
 
 def _entries(path: Path) -> Iterator[tuple[int, str, float]]:
-    """Yield step, column and value of every number in a log. A last line that was cut off is left out.
+    """Yield step, column and value of every number in a log, without a truncated last line.
 
     Raises:
-        ValueError: it is no CSV, or a field has more than 131,072 characters.
+        ValueError: If the file is not CSV, or a field has more than 131,072 characters.
     """
-    regular(path)
-    with path.open(newline="", encoding="utf-8") as file:
-        for row in _rows(csv.DictReader(file), path):
-            try:
-                step = int(row["step"])
-                numbers = {name: float(value) for name, value in row.items() if value and name != "step"}
-            except (KeyError, TypeError, ValueError):
-                continue
-            if not 0 <= step < _MOST_STEPS:
-                continue
-            yield from ((step, name, value) for name, value in numbers.items() if name != "epoch")
-
-
-def _rows(reader: Iterator[dict[str, str]], path: Path) -> Iterator[dict[str, str]]:
     try:
-        yield from reader
+        with regular(path).open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                try:
+                    step = int(row.pop("step"))
+                    numbers = [(name, float(value)) for name, value in row.items() if value and name != "epoch"]
+                except (KeyError, TypeError, ValueError):
+                    continue
+                if 0 <= step < _MOST_STEPS:
+                    yield from ((step, name, value) for name, value in numbers)
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} can't be read: {error}; delete it to leave its figures out") from error
 
@@ -200,7 +196,7 @@ def _version(path: Path) -> int:
     return int(number) if number.isdecimal() else -1
 
 
-def _logged(checkpoint: Path) -> dict[str, Curve]:
+def _checkpoint_metrics(checkpoint: Path) -> dict[str, Curve]:
     """Return the metrics in a checkpoint, for a run without a log."""
     content = read_outline(checkpoint)
     logged = content.get("logged")
@@ -213,18 +209,16 @@ def _logged(checkpoint: Path) -> dict[str, Curve]:
 
 
 def _data_length(settings: Mapping[str, Any]) -> int:
-    found = (settings.get(f"data.{name}") for name in _LENGTHS)
-    return next((value for value in found if isinstance(value, int) and value > 0), STATE_LENGTH)
+    lengths = (settings.get(f"data.{name}") for name in _LENGTHS)
+    return next((value for value in lengths if isinstance(value, int) and value > 0), STATE_LENGTH)
 
 
 def _sizes(model: Task, length: int) -> dict[str, Any]:
-    """Return the number of parameters, and the bytes of the state if the backbone has one."""
-    found: dict[str, Any] = {
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "monitor": getattr(model, "monitor", None),
-    }
+    """Return the number of parameters, the monitor, and the bytes of the state if the backbone has one."""
+    parameters = sum(p.numel() for p in model.parameters())
+    sizes: dict[str, Any] = {"parameters": parameters, "monitor": getattr(model, "monitor", None)}
     backbone: Any = getattr(model, "backbone", None)
     if getattr(backbone, "causal", False) and hasattr(backbone, "initial_state"):
-        found["state_bytes"] = sequence.nbytes(backbone.initial_state(1, max_len=length))
-        found["state_length"] = None if backbone.bounded_by is None else length
-    return found
+        sizes["state_bytes"] = sequence.nbytes(backbone.initial_state(1, max_len=length))
+        sizes["state_length"] = None if backbone.bounded_by is None else length
+    return sizes

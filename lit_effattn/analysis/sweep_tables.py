@@ -1,4 +1,4 @@
-"""What a sweep found: the best rate of each kind, and the means and deviations over seeds."""
+"""The results of a sweep: the best rate of each kind, and means and deviations over seeds."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ class Cell(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of a cell: a run, or the reason why there is none."""
+    """The result of a cell: a run, or the reason for its failure."""
 
     record: RunRecord | None
     reason: str | None
 
     @property
     def score(self) -> float:
-        """The lowest value of the task's validation metric; infinite if there is none."""
+        """The lowest value of the task's validation metric, or infinity."""
         if self.record is None or self.record.monitor is None:
             return math.inf
         values = self.record.curves.get(self.record.monitor, {}).values()
         return min((value for value in values if math.isfinite(value)), default=math.inf)
 
     @property
-    def said(self) -> str:
-        """A few words about it."""
+    def summary(self) -> str:
+        """The score, or the reason."""
         return f"{self.record.monitor} {self.score:.4g}" if self.record is not None else f"refused: {self.reason}"
 
 
@@ -53,14 +53,14 @@ Outcomes = Mapping[Cell, Outcome]
 
 
 def best_rate(kind: str, outcomes: Outcomes) -> float | None:
-    """Return the rate with the lowest validation metric with seed 0; None: no rate has a finite one."""
+    """Return the rate with the lowest validation metric with seed 0, or None if no rate has a finite one."""
     scores = {cell.rate: outcome.score for cell, outcome in outcomes.items() if cell.kind == kind and cell.seed == 0}
     finite = {rate: score for rate, score in scores.items() if math.isfinite(score)}
     return min(finite, key=finite.__getitem__) if finite else None
 
 
 def by_rate(kinds: Sequence[str], rates: Sequence[float], outcomes: Outcomes) -> Table:
-    """Return the validation metric of every kind at every rate, or why there is none."""
+    """Return the validation metric of each kind at each rate, or the reason for its failure."""
     monitors = {outcome.record.monitor: None for outcome in outcomes.values() if outcome.record is not None}
     rows = [[kind, *(_tried(outcomes[Cell(kind, rate, 0)]) for rate in rates)] for kind in kinds]
     title = f"Rates: the lowest {', '.join(map(str, monitors)) or 'validation metric'} with seed 0"
@@ -72,7 +72,7 @@ def _tried(outcome: Outcome) -> Any:
 
 
 def by_kind(kinds: Sequence[str], chosen: Mapping[str, float], outcomes: Outcomes) -> Table:
-    """Return a row for each kind: the means over seeds at its best rate, and the standard deviations after ±."""
+    """Return a row for each kind: means over seeds at its best rate ± standard deviations."""
     runs = [_runs(kind, chosen, outcomes) for kind in kinds]
     metrics = dict.fromkeys(name for of_kind in runs for run in of_kind for name in _scores(run))
     columns: dict[str, list[Any]] = {
@@ -90,16 +90,16 @@ def by_kind(kinds: Sequence[str], chosen: Mapping[str, float], outcomes: Outcome
 
 
 def points(kinds: Sequence[str], chosen: Mapping[str, float], outcomes: Outcomes) -> tuple[str, list[Point]]:
-    """Return the metric to plot against bytes of state, the accuracy in test if there is one, and a point a kind."""
+    """Return the metric to plot against bytes of state, preferably the test accuracy, and a point for each kind."""
     runs = {kind: _runs(kind, chosen, outcomes) for kind in kinds}
     names = [name for of_kind in runs.values() for run in of_kind for name in _scores(run)]
     metric = "test/accuracy" if "test/accuracy" in names else next((n for n in names if n.startswith("val/")), "")
-    found = []
+    plotted = []
     for kind, of_kind in runs.items():
-        middle = _spread([_scores(run).get(metric) for run in of_kind])
-        if middle is not None and math.isfinite(middle.mean) and of_kind[0].state_bytes:
-            found.append(Point(kind.replace(":", " "), of_kind[0].state_bytes, middle.mean, middle.deviation or 0.0))
-    return metric, found
+        spread = _spread([_scores(run).get(metric) for run in of_kind])
+        if spread is not None and math.isfinite(spread.mean) and of_kind[0].state_bytes:
+            plotted.append(Point(kind.replace(":", " "), of_kind[0].state_bytes, spread.mean, spread.deviation or 0.0))
+    return metric, plotted
 
 
 def _runs(kind: str, chosen: Mapping[str, float], outcomes: Outcomes) -> list[RunRecord]:
@@ -108,15 +108,15 @@ def _runs(kind: str, chosen: Mapping[str, float], outcomes: Outcomes) -> list[Ru
 
 
 def _scores(run: RunRecord) -> dict[str, float]:
-    """Return the lowest value of the validation metric, and all metrics in test."""
+    """Return the lowest value of the validation metric, and all test metrics."""
     validated = {run.monitor: Outcome(run, None).score} if run.monitor is not None else {}
     return validated | {name: value for name, value in run.final.items() if name.startswith("test/")}
 
 
 def _spread(values: Sequence[float | None]) -> Spread | None:
-    """Return the mean and deviation of those that are known: NaN if one is not finite, None without any."""
+    """Return the mean and deviation of the known values: NaN if one is not finite, None without any."""
     known = [value for value in values if value is not None]
-    if not all(map(math.isfinite, known)):  # a seed diverged; `stdev` takes finite numbers alone
+    if not all(map(math.isfinite, known)):  # a seed diverged; `stdev` accepts finite numbers only
         return Spread(math.nan, None)
     return Spread(mean(known), stdev(known) if len(known) > 1 else None) if known else None
 

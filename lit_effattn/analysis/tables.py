@@ -17,9 +17,9 @@ class Table(NamedTuple):
     """Rows under a header.
 
     Attributes:
-        title: What it shows.
+        title: The title.
         header: Names of the columns.
-        rows: Their values; None is shown as nothing.
+        rows: Their values; None is an empty cell.
     """
 
     title: str
@@ -28,14 +28,14 @@ class Table(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """A mean and a standard deviation; None: of one value."""
+    """A mean and a standard deviation, which is None for one value."""
 
     mean: float
     deviation: float | None
 
 
 def shown(value: Any) -> str:
-    """Return a value as a reader wants it: 4 digits, or all of an integer and of what is at least 10,000."""
+    """Return a value as text: numbers with 4 digits, integers and numbers from 10,000 on with all digits."""
     if value is None:
         return ""
     if isinstance(value, Spread):
@@ -55,12 +55,13 @@ def markdown(table: Table) -> str:
 
 
 def comma_separated(table: Table) -> str:
-    """Return a table as CSV, with all digits. A mean and its deviation have a column each."""
+    """Return a table as CSV, with all digits. Means and deviations are separate columns."""
     columns: list[list[Any]] = []
     for name, *values in zip(table.header, *table.rows, strict=True):
         if any(isinstance(value, Spread) for value in values):
             pairs = [value if isinstance(value, Spread) else (value, None) for value in values]
-            columns += [[title, *of] for title, of in zip((name, f"± {name}"), zip(*pairs, strict=True), strict=True)]
+            means, deviations = zip(*pairs, strict=True)
+            columns += [[name, *means], [f"± {name}", *deviations]]
         else:
             columns.append([name, *values])
     file = io.StringIO()
@@ -69,7 +70,7 @@ def comma_separated(table: Table) -> str:
 
 
 def from_columns(title: str, columns: Mapping[str, Sequence[Any]]) -> Table:
-    """Return a table of columns, without those that have no value."""
+    """Return a table of columns, without empty ones."""
     full = {name: values for name, values in columns.items() if any(value is not None for value in values)}
     return Table(title, list(full), list(zip(*full.values(), strict=True)))
 
@@ -89,12 +90,12 @@ def show(table: Table) -> None:
     for name in lines[0]:
         drawn.add_column(Text(_broken(shown(name), width)), overflow="fold")
     for row in lines[1:]:
-        drawn.add_row(*(Text(_broken(shown(value), width)) for value in row))  # plain text: a name is no markup
+        drawn.add_row(*(Text(_broken(shown(value), width)) for value in row))  # Text, since names are not markup
     console.print(drawn)
 
 
 def _broken(text: str, width: int) -> str:
-    """Return a name in lines of at most `width` characters, broken after dots, slashes, `_`, `,` and `-`."""
+    """Return a name in lines of at most `width` characters, which end after dots, slashes, `_`, `,` and `-`."""
     lines = [""]
     for part in re.findall(r"[^./_,-]*[./_,-]?", text):
         if lines[-1] and len(lines[-1]) + len(part) > width:

@@ -1,4 +1,4 @@
-"""Plots of runs by matplotlib, of the extra `plots`."""
+"""Plots of runs by matplotlib (the extra `plots`)."""
 
 from __future__ import annotations
 
@@ -9,22 +9,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 Line = tuple[Sequence[float], Sequence[float]]
-"""x and y of the points of a curve."""
-
+"""The x and y values of a curve."""
 
 _MARKERS = "osv^D"
 _LONG = 40
-"""Characters of a name that does not fit into half the width of a plot."""
+"""Length from which a name does not fit into half the width of a plot."""
 
 
 class Panel(NamedTuple):
-    """One plot of a figure.
-
-    Attributes:
-        x_label: What the x axis shows.
-        y_label: What the y axis shows.
-        lines: The curves by their names.
-    """
+    """One plot of a figure: the labels of its axes, and its curves by name."""
 
     x_label: str
     y_label: str
@@ -35,9 +28,9 @@ class Point(NamedTuple):
     """A point with an error bar.
 
     Attributes:
-        name: What it is labelled.
-        x: Where it is, positive.
-        y: Where it is.
+        name: The label.
+        x: Its position, positive.
+        y: Its position.
         spread: Half the length of the vertical error bar.
     """
 
@@ -53,17 +46,17 @@ def is_available() -> bool:
 
 
 def check_available() -> None:
-    """Refuse to plot without matplotlib.
+    """Check that matplotlib is installed.
 
     Raises:
-        ValueError: it is not installed.
+        ValueError: If it is not.
     """
     if not is_available():
         raise ValueError("plots need matplotlib: pip install 'lit-effattn[plots]', or leave out the plots")
 
 
 def curves(panels: Sequence[Sequence[Panel]], path: Path) -> Path:
-    """Write a PNG of a table of panels. A curve has the same colour in all of them."""
+    """Write a PNG of rows of panels. A curve has the same colour in all of them."""
     from matplotlib.figure import Figure
 
     figure = Figure((6 * max(map(len, panels)), 3 * len(panels)), layout="constrained")

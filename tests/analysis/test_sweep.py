@@ -19,11 +19,10 @@ import yaml
 from lit_effattn.analysis.sweep import (
     Sweep,
     _children,
-    _flags_of,
     _rates,
-    _read_record,
-    _short,
     _terminate_children,
+    parse_kind,
+    read_record,
     report,
     run_child,
     sweep,
@@ -54,7 +53,7 @@ CONFIG = {
     },
     "trainer": {"max_epochs": 1, "val_check_interval": 2, "log_every_n_steps": 1},
 }
-KINDS = {"LinearAttention": _flags_of("linear"), "Missing": ["--model.backbone.attention", "no_such.Missing"]}
+KINDS = {"LinearAttention": parse_kind("linear")[1], "Missing": ["--model.backbone.attention", "no_such.Missing"]}
 RATES = (0.001, 0.01)
 FLAGS = ["--config", "tiny.yaml", "--trainer.enable_model_summary", "false"]
 
@@ -131,11 +130,11 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def log_of(run: Path, name: str) -> list[float]:
     """All values of a column, read here."""
-    found = []
+    values = []
     for path in sorted(run.glob("csv/version_*/metrics.csv")):
         with path.open() as file:
-            found += [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
-    return found
+            values += [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
+    return values
 
 
 def test_a_stopped_sweep_resumes_the_run_that_it_was_in_and_repeats_none(swept):
@@ -203,10 +202,10 @@ def test_compare_shows_what_differs_and_what_it_costs(swept, monkeypatch, capsys
     assert "out is not the folder of a run: it has no config.yaml" in fails(capsys, "compare", "out")
 
 
-def test_children_and_what_they_say(tmp_path):
-    code, said = run_child(["nonsense"], tmp_path / "output.txt", None)
+def test_a_childs_error_is_returned(tmp_path):
+    code, message = run_child(["nonsense"], tmp_path / "output.txt", None)
     assert code == 2
-    assert said.startswith("'nonsense' is not a command")
+    assert message.startswith("'nonsense' is not a command")
 
 
 @pytest.mark.parametrize(
@@ -221,23 +220,22 @@ def test_children_and_what_they_say(tmp_path):
     ],
 )
 def test_names_of_kinds(given: str, name: str):
-    assert _short(given) == name
-    assert _flags_of(given)[-1] == (given if "." in given else name)
+    assert parse_kind(given) == (
+        name,
+        ["--model.backbone" + ".attention" * (name != "LSTM"), given if "." in given else name],
+    )
 
 
 def test_options_of_kinds():
-    given = "xl:mem_len=64:dropout=0.1"
-    assert _short(given) == "TransformerXLAttention:mem_len=64:dropout=0.1"
     attention = "--model.backbone.attention"
-    assert _flags_of(given) == [
-        *(attention, "TransformerXLAttention"),
-        *(f"{attention}.mem_len", "64"),
-        *(f"{attention}.dropout", "0.1"),
-    ]
-    assert _flags_of("lstm:n_layers=1") == ["--model.backbone", "LSTM", "--model.backbone.n_layers", "1"]
+    assert parse_kind("xl:mem_len=64:dropout=0.1") == (
+        "TransformerXLAttention:mem_len=64:dropout=0.1",
+        [attention, "TransformerXLAttention", f"{attention}.mem_len", "64", f"{attention}.dropout", "0.1"],
+    )
+    assert parse_kind("lstm:n_layers=1")[1] == ["--model.backbone", "LSTM", "--model.backbone.n_layers", "1"]
     for option in ("mem_len", "=64", "mem_len="):
-        with pytest.raises(ValueError, match=f"{option!r} is no option; give xl:NAME=VALUE"):
-            _short(f"xl:{option}")
+        with pytest.raises(ValueError, match=f"{option!r} is not an option; give xl:NAME=VALUE"):
+            parse_kind(f"xl:{option}")
 
 
 def test_commas_within_brackets_divide_no_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -259,7 +257,7 @@ def test_commas_within_brackets_divide_no_kinds(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("given", ["", "s", "nonsense"])
 def test_a_name_of_no_kind_or_of_several_is_refused(given: str):
     with pytest.raises(ValueError, match=f"--kinds {given}: give one of .*LinearAttention"):
-        _short(given)
+        parse_kind(given)
 
 
 def test_rates():
@@ -297,12 +295,12 @@ def test_children_have_their_device_and_are_stopped_with_the_sweep(tmp_path: Pat
     start = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda command, **how: start([command[0], "-c", say], **how))
     with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(run_child, ["fit"], tmp_path / "log", "3")
+        result = pool.submit(run_child, ["fit"], tmp_path / "log", "3")
         # The child may write before the thread that started it has noted it.
         while not _children or not (tmp_path / "log").is_file() or not (tmp_path / "log").read_text():
-            assert not found.done()
+            assert not result.done()
         _terminate_children()
-        assert found.result() == (-signal.SIGTERM, f"killed by signal {signal.SIGTERM:d}")
+        assert result.result() == (-signal.SIGTERM, f"killed by signal {signal.SIGTERM:d}")
     assert (tmp_path / "log").read_text() == "3\n"
 
 
@@ -328,5 +326,5 @@ def test_what_is_trusted_is_trusted_in_tests_too(tmp_path: Path):
 @pytest.mark.parametrize("text", ["[" * 100_000, "[]", '{"flags": 1}', '{"flags": [], "done": {"a": 3}}', "no JSON"])
 def test_a_record_of_something_else(text: str, tmp_path: Path):
     (tmp_path / "sweep.json").write_text(text)
-    with pytest.raises(ValueError, match=r"sweep\.json is no record of a sweep"):
-        _read_record(tmp_path / "sweep.json")
+    with pytest.raises(ValueError, match=r"sweep\.json is not the record of a sweep"):
+        read_record(tmp_path / "sweep.json")

@@ -1,4 +1,4 @@
-"""What diverged is neither the best nor hidden in a mean."""
+"""Runs that diverged are neither the best nor hidden in a mean."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The carried memories of all processes of a run, and what a checkpoint holds of them."""
+"""The carried memories of all processes of a run, and their form in a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Streams(NamedTuple):
 
 @runtime_checkable
 class MemoryStrategy(Protocol):
-    """A strategy of the trainer that divides states among processes, or has each of them write its own.
+    """A strategy of the trainer that divides states among processes, or that has each process write its own state.
 
     `memories_of` returns the same interface for every other strategy.
     """
@@ -36,7 +36,7 @@ class MemoryStrategy(Protocol):
         """The streams of data that the processes read."""
 
     def gather_memory(self, memory: State | None) -> Any:
-        """Return what a checkpoint holds of the memories of all processes. All processes call it.
+        """Return the memories of all processes in the form of a checkpoint. All processes call it.
 
         Args:
             memory: The memory of this process. None: it is empty.
@@ -46,7 +46,7 @@ class MemoryStrategy(Protocol):
         """Return the memory of this process, on the CPU. None: it is empty.
 
         Args:
-            memories: What `gather_memory` returned, read from a checkpoint: the memory of each stream.
+            memories: The result of `gather_memory`, read from a checkpoint: the memory of each stream.
             like: Any state of the same module.
         """
 

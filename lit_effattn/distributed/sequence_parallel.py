@@ -1,4 +1,4 @@
-"""Sequence parallelism: each process has a part of every sequence, and one message a layer joins the parts."""
+"""Sequence parallelism: each process computes a part of every sequence, and one message a layer joins the parts."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Parts:
         group: The processes. None: all.
 
     Attributes:
-        rank: Which part this process has, from 0.
-        size: How many parts there are.
-        n_messages: Gathers so far.
-        n_bytes: Bytes that this process gave to each of the others in them; the backward pass sends as many again.
+        rank: Index of this process's part.
+        size: Number of parts.
+        n_messages: Number of gathers so far.
+        n_bytes: Number of bytes that this process sent to each other process in them. The backward pass sends as many.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -45,12 +45,12 @@ class Parts:
         )
 
     def count(self, seen: Tensor) -> tuple[Tensor, Tensor]:
-        """Return how many positions the earlier parts of each row have, and how many all parts have, (B,) each."""
+        """Return the numbers of positions of the earlier parts and of all parts, (B,) each, given this part's (B,)."""
         everyone = self._gather(seen)  # (P, B)
         return everyone[: self.rank].sum(0), everyone.sum(0)
 
     def longest(self, seen: Tensor) -> int:
-        """Return the number of positions of the longest row of any part. It waits for the device."""
+        """Return the number of positions of the longest row of any part, given this part's (B,)."""
         return int(self._gather(seen.max()[None]).max())
 
     def mean(self, figure: Tensor) -> Tensor:
@@ -58,34 +58,33 @@ class Parts:
         return self._gather(figure.detach().reshape(1)).mean()
 
     def join(self, combine: Callable[[State, State], State], part: State, before: State) -> tuple[State, State]:
-        """Return the state before this process's part, and that after all parts.
+        """Return the state before this process's part, and the state after all parts.
 
             S_p = before ⊕ part_1 ⊕ … ⊕ part_{p−1}
 
-        All processes get one message of the size of a state, whatever the length of the parts if the state's size does
-        not depend on it. Gradients flow to the parts of other processes, so all processes have to call `backward`, on
-        an output of the module.
+        All processes get one message of the size of a state. Gradients flow to the parts of other processes, so all
+        processes have to call `backward`, on an output of the module.
 
         Args:
             combine: ⊕, associative: see `Attention.combine_states`.
-            part: The state that this process's part alone leads to.
-            before: The state before the first part; it is the same in all processes.
+            part: The state after this process's part, made from an empty state.
+            before: The state before the first part, the same in all processes.
         """
         everyone = self._gather_states(part)
         here = after = before
         for rank, other in enumerate(everyone):
             after = combine(after, other)
-            # A part that is not earlier is multiplied by 0, not left out: each process's backward pass then reaches
-            # the message, which is a collective call there, too.
+            # A part that is not earlier is multiplied by 0, not left out: the backward pass of the message is a
+            # collective call, which every process has to reach.
             here = after if rank < self.rank else _with_graph_of(here, other)
         return here, after
 
     def _gather_states(self, part: State) -> list[State]:
-        """Gather the tensors of a state as one message of bytes and numbers."""
+        """Gather the tensors of a state in one message."""
         flat = list(tensors(part))
         numbers = reduce(torch.promote_types, (t.dtype for t in flat if t.is_floating_point()))
         message = torch.cat([_as_numbers(t, numbers) for t in flat])
-        return [_refilled(part, gathered) for gathered in self._gather(message)]
+        return [_unflattened(part, gathered) for gathered in self._gather(message)]
 
     def _gather(self, t: Tensor) -> Tensor:
         """(M,) -> (P, M)."""
@@ -96,9 +95,9 @@ class Parts:
 
 
 class _Gather(torch.autograd.Function):
-    """An all-gather. The gradient of a part is the sum of what all processes have for it: a reduce-scatter.
+    """An all-gather. The gradient of a part is the sum of all processes' gradients for it, a reduce-scatter.
 
-    That is an all-to-all and a sum, which gloo has too.
+    It is an all-to-all and a sum, which gloo supports.
     """
 
     @staticmethod
@@ -117,30 +116,30 @@ class _Gather(torch.autograd.Function):
 
 
 def _as_numbers(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """Flatten `t`; the bits of integers are kept, under the type of the floating-point numbers."""
+    """Flatten `t` and convert it to the floating-point type `dtype`; integers keep their bits."""
     return t.flatten().to(dtype) if t.is_floating_point() else t.flatten().view(dtype)
 
 
-def _refilled(like: State, message: Tensor) -> State:
-    """Undo the flattening of a state that looks like `like`."""
-    place = 0
+def _unflattened(like: State, message: Tensor) -> State:
+    """Undo the flattening of a state with the shapes of `like`."""
+    start = 0
 
     def take(t: Tensor) -> Tensor:
-        nonlocal place
+        nonlocal start
         n = t.numel() if t.is_floating_point() else t.numel() * t.element_size() // message.element_size()
-        cut, place = message[place : place + n], place + n
+        cut, start = message[start : start + n], start + n
         return (cut.to(t.dtype) if t.is_floating_point() else cut.detach().view(t.dtype).clone()).view(t.shape)
 
     return map_tensors(take, like)
 
 
 def _with_graph_of(state: State, other: State) -> State:
-    """Return `state`, in whose graph `other` has a gradient of 0."""
-    theirs = tensors(other)
+    """Return `state`, with a gradient of 0 to `other` in its graph."""
+    of_other = tensors(other)
 
     def join(t: Tensor) -> Tensor:
-        there = next(theirs)
-        return torch.where(torch.ones_like(t, dtype=torch.bool), t, there.sum()) if there.requires_grad else t
+        u = next(of_other)
+        return torch.where(torch.ones_like(t, dtype=torch.bool), t, u.sum()) if u.requires_grad else t
 
     return map_tensors(join, state)
 
@@ -152,15 +151,16 @@ def sequence_parallel(group: dist.ProcessGroup | None = None) -> Iterator[Parts]
         with sequence_parallel():
             y, state = model(x[:, a:b], state)            # a:b, this process's part
 
-    `y` is what one process would compute at the positions a:b, and `state` that after the last part, the same in all
-    processes. So a memory is carried from segment to segment as always. Parts may be of different lengths, and padding
-    is on the right of each part (`lengths`); the valid positions of the parts follow one another. Each layer's message
-    is one state, whatever the length: O(H F D) for linear attention and Performer (LASP-2; Sun et al. 2025, section 3).
+    `y` equals the output of one process at the positions a:b, and `state` is the state after the last part, the same in
+    all processes. So a memory is carried from segment to segment as usual. Parts may have different lengths, and
+    padding is on the right of each part (`lengths`); the valid positions of the parts follow one another. Each layer's
+    message is one state, whatever the length: O(H F D) for linear attention and Performer (LASP-2; Sun et al. 2025,
+    section 3).
 
     A loss is a sum over the parts, divided once by the whole sequence's count, and a parameter's gradient is the sum of
-    those of all processes (`all_reduce`). Call `backward` in all processes.
+    the gradients of all processes (`all_reduce`). Call `backward` in all processes.
 
-    A module that does not support this says so: see `SequenceModule.takes_parts`.
+    `SequenceModule.takes_parts` is True for modules that support this.
 
     Args:
         group: The processes, in the order of the parts. Default: all.
@@ -169,8 +169,8 @@ def sequence_parallel(group: dist.ProcessGroup | None = None) -> Iterator[Parts]
         The parts, which count messages.
 
     Raises:
-        RuntimeError: torch.distributed is not initialised.
-        NotImplementedError: In a call: the module does not support parts.
+        RuntimeError: If torch.distributed is not initialised.
+        NotImplementedError: In a call, if the module does not support parts.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError("sequence_parallel needs torch.distributed: call torch.distributed.init_process_group first")

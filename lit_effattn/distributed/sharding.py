@@ -1,7 +1,7 @@
 """Sharded training: each process holds a part of every parameter, its gradient and its optimiser state (FSDP2).
 
-What is gathered together, a unit, is a Transformer's block or an LSTM. All else of the model is the unit of the root:
-embeddings, heads, front ends, tied weights, and what several blocks share.
+A unit, whose parameters are gathered together, is a Transformer's block or an LSTM. All other parameters of the model
+belong to the unit of the root: embeddings, heads, front ends, tied weights, and parameters that several blocks share.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torchmetrics import Metric
 from lit_effattn import sequence
 from lit_effattn.checkpoints import folders as checkpoint_folders
 from lit_effattn.checkpoints.folders import Divided, OfEach, share
+from lit_effattn.checks import at_least
 from lit_effattn.distributed.memories import Streams, WholeMemories, streams_of
 from lit_effattn.distributed.tensor_parallel import all_heads, divide, my_heads
 from lit_effattn.nn.lstm import LSTM
@@ -44,7 +45,7 @@ def units(model: nn.Module) -> list[nn.Module]:
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, heads: DeviceMesh | None = None) -> None:
-    """Divide the parameters of `model` among processes, with the values that they have in the first of them.
+    """Divide the parameters of `model` among processes, with the values of the first process.
 
     Parameters are then DTensors, except in `training_step`, its backward pass, and while the model is whole: see
     `whole`. A second call does nothing.
@@ -52,7 +53,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, heads: DeviceMesh | None = None) -
     Args:
         model: A module with a method `training_step`.
         mesh: The processes, in one dimension.
-        heads: Processes, in one dimension, that divide the heads besides: see `tensor_parallel`. They read the same
+        heads: Further processes, in one dimension, that divide the heads: see `tensor_parallel`. They read the same
             batches, and each has other processes in `mesh`.
     """
     if isinstance(model, FSDPModule):
@@ -67,7 +68,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, heads: DeviceMesh | None = None) -
     parts = units(model)
     own = _of_one_unit(model, parts)
     shared = [{name for name, p in part.named_parameters() if p not in own} for part in parts]
-    # The root comes first: else it would not look into the units for what they share.
+    # The root comes first: otherwise it would ignore the shared parameters inside the units.
     fully_shard(model, mesh=mesh, ignored_params=own)
     for part, names in zip(parts, shared, strict=True):
         fully_shard(part, mesh=mesh, ignored_params={part.get_parameter(name) for name in names})
@@ -77,7 +78,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, heads: DeviceMesh | None = None) -
 
 
 def _of_one_unit(model: nn.Module, parts: list[nn.Module]) -> set[nn.Parameter]:
-    """Return the parameters that belong to one of the units alone."""
+    """Return the parameters that belong to exactly one unit, and to no module outside the units."""
     inside = {module for part in parts for module in part.modules()}
     outside = {p for module in model.modules() if module not in inside for p in module.parameters(recurse=False)}
     owners = Counter(p for part in parts for p in part.parameters())
@@ -85,10 +86,10 @@ def _of_one_unit(model: nn.Module, parts: list[nn.Module]) -> set[nn.Parameter]:
 
 
 def shard_module(model: LightningModule) -> None:
-    """Divide the parameters of `model` as its trainer's strategy says, if it does so. A second call does nothing.
+    """Divide the parameters of `model` if its trainer's strategy is `ShardedStrategy`. A second call does nothing.
 
     Raises:
-        ValueError: the strategy is Lightning's own `ModelParallelStrategy`.
+        ValueError: If the strategy is Lightning's own `ModelParallelStrategy`.
     """
     mesh = model.device_mesh
     if mesh is None:
@@ -97,7 +98,7 @@ def shard_module(model: LightningModule) -> None:
     if not isinstance(strategy, ShardedStrategy):
         raise ValueError(
             f"strategy={type(strategy).__name__}: its checkpoints can't be read safely; use "
-            "lit_effattn.distributed.sharding.ShardedStrategy, which is the same in all else"
+            "lit_effattn.distributed.sharding.ShardedStrategy, which is otherwise the same"
         )
     shard(model, mesh["data_parallel"], strategy.heads_mesh)
     for metric in model.modules():
@@ -121,7 +122,7 @@ def release(model: nn.Module) -> None:
 
 @contextmanager
 def whole(model: nn.Module) -> Iterator[None]:
-    """Have all parameters of `model` in every process: evaluation and sampling then need no other process.
+    """Hold all parameters of `model` in every process, so that evaluation and sampling need no other process.
 
     All processes enter and leave together. Does nothing if the model is not sharded.
     """
@@ -140,26 +141,26 @@ def _sharded(model: nn.Module) -> list[FSDPModule]:
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
     """Scale the gradients so that their norm, of all parameters together, is at most `max_norm`.
 
-    That is `torch.nn.utils.clip_grad_norm_`, which needs all parameters on one mesh.
+    `torch.nn.utils.clip_grad_norm_` does the same, but needs all parameters on one mesh.
     """
-    of_mesh = defaultdict(list)
+    by_mesh = defaultdict(list)
     for p in parameters:
         if p.grad is not None:
-            of_mesh[getattr(p, "device_mesh", None)].append(p)
-    norms = [nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in of_mesh.values()]
+            by_mesh[getattr(p, "device_mesh", None)].append(p)
+    norms = [nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in by_mesh.values()]
     total = torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]).norm()
-    for group in of_mesh.values():
+    for group in by_mesh.values():
         nn.utils.clip_grads_with_norm_(group, max_norm, total)
 
 
 def clip_gradients(
     model: LightningModule, optimizer: Optimizer, value: float | None = None, algorithm: str | None = None
 ) -> None:
-    """Clip gradients as the trainer's options say, also where processes divide heads: see `LightningModule`'s method.
+    """Clip gradients by the trainer's options, also where processes divide heads: see `LightningModule.clip_gradients`.
 
     Args:
         model: Its trainer is in a training step.
-        optimizer: The optimizer of the parameters.
+        optimizer: The optimiser of the parameters.
         value: The largest norm or value. None or 0: gradients are not clipped.
         algorithm: "norm" or "value". Default: norm.
     """
@@ -175,7 +176,7 @@ def heads_of(trainer: Trainer) -> int:
 
 
 def _draw_alike(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Give the processes of `group` the random state of the first of them."""
+    """Give the processes of `group` the random state of the first one."""
     for generator in (torch, torch.cuda) if device.type == "cuda" else (torch,):
         state = generator.get_rng_state().to(device)
         dist.broadcast(state, dist.get_global_rank(group, 0), group=group)
@@ -183,7 +184,7 @@ def _draw_alike(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def _full(tree: Any, keep: bool) -> Any:
-    """Gather the DTensors in `tree`, on the CPU, where `keep` is true. All processes call it."""
+    """Gather the DTensors in `tree`, on the CPU; if not `keep`, return empty tensors. All processes call it."""
 
     def full(t: DTensor) -> Tensor:
         gathered: Tensor = t.full_tensor()
@@ -192,39 +193,39 @@ def _full(tree: Any, keep: bool) -> Any:
     return tree_map_only(DTensor, full, tree)
 
 
-def _parted(full: Any, like: Any) -> Any:
-    """Return this process's part of the tensor `full`, divided as `like`, if that is divided."""
+def _divided(full: Any, like: Any) -> Any:
+    """Return this process's part of the tensor `full`, divided as `like` if that is a DTensor."""
     if not isinstance(full, (Tensor, Divided)):
         return full
     if not isinstance(like, DTensor) or full.shape != like.shape:
         return full.whole() if isinstance(full, Divided) else full
     mesh, local = like.device_mesh, like.to_local()
-    mine: Any = full.whole() if isinstance(full, Divided) and mesh.ndim > 1 else full
+    part: Any = full.whole() if isinstance(full, Divided) and mesh.ndim > 1 else full
     for i in reversed(range(mesh.ndim)):  # this process's heads, then its rows of them
         dim = getattr(like.placements[i], "dim", None)
-        if dim is not None:  # else all processes of this dimension have all
-            first, end = share(mine.shape[dim], mesh.get_local_rank(i), mesh.size(i))
-            mine = mine.rows(first, end) if isinstance(mine, Divided) else mine.narrow(dim, first, end - first)
-    assert mine.shape == local.shape
-    placed = mine.to(local.device, copy=True).contiguous()
+        if dim is not None:  # None: all processes of this dimension have everything
+            first, end = share(part.shape[dim], mesh.get_local_rank(i), mesh.size(i))
+            part = part.rows(first, end) if isinstance(part, Divided) else part.narrow(dim, first, end - first)
+    assert part.shape == local.shape
+    placed = part.to(local.device, copy=True).contiguous()
     return DTensor.from_local(placed, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 class ShardedStrategy(ModelParallelStrategy):
     """Lightning's `ModelParallelStrategy`, which divides parameters, gradients and optimiser states among processes.
 
-    `Trainer(strategy="ModelParallelStrategy")` makes it.
+    `Trainer(strategy="ModelParallelStrategy")` selects it.
 
-    Checkpoints are those of one process: `last.ckpt` and so on hold whole tensors, saved by the first process, and can
-    be resumed, scored and sampled from by any number of processes with any strategy. Every process reads the file and
-    keeps its part. With `save_distributed_checkpoint` they are folders: every process writes its own part, and reads
-    what it needs (see `checkpoint_folders`).
+    Checkpoints are files with whole tensors, written by the first process, as with other strategies. Any number of
+    processes can resume, score and sample from them with any strategy. Every process reads the file and keeps its part.
+    With `save_distributed_checkpoint` checkpoints are folders: every process writes its own part, and reads what it
+    needs (see `checkpoint_folders`).
 
     With `tensor_parallel_size` T, T processes compute different heads of the same batch (see `tensor_parallel`), and
-    what each has of these is divided among the processes with the same heads in other groups of T.
+    the parameters of these heads are divided among the processes with the same heads in other groups of T.
 
     In evaluation each process gathers all parameters once, so that processes may draw samples or search for different
-    numbers of steps; a device must hold the parameters, but neither gradients nor optimiser states.
+    numbers of steps. A device must then hold all parameters, but neither gradients nor optimiser states.
 
     Args:
         data_parallel_size: Number of processes, or of groups that share heads, with different batches. Default: all.
@@ -234,8 +235,8 @@ class ShardedStrategy(ModelParallelStrategy):
         kwargs: `process_group_backend` and `timeout` of `ModelParallelStrategy`.
 
     Raises:
-        ValueError: `tensor_parallel_size` is not positive, or is given with `save_distributed_checkpoint`; or, when a
-            run starts, the product of the two sizes is not the number of processes.
+        ValueError: If `tensor_parallel_size` is not positive or given with `save_distributed_checkpoint`, or, when a
+            run starts, if the product of the two sizes is not the number of processes.
     """
 
     def __init__(
@@ -246,8 +247,7 @@ class ShardedStrategy(ModelParallelStrategy):
         **kwargs: Any,
     ) -> None:
         heads = 1 if tensor_parallel_size == "auto" else tensor_parallel_size
-        if heads < 1:
-            raise ValueError(f"ModelParallelStrategy: tensor_parallel_size={heads} is not positive; leave it out for 1")
+        at_least(1, tensor_parallel_size=heads)
         if heads > 1 and save_distributed_checkpoint:
             raise ValueError(
                 f"ModelParallelStrategy: save_distributed_checkpoint=True with tensor_parallel_size={heads} is not "
@@ -272,22 +272,22 @@ class ShardedStrategy(ModelParallelStrategy):
                 f"{world}, divided by tensor_parallel_size={self.heads_size}; leave it out"
             )
         self._data_parallel_size = groups
-        if self.heads_size > 1:  # it says for each kind of message that two dimensions take two messages
+        if self.heads_size > 1:  # hide its warnings that two dimensions take two messages
             logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         super().setup_environment()
 
     @property
     def heads_mesh(self) -> DeviceMesh | None:
-        """The processes that divide heads with this one, if there are others."""
+        """The processes that divide heads with this one. None: all processes have all heads."""
         return self.device_mesh["tensor_parallel"] if self.heads_size > 1 else None
 
     @property
     def streams(self) -> Streams:
-        """The streams of data: one for each process, or for each group of processes that divide heads."""
+        """The streams of data, one for each process or each group of processes that divide heads."""
         return streams_of(self.distributed_sampler_kwargs)
 
     def gather_memory(self, memory: State | None) -> Any:
-        """Return the memories of all heads for a checkpoint: see `MemoryStrategy`. In a folder, each process's."""
+        """Return the memories of all heads for a checkpoint: see `MemoryStrategy`. A folder has each process's own."""
         if memory is not None and self.heads_mesh is not None:
             memory = all_heads(memory, self.heads_mesh)
         if self.saves_parts:
@@ -300,12 +300,12 @@ class ShardedStrategy(ModelParallelStrategy):
         return memory if memory is None or self.heads_mesh is None else my_heads(memory, self.heads_mesh)
 
     def setup(self, trainer: Trainer) -> None:
-        """Move the model to the device, make the optimiser, and have processes that divide heads draw alike."""
+        """Set up the model and the optimiser, and give processes that divide heads the same random state."""
         super().setup(trainer)
         if self.heads_mesh is not None:
             _draw_alike(self.heads_mesh.get_group(), self.root_device)
         assert isinstance(self.model, FSDPModule)
-        self.model._get_fsdp_state()._lazy_init()  # else the first block that is called would take itself for the root
+        self.model._get_fsdp_state()._lazy_init()  # otherwise the first block that is called would become the root
 
     def teardown(self) -> None:
         """End the processes' communication, and wait until checkpoints are written."""
@@ -333,7 +333,7 @@ class ShardedStrategy(ModelParallelStrategy):
     lightning_restore_optimizer = True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the whole parameters and buffers on the first process, nothing on the others; or each process's."""
+        """Return the whole state in the first process, an empty dict in the others; or each process's part."""
         model = self.model
         assert model is not None
         gathered = any(not isinstance(p, DTensor) for p in model.parameters())
@@ -343,7 +343,7 @@ class ShardedStrategy(ModelParallelStrategy):
         return state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole state on the first process, nothing on the others; or each process's."""
+        """Return the whole state in the first process, an empty dict in the others; or each process's part."""
         return self._saved(ParallelStrategy.optimizer_state(self, optimizer))
 
     def _saved(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -360,10 +360,10 @@ class ShardedStrategy(ModelParallelStrategy):
             ParallelStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a file as any strategy does; of a folder, read what this process needs.
+        """Read a file as other strategies do; read this process's part of a folder.
 
         Raises:
-            ValueError: a file is damaged; or `weights_only=False`, which would run code from a file.
+            ValueError: If a file is damaged, or `weights_only=False`, which would run code from a file.
         """
         reads_otherwise = getattr(self.checkpoint_io, "reads_otherwise", False)  # an average, say
         if weights_only is False or reads_otherwise or not Path(checkpoint_path).is_dir():
@@ -371,24 +371,27 @@ class ShardedStrategy(ModelParallelStrategy):
         return checkpoint_folders.read_local(Path(checkpoint_path))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Give the model its part of the parameters."""
+        """Load the model's part of the parameters."""
         assert self.lightning_module is not None
-        mine = self.lightning_module.state_dict()
-        parted = {name: _parted(value, mine.get(name)) for name, value in checkpoint["state_dict"].items()}
-        self.lightning_module.load_state_dict(parted, strict=strict)
+        own = self.lightning_module.state_dict()
+        divided = {name: _divided(value, own.get(name)) for name, value in checkpoint["state_dict"].items()}
+        self.lightning_module.load_state_dict(divided, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Give the optimisers their part of the states."""
+        """Load the optimisers' part of the states."""
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             numbers = [i for group in saved["param_groups"] for i in group["params"]]
-            of = dict(zip(numbers, parameters, strict=True))
-            state = {i: {n: _parted(v, of[i]) for n, v in values.items()} for i, values in saved["state"].items()}
+            by_number = dict(zip(numbers, parameters, strict=True))
+            state = {
+                i: {name: _divided(value, by_number[i]) for name, value in values.items()}
+                for i, values in saved["state"].items()
+            }
             optimizer.load_state_dict({**saved, "state": state})
 
 
 StrategyRegistry.register(
-    ModelParallelStrategy.__name__.lower(),  # Lightning looks for it in lower case
+    ModelParallelStrategy.__name__.lower(),  # the name that Lightning uses
     ShardedStrategy,
     description="Divides parameters, gradients and optimiser states among processes (FSDP2)",
     override=True,

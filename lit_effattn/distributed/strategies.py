@@ -1,7 +1,8 @@
-"""Strategies of Lightning's trainer, which say how processes share the work."""
+"""Strategies of Lightning's trainer: how processes share the work."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,42 +10,42 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
+from lit_effattn.checks import at_least
 from lit_effattn.distributed.sequence_parallel import Parts
 from lit_effattn.sequence import SequenceModule, in_parts
 
 
 class SequenceParallel(DDPStrategy):
-    """Divides processes into groups of `size`; a group shares each sequence of its batch, the groups share the batches.
+    """Divides processes into groups of `size`. A group shares each sequence of a batch; groups have different batches.
 
         loss = mean over the groups of Σ_p (loss of part p, summed) / (number of targets in all parts)
 
     Process r has part r mod `size` of the sequences of group ⌊r / size⌋. All processes of a group read the same batch,
     and each computes its part of the time axis: see `sequence_parallel`. The data's rank and number of processes are
     those of the groups (`Trainer.distributed_sampler_kwargs`). Gradients are averaged over all processes, as by DDP.
-    A carried memory is the same in all processes of a group. Each process draws dropout from a seed of its own.
+    A carried memory is the same in all processes of a group. Each process has its own seed for dropout.
 
     Works with tasks that have `part_of(batch, rank, size)`, such as `LanguageModel`, and with backbones that support
-    `sequence_parallel`. A batch's N positions are cut into `size` parts as equal as possible.
+    `sequence_parallel`. A batch's N positions are divided into `size` parts as equal as possible.
 
     Args:
-        size: Processes that share a sequence.
+        size: Number of processes that share a sequence.
         kwargs: Options of `DDPStrategy`.
 
     Raises:
-        ValueError: `size` is not positive; or, when a run starts, it does not divide the number of processes, or the
-            model does not support parts.
+        ValueError: If `size` is not positive, or, when a run starts, if it does not divide the number of processes, or
+            the model does not support parts.
     """
 
     def __init__(self, size: int = 2, **kwargs: Any) -> None:
-        if size < 1:
-            raise ValueError(f"size={size} is not positive; it is the number of processes that share a sequence")
+        at_least(1, size=size)
         super().__init__(**kwargs)
         self.size = size
         self._parts: Parts | None = None
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Return the number of groups, among which batches are divided, and the index of this process's."""
+        """Return the number of groups, which read different batches, and the index of this process's group."""
         return {"num_replicas": self.num_nodes * self.num_processes // self.size, "rank": self.global_rank // self.size}
 
     def setup_distributed(self) -> None:
@@ -60,7 +61,7 @@ class SequenceParallel(DDPStrategy):
         self._parts = Parts(groups[self.global_rank // self.size])  # type: ignore[arg-type]
 
     def setup(self, trainer: Trainer) -> None:
-        """Check that the model supports parts, and draw from a seed of this process from now on."""
+        """Check that the model supports parts, and give each process its own seed."""
         model = self.lightning_module
         if not hasattr(model, "part_of"):
             raise ValueError(f"SequenceParallel: {type(model).__name__} does not support it; LanguageModel does")
@@ -73,20 +74,18 @@ class SequenceParallel(DDPStrategy):
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Train on this process's part."""
-        with in_parts(self._parts):
-            return super().training_step(self._part_of(batch), *args, **kwargs)
+        return self._run_part(super().training_step, batch, *args, **kwargs)
 
     def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Score this process's part."""
-        with in_parts(self._parts):
-            return super().validation_step(self._part_of(batch), *args, **kwargs)
+        return self._run_part(super().validation_step, batch, *args, **kwargs)
 
     def test_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Score this process's part."""
-        with in_parts(self._parts):
-            return super().test_step(self._part_of(batch), *args, **kwargs)
+        return self._run_part(super().test_step, batch, *args, **kwargs)
 
-    def _part_of(self, batch: Any) -> Any:
+    def _run_part(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        model: Any = self.lightning_module
         assert self._parts is not None
-        assert self.lightning_module is not None
-        return self.lightning_module.part_of(batch, self._parts.rank, self._parts.size)  # type: ignore[operator]
+        with in_parts(self._parts):
+            return step(model.part_of(batch, self._parts.rank, self._parts.size), *args, **kwargs)

@@ -3,7 +3,7 @@
     y = Σ_p W_o[p] attend(W_q[p] x, W_k[p] x, W_v[p] x),   y = Σ_p W₂[p] f(W₁[p] x)      Shoeybi et al. 2019, section 3
 
 p is a process, [p] its heads, or its part of the inner dimensions. Each sum is an all-reduce of (B, N, E) in the
-forward pass; the backward pass has one for each projection of x. Every process computes all else.
+forward pass; the backward pass has one for each projection of x. Everything else is computed in every process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def divide(model: nn.Module, mesh: DeviceMesh) -> None:
         mesh: The processes, in one dimension.
 
     Raises:
-        ValueError: a layer does not support it, or the number of processes does not divide its heads or dimensions.
+        ValueError: If a layer does not support it, or the number of processes does not divide its heads or dimensions.
     """
     rank, size = mesh.get_local_rank(), mesh.size()
     for module in model.modules():
@@ -58,7 +58,7 @@ def divide(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _plan(block: Block) -> dict[str, ParallelStyle]:
-    """Return how each layer of a block is divided."""
+    """Return the parallel style of each layer of a block."""
     columns = ("q_proj", "k_proj", "v_proj", "feed_forward.up", "feed_forward.gate")
     plan: dict[str, ParallelStyle] = {}
     for name, _ in block.named_modules():
@@ -67,7 +67,7 @@ def _plan(block: Block) -> dict[str, ParallelStyle]:
         elif name.endswith(("out_proj", "feed_forward.down")):
             plan[name] = RowwiseParallel()
         elif name.endswith(("q_norm", "k_norm")):
-            # All heads have one gain. Each process normalises its heads (B, H / P, N, D); the gradients are summed.
+            # All heads share one gain. Each process normalises its heads (B, H / P, N, D); the gradients are summed.
             plan[name] = SequenceParallel(sequence_dim=1, use_local_output=True)
     return plan
 
@@ -86,6 +86,6 @@ def all_heads(state: State, mesh: DeviceMesh) -> State:
 
 
 def my_heads(state: State, mesh: DeviceMesh) -> State:
-    """Return the part of a state of all heads that belongs to this process's."""
+    """Return the state of this process's heads, given the state of all heads."""
     rank, size = mesh.get_local_rank(), mesh.size()
     return map_tensors(lambda t: t if t.dim() < 2 else t.chunk(size, 1)[rank].clone(), state)

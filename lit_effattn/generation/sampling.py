@@ -1,4 +1,4 @@
-"""Sampling from any causal `SequenceModule` with its state: the prompt in one call, then one position per step."""
+"""Sampling from any causal `SequenceModule`: the prompt in one call, then one position per step."""
 
 from __future__ import annotations
 
@@ -11,28 +11,13 @@ import torch
 from torch import Tensor
 
 from lit_effattn.attention.base import Attention
+from lit_effattn.checks import at_least
 from lit_effattn.nn.heads import Head
 from lit_effattn.ops.runtime.check_inductor import check_inductor
 from lit_effattn.sequence import SequenceModule, State, donated, reorder, tensors
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-
-def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
-    """Check that the settings define a distribution.
-
-    Raises:
-        ValueError: A setting is out of range. The message names it and its value.
-    """
-    if not temperature >= 0:
-        raise ValueError(
-            f"temperature={temperature} must be at least 0; 0 takes the likeliest level, 1 samples as trained"
-        )
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k={top_k} leaves no level to draw; give at least 1, or leave it out")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p={top_p} is not a probability above 0 and up to 1")
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -47,17 +32,17 @@ class SamplingOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn: one value, checked when it is made, from the command's flags to `generate`.
+    """Options of sampling.
 
     Args:
         temperature: Divides the log-probabilities; 0 takes the likeliest token.
-        top_k: Draw among the k likeliest only.
-        top_p: Draw among the likeliest whose probabilities add up to p; at least one.
+        top_k: Draw among the k likeliest tokens only.
+        top_p: Draw among the likeliest tokens whose probabilities add up to p; at least one.
         seed: Seed of the random streams; equal seeds draw equal samples.
-        compile: Use `torch.compile`: see `generate`. Worth it for many samples, not for one.
+        compile: Use `torch.compile`: see `generate`. It is faster for many samples, slower for one.
 
     Raises:
-        ValueError: A setting is out of range. The message names it and its value.
+        ValueError: If an option is out of range.
     """
 
     temperature: float = 1.0
@@ -67,12 +52,15 @@ class Sampling:
     compile: bool = False
 
     def __post_init__(self) -> None:
-        """Check the settings."""
-        check_sampling(self.temperature, self.top_k, self.top_p)
+        """Check the options."""
+        at_least(0, temperature=self.temperature)
+        at_least(1, top_k=self.top_k)
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
 
 
 AS_TRAINED = Sampling()
-"""Draw from the model's distribution, with seed 0."""
+"""The defaults: draw from the model's distribution, with seed 0."""
 
 
 def draw(
@@ -83,14 +71,14 @@ def draw(
     top_k: int | None = None,
     top_p: float | None = None,
 ) -> Tensor:
-    """Draw one level per row, by inverting the cumulative distribution at `uniform`.
+    """Draw one token per row, by inverting the cumulative distribution at `uniform`.
 
     Args:
         log_probs: (B, L).
         uniform: (B,) numbers in [0, 1).
-        temperature: Divides the log-probabilities; 0 takes the likeliest.
-        top_k: Draw among the k likeliest only.
-        top_p: Draw among the likeliest whose probabilities add up to p; at least one.
+        temperature: See `Sampling`.
+        top_k: See `Sampling`.
+        top_p: See `Sampling`.
 
     Returns:
         (B,) integers below L.
@@ -131,11 +119,11 @@ def generate(
     Row i has its own random stream, seeded by `seed` and i, so a sample depends neither on the number of rows nor on
     the device.
 
-    With `compile` a step is one program, on CUDA one graph of kernels, without Python between the layers. The same
-    tokens are drawn, except where rounding decides. Compiling takes seconds to a minute; later calls with the same
-    number of rows reuse the program. A prompt of several tokens is read without compilation. A compiled step reads all
-    slots of the state, filled or not. A state that holds all positions therefore starts with room for 256; when it is
-    full, the room is doubled and the step compiled again.
+    With `compile` a step is one program, on CUDA one graph of kernels, without Python between the layers. The drawn
+    tokens are the same up to rounding. Compiling takes seconds to a minute; later calls with the same number of rows
+    reuse the program. A prompt of several tokens is read without compilation. A compiled step reads all slots of the
+    state, also empty ones. A state that holds all positions therefore starts with room for 256; when it is full, the
+    room is doubled and the step compiled again.
 
     Args:
         backbone: Causal; see `SequenceModule`.
@@ -143,9 +131,9 @@ def generate(
         head: Maps the backbone's output to a distribution.
         prompt: (B, P) tokens, P at least 1.
         n_tokens: Number of tokens to draw.
-        sampling: How tokens are drawn.
-        state: The state from which the prompt is read, such as a decoder's with a source; it is not changed. Best made
-            with `max_len`; then it is grown if it has too little room. None: no earlier positions.
+        sampling: Options of sampling.
+        state: The state before the prompt, such as a decoder's with a source; it is not changed. A state made with
+            `max_len` is grown if it has too little room. None: no earlier positions.
         progress: Wraps the iterable of steps (rich's or tqdm's `track`).
         on_tokens: Called with each step's tokens (B,) as they are drawn.
         options: Fields of `Sampling` (`temperature`, `top_k`, `top_p`, `seed`, `compile`) that replace those of
@@ -155,14 +143,11 @@ def generate(
         (B, n_tokens), the tokens drawn.
 
     Raises:
-        ValueError: The backbone is not causal, a setting is out of range, or the step can't be compiled with this
+        ValueError: If the backbone is not causal, an option is out of range, or the step can't be compiled with this
             state.
     """
     sampling = replace(sampling, **options)
-    if not backbone.causal:
-        raise ValueError(
-            f"{type(backbone).__name__} has causal=False, so it sees the future and can't generate; use causal=True"
-        )
+    check_causal(backbone)
     if sampling.compile and BACKEND == "inductor":
         check_inductor("compile=True", prompt.device)
     rows = len(prompt)
@@ -177,8 +162,16 @@ def generate(
     return drawn
 
 
+def check_causal(backbone: SequenceModule) -> None:
+    """Raise ValueError unless `backbone` is causal."""
+    if not backbone.causal:
+        raise ValueError(
+            f"{type(backbone).__name__} has causal=False, so it sees the future and can't generate; use causal=True"
+        )
+
+
 class _Model(NamedTuple):
-    """What a step depends on. A compiled step is compiled again for other values, so the seed is not among them."""
+    """Arguments of a step other than tensors, without the seed: a step is compiled again for other values."""
 
     backbone: SequenceModule
     embed: Callable[[Tensor], Tensor]
@@ -203,6 +196,12 @@ def first_state(backbone: SequenceModule, state: State | None, rows: int, more: 
     """Return a copy of `state`, which can be donated, with room for `more` positions; None: an empty state.
 
     The state of a source is not copied, since it is never overwritten.
+
+    Args:
+        backbone: The module whose state it is.
+        state: The given state.
+        rows: Number of rows of an empty state.
+        more: Number of positions to follow.
     """
     if state is None:
         return backbone.initial_state(rows, max_len=more)
@@ -226,19 +225,19 @@ BACKEND = "inductor"
 """Backend of `torch.compile`."""
 
 LEAST_ROOM = 256
-"""Positions that the first state of compiled generation has room for."""
+"""Number of positions that the first state of compiled generation has room for."""
 
 _MOST_PROGRAMS = 128
-"""Most compiled programs, over all models, numbers of rows and sizes of state. Torch's default of 8 is too low here."""
+"""Limit of compiled programs, over all models, numbers of rows and sizes of state. Torch's default of 8 is too low."""
 
 
 def _compiled_steps(model: _Model, prompt: Tensor, uniform: Tensor, state: State | None) -> Iterator[Tensor]:
     """Yield the tokens of `_steps`. A step's inputs and outputs stay at the same address while the state has room."""
     rows, n = prompt.shape
-    fed = 0 if state is None else int(state.length.max())
-    total = fed + n + len(uniform)
+    position = 0 if state is None else int(state.length.max())
+    total = position + n + len(uniform)
     if n > 1 or state is not None:
-        state = first_state(model.backbone, state, rows, room_for(fed + n, total) - fed)
+        state = first_state(model.backbone, state, rows, room_for(position + n, total) - position)
         shapes = [t.shape for t in tensors(state)]
         with donated():
             drawn, state = _step(model, prompt, uniform[0], state)
@@ -248,24 +247,24 @@ def _compiled_steps(model: _Model, prompt: Tensor, uniform: Tensor, state: State
                 "max_len, or leave compile out"
             )
         yield drawn
-        fed, prompt, uniform = fed + n, drawn[:, None], uniform[1:]
-    room, tokens, now = 0, prompt.clone(), torch.empty_like(uniform[:1]).view(-1)
+        position, prompt, uniform = position + n, drawn[:, None], uniform[1:]
+    room, tokens, current = 0, prompt.clone(), torch.empty_like(uniform[:1]).view(-1)
     for u in uniform:
-        if fed == room or not room:
-            room = room_for(fed + 1, total)
+        if position == room or not room:
+            room = room_for(position + 1, total)
             if state is None:
                 state = model.backbone.initial_state(rows, max_len=room)
             else:
                 state = model.backbone.grow(state, room)
-            advance = _Advance(model, tokens, now, state)
-        now.copy_(u)
+            advance = _Advance(model, tokens, current, state)
+        current.copy_(u)
         advance()
         yield tokens[:, 0]
-        fed += 1
+        position += 1
 
 
 def room_for(positions: int, total: int) -> int:
-    """Return how many positions to make a state for: one of few numbers, because each is compiled separately."""
+    """Return the `max_len` of a state for `positions` of `total`: one of few, because each is compiled separately."""
     power: int = 2 ** (positions - 1).bit_length()
     return min(max(LEAST_ROOM, power), -(-total // 64) * 64)
 
@@ -315,7 +314,7 @@ def _on_cuda(device: torch.device) -> bool:
 def _recorded(run: Callable[[], None], device: torch.device) -> Callable[[], None]:
     """Run once, and return a function that runs the same kernels again without Python."""
     with torch.cuda.device(device):
-        # Both runs use one stream of this device: compiled code may be guarded by its stream, and torch's default
+        # Both runs use one stream of this device: compiled code may have a guard on its stream, and torch's default
         # stream for recording belongs to the device that recorded first in this process.
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -342,6 +341,6 @@ def _advance(model: _Model, tokens: Tensor, uniform: Tensor, state: State) -> No
 
 
 def _random_stream(seed: int, row: int, n: int) -> Tensor:
-    # Mixed by multiplication with odd constants, so that neither (seed, row) pairs nor neighbouring rows collide.
+    # Multiplication with odd constants keeps (seed, row) pairs and neighbouring rows from colliding.
     mixed = (seed * 0x9E3779B97F4A7C15 + row * 0xD1B54A32D192ED03) % 2**63
     return torch.rand(n, generator=torch.Generator().manual_seed(mixed), dtype=torch.float64)

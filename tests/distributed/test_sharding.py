@@ -585,7 +585,7 @@ def test_a_full_disk_of_one_process_stops_all_and_leaves_the_checkpoint_before(f
 
 
 def test_what_is_not_supported_is_refused():
-    with pytest.raises(ValueError, match=r"tensor_parallel_size=0 is not positive; leave it out"):
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=0 must be at least 1"):
         ShardedStrategy(tensor_parallel_size=0)
     with pytest.raises(ValueError, match=r"save_distributed_checkpoint=True with tensor_parallel_size=2 .* leave it"):
         PARTS(tensor_parallel_size=2)

@@ -161,7 +161,7 @@ def test_models_and_numbers_that_do_not_fit_are_refused():
         strategy.connect(lm)
         with pytest.raises(ValueError, match=f"SequenceParallel: {message}"):
             strategy.setup(None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="size=0 is not positive"):
+    with pytest.raises(ValueError, match="size=0 must be at least 1"):
         SequenceParallel(0)
     strategy = SequenceParallel(2)
     strategy.parallel_devices = [torch.device("cpu")] * 3

@@ -43,7 +43,6 @@ BACKBONES = {
     "lstm": partial(LSTM, 8, 2),
     "bilstm": partial(LSTM, 8, 2, causal=False),
 }
-CAUSAL = ("softmax", "sparse", "xl", "compressive", "infinite", "causal linear", "lstm")
 
 
 def model(backbone: str = "linear", **options) -> SequenceClassifier:
@@ -72,7 +71,7 @@ def by_definition(made: SequenceClassifier, row: Tensor, embedded: Tensor, pooli
 
 
 @pytest.mark.parametrize(
-    ("backbone", "pooling"), [*((name, "mean") for name in BACKBONES), *((name, "last") for name in CAUSAL)]
+    ("backbone", "pooling"), [*((name, "mean") for name in BACKBONES), ("softmax", "last"), ("lstm", "last")]
 )
 @torch.no_grad()
 def test_probabilities_are_those_of_each_sequence_alone(backbone: str, pooling: str):
@@ -166,13 +165,6 @@ def test_scores_are_sums_over_all_sequences_divided_once():
     assert metrics["accuracy"].compute().item() == pytest.approx((log_p.argmax(1) == labels).sum().item() / 12)
     assert metrics["loss"].compute().item() == pytest.approx(-log_p[range(12), labels].mean().item(), rel=1e-9)
     assert metrics["sequences"].compute() == 12
-
-
-def test_objective_is_one_graph():
-    made = model()
-    batch = pad_labelled(list(zip(rows(5, 3), (2, 0), strict=True)))
-    compiled = torch.compile(type(made).objective, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(made, batch).loss, made.objective(batch).loss)
 
 
 def test_any_data_set_of_x_and_y_trains_a_model_that_its_checkpoint_rebuilds(tmp_path: Path):

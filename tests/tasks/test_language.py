@@ -201,12 +201,6 @@ def test_drawing_within_a_validation_leaves_the_memory_of_training_alone():
     assert made.backbone.blocks[0].attention.mem_len == 2
 
 
-def test_head_and_embedding_can_be_one_matrix():
-    made = model(tie=True)
-    assert made.head.proj.weight is made.embedding.weight
-    assert not model().head.proj.weight.equal(model().embedding.weight)
-
-
 def test_the_embedding_is_scaled():
     given = batch()
     for scale in (1.0, 3.0):

@@ -8,7 +8,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.cli import ReduceLROnPlateau
-from torch import nn
 from torch.utils.data import DataLoader
 
 from lit_effattn import Transformer
@@ -133,10 +132,9 @@ def test_spread_of_the_embedding():
 # ----------------------------------------------------------------------------------------------------------- samples
 
 
-@pytest.mark.parametrize("attention", KINDS)
-@pytest.mark.parametrize("n_given", [0, 1, 4, 5])
-def test_samples_keep_what_is_given(attention: str, n_given: int):
-    made = model(attention=KINDS[attention])
+@pytest.mark.parametrize("n_given", [0, 4])
+def test_samples_keep_what_is_given(n_given: int):
+    made = model(attention=KINDS["linear"])
     given = images(5)[:, :n_given]
     drawn = made.sample(99, given=given, seed=1)
     assert drawn.shape == (5, 6)
@@ -190,13 +188,6 @@ def test_samples_are_drawn_without_dropout_and_training_goes_on():
     assert not made.training
 
 
-def test_training_goes_on_after_a_refusal():
-    made = with_dropout().train()
-    with pytest.raises(ValueError, match="temperature"):
-        made.sample(1, temperature=-1)
-    assert all(module.training for module in made.modules())
-
-
 def test_images_of_levels():
     made = model((1, 2, 3), 5)
     drawn = made.to_images(torch.tensor([[0, 1, 2, 3, 4, 0]]))
@@ -213,27 +204,13 @@ def test_images_of_another_size():
         model().nll(images(2).view(2, 2, 3))
 
 
-@pytest.mark.parametrize("level", [LEVELS, LEVELS + 1, 200])
-@pytest.mark.parametrize("position", [0, 5])
-def test_levels_that_are_not_known(level: int, position: int):
-    """The level n_levels would be the start token."""
-    batch = images(2)
-    batch[1, position] = level
+@pytest.mark.parametrize("level", [-1, LEVELS, 200])
+def test_unknown_levels(level: int):
+    """Also as the last one, which is not embedded. The level n_levels would be the start token."""
+    batch = images(2).long()
+    batch[1, 5] = level
     with pytest.raises(ValueError, match=f"level {level}.*n_levels={LEVELS}"):
         model().nll(batch)
-
-
-@pytest.mark.parametrize("head", HEADS, ids=["categorical", "mixture"])
-def test_negative_levels(head):
-    """Also the last one, which is nowhere embedded."""
-    batch = images(2).long()
-    batch[0, 5] = -1
-    with pytest.raises(ValueError, match=f"level -1.*n_levels={LEVELS}"):
-        model(head=head).nll(batch)
-
-
-@pytest.mark.parametrize("level", [-1, LEVELS, 99])
-def test_given_levels_that_are_not_known(level: int):
     with pytest.raises(ValueError, match=f"level {level}.*n_levels={LEVELS}"):
         model().sample(given=torch.tensor([[0, level]]))
 
@@ -333,32 +310,7 @@ def test_a_model_from_a_checkpoint_can_be_saved_again(tmp_path: Path):
     assert repr(third) == repr(again)
 
 
-def test_training_goes_on_from_a_checkpoint(tmp_path: Path):
-    """Two steps, and one and then another after a checkpoint, end at the same parameters."""
-    build = BUILT["optimiser and schedule"]
-
-    def fit(made: PixelModel, steps: int, **options) -> pl.Trainer:
-        run = trainer(tmp_path, max_steps=steps)
-        torch.manual_seed(9)
-        run.fit(made, data(4), weights_only=True, **options)  # an epoch a step
-        return run
-
-    torch.manual_seed(1)
-    whole = build()
-    fit(whole, 2)
-    torch.manual_seed(1)
-    first = build()
-    fit(first, 1).save_checkpoint(tmp_path / "one.ckpt")
-    torch.manual_seed(2)
-    second = build()
-    run = fit(second, 2, ckpt_path=tmp_path / "one.ckpt")
-    assert run.global_step == 2
-    assert all(
-        torch.equal(a, b) for a, b in zip(second.state_dict().values(), whole.state_dict().values(), strict=True)
-    )
-
-
-def test_what_a_checkpoint_cannot_hold_is_said_and_given_on_loading(tmp_path: Path):
+def test_arguments_that_a_checkpoint_cannot_hold_are_given_on_loading(tmp_path: Path):
     def build() -> PixelModel:
         backbone = Transformer(8, 2, 1, attention=lambda d, h, c: SoftmaxAttention(d, h, c, window=2))
         return PixelModel(backbone, SHAPE, LEVELS)
@@ -376,13 +328,7 @@ def test_what_a_checkpoint_cannot_hold_is_said_and_given_on_loading(tmp_path: Pa
     assert torch.equal(again.eval().nll(batch), made.eval().nll(batch))
 
 
-def test_a_recordable_model_does_not_warn():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        BUILT["optimiser and schedule"]()
-
-
-def test_a_checkpoint_of_another_model_is_refused_in_a_few_words(tmp_path: Path):
+def test_a_checkpoint_of_another_model_is_rejected_in_a_few_words(tmp_path: Path):
     path = trained(PixelModel(Transformer(8, 2, 1), SHAPE, LEVELS), tmp_path)
     other = PixelModel(Transformer(16, 2, 3), SHAPE, LEVELS)
     with pytest.raises(
@@ -404,28 +350,15 @@ def test_a_checkpoint_of_another_model_is_refused_in_a_few_words(tmp_path: Path)
 
 
 @pytest.mark.parametrize("stage", ["val", "test"])
-def test_figures_do_not_depend_on_how_the_data_is_cut(stage: str, tmp_path: Path):
+def test_figures_do_not_depend_on_the_batches(stage: str, tmp_path: Path):
     made = model()
     everything = images(11)
     with torch.no_grad():
         expected = made.nll(everything).sum().item() / everything.numel() / math.log(2)
-    for batch_size in (1, 3, 4, 11):
-        run = trainer(tmp_path)
-        score = run.validate if stage == "val" else run.test
-        (figures,) = score(made, DataLoader(everything, batch_size=batch_size), verbose=False)
-        assert figures == {f"{stage}/bits_per_dim": pytest.approx(expected, rel=1e-12)}
-
-
-def test_figures_do_not_depend_on_a_half_precision_model(tmp_path: Path):
-    """A sum of 2,000 losses kept in bfloat16 would stop growing."""
-    torch.manual_seed(5)
-    made = PixelModel(Transformer(8, 2, 1), SHAPE, LEVELS)
-    everything = images(2000)
-    run = trainer(tmp_path, precision="bf16-true")
-    (figures,) = run.validate(made, DataLoader(everything, batch_size=100), verbose=False)
-    with torch.no_grad():
-        expected = made.nll(everything).double().mean().item() / math.log(2)
-    assert figures["val/bits_per_dim"] == pytest.approx(expected, rel=1e-4)
+    run = trainer(tmp_path)
+    score = run.validate if stage == "val" else run.test
+    (figures,) = score(made, DataLoader(everything, batch_size=3), verbose=False)
+    assert figures == {f"{stage}/bits_per_dim": pytest.approx(expected, rel=1e-12)}
 
 
 def test_the_loss_of_training_is_logged_in_bits(tmp_path: Path):
@@ -502,11 +435,6 @@ def test_a_plateau_watches_what_the_model_names_or_what_it_names_itself():
     ).configure_optimizers()
     assert made["lr_scheduler"]["monitor"] == PixelModel.monitor == "val/bits_per_dim"
     assert BUILT["plateau"]().configure_optimizers()["lr_scheduler"]["monitor"] == "train/bits_per_dim"
-
-
-def test_parts_are_modules():
-    assert {name for name, _ in model().named_children()} == {"embedding", "backbone", "head", "bits_per_dim"}
-    assert isinstance(model().embedding, nn.Embedding)
 
 
 @pytest.mark.parametrize(("n_levels", "width"), [(2, 4), (17, 15), (256, 128)])

@@ -23,17 +23,12 @@ def rates(schedule: LambdaLR, n: int) -> list[float]:
     return taken
 
 
-def test_rise_and_fall_by_hand():
+def test_warmup_and_decay_by_hand():
     """A quarter, half, three quarters, the peak; then half a cosine: 1, (1 + √½) / 2, ½, (1 − √½) / 2, 0."""
     taken = rates(WarmupCosine(optimiser(0.8), total_steps=8, warmup_steps=4), 11)
     half = math.sqrt(0.5)
     fall = [1, (1 + half) / 2, 0.5, (1 - half) / 2, 0, 0, 0]
     assert taken == pytest.approx([0.2, 0.4, 0.6, 0.8, *[0.8 * f for f in fall]], abs=1e-12)
-
-
-def test_without_a_rise_it_starts_at_the_peak():
-    taken = rates(WarmupCosine(optimiser(), total_steps=2), 4)
-    assert taken == pytest.approx([1, 0.5, 0, 0], abs=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:The epoch parameter")
@@ -64,17 +59,13 @@ def test_it_ends_at_a_fraction_of_the_peak():
     assert taken[5:] == pytest.approx([0.2] * 4)
 
 
-def test_a_final_fraction_of_1_never_falls():
-    assert rates(WarmupCosine(optimiser(), 4, 2, final=1.0), 6) == pytest.approx([0.5, 1, 1, 1, 1, 1])
-
-
 def test_every_group_keeps_its_own_peak():
     schedule = WarmupCosine(optimiser(1.0, 10.0), total_steps=4, warmup_steps=2)
     assert schedule.get_last_lr() == pytest.approx([0.5, 5.0])
 
 
-def test_a_share_of_the_steps_of_the_run():
-    """Half of 8 steps rise; what was given stays."""
+def test_a_fraction_of_the_steps_of_the_run():
+    """The warm-up is half of 8 steps; a given `total_steps` stays."""
     schedule = WarmupCosine(optimiser(0.8), warmup_steps=0.5)
     schedule.set_total_steps(8)
     expected = rates(WarmupCosine(optimiser(0.8), total_steps=8, warmup_steps=4), 11)
@@ -91,12 +82,12 @@ def test_a_share_of_the_steps_of_the_run():
     ("warmup_steps", "run_steps", "words"),
     [(0, math.inf, "no limit in steps.*max_steps"), (9, 8, "9 must be below")],
 )
-def test_a_run_that_gives_no_schedule_is_refused(warmup_steps: int, run_steps: float, words: str):
+def test_runs_without_a_limit_or_below_the_warmup_are_rejected(warmup_steps: int, run_steps: float, words: str):
     with pytest.raises(ValueError, match=words):
         WarmupCosine(optimiser(), warmup_steps=warmup_steps).set_total_steps(run_steps)
 
 
-@pytest.mark.parametrize(("d_model", "warmup"), [(512, 4000), (64, 10), (128, 1)])
+@pytest.mark.parametrize(("d_model", "warmup"), [(64, 10), (128, 1)])
 def test_the_rate_of_the_2017_paper(d_model: int, warmup: int):
     """Equation 3: d_model^−½ · min(step^−½, step · warmup^−1.5), whose peak is (d_model · warmup)^−½."""
     n = 3 * warmup + 5
@@ -106,13 +97,6 @@ def test_the_rate_of_the_2017_paper(d_model: int, warmup: int):
     assert max(taken) == taken[warmup - 1]
 
 
-def test_inverse_square_root_by_hand():
-    """Half, the peak, then √(2/3), √(2/4), …; an eighth of the steps gives √⅛ of the rate."""
-    taken = rates(InverseSquareRoot(optimiser(0.8), warmup_steps=2), 16)
-    assert taken[:4] == pytest.approx([0.4, 0.8, 0.8 * math.sqrt(2 / 3), 0.8 * math.sqrt(0.5)])
-    assert taken[15] == pytest.approx(0.8 * math.sqrt(1 / 8))
-
-
 SCHEDULES = {
     "cosine": lambda: WarmupCosine(optimiser(0.3), 8, 3, final=0.2),
     "inverse square root": lambda: InverseSquareRoot(optimiser(0.3), 3),
@@ -120,12 +104,11 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("after", [1, 3, 6])
-def test_it_goes_on_where_it_was_saved(name: str, after: int):
-    """Through a file that holds nothing but plain data."""
+def test_a_saved_schedule_continues(name: str):
+    """Through a file of plain data."""
     whole = rates(SCHEDULES[name](), 10)
     first = SCHEDULES[name]()
-    rates(first, after)
+    rates(first, 3)
     file = BytesIO()
     torch.save((first.state_dict(), first.optimizer.state_dict()), file)
     file.seek(0)
@@ -133,7 +116,7 @@ def test_it_goes_on_where_it_was_saved(name: str, after: int):
     second = SCHEDULES[name]()
     second.load_state_dict(schedule_state)
     second.optimizer.load_state_dict(optimiser_state)
-    assert rates(second, 10 - after) == pytest.approx(whole[after:], abs=1e-15)
+    assert rates(second, 7) == pytest.approx(whole[3:], abs=1e-15)
 
 
 @pytest.mark.parametrize(
@@ -150,8 +133,5 @@ def test_it_goes_on_where_it_was_saved(name: str, after: int):
 def test_bad_options_are_named(options: dict, words: str):
     with pytest.raises(ValueError, match=words):
         WarmupCosine(optimiser(), **options)
-
-
-def test_a_rise_takes_a_step_at_least():
     with pytest.raises(ValueError, match="warmup_steps=0"):
         InverseSquareRoot(optimiser(), warmup_steps=0)

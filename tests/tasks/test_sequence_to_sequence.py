@@ -93,16 +93,6 @@ def test_the_training_loss_is_the_mean_over_the_targets(smoothing: float):
     torch.testing.assert_close(made.training_step(given), expected)
 
 
-def test_embeddings_have_unit_variance_after_scaling():
-    torch.manual_seed(0)
-    backbone = EncoderDecoder(
-        Transformer(64, 2, 1, causal=False), Transformer(64, 2, 1, cross_attention=SoftmaxCrossAttention)
-    )
-    made = SequenceToSequence(backbone, 500, 500)
-    for embed in (made._embed_source, made._embed_target):
-        assert embed(torch.arange(500)).std().item() == pytest.approx(1, abs=0.02)
-
-
 def test_matrices_are_shared():
     one = {"target_tokenizer": LETTERS.to_json(), "source_tokenizer": LETTERS.to_json()}
     backbone = model().float().backbone
@@ -186,15 +176,7 @@ def test_a_beam_of_one_is_greedy_for_each_source():
         assert row[:n].tolist() == tokens
 
 
-def test_each_target_has_at_most_50_tokens_more_than_its_source():
-    made, given = model(), batch()
-    with torch.no_grad():
-        made.head.proj.bias[PHONES.start] = -1e9
-    found = made.search(given.source, given.source_lengths, beam=2)
-    assert found.lengths[:, 0].tolist() == (given.source_lengths + 50).tolist()
-
-
-def test_outputs_are_at_most_as_long_as_the_option_says():
+def test_an_output_has_at_most_50_tokens_more_than_its_source_and_as_many_as_the_option_says():
     made, given = model(max_output_len=54), batch()
     with torch.no_grad():
         made.head.proj.bias[PHONES.start] = -1e9
@@ -263,7 +245,7 @@ def test_long_sources_are_not_drawn(monkeypatch: pytest.MonkeyPatch):
     assert [t.weights is None for t in made.predict_step(batch(), 0)] == [True, False, False]  # 5, 2 and 3 tokens
 
 
-@pytest.mark.parametrize(("every", "epoch", "decodes"), [(None, 0, False), (2, 0, False), (2, 1, True), (2, 3, True)])
+@pytest.mark.parametrize(("every", "epoch", "decodes"), [(None, 0, False), (2, 0, False), (2, 1, True)])
 def test_validation_decodes_every_n_epochs(every: int | None, epoch: int, decodes: bool):
     made = model(decode_every_n_epochs=every)
     made._trainer = SimpleNamespace(current_epoch=epoch)  # type: ignore[assignment]
@@ -301,7 +283,7 @@ def test_scores_are_averages_if_that_is_wanted():
     ],
     ids=["unknown", "empty"],
 )
-def test_what_can_not_be_written_is_refused(options: dict[str, Any], message: str, tmp_path: Path):
+def test_unreadable_sources_are_rejected(options: dict[str, Any], message: str, tmp_path: Path):
     arguments: Any = {"datamodule": None, "n": None, "progress": iter, **options}
     with pytest.raises(ValueError, match=message):
         model().write_samples(lambda: tmp_path, **arguments)

@@ -99,8 +99,10 @@ class Fixed(Decoder):
 # ------------------------------------------------------------------------------------------------ padding
 
 
-@pytest.mark.parametrize("front_end", FRONT_ENDS)
-@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize(
+    ("backbone", "front_end"),
+    [*((name, "convolutions") for name in BACKBONES), ("linear", "none"), ("linear", "stacking")],
+)
 def test_padded_equals_alone(backbone: str, front_end: str):
     """An utterance's probabilities, and so its loss, do not depend on its batch-mates."""
     made = model(backbone, front_end=FRONT_ENDS[front_end])
@@ -146,7 +148,7 @@ def test_label_smoothing_mixes_in_uniform_alignments():
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-def test_what_is_impossible_teaches_nothing(label_smoothing: float):
+def test_impossible_utterances_have_no_loss(label_smoothing: float):
     """The middle one's 12 frames become 3, which have no room for its 4 phones."""
     front_end = FRONT_ENDS["convolutions"]
     made = model(front_end=front_end, label_smoothing=label_smoothing).train()
@@ -165,9 +167,8 @@ def test_what_is_impossible_teaches_nothing(label_smoothing: float):
     assert all((g == 0).all() for g in gradients)
 
 
-@pytest.mark.parametrize("backbone", ["linear", "performer", "bilstm"])
-def test_it_learns_two_utterances_by_heart(backbone: str):
-    made = model(backbone).float().train()
+def test_it_learns_two_utterances_by_heart():
+    made = model("linear").float().train()
     batch = speech((23, 17), (3, 2))
     batch = batch._replace(features=batch.features.float())
     optimizer = torch.optim.Adam(made.parameters(), lr=0.02)
@@ -214,14 +215,7 @@ def test_the_scores_by_hand(tmp_path: Path):
     assert results["test/loss"] == pytest.approx(sum(nats) / 9)  # 4 + 2 + 0 + 3 phones, unfolded
     assert results["test/utterances"] == 5
     assert results["test/impossible"] == 1
-
-
-def test_the_best_checkpoint_has_the_lowest_error_rate():
-    assert model().monitor == "val/per"
-
-
-def test_folded_phones_are_their_own_by_default():
-    assert model().fold([1, 3, 3]) == ["aa", "sil", "sil"]
+    assert made.monitor == "val/per"
 
 
 # ------------------------------------------------------------------------------------------------ transcripts
@@ -291,7 +285,7 @@ def test_pictures_are_of_the_first_batch_alone(tmp_path: Path):
         ({"label_smoothing": 1.0}, "label_smoothing=1.0"),
     ],
 )
-def test_what_is_refused(options: dict[str, Any], words: str):
+def test_bad_options_are_named(options: dict[str, Any], words: str):
     with pytest.raises(ValueError, match=words):
         model(**options)
 

@@ -40,8 +40,8 @@ DEMO = (
         *("fit", "--config", "digits_linear", "--trainer.max_steps", "10", "--trainer.max_epochs", "1"),
         *("--trainer.limit_val_batches", "1", "--trainer.enable_progress_bar", "false"),
     ),
-    ("test", "--ckpt_path", "best", "--trainer.limit_test_batches", "1", "--trainer.enable_progress_bar", "false"),
-    ("generate", "--ckpt_path", "best", "--n", "4"),
+    ("test", "--ckpt_path", "last", "--trainer.limit_test_batches", "1", "--trainer.enable_progress_bar", "false"),
+    ("generate", "--ckpt_path", "last", "--n", "4"),
 )
 """The commands that run from the wheel."""
 ATTENTION = """

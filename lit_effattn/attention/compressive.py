@@ -446,7 +446,7 @@ class CompressiveAttention(TransformerXLAttention):
         """See `TransformerXLAttention.set_memory`. `same_length` must be False: the split never has an effect here."""
         if same_length:
             raise ValueError(
-                "same_length=True: what CompressiveAttention sees never depends on how a stream is split; leave it out"
+                "same_length=True: the inputs that CompressiveAttention sees never depend on the split; leave it out"
             )
         super().set_memory(mem_len, clamp_len)
 

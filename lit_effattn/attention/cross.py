@@ -57,7 +57,7 @@ class PerformerSourceSums(NamedTuple):
 
 
 class StabilisedSourceSums(NamedTuple):
-    """A `PerformerSourceSums` with one feature more, and what `eps` is scaled by; with `eps` above 0."""
+    """A `PerformerSourceSums` for `eps` above 0: with one feature more, and the maximum that `eps` is scaled by."""
 
     s: Tensor  # (B, H, F + 1, D)
     z: Tensor  # (B, H, F + 1)
@@ -156,7 +156,7 @@ class CrossAttention(MultiHead):
 
         Args:
             q: (B, H, N, D_qk) queries.
-            state: What `keep` returned.
+            state: A result of `keep`.
 
         Returns:
             The heads' outputs, (B, H, N, D); any finite values in rows whose source is empty.

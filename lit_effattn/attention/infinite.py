@@ -43,7 +43,7 @@ class InfiniteAttention(TransformerXLAttention):
             to the signal of x_0, …, x_{L⌊t/L⌋−1}.
 
     Splitting a stream changes nothing. In calls of L positions that begin at a multiple of L, with `mem_len` a multiple
-    of L, XL sees what `TransformerXLAttention` sees.
+    of L, XL sees the same inputs as `TransformerXLAttention`.
 
     After `normalise_with` the memory holds inputs that are not normalised. What is written to the signal is normalised
     with the gains of that time, unless `norm_signal` is False: then the signal is of the inputs as they were, as in the
@@ -377,7 +377,7 @@ class InfiniteAttention(TransformerXLAttention):
         """See `TransformerXLAttention.set_memory`. `same_length` must be False: the split never has an effect here."""
         if same_length:
             raise ValueError(
-                "same_length=True: what InfiniteAttention sees never depends on how a stream is split; leave it out"
+                "same_length=True: the inputs that InfiniteAttention sees never depend on the split; leave it out"
             )
         self._check_clamp(clamp_len)
         super().set_memory(mem_len, clamp_len)

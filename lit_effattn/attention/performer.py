@@ -39,7 +39,7 @@ class PerformerState(NamedTuple):
 
 
 class StabilisedPerformerState(NamedTuple):
-    """A `PerformerState` with one feature more, and what `eps` is scaled by; with `eps` above 0."""
+    """A `PerformerState` for `eps` above 0: with one feature more, and the maximum that `eps` is scaled by."""
 
     s: Tensor  # (B, H, F + 1, D)
     z: Tensor  # (B, H, F + 1)
@@ -74,8 +74,8 @@ class PerformerAttention(Attention):
         φ(q_i) = exp(ωᵀq̃_i − ‖q̃_i‖²/2 − max_f ωᵀq̃_i) + eps,  φ(k_j) = exp(ωᵀk̃_j − ‖k̃_j‖²/2 − M_i) + eps
 
     There M_i is the largest ωᵀk̃ of all keys, so with a causal mask the future changes the past. Here it is the largest
-    of those that query i sees: a causal output is theirs of the sequence up to i. These maxima do not cancel, so they
-    have a gradient.
+    of those that query i sees: causal output i is that of the authors' code for the sequence up to i. These maxima do
+    not cancel, so they have a gradient.
 
     Time O(N F (C + D)), state O(F D), constant. Splitting a stream changes nothing: the memory reaches back to the
     start, or to the last redraw. Features, sums and division are computed in float32 at least, regardless of autocast.

@@ -147,12 +147,12 @@ class SparseAttention(Attention):
         self.columns: Tensor
 
         half = (n_heads + 1) // 2
-        everyone, nobody = slice(0, n_heads), slice(0, 0)
+        every, none = slice(0, n_heads), slice(0, 0)
         self._local, self._distant = {
-            "merged": (everyone, everyone),
+            "merged": (every, every),
             "heads": (slice(0, half), slice(half, n_heads)),
-            "local": (everyone, nobody),
-            "distant": (nobody, everyone),
+            "local": (every, none),
+            "distant": (none, every),
         }[combine]
         """The heads that see each set."""
 
@@ -298,16 +298,16 @@ class SparseAttention(Attention):
                 torch.zeros(*shape, self.head_dim, device=device, dtype=dtype),
             )
 
-        everyone = slice(0, self.n_heads)
+        every = slice(0, self.n_heads)
         if self.pattern == "fixed":
             slots = -(-(max_len or 0) // self.stride) * self.summary
             kind = SummaryCache if max_len is None else FixedSummaryCache
             return kind(*empty(self._local, self.stride), *empty(self._distant, slots), length)
         if self.combine == "local":
-            return WindowCache(*empty(everyone, self.stride - 1), length)
+            return WindowCache(*empty(every, self.stride - 1), length)
         if max_len is None:
-            return KeyValueCache(*empty(everyone, 0), length)
-        return FixedCache(*empty(everyone, max_len), length)
+            return KeyValueCache(*empty(every, 0), length)
+        return FixedCache(*empty(every, max_len), length)
 
     def compute_weights(self, q: Tensor, k: Tensor, state: SparseState | None, lengths: Tensor | None) -> Tensor:
         """Return the softmax over A_i: see `Attention.compute_weights`."""
@@ -368,7 +368,7 @@ class SparseAttention(Attention):
             (self._local, state.block_keys, block),
             (self._distant, state.summary_keys, columns),
         ):
-            index = (at - length + m).clamp(max=m)  # the last entry takes what is not there
+            index = (at - length + m).clamp(max=m)  # the last entry takes positions outside
             keys[:, heads].scatter_(2, index[..., None].expand(stored.shape), stored)
         return keys[:, :, :m]
 

@@ -141,7 +141,7 @@ class WindowedLinearAttention(Attention):
     def _leaving(self, keys: Tensor, past: Tensor, seen: Tensor) -> Tensor:
         """Return φ of the first N keys (B, H, N, D) after the cache's start, 0 for those that do not leave the window.
 
-        Of M cached keys the last `past` exist. A row with `seen` new positions lets go as many slots, empty or not.
+        Of M cached keys the last `past` exist. In a row with `seen` new positions as many slots leave, empty or not.
         """
         leaves = self._leaves(keys.size(2), past, seen)  # (B, N)
         return self.feature_map.keys(keys).masked_fill(~leaves[:, None, :, None], 0)
@@ -180,7 +180,7 @@ class WindowedLinearAttention(Attention):
         return WindowedLinearState(keys, values, s, z, seen)
 
     def combine_states(self, before: WindowedLinearState, after: WindowedLinearState) -> WindowedLinearState:
-        """Keep the newest of both, and add the sums and what leaves the window: see `Attention.combine_states`."""
+        """Keep the newest of both, and add sums and the terms that leave: see `Attention.combine_states`."""
         past = before.length.clamp(max=self.window - 1)
         s, z = self._sums(before.keys, before.values, self._leaves(before.keys.size(2), past, after.length))
         return WindowedLinearState(

@@ -45,7 +45,7 @@ def expected_basis(mean: Tensor, variance: Tensor, basis: tuple[Tensor, Tensor])
     Args:
         mean: μ, any shape.
         variance: σ², of the same shape; 0 evaluates the basis at μ.
-        basis: What `basis_of` returns.
+        basis: Centres and variances: see `basis_of`.
 
     Returns:
         (…, n_basis).
@@ -64,7 +64,7 @@ def evaluate_signal(coefficients: Tensor, times: Tensor, basis: tuple[Tensor, Te
     Args:
         coefficients: B, (B, n_basis, E).
         times: (T,), or (B, T) for times of each row.
-        basis: What `basis_of` returns.
+        basis: Centres and variances: see `basis_of`.
 
     Returns:
         (B, T, E).
@@ -250,8 +250,8 @@ def pseudorandom(counter: Tensor, n: int, dtype: torch.dtype) -> Tensor:
 def jitter(counter: Tensor, n: int, dtype: torch.dtype) -> Tensor:
     """Return n numbers in (0, 1) that differ with `counter` (B,), evenly spread over time: (B, n).
 
-    They are multiples of two irrational numbers modulo 1, computed in integers: a pure function, so that recomputation
-    gives the same numbers.
+    They are multiples of two irrational numbers modulo 1, computed in integers. A pure function: recomputation gives
+    the same numbers.
     """
     # 1/φ and 1/ρ, the golden and the plastic ratio, in units of 2⁻²²: the middles of those are exact in float32.
     steps = counter[:, None] * 2_592_223 + torch.arange(n, device=counter.device) * 3_166_187

@@ -132,7 +132,7 @@ def earlier_slots(recent: Recent, counts: Tensor, first: Tensor) -> Tensor:
     """Return the slots (B, H, R, n_buckets, 2C) of the visible positions of earlier calls, −1 for the rest.
 
     Args:
-        recent: What the buckets hold.
+        recent: The newest positions of the buckets.
         counts: (B, H, R, n_buckets), their numbers of positions.
         first: (B, H, R, n_buckets), their first slots: see `ranked_chunks`.
     """
@@ -447,7 +447,7 @@ class _Layout:
         return times.to(dtype).add_(1)
 
     def _seen(self, place: Tensor) -> Tensor:
-        """Return 1 where queries see keys at `place` (G, W), else 0, (G, S, W): what `_sees` says.
+        """Return 1 where queries see keys at `place` (G, W), else 0, (G, S, W): see `_sees`.
 
         As integers throughout: torch then compares six times as fast as with booleans for outcomes.
         """

@@ -160,7 +160,7 @@ def attention_by_distance(
         q: (B, H, N, D).
         k: (B, H, M, D).
         v: (B, H, M, D).
-        by_distance: (B, H, N, L), what each distance adds to the score.
+        by_distance: (B, H, N, L), the term of each distance in the score.
         index: (B, N, M), index of each key's distance, below L; arbitrary for keys that are not seen.
         seen: (B, N, M). Each query must see a key.
         dropout: Probability with which an attention weight is dropped.

@@ -1,7 +1,7 @@
 """Sparse softmax attention in a fixed pattern (Child et al. 2019, section 4), at the cost of the seen keys alone.
 
-Each set of keys is dense in its own layout: windows and blocks side by side, positions a stride apart in columns,
-summary columns gathered. If a query sees two sets, one softmax runs over both: the sets are disjoint, so that no key
+Each set of keys is dense in its own layout: adjacent windows and blocks, columns of positions a stride apart, gathered
+summary columns. If a query sees two sets, one softmax runs over both: the sets are disjoint, so that no key
 counts twice, and are merged by their maxima and sums. A single set uses scaled_dot_product_attention.
 """
 

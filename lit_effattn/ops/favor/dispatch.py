@@ -27,7 +27,7 @@ def use_kernels(q: Tensor, v: Tensor, n_features: int) -> bool:
     A warning gives the reason once if kernels can't be used, unless the plain form was asked for.
 
     Args:
-        q: (B, H, N, E), queries, of which type, device and width are checked.
+        q: (B, H, N, E), queries; their type, device and width are checked.
         v: (B, H, N, D), values.
         n_features: F.
 
@@ -178,7 +178,7 @@ def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 
 def _nothing(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return empty tensors, since the C++ kernels save nothing beside the output: they compute it again."""
+    """Return empty tensors: the C++ kernels save only their inputs, and compute the rest again."""
     return q.new_empty(0), q.new_empty(0), q.new_empty(0)
 
 

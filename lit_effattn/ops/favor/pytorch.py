@@ -185,7 +185,7 @@ def favor(log_q: Tensor, log_k: Tensor, v: Tensor) -> Tensor:
 
 
 def favor_sums(log_k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return all that `favor` reads of keys and values.
+    """Sum keys and values for `read_favor_sums`.
 
     Args:
         log_k: (B, H, M, F), log φ(k); −∞ where a key is padding.
@@ -245,7 +245,7 @@ def causal_favor(
     On the CPU chunks of C positions are computed one after another, with a hand-written backward pass: beside inputs,
     outputs and their gradients, O(N D), only the memory of one chunk is needed. The backward pass recomputes features,
     scores and sums, and can't be differentiated. A key is scaled once, by m at the chunk's border. If it rises too far
-    above that, the chunk's queries from there on are computed as in `plain_causal_favor`. Other devices, and
+    above that, the chunk's queries from that key on are computed as in `plain_causal_favor`. Other devices, and
     exported programs, use that for all queries. In float32, if there is a compiler, a C++ kernel is used on the CPU; if
     a key rises too far, it starts another chunk.
 
@@ -353,7 +353,7 @@ def _within(log_q: Tensor, log_k: Tensor, v: Tensor, top: Tensor) -> Tensor:
         x = v.unflatten(3, (-1, 2, half))[..., 0, :, :]  # (B, H, N/C, C/2h, h, D)
         q, k = _halves(log_q, log_k, top, half)
         part = (q @ k.mT) @ x  # (B, H, N/C, C/2h, h, D)
-        out = out + F.pad(part[..., None, :, :], (0, 0, 0, 0, 1, 0)).flatten(3, 5)  # nothing for the first halves
+        out = out + F.pad(part[..., None, :, :], (0, 0, 0, 0, 1, 0)).flatten(3, 5)  # 0 for the first halves
         half *= 2
     return out
 
@@ -414,7 +414,7 @@ smallest float32 numbers, e^−87, are negligible beside a denominator."""
 
 
 class _Overflow(NamedTuple):
-    """The queries of a chunk that see a key too far above its reference, and what they are computed from."""
+    """The queries of a chunk that see a key too far above its reference, and the logarithms to compute them from."""
 
     rows: Tensor  # (L,), those of the BH that have such queries
     queries: Tensor  # (L, C, 1), whether it is such a query
@@ -424,7 +424,7 @@ class _Overflow(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """A chunk's features, scaled: keys by the reference r, queries each by something that cancels."""
+    """A chunk's scaled features: keys by the reference r, each query by a factor that cancels in the division."""
 
     q: Tensor  # (BH, C, F), ∝ e^{log φ(q) + r}
     k: Tensor  # (BH, C, F), e^{log φ(k) − r}; 0 where only overflowing queries see them
@@ -436,7 +436,7 @@ class _Chunk(NamedTuple):
 def _chunk(q: Tensor, k: Tensor, omega: Tensor, offset: Tensor, m: Tensor) -> _Chunk:
     """Return the features of a chunk, (BH, C, E) each, from `m` before it, (BH, 1, F).
 
-    The reference is m, or the chunk's first key if there is none before it; it never depends on later keys. Keys use
+    The reference is m, or the chunk's first key if no key is before it; it never depends on later keys. Keys use
     torch's exp2, which is 2.6 times as fast as its exp.
     """
     r = m
@@ -493,8 +493,7 @@ def _scores(c: _Chunk) -> Tensor:
 def _through_scores(c: _Chunk, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the scores' gradients `g`, 0 for overflowing queries, and their gradients of log φ(q), log φ(k)."""
     if c.overflow is None:
-        nothing = c.k[:0]
-        return g, nothing, nothing
+        return g, c.k[:0], c.k[:0]
     rows, queries, log_q, log_k, top = c.overflow
     n, size = queries.size(1), log_q.size(1)
     g_overflow = g.new_zeros(len(rows), size, size)

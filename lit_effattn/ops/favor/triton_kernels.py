@@ -12,13 +12,13 @@ and keeps p at most 1, and den at least 1. Where keys rise too far above r, the 
 Σ_f exp(log φ(q_i) + log φ(k_j) − top_i) for p_i · κ_j, key by key: slow, rare, and exact for any norms. No bit of an
 earlier query depends on them.
 
-A head's S, F × D, is too large for a program's registers. A program walks from chunk to chunk, within a chunk goes over
-blocks of features, and has S in global memory, where the blocks come from the GPU's cache; top_i grows from block to
-block, and what has been summed is scaled down with it. A head's sequence is one such walk if there are heads enough to
-fill the GPU. If not, it is cut into groups of chunks that are walked side by side, from sums made first (`_sum_keys`,
+A head's S, F × D, is too large for a program's registers. A program processes chunk after chunk, goes over blocks of
+features within a chunk, and has S in global memory, whose blocks come from the GPU's cache; top_i grows from block to
+block, and the sums so far are scaled down with it. One program processes a head's sequence if there are enough heads to
+fill the GPU. If not, groups of chunks are processed in parallel, from sums that are computed first (`_sum_keys`,
 `_add_up_keys`). There are only as many groups as fill the GPU, so the sums' memory does not grow with N.
 
-The gradients come from two walks. With g_i of out_i, x_i = g_i / den_i and y_i = −x_i · out_i, the gradients of num_i
+The gradients take two passes. With g_i of out_i, x_i = g_i / den_i and y_i = −x_i · out_i, the gradients of num_i
 and den_i, and a_ij = x_i · v_j + y_i, which no feature is needed for:
 
     ∇log φ(q_i) = p_i ∘ (S x_i + y_i z + Σ_{j ≤ i} a_ij κ_j)         from left to right, as above
@@ -183,10 +183,10 @@ def _fade(m, after):
 
 # ---------------------------------------------------------------------------------------------------------- the kernels
 #
-# Sums lie as s (heads, groups, F, D), z and m (heads, groups, F), and are walked in place: one thread may read what
+# Sums are stored as s (heads, groups, F, D), z and m (heads, groups, F), and updated in place: one thread may read what
 # another wrote, so the threads of a program wait for one another before sums are read, and before they are overwritten.
-# What does not change from one turn of a walk's loops to the next is computed in each: addresses, mostly, which, kept,
-# would take half of the registers.
+# Values that do not change between iterations, mostly addresses, are computed in each: kept, they would take half of
+# the registers.
 
 
 @triton.jit(do_not_specialize=_BY_LENGTH)
@@ -276,7 +276,7 @@ def _outputs(
 ):  # fmt: skip
     """Compute the outputs of one group of a head, from left to right.
 
-    The walk starts from the sums before the group, in `s`, `z` and `m`, and leaves there the sums after it. It also
+    Starts from the sums before the group, in `s`, `z` and `m`, and replaces them by the sums after it. It also
     writes the outputs' rounding errors to `rest`, and the queries' top and den to `top` and `denominator` (heads, N).
     """
     head, slot = tl.program_id(0), tl.program_id(1)
@@ -329,7 +329,7 @@ def _outputs(
             near = tl.exp(tl.minimum(log_k - r[None, :], _LIMIT))  # (C, BF)
             fade = tl.exp(r - after)
             scores *= shrink[:, None]
-            if any_overflow:  # logs are computed again, that they need not be kept for what is rare
+            if any_overflow:  # rare, so the logs are computed again, not kept
                 log_q, log_k = _logs(
                     queries, keys, offset, _directions(omega, features, dims, E, F), features, F, BF
                 )  # (C, BF)
@@ -350,7 +350,7 @@ def _outputs(
         scores = tl.where(lower, scores, 0.0)
         numerator = _dot(scores, values, numerator, PRECISION)
         below += tl.sum(scores, 1)
-        below = tl.where(below == 0.0, 1.0, below)  # nothing was seen
+        below = tl.where(below == 0.0, 1.0, below)  # no key was seen
         numerator /= below[:, None]
         _store(out, out_strides, rows, columns, n, D, numerator)
         if out.dtype.element_ty != tl.float32:
@@ -412,7 +412,7 @@ def _query_gradients(
 ):  # fmt: skip
     """Compute the gradient of q for one group of a head, from left to right.
 
-    The walk uses the sums as `_outputs` does. It also writes y (heads, N), and m before each chunk and after the last
+    Uses the sums as `_outputs` does. It also writes y (heads, N), and m before each chunk and after the last
     to `borders` (heads, chunks + 1, F).
     """
     head, slot = tl.program_id(0), tl.program_id(1)
@@ -585,7 +585,7 @@ def _key_value_gradients(
 ):  # fmt: skip
     """Compute the gradients of k and v for one group of a head, from right to left.
 
-    The walk starts from the sums R and r after the group, in `s` and `z`, and leaves there those before it.
+    Starts from the sums R and r after the group, in `s` and `z`, and replaces them by those before it.
     """
     head, slot = tl.program_id(0), tl.program_id(1)
     dims, columns = tl.arange(0, BE), tl.arange(0, BD)
@@ -704,7 +704,7 @@ def forward(
     out = by_position(v)
     rest = rounding_error(out)
     top, denominator = (torch.empty(q.shape[:3], device=q.device, dtype=torch.float32) for _ in range(2))
-    _outputs[plan.walks](
+    _outputs[plan.grid](
         q, q.stride(), k, k.stride(), v, v.stride(), out, out.stride(), rest, plan.omega, plan.lengths, *starts,
         top, denominator, *plan.counts, *plan.of_keys, **plan.constants, BF=plan.features, num_warps=plan.warps,
         num_stages=1,
@@ -727,12 +727,12 @@ def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     inputs = (q, q.stride(), k, k.stride(), v, v.stride(), g, g.stride())
     kept = (borders, top, denominator, y, *plan.counts, *plan.of_keys)
     options = {**plan.constants, "BF": plan.features, "num_warps": plan.warps, "num_stages": 1}
-    _query_gradients[plan.walks](
+    _query_gradients[plan.grid](
         *inputs, out, out.stride(), rest, dq, dq.stride(), plan.omega, plan.lengths, *starts, *kept, **options
     )
     ds, dz = _copy(g_s), _copy(g_z)
     ends = plan.ends(q, g, borders, top, denominator, y, ds, dz)
-    _key_value_gradients[plan.walks](
+    _key_value_gradients[plan.grid](
         *inputs, dk, dk.stride(), dv, dv.stride(), plan.omega, plan.lengths, *ends, *kept, **options
     )
     return dq, dk, dv, ds, dz
@@ -750,7 +750,7 @@ class _Plan:
         groups = min(self.chunks, _MOST_GROUPS, max(1, _at_once(q.device) // max(1, self.heads)))
         self.each = triton.cdiv(self.chunks, groups)
         self.groups = triton.cdiv(self.chunks, self.each)  # none is empty
-        self.walks = (self.heads, self.groups)
+        self.grid = (self.heads, self.groups)
         self.counts = (n, self.chunks, self.each, h)
         self.of_keys = (scale * scale / 2, math.log(f) / 2)
         self.constants: dict[str, Any] = {
@@ -766,7 +766,7 @@ class _Plan:
         `s`, `z` and `m` hold the sums before the first position. The kernels replace them by the sums after the last.
         """
         if self.groups == 1:
-            return s, z, m  # and are walked in place
+            return s, z, m  # and are updated in place
         sums = self._sums(s, z, m)
         _sum_keys[self.heads, self.groups, triton.cdiv(s.size(2), _SUMMED_AT_ONCE)](
             k, k.stride(), v, v.stride(), self.omega, self.lengths, *sums, *self.counts, *self.of_keys,

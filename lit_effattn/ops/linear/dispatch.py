@@ -26,7 +26,7 @@ def use_kernels(q: Tensor, v: Tensor, *, elu: bool) -> bool:
     feature map causes no warning, since `causal_linear_attention` has kernels there too.
 
     Args:
-        q: (B, H, N, D), queries, of which type, device and width are checked.
+        q: (B, H, N, D), queries; their type, device and width are checked.
         v: (B, H, N, D'), values.
         elu: Whether the feature map is elu + 1.
 

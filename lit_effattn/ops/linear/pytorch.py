@@ -39,7 +39,7 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, *, eps: float = 1e-6) -> T
 
 
 def key_sums(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return all that `linear_attention` reads of keys (B, H, M, F) and values (B, H, M, D): Σ k vᵀ and Σ k."""
+    """Sum keys (B, H, M, F) and values (B, H, M, D) for `read_sums`: Σ k vᵀ, (B, H, F, D), and Σ k, (B, H, F)."""
     return k.transpose(-1, -2) @ v, k.sum(-2)  # (B, H, F, D), (B, H, F)
 
 

@@ -4,12 +4,12 @@ With φ(x) = elu(x) + 1, in chunks of C = 64 positions (Katharopoulos et al. 202
 
     out_i = num_i / den_i,  num_i = φ(q_i)ᵀ S + Σ_j (φ(q_i) · φ(k_j)) v_j,  den_i = the same with 1 for v, + eps
 
-j of the chunk, up to i; S the sum of φ(k) vᵀ before it, which one program carries from chunk to chunk. A head's
-sequence is one such walk if there are heads enough to fill the GPU. If not, it is cut into groups of chunks that are
-walked side by side: first each group is summed (`_sum_groups`), the sums are added up (`_add_up`), and then each walk
-starts from its own. There are only as many groups as fill the GPU, so the sums' memory does not grow with N.
+j of the chunk, up to i; S is the sum of φ(k) vᵀ before it, which one program carries from chunk to chunk. One program
+processes a head's sequence if there are enough heads to fill the GPU. If not, groups of chunks are processed in
+parallel: first each group is summed (`_sum_groups`), the sums are added up (`_add_up`), and then each group starts from
+the sums before it. There are only as many groups as fill the GPU, so the sums' memory does not grow with N.
 
-The gradients come from two walks. With g_i of out_i, r_i = 1 / den_i, u_i = r_i g_i and w_i = −r_i (g_i · out_i), the
+The gradients take two passes. With g_i of out_i, r_i = 1 / den_i, u_i = r_i g_i and w_i = −r_i (g_i · out_i), the
 gradients of num_i and den_i (Katharopoulos et al. 2020, section 3.3.1, and the division's):
 
     ∇φ(q_i) = Σ_{j ≤ i} (u_i · v_j + w_i) φ(k_j)     from left to right, as above; it writes r and w, (B, H, N) each
@@ -191,7 +191,7 @@ def _outputs(
 ):  # fmt: skip
     """Compute the outputs of one group of a head, from left to right.
 
-    The walk starts from the group's sums, S (D, DV) at `s` + head · by_head[0] + group · by_slot[0], and z (D,) at `z`
+    Starts from the group's sums, S (D, DV) at `s` + head · by_head[0] + group · by_slot[0], and z (D,) at `z`
     with by_head[1] and by_slot[1]. The last group writes the sums after the last position to `s_after` and `z_after`.
     """
     head, slot = tl.program_id(0), tl.program_id(1)
@@ -235,7 +235,7 @@ def _query_gradients(
 ):  # fmt: skip
     """Compute the gradient of q for one group of a head, from left to right.
 
-    The walk starts from the group's sums, as in `_outputs`. It also writes r and w, (heads, N) each.
+    Starts from the group's sums, as in `_outputs`. It also writes r and w, (heads, N) each.
     """
     head, slot = tl.program_id(0), tl.program_id(1)
     features, columns = tl.arange(0, BD), tl.arange(0, BV)
@@ -281,7 +281,7 @@ def _key_value_gradients(
 ):  # fmt: skip
     """Compute the gradients of k and v for one group of a head, from right to left.
 
-    The walk starts from the group's sums R (D, DV) and Σ w φ(q) (D,), placed as in `_outputs`; groups are numbered from
+    Starts from the group's sums R (D, DV) and Σ w φ(q) (D,), placed as in `_outputs`; groups are numbered from
     the right. The last one writes the gradients of the initial sums to `s_before` and `z_before`.
     """
     head, slot = tl.program_id(0), tl.program_id(1)
@@ -395,7 +395,7 @@ class _Plan:
         self.groups = triton.cdiv(self.chunks, self.each)  # none is empty
         self.grid = (self.heads, self.groups, blocks)
         self.counts = (n, self.chunks, self.each, h)
-        # If nothing is loaded ahead, a multiprocessor's registers and shared memory hold two backward walks (of wide
+        # If nothing is loaded ahead, a multiprocessor's registers and shared memory hold two backward programs (of wide
         # heads, one): they hide one another's waiting.
         self.constants: dict[str, Any] = {
             "D": d, "DV": width, "C": chunk, "BD": padded[0], "BV": columns, "PRECISION": _precision(q, v),

@@ -36,7 +36,7 @@ _VECTORS = {
 PATIENCE = 60.0
 """Seconds after which a compiler that has not returned is stopped. A kernel takes about two."""
 
-_hung: dict[str, str] = {}  # compilers that have not returned, each with what to say: they are not waited for again
+_hung: dict[str, str] = {}  # an error message for each compiler that did not return; it is not run again
 
 
 class CompilerError(Exception):

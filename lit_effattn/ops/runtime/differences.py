@@ -18,10 +18,10 @@ def largest(values: Iterable[float], what: str = "the difference") -> float:
 
     Args:
         values: The numbers.
-        what: What they are, for the error message.
+        what: Their name in the error message.
 
     Raises:
-        ValueError: A number is NaN or infinite, or there is none.
+        ValueError: If a number is NaN or infinite, or there is none.
 
     Example:
         >>> largest([0.5, 2, 1])
@@ -40,7 +40,7 @@ def largest_difference(results: Iterable[Tensor], expected: Iterable[Tensor], wh
     """Return max |a − b| over all elements of all pairs of tensors; equal infinities differ by 0.
 
     Raises:
-        ValueError: A difference is NaN or infinite, or there is nothing to compare. Shapes differ.
+        ValueError: If a difference is NaN or infinite, shapes differ, or there is nothing to compare.
     """
     pairs = [_pair(a, b) for a, b in zip(results, expected, strict=True)]
     return largest((torch.where(a == b, 0, a - b).abs().max().item() for a, b in pairs), what)
@@ -52,7 +52,7 @@ def largest_relative_difference(
     """Return the largest ‖a − b‖ / ‖b‖ of all pairs of tensors; equal tensors differ by 0, also where b is 0.
 
     Raises:
-        ValueError: As `largest_difference`. Also where b is 0 and a is not.
+        ValueError: As `largest_difference`, and if b is 0 and a is not.
     """
     pairs = [_pair(a, b) for a, b in zip(results, expected, strict=True)]
     return largest((0.0 if torch.equal(a, b) else ((a - b).norm() / b.norm()).item() for a, b in pairs), what)
@@ -62,7 +62,7 @@ def _pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return the two tensors in one type, float32 or float64.
 
     Raises:
-        ValueError: Their shapes differ, or they have no elements.
+        ValueError: If their shapes differ, or they have no elements.
     """
     if a.shape != b.shape or not a.numel():
         raise ValueError(f"results have the shape {tuple(a.shape)}, expected ones {tuple(b.shape)}: nothing to compare")

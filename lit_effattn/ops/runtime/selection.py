@@ -57,7 +57,7 @@ def use_triton(
         dtypes: Types of the tensors.
         width: Largest width of the tensors.
         obstacle: Why these kernels in particular can't be used, or None.
-        trial: Returns what is wrong with the kernels on this device, or None.
+        trial: Compares the kernels with the plain form on this device; returns the fault, or None.
 
     Raises:
         ValueError: If `LIT_EFFATTN_KERNELS` is not a form, or is "triton", which can't be used.
@@ -184,8 +184,8 @@ def refuse_others(
     `widest` is the maximum width of heads (None: no maximum), `widest_in_full` that in float32 (None: `widest`).
 
     Raises:
-        ValueError: If not. The message names the argument, its type or width, what was expected, and `otherwise`, the
-            function that takes any.
+        ValueError: If one is not. The message names the argument, its type or width, the expected ones, and
+            `otherwise`, the function that takes any.
     """
     for name, t in sums.items():
         if t.dtype != torch.float32:
@@ -211,6 +211,6 @@ def on_device(t: Tensor) -> AbstractContextManager[Any]:
 
 
 def by_position(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Allocate (B, H, N, D) in the memory layout (B, N, H, D), so that joining the heads copies nothing."""
+    """Allocate (B, H, N, D) in the memory layout (B, N, H, D), so that joining the heads needs no copy."""
     b, h, n, d = like.shape
     return like.new_empty(b, n, h, d, dtype=dtype).transpose(1, 2)

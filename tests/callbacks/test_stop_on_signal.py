@@ -92,6 +92,17 @@ def test_a_signal_that_was_ignored_stays_ignored(tmp_path: Path):
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
+def test_a_stop_within_an_accumulation_is_put_off(tmp_path: Path):
+    class OutOfTime(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+            trainer.should_stop = trainer.should_stop or batch_idx == 0
+
+    model = Tiny()
+    run = trainer(tmp_path, [OutOfTime(), LastCheckpoint()], max_epochs=1, accumulate_grad_batches=3)
+    run.fit(model, loader(7))
+    assert (run.global_step, len(model.drawn), last(tmp_path)["global_step"]) == (1, 3, 1)
+
+
 def test_another_signal_in_the_same_step_or_while_it_is_saved_changes_nothing(tmp_path: Path):
     class Again(pl.Callback):
         def on_save_checkpoint(self, trainer, *_):

@@ -281,7 +281,9 @@ class TextStream(DataModule):
         Raises:
             ValueError: If the vocabularies differ. The message describes both.
         """
-        _check_text(state_dict, "vocabulary", "digest")
+        for name in ("vocabulary", "digest"):
+            if not isinstance(state_dict.get(name), str):
+                raise ValueError(f"the checkpoint's state of the data must have a text as {name}")
         if state_dict["digest"] != self._vocabulary_digest():
             raise ValueError(
                 f"the checkpoint's tokens are {state_dict['vocabulary']} (digest {state_dict['digest']}), but those of "
@@ -328,9 +330,3 @@ def saved_tokenizer(checkpoint: Path) -> Tokenizer:
     if not isinstance(spec, str):
         raise ValueError(f"tokenizer_of={str(checkpoint)!r} has no tokenizer; name a language model's checkpoint")
     return Tokenizer.from_spec(spec)
-
-
-def _check_text(state: dict[str, str], *names: str) -> None:
-    for name in names:
-        if not isinstance(state.get(name), str):
-            raise ValueError(f"the checkpoint's state of the data must have a text as {name}")

@@ -194,9 +194,8 @@ def test_resuming_with_other_batches_is_refused():
         next(iter(second))
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_iterating_leaves_the_global_random_state_alone(num_workers):
-    made = loader(num_workers)
+def test_iterating_leaves_the_global_random_state_alone():
+    made = loader(num_workers=1)
     before = torch.get_rng_state()
     assert len(epoch_of(made, 0)) == len(made) == 6
     assert torch.equal(before, torch.get_rng_state())

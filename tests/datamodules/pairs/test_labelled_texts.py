@@ -1,5 +1,4 @@
 import json
-from itertools import chain
 
 import pytest
 import torch
@@ -77,17 +76,6 @@ def test_long_texts_are_cut_to_their_first_bytes(tmp_path):
     assert sorted(rows) == sorted(text.encode()[:6] for text, _ in ITEMS)
 
 
-def test_one_file_is_divided(tmp_path):
-    path = tmp_path / "all.tsv"
-    path.write_text("".join(f"text {i}\t{'ab'[i % 2]}\n" for i in range(400)))
-    data = ready(root=str(path))
-    data.setup("test")
-    parts = [items(data.train_dataloader(), data.classes), items(data.val_dataloader(), data.classes)]
-    parts.append(items(data.test_dataloader(), data.classes))
-    assert sorted(chain.from_iterable(parts)) == sorted((f"text {i}", "ab"[i % 2]) for i in range(400))
-    assert [8 < len(part) < 35 for part in parts] == [False, True, True]
-
-
 def test_what_is_left_out_is_counted(tmp_path):
     root = write(tmp_path / "x")
     with (tmp_path / "x" / "train.tsv").open("a") as file:
@@ -96,27 +84,6 @@ def test_what_is_left_out_is_counted(tmp_path):
         data = ready(root=root)
     assert "train.tsv:6: has 1 columns" in str(warned[0].message)
     assert sorted(items(data.train_dataloader(), data.classes)) == sorted(ITEMS)
-
-
-def test_an_epoch_is_resumed_with_its_next_batch(tmp_path):
-    many = [(f"{'a' * (i % 37 + 1)}{i}", str(i % 3)) for i in range(60)]
-    root = write(tmp_path / "x", many)
-
-    def loader(epoch):
-        made = ready(root=root, batch_tokens=128, seed=3).train_dataloader()
-        made.sampler.set_epoch(epoch)
-        return made
-
-    whole = [batch.indices.tolist() for batch in loader(1)]
-    assert sorted(chain.from_iterable(whole)) == list(range(60))
-    assert whole != [batch.indices.tolist() for batch in loader(0)]
-    begun, resumed = loader(1), loader(0)
-    iterator = iter(begun)
-    for _ in range(2):
-        next(iterator)
-    resumed.load_state_dict(begun.state_dict())
-    resumed.sampler.set_epoch(1)
-    assert [batch.indices.tolist() for batch in resumed] == whole[2:]
 
 
 def test_a_file_of_texts_replaces_the_corpus_in_prediction(tmp_path):

@@ -497,9 +497,6 @@ def test_lines_that_cannot_be_predicted_are_named(tmp_path, content, message):
     (tmp_path / "lines.txt").write_bytes(content)
     with pytest.raises(ValueError, match=message):
         tsv(tmp_path, "predict", source_file=str(tmp_path / "lines.txt"))
-
-
-def test_a_missing_source_file_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="source_file='nowhere'"):
         tsv(tmp_path, "predict", source_file="nowhere")
 

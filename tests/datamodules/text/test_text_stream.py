@@ -174,12 +174,15 @@ def test_text8_by_characters(tmp_path):
     assert documents(data, "test") == [(words * 20)[-len(words) :]]
 
 
-def test_characters_are_not_torn_between_splits(tmp_path):
+@pytest.mark.parametrize("source", ["enwik8", "files"])
+def test_characters_are_not_torn_between_splits(tmp_path, source):
     for extra in range(1, 4):
         content = "a" * extra + "屋" * 200
         (tmp_path / "enwik8").write_text(content, encoding="utf-8")
-        data = ready(source="enwik8", root=str(tmp_path), tokens="characters", segment_len=8, batch_size=2)
+        root = str(tmp_path if source == "enwik8" else tmp_path / "enwik8")
+        data = ready(source=source, root=root, tokens="characters", segment_len=8, batch_size=2)
         assert "".join(all_documents(data)) == content
+        assert [len(documents(data, name)) for name in ("train", "val", "test")] == [1, 1, 1]
 
 
 def test_wikitext103_is_read_as_in_the_literature(tmp_path):
@@ -257,20 +260,6 @@ def test_folder_with_splits_of_its_own(tmp_path):
     (root / "val").rename(root / "valid")
     with pytest.raises(ValueError, match="has a subfolder train and test, but not val"):
         ready(source="files", root=str(root))
-
-
-def test_one_file_is_divided(tmp_path):
-    (tmp_path / "book.txt").write_text("".join(SENTENCES), encoding="utf-8")
-    data = ready(source="files", root=str(tmp_path / "book.txt"), tokens="characters", segment_len=8, batch_size=2)
-    assert [len(documents(data, name)) for name in ("train", "val", "test")] == [1, 1, 1]
-    parts = [data._store.n_bytes(name) for name in ("train", "val", "test")]
-    n = (tmp_path / "book.txt").stat().st_size
-    assert sum(parts) == n
-    assert abs(parts[1] - n / 20) < 5 > abs(parts[2] - n / 20)
-    texts = "".join(all_documents(data))
-    unknown = texts.index("\ufffd")  # a letter that only the last sentences have
-    assert texts[:unknown] == "".join(SENTENCES)[:unknown]
-    assert len(texts) == len("".join(SENTENCES))
 
 
 def test_too_little_text_is_named(tmp_path):
@@ -506,7 +495,7 @@ def test_one_makes_the_tokens_and_the_others_wait(tmp_path, monkeypatch):
     assert len(set(sizes)) == len(made) == 1
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("bytes", "uint8"), ("characters", "uint16"), ("words", "uint16")])
+@pytest.mark.parametrize(("kind", "dtype"), [("bytes", "uint8"), ("words", "uint16")])
 def test_tokens_take_the_smallest_type(tmp_path, kind, dtype):
     if kind == "words":
         content = " ".join(str(i) for i in range(300)) * 2

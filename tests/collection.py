@@ -22,21 +22,33 @@ LATER = datetime.timedelta(days=400, hours=1, minutes=1, seconds=1)
 
 def main(folder: Path = REPOSITORY / "tests") -> int:
     """Collect the tests of a folder twice, print the first that differ, and return the exit status."""
-    with tempfile.TemporaryDirectory() as elsewhere:
-        usual = _collecting(folder, REPOSITORY, "1")
-        other = _collecting(folder, Path(elsewhere), "2", "-p", "tests.collection")
-        outputs = [process.communicate()[0] for process in (usual, other)]
-    if usual.returncode or other.returncode:
-        print(outputs[0 if usual.returncode else 1])
+    try:
+        tests, different = collect(folder)
+    except ChildProcessError as error:
+        print(error)
         return 1
-    tests, others = ([line for line in output.splitlines() if "::" in line] for output in outputs)
-    different = [pair for pair in zip_longest(tests, others) if pair[0] != pair[1]]
     if different:
         print("An id, or the order of tests, depends on the clock, hashes, the working directory or addresses:")
         print(*(f"  {a}\nis in another process\n  {b}" for a, b in different[:3]), sep="\n")
         return 1
     print(f"{len(tests):,} tests have the same ids in two processes")
     return 0 if tests else 1
+
+
+def collect(folder: Path) -> tuple[list[str], list[tuple[str, str]]]:
+    """Collect the tests of a folder twice, and return their ids and the pairs of ids that differ.
+
+    Raises:
+        ChildProcessError: If the tests can't be collected. The message is the output of pytest.
+    """
+    with tempfile.TemporaryDirectory() as elsewhere:
+        usual = _collecting(folder, REPOSITORY, "1")
+        changed = _collecting(folder, Path(elsewhere), "2", "-p", "tests.collection")
+        outputs = [process.communicate()[0] for process in (usual, changed)]
+    if usual.returncode or changed.returncode:
+        raise ChildProcessError(outputs[0 if usual.returncode else 1])
+    ids, changed_ids = ([line for line in output.splitlines() if "::" in line] for output in outputs)
+    return ids, [pair for pair in zip_longest(ids, changed_ids, fillvalue="no test") if pair[0] != pair[1]]
 
 
 def _collecting(folder: Path, cwd: Path, hash_seed: str, *plugin: str) -> subprocess.Popen[str]:

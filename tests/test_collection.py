@@ -2,30 +2,36 @@
 
 import pytest
 
-from tests.collection import main
+from tests.collection import collect, main
 
-HEAD = "import datetime, gzip, os, pathlib, time\n\nimport pytest\n\nHERE = pathlib.Path(__file__).parent\n\n"
+pytestmark = pytest.mark.processes
+HEAD = "import datetime, gzip, os, pathlib\n\nimport pytest\n\nHERE = pathlib.Path(__file__).parent\n"
+DIFFERENT = {
+    "clock": "[gzip.compress(b'a')]",
+    "date": "[str(datetime.datetime.now().date())]",
+    "iterdir": "[path.name for path in HERE.iterdir()]",
+    "glob": "[path.name for path in HERE.glob('*.txt')]",
+    "set": "{str(i) for i in range(9)}",
+    "address": "[str(object())]",
+    "folder": "[os.getcwd()]",
+}
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("ids", "status"),
-    [
-        pytest.param("sorted(path.name for path in HERE.iterdir())", 0, id="sorted"),
-        pytest.param("[]", 1, id="no test"),
-        pytest.param("[gzip.compress(b'a')]", 1, id="clock in bytes"),
-        pytest.param("[str(datetime.datetime.now().date())]", 1, id="date"),
-        pytest.param("[path.name for path in HERE.iterdir()]", 1, id="iterdir"),
-        pytest.param("[path.name for path in HERE.glob('*.txt')]", 1, id="glob"),
-        pytest.param("{str(i) for i in range(9)}", 1, id="set"),
-        pytest.param("[str(object())]", 1, id="address"),
-        pytest.param("[os.getcwd()]", 1, id="working directory"),
-        pytest.param("[1 / 0]", 1, id="error"),
-    ],
-)
-def test_ids_that_differ_are_found(ids, status, tmp_path, capsys):
+def case(name: str, ids: str) -> str:
+    return f"\n\n@pytest.mark.parametrize('case', {ids})\ndef test_{name}(case):\n    pass\n"
+
+
+def test_ids_that_differ_are_found(tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.txt").touch()
-    case = f"@pytest.mark.parametrize('case', {ids})\ndef test_it(case):\n    pass\n" if ids != "[]" else ""
-    (tmp_path / "test_it.py").write_text(HEAD + case)
+    cases = {**DIFFERENT, "sorted": "sorted(path.name for path in HERE.iterdir())"}
+    (tmp_path / "test_it.py").write_text(HEAD + "".join(case(*item) for item in cases.items()))
+    _, different = collect(tmp_path)
+    assert {pair[0].partition("::test_")[2].partition("[")[0] for pair in different} == {*DIFFERENT}
+    assert main(tmp_path) == 1
+
+
+@pytest.mark.parametrize(("code", "status"), [(case("it", "'ab'"), 0), ("", 1), (case("it", "[1 / 0]"), 1)])
+def test_equal_ids_pass_and_no_test_or_an_error_fails(code, status, tmp_path, capsys):
+    (tmp_path / "test_it.py").write_text(HEAD + code)
     assert main(tmp_path) == status, capsys.readouterr().out

@@ -752,7 +752,7 @@ LONG = ["--trainer.max_epochs", "3", "--trainer.limit_train_batches", "1.0"]  # 
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("processes", [[], TWO], ids=["one", "two"])
+@pytest.mark.parametrize("processes", [pytest.param([], marks=pytest.mark.exhaustive), TWO], ids=["one", "two"])
 def test_a_killed_run_resumes_to_the_same_weights(processes: list[str]):
     step = "17" if not processes else "8"  # in the middle of the second epoch
     ends("fit", "--config", "tiny.yaml", "--trainer.default_root_dir", "whole", *LONG, *processes)

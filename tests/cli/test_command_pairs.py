@@ -173,6 +173,7 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]):
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.processes
 def test_two_processes_score_as_one():
     fit("--trainer.max_epochs", "1")

@@ -1,5 +1,6 @@
 """Sequences in parts on three processes: outputs, states and gradients are those of one process."""
 
+import multiprocessing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,7 +127,8 @@ def work(rank: int, folder: str) -> None:
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process found."""
     folder: Path = tmp_path_factory.mktemp("parts")
-    mp.spawn(work, (str(folder),), nprocs=P)
+    multiprocessing.set_forkserver_preload(["tests.distributed.test_sequence_parallel"])  # one import for all
+    mp.start_processes(work, (str(folder),), nprocs=P, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(P)]
 
 

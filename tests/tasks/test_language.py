@@ -247,6 +247,7 @@ def test_a_tokenizer_comes_with_the_model():
 # ----------------------------------------------------------------------------------------------------------- training
 
 
+@pytest.mark.exhaustive
 def test_copying_is_learned(tmp_path):
     """The loss falls far below ln 3 = 1.0986, which is what a model that does not look back scores."""
     torch.manual_seed(0)

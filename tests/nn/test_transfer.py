@@ -70,6 +70,7 @@ def test_alone_it_carries_both_states_and_gives_the_old_output_without_gradients
     x = torch.randn(2, 12, E, dtype=torch.float64, requires_grad=True)
     y, whole = both(x)
     assert not y.requires_grad
+    assert not any(p.requires_grad for p in both.old.parameters())
     state = None
     for segment in x.split(4, 1):
         _, state = both(segment, state)

@@ -459,6 +459,7 @@ def test_what_is_written_is_of_the_time_of_the_call(saved: Path, disk: Disk):
     checkpoint_io.finish()
     found = read_checkpoint(saved)
     assert found["counts"] == {"steps": [2]}
+    assert found["state_dict"].keys() == state.keys()
     assert all(bool((t == 2).all()) for t in found["state_dict"].values())
     assert found["state_dict"]["row"].shape == (10_000,)
     assert saved.stat().st_size < 1.1 * saved.with_name("previous.ckpt").stat().st_size

@@ -76,7 +76,7 @@ SIZES = [
 
 @pytest.mark.parametrize(
     ("command", "name", "value"),
-    [("python", *size) for size in SIZES] + [(how, *SIZES[0]) for how in ("fit", "test", "generate")],
+    [*(("python", *size) for size in SIZES), ("fit", *SIZES[0])],
 )
 def test_a_checkpoint_of_a_small_file(
     command: str,

@@ -147,22 +147,17 @@ def test_completing_keeps_what_is_not_erased():
     assert (run / "generated" / "samples" / "completed.png").is_file()
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
+def test_generating_refuses_what_it_cannot_do(capsys: pytest.CaptureFixture[str]):
+    run = fit()
+    for args, words in (
         (["--n", "0"], "--n 0"),
         (["--temperature", "-1"], "temperature=-1.0"),
-        (["--top_k", "0"], "top_k=0"),
-        (["--top_p", "1.5"], "top_p=1.5"),
         (["--beam", "2"], "--beam 2: PixelModel has no such option"),
         (["--complete", "1"], "--complete 1.0"),
         (["--complete", "0.5", "--n", "181"], "only 180 test images"),
         (["--output", "runs"], "--output runs exists"),
-    ],
-)
-def test_generating_refuses_what_it_cannot_do(args: list[str], words: str, capsys: pytest.CaptureFixture[str]):
-    run = fit()
-    assert words in fails(capsys, "generate", "--ckpt_path", "last", *args)
+    ):
+        assert words in fails(capsys, "generate", "--ckpt_path", "last", *args)
     assert not (run / "generated").exists()
 
 
@@ -217,8 +212,14 @@ def ask_for_data(config: Path, *args: str) -> None:
     made.datamodule.prepare_data()
 
 
+def one_a_data_set(configs: list[Path]) -> list[Any]:
+    """Return parameters; all configurations of a data set but the first are exhaustive."""
+    first = {config.stem.partition("_")[0]: config for config in reversed(configs)}.values()
+    return [pytest.param(c, id=c.stem, marks=[] if c in first else pytest.mark.exhaustive) for c in configs]
+
+
 @pytest.mark.filterwarnings("ignore:LightningCLI's args")
-@pytest.mark.parametrize("config", [c for c in CONFIGS if not c.stem.startswith(OTHERS)], ids=lambda path: path.stem)
+@pytest.mark.parametrize("config", one_a_data_set([c for c in CONFIGS if not c.stem.startswith(OTHERS)]))
 def test_every_configuration_works_as_far_as_it_needs_no_download(config: Path):
     """Offline ones take a step (of one row) of training and validation; others say what belongs where."""
     data = yaml.safe_load(config.read_text())["data"]
@@ -295,11 +296,6 @@ def test_every_configuration_is_named_after_its_runs():
         assert yaml.safe_load(config.read_text())["trainer"]["default_root_dir"] == f"runs/{config.stem}"
 
 
-def test_flags_of_lightning_work():
-    flags = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor", "val/bits_per_dim"]
-    fit(*flags, "--trainer.precision", "bf16-mixed", "--trainer.deterministic", "true")
-
-
 def test_an_integer_is_not_read_as_a_float():
     """In whatever order the types stand: `--trainer.limit_train_batches 1` is one batch, and 1.0 all of them."""
     parser = _Parser()
@@ -327,13 +323,6 @@ def test_printing_the_configuration_trains_nothing(capsys: pytest.CaptureFixture
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints and flags
-
-
-def test_a_new_run_leaves_the_old_ones_alone():
-    old = fit()
-    before = {path: path.read_bytes() for path in old.rglob("*") if path.is_file()}
-    assert fit() != old
-    assert before == {path: path.read_bytes() for path in old.rglob("*") if path.is_file()}
 
 
 def test_resuming_goes_on_in_the_runs_folder():
@@ -404,14 +393,6 @@ def test_the_best_k_are_kept_beside_a_checkpoint_callback_of_ones_own(capsys: py
     assert "has two equal ones, ModelCheckpoint{" in fails(capsys, "fit", "--config", "tiny.yaml", *own, *own)
 
 
-def test_last_is_the_newest_runs():
-    fit("--model.backbone.d_model", "8")
-    fit("--model.backbone.d_model", "24")
-    main(["fit", "--ckpt_path", "last", "--trainer.max_epochs", "2"])
-    newest = weights(max(runs()) / "checkpoints" / "last.ckpt")
-    assert newest["embedding.weight"].shape == (18, 24)
-
-
 def test_a_flag_wins_over_the_checkpoint(capsys: pytest.CaptureFixture[str]):
     fit()
     results = []
@@ -422,19 +403,14 @@ def test_a_flag_wins_over_the_checkpoint(capsys: pytest.CaptureFixture[str]):
     assert results[0] != results[1]
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--model.backbone.d_model", "32"], "another model"),
-        (["--model.backbone.n_layers", "1"], "another model"),
-        (["--model.optimizer.lr", "0.5"], "model.optimizer"),
-        (["--model.lr_scheduler.warmup_steps", "1"], "model.lr_scheduler"),
-    ],
-)
-def test_a_flag_that_resuming_would_drop_is_refused(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]):
+def test_a_flag_that_resuming_would_drop_is_refused(capsys: pytest.CaptureFixture[str]):
     run = fit()
     before = (run / "checkpoints" / "last.ckpt").read_bytes()
-    assert words in fails(capsys, "fit", "--ckpt_path", "last", *flags)
+    for flags, words in (
+        (["--model.backbone.n_layers", "1"], "another model"),
+        (["--model.lr_scheduler.warmup_steps", "1"], "model.lr_scheduler"),
+    ):
+        assert words in fails(capsys, "fit", "--ckpt_path", "last", *flags)
     assert (run / "checkpoints" / "last.ckpt").read_bytes() == before
 
 
@@ -476,26 +452,15 @@ def test_a_softmax_models_weights_start_its_performer_twin(
     assert "another model" in fails(capsys, *resume)
 
 
-@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict", "generate"])
-@pytest.mark.parametrize("name", ["last", "best", "nowhere.ckpt"])
+@pytest.mark.parametrize(("command", "name"), [("fit", "last"), ("test", "best"), ("generate", "nowhere.ckpt")])
 def test_a_checkpoint_that_does_not_exist_is_an_error(command: str, name: str, capsys: pytest.CaptureFixture[str]):
     message = fails(capsys, command, "--config", "tiny.yaml", "--ckpt_path", name)
     assert f"--ckpt_path {name}" in message
     assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize("command", ["validate", "test", "predict", "generate"])
-def test_random_weights_are_never_scored(command: str, capsys: pytest.CaptureFixture[str]):
-    assert "--ckpt_path" in fails(capsys, command, "--config", "tiny.yaml")
-
-
-def test_a_truncated_checkpoint_is_named(capsys: pytest.CaptureFixture[str]):
-    run = fit()
-    last = run / "checkpoints" / "last.ckpt"
-    last.write_bytes(last.read_bytes()[:5000])
-    assert "last.ckpt is damaged: it is cut off or changed: its 5,000 bytes" in fails(
-        capsys, "test", "--ckpt_path", "last"
-    )
+def test_random_weights_are_never_scored(capsys: pytest.CaptureFixture[str]):
+    assert "test needs a trained model: give --ckpt_path" in fails(capsys, "test", "--config", "tiny.yaml")
 
 
 def test_a_checkpoint_of_another_program_is_named(capsys: pytest.CaptureFixture[str]):
@@ -509,57 +474,21 @@ def test_a_checkpoint_of_another_program_is_named(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("flags", "code", "words"),
     [
-        (["--model.backbone.n_haeds", "2"], 2, "did you mean n_heads"),
-        (["--model.backbone.attention", "LinearAtention"], 2, "did you mean LinearAttention"),
-        (["--model", "PixelModle"], 2, "PixelModel"),
         (["--model.backbone.n_heads", "3"], 1, "n_heads=3 does not divide d_model=16"),
-        (["--data.batch_size", "0"], 1, "batch_size=0"),
-        (["--data.batch_size", "2000"], 1, "batch_size=2000"),
-        (["--data.dataset", "nists"], 2, "one of 'digits'"),
-        (["--trainer.max_epochs", "many"], 2, "trainer.max_epochs=many"),
         (["--data.dataset", "folder", "--data.root", "absent", "--data.image_size", "8"], 1, "absent"),
-        (["--checkpoint.every_n_train_steps", "0"], 1, "every_n_train_steps=0"),
         (["--init_weights", "last"], 1, "--init_weights last: no run under"),
         (["--init_weights", "absent.ckpt"], 1, "--init_weights absent.ckpt: there is no such file"),
-        (["--data", "TextStream"], 1, "PixelModel takes image_shape from the data, which have none"),
         (
             ["--trainer.logger", "WandbLogger"],
             1,
-            "WandbLogger needs a package that is not installed: pip install 'wandb",
+            "WandbLogger needs a package that is not installed: pip install 'wand",
         ),
-        (["--model.optimizer.lr", "fast"], 2, "model.optimizer.lr=fast is not float\n"),
-        (["--modle", "PixelModel"], 2, "there is no option --modle; did you mean --model?"),
-        (["--trainer.max_epoch", "3"], 2, "there is no option --trainer.max_epoch; did you mean --trainer.max_epochs?"),
         (["--quite_another", "3"], 2, "there is no option --quite_another\n"),
-        (["3"], 2, "'3' is no option"),
         (["--config", "list.yaml"], 1, "--config list.yaml holds a list, not settings"),
-        (["--config", "broken.yaml"], 1, "--config broken.yaml is not YAML in line 2, column 1: "),
         (["--config", "images"], 1, "--config images: this is a folder"),
         (["--config", "image.png"], 1, "--config image.png is not text"),
         (["--config", "nothing/like/it.yaml"], 1, "`lit-effattn configs` lists those"),
-        (["--model.backbone.n_layers", "two"], 2, "model.backbone.n_layers=two is not int"),
-        (["--model.backbone.n_layers", "0"], 1, "n_layers=0"),
-        (["--model.backbone.dropout", "2"], 1, "dropout=2.0 is not a probability"),
-        (["--model.backbone.attention", "linear"], 2, "there are CompressiveAttention, "),
-        (
-            ["--model.backbone.attention.chunk", "3"],
-            2,
-            "LinearAttention has no option 'chunk'; did you mean chunk_size?",
-        ),
-        (["--model.backbone.positions", "Rotary"], 2, "did you mean RotaryPositions?"),
-        (["--model.optimizer", "Adamm"], 2, "did you mean Adam?"),
-        (["--model.head", "AdaptiveHead"], 2, "model.head needs cutoffs"),
-        (["--data.num_workers", "-1"], 1, "num_workers=-1"),
         (["--data.source", "mnist"], 2, "PixelSequences has no option 'source'; there are dataset, "),
-        (["--trainer.precision", "fp8"], 2, "trainer.precision=fp8"),
-        (["--trainer.strategy", "ddpp"], 1, "ddpp"),
-        (["--trainer.val_check_interval", "2.5"], 1, "2.5"),
-        (["--trainer.callbacks", "MemoryCary"], 2, "did you mean MemoryCarry?"),
-        (["--trainer.callbacks", "MemoryCarry"], 1, "PixelModel carries no memory"),
-        (["--trainer.callbacks", "EarlyStopping"], 2, "trainer.callbacks needs monitor"),
-        (["--seed_everything", "x"], 2, "seed_everything=x"),
-        (["--ckpt_path", "tiny.yaml"], 1, "can't be read as a checkpoint"),
-        (["--checkpoint.save_top_k", "0"], 1, "save_top_k=0"),
         (["--checkpoint.save_top_k", "2", "--trainer.limit_val_batches", "0"], 1, "save_top_k 2 needs a validation"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -568,7 +497,6 @@ def test_mistakes_are_told_in_a_line(flags: list[str], code: int, words: str, ca
     Path("images").mkdir()
     Path("image.png").write_bytes(b"\x89PNG")
     Path("list.yaml").write_text("- 1")
-    Path("broken.yaml").write_text("model: [1\n")
     assert words in fails(capsys, "fit", "--config", "tiny.yaml", *flags, code=code)
     assert not Path("runs").exists()
 
@@ -587,8 +515,7 @@ def test_weights_of_another_shape_are_no_start(capsys: pytest.CaptureFixture[str
     assert "they are in its config.yaml" in said
 
 
-@pytest.mark.parametrize("workers", ["0", "1"])
-def test_a_broken_image_is_named_even_by_a_worker(workers: str, capsys: pytest.CaptureFixture[str]):
+def test_a_broken_image_is_named_even_by_a_worker(capsys: pytest.CaptureFixture[str]):
     from PIL import Image
 
     for i in range(20):
@@ -598,7 +525,7 @@ def test_a_broken_image_is_named_even_by_a_worker(workers: str, capsys: pytest.C
     for path in Path("images").iterdir():
         path.write_bytes(path.read_bytes()[:50])
     flags = ["--data.dataset", "folder", "--data.root", "images", "--data.image_size", "8", "--data.channels", "1"]
-    flags += ["--data.batch_size", "2", "--data.verify", "false", "--data.num_workers", workers]
+    flags += ["--data.batch_size", "2", "--data.verify", "false", "--data.num_workers", "1"]
     assert re.search(r"images/\d+\.png", fails(capsys, "fit", "--config", "tiny.yaml", *flags))
 
 
@@ -705,6 +632,7 @@ def test_a_run_that_is_not_finite_stops_with_a_good_checkpoint(capsys: pytest.Ca
     assert "--trainer.callbacks+=CheckFinite" in said
     (run,) = runs()
     checkpoint = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+    assert checkpoint["state_dict"]
     assert all(weight.isfinite().all() for weight in checkpoint["state_dict"].values())
 
 

@@ -13,7 +13,7 @@ from lit_effattn import PixelModel
 from lit_effattn.cli import main
 from lit_effattn.settings.arguments import Arguments
 from lit_effattn.settings.resume import CHECKPOINT, resolve
-from tests.support.commands import fails
+from tests.support.commands import fails, same
 
 TINY = {
     "seed_everything": 3,
@@ -93,7 +93,7 @@ def test_the_checkpoints_are_kept(folder: Path):
 
 @pytest.mark.parametrize(
     ("name", "n", "steps"),
-    [("last", 3, (4, 6, 8)), ("best", 2, (6, 8)), ("run", 1, (8,)), ("step_00000006.ckpt", 2, (4, 6))],
+    [("last", 3, (4, 6, 8)), ("step_00000006.ckpt", 2, (4, 6))],
 )
 def test_testing_with_the_mean(
     name: str,
@@ -103,14 +103,11 @@ def test_testing_with_the_mean(
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ):
-    path = {"last": "last", "best": "best", "run": str(folder.parent)}.get(name, str(folder / name))
-    figure = bits(capsys, "--ckpt_path", path, "--average", str(n))
-    before = ", averaged with " + ", ".join(f"step_{step:08d}.ckpt" for step in steps[:-1]) if n > 1 else ""
+    figure = bits(capsys, "--ckpt_path", name if name == "last" else str(folder / name), "--average", str(n))
+    before = ", averaged with " + ", ".join(f"step_{step:08d}.ckpt" for step in steps[:-1])
     assert any(said.endswith(f"step_{steps[-1]:08d}.ckpt{before}") for said in caplog.messages)
-    expected = str(folder / f"step_{steps[-1]:08d}.ckpt") if n == 1 else mean(folder, *steps)
-    assert figure == bits(capsys, "--ckpt_path", expected)
-    if n > 1:
-        assert figure != bits(capsys, "--ckpt_path", str(folder / f"step_{steps[-1]:08d}.ckpt"))
+    assert figure == bits(capsys, "--ckpt_path", mean(folder, *steps))
+    assert figure != bits(capsys, "--ckpt_path", str(folder / f"step_{steps[-1]:08d}.ckpt"))
 
 
 def test_the_other_commands_use_the_mean_too(folder: Path, capsys: pytest.CaptureFixture[str]):
@@ -137,7 +134,7 @@ def test_in_python(folder: Path):
     model = PixelModel.load_from_checkpoint(copy, average=3)
     expected = torch.load(mean(folder, 4, 6, 8), weights_only=True)["state_dict"]
     found = model.state_dict()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert same(found, expected)
     with pytest.raises(ValueError, match="average=4: there are 3 kept"):
         PixelModel.load_from_checkpoint(folder / "last.ckpt", average=4)
 
@@ -150,7 +147,7 @@ def test_a_resumed_run_goes_on_keeping(trained: Path, monkeypatch: pytest.Monkey
     (whole,) = trained.glob("runs/*/checkpoints")
     for name in ("step_00000004.ckpt", "step_00000006.ckpt", "step_00000008.ckpt"):
         a, b = (torch.load(path / name, weights_only=True)["state_dict"] for path in (folder, whole))
-        assert all(torch.equal(a[key], b[key]) for key in a)
+        assert same(a, b)
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,7 @@ def test_texts_without_classes_need_no_corpus():
     main(["predict", "--ckpt_path", "last", "--data.source_file", "new.txt"])
     rows = predicted(run)
     assert [row["index"] for row in rows] == ["0", "1", "2"]
+    assert rows
     assert all(row["class"] in ("A", "B") and 0.5 <= float(row["probability"]) <= 1 for row in rows)
     assert "label" not in rows[0]
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from lit_effattn import datamodules
 from lit_effattn.cli import main
-from tests.cli.test_command import CONFIGS, SPEECH, built
+from tests.cli.test_command import CONFIGS, SPEECH, built, one_a_data_set
 from tests.support.commands import assert_same_end, fails, last
 from tests.support.tones import write
 
@@ -79,7 +79,7 @@ def test_from_recordings_to_transcripts(capsys: pytest.CaptureFixture[str]):
     main(["predict", *TRUST, "--ckpt_path", "best"])
     of_test = transcripts(capsys.readouterr().out)
     assert [entry["id"] for entry in of_test] == [f"test-{i}" for i in range(6)]
-    assert all(entry["reference"] for entry in of_test)
+    assert [entry["id"] for entry in of_test if not entry["reference"]] == []
 
     shutil.rmtree("data")
     shutil.rmtree("cache")
@@ -147,7 +147,7 @@ def test_the_extra_that_synthesis_needs_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.filterwarnings("ignore:LightningCLI's args")
-@pytest.mark.parametrize("config", [c for c in CONFIGS if c.stem.startswith(SPEECH)], ids=lambda path: path.stem)
+@pytest.mark.parametrize("config", one_a_data_set([c for c in CONFIGS if c.stem.startswith(SPEECH)]))
 def test_every_configuration_builds_and_says_what_it_needs(config: Path):
     """Those that run offline take a step, with utterances that are here; others say what belongs where."""
     content = yaml.safe_load(config.read_text())

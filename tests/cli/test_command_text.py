@@ -202,40 +202,25 @@ def test_a_beam_writes_the_best_with_their_scores(tokens: str, n_tokens: int, ca
     assert (found.lengths < n_tokens).any() == (tokens == "words")
 
 
-def test_a_beam_refuses_what_is_for_drawing(capsys: pytest.CaptureFixture[str]):
-    run = fit()
-    beam = ["--beam", "4"]
+def test_generating_refuses_what_it_cannot_do(capsys: pytest.CaptureFixture[str]):
+    run = fit(*CHARACTERS)
+    Path("latin.txt").write_bytes("à".encode("latin-1"))
     for args, words in (
-        ([*beam, "--temperature", "1"], "--beam 4 and --temperature 1.0"),
-        ([*beam, "--top_k", "3"], "--beam 4 and --top_k 3"),
-        ([*beam, "--top_p", "0.5"], "--beam 4 and --top_p 0.5"),
-        ([*beam, "--seed", "0"], "--beam 4 and --seed 0"),
-        ([*beam, "--compile", "true"], "--beam 4 and --compile True"),
-        ([*beam, "--n", "5"], "--n 5: a search with --beam 4"),
-        ([*beam, "--length_penalty", "-1"], "length_penalty=-1.0"),
-        (["--beam", "0"], "beam=0"),
-        (["--length_penalty", "0.6"], "give --beam, too"),
-        (["--length_norm", "average"], "give --beam, too"),
-    ):
-        assert words in fails(capsys, "generate", "--ckpt_path", "last", *args)
-    assert not (run / "generated").exists()
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
         (["--n_tokens", "0"], "--n_tokens 0"),
         (["--prompt", "a", "--prompt_file", "tiny.yaml"], "--prompt and --prompt_file"),
         (["--prompt_file", "absent.txt"], "absent.txt"),
         (["--prompt_file", "latin.txt"], "--prompt_file latin.txt is not UTF-8"),
         (["--complete", "0.5"], "--complete 0.5"),
         (["--prompt", "1 bird€"], "'€'"),
-    ],
-)
-def test_generating_refuses_what_it_cannot_do(args: list[str], words: str, capsys: pytest.CaptureFixture[str]):
-    run = fit(*CHARACTERS)
-    Path("latin.txt").write_bytes("à".encode("latin-1"))
-    assert words in fails(capsys, "generate", "--ckpt_path", "last", *args)
+        (["--beam", "4", "--temperature", "1"], "--beam 4 and --temperature 1.0"),
+        (["--beam", "4", "--compile", "true"], "--beam 4 and --compile True"),
+        (["--beam", "4", "--n", "5"], "--n 5: a search with --beam 4"),
+        (["--beam", "4", "--length_penalty", "-1"], "length_penalty=-1.0"),
+        (["--beam", "0"], "beam=0"),
+        (["--length_penalty", "0.6"], "give --beam, too"),
+        (["--length_norm", "average"], "give --beam, too"),
+    ):
+        assert words in fails(capsys, "generate", "--ckpt_path", "last", *args)
     assert not (run / "generated").exists()
 
 
@@ -317,23 +302,15 @@ def test_mistakes_are_told_in_a_line(flags: list[str], words: str, capsys: pytes
     assert not Path("runs").exists()
 
 
-def test_weights_of_another_vocabulary_are_no_start(capsys: pytest.CaptureFixture[str]):
-    run = fit(*CHARACTERS)
-    said = fails(capsys, "fit", "--config", "tiny.yaml", "--init_weights", "last")
-    assert "(characters, a vocabulary of 33) is not this model's (bytes, a vocabulary of 257)" in said
-    assert list(Path("runs").glob("*")) == [run]
-
-
-@pytest.mark.parametrize("command_", ["fit", "test", "predict"])
-def test_a_checkpoint_of_another_vocabulary_is_refused(command_: str, capsys: pytest.CaptureFixture[str]):
+def test_a_checkpoint_of_another_vocabulary_is_refused(capsys: pytest.CaptureFixture[str]):
     """Equally many characters, so that only their meaning differs; or another number."""
     run = fit(*CHARACTERS)
     last_bytes = (run / "checkpoints" / "last.ckpt").read_bytes()
     write_texts("others", of="firds")
-    more = ["--trainer.max_epochs", "2"] if command_ == "fit" else []
-    said = fails(capsys, command_, "--ckpt_path", "last", "--data.root", "others", *more)
-    assert len(re.findall(r"\(characters, a vocabulary of 33\)", said)) == 2
-    said = fails(capsys, command_, "--ckpt_path", "last", "--data.tokens", "bytes", *more)
+    for args in (["fit", "--trainer.max_epochs", "2"], ["predict"]):
+        said = fails(capsys, *args, "--ckpt_path", "last", "--data.root", "others")
+        assert len(re.findall(r"\(characters, a vocabulary of 33\)", said)) == 2
+    said = fails(capsys, "test", "--ckpt_path", "last", "--data.tokens", "bytes")
     assert "(characters, a vocabulary of 33) is not this model's (bytes, a vocabulary of 257)" in said
     assert (run / "checkpoints" / "last.ckpt").read_bytes() == last_bytes
 

@@ -1,8 +1,6 @@
 """The command on checkpoints that several processes have written."""
 
 import re
-import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,29 +57,14 @@ def test_the_commands_take_a_folder_for_a_file(runs: list[Path], capsys: pytest.
     assert_same_end(*(path / "last.ckpt" for path in runs))
 
 
-def flip(part: Path) -> None:
-    """Flip a bit of a tensor in a part, whose length stays."""
-    data = bytearray(part.read_bytes())
-    with zipfile.ZipFile(part) as archive:
-        tensor = max((e for e in archive.infolist() if "/data/" in e.filename), key=lambda e: e.file_size)
-        number = archive.read(tensor)[:16]
-    data[data.index(number) + 3] ^= 1
-    part.write_bytes(data)
-
-
-@pytest.mark.parametrize(
-    ("damage", "found"), [(Path.unlink, "missing"), (flip, "damaged: the checksum of [^;]* wrong")]
-)
-def test_a_damaged_folder_is_named_and_the_one_before_is_resumed(
-    damage: Callable[[Path], None], found: str, runs: list[Path], capsys: pytest.CaptureFixture[str]
-):
+def test_a_damaged_folder_is_named_and_the_one_before_is_resumed(runs: list[Path], capsys: pytest.CaptureFixture[str]):
     _, parts = runs
-    damage(parts / "last.ckpt" / "part_00001.pt")
+    (parts / "last.ckpt" / "part_00001.pt").unlink()
     root = ["--trainer.default_root_dir", "runs/parts"]
     said = fails(capsys, "test", "--ckpt_path", "last", *root)
-    assert re.search(rf"last.ckpt/part_00001.pt is {found}; there are ", said)
+    assert re.search(r"last.ckpt/part_00001.pt is missing; there are ", said)
     assert "previous.ckpt" in said
-    with pytest.warns(UserWarning, match=rf"part_00001.pt is {found}. Training goes on from .*previous.ckpt"):
+    with pytest.warns(UserWarning, match=r"part_00001.pt is missing. Training goes on from .*previous.ckpt"):
         main(["fit", "--ckpt_path", "last", "--trainer.max_epochs", "1", *root])
     assert (parts / "last.ckpt").is_file()
     assert (parts / "set_aside.ckpt").is_dir()

@@ -23,7 +23,11 @@ KINDS = (
     "LSH",
     "Sparse",
 )
-SHORT = ("stdlib_xl", "timit_linear")
+SHORT = {
+    "stdlib_xl": ("Softmax", "Shaw", "TransformerXL", "Infinite", "LSH"),
+    "timit_linear": ("Linear", "Performer", "Sparse", "Compressive", "WindowedLinear"),
+}
+"""Configurations and kinds that are tested every time: each kind once, with memory or in both directions."""
 
 
 def model_of(config: Path) -> dict[str, Any]:
@@ -74,21 +78,23 @@ def synthetic(config: Path) -> list[str]:
     return [*flags, "--data.colours", "3"] if config.stem.startswith(("cifar", "photos")) else flags
 
 
+def marks(config: Path, kind: str) -> list[Any]:
+    return [] if kind in SHORT.get(config.stem, ()) else [pytest.mark.exhaustive]
+
+
 CASES = [
-    pytest.param(config, place, kind, id=f"{config.stem}-{place.removeprefix('model.backbone').strip('.')}-{kind}")
+    pytest.param(
+        config,
+        place,
+        kind,
+        id=f"{config.stem}-{place.removeprefix('model.backbone').strip('.')}-{kind}",
+        marks=marks(config, kind),
+    )
     for config in CONFIGS
     for place in stacks(config)
     for kind in KINDS
 ]
-
-
-every_case = pytest.mark.parametrize(
-    ("config", "place", "kind"),
-    [
-        pytest.param(*case.values, id=case.id, marks=[] if case.values[0].stem in SHORT else pytest.mark.exhaustive)
-        for case in CASES
-    ],
-)
+every_case = pytest.mark.parametrize(("config", "place", "kind"), CASES)
 
 
 @every_case

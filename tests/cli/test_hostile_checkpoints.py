@@ -22,6 +22,7 @@ from lit_effattn.settings.arguments import Arguments
 from lit_effattn.settings.saved import checked_settings
 from lit_effattn.settings.trainer import Trainer
 from lit_effattn.tasks import Task
+from tests.cli.test_command import CONFIGS, one_a_data_set
 from tests.support.commands import REPOSITORY, fails
 from tests.support.hostile import ROOTS, beside_evil, nothing_happened, places
 
@@ -276,10 +277,9 @@ def test_the_processes_that_a_run_starts_refuse_it_too(
     assert nothing_happened()
 
 
-@pytest.mark.parametrize("edit", EDITS)
-def test_weights_to_start_from_are_weights_alone(edit: str):
+def test_weights_to_start_from_are_weights_alone():
     """What else the file holds is not looked at."""
-    path = edited(EDITS[edit], "pixels")
+    path = edited(lambda content: [EDITS[edit](content) for edit in ("optimizer", "the model itself")])
     content = torch.load(OLD / "pixels.ckpt", weights_only=True)
     settings = saved_config({"lit_effattn": content["lit_effattn"]}, "pixels.ckpt")
     Path("pixels.yaml").write_text(yaml.safe_dump(settings))
@@ -304,29 +304,25 @@ def test_a_callback_of_functions_is_left_out_of_scoring_and_refused_in_training(
     assert "os.abort" in fails(capsys, "fit", "--ckpt_path", str(path), *trusted)
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "flag"),
-    [
-        ("logger", {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "pwned"}}, "true"),
-        ("profiler", "advanced", "null"),
-        ("plugins", [{"class_path": "lightning.pytorch.plugins.io.TorchCheckpointIO"}], "null"),
-        ("strategy", {"class_path": "lightning.pytorch.strategies.SingleDeviceStrategy"}, "auto"),
-        ("callbacks", [{"class_path": "lightning.pytorch.callbacks.ModelCheckpoint"}], "null"),
-        (
-            "callbacks",
+def test_what_only_the_user_may_say_is_named_with_its_flag(capsys: pytest.CaptureFixture[str]):
+    values = {
+        "logger": ({"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "pwned"}}, "true"),
+        "profiler": ("advanced", "null"),
+        "plugins": ([{"class_path": "lightning.pytorch.plugins.io.TorchCheckpointIO"}], "null"),
+        "strategy": ({"class_path": "lightning.pytorch.strategies.SingleDeviceStrategy"}, "auto"),
+        "callbacks": (
             [{"class_path": "lit_effattn.callbacks.BestCheckpoint", "init_args": {"dirpath": "pwned"}}],
             "null",
         ),
-    ],
-)
-def test_what_only_the_user_may_say_is_named_with_its_flag(
-    option: str, value: Any, flag: str, capsys: pytest.CaptureFixture[str]
-):
-    path = edited(lambda c: c["lit_effattn"]["config"]["trainer"].update({option: value}))
-    said = fails(capsys, "fit", "--ckpt_path", str(path))
-    assert f"give --trainer.{option}" in said
+    }
+    flags = [f"--trainer.{option}={flag}" for option, (_, flag) in values.items()]
+    changes = {option: value for option, (value, _) in values.items()}
+    path = edited(lambda c: c["lit_effattn"]["config"]["trainer"].update(changes))
+    fit = ["fit", "--ckpt_path", str(path), "--trainer.max_epochs", "2"]
+    for i, option in enumerate(values):
+        assert f"give --trainer.{option}" in fails(capsys, *fit, *flags[:i], *flags[i + 1 :])
     assert not Path("runs").exists()
-    main(["fit", "--ckpt_path", str(path), "--trainer.max_epochs", "2", f"--trainer.{option}={flag}"])
+    main([*fit, *flags])
     main(["test", "--ckpt_path", str(path)])
     assert not Path("pwned").exists()
 
@@ -340,7 +336,7 @@ def test_no_folder_that_a_checkpoint_names_is_written_to():
     assert len(list(Path("runs").iterdir())) == 1  # scoring leaves nothing there
 
 
-@pytest.mark.parametrize("hide", ["precious", f"{RUN}/../../../precious", f"{RUN}/link", f"{RUN}/..", RUN, "nowhere"])
+@pytest.mark.parametrize("hide", ["precious", f"{RUN}/link", RUN])
 def test_no_folder_that_a_callback_remembers_is_deleted(hide: str):
     """Lightning deletes `kth_best_model_path`, and all that is in it, when it has saved a better one."""
     Path("precious").mkdir()
@@ -397,7 +393,7 @@ def test_python_refuses_it_too(change: dict[str, Any]):
 # ----------------------------------------------------------------------------------------------------- what still works
 
 
-@pytest.mark.parametrize("config", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("config", one_a_data_set(CONFIGS))
 def test_checkpoints_of_shipped_configurations_need_no_new_flag(config: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("os.cpu_count", lambda: 8)  # the most devices that one of them states
     settings = yaml.safe_load(config.read_text())

@@ -20,7 +20,7 @@ from lit_effattn.cli import main
 from lit_effattn.tasks import SequenceToSequence
 from tests.cli.test_command_text import write_texts
 from tests.seed_zero import as_stored, weighted_sum
-from tests.support.commands import REPOSITORY, command
+from tests.support.commands import REPOSITORY, command, same
 from tests.support.tones import Tones
 
 STORED = REPOSITORY / "tests" / "checkpoints"
@@ -104,7 +104,7 @@ def test_every_checkpoint_is_tested():
 def test_it_loads_in_python(name: str):
     model = TASKS[name].load_from_checkpoint(checkpoint(name))
     saved = read_checkpoint(checkpoint(name))["state_dict"]
-    assert all(torch.equal(value, saved[key]) for key, value in model.state_dict().items())
+    assert same(model.state_dict(), saved)
 
 
 @every

@@ -9,7 +9,7 @@ from lit_effattn.cli import main
 from tests.cli.test_broken_checkpoints import TEXT
 
 
-@pytest.mark.parametrize("tokens", ["characters", "words"])
+@pytest.mark.parametrize("tokens", ["characters", pytest.param("words", marks=pytest.mark.exhaustive)])
 def test_every_command(tokens: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     Path("texts😀").mkdir()

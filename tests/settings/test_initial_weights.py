@@ -69,6 +69,7 @@ def test_new_parameters_are_listed():
     near = {"short_term": "softmax", "mem_len": 0, "bias": True}
     kept, left = taken(model(InfiniteAttention, **near), model(SoftmaxAttention))
     assert not left
+    assert kept
     assert all(text.startswith(("ltm_", "gate")) for text in kept)
     hedgehog = model(LinearAttention, feature_map=HedgehogFeatureMap)
     assert taken(hedgehog, model(SoftmaxAttention))[0] == [

@@ -129,10 +129,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: change(path, "own", {"memory": nested()}),
         "part_00001.pt can.t be read as a checkpoint: it is nested more",
     ),
-    "deep in common": (
-        say({}, deep=True),
-        "common.pt can.t be read as a checkpoint: it is nested more",
-    ),
+    "deep in common": (say({}, deep=True), "common.pt can.t be read as a checkpoint: it is nested more"),
     "no own": (lambda path: change(path, "own", {}), "part_00001.pt is damaged: it has no memory"),
     "something else": (lambda path: change(path, "rows", 3), "part_00001.pt is not a part of a checkpoint"),
     "no parts": (say(None), "common.pt does not list the parts"),

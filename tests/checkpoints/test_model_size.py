@@ -66,18 +66,10 @@ def test_the_size_of_a_checkpoint():
     assert n_tensors >= len(content["state_dict"])
 
 
-SIZES = [
-    ("d_model", 10**9),
-    ("d_model", 10**30),
-    ("n_layers", 10**8),
-    ("d_ff", 10**12),
-]
+SIZES = [("d_model", 10**9), ("d_model", 10**30), ("n_layers", 10**8), ("d_ff", 10**12)]
 
 
-@pytest.mark.parametrize(
-    ("command", "name", "value"),
-    [*(("python", *size) for size in SIZES), ("fit", *SIZES[0])],
-)
+@pytest.mark.parametrize(("command", "name", "value"), [*(("python", *size) for size in SIZES), ("fit", *SIZES[0])])
 def test_a_checkpoint_of_a_small_file(
     command: str,
     name: str,

@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from lit_effattn.cli import main
-from tests.support.commands import fails
+from tests.support.commands import fails, spec
 
 PARTS = (
     *("epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "callbacks", "optimizer_states"),
@@ -36,23 +36,15 @@ VALUES: dict[str, Any] = {
 }
 DELETED = "nothing"
 PIXELS = {
-    "model": {
-        "class_path": "PixelModel",
-        "init_args": {
-            "backbone": {
-                "class_path": "Transformer",
-                "init_args": {
-                    "d_model": 8,
-                    "n_heads": 2,
-                    "n_layers": 1,
-                    "attention": {"class_path": "PerformerAttention", "init_args": {"n_features": 4}},
-                },
-            },
-            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.001}},
-            "lr_scheduler": {"class_path": "WarmupCosine", "init_args": {"warmup_steps": 1}},
-        },
-    },
-    "data": {"class_path": "PixelSequences", "init_args": {"dataset": "digits", "batch_size": 8}},
+    "model": spec(
+        "PixelModel",
+        backbone=spec(
+            "Transformer", d_model=8, n_heads=2, n_layers=1, attention=spec("PerformerAttention", n_features=4)
+        ),
+        optimizer=spec("torch.optim.AdamW", lr=0.001),
+        lr_scheduler=spec("WarmupCosine", warmup_steps=1),
+    ),
+    "data": spec("PixelSequences", dataset="digits", batch_size=8),
     "trainer": {
         "max_steps": 2,
         "limit_val_batches": 1,
@@ -60,34 +52,24 @@ PIXELS = {
         "val_check_interval": 1,
         "enable_progress_bar": False,
         "logger": False,
-        "callbacks": [
-            {"class_path": "FeatureRedraw", "init_args": {"every_n_steps": 2}},
-            {"class_path": "EarlyStopping", "init_args": {"monitor": "val/bits_per_dim"}},
-        ],
+        "callbacks": [spec("FeatureRedraw", every_n_steps=2), spec("EarlyStopping", monitor="val/bits_per_dim")],
     },
 }
 TEXT = {
-    "model": {
-        "class_path": "LanguageModel",
-        "init_args": {
-            "backbone": {
-                "class_path": "Transformer",
-                "init_args": {
-                    "d_model": 8,
-                    "n_heads": 2,
-                    "n_layers": 1,
-                    "positions": None,
-                    "attention": {"class_path": "TransformerXLAttention", "init_args": {"mem_len": 4}},
-                },
-            },
-            "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1, "momentum": 0.9}},
-            "lr_scheduler": {"class_path": "torch.optim.lr_scheduler.ReduceLROnPlateau"},
-        },
-    },
-    "data": {
-        "class_path": "TextStream",
-        "init_args": {"source": "files", "root": "texts", "segment_len": 8, "batch_size": 2},
-    },
+    "model": spec(
+        "LanguageModel",
+        backbone=spec(
+            "Transformer",
+            d_model=8,
+            n_heads=2,
+            n_layers=1,
+            positions=None,
+            attention=spec("TransformerXLAttention", mem_len=4),
+        ),
+        optimizer=spec("torch.optim.SGD", lr=0.1, momentum=0.9),
+        lr_scheduler={"class_path": "torch.optim.lr_scheduler.ReduceLROnPlateau"},
+    ),
+    "data": spec("TextStream", source="files", root="texts", segment_len=8, batch_size=2),
     "trainer": {
         **{name: value for name, value in PIXELS["trainer"].items() if name != "callbacks"},
         "max_epochs": 9,

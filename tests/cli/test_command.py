@@ -22,29 +22,18 @@ from lit_effattn.cli import main
 from lit_effattn.cli.command import CLI, _Parser, integers_first
 from lit_effattn.datamodules import PixelSequences
 from lit_effattn.settings.arguments import Arguments
-from tests.support.commands import REPOSITORY, TWO, assert_same_end, command, ends, fails, last, same, weights
+from tests.support.commands import REPOSITORY, TWO, assert_same_end, command, ends, fails, last, same, spec, weights
 
 CONFIGS = sorted((REPOSITORY / "configs").glob("*.yaml"))
 TINY = {
     "seed_everything": 3,
-    "model": {
-        "class_path": "PixelModel",
-        "init_args": {
-            "backbone": {
-                "class_path": "Transformer",
-                "init_args": {
-                    "d_model": 16,
-                    "n_heads": 2,
-                    "n_layers": 2,
-                    "attention": "LinearAttention",
-                    "dropout": 0.2,
-                },
-            },
-            "optimizer": {"class_path": "torch.optim.RAdam", "init_args": {"lr": 0.001}},
-            "lr_scheduler": {"class_path": "WarmupCosine", "init_args": {"total_steps": 30, "warmup_steps": 3}},
-        },
-    },
-    "data": {"class_path": "PixelSequences", "init_args": {"dataset": "digits", "batch_size": 128}},
+    "model": spec(
+        "PixelModel",
+        backbone=spec("Transformer", d_model=16, n_heads=2, n_layers=2, attention="LinearAttention", dropout=0.2),
+        optimizer=spec("torch.optim.RAdam", lr=0.001),
+        lr_scheduler=spec("WarmupCosine", total_steps=30, warmup_steps=3),
+    ),
+    "data": spec("PixelSequences", dataset="digits", batch_size=128),
     "trainer": {"max_epochs": 1, "limit_train_batches": 3, "enable_progress_bar": False, "logger": False},
 }
 
@@ -174,8 +163,8 @@ def test_the_attention_is_one_flag():
 def test_a_list_of_attentions_is_dealt_over_the_layers_and_survives_the_checkpoint(capsys: pytest.CaptureFixture[str]):
     config = yaml.safe_load(Path("tiny.yaml").read_text())
     config["model"]["init_args"]["backbone"]["init_args"]["attention"] = [
-        {"class_path": "SoftmaxAttention", "init_args": {"window": 5}},
-        {"class_path": "LinearAttention", "init_args": {"chunk_size": 7}},
+        spec("SoftmaxAttention", window=5),
+        spec("LinearAttention", chunk_size=7),
     ]
     Path("tiny.yaml").write_text(yaml.safe_dump(config))
     run = fit()

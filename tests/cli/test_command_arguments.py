@@ -12,10 +12,10 @@ from lit_effattn.analysis.sweep import sweep
 from lit_effattn.cli import main
 from tests.cli.test_command import TINY
 from tests.cli.test_command_text import write_texts
-from tests.support.commands import REPOSITORY, fails, last
+from tests.support.commands import REPOSITORY, fails, last, spec
 
 OLD = REPOSITORY / "tests" / "checkpoints" / "15b2119"
-SPARSE = {"class_path": "SparseAttention", "init_args": {"stride": 4}}
+SPARSE = spec("SparseAttention", stride=4)
 TRANSFORMER = {**TINY["model"]["init_args"]["backbone"]["init_args"], "attention": SPARSE}
 
 
@@ -46,10 +46,7 @@ def stride(run: Path) -> int:
 
 @pytest.mark.parametrize(
     "flags",
-    [
-        ["--model", json.dumps({"class_path": "PixelModel", "init_args": {"backbone": {"init_args": TRANSFORMER}}})],
-        ["-c", "nested.yaml"],
-    ],
+    [["--model", json.dumps(spec("PixelModel", backbone={"init_args": TRANSFORMER}))], ["-c", "nested.yaml"]],
     ids=["model", "a file in a file"],
 )
 def test_a_stride_is_kept(flags: list[str]):

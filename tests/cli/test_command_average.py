@@ -13,21 +13,16 @@ from lit_effattn import PixelModel
 from lit_effattn.cli import main
 from lit_effattn.settings.arguments import Arguments
 from lit_effattn.settings.resume import CHECKPOINT, resolve
-from tests.support.commands import fails, same
+from tests.support.commands import fails, same, spec
 
 TINY = {
     "seed_everything": 3,
-    "model": {
-        "class_path": "PixelModel",
-        "init_args": {
-            "backbone": {
-                "class_path": "Transformer",
-                "init_args": {"d_model": 8, "n_heads": 2, "n_layers": 1, "attention": "PerformerAttention"},
-            },
-            "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}},
-        },
-    },
-    "data": {"class_path": "PixelSequences", "init_args": {"dataset": "digits", "batch_size": 128}},
+    "model": spec(
+        "PixelModel",
+        backbone=spec("Transformer", d_model=8, n_heads=2, n_layers=1, attention="PerformerAttention"),
+        optimizer=spec("torch.optim.SGD", lr=0.5),
+    ),
+    "data": spec("PixelSequences", dataset="digits", batch_size=128),
     "checkpoint": {"keep": 3, "keep_every_n_train_steps": 2},
     "trainer": {
         "max_epochs": 2,
@@ -36,7 +31,7 @@ TINY = {
         "limit_predict_batches": 1,
         "enable_progress_bar": False,
         "logger": False,
-        "callbacks": [{"class_path": "FeatureRedraw", "init_args": {"every_n_steps": 3}}],
+        "callbacks": [spec("FeatureRedraw", every_n_steps=3)],
     },
 }
 
@@ -91,10 +86,7 @@ def test_the_checkpoints_are_kept(folder: Path):
     assert draws[0] < draws[-1]  # the features of the first are not those of the last
 
 
-@pytest.mark.parametrize(
-    ("name", "n", "steps"),
-    [("last", 3, (4, 6, 8)), ("step_00000006.ckpt", 2, (4, 6))],
-)
+@pytest.mark.parametrize(("name", "n", "steps"), [("last", 3, (4, 6, 8)), ("step_00000006.ckpt", 2, (4, 6))])
 def test_testing_with_the_mean(
     name: str,
     n: int,

@@ -11,33 +11,26 @@ import torch
 import yaml
 
 from lit_effattn.cli import main
-from tests.support.commands import assert_same_end, fails, last
+from tests.support.commands import assert_same_end, fails, last, spec
 
 TINY: dict[str, Any] = {
     "seed_everything": 3,
-    "model": {
-        "class_path": "SequenceClassifier",
-        "init_args": {
-            "backbone": {
-                "class_path": "Transformer",
-                "init_args": {
-                    "d_model": 16,
-                    "n_heads": 2,
-                    "n_layers": 1,
-                    "attention": "LinearAttention",
-                    "causal": False,
-                    "positions": "LearnedPositions",
-                    "dropout": 0.2,
-                },
-            },
-            "label_smoothing": 0.1,
-            "optimizer": {"class_path": "torch.optim.RAdam", "init_args": {"lr": 0.003}},
-        },
-    },
-    "data": {
-        "class_path": "LabelledTexts",
-        "init_args": {"corpus": "tsv", "root": "texts", "batch_tokens": 60, "max_len": 30},
-    },
+    "model": spec(
+        "SequenceClassifier",
+        backbone=spec(
+            "Transformer",
+            d_model=16,
+            n_heads=2,
+            n_layers=1,
+            attention="LinearAttention",
+            causal=False,
+            positions="LearnedPositions",
+            dropout=0.2,
+        ),
+        label_smoothing=0.1,
+        optimizer=spec("torch.optim.RAdam", lr=0.003),
+    ),
+    "data": spec("LabelledTexts", corpus="tsv", root="texts", batch_tokens=60, max_len=30),
     "trainer": {"max_epochs": 2, "enable_progress_bar": False, "logger": False},
 }
 
@@ -71,11 +64,8 @@ def test_predictions_agree_with_the_test(capsys: pytest.CaptureFixture[str]):
         yaml.safe_dump(
             {
                 **TINY,
-                "model": {
-                    "class_path": "SequenceClassifier",
-                    "init_args": {"backbone": {"class_path": "LSTM", "init_args": {"d_model": 16, "n_layers": 1}}},
-                },
-                "data": {"class_path": "LabelledImages", "init_args": {"dataset": "digits", "batch_size": 128}},
+                "model": spec("SequenceClassifier", backbone=spec("LSTM", d_model=16, n_layers=1)),
+                "data": spec("LabelledImages", dataset="digits", batch_size=128),
             }
         )
     )

@@ -15,7 +15,7 @@ from lit_effattn.cli.command import CLI
 from lit_effattn.settings.arguments import Arguments
 from lit_effattn.tasks import SequenceToSequence
 from tests.cli.test_command import one_a_data_set
-from tests.support.commands import REPOSITORY, TWO, assert_same_end, ends, fails, last
+from tests.support.commands import REPOSITORY, TWO, assert_same_end, ends, fails, last, spec
 
 STACK: dict[str, Any] = {
     "d_model": 16,
@@ -26,43 +26,34 @@ STACK: dict[str, Any] = {
 }
 TINY: dict[str, Any] = {
     "seed_everything": 3,
-    "model": {
-        "class_path": "SequenceToSequence",
-        "init_args": {
-            "backbone": {
-                "class_path": "EncoderDecoder",
-                "init_args": {
-                    "encoder": {"class_path": "Transformer", "init_args": {**STACK, "causal": False}},
-                    "decoder": {
-                        "class_path": "Transformer",
-                        "init_args": {**STACK, "cross_attention": {"class_path": "PerformerCrossAttention"}},
-                    },
-                },
-            },
-            "tie": "target",
-            "label_smoothing": 0.1,
-            "metrics": ["exact_match", "error_rate", "bleu"],
-            "beam": 2,
-            "optimizer": {"class_path": "torch.optim.RAdam", "init_args": {"lr": 0.003}},
-            "lr_scheduler": {"class_path": "InverseSquareRoot", "init_args": {"warmup_steps": 5}},
-        },
-    },
-    "data": {
-        "class_path": "SequencePairs",
-        "init_args": {
-            "corpus": "tsv",
-            "root": "pairs",
-            "source_tokens": "characters",
-            "target_tokens": "words",
-            "batch_tokens": 60,
-            "cache": "cache",
-        },
-    },
+    "model": spec(
+        "SequenceToSequence",
+        backbone=spec(
+            "EncoderDecoder",
+            encoder=spec("Transformer", **STACK, causal=False),
+            decoder=spec("Transformer", **STACK, cross_attention={"class_path": "PerformerCrossAttention"}),
+        ),
+        tie="target",
+        label_smoothing=0.1,
+        metrics=["exact_match", "error_rate", "bleu"],
+        beam=2,
+        optimizer=spec("torch.optim.RAdam", lr=0.003),
+        lr_scheduler=spec("InverseSquareRoot", warmup_steps=5),
+    ),
+    "data": spec(
+        "SequencePairs",
+        corpus="tsv",
+        root="pairs",
+        source_tokens="characters",
+        target_tokens="words",
+        batch_tokens=60,
+        cache="cache",
+    ),
     "trainer": {
         "max_epochs": 2,
         "enable_progress_bar": False,
         "logger": False,
-        "callbacks": [{"class_path": "FeatureRedraw", "init_args": {"every_n_steps": 4}}],
+        "callbacks": [spec("FeatureRedraw", every_n_steps=4)],
     },
 }
 

@@ -12,39 +12,26 @@ from PIL import Image
 from lit_effattn import datamodules
 from lit_effattn.cli import main
 from tests.cli.test_command import CONFIGS, SPEECH, built, one_a_data_set
-from tests.support.commands import assert_same_end, fails, last
+from tests.support.commands import assert_same_end, fails, last, spec
 from tests.support.tones import write
 
 TINY = {
     "seed_everything": 0,
-    "model": {
-        "class_path": "SpeechRecognizer",
-        "init_args": {
-            "backbone": {
-                "class_path": "Transformer",
-                "init_args": {
-                    "d_model": 16,
-                    "n_heads": 2,
-                    "n_layers": 1,
-                    "attention": "LinearAttention",
-                    "causal": False,
-                },
-            },
-            "front_end": {"class_path": "ConvSubsampling", "init_args": {"factor": 2, "channels": 4}},
-            "optimizer": {"class_path": "torch.optim.RAdam", "init_args": {"lr": 0.001}},
-            "lr_scheduler": {"class_path": "WarmupCosine", "init_args": {"total_steps": 6, "warmup_steps": 2}},
-        },
-    },
-    "data": {
-        "class_path": "SpeechData",
-        "init_args": {
-            "corpus": {"class_path": "tests.support.tones.Tones"},
-            "normalize": "corpus",
-            "batch_frames": 120,
-            "spec_augment": {"class_path": "SpecAugment", "init_args": {"freq_mask": 4, "time_mask": 3}},
-            "wave_augment": {"class_path": "WaveAugment", "init_args": {"speed": [0.95, 1.05]}},
-        },
-    },
+    "model": spec(
+        "SpeechRecognizer",
+        backbone=spec("Transformer", d_model=16, n_heads=2, n_layers=1, attention="LinearAttention", causal=False),
+        front_end=spec("ConvSubsampling", factor=2, channels=4),
+        optimizer=spec("torch.optim.RAdam", lr=0.001),
+        lr_scheduler=spec("WarmupCosine", total_steps=6, warmup_steps=2),
+    ),
+    "data": spec(
+        "SpeechData",
+        corpus={"class_path": "tests.support.tones.Tones"},
+        normalize="corpus",
+        batch_frames=120,
+        spec_augment=spec("SpecAugment", freq_mask=4, time_mask=3),
+        wave_augment=spec("WaveAugment", speed=[0.95, 1.05]),
+    ),
     "trainer": {
         "max_epochs": 2,
         "accelerator": "cpu",

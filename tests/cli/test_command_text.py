@@ -17,36 +17,26 @@ from lit_effattn.cli import main
 from lit_effattn.datamodules import TextStream
 from lit_effattn.datamodules.common.tokens import IGNORE
 from lit_effattn.tasks import LanguageModel
-from tests.support.commands import TWO, assert_same_end, command, ends, fails, last, same, weights
+from tests.support.commands import TWO, assert_same_end, command, ends, fails, last, same, spec, weights
 
 TINY: dict[str, Any] = {
     "seed_everything": 3,
-    "model": {
-        "class_path": "LanguageModel",
-        "init_args": {
-            "backbone": {
-                "class_path": "Transformer",
-                "init_args": {
-                    "d_model": 16,
-                    "n_heads": 2,
-                    "n_layers": 2,
-                    "attention": {
-                        "class_path": "TransformerXLAttention",
-                        "init_args": {"mem_len": 6, "share_uv": True},
-                    },
-                    "positions": "auto",
-                    "dropout": 0.2,
-                },
-            },
-            "tie": True,
-            "optimizer": {"class_path": "torch.optim.RAdam", "init_args": {"lr": 0.003}},
-            "lr_scheduler": {"class_path": "WarmupCosine", "init_args": {"total_steps": 40, "warmup_steps": 3}},
-        },
-    },
-    "data": {
-        "class_path": "TextStream",
-        "init_args": {"source": "files", "root": "texts", "segment_len": 8, "batch_size": 4, "cache": "cache"},
-    },
+    "model": spec(
+        "LanguageModel",
+        backbone=spec(
+            "Transformer",
+            d_model=16,
+            n_heads=2,
+            n_layers=2,
+            attention=spec("TransformerXLAttention", mem_len=6, share_uv=True),
+            positions="auto",
+            dropout=0.2,
+        ),
+        tie=True,
+        optimizer=spec("torch.optim.RAdam", lr=0.003),
+        lr_scheduler=spec("WarmupCosine", total_steps=40, warmup_steps=3),
+    ),
+    "data": spec("TextStream", source="files", root="texts", segment_len=8, batch_size=4, cache="cache"),
     "trainer": {
         "max_epochs": 1,
         "enable_progress_bar": False,

@@ -13,7 +13,7 @@ from lit_effattn import PixelModel
 from lit_effattn.cli import main
 from tests.cli.test_command import TINY
 from tests.cli.test_command_text import write_texts
-from tests.support.commands import REPOSITORY, fails
+from tests.support.commands import REPOSITORY, fails, spec
 
 OLD = REPOSITORY / "tests" / "checkpoints" / "15b2119"
 
@@ -110,7 +110,7 @@ def test_trusting_what_is_not_there(name: str, capsys: pytest.CaptureFixture[str
 def test_a_function_is_called_only_if_it_is_trusted(
     flags: list[str], function: str, capsys: pytest.CaptureFixture[str]
 ):
-    bare = {"class_path": "PixelModel", "init_args": {"backbone": TINY["model"]["init_args"]["backbone"]}}
+    bare = spec("PixelModel", backbone=TINY["model"]["init_args"]["backbone"])
     Path("bare.yaml").write_text(yaml.safe_dump({**TINY, "model": bare}))
     said = fails(capsys, "fit", "--config", "bare.yaml", *flags)
     assert f"names the function {function}" in said
@@ -220,7 +220,7 @@ def test_folders_that_a_checkpoint_names_are_said_before_they_are_used(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ):
     content = torch.load(OLD / "speech.ckpt", weights_only=True)
-    decoder = {"class_path": "lit_effattn.ctc.BeamDecoder", "init_args": {"lm": "nowhere/lm.arpa"}}
+    decoder = spec("lit_effattn.ctc.BeamDecoder", lm="nowhere/lm.arpa")
     content["hyper_parameters"].update(decoder=decoder)
     torch.save(content, "it.ckpt")
     fails(capsys, "test", "--ckpt_path", "it.ckpt")

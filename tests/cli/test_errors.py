@@ -56,13 +56,7 @@ def complaint(*args: str, trainer: bool = False) -> str:
             "chunk",
             "chunk_size",
         ),
-        (
-            ["--model.optimizer=torch.optim.AdamW", "--model.optimizer.lrr=1"],
-            "model.optimizer",
-            "AdamW",
-            "lrr",
-            "lr",
-        ),
+        (["--model.optimizer=torch.optim.AdamW", "--model.optimizer.lrr=1"], "model.optimizer", "AdamW", "lrr", "lr"),
         (
             ["--model.lr_scheduler=WarmupCosine", "--model.lr_scheduler.total=9"],
             "model.lr_scheduler",

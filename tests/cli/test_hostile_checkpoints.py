@@ -23,7 +23,7 @@ from lit_effattn.settings.saved import checked_settings
 from lit_effattn.settings.trainer import Trainer
 from lit_effattn.tasks import Task
 from tests.cli.test_command import CONFIGS, one_a_data_set
-from tests.support.commands import REPOSITORY, fails
+from tests.support.commands import REPOSITORY, fails, spec
 from tests.support.hostile import ROOTS, beside_evil, nothing_happened, places
 
 OLD = REPOSITORY / "tests" / "checkpoints" / "15b2119"
@@ -185,7 +185,7 @@ def model_args(content: dict[str, Any]) -> dict[str, Any]:
     return content["hyper_parameters"]
 
 
-SYSTEM = {"class_path": "os.system", "init_args": {"command": "touch pwned"}}
+SYSTEM = spec("os.system", command="touch pwned")
 EDITS = {
     "optimizer": lambda c: model_args(c).update(optimizer=SYSTEM),
     "attention": lambda c: model_args(c)["backbone"]["init_args"].update(attention=SYSTEM),
@@ -261,7 +261,7 @@ def test_values_of_the_trainer_are_those_of_its_options(values: dict[str, Any], 
 
 def test_a_theme_is_no_class(capsys: pytest.CaptureFixture[str]):
     """jsonargparse makes options of their own of the fields of a dataclass, so the parser refuses it."""
-    bar = {"class_path": "lightning.pytorch.callbacks.RichProgressBar", "init_args": {"theme": ESCAPED}}
+    bar = spec("lightning.pytorch.callbacks.RichProgressBar", theme=ESCAPED)
     path = edited(lambda c: c["lit_effattn"]["config"]["trainer"].update(callbacks=[bar]))
     assert "theme" in fails(capsys, "fit", "--ckpt_path", str(path), code=2)
     assert nothing_happened()
@@ -295,7 +295,7 @@ def test_data_that_recordings_replace_are_not_fixed_by_names(capsys: pytest.Capt
 
 
 def test_a_callback_of_functions_is_left_out_of_scoring_and_refused_in_training(capsys: pytest.CaptureFixture[str]):
-    callback = {"class_path": "lightning.pytorch.callbacks.LambdaCallback", "init_args": {"on_test_start": "os.abort"}}
+    callback = spec("lightning.pytorch.callbacks.LambdaCallback", on_test_start="os.abort")
     path = edited(lambda c: c["lit_effattn"]["config"]["trainer"].update(callbacks=[callback]))
     main(["test", "--ckpt_path", str(path)])
     assert "test bits/dim: 4.2887" in capsys.readouterr().out
@@ -306,14 +306,11 @@ def test_a_callback_of_functions_is_left_out_of_scoring_and_refused_in_training(
 
 def test_what_only_the_user_may_say_is_named_with_its_flag(capsys: pytest.CaptureFixture[str]):
     values = {
-        "logger": ({"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "pwned"}}, "true"),
+        "logger": (spec("lightning.pytorch.loggers.CSVLogger", save_dir="pwned"), "true"),
         "profiler": ("advanced", "null"),
         "plugins": ([{"class_path": "lightning.pytorch.plugins.io.TorchCheckpointIO"}], "null"),
         "strategy": ({"class_path": "lightning.pytorch.strategies.SingleDeviceStrategy"}, "auto"),
-        "callbacks": (
-            [{"class_path": "lit_effattn.callbacks.BestCheckpoint", "init_args": {"dirpath": "pwned"}}],
-            "null",
-        ),
+        "callbacks": ([spec("lit_effattn.callbacks.BestCheckpoint", dirpath="pwned")], "null"),
     }
     flags = [f"--trainer.{option}={flag}" for option, (_, flag) in values.items()]
     changes = {option: value for option, (value, _) in values.items()}

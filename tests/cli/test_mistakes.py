@@ -7,17 +7,15 @@ import torch
 import yaml
 
 from lit_effattn.cli import main
-from tests.support.commands import fails
+from tests.support.commands import fails, spec
 
 TINY = {
-    "model": {
-        "class_path": "PixelModel",
-        "init_args": {
-            "backbone": {"class_path": "Transformer", "init_args": {"d_model": 8, "n_heads": 2, "n_layers": 1}},
-            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.001}},
-        },
-    },
-    "data": {"class_path": "PixelSequences", "init_args": {"dataset": "digits", "batch_size": 8}},
+    "model": spec(
+        "PixelModel",
+        backbone=spec("Transformer", d_model=8, n_heads=2, n_layers=1),
+        optimizer=spec("torch.optim.AdamW", lr=0.001),
+    ),
+    "data": spec("PixelSequences", dataset="digits", batch_size=8),
     "trainer": {"max_steps": 1, "limit_val_batches": 1, "enable_progress_bar": False, "logger": False},
 }
 

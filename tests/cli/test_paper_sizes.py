@@ -116,8 +116,7 @@ SIZES = {
     "sorting_xl": Size(sorting(xl(300)), OURS, 22),
     "sorting_compressive": Size(sorting(xl(300) + 4 * 300 * 300), OURS, 22),
     **dict.fromkeys(
-        ("sorting_infinite", "sorting_sticky"),
-        Size(sorting(xl(300) + authors_long_term(300, 512)), OURS, 22),
+        ("sorting_infinite", "sorting_sticky"), Size(sorting(xl(300) + authors_long_term(300, 512)), OURS, 22)
     ),
     "wmt14_en_de_base": Size(
         translation(37_000, 512, 2048), "Vaswani et al. 2017, section 3; Table 3: 65 million", 37_000

@@ -9,31 +9,24 @@ import yaml
 from lit_effattn import LanguageModel
 from lit_effattn.attention import WindowedLinearAttention
 from lit_effattn.cli import main
-from tests.support.commands import assert_same_end, fails, same, weights
+from tests.support.commands import assert_same_end, fails, same, spec, weights
 
 TINY = {
     "seed_everything": 3,
-    "model": {
-        "class_path": "LanguageModel",
-        "init_args": {
-            "backbone": {
-                "class_path": "Transformer",
-                "init_args": {
-                    "d_model": 16,
-                    "n_heads": 2,
-                    "n_layers": 2,
-                    "attention": {"class_path": "SoftmaxAttention", "init_args": {"window": 8}},
-                    "positions": "auto",
-                    "dropout": 0.2,
-                },
-            },
-            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01}},
-        },
-    },
-    "data": {
-        "class_path": "TextStream",
-        "init_args": {"source": "files", "root": "text.txt", "segment_len": 16, "batch_size": 4},
-    },
+    "model": spec(
+        "LanguageModel",
+        backbone=spec(
+            "Transformer",
+            d_model=16,
+            n_heads=2,
+            n_layers=2,
+            attention=spec("SoftmaxAttention", window=8),
+            positions="auto",
+            dropout=0.2,
+        ),
+        optimizer=spec("torch.optim.AdamW", lr=0.01),
+    ),
+    "data": spec("TextStream", source="files", root="text.txt", segment_len=16, batch_size=4),
     "trainer": {
         "max_steps": 4,
         "limit_val_batches": 2,
@@ -106,7 +99,7 @@ def test_what_does_not_fit_together_is_refused(capsys: pytest.CaptureFixture[str
     assert "is not of an attention transfer" in fails(capsys, "fit", "--ckpt_path", teacher, "--transfer_from", teacher)
     # The teacher is a checkpoint like any other: it can't name a class that is not listed.
     content = torch.load(teacher, weights_only=True)
-    attention = {"class_path": "subprocess.Popen", "init_args": {"args": "false"}}
+    attention = spec("subprocess.Popen", args="false")
     content["hyper_parameters"]["backbone"]["init_args"]["attention"] = attention
     torch.save(content, "other.ckpt")
     said = fails(capsys, *tiny, *WINDOWED, "--transfer_from", "other.ckpt")

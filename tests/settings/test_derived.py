@@ -146,24 +146,13 @@ def test_what_modules_with_random_features_need_stays():
     ("kinds", "files", "flags"),
     [
         (["LinearAttention"], [MEMORY], ["--model.eval_mem_len", "9", "--trainer.callbacks+=FeatureRedraw"]),
-        (
-            ["LinearAttention"],
-            [MEMORY],
-            ["--model={eval_mem_len: 9}", "--trainer={callbacks: FeatureRedraw}"],
-        ),
+        (["LinearAttention"], [MEMORY], ["--model={eval_mem_len: 9}", "--trainer={callbacks: FeatureRedraw}"]),
         (["TransformerXLAttention"], [MEMORY], []),
         (["TransformerXLAttention"], [[FEATURES, MEMORY]], []),
         (["LinearAttention"], [None], []),
         (["TransformerXLAttention"], [FEATURES, MEMORY], []),
     ],
-    ids=[
-        "given by flags",
-        "in mappings",
-        "the same kind",
-        "one of its kinds",
-        "for no kind",
-        "replaced by a file",
-    ],
+    ids=["given by flags", "in mappings", "the same kind", "one of its kinds", "for no kind", "replaced by a file"],
 )
 def test_settings_that_nobody_replaced_stay(kinds: list[str], files: list[Any], flags: list[str]):
     made = run(*kinds)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,3 +78,8 @@ def assert_same_end(a: Path, b: Path) -> None:
     assert a["lr_schedulers"] == b["lr_schedulers"]
     for p, q in zip(*(c["optimizer_states"][0]["state"].values() for c in (a, b)), strict=True):
         assert same(p, q)
+
+
+def spec(class_path: str, **init_args: Any) -> dict[str, Any]:
+    """Return what YAML says of an object: its class and arguments."""
+    return {"class_path": class_path, "init_args": init_args}

@@ -223,7 +223,11 @@ def damage(path: Path) -> str | None:
             if not summed and not (tail[-_END_SIZE:][:4] == _END and tail[-2:] == b"\0\0"):
                 return f"it is cut off or changed: its {path.stat().st_size:,} bytes do not end as torch's files do"
             with zipfile.ZipFile(file) as archive:
-                return _damaged_record(archive) or (None if summed else _damaged_entry(archive))
+                reason = _damaged_record(archive)
+                if reason or summed:
+                    return reason
+                entry = archive.testzip()
+                return None if entry is None else f"the checksum of {entry} is wrong"
     except Exception as error:  # a changed header can name any unsupported option
         if _of_machine(error):
             raise
@@ -249,11 +253,6 @@ def _damaged_record(archive: zipfile.ZipFile) -> str | None:
         if entry.external_attr or entry.is_dir():
             return f"its directory does not describe {entry.filename} as a file"
     return None
-
-
-def _damaged_entry(archive: zipfile.ZipFile) -> str | None:
-    entry = archive.testzip()
-    return None if entry is None else f"the checksum of {entry} is wrong"
 
 
 def _of_machine(error: Exception) -> bool:

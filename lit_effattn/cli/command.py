@@ -97,23 +97,14 @@ _ABOUT_NAME = (
     "Name of the run: its folder is runs/NAME/TIME. `last` and `best` are then of the newest run of this name. "
     "Default: the configuration's name, and the classes that flags name in place of its own."
 )
-_OPTIONS_OF_FIT: dict[str, tuple[Any, str]] = {
-    "init_weights": (
-        str | None,
-        "Start from the weights of this checkpoint (a path, `last` or `best`), with everything else new, for "
-        "fine-tuning. To resume a run, use --ckpt_path.",
-    ),
-    "transfer_from": (
-        str | None,
-        "Start from the weights of this checkpoint, and train the attention alone, where it differs from the "
-        "checkpoint's: each layer learns its output. Fine-tune the result with --init_weights.",
-    ),
-}
-_OPTIONS_OF_OTHERS: dict[str, tuple[Any, str]] = {
-    "average": (
-        int | None,
-        "Number of last kept checkpoints (--checkpoint.keep) of the run of --ckpt_path whose mean the parameters get.",
-    ),
+_ABOUT_AVERAGE = (
+    "Number of last kept checkpoints (--checkpoint.keep) of the run of --ckpt_path whose mean the parameters get."
+)
+_ABOUT_WEIGHTS = {
+    "init_weights": "Start from the weights of this checkpoint (a path, `last` or `best`), with everything else new, "
+    "for fine-tuning. To resume a run, use --ckpt_path.",
+    "transfer_from": "Start from the weights of this checkpoint, and train the attention alone, where it differs from "
+    "the checkpoint's: each layer learns its output. Fine-tune the result with --init_weights.",
 }
 _ABOUT_DATA = (
     "Show the folders of a configuration's data, their content, and samples: --config NAME_OR_FILE --data.… "
@@ -123,11 +114,8 @@ _ABOUT_DATA = (
 _REMARKS = (
     *("💡", "number of stepping batches"),  # advertisements; schedules without a number of steps
     *("GPU available: False", "TPU available: False"),  # devices that are not used
-    *(
-        "Restoring states from",
-        "Restored all states from",
-        "Loaded model weights from",
-    ),  # the command names the checkpoint itself
+    # The command names the checkpoint itself.
+    *("Restoring states from", "Restored all states from", "Loaded model weights from"),
     "was configured so",  # repeats a flag
 )
 """Messages of Lightning without information for users of the command."""
@@ -314,13 +302,14 @@ class CLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the options of this command, and link the arguments of the model that the data determine."""
-        fits = self.arguments.command == "fit"
         parser.add_argument("--trust", type=list[str] | None, default=None, metavar="NAME", help=TRUST)
         parser.add_argument("--name", type=str | None, default=None, help=_ABOUT_NAME)
-        if fits:
+        if self.arguments.command != "fit":
+            parser.add_argument("--average", type=int | None, default=None, help=_ABOUT_AVERAGE)
+        else:
             parser.add_class_arguments(callbacks.LastCheckpoint, "checkpoint")
-        for name, (kind, text) in (_OPTIONS_OF_FIT if fits else _OPTIONS_OF_OTHERS).items():
-            parser.add_argument(f"--{name}", type=kind, default=None, help=text)
+            for name, text in _ABOUT_WEIGHTS.items():
+                parser.add_argument(f"--{name}", type=str | None, default=None, help=text)
         for name in sorted(fixed_by_data()) if self.resolved.data_fixes else ():
             parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
 

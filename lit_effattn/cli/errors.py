@@ -26,6 +26,7 @@ from lit_effattn.hparams import parameters
 from lit_effattn.nn.front_ends import FrontEnd
 from lit_effattn.nn.heads import Head
 from lit_effattn.sequence import SequenceModule
+from lit_effattn.settings.own_classes import subclasses
 from lit_effattn.settings.resume import OF_FIT
 from lit_effattn.settings.shipped import shipped
 from lit_effattn.tasks import Task
@@ -153,7 +154,7 @@ def class_names(path: str) -> list[str]:
 def _of(path: str) -> list[Any]:
     """Return the classes that the option `path` may name: those of this package, or else, as for loggers, all."""
     base: Any = _base(path)
-    kinds: list[Any] = [*_concrete(base)]
+    kinds: list[Any] = _concrete(base)
     if base.__module__.startswith("lit_effattn.") or (path in _GROUPS and path != "model.optimizer"):
         kinds = [kind for kind in kinds if kind.__module__.startswith("lit_effattn.")]
     if path.endswith("backbone"):
@@ -272,12 +273,9 @@ def _instead(name: str, known: list[str]) -> str:
     return f"there are {', '.join(known)}"
 
 
-def _concrete(base: type) -> Iterable[type]:
-    kinds: list[type] = base.__subclasses__()
-    for kind in kinds:
-        if not inspect.isabstract(kind) and not kind.__name__.startswith("_"):
-            yield kind
-        yield from _concrete(kind)
+def _concrete(base: type) -> list[type]:
+    kinds = (kind for kind in subclasses(base) if kind is not base)
+    return [kind for kind in kinds if not inspect.isabstract(kind) and not kind.__name__.startswith("_")]
 
 
 def _find(class_path: str) -> Any:

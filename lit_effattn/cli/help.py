@@ -14,6 +14,7 @@ from jsonargparse import ArgumentParser
 
 from lit_effattn.checkpoints.allowlist import listed
 from lit_effattn.settings.arguments import Arguments
+from lit_effattn.settings.own_classes import subclasses
 from lit_effattn.tasks import Task
 
 _TITLES = {
@@ -112,14 +113,7 @@ def _classes(hint: Any) -> list[type]:
 
 def _kinds(expected: Any) -> list[type]:
     """Return the classes that an option of this type may name."""
-    return [kind for base in _classes(expected) for kind in _subclasses(base) if not inspect.isabstract(kind)]
-
-
-def _subclasses(base: type) -> Iterator[type]:
-    yield base
-    kinds: list[type] = base.__subclasses__()
-    for kind in kinds:
-        yield from _subclasses(kind)
+    return [kind for base in _classes(expected) for kind in subclasses(base) if not inspect.isabstract(kind)]
 
 
 def _is_listed(kind: type) -> bool:

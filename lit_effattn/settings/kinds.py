@@ -39,7 +39,8 @@ def kinds(names: list[str]) -> str:
 
 def attention_kinds() -> dict[str, type[Attention]]:
     """Return the attention kinds by their names."""
-    return {name: kind for name in lit_effattn.attention.__all__ if _is_kind(kind := _exported(name))}
+    exported = {name: getattr(lit_effattn.attention, name) for name in lit_effattn.attention.__all__}
+    return {name: kind for name, kind in exported.items() if _is_kind(kind)}
 
 
 def own_kind(name: str) -> type[Attention]:
@@ -66,10 +67,6 @@ def _known(name: str, known: dict[str, type[Attention]]) -> type[Attention]:
             "such as my_module.MyAttention"
         )
     return known[name]
-
-
-def _exported(name: str) -> Any:
-    return getattr(lit_effattn.attention, name)
 
 
 def _is_kind(value: Any) -> bool:

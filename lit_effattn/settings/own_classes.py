@@ -1,9 +1,10 @@
-"""Classes of the user's own: the folder from which they are imported, and the option `--trust`."""
+"""Classes of the user's own: the folder of their modules, the option `--trust`, and subclasses."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,14 @@ def add_current_folder() -> None:
     """Add the current folder to the end of the import path, for classes such as my_module.MyAttention."""
     if (folder := str(Path.cwd())) not in sys.path:
         sys.path.append(folder)
+
+
+def subclasses(base: type) -> Iterator[type]:
+    """Yield a class and all classes that are derived from it."""
+    yield base
+    kinds: list[type] = base.__subclasses__()
+    for kind in kinds:
+        yield from subclasses(kind)
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:

@@ -18,7 +18,7 @@ from lit_effattn.checkpoints.runs import find_checkpoint, last_kept, short
 from lit_effattn.hparams import defaults, flat
 from lit_effattn.settings.arguments import Arguments
 from lit_effattn.settings.run_names import root_of, stated_root
-from lit_effattn.settings.saved import checked_settings
+from lit_effattn.settings.saved import checked_settings, section
 
 CHECKPOINT = "LIT_EFFATTN_CKPT_PATH"
 """Environment variable with the path of the checkpoint, set for the processes that DDP starts."""
@@ -114,7 +114,7 @@ def check_kept_settings(saved: dict[str, Any], now: dict[str, Any]) -> None:
         ValueError: If a setting differs from that of the checkpoint. The message names it.
     """
     for name in ("optimizer", "lr_scheduler"):
-        before, after = (_section(_section(s, "model"), "init_args").get(name) for s in (saved, now))
+        before, after = (section(section(s, "model"), "init_args").get(name) for s in (saved, now))
         if "model" in saved and _canonical(before) != _canonical(after):
             option, new, old = _first_difference(after, before, f"model.{name}")
             raise ValueError(
@@ -145,20 +145,15 @@ def _canonical(spec: Any) -> Any:
     kind = listed(str(spec.get("class_path"))) if isinstance(spec, dict) else None
     if kind is None:
         return spec
-    return {**spec, "class_path": kind, "init_args": {**defaults(kind), **_section(spec, "init_args")}}
+    return {**spec, "class_path": kind, "init_args": {**defaults(kind), **section(spec, "init_args")}}
 
 
 def _early_stopping(settings: dict[str, Any]) -> list[dict[str, Any]]:
-    given = _section(settings, "trainer").get("callbacks") or []
+    given = section(settings, "trainer").get("callbacks") or []
     given = given if isinstance(given, list) else [given]
-    return [_section(c, "init_args") for c in given if str(c.get("class_path")).endswith("EarlyStopping")]
+    return [section(c, "init_args") for c in given if str(c.get("class_path")).endswith("EarlyStopping")]
 
 
 def is_child() -> bool:
     """Return whether this process was started by another process of the same run (DDP)."""
     return int(os.environ.get("LOCAL_RANK", 0)) > 0
-
-
-def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
-    section = config.get(name)
-    return section if isinstance(section, dict) else {}

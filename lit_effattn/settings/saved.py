@@ -23,6 +23,7 @@ from lit_effattn.checkpoints.spec_build import check_value
 from lit_effattn.checkpoints.spec_check import ANYTHING, CheckpointJudge, Place, check, parameters
 from lit_effattn.settings.arguments import Arguments, Settings
 from lit_effattn.settings.downloads import forbid_downloads
+from lit_effattn.settings.own_classes import subclasses
 from lit_effattn.settings.trainer import Trainer
 from lit_effattn.tasks import Task
 
@@ -92,7 +93,7 @@ def _of_command(config: dict[str, Any], command: str, uses_data: bool, data_fixe
     parts += ["checkpoint"] if command == "fit" else []
     saved = {part: config[part] for part in parts if config.get(part) is not None}
     if data_fixes and "data" in saved:
-        init_args = _section(_section(saved, "model"), "init_args")
+        init_args = section(section(saved, "model"), "init_args")
         for name in fixed_by_data() & init_args.keys():
             del init_args[name]
     return saved
@@ -179,9 +180,7 @@ def _class_of(value: Any) -> str:
 
 def fixed_by_data() -> set[str]:
     """Return the arguments of all tasks that are taken from the data: see `Task.fixed_by_data`."""
-    tasks: list[type[Task]] = [Task]
-    for task in tasks:
-        tasks += task.__subclasses__()
+    tasks: Any = subclasses(Task)
     return {name for task in tasks for name in task.fixed_by_data}
 
 
@@ -217,9 +216,10 @@ def _check_transfer(config: dict[str, Any], checkpoint: Path, arguments: Argumen
         )
 
 
-def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
-    section = config.get(name)
-    return section if isinstance(section, dict) else {}
+def section(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the mapping at a name of a configuration; empty if there is none."""
+    value = config.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def homes(settings: Any) -> list[str]:

@@ -68,12 +68,12 @@ def test_a_folder_of_the_same_name_elsewhere_is_not_ours(tmp_path: Path, monkeyp
     (tmp_path / "datamodules.py").write_text("class PixelSequences: pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "datamodules", raising=False)
-    theirs = importlib.import_module("datamodules").PixelSequences
+    foreign = importlib.import_module("datamodules").PixelSequences
     del sys.modules["datamodules"]  # monkeypatch would put theirs back
     assert listed("datamodules.PixelSequences") is listed("datamodules.pixels.PixelSequences")
     assert listed("datamodules.PixelSequences") is datamodules.PixelSequences
     assert is_ours(datamodules.PixelSequences)
-    assert not is_ours(theirs)
+    assert not is_ours(foreign)
 
 
 @pytest.fixture

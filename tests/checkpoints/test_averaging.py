@@ -45,19 +45,19 @@ def test_parameters_are_averaged_and_buffers_are_the_newest(tmp_path: Path):
     large = [2.0**24, 1.0, 1.0]  # in float32 their sum is 2²⁴
     paths = [tmp_path / f"{i}.ckpt" for i in range(3)]
     states = [saved(path, i, large=torch.full((2,), large[i])) for i, path in enumerate(paths)]
-    found = averaged(paths)
-    assert found.keys() == states[0].keys()
+    result = averaged(paths)
+    assert result.keys() == states[0].keys()
     for name, newest in states[-1].items():
-        assert found[name].dtype == newest.dtype
+        assert result[name].dtype == newest.dtype
         if name in ("features", "steps"):
-            assert torch.equal(found[name], newest)
+            assert torch.equal(result[name], newest)
             continue
-        for i, value in enumerate(found[name].flatten().tolist()):
+        for i, value in enumerate(result[name].flatten().tolist()):
             exact = sum(Fraction(state[name].flatten()[i].item()) for state in states) / 3
             spacing = torch.finfo(newest.dtype).eps
             assert value == pytest.approx(float(exact), rel=spacing)
-    assert torch.equal(found["large"], torch.full((2,), (2**24 + 2) / 3))
-    assert torch.equal(found["first.weight"], found["second.weight"])
+    assert torch.equal(result["large"], torch.full((2,), (2**24 + 2) / 3))
+    assert torch.equal(result["first.weight"], result["second.weight"])
 
 
 @pytest.mark.parametrize("n", [1, 3, 5])
@@ -66,9 +66,9 @@ def test_equal_checkpoints_have_their_own_mean(n: int, tmp_path: Path):
     for i, path in enumerate(paths):
         state = saved(path, 7, features=torch.zeros(2))
         torch.save({"state_dict": state, "global_step": i}, path)
-    found = averaged(paths)
-    assert torch.equal(found["large"], state["large"])
-    assert torch.equal(found["coarse"], state["coarse"])
+    result = averaged(paths)
+    assert torch.equal(result["large"], state["large"])
+    assert torch.equal(result["coarse"], state["coarse"])
 
 
 def another_shape(state: dict[str, Tensor]) -> None:

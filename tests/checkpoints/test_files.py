@@ -71,11 +71,11 @@ def test_killed_at_any_moment_the_newest_or_the_one_before_is_whole(
             except KilledError:
                 done = False
         remove_parts(root)
-        found = [number(root / each) for each in names]
-        assert max(n for n in found if n is not None) >= 2
+        result = [number(root / each) for each in names]
+        assert max(n for n in result if n is not None) >= 2
         assert {path.name for path in root.iterdir()} <= set(names)
         if done:
-            assert found == [3, 2][: len(names)]
+            assert result == [3, 2][: len(names)]
             assert moment > 0
             return
     raise AssertionError("it did not end")

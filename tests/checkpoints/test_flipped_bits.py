@@ -36,19 +36,19 @@ def content() -> dict[str, Any]:
 def spans(file: Path) -> dict[str, list[tuple[int, int]]]:
     """Return where each region's bytes are, from the format's definition."""
     data = file.read_bytes()
-    found: dict[str, list[tuple[int, int]]] = {name: [] for name in REGIONS}
+    result: dict[str, list[tuple[int, int]]] = {name: [] for name in REGIONS}
     with zipfile.ZipFile(file) as archive:
         for entry in archive.infolist():
             n_name, n_extra = struct.unpack_from("<HH", data, entry.header_offset + 26)
             extra = entry.header_offset + 30 + n_name
-            found["local headers"].append((entry.header_offset, extra))
-            found["padding"].append((extra, extra + n_extra))
-            found["data"].append((extra + n_extra, extra + n_extra + entry.file_size))
+            result["local headers"].append((entry.header_offset, extra))
+            result["padding"].append((extra, extra + n_extra))
+            result["data"].append((extra + n_extra, extra + n_extra + entry.file_size))
         directory = archive.start_dir
     ends = [directory, *(data.rindex(magic) for magic in (b"PK\6\6", b"PK\6\7", b"PK\5\6"))]
     ends += [ends[-1] + 22, len(data)]
-    found |= {name: [span] for name, span in zip(REGIONS[3:], pairwise(ends), strict=True)}
-    return found
+    result |= {name: [span] for name, span in zip(REGIONS[3:], pairwise(ends), strict=True)}
+    return result
 
 
 def unnoticed(file: Path, region: str, n: int) -> Iterator[str | None]:

@@ -40,28 +40,28 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_put_together_it_is_that_of_one_process(saved: Path):
-    found, expected = read_checkpoint(saved), {**checkpoint(), **OWN}
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    assert [*found] == [*expected]
-    assert found["state_dict"]["four"].dtype == torch.bfloat16
+    result, expected = read_checkpoint(saved), {**checkpoint(), **OWN}
+    torch.testing.assert_close(result, expected, rtol=0, atol=0)
+    assert [*result] == [*expected]
+    assert result["state_dict"]["four"].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("n", SIZES)
 def test_any_number_of_processes_reads_its_rows(n: int, tmp_path: Path):
     whole = checkpoint()["state_dict"]
     parts = Parts(divide(checkpoint(), tmp_path / "last.ckpt", n))
-    found: dict[str, Divided] = parts.map(lambda divided: divided)["state_dict"]
+    result: dict[str, Divided] = parts.map(lambda divided: divided)["state_dict"]
     for name, t in whole.items():
-        assert found[name].shape == t.shape
+        assert result[name].shape == t.shape
         for first in range(len(t) + 1):
             for last in range(first, len(t) + 1):
-                torch.testing.assert_close(found[name].rows(first, last), t[first:last], rtol=0, atol=0)
+                torch.testing.assert_close(result[name].rows(first, last), t[first:last], rtol=0, atol=0)
 
 
 def test_the_outline_has_shapes_and_settings(saved: Path):
-    found = read_outline(saved)
-    assert found["global_step"] == 3
-    assert {name: t.shape for name, t in found["state_dict"].items()} == {
+    result = read_outline(saved)
+    assert result["global_step"] == 3
+    assert {name: t.shape for name, t in result["state_dict"].items()} == {
         name: t.shape for name, t in checkpoint()["state_dict"].items()
     }
 

@@ -133,11 +133,11 @@ def test_a_full_disk_later(saved: Path, request: pytest.FixtureRequest):
     request.getfixturevalue("full_disk")
     with pytest.raises(OSError, match="could not be written") as caught:
         AtomicCheckpointIO().save_checkpoint(content(2), saved)
-    said = str(caught.value)
-    assert str(saved) in said
-    assert "File too large" in said  # what the operating system says of EFBIG
-    assert "saved before, still intact" in said
-    assert "\n" not in said
+    output = str(caught.value)
+    assert str(saved) in output
+    assert "File too large" in output  # what the operating system says of EFBIG
+    assert "saved before, still intact" in output
+    assert "\n" not in output
     assert intact(saved)
 
 
@@ -175,12 +175,12 @@ def test_where_the_file_system_has_no_links_the_one_before_is_kept_too(saved: Pa
 def test_only_unfinished_files_of_dead_processes_are_removed(tmp_path: Path):
     ended = subprocess.Popen(["true"])
     ended.wait()
-    mine, gone, other = (tmp_path / f".last.ckpt.{n}.part" for n in (os.getpid(), ended.pid, "of-somebody"))
+    own, gone, other = (tmp_path / f".last.ckpt.{n}.part" for n in (os.getpid(), ended.pid, "of-somebody"))
     running = tmp_path / ".best.ckpt.1.part"
-    for path in (mine, gone, other, running):
+    for path in (own, gone, other, running):
         path.touch()
     remove_parts(tmp_path)
-    assert files(tmp_path) == sorted(path.name for path in (mine, other, running))
+    assert files(tmp_path) == sorted(path.name for path in (own, other, running))
     remove_parts(tmp_path / "nowhere")
 
 
@@ -205,10 +205,10 @@ def test_a_changed_header_is_noticed(saved: Path, entry: int):
         changed[start + at] ^= 0xFF
         saved.write_bytes(changed)
         try:
-            found = read_checkpoint(saved)
+            result = read_checkpoint(saved)
         except DamagedError:
             continue
-        assert torch.equal(found["state_dict"]["weight"], content(1)["state_dict"]["weight"])  # a date, say
+        assert torch.equal(result["state_dict"]["weight"], content(1)["state_dict"]["weight"])  # a date, say
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path):
@@ -331,8 +331,8 @@ def resuming(tmp_path: Path) -> pl.Trainer:
 
 def test_files_of_the_run_are_found_again(resuming: pl.Trainer, tmp_path: Path):
     folder = tmp_path / "checkpoints"
-    found = remembered(resuming, best_model_path="a.ckpt", kth_best_model_path="b.ckpt", best_k_models={"b.ckpt": 1.0})
-    assert found == {
+    result = remembered(resuming, best_model_path="a.ckpt", kth_best_model_path="b.ckpt", best_k_models={"b.ckpt": 1.0})
+    assert result == {
         "dirpath": str(folder),
         "best_model_path": str(folder / "a.ckpt"),
         "kth_best_model_path": str(folder / "b.ckpt"),
@@ -342,15 +342,15 @@ def test_files_of_the_run_are_found_again(resuming: pl.Trainer, tmp_path: Path):
 
 def test_another_runs_files_are_not(resuming: pl.Trainer, tmp_path: Path):
     resuming.ckpt_path = "/elsewhere/checkpoints/best.ckpt"
-    found = remembered(resuming, best_model_path="/elsewhere/checkpoints/best.ckpt")
-    assert found == {"dirpath": "checkpoints", "best_model_path": ""}  # Lightning then takes nothing of it
+    result = remembered(resuming, best_model_path="/elsewhere/checkpoints/best.ckpt")
+    assert result == {"dirpath": "checkpoints", "best_model_path": ""}  # Lightning then takes nothing of it
 
 
 @pytest.mark.parametrize("path", ["/etc", "../../x", ".", "", "a/../..", 7, None, ["a.ckpt"]])
 def test_a_path_that_leads_elsewhere_is_dropped(path: Any, resuming: pl.Trainer):
     scores = {path: 1.0} if isinstance(path, str) else path
-    found = remembered(resuming, kth_best_model_path=path, last_model_path=path, best_k_models=scores)
-    assert not any(found[name] for name in ("kth_best_model_path", "last_model_path", "best_k_models"))
+    result = remembered(resuming, kth_best_model_path=path, last_model_path=path, best_k_models=scores)
+    assert not any(result[name] for name in ("kth_best_model_path", "last_model_path", "best_k_models"))
 
 
 def test_the_worst_of_the_best_is_one_of_them(resuming: pl.Trainer):
@@ -410,8 +410,8 @@ def test_parameters_tied_by_the_transformer_are_shared_by_the_attention(before: 
     assert read(spec(attention=before, tied=None)) == spec(attention=before)
     assert read(spec(attention=before, tied=["r"])) == spec(attention=before, tied=["r"])  # refused later
     config = {"config": {"model": {"init_args": {"backbone": spec(attention=before, tied=["u", "v"])}}}}
-    found = saved_config({"lit_effattn": config}, "a.ckpt")["model"]["init_args"]["backbone"]
-    assert found == spec(attention=now)
+    result = saved_config({"lit_effattn": config}, "a.ckpt")["model"]["init_args"]["backbone"]
+    assert result == spec(attention=now)
 
 
 def test_a_model_that_is_nested_too_deeply_is_refused():
@@ -457,11 +457,11 @@ def test_what_is_written_is_of_the_time_of_the_call(saved: Path, disk: Disk):
     assert intact(saved)  # the one before
     disk.allowed.release()
     checkpoint_io.finish()
-    found = read_checkpoint(saved)
-    assert found["counts"] == {"steps": [2]}
-    assert found["state_dict"].keys() == state.keys()
-    assert all(bool((t == 2).all()) for t in found["state_dict"].values())
-    assert found["state_dict"]["row"].shape == (10_000,)
+    result = read_checkpoint(saved)
+    assert result["counts"] == {"steps": [2]}
+    assert result["state_dict"].keys() == state.keys()
+    assert all(bool((t == 2).all()) for t in result["state_dict"].values())
+    assert result["state_dict"]["row"].shape == (10_000,)
     assert saved.stat().st_size < 1.1 * saved.with_name("previous.ckpt").stat().st_size
     assert disk.written == [True]
     checkpoint_io.teardown()

@@ -2,13 +2,13 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
 from lit_effattn import Transformer
 from lit_effattn.checkpoints.loading import OtherModelError, check_same_model, load_model
 from lit_effattn.tasks import LanguageModel
 from tests.callbacks.tiny import trainer
+from tests.support.commands import same
 
 
 def net(*widths: int) -> nn.Sequential:
@@ -39,9 +39,9 @@ def test_a_model_is_built_as_the_file_says_with_its_weights(tmp_path: Path):
     saving = trainer(tmp_path, [])
     saving.strategy.connect(model)
     saving.save_checkpoint(path)
-    found = load_model(LanguageModel, path)
-    assert found.label_smoothing == 0.25
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), found.state_dict().values(), strict=True))
+    result = load_model(LanguageModel, path)
+    assert result.label_smoothing == 0.25
+    assert same(model.state_dict(), result.state_dict())
     assert load_model(LanguageModel, path, arguments={"label_smoothing": 0.5}).label_smoothing == 0.5
     with pytest.raises(OtherModelError, match=r"embedding\.weight is 5×8 in the checkpoint, 5×16 here"):
         load_model(LanguageModel, path, arguments={"backbone": Transformer(16, 2, 1)})

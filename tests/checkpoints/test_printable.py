@@ -54,9 +54,9 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         Path(name).mkdir()
         Path(name, "config.yaml").write_text(yaml.safe_dump({"model": value}))
     main(["compare", "one", "two", "--format", "markdown"])
-    said = capsys.readouterr().out
-    assert SAFE.split("\\r")[0] in said
-    assert not set(said) & {"\x1b", "\x9b", "\u202e", "\x07"}
+    output = capsys.readouterr().out
+    assert SAFE.split("\\r")[0] in output
+    assert not set(output) & {"\x1b", "\x9b", "\u202e", "\x07"}
     with pytest.raises(SystemExit):
         main(["compare", f"{HOSTILE}.run".replace("\x00", "")])
     assert "\x1b" not in capsys.readouterr().err

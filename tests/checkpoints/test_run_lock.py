@@ -41,10 +41,10 @@ def assert_free(run: Path):
     assert not list(run.iterdir())
 
 
-def assert_held(run: Path, *said: str):
+def assert_held(run: Path, *output: str):
     with pytest.raises(RunLockedError, match=r"another fit writes into .*Wait for its end or stop it") as caught:
         RunLock(run)
-    assert all(text in str(caught.value) for text in said)
+    assert all(text in str(caught.value) for text in output)
     assert [path.name for path in run.iterdir()] == [LOCK]
 
 

@@ -126,8 +126,8 @@ def test_a_runs_folder_means_its_last(tmp_path: Path):
 
 def test_those_kept_are_ordered_by_their_steps(tmp_path: Path):
     names = ["step_00000900.ckpt", "step_00010000.ckpt", "step_99999999.ckpt", "step_100000000.ckpt"]
-    others = ["last.ckpt", ".step_00000900.ckpt.12.part", "step_x.ckpt", "step_00000900.ckpt.ckpt", "old_step_1.ckpt"]
-    folder = saved(tmp_path, "2026-03-02_09-00-00", *reversed(names), *others)
+    further = ["last.ckpt", ".step_00000900.ckpt.12.part", "step_x.ckpt", "step_00000900.ckpt.ckpt", "old_step_1.ckpt"]
+    folder = saved(tmp_path, "2026-03-02_09-00-00", *reversed(names), *further)
     assert [path.name for path in kept_checkpoints(folder)] == names
     assert [path.name for path in last_kept(folder / "last.ckpt", 3)] == names[1:]
     assert [path.name for path in last_kept(folder / "step_99999999.ckpt", 2)] == names[1:3]  # up to the one named

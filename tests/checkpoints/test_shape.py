@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from lit_effattn.callbacks.random_states import _capture
 from lit_effattn.checkpoints.files import DamagedError, read
 from lit_effattn.checkpoints.shape import MAX_DEPTH, check_contents, check_like, check_plain
 
@@ -58,6 +59,34 @@ def test_what_checkpoints_do_hold():
 @pytest.mark.parametrize("value", ["2.6.6", "2.5.0.dev20240101", "2.6.0rc1", "1.9.0+cu118", "2.6.6.post0"])
 def test_versions_of_lightning(value: str):
     check_contents({"state_dict": {}, "pytorch-lightning_version": value})
+
+
+@pytest.mark.parametrize(
+    ("generator", "path", "value"),
+    [
+        ("python", (0,), 2),
+        ("python", (1, 0), 2**32),
+        ("python", (1, 0), True),
+        ("python", (1, 624), 625),
+        ("python", (2,), "x"),
+        ("numpy", (0,), "PCG64"),
+        ("numpy", (2,), 625),
+        ("numpy", (3,), 2),
+        ("numpy", (4,), float("nan")),
+        ("torch", (), torch.zeros(3, dtype=torch.uint8)),
+    ],
+)
+def test_a_random_state_is_one_of_its_generator(generator: str, path: tuple[int, ...], value: Any):
+    """A position beyond the words of NumPy's generator would be read outside of its memory."""
+    states = _capture(torch.device("cpu"))
+    check_contents({"state_dict": {}, "random_states": [states]})
+    holder, key = states, generator
+    for index in path:
+        holder[key] = list(holder[key])
+        holder, key = holder[key], index
+    holder[key] = value
+    with pytest.raises(ValueError, match=rf"random_states\[0\]\.{generator}"):
+        check_contents({"state_dict": {}, "random_states": [states]})
 
 
 @pytest.mark.parametrize(

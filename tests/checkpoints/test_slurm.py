@@ -106,5 +106,5 @@ def test_a_failed_requeue_says_how_to_go_on(
     requeue("77")
     if script is not None:
         assert (tmp_path / "asked").read_text() == "requeue 77\n"
-    said = "".join(str(w.message) for w in recwarn)
-    assert (failure is None and not said) or (failure in said and "resume with --ckpt_path last" in said)
+    output = "".join(str(w.message) for w in recwarn)
+    assert (failure is None and not output) or (failure in output and "resume with --ckpt_path last" in output)

@@ -79,9 +79,9 @@ def test_whether_text_would_be_read_as_a_name(annotation: Any, holds: bool):
 
 
 def test_parameters_are_those_that_can_be_given():
-    found = parameters(LinearAttention)
-    assert Place.of(found["feature_map"][0]).makes[0].__name__ == "FeatureMap"
-    assert Place.of(found["chunk_size"][0]) == Place()
+    result = parameters(LinearAttention)
+    assert Place.of(result["feature_map"][0]).makes[0].__name__ == "FeatureMap"
+    assert Place.of(result["chunk_size"][0]) == Place()
     assert Place.of(parameters(torch.optim.SGD)["lr"][0]).classes == (torch.Tensor,)
 
 

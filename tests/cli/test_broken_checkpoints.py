@@ -120,8 +120,8 @@ def changed(content: dict[str, Any], path: tuple[Any, ...], what: str) -> dict[s
 
 
 def cases(content: dict[str, Any]) -> list[tuple[tuple[Any, ...], str]]:
-    found = [path for path in paths(content) if path[0] in PARTS]
-    return [(path, what) for path in found for what in (*VALUES, DELETED)]
+    result = [path for path in paths(content) if path[0] in PARTS]
+    return [(path, what) for path in result for what in (*VALUES, DELETED)]
 
 
 def outcome(args: list[str]) -> str:
@@ -135,10 +135,10 @@ def outcome(args: list[str]) -> str:
             code = stopped.code
     if not code:
         return "ended"
-    said = err.getvalue()
-    message = said[said.rindex("lit-effattn: error: ") :]
-    assert code == 1, said
-    assert "Traceback" not in said
+    output = err.getvalue()
+    message = output[output.rindex("lit-effattn: error: ") :]
+    assert code == 1, output
+    assert "Traceback" not in output
     assert len(message.splitlines()) <= 2, message
     assert len(message) < 1200, message
     return message.splitlines()[0]

@@ -82,7 +82,7 @@ def test_an_interval_counts_across_epochs_and_a_schedule_takes_the_steps_of_the_
 def test_testing_reports_what_the_checkpoint_scores(capsys: pytest.CaptureFixture[str]):
     run = fit()
     main(["test", "--ckpt_path", "best"])
-    said = re.search(r"^test bits/dim: (\d+\.\d+)$", capsys.readouterr().out, re.M)
+    output = re.search(r"^test bits/dim: (\d+\.\d+)$", capsys.readouterr().out, re.M)
     model = PixelModel.load_from_checkpoint(run / "checkpoints" / "best.ckpt").eval()
     data = PixelSequences("digits")
     data.setup("test")
@@ -92,13 +92,13 @@ def test_testing_reports_what_the_checkpoint_scores(capsys: pytest.CaptureFixtur
         start = torch.full((180, 1), 17)
         hidden, _ = model.backbone(model.embedding(torch.cat([start, levels[:, :-1]], 1)))
         nats = -model.head.log_probs(hidden).gather(-1, levels[..., None])
-    assert float(said[1]) == pytest.approx(nats.mean().item() / np.log(2), abs=1e-4)
+    assert float(output[1]) == pytest.approx(nats.mean().item() / np.log(2), abs=1e-4)
 
 
 def test_predictions_average_to_the_test_result(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture):
     run = fit()
     main(["test", "--ckpt_path", "last"])
-    said = re.search(r"test bits/dim: (\S+)", capsys.readouterr().out)
+    output = re.search(r"test bits/dim: (\S+)", capsys.readouterr().out)
     main(["predict", "--ckpt_path", "last"])
     for remark in ("GPU available", "TPU available", "Restoring states", "Loaded model weights", "was configured so"):
         assert remark not in caplog.text
@@ -106,7 +106,7 @@ def test_predictions_average_to_the_test_result(capsys: pytest.CaptureFixture[st
     path = run / "predictions/predictions.csv"
     table = np.genfromtxt(path, delimiter=",", names=True)
     assert len(table) == 180
-    assert table["bits_per_dim"].mean() == pytest.approx(float(said[1]), abs=1e-4)
+    assert table["bits_per_dim"].mean() == pytest.approx(float(output[1]), abs=1e-4)
 
 
 def test_generating_writes_a_picture_and_the_levels(monkeypatch: pytest.MonkeyPatch):
@@ -492,16 +492,16 @@ def test_mistakes_are_told_in_a_line(flags: list[str], code: int, words: str, ca
 
 def test_a_metric_that_is_not_there_is_told_with_those_that_are(capsys: pytest.CaptureFixture[str]):
     watch = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor", "val/los"]
-    said = fails(capsys, "fit", "--config", "tiny.yaml", *watch)
-    assert "EarlyStopping: there is no metric monitor=val/los; there are " in said
-    assert "val/bits_per_dim" in said
+    output = fails(capsys, "fit", "--config", "tiny.yaml", *watch)
+    assert "EarlyStopping: there is no metric monitor=val/los; there are " in output
+    assert "val/bits_per_dim" in output
 
 
 def test_weights_of_another_shape_are_no_start(capsys: pytest.CaptureFixture[str]):
     fit()
-    said = fails(capsys, "fit", "--config", "tiny.yaml", "--init_weights", "last", "--model.backbone.d_model", "8")
-    assert "checkpoints/last.ckpt: the checkpoint holds another model than this PixelModel: " in said
-    assert "they are in its config.yaml" in said
+    output = fails(capsys, "fit", "--config", "tiny.yaml", "--init_weights", "last", "--model.backbone.d_model", "8")
+    assert "checkpoints/last.ckpt: the checkpoint holds another model than this PixelModel: " in output
+    assert "they are in its config.yaml" in output
 
 
 def test_a_broken_image_is_named_even_by_a_worker(capsys: pytest.CaptureFixture[str]):
@@ -540,8 +540,8 @@ def test_a_run_in_which_another_process_trains_is_not_resumed(capsys: pytest.Cap
         about = {**run_lock._me(), "pid": other.pid, "started": run_lock._started(other.pid)}
         (run / run_lock.LOCK).write_text(json.dumps(about))
         before = sorted(path.name for path in run.rglob("*"))
-        said = fails(capsys, "fit", "--ckpt_path", "last", "--trainer.max_epochs", "2")
-        assert f"another fit writes into {run}: process {other.pid} on " in said
+        output = fails(capsys, "fit", "--ckpt_path", "last", "--trainer.max_epochs", "2")
+        assert f"another fit writes into {run}: process {other.pid} on " in output
         main(["test", "--ckpt_path", "last"])
         assert sorted(path.name for path in run.rglob("*")) == before
         other.kill()
@@ -564,8 +564,8 @@ def test_a_run_that_cannot_be_written_to_is_scored_and_sampled_from(
     monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
     other = Path(f"runs_{run.name}")
     main(["test", "--ckpt_path", "last", "--trainer.logger", "true"])
-    said = f"{run} can't be written to (Read-only file system): results go to {other}"
-    assert said in caplog.text
+    output = f"{run} can't be written to (Read-only file system): results go to {other}"
+    assert output in caplog.text
     main(["generate", "--ckpt_path", "last", "--n", "1"])
     main(["predict", "--ckpt_path", "last"])
     assert sorted(run.rglob("*")) == before
@@ -588,9 +588,9 @@ def test_training_goes_on_from_the_one_before_a_damaged_one(capsys: pytest.Captu
     folder = run / "checkpoints"
     before = torch.load(folder / "previous.ckpt", weights_only=True)
     damage(folder / "last.ckpt")
-    said = fails(capsys, "test", "--ckpt_path", "last")
-    assert re.search(r"last\.ckpt is damaged: the checksum of the whole file is wrong; there are", said)
-    assert "best.ckpt" in said
+    output = fails(capsys, "test", "--ckpt_path", "last")
+    assert re.search(r"last\.ckpt is damaged: the checksum of the whole file is wrong; there are", output)
+    assert "best.ckpt" in output
     with pytest.warns(
         UserWarning, match=r"last\.ckpt is damaged: .* goes on from .*previous\.ckpt, saved at step 3: later"
     ):
@@ -609,16 +609,16 @@ def test_training_goes_on_from_the_one_before_a_damaged_one(capsys: pytest.Captu
     assert len(runs()) == 1
     for name in ("last.ckpt", "previous.ckpt"):
         damage(folder / name)
-    said = fails(capsys, "fit", "--ckpt_path", "last")
-    assert "last.ckpt is damaged" in said
-    assert "best.ckpt" in said
+    output = fails(capsys, "fit", "--ckpt_path", "last")
+    assert "last.ckpt is damaged" in output
+    assert "best.ckpt" in output
 
 
 def test_a_run_that_is_not_finite_stops_with_a_good_checkpoint(capsys: pytest.CaptureFixture[str]):
     flags = ["--trainer.max_epochs", "4", "--checkpoint.every_n_train_steps", "1", "--trainer.log_every_n_steps", "4"]
-    said = fails(capsys, "fit", "--config", "tiny.yaml", "--model.optimizer.lr", "1e30", *flags)
-    assert "is infinite or NaN at step 2 (epoch 0, batch 1, lr " in said
-    assert "--trainer.callbacks+=CheckFinite" in said
+    output = fails(capsys, "fit", "--config", "tiny.yaml", "--model.optimizer.lr", "1e30", *flags)
+    assert "is infinite or NaN at step 2 (epoch 0, batch 1, lr " in output
+    assert "--trainer.callbacks+=CheckFinite" in output
     (run,) = runs()
     checkpoint = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
     assert checkpoint["state_dict"]

@@ -37,8 +37,8 @@ def fit(*args: str) -> Path:
 def stride(run: Path) -> int:
     attention = yaml.safe_load((run / "config.yaml").read_text())["model"]["init_args"]["backbone"]["init_args"]
     (kind,) = attention["attention"] if isinstance(attention["attention"], list) else [attention["attention"]]
-    found: int = kind["init_args"]["stride"]
-    return found
+    result: int = kind["init_args"]["stride"]
+    return result
 
 
 # ------------------------------------------------------------------------------------------------ options of attention

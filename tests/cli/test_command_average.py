@@ -97,7 +97,7 @@ def test_testing_with_the_mean(
 ):
     figure = bits(capsys, "--ckpt_path", name if name == "last" else str(folder / name), "--average", str(n))
     before = ", averaged with " + ", ".join(f"step_{step:08d}.ckpt" for step in steps[:-1])
-    assert any(said.endswith(f"step_{steps[-1]:08d}.ckpt{before}") for said in caplog.messages)
+    assert any(output.endswith(f"step_{steps[-1]:08d}.ckpt{before}") for output in caplog.messages)
     assert figure == bits(capsys, "--ckpt_path", mean(folder, *steps))
     assert figure != bits(capsys, "--ckpt_path", str(folder / f"step_{steps[-1]:08d}.ckpt"))
 
@@ -125,8 +125,8 @@ def test_in_python(folder: Path):
     copy = shutil.copy(folder / "step_00000004.ckpt", folder / "copy.ckpt")  # its features are not those of the last
     model = PixelModel.load_from_checkpoint(copy, average=3)
     expected = torch.load(mean(folder, 4, 6, 8), weights_only=True)["state_dict"]
-    found = model.state_dict()
-    assert same(found, expected)
+    result = model.state_dict()
+    assert same(result, expected)
     with pytest.raises(ValueError, match="average=4: there are 3 kept"):
         PixelModel.load_from_checkpoint(folder / "last.ckpt", average=4)
 

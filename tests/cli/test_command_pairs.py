@@ -99,10 +99,10 @@ def test_training_scoring_and_writing(capsys: pytest.CaptureFixture[str]):
     assert (path.parent / "attention_1.png").is_file()
     capsys.readouterr()
     main(["generate", "--ckpt_path", "last", "--source", "dff", "--n", "2", "--beam", "3", "--length_penalty", "0.6"])
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     model = SequenceToSequence.load_from_checkpoint(run / "checkpoints" / "last.ckpt").eval()
     best = model.texts(model.search(model.encode("dff")[None], beam=3, n_best=2))[0]
-    assert [line.split("  ")[1] for line in said.splitlines()[:2]] == best
+    assert [line.split("  ")[1] for line in output.splitlines()[:2]] == best
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one():
@@ -127,9 +127,9 @@ def test_every_configuration_works_as_far_as_it_needs_no_download(config: Path, 
         Path("small.dict").write_text(f"{held_out}lit  L IH T\nwould  W UH D\n")
         main([*args, "--data.root", "small.dict", "--data.batch_tokens", "64"])
         return
-    said = fails(capsys, *args)
-    assert str(yaml.safe_load(config.read_text())["data"]["init_args"]["root"]) in said
-    assert re.search(r"; (python -m scripts\.|get it from https://)", said)
+    output = fails(capsys, *args)
+    assert str(yaml.safe_load(config.read_text())["data"]["init_args"]["root"]) in output
+    assert re.search(r"; (python -m scripts\.|get it from https://)", output)
     with pytest.MonkeyPatch.context() as patch, torch.device("meta"):
         patch.setattr(CLI, "_run_subcommand", lambda *_: None)
         sizes = ["--data.vocab_size", "300", "--data.batch_tokens", "64"]
@@ -152,8 +152,8 @@ def test_every_configuration_works_as_far_as_it_needs_no_download(config: Path, 
 
 def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]):
     fit("--trainer.max_epochs", "1")
-    said = fails(capsys, "generate", "--ckpt_path", "last")
-    assert "--source is missing" in said
+    output = fails(capsys, "generate", "--ckpt_path", "last")
+    assert "--source is missing" in output
     assert "--prompt a: SequenceToSequence has no such option" in fails(
         capsys, "generate", "--ckpt_path", "last", "--source", "a", "--prompt", "a"
     )

@@ -57,11 +57,11 @@ def test_from_recordings_to_transcripts(capsys: pytest.CaptureFixture[str]):
     """Train and test; then recognise other recordings, with nothing left of the corpus."""
     main(["fit", "--config", "speech.yaml"])
     main(["test", *TRUST, "--ckpt_path", "best"])
-    said = capsys.readouterr().out
-    assert re.search(r"^test PER: \d+\.\d\d %$", said, re.M)
-    assert re.search(r"^test loss: \d+\.\d{4}$", said, re.M)
-    assert "test utterances: 6\n" in said
-    assert "test impossible: 0\n" in said
+    output = capsys.readouterr().out
+    assert re.search(r"^test PER: \d+\.\d\d %$", output, re.M)
+    assert re.search(r"^test loss: \d+\.\d{4}$", output, re.M)
+    assert "test utterances: 6\n" in output
+    assert "test impossible: 0\n" in output
 
     main(["predict", *TRUST, "--ckpt_path", "best"])
     of_test = transcripts(capsys.readouterr().out)
@@ -75,10 +75,10 @@ def test_from_recordings_to_transcripts(capsys: pytest.CaptureFixture[str]):
     write(Path("mine/two.flac"), ("u",))
     write(Path("three.wav"), ("s", "s"))
     main(["predict", *TRUST, "--ckpt_path", "best", "--data.audio", '["mine", "three.wav"]'])
-    mine = transcripts(capsys.readouterr().out)
-    assert len(mine) == 3
-    assert sorted(Path(entry["id"]).stem for entry in mine) == ["one", "three", "two"]
-    for entry in mine:
+    own = transcripts(capsys.readouterr().out)
+    assert len(own) == 3
+    assert sorted(Path(entry["id"]).stem for entry in own) == ["one", "three", "two"]
+    for entry in own:
         assert "reference" not in entry
         assert entry["seconds"] > 0
         for phone in entry["phones"]:
@@ -87,9 +87,9 @@ def test_from_recordings_to_transcripts(capsys: pytest.CaptureFixture[str]):
             assert 0 < phone["confidence"] <= 1
 
 
-def transcripts(said: str) -> list[dict]:
+def transcripts(output: str) -> list[dict]:
     """Read those that a command tells of, and look at their pictures."""
-    path = Path(re.search(r"^transcripts of \d+ utterances: (.*)$", said, re.M)[1])
+    path = Path(re.search(r"^transcripts of \d+ utterances: (.*)$", output, re.M)[1])
     entries = [json.loads(line) for line in path.read_text().splitlines()]
     drawn = [entry["picture"] for entry in entries if "picture" in entry]
     assert 0 < len(drawn) <= 4
@@ -128,8 +128,8 @@ def test_what_cannot_be_recognised_is_refused_by_name(capsys: pytest.CaptureFixt
 def test_the_extra_that_synthesis_needs_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr("lit_effattn.datamodules.speech.espeak.find_spec", lambda name: None)
     monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
-    said = fails(capsys, "fit", "--config", "speech.yaml", "--data.corpus", "EspeakCorpus")
-    assert "pip install 'lit-effattn[speech]'" in said
+    output = fails(capsys, "fit", "--config", "speech.yaml", "--data.corpus", "EspeakCorpus")
+    assert "pip install 'lit-effattn[speech]'" in output
     assert not Path("data/espeak").exists()
 
 

@@ -104,18 +104,18 @@ def test_testing_scores_every_byte_once_with_the_memory_handed_on(capsys: pytest
     run = fit("--data.eval_batch_size", "1")
     capsys.readouterr()
     main(["test", "--ckpt_path", "best"])
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     texts = [path.read_bytes() for path in sorted(Path("texts/test").iterdir())]
     expected = np.mean(documents_cost(run, texts, 8))
-    assert float(re.search(r"^test bits/byte: (\S+)$", said, re.M)[1]) == pytest.approx(expected, abs=1e-4)
-    assert int(re.search(r"^test bytes: (\S+)$", said, re.M)[1]) == sum(map(len, texts))
+    assert float(re.search(r"^test bits/byte: (\S+)$", output, re.M)[1]) == pytest.approx(expected, abs=1e-4)
+    assert int(re.search(r"^test bytes: (\S+)$", output, re.M)[1]) == sum(map(len, texts))
 
 
 def test_predictions_are_a_line_a_segment_and_average_to_the_test_result(capsys: pytest.CaptureFixture[str]):
     run = fit()
     capsys.readouterr()
     main(["test", "--ckpt_path", "last"])
-    said = re.search(r"test bits/byte: (\S+)", capsys.readouterr().out)[1]
+    output = re.search(r"test bits/byte: (\S+)", capsys.readouterr().out)[1]
     main(["predict", "--ckpt_path", "last"])
     (path,) = run.rglob("predictions.csv")
     with path.open() as file:
@@ -123,7 +123,7 @@ def test_predictions_are_a_line_a_segment_and_average_to_the_test_result(capsys:
     n = sum(path.stat().st_size for path in Path("texts/test").iterdir())
     assert sum(int(row["targets"]) for row in rows) == n
     bits = [(int(row["targets"]), float(row["bits_per_target"])) for row in rows]
-    assert sum(t * b for t, b in bits) / n == pytest.approx(float(said), abs=1e-4)
+    assert sum(t * b for t, b in bits) / n == pytest.approx(float(output), abs=1e-4)
 
 
 def test_generating_continues_a_prompt_without_the_data(capsys: pytest.CaptureFixture[str]):
@@ -132,12 +132,12 @@ def test_generating_continues_a_prompt_without_the_data(capsys: pytest.CaptureFi
     shutil.rmtree("cache")
     capsys.readouterr()
     main(["generate", "--ckpt_path", "last", "--prompt", "3 birds", "--n_tokens", "20"])
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     (text,) = samples(run)
     assert text.startswith("3 birds")
     assert len("3 birds") < len(text) <= len("3 birds") + 20  # <start> may be drawn, and is no text
     assert set(text) <= set(song(6) + "Bye\n\ufffd")
-    assert text in said  # as it was drawn
+    assert text in output  # as it was drawn
 
 
 def test_generating_again_draws_the_same_and_another_seed_others():
@@ -175,21 +175,21 @@ def test_a_beam_writes_the_best_with_their_scores(tokens: str, n_tokens: int, ca
     capsys.readouterr()
     flags = ["--n_tokens", str(n_tokens), "--beam", "9", "--n", "3", "--length_penalty", "1"]
     main(["generate", "--ckpt_path", "last", "--prompt", "3 birds sit ", *flags])
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     (path,) = run.rglob("samples.txt")
     written = path.read_text(encoding="utf-8")
-    assert said.startswith(written.replace("\n\n--- ", "\n--- "))  # the progress bar is not on stdout
+    assert output.startswith(written.replace("\n\n--- ", "\n--- "))  # the progress bar is not on stdout
     model = LanguageModel.load_from_checkpoint(run / "checkpoints" / "last.ckpt")
     prompt = torch.tensor([[model.text.start, *model.text.encode("3 birds sit ").tolist()]])
     end = model.text.words.index("<eos>") if tokens == "words" else None
-    found = model.beam_search(prompt, n_tokens, beam=9, end=end, length_penalty=1.0, n_best=3)
+    result = model.beam_search(prompt, n_tokens, beam=9, end=end, length_penalty=1.0, n_best=3)
     expected = [
-        f"--- {i}, score {found.scores[0, i]:.4f}, log p {found.log_probs[0, i]:.4f}\n3 birds sit "
-        + model.text.decode(found.tokens[0, i, : found.lengths[0, i]].numpy())
+        f"--- {i}, score {result.scores[0, i]:.4f}, log p {result.log_probs[0, i]:.4f}\n3 birds sit "
+        + model.text.decode(result.tokens[0, i, : result.lengths[0, i]].numpy())
         for i in range(3)
     ]
     assert written == "\n\n".join(expected)
-    assert (found.lengths < n_tokens).any() == (tokens == "words")
+    assert (result.lengths < n_tokens).any() == (tokens == "words")
 
 
 def test_generating_refuses_what_it_cannot_do(capsys: pytest.CaptureFixture[str]):
@@ -258,8 +258,8 @@ def test_without_a_memory_length_there_is_no_window(capsys: pytest.CaptureFixtur
     config = yaml.safe_load(Path("tiny.yaml").read_text())
     config["model"]["init_args"]["backbone"]["init_args"]["attention"] = "LinearAttention"
     Path("linear.yaml").write_text(yaml.safe_dump(config))
-    said = fails(capsys, "fit", "--config", "linear.yaml", "--model.backbone.attention", "SoftmaxAttention")
-    assert "SoftmaxAttention grows with every segment, without bound; set its `window`, or use Transfor" in said
+    output = fails(capsys, "fit", "--config", "linear.yaml", "--model.backbone.attention", "SoftmaxAttention")
+    assert "SoftmaxAttention grows with every segment, without bound; set its `window`, or use Transfor" in output
 
 
 # ------------------------------------------------------------------------------------------------ what is refused
@@ -298,10 +298,10 @@ def test_a_checkpoint_of_another_vocabulary_is_refused(capsys: pytest.CaptureFix
     last_bytes = (run / "checkpoints" / "last.ckpt").read_bytes()
     write_texts("others", of="firds")
     for args in (["fit", "--trainer.max_epochs", "2"], ["predict"]):
-        said = fails(capsys, *args, "--ckpt_path", "last", "--data.root", "others")
-        assert len(re.findall(r"\(characters, a vocabulary of 33\)", said)) == 2
-    said = fails(capsys, "test", "--ckpt_path", "last", "--data.tokens", "bytes")
-    assert "(characters, a vocabulary of 33) is not this model's (bytes, a vocabulary of 257)" in said
+        output = fails(capsys, *args, "--ckpt_path", "last", "--data.root", "others")
+        assert len(re.findall(r"\(characters, a vocabulary of 33\)", output)) == 2
+    output = fails(capsys, "test", "--ckpt_path", "last", "--data.tokens", "bytes")
+    assert "(characters, a vocabulary of 33) is not this model's (bytes, a vocabulary of 257)" in output
     assert (run / "checkpoints" / "last.ckpt").read_bytes() == last_bytes
 
 
@@ -353,7 +353,7 @@ def test_two_processes_train_and_score_as_one_with_as_many_streams():
     tested = ends("test", "--ckpt_path", "best", "--trainer.default_root_dir", "two", two=True)
     alone = ["--trainer.devices", "1", "--trainer.strategy", "auto", "--data.eval_batch_size", "8"]
     other = ends("test", "--ckpt_path", "best", "--trainer.default_root_dir", "two", *alone)
-    figures = [re.findall(r"test \S+: \S+", said) for said in (tested, other)]
+    figures = [re.findall(r"test \S+: \S+", output) for output in (tested, other)]
     assert len(figures[0]) == 2
     assert figures[0] == figures[1]
 
@@ -372,7 +372,7 @@ def test_sigterm_saves_and_leaves_and_another_number_of_processes_starts_afresh(
 
 
 def test_streams_of_the_tiny_texts_have_more_than_one_document_and_padding():
-    """What the tests above rest on."""
+    """The tests above rest on this."""
     data = TextStream("files", root="texts", segment_len=8, batch_size=4, cache="cache")
     data.setup("fit")
     batches = list(data.train_dataloader())

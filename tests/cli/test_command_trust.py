@@ -112,9 +112,9 @@ def test_a_function_is_called_only_if_it_is_trusted(
 ):
     bare = spec("PixelModel", backbone=TINY["model"]["init_args"]["backbone"])
     Path("bare.yaml").write_text(yaml.safe_dump({**TINY, "model": bare}))
-    said = fails(capsys, "fit", "--config", "bare.yaml", *flags)
-    assert f"names the function {function}" in said
-    assert f"--trust {function}" in said
+    output = fails(capsys, "fit", "--config", "bare.yaml", *flags)
+    assert f"names the function {function}" in output
+    assert f"--trust {function}" in output
     assert not Path("called").exists()
 
 
@@ -147,17 +147,17 @@ def test_a_file_may_say_what_it_trusts():
 
 def test_what_jsonargparse_denies_is_denied(capsys: pytest.CaptureFixture[str]):
     flag = ["--model.optimizer", "{class_path: os.system, init_args: {command: touch called}}"]
-    said = fails(capsys, "fit", "--config", "tiny.yaml", *flag, code=2)
-    assert "model.optimizer names os.system, which YAML and flags may not name" in said
+    output = fails(capsys, "fit", "--config", "tiny.yaml", *flag, code=2)
+    assert "model.optimizer names os.system, which YAML and flags may not name" in output
     assert not Path("called").exists()
 
 
 def test_a_callback_of_functions_is_answered_with_one_that_can_be_named(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         main(["fit", "--config", "tiny.yaml", "--trainer.callbacks+=LambdaCallback"])
-    said = capsys.readouterr().err
-    assert "class MyCallback(Callback):" in said
-    assert "--trainer.callbacks+=my_module.MyCallback" in said
+    output = capsys.readouterr().err
+    assert "class MyCallback(Callback):" in output
+    assert "--trainer.callbacks+=my_module.MyCallback" in output
 
 
 # ------------------------------------------------------------------------------------------------ what is given away

@@ -32,11 +32,11 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 def test_the_commands_take_a_folder_for_a_file(runs: list[Path], capsys: pytest.CaptureFixture[str]):
     whole, parts = runs
     for args in (["--ckpt_path", "best"], ["--ckpt_path", "last", "--average", "2"]):
-        said = []
+        output = []
         for name in ("whole", "parts"):
             main(["test", *args, "--trainer.default_root_dir", f"runs/{name}", "--trainer.logger", "false"])
-            said.append(capsys.readouterr().out)
-        assert said[0] == said[1] != ""
+            output.append(capsys.readouterr().out)
+        assert output[0] == output[1] != ""
     main(["consolidate", str(parts / "last.ckpt"), "one.ckpt"])
     assert "last.ckpt is in one file, one.ckpt" in capsys.readouterr().out
     assert same(weights(Path("one.ckpt")), weights(whole / "last.ckpt"))
@@ -46,8 +46,8 @@ def test_the_commands_take_a_folder_for_a_file(runs: list[Path], capsys: pytest.
         (["three.ckpt", "two.ckpt"], "consolidate three.ckpt: there is no such file"),
     ):
         assert message in fails(capsys, "consolidate", *map(str, args))
-    said = [fails(capsys, "convert", str(path / "last.ckpt"), "converted") for path in (whole, parts)]
-    assert said[0].replace(str(whole), "") == said[1].replace(str(parts), "")
+    output = [fails(capsys, "convert", str(path / "last.ckpt"), "converted") for path in (whole, parts)]
+    assert output[0].replace(str(whole), "") == output[1].replace(str(parts), "")
     assert not read_run(parts.parent).remark
     more = ["--trainer.max_epochs", "2"]
     for name, path in zip(("whole", "parts"), runs, strict=True):
@@ -61,9 +61,9 @@ def test_a_damaged_folder_is_named_and_the_one_before_is_resumed(runs: list[Path
     _, parts = runs
     (parts / "last.ckpt" / "part_00001.pt").unlink()
     root = ["--trainer.default_root_dir", "runs/parts"]
-    said = fails(capsys, "test", "--ckpt_path", "last", *root)
-    assert re.search(r"last.ckpt/part_00001.pt is missing; there are ", said)
-    assert "previous.ckpt" in said
+    output = fails(capsys, "test", "--ckpt_path", "last", *root)
+    assert re.search(r"last.ckpt/part_00001.pt is missing; there are ", output)
+    assert "previous.ckpt" in output
     with pytest.warns(UserWarning, match=r"part_00001.pt is missing. Training goes on from .*previous.ckpt"):
         main(["fit", "--ckpt_path", "last", "--trainer.max_epochs", "1", *root])
     assert (parts / "last.ckpt").is_file()

@@ -34,10 +34,10 @@ def test_images_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     Path("mine/labels.csv").write_text("")
     with pytest.warns(match="mine: 1 left out"):
         main(["data", "--config", "digits_linear", *flags, "--output", "there"])
-    said = capsys.readouterr()
-    assert f"{tmp_path / 'mine'}: 21 files, {size / 1e6:.1f} MB" in said.out
-    assert "the first training batch: Tensor (3, 48) uint8" in said.out
-    assert "3 images: there/images.png" in said.out
+    output = capsys.readouterr()
+    assert f"{tmp_path / 'mine'}: 21 files, {size / 1e6:.1f} MB" in output.out
+    assert "the first training batch: Tensor (3, 48) uint8" in output.out
+    assert "3 images: there/images.png" in output.out
     assert len(np.unique(np.asarray(Image.open("there/images.png")))) == 4  # three images and the frame
     assert not Path("runs").exists()
     assert warnings.formatwarning("mine: 1 left out", UserWarning, "pixels.py", 1) == "warning: mine: 1 left out\n"
@@ -46,13 +46,13 @@ def test_images_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 def test_text_and_pairs(capsys: pytest.CaptureFixture[str]):
     Path("text").write_text("a \x1b[31m b" * 40)
     main(["data", "--data", "TextStream", "--data.source", "files", "--data.root", "text", "--data.batch_size", "2"])
-    said = capsys.readouterr().out
-    assert '"a \\u001b[31m ba' in said
-    assert "\x1b" not in said
+    output = capsys.readouterr().out
+    assert '"a \\u001b[31m ba' in output
+    assert "\x1b" not in output
     Path("pairs.tsv").write_text("".join(f"good {i}\tgut {i}\n" for i in range(60)))
     main(["data", "--data", "SequencePairs", "--data.corpus", "tsv", "--data.root", "pairs.tsv"])
-    (first, *others) = [line for line in capsys.readouterr().out.splitlines() if " -> " in line]
-    assert len(others) == 2
+    (first, *further) = [line for line in capsys.readouterr().out.splitlines() if " -> " in line]
+    assert len(further) == 2
     number = first.split('"')[1].removeprefix("good ")
     assert first == f'"good {number}" -> "gut {number}"'
 
@@ -63,10 +63,10 @@ def test_preparing_a_large_text(capsys: pytest.CaptureFixture[str]):
     Path("text/a.jsonl").write_text("".join(f'{{"body": "line {i}"}}\n' for i in range(100)))
     Path("text/notes.md").write_text("left out")
     main(["data", "prepare", "text", "out", "--field", "body", "--held_out", "10", "--shard_bytes", "500"])
-    said = capsys.readouterr()
-    assert "out: 690 tokens (bytes, a vocabulary of 257, uint8) of 100 documents, 690 bytes, in 4 shards" in said.out
-    assert "text: 1 left out" in said.err
-    flags = said.out.split("train from it: ")[1].split()
+    output = capsys.readouterr()
+    assert "out: 690 tokens (bytes, a vocabulary of 257, uint8) of 100 documents, 690 bytes, in 4 shards" in output.out
+    assert "text: 1 left out" in output.err
+    flags = output.out.split("train from it: ")[1].split()
     main(["data", *flags, "--data.batch_size", "4", "--data.segment_len", "8"])
     assert '"line ' in capsys.readouterr().out
     options = {name: option.default for name, option in inspect.signature(make).parameters.items() if name != "source"}

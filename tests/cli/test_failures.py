@@ -24,24 +24,24 @@ class Dying(Dataset[int]):
 def test_a_loader_s_process_that_was_killed():
     with pytest.raises(RuntimeError) as caught:
         next(iter(DataLoader(Dying(), num_workers=1)))
-    said = explained(caught.value, "fit")
-    assert said is not None
-    assert re.match(r"a process that loads data \(\d+\) (is killed by signal: Killed|exited unexpectedly)\. If", said)
-    assert said.endswith("num_workers. If the run has saved a checkpoint, resume with --ckpt_path last")
+    output = explained(caught.value, "fit")
+    assert output is not None
+    assert re.match(r"a process that loads data \(\d+\) (is killed by signal: Killed|exited unexpectedly)\. If", output)
+    assert output.endswith("num_workers. If the run has saved a checkpoint, resume with --ckpt_path last")
 
 
 def test_memory_that_does_not_suffice():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
-    said = explained(caught.value, "fit")
-    assert said is not None
-    assert said.startswith("this machine has not enough memory")
+    output = explained(caught.value, "fit")
+    assert output is not None
+    assert output.startswith("this machine has not enough memory")
     gpu = torch.OutOfMemoryError(
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB"
     )
-    said = explained(gpu, "generate")
-    assert said is not None
-    assert said.startswith(
+    output = explained(gpu, "generate")
+    assert output is not None
+    assert output.startswith(
         "the GPU has not enough memory (CUDA out of memory. Tried to allocate 2.00 GiB). Use a smaller"
     )
 
@@ -54,17 +54,17 @@ def test_memory_that_does_not_suffice():
     ],
 )
 def test_another_process_of_the_run_ended(text: str):
-    said = explained(RuntimeError(text), "fit")
-    assert said is not None
-    assert "another process of this run ended" in said
+    output = explained(RuntimeError(text), "fit")
+    assert output is not None
+    assert "another process of this run ended" in output
 
 
 def test_a_run_whose_folder_was_deleted(tmp_path: Path):
     run = tmp_path / "2026-01-01_00-00-00"
     missing = run / "csv" / "metrics.csv"
     for name in (str(missing), os.fsencode(missing)):
-        said = explained(FileNotFoundError(2, "No such file or directory", name), "fit")
-        assert said == f"the folder of this run, {run}, was deleted while the run wrote to it"
+        output = explained(FileNotFoundError(2, "No such file or directory", name), "fit")
+        assert output == f"the folder of this run, {run}, was deleted while the run wrote to it"
     run.mkdir()
     assert explained(FileNotFoundError(2, "No such file or directory", str(missing)), "fit") is None
     assert explained(OSError("full"), "fit") is None

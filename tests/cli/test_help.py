@@ -58,7 +58,7 @@ def test_help_without_a_class_lists_them(capsys: pytest.CaptureFixture[str]):
 def test_the_checkpoint_of_a_command_is_ours(command: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         main([command, "--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "--ckpt_path CKPT_PATH The checkpoint: its path, or `last` or `best` of the newest run." in said
-    assert ("Training resumes from it" in said) == (command == "fit")
-    assert "hpc" not in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "--ckpt_path CKPT_PATH The checkpoint: its path, or `last` or `best` of the newest run." in output
+    assert ("Training resumes from it" in output) == (command == "fit")
+    assert "hpc" not in output

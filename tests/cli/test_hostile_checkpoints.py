@@ -85,15 +85,15 @@ def takes_names(place: Place) -> bool:
 def test_no_place_takes_what_is_not_listed(root: str, record_property: Any):
     """A payload is refused, or it is text that stays text: jsonargparse then makes nothing of it."""
     judge = CheckpointJudge("it.ckpt", Trust())
-    found = {(kind, name): place for _, kind, name, place in places(ROOTS[root]) if takes_names(place)}
+    result = {(kind, name): place for _, kind, name, place in places(ROOTS[root]) if takes_names(place)}
     expected = {
         "model": {(PixelModel, "optimizer"), (LanguageModel, "embedding"), (SpeechRecognizer, "decoder")},
         "data": {(_listed()["SpeechData"], name) for name in ("corpus", "spec_augment", "wave_augment")},
         "callback": set(),
     }
-    assert expected[root] <= found.keys()
+    assert expected[root] <= result.keys()
     tried = 0
-    for (kind, name), place in found.items():
+    for (kind, name), place in result.items():
         for what, payload in PAYLOADS:
             tried += 1
             try:
@@ -107,7 +107,7 @@ def test_no_place_takes_what_is_not_listed(root: str, record_property: Any):
             assert "class_path" not in repr(taken), f"{kind.__name__}.{name} takes {what}"
     assert nothing_happened()
     assert tried >= len(PAYLOADS) * len(expected[root])
-    record_property("tried", f"{tried} at {len(found)} places")
+    record_property("tried", f"{tried} at {len(result)} places")
 
 
 def test_what_is_taken_as_text_is_text_to_jsonargparse():
@@ -201,9 +201,9 @@ EDITS = {
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("edit", EDITS)
 def test_every_command_refuses_it(command: str, edit: str, capsys: pytest.CaptureFixture[str]):
-    said = fails(capsys, command, "--ckpt_path", str(edited(EDITS[edit])))
-    assert "it.ckpt names" in said
-    assert "os.system" in said or "--trust evil.MyAttention" in said
+    output = fails(capsys, command, "--ckpt_path", str(edited(EDITS[edit])))
+    assert "it.ckpt names" in output
+    assert "os.system" in output or "--trust evil.MyAttention" in output
     assert nothing_happened()
     assert not Path("runs").exists()
 

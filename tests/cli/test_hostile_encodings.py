@@ -140,9 +140,9 @@ FAMILIES = sorted({family for family, _ in PAYLOADS})
 @cache
 def everywhere() -> list[tuple[str, type, str]]:
     """All options of all listed classes, and the trainer's."""
-    found = {(root, kind, name) for root, of in ROOTS.items() for _, kind, name, _ in places(of)}
-    found |= {("trainer", Trainer, name) for name in parameters(Trainer) if not name.endswith("help")}
-    return sorted(found, key=lambda place: (place[0], place[1].__name__, place[2]))
+    result = {(root, kind, name) for root, of in ROOTS.items() for _, kind, name, _ in places(of)}
+    result |= {("trainer", Trainer, name) for name in parameters(Trainer) if not name.endswith("help")}
+    return sorted(result, key=lambda place: (place[0], place[1].__name__, place[2]))
 
 
 def settings_with(payload: Any, root: str, kind: type, name: str) -> dict[str, Any]:

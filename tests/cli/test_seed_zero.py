@@ -31,8 +31,8 @@ def test_every_configuration_has_its_entry():
 def test_parameters_are_drawn_as_before(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     config, flags = RUNS[name]
-    found, kept = drawn(config, *flags), dict(KEPT[name])
-    assert found.pop("names") == kept.pop("names")
-    assert found.pop("sum") == pytest.approx(kept.pop("sum"), rel=1e-6 if as_stored() else 1e-3)
+    result, kept = drawn(config, *flags), dict(KEPT[name])
+    assert result.pop("names") == kept.pop("names")
+    assert result.pop("sum") == pytest.approx(kept.pop("sum"), rel=1e-6 if as_stored() else 1e-3)
     if as_stored():
-        assert found == kept
+        assert result == kept

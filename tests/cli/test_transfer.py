@@ -102,5 +102,5 @@ def test_what_does_not_fit_together_is_refused(capsys: pytest.CaptureFixture[str
     attention = spec("subprocess.Popen", args="false")
     content["hyper_parameters"]["backbone"]["init_args"]["attention"] = attention
     torch.save(content, "other.ckpt")
-    said = fails(capsys, *tiny, *WINDOWED, "--transfer_from", "other.ckpt")
-    assert "other.ckpt names 'subprocess.Popen" in said
+    output = fails(capsys, *tiny, *WINDOWED, "--transfer_from", "other.ckpt")
+    assert "other.ckpt names 'subprocess.Popen" in output

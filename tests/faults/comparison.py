@@ -41,8 +41,8 @@ def first_difference(a: Any, b: Any, name: str = "") -> str | None:
     if isinstance(a, (list, tuple)):
         if len(a) != len(b):
             return f"{name}: {len(a)} and {len(b)} entries"
-        found = (first_difference(x, y, _join(name, i)) for i, (x, y) in enumerate(zip(a, b, strict=True)))
-        return next((d for d in found if d), None)
+        result = (first_difference(x, y, _join(name, i)) for i, (x, y) in enumerate(zip(a, b, strict=True)))
+        return next((d for d in result if d), None)
     if a == b or (isinstance(a, float) and math.isnan(a) and math.isnan(b)):
         return None
     return f"{name}: {_short(a)} and {_short(b)}"
@@ -126,13 +126,13 @@ def unreadable(run: Path) -> str | None:
 
 def remains(run: Path) -> str | None:
     """Return the first file of `run` that an interrupted write has left, or None."""
-    found = sorted(path.name for path in run.rglob(".*.part"))
-    return f"left over: {re.sub(r'[.][0-9]+[.]', '.PID.', found[0])}" if found else None
+    result = sorted(path.name for path in run.rglob(".*.part"))
+    return f"left over: {re.sub(r'[.][0-9]+[.]', '.PID.', result[0])}" if result else None
 
 
 def _version(path: Path) -> int:
-    found = re.search(r"version_(\d+)", str(path))
-    return int(found[1]) if found else -1
+    result = re.search(r"version_(\d+)", str(path))
+    return int(result[1]) if result else -1
 
 
 def _join(name: str, key: Any) -> str:

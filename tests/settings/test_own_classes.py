@@ -73,8 +73,8 @@ def test_every_command_that_reads_a_checkpoint_takes_trust(capsys: pytest.Captur
         sys.modules.pop("my_module", None)
         capsys.readouterr()
         main([*args, "--trust", KIND])
-        said = capsys.readouterr()
-        assert "my_module" not in said.err
+        output = capsys.readouterr()
+        assert "my_module" not in output.err
     assert "parameters" in (page := (tmp_path / "report.html").read_text())
     assert "can't be read" not in page
     sys.modules.pop("my_module", None)
@@ -117,16 +117,16 @@ def test_a_run_of_a_sweep_that_cant_be_read_is_refused_with_the_reason(
     flags = ["--model.optimizer", "my_module.Mine"]  # a class that nobody has trusted
     Path("my_module.py").write_text(f"{EXAMPLE[1]}\nclass Mine(torch.optim.SGD): pass\n")
     main(["sweep", "--config", "tiny.yaml", "--kinds", "linear", "--lr", "0.01", "--output", str(tmp_path), *flags])
-    assert "LinearAttention_lr0.01_seed0: refused: last.ckpt: " in (said := capsys.readouterr().out)
-    assert "--trust my_module.Mine" in said
+    assert "LinearAttention_lr0.01_seed0: refused: last.ckpt: " in (output := capsys.readouterr().out)
+    assert "--trust my_module.Mine" in output
 
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_a_kind_that_cant_be_imported(name: str, capsys: pytest.CaptureFixture[str]):
     kind, reason = ERRORS[name]
     for value in (kind, f"[{kind}, LinearAttention]", f"{{class_path: {kind}}}"):
-        said = fails(capsys, "fit", "--config", "tiny.yaml", f"--{OPTION}", value, code=2)
-        assert f"{OPTION}: {kind}: {reason}" in said
+        output = fails(capsys, "fit", "--config", "tiny.yaml", f"--{OPTION}", value, code=2)
+        assert f"{OPTION}: {kind}: {reason}" in output
     assert f"{kind}: {reason}" in fails(capsys, "kinds", kind, code=2)
     sweep = ["sweep", "--config", "tiny.yaml", "--kinds", f"linear,{kind}", "--output", "sweep"]
     assert f"--kinds {kind}: {reason}" in fails(capsys, *sweep)
@@ -136,8 +136,8 @@ def test_a_kind_that_cant_be_imported(name: str, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize("option", ["model", "model.backbone", "model.optimizer", "data", "trainer.callbacks+"])
 def test_any_class_that_cant_be_imported(option: str, capsys: pytest.CaptureFixture[str]):
-    said = fails(capsys, "fit", "--config", "tiny.yaml", f"--{option}=bad_syntax.Mine", code=2)
-    assert f"{option.rstrip('+')}: bad_syntax.Mine: bad_syntax.py, line 2: SyntaxError: " in said
+    output = fails(capsys, "fit", "--config", "tiny.yaml", f"--{option}=bad_syntax.Mine", code=2)
+    assert f"{option.rstrip('+')}: bad_syntax.Mine: bad_syntax.py, line 2: SyntaxError: " in output
 
 
 def test_what_is_no_kind_of_attention(capsys: pytest.CaptureFixture[str]):
@@ -152,15 +152,15 @@ def test_what_is_no_kind_of_attention(capsys: pytest.CaptureFixture[str]):
 
 def test_kinds_describes_a_kind_of_ones_own(capsys: pytest.CaptureFixture[str]):
     main(["kinds", KIND])
-    said = capsys.readouterr().out
-    assert said.startswith("MeanAttention: y_i = mean of v_j, j ≤ i.\n  direction: causal")
-    assert "\n  head_dim=None\n" in said
+    output = capsys.readouterr().out
+    assert output.startswith("MeanAttention: y_i = mean of v_j, j ≤ i.\n  direction: causal")
+    assert "\n  head_dim=None\n" in output
 
 
 def test_options_without_a_default_are_named(capsys: pytest.CaptureFixture[str]):
     text = "from lit_effattn.attention import LinearAttention\nclass Mine(LinearAttention):\n"
     Path("required.py").write_text(f"{text}    def __init__(self, d_model, n_heads, causal, *, depth, **more): ...\n")
     main(["kinds", "required.Mine"])
-    said = capsys.readouterr().out
-    assert "depth=(required)" in said
-    assert "more" not in said
+    output = capsys.readouterr().out
+    assert "depth=(required)" in output
+    assert "more" not in output

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from PIL import Image, ImageFont
 
 MIN_SIDE = 48
-"""Smaller images are enlarged, pixel by pixel, to at least this many pixels."""
+"""Images with fewer pixels a side are enlarged, pixel by pixel, to at least this many."""
 
 TICK = 0.5
 """Seconds between two ticks of a time axis."""
 
 CELL = 20
-"""Pixels of a side of a square in an attention map."""
+"""Side of a square of an attention map, in pixels."""
 
 
 def grid(images: Tensor, columns: int | None = None) -> Tensor:
@@ -64,7 +64,7 @@ def recognised(
     factor: int = 1,
     frame_seconds: float = 0.01,
 ) -> Path:
-    """Write a PNG of an utterance's filterbank and, below it on the same time axis, each label's probability.
+    """Write a PNG of an utterance's filterbank, and below it the probability of each label over time.
 
     Args:
         features: (T, F), the lowest frequency first; the loudest is white.
@@ -122,11 +122,11 @@ def attention_map(weights: Tensor, rows: list[str], columns: list[str], path: Pa
         weights: (N, M), as one row and head of `attention_weights`. Those below 0 are drawn as 0, above 1 as 1.
         rows: N labels of the queries, drawn on the left. Spaces alone are drawn in quotes, line ends as escapes.
         columns: M labels of the keys, drawn above, upwards if any is wider than a square. Labels that are not ASCII
-            need the font DejaVu Sans, as in `recognised`.
+            need the font DejaVu Sans: see `recognised`.
         path: File to write.
 
     Raises:
-        ValueError: there is no label for each row and column, or a weight is not finite.
+        ValueError: If rows or columns and labels differ in number or are empty, or a weight is not finite.
     """
     from PIL import Image, ImageDraw
 
@@ -137,7 +137,7 @@ def attention_map(weights: Tensor, rows: list[str], columns: list[str], path: Pa
         )
     weights = weights.detach().float().cpu()
     if not weights.isfinite().all():
-        raise ValueError("weights is not finite everywhere; look at the model's parameters and inputs for NaN")
+        raise ValueError("weights must be finite; check the model's parameters and inputs for NaN")
     left, above = (_labels(names) for names in (rows, columns))
     if max(label.width for label in above) > CELL:
         above = [label.transpose(Image.Transpose.ROTATE_90) for label in above]
@@ -163,11 +163,10 @@ def attention_map(weights: Tensor, rows: list[str], columns: list[str], path: Pa
 def confusion_matrix(counts: Tensor, names: list[str], path: Path) -> Path:
     """Write a PNG of a confusion matrix: a row for each label, a column for each class that a model chose.
 
-    A square is the share of its row's items, white for 0, dark blue for 1. Each row's name is followed by the number of
-    its items.
+    A square shows its share of the row's items, white for 0, dark blue for 1. Row labels include the number of items.
 
     Args:
-        counts: (C, C) integers: `counts[i, j]` items of class i that were taken for class j.
+        counts: (C, C) integers: `counts[i, j]` items of class i were classified as j.
         names: C names of the classes.
         path: File to write.
     """
@@ -177,16 +176,16 @@ def confusion_matrix(counts: Tensor, names: list[str], path: Path) -> Path:
 
 
 def _labels(names: list[str]) -> list[Image.Image]:
-    """Draw names in black on white, all of one height."""
+    """Draw names in black on white, with the same height."""
     from PIL import Image, ImageDraw, ImageFont
 
-    found = _phonetic_font(14)
-    font = found or ImageFont.load_default(14)
+    phonetic = _phonetic_font(14)
+    font = phonetic or ImageFont.load_default(14)
     _, ascent, _, descent = font.getbbox("Ågjp", anchor="ls")
     images = []
     for i, name in enumerate(names):
         # Pillow's default font lacks many letters: the label's number replaces such a name.
-        shown = name if found is not None or name.isascii() else f"label {i}"
+        shown = name if phonetic is not None or name.isascii() else f"label {i}"
         if not shown.isprintable():
             shown = repr(shown)[1:-1]
         elif not shown.strip():
@@ -198,7 +197,7 @@ def _labels(names: list[str]) -> list[Image.Image]:
 
 
 def _phonetic_font(size: int = 10) -> ImageFont.FreeTypeFont | None:
-    """Return a font that has the letters of the phonetic alphabet, or None if none is found."""
+    """Return a font with the letters of the phonetic alphabet, or None."""
     from PIL import ImageFont
 
     matplotlib = find_spec("matplotlib")

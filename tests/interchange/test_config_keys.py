@@ -1,4 +1,4 @@
-"""Every key of a config.json is followed, refused by its name, or changes nothing in transformers either."""
+"""Every key of a config.json is followed, rejected by name, or harmless in transformers too."""
 
 import json
 from importlib.util import find_spec
@@ -95,7 +95,7 @@ SAME = dict.fromkeys(BASES, ("rope_scaling",)) | {"llama": ("rope_scaling", "lay
 
 
 def config(kind: str, folder: Path, **changed: Any) -> Any:
-    """What transformers reads of a config.json that says what is changed."""
+    """The configuration that transformers reads from a config.json with the changed keys."""
     from transformers import AutoConfig
 
     folder.mkdir(exist_ok=True)
@@ -104,7 +104,7 @@ def config(kind: str, folder: Path, **changed: Any) -> Any:
 
 
 @torch.no_grad()
-def theirs(kind: str, folder: Path, **changed: Any) -> Tensor:
+def pretrained(kind: str, folder: Path, **changed: Any) -> Tensor:
     """The logits of transformers' random model of a config.json, whose folder is written."""
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
@@ -122,7 +122,7 @@ def theirs(kind: str, folder: Path, **changed: Any) -> Tensor:
 
 
 @torch.no_grad()
-def ours(folder: Path, target: Path) -> Tensor:
+def converted(folder: Path, target: Path) -> Tensor:
     """The logits of the converted model. It is not built by `load_from_checkpoint`, which takes longer."""
     convert(folder, target)
     content = json.loads((folder / "config.json").read_text())
@@ -163,12 +163,12 @@ def test_every_key_of_transformers_is_followed_or_refused_or_harmless(kind: str)
 
 @pytest.mark.parametrize("kind", BASES)
 def test_followed_keys_give_the_same_logits(kind: str, tmp_path: Path):
-    base = theirs(kind, tmp_path / "base")
-    near(ours(tmp_path / "base", tmp_path / "ours"), base)
+    base = pretrained(kind, tmp_path / "base")
+    near(converted(tmp_path / "base", tmp_path / "ours"), base)
     for key, values in followed(kind).items():
-        of_values = [theirs(kind, tmp_path / f"{key}{i}", **{key: value}) for i, value in enumerate(values)]
+        of_values = [pretrained(kind, tmp_path / f"{key}{i}", **{key: value}) for i, value in enumerate(values)]
         for i, expected in enumerate(of_values):
-            near(ours(tmp_path / f"{key}{i}", tmp_path / f"ours_{key}{i}"), expected)
+            near(converted(tmp_path / f"{key}{i}", tmp_path / f"ours_{key}{i}"), expected)
         if key not in SAME.get(kind, ()):
             changes = [x.shape != base.shape or (x - base).abs().max() > 1e-4 for x in of_values]
             assert any(changes) or not values, f"{key} changes nothing, so this tests nothing"
@@ -178,14 +178,14 @@ def test_followed_keys_give_the_same_logits(kind: str, tmp_path: Path):
 def test_harmless_keys_change_neither_logits(kind: str, tmp_path: Path):
     changed = {key: value for key, value in HARMLESS.items() if key in config_keys(kind)}
     assert len(changed) >= 18
-    expected = theirs(kind, tmp_path / "hf", **changed)
-    assert torch.equal(expected, theirs(kind, tmp_path / "base"))
-    near(ours(tmp_path / "hf", tmp_path / "ours"), expected)
+    expected = pretrained(kind, tmp_path / "hf", **changed)
+    assert torch.equal(expected, pretrained(kind, tmp_path / "base"))
+    near(converted(tmp_path / "hf", tmp_path / "ours"), expected)
 
 
 @pytest.mark.parametrize("kind", BASES)
 def test_refused_keys_are_named(kind: str, tmp_path: Path):
-    theirs(kind, tmp_path / "hf")
+    pretrained(kind, tmp_path / "hf")
     cases = [(key, value) for key in {**config_keys(kind), **dict.fromkeys(OLD_KEYS)} for value in REFUSED.get(key, [])]
     cases += [("layer_types", MIXED), ("sliding_window", 3)] if kind in ("gpt2", "llama") else []
     cases += [("layer_types", FULL[:1]), ("layer_types", ["chunked_attention"] * 2), ("not_known", 1)]
@@ -201,6 +201,6 @@ def test_refused_keys_are_named(kind: str, tmp_path: Path):
 @pytest.mark.parametrize("kind", ["mistral", "ministral", "qwen2", "qwen3"])
 def test_a_window_is_not_applied_where_no_layer_has_one(kind: str, tmp_path: Path):
     """As a Mistral's that is kept beside `layer_types` of full attention; transformers loads it without one."""
-    expected = theirs(kind, tmp_path / "hf", layer_types=FULL)
-    assert (expected - theirs(kind, tmp_path / "base")).abs().max() > 0.01
-    near(ours(tmp_path / "hf", tmp_path / "ours"), expected)
+    expected = pretrained(kind, tmp_path / "hf", layer_types=FULL)
+    assert (expected - pretrained(kind, tmp_path / "base")).abs().max() > 0.01
+    near(converted(tmp_path / "hf", tmp_path / "ours"), expected)

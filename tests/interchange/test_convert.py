@@ -1,4 +1,4 @@
-"""Converted models compute what transformers computes, and what would not is refused."""
+"""Converted models compute the results of transformers; unsupported models are rejected by name."""
 
 import json
 import shutil
@@ -196,19 +196,12 @@ def test_old_gpt2_folders_have_no_prefix_and_hold_masks(folders: Path, tmp_path:
     [
         ({"model_type": "gemma"}, "model_type='gemma'.*gpt2, llama, mistral, ministral, qwen2, qwen3"),
         ({"model_type": "qwen3", "head_dim": 4}, r"the weights lack model.layers.0.self_attn.k_norm.weight"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling={'rope_type': 'linear'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 10.0}}, "rope_type='yarn'"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
-        ({"sliding_window": 8}, "sliding_window=8"),
-        ({"mlp_bias": True}, "mlp_bias=True"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"head_dim": 8}, r"q_proj.weight has the shape \(16, 16\)"),
         ({"head_dim": 0}, "head_dim=0"),
         ({"head_dim": 5}, "head_dim=5 is odd"),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types=.'sliding_attention'"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0: this key is not known"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4}"),
-        ({"use_qk_norm": True}, "use_qk_norm=True"),
         ({"model_type": "qwen2", "use_sliding_window": 1}, "use_sliding_window=1: it must be true or false"),
         ({"model_type": "qwen2", "max_window_layers": None}, "max_window_layers=None: it must be an integer"),
         ({"model_type": "mistral", "attention_bias": True}, "attention_bias=True"),
@@ -237,23 +230,6 @@ def test_a_model_larger_than_its_weights_is_refused_at_once(folder: Path, name: 
     change(folder, **{name: value})
     with pytest.raises(ValueError, match="hf describes a larger model than it holds"):
         convert(folder, "ours")
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("scale_attn_by_inverse_layer_idx", True),
-        ("reorder_and_upcast_attn", True),
-        ("scale_attn_weights", False),
-        ("add_cross_attention", True),
-        ("activation_function", "silu"),
-    ],
-)
-def test_what_gpt2_may_not_have(folders: Path, tmp_path: Path, name: str, value: Any):
-    shutil.copytree(folders / "gpt2", tmp_path / "hf")
-    change(tmp_path / "hf", **{name: value})
-    with pytest.raises(ValueError, match=f"{name}={value!r}"):
-        convert(tmp_path / "hf", tmp_path / "ours")
 
 
 def test_half_a_folder_is_refused_and_nothing_is_written(folder: Path, capsys: pytest.CaptureFixture[str]):
@@ -364,8 +340,7 @@ def test_an_own_model_of_that_shape_can(tmp_path: Path):
 # ------------------------------------------------------------------------------------------------ what comes back
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("name", "dtype"), [("gpt2", torch.bfloat16), ("qwen3", torch.float16)])
 def test_the_type_of_the_weights_comes_back(name: str, dtype: torch.dtype, folders: Path, tmp_path: Path):
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM

@@ -40,25 +40,10 @@ from lit_effattn.datamodules import IGNORE, LabelledBatch, PairBatch, SpeechBatc
 from lit_effattn.nn.encoder_decoder import EncoderDecoder
 from lit_effattn.settings.defaults import split
 from lit_effattn.tasks import LanguageModel
+from tests.analysis.test_sweep import CONFIG as SWEEP
 from tests.support.commands import fails
 
-CONFIG = {
-    "model": {
-        "class_path": "LanguageModel",
-        "init_args": {
-            "backbone": {
-                "class_path": "Transformer",
-                "init_args": {"d_model": 8, "n_heads": 2, "n_layers": 1, "attention": "LinearAttention"},
-            },
-            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.003}},
-        },
-    },
-    "data": {
-        "class_path": "StateTracking",
-        "init_args": {"group": "parity", "length": 6, "batch_size": 8, "n_train": 32, "n_val": 8, "n_test": 8},
-    },
-    "trainer": {"max_epochs": 1, "val_check_interval": 2, "log_every_n_steps": 1, "default_root_dir": "runs/tiny"},
-}
+CONFIG = {**SWEEP, "trainer": {**SWEEP["trainer"], "default_root_dir": "runs/tiny"}}
 EMPTY = {"meta", "img", "wbr"}
 
 
@@ -423,11 +408,11 @@ def test_in_a_browser_nothing_is_wider_than_a_phone_and_the_dark_is_dark(tiny: P
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom"]
     for width, scheme, colour in ((390, ["--force-dark-mode"], "rgb(20, 23, 26)"), (1280, [], "rgb(255, 255, 255)")):
         (tmp_path / "measure.html").write_text(MEASURE.format(width=width))
-        said = subprocess.run(
+        output = subprocess.run(
             [chromium, *flags, *scheme, f"--user-data-dir={tmp_path / 'profile'}", f"file://{tmp_path}/measure.html"],
             capture_output=True,
             text=True,
             timeout=120,
             check=True,
         ).stdout
-        assert f"<title>true,true,3,{colour}</title>" in said
+        assert f"<title>true,true,3,{colour}</title>" in output

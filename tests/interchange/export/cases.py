@@ -48,12 +48,12 @@ def _kind(name: str, cls: type, common: dict[str, Any], *variants: dict[str, Any
     """Return a model with the options `common` alone, and one with each of `variants` too, by name."""
     made = {}
     for options in ({}, *variants):
-        said = ", ".join(f"{option}={_said(value)}" for option, value in options.items())
-        made[f"{name}, {said}" if said else name] = partial(_language_model, partial(cls, **(common | options)))
+        text = ", ".join(f"{option}={_text(value)}" for option, value in options.items())
+        made[f"{name}, {text}" if text else name] = partial(_language_model, partial(cls, **(common | options)))
     return made
 
 
-def _said(value: Any) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, partial):
         return f"{value.func.__name__}({', '.join(f'{k}={v}' for k, v in value.keywords.items())})"
     return getattr(value, "__name__", str(value))

@@ -1,4 +1,4 @@
-"""The table of differences in docs/export.md, which the tests of all cases compare with what they find.
+"""The table of differences in docs/export.md, with which the exhaustive tests compare their results.
 
 `WRITE_EXPORT_TABLE=1 pytest -m exhaustive tests/interchange/export` writes it.
 """
@@ -23,9 +23,9 @@ _EXPONENT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 def rows() -> dict[str, list[str]]:
     """Return the cells of the page's table by its first column."""
-    found = _TABLE.search(PAGE.read_text(encoding="utf-8"))
-    assert found is not None, f"{PAGE} has no table with this head:\n{HEAD}"
-    cells = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in found[1].splitlines()]
+    table = _TABLE.search(PAGE.read_text(encoding="utf-8"))
+    assert table is not None, f"{PAGE} has no table with this head:\n{HEAD}"
+    cells = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in table[1].splitlines()]
     return {row[0]: row for row in cells}
 
 

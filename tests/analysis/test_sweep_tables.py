@@ -22,6 +22,7 @@ def outcome(*validated: float, test: float = 1.0) -> Outcome:
 def test_a_rate_that_diverged_is_not_the_best(bad, first):
     rates = [(0.1, outcome(bad)), (0.2, outcome(3.0)), (0.3, outcome(2.0, bad))]
     outcomes = {Cell("a", rate, 0): made for rate, made in (rates if first else reversed(rates))}
+    outcomes[Cell("a", 0.2, 1)] = outcome(1.0)  # rates are compared with seed 0
     assert best_rate("a", outcomes) == 0.3
     assert best_rate("a", {Cell("a", 0.1, 0): outcome(bad)}) is None
     assert best_rate("a", {Cell("a", 0.1, 0): outcome()}) is None

@@ -1,4 +1,4 @@
-"""What every shipped configuration draws from seed 0: `python -m tests.seed_zero` computes it, `--write` stores it.
+"""The parameters that configurations draw from seed 0: `python -m tests.seed_zero` compares, `--write` stores them.
 
 A configuration is instantiated at its full size, as `lit-effattn fit` does it. Three things are noted: the values of
 the parameters and buffers in their order; the names in the checkpoint with shapes and types; and the state of the
@@ -32,7 +32,7 @@ STORED = Path(__file__).parent / "seed_zero.json"
 NOT_BIT_STABLE = "omega"
 """Performer's random features: their QR decomposition differs between versions of BLAS. In the sum alone."""
 LIMITED = ("--data.vocab_size", "300")
-"""Vocabulary of the data sets that are not at hand; adaptive embeddings need that of their cutoffs."""
+"""Vocabulary of the data sets that are not available; adaptive embeddings need that of their cutoffs."""
 RUNS = {config.stem: (config, []) for config in CONFIGS} | {
     name: (REPOSITORY / "configs" / f"{sibling}.yaml", flags)
     for name, (sibling, *flags) in ((name, shlex.split(line)) for name, line in REMOVED.items())
@@ -41,7 +41,7 @@ RUNS = {config.stem: (config, []) for config in CONFIGS} | {
 
 
 def machine() -> dict[str, str]:
-    """Return what the bits of random numbers depend on."""
+    """Return the version and the CPU that determine the bits of random numbers."""
     return {"torch": torch.__version__.partition("+")[0], "cpu": torch.backends.cpu.get_cpu_capability()}
 
 
@@ -51,7 +51,7 @@ def as_stored() -> bool:
 
 
 def drawn(config: Path, *flags: str) -> dict[str, Any]:
-    """Instantiate a configuration, and return what was drawn.
+    """Instantiate a configuration, and return hashes of its parameters.
 
     Data that need no file are the configuration's own; for all other, synthetic data of the same kind take their place.
     """
@@ -87,19 +87,19 @@ def weighted_sum(value: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> int:
-    """Print what differs from the stored file, or write it; return the exit status."""
+    """Print the differences from the stored file, or write it; return the exit status."""
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
     os.chdir(os.environ["XDG_CACHE_HOME"])
-    found = {name: drawn(config, *flags) for name, (config, flags) in sorted(RUNS.items())}
+    new = {name: drawn(config, *flags) for name, (config, flags) in sorted(RUNS.items())}
     if "--write" in sys.argv:
-        lines = [f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in {"machine": machine(), **found}.items()]
+        lines = [f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in {"machine": machine(), **new}.items()]
         STORED.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
         return 0
     stored = json.loads(STORED.read_text(encoding="utf-8"))
-    wrong = [name for name in found.keys() | stored.keys() - {"machine"} if found.get(name) != stored.get(name)]
+    wrong = [name for name in new.keys() | stored.keys() - {"machine"} if new.get(name) != stored.get(name)]
     for name in sorted(wrong):
-        print(name, stored.get(name), found.get(name), sep="\n  ")
-    print(f"{len(found) - len(wrong)} of {len(found)} configurations draw the same; stored with {stored['machine']}")
+        print(name, stored.get(name), new.get(name), sep="\n  ")
+    print(f"{len(new) - len(wrong)} of {len(new)} configurations draw the same; stored with {stored['machine']}")
     return bool(wrong)
 
 

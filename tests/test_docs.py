@@ -52,8 +52,8 @@ def test_python_runs(code: str):
 
 def test_python_that_does_not_run_says_why():
     """Blocks marked ```py are not run: they need a trained checkpoint, and their first line says so."""
-    others = [code for text in PAGES.values() for language, code in FENCE.findall(text) if language == "py"]
-    assert all(code.startswith("# Needs a trained checkpoint.\n") for code in others)
+    blocks = [code for text in PAGES.values() for language, code in FENCE.findall(text) if language == "py"]
+    assert all(code.startswith("# Needs a trained checkpoint.\n") for code in blocks)
 
 
 def test_an_attention_works_alone():
@@ -129,17 +129,17 @@ def test_every_shipped_configuration_is_listed():
 
 def families(text: str) -> set[str]:
     """`digits_{linear,softmax}` names two configurations."""
-    found = re.findall(r"\b(\w+_)\{([\w,]+)\}", text)
-    return {family + member for family, members in found for member in members.split(",")}
+    pairs = re.findall(r"\b(\w+_)\{([\w,]+)\}", text)
+    return {family + member for family, members in pairs for member in members.split(",")}
 
 
 def flags_of_figures() -> dict[str, list[str]]:
     """Collect the flags that docs/reproduce.md gives to each configuration, all of one in a row: parsers are slow."""
-    found: dict[str, list[str]] = {}
+    flags: dict[str, list[str]] = {}
     for words in map(shlex.split, re.findall(r"`(?:fit|test) --config ([^`]+)`", PAGES["docs/reproduce.md"])):
         # A test's flags are those of the model and the data, which fit has, too; there is no checkpoint.
-        found.setdefault(words[0], []).extend(shlex.split(shlex.join(words[1:]).replace("--ckpt_path best", "")))
-    return {name: flags for name, flags in found.items() if flags}
+        flags.setdefault(words[0], []).extend(shlex.split(shlex.join(words[1:]).replace("--ckpt_path best", "")))
+    return {name: words for name, words in flags.items() if words}
 
 
 @pytest.mark.parametrize(

@@ -35,17 +35,17 @@ def commands(page: str) -> list[list[str]]:
     r"""Collect the words of the commands in indented blocks as a shell does: comments, `NAME="…"`, `\` at line ends."""
     indented = FENCE.sub("", PAGES[page]).replace("\\\n", " ")
     variables: dict[str, str] = {}
-    found = []
+    result = []
     for line in re.findall(r"^ {4}(.+)$", indented, re.M):
         if assigned := re.fullmatch(r'(\w+)="(.*)"', line):
             variables[assigned[1]] = assigned[2]
         elif launched := LAUNCHED.match(line):
-            found.append([*shlex.split(launched[1]), "--print_config"])
+            result.append([*shlex.split(launched[1]), "--print_config"])
         elif line.startswith("lit-effattn "):
             for name, value in variables.items():
                 line = line.replace(f"${name}", value)
-            found.append(shlex.split(line, comments=True)[1:])
-    return found
+            result.append(shlex.split(line, comments=True)[1:])
+    return result
 
 
 WITH_COMMANDS = [page for page in PAGES if commands(page)]
@@ -76,8 +76,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "my_pairs" / f"{split}.tsv").write_text("".join(f"{text}\t{text.upper()}\n" for text in texts))
     _recordings(folder)
     _pretrained(folder / "gpt2")
-    mine = block("docs/own-kind.md", "class MeanAttention")
-    (folder / "my_module.py").write_text(mine + "\n\nclass MyAttention(MeanAttention):\n    pass\n")
+    module = block("docs/own-kind.md", "class MeanAttention")
+    (folder / "my_module.py").write_text(module + "\n\nclass MyAttention(MeanAttention):\n    pass\n")
     (folder / "my_data.py").write_text(block("docs/own-data.md", "class Counting"))
     (configuration,) = [code for language, code in FENCE.findall(PAGES["docs/own-data.md"]) if language == "yaml"]
     (folder / "counting.yaml").write_text(configuration)
@@ -134,7 +134,7 @@ class Reader:
         self.newest: str | None = None
 
     def run(self, words: list[str]) -> None:
-        name, words = words[0], [found for word in words[1:] for found in self._found(word)]
+        name, words = words[0], [path for word in words[1:] for path in self._files(word)]
         if name == "--help":
             main([name])
         elif "--print_config" in words or WITHOUT_DATA & {*words}:
@@ -167,7 +167,7 @@ class Reader:
         main(["fit", "--config", config, *flags, *short])
         self.newest = config
 
-    def _found(self, word: str) -> list[str]:
+    def _files(self, word: str) -> list[str]:
         """Put files that are there into a pattern, and into a path of which the page shows a part or one of its own."""
         pattern = re.sub(r"\d{4}-\d\d-\d\d_[\d-]+|…", "*", word)
         if "*" not in pattern:
@@ -175,8 +175,8 @@ class Reader:
         run = pattern.split("/")
         if not [*self.folder.glob("/".join(run[:2]) + "/*/checkpoints/*")]:
             self.fit(run[1])
-        found = sorted(map(str, self.folder.glob(pattern)))
-        return found if pattern == word else found[-1:]
+        paths = sorted(map(str, self.folder.glob(pattern)))
+        return paths if pattern == word else paths[-1:]
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS)

@@ -110,8 +110,9 @@ def test_recorded_objects_inside_are_told_too():
         lambda d, h, c: LinearAttention(d, h, c),
         partial(lambda d, h, c, window: SoftmaxAttention(d, h, c, window=window), window=3),
         partial(LinearAttention, feature_map=lambda d: ReluFeatureMap(d)),
+        partial(lambda kind, d, h, c: kind(d, h, c), LinearAttention),
     ],
-    ids=["lambda", "partial of a lambda", "lambda within a partial"],
+    ids=["lambda", "partial of a lambda", "lambda within a partial", "lambda of a class"],
 )
 def test_a_lambda_is_refused_with_its_place(attention):
     model = Transformer(8, 2, 1, attention=attention)  # builds and trains; but a checkpoint can't hold it

@@ -68,5 +68,6 @@ def test_a_removed_configuration_names_its_replacement(
     for name in ("digits_shaw", "configs/digits_shaw.yaml"):
         line = fails(capsys, "fit", "--config", name)
         assert f"--config {name} is not shipped any more: use --config {REMOVED['digits_shaw']}" in line
+    assert find_config("configs/digits_linear.yaml") == str(shipped()["digits_linear"])  # from any folder
     Path("digits_shaw.yaml").touch()  # a file of the user's own comes first
     assert find_config("digits_shaw") == "digits_shaw.yaml"

@@ -660,7 +660,11 @@ def test_a_state_survives_a_checkpoint(case: Case, start: str):
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, id=c.name, marks=[] if c.causal else pytest.mark.exhaustive) for c in COMPILED]
+    "case",
+    [
+        pytest.param(c, id=c.name, marks=[] if c.causal and c.name not in INDUCTOR else pytest.mark.exhaustive)
+        for c in COMPILED
+    ],
 )
 def test_compiled_equals_eager(case: Case):
     _compare_compiled(case, "aot_eager")
@@ -676,7 +680,7 @@ def _compare_compiled(case: Case, backend: str) -> None:
     torch._dynamo.reset()
     module = case.build()
     compiled = torch.compile(module, backend=backend, fullgraph=True)
-    n = case.long
+    n = min(case.long, 2 * case.unit + 1)  # a graph repeats the segments, and compiling it takes as long
     x = inputs(module, 2, n).requires_grad_()
     lengths = torch.tensor([n, case.unit])
 

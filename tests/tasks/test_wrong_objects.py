@@ -42,8 +42,11 @@ def pixels() -> PixelModel:
             lambda: Transformer(8, 2, 1, attention=[LinearAttention(8, 2, True)]),
             r"object of LinearAttention;.*partial\(LinearA",
         ),
-        (lambda: PixelSequences(TensorDataset(IDS, IDS)), "dataset is a TensorDataset, not a name.*loader of your own"),
-        (lambda: PixelSequences([IDS]), "dataset is a list, not a name"),
+        (
+            lambda: PixelSequences(TensorDataset(IDS, IDS)),
+            "dataset must be a name, but is a TensorDataset.*loader of your own",
+        ),
+        (lambda: PixelSequences([IDS]), "dataset must be a name, but is a list"),
     ],
 )
 def test_wrong_objects(mistake: Callable[[], Any], words: str):

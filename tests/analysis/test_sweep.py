@@ -254,6 +254,28 @@ def test_commas_within_brackets_divide_no_kinds(tmp_path: Path, monkeypatch: pyt
     assert ":" not in first[first.index("--trainer.default_root_dir") + 1].removeprefix(str(tmp_path))
 
 
+def test_the_best_rate_is_run_with_every_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    runs = []
+    monkeypatch.setattr(Sweep, "run", lambda self, cells, test=False: runs.append((cells, test)))
+    monkeypatch.setattr("lit_effattn.analysis.sweep.best_rate", lambda kind, outcomes: 0.5)
+    monkeypatch.setattr("lit_effattn.analysis.sweep.report", lambda *_: None)
+    args = [
+        "--config",
+        "mqar_linear",
+        "--kinds",
+        "linear",
+        "--lr",
+        "0.1,0.5",
+        "--seeds",
+        "3",
+        "--output",
+        str(tmp_path),
+    ]
+    sweep(args)
+    tried = [Cell("LinearAttention", rate, 0) for rate in (0.1, 0.5)]
+    assert runs == [(tried, False), ([Cell("LinearAttention", 0.5, seed) for seed in range(3)], True)]
+
+
 @pytest.mark.parametrize("given", ["", "s", "nonsense"])
 def test_a_name_of_no_kind_or_of_several_is_refused(given: str):
     with pytest.raises(ValueError, match=f"--kinds {given}: give one of .*LinearAttention"):

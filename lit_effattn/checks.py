@@ -16,13 +16,13 @@ def at_least(least: float, **values: float | None) -> None:
 
 
 def probabilities(**values: float | None) -> None:
-    """Check arguments, given by name, that are probabilities below 1, such as a dropout. None is not checked.
+    """Check arguments, given by name, that are probabilities below 1, such as a dropout.
 
     Raises:
         ValueError: If a value is not from 0 to below 1.
     """
     for name, value in values.items():
-        if value is not None and not 0 <= value < 1:
+        if value is None or not 0 <= value < 1:
             raise ValueError(f"{name}={value} is not a probability from 0 to below 1")
 
 

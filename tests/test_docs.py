@@ -53,6 +53,7 @@ def test_python_runs(code: str):
 def test_python_that_does_not_run_says_why():
     """Blocks marked ```py are not run: they need a trained checkpoint, and their first line says so."""
     blocks = [code for text in PAGES.values() for language, code in FENCE.findall(text) if language == "py"]
+    assert blocks
     assert all(code.startswith("# Needs a trained checkpoint.\n") for code in blocks)
 
 

@@ -57,4 +57,5 @@ def test_it_is_small_and_was_executed():
     assert '"error"' not in outputs
     assert not re.search(r"(?<![\w.])/(home|root|tmp|work)/", outputs)
     links = re.findall(r"\]\(([^)\s#:]+)", "".join(source for kind, source in CELLS if kind == "markdown"))
+    assert links
     assert all((NOTEBOOK.parent / link).is_file() for link in links)

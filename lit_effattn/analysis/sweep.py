@@ -151,6 +151,7 @@ class Sweep:
         self._trust = trust
         self._common = [*(arg for name in trust for arg in ("--trust", name)), *_QUIET]
         self._stopping = threading.Event()
+        self._lock = threading.Lock()
         self._done = self._read_record()
 
     def run(self, cells: Sequence[Cell], *, test: bool = False) -> None:
@@ -198,6 +199,8 @@ class Sweep:
 
     def _test(self, cell: Cell, device: str | None) -> str | None:
         """Test the best checkpoint. Return the reason for a failure."""
+        if "test" in self._done.get(str(cell), ()):  # its checkpoint may have been deleted since
+            return None
         try:
             best = find_checkpoint("best", self.folder / str(cell))
         except FileNotFoundError:
@@ -216,8 +219,8 @@ class Sweep:
             raise KeyboardInterrupt
         if code:
             return message or f"exit code {code}"
-        self._done.setdefault(str(cell), []).append(args[0])
-        with whole(self.folder / RECORD) as part:
+        with self._lock, whole(self.folder / RECORD) as part:  # a thread for each device
+            self._done.setdefault(str(cell), []).append(args[0])
             part.write_text(json.dumps({"flags": self.flags, "done": self._done}, indent=1), encoding="utf-8")
         return None
 

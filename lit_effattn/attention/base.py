@@ -68,7 +68,7 @@ class Attention(MultiHead):
     lacks: ClassVar[Mapping[str, str]] = {}
     """Modules of other kinds that this kind does not have, each with the reason, for error messages."""
 
-    dropout = 0.0
+    dropout: float
     """Probability with which an attention weight is dropped in training."""
 
     shared: tuple[str, ...] = ()
@@ -108,6 +108,7 @@ class Attention(MultiHead):
         self.d_input = self.d_model = d_model
         self.n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
         self.causal = causal
+        self.dropout = 0.0
         self.q_proj = nn.Linear(d_model, width, bias=bias)
         self.k_proj = nn.Linear(d_model, self.n_kv_heads * self.qk_dim, bias=bias)
         self.v_proj = nn.Linear(d_model, self.n_kv_heads * self.head_dim, bias=bias)

@@ -18,6 +18,7 @@ from lit_effattn.sequence import (
     SequenceModule,
     State,
     accumulator,
+    may_overwrite,
     reads_values,
     valid_lengths,
     valid_positions,
@@ -337,6 +338,8 @@ class CompressiveAttention(TransformerXLAttention):
         k, v = self._keys_values(x)
         keys, values = (write(t, far + length % slots, new, valid) for t, new in ((state.keys, k), (state.values, v)))
         inputs = write(state.inputs[:, None], length % slots, x[:, None], valid)[:, 0]
+        if may_overwrite():  # the tensor itself: compiled generation would copy a view of it
+            inputs = state.inputs
 
         made = self._summaries(length)  # (B, 1)
         waiting = length - c * made  # (B, 1), t − b(t)

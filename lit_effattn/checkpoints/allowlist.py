@@ -120,6 +120,8 @@ MOVED = {
         f"lit_effattn.attention.linear.{name}": f"lit_effattn.attention.feature_maps.{name}"
         for name in ("EluFeatureMap", "FeatureMap", "HedgehogFeatureMap", "ReluFeatureMap")
     },
+    "lit_effattn.attention.cache": "lit_effattn.attention.kv_cache",
+    "lit_effattn.attention.heads": "lit_effattn.attention.multi_head",
     "lit_effattn.datamodules.pair_sources": "lit_effattn.datamodules.pairs.sources",
     "lit_effattn.datamodules.pair_store": "lit_effattn.datamodules.pairs.store",
     "lit_effattn.datamodules.prepared": "lit_effattn.datamodules.text.token_store",

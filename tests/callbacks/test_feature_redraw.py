@@ -109,6 +109,7 @@ def test_what_is_drawn_follows_from_seed_step_and_place_alone(tmp_path: Path):
         return [layer.feature_map.omega for layer in model.performers()]
 
     first, again, other = final(0, 1), final(0, 2), final(1, 1)
+    assert first
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 

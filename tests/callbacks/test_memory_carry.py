@@ -316,3 +316,11 @@ def test_a_skipped_step_leaves_no_older_memory(tmp_path):
     fit = trainer(tmp_path, [MemoryCarry(), Forget()], max_epochs=1, val_check_interval=1)
     fit.fit(model(), loader(6), loader(2, seed=9))
     assert torch.load(tmp_path / "skipped.ckpt", weights_only=True)["memory_carry"] == [None]
+
+
+def test_what_was_frozen_stays_so(tmp_path):
+    made = model()
+    made.embedding.eval()
+    MemoryCarry().setup(trainer(tmp_path, []), made, "fit")
+    assert not made.embedding.training
+    assert made.backbone.training

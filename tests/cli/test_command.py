@@ -398,6 +398,7 @@ def test_a_flag_that_resuming_would_drop_is_refused(capsys: pytest.CaptureFixtur
     for flags, words in (
         (["--model.backbone.n_layers", "1"], "another model"),
         (["--model.lr_scheduler.warmup_steps", "1"], "model.lr_scheduler"),
+        (["--model.optimizer.lr", "0.5"], "model.optimizer"),
     ):
         assert words in fails(capsys, "fit", "--ckpt_path", "last", *flags)
     assert (run / "checkpoints" / "last.ckpt").read_bytes() == before

@@ -145,7 +145,7 @@ def test_what_is_no_kind_of_attention(capsys: pytest.CaptureFixture[str]):
     assert "'other.Mine' to be a subclass of Attention" in fails(
         capsys, "fit", "--config", "tiny.yaml", f"--{OPTION}", "other.Mine", code=2
     )
-    assert "unfinished.Mine has no method attend and no method initial_state" in fails(
+    assert "unfinished.Mine has no method attend and no method empty_state" in fails(
         capsys, "sweep", "--config", "tiny.yaml", "--kinds", "unfinished.Mine"
     )
 

@@ -36,14 +36,18 @@ SHORT = ("copy_lsh1", "copy_performer", "digits_sparse", "wsj_lsh")
 
 def parsed(monkeypatch: pytest.MonkeyPatch, *args: str) -> dict[str, Any]:
     """Return the settings of `fit` with these arguments, without the folder of runs; nothing is built."""
-    monkeypatch.setattr(CLI, "instantiate_classes", lambda self: None)
-    monkeypatch.setattr(CLI, "_run_subcommand", lambda *_: None)
-    settings = CLI(Arguments(["fit", *args])).config.as_dict()["fit"]
+    settings = _parsed(monkeypatch, *args)
     backbone = settings["model"]["init_args"]["backbone"]["init_args"]
     if isinstance(backbone["attention"], list):  # a list of one is that one in every layer
         (backbone["attention"],) = backbone["attention"]
     del settings["trainer"]["default_root_dir"]
     return {key: value for key, value in settings.items() if key != "config"}
+
+
+def _parsed(monkeypatch: pytest.MonkeyPatch, *args: str) -> dict[str, Any]:
+    monkeypatch.setattr(CLI, "instantiate_classes", lambda self: None)
+    monkeypatch.setattr(CLI, "_run_subcommand", lambda *_: None)
+    return CLI(Arguments(["fit", *args])).config.as_dict()["fit"]
 
 
 @pytest.mark.filterwarnings("ignore:LightningCLI's args")
@@ -71,3 +75,8 @@ def test_a_removed_configuration_names_its_replacement(
     assert find_config("configs/digits_linear.yaml") == str(shipped()["digits_linear"])  # from any folder
     Path("digits_shaw.yaml").touch()  # a file of the user's own comes first
     assert find_config("digits_shaw") == "digits_shaw.yaml"
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_every_configuration_is_parsed(name: str, monkeypatch: pytest.MonkeyPatch):
+    assert _parsed(monkeypatch, "--config", name)["model"]["class_path"]

@@ -324,3 +324,10 @@ def test_a_batch_is_padded_on_the_right():
     assert batch.x.tolist() == [[3, 4, 5], [6, 0, 0]]
     assert batch.lengths.tolist() == [3, 1]
     assert batch.labels.tolist() == [1, 0]
+
+
+def test_objective_is_one_graph():
+    made = model()
+    batch = pad_labelled(list(zip(rows(5, 3), (2, 0), strict=True)))
+    compiled = torch.compile(type(made).objective, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(made, batch).loss, made.objective(batch).loss)

@@ -98,6 +98,8 @@ def test_facts_are_known_before_any_data():
     [
         ({"dataset": "imagenet"}, "dataset='imagenet'.*digits, photos"),
         ({"batch_size": 0}, "batch_size=0.*at least 1"),
+        ({"eval_batch_size": 0}, "eval_batch_size=0.*at least 1"),
+        ({"num_workers": -1}, "num_workers=-1.*at least 0"),
         ({"seed": -1}, "seed=-1.*at least 0"),
         ({"n_levels": 1}, "n_levels=1.*between 2 and 17"),
         ({"n_levels": 18}, "n_levels=18.*between 2 and 17"),

@@ -167,6 +167,7 @@ def test_statistics_of_the_corpus_are_in_the_checkpoint(make, tmp_path, corpus):
     data = make("test", normalize="corpus")
     data.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
     rows = rows_of(data.test_dataloader())
+    assert expected
     assert all(torch.equal(rows[name][0], expected[name][0]) for name in expected)
 
 
@@ -406,8 +407,9 @@ def test_a_name_need_not_be_utf8(make, corpus):
 def test_nothing_is_changed_or_hidden_in_evaluation(make):
     options = {"spec_augment": SpecAugment(freq_mask=10), "wave_augment": WaveAugment(probability=1.0)}
     plain, augmented = make("fit").val_dataloader(), make("fit", **options).val_dataloader()
-    rows = rows_of(augmented)
-    assert all(torch.equal(rows[name][0], features) for name, (features, _) in rows_of(plain).items())
+    rows, expected = rows_of(augmented), rows_of(plain)
+    assert rows.keys() == expected.keys() != set()
+    assert all(torch.equal(rows[name][0], features) for name, (features, _) in expected.items())
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -553,6 +555,9 @@ def test_overfitting_batches_would_replace_the_sampler(make):
     ("options", "message"),
     [
         ({"batch_frames": 0}, "batch_frames=0"),
+        ({"eval_batch_frames": 0}, "eval_batch_frames=0"),
+        ({"batch_utterances": 0}, "batch_utterances=0"),
+        ({"seed": -1}, "seed=-1"),
         ({"subsampling": 0}, "subsampling=0"),
         ({"num_workers": -1}, "num_workers=-1"),
         ({"normalize": "all"}, "normalize='all' is unknown"),

@@ -1,13 +1,13 @@
 """Base class of the data modules whose sampler forms the batches."""
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
 
-class DataModule(LightningDataModule):
+class DataModule(LightningDataModule, ABC):
     """A data module whose evaluation loaders are made by `_eval_dataloader`. Prediction uses the test split."""
 
     @abstractmethod

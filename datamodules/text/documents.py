@@ -19,6 +19,7 @@ class MappedTokens:
     def __init__(self, paths: Sequence[Path], sizes: Sequence[int], dtype: np.dtype) -> None:
         self._paths, self._dtype = list(paths), dtype
         self._ends = np.cumsum(sizes)
+        self.file_begins = self._ends - sizes
         self._opened: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
@@ -59,18 +60,29 @@ class Documents:
         self._tokens, self._begins = tokens, begins
         self.borders = np.zeros(len(lengths) + 1, np.int64)
         np.cumsum(lengths, out=self.borders[1:])
+        self._runs = (
+            begins,
+            self.borders,
+        )  # what is read in one piece: neighbours in one file, if most documents have one
+        alone = begins[1:] != begins[:-1] + lengths[:-1]
+        if isinstance(tokens, MappedTokens):
+            alone |= np.isin(begins[1:], tokens.file_begins)
+        if 2 * alone.sum() < len(alone):
+            first = np.flatnonzero(np.concatenate([[True], alone]))
+            self._runs = begins[first], np.append(self.borders[first], self.borders[-1])
 
     def __len__(self) -> int:
         return int(self.borders[-1])
 
     def __getitem__(self, part: slice) -> np.ndarray:
         """Return `[start:stop]`, which may cross borders of documents."""
-        first = int(np.searchsorted(self.borders, part.start, side="right")) - 1
-        last = int(np.searchsorted(self.borders, part.stop))
+        begins, borders = self._runs
+        first = int(np.searchsorted(borders, part.start, side="right")) - 1
+        last = int(np.searchsorted(borders, part.stop))
         pieces = []
-        for document in range(first, last):
-            border, end = self.borders[document : document + 2].tolist()
-            shift = int(self._begins[document]) - border
+        for run in range(first, last):
+            border, end = borders[run : run + 2].tolist()
+            shift = int(begins[run]) - border
             pieces.append(self._tokens[max(part.start, border) + shift : min(part.stop, end) + shift])
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 

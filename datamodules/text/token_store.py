@@ -106,6 +106,8 @@ class ShardWriter:
         if n_tokens > self._borders[0][-1]:
             self._borders[0].append(n_tokens)
             self._borders[1].append(n_bytes)
+        elif self._utf8 is not None:
+            raise ValueError("a text that is kept must have tokens")  # else the borders of all later ones are wrong
 
     def close(self, **more: Any) -> int:
         """Complete the shard, and return its number of texts. Its .json has the entries `more`, too."""

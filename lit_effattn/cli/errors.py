@@ -7,6 +7,7 @@ the value and the expected type. Reports that are not recognised are returned wi
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -274,12 +275,7 @@ def _instead(name: str, known: list[str]) -> str:
 
 def _concrete(base: type) -> list[type]:
     kinds = (kind for kind in subclasses(base) if kind is not base)
-    return [kind for kind in kinds if not _is_abstract(kind) and not kind.__name__.startswith("_")]
-
-
-def _is_abstract(kind: type) -> bool:
-    """Return whether a class has abstract methods. `inspect.isabstract` asks for the metaclass ABCMeta, too."""
-    return any(getattr(getattr(kind, name, None), "__isabstractmethod__", False) for name in dir(kind))
+    return [kind for kind in kinds if not inspect.isabstract(kind) and not kind.__name__.startswith("_")]
 
 
 def _find(class_path: str) -> Any:

@@ -22,3 +22,21 @@ def test_slices_of_documents_in_any_order(tmp_path):
     sent = pickle.loads(pickle.dumps(documents))  # the names of the files, not their contents
     assert not sent._tokens._opened
     assert sent[2:9].tolist() == expected[2:9]
+
+
+def test_neighbours_in_one_file_are_read_in_one_piece(tmp_path):
+    """Ten documents of 3 tokens in each of two files: no slice crosses a file, and each file is sliced once."""
+    np.arange(30, dtype=np.uint16).tofile(tmp_path / "a")
+    np.arange(30, 60, dtype=np.uint16).tofile(tmp_path / "b")
+    slices = []
+
+    class Recorded(MappedTokens):
+        def __getitem__(self, part):
+            slices.append((part.start, part.stop))
+            return super().__getitem__(part)
+
+    tokens = Recorded([tmp_path / "a", tmp_path / "b"], [30, 30], np.dtype(np.uint16))
+    documents = Documents(tokens, np.arange(0, 60, 3), np.full(20, 3))
+    assert documents[2:47].tolist() == list(range(2, 47))
+    assert slices == [(2, 30), (30, 47)]
+    assert documents.reordered(np.arange(19, -1, -1))[0:6].tolist() == [57, 58, 59, 54, 55, 56]

@@ -157,7 +157,9 @@ class Attention(MultiHead):
         """Call `attend` from the state before this process's part; return the state after all parts."""
         group, (b, _, n, _) = parts(), q.shape
         if not self.causal:
-            raise NotImplementedError(f"{type(self).__name__}: sequence_parallel needs causal=True")
+            raise NotImplementedError(
+                f"{type(self).__name__}: sequence_parallel needs causal=True; set it, or call the module outside"
+            )
         if state is None:
             state = self.initial_state(b, device=q.device, dtype=q.dtype)
         seen = valid_lengths(lengths, q, 2)

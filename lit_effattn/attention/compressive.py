@@ -138,7 +138,11 @@ class CompressiveAttention(TransformerXLAttention):
         )
         if not causal:
             raise ValueError("causal=False: CompressiveAttention compresses past positions, so it needs causal=True")
-        at_least(1, compressed_len=compressed_len, compression_rate=compression_rate, segment_len=segment_len)
+        if compressed_len < 1:
+            raise ValueError(
+                f"compressed_len={compressed_len} must be at least 1; use TransformerXLAttention for no summaries"
+            )
+        at_least(1, compression_rate=compression_rate, segment_len=segment_len)
         if compression not in get_args(Compression):
             raise ValueError(f"compression={compression!r} is not one of {get_args(Compression)}")
         self.compressed_len = compressed_len
@@ -269,7 +273,7 @@ class CompressiveAttention(TransformerXLAttention):
         index = oldest[:, None] + torch.arange(count * c, device=inputs.device)  # (B, K c)
         # Windows beyond the end are not compressed yet, and their contents are not seen.
         index = index.clamp(max=inputs.size(1) - 1)
-        return inputs.gather(1, index[..., None].expand(-1, -1, inputs.size(2))).unflatten(1, (count, c))
+        return gather(inputs, index, dim=1).unflatten(1, (count, c))
 
     def _compress(self, windows: Tensor) -> Tensor:
         """(B, K, c, E) -> (B, K, E)."""

@@ -230,8 +230,7 @@ class LongTermMemory:
         size = self.segment_len
         # Segments beyond the end of `inputs` are not written by any row.
         index = end.clamp(max=inputs.size(1))[..., None] + torch.arange(-size, 0, device=end.device)  # (B, K, L)
-        index = index.flatten(1).clamp(min=0)[..., None].expand(-1, -1, inputs.size(2))
-        segments = self._gated(inputs.gather(1, index).view(-1, size, inputs.size(2)))  # (B K, L, E)
+        segments = self._gated(gather(inputs, index.flatten(1), dim=1).view(-1, size, inputs.size(2)))  # (B K, L, E)
         segments = segments.unflatten(0, end.shape)
         after = self.fit_next[:, self.n_samples :].to(inputs.dtype) @ segments  # (B, K, n_basis, E)
         alone = self.fit_first.to(inputs.dtype) @ segments

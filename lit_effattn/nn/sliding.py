@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lit_effattn.attention.kv_cache import gather, newest
 from lit_effattn.checks import at_least
 from lit_effattn.sequence import SequenceModule, valid_lengths, without_padding
 
@@ -81,8 +82,7 @@ class SlidingWindow(SequenceModule):
         columns = max(1, self.windows_at_once // b)
         chunks = zip(index.split(columns, 1), valid.split(columns, 1), strict=True)
         y = [self._last_outputs(stream, *chunk) for chunk in chunks]
-        newest = seen[:, None] + torch.arange(reach, device=x.device)  # (B, window − 1)
-        inputs = stream.gather(1, newest[..., None].expand(-1, -1, x.size(2)))
+        inputs = newest(stream, reach + seen, reach, dim=1)  # (B, window − 1, E)
         return without_padding(torch.cat(y, 1), lengths), SlidingState(inputs, state.length + seen)
 
     def _last_outputs(self, stream: Tensor, index: Tensor, valid: Tensor) -> Tensor:
@@ -92,8 +92,7 @@ class SlidingWindow(SequenceModule):
             (B, n, d_model).
         """
         b, n, w = index.shape
-        windows = stream.gather(1, index.reshape(b, n * w, 1).expand(-1, -1, stream.size(2))).view(b * n, w, -1)
+        windows = gather(stream, index.flatten(1), dim=1).view(b * n, w, -1)
         lengths = valid.reshape(b * n)
         y, _ = self.module(without_padding(windows, lengths), None, lengths)
-        last = (lengths - 1)[:, None, None].expand(-1, 1, y.size(2))
-        return y.gather(1, last).view(b, n, -1)
+        return gather(y, lengths[:, None] - 1, dim=1).view(b, n, -1)

@@ -17,7 +17,7 @@ from lit_effattn.attention.cross import CrossAttention, CrossAttentionFactory, c
 from lit_effattn.attention.positions import PositionsFactory, RotaryPositions, SinusoidalPositions
 from lit_effattn.attention.softmax import SoftmaxAttention
 from lit_effattn.checks import at_least, probabilities
-from lit_effattn.sequence import SequenceModule, State, in_parts, parts, without_padding
+from lit_effattn.sequence import SequenceModule, State, in_parts, parts, valid_lengths, without_padding
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "quick_gelu", "swiglu"]
 Initialisation = Literal["pytorch", "xavier", "normal", "gpt2", "transformer_xl"]
@@ -401,7 +401,7 @@ class Transformer(SequenceModule):
     ) -> tuple[Tensor | None, Tensor]:
         """Return the numbers of positions before `x`, (B,) or None for 0, and of this call in all its parts, (B,)."""
         start = None if state is None else state.length
-        seen = torch.full((x.size(0),), x.size(1), device=x.device) if lengths is None else lengths
+        seen = valid_lengths(lengths, x)
         if (group := parts()) is None:
             return start, seen
         earlier, seen = group.count(seen)

@@ -99,7 +99,7 @@ BAD_OPTIONS = {
     ],
     CompressiveAttention: [
         ({"causal": False}, "causal=False"),
-        ({"compressed_len": 0}, "compressed_len=0"),
+        ({"compressed_len": 0}, "compressed_len=0", "TransformerXLAttention"),
         ({"compression_rate": 0}, "compression_rate=0"),
         ({"segment_len": 0}, "segment_len=0"),
         ({"compression": "median"}, "compression='median'", "conv"),

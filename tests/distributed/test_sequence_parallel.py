@@ -224,7 +224,7 @@ def test_what_does_not_support_parts_says_so(module: Any):
             match=r"(LSTM|SparseAttention|LSHAttention|TransformerXLAttention) does not support sequence_parallel",
         ):
             module(torch.randn(1, 4, E))
-        with pytest.raises(NotImplementedError, match="LinearAttention: sequence_parallel needs causal=True"):
+        with pytest.raises(NotImplementedError, match="LinearAttention: sequence_parallel needs causal=True; set it"):
             LinearAttention(E, H, causal=False)(torch.randn(1, 4, E))
         cross = LinearCrossAttention(E, H)
         x = torch.randn(1, 4, E)

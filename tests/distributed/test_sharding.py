@@ -437,7 +437,6 @@ def work(rank: int, folder: Path, cases: str, size: int) -> None:
 
 def spawned(folder: Path, cases: str, size: int = P) -> list[dict[str, Any]]:
     """Return what each process found."""
-    multiprocessing.set_forkserver_preload([__name__])  # one import for all
     multiprocessing.set_forkserver_preload(["tests.distributed.test_sharding"])  # one import for all
     mp.start_processes(work, (folder, cases, size), nprocs=size, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]

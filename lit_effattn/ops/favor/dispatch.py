@@ -170,9 +170,9 @@ def _forward(
 
 
 def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    g, g_s, g_z, q, k, v, omega, s, z, m, lengths, *saved = arguments
+    g, g_s, g_z, q, k, v, omega, s, z, m, lengths, *_, scale = arguments
     results = [by_position(t, torch.float32) for t in (q, k, v)]
-    g_s, g_z = cpp_kernels.backward(g, g_s, g_z, q, k, v, omega, None, lengths, saved[-1], s, z, m, *results)
+    g_s, g_z = cpp_kernels.backward(g, g_s, g_z, q, k, v, omega, None, lengths, scale, s, z, m, *results)
     g_q, g_k, g_v = (to.to(t.dtype) for to, t in zip(results, (q, k, v), strict=True))
     return g_q, g_k, g_v, g_s, g_z
 

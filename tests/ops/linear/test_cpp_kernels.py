@@ -43,9 +43,9 @@ SHAPES = [
     (C, 64, 64),
     (C + 1, 2, 1),
     (2 * C, 33, 20),
-    (3 * C + 5, 24, 160),
+    (3 * C + 5, 24, 160),  # wider than on CUDA
     (150, 64, 32),
-]  # 160: wider than on CUDA
+]
 
 
 @pytest.mark.usefixtures("vectors")

@@ -125,6 +125,15 @@ def test_large_queries_and_keys_are_finite(groups):
     assert_defined([(100 * q).detach().requires_grad_(), (-100 * k).detach().requires_grad_(), v, s, z])
 
 
+def test_what_is_not_a_number_is_not_hidden(groups):
+    for i in range(3):
+        tensors = [t.detach().clone() for t in inputs(4)]
+        tensors[i][0, 0, 1, 3] = torch.nan
+        out = elu_linear_attention(*tensors)[0]
+        assert out[0, 0, 1:].isnan().any(-1).all() if i else out[0, 0, 1].isnan().all()
+        assert out[1].isfinite().all()
+
+
 def test_any_strides_and_heads(groups):
     q, k, v, s, z = (t.detach() for t in inputs(C + 3, b=2, h=2))
     k = k[:, :1].expand_as(q)  # shared by the heads
@@ -353,12 +362,3 @@ for dtype, width, precision in [case.split() for case in sys.argv[1:]]:
 def test_all_kernels_compile_for_compute_capability_9_and_fit(tmp_path):
     # Nine launches: forward three, backward six.
     kernels.assert_compiles_for_9_0(COMPILE, ["bfloat16 64 highest", "float32 128 highest"], 9, tmp_path)
-
-
-def test_what_is_not_a_number_is_not_hidden(groups):
-    for i in range(3):
-        tensors = [t.detach().clone() for t in inputs(4)]
-        tensors[i][0, 0, 1, 3] = torch.nan
-        out = elu_linear_attention(*tensors)[0]
-        assert out[0, 0, 1:].isnan().any(-1).all() if i else out[0, 0, 1].isnan().all()
-        assert out[1].isfinite().all()

@@ -26,7 +26,7 @@ REMOVED = {
     "wsj_lsh": f"wsj_linear {_ATTENTION} LSHAttention {_ATTENTION}.n_buckets 32 {_ATTENTION}.chunk_size 32",
     "wsj_softmax": f"wsj_linear {_ATTENTION} SoftmaxAttention",
 }
-"""Configurations that were shipped once, and the `--config` with flags that gives the same settings."""
+"""Configurations that were shipped once, and the `--config` with flags that gives their settings in another folder."""
 
 
 def shipped() -> dict[str, Path]:
@@ -48,7 +48,10 @@ def find_config(name: str) -> str:
     if stem in known:
         return str(known[stem])
     if stem in REMOVED:
-        raise ValueError(f"--config {name} is not shipped any more: use --config {REMOVED[stem]}")
+        raise ValueError(
+            f"--config {name} is not shipped any more: use --config {REMOVED[stem]}; "
+            f"for its older runs, add --name {stem}"
+        )
     close = get_close_matches(stem, known, n=1)
     problem = "this is a folder, not a file" if Path(name).is_dir() else "there is no such file"
     raise ValueError(

@@ -9,6 +9,7 @@ import yaml
 
 from lit_effattn.cli.command import CLI
 from lit_effattn.settings.arguments import Arguments
+from lit_effattn.settings.run_names import root_of
 from lit_effattn.settings.shipped import REMOVED, find_config, shipped
 from tests.support.commands import fails
 
@@ -34,9 +35,9 @@ ATTENTIONS: dict[str, Any] = {
 SHORT = ("copy_lsh1", "copy_performer", "digits_sparse", "wsj_lsh")
 
 
-def parsed(monkeypatch: pytest.MonkeyPatch, *args: str) -> dict[str, Any]:
+def compared(monkeypatch: pytest.MonkeyPatch, *args: str) -> dict[str, Any]:
     """Return the settings of `fit` with these arguments, without the folder of runs; nothing is built."""
-    settings = _parsed(monkeypatch, *args)
+    settings = parsed(monkeypatch, *args)
     backbone = settings["model"]["init_args"]["backbone"]["init_args"]
     if isinstance(backbone["attention"], list):  # a list of one is that one in every layer
         (backbone["attention"],) = backbone["attention"]
@@ -44,7 +45,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch, *args: str) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key != "config"}
 
 
-def _parsed(monkeypatch: pytest.MonkeyPatch, *args: str) -> dict[str, Any]:
+def parsed(monkeypatch: pytest.MonkeyPatch, *args: str) -> dict[str, Any]:
     monkeypatch.setattr(CLI, "instantiate_classes", lambda self: None)
     monkeypatch.setattr(CLI, "_run_subcommand", lambda *_: None)
     return CLI(Arguments(["fit", *args])).config.as_dict()["fit"]
@@ -58,7 +59,7 @@ def test_the_flags_give_the_settings_of_the_removed_file(name: str, tmp_path: Pa
     kind, options = ATTENTIONS[name]
     content["model"]["init_args"]["backbone"]["init_args"]["attention"] = {"class_path": kind, "init_args": options}
     (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(content))
-    assert parsed(monkeypatch, "--config", sibling, *flags) == parsed(
+    assert compared(monkeypatch, "--config", sibling, *flags) == compared(
         monkeypatch, "--config", str(tmp_path / f"{name}.yaml")
     )
 
@@ -71,12 +72,20 @@ def test_a_removed_configuration_names_its_replacement(
     assert not REMOVED.keys() & shipped().keys()
     for name in ("digits_shaw", "configs/digits_shaw.yaml"):
         line = fails(capsys, "fit", "--config", name)
-        assert f"--config {name} is not shipped any more: use --config {REMOVED['digits_shaw']}" in line
+        assert f"--config {name} is not shipped any more: use --config {REMOVED['digits_shaw']}; for its older" in line
+        assert "runs, add --name digits_shaw\n" in line
     assert find_config("configs/digits_linear.yaml") == str(shipped()["digits_linear"])  # from any folder
     Path("digits_shaw.yaml").touch()  # a file of the user's own comes first
     assert find_config("digits_shaw") == "digits_shaw.yaml"
 
 
+@pytest.mark.parametrize("name", REMOVED)
+def test_the_older_runs_are_found_by_name_alone(name: str):
+    arguments = ["fit", "--config", *shlex.split(REMOVED[name])]
+    assert root_of(Arguments([*arguments, "--name", name])) == Path("runs", name)
+    assert root_of(Arguments(arguments)) != Path("runs", name)
+
+
 @pytest.mark.parametrize("name", sorted(shipped()))
 def test_every_configuration_is_parsed(name: str, monkeypatch: pytest.MonkeyPatch):
-    assert _parsed(monkeypatch, "--config", name)["model"]["class_path"]
+    assert parsed(monkeypatch, "--config", name)["model"]["class_path"]

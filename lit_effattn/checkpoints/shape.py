@@ -21,7 +21,7 @@ MAX_DEPTH = 100
 MAX_ITEMS = 10_000_000
 """Number of items of all containers, each counted as often as it is reached."""
 
-_COUNTER = 2**53 - 1
+_MAX_COUNT = 2**53 - 1
 _SLACK = 2**20  # bytes
 
 
@@ -147,7 +147,7 @@ def _states(states: Any, container: type[Any], where: str) -> None:
 
 
 def _count(value: Any, where: str) -> None:
-    if not _is_integer(value, 0, _COUNTER):
+    if not _is_integer(value, 0, _MAX_COUNT):
         raise wrong(where, value, "a count")
 
 

@@ -24,24 +24,24 @@ _FORMS = {"cpu": "c++", "cuda": "triton"}
 def about() -> str:
     """Return the versions, devices, compiler and kernels, one per line. Compiles the C++ kernels if necessary."""
     vectors = torch.backends.cpu.get_cpu_capability()
-    lines = [
-        f"lit-effattn   {version('lit-effattn')}",
-        f"python        {platform.python_version()} on {platform.platform()}",
-        *(f"{name:<14}{_version(name)}" for name in PACKAGES),
-        f"compiler      {_compiler()}",
-        f"cpu           {os.cpu_count()} cores, {torch.get_num_threads()} threads, {vectors}",
+    rows = [
+        ("lit-effattn", version("lit-effattn")),
+        ("python", f"{platform.python_version()} on {platform.platform()}"),
+        *((name, _version(name)) for name in PACKAGES),
+        ("compiler", _compiler()),
+        ("cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {vectors}"),
     ]
     devices = [torch.device("cpu")]
     for index in range(torch.cuda.device_count()):
         devices.append(torch.device("cuda", index))
         capability = ".".join(map(str, torch.cuda.get_device_capability(index)))
-        lines.append(f"cuda:{index:<9}{torch.cuda.get_device_name(index)}, compute capability {capability}")
+        rows.append((f"cuda:{index}", f"{torch.cuda.get_device_name(index)}, compute capability {capability}"))
     if torch.backends.mps.is_available():
-        lines.append(f"mps           not used by --trainer.accelerator auto: {NO_FLOAT64}")
-    lines.append(f"auto          {'cuda' if torch.cuda.is_available() else 'cpu'} (--trainer.accelerator auto)")
-    lines += [f"kernels       {line}" for device in devices for line in _kernels(device)]
-    lines += [f"environment   {name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
-    return "\n".join(lines)
+        rows.append(("mps", f"not used by --trainer.accelerator auto: {NO_FLOAT64}"))
+    rows.append(("auto", f"{'cuda' if torch.cuda.is_available() else 'cpu'} (--trainer.accelerator auto)"))
+    rows += [("kernels", line) for device in devices for line in _kernels(device)]
+    rows += [("environment", f"{name}={os.environ[name]}") for name in VARIABLES if name in os.environ]
+    return "\n".join(f"{name:<14}{text}" for name, text in rows)
 
 
 def _version(name: str) -> str:

@@ -15,7 +15,7 @@ from lit_effattn.checkpoints.runs import short
 from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.tokens import Response, TokenBatch
 from lit_effattn.datamodules.text.tokenizers import Tokenizer
-from lit_effattn.generation.beam import LENGTH_PENALTY, beam_search, check_beam
+from lit_effattn.generation.beam import beam_search
 from lit_effattn.nn.heads import Head
 from lit_effattn.sequence import SequenceModule, State
 from lit_effattn.tasks.metrics import ExactMatch
@@ -42,8 +42,7 @@ class Responses:
         for name in metrics:
             if name not in METRICS:
                 raise ValueError(f"response_metrics names {name!r}, which is not one of {', '.join(METRICS)}")
-        check_beam(beam, 1, LENGTH_PENALTY)
-        at_least(1, max_response_len=max_len)
+        at_least(1, beam=beam, max_response_len=max_len)
         self.metrics = tuple(metrics)
         self.beam = beam
         self.max_len = max_len

@@ -1,6 +1,7 @@
 """`lit-effattn --version --verbose`."""
 
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,8 +64,12 @@ def test_other_options_of_version_are_rejected(capsys: pytest.CaptureFixture[str
 
 
 def test_auto_takes_the_cpu_on_a_mac_and_says_so(
-    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert "float64" in lines(capsys)["mps"][0]
     with caplog.at_level("INFO"):

@@ -471,7 +471,7 @@ def test_a_checkpoint_of_another_program_is_named(capsys: pytest.CaptureFixture[
         (
             ["--trainer.logger", "WandbLogger"],
             1,
-            "WandbLogger needs a package that is not installed: pip install 'wand",
+            "WandbLogger needs a package that is not installed: pip install 'wandb",
         ),
         (["--quite_another", "3"], 2, "there is no option --quite_another\n"),
         (["--config", "list.yaml"], 1, "--config list.yaml holds a list, not settings"),

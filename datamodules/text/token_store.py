@@ -204,6 +204,8 @@ class TokenStore:
                 settings, self._sizes = about["settings"], [shard["n_tokens"] for shard in about["shards"]]
                 self._splits = settings.get("splits")
                 self._held_out = settings["held_out"] if self._splits is None else 1
+                if self._splits is not None and (list(self._splits), len(self._sizes)) != (list(SPLITS), len(SPLITS)):
+                    raise ValueError(self._splits)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._damaged(path) from error
         if not known:

@@ -75,14 +75,14 @@ def test_neither_pays_for_the_other(pause: Callable[[float], None], monkeypatch:
 
 def test_table_of_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     configs = [str(CONFIGS / f"digits_{kind}.yaml") for kind in ("linear", "softmax")]
-    words = ["--only", "fit", "--steps", "1", "--repeats", "2", "--device", "cpu"]
+    words = ["--only", "saving", "--steps", "1", "--repeats", "2", "--device", "cpu"]
     command.main(["steps", *configs, "--flags", DIGITS, *words, "--output", str(tmp_path)])
     rows = json.loads((tmp_path / "steps.json").read_text(encoding="utf-8"))["rows"]
     assert [(row["configuration"], row["what"]) for row in rows] == [
-        (config, what) for config in configs for what in ("bare loop", "fit")
+        (config, what) for config in configs for what in ("bare loop", "fit", "saving")
     ]
     steps = [row["ms/step"]["samples"] for row in rows]
-    for row, own, bare in zip(rows, steps, [steps[0]] * 2 + [steps[2]] * 2, strict=True):
+    for row, own, bare in zip(rows, steps, [steps[0]] * 3 + [steps[3]] * 3, strict=True):
         ratios = row["tokens/s ÷ bare loop's"]["samples"]
         assert ratios == pytest.approx([a / b for a, b in zip(bare, own, strict=True)])
         of_first = row["ms/step ÷ fit's of the first"]["samples"]

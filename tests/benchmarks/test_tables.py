@@ -14,7 +14,7 @@ TINY = (
     "steps --small --lengths 8 12 --repeats 2 --tokens 24",
     "generation --small --lengths 12 --repeats 1 --batch_sizes 2 --prefixes 3",
     "generation --small --lengths 24 --repeats 1 --batch_sizes 2 --prefixes 3 --windows 2",
-    "memory --lengths 8 80 --segment_len 4 --segments 1 --repeats 2",
+    "memory --lengths 8 800 --segment_len 4 --segments 1 --repeats 2",
     "compression --datasets digits",
     "compression --datasets stdlib",
 )

@@ -315,3 +315,18 @@ def test_runs_that_cannot_save_so_are_refused(tmp_path: Path):
     run.strategy.checkpoint_io = TorchCheckpointIO()
     with pytest.raises(ValueError, match=r"asynchronous=True needs Trainer\(plugins=\[.*AtomicCheckpointIO"):
         run.fit(Tiny(), loader(4))
+
+
+def test_files_of_other_names_stay(tmp_path: Path):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    names = ["step_.ckpt", "step_00000001.ckpt.bak", ".step_00000001.ckpt.0.part", "my_step_00000001.ckpt"]
+    for name in names:
+        (folder / name).touch()
+    trainer(tmp_path, [LastCheckpoint(keep=1)], max_epochs=2).fit(Tiny(), loader(2))
+    assert {path.name for path in folder.iterdir()} - set(names) == {
+        "last.ckpt",
+        "previous.ckpt",
+        "step_00000004.ckpt",
+    }
+    assert all((folder / name).exists() for name in names)

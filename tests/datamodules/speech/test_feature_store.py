@@ -1,6 +1,7 @@
 import json
 import os
 import pickle
+import threading
 
 import numpy as np
 import pytest
@@ -176,3 +177,21 @@ def test_the_global_random_state_is_left_alone(tmp_path, utterances):
     before = torch.get_rng_state()
     stored(utterances, tmp_path / "cache")
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_what_a_killed_run_left_is_swept_away(tmp_path, utterances):
+    stored(utterances, tmp_path / "cache")
+    (folder,) = (p for p in (tmp_path / "cache").iterdir() if p.is_dir())
+    left = folder.rename(folder.with_name(f".{folder.name}.lit-effattn-unfinished"))
+    (left / "features.bin").write_bytes(b"half")
+    assert torch.equal(stored(utterances, tmp_path / "cache")[3], READER(utterances[3]))
+    assert not left.exists()
+
+
+def test_of_many_that_ask_one_reads(tmp_path, utterances, reads):
+    threads = [threading.Thread(target=stored, args=(utterances, tmp_path / "cache")) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(reads) == 7

@@ -217,6 +217,7 @@ GOOD = {"format": 1, "dtype": "uint8", "settings": {"held_out": 20}, "shards": [
         "{}",
         *(json.dumps({**GOOD, **bad}) for bad in ({"settings": {}}, {"settings": {"held_out": 0}}, {"shards": [{}]})),
         *(json.dumps({**GOOD, "shards": bad}) for bad in (3, [{"n_tokens": "9"}])),
+        *(json.dumps({**GOOD, "settings": {"splits": bad}}) for bad in (["train"], ["train", "val", "test"], 3)),
     ],
 )
 def test_a_damaged_manifest(manifest, tmp_path):
@@ -342,3 +343,18 @@ def test_another_order_is_refused(source, tmp_path):
     del before["shuffle_seed"]  # as of before there were orders
     with pytest.raises(ValueError, match="shuffle_seed=3, but the interrupted run had None"):
         loader(tmp_path / "out").load_state_dict(before)
+
+
+def test_any_source_may_be_shuffled(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "in").mkdir()
+    for i, line in enumerate(LINES):
+        (tmp_path / "in" / f"{i}.txt").write_text(line)
+    options = {"root": str(tmp_path / "in"), "segment_len": 8, "batch_size": 1}
+    data, shuffled = (TextStream("files", **options, shuffle_seed=seed) for seed in (None, 0))
+    documents = [
+        read([[x.tolist() for x in b[:2]] + [b.fresh.tolist()] for b in d.train_dataloader()], 1)
+        for d in (data, shuffled)
+    ]
+    assert documents[0] != documents[1]
+    assert sorted(documents[0]) == sorted(documents[1])

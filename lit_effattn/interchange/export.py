@@ -30,6 +30,7 @@ import lit_effattn
 from lit_effattn.attention.base import Attention
 from lit_effattn.attention.positions import n_positions
 from lit_effattn.checkpoints.files import whole
+from lit_effattn.checks import at_least
 from lit_effattn.datamodules.text.tokenizers import Tokenizer
 from lit_effattn.hparams import spec
 from lit_effattn.nn.heads import Head
@@ -144,9 +145,8 @@ def export(
         with whole(target) as part:
             _write_weights(task, part)
         return Exported(target)
-    for name, value, least in (("batch_size", batch_size, 1), ("check", check, 0)):
-        if value < least:
-            raise ValueError(f"{name}={value} must be at least {least}")
+    at_least(1, batch_size=batch_size)
+    at_least(0, check=check)
     if not isinstance(task, LanguageModel | PixelModel):
         raise ValueError(
             f"{type(task).__name__} has no streaming step, so format={format} is not supported: LanguageModel and "
@@ -195,8 +195,7 @@ def _state_length(model: LanguageModel | PixelModel, max_len: int | None) -> int
             f"{kinds} keeps every position, so the shapes of its state are not final: give --max_len, the largest "
             f"number of positions of a stream{remedy}"
         )
-    if max_len < 1:
-        raise ValueError(f"max_len={max_len} must be at least 1")
+    at_least(1, max_len=max_len)
     if longest is not None and max_len > longest:
         raise ValueError(f"max_len={max_len}: the model has vectors for {longest} positions; give at most {longest}")
     return max_len
@@ -321,8 +320,13 @@ def _search_sorted(
     """Translate torch.searchsorted, which the converter does not support: count the smaller (or equal) elements."""
     import onnxscript
 
-    if out_int32 or side is not None or sorter is not None:
-        raise NotImplementedError("searchsorted with out_int32, side or sorter")
+    for name, given, remedy in (
+        ("out_int32", out_int32, "convert the result"),
+        ("side", side is not None, "give right=True or right=False"),
+        ("sorter", sorter is not None, "sort the sequence before"),
+    ):
+        if given:
+            raise NotImplementedError(f"torch.searchsorted with {name} is not supported; {remedy}, or use format=torch")
     op: Any = onnxscript.opset18
     last = op.Constant(value_ints=[-1])
     elements, values = op.Unsqueeze(sorted_sequence, op.Constant(value_ints=[-2])), op.Unsqueeze(x, last)

@@ -6,6 +6,7 @@ import re
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -224,6 +225,33 @@ def test_what_onnx_has_no_function_for_is_named_without_colours(tmp_path, monkey
     with pytest.raises(ValueError, match="can't be exported") as refused:
         export(language_model(kind), tmp_path / "x", format="onnx")
     assert str(refused.value).endswith("with format=onnx: No ONNX function found for aten.searchsorted")
+
+
+class SearchingAttention(LinearAttention):
+    """A kind of the user's own, with an option of torch.searchsorted that no kind of the library uses."""
+
+    options: ClassVar[dict[str, Any]] = {}
+
+    def attend(self, *args, **kwargs):
+        y, state = super().attend(*args, **kwargs)
+        return y + torch.searchsorted(torch.arange(3.0), torch.ones(1), **self.options), state
+
+
+@needs("onnx", "onnxscript", "onnxruntime")
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"out_int32": True}, "out_int32 is not supported; convert the result"),
+        ({"side": "right"}, "side is not supported; give right=True or right=False"),
+        ({"sorter": torch.arange(3)}, "sorter is not supported; sort the sequence before"),
+    ],
+    ids=["out_int32", "side", "sorter"],
+)
+def test_an_option_that_onnx_lacks_is_named_with_a_remedy(options, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(SearchingAttention, "options", options)
+    with pytest.raises(ValueError, match="SearchingAttention can't be exported") as refused:
+        export(language_model(SearchingAttention), tmp_path / "x", format="onnx")
+    assert str(refused.value).endswith(f"with format=onnx: torch.searchsorted with {text}, or use format=torch")
 
 
 @needs("onnx", "onnxscript", "onnxruntime")

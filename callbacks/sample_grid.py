@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from torch import Tensor
 
 from lit_effattn.checks import at_least
 from lit_effattn.distributed.sharding import heads_of
-from lit_effattn.drawing.images import grid, save_png
+from lit_effattn.drawing.images import grid, save_png, to_pil
 
 
 class SampleGrid(pl.Callback):
-    """Saves a grid of samples every `every_n_epochs` epochs, in the run's `samples` folder and TensorBoard.
+    """Saves a grid of samples every `every_n_epochs` epochs, in the run's `samples` folder, TensorBoard and W&B.
 
     Works with models that have `sample(n, seed=…)` and `to_images(levels)`. The seed is the same each time, so the
     grids of different epochs can be compared.
@@ -61,3 +61,5 @@ class SampleGrid(pl.Callback):
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_image("samples", picture, global_step=trainer.global_step)
+            elif isinstance(logger, WandbLogger):
+                logger.log_image("samples", [to_pil(picture)], step=trainer.global_step)

@@ -22,7 +22,7 @@ import yaml
 from jsonargparse import Namespace, set_parsing_settings
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
@@ -64,6 +64,7 @@ from lit_effattn.cli.errors import unknown
 from lit_effattn.cli.help import arranged, class_help
 from lit_effattn.cli.prepare import prepare
 from lit_effattn.distributed.sharding import ShardedStrategy
+from lit_effattn.hparams import flat
 from lit_effattn.nn.transfer import begin_transfer
 from lit_effattn.settings.arguments import Arguments
 from lit_effattn.settings.defaults import TRAINER
@@ -422,12 +423,7 @@ class CLI(LightningCLI):
         averaged = self.resolved.averaged
         read = partial(_read_average, averaged, self.model) if averaged else None
         kwargs["plugins"] = [*_as_list(config.plugins), AtomicCheckpointIO(read)]
-        if config.logger in (None, True):
-            kwargs["logger"] = (
-                False
-                if quiet
-                else [TensorBoardLogger(folder, name="tensorboard", version=""), CSVLogger(folder, name="csv")]
-            )
+        kwargs["logger"] = False if quiet else _loggers(config.logger, folder)
         trainer_callbacks = _as_list(config.callbacks)
         kwargs["callbacks"] = [*trainer_callbacks, *self._standard_callbacks(config, folder, quiet, kwargs)]
         if any(isinstance(callback, callbacks.ParameterSummary) for callback in kwargs["callbacks"]):
@@ -467,9 +463,9 @@ class CLI(LightningCLI):
             callbacks.StopOnSignal(),
             callbacks.RandomStates(restore=seed_kept),
             callbacks.CostLog(),
-            Configuration(self.settings(), self.arguments.typed, self._lock),
+            Configuration(self.settings(), self.arguments.typed, self._lock, _own_loggers(config.logger)),
         ]
-        if kwargs.get("logger", config.logger) and LearningRateMonitor not in given:
+        if kwargs["logger"] and LearningRateMonitor not in given:
             standard.append(LearningRateMonitor("step"))
         if config.enable_checkpointing is not False and not quiet:
             last: callbacks.LastCheckpoint = self.config_init[self.subcommand].checkpoint
@@ -613,18 +609,26 @@ class CLI(LightningCLI):
 
 
 class Configuration(pl.Callback):
-    """Writes all settings into the folder of the run and into its checkpoints.
+    """Writes all settings into the folder of the run, into its checkpoints, and once to loggers of the user's own.
 
     Args:
         settings: The result of `CLI.settings`.
         args: The arguments of the command, by which a restarted SLURM job finds its run.
         lock: The lock on the folder, which is verified before each checkpoint; None if another process holds it.
+        loggers: The loggers that get the settings when the run begins.
     """
 
-    def __init__(self, settings: dict[str, Any], args: list[str], lock: RunLock | None = None) -> None:
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        args: list[str],
+        lock: RunLock | None = None,
+        loggers: Sequence[Logger] = (),
+    ) -> None:
         self.settings = settings
         self.args = args
         self.lock = lock
+        self.loggers = loggers
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write `config.yaml`, or `config_resumed_N.yaml` in a resumed run."""
@@ -634,6 +638,9 @@ class Configuration(pl.Callback):
         folder.mkdir(parents=True, exist_ok=True)
         slurm.record_job(folder, self.args)
         path, attempt = folder / "config.yaml", 0
+        if not path.exists():  # MLflow rejects a parameter whose value changes, as those of a resumed run may
+            for logger in self.loggers:
+                logger.log_hyperparams(flat(self.settings))
         while path.exists():
             attempt += 1
             path = folder / f"config_resumed_{attempt}.yaml"
@@ -694,6 +701,24 @@ def _read_average(averaged: Sequence[Path], model: torch.nn.Module, path: Path) 
     checkpoint = read_checkpoint(path)
     average_parameters(checkpoint, averaged, model)
     return checkpoint
+
+
+def _loggers(given: Any, folder: Path) -> list[Logger]:
+    """Return the loggers of a run: the user's own, default TensorBoard's, and the CSV log that `compare` reads.
+
+    Args:
+        given: The option `trainer.logger`. False, or an empty list: no logger at all.
+        folder: The folder of the run.
+    """
+    if given is False or given == []:
+        return []
+    first = _own_loggers(given) or [TensorBoardLogger(folder, name="tensorboard", version="")]
+    return [*first, CSVLogger(folder, name="csv")]
+
+
+def _own_loggers(given: Any) -> list[Logger]:
+    """Return the loggers that the user named in the option `trainer.logger`."""
+    return [] if isinstance(given, bool) else _as_list(given)
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -35,7 +35,7 @@ def grid(images: Tensor, columns: int | None = None) -> Tensor:
 def save_png(picture: Tensor, path: Path) -> Path:
     """Write (C, height, width) uint8 as PNG."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    _to_pil(picture).save(path)
+    to_pil(picture).save(path)
     return path
 
 
@@ -49,7 +49,7 @@ def labelled_rows(rows: dict[str, Tensor], path: Path) -> Path:
     sheet = Image.new("RGB", (margin + width, height * len(strips)), (64, 64, 64))
     draw = ImageDraw.Draw(sheet)
     for i, (name, strip) in enumerate(zip(rows, strips, strict=True)):
-        sheet.paste(_to_pil(strip), (margin, i * height))
+        sheet.paste(to_pil(strip), (margin, i * height))
         draw.text((8, i * height + height // 2 - 6), name, fill=(255, 255, 255))
     sheet.save(path)
     return path
@@ -86,7 +86,7 @@ def recognised(
     draw = ImageDraw.Draw(sheet)
     font = _phonetic_font()
     for top, panel in ((above, sound), (above + height + below, labels)):
-        sheet.paste(_to_pil(panel.expand(3, -1, -1)), (left, top))
+        sheet.paste(to_pil(panel.expand(3, -1, -1)), (left, top))
     for i, name in enumerate(names):
         # Pillow's default font has no letters of the phonetic alphabet: the label's number replaces such a name.
         shown = name if font is not None or name.isascii() else f"label {i}"
@@ -108,7 +108,7 @@ def filterbank(features: Tensor, title: str, path: Path) -> Path:
     sound = _stretched(_brightness(features).T.flip(0), max(1, 160 // features.size(1)), across)  # (F·k, T·across)
     (label,) = _labels([title])
     sheet = Image.new("RGB", (max(sound.size(1), label.width), len(sound) + label.height), (255, 255, 255))
-    sheet.paste(_to_pil(sound.expand(3, -1, -1)), (0, 0))
+    sheet.paste(to_pil(sound.expand(3, -1, -1)), (0, 0))
     sheet.paste(label, (0, len(sound)))
     path.parent.mkdir(parents=True, exist_ok=True)
     sheet.save(path)
@@ -145,7 +145,7 @@ def attention_map(weights: Tensor, rows: list[str], columns: list[str], path: Pa
     sheet = Image.new("RGB", (margin + CELL * len(columns) + 8, top + CELL * len(rows) + 8), (255, 255, 255))
     squares = _stretched(weights.clamp(0, 1), CELL, CELL)[..., None]  # (N · CELL, M · CELL, 1)
     blue = torch.tensor([8.0, 48.0, 107.0])
-    sheet.paste(_to_pil((255 + squares * (blue - 255)).round().permute(2, 0, 1)), (margin, top))
+    sheet.paste(to_pil((255 + squares * (blue - 255)).round().permute(2, 0, 1)), (margin, top))
     for i, label in enumerate(left):
         sheet.paste(label, (margin - 4 - label.width, top + CELL * i + (CELL - label.height) // 2))
     for i, label in enumerate(above):
@@ -222,7 +222,7 @@ def _stretched(picture: Tensor, down: int, across: int) -> Tensor:
     return picture.repeat_interleave(down, 0).repeat_interleave(across, 1)
 
 
-def _to_pil(picture: Tensor) -> Image.Image:
+def to_pil(picture: Tensor) -> Image.Image:
     from PIL import Image
 
     return Image.fromarray(picture.to(torch.uint8).permute(1, 2, 0).contiguous().cpu().numpy())

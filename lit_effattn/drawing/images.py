@@ -223,6 +223,7 @@ def _stretched(picture: Tensor, down: int, across: int) -> Tensor:
 
 
 def to_pil(picture: Tensor) -> Image.Image:
+    """Return (C, height, width) as an image of Pillow."""
     from PIL import Image
 
     return Image.fromarray(picture.to(torch.uint8).permute(1, 2, 0).contiguous().cpu().numpy())

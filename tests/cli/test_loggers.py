@@ -4,7 +4,7 @@ import sqlite3
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import yaml
@@ -48,8 +48,8 @@ def assert_complete(run: RunRecord) -> None:
 class Recorder(Logger):
     """Keeps what it is given."""
 
-    settings: list[dict[str, Any]] = []
-    metrics: dict[str, set[int]] = {}
+    settings: ClassVar[list[dict[str, Any]]] = []
+    metrics: ClassVar[dict[str, set[int]]] = {}
 
     @property
     def name(self) -> str:

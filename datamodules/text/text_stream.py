@@ -1,6 +1,7 @@
 """Text in parallel streams, for language models with a memory."""
 
 import hashlib
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -22,19 +23,38 @@ from lit_effattn.datamodules.text.tokenizers import KINDS, ByteTokenizer, Tokeni
 
 
 class _Source(NamedTuple):
+    read: Callable[[dict[str, Any], bool], TextSource] | None  # of the options, and whether characters stay whole
     tokens: str  # default
     root: str | None  # default
     options: tuple[str, ...]  # arguments that other sources reject
 
 
+def _benchmark(name: str) -> Callable[[dict[str, Any], bool], TextSource]:
+    def read(options: dict[str, Any], whole: bool) -> TextSource:
+        root, limit = Path(options["root"]), options["max_bytes"]
+        return text_sources.benchmark(name, root, whole_characters=whole, max_bytes=limit)
+
+    return read
+
+
+def _files(options: dict[str, Any], whole: bool) -> TextSource:
+    return text_sources.files(Path(options["root"]), options["glob"], whole_characters=whole)
+
+
+def _hub(options: dict[str, Any], whole: bool) -> TextSource:
+    return text_sources.huggingface(options["path"], options["subset"], options["column"] or "text")
+
+
 _SOURCES = {
-    "stdlib": _Source("bytes", None, ("max_bytes",)),
-    "enwik8": _Source("bytes", "data", ("root", "max_bytes")),
-    "text8": _Source("characters", "data", ("root", "max_bytes")),
-    "wikitext103": _Source("words", "data/wikitext-103", ("root",)),
-    "files": _Source("bytes", None, ("root", "glob")),
-    "huggingface": _Source("bytes", None, ("path", "subset", "column")),
-    "prepared": _Source("bytes", None, ("root",)),
+    "stdlib": _Source(lambda options, _: text_sources.stdlib(options["max_bytes"]), "bytes", None, ("max_bytes",)),
+    "enwik8": _Source(_benchmark("enwik8"), "bytes", "data", ("root", "max_bytes")),
+    "text8": _Source(_benchmark("text8"), "characters", "data", ("root", "max_bytes")),
+    "wikitext103": _Source(
+        lambda options, _: text_sources.wikitext103(Path(options["root"])), "words", "data/wikitext-103", ("root",)
+    ),
+    "files": _Source(_files, "bytes", None, ("root", "glob")),
+    "huggingface": _Source(_hub, "bytes", None, ("path", "subset", "column")),
+    "prepared": _Source(None, "bytes", None, ("root",)),  # a token store
 }
 _TAKES = {name: source.options for name, source in _SOURCES.items()}
 
@@ -146,7 +166,10 @@ class TextStream(DataModule):
         self.shuffle_seed = shuffle_seed
         self.cache = default_cache() if cache is None else Path(cache)
         self._vocab_size = vocab_size
-        self._options: dict[str, Any] = options | {"root": root or _SOURCES[source].root}
+        self._options: dict[str, Any] = options | {
+            "root": root or _SOURCES[source].root,
+            "glob": glob or "**/*.txt",
+        }
 
     @property
     def places(self) -> list[Path]:
@@ -206,26 +229,10 @@ class TextStream(DataModule):
 
     @cached_property
     def _store(self) -> TokenStore:
-        if self.source == "prepared":
+        if (read := _SOURCES[self.source].read) is None:
             return TokenStore(Path(self._options["root"]))
-        return tokenized(self._text(), self._kind, self._vocab_size, self.cache, self._given)
-
-    @property
-    def _glob(self) -> str:
-        return self._options["glob"] or "**/*.txt"
-
-    def _text(self) -> TextSource:
-        options, whole = self._options, self.tokens != "bytes"
-        if self.source == "stdlib":
-            return text_sources.stdlib(options["max_bytes"])
-        if self.source == "wikitext103":
-            return text_sources.wikitext103(Path(options["root"]))
-        if self.source == "files":
-            return text_sources.files(Path(options["root"]), self._glob, whole_characters=whole)
-        if self.source == "huggingface":
-            return text_sources.huggingface(options["path"], options["subset"], options["column"] or "text")
-        return text_sources.benchmark(
-            self.source, Path(options["root"]), whole_characters=whole, max_bytes=options["max_bytes"]
+        return tokenized(
+            read(self._options, self.tokens != "bytes"), self._kind, self._vocab_size, self.cache, self._given
         )
 
     def prepare_data(self) -> None:
@@ -244,7 +251,9 @@ class TextStream(DataModule):
             f"{self._store.n_tokens(split):,} {name}" for split, name in _SPLITS_OF.get(stage, _SPLITS_OF["test"])
         ]
         rank_zero_info(f"{self.source}: {', '.join(counts)}; vocabulary of {self.vocab_size:,} {self.tokens}")
-        if self.source == "files" and (faults := text_sources.unread(Path(self._options["root"]), self._glob)):
+        if self.source == "files" and (
+            faults := text_sources.unread(Path(self._options["root"]), self._options["glob"])
+        ):
             rank_zero_warn(f"{self._options['root']}: {len(faults)} left out:\n  {faults}")
 
     def train_dataloader(self) -> StreamLoader:

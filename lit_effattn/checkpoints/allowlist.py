@@ -26,6 +26,7 @@ OURS = (
     "lit_effattn.nn.front_ends",
     "lit_effattn.nn.heads",
     "lit_effattn.attention.positions",
+    "lit_effattn.tasks.optimizers",
     "lit_effattn.tasks.schedules",
     "lit_effattn.tasks",
     "lit_effattn.tasks.ctc",

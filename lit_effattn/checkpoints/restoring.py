@@ -241,17 +241,18 @@ def check_optimizer(saved: Any, optimizer: Optimizer, where: str, has_stepped: b
     if len(set(numbers)) != len(parameters):
         raise ValueError(f"{where}.param_groups name {len(set(numbers))} parameters, not {len(parameters)}")
     by_number = dict(zip(numbers, parameters, strict=True))
+    group_of = {number: i for i, group in enumerate(groups) for number in group["params"]}
     states = saved["state"]
     if not isinstance(states, dict):
         raise wrong(f"{where}.state", states, "a mapping")
     steps = _after_a_step(optimizer)
-    if has_stepped and any(steps.values()) and not states:
+    if has_stepped and not states and any(state for of_group in steps for state in of_group.values()):
         raise ValueError(f"{where}.state is empty, though the run has made steps")
     for number, state in states.items():
         if number not in by_number:
             raise ValueError(f"{where}.state has {number!r}, which is not one of the parameters")
         parameter = by_number[number]
-        _check_state(state, parameter, steps.get(parameter.ndim), f"{where}.state[{number}]")
+        _check_state(state, parameter, steps[group_of[number]].get(parameter.ndim), f"{where}.state[{number}]")
 
 
 def _check_state(saved: Any, parameter: Tensor, after_step: dict[str, Any] | None, where: str) -> None:
@@ -280,17 +281,23 @@ def _fits(value: torch.Size, parameter: torch.Size, example: torch.Size) -> bool
     return all(n == (m if k == 2 else k) for n, m, k in zip(value, parameter, example, strict=True))
 
 
-def _after_a_step(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
-    """Return, by number of dimensions, the state of a small parameter after a step; empty if a step is not possible."""
-    states: dict[int, dict[str, Any]] = {}
-    arguments = inspect.signature(type(optimizer)).parameters.keys() - {"params"}
-    for group in optimizer.param_groups:
-        options = {name: value for name, value in group.items() if name in arguments}
-        for n in {p.ndim for p in group["params"]} - states.keys():
-            p = nn.Parameter(torch.zeros((2,) * n))
-            p.grad = torch.zeros_like(p)
-            with suppress(Exception):  # an optimiser that needs a closure, sparse gradients or further arguments
-                made = type(optimizer)([p], **options)
-                made.step()
-                states[n] = dict(made.state[p])
-    return states
+def _after_a_step(optimizer: Optimizer) -> list[dict[int, dict[str, Any]]]:
+    """Return the states of small parameters after a step, by group and number of dimensions; none if it can't step.
+
+    An optimiser that consists of others has them as `parts`, in the order of its groups.
+    """
+    groups: list[dict[int, dict[str, Any]]] = []
+    for part in getattr(optimizer, "parts", (optimizer,)):
+        arguments = inspect.signature(type(part)).parameters.keys() - {"params"}
+        for group in part.param_groups:
+            options = {name: value for name, value in group.items() if name in arguments}
+            states: dict[int, dict[str, Any]] = {}
+            for n in {p.ndim for p in group["params"]}:
+                p = nn.Parameter(torch.zeros((2,) * n))
+                p.grad = torch.zeros_like(p)
+                with suppress(Exception):  # an optimiser that needs a closure, sparse gradients or further arguments
+                    made = type(part)([p], **options)
+                    made.step()
+                    states[n] = dict(made.state[p])
+            groups.append(states)
+    return groups

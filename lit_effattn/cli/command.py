@@ -35,6 +35,7 @@ import lit_effattn.nn.heads
 import lit_effattn.nn.lstm
 import lit_effattn.nn.transformer
 import lit_effattn.tasks.ctc
+import lit_effattn.tasks.optimizers
 import lit_effattn.tasks.schedules
 
 # These imports make the classes known by their short names in YAML and flags.

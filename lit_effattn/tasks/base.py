@@ -27,6 +27,7 @@ from lit_effattn.distributed import sharding
 from lit_effattn.hparams import HasInitArgs, init_args
 from lit_effattn.sequence import State, parts, reads_values
 from lit_effattn.tasks.metrics import Count
+from lit_effattn.tasks.optimizers import MuonWithAdamW, hidden_matrices
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -229,6 +230,8 @@ class Task(HasInitArgs, pl.LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Build the optimiser and its schedule."""
         optimizer = self._optimizer(self.parameters())
+        if isinstance(optimizer, MuonWithAdamW):
+            optimizer.use_muon_for(hidden_matrices(self))
         if self._lr_scheduler is None:
             return optimizer
         scheduler: Any = self._lr_scheduler(optimizer)

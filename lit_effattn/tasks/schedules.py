@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -10,45 +11,28 @@ from torch.optim.lr_scheduler import LambdaLR
 from lit_effattn.checks import at_least
 
 
-class WarmupCosine(LambdaLR):
-    """Linear warm-up over `warmup_steps`, then half a cosine down to `final` times the peak at `total_steps`.
-
-    The rate is constant after `total_steps`. Steps are optimiser steps.
-
-    Args:
-        optimizer: Its learning rate is the peak.
-        total_steps: Steps of the whole run. Default: those of the trainer's `max_steps` or `max_epochs`. The number is
-            fixed when the run starts and is part of its checkpoints.
-        warmup_steps: Steps of the warm-up, or as a float below 1 their fraction of `total_steps`.
-        final: Final rate, as a fraction of the peak.
-        cosine_from_start: Whether the cosine runs over all `total_steps`, and the warm-up replaces its first steps, as
-            in the PyTorch code of Dai et al. 2019. That code sets the rate after each update. So the first update has
-            the peak rate, and update i, counted from 0, has i / warmup_steps of it while i is below `warmup_steps`.
-            Default: the cosine begins at the end of the warm-up.
-
-    Raises:
-        ValueError: If an argument is out of its range.
-    """
+class _OverTheRun(LambdaLR):
+    """A linear warm-up over `warmup_steps`, and a factor that ends at `final` at `total_steps`. See the subclasses."""
 
     def __init__(
         self,
         optimizer: Optimizer,
-        total_steps: int | None = None,
-        warmup_steps: int | float = 0,
-        final: float = 0.0,
-        cosine_from_start: bool = False,
+        total_steps: int | None,
+        warmup_steps: int | float,
+        final: float,
+        **further_steps: int | float,
     ) -> None:
         at_least(1, total_steps=total_steps)
-        if isinstance(warmup_steps, float) and not 0 <= warmup_steps < 1:
-            raise ValueError(
-                f"warmup_steps={warmup_steps} must be a fraction from 0 to below 1; give numbers of steps as integers"
-            )
-        if warmup_steps < 0 or (total_steps is not None and warmup_steps >= total_steps):
-            raise ValueError(f"warmup_steps={warmup_steps} must be from 0 to below total_steps={total_steps}")
+        self.total_steps, self.warmup_steps, self.final = total_steps, warmup_steps, final
+        for name, steps in {"warmup_steps": warmup_steps, **further_steps}.items():
+            if isinstance(steps, float) and not 0 <= steps < 1:
+                raise ValueError(
+                    f"{name}={steps} must be a fraction from 0 to below 1; give numbers of steps as integers"
+                )
+            if steps < 0 or (total_steps is not None and steps >= total_steps):
+                raise ValueError(f"{name}={steps} must be from 0 to below total_steps={total_steps}")
         if not 0 <= final <= 1:
             raise ValueError(f"final={final} must be a fraction of the peak, from 0 to 1")
-        self.total_steps, self.warmup_steps, self.final = total_steps, warmup_steps, final
-        self.cosine_from_start = cosine_from_start
         super().__init__(optimizer, self._factor)
 
     def set_total_steps(self, run_steps: float) -> None:
@@ -76,15 +60,105 @@ class WarmupCosine(LambdaLR):
             if step > 0:
                 raise ValueError("total_steps=None: give the steps of the run, or call set_total_steps first")
             return 1.0  # no step is taken at this rate
-        fraction = isinstance(self.warmup_steps, float)
-        warmup = round(self.warmup_steps * self.total_steps) if fraction else self.warmup_steps
+        return self._of_peak(step, _steps(self.warmup_steps, self.total_steps), self.total_steps)
+
+    def _of_peak(self, step: int, warmup: int, total: int) -> float:
+        """Return the rate of a step, counted from 0, as a fraction of the peak."""
+        raise NotImplementedError
+
+
+def _steps(steps: int | float, total: int) -> int:
+    """Return a number of steps that may be given as a fraction of `total`."""
+    return round(steps * total) if isinstance(steps, float) else steps
+
+
+class WarmupCosine(_OverTheRun):
+    """Linear warm-up over `warmup_steps`, then half a cosine down to `final` times the peak at `total_steps`.
+
+    The rate is constant after `total_steps`. Steps are optimiser steps.
+
+    Args:
+        optimizer: Its learning rate is the peak.
+        total_steps: Steps of the whole run. Default: those of the trainer's `max_steps` or `max_epochs`. The number is
+            fixed when the run starts and is part of its checkpoints.
+        warmup_steps: Steps of the warm-up, or as a float below 1 their fraction of `total_steps`.
+        final: Final rate, as a fraction of the peak.
+        cosine_from_start: Whether the cosine runs over all `total_steps`, and the warm-up replaces its first steps, as
+            in the PyTorch code of Dai et al. 2019. That code sets the rate after each update. So the first update has
+            the peak rate, and update i, counted from 0, has i / warmup_steps of it while i is below `warmup_steps`.
+            Default: the cosine begins at the end of the warm-up.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_steps: int | None = None,
+        warmup_steps: int | float = 0,
+        final: float = 0.0,
+        cosine_from_start: bool = False,
+    ) -> None:
+        self.cosine_from_start = cosine_from_start
+        super().__init__(optimizer, total_steps, warmup_steps, final)
+
+    def _of_peak(self, step: int, warmup: int, total: int) -> float:
         if self.cosine_from_start and 0 < step < warmup:
             return step / warmup
         if not self.cosine_from_start and step < warmup:
             return (step + 1) / warmup
         start = 0 if self.cosine_from_start else warmup
-        done = min(1.0, (step - start) / max(self.total_steps - start, 1))
+        done = min(1.0, (step - start) / max(total - start, 1))
         return self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+class WarmupStableDecay(_OverTheRun):
+    """Linear warm-up over `warmup_steps`, the peak, then a decay to `final` times the peak over the last `decay_steps`.
+
+        linear: factor = 1 − (1 − final) · done,    sqrt: factor = 1 − (1 − final) · √done
+
+    where done = (step − total_steps + decay_steps) / decay_steps. Hu et al. 2024, section 4.2; the two decays are
+    those of Hägele et al. 2024, section 3.2, where 1 − √done with 10 to 20 % of the steps is the best. The rate before
+    the decay does not depend on the length of the run. It is constant after `total_steps`. Steps are optimiser steps.
+
+    Args:
+        optimizer: Its learning rate is the peak.
+        total_steps: Steps of the whole run: see `WarmupCosine`.
+        warmup_steps: Steps of the warm-up, or as a float below 1 their fraction of `total_steps`.
+        decay_steps: Steps of the decay, likewise.
+        final: Final rate, as a fraction of the peak.
+        decay: The shape of the decay.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_steps: int | None = None,
+        warmup_steps: int | float = 0,
+        decay_steps: int | float = 0.2,
+        final: float = 0.0,
+        decay: Literal["linear", "sqrt"] = "sqrt",
+    ) -> None:
+        if decay not in ("linear", "sqrt"):
+            raise ValueError(f"decay={decay!r} must be linear or sqrt")
+        self.decay_steps, self.decay = decay_steps, decay
+        super().__init__(optimizer, total_steps, warmup_steps, final, decay_steps=decay_steps)
+
+    def _of_peak(self, step: int, warmup: int, total: int) -> float:
+        length = _steps(self.decay_steps, total)
+        if warmup + length > total:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} and decay_steps={self.decay_steps} are {warmup + length} steps, "
+                f"more than the {total} of the run; give fractions of the run, such as 0.1, or train longer"
+            )
+        if step < warmup:
+            return (step + 1) / warmup
+        done = min(1.0, max(0, step - total + length) / max(length, 1))
+        return 1 - (1 - self.final) * (math.sqrt(done) if self.decay == "sqrt" else done)
 
 
 class InverseSquareRoot(LambdaLR):

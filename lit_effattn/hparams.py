@@ -97,7 +97,7 @@ def _kind_of(factory: partial[Any]) -> type | None:
 def flat(settings: Any, name: str = "") -> dict[str, Any]:
     """Return nested settings by their full names, without `init_args` and `class_path`, and with bare class names.
 
-    Example:
+    Examples:
         >>> flat({"model": {"class_path": "a.B", "init_args": {"c": [1, {"class_path": "d.E"}]}}})
         {'model': 'B', 'model.c.0': 1, 'model.c.1': 'E'}
     """

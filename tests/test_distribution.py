@@ -9,9 +9,11 @@ import sysconfig
 import venv
 import zipfile
 from email import message_from_bytes
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from readme_renderer import markdown
 
 from tests.support.commands import REPOSITORY
 
@@ -20,12 +22,17 @@ pytestmark = pytest.mark.processes
 ADDRESS = "https://example.org/lit-effattn"
 
 
+def git_files() -> list[str]:
+    """Names of the files that git knows."""
+    listed = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, check=True, capture_output=True, text=True)
+    return listed.stdout.splitlines()
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An sdist of what git knows, and a wheel made from that sdist."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-    files = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, check=True, capture_output=True, text=True)
-    for name in files.stdout.splitlines():
+    for name in git_files():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         if (REPOSITORY / name).is_symlink() or (REPOSITORY / name).is_file():
             shutil.copy(REPOSITORY / name, source / name, follow_symlinks=False)
@@ -62,17 +69,40 @@ def test_the_sdist_makes_the_same_wheel_again(built: Path, tmp_path: Path):
     assert (tmp_path / wheel.name).read_bytes() == wheel.read_bytes()
 
 
-def test_links_of_the_long_description_are_absolute(built: Path):
+class Targets(HTMLParser):
+    """The targets of a page's links to other pages, and of its pictures."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.pictures: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        target = dict(attributes).get({"a": "href", "img": "src"}.get(tag, ""))
+        if target and not target.startswith("#"):  # a heading links to itself
+            (self.links if tag == "a" else self.pictures).append(target)
+
+
+def test_links_of_the_rendered_long_description_lead_to_files(built: Path):
+    """As PyPI renders it. Links within the repository are to files that git knows, at the tag of the version."""
     (wheel,) = built.glob("*.whl")
     (name,) = (name for name in names(wheel) if name.endswith(".dist-info/METADATA"))
     metadata = message_from_bytes(zipfile.ZipFile(wheel).read(name))
     assert dict(url.split(", ") for url in metadata.get_all("Project-URL"))["Source"] == ADDRESS
-    text = metadata.get_payload()
-    assert not re.findall(r"\]\((?!https://|#)[^)]*\)", text)
-    version = metadata["Version"]
-    assert f"]({ADDRESS}/raw/v{version}/docs/images/completed.png)" in text
-    for path in re.findall(rf"\]\({ADDRESS}/(?:raw|blob)/v{version}/([^)#]+)", text):
-        assert (REPOSITORY / path).exists()
+    page = markdown.render(metadata.get_payload(decode=True).decode())
+    assert page is not None
+    targets = Targets(page)
+    tag, files = f"v{metadata['Version']}", set(git_files())
+    assert targets.pictures == [f"{ADDRESS}/raw/{tag}/docs/images/completed.png"]
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert len(targets.links) + len(targets.pictures) == len(re.findall(r"\]\(", readme))
+    for target in targets.links + targets.pictures:
+        assert target.startswith("https://")
+        address, _, path = target.partition(f"/{tag}/")
+        if target.startswith(ADDRESS):
+            assert address in (f"{ADDRESS}/blob", f"{ADDRESS}/raw")
+            assert path.partition("#")[0] in files
 
 
 USE = """

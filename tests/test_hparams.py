@@ -76,8 +76,8 @@ def test_what_was_rebuilt_says_the_same(name: str):
 
 
 def test_spec_is_plain_and_says_what_was_given():
-    said = spec(Transformer(8, 2, n_layers=1, attention=[partial(SoftmaxAttention, window=5), LinearAttention][:1]))
-    assert said == {
+    message = spec(Transformer(8, 2, n_layers=1, attention=[partial(SoftmaxAttention, window=5), LinearAttention][:1]))
+    assert message == {
         "class_path": "lit_effattn.nn.transformer.Transformer",
         "init_args": {
             "d_model": 8,
@@ -94,8 +94,8 @@ def test_recorded_objects_inside_are_told_too():
             pass
 
     inner = LinearAttention(8, 2, chunk_size=5)
-    said = init_args(Outer(inner, table={"a": (1, 2.5, None)}))
-    assert said == {
+    message = init_args(Outer(inner, table={"a": (1, 2.5, None)}))
+    assert message == {
         "inner": {
             "class_path": "lit_effattn.attention.linear.LinearAttention",
             "init_args": {"d_model": 8, "n_heads": 2, "chunk_size": 5},

@@ -109,6 +109,8 @@ def problems(path: Path) -> list[str]:
         for line, docstring in _docstrings(tree):
             if docstring.startswith(OPENINGS):
                 result.append(f"{name}:{line}: {docstring.split()[0]!r} opens a docstring: open with a noun or a verb")
+            if re.search(r"^ *Example:$", docstring, re.MULTILINE):
+                result.append(f"{name}:{line}: 'Example:' is shown as quoted prose on the site: 'Examples:'")
             for section in re.findall(r"Raises:\n((?:[ ]+.*\n?)+)", docstring):
                 for start in re.findall(r"^ +\w+(?:Error|Exception)\w*: ([a-z]\w*)", section, re.MULTILINE):
                     result.append(f"{name}:{line}: {start!r} begins an entry of Raises: 'ValueError: If …'")
@@ -132,12 +134,20 @@ def test_each_form_is_noticed(tmp_path, monkeypatch):
 
     Raises:
         ValueError: x is dear.
+
+    Example:
+        >>> x
     """
     raise ValueError("x is no number")
 '''
     )
     assert [problem.split(":")[2].strip() for problem in problems(bad)] == [
-        *("'dear'", "'is no n'", "'What' opens a docstring", "'x' begins an entry of Raises", "'rest_of' is a name"),
+        "'dear'",
+        "'is no n'",
+        "'What' opens a docstring",
+        "'Example",
+        "'x' begins an entry of Raises",
+        "'rest_of' is a name",
     ]
     page = tmp_path / "page.md"
     page.write_text("A list is dealt over the layers.\n\n```\nx is no y\n```\n")

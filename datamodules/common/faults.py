@@ -21,7 +21,7 @@ class Fault(NamedTuple):
 class Faults:
     """Faults, counted by reason, with the first messages of each reason. The size does not grow with their number.
 
-    Example:
+    Examples:
         >>> print(Faults([Fault("empty", "a.tsv:2: has no target"), Fault("empty", "a.tsv:9: has no source")]))
         2 empty:
             a.tsv:2: has no target

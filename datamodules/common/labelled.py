@@ -33,7 +33,7 @@ def pad_labelled(items: Sequence[tuple[Any, int]]) -> LabelledBatch:
     Returns:
         The batch: `x` (B, N) or (B, N, F), `labels` and `lengths` (B,).
 
-    Example:
+    Examples:
         >>> pad_labelled([([7, 8, 9], 1), ([4], 0)])
         LabelledBatch(x=tensor([[7, 8, 9],
                 [4, 0, 0]]), labels=tensor([1, 0]), lengths=tensor([3, 1]), indices=None)

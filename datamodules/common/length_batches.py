@@ -37,7 +37,7 @@ class LengthBatches(DistributedSampler[list[int]]):
     Raises:
         ValueError: If an argument is out of its range, or there are fewer samples than processes.
 
-    Example:
+    Examples:
         >>> lengths = np.array([9, 5, 5, 2, 4])
         >>> list(LengthBatches(lengths, 10, max_samples=8, num_replicas=1, rank=0, shuffle=False, seed=0))
         [[0], [1, 2], [4, 3]]

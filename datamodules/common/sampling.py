@@ -39,7 +39,7 @@ class ShardedBatches(DistributedSampler[list[int]]):
     Raises:
         ValueError: If an argument is out of its range, or there are too few samples for the processes.
 
-    Example:
+    Examples:
         >>> list(ShardedBatches(5, 2, num_replicas=1, rank=0, shuffle=False, seed=0, drop_last=False))
         [[0, 1], [2, 3], [4]]
     """

@@ -28,7 +28,7 @@ class Filterbanks:
         ValueError: If an argument is out of its range, or there are so many filters that some lie between two
             frequencies of the FFT.
 
-    Example:
+    Examples:
         >>> Filterbanks()(torch.zeros(16_000)).shape
         torch.Size([98, 40])
     """

@@ -53,7 +53,7 @@ class AssociativeRecall(LengthTask):
     Raises:
         ValueError: If an argument is out of its range.
 
-    Example:
+    Examples:
         >>> data = AssociativeRecall(8, n_pairs=2, n_keys=4, n_values=4, batch_size=1)
         >>> batch = next(iter(data.val_dataloader()))
         >>> batch.inputs.shape, int((batch.targets != IGNORE).sum())

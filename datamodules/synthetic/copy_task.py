@@ -36,7 +36,7 @@ class CopyTask(SyntheticTask):
     Raises:
         ValueError: If an argument is out of its range.
 
-    Example:
+    Examples:
         >>> data = CopyTask(max_len=8, min_len=8, batch_size=1, n_train=1)
         >>> data.setup("fit")
         >>> batch = next(iter(data.val_dataloader()))

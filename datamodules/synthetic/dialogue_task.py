@@ -56,7 +56,7 @@ class DialogueTask(SyntheticTask):
     Raises:
         ValueError: If an argument is out of its range.
 
-    Example:
+    Examples:
         >>> data = DialogueTask(4, n_facts=2, n_near=1, n_far=1, n_keys=9, n_values=10, n_chat=9, value_len=1)
         >>> batch = next(iter(data.test_dataloader()))
         >>> batch.inputs[0].tolist()

@@ -44,7 +44,7 @@ class RetrievalTask(SyntheticTask):
     Raises:
         ValueError: If an argument is out of its range.
 
-    Example:
+    Examples:
         >>> data = RetrievalTask(length=8, n_needles=2, n_symbols=10, n_fillers=1, batch_size=1)
         >>> batch = next(iter(data.test_dataloader()))
         >>> batch.source.tolist(), batch.targets.tolist(), batch.references

@@ -45,7 +45,7 @@ class SortingTask(SyntheticTask):
     Raises:
         ValueError: If an argument is out of its range.
 
-    Example:
+    Examples:
         >>> data = SortingTask(length=6, n_types=3, segment_len=4, batch_size=1)
         >>> batches = iter(data.test_dataloader())
         >>> [(batch.inputs.tolist(), bool(batch.fresh)) for batch in (next(batches), next(batches))]

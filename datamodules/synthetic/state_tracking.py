@@ -43,7 +43,7 @@ class StateTracking(LengthTask):
     Raises:
         ValueError: If an argument is out of its range.
 
-    Example:
+    Examples:
         >>> data = StateTracking("parity", length=4, test_lengths=[6], batch_size=1)
         >>> batch = next(iter(data.test_dataloader()))
         >>> bool((batch.inputs.cumsum(1) % 2 == batch.targets).all())

@@ -50,7 +50,7 @@ class Documents:
     Attributes:
         borders: (documents + 1,): document i is `self[borders[i] : borders[i + 1]]`.
 
-    Example:
+    Examples:
         >>> documents = Documents(np.arange(9), np.array([6, 0]), np.array([3, 2]))
         >>> documents[1:5].tolist()
         [7, 8, 0, 1]

@@ -39,7 +39,7 @@ class TokenStreams(Dataset[TokenBatch]):
     Raises:
         ValueError: With `drop_last`, if there are fewer tokens than a segment has, or fewer segments than streams.
 
-    Example:
+    Examples:
         >>> streams = TokenStreams(
         ...     np.arange(5), np.array([0, 3, 5]), start=9, segment_len=2, batch_size=1, num_replicas=1, rank=0,
         ...     joined=False, drop_last=False,

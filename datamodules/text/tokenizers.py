@@ -526,7 +526,7 @@ class NumberTokenizer(_ModelTokenizer):
     Raises:
         ValueError: If `start` or `end` is not in the vocabulary.
 
-    Example:
+    Examples:
         >>> numbers = NumberTokenizer(11)
         >>> numbers.decode([7, 0, 10]), numbers.encode("7 0").tolist(), numbers.unknown("7 10 x")
         ('7 0', [7, 0], ['10', 'x'])

@@ -139,7 +139,7 @@ def differences(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
 def _aligned(settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return settings with `x` and `x.option` as `x.0` and `x.0.option` where another run has a list.
 
-    Example:
+    Examples:
         >>> _aligned([{"attention": "A", "attention.bias": True}, {"attention.0": "A"}])
         [{'attention.0': 'A', 'attention.0.bias': True}, {'attention.0': 'A'}]
     """

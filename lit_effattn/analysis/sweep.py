@@ -365,7 +365,7 @@ def parse_kind(text: str) -> tuple[str, list[str]]:
     Raises:
         ValueError: If no kind or several have this name, or an option has no value.
 
-    Example:
+    Examples:
         >>> parse_kind("linear:chunk_size=64")[0]
         'LinearAttention:chunk_size=64'
     """

@@ -53,7 +53,7 @@ class Groups(NamedTuple):
     row, so G = ⌈N / L⌉ + 1. A group has at most P = min(N, L) positions. Rows are at different positions of their
     streams, so each row has its own borders.
 
-    Example:
+    Examples:
         Segments of L = 4 are written at their ends, that is before the positions 4, 8, 12, … of a stream. Two rows are
         at positions 6 and 1, so 1 and 0 segments have been written, and a call has N = 5 positions: 6 … 10 and 1 … 5.
 

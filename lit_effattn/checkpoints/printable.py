@@ -19,7 +19,7 @@ def printable(text: str, *, one_line: bool = False) -> str:
         text: The text.
         one_line: Whether tabs and line feeds are escaped, too.
 
-    Example:
+    Examples:
         >>> print(printable("a\x1b[2Jb\u202ec"))
         a\x1b[2Jb\u202ec
     """

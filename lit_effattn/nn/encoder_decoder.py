@@ -26,7 +26,7 @@ class EncoderDecoder(SequenceModule):
     Raises:
         ValueError: If the decoder has no cross-attention, or another `d_source`.
 
-    Example:
+    Examples:
         >>> from lit_effattn.attention import LinearAttention, LinearCrossAttention
         >>> encoder = Transformer(32, 4, 2, attention=LinearAttention, causal=False)
         >>> decoder = Transformer(32, 4, 2, attention=LinearAttention, cross_attention=LinearCrossAttention)

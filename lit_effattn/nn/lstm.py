@@ -50,7 +50,7 @@ class LSTM(SequenceModule):
     Raises:
         ValueError: If a size is not positive, `d_model` is odd with two directions, or `dropout` is not in [0, 1).
 
-    Example:
+    Examples:
         >>> model = LSTM(d_model=32, n_layers=2)
         >>> y, state = model(torch.zeros(1, 10, 32))
         >>> y, state = model(torch.zeros(1, 1, 32), state)  # the eleventh position

@@ -250,7 +250,7 @@ class Transformer(SequenceModule):
     Raises:
         ValueError: If an option is unknown, out of range, or does not apply to the kinds of attention.
 
-    Example:
+    Examples:
         >>> from lit_effattn.attention import LinearAttention
         >>> model = Transformer(d_model=32, n_heads=4, n_layers=2, attention=LinearAttention)
         >>> y, state = model(torch.zeros(1, 10, 32))

@@ -72,7 +72,7 @@ class BitsPerDim(_Mean):
 
     `update` takes negative log-likelihoods in nats, one for each dimension scored.
 
-    Example:
+    Examples:
         >>> metric = BitsPerDim()
         >>> metric.update(torch.full((2, 8), math.log(17)))
         >>> round(float(metric.compute()), 4)
@@ -95,7 +95,7 @@ class BitsPerTextByte(_NatsPerUnit):
 
     `update` takes the negative log-likelihood in nats of each token scored, and the token's number of bytes.
 
-    Example:
+    Examples:
         >>> metric = BitsPerTextByte()
         >>> metric.update(torch.tensor([math.log(2), math.log(8)]), torch.tensor([3, 1]))
         >>> round(float(metric.compute()), 4)
@@ -116,7 +116,7 @@ class Perplexity(_Mean):
 
     `update` takes negative log-likelihoods in nats, one for each token scored.
 
-    Example:
+    Examples:
         >>> metric = Perplexity()
         >>> metric.update(torch.tensor([math.log(2), math.log(8)]))
         >>> round(float(metric.compute()), 4)
@@ -133,7 +133,7 @@ class Perplexity(_Mean):
 class Accuracy(_Mean):
     """The fraction of correct decisions. `update` takes booleans, one for each decision.
 
-    Example:
+    Examples:
         >>> metric = Accuracy()
         >>> metric.update(torch.tensor([3, 1, 4, 1]) == torch.tensor([3, 1, 4, 2]))
         >>> float(metric.compute())
@@ -146,7 +146,7 @@ class Accuracy(_Mean):
 class Count(_Mean):
     """The number of values.
 
-    Example:
+    Examples:
         >>> metric = Count()
         >>> metric.update(torch.zeros(2, 8))
         >>> int(metric.compute())
@@ -166,7 +166,7 @@ class ErrorRate(_Sums):
     matter. Long sequences weigh more than in a mean of the sequences' rates. For words this is the word error rate, for
     phones the phone error rate.
 
-    Example:
+    Examples:
         >>> metric = ErrorRate()
         >>> metric.update([["T", "AH", "M"]], [[["T", "AH", "M", "EY"], ["T", "AA", "M", "AA", "T"]]])
         >>> float(metric.compute())
@@ -197,7 +197,7 @@ class ErrorRate(_Sums):
 class PhonemeErrorRate(ErrorRate):
     """The `ErrorRate` of utterances, each with one reference.
 
-    Example:
+    Examples:
         >>> metric = PhonemeErrorRate()
         >>> metric.update([["k", "ae", "t"], ["ah"]], [["k", "ah", "t", "s"], ["ah"]])
         >>> float(metric.compute())
@@ -212,7 +212,7 @@ class PhonemeErrorRate(ErrorRate):
 class ExactMatch(_Sums):
     """The fraction of sequences that equal one of their references: exact-match accuracy.
 
-    Example:
+    Examples:
         >>> metric = ExactMatch()
         >>> metric.update([["AY"], ["R", "EH", "D"]], [[["IY"]], [["R", "IY", "D"], ["R", "EH", "D"]]])
         >>> float(metric.compute())
@@ -240,7 +240,7 @@ class NatsPerPhone(_NatsPerUnit):
 
     `update` takes −ln p of each utterance, and its number of phones.
 
-    Example:
+    Examples:
         >>> metric = NatsPerPhone()
         >>> metric.update(torch.tensor([6.0, 1.0]), torch.tensor([4, 10]))
         >>> float(metric.compute())
@@ -253,7 +253,7 @@ class NatsPerSequence(_Mean):
 
     `update` takes −ln p of the right class, one for each sequence.
 
-    Example:
+    Examples:
         >>> metric = NatsPerSequence()
         >>> metric.update(torch.tensor([0.5, 1.5]))
         >>> float(metric.compute())

@@ -109,7 +109,7 @@ class Bleu(_CorpusScore):
     Raises:
         ValueError: If sacrebleu is not installed, or `tokenize` is unknown.
 
-    Example:
+    Examples:
         >>> metric = Bleu()
         >>> metric.update(["the cat sat on the mat"], [["the cat sat on a mat", "a cat sat on the mat"]])
         >>> round(float(metric.compute()), 1)
@@ -140,7 +140,7 @@ class Chrf(_CorpusScore):
     Raises:
         ValueError: If sacrebleu is not installed, or `word_order` is negative.
 
-    Example:
+    Examples:
         >>> metric = Chrf()
         >>> metric.update(["the cat sat on the mat"], [["the cat sat on a mat"]])
         >>> round(float(metric.compute()), 1)
@@ -179,7 +179,7 @@ class WordF1(_MeanScore):
     Texts become lower case, and lose punctuation and the words a, an and the (Rajpurkar et al. 2016, section 6.1; the
     same in Dinan et al. 2019). Of several references the best counts.
 
-    Example:
+    Examples:
         >>> metric = WordF1()
         >>> metric.update(["The cat sat."], [["a cat sat down"]])
         >>> round(float(metric.compute()), 1)
@@ -201,7 +201,7 @@ class RougeL(_MeanScore):
     LCS is the number of words in the longest common subsequence (Lin 2004, section 3.1, with β = 1). Words are runs of
     a … z and 0 … 9, in lower case. Of several references the best counts.
 
-    Example:
+    Examples:
         >>> metric = RougeL()
         >>> metric.update(["sat the cat"], [["the cat sat"]])
         >>> round(float(metric.compute()), 1)

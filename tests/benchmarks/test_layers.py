@@ -78,10 +78,10 @@ def test_layers_are_compared_and_what_can_not_be_is_said(monkeypatch):
     assert rows["softmax", "right"]["difference"] < 1e-5
     assert rows["softmax", "wrong"]["difference"] > 0.01
     assert rows["other", "wrong"]["difference"] == "—"
-    said = "\n".join(report.notes)
-    assert "Not measured: failing: failed (TypeError: they changed it)." in said
-    assert "Not measured: x-transformers: absent (No module named 'x_transformers.x_transformers'); see " in said
-    assert "Not measured: flash-linear-attention: its kernels need CUDA" in said
+    message = "\n".join(report.notes)
+    assert "Not measured: failing: failed (TypeError: they changed it)." in message
+    assert "Not measured: x-transformers: absent (No module named 'x_transformers.x_transformers'); see " in message
+    assert "Not measured: flash-linear-attention: its kernels need CUDA" in message
 
 
 def test_without_libraries_every_comparison_has_our_row(monkeypatch):

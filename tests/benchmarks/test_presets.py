@@ -36,8 +36,8 @@ def test_no_name_runs_the_short_version(ran, capsys):
     command.main(["--output", "folder"])
     assert [words[0] for words, _ in ran.runs] == [words.split()[0] for words in command.SHORT]
     assert all(words[-2:] == ["--output", "folder"] and limit is None for words, limit in ran.runs)
-    said = capsys.readouterr().err
-    assert said.index("To run:") < said.index("python -m benchmarks steps")
+    output = capsys.readouterr().err
+    assert output.index("To run:") < output.index("python -m benchmarks steps")
 
 
 def test_gpu_runs_all_that_it_is_for_within_9_minutes(ran, with_a_gpu):
@@ -53,10 +53,10 @@ def test_one_that_fails_does_not_lose_the_others(ran, with_a_gpu, capsys):
         command.main(["gpu"])
     assert end.value.code == 1
     assert len(ran.runs) == len(command.GPU)
-    said = capsys.readouterr().err.splitlines()
-    assert said[-3] == f"2 of {len(command.GPU)} failed:"
-    assert said[-2].endswith("--limit 1: exit status 1")
-    assert said[-1].endswith("stopped after 40 s")
+    output = capsys.readouterr().err.splitlines()
+    assert output[-3] == f"2 of {len(command.GPU)} failed:"
+    assert output[-2].endswith("--limit 1: exit status 1")
+    assert output[-1].endswith("stopped after 40 s")
 
 
 def test_what_is_invalid_is_refused_before_the_first_run(ran, monkeypatch, capsys):

@@ -48,5 +48,5 @@ def test_table(words, tmp_path, capsys):
 
 
 def test_scores_are_read_from_what_the_command_says():
-    said = "test bits/dim: 1.8022\ntest PER: 9.38 %\ntest utterances: 133\nval PER: 1.00 %\n"
-    assert scores(said) == {"bits/dim": "1.8022", "PER": "9.38 %"}
+    output = "test bits/dim: 1.8022\ntest PER: 9.38 %\ntest utterances: 133\nval PER: 1.00 %\n"
+    assert scores(output) == {"bits/dim": "1.8022", "PER": "9.38 %"}

@@ -44,9 +44,9 @@ def test_the_summary_counts_what_has_parameters(tmp_path: Path, capsys: pytest.C
     model.nothing = torch.nn.ReLU()
     model.frozen = torch.nn.Linear(30, 50).requires_grad_(False)
     trainer(tmp_path, [ParameterSummary()], max_steps=1).fit(model, loader(4))
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     count = sum(p.numel() for p in model.parameters())
-    assert f"\n{count / 1000:.1f} K parameters, 1.6 K of them frozen\n" in said
-    assert re.search(r"│ frozen +│ Linear +│ 1.6 K +│", said)
-    assert "nothing" not in said
-    assert "FLOPs" not in said
+    assert f"\n{count / 1000:.1f} K parameters, 1.6 K of them frozen\n" in output
+    assert re.search(r"│ frozen +│ Linear +│ 1.6 K +│", output)
+    assert "nothing" not in output
+    assert "FLOPs" not in output

@@ -37,10 +37,12 @@ def complaint(*args: str, trainer: bool = False) -> str:
         parser.add_lightning_class_args(Trainer, "trainer")
     with pytest.raises(ArgumentError) as caught:
         parser.parse_args([*args])
-    said = plain(str(caught.value))
-    assert len(said) < 400, said
-    assert not re.search(r"Namespace|NestedArg|Parser key|Subtypes|Does not validate|<class|\n|typing\.", said), said
-    return said
+    message = plain(str(caught.value))
+    assert len(message) < 400, message
+    assert not re.search(r"Namespace|NestedArg|Parser key|Subtypes|Does not validate|<class|\n|typing\.", message), (
+        message
+    )
+    return message
 
 
 @pytest.mark.parametrize(
@@ -76,17 +78,17 @@ def complaint(*args: str, trainer: bool = False) -> str:
     ],
 )
 def test_an_unknown_option(args: list[str], place: str, owner: str, name: str, suggestion: str):
-    said = complaint(*MODEL, *args)
-    assert said.startswith(f"{place}: {owner}")
-    assert f"has no option '{name}'" in said
-    assert f"did you mean {suggestion}" in said
+    message = complaint(*MODEL, *args)
+    assert message.startswith(f"{place}: {owner}")
+    assert f"has no option '{name}'" in message
+    assert f"did you mean {suggestion}" in message
 
 
 def test_an_unknown_option_like_none_lists_those_there_are():
-    said = complaint(*MODEL, "--model.backbone.attention=LinearAttention", "--model.backbone.attention.zzz=1")
+    message = complaint(*MODEL, "--model.backbone.attention=LinearAttention", "--model.backbone.attention.zzz=1")
     for option in ("chunk_size", "feature_map", "bias"):
-        assert option in said
-    assert "self" not in said
+        assert option in message
+    assert "self" not in message
 
 
 @pytest.mark.parametrize(
@@ -110,19 +112,19 @@ def test_an_unknown_option_like_none_lists_those_there_are():
     ],
 )
 def test_an_unknown_class(arg: str, place: str, name: str, suggestion: str):
-    said = complaint(*(TEXT if "embedding" in arg else MODEL), arg)
-    assert said == f"{place}: there is no class '{name}'; did you mean {suggestion}?"
+    message = complaint(*(TEXT if "embedding" in arg else MODEL), arg)
+    assert message == f"{place}: there is no class '{name}'; did you mean {suggestion}?"
 
 
 def test_an_unknown_class_like_none_lists_those_there_are():
-    said = complaint(*MODEL, "--model.backbone.positions=zzz")
+    message = complaint(*MODEL, "--model.backbone.positions=zzz")
     for name in ("GridPositions", "LearnedPositions", "RotaryPositions", "SinusoidalPositions"):
-        assert name in said
-    assert " Positions" not in said  # abstract: it can't be had
+        assert name in message
+    assert " Positions" not in message  # abstract: it can't be had
     assert complaint(*TEXT, "--model.embedding=zzz") == "model.embedding: there is no class 'zzz'"  # of hundreds
-    said = complaint(*MODEL, "--model.backbone.attention=zzz")
-    assert "LinearAttention" in said
-    assert "SoftmaxAttention" in said
+    message = complaint(*MODEL, "--model.backbone.attention=zzz")
+    assert "LinearAttention" in message
+    assert "SoftmaxAttention" in message
 
 
 @pytest.mark.parametrize(
@@ -167,10 +169,10 @@ def test_an_unknown_class_like_none_lists_those_there_are():
     ],
 )
 def test_a_value_of_the_wrong_kind(args: list[str], place: str, value: str, expected: list[str]):
-    said = complaint(*MODEL, *args)
-    assert said.startswith(f"{place}={value} is not "), said
+    message = complaint(*MODEL, *args)
+    assert message.startswith(f"{place}={value} is not "), message
     for word in expected:
-        assert word in said
+        assert word in message
 
 
 @pytest.mark.parametrize(
@@ -184,27 +186,27 @@ def test_a_value_of_the_wrong_kind(args: list[str], place: str, value: str, expe
     ],
 )
 def test_options_of_the_trainer(arg: str, words: list[str]):
-    said = complaint(arg, trainer=True)
+    message = complaint(arg, trainer=True)
     for word in words:
-        assert word in said
+        assert word in message
 
 
 def test_an_option_of_a_class_that_was_not_named():
     """The attention's class is the default; jsonargparse then can't know whose option it is."""
-    said = complaint(*MODEL, "--model.backbone.attention.chunk_size=5")
-    assert said.startswith("model.backbone.attention")
-    assert "chunk_size" in said
-    assert "class" in said
-    said = complaint(*TEXT, "--model.embedding.cutoffs=[5]")
-    assert said.endswith("name the class that option 'cutoffs' belongs to first, --model.embedding CLASS")
+    message = complaint(*MODEL, "--model.backbone.attention.chunk_size=5")
+    assert message.startswith("model.backbone.attention")
+    assert "chunk_size" in message
+    assert "class" in message
+    message = complaint(*TEXT, "--model.embedding.cutoffs=[5]")
+    assert message.endswith("name the class that option 'cutoffs' belongs to first, --model.embedding CLASS")
 
 
 def test_an_option_that_a_class_needs():
-    said = complaint(*TEXT)
-    assert said.startswith("model.backbone needs d_model, n_heads, n_layers: give --model.backbone.d_model VALUE")
+    message = complaint(*TEXT)
+    assert message.startswith("model.backbone needs d_model, n_heads, n_layers: give --model.backbone.d_model VALUE")
     sizes = ["--model.backbone.d_model=8", "--model.backbone.n_heads=2", "--model.backbone.n_layers=1"]
-    said = complaint(*TEXT, *sizes, "--model.embedding=AdaptiveEmbedding")
-    assert said.startswith("model.embedding needs cutoffs: give --model.embedding.cutoffs VALUE")
+    message = complaint(*TEXT, *sizes, "--model.embedding=AdaptiveEmbedding")
+    assert message.startswith("model.embedding needs cutoffs: give --model.embedding.cutoffs VALUE")
 
 
 def test_what_says_it_plainly_already_stays():
@@ -226,9 +228,9 @@ def test_fit_without_anything():
     parser.add_subcommands(required=True).add_subcommand("fit", fit)
     with pytest.raises(ArgumentError) as caught:
         parser.parse_args(["fit"])
-    said = plain(str(caught.value))
+    message = plain(str(caught.value))
     for word in ("--config", "digits_linear", "--model", "--data"):
-        assert word in said
+        assert word in message
 
 
 PAIRS = ["fit", "--model", "SequenceToSequence", "--data", "SequencePairs", "--model.backbone", "EncoderDecoder"]

@@ -235,8 +235,8 @@ def test_what_does_not_support_parts_says_so(module: Any):
 def test_the_kinds_that_support_parts_are_those_that_the_message_names():
     kinds = attention_kinds()
     able = {name for name, kind in kinds.items() if kind.takes_parts} | {"TransformerXLAttention"}
-    said = Parts.unsupported(LSTM(E, 1))
-    assert able == {name for name in kinds if name in said}
+    message = Parts.unsupported(LSTM(E, 1))
+    assert able == {name for name in kinds if name in message}
     assert TransformerXLAttention(E, H, same_length=True).takes_parts
 
 

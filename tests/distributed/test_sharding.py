@@ -387,12 +387,12 @@ def carry(
 
 def failed(folder: Path) -> list[str]:
     """What this process says where the disk of one is full."""
-    said = []
+    messages = []
     for rank in range(P):
         with pytest.raises(OSError, match="could not be written") as caught:
             carry(folder / str(rank), PARTS(), FullOn(rank, 1))
-        said.append(str(caught.value))
-    return said
+        messages.append(str(caught.value))
+    return messages
 
 
 SHARDED = "ModelParallelStrategy"
@@ -576,8 +576,8 @@ def test_a_full_disk_of_one_process_stops_all_and_leaves_the_checkpoint_before(f
         checkpoints = folder / "failed" / str(rank) / "checkpoints"
         assert [path.name for path in checkpoints.iterdir()] == ["last.ckpt"]
         assert read_checkpoint(checkpoints / "last.ckpt")["global_step"] == 1
-        for said in (of_rank["failed"][rank] for of_rank in found):
-            assert re.search(r"last\.ckpt could not be written: No space left on device; .* still intact", said)
+        for message in (of_rank["failed"][rank] for of_rank in found):
+            assert re.search(r"last\.ckpt could not be written: No space left on device; .* still intact", message)
         assert f"(process {rank})" in found[1 - rank]["failed"][rank]
 
 
@@ -589,7 +589,7 @@ def test_what_is_not_supported_is_refused():
         ShardedStrategy(tensor_parallel_size=0)
     with pytest.raises(ValueError, match=r"save_distributed_checkpoint=True with tensor_parallel_size=2 .* leave it"):
         PARTS(tensor_parallel_size=2)
-    for options, said in (
+    for options, message in (
         ({"data_parallel_size": 3}, "data_parallel_size=3 is not .* 2, divided by tensor_parallel_size=1; leave it"),
         (
             {"data_parallel_size": 2, "tensor_parallel_size": 2},
@@ -599,7 +599,7 @@ def test_what_is_not_supported_is_refused():
     ):
         strategy = ShardedStrategy(**options)
         strategy.parallel_devices = [torch.device("cpu")] * P
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             strategy.setup_environment()
     task = language(PERFORMER)
     task._device_mesh, task._trainer = object(), SimpleNamespace(strategy=ModelParallelStrategy())

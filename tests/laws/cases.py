@@ -95,10 +95,10 @@ def kind(
     **options: Any,
 ) -> list[Case]:
     """Return the cases of an attention with these options: causal or not."""
-    said = [f"{name}={getattr(value, '__name__', value)}" for name, value in options.items()]
+    message = [f"{name}={getattr(value, '__name__', value)}" for name, value in options.items()]
     return [
         Case(
-            "-".join([cls.__name__, *said, *([] if c else ["bidirectional"]), *(["rotary"] if rotary else [])]),
+            "-".join([cls.__name__, *message, *([] if c else ["bidirectional"]), *(["rotary"] if rotary else [])]),
             partial(cls, **options),
             unit,
             c,
@@ -327,8 +327,8 @@ def cross(
     def by_definition(module: Any, x: Tensor) -> Tensor:
         return definition(module.reader, x, module.source[:VALID].expand(len(x), -1, -1))
 
-    said = [f"{name}={getattr(value, '__name__', value)}" for name, value in options.items()]
-    return Case("-".join([cls.__name__, *said]), make, 3, definition=by_definition)
+    message = [f"{name}={getattr(value, '__name__', value)}" for name, value in options.items()]
+    return Case("-".join([cls.__name__, *message]), make, 3, definition=by_definition)
 
 
 CROSS = [

@@ -487,12 +487,12 @@ def test_positions_beyond_the_room_are_refused(case: Case):
     with torch.no_grad():
         _, state = module(x[:, :room], module.initial_state(2, max_len=room), torch.tensor([room, 1]))
         smaller = sequence.nbytes(state) < sequence.nbytes(module.initial_state(2, max_len=9 * room))
-        for n, lengths, said in (
+        for n, lengths, message in (
             (1, None, f"holds {room} positions and is given 1 more"),
             (1, torch.tensor([1, 0]), f"holds {room} positions and is given 1 more"),
             (2 * room, torch.tensor([0, 2 * room]), f"holds 1 positions and is given {2 * room} more"),
         ):
-            with pytest.raises(ValueError, match=said) if smaller else nullcontext():
+            with pytest.raises(ValueError, match=message) if smaller else nullcontext():
                 module(x[:, :n], state, lengths)
 
 

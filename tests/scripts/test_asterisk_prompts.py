@@ -56,7 +56,7 @@ def made(package, capsys):
 
 
 def test_prompts_have_the_phones_of_their_words(made):
-    out, said = made
+    out, output = made
     lines = [json.loads(line) for line in (out / "test.jsonl").read_text(encoding="utf-8").splitlines()]
     assert {line["id"]: " ".join(line["phonemes"]) for line in lines} == {
         "clubs": "t ɛ n ʌ v k l ʌ b z",
@@ -64,10 +64,10 @@ def test_prompts_have_the_phones_of_their_words(made):
         "letters/a": "eɪ",
         "time": "eɪ ɛ m ɹ ə t ɛ n",
     }
-    assert "test: 4 prompts, 0.1 minutes, 25 phones" in said
-    assert "3 prompts are left out:" in said
+    assert "test: 4 prompts, 0.1 minutes, 25 phones" in output
+    assert "3 prompts are left out:" in output
     for reason in ("1 without words:\n    beep", "1 with unknown words:\n    moon: MOONS, 55", "1 without a recording"):
-        assert reason in said
+        assert reason in output
 
 
 def test_the_prompts_are_a_test_split_of_speech_data(made):
@@ -110,8 +110,8 @@ def test_the_american_voice_says_words_so():
     pytest.importorskip("espeakng_loader")
     with synthesizer() as voice:
         for word, *phones in (entry.split() for entry in WORDS.split(",")):
-            said = voice.say(Speaker("en-us+m1", 160, 50), word).phones
-            assert said == [TO_ESPEAK[phone] for phone in phones], word
+            phonemes = voice.say(Speaker("en-us+m1", 160, 50), word).phones
+            assert phonemes == [TO_ESPEAK[phone] for phone in phones], word
 
 
 def test_a_folder_without_the_packages_is_named(package):

@@ -38,7 +38,7 @@ def pages(tmp_path):
 def test_pages_become_pairs_in_splits(pages, capsys):
     out = pages / "out"
     main([str(pages / "en-US"), str(pages / "de"), str(out)])
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     common = {
         "Press Ctrl+F2 & wait a moment.\tPress Strg+F2 & wait a moment.",
         "This is the first of two\tDas ist the first of two",
@@ -52,7 +52,7 @@ def test_pages_become_pairs_in_splits(pages, capsys):
         expected = {f"Title {i} of the page\tTitel {i} of the page" for i in numbers}
         assert set(lines) == expected | (common if split == "train" else set())
         assert len(lines) == len(set(lines))
-        assert f"{split}: {len(lines)} pairs" in said
+        assert f"{split}: {len(lines)} pairs" in output
     data = SequencePairs("tsv", root=str(out), cache=str(pages / "cache"))
     data.prepare_data()
     data.setup("fit")

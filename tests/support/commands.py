@@ -23,12 +23,12 @@ def fails(capsys: pytest.CaptureFixture[str], *args: str, code: int = 1) -> str:
     capsys.readouterr()
     with pytest.raises(SystemExit) as stopped:
         main(list(args))
-    said = capsys.readouterr().err
-    message = said[said.index("lit-effattn: error: ") :]
+    output = capsys.readouterr().err
+    message = output[output.index("lit-effattn: error: ") :]
     assert stopped.value.code == code
     assert len(message.splitlines()) <= 3
     assert len(message) < 1000
-    assert "Traceback" not in said
+    assert "Traceback" not in output
     return message
 
 
@@ -48,9 +48,9 @@ def command(*args: str) -> subprocess.CompletedProcess[str]:
 def ends(*args: str, two: bool = False) -> str:
     """Run a command to its end, in this process if it needs no other; return what it says."""
     if not two and "ddp" not in args:
-        with redirect_stdout(io.StringIO()) as said:
+        with redirect_stdout(io.StringIO()) as output:
             main(list(args))
-        return said.getvalue()
+        return output.getvalue()
     done = command(*args)
     assert done.returncode == 0, done.stderr
     return done.stdout

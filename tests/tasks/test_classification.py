@@ -214,7 +214,7 @@ def test_predictions_are_written_in_the_order_of_the_data(tmp_path: Path, monkey
     batches = [
         pad_labelled([items[i] for i in order])._replace(indices=torch.tensor(order)) for order in ([3, 0], [2, 1])
     ]
-    said = made.write_predictions([made.predict_step(batch) for batch in batches], tmp_path)
+    message = made.write_predictions([made.predict_step(batch) for batch in batches], tmp_path)
     p = torch.stack([made(part[None])[0].exp() for part in parts])
     for i, line in enumerate(table(tmp_path / "predictions.csv")):
         assert line["index"] == str(i)
@@ -227,8 +227,8 @@ def test_predictions_are_written_in_the_order_of_the_data(tmp_path: Path, monkey
     ((seen, names),) = drawn
     assert torch.equal(seen, counts)
     assert names == list(CLASSES)
-    assert "4 sequences" in said
-    assert "confusion.png" in said
+    assert "4 sequences" in message
+    assert "confusion.png" in message
 
 
 @torch.no_grad()

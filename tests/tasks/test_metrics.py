@@ -133,11 +133,11 @@ SPOKEN = [  # what was said, what was recognised, and the edits between, counted
 
 def test_the_phoneme_error_rate_by_hand():
     metric = PhonemeErrorRate()
-    for said, recognised, edits in SPOKEN:
+    for spoken, recognised, edits in SPOKEN:
         before = metric.total.item()
-        metric.update([recognised.split()], [said.split()])
+        metric.update([recognised.split()], [spoken.split()])
         assert metric.total.item() - before == edits
-    phones = sum(len(said.split()) for said, *_ in SPOKEN)
+    phones = sum(len(spoken.split()) for spoken, *_ in SPOKEN)
     assert metric.compute().item() == pytest.approx(17 / phones, rel=1e-15)
     whole = PhonemeErrorRate()
     assert whole([r.split() for _, r, _ in SPOKEN], [s.split() for s, *_ in SPOKEN]).item() == metric.compute().item()

@@ -335,9 +335,9 @@ def test_a_checkpoint_of_another_model_is_rejected_in_a_few_words(tmp_path: Path
         ValueError, match=r"another model.*embedding\.weight is 5×8 in the checkpoint, 5×16 here"
     ) as caught:
         trainer(tmp_path, max_steps=2).fit(other, data(), ckpt_path=path)
-    said = str(caught.value)
-    assert len(said) < 500
-    assert " more)" in said
+    message = str(caught.value)
+    assert len(message) < 500
+    assert " more)" in message
     deeper = PixelModel(Transformer(8, 2, 2), SHAPE, LEVELS)
     with pytest.raises(ValueError, match=r"backbone\.blocks\.1\.\S+ is absent in the checkpoint, "):
         deeper.on_load_checkpoint(torch.load(path, weights_only=True))

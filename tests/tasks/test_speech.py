@@ -89,11 +89,11 @@ def row(batch: SpeechBatch, i: int) -> SpeechBatch:
 class Fixed(Decoder):
     """Says what it was told to, in turn."""
 
-    def __init__(self, *said: list[int]) -> None:
-        self.said = list(said)
+    def __init__(self, *labels: list[int]) -> None:
+        self.labels = list(labels)
 
     def __call__(self, log_probs: Tensor, lengths: Tensor, phones: tuple[str, ...]) -> list[list[int]]:
-        return [self.said.pop(0) for _ in lengths]
+        return [self.labels.pop(0) for _ in lengths]
 
 
 # ------------------------------------------------------------------------------------------------ padding
@@ -201,14 +201,14 @@ def test_the_scores_by_hand(tmp_path: Path):
     first, second = speech((9, 6, 7), (4, 2, 0)), speech((2, 8), (3, 3), seed=1)
     first.phones[:] = torch.tensor([[1, 2, 3, 4], [2, 5, 0, 0], [0, 0, 0, 0]])
     second.phones[:] = torch.tensor([[1, 1, 2], [4, 5, 1]])
-    said = (
+    labels = (
         [1, 5, 2, 4, 4],  # ah b sh sh for ah b sh: 1 edit of 3
         [3],  # nothing for b: 1 of 1
         [1],  # ah for nothing: 1 of 0
         [1, 2, 1],  # ah b ah for ah ah b: 2 of 3; it is impossible, too
         [4, 1],  # sh ah for sh ah: 0 of 2
     )
-    made = model(folded=FOLDED, decoder=Fixed(*said))
+    made = model(folded=FOLDED, decoder=Fixed(*labels))
     nats = [made_loss(made, row(batch, i)) for batch, i in ((first, 0), (first, 1), (first, 2), (second, 1))]
     (results,) = trainer(tmp_path, []).test(made, DataLoader([first, second], batch_size=None), verbose=False)
     assert results["test/per"] == pytest.approx(5 / 9)
@@ -234,7 +234,7 @@ def test_transcripts_say_what_when_and_how_surely(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(made, "forward", lambda batch: (log_probs, torch.tensor([6, 5])))
     batch = speech((17, 15), (2, 0))
     batch.phones[0] = torch.tensor([5, 1])
-    said = made.write_predictions([made.predict_step(batch, 0)], tmp_path)
+    message = made.write_predictions([made.predict_step(batch, 0)], tmp_path)
     first, second = (json.loads(line) for line in (tmp_path / "transcripts.jsonl").read_text().splitlines())
     sure = round(math.exp(9) / (math.exp(9) + 5), 4)
     assert first == {
@@ -249,7 +249,7 @@ def test_transcripts_say_what_when_and_how_surely(monkeypatch: pytest.MonkeyPatc
         "picture": "utterance_1.png",
     }
     assert second == {"id": "utterance-1", "seconds": 0.3, "phones": [], "picture": "utterance_2.png"}
-    assert "transcripts of 2 utterances: " in said
+    assert "transcripts of 2 utterances: " in message
     for i in (1, 2):
         with Image.open(tmp_path / f"utterance_{i}.png") as picture:
             assert picture.width > 100

@@ -23,7 +23,7 @@ def largest(values: Iterable[float], what: str = "the difference") -> float:
     Raises:
         ValueError: If a number is NaN or infinite, or there is none.
 
-    Example:
+    Examples:
         >>> largest([0.5, 2, 1])
         2
     """

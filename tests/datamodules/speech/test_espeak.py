@@ -41,7 +41,7 @@ def contents(root: Path) -> dict[str, bytes]:
 def test_a_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     corpus = EspeakCorpus(str(tmp_path / "a"), minutes=0.2)
     corpus.prepare()
-    said: dict[str, set[str]] = {}
+    texts: dict[str, set[str]] = {}
     for split, least in (("train", 9.6), ("val", 1.2), ("test", 1.2)):
         lines = [json.loads(line) for line in (tmp_path / "a" / f"{split}.jsonl").read_text().splitlines()]
         utterances = corpus.utterances(split)
@@ -60,11 +60,11 @@ def test_a_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
             assert list(starts) == sorted(starts)
             assert all(start <= end for start, end in line["times"])
             assert ends[-1] <= line["duration"]
-        said[split] = {line["text"] for line in lines}
-    assert not said["train"] & said["val"]
-    assert not said["train"] & said["test"]
-    assert not said["val"] & said["test"]
-    assert all(said["test"].isdisjoint(pieces) or said["test"].issuperset(pieces) for pieces in SENTENCES)
+        texts[split] = {line["text"] for line in lines}
+    assert not texts["train"] & texts["val"]
+    assert not texts["train"] & texts["test"]
+    assert not texts["val"] & texts["test"]
+    assert all(texts["test"].isdisjoint(pieces) or texts["test"].issuperset(pieces) for pieces in SENTENCES)
 
     before = contents(tmp_path / "a")
     espeak.main(["--root", str(tmp_path / "b"), "--minutes", "0.2"])

@@ -139,8 +139,8 @@ def test_bad_lexicons_are_refused(tmp_path: Path):
 
 def test_utterances_with_unknown_words_are_left_out_and_counted(tmp_path: Path):
     lexicon = Lexicon(lexicon_file(tmp_path / "dict"))
-    said = ["hello world", "hello foo bar", "foo", "read"]
-    spoken = [(Utterance(str(i), Path(f"{i}.wav")), text) for i, text in enumerate(said)]
+    texts = ["hello world", "hello foo bar", "foo", "read"]
+    spoken = [(Utterance(str(i), Path(f"{i}.wav")), text) for i, text in enumerate(texts)]
     with pytest.warns(UserWarning, match=r"dev: 2 of 4 utterances are left out.*lacks 2 words \(FOO, BAR\)"):
         known = pronounced(spoken, lexicon, "dev")
     assert [u.id for u in known] == ["0", "3"]
@@ -163,8 +163,8 @@ def test_words_that_the_lexicon_lacks_are_pronounced_counted_and_named(tmp_path:
     """Of five utterances one has a digit, which has no phones, and one a phone that is not in the inventory."""
     lexicon = Lexicon(lexicon_file(tmp_path / "dict"))
     inventory = lexicon.phones
-    said = ["hello world", "hello dl, read", "r2", "ld", "xl"]
-    spoken = [(Utterance(str(i), Path(f"{i}.wav")), text) for i, text in enumerate(said)]
+    texts = ["hello world", "hello dl, read", "r2", "ld", "xl"]
+    spoken = [(Utterance(str(i), Path(f"{i}.wav")), text) for i, text in enumerate(texts)]
     with (
         caplog.at_level("INFO"),
         pytest.warns(UserWarning, match=r"dev: 1 word \(XL\) have phones from its letters that .*dict lacks") as warned,

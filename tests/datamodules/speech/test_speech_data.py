@@ -186,18 +186,18 @@ def test_a_checkpoint_of_other_labels_or_features_is_refused(make, tmp_path):
 
 def spoil(corpus, split):
     """Make all but the last three utterances unusable, each in another way; return why, by id."""
-    said = corpus.splits[split]
+    utterances = corpus.splits[split]
     faults = {}
 
     def spoiled(i, reason, **changes):
-        said[i] = said[i]._replace(**changes)
-        faults[said[i].id] = reason
+        utterances[i] = utterances[i]._replace(**changes)
+        faults[utterances[i].id] = reason
 
-    said[0].audio.unlink()
+    utterances[0].audio.unlink()
     spoiled(0, "missing")
-    said[1].audio.write_bytes(b"")
+    utterances[1].audio.write_bytes(b"")
     spoiled(1, "empty")
-    soundfile.write(said[2].audio, np.zeros((4000, 2)), RATE)
+    soundfile.write(utterances[2].audio, np.zeros((4000, 2)), RATE)
     spoiled(2, "several channels")
     spoiled(3, "unknown phone", phones=("aa", "zz"))
     return faults
@@ -210,16 +210,16 @@ def warned(record, *texts):
 
 def test_training_survives_what_cannot_be_used_and_names_it(make, corpus):
     faults = spoil(corpus, "train")
-    said = corpus.splits["train"]
-    said[4].audio.write_bytes(b"no sound" * 9)
-    soundfile.write(said[5].audio, np.zeros(RATE * 2), RATE)
-    soundfile.write(said[6].audio, np.zeros(RATE // 2), RATE // 2)
-    said[7] = said[7]._replace(phones=None)
-    frames = len(filterbanks(said[8]))
-    said[8] = said[8]._replace(phones=("aa", "b") * (frames // 2) + ("k", "k"))
+    utterances = corpus.splits["train"]
+    utterances[4].audio.write_bytes(b"no sound" * 9)
+    soundfile.write(utterances[5].audio, np.zeros(RATE * 2), RATE)
+    soundfile.write(utterances[6].audio, np.zeros(RATE // 2), RATE // 2)
+    utterances[7] = utterances[7]._replace(phones=None)
+    frames = len(filterbanks(utterances[8]))
+    utterances[8] = utterances[8]._replace(phones=("aa", "b") * (frames // 2) + ("k", "k"))
     with pytest.warns(UserWarning, match="are left out") as record:
         data = make("fit", max_seconds=1.5)
-    assert {u.id for u in said[9:]} == set(rows_of(data.train_dataloader()))
+    assert {u.id for u in utterances[9:]} == set(rows_of(data.train_dataloader()))
     reasons = [*faults.values(), "unreadable", "too long", "low sampling rate", "without phones"]
     assert [fault.reason for fault in data.left_out["train"]] == [*reasons, "shorter than its phones"]
     assert warned(record, "train: 9 of 12 utterances are left out:", *(f"1 {reason}:" for reason in reasons), "'zz'")
@@ -245,18 +245,18 @@ def test_the_first_few_of_many_are_named(make, corpus):
 
 @pytest.mark.parametrize("subsampling", [1, 4])
 def test_ctc_needs_a_frame_a_phone_and_one_between_equal_ones(make, corpus, subsampling):
-    said = corpus.splits["train"][:4]
-    frames = [math.ceil(len(filterbanks(u)) / subsampling) for u in said]
+    utterances = corpus.splits["train"][:4]
+    frames = [math.ceil(len(filterbanks(u)) / subsampling) for u in utterances]
     most = max(frames)
-    said[0] = said[0]._replace(phones=(("aa", "b") * most)[: frames[0]])
-    said[1] = said[1]._replace(phones=(("aa", "b") * most)[: frames[1] + 1])
-    said[2] = said[2]._replace(phones=("b",) * ((frames[2] + 1) // 2))  # n equal ones need 2n − 1 frames
-    said[3] = said[3]._replace(phones=("b",) * ((frames[3] + 1) // 2 + 1))
-    corpus.splits["train"] = said
+    utterances[0] = utterances[0]._replace(phones=(("aa", "b") * most)[: frames[0]])
+    utterances[1] = utterances[1]._replace(phones=(("aa", "b") * most)[: frames[1] + 1])
+    utterances[2] = utterances[2]._replace(phones=("b",) * ((frames[2] + 1) // 2))  # n equal ones need 2n − 1 frames
+    utterances[3] = utterances[3]._replace(phones=("b",) * ((frames[3] + 1) // 2 + 1))
+    corpus.splits["train"] = utterances
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         data = make("fit", subsampling=subsampling)
-    assert set(rows_of(data.train_dataloader())) == {said[0].id, said[2].id}
+    assert set(rows_of(data.train_dataloader())) == {utterances[0].id, utterances[2].id}
 
 
 def test_the_error_rate_of_what_is_too_short_for_its_phones_is_defined(make, corpus):
@@ -452,15 +452,15 @@ def test_changed_recordings_are_hidden_where_others_are(make):
 
 def test_ctc_needs_a_frame_a_phone_at_the_largest_speed_too(make, corpus):
     augment = WaveAugment(speed=(1.0, 1.25))
-    said = corpus.splits["train"][:3]
-    slow = [len(filterbanks(u)) for u in said]
+    utterances = corpus.splits["train"][:3]
+    slow = [len(filterbanks(u)) for u in utterances]
     fast = [Filterbanks(RATE, n_mels=20).n_frames(int(((n - 1) * 80 + 200) / 1.25)) for n in slow]
-    said[0] = said[0]._replace(phones=(("aa", "b") * slow[0])[: fast[0]])
-    said[1] = said[1]._replace(phones=(("aa", "b") * slow[1])[: fast[1] + 1])
-    corpus.splits["train"] = said
+    utterances[0] = utterances[0]._replace(phones=(("aa", "b") * slow[0])[: fast[0]])
+    utterances[1] = utterances[1]._replace(phones=(("aa", "b") * slow[1])[: fast[1] + 1])
+    corpus.splits["train"] = utterances
     with pytest.warns(UserWarning, match="1 shorter than its phones"):
         data = make("fit", wave_augment=augment)
-    assert set(rows_of(data.train_dataloader())) == {said[0].id, said[2].id}
+    assert set(rows_of(data.train_dataloader())) == {utterances[0].id, utterances[2].id}
 
 
 def test_a_folder_of_noise_is_needed_for_training_only(make):

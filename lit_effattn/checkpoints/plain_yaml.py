@@ -11,38 +11,69 @@ MAX_NODES = 100_000
 MAX_DEPTH = 100
 
 
+class OutOfBoundsError(ValueError):
+    """Raised if YAML is too long, too deep, or becomes too large by its aliases."""
+
+
 def parse_yaml(text: str) -> Any:
     """Parse YAML.
 
     Raises:
-        ValueError: If the text is not YAML, is longer than `MAX_BYTES`, is nested more than `MAX_DEPTH` deep, has an
-            alias inside itself, or has more than `MAX_NODES` nodes, counted with those that aliases repeat.
+        ValueError: If the text is not YAML, or is out of bounds: see `check_bounds`.
     """
-    if len(text) > MAX_BYTES:
-        raise ValueError(f"it has {len(text):,} characters, more than {MAX_BYTES:,}")
+    _check_length(text)
     loader = yaml.SafeLoader(text)
     try:
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _check(node, {}, 0)
-        return loader.construct_document(node)
+        node = _compose(loader)
+        return None if node is None else loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
-    except (RecursionError, OverflowError) as error:
-        raise ValueError("it is nested too deeply, or a number is too large") from error
+    except OverflowError as error:
+        raise OutOfBoundsError("a number is too large") from error
     finally:
         loader.dispose()
+
+
+def check_bounds(text: str) -> None:
+    """Check the size that YAML has when it is parsed.
+
+    Raises:
+        OutOfBoundsError: If the text is longer than `MAX_BYTES`, is nested more than `MAX_DEPTH` deep, has an alias
+            inside itself, or has more than `MAX_NODES` nodes, counted with those that aliases repeat.
+        yaml.YAMLError: If it is not YAML.
+    """
+    _check_length(text)
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
+    try:
+        _compose(loader)
+    finally:
+        loader.dispose()
+
+
+def _check_length(text: str) -> None:
+    if len(text) > MAX_BYTES:
+        raise OutOfBoundsError(f"it has {len(text):,} characters, more than {MAX_BYTES:,}")
+
+
+def _compose(loader: Any) -> yaml.Node | None:
+    """Return the only document of a loader, whose bounds are checked."""
+    try:
+        node = loader.get_single_node()
+    except RecursionError as error:
+        raise OutOfBoundsError("it is nested too deeply") from error
+    if node is not None:
+        _check(node, {}, 0)
+    return node
 
 
 def _check(node: Any, sizes: dict[int, int | None], depth: int) -> int:
     """Return how many nodes a node has, each counted as often as aliases repeat it."""
     if depth > MAX_DEPTH:
-        raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+        raise OutOfBoundsError(f"it is nested more than {MAX_DEPTH} deep")
     if id(node) in sizes:
         size = sizes[id(node)]
         if size is None:
-            raise ValueError("an alias is inside the node that it names")
+            raise OutOfBoundsError("an alias is inside the node that it names")
         return size
     sizes[id(node)] = None
     children = node.value if isinstance(node, yaml.CollectionNode) else ()
@@ -52,6 +83,6 @@ def _check(node: Any, sizes: dict[int, int | None], depth: int) -> int:
     for child in children:
         size += _check(child, sizes, depth + 1)
         if size > MAX_NODES:
-            raise ValueError(f"it has more than {MAX_NODES:,} nodes, counted with those that aliases repeat")
+            raise OutOfBoundsError(f"it has more than {MAX_NODES:,} nodes, counted with those that aliases repeat")
     sizes[id(node)] = size
     return size

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, Union, get_args
 import lightning.pytorch as pl
 import torch
 import yaml
-from jsonargparse import Namespace, set_parsing_settings
+from jsonargparse import Namespace, set_loader, set_parsing_settings
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
@@ -45,6 +45,7 @@ from lit_effattn.checkpoints.averaging import average_parameters
 from lit_effattn.checkpoints.io import AtomicCheckpointIO, read_checkpoint, with_config, without_folders
 from lit_effattn.checkpoints.loading import OtherModelError
 from lit_effattn.checkpoints.model_size import model_of, size_of
+from lit_effattn.checkpoints.plain_yaml import OutOfBoundsError
 from lit_effattn.checkpoints.printable import PrintableRecords, printable
 from lit_effattn.checkpoints.run_lock import RunLock
 from lit_effattn.checkpoints.runs import (
@@ -67,7 +68,7 @@ from lit_effattn.cli.prepare import prepare
 from lit_effattn.distributed.sharding import ShardedStrategy
 from lit_effattn.hparams import flat
 from lit_effattn.nn.transfer import begin_transfer
-from lit_effattn.settings.arguments import Arguments
+from lit_effattn.settings.arguments import Arguments, load_yaml
 from lit_effattn.settings.defaults import TRAINER
 from lit_effattn.settings.derived import leave_out, set_strides, set_windows
 from lit_effattn.settings.downloads import offline
@@ -131,9 +132,11 @@ def run(args: list[str]) -> None:
         return
     # Enforce jsonargparse's denylist; build no classes where any value is accepted.
     set_parsing_settings(import_path_denylist=[], instantiate_subclass_spec_in_any=False)
+    set_loader("yaml", load_yaml, (yaml.YAMLError, OutOfBoundsError))
     arguments = Arguments(args)
     if class_help(arguments, lambda: _Parser(prog=f"lit-effattn {arguments.command}")):
         return
+    tuple(arguments.named())  # reads the files that settings name, so that an error in one is reported with its name
     if arguments.command == "data":
         show_data(arguments, _Parser(prog="lit-effattn data", description=_ABOUT_DATA))
         return

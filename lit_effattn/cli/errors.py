@@ -26,6 +26,7 @@ from lit_effattn.hparams import parameters
 from lit_effattn.nn.front_ends import FrontEnd
 from lit_effattn.nn.heads import Head
 from lit_effattn.sequence import SequenceModule
+from lit_effattn.settings.arguments import FILES
 from lit_effattn.settings.own_classes import subclasses
 from lit_effattn.settings.resume import OF_FIT
 from lit_effattn.settings.shipped import shipped
@@ -187,7 +188,7 @@ def _value(report: str) -> str | None:
 
 
 def _failed_import(option: str, report: str) -> str:
-    """Return the error of importing a class of the user's own that `option` names; empty without an error.
+    """Return the error of a file, or of importing a class of the user's own, that `option` names; empty without one.
 
     Names in a checkpoint are not imported here: unlisted ones were rejected before.
     """
@@ -199,6 +200,8 @@ def _failed_import(option: str, report: str) -> str:
     value: Any = text
     with suppress(ValueError, SyntaxError):
         value = ast.literal_eval(text)
+    if _base(path) and isinstance(value, str) and value.endswith(FILES):
+        return f"{path}: there is no file {value}, or it holds no settings"
     for name in _class_paths(value) if _base(path) else ():
         try:
             find(name)

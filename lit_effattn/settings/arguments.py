@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence, Set
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ import yaml
 from jsonargparse import get_loader
 
 from lit_effattn.checkpoints.allowlist import Trust
+from lit_effattn.checkpoints.plain_yaml import MAX_BYTES, OutOfBoundsError, check_bounds
 from lit_effattn.settings.shipped import find_config
 
 _FLAG = re.compile(r"(-[ch]|--[\w.-]+)(\+?)(?:=(.*))?", re.DOTALL)
@@ -34,8 +34,28 @@ _NO_VALUE = re.compile(r"--[\w.-]+\+?=.*|-[^\s\d.]\S*", re.DOTALL)
 _SHORT = {"-c": "--config", "-h": "--help"}
 _WRAPPERS = ("init_args", "dict_kwargs", "class_path")
 """Keys between a class and its options, which a path leaves out."""
+FILES = (".yaml", ".yml", ".json")
+"""How the names of files of settings end."""
 _DEPTH = 20
 """The maximal number of names in a path, since a file may name itself."""
+
+
+_load = get_loader("yaml")
+
+
+def load_yaml(text: str) -> Any:
+    """Parse YAML as jsonargparse does, for which 1e-3 is a number, within the bounds of `check_bounds`.
+
+    Raises:
+        OutOfBoundsError: If it is out of bounds.
+        yaml.YAMLError: If it is not YAML.
+    """
+    if "*" in text or len(text) > MAX_BYTES:  # without an alias it is no larger than its text
+        check_bounds(text)
+    try:
+        return _load(text)
+    except RecursionError as error:  # of PyYAML without libyaml
+        raise OutOfBoundsError("it is nested too deeply") from error
 
 
 class Option(NamedTuple):
@@ -131,14 +151,44 @@ def _named(pairs: Iterable[tuple[Any, Any]], before: list[str], folder: Path) ->
 
 
 def _content(value: Any, folder: Path) -> tuple[Any, Path]:
-    """Return the content and the folder of the file that `value` names; `value` and `folder` if it names none."""
-    if isinstance(value, str) and value.endswith((".yaml", ".yml", ".json")):
-        path = folder / value
-        with suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
-            content = get_loader("yaml")(path.read_text(encoding="utf-8"))
-            if isinstance(content, (dict, list)):
-                return content, path.parent
-    return value, folder
+    """Return the content and the folder of the file that `value` names; `value` and `folder` if it names none.
+
+    Raises:
+        ValueError: If the file can't be read. A JSON file that can't is data.
+    """
+    if not isinstance(value, str) or not value.endswith(FILES):
+        return value, folder
+    path = folder / value
+    try:
+        content = _read(path, value)
+    except FileNotFoundError:
+        return value, folder
+    except ValueError:
+        if path.suffix == ".json":
+            return value, folder
+        raise
+    return (content, path.parent) if isinstance(content, (dict, list)) else (value, folder)
+
+
+def _read(path: Path, name: str) -> Any:
+    """Return what a YAML file holds.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it can't be read; the message begins with `name`.
+    """
+    try:
+        return load_yaml(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not text: {error}") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
+        raise ValueError(f"{name} is not YAML{where}: {error.problem}") from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{name} can't be read: {' '.join(str(error).split())}") from error
 
 
 class File(Settings):
@@ -159,16 +209,10 @@ class File(Settings):
         """Read a file.
 
         Raises:
-            ValueError: If the file is not YAML, or does not hold settings.
+            FileNotFoundError: If there is no such file.
+            ValueError: If the file can't be read, or does not hold settings.
         """
-        try:
-            content = get_loader("yaml")(Path(path).read_text(encoding="utf-8"))  # for which 1e-3 is a number
-        except UnicodeDecodeError as error:
-            raise ValueError(f"--config {path} is not text: {error}") from error
-        except yaml.MarkedYAMLError as error:
-            mark = error.problem_mark
-            where = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
-            raise ValueError(f"--config {path} is not YAML{where}: {error.problem}") from error
+        content = _read(Path(path), f"--config {path}")
         if not isinstance(content, dict):
             kind = "nothing" if content is None else f"a {type(content).__name__}"
             raise ValueError(f"--config {path} holds {kind}, not settings such as `model:`, `data:` and `trainer:`")
@@ -206,7 +250,7 @@ class Arguments(Settings):
         self.command = args[0]
         self.typed = [*args]
         self.options = [*_options(args[1:])]
-        self.flags = Settings((option.key, _of_text(option.text)) for option in self.options if option.key)
+        self.flags = Settings((option.key, _of_text(option)) for option in self.options if option.key)
         own = _OWN.get(self.command, _OWN_OF_RUNS)
         for option in self.options:
             if option.key in own and option.text is None:
@@ -287,12 +331,19 @@ def _options(args: Sequence[str]) -> Iterator[Option]:
         i += n
 
 
-def _of_text(text: str | None) -> Any:
-    """Return a flag's value: a list or a mapping, None for null, else the text."""
-    with suppress(ValueError, RecursionError, yaml.YAMLError):
-        content = get_loader("yaml")(text or "")
-        return content if isinstance(content, (dict, list)) else None if text == "null" else text
-    return text
+def _of_text(option: Option) -> Any:
+    """Return a flag's value: a list or a mapping, None for null, else the text.
+
+    Raises:
+        ValueError: If it is out of bounds.
+    """
+    try:
+        content = load_yaml(option.text or "")
+    except OutOfBoundsError as error:
+        raise ValueError(f"--{option.key} can't be read: {error}") from error
+    except (ValueError, yaml.YAMLError):
+        return option.text
+    return content if isinstance(content, (dict, list)) else None if option.text == "null" else option.text
 
 
 def _names(key: Any) -> list[str]:

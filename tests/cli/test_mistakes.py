@@ -1,5 +1,6 @@
 """Mistakes that end in one line: options without their group, settings in YAML, other commands than fit."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,12 @@ TINY = {
 }
 
 
+LAUGHS = "a: &a [ha], " + ", ".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]" for before, name in pairwise("abcdefghi")
+)
+"""Settings that grow to 9⁸ by aliases."""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a configuration, the checkpoint of a trained model, and files that are neither."""
@@ -31,6 +38,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "tab.yaml").write_text("trainer:\n\tmax_steps: 1")
     (folder / "number.yaml").write_text("data: 5")
     (folder / "trainer.yaml").write_text("trainer: 7")
+    (folder / "laughs.yaml").write_text(f"trainer: {{{LAUGHS}}}")
+    (folder / "circle.yaml").write_text("model: &m {class_path: PixelModel, init_args: *m}")
+    (folder / "long.yaml").write_text("# x\n" * 2**18 + "trainer: {max_steps: 1}")
+    (folder / "digits.yaml").write_text(f"data: {'9' * 5000}")
+    (folder / "part.yaml").write_text("class_path: Transformer\ninit_args: {d_model: 8\n")
+    (folder / "whole.yaml").write_text("model: {class_path: PixelModel, init_args: {backbone: sub/part.yaml}}")
+    (folder / "sub").mkdir()
+    (folder / "sub" / "part.yaml").write_text(f"class_path: Transformer\ninit_args: {{{LAUGHS}}}")
     (folder / "text.ckpt").write_text("no checkpoint")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -68,6 +83,7 @@ def _said(folder: Path, args: list[str], code: int, capsys: pytest.CaptureFixtur
         (["--config", "option.yaml"], "there is no setting trainer.max_epoch; did you mean trainer.max_epochs?"),
         (["--config", "section.yaml"], "there is no setting modle.class_path; did you mean model.class_path?"),
         (["digits_linear"], "its option; did you mean --config digits_linear?"),
+        (["--model.backbone", "none.yaml"], "model.backbone: there is no file none.yaml, or it holds no settings"),
         (["--config", "number.yaml"], "data=5 is not a LightningDataModule: give the name of a class"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -82,6 +98,13 @@ def test_an_option_that_is_not_there(flags: list[str], words: str, folder: Path,
         (["--config"], "--config has no value"),
         (["--config", "empty.yaml"], "--config empty.yaml holds nothing, not settings"),
         (["--config", "tab.yaml"], "--config tab.yaml is not YAML in line 2, column 1"),
+        (["--config", "laughs.yaml"], "--config laughs.yaml can't be read: it has more than 100,000 nodes"),
+        (["--config", "circle.yaml"], "circle.yaml can't be read: an alias is inside the node that it names"),
+        (["--config", "long.yaml"], "long.yaml can't be read: it has 1,048,599 characters, more than 1,048,576"),
+        (["--config", "digits.yaml"], "digits.yaml can't be read: Exceeds the limit (4300 digits)"),
+        (["--config", "whole.yaml"], "sub/part.yaml can't be read: it has more than 100,000 nodes"),
+        (["--config", "tiny.yaml", "--model.backbone", "part.yaml"], "part.yaml is not YAML in line 3, column 1"),
+        (["--config", "tiny.yaml", "--model", f"{{{LAUGHS}}}"], "--model can't be read: it has more than 100,000"),
         (["--config", "trainer.yaml"], "--config trainer.yaml: trainer is 7, not settings"),
         (["-ckpt_path", "last"], "-ckpt_path: options begin with --"),
         (["--ckpt_path", "text.ckpt"], "text.ckpt (13 bytes) can't be read as a checkpoint"),

@@ -29,19 +29,32 @@ _KEPT = re.compile(r"step_(\d+)\.ckpt")
 _RUN = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(_\d+)?")
 
 
-def new_run(root: Path) -> Path:
+def new_run(root: Path, everything: Path | None = None) -> Path:
     """Create the folder of a new run under `root`. It is never an existing folder.
 
-    Its name is not earlier than those of the other runs, even if the clock was set back: `last` is the newest run.
+    By its name it is the newest run in `everything`, even if the clock was set back: `last` is the newest.
+
+    Args:
+        root: The folder of the runs of one configuration.
+        everything: That of all runs. Default: `root`; so too if `root` is outside.
     """
-    names = [path.name for path in root.glob("*")]
-    newest = max((name[:19] for name in names if _RUN.fullmatch(name)), default="")
-    return new_folder(root, max(datetime.now(timezone.utc).strftime("%Y-%m-%d_%H-%M-%S"), newest))
+    if everything is None or not root.resolve().is_relative_to(everything.resolve()):
+        everything = root
+    runs = [*root.glob("*"), *(folder.parent for folder in everything.rglob("checkpoints"))]
+    newest, number = max((_age(run) for run in runs if _RUN.fullmatch(run.name)), default=("", 0))
+    now = datetime.now(timezone.utc).strftime("%Y-%m-%d_%H-%M-%S")
+    return new_folder(root, now) if now > newest else new_folder(root, newest, number + 1)
 
 
-def new_folder(parent: Path, name: str) -> Path:
-    """Create `parent/name`, or `name_1`, `name_2`, … if that exists. Two processes never get the same folder."""
-    for attempt in count():
+def new_folder(parent: Path, name: str, number: int = 0) -> Path:
+    """Create `parent/name`, or `name_1`, `name_2`, … if that exists. Two processes never get the same folder.
+
+    Args:
+        parent: The folder that it is in.
+        name: Its name.
+        number: The first number to try.
+    """
+    for attempt in count(number):
         folder = parent / (f"{name}_{attempt}" if attempt else name)
         with suppress(FileExistsError):
             folder.mkdir(parents=True)
@@ -125,7 +138,7 @@ def find_checkpoint(name: str, root: Path, *, option: str = "--ckpt_path") -> Pa
         )
     files = (LAST, PREVIOUS) if name == "last" else (f"{name}.ckpt",)
     checkpoints = [path for path in root.rglob("checkpoints/*.ckpt") if run_of(path) and is_checkpoint(path)]
-    newest = max(checkpoints, key=_age).parent if checkpoints else root
+    newest = max(checkpoints, key=_age_of_run).parent if checkpoints else root
     folder = newest.parent.parent if checkpoints else root
     named = [path for file in files for path in checkpoints if path.name == file and path.parents[2] == folder]
     if not named:
@@ -139,12 +152,16 @@ def find_checkpoint(name: str, root: Path, *, option: str = "--ckpt_path") -> Pa
             f"{name}.ckpt; train one first, name another folder with --trainer.default_root_dir, or give the "
             "checkpoint's path"
         )
-    return max(named, key=_age).resolve()  # the first of equals
+    return max(named, key=_age_of_run).resolve()  # the first of equals
 
 
-def _age(checkpoint: Path) -> tuple[str, int]:
-    name = checkpoint.parent.parent.name
-    return name[:19], int(name[20:] or 0)
+def _age(run: Path) -> tuple[str, int]:
+    """Return the time in a run's name, and its number among those of that time."""
+    return run.name[:19], int(run.name[20:] or 0)
+
+
+def _age_of_run(checkpoint: Path) -> tuple[str, int]:
+    return _age(checkpoint.parent.parent)
 
 
 def discard_if_empty(run: Path) -> None:

@@ -509,7 +509,7 @@ class CLI(LightningCLI):
             or (self.subcommand == "fit" and checkpoint.name not in (LAST, PREVIOUS))
         ):
             # If another program (torchrun) started all processes, the first creates the folder; only it writes.
-            folder = new_run(root) if self._is_first() else root / "of another process"
+            folder = new_run(root, Path(ROOT)) if self._is_first() else root / "of another process"
             self._new_folder = folder if self._is_first() else None
         elif self.subcommand != "fit":
             folder = _writable(folder)

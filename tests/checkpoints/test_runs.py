@@ -221,9 +221,18 @@ def test_a_run_that_is_gone_already(tmp_path: Path):
     assert tmp_path.is_dir()
 
 
-def test_after_the_clock_was_set_back_the_last_is_still_the_newest(tmp_path: Path):
-    saved(tmp_path, "2999-01-01_00-00-00", "last.ckpt")
-    new = new_run(tmp_path)
-    (new / "checkpoints").mkdir()
-    (new / "checkpoints" / "last.ckpt").touch()
-    assert find_checkpoint("last", tmp_path).parent.parent == new.resolve()
+@pytest.mark.parametrize("other", ["same", "another"])
+@pytest.mark.parametrize("name", ["2999-01-01_00-00-00", "2999-01-01_00-00-00_2"])
+def test_after_the_clock_was_set_back_the_last_is_still_the_newest(name: str, other: str, tmp_path: Path):
+    saved(tmp_path / "same", name, "last.ckpt")
+    for folder in (other, "third"):
+        new = new_run(tmp_path / folder, tmp_path)
+        (new / "checkpoints").mkdir()
+        (new / "checkpoints" / "last.ckpt").touch()
+        assert find_checkpoint("last", tmp_path).parent.parent == new.resolve()
+
+
+def test_a_run_outside_is_named_after_those_beside_it(tmp_path: Path):
+    saved(tmp_path / "all", "2999-01-01_00-00-00", "last.ckpt")
+    saved(tmp_path / "elsewhere", "2998-01-01_00-00-00")
+    assert new_run(tmp_path / "elsewhere", tmp_path / "all").name == "2998-01-01_00-00-00_1"

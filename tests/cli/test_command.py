@@ -2,12 +2,15 @@
 
 import errno
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
+from datetime import datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Optional, Union
 
 import numpy as np
@@ -18,6 +21,7 @@ import yaml
 from lit_effattn import PixelModel
 from lit_effattn.attention import LinearAttention, SoftmaxAttention
 from lit_effattn.checkpoints import run_lock
+from lit_effattn.checkpoints.runs import LAST
 from lit_effattn.cli import main
 from lit_effattn.cli.command import CLI, _Parser, integers_first
 from lit_effattn.datamodules import PixelSequences
@@ -54,7 +58,7 @@ def fit(*args: str) -> Path:
 
 
 def runs() -> list[Path]:
-    return sorted(path.parent for path in Path("runs").glob("*/checkpoints"))
+    return sorted(path.parent for path in Path("runs").rglob("checkpoints"))
 
 
 # ------------------------------------------------------------------------------------------------ train, test, draw
@@ -321,6 +325,23 @@ def test_resuming_goes_on_in_the_runs_folder():
     assert torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 6
     assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["max_epochs"] == 1
     assert yaml.safe_load((run / "config_resumed_1.yaml").read_text())["trainer"]["max_epochs"] == 2
+
+
+def test_the_last_run_and_its_last_checkpoint_are_the_newest_after_the_clock_was_set_back(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Between two runs of two configurations, and between two saves of one run."""
+    first = fit("--name", "first")
+    clock = SimpleNamespace(now=lambda zone: datetime.now(zone) - timedelta(days=400))
+    monkeypatch.setattr("lit_effattn.checkpoints.runs.datetime", clock)
+    second = fit("--name", "second", "--trainer.max_epochs", "2")
+    for path in (*second.rglob("*"), *first.rglob("*")):
+        os.utime(path, (0, 0) if path.name == "last.ckpt" or second in path.parents else None)
+    main(["fit", "--ckpt_path", "last", "--trainer.max_epochs", "3"])
+    assert runs() == [first, second]
+    assert torch.load(first / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 3
+    steps = [torch.load(second / "checkpoints" / n, weights_only=True)["global_step"] for n in ("previous.ckpt", LAST)]
+    assert steps == [6, 9]
 
 
 def test_branching_off_another_checkpoint_begins_a_run():

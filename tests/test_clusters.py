@@ -14,6 +14,8 @@ import pytest
 import torch
 import yaml
 
+from lit_effattn.checkpoints.io import read_checkpoint
+from lit_effattn.checkpoints.runs import is_checkpoint
 from tests.cli.test_command import TINY
 from tests.support.commands import REPOSITORY, assert_same_end, last
 
@@ -111,3 +113,23 @@ def test_torchrun_restarts_a_killed_process_of_two_nodes_in_the_same_run(requeue
     assert together(2 * [(["torch.distributed.run", *launch], {})]) == [0, 0]
     assert torch.load(last("torchrun"), weights_only=True)["global_step"] == 10
     assert_same_end(last("torchrun"), requeued)
+
+
+def test_all_processes_of_torchrun_go_on_from_the_parts_before_damaged_ones():
+    parts = ["--trainer.strategy", "ModelParallelStrategy", "--trainer.strategy.save_distributed_checkpoint", "true"]
+    where = ["--trainer.devices", "2", "--trainer.accelerator", "cpu", "--trainer.default_root_dir", "divided"]
+
+    def launch(*args: str) -> list[int]:
+        several = ["--standalone", "--nproc-per-node", "2", "-m", "lit_effattn.cli", "fit"]
+        return together([(["torch.distributed.run", *several, *args, *parts, *where], {})])
+
+    assert launch("--config", "tiny.yaml") == [0]
+    folder = last("divided").parent
+    for part in (folder / "last.ckpt").glob("part_*.pt"):
+        content = bytearray(part.read_bytes())
+        content[len(content) // 2] ^= 4
+        part.write_bytes(content)
+    assert launch("--ckpt_path", "last", "--trainer.max_epochs", "3") == [0]
+    assert read_checkpoint(folder / "previous.ckpt")["global_step"] == 10
+    assert read_checkpoint(folder / "last.ckpt")["global_step"] == 15
+    assert is_checkpoint(folder / "set_aside.ckpt")

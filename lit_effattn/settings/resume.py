@@ -70,18 +70,19 @@ def resolve(arguments: Arguments) -> Resolved:
     args = arguments.for_parser(without=unknown, root=folder)
     name = arguments.text("ckpt_path")
     requeued = slurm.interrupted_checkpoint(root, arguments.typed) if fits else None
+    parent = os.environ.get(CHECKPOINT) if is_child() else None  # None also if torchrun started all processes
     if requeued is not None and name is None:  # the same arguments began the run: its settings are known
-        checkpoint, _ = read_intact(requeued, root, training=True, verify=not is_child())
+        checkpoint, _ = read_intact(Path(parent or requeued), root, training=True, verify=parent is None)
         return Resolved([*args, "--ckpt_path", str(checkpoint)], checkpoint, requeued=True)
     if requeued is None and name is None:
         if not fits:
             raise ValueError(f"{arguments.command} needs a trained model: give --ckpt_path best, last, or a path")
         return Resolved(args)
-    parent = os.environ.get(CHECKPOINT) if is_child() else None
     named = Path(parent) if parent else find_checkpoint(str(requeued or name), root)
     average = None if fits else arguments.text("average")
     averaged = [] if average is None else last_kept(named, _number(average))
-    checkpoint, content = read_intact(averaged[-1] if averaged else named, root, training=fits, verify=not is_child())
+    chosen = averaged[-1] if averaged else named
+    checkpoint, content = read_intact(chosen, root, training=fits, verify=parent is None)
     config = saved_config(content, short(checkpoint))
     before = f", averaged with {', '.join(path.name for path in averaged[:-1])}" if averaged[:-1] else ""
     rank_zero_info(f"{arguments.command} from {short(checkpoint)}{before}")

@@ -1,8 +1,14 @@
+"""What a command starts from."""
+
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lit_effattn.settings.resume import check_kept_settings
+from lit_effattn.settings.arguments import Arguments
+from lit_effattn.settings.resume import CHECKPOINT, check_kept_settings, resolve
+from tests.support.commands import REPOSITORY
 
 COSINE = "lit_effattn.tasks.schedules.WarmupCosine"
 
@@ -30,3 +36,24 @@ def test_an_option_that_a_checkpoint_does_not_name_was_at_its_default(path: str)
 def test_another_schedule_is_refused(now: dict[str, Any]):
     with pytest.raises(ValueError, match="resuming keeps the checkpoint's lr_scheduler"):
         check_kept_settings(settings(COSINE, total_steps=40), now)
+
+
+@pytest.mark.parametrize(("rank", "parent"), [("0", False), ("1", False), ("1", True)], ids=str)
+def test_each_process_of_torchrun_verifies_the_parts_and_a_child_uses_its_parents_checkpoint(
+    rank: str, parent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Else one process would resume from a damaged checkpoint, and the other from the one before."""
+    folder = tmp_path / "runs" / "2026-01-01_00-00-00" / "checkpoints"
+    for name in ("last.ckpt", "previous.ckpt"):
+        shutil.copytree(REPOSITORY / "tests/checkpoints/32c8e6e/sharded.ckpt", folder / name)
+    part = folder / "last.ckpt" / "part_00001.pt"
+    content = bytearray(part.read_bytes())
+    content[len(content) // 2] ^= 4
+    part.write_bytes(content)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.delenv(CHECKPOINT, raising=False)
+    if parent:
+        monkeypatch.setenv(CHECKPOINT, str(folder / "last.ckpt"))
+    found = resolve(Arguments(["fit", "--ckpt_path", "last", "--trainer.strategy", "auto"])).checkpoint
+    assert found == folder / ("last.ckpt" if parent else "previous.ckpt")

@@ -63,7 +63,8 @@ VARIANTS = (
     Settings(validation="within epochs", schedule="plateau", every_n_train_steps=3),
 )
 """Settings of the runs that are killed."""
-MOMENTS = ("at a random time", *HOOKS, *FILES)
+AFTER_TERM = "while it saves on SIGTERM"
+MOMENTS = ("at a random time", *HOOKS, *FILES, AFTER_TERM)
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,14 @@ class Interruption:
         """Describe the place in the run."""
         if self.plan is None:
             return f"{self.fraction:.0%} of the {'run' if self.from_start else 'training'}"
-        if "file" in self.plan:
-            return f"write {self.plan['nth']} of {self.plan['file']}"
-        return ", ".join(f"{key} {self.plan[key]}" for key in ("epoch", "batch") if key in self.plan)
+        place = self.plan.get("term", self.plan)
+        if "nth" in place:
+            return f"write {place['nth']} of {place['file']}"
+        where = ", ".join(f"{key} {place[key]}" for key in ("epoch", "batch") if key in place)
+        if place is self.plan:
+            return where
+        step = next(name for name, moment in FILES.items() if moment == self.plan["moment"])
+        return f"SIGTERM {place['moment'].replace('_', ' ')}, {where}; killed {step}"
 
 
 @dataclass
@@ -283,11 +289,16 @@ def stop_at(moment: str, settings: Settings) -> dict[str, Any]:
     return {"moment": hook, "epoch": epoch, "batch": batch}
 
 
-def kills(rng: random.Random, tasks: tuple[str, ...]) -> Iterator[tuple[Settings, list[Interruption]]]:
-    """Yield trials without end: a third of them killed at random times, a quarter with two processes."""
+def kills(
+    rng: random.Random, tasks: tuple[str, ...], only: str | None = None
+) -> Iterator[tuple[Settings, list[Interruption]]]:
+    """Yield trials without end: a third of them killed at random times, a quarter with two processes.
+
+    With `only`, all are killed at that moment; those that are killed again, at any.
+    """
     named = [m for m in MOMENTS if m != MOMENTS[0]]
     for i in count():
-        moment = MOMENTS[0] if i % 3 == 2 else named[(i - i // 3) % len(named)]
+        moment = only or (MOMENTS[0] if i % 3 == 2 else named[(i - i // 3) % len(named)])
         settings = rng.choice(VARIANTS[1:2] if "window" in moment else VARIANTS)
         settings = replace(
             settings, task=tasks[(i + i // 12) % len(tasks)], processes=2 if (i + i // 4) % 4 == 3 else 1
@@ -308,6 +319,12 @@ def killed_at(moment: str, settings: Settings, rng: random.Random, later: bool =
         file = "last.ckpt" if later else rng.choice(("last.ckpt", "last.ckpt", "best.ckpt"))
         nth = 1 if later or file == "best.ckpt" else rng.randint(1, EPOCHS)
         return Interruption(moment, {"act": "kill", "moment": FILES[moment], "file": file, "nth": nth})
+    if moment == AFTER_TERM:
+        hook = rng.choice(("train_batch_start", "train_batch_end", "validation_batch_start"))
+        batch = rng.randrange(2 if hook == "validation_batch_start" else settings.batches - 1)
+        term = {"moment": hook, "epoch": rng.randrange(EPOCHS), "batch": batch}
+        written = {"moment": rng.choice(tuple(FILES.values())), "file": "last.ckpt", "nth": 1}
+        return Interruption(moment, {"act": "kill", "term": term, **written})
     n, batches = settings.accumulate, settings.batches
     first = rng.randrange(batches // n if "window" in moment else settings.steps) * n
     plan = {
@@ -351,6 +368,7 @@ def parse(args: list[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a few stops and kills of one process, under a minute")
     parser.add_argument("--seed", type=int, default=0, help="seed of the kills (default: 0)")
     parser.add_argument("--only", choices=DIMENSIONS["task"], help="one task")
+    parser.add_argument("--moment", choices=MOMENTS, help="kill each run first at this moment (default: at any)")
     parser.add_argument("--asynchronous", action="store_true", help="all runs train while a checkpoint is written")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep all runs in this new folder")
     return parser.parse_args(args)
@@ -364,7 +382,7 @@ def trials(options: argparse.Namespace, done: list[Outcome]) -> Iterator[tuple[S
     if n_kills is None:
         n_kills = 8 if options.quick else 0 if options.cells else 100
     stops = [trial for trial in stops if trial[0].task in tasks]
-    killed = kills(random.Random(options.seed), tasks)
+    killed = kills(random.Random(options.seed), tasks, options.moment)
     if options.quick:  # three or four stops
         stops = [trial for trial in stops if trial[0].processes == 1]
         stops = stops[:: -(-len(stops) // 4) or 1]

@@ -32,7 +32,8 @@ class Fault(pl.Callback):
       (`trainer.should_stop`, as Lightning's `Timer` sets it);
     - moment: a hook (train_batch_start, train_batch_end, validation_batch_start, train_epoch_end), or
       write (in the middle of writing a checkpoint), before_rename, after_rename;
-    - epoch and, of a batch, batch; or file and nth: the n-th write of the checkpoint with that name.
+    - epoch and, of a batch, batch; or file and nth: the n-th write of the checkpoint with that name;
+    - term, if SIGTERM is sent before the act: its moment, epoch and batch. Writes are counted from there.
     """
 
     def __init__(self) -> None:
@@ -44,7 +45,7 @@ class Fault(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit" and self._path.is_file():
             self._plan = json.loads(self._path.read_text())
-            if "file" in self._plan:
+            if "file" in self._plan and "term" not in self._plan:
                 self._patch()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -68,8 +69,19 @@ class Fault(pl.Callback):
 
     def _at(self, trainer: pl.Trainer, **now: Any) -> None:
         now["epoch"] = trainer.current_epoch
-        if all(self._plan.get(key, value) == value for key, value in now.items()) and self._plan:
-            self._act(trainer)
+        place = self._plan.get("term", self._plan)
+        if place and all(place.get(key, value) == value for key, value in now.items()):
+            if "term" in self._plan:
+                self._terminate(trainer)
+            else:
+                self._act(trainer)
+
+    def _terminate(self, trainer: pl.Trainer) -> None:
+        """Send SIGTERM; the act comes at a later write of a checkpoint."""
+        del self._plan["term"]
+        self._patch()
+        if trainer.is_global_zero:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _act(self, trainer: pl.Trainer | None = None) -> None:
         act, self._plan = self._plan["act"], {}

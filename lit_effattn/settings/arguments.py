@@ -178,7 +178,8 @@ def _read(path: Path, name: str) -> Any:
         ValueError: If it can't be read; the message begins with `name`.
     """
     try:
-        return load_yaml(path.read_text(encoding="utf-8"))
+        with path.open(encoding="utf-8") as file:
+            return load_yaml(file.read(MAX_BYTES + 1))
     except FileNotFoundError:
         raise
     except UnicodeDecodeError as error:

@@ -24,7 +24,7 @@ MERGES = "a: &a {x: 1}\n" + "".join(
         ("a: &a [*a]", "an alias is inside the node that it names"),
         ("[" * (MAX_DEPTH + 2) + "]" * (MAX_DEPTH + 2), "nested more than 100 deep"),
         ("[" * 100_000, "nested too deeply"),
-        ("a" * (MAX_BYTES + 1), "characters, more than 1,048,576"),
+        ("a" * (MAX_BYTES + 1), "more than 1,048,576 characters"),
         ("a: 9" + "9" * 5000, "digits"),
         ("a: [", "while parsing a flow node"),
         ("!!python/object/apply:os.system [ls]", "could not determine a constructor"),

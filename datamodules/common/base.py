@@ -1,14 +1,20 @@
 """Base class of the data modules whose sampler forms the batches."""
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
 
 class DataModule(LightningDataModule, ABC):
-    """A data module whose evaluation loaders are made by `_eval_dataloader`. Prediction uses the test split."""
+    """A data module whose evaluation loaders are made by `_eval_dataloader`. Prediction uses the test split.
+
+    Attributes:
+        takes_inputs: The option for what `lit-effattn predict INPUT ...` is given; None if there is none.
+    """
+
+    takes_inputs: ClassVar[str | None] = None
 
     @abstractmethod
     def _eval_dataloader(self, split: str) -> DataLoader[Any]:

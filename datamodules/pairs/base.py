@@ -39,9 +39,12 @@ class LengthBatched(DataModule):
         eval_batch_tokens: The same in validation, test and prediction. Default: `batch_tokens`.
         max_items: Maximum number of items in a batch. Default: no maximum.
         source_file: predict: a file with one text a line, used instead of the test split.
+        sources: predict: the texts themselves, instead of a file.
         seed: Seed of the order of the training items.
         num_workers: Worker processes that load data; 0: none.
     """
+
+    takes_inputs = "sources"
 
     def __init__(
         self,
@@ -49,6 +52,7 @@ class LengthBatched(DataModule):
         eval_batch_tokens: int | None,
         max_items: int | None,
         source_file: str | None,
+        sources: list[str] | None,
         seed: int,
         num_workers: int,
     ) -> None:
@@ -62,7 +66,12 @@ class LengthBatched(DataModule):
         self.seed = seed
         self.num_workers = num_workers
         self.left_out: dict[str, Faults] = {}
-        self._lines: list[str] = []  # of `source_file`
+        self.sources = sources
+        self._lines: list[str] = []  # of `source_file`, or `sources`
+        if sources is not None and source_file is not None:
+            raise ValueError(f"sources={sources} and source_file={source_file!r} were both given; give only one")
+        if sources is not None and not (sources and all(source.strip() for source in sources)):
+            raise ValueError(f"sources={sources} must be texts that are not empty; give at least one")
 
     def setup(self, stage: str) -> None:
         """Read the items of a stage, and report the numbers of those that are used and left out.
@@ -72,17 +81,24 @@ class LengthBatched(DataModule):
             ValueError: If no training item can be used, or `source_file` has a line that is empty or not UTF-8.
         """
         self._reject_overfit_batches("a smaller corpus")
-        if self.source_file is None:
+        if not self._reads_own_texts:
             splits = _SPLITS_OF[stage]
             counts = self._open(splits)
             self._report(splits, ", ".join(f"{n:,} {_PURPOSES[split]}" for split, n in counts.items()))
             return
+        name = "sources" if self.source_file is None else f"source_file={str(self.source_file)!r}"
         if stage != "predict":
-            raise ValueError(
-                f"source_file={str(self.source_file)!r} is for predict only; leave it out to use the corpus"
-            )
+            raise ValueError(f"{name} is for predict only; leave it out to use the corpus")
+        if self.source_file is None:
+            self._lines = self.sources or []
+            return
         self._lines = source_lines(self.source_file)
         rank_zero_info(f"{self.source_file}: {len(self._lines):,} texts")
+
+    @property
+    def _reads_own_texts(self) -> bool:
+        """Whether the texts to predict are the user's, not those of the corpus."""
+        return self.source_file is not None or self.sources is not None
 
     @abstractmethod
     def _open(self, splits: tuple[str, ...]) -> dict[str, int]:
@@ -94,7 +110,7 @@ class LengthBatched(DataModule):
 
     @abstractmethod
     def _items(self, split: str) -> Items:
-        """Return the items of a split; for "test", the lines of `source_file` if there is one."""
+        """Return the items of a split; for "test", the user's own texts if there are any."""
 
     def train_dataloader(self) -> ResumableLoader:
         """Return a loader of every training item once per epoch, in different batches each epoch."""

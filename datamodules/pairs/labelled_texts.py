@@ -59,6 +59,7 @@ class LabelledTexts(LengthBatched):
         batch_texts: Maximum of B, in training and evaluation. Default: no maximum.
         source_file: predict: a file with one text a line, used instead of the test split. The classes are unknown.
             The corpus is then not needed if the checkpoint is given.
+        sources: predict: the texts themselves, instead of a file: `lit-effattn predict TEXT ...`.
         seed: Seed of the order of the training texts.
         num_workers: Worker processes that load data; 0: none.
 
@@ -81,10 +82,11 @@ class LabelledTexts(LengthBatched):
         eval_batch_tokens: int | None = None,
         batch_texts: int | None = None,
         source_file: str | None = None,
+        sources: list[str] | None = None,
         seed: int = 0,
         num_workers: int = 0,
     ) -> None:
-        super().__init__(batch_tokens, eval_batch_tokens, batch_texts, source_file, seed, num_workers)
+        super().__init__(batch_tokens, eval_batch_tokens, batch_texts, source_file, sources, seed, num_workers)
         self.save_hyperparameters(logger=False)
         applicable("corpus", corpus, _TAKES, text_column=text_column, label_column=label_column)
         at_least(1, max_len=max_len, batch_texts=batch_texts)
@@ -174,7 +176,7 @@ class LabelledTexts(LengthBatched):
                 rank_zero_warn(f"{split}: {len(faults)} are left out:\n  {faults}")
 
     def _items(self, split: str) -> "LabelledBytes":
-        if self.source_file is not None:
+        if self._reads_own_texts:
             return LabelledBytes(self._split([line.encode() for line in self._lines], None))
         return LabelledBytes(self._corpus[1][split])
 

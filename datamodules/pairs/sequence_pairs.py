@@ -92,6 +92,7 @@ class SequencePairs(LengthBatched):
         stress: cmudict: keep the digit of a vowel's stress, so that AH0 and AH1 are different phones.
         source_file: predict: a file with one source text a line, used instead of the test split. The targets are
             unknown. The corpus is then not needed if the checkpoint is given. The file is held in memory.
+        sources: predict: the source texts themselves, instead of a file: `lit-effattn predict TEXT ...`.
         seed: Seed of the order of the training pairs.
         num_workers: Worker processes that load data; 0: none.
         cache: Folder for tokens and vocabularies. They are made once for a corpus and its settings, and again if one
@@ -128,11 +129,12 @@ class SequencePairs(LengthBatched):
         target_column: str | None = None,
         stress: bool = False,
         source_file: str | None = None,
+        sources: list[str] | None = None,
         seed: int = 0,
         num_workers: int = 0,
         cache: str | None = None,
     ) -> None:
-        super().__init__(batch_tokens, eval_batch_tokens, batch_pairs, source_file, seed, num_workers)
+        super().__init__(batch_tokens, eval_batch_tokens, batch_pairs, source_file, sources, seed, num_workers)
         self.save_hyperparameters(logger=False)
         options = {
             **{"root": root, "source_suffix": source_suffix, "target_suffix": target_suffix, "path": path},
@@ -153,7 +155,7 @@ class SequencePairs(LengthBatched):
         self.cache = default_cache() if cache is None else Path(cache)
         self._options: dict[str, Any] = options
         self._kept: dict[str, np.ndarray] = {}  # of each split that was set up, the items that are not left out
-        self._loaded: Tokenizers | None = None  # those of the checkpoint, for `source_file`
+        self._loaded: Tokenizers | None = None  # those of the checkpoint, for the user's own texts
 
     @property
     def places(self) -> list[Path]:
@@ -222,7 +224,7 @@ class SequencePairs(LengthBatched):
             FileNotFoundError: If the corpus is missing.
             ValueError: If the corpus cannot be tokenized.
         """
-        if self.source_file is None:
+        if not self._reads_own_texts:
             _ = self._store
 
     def _open(self, splits: tuple[str, ...]) -> dict[str, int]:
@@ -262,20 +264,20 @@ class SequencePairs(LengthBatched):
         return Fault(reason, f"{shown!r}: {lengths[0]} source tokens, {lengths[1]} target tokens")
 
     def _items(self, split: str) -> Items:
-        if self.source_file is None:
+        if not self._reads_own_texts:
             return PairItems(self._store.split(split), self._kept[split], self._tokenizers)
         tokenizers = self._loaded or self._tokenizers
         self._warn_of_unknown(tokenizers.source)
         return SourceItems(self._lines, tokenizers)
 
     def _warn_of_unknown(self, tokenizer: Tokenizer) -> None:
-        """Warn of words or characters of `source_file` that the model reads as `<unk>`."""
+        """Warn of words or characters of the user's own texts that the model reads as `<unk>`."""
         per_line = [tokenizer.unknown(line) for line in self._lines]
         if unknown := list(dict.fromkeys(unit for line in per_line for unit in line)):
             more = f" and {len(unknown) - _NAMED:,} more" if len(unknown) > _NAMED else ""
-            n = sum(map(bool, per_line))
+            n, name = sum(map(bool, per_line)), self.source_file or "sources"
             rank_zero_warn(
-                f"{self.source_file}: {n:,} of {len(per_line):,} lines have {tokenizer.kind} that the model's "
+                f"{name}: {n:,} of {len(per_line):,} lines have {tokenizer.kind} that the model's "
                 f"vocabulary lacks, which it reads as <unk>: {', '.join(map(repr, unknown[:_NAMED]))}{more}"
             )
 
@@ -288,13 +290,13 @@ class SequencePairs(LengthBatched):
         }
 
     def load_state_dict(self, state_dict: dict[str, str]) -> None:
-        """Check that the checkpoint has the same vocabularies; for `source_file`, take them from the checkpoint.
+        """Check that the checkpoint has the same vocabularies; for the user's own texts, take them from it.
 
         Raises:
             ValueError: If the vocabularies differ. The message describes them.
         """
         loaded = Tokenizers(*(Tokenizer.from_spec(state_dict[f"{side}_tokenizer"]) for side in ("source", "target")))
-        if self.source_file is not None:
+        if self._reads_own_texts:
             self._loaded = loaded
         elif state_dict["digest"] != _digest(self._tokenizers):
             raise ValueError(

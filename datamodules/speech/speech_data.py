@@ -88,6 +88,8 @@ class SpeechData(DataModule):
         ValueError: If an argument is out of its range.
     """
 
+    takes_inputs = "audio"
+
     def __init__(
         self,
         corpus: SpeechCorpus | None = None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from lit_effattn.analysis.records import RunRecord, differences, read_run
 from lit_effattn.analysis.tables import FORMATS, Table, comma_separated, from_columns, markdown, show
 from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.runs import short
+from lit_effattn.checkpoints.shipped import model_path
 from lit_effattn.drawing import plots
 from lit_effattn.settings.own_classes import add_trust
 
@@ -31,7 +31,7 @@ def compare(args: list[str]) -> None:
         raise ValueError(f"--length {options.length} must be at least 1")
     if options.plots:
         plots.check_available()
-    runs = [read_run(Path(path), length=options.length, trust=options.trust) for path in options.runs]
+    runs = [read_run(model_path(path, "compare"), length=options.length, trust=options.trust) for path in options.runs]
     names = names_of([run.path for run in runs])
     tables = [table for table in (results(names, runs), _settings(names, runs)) if table.rows]
     text = comma_separated(_joined(names, runs)) if options.format == "csv" else "\n".join(map(markdown, tables))
@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
         description="Compare runs: settings that differ, metrics, parameters, bytes of state, time, peak memory.",
         allow_abbrev=False,
     )
-    arguments.add_argument("runs", nargs="+", metavar="RUN", help="The folder of a run.")
+    arguments.add_argument("runs", nargs="+", metavar="RUN", help="The folder of a run, or model:NAME.")
     arguments.add_argument("--format", choices=FORMATS, default="terminal", help="Default: terminal.")
     arguments.add_argument("--output", metavar="FILE", help="Write the table here; in Markdown unless --format csv.")
     arguments.add_argument("--plots", metavar="FOLDER", help="Write curves.png here: metrics by step and by time.")
@@ -73,11 +73,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
-    """Return names of runs: the configuration's name, with the time if several runs have it."""
+    """Return names of runs: the configuration's name, with the time if several runs have it; of a file, its own."""
     resolved = [path.resolve() for path in paths]
-    count = Counter(path.parent.name for path in resolved)
+    names = [Path(short(path)).name if path.is_file() else path.parent.name for path in resolved]
     return [
-        path.parent.name if count[path.parent.name] == 1 else f"{path.parent.name}/{path.name}" for path in resolved
+        name if names.count(name) == 1 else f"{path.parent.name}/{path.name}"
+        for name, path in zip(names, resolved, strict=True)
     ]
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from lit_effattn import sequence
 from lit_effattn.callbacks.cost_log import DEVICE_MEMORY, PROCESS_MEMORY, SECONDS
-from lit_effattn.checkpoints.io import read_outline
+from lit_effattn.checkpoints.io import read_outline, saved_config
 from lit_effattn.checkpoints.plain_yaml import parse_yaml
-from lit_effattn.checkpoints.runs import LAST, PREVIOUS, is_checkpoint
+from lit_effattn.checkpoints.runs import LAST, PREVIOUS, is_checkpoint, short
 from lit_effattn.datamodules.common.files import regular
 from lit_effattn.hparams import flat
 from lit_effattn.tasks import Task
@@ -38,7 +38,7 @@ class RunRecord:
     """The record of a run. Unknown values are None or empty.
 
     Attributes:
-        path: The folder.
+        path: The folder, or the file of a checkpoint outside all runs.
         settings: The flat configuration, such as `model.backbone.attention`, with bare class names.
         curves: Every column of the log, by step.
         seconds: Time since the start in seconds, by step, without pauses between a stop and its resumption.
@@ -74,10 +74,10 @@ class RunRecord:
 
 
 def read_run(path: Path, *, length: int | None = None, trust: Sequence[str] = ()) -> RunRecord:
-    """Read a run.
+    """Read a run, or what a checkpoint outside all runs says of its own.
 
     Args:
-        path: Its folder.
+        path: The folder, or the file.
         length: Positions for which the bytes of a growing state are counted. Default: the data's `length`, `max_len` or
             `segment_len`, the dimensions of an image, or 1,024.
         trust: Classes of the user's own that its checkpoint may name: see `Task.load_from_checkpoint`.
@@ -93,9 +93,8 @@ def read_run(path: Path, *, length: int | None = None, trust: Sequence[str] = ()
             peaks[name] = int(max(values))
     curves = {name: curve for name, curve in columns.items() if not name.startswith("cost/")}
     known: dict[str, Any] = {"seconds": seconds, "seconds_per_step": seconds_per_step, "peak_memory": peaks}
-    checkpoint = next(
-        (p for name in (LAST, PREVIOUS, "best.ckpt") if is_checkpoint(p := path / "checkpoints" / name)), None
-    )
+    files = (path, *(path / "checkpoints" / name for name in (LAST, PREVIOUS, "best.ckpt")))
+    checkpoint = next((file for file in files if is_checkpoint(file)), None)
     if checkpoint is None:
         return RunRecord(path, settings, curves, **known, remark="no checkpoint")
     try:
@@ -109,11 +108,13 @@ def read_run(path: Path, *, length: int | None = None, trust: Sequence[str] = ()
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the configuration of the run in the folder `path`, as data.
+    """Return the configuration of the run in the folder `path`, or that in a checkpoint's file, as data.
 
     Raises:
         ValueError: If `path` is not the folder of a run, or its configuration can't be read.
     """
+    if path.is_file():
+        return saved_config(read_outline(path), short(path))
     file = path / "config.yaml"
     if not file.is_file():
         runs = sorted(config.parent for config in path.glob("*/config.yaml"))

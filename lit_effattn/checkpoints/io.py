@@ -21,6 +21,8 @@ from lit_effattn.checkpoints.files import DamagedError, explained, put, read, re
 from lit_effattn.checkpoints.folders import Parts, read_whole
 from lit_effattn.checkpoints.runs import is_checkpoint, short
 from lit_effattn.checkpoints.shape import check_contents
+from lit_effattn.checkpoints.shipped import SUFFIX, model_path
+from lit_effattn.checkpoints.weights_files import read_weights_file
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -147,18 +149,18 @@ def _copy(checkpoint: dict[str, Any]) -> dict[str, Any]:
 def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, Any]:
     """Read a checkpoint with plain containers of tensors. Nothing in it is executed.
 
-    The checksums (CRC-32) of all its parts are verified first. The parts of a folder, which the processes of a sharded
-    run have written, are put together.
+    The checksums (CRC-32) of all its parts are verified first; an exported safetensors file has none. The parts of a
+    folder, which the processes of a sharded run have written, are put together.
 
     Args:
-        path: The file, or folder.
+        path: The file, or folder, or `model:NAME`, a shipped model.
         map_location: Where its tensors go, as in `torch.load`.
 
     Raises:
         FileNotFoundError: If there is none.
         DamagedError: If it is cut off, changed, or not a checkpoint. It is a ValueError.
     """
-    return _read(Path(path), lambda folder: read_whole(folder, map_location), map_location)
+    return _read(model_path(path), lambda folder: read_whole(folder, map_location), map_location)
 
 
 def read_outline(path: str | Path, *, verify: bool = False) -> dict[str, Any]:
@@ -182,13 +184,16 @@ def read_outline(path: str | Path, *, verify: bool = False) -> dict[str, Any]:
             parts.verify()
         return parts.common
 
-    return _read(Path(path), of_folder)
+    return _read(model_path(path), of_folder)
 
 
 def _read(path: Path, read_folder: Callable[[Path], dict[str, Any]], map_location: Any = "cpu") -> dict[str, Any]:
     if not is_checkpoint(path):
         raise FileNotFoundError(f"there is no checkpoint {path}")
-    checkpoint = read_folder(path) if path.is_dir() else read(path, map_location)
+    if path.is_dir():
+        checkpoint = read_folder(path)
+    else:
+        checkpoint = (read_weights_file if path.suffix == SUFFIX else read)(path, map_location)
     if "state_dict" not in checkpoint:
         raise DamagedError(f"{path} is not a Lightning checkpoint: it has no `state_dict`")
     try:

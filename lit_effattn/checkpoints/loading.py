@@ -14,7 +14,8 @@ from lit_effattn.checkpoints.allowlist import Trust
 from lit_effattn.checkpoints.averaging import average_parameters
 from lit_effattn.checkpoints.io import read_checkpoint, saved_model
 from lit_effattn.checkpoints.model_size import model_of, size_of
-from lit_effattn.checkpoints.runs import last_kept
+from lit_effattn.checkpoints.runs import last_kept, short
+from lit_effattn.checkpoints.shipped import model_path
 from lit_effattn.checkpoints.spec_build import build
 from lit_effattn.checkpoints.spec_check import CheckpointJudge
 
@@ -35,7 +36,7 @@ def load_model(
 
     Args:
         kind: The model's class or a base class of it. The checkpoint may name it.
-        path: The checkpoint.
+        path: The checkpoint, or `model:NAME`, a shipped model.
         map_location: Where its tensors go. Default: where they were, or the CPU if that device is not available.
         strict: Whether the file must hold exactly the model's parameters and buffers. Default: `strict_loading`.
         trust: Further classes that the file may name.
@@ -48,12 +49,13 @@ def load_model(
             (`NotAllowedError`), or if fewer checkpoints than `average` were kept.
     """
     location = map_location or _same_device
+    path = model_path(path)
     paths = [path] if average is None else last_kept(path, average)
     path, arguments = paths[-1], arguments or {}
     checkpoint = read_checkpoint(path, location)
-    judge = CheckpointJudge(str(path), Trust([*trust, kind]))
-    spec = saved_model(checkpoint, path)
-    with model_of(path, *size_of(path)):
+    judge = CheckpointJudge(short(path), Trust([*trust, kind]))
+    spec = saved_model(checkpoint, short(path))
+    with model_of(short(path), *size_of(path)):
         model: M = kind(**arguments) if spec is None else build(spec, kind, "model", judge, **arguments)
     if average is not None:
         average_parameters(checkpoint, paths, model, location)

@@ -19,6 +19,8 @@ from datetime import datetime, timezone
 from itertools import count
 from pathlib import Path
 
+from lit_effattn.checkpoints.shipped import PREFIX, is_model, model_name, model_path
+
 LAST, PREVIOUS = "last.ckpt", "previous.ckpt"
 """The newest checkpoint of a run, and the one before it, from which a run resumes if the newest is damaged."""
 
@@ -114,7 +116,7 @@ def deleted_run(path: Path) -> Path | None:
 
 
 def find_checkpoint(name: str, root: Path, *, option: str = "--ckpt_path") -> Path:
-    """Return the checkpoint that `name` names: a path, or `last` or `best`.
+    """Return the checkpoint that `name` names: a path, `last` or `best`, or `model:NAME`, a shipped model.
 
     `last` and `best` are those of the newest run under `root`; if it has none, of the newest run in the same folder
     that has one. Runs of another configuration, which are in another folder, are not used. `last` is `previous.ckpt` in
@@ -126,15 +128,17 @@ def find_checkpoint(name: str, root: Path, *, option: str = "--ckpt_path") -> Pa
         option: The option that gave the name, for messages.
 
     Raises:
-        FileNotFoundError: If there is none. The message names the folder that was searched.
+        FileNotFoundError: If there is none. The message names the folder that was searched, or the shipped models.
     """
+    if is_model(name):
+        return model_path(name, option)
     if name not in ("last", "best"):
         for path in (Path(name), *(Path(name, "checkpoints", file) for file in (LAST, PREVIOUS))):
             if is_checkpoint(path):
                 return path.resolve()
         raise FileNotFoundError(
             f"{option} {name}: there is no such file, nor a run's folder with a checkpoint (and it is neither "
-            "`last` nor `best`)"
+            "`last`, `best` nor `model:NAME`)"
         )
     files = (LAST, PREVIOUS) if name == "last" else (f"{name}.ckpt",)
     checkpoints = [path for path in root.rglob("checkpoints/*.ckpt") if run_of(path) and is_checkpoint(path)]
@@ -164,6 +168,15 @@ def _age_of_run(checkpoint: Path) -> tuple[str, int]:
     return _age(checkpoint.parent.parent)
 
 
+def output_folder(checkpoint: Path, root: Path) -> Path | None:
+    """Return the folder for what commands make of a checkpoint: its run; for a shipped one, `model_NAME` under `root`.
+
+    None if the checkpoint is another file outside all runs.
+    """
+    name = model_name(checkpoint)
+    return run_of(checkpoint) if name is None else root / f"model_{name}"
+
+
 def discard_if_empty(run: Path) -> None:
     """Delete the folder of a run that has no files, and parent folders that are then empty."""
     if run.is_dir() and not any(path.is_file() for path in run.rglob("*")):
@@ -181,6 +194,8 @@ def discard(run: Path) -> None:
 
 
 def short(path: str | Path) -> str:
-    """Return `path` relative to the current folder if it is inside it, else unchanged."""
+    """Return `path` relative to the current folder if it is inside it, else unchanged; a shipped model's name."""
     path = Path(path)
+    if (name := model_name(path)) is not None:
+        return f"{PREFIX}{name}"
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

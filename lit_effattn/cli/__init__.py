@@ -27,7 +27,7 @@ commands:
   fit        train a model, or resume with --ckpt_path last
   validate   score a checkpoint on the validation data
   test       score a checkpoint on the test data
-  predict    score each test item separately, into a CSV file, or transcribe audio
+  predict    score each test item separately, into a CSV file, or translate, pronounce, transcribe: predict INPUT ...
   generate   draw samples from a checkpoint
   convert    convert a folder of Hugging Face weights to a checkpoint, or back: convert FROM TO
   export     write a checkpoint for other programs: ONNX, torch.export or safetensors
@@ -35,6 +35,7 @@ commands:
   compare    show several runs side by side: settings, metrics, cost
   report     write one HTML page about runs: curves, cost, samples, attention pictures
   sweep      train several attention kinds on the same data, each at its best learning rate
+  models     list the trained models that are shipped, or show the card of one: models digits
   configs    list the shipped configurations, or show one: configs digits_linear
   kinds      list the attention kinds, or the options of one: kinds LinearAttention
   completion print a script that completes commands in a shell: completion bash, completion zsh
@@ -45,6 +46,7 @@ examples:
   lit-effattn fit --ckpt_path last
   lit-effattn test --ckpt_path best
   lit-effattn generate --ckpt_path best --n 64 --complete 0.5
+  lit-effattn generate --ckpt_path model:stdlib --prompt "def "
 
 Options of a command: lit-effattn COMMAND --help, with Lightning's trainer: --help all. Those of a class, with any
 command: --model.help PixelModel, --model.backbone.help Transformer, --model.backbone.attention.help LinearAttention,
@@ -63,7 +65,7 @@ TOOLS = {
     "consolidate": "lit_effattn.cli.consolidate",
 }
 """Commands with parsers of their own, and the modules that define them."""
-LISTS = ("configs", "kinds")
+LISTS = ("configs", "kinds", "models")
 """Commands that print lists. They do not import Lightning, which is slow."""
 COMPLETION = "completion"
 INTERRUPTED, UNREAD = 130, 141
@@ -164,7 +166,7 @@ def _print_version(args: list[str]) -> None:
 
 
 def _list(command: str, names: list[str]) -> None:
-    """Print the shipped configurations or the attention kinds."""
+    """Print the shipped configurations, the attention kinds or the shipped models."""
     if {"-h", "--help"} & set(names):
         print(f"usage: lit-effattn {command} [NAME ...]\n\nList the {command}; with names, show these.")
         return
@@ -173,11 +175,15 @@ def _list(command: str, names: list[str]) -> None:
             from lit_effattn.settings.shipped import configs
 
             print(printable(configs(names)))
+        elif command == "models":
+            from lit_effattn.settings.cards import cards
+
+            print(printable(cards(names)))
         else:
             from lit_effattn.settings.kinds import kinds
 
             print(printable(kinds(names)))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         fail(str(error), code=2)
 
 

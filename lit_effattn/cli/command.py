@@ -56,7 +56,7 @@ from lit_effattn.checkpoints.runs import (
     find_checkpoint,
     new_folder,
     new_run,
-    run_of,
+    output_folder,
     short,
 )
 from lit_effattn.checkpoints.spec_check import CheckpointJudge, UserJudge
@@ -91,10 +91,13 @@ _ABOUT = {
     "fit": "Train a model; with --ckpt_path, resume the run of a checkpoint exactly where it stopped.",
     "validate": "Score a checkpoint on the validation data.",
     "test": "Score a checkpoint on the test data.",
-    "predict": "Score each test item separately, into a CSV file; or transcribe audio, with --data.audio.",
+    "predict": "Score each test item separately, into a CSV file; or predict the arguments that are not options: texts "
+    "to translate, pronounce or classify, recordings to transcribe.",
     "generate": "Draw samples from a checkpoint.",
 }
-_ABOUT_CHECKPOINT = "The checkpoint: its path, or `last` or `best` of the newest run."
+_ABOUT_CHECKPOINT = (
+    "The checkpoint: its path, or `last` or `best` of the newest run; or `model:NAME`, one of `lit-effattn models`."
+)
 _ABOUT_RESUMING = "Training resumes from it, with its configuration. Default: a new run."
 _ABOUT_NAME = (
     "Name of the run: its folder is runs/NAME/TIME. `last` and `best` are then of the newest run of this name. "
@@ -104,8 +107,8 @@ _ABOUT_AVERAGE = (
     "Number of last kept checkpoints (--checkpoint.keep) of the run of --ckpt_path whose mean the parameters get."
 )
 _ABOUT_WEIGHTS = {
-    "init_weights": "Start from the weights of this checkpoint (a path, `last` or `best`), with everything else new, "
-    "for fine-tuning. To resume a run, use --ckpt_path.",
+    "init_weights": "Start from the weights of this checkpoint (a path, `last`, `best` or `model:NAME`), with "
+    "everything else new, for fine-tuning. To resume a run, use --ckpt_path.",
     "transfer_from": "Start from the weights of this checkpoint, and train the attention alone, where it differs from "
     "the checkpoint's: each layer learns its output. Fine-tune the result with --init_weights.",
 }
@@ -502,7 +505,7 @@ class CLI(LightningCLI):
         if RUN in os.environ and is_child():
             return Path(os.environ[RUN])
         checkpoint = self.resolved.checkpoint
-        folder = run_of(checkpoint) if checkpoint else None
+        folder = output_folder(checkpoint, root) if checkpoint else None
         if (
             checkpoint is None
             or folder is None
@@ -512,6 +515,7 @@ class CLI(LightningCLI):
             folder = new_run(root, Path(ROOT)) if self._is_first() else root / "of another process"
             self._new_folder = folder if self._is_first() else None
         elif self.subcommand != "fit":
+            folder.mkdir(parents=True, exist_ok=True)  # of a shipped model
             folder = _writable(folder)
         os.environ[RUN] = str(folder)
         return folder

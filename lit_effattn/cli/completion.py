@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser
 
+from lit_effattn.checkpoints.shipped import PREFIX, models
 from lit_effattn.cli.command import CLI
 from lit_effattn.cli.data import add_options
 from lit_effattn.cli.errors import class_names, option_paths
@@ -52,7 +53,7 @@ def script(shell: str, commands: Sequence[str], tools: Mapping[str, str | None],
             if not choices:
                 option.complete = shtab.FILE  # type: ignore[attr-defined]
     added["data"].add_argument("action", nargs="?", choices=["prepare"])
-    for name, choices in zip(lists, (list(shipped()), list(attention_kinds())), strict=True):
+    for name, choices in zip(lists, (list(shipped()), list(attention_kinds()), list(models())), strict=True):
         added[name].add_argument("names", nargs="*", choices=choices)
     added["completion"].add_argument("shell", choices=SHELLS)
     text: str = shtab.complete(parser, shell, root_prefix=_FUNCTION)
@@ -84,7 +85,7 @@ def _values(path: str) -> list[str]:
     if path == "config":
         return list(shipped())
     if path in ("ckpt_path", "init_weights", "transfer_from"):
-        return ["last", "best"]
+        return ["last", "best", *(f"{PREFIX}{name}" for name in models())]
     return class_names(path.removesuffix(".help"))
 
 

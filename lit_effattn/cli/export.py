@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lit_effattn.checkpoints.runs import find_checkpoint, run_of, short
+from lit_effattn.checkpoints.io import read_outline
+from lit_effattn.checkpoints.runs import find_checkpoint, output_folder, short
 from lit_effattn.interchange import export as exporting
 from lit_effattn.settings.own_classes import add_trust
 from lit_effattn.settings.run_names import ROOT
@@ -25,7 +26,7 @@ def export(args: list[str]) -> None:
     """
     given = parser().parse_args(args)
     checkpoint = find_checkpoint(given.ckpt_path, Path(given.root))
-    target = Path(given.output) if given.output else _target(checkpoint, given.format)
+    target = Path(given.output) if given.output else _target(checkpoint, Path(given.root), given.format)
     done = exporting.export(
         Task.load_from_checkpoint(checkpoint, map_location="cpu", trust=given.trust),
         target,
@@ -34,6 +35,8 @@ def export(args: list[str]) -> None:
         batch_size=given.batch_size,
         check=given.check,
         overwrite=given.overwrite,
+        saved=read_outline(checkpoint),
+        dtype=given.dtype,
     )
     print(f"{given.format}: {short(done.path)}")
     if done.checked:
@@ -44,10 +47,11 @@ def export(args: list[str]) -> None:
         )
 
 
-def _target(checkpoint: Path, format: str) -> Path:
+def _target(checkpoint: Path, root: Path, format: str) -> Path:
     """Return the default file: in the folder `exported` of a run, or beside a checkpoint outside all runs."""
-    run = run_of(checkpoint)
-    return (checkpoint.parent if run is None else run / "exported") / (checkpoint.stem + exporting.SUFFIXES[format])
+    folder = output_folder(checkpoint, root)
+    folder = checkpoint.parent if folder is None else folder / "exported"
+    return folder / (checkpoint.stem + exporting.SUFFIXES[format])
 
 
 def parser() -> argparse.ArgumentParser:
@@ -55,11 +59,14 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         "lit-effattn export",
         description="Write a checkpoint's model for other programs. onnx and torch: a streaming step, whose state is "
-        "an input and an output. safetensors: the weights.",
+        "an input and an output. safetensors: the weights and the configuration, "
+        "which all commands read as a checkpoint.",
         allow_abbrev=False,
     )
     made.add_argument(
-        "--ckpt_path", default="best", help="A checkpoint: its path, or last or best of the newest run. Default: best."
+        "--ckpt_path",
+        default="best",
+        help="A checkpoint: its path, last or best of the newest run, or model:NAME. Default: best.",
     )
     made.add_argument("--format", choices=list(exporting.SUFFIXES), default="onnx", help="Default: onnx.")
     made.add_argument("--output", metavar="FILE", help="Default: in the folder `exported` of the run.")
@@ -73,6 +80,11 @@ def parser() -> argparse.ArgumentParser:
         default=exporting.CHECKED,
         metavar="N",
         help=f"Tokens to compare with PyTorch before the file is written. Default: {exporting.CHECKED}.",
+    )
+    made.add_argument(
+        "--dtype",
+        choices=exporting.DTYPES,
+        help="safetensors: type of the floating-point weights. Default: as they are. float16 halves the file.",
     )
     made.add_argument("--overwrite", action="store_true", help="Replace an existing file.")
     made.add_argument(

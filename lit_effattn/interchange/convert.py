@@ -20,7 +20,8 @@ from lit_effattn.checkpoints.allowlist import listed
 from lit_effattn.checkpoints.files import whole, write
 from lit_effattn.checkpoints.io import read_checkpoint, with_config
 from lit_effattn.checkpoints.model_size import model_of
-from lit_effattn.checkpoints.runs import is_checkpoint
+from lit_effattn.checkpoints.runs import is_checkpoint, short
+from lit_effattn.checkpoints.shipped import model_path
 from lit_effattn.hparams import defaults, spec
 from lit_effattn.interchange.family import Family
 from lit_effattn.interchange.gpt2 import GPT2
@@ -68,7 +69,7 @@ def convert(source: str | Path, target: str | Path, *, trust: Sequence[str] = ()
         FileExistsError: If `target` exists.
         ValueError: If the model is not supported, with the unsupported setting and its value.
     """
-    source, target = Path(source), Path(target)
+    source, target = model_path(source, "FROM"), Path(target)
     if not source.exists():
         raise FileNotFoundError(f"FROM={source}: there is no such folder or file")
     if target.exists():
@@ -176,7 +177,9 @@ def _to_folder(source: Path, target: Path, trust: Sequence[str]) -> str:
     model = LanguageModel.load_from_checkpoint(source, map_location="cpu", trust=trust)
     family = next((family for family in FAMILIES if family.fits(model)), None)
     if family is None:
-        raise ValueError(f"{source} can't be converted, as its model is of no family of transformers: {_DESCRIPTION}")
+        raise ValueError(
+            f"{short(source)} can't be converted, as its model is of no family of transformers: {_DESCRIPTION}"
+        )
     content = _config(model, family)
     state = model.state_dict()
     types = {name: t.dtype for name, t in read_checkpoint(source)["state_dict"].items()}  # the model's may differ

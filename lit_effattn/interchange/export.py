@@ -15,7 +15,7 @@ import math
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +30,8 @@ import lit_effattn
 from lit_effattn.attention.base import Attention
 from lit_effattn.attention.positions import n_positions
 from lit_effattn.checkpoints.files import whole
+from lit_effattn.checkpoints.shipped import METADATA
+from lit_effattn.checkpoints.weights_files import write_weights_file
 from lit_effattn.checks import at_least
 from lit_effattn.datamodules.text.tokenizers import Tokenizer
 from lit_effattn.hparams import spec
@@ -42,8 +44,8 @@ from lit_effattn.tasks.base import Task
 SUFFIXES = {"onnx": ".onnx", "torch": ".pt2", "safetensors": ".safetensors"}
 """The suffix of the files of each format."""
 
-METADATA = "lit_effattn"
-"""Name of a file's metadata, which are JSON."""
+DTYPES = ("float16", "bfloat16", "float32")
+"""Types of the weights in a safetensors file."""
 
 CHECKED = 32
 """Default number of tokens for which a step is compared with PyTorch before its file is written."""
@@ -115,6 +117,8 @@ def export(
     batch_size: int = 1,
     check: int = CHECKED,
     overwrite: bool = False,
+    saved: Mapping[str, Any] | None = None,
+    dtype: str | None = None,
 ) -> Exported:
     """Export a model to a file. If that fails, no file is written.
 
@@ -127,6 +131,9 @@ def export(
         batch_size: Rows of the step.
         check: Number of random tokens for which the file's results are compared with PyTorch's.
         overwrite: Whether to replace an existing file.
+        saved: safetensors: a checkpoint of the model, such as `read_outline` returns it. Its configuration, last
+            metrics and state of the data are written, too, so that all commands can read the file as a checkpoint.
+        dtype: safetensors: type of the floating-point weights, one of `DTYPES`. Default: as they are.
 
     Raises:
         FileExistsError: If `target` exists and `overwrite` is False.
@@ -141,9 +148,12 @@ def export(
     if missing:
         raise ValueError(f"format={format} needs {', '.join(missing)}: pip install 'lit-effattn[export]'")
     task.eval()
+    if dtype is not None and (dtype not in DTYPES or format != "safetensors"):
+        raise ValueError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}, and format safetensors, not {format}")
     if format == "safetensors":
+        weights = None if dtype is None else getattr(torch, dtype)
         with whole(target) as part:
-            _write_weights(task, part)
+            write_weights_file(part, task.state_dict(), spec(task), lit_effattn.__version__, saved, weights)
         return Exported(target)
     at_least(1, batch_size=batch_size)
     at_least(0, check=check)
@@ -388,14 +398,6 @@ def _program(step: Step, empty: State) -> torch.export.ExportedProgram:
     tokens = torch.zeros(state[0].size(0), 1, dtype=torch.long)
     with torch.no_grad():
         return torch.export.export(step, (tokens, *state), strict=False)
-
-
-def _write_weights(task: Task, path: Path) -> None:
-    from safetensors.torch import save_file
-
-    weights = {name: t.detach().clone().contiguous() for name, t in task.state_dict().items()}
-    about = {"version": lit_effattn.__version__, "model": spec(task)}
-    save_file(weights, path, {"format": "pt", METADATA: json.dumps(about, ensure_ascii=False)})
 
 
 @contextmanager

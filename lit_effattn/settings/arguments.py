@@ -241,7 +241,8 @@ class Arguments(Settings):
         typed: `args`.
         options: The flags and other arguments, in their order.
         flags: The settings that flags give.
-        remaining: The arguments without the flags that name files, the run and the checkpoint.
+        inputs: `predict`: the arguments that are not flags, which are to be predicted.
+        remaining: The arguments without these, and without the flags that name files, the run and the checkpoint.
 
     Raises:
         ValueError: If one of these flags has no value.
@@ -256,7 +257,11 @@ class Arguments(Settings):
         for option in self.options:
             if option.key in own and option.text is None:
                 raise ValueError(f"--{option.key.rstrip('+')} has no value: expected one argument")
-        self.remaining = [arg for option in self.options if option.key not in own for arg in option.args]
+        given = [option for option in self.options if self.command == "predict" and _is_input(option)]
+        self.inputs = [option.args[0] for option in given]
+        self.remaining = [
+            arg for option in self.options if option.key not in own and option not in given for arg in option.args
+        ]
         if files is not None:
             self.files = files
 
@@ -330,6 +335,11 @@ def _options(args: Sequence[str]) -> Iterator[Option]:
                 text, n = args[i + 1], 2
             yield Option(_SHORT.get(name, name)[2:] + plus, text, args[i : i + n])
         i += n
+
+
+def _is_input(option: Option) -> bool:
+    """Return whether an argument is neither a flag nor one that is not understood."""
+    return not option.key and not option.args[0].startswith("-")
 
 
 def _of_text(option: Option) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from lit_effattn.checkpoints.allowlist import listed
 from lit_effattn.checkpoints.io import saved_config
 from lit_effattn.checkpoints.recovery import read_intact
 from lit_effattn.checkpoints.runs import find_checkpoint, last_kept, short
+from lit_effattn.checkpoints.shipped import is_model
 from lit_effattn.hparams import defaults, flat
 from lit_effattn.settings.arguments import Arguments
 from lit_effattn.settings.run_names import root_of, stated_root
@@ -76,8 +78,16 @@ def resolve(arguments: Arguments) -> Resolved:
         return Resolved([*args, "--ckpt_path", str(checkpoint)], checkpoint, requeued=True)
     if requeued is None and name is None:
         if not fits:
-            raise ValueError(f"{arguments.command} needs a trained model: give --ckpt_path best, last, or a path")
+            raise ValueError(
+                f"{arguments.command} needs a trained model: give --ckpt_path best, last, a path, or a shipped model "
+                "such as model:digits"
+            )
         return Resolved(args)
+    if fits and name is not None and is_model(name):
+        raise ValueError(
+            f"--ckpt_path {name}: a shipped model has no optimiser state, so training can't resume from it; fine-tune "
+            f"it with --init_weights {name}"
+        )
     named = Path(parent) if parent else find_checkpoint(str(requeued or name), root)
     average = None if fits else arguments.text("average")
     averaged = [] if average is None else last_kept(named, _number(average))
@@ -86,8 +96,10 @@ def resolve(arguments: Arguments) -> Resolved:
     config = saved_config(content, short(checkpoint))
     before = f", averaged with {', '.join(path.name for path in averaged[:-1])}" if averaged[:-1] else ""
     rank_zero_info(f"{arguments.command} from {short(checkpoint)}{before}")
+    args += _inputs(arguments, config)
     # The user's own recordings or texts need no corpus: the checkpoint has the arguments that the data fixed.
-    data_fixes = uses_data and not (arguments.given("data.audio") or arguments.given("data.source_file"))
+    own = arguments.inputs or any(arguments.given(f"data.{name}") for name in ("audio", "sources", "source_file"))
+    data_fixes = uses_data and not own
     saved = checked_settings(config, checkpoint, arguments, uses_data=uses_data, data_fixes=data_fixes)
     return Resolved(
         [*args, "--ckpt_path", str(checkpoint)],
@@ -99,6 +111,25 @@ def resolve(arguments: Arguments) -> Resolved:
         averaged,
         saved.offline,
     )
+
+
+def _inputs(arguments: Arguments, config: dict[str, Any]) -> list[str]:
+    """Return the option of the data that takes the inputs of `predict`, and these.
+
+    Raises:
+        ValueError: If the data take none.
+    """
+    if not arguments.inputs:
+        return []
+    kind = listed(str(arguments.text("data") or section(config, "data").get("class_path")))
+    option = getattr(kind, "takes_inputs", None)
+    if option is None:
+        name = "the checkpoint's data" if kind is None else kind.__name__
+        raise ValueError(
+            f"predict {' '.join(arguments.inputs)}: {name} can't read inputs from the command line; leave them out to "
+            "predict the test data"
+        )
+    return [f"--data.{option}", json.dumps(arguments.inputs, ensure_ascii=False)]
 
 
 def _number(average: str) -> int:

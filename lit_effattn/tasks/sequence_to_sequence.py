@@ -42,6 +42,8 @@ EXTRA_LEN = 50
 
 PICTURES = 4
 """Number of sources for which `predict` draws the attention to the source."""
+_SHOWN = 10
+"""Number of translations that `predict` prints."""
 
 PICTURED_LEN = 256
 """The longest source, in tokens, for which it is drawn: the weights take O(S²) memory, and pictures grow wide."""
@@ -346,9 +348,13 @@ class SequenceToSequence(Task):
     def write_predictions(self, predictions: list[Any], folder: Path) -> str:
         """Write `translations.jsonl`, a line a source in the order of the file, and pictures of the first batch.
 
-        See `Task.write_predictions`.
+        See `Task.write_predictions`. The message begins with the first translations.
         """
-        return _write(sorted((t for batch in predictions for t in batch), key=lambda t: t.number), folder)
+        translations = sorted((t for batch in predictions for t in batch), key=lambda t: t.number)
+        shown = [
+            f"{t.entry['source']}: {output['text']}" for t in translations[:_SHOWN] for output in t.entry["outputs"][:1]
+        ]
+        return "\n".join([*shown, _write(translations, folder)])
 
     def write_samples(
         self,

@@ -110,7 +110,7 @@ def test_without_any_it_says_where_it_looked(name: str, tmp_path: Path, monkeypa
 
 def test_a_path_that_is_no_file_is_named(tmp_path: Path):
     for name in (str(tmp_path / "missing.ckpt"), str(tmp_path), "lst"):
-        with pytest.raises(FileNotFoundError, match=f"{re.escape(name)}.*neither `last` nor `best`"):
+        with pytest.raises(FileNotFoundError, match=f"{re.escape(name)}.*neither `last`, `best` nor `model:NAME`"):
             find_checkpoint(name, tmp_path)
 
 

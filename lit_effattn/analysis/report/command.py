@@ -31,7 +31,8 @@ from lit_effattn.analysis.report.samples import (
 from lit_effattn.analysis.tables import Table
 from lit_effattn.checkpoints.files import whole
 from lit_effattn.checkpoints.printable import printable
-from lit_effattn.checkpoints.runs import LAST, PREVIOUS, find_checkpoint, is_checkpoint, short
+from lit_effattn.checkpoints.runs import LAST, PREVIOUS, find_checkpoint, is_checkpoint, output_folder, short
+from lit_effattn.checkpoints.shipped import is_model
 from lit_effattn.drawing.plots import Line
 from lit_effattn.settings.defaults import split
 from lit_effattn.settings.own_classes import add_trust
@@ -44,7 +45,10 @@ _UNREADABLE = (ValueError, OSError, RuntimeError, TypeError, ModuleNotFoundError
 
 
 class Source(NamedTuple):
-    """The folder of a run, and its checkpoint, if any, from which the samples are drawn."""
+    """The folder of a run, and its checkpoint, if any, from which the samples are drawn.
+
+    `folder` is the checkpoint itself if it is outside all runs.
+    """
 
     folder: Path
     checkpoint: Path | None
@@ -92,8 +96,8 @@ def parser() -> argparse.ArgumentParser:
         "runs",
         nargs="+",
         metavar="RUN",
-        help="The folder of a run, a checkpoint in it, `best` or `last` (of the newest run), or a configuration's name "
-        "(its newest run).",
+        help="The folder of a run, a checkpoint, `best` or `last` (of the newest run), a configuration's name (its "
+        "newest run), or `model:NAME`, one of `lit-effattn models`.",
     )
     arguments.add_argument("--output", metavar="FILE", help="The page, a new file. Default: report.html in the run.")
     arguments.add_argument(
@@ -110,20 +114,17 @@ def find_run(name: str) -> Source:
     """Return a run and its checkpoint: the named one, else the best, else the last.
 
     Args:
-        name: A run's folder, a checkpoint in one, `best` or `last` of the newest run, or the folder name of a
-            configuration's runs, for the newest of them.
+        name: A run's folder, a checkpoint, `best` or `last` of the newest run, the folder name of a configuration's
+            runs, for the newest of them, or `model:NAME`.
 
     Raises:
-        ValueError: If a checkpoint is not in the folder of a run.
         FileNotFoundError: If the run does not exist.
     """
     path = Path(name)
-    if is_checkpoint(path) or name in ("best", "last"):
+    if is_checkpoint(path) or name in ("best", "last") or is_model(name):
         checkpoint = find_checkpoint(name, Path(ROOT), option="report")
         folder = checkpoint.parent.parent
-        if not (folder / "config.yaml").is_file():
-            raise ValueError(f"{name} is not in the folder of a run; name a checkpoint in one, or its folder")
-        return Source(folder, checkpoint)
+        return Source(folder if (folder / "config.yaml").is_file() else checkpoint, checkpoint)
     if not path.is_dir() and (Path(ROOT) / name).is_dir():
         path = find_checkpoint("last", Path(ROOT) / name, option="report").parent.parent
     if not path.is_dir():
@@ -142,6 +143,8 @@ def _output(output: str | None, sources: Sequence[Source]) -> Path:
             raise FileExistsError(f"--output {output} exists; name another file, or delete it")
         return Path(output)
     folder = sources[0].folder if len(sources) == 1 else Path()
+    if folder.is_file():
+        folder = output_folder(folder, Path(ROOT)) or folder.parent
     names = (folder / f"report{f'_{i}' if i else ''}.html" for i in count())
     return next(path for path in names if not path.exists())
 
@@ -176,7 +179,7 @@ def _of_record(source: Source, run: RunRecord, *, curves: bool) -> dict[str, Any
         **run.peak_memory,
     }
     return {
-        "folder": source.folder.resolve().name,
+        "folder": Path(short(source.folder.resolve())).name,
         "remark": run.remark,
         "scores": dict(sorted(run.final.items(), key=lambda entry: stages.index(entry[0].partition("/")[0]))),
         "charts": _charts(["run"], [run]) if curves else [],

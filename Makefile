@@ -8,7 +8,7 @@ UV     := $(BIN)/uv
 BEST   := --ckpt_path best --trainer.default_root_dir runs/$(basename $(notdir $(CONFIG)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install locked demo check test test-all faults lint bench bench-gpu reproduce-small docs clean
+.PHONY: help install locked demo check test test-all faults lint bench bench-gpu reproduce-small models docs clean
 .PHONY: lock lint-release release-check release audit sbom
 
 help:  ## Show what can be made.
@@ -56,6 +56,9 @@ bench-gpu: $(VENV)/.installed-dev  ## Measure what it costs on a GPU (under 9 mi
 
 reproduce-small: $(VENV)/.installed-dev  ## Train the papers' figures in small; docs/reproduce.md gets them (two hours on 2 cores, resumable).
 	$(BIN)/python -m benchmarks reproduce
+
+models: $(VENV)/.installed-dev  ## Train the shipped models anew (80 minutes of one core).
+	$(BIN)/python -m scripts.train_models
 
 docs: $(VENV)/.installed-docs  ## Build the documentation site into site/.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

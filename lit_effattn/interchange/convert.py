@@ -27,7 +27,7 @@ from lit_effattn.interchange.family import Family
 from lit_effattn.interchange.gpt2 import GPT2
 from lit_effattn.interchange.llama import Llama
 from lit_effattn.interchange.tokenizer import read_tokenizer, special_tokens, write_json, write_tokenizer
-from lit_effattn.interchange.weights import need_safetensors, read_json, read_tensors, size_of_tensors, write_tensors
+from lit_effattn.interchange.weights import read_json, read_tensors, size_of_tensors, write_tensors
 from lit_effattn.tasks import LanguageModel
 
 FAMILIES: tuple[Family, ...] = (GPT2(), Llama())
@@ -74,7 +74,6 @@ def convert(source: str | Path, target: str | Path, *, trust: Sequence[str] = ()
         raise FileNotFoundError(f"FROM={source}: there is no such folder or file")
     if target.exists():
         raise FileExistsError(f"TO={target} exists already; name a new folder")
-    need_safetensors()
     return _to_folder(source, target, trust) if is_checkpoint(source) else _to_checkpoint(source, target)
 
 

@@ -56,7 +56,7 @@ EQUAL = 1e-3
 _MOST_BYTES = 2_000_000_000
 """Largest size of an ONNX file, which is one protobuf message of less than 2 GiB."""
 
-_PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": (), "safetensors": ("safetensors",)}
+_PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": (), "safetensors": ()}
 
 
 class Exported(NamedTuple):

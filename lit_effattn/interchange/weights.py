@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -107,13 +106,3 @@ def write_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
     save_file(
         {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}, folder / _WEIGHTS, _METADATA
     )
-
-
-def need_safetensors() -> None:
-    """Check that safetensors is installed.
-
-    Raises:
-        ValueError: If it is not.
-    """
-    if find_spec("safetensors") is None:
-        raise ValueError("convert needs the package safetensors: pip install 'lit-effattn[pretrained]'")

@@ -12,7 +12,7 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from pathlib import PurePath
 from typing import Any, Literal, get_args, get_origin
 
@@ -41,6 +41,12 @@ class Sealed:
         self._prefix = f"text{secrets.token_hex(8)}x"  # which no file can predict
         self._token = re.compile(f"{self._prefix}([0-9]+)y")
         self._texts: list[str] = []
+        self._words = frozenset[str]()
+
+    def seal(self, saved: dict[str, Any]) -> Any:
+        """Return the settings of a checkpoint with tokens in place of strings: see `close`."""
+        self._words = _words({Trainer, *_classes(saved)})
+        return self.close(saved)
 
     def close(self, value: Any) -> Any:
         """Return plain data with tokens in place of strings, in keys too."""
@@ -51,7 +57,7 @@ class Sealed:
         return [self.close(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     def _is_word(self, text: str) -> bool:
-        return text in _words() or listed(text) is not None or self._trust.get(text) is not None
+        return text in self._words or listed(text) is not None or self._trust.get(text) is not None
 
     def _key(self, key: Any) -> Any:
         return self._seal(key) if isinstance(key, str) and not key.isidentifier() else key
@@ -94,12 +100,34 @@ def _quoted(text: str) -> str:
     return yaml.safe_dump(text, default_style='"', width=math.inf).rstrip("\n")
 
 
-@cache
-def _words() -> frozenset[str]:
-    """Return the strings in the literal annotations of listed classes and the trainer."""
-    classes = {listed(name) for name in listed_names()} | {Trainer}
-    annotations = [annotation for kind in classes if kind for annotation, _ in parameters(kind).values()]
-    return frozenset(word for annotation in annotations for word in _literals(annotation))
+def _classes(value: Any) -> Iterator[type]:
+    """Yield the listed classes that the strings in plain data name."""
+    if isinstance(value, str):
+        if (kind := listed(value)) is not None:
+            yield kind
+    elif isinstance(value, (Mapping, list, tuple)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _classes(item)
+
+
+def _words(kinds: set[type]) -> frozenset[str]:
+    """Return the strings in the literal annotations of the options of classes.
+
+    An option may also be given as the options of the class in its annotation, whose strings count, too.
+    """
+    words: set[str] = set()
+    left, seen = [*kinds], set(kinds)
+    while left:
+        annotations = [annotation for annotation, _ in parameters(left.pop()).values()]
+        words.update(word for annotation in annotations for word in _literals(annotation))
+        inner = {kind for kind in Place.of(*annotations).classes if _is_listed(kind)} - seen
+        left.extend(inner)
+        seen |= inner
+    return frozenset(words)
+
+
+def _is_listed(kind: type) -> bool:
+    return listed(f"{kind.__module__}.{kind.__qualname__}") is kind
 
 
 def _literals(annotation: Any) -> Iterator[str]:
@@ -117,7 +145,7 @@ def parse_saved(parser: ArgumentParser, saved: dict[str, Any], sealed: Sealed, j
         NotAllowedError: If a name in the result is not allowed.
     """
     with only_listed(judge.trust.names):
-        settings = parser.parse_object(sealed.close(saved), defaults=False, _skip_required=True)
+        settings = parser.parse_object(sealed.seal(saved), defaults=False, _skip_required=True)
     check_settings(settings, parser, judge)
     return settings
 

@@ -170,7 +170,7 @@ class Task(HasInitArgs, pl.LightningModule):
         that you trust. All names are checked before anything is imported or called.
 
         Args:
-            checkpoint_path: The file.
+            checkpoint_path: The file, or `model:NAME`, a model that comes with the package.
             map_location: Device of its tensors, as in `torch.load`. Default: the device that they were saved from, or
                 the CPU if it is missing.
             strict: Whether the file must hold exactly this model's parameters and buffers. Default: `strict_loading`.

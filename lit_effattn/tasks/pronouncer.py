@@ -18,7 +18,7 @@ class TrainedPronouncer(Pronouncer):
     """Pronounces words by a `SequenceToSequence` model of spellings and phones, such as that of g2p_softmax.yaml.
 
     Args:
-        ckpt_path: The model's checkpoint.
+        ckpt_path: The model's checkpoint, or `model:g2p`.
 
     Raises:
         FileNotFoundError: If the file does not exist.

@@ -98,6 +98,9 @@ def test_training_scoring_and_writing(capsys: pytest.CaptureFixture[str]):
     assert [entry["source"] for entry in entries] == ["aeee", "dff", "bg"]
     assert (path.parent / "attention_1.png").is_file()
     capsys.readouterr()
+    main(["predict", "--ckpt_path", "last", "dff", "aeee"])
+    outputs = {entry["source"]: entry["outputs"][0]["text"] for entry in entries}
+    assert [f"{word}: {outputs[word]}" for word in ("dff", "aeee")] == capsys.readouterr().out.splitlines()[-4:-2]
     main(["generate", "--ckpt_path", "last", "--source", "dff", "--n", "2", "--beam", "3", "--length_penalty", "0.6"])
     output = capsys.readouterr().out
     model = SequenceToSequence.load_from_checkpoint(run / "checkpoints" / "last.ckpt").eval()

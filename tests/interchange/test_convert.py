@@ -256,12 +256,6 @@ def test_half_a_folder_is_refused_and_nothing_is_written(folder: Path, capsys: p
     assert "TO=hf exists already" in fails(capsys, "convert", "hf", "hf")
 
 
-def test_without_its_package_the_extra_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lit_effattn.interchange.weights.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install 'lit-effattn\[pretrained\]'"):
-        convert(folder, "ours")
-
-
 def test_weights_in_parts(folder: Path, folders: Path):
     from safetensors.torch import load_file, save_file
 

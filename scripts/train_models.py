@@ -39,7 +39,7 @@ MARK = "<!-- What follows is written by scripts/train_models.py. -->\n"
 
 
 class Card(NamedTuple):
-    """What a card says of a model beside what its file says.
+    """The part of a card that is not in the model's file.
 
     Attributes:
         config: The configuration that trains it, with the flags, if any, that change it.

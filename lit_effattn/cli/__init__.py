@@ -183,7 +183,7 @@ def _list(command: str, names: list[str]) -> None:
             from lit_effattn.settings.kinds import kinds
 
             print(printable(kinds(names)))
-    except (OSError, ValueError) as error:
+    except (FileNotFoundError, ValueError) as error:
         fail(str(error), code=2)
 
 

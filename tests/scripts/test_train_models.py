@@ -5,9 +5,8 @@ from scripts.train_models import CARDS, MARK, PAGE, page
 
 
 def test_every_shipped_model_can_be_trained_anew():
-    assert {*models()} == {*CARDS}
-    for name, card in CARDS.items():
-        about = metadata(models()[name])["card"]
+    for name, path in models().items():
+        about, card = metadata(path)["card"], CARDS[name]
         assert [*about["figures"]] == [*card.metrics]
         assert (about["summary"], about["limits"]) == (card.summary, card.limits)
         assert f"fit --config {card.config}" in about["training"]

@@ -9,10 +9,13 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelSummary, RichProgressBar
 from lightning.pytorch.utilities.model_summary import get_human_readable_count
 from rich import get_console
+from rich.progress import BarColumn, ProgressColumn
 from rich.table import Table
 
 EVERY = 0.1
 """Minimum time between two refreshes in seconds. A refresh takes as long as a small training step."""
+WIDE = 120
+"""The number of columns that a terminal needs for the bar and the metrics beside it."""
 
 
 class ProgressBar(RichProgressBar):
@@ -39,6 +42,12 @@ class ProgressBar(RichProgressBar):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refresh once more: a run limited by its number of steps may end between two refreshes."""
         super().on_train_batch_end(trainer, pl_module, None, None, self._batch_idx)
+
+    def configure_columns(self, trainer: pl.Trainer) -> list[ProgressColumn]:
+        """Return what is shown before the metrics. In a narrow terminal the bar would cut their names; it is left out."""
+        columns: list[ProgressColumn] = super().configure_columns(trainer)
+        narrow = get_console().width < WIDE
+        return [column for column in columns if not (narrow and isinstance(column, BarColumn))]
 
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
         """Return the metrics shown beside the bar."""

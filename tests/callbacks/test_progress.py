@@ -39,6 +39,20 @@ def test_only_a_number_of_epochs_that_there_is_is_shown(
     assert shown in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("columns", "bar"), [("80", False), ("160", True)])
+def test_names_of_metrics_are_whole_in_a_narrow_terminal(
+    columns: str, bar: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("COLUMNS", columns)
+    metrics = {"train/bits_per_byte": torch.tensor(2.374), "val/bits_per_byte": torch.tensor(12.345)}
+    monkeypatch.setattr(ProgressBar, "get_metrics", lambda *_: metrics)
+    trainer(tmp_path, [ProgressBar()], enable_progress_bar=True, max_epochs=1).fit(Tiny(), loader(4))
+    shown = capsys.readouterr().out
+    assert "train/bits_per_byte: 2.374" in shown
+    assert "val/bits_per_byte: 12.345" in shown
+    assert ("━━━" in shown) == bar
+
+
 def test_the_summary_counts_what_has_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     model = Tiny()
     model.nothing = torch.nn.ReLU()

@@ -44,7 +44,7 @@ class ProgressBar(RichProgressBar):
         super().on_train_batch_end(trainer, pl_module, None, None, self._batch_idx)
 
     def configure_columns(self, trainer: pl.Trainer) -> list[ProgressColumn]:
-        """Return what is shown before the metrics. In a narrow terminal the bar would cut their names; it is left out."""
+        """Return what is shown before the metrics: no bar in a narrow terminal, where it would cut their names."""
         columns: list[ProgressColumn] = super().configure_columns(trainer)
         narrow = get_console().width < WIDE
         return [column for column in columns if not (narrow and isinstance(column, BarColumn))]

@@ -28,6 +28,7 @@ BLOCKS = [
     for number, (language, code) in enumerate(FENCE.findall(text))
     if language == "python"
 ]
+OTHER_LIBRARIES = [code for language, code in FENCE.findall(PAGES["docs/why-not.md"]) if language == "python3"]
 SHIPPED = {path.stem for path in ROOT.glob("configs/*.yaml")}
 PARSED = ("copy_linear", "enwik8_al_rfou", "sorting_infinite")
 """Configurations whose commands on docs/reproduce.md are parsed every time."""
@@ -47,6 +48,15 @@ def block(page: str, contents: str) -> str:
 
 @pytest.mark.parametrize("code", BLOCKS)
 def test_python_runs(code: str):
+    run(code)
+
+
+@pytest.mark.parametrize("code", OTHER_LIBRARIES)
+def test_python_of_other_libraries_runs_where_they_are_installed(code: str):
+    for library in re.findall(r"^from (\w+)", code, re.M):
+        pytest.importorskip(library)
+    if '"cuda"' in code and not torch.cuda.is_available():
+        pytest.skip("it needs a GPU")
     run(code)
 
 
@@ -172,4 +182,15 @@ def test_the_readme_is_short():
     lines = PAGES["README.md"].splitlines()
     assert len(lines) < 150
     assert max(map(len, lines)) <= 160
-    assert len(re.findall(r"[^\s|]+", PAGES["README.md"])) <= 1000
+    assert len(PAGES["README.md"].split()) <= 1000
+
+
+def test_the_readme_begins_with_a_picture_three_commands_and_four_lines():
+    screen = PAGES["README.md"].partition("\n## ")[0]
+    assert len(screen.splitlines()) <= 20
+    picture, commands = screen.index("!["), re.findall(r"^ {4}(.*)$", screen, re.M)
+    assert picture < screen.index(commands[0])
+    begun = [" ".join(command.split()[:2]) for command in commands]
+    assert begun == ["pip install", "lit-effattn generate", "lit-effattn fit"]
+    assert "/whl/cpu" in screen
+    assert len(re.findall(r"^- ", screen, re.M)) == 4

@@ -3,6 +3,8 @@
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,9 +22,14 @@ SHORT |= {
 
 
 def run(cell: str, names: dict) -> None:
-    r"""Run a cell as Jupyter does: lines after `!` are commands, `\` at a line's end continues them."""
-    for part in re.split(r"^(!.*)$", cell.replace("\\\n", " "), flags=re.M):
-        if part.startswith("!"):
+    r"""Run a cell as Jupyter does: lines after `!` are commands, `%pip` is pip, `\` at a line's end continues them.
+
+    The package is installed, so pip finds it without an index.
+    """
+    for part in re.split(r"^([!%].*)$", cell.replace("\\\n", " "), flags=re.M):
+        if part.startswith("%pip "):
+            subprocess.run([sys.executable, "-m", *shlex.split(part[1:]), "--no-index"], check=True)
+        elif part.startswith("!"):
             program, *words = shlex.split(part[1:])
             assert program == "lit-effattn"
             main(words)
@@ -40,11 +47,12 @@ def test_the_cells_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     names: dict = {"__name__": "tutorial"}
     for cell in whole.split("\0"):
         run(cell, names)
-    said = capsys.readouterr().out
-    assert float(re.search(r"largest difference: (\S+)", said)[1]) < 1e-6
-    carried = [float(found) for found in re.findall(r"memory carried: +(\S+)", said)]
+    output = capsys.readouterr().out
+    assert float(re.search(r"largest difference: (\S+)", output)[1]) < 1e-6
+    carried = [float(found) for found in re.findall(r"memory carried: +(\S+)", output)]
     assert carried[0] == pytest.approx(carried[1], rel=1e-5)
     assert len([*tmp_path.glob("runs/*/*/report.html")]) == 1
+    assert (tmp_path / "runs/model_digits/generated/samples/completed.png").is_file()
     assert {"completed.png", "attention.png"} < {path.name for path in tmp_path.iterdir()}
 
 

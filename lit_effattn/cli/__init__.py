@@ -54,6 +54,16 @@ command: --model.help PixelModel, --model.backbone.help Transformer, --model.bac
 The settings that a command would use: --print_config. Full traceback of an error: LIT_EFFATTN_DEBUG=1. Versions,
 devices and kernels: lit-effattn --version --verbose.
 """
+FIRST = """\
+Three commands to begin with:
+
+  lit-effattn generate --ckpt_path model:digits --n 12 --complete 0.5    # draw with a model that is installed
+  lit-effattn fit --config digits_linear                                 # train one: 3 minutes on 2 cores, no download
+  lit-effattn generate --ckpt_path best --n 12 --complete 0.5            # draw with yours
+
+All commands: lit-effattn --help
+"""
+"""The message without arguments."""
 COMMANDS = ("fit", "validate", "test", "predict", "generate", "data")
 DEBUG = "LIT_EFFATTN_DEBUG"
 CONVERT = "convert"
@@ -100,7 +110,10 @@ def _is_stdout_closed() -> bool:
 
 def _main(args: list[str] | None) -> None:
     args = sys.argv[1:] if args is None else args
-    if not args or args[0] in ("-h", "--help"):
+    if not args:
+        print(FIRST, end="", file=sys.stderr)
+        sys.exit(2)  # as after other invalid arguments: a script whose arguments are empty has not succeeded
+    if args[0] in ("-h", "--help"):
         return print(HELP, end="")
     if args[0] == "--version":
         return _print_version(args[1:])

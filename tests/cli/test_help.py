@@ -1,5 +1,7 @@
 """Help: of a command, and of one class without a configuration."""
 
+import re
+import shlex
 from contextlib import suppress
 
 import pytest
@@ -13,6 +15,22 @@ def shown(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     with suppress(SystemExit):
         main(list(args))
     return capsys.readouterr().out
+
+
+def test_no_arguments_name_three_commands_that_exist(capsys: pytest.CaptureFixture[str]):
+    """A script whose arguments are empty has not succeeded, so the exit code is that of invalid arguments."""
+    with pytest.raises(SystemExit) as stopped:
+        main([])
+    assert stopped.value.code == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert len(output.err.splitlines()) < 10
+    shown_commands = [shlex.split(line, comments=True) for line in re.findall(r"^  (.+)$", output.err, re.MULTILINE)]
+    assert len(shown_commands) == 3
+    for program, command, *flags in shown_commands:
+        assert program == "lit-effattn"
+        help_text = shown(capsys, command, "--help", "all", "--config", "digits_linear")
+        assert all(flag in help_text for flag in flags if flag.startswith("--"))
 
 
 def test_help_begins_with_ours_and_all_of_it_has_the_trainer(capsys: pytest.CaptureFixture[str]):

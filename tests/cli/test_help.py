@@ -77,6 +77,7 @@ def test_the_checkpoint_of_a_command_is_ours(command: str, capsys: pytest.Captur
     with pytest.raises(SystemExit):
         main([command, "--help"])
     output = " ".join(capsys.readouterr().out.split())
-    assert "--ckpt_path CKPT_PATH The checkpoint: its path, or `last` or `best` of the newest run; or `model:NAME`" in output
+    checkpoint = "The checkpoint: its path, or `last` or `best` of the newest run; or `model:NAME`"
+    assert f"--ckpt_path CKPT_PATH {checkpoint}" in output
     assert ("Training resumes from it" in output) == (command == "fit")
     assert "hpc" not in output

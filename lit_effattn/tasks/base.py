@@ -247,6 +247,18 @@ class Task(HasInitArgs, pl.LightningModule):
             return {"optimizer": optimizer, "lr_scheduler": settings}
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
+    def on_train_start(self) -> None:
+        """Warn of a run that goes on after the end of its schedule, at a rate of 0, at which nothing is learnt."""
+        for scheduler in (config.scheduler for config in self.trainer.lr_scheduler_configs):
+            total: int | None = getattr(scheduler, "total_steps", None)
+            rates = [group["lr"] for group in scheduler.optimizer.param_groups]
+            if total is not None and self.trainer.global_step >= total and not any(rates):
+                rank_zero_warn(
+                    f"the schedule of the learning rate ended at step {total}, and the rate is 0 since: nothing "
+                    "more is learnt; train on in a new run with --init_weights in place of --ckpt_path, or give "
+                    "--model.lr_scheduler.total_steps when a run begins"
+                )
+
     @property
     def epoch_is_whole(self) -> bool:
         """Whether the epoch's last batch was trained on. A limit may end an epoch earlier."""

@@ -234,6 +234,7 @@ class LanguageModel(Task):
 
     def on_train_start(self) -> None:
         """Read the number of steps of the run, which determines when intermediate losses stop."""
+        super().on_train_start()
         if self.further is not None:
             n_steps = self.trainer.estimated_stepping_batches  # -1: unknown
             self._n_steps = n_steps if n_steps > 0 else math.inf

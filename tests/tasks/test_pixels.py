@@ -401,6 +401,19 @@ def test_a_schedule_counts_optimiser_steps(tmp_path: Path):
     assert taken == pytest.approx([0.5, 1.0, *[0.5 + 0.5 * math.cos(math.pi * i / 4) for i in range(4)]])
 
 
+@pytest.mark.parametrize("final", [0.0, 0.1])
+def test_going_on_after_the_end_of_a_schedule(final: float, tmp_path: Path, recwarn: pytest.WarningsRecorder):
+    """The steps of the run were the schedule's when it began."""
+    schedule = partial(WarmupCosine, final=final)
+    rates(tmp_path, schedule)
+    assert "schedule of the learning rate" not in " ".join(str(w.message) for w in recwarn)
+    taken = rates(tmp_path, schedule, epochs=2, ckpt_path=tmp_path / "checkpoints" / "last.ckpt")
+    assert taken == pytest.approx([final] * 3)
+    told = [str(w.message) for w in recwarn if "schedule of the learning rate ended at step 3" in str(w.message)]
+    assert len(told) == (not final)
+    assert all("--init_weights" in text for text in told)
+
+
 def test_not_batches(tmp_path: Path):
     taken = rates(tmp_path, partial(torch.optim.lr_scheduler.StepLR, step_size=1), 2, accumulate_grad_batches=3)
     assert taken == pytest.approx([1.0, 0.1])

@@ -13,7 +13,7 @@ ROOMS: dict[str, set[str]] = {
     "sequence": {"hparams"},
     "ops": {"sequence"},
     "attention": {"ops", "sequence", "hparams"},
-    "nn": {"attention", "sequence", "hparams"},
+    "nn": {"attention", "ops", "sequence", "hparams"},
     "drawing": set(),
     "datamodules": set(),
     "checkpoints": set(),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lit_effattn.checks import at_least, probabilities
 from lit_effattn.hparams import HasInitArgs
+from lit_effattn.ops.cross_entropy import linear_cross_entropy
 from lit_effattn.sequence import accumulator
 
 
@@ -82,10 +83,15 @@ class CategoricalHead(Head):
         bias: Whether to add b. GPT-2's head has none (Radford et al. 2019).
         init_std: Initialise W from N(0, init_std²) and b = 0: 0.02 in Dai et al. 2019 and GPT-2. Default: as a
             `torch.nn.Linear`. A tied W has the embedding's values.
+        chunked: Whether the loss computes the logits of some positions at a time, and again in the backward pass, so
+            that it never holds a position × level matrix: see `ops.cross_entropy`. It is equal up to rounding, and
+            never compiled. Default: for batches with more than 2²⁷ logits, which take 512 MiB.
 
     Raises:
         ValueError: If `init_std` is negative, or given with `zero_init`.
     """
+
+    MOST_LOGITS = 2**27
 
     def __init__(
         self,
@@ -94,8 +100,10 @@ class CategoricalHead(Head):
         zero_init: bool = False,
         bias: bool = True,
         init_std: float | None = None,
+        chunked: bool | None = None,
     ) -> None:
         super().__init__(d_model, n_levels)
+        self.chunked = chunked
         if init_std is not None and (zero_init or not 0 <= init_std < math.inf):
             raise ValueError(
                 f"init_std={init_std} with zero_init={zero_init}: init_std must be at least 0 and finite, and needs "
@@ -121,6 +129,10 @@ class CategoricalHead(Head):
         return self._smoothed(h, target, 0.0)
 
     def _smoothed(self, h: Tensor, target: Tensor, epsilon: float) -> Tensor:
+        chunked = target.numel() * self.n_levels > self.MOST_LOGITS if self.chunked is None else self.chunked
+        if chunked:
+            rows = h.flatten(0, -2), self.proj.weight, self.proj.bias, target.flatten()
+            return linear_cross_entropy(*rows, epsilon).view(target.shape)
         logits = self._logits(h).flatten(0, -2)
         loss = F.cross_entropy(logits, target.flatten(), reduction="none", label_smoothing=epsilon)
         return loss.view(target.shape)

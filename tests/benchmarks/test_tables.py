@@ -15,6 +15,7 @@ TINY = (
     "generation --small --lengths 12 --repeats 1 --batch_sizes 2 --prefixes 3",
     "generation --small --lengths 24 --repeats 1 --batch_sizes 2 --prefixes 3 --windows 2",
     "memory --lengths 8 800 --segment_len 4 --segments 1 --repeats 2",
+    "vocabulary --vocabularies 7 9 --positions 5 --d_model 3 --repeats 2",
     "compression --datasets digits",
     "compression --datasets stdlib",
 )

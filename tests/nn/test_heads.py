@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -6,7 +7,11 @@ import torch
 from scipy.special import expit, log_expit, logsumexp
 from torch import nn
 
+from lit_effattn import LanguageModel, Transformer
+from lit_effattn.datamodules.common.tokens import IGNORE, TokenBatch
+from lit_effattn.nn import heads
 from lit_effattn.nn.heads import CategoricalHead, MixtureOfLogisticsHead
+from lit_effattn.ops.cross_entropy import linear_cross_entropy
 
 D = 5
 KINDS = [CategoricalHead, MixtureOfLogisticsHead]
@@ -197,3 +202,43 @@ def test_a_bfloat16_model_has_a_float32_loss(kind: type):
     head = kind(D, 17).bfloat16()
     h = torch.randn(3, D, dtype=torch.bfloat16)
     assert head.log_probs(h).dtype == head.nll(h, torch.tensor([0, 8, 16])).dtype == torch.float32
+
+
+class Chunked(CategoricalHead):
+    """A head with a limit that small batches exceed."""
+
+    MOST_LOGITS = 60
+
+
+def test_large_batches_are_computed_in_chunks(monkeypatch: pytest.MonkeyPatch):
+    """More than 60 logits automatically, and if asked for; the loss is the same."""
+    calls = []
+    monkeypatch.setattr(heads, "linear_cross_entropy", lambda *a: calls.append(len(a[0])) or linear_cross_entropy(*a))
+    torch.manual_seed(0)
+    plain, automatic = CategoricalHead(D, 20).double(), Chunked(D, 20).double()
+    automatic.load_state_dict(plain.state_dict())
+    for rows, chunked, expected in ((3, None, []), (3, True, [3]), (4, None, [4]), (4, False, [])):
+        automatic.chunked = chunked
+        h, target = torch.randn(1, rows, D, dtype=torch.float64), torch.randint(20, (1, rows))
+        for epsilon in (0.0, 0.2):
+            calls.clear()
+            torch.testing.assert_close(automatic.loss(h, target, epsilon), plain.loss(h, target, epsilon))
+            assert calls == expected
+        torch.testing.assert_close(automatic.nll(h, target), plain.nll(h, target))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_tied_language_model_trains_in_chunks(compiled: bool):
+    gradients = []
+    for chunked in (False, True):
+        torch.manual_seed(0)
+        head = partial(CategoricalHead, chunked=chunked)
+        model = LanguageModel(Transformer(8, 2, 1), 11, head=head, tie=True, label_smoothing=0.1).double()
+        if compiled and chunked:
+            model.compile_objective("aot_eager")
+        tokens = torch.randint(11, (2, 7))
+        targets = tokens.roll(-1, 1)
+        targets[0, 3:] = IGNORE
+        model.run_objective(TokenBatch(tokens, targets)).loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)

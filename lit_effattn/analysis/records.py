@@ -98,7 +98,7 @@ def read_run(path: Path, *, length: int | None = None, trust: Sequence[str] = ()
     if checkpoint is None:
         return RunRecord(path, settings, curves, **known, remark="no checkpoint")
     try:
-        curves = curves or _checkpoint_metrics(checkpoint)
+        curves = curves or checkpoint_metrics(checkpoint)
         model = Task.load_from_checkpoint(checkpoint, map_location="cpu", trust=trust)
         known |= _sizes(model, length or getattr(model, "n_dims", None) or _data_length(settings))
     except (ValueError, RuntimeError, TypeError, AttributeError, LookupError, ArithmeticError, OSError) as error:
@@ -197,8 +197,8 @@ def _version(path: Path) -> int:
     return int(number) if number.isdecimal() else -1
 
 
-def _checkpoint_metrics(checkpoint: Path) -> dict[str, Curve]:
-    """Return the metrics in a checkpoint, for a run without a log."""
+def checkpoint_metrics(checkpoint: Path) -> dict[str, Curve]:
+    """Return the latest metrics when a checkpoint was saved, by name and step."""
     content = read_outline(checkpoint)
     logged = content.get("logged")
     metrics = logged.get("metrics") if isinstance(logged, dict) else None

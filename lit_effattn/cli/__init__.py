@@ -32,6 +32,7 @@ commands:
   convert    convert a folder of Hugging Face weights to a checkpoint, or back: convert FROM TO
   export     write a checkpoint for other programs: ONNX, torch.export or safetensors
   consolidate put a checkpoint that several processes have written into one file: consolidate FOLDER FILE
+  push       publish a checkpoint on the Hugging Face hub, with a model card: push CHECKPOINT USER/NAME
   compare    show several runs side by side: settings, metrics, cost
   report     write one HTML page about runs: curves, cost, samples, attention pictures
   sweep      train several attention kinds on the same data, each at its best learning rate
@@ -73,6 +74,7 @@ TOOLS = {
     "sweep": "lit_effattn.analysis.sweep",
     "export": "lit_effattn.cli.export",
     "consolidate": "lit_effattn.cli.consolidate",
+    "push": "lit_effattn.analysis.push",
 }
 """Commands with parsers of their own, and the modules that define them."""
 LISTS = ("configs", "kinds", "models")

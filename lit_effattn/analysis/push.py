@@ -1,0 +1,99 @@
+"""`lit-effattn push`: publish a checkpoint on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import argparse
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import yaml
+
+from lit_effattn.analysis.model_card import model_card
+from lit_effattn.checkpoints.files import write
+from lit_effattn.checkpoints.io import CONFIG_KEY, read_checkpoint, saved_config
+from lit_effattn.checkpoints.runs import find_checkpoint, short
+from lit_effattn.settings.run_names import ROOT
+from lit_effattn.settings.saved import homes
+
+FILE = "model.ckpt"
+"""The published checkpoint."""
+
+_PUBLISHED = ("state_dict", "hyper_parameters", "pytorch-lightning_version", "epoch", "global_step", CONFIG_KEY)
+"""What is published of a checkpoint: the model, without the states of the optimiser, the loops and the data."""
+
+
+def push(args: list[str]) -> None:
+    """Publish a checkpoint's model, its configuration and a model card.
+
+    Args:
+        args: The arguments of the command.
+
+    Raises:
+        FileNotFoundError: If there is no such checkpoint.
+        ValueError: If huggingface_hub or a token is missing, the name is invalid, or the hub rejects the upload.
+    """
+    given = parser().parse_args(args)
+    checkpoint = find_checkpoint(given.checkpoint, Path(given.root), option="push")
+    if find_spec("huggingface_hub") is None:
+        raise ValueError("push needs the package huggingface_hub: pip install 'lit-effattn[hub]'")
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
+
+    api, name = HfApi(), given.name
+    if name.count("/") != 1:
+        raise ValueError(f"push {name}: the name must be USER/NAME, such as ada/digits-linear")
+    if get_token() is None:
+        raise ValueError(
+            f"push {name}: there is no token: run `hf auth login`, or set HF_TOKEN to a token that may write"
+        )
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        if paths := _prepare(checkpoint, folder, name, given.license):
+            print(f"What is published contains paths of your home folder: {', '.join(paths)}")
+        try:
+            url = api.create_repo(name, private=given.private or None, exist_ok=True)
+            api.upload_folder(repo_id=url.repo_id, folder_path=folder, commit_message=f"lit-effattn push {name}")
+        except HFValidationError as error:
+            raise ValueError(f"push {name}: the hub does not accept this name: {_first_line(error)}") from error
+        except HfHubHTTPError as error:
+            status = error.response.status_code
+            remedy = "; use a token that may write to it" if status in (401, 403) else ""
+            raise ValueError(f"push {name}: the hub answered {status}: {_first_line(error)}{remedy}") from error
+        except HTTPError as error:
+            raise ValueError(
+                f"push {name}: {api.endpoint} can't be reached: {_first_line(error)}; try again later"
+            ) from error
+    print(f"{short(checkpoint)} is at {url}")
+
+
+def _prepare(checkpoint: Path, folder: Path, name: str, license: str | None) -> list[str]:
+    """Write the files to publish. Return paths of the user's home folder in them."""
+    content = read_checkpoint(checkpoint)
+    config = saved_config(content, checkpoint)
+    write({key: content[key] for key in _PUBLISHED if key in content}, folder / FILE)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    (folder / "README.md").write_text(model_card(checkpoint, name, file=FILE, license=license), encoding="utf-8")
+    return list(dict.fromkeys(homes(config)))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).partition("\n")[0]
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    made = argparse.ArgumentParser(
+        "lit-effattn push",
+        description="Publish a checkpoint on the Hugging Face hub: the model without optimiser states, its "
+        "configuration, and a card with the figures of its run. The token is that of `hf auth login`, or HF_TOKEN.",
+        allow_abbrev=False,
+    )
+    made.add_argument("checkpoint", metavar="CHECKPOINT", help="The checkpoint: its path, or last or best.")
+    made.add_argument("name", metavar="USER/NAME", help="The model's name on the hub. It is made if it is new.")
+    made.add_argument("--private", action="store_true", help="Make a new name visible to you alone.")
+    made.add_argument("--license", help="The licence that the card states, such as apache-2.0. Default: none.")
+    made.add_argument(
+        "--trainer.default_root_dir", dest="root", default=ROOT, metavar="FOLDER", help=f"Of the runs; {ROOT}."
+    )
+    return made

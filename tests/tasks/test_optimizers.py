@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lit_effattn import LSTM, LanguageModel, PixelModel, SequenceToSequence, Transformer
 from lit_effattn.attention import ShawAttention, SoftmaxCrossAttention, TransformerXLAttention
+from lit_effattn.attention.positions import LearnedPositions
 from lit_effattn.cli import main
 from lit_effattn.nn.encoder_decoder import EncoderDecoder
 from lit_effattn.tasks.optimizers import MuonWithAdamW, hidden_matrices
@@ -65,7 +66,7 @@ def test_each_parameter_takes_the_step_of_its_rule():
             | {f"backbone.blocks.0.feed_forward.{x}.weight" for x in ("up", "down")},
         ),
         (
-            lambda: LanguageModel(Transformer(8, 2, 1, attention=ShawAttention), 9),
+            lambda: LanguageModel(Transformer(8, 2, 1, attention=ShawAttention, positions=LearnedPositions(8, 5)), 9),
             {f"backbone.blocks.0.attention.{x}_proj.weight" for x in ("q", "k", "v", "out")}
             | {f"backbone.blocks.0.feed_forward.{x}.weight" for x in ("up", "down")},
         ),

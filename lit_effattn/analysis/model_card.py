@@ -59,7 +59,7 @@ def model_card(checkpoint: Path, name: str, *, file: str, license: str | None = 
         "## Use",
         f"    pip install lit-effattn huggingface_hub\n    hf download {name} {file} --local-dir .\n"
         f"    lit-effattn {command} --ckpt_path {file}",
-        "The checkpoint is data: lit-effattn reads it without unpickling, and builds listed classes only.",
+        "The file holds weights and text. lit-effattn builds only classes that it lists, and runs no code from it.",
         *_section("Figures", "metric", scores),
         *_section("Cost", "cost", _cost(run)),
         *_section("Settings that differ from the defaults", "setting", changed),

@@ -9,18 +9,16 @@ from tempfile import TemporaryDirectory
 
 import yaml
 
+import lit_effattn
 from lit_effattn.analysis.model_card import model_card
-from lit_effattn.checkpoints.files import write
-from lit_effattn.checkpoints.io import CONFIG_KEY, read_checkpoint, saved_config
+from lit_effattn.checkpoints.io import read_checkpoint, saved_config
 from lit_effattn.checkpoints.runs import find_checkpoint, short
+from lit_effattn.checkpoints.weights_files import write_weights_file
 from lit_effattn.settings.run_names import ROOT
 from lit_effattn.settings.saved import homes
 
-FILE = "model.ckpt"
-"""The published checkpoint."""
-
-_PUBLISHED = ("state_dict", "hyper_parameters", "pytorch-lightning_version", "epoch", "global_step", CONFIG_KEY)
-"""What is published of a checkpoint: the model, without the states of the optimiser, the loops and the data."""
+FILE = "model.safetensors"
+"""The published weights, which all commands read as a checkpoint."""
 
 
 def push(args: list[str]) -> None:
@@ -71,7 +69,7 @@ def _prepare(checkpoint: Path, folder: Path, name: str, license: str | None) -> 
     """Write the files to publish. Return paths of the user's home folder in them."""
     content = read_checkpoint(checkpoint)
     config = saved_config(content, checkpoint)
-    write({key: content[key] for key in _PUBLISHED if key in content}, folder / FILE)
+    write_weights_file(folder / FILE, content["state_dict"], config["model"], lit_effattn.__version__, content)
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), encoding="utf-8")
     (folder / "README.md").write_text(model_card(checkpoint, name, file=FILE, license=license), encoding="utf-8")
     return list(dict.fromkeys(homes(config)))
@@ -89,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
         "configuration, and a card with the figures of its run. The token is that of `hf auth login`, or HF_TOKEN.",
         allow_abbrev=False,
     )
-    made.add_argument("checkpoint", metavar="CHECKPOINT", help="The checkpoint: its path, or last or best.")
+    made.add_argument("checkpoint", metavar="CHECKPOINT", help="The checkpoint: its path, last or best, or model:NAME.")
     made.add_argument("name", metavar="USER/NAME", help="The model's name on the hub. It is made if it is new.")
     made.add_argument("--private", action="store_true", help="Make a new name visible to you alone.")
     made.add_argument("--license", help="The licence that the card states, such as apache-2.0. Default: none.")

@@ -34,7 +34,7 @@ TOKEN = "hf_of_this_test"
 
 
 class Hub(BaseHTTPRequestHandler):
-    """The part of the hub that an upload uses. Checkpoints go through the storage of large files."""
+    """The part of the hub that an upload uses. Weights go through the storage of large files."""
 
     status = 200
     created: list[dict[str, Any]]
@@ -53,7 +53,7 @@ class Hub(BaseHTTPRequestHandler):
             return self.answer({"warnings": [], "errors": []})
         if self.path == "/api/models/ada/digits/preupload/main":
             names = [file["path"] for file in json.loads(body)["files"]]
-            modes = {name: "lfs" if name.endswith(".ckpt") else "regular" for name in names}
+            modes = {name: "lfs" if name.endswith(".safetensors") else "regular" for name in names}
             return self.answer(
                 {"files": [{"path": n, "uploadMode": m, "shouldIgnore": False} for n, m in modes.items()]}
             )
@@ -126,14 +126,13 @@ def test_what_is_published_is_the_model_and_its_record(server: type[Hub], capsys
     (created,) = server.created
     assert (created["name"], created["organization"]) == ("digits", "ada")
     assert created.get("visibility") == "private" or created.get("private") is True  # by the client's version
-    assert server.files.keys() == {"model.ckpt", "config.yaml", "README.md"}
+    assert server.files.keys() == {"model.safetensors", "config.yaml", "README.md"}
 
-    (tmp_path / "model.ckpt").write_bytes(server.files["model.ckpt"])
-    model = PixelModel.load_from_checkpoint(tmp_path / "model.ckpt")
+    (tmp_path / "model.safetensors").write_bytes(server.files["model.safetensors"])
+    model = PixelModel.load_from_checkpoint(tmp_path / "model.safetensors")
     own = torch.load(last("runs").with_name("best.ckpt"), weights_only=True)
     assert all(torch.equal(p, own["state_dict"][name]) for name, p in model.state_dict().items())
-    assert not {"optimizer_states", "lr_schedulers", "loops", "callbacks"} & torch.load(tmp_path / "model.ckpt").keys()
-    main(["test", "--ckpt_path", str(tmp_path / "model.ckpt"), "--trainer.logger", "false"])
+    main(["test", "--ckpt_path", str(tmp_path / "model.safetensors"), "--trainer.logger", "false"])
     score = float(capsys.readouterr().out.split("test bits/dim: ")[1].split()[0])
     assert yaml.safe_load(server.files["config.yaml"])["data"]["init_args"]["dataset"] == "digits"
 
@@ -147,7 +146,7 @@ def test_what_is_published_is_the_model_and_its_record(server: type[Hub], capsys
     assert figures["val/bits_per_dim"] == own["logged"]["metrics"]["val/bits_per_dim"]
     assert f"| parameters | {sum(p.numel() for p in model.parameters()):,} |" in text
     assert "| model.backbone.d_model | 8 |" in text
-    assert "hf download ada/digits model.ckpt" in text
+    assert "hf download ada/digits model.safetensors" in text
     assert hub.ModelCard(server.files["README.md"].decode()).data.library_name == "lit-effattn"
 
 

@@ -66,7 +66,9 @@ def test_each_parameter_takes_the_step_of_its_rule():
             | {f"backbone.blocks.0.feed_forward.{x}.weight" for x in ("up", "down")},
         ),
         (
-            lambda: LanguageModel(Transformer(8, 2, 1, attention=ShawAttention, positions=LearnedPositions(8, 5)), 9),
+            lambda: LanguageModel(
+                Transformer(8, 2, 1, attention=ShawAttention, positions=partial(LearnedPositions, max_len=5)), 9
+            ),
             {f"backbone.blocks.0.attention.{x}_proj.weight" for x in ("q", "k", "v", "out")}
             | {f"backbone.blocks.0.feed_forward.{x}.weight" for x in ("up", "down")},
         ),

@@ -117,17 +117,20 @@ CARDS = {
         _PSF,
         ("bits_per_byte",),
         _OF_STDLIB,
-        ('generate --ckpt_path model:stdlib --prompt "def "', "report model:stdlib"),
+        ('generate --ckpt_path model:stdlib --prompt "def " --temperature 0.7', "report model:stdlib"),
     ),
     "stdlib_linear": Card(
-        "stdlib_linear",
+        "stdlib_linear --trainer.max_steps 2500 --trainer.val_check_interval 500",
         "Writes Python, byte by byte, with a state of constant size: sums over all bytes, and a window of 32.",
         "unbounded, in a state of constant size",
         _STDLIB,
         _PSF,
         ("bits_per_byte",),
         _OF_STDLIB,
-        ('generate --ckpt_path model:stdlib_linear --prompt "def "', "export --ckpt_path model:stdlib_linear"),
+        (
+            'generate --ckpt_path model:stdlib_linear --prompt "def " --temperature 0.7',
+            "export --ckpt_path model:stdlib_linear",
+        ),
     ),
 }
 

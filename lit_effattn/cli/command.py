@@ -95,9 +95,8 @@ _ABOUT = {
     "to translate, pronounce or classify, recordings to transcribe.",
     "generate": "Draw samples from a checkpoint.",
 }
-_ABOUT_CHECKPOINT = (
-    "The checkpoint: its path, or `last` or `best` of the newest run; or `model:NAME`, one of `lit-effattn models`."
-)
+_ABOUT_CHECKPOINT = "The checkpoint: its path, or `last` or `best` of the newest run."
+_ABOUT_SHIPPED = "Or `model:NAME`: one of `lit-effattn models`."
 _ABOUT_RESUMING = "Training resumes from it, with its configuration. Default: a new run."
 _ABOUT_NAME = (
     "Name of the run: its folder is runs/NAME/TIME. `last` and `best` are then of the newest run of this name. "
@@ -302,7 +301,8 @@ class CLI(LightningCLI):
             parser.set_defaults(verbose=False)
         for action in parser._actions:
             if action.dest == "ckpt_path":
-                action.help = _ABOUT_CHECKPOINT if subcommand != "fit" else f"{_ABOUT_CHECKPOINT} {_ABOUT_RESUMING}"
+                more = _ABOUT_RESUMING if subcommand == "fit" else _ABOUT_SHIPPED
+                action.help = f"{_ABOUT_CHECKPOINT} {more}"
             elif action.dest == "weights_only":
                 action.help = "Changes nothing: checkpoints are never unpickled."
         integers_first(parser)

@@ -80,4 +80,5 @@ def test_the_checkpoint_of_a_command_is_ours(command: str, capsys: pytest.Captur
     checkpoint = "The checkpoint: its path, or `last` or `best` of the newest run; or `model:NAME`"
     assert f"--ckpt_path CKPT_PATH {checkpoint}" in output
     assert ("Training resumes from it" in output) == (command == "fit")
+    assert ("Or `model:NAME`" in output) == (command != "fit")
     assert "hpc" not in output

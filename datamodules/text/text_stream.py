@@ -229,11 +229,15 @@ class TextStream(DataModule):
 
     @cached_property
     def _store(self) -> TokenStore:
-        if (read := _SOURCES[self.source].read) is None:
+        if self.source == "prepared":
             return TokenStore(Path(self._options["root"]))
-        return tokenized(
-            read(self._options, self.tokens != "bytes"), self._kind, self._vocab_size, self.cache, self._given
-        )
+        return tokenized(self._text(), self._kind, self._vocab_size, self.cache, self._given)
+
+    def _text(self) -> TextSource:
+        """Return the text, which a subclass may read in its own way."""
+        read = _SOURCES[self.source].read
+        assert read is not None  # of a token store
+        return read(self._options, self.tokens != "bytes")
 
     def prepare_data(self) -> None:
         """Tokenize the text unless an earlier run did.

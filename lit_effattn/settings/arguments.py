@@ -50,7 +50,7 @@ def load_yaml(text: str) -> Any:
         OutOfBoundsError: If it is out of bounds.
         yaml.YAMLError: If it is not YAML.
     """
-    if "*" in text or len(text) > MAX_BYTES:  # without an alias it is no larger than its text
+    if "*" in text or len(text) > MAX_BYTES:  # without an alias it is at most as large as its text
         check_bounds(text)
     try:
         return _load(text)

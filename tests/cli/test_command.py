@@ -540,7 +540,7 @@ def test_a_broken_image_is_named_even_by_a_worker(capsys: pytest.CaptureFixture[
     assert re.search(r"images/\d+\.png", fails(capsys, "fit", "--config", "tiny.yaml", *flags))
 
 
-@pytest.mark.parametrize("args", [[], ["-h"], ["--help"], ["--version"]])
+@pytest.mark.parametrize("args", [["-h"], ["--help"], ["--version"]])
 def test_help_and_version(args: list[str], capsys: pytest.CaptureFixture[str]):
     main(args)
     assert "lit-effattn" in capsys.readouterr().out

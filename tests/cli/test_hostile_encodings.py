@@ -320,4 +320,5 @@ def test_names_on_the_list_and_words_of_the_code_stay():
     closed = Sealed(Trust())
     kept = ["lit_effattn.attention.LinearAttention", "LinearAttention", "strided", "16-mixed"]
     assert all(listed(name) for name in kept[:2])
-    assert closed.close(kept) == kept
+    assert closed.close(kept)[2:] != kept[2:]
+    assert closed.seal({"names": kept, "kind": "lit_effattn.attention.SparseAttention"})["names"] == kept

@@ -77,7 +77,7 @@ def test_the_checkpoint_of_a_command_is_ours(command: str, capsys: pytest.Captur
     with pytest.raises(SystemExit):
         main([command, "--help"])
     output = " ".join(capsys.readouterr().out.split())
-    checkpoint = "The checkpoint: its path, or `last` or `best` of the newest run; or `model:NAME`"
+    checkpoint = "The checkpoint: its path, or `last` or `best` of the newest run"
     assert f"--ckpt_path CKPT_PATH {checkpoint}" in output
     assert ("Training resumes from it" in output) == (command == "fit")
     assert ("Or `model:NAME`" in output) == (command != "fit")

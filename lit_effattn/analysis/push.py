@@ -14,7 +14,7 @@ from lit_effattn.analysis.model_card import model_card
 from lit_effattn.checkpoints.io import read_checkpoint, saved_config
 from lit_effattn.checkpoints.runs import find_checkpoint, short
 from lit_effattn.checkpoints.weights_files import write_weights_file
-from lit_effattn.settings.run_names import ROOT
+from lit_effattn.settings.run_names import add_root
 from lit_effattn.settings.saved import homes
 
 FILE = "model.safetensors"
@@ -91,7 +91,5 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("name", metavar="USER/NAME", help="The model's name on the hub. It is made if it is new.")
     made.add_argument("--private", action="store_true", help="Make a new name visible to you alone.")
     made.add_argument("--license", help="The licence that the card states, such as apache-2.0. Default: none.")
-    made.add_argument(
-        "--trainer.default_root_dir", dest="root", default=ROOT, metavar="FOLDER", help=f"Of the runs; {ROOT}."
-    )
+    add_root(made)
     return made

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lit_effattn.checkpoints.io import AtomicCheckpointIO, read_checkpoint
 from lit_effattn.checkpoints.runs import find_checkpoint, short
-from lit_effattn.settings.run_names import ROOT
+from lit_effattn.settings.run_names import add_root
 
 
 def consolidate(args: list[str]) -> None:
@@ -41,7 +41,5 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("checkpoint", metavar="FOLDER", help="The checkpoint: its path, or last or best.")
     made.add_argument("file", metavar="FILE", help="The file to write.")
-    made.add_argument(
-        "--trainer.default_root_dir", dest="root", default=ROOT, metavar="FOLDER", help=f"Of the runs; {ROOT}."
-    )
+    add_root(made)
     return made

@@ -9,7 +9,7 @@ from lit_effattn.checkpoints.io import read_outline
 from lit_effattn.checkpoints.runs import find_checkpoint, output_folder, short
 from lit_effattn.interchange import export as exporting
 from lit_effattn.settings.own_classes import add_trust
-from lit_effattn.settings.run_names import ROOT
+from lit_effattn.settings.run_names import add_root
 from lit_effattn.tasks.base import Task
 
 
@@ -87,8 +87,6 @@ def parser() -> argparse.ArgumentParser:
         help="safetensors: type of the floating-point weights. Default: as they are. float16 halves the file.",
     )
     made.add_argument("--overwrite", action="store_true", help="Replace an existing file.")
-    made.add_argument(
-        "--trainer.default_root_dir", dest="root", default=ROOT, metavar="FOLDER", help=f"Of the runs; {ROOT}."
-    )
+    add_root(made)
     add_trust(made)
     return made

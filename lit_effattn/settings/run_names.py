@@ -7,6 +7,7 @@ runs/wide/                              with --name wide
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
 
@@ -17,6 +18,13 @@ ROOT = "runs"
 
 _SWAPPED = ("model", "backbone", "encoder", "decoder", "attention", "cross_attention")
 """Options whose classes are part of the name of a run."""
+
+
+def add_root(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--trainer.default_root_dir`, the folder in which `last` and `best` look for runs."""
+    parser.add_argument(
+        "--trainer.default_root_dir", dest="root", default=ROOT, metavar="FOLDER", help=f"Of the runs; {ROOT}."
+    )
 
 
 def stated_root(arguments: Arguments) -> Path:

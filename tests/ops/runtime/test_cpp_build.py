@@ -1,5 +1,6 @@
 import os
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -151,8 +152,18 @@ def test_a_compiler_that_never_returns(monkeypatch: pytest.MonkeyPatch, tmp_path
             build("small")
         pid = int(child.read_text())
         monkeypatch.setattr(cpp_build.subprocess, "Popen", None)
-    state = Path(f"/proc/{pid}/stat")
-    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX"
+    end = time.monotonic() + 60  # a killed process is gone when it is next scheduled
+    while runs(pid) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not runs(pid)
+
+
+def runs(pid: int) -> bool:
+    """Whether a process exists and is neither dead nor a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_prepared_data_name_a_cache_that_cannot_be_written_to(tmp_path: Path):

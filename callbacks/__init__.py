@@ -6,6 +6,7 @@ from lit_effattn.callbacks.clip_each_parameter import ClipEachParameter
 from lit_effattn.callbacks.compile import Compile
 from lit_effattn.callbacks.cost_log import CostLog
 from lit_effattn.callbacks.feature_redraw import FeatureRedraw
+from lit_effattn.callbacks.global_loss_normalization import GlobalLossNormalization
 from lit_effattn.callbacks.memory_carry import MemoryCarry
 from lit_effattn.callbacks.progress import ParameterSummary, ProgressBar
 from lit_effattn.callbacks.random_states import RandomStates
@@ -19,6 +20,7 @@ __all__ = [
     "Compile",
     "CostLog",
     "FeatureRedraw",
+    "GlobalLossNormalization",
     "LastCheckpoint",
     "MemoryCarry",
     "NotFiniteError",

@@ -61,7 +61,7 @@ class SpeechData(DataModule):
         eval_batch_frames: The same in validation, test and prediction. Default: `batch_frames`.
         batch_utterances: Maximum of B, in training and evaluation.
         subsampling: Subsampling factor of the model, in frames. Training utterances that it makes too short are left
-            out.
+            out. Default: that of the trainer's model; without one, 1.
         spec_augment: Masks parts of the training utterances, different ones each epoch, as a pure function of (seed,
             epoch, utterance). Default: none.
         wave_augment: Changes the recordings of the training utterances by speed, pitch, reverberation, noise and a
@@ -100,7 +100,7 @@ class SpeechData(DataModule):
         batch_frames: int = 12_000,
         eval_batch_frames: int | None = None,
         batch_utterances: int = 64,
-        subsampling: int = 1,
+        subsampling: int | None = None,
         spec_augment: SpecAugment | None = None,
         wave_augment: WaveAugment | None = None,
         cache: bool = False,
@@ -223,13 +223,21 @@ class SpeechData(DataModule):
         """Return the utterances to leave out for too few frames. Validation and test keep them, with a warning."""
         if split == "train" and self.wave_augment is not None:
             n_frames = self._fewest_frames(n_frames, self.wave_augment)
-        short = labels.short(utterances, -(-n_frames // self.subsampling))
+        short = labels.short(utterances, -(-n_frames // self._factor()))
         short = {i: fault for i, fault in short.items() if i not in faults}
         if split == "train":
             return short
         if short:
             _warn(f"{split}: {len(short)} of {len(utterances)} utterances have an error rate, but no loss", short)
         return {}
+
+    def _factor(self) -> int:
+        """Return the subsampling factor of the model."""
+        given = self.subsampling
+        factor = None if self.trainer is None else getattr(self.trainer.lightning_module, "subsampling", None)
+        if None not in (given, factor) and given != factor:
+            raise ValueError(f"subsampling={given}, but the model's front end has the factor {factor}; leave it out")
+        return factor or given or 1
 
     def _fewest_frames(self, n_frames: np.ndarray, augment: WaveAugment) -> np.ndarray:
         """Return the frames that remain of `n_frames` at the largest speed."""

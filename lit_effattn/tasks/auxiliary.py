@@ -15,18 +15,20 @@ from lit_effattn.nn.heads import Head
 from lit_effattn.sequence import parts
 
 
-def mean_of_scored(losses: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean of the losses (B, N) whose targets (B, N) are scored, that is, not IGNORE.
+def mean_of_scored(losses: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean of the losses (B, N) whose targets (B, N) are scored, that is, not IGNORE, and their number.
 
-    Inside `sequence_parallel`, return this part's sum, divided by the mean number of targets of a part. Its mean over
-    the processes, which DDP's gradients belong to, is the mean over the whole sequences.
+    Inside `sequence_parallel`, return this part's sum, divided by the mean number of targets of a part, and the number
+    of targets of the whole sequences. The mean of the former over the processes, which DDP's gradients belong to, is
+    the mean over the whole sequences.
     """
     scored = targets != IGNORE
     total, group = losses.masked_fill(~scored, 0).sum(), parts()
     if group is None:
-        return total / scored.sum().clamp(min=1)
+        n_scored = scored.sum()
+        return total / n_scored.clamp(min=1), n_scored
     _, count = group.count(scored.sum()[None])  # (1,), of all parts
-    return total * group.size / count[0].clamp(min=1)
+    return total * group.size / count[0].clamp(min=1), count[0]
 
 
 class FurtherPredictions(nn.Module):
@@ -86,5 +88,5 @@ class FurtherPredictions(nn.Module):
             for k, head in enumerate(heads, start=first):  # type: ignore[arg-type,var-annotated]
                 later = F.pad(targets, (0, k), value=IGNORE)[:, k:]  # (B, N)
                 losses = head.loss(hidden, later.clamp(min=0), label_smoothing)
-                total = total + weight * (self.target_weight if k else 1) * mean_of_scored(losses, later)
+                total = total + weight * (self.target_weight if k else 1) * mean_of_scored(losses, later)[0]
         return total

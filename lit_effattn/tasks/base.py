@@ -40,11 +40,13 @@ class Objective(NamedTuple):
         loss: The scalar to minimise.
         figures: Values to log by name, detached.
         state: The state of the backbone after the batch, detached, if the batch continued from a memory.
+        n_scored: The number of items, such as tokens, of which `loss` is the mean. None: unknown.
     """
 
     loss: Tensor
     figures: dict[str, Tensor]
     state: State | None = None
+    n_scored: Tensor | None = None
 
 
 def check_backbone(backbone: Any, causal: bool = False) -> None:
@@ -129,6 +131,12 @@ class Task(HasInitArgs, pl.LightningModule):
     Only the steps (training, validation, test, prediction) and the callback `MemoryCarry` read and set it; all other
     methods take a memory as an argument and return the state. None: a batch starts from the empty state, and no state
     is kept.
+    """
+
+    scored_items: list[Tensor] | None = None
+    """Number of scored items of each batch since the last optimiser step, by which the batch's loss is multiplied.
+
+    None: losses are not multiplied. The callback `GlobalLossNormalization` sets it.
     """
 
     def __init__(self, optimizer: OptimizerCallable | None, lr_scheduler: LRSchedulerCallable | None) -> None:
@@ -333,7 +341,15 @@ class Task(HasInitArgs, pl.LightningModule):
     def training_step(self, batch: Any) -> Tensor:
         """Return the loss of `objective`, and log its figures."""
         self.check_batch(batch)
-        loss, figures, self.memory = self.run_objective(batch, self.memory)
+        loss, figures, self.memory, n_scored = self.run_objective(batch, self.memory)
+        if self.scored_items is not None:
+            if n_scored is None:
+                raise ValueError(
+                    f"{type(self).__name__}.objective returns no `n_scored`, which GlobalLossNormalization needs; "
+                    "return it, or leave the callback out"
+                )
+            self.scored_items.append(n_scored)
+            loss = loss * n_scored
         if (group := parts()) is not None:
             figures = {name: group.mean(figure) for name, figure in figures.items()}
         self.log_figures(figures)
@@ -379,7 +395,9 @@ class Task(HasInitArgs, pl.LightningModule):
         self._objective = torch.compile(type(self).objective, backend=backend)
 
     @staticmethod
-    def with_auxiliary(loss: Tensor, figures: dict[str, Tensor], state: State, weight: float = 1.0) -> Objective:
+    def with_auxiliary(
+        loss: Tensor, figures: dict[str, Tensor], state: State, weight: float = 1.0, *, n_scored: Tensor | None = None
+    ) -> Objective:
         """Add the mean over the rows of the auxiliary losses in `state` to `loss`.
 
         The unweighted loss of each kind is logged as `train/auxiliary_loss/` and the name of its state's class.
@@ -389,11 +407,13 @@ class Task(HasInitArgs, pl.LightningModule):
             figures: Figures to log.
             state: The backbone's state after the batch.
             weight: Weight of the auxiliary losses.
+            n_scored: The number of items of which `loss` is the mean.
         """
         by_kind = sequence.losses_by_kind(state)
         figures = {**figures, **{f"train/auxiliary_loss/{k}": of_k.detach().mean() for k, of_k in by_kind.items()}}
         auxiliary = sequence.losses(state)
-        return Objective(loss if auxiliary is None else loss + weight * auxiliary.mean(), figures)
+        loss = loss if auxiliary is None else loss + weight * auxiliary.mean()
+        return Objective(loss, figures, n_scored=n_scored)
 
     def write_predictions(self, predictions: list[Any], folder: Path) -> str:
         """Write the results of `predict_step`, one for each batch, into `folder`, and return a message for the user.

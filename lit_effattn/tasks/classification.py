@@ -166,7 +166,8 @@ class SequenceClassifier(Task):
         loss = F.cross_entropy(logits, labels.long(), label_smoothing=self.label_smoothing)
         correct = (logits.detach().argmax(-1) == labels).to(logits.dtype)
         figures = {"train/loss": loss.detach(), "train/accuracy": correct.mean()}
-        return self.with_auxiliary(loss, figures, state, self.auxiliary_weight)
+        n_scored = torch.full((), labels.size(0), device=loss.device)
+        return self.with_auxiliary(loss, figures, state, self.auxiliary_weight, n_scored=n_scored)
 
     def score(self, stage: str, batch: Any) -> dict[str, Any]:
         """Update the loss and the accuracy, and in test the number of sequences."""

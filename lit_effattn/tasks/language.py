@@ -217,12 +217,12 @@ class LanguageModel(Task):
         """Return the mean over the batch's targets, in nats, with auxiliary losses, and the state after the batch."""
         outputs, state = self._outputs(batch, memory)
         losses = self.head.loss(outputs[-1], batch.targets.clamp(min=0), self.label_smoothing)
-        loss = mean_of_scored(losses, batch.targets)
+        loss, n_scored = mean_of_scored(losses, batch.targets)
         figures = {"train/loss": loss.detach()}
         if self.further is not None:
             further = self.further(outputs, batch.targets, self.label_smoothing)
             loss, figures["train/auxiliary_loss/FurtherPredictions"] = loss + further, further.detach()
-        objective = self.with_auxiliary(loss, figures, state, self.auxiliary_weight)
+        objective = self.with_auxiliary(loss, figures, state, self.auxiliary_weight, n_scored=n_scored)
         return objective._replace(state=carried(memory, state))
 
     def _outputs(self, batch: TokenBatch, memory: State | None) -> tuple[list[Tensor], State]:

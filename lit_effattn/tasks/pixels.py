@@ -114,7 +114,9 @@ class PixelModel(Task):
         levels = batch.long()
         hidden, state = self.hidden(levels, memory)
         loss = self._scored(self.head.loss(hidden, levels)).mean()
-        return self.with_auxiliary(loss, {"train/bits_per_dim": loss.detach() / math.log(2)}, state)
+        figures = {"train/bits_per_dim": loss.detach() / math.log(2)}
+        n_scored = torch.full((), batch.size(0), device=loss.device)
+        return self.with_auxiliary(loss, figures, state, n_scored=n_scored)
 
     def predict_step(self, batch: Tensor) -> dict[str, Tensor]:
         """Return bits/dim of each image, (B,)."""

@@ -212,8 +212,9 @@ class SequenceToSequence(Task):
         """Return the mean over the batch's targets, in nats, with auxiliary losses. There is no memory."""
         hidden, state = self.hidden(batch, memory)
         losses = self.head.loss(hidden, batch.targets.clamp(min=0), self.label_smoothing)
-        loss = mean_of_scored(losses, batch.targets)
-        return self.with_auxiliary(loss, {"train/loss": loss.detach()}, state, self.auxiliary_weight)
+        loss, n_scored = mean_of_scored(losses, batch.targets)
+        figures = {"train/loss": loss.detach()}
+        return self.with_auxiliary(loss, figures, state, self.auxiliary_weight, n_scored=n_scored)
 
     def score(self, stage: str, batch: PairBatch) -> dict[str, Any]:
         """Update the perplexity, and in test the metrics of the outputs."""

@@ -130,9 +130,14 @@ class SpeechRecognizer(Task):
         logits = self.output(hidden)
         return logits.to(accumulator(logits.dtype)).log_softmax(-1)
 
+    @property
+    def subsampling(self) -> int:
+        """Number of feature vectors per frame of the model. `SpeechData` reads it."""
+        return self.front_end.factor
+
     def _frames(self, batch: SpeechBatch) -> Tensor:
         """Return the number of frames of each row, ⌈lengths / factor⌉: (B,)."""
-        return (batch.lengths + self.front_end.factor - 1) // self.front_end.factor
+        return (batch.lengths + self.subsampling - 1) // self.subsampling
 
     def objective(self, batch: SpeechBatch, memory: State | None = None) -> Objective:
         """Return the batch's loss in nats a phone, with auxiliary losses. There is no memory.
@@ -147,7 +152,7 @@ class SpeechRecognizer(Task):
         if self.label_smoothing:
             uniform = -log_probs.mean(-1).masked_fill(~valid_positions(lengths, log_probs.size(1)), 0).sum(1)  # (B,)
             nats = (1 - self.label_smoothing) * nats + self.label_smoothing * uniform.masked_fill(~possible, 0)
-        return self.with_auxiliary(nats.sum() / phones, figures, state, self.auxiliary_weight)
+        return self.with_auxiliary(nats.sum() / phones, figures, state, self.auxiliary_weight, n_scored=phones)
 
     def log_figures(self, figures: dict[str, Tensor]) -> None:
         """Log the figures of a training step, and count the impossible utterances."""

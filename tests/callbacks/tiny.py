@@ -58,8 +58,8 @@ def trainer(folder: Path, callbacks: Sequence[pl.Callback], **options: Any) -> p
         default_root_dir=folder,
         accelerator="cpu",
         callbacks=[*callbacks],
-        plugins=[AtomicCheckpointIO()],
         **{
+            "plugins": [AtomicCheckpointIO()],
             "logger": False,
             "enable_checkpointing": any(isinstance(c, pl.callbacks.Checkpoint) for c in callbacks),
             "enable_progress_bar": False,

@@ -139,7 +139,7 @@ def test_every_configuration_builds_and_says_what_it_needs(config: Path):
     """Those that run offline take a step, with utterances that are here; others say what belongs where."""
     content = yaml.safe_load(config.read_text())
     model, data = content["model"]["init_args"], content["data"]["init_args"]
-    assert model.get("front_end", {"init_args": {"factor": 1}})["init_args"]["factor"] == data.get("subsampling", 1)
+    assert "subsampling" not in data  # taken from the model
     args = ["--data.corpus", "tests.support.tones.Tones", "--data.batch_frames", "100"]
     if config.stem.startswith("espeak"):
         args += ["--data.eval_batch_frames", "100", "--trainer.enable_progress_bar", "false"]

@@ -13,7 +13,7 @@ from lit_effattn.callbacks.lightning_internals import is_accumulating
 class GlobalLossNormalization(pl.Callback):
     """Divides the loss of an optimiser step by the scored items of all its batches and processes.
 
-        L = Σ_b n_b l_b / Σ_b n_b                   over the accumulated batches b of all processes; without it: mean_b l_b
+        L = Σ_b n_b l_b / Σ_b n_b           over the accumulated batches b of all processes; Lightning: mean_b l_b
 
     l_b is the loss of a batch, a mean over its n_b scored items: tokens, phones, sequences or images. The two are equal
     if all n_b are. Where rows are ragged, only this L does not depend on how an optimiser step is divided into batches
@@ -44,7 +44,8 @@ class GlobalLossNormalization(pl.Callback):
         n = torch.stack(pl_module.scored_items).sum().float()
         pl_module.scored_items.clear()
         # Lightning divided each loss by `accumulate_grad_batches`; the strategy averages gradients over the processes.
-        scale = trainer.accumulate_grad_batches / trainer.strategy.reduce(n, reduce_op="mean").clamp(min=1e-9)
+        mean = float(trainer.strategy.reduce(n, reduce_op="mean"))  # over processes
+        scale = trainer.accumulate_grad_batches / mean if mean else 0.0
         for parameter in pl_module.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)

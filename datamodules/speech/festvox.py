@@ -167,7 +167,7 @@ def _read_sentences(path: Path) -> dict[str, str]:
             raise ValueError(f"{path}:{number}: {match[1]!r} occurs twice; delete one of the lines")
         sentences[match[1]] = match[2]
     if len(set(sentences.values())) < 3:
-        raise ValueError(f"{path}: has {len(sentences)} sentences, but three splits need three; add some")
+        raise ValueError(f"{path}: has fewer than three different sentences, one for each split; add some")
     return sentences
 
 

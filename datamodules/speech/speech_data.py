@@ -234,7 +234,7 @@ class SpeechData(DataModule):
     def _factor(self) -> int:
         """Return the subsampling factor of the model."""
         given = self.subsampling
-        factor = None if self.trainer is None else getattr(self.trainer.lightning_module, "subsampling", None)
+        factor = getattr(getattr(self.trainer, "lightning_module", None), "subsampling", None)
         if None not in (given, factor) and given != factor:
             raise ValueError(f"subsampling={given}, but the model's front end has the factor {factor}; leave it out")
         return factor or given or 1

@@ -126,5 +126,6 @@ def test_a_model_that_counts_nothing_is_refused(tmp_path: Path):
         trainer(tmp_path, [GlobalLossNormalization()], max_steps=1).fit(Tiny(), loader())
     with pytest.raises(ValueError, match=r"Uncounted\.objective returns no `n_scored`"):
         trainer(tmp_path, [GlobalLossNormalization()], max_steps=1).fit(
-            Uncounted(LSTM(8, 1), V), DataLoader(rows(), batch_size=None)  # type: ignore[arg-type]
+            Uncounted(LSTM(8, 1), V),
+            DataLoader(rows(), batch_size=None),  # type: ignore[arg-type]
         )

@@ -241,6 +241,7 @@ def test_the_inventory_of_espeak_is_known_without_a_corpus(tmp_path: Path):
         ("ManifestCorpus", {"train": "a", "val": "b", "test": "c", "lexicon": "d"}),
         ("LibriSpeechCorpus", {"root": "a", "lexicon": "b", "train": ["train-clean-100", "train-clean-360"]}),
         ("TimitCorpus", {"root": "a"}),
+        ("FestvoxCorpus", {"root": "a", "pauses": "scored"}),
     ],
 )
 def test_a_corpus_can_be_named_in_yaml(name: str, arguments: dict[str, Any]):

@@ -1,6 +1,7 @@
 import json
 import math
 import warnings
+from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -11,6 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
+from lit_effattn import LSTM
 from lit_effattn.datamodules import (
     BLANK,
     AudioError,
@@ -24,6 +26,8 @@ from lit_effattn.datamodules import (
 )
 from lit_effattn.datamodules.speech.corpora import EspeakCorpus
 from lit_effattn.datamodules.speech.utterances import SpeechBatch
+from lit_effattn.nn.front_ends import ConvSubsampling
+from lit_effattn.tasks import SpeechRecognizer
 
 PHONES = ("aa", "b", "k", "sil")
 RATE = 8000
@@ -257,6 +261,23 @@ def test_ctc_needs_a_frame_a_phone_and_one_between_equal_ones(make, corpus, subs
         warnings.simplefilter("ignore")
         data = make("fit", subsampling=subsampling)
     assert set(rows_of(data.train_dataloader())) == {utterances[0].id, utterances[2].id}
+
+
+def test_the_factor_is_that_of_the_model(make, corpus):
+    """Factor 4 leaves out what has a phone for every third frame; another factor of the data is an error."""
+    utterance = corpus.splits["train"][0]
+    n = math.ceil(len(filterbanks(utterance)) / 4)
+    corpus.splits["train"] = [utterance._replace(phones=(("aa", "b") * n)[: n + 1])]
+    assert utterance.id in rows_of(make("fit").train_dataloader())
+    model = SpeechRecognizer(LSTM(8, 1), 20, PHONES, front_end=partial(ConvSubsampling, factor=4))
+    data = make()
+    data.trainer.lightning_module = model
+    with pytest.raises(ValueError, match=f"{n} frames after subsampling, but its phones need {n + 1}"):
+        data.setup("fit")
+    data = make(subsampling=2)
+    data.trainer.lightning_module = model
+    with pytest.raises(ValueError, match="subsampling=2, but the model's front end has the factor 4; leave it out"):
+        data.setup("fit")
 
 
 def test_the_error_rate_of_what_is_too_short_for_its_phones_is_defined(make, corpus):

@@ -64,25 +64,25 @@ def matches(transcripts: Path, corpus: FestvoxCorpus) -> Matches:
         ValueError: If no phone matches.
     """
     lines = [json.loads(line) for line in transcripts.read_text(encoding="utf-8").splitlines()]
-    found = [
+    matched = [
         match([Segment(p["phone"], p["start"], p["end"]) for p in line["phones"]], corpus.segments(line["id"]))
         for line in lines
     ]
-    errors = np.concatenate([m.errors for m in found]) if found else np.zeros((0, 3))
+    errors = np.concatenate([m.errors for m in matched]) if matched else np.zeros((0, 3))
     if not len(errors):
         raise ValueError(f"{transcripts}: no recognised phone matches a true one; is it of this voice?")
-    return Matches(errors, np.concatenate([m.inside for m in found]), sum(m.n_true for m in found))
+    return Matches(errors, np.concatenate([m.inside for m in matched]), sum(m.n_true for m in matched))
 
 
-def table(found: Matches) -> list[str]:
+def table(matched: Matches) -> list[str]:
     """Return the lines of the table, in Markdown."""
     lines = [
-        f"{len(found.errors):,} of {found.n_true:,} phones matched; the middle of {found.inside.mean():.1%} lies "
+        f"{len(matched.errors):,} of {matched.n_true:,} phones matched; the middle of {matched.inside.mean():.1%} lies "
         "within the true phone",
         "| time | shift, ms | mean error, ms | 90 % | mean without the shift | 90 % |",
         "|---|--:|--:|--:|--:|--:|",
     ]
-    for name, errors in zip(TIMES, 1000 * found.errors.T, strict=True):
+    for name, errors in zip(TIMES, 1000 * matched.errors.T, strict=True):
         shift = np.median(errors)
         figures = [f(abs(e)) for e in (errors, errors - shift) for f in (np.mean, lambda x: np.quantile(x, 0.9))]
         lines.append(f"| {name} | {shift:+.0f} | " + " | ".join(f"{figure:.0f}" for figure in figures) + " |")

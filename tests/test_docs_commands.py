@@ -8,10 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import soundfile
 from PIL import Image
 
 from lit_effattn.cli import main
 from scripts.asterisk_prompts import FOLDING
+from tests.datamodules.speech.test_festvox import voice
 from tests.interchange.test_convert import SIZE, START, tokenizer_json
 from tests.test_docs import FENCE, PAGES, block
 
@@ -75,6 +77,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for split in ("train", "val", "test"):
         (folder / "my_pairs" / f"{split}.tsv").write_text("".join(f"{text}\t{text.upper()}\n" for text in texts))
     _recordings(folder)
+    for path in (voice(folder / "data" / "festvox-ru") / "wav").glob("*.wav"):
+        soundfile.write(path, rng.uniform(-0.5, 0.5, 16_000), 16_000)
     _pretrained(folder / "gpt2")
     module = block("docs/own-kind.md", "class MeanAttention")
     (folder / "my_module.py").write_text(module + "\n\nclass MyAttention(MeanAttention):\n    pass\n")

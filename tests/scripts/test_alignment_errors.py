@@ -13,10 +13,10 @@ def test_matched_phones_and_their_errors():
     """Of a b c, b is missed and x is inserted: a and c match."""
     true = [Segment("pau", 0, 1), Segment("a", 1, 1.2), Segment("b", 1.2, 1.4), Segment("c", 1.4, 2)]
     recognised = [Segment("a", 1.1, 1.2), Segment("x", 1.3, 1.4), Segment("pau", 1.4, 1.5), Segment("c", 2.1, 2.2)]
-    found = match(recognised, true)
-    np.testing.assert_allclose(found.errors, [[0.1, 0.05, 0.0], [0.7, 0.45, 0.2]])
-    assert found.inside.tolist() == [True, False]
-    assert found.n_true == 3
+    matched = match(recognised, true)
+    np.testing.assert_allclose(matched.errors, [[0.1, 0.05, 0.0], [0.7, 0.45, 0.2]])
+    assert matched.inside.tolist() == [True, False]
+    assert matched.n_true == 3
 
 
 def test_the_table_of_a_voice(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

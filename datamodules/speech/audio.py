@@ -2,7 +2,10 @@
 
 import math
 import os
+import struct
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import soundfile
 import torch
@@ -12,6 +15,7 @@ MAX_SECONDS = 40.0
 """Longer recordings are rejected by default. LibriSpeech's longest utterance has 35 s."""
 
 _MAX_WEIGHTS = 2 * 10**7  # of a resampling filter: 44,100 to 16,000 Hz needs 80,000, a damaged header's rate 10⁹
+_LARGEST_CHUNK = 2**20  # bytes of a chunk before the samples of a WAV stream
 _TOLERANCE = 0.1  # seconds that a part may extend beyond the end of its file, since manifests round
 
 
@@ -141,3 +145,68 @@ def _unreadable(path: Path, error: Exception) -> str:
         return "this is SPHERE compressed with shorten, which libsndfile does not read; convert it with sph2pipe -f wav"
     why = str(getattr(error, "error_string", error)).rstrip(".")  # `error_string` lacks the file's name
     return f"libsndfile cannot read it ({why}); convert it to WAV or FLAC, or get it again"
+
+
+def stream_audio(path: Path, sample_rate: int, block: int) -> Iterator[Tensor]:
+    """Yield a recording in blocks of `block` samples, float32 in −1 … 1. Only one block is in memory.
+
+    Raises:
+        AudioError: If the file is missing, empty or unreadable, has several channels, or another rate than
+            `sample_rate`: a stream is not resampled.
+    """
+    try:
+        _check_file(path)
+        with soundfile.SoundFile(os.fsencode(path) if os.name == "posix" else path) as file:
+            if file.channels != 1 or file.samplerate != sample_rate:
+                message = (
+                    f"it has {file.samplerate} Hz and {file.channels} channels, but the stream needs {sample_rate} Hz"
+                )
+                raise AudioError.of(path, "other rate", f"{message} and one channel; convert it")
+            for samples in file.blocks(block, dtype="float32"):
+                yield torch.from_numpy(samples)
+    except soundfile.SoundFileError as error:
+        raise AudioError.of(path, "unreadable", _unreadable(path, error)) from error
+
+
+def stream_pcm(file: BinaryIO, sample_rate: int, block: int) -> Iterator[Tensor]:
+    """Yield the sound of a pipe in blocks of `block` samples, float32 in −1 … 1.
+
+    Args:
+        file: WAV with 16 bits and one channel, or the samples alone: 16-bit integers, little-endian, one channel.
+        sample_rate: In Hz. Without a header, the samples must have this rate.
+        block: Samples in a block; the last one may have fewer.
+
+    Raises:
+        AudioError: If the header says another format, or is damaged.
+    """
+    head = file.read(4)
+    if head == b"RIFF":
+        head = _after_wav_header(file, sample_rate)
+    while True:
+        data = head + file.read(2 * block - len(head))
+        head = b""
+        if len(data) < 2:
+            return
+        yield torch.frombuffer(bytearray(data[: len(data) // 2 * 2]), dtype=torch.int16).float() / 2**15
+
+
+def _after_wav_header(file: BinaryIO, sample_rate: int) -> bytes:
+    """Read to the first sample. The lengths in a stream's header are unknown to its writer, and are not used."""
+    name = Path("standard input")
+    file.read(8)  # the length, and WAVE
+    while len(header := file.read(8)) == 8:
+        kind, size = header[:4], int.from_bytes(header[4:], "little")
+        if kind == b"data":
+            return b""
+        if size > _LARGEST_CHUNK:
+            break
+        chunk = file.read(size + size % 2)
+        if kind == b"fmt " and chunk[:16] != _format(sample_rate):
+            message = f"its WAV header is not of {sample_rate} Hz, 16 bits and one channel; convert it"
+            raise AudioError.of(name, "other rate", message)
+    raise AudioError.of(name, "unreadable", "its WAV header is damaged; send the samples alone, or correct it")
+
+
+def _format(sample_rate: int) -> bytes:
+    """Return the first 16 bytes of a WAV file's chunk `fmt `: PCM, 1 channel, the rate, bytes/s, 2 bytes, 16 bits."""
+    return struct.pack("<HHIIHH", 1, 1, sample_rate, 2 * sample_rate, 2, 16)

@@ -92,6 +92,50 @@ class Filterbanks:
         )
 
 
+class StreamingFilterbanks:
+    """Computes the filterbanks of a stream of samples: a frame as soon as its last sample was given.
+
+    The frames are those of the whole, for any division into pieces. At most a frame of samples is kept.
+
+    Args:
+        filterbanks: Computes the frames.
+    """
+
+    def __init__(self, filterbanks: Filterbanks) -> None:
+        self.filterbanks = filterbanks
+        self._samples: Tensor | None = None
+
+    def __call__(self, samples: Tensor) -> Tensor:
+        """Return the next frames (T, F), T ≥ 0, after the next samples (n,), in −1 … 1."""
+        if self._samples is not None:
+            samples = torch.cat([self._samples, samples])
+        features = self.filterbanks(samples)
+        self._samples = samples[len(features) * self.filterbanks.hop_samples :].clone()
+        return features
+
+
+class RunningNormalization:
+    """Normalises frame t of a stream by the mean and variance of frames 0 … t. See `normalized`.
+
+    A recogniser that was trained with `normalize: utterance` or `speaker`, whose statistics look ahead, gets other
+    features from it, above all in the first seconds.
+    """
+
+    def __init__(self) -> None:
+        self._moments: Tensor | None = None  # (3, F)
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """Return the next frames (T, F), normalised."""
+        if not len(features):
+            return features
+        x = features.double()
+        sums = torch.stack([torch.ones_like(x), x, x.square()], 1).cumsum(0)  # (T, 3, F)
+        if self._moments is not None:
+            sums = sums + self._moments
+        self._moments = sums[-1]
+        return normalized(features, sums.transpose(0, 1))
+
+
 def moments(features: Tensor) -> Tensor:
     """Return the count, sum and sum of squares of frames (T, F): (3, F), float64. Moments of several inputs add up."""
     x = features.double()
@@ -103,7 +147,7 @@ def normalized(features: Tensor, statistics: Tensor) -> Tensor:
 
     Args:
         features: (T, F).
-        statistics: (3, F), as returned by `moments`.
+        statistics: (3, F), as returned by `moments`, or (3, T, F), different ones for each frame.
 
     Returns:
         (T, F) of the features' type. A constant channel becomes 0.

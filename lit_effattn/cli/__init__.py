@@ -28,6 +28,7 @@ commands:
   validate   score a checkpoint on the validation data
   test       score a checkpoint on the test data
   predict    score each test item separately, into a CSV file, or translate, pronounce, transcribe: predict INPUT ...
+  transcribe recognise phones while somebody speaks: transcribe FILE, or - for a microphone's pipe
   generate   draw samples from a checkpoint
   convert    convert a folder of Hugging Face weights to a checkpoint, or back: convert FROM TO
   export     write a checkpoint for other programs: ONNX, torch.export or safetensors
@@ -72,6 +73,7 @@ TOOLS = {
     "compare": "lit_effattn.analysis.compare",
     "report": "lit_effattn.analysis.report.command",
     "sweep": "lit_effattn.analysis.sweep",
+    "transcribe": "lit_effattn.cli.transcribe",
     "export": "lit_effattn.cli.export",
     "consolidate": "lit_effattn.cli.consolidate",
     "push": "lit_effattn.analysis.push",

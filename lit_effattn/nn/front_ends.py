@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -20,9 +21,16 @@ class FrontEnd(HasInitArgs, nn.Module, ABC):
 
     Attributes:
         factor: Number of feature vectors for each frame.
+        context: Frame t depends on the feature vectors from factor · t − context[0] to factor · t + context[1].
     """
 
     factor: int
+    context: tuple[int, int]
+
+    @property
+    def d_model(self) -> int:
+        """Width E of a frame."""
+        return self.proj.out_features  # type: ignore[union-attr,return-value]
 
     @abstractmethod
     def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,6 +54,7 @@ class Projection(FrontEnd):
     """
 
     factor = 1
+    context = (0, 0)
 
     def __init__(self, n_features: int, d_model: int) -> None:
         super().__init__()
@@ -72,6 +81,7 @@ class FrameStacking(FrontEnd):
         super().__init__()
         at_least(1, factor=factor)
         self.factor = factor
+        self.context = (0, factor - 1)
         self.proj = nn.Linear(factor * n_features, d_model)
 
     def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,6 +113,7 @@ class ConvSubsampling(FrontEnd):
             raise ValueError(f"factor={factor} must be 2 or 4; FrameStacking accepts any factor")
         at_least(1, channels=channels)
         self.factor = factor
+        self.context = (factor - 1, factor - 1)
         first = nn.Conv2d(1, channels, kernel_size=3, stride=2, padding=1)
         second = nn.Conv2d(channels, channels, kernel_size=3, stride=2, padding=1)
         self.convs = nn.ModuleList([first, second][: factor // 2])
@@ -118,6 +129,47 @@ class ConvSubsampling(FrontEnd):
             lengths = _divided(lengths, 2)
         x = x.transpose(1, 2).flatten(2)  # (B, C, T', F') -> (B, T', C F')
         return without_padding(self.proj(x), lengths), lengths
+
+
+class FrontEndStream:
+    """Applies a front end to a stream of feature vectors.
+
+    The frames are those of the whole, for any division into pieces. A frame is returned as soon as the last feature
+    vector that it depends on was given, `context[1]` after its own. The memory is bounded: the stream keeps at most
+    `factor` + `context[0]` + `context[1]` feature vectors, and the frames that depend on their missing predecessors
+    are computed again, and dropped.
+
+    Args:
+        front_end: The front end.
+    """
+
+    def __init__(self, front_end: FrontEnd) -> None:
+        self.front_end = front_end
+        self._kept = -(-front_end.context[0] // front_end.factor)  # frames before the next one that are computed again
+        self._first = 0  # the frame at which `_x` begins
+        self._n_frames = 0  # returned so far
+        self._x: Tensor | None = None
+
+    def __call__(self, x: Tensor, *, last: bool = False) -> Tensor:
+        """Return the next frames (B, n, E).
+
+        Args:
+            x: (B, K, F), the next feature vectors; K may be 0.
+            last: Whether the stream ends with them.
+        """
+        factor, (_, after) = self.front_end.factor, self.front_end.context
+        x = x if self._x is None else torch.cat([self._x, x], 1)
+        total = self._first * factor + x.size(1)
+        n_frames = -(-total // factor) if last else max(self._n_frames, (total - 1 - after) // factor + 1)
+        if n_frames == self._n_frames:
+            self._x = x
+            return x.new_empty(x.size(0), 0, self.front_end.d_model)
+        y, _ = self.front_end(x, x.new_full(x.shape[:1], x.size(1), dtype=torch.long))
+        y = y[:, self._n_frames - self._first : n_frames - self._first]
+        first = max(0, n_frames - self._kept)
+        self._x = x[:, (first - self._first) * factor :].clone()
+        self._first, self._n_frames = first, n_frames
+        return y
 
 
 FrontEndFactory = Callable[[int, int], FrontEnd]

@@ -119,14 +119,15 @@ class SpeechRecognizer(Task):
     def forward(self, batch: SpeechBatch) -> tuple[Tensor, Tensor]:
         """Return ln p_t of the blank and every phone, (B, T', 1 + phones), and each row's frames T', (B,)."""
         self.check_batch(batch)
-        return self._log_probs(self.hidden(batch)[0]), self._frames(batch)
+        return self.log_probs(self.hidden(batch)[0]), self._frames(batch)
 
     def hidden(self, batch: SpeechBatch, memory: State | None = None) -> tuple[Tensor, State]:
         """Return the backbone's output (B, T', d_model), continuing from `memory`, and its state after the batch."""
         x, lengths = self.front_end(batch.features, batch.lengths)
         return self.backbone(x, memory, lengths)
 
-    def _log_probs(self, hidden: Tensor) -> Tensor:
+    def log_probs(self, hidden: Tensor) -> Tensor:
+        """Return ln p_t of the blank and every phone, (B, T, 1 + phones), from the output of the backbone."""
         logits = self.output(hidden)
         return logits.to(accumulator(logits.dtype)).log_softmax(-1)
 
@@ -145,7 +146,7 @@ class SpeechRecognizer(Task):
         The figure `train/impossible`, (B,), is True for rows without an alignment.
         """
         hidden, state = self.hidden(batch, memory)
-        log_probs, lengths = self._log_probs(hidden), self._frames(batch)
+        log_probs, lengths = self.log_probs(hidden), self._frames(batch)
         nats, possible = ctc_nll(log_probs, lengths, batch.phones, batch.phone_lengths)
         phones = batch.phone_lengths.masked_fill(~possible, 0).sum().clamp(min=1)
         figures = {"train/loss": nats.detach().sum() / phones, "train/impossible": ~possible}

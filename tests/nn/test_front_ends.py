@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_effattn.nn.front_ends import ConvSubsampling, FrameStacking, FrontEnd, Projection
+from lit_effattn.nn.front_ends import ConvSubsampling, FrameStacking, FrontEnd, FrontEndStream, Projection
 
 FEATURES, WIDTH = 10, 6
 MAKERS = {
@@ -92,3 +92,30 @@ def test_convolutions_see_the_frames_around_twice_their_own():
 def test_bad_options_are_named(make, words: str):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("pieces", [[1] * 17, [0, 2, 5, 0, 9, 1], [17, 0], [3, 14]], ids=str)
+def test_a_stream_gives_the_frames_of_the_whole_as_soon_as_they_are_known(name: str, pieces: list[int]):
+    front_end, x = made(name), frames(2, 17)
+    whole, _ = front_end(x, torch.tensor([17, 17]))
+    stream, streamed, read = FrontEndStream(front_end), [], 0
+    for size in pieces:
+        streamed.append(stream(x[:, read : read + size]))
+        read += size
+        y = torch.cat(streamed, 1)
+        changed = x.clone()
+        changed[:, read:] += 1  # a frame is known if what follows does not change it
+        known = (front_end(changed, torch.tensor([17, 17]))[0] == whole).all(-1).all(0).sum()
+        assert y.size(1) == (known if read < 17 else (17 - 1 - front_end.context[1]) // front_end.factor + 1)
+    streamed.append(stream(x[:, :0], last=True))
+    torch.testing.assert_close(torch.cat(streamed, 1), whole)
+
+
+def test_a_stream_keeps_few_feature_vectors():
+    front_end = made("conv4")
+    stream, x = FrontEndStream(front_end), frames(1, 3)
+    for _ in range(50):
+        stream(x)
+        assert stream._x is not None
+        assert stream._x.untyped_storage().nbytes() <= 8 * FEATURES * (4 + 3 + 3 + 3)

@@ -1,5 +1,7 @@
+import io
 import math
 import os
+import struct
 import sys
 
 import numpy as np
@@ -8,6 +10,7 @@ import soundfile
 import torch
 
 from lit_effattn.datamodules import AudioError, read_audio
+from lit_effattn.datamodules.speech.audio import stream_audio, stream_pcm
 
 RATE = 16_000
 
@@ -149,3 +152,51 @@ def test_a_low_rate_is_taken_where_asked_for(tmp_path):
     path = write(tmp_path / "a.wav", noise(8000), 8000)
     assert len(read_audio(path, upsample=True)) == RATE
     assert len(read_audio(path, sample_rate=8000)) == 8000
+
+
+def test_a_stream_of_a_file_is_the_file(tmp_path):
+    samples = noise(1000)
+    path = write(tmp_path / "a.flac", samples)
+    blocks = list(stream_audio(path, RATE, 300))
+    assert [len(block) for block in blocks] == [300, 300, 300, 100]
+    assert (torch.cat(blocks).numpy() * 2**15 == samples).all()
+    with pytest.raises(AudioError, match=r"a\.flac: it has 16000 Hz and 1 channels, but the stream needs 8000 Hz"):
+        list(stream_audio(path, 8000, 300))
+    with pytest.raises(AudioError, match="there is no such file"):
+        list(stream_audio(tmp_path / "b.wav", RATE, 300))
+
+
+class Pipe(io.BytesIO):
+    """It can't seek."""
+
+    def seek(self, *args):
+        raise io.UnsupportedOperation
+
+
+def wav(samples, rate=RATE, before=b""):
+    """As arecord writes a stream, with lengths that it does not know, and another chunk before the samples."""
+    header = struct.pack("<4sI4s4sIHHIIHH", b"RIFF", 2**32 - 1, b"WAVE", b"fmt ", 16, 1, 1, rate, 2 * rate, 2, 16)
+    return header + before + struct.pack("<4sI", b"data", 2**32 - 1) + samples.astype("<i2").tobytes()
+
+
+@pytest.mark.parametrize("before", [None, b"", b"LIST\x03\x00\x00\x00abc\x00"], ids=["raw", "wav", "chunk"])
+def test_a_pipe_is_its_samples(before):
+    samples = noise(1000)
+    data = samples.astype("<i2").tobytes() if before is None else wav(samples, before=before)
+    blocks = list(stream_pcm(Pipe(data + b"\x01"), RATE, 300))  # an odd byte at the end
+    assert [len(block) for block in blocks] == [300, 300, 300, 100]
+    assert (torch.cat(blocks).numpy() * 2**15 == samples).all()
+    assert list(stream_pcm(Pipe(b""), RATE, 300)) == []
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (wav(noise(10), rate=8000), "its WAV header is not of 16000 Hz, 16 bits and one channel"),
+        (wav(noise(10))[:40], "its WAV header is damaged"),
+        (wav(noise(10), before=b"LIST\xff\xff\xff\xff"), "its WAV header is damaged"),
+    ],
+)
+def test_a_pipe_with_another_header(data, message):
+    with pytest.raises(AudioError, match=message):
+        list(stream_pcm(Pipe(data), RATE, 300))

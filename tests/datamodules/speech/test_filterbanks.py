@@ -3,7 +3,12 @@ import pytest
 import torch
 
 from lit_effattn.datamodules import Filterbanks
-from lit_effattn.datamodules.speech.filterbanks import moments, normalized
+from lit_effattn.datamodules.speech.filterbanks import (
+    RunningNormalization,
+    StreamingFilterbanks,
+    moments,
+    normalized,
+)
 
 
 def sound(n, seed=0):
@@ -107,3 +112,29 @@ def test_sums_are_exact_where_float32_would_not_be():
     y = normalized(x, statistics)
     assert torch.equal(y[:, 0], torch.zeros(1000))
     assert (y[:, 1].abs() - 1).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("sizes", [[1] * 3 + [997] * 4, [160] * 30, [399, 1, 0, 3600, 5]], ids=["odd", "hops", "few"])
+def test_a_stream_gives_the_frames_of_the_whole(sizes):
+    samples = torch.from_numpy(sound(sum(sizes)))
+    banks = Filterbanks()
+    stream, features, read = StreamingFilterbanks(banks), [], 0
+    for size in sizes:
+        features.append(stream(samples[read : read + size]))
+        read += size
+        assert sum(map(len, features)) == banks.n_frames(read)
+        assert stream._samples.untyped_storage().nbytes() < 4 * banks.frame_samples
+    torch.testing.assert_close(torch.cat(features), banks(samples), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("sizes", [[1, 0, 2, 7], [10]])
+def test_running_normalisation_is_by_the_frames_so_far(sizes):
+    x = torch.randn(10, 4, generator=torch.Generator().manual_seed(0)) * 3 + 5
+    running, read, y = RunningNormalization(), 0, []
+    for size in sizes:
+        y.append(running(x[read : read + size]))
+        read += size
+    for t, row in enumerate(torch.cat(y)):
+        seen = x[: t + 1].double()
+        expected = (x[t] - seen.mean(0)) / seen.std(0, correction=0).clamp(min=1e-3)
+        torch.testing.assert_close(row, expected.float())

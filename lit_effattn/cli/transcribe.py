@@ -1,0 +1,124 @@
+"""`lit-effattn transcribe`: recognise phones while somebody speaks."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_effattn.checkpoints.io import read_checkpoint
+from lit_effattn.checkpoints.runs import find_checkpoint, short
+from lit_effattn.checks import at_least
+from lit_effattn.datamodules.speech.audio import stream_audio, stream_pcm
+from lit_effattn.datamodules.speech.filterbanks import Filterbanks, RunningNormalization, normalized
+from lit_effattn.settings.own_classes import add_trust
+from lit_effattn.settings.run_names import add_root
+from lit_effattn.tasks.speech import SpeechRecognizer
+from lit_effattn.tasks.speech_stream import SpeechStream
+
+
+def transcribe(args: list[str]) -> None:
+    """Print the phones of a stream of sound as they are recognised.
+
+    Args:
+        args: The arguments of the command.
+
+    Raises:
+        FileNotFoundError: If there is no such checkpoint.
+        ValueError: If the model is not a causal recogniser, its features look ahead, or the sound can't be read.
+    """
+    given = parser().parse_args(args)
+    at_least(1, block_ms=given.block_ms)
+    path = find_checkpoint(given.ckpt_path, Path(given.root))
+    model = SpeechRecognizer.load_from_checkpoint(path, map_location="cpu", trust=given.trust)
+    saved = read_checkpoint(path, "cpu")
+    banks, normalize = _features(saved, given.normalize, short(path))
+    stream = SpeechStream(model, banks, normalize)
+    for samples, last in _with_last(_sound(given.input, banks.sample_rate, given.block_ms)):
+        for phone in stream(samples, last=last):
+            if given.times:
+                print(f"{phone.start:.2f}\t{phone.phone}\t{phone.confidence:.2f}", flush=True)
+            else:
+                print(phone.phone, end=" ", flush=True)
+    if not given.times:
+        print()
+
+
+def _sound(name: str, sample_rate: int, block_ms: int) -> Iterator[Tensor]:
+    block = max(1, sample_rate * block_ms // 1000)
+    return (
+        stream_pcm(sys.stdin.buffer, sample_rate, block)
+        if name == "-"
+        else stream_audio(Path(name), sample_rate, block)
+    )
+
+
+def _with_last(blocks: Iterator[Tensor]) -> Iterator[tuple[Tensor, bool]]:
+    """Yield the blocks, and then an empty one as the last: a pipe does not say in advance that it ends."""
+    for block in blocks:
+        yield block, False
+    yield torch.zeros(0), True
+
+
+def _features(saved: dict[str, Any], choice: str | None, path: str) -> tuple[Filterbanks, Any]:
+    """Return the filterbanks and the normalisation of the data that a checkpoint was trained with."""
+    options = saved.get("datamodule_hyper_parameters")
+    options = options if isinstance(options, dict) else {}
+    sample_rate, n_mels = options.get("sample_rate"), options.get("n_mels")
+    if type(sample_rate) is not int or type(n_mels) is not int:
+        raise ValueError(f"{path}: it has no sample_rate and n_mels of SpeechData; use a checkpoint of a training run")
+    banks = Filterbanks(sample_rate, n_mels=n_mels)
+    normalize = options.get("normalize")
+    if choice == "running":
+        return banks, RunningNormalization()
+    if normalize is None:
+        return banks, None
+    if normalize != "corpus":
+        raise ValueError(
+            f"{path}: it was trained with normalize={normalize!r}, whose statistics look ahead; train with "
+            "--data.normalize corpus, or give --normalize running, with statistics of the sound so far and more errors "
+            "in the first seconds"
+        )
+    data = saved.get("SpeechData")
+    statistics = data.get("statistics") if isinstance(data, dict) else None
+    if not isinstance(statistics, Tensor) or statistics.shape != (3, n_mels):
+        raise ValueError(f"{path}: it lacks the statistics of its training data; use a checkpoint of a training run")
+    return banks, partial(normalized, statistics=statistics)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    made = argparse.ArgumentParser(
+        "lit-effattn transcribe",
+        description="Print the phones of a stream of sound as they are recognised. The model must be causal. "
+        "A microphone: arecord -t raw -f S16_LE -r 16000 | lit-effattn transcribe --ckpt_path best -",
+        allow_abbrev=False,
+    )
+    made.add_argument(
+        "input",
+        metavar="FILE",
+        help="A recording, or - for the standard input: WAV or samples alone (16 bits, little-endian), one channel, at "
+        "the sampling rate of the model.",
+    )
+    made.add_argument(
+        "--ckpt_path", default="best", help="A checkpoint: its path, or last or best of the newest run. Default: best."
+    )
+    made.add_argument(
+        "--times", action="store_true", help="A line for each phone: start in seconds, phone, confidence."
+    )
+    made.add_argument(
+        "--normalize",
+        choices=["running"],
+        help="running: by mean and variance of the sound so far, for a model trained with normalize: utterance or "
+        "speaker. Default: as in training.",
+    )
+    made.add_argument("--block_ms", type=int, default=100, help="Milliseconds that are read at once. Default: 100.")
+    add_root(made)
+    add_trust(made)
+    return made

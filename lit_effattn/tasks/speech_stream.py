@@ -1,0 +1,93 @@
+"""Recognition of phones while somebody speaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lit_effattn.datamodules.speech.filterbanks import Filterbanks, StreamingFilterbanks
+from lit_effattn.datamodules.speech.utterances import BLANK
+from lit_effattn.nn.front_ends import FrontEndStream
+from lit_effattn.sequence import State
+from lit_effattn.tasks.speech import SpeechRecognizer
+
+
+class RecognizedPhone(NamedTuple):
+    """A phone of a stream.
+
+    Attributes:
+        phone: Its name.
+        start: Start of its first frame in seconds from the beginning of the stream.
+        confidence: Its probability at that frame.
+    """
+
+    phone: str
+    start: float
+    confidence: float
+
+
+class SpeechStream:
+    """Recognises phones in a stream of samples, each as soon as its first frame is known.
+
+    The phones are those that `GreedyDecoder` finds in the whole recording, for any division into pieces: an output
+    never changes later. The delay is that of a frame of the filterbanks (25 ms), the front end's `context` and
+    `factor`. The memory is that of the backbone's state, constant for kinds whose state is bounded.
+
+    Args:
+        model: A recogniser with a causal backbone. It is put in evaluation mode.
+        filterbanks: As in training.
+        normalize: Normalises the next frames (T, F), such as `RunningNormalization`. None: as they are.
+
+    Raises:
+        ValueError: If the backbone is not causal, or the filterbanks have another number of filters than the model.
+    """
+
+    def __init__(
+        self, model: SpeechRecognizer, filterbanks: Filterbanks, normalize: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        if not model.backbone.causal:
+            raise ValueError(
+                "the model's backbone has causal=False, so it needs the whole recording: use `predict`, or train with "
+                "--model.backbone.causal true"
+            )
+        if filterbanks.n_mels != model.n_mels:
+            raise ValueError(f"the filterbanks have n_mels={filterbanks.n_mels}, but the model n_mels={model.n_mels}")
+        self.model = model.eval()
+        self.normalize = normalize
+        self._filterbanks = StreamingFilterbanks(filterbanks)
+        self._front_end = FrontEndStream(model.front_end)
+        self._state: State | None = None
+        self._label = BLANK  # of the last frame
+        self._n_frames = 0
+
+    @torch.inference_mode()
+    def log_probs(self, samples: Tensor, *, last: bool = False) -> Tensor:
+        """Return ln p_t (n, V) of the next frames.
+
+        Args:
+            samples: (k,), the next samples in −1 … 1; k may be 0.
+            last: Whether the stream ends with them.
+        """
+        features = self._filterbanks(samples)
+        features = features if self.normalize is None else self.normalize(features)
+        frames = self._front_end(features[None].to(self.model.device), last=last)
+        if not frames.size(1):
+            return frames.new_empty(0, len(self.model.phones) + 1)
+        hidden, self._state = self.model.backbone(frames, self._state)
+        return self.model.log_probs(hidden)[0].cpu()
+
+    def __call__(self, samples: Tensor, *, last: bool = False) -> list[RecognizedPhone]:
+        """Return the phones that begin in the next frames: see `log_probs`."""
+        phones = []
+        seconds = self.model.subsampling * self.model.frame_seconds
+        for frame in self.log_probs(samples, last=last):
+            label = int(frame.argmax())
+            if label not in (BLANK, self._label):
+                start = round(self._n_frames * seconds, 3)
+                phones.append(RecognizedPhone(self.model.phones[label - 1], start, round(float(frame[label].exp()), 4)))
+            self._label = label
+            self._n_frames += 1
+        return phones

@@ -1,0 +1,89 @@
+"""`lit-effattn transcribe` on a model that was trained on tones."""
+
+import io
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+import yaml
+
+from lit_effattn.cli import main
+from tests.cli.test_command_speech import TINY, TRUST
+from tests.support.commands import fails
+
+RECORDING = "data/tones/test/0.wav"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of one epoch."""
+    folder = tmp_path_factory.mktemp("stream")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        Path("speech.yaml").write_text(yaml.safe_dump(TINY))
+        main(["fit", "--config", "speech.yaml", "--model.backbone.causal", "true", "--trainer.max_epochs", "1"])
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+
+
+def transcribed(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    capsys.readouterr()
+    main(["transcribe", *TRUST, "--ckpt_path", "last", *args])
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("block_ms", ["1", "100"])
+def test_a_file_a_pipe_and_predict_agree(
+    block_ms: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    main(["predict", *TRUST, "--ckpt_path", "last", "--data.audio", RECORDING])
+    (line,) = next(Path("runs").rglob("transcripts.jsonl")).read_text().splitlines()
+    phones = [phone["phone"] for phone in json.loads(line)["phones"]]
+    assert phones
+    assert transcribed(capsys, RECORDING, "--block_ms", block_ms).split() == phones
+    pcm = (soundfile.read(RECORDING)[0] * 2**15).round().astype("<i2").tobytes()
+    for data in (pcm, Path(RECORDING).read_bytes()):
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
+        assert transcribed(capsys, "-", "--block_ms", block_ms).split() == phones
+    times = [row.split("\t") for row in transcribed(capsys, RECORDING, "--times").splitlines()]
+    assert [name for _, name, _ in times] == phones
+    starts = [phone["start"] for phone in json.loads(line)["phones"]]
+    np.testing.assert_allclose([float(start) for start, *_ in times], starts, atol=0.006)
+
+
+def test_features_that_look_ahead_need_a_choice(capsys: pytest.CaptureFixture[str], folder: Path):
+    path = next(folder.rglob("last.ckpt"))
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["datamodule_hyper_parameters"]["normalize"] = "utterance"
+    torch.save(checkpoint, "other.ckpt")
+    message = fails(capsys, "transcribe", *TRUST, "--ckpt_path", "other.ckpt", RECORDING)
+    assert "trained with normalize='utterance', whose statistics look ahead" in message
+    main(["transcribe", *TRUST, "--ckpt_path", "other.ckpt", "--normalize", "running", RECORDING])
+    for key, value in (
+        (("SpeechData", "statistics"), torch.zeros(2)),
+        (("datamodule_hyper_parameters", "n_mels"), "x"),
+    ):
+        broken = torch.load(path, weights_only=True)
+        broken[key[0]][key[1]] = value
+        torch.save(broken, "broken.ckpt")
+        message = fails(capsys, "transcribe", *TRUST, "--ckpt_path", "broken.ckpt", RECORDING)
+        assert "lacks the statistics" in message or "has no sample_rate and n_mels" in message
+
+
+def test_errors_in_a_line(capsys: pytest.CaptureFixture[str]):
+    assert "there is no such file" in fails(capsys, "transcribe", *TRUST, "--ckpt_path", "last", "nowhere.wav")
+    assert "block_ms=0 must be" in fails(
+        capsys, "transcribe", *TRUST, "--ckpt_path", "last", RECORDING, "--block_ms", "0"
+    )
+    assert "model:digits" in fails(capsys, "transcribe", "--ckpt_path", "model:digits", RECORDING)

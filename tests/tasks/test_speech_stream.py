@@ -1,0 +1,110 @@
+"""A stream gives what the whole recording gives, for every causal kind, front end and division into pieces."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from lit_effattn import LSTM, Transformer
+from lit_effattn.attention import (
+    CompressiveAttention,
+    InfiniteAttention,
+    LinearAttention,
+    PerformerAttention,
+    ShawAttention,
+    SoftmaxAttention,
+    TransformerXLAttention,
+    WindowedLinearAttention,
+)
+from lit_effattn.datamodules import Filterbanks
+from lit_effattn.datamodules.speech.filterbanks import RunningNormalization
+from lit_effattn.nn.front_ends import ConvSubsampling, FrameStacking, Projection
+from lit_effattn.sequence import tensors
+from lit_effattn.tasks import SpeechRecognizer
+from lit_effattn.tasks.ctc import GreedyDecoder
+from lit_effattn.tasks.speech_stream import SpeechStream
+
+PHONES = ("a", "b", "c", "d")
+KINDS: dict[str, Any] = {
+    "softmax": partial(SoftmaxAttention, window=8),
+    "shaw": partial(ShawAttention, window=8),
+    "xl": partial(TransformerXLAttention, mem_len=8),
+    "compressive": partial(CompressiveAttention, mem_len=8, segment_len=1),
+    "infinite": partial(InfiniteAttention, mem_len=8, segment_len=1),
+    "linear": LinearAttention,
+    "performer": PerformerAttention,
+    "windowed": WindowedLinearAttention,
+    "lstm": None,
+}
+FRONT_ENDS = {
+    "projection": Projection,
+    "stacking": partial(FrameStacking, factor=3),
+    "conv": partial(ConvSubsampling, factor=4, channels=3),
+}
+SIZES = {"odd": [1, 0, 3001, 159, 161, 2678], "blocks": [400] * 15}  # samples of pieces
+
+
+def model(kind: str, front_end: str = "conv") -> SpeechRecognizer:
+    torch.manual_seed(0)
+    backbone = LSTM(16, 2) if kind == "lstm" else Transformer(16, 2, 2, attention=KINDS[kind])
+    return SpeechRecognizer(backbone, 10, PHONES, front_end=FRONT_ENDS[front_end]).eval()
+
+
+def sound(n: int) -> torch.Tensor:
+    return 0.3 * torch.randn(n, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(
+    ("kind", "front_end"), [*((k, "conv") for k in KINDS), ("linear", "projection"), ("linear", "stacking")]
+)
+def test_a_stream_is_the_whole(kind: str, front_end: str, sizes: str):
+    recognizer, samples = model(kind, front_end), sound(sum(SIZES[sizes]))
+    banks = Filterbanks(8000, n_mels=10)
+    features = RunningNormalization()(banks(samples))[None]
+    with torch.inference_mode():
+        x, lengths = recognizer.front_end(features, torch.tensor([features.size(1)]))
+        whole = recognizer.log_probs(recognizer.backbone(x)[0])
+    streams = [SpeechStream(recognizer, banks, RunningNormalization()) for _ in range(2)]
+    pieces = [*samples.split(SIZES[sizes]), samples[:0]]
+    streamed = torch.cat([streams[0].log_probs(p, last=i == len(pieces) - 1) for i, p in enumerate(pieces)])
+    torch.testing.assert_close(streamed, whole[0], rtol=1e-3, atol=1e-3)
+    phones = [phone for i, p in enumerate(pieces) for phone in streams[1](p, last=i == len(pieces) - 1)]
+    (labels,) = GreedyDecoder()(streamed[None], lengths, PHONES)
+    assert [phone.phone for phone in phones] == [PHONES[label - 1] for label in labels]
+    assert labels  # the outputs of a new model are not all blank
+
+
+def test_times_and_confidence_are_those_of_the_first_frame(monkeypatch: pytest.MonkeyPatch):
+    """Of the labels _ a a _ a b b at 20 ms a frame: a at 20, a at 80, b at 100 ms."""
+    recognizer = model("linear")
+    stream = SpeechStream(recognizer, Filterbanks(8000, n_mels=10))
+    labels = torch.tensor([0, 1, 1, 0, 1, 2, 2])
+    log_probs = torch.full((7, 5), 0.1).scatter(1, labels[:, None], 0.6).log()
+    pieces = iter([log_probs[:2], log_probs[2:2], log_probs[2:6], log_probs[6:]])
+    monkeypatch.setattr(stream, "log_probs", lambda samples, last: next(pieces))
+    phones = [tuple(phone) for _ in range(4) for phone in stream(torch.zeros(0))]
+    assert phones == [("a", 0.04, 0.6), ("a", 0.16, 0.6), ("b", 0.2, 0.6)]  # factor 4, 10 ms
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_state_stays_as_large(kind: str):
+    stream = SpeechStream(model(kind), Filterbanks(8000, n_mels=10))
+
+    def size() -> int:
+        return sum(t.numel() for t in tensors(stream._state))
+
+    stream(sound(8000))
+    after_a_second = size()
+    for _ in range(8):
+        stream(sound(8000))
+    assert size() == after_a_second
+
+
+def test_what_can_not_stream_is_refused():
+    recognizer = SpeechRecognizer(Transformer(16, 2, 1, causal=False), 10, PHONES)
+    with pytest.raises(ValueError, match="causal=False, so it needs the whole recording"):
+        SpeechStream(recognizer, Filterbanks(8000, n_mels=10))
+    with pytest.raises(ValueError, match="the filterbanks have n_mels=20, but the model n_mels=10"):
+        SpeechStream(model("linear"), Filterbanks(8000, n_mels=20))

@@ -121,6 +121,7 @@ class PixelSequences(DataModule):
         self.verify = verify is not False
         self.max_pixels = image_sources.MAX_PIXELS if max_pixels is None else max_pixels
         self.splits: dict[str, PixelDataset] = {}
+        self._logged: set[str] = set()
         self._n_levels = kind.n_levels if n_levels is None else n_levels
         self._image_shape = kind.shape or _folder_shape(root, image_size, channels)
 
@@ -164,6 +165,8 @@ class PixelSequences(DataModule):
     def setup(self, stage: str) -> None:
         """Load the splits of the stage, fit, validate, test or predict, and log their sizes and the files left out.
 
+        Called again, it does nothing.
+
         Raises:
             ValueError: If `overfit_batches` is set.
         """
@@ -171,7 +174,10 @@ class PixelSequences(DataModule):
         test = stage in ("test", "predict")
         if ("test" if test else "train") not in self.splits:
             self.splits |= self._load(test)
-        self._log_sizes(("test",) if test else ("train", "val"))
+        wanted = ("test",) if test else ("train", "val")
+        if not self._logged.issuperset(wanted):
+            self._logged.update(wanted)
+            self._log_sizes(wanted)
 
     def _log_sizes(self, splits: tuple[str, ...]) -> None:
         sizes = {name: len(self.splits[name]) for name in splits}

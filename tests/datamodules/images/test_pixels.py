@@ -338,6 +338,16 @@ def write_mnist(root, pack=False, name="MNIST"):
     return written
 
 
+def test_splits_are_logged_once(caplog: pytest.LogCaptureFixture):
+    data = ready("test", dataset="digits")
+    for stage in ("test", "predict", "fit", "validate"):
+        data.setup(stage)
+    assert caplog.messages == [
+        "digits: 180 to test; images of 8×8×1 at 17 levels",
+        "digits: 1,437 to train on, 180 to validate; images of 8×8×1 at 17 levels",
+    ]
+
+
 def test_mnist(tmp_path):
     written = write_mnist(tmp_path)
     data = ready(dataset="mnist", root=str(tmp_path), download=False)

@@ -78,7 +78,8 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, type):
         return {"class_path": _path(value)}
     if isinstance(value, partial) and (kind := _kind_of(value)) is not None:
-        return {"class_path": _path(kind), "init_args": _plain(value.keywords, where)}
+        options = {"init_args": _plain(value.keywords, where)} if value.keywords else {}  # else as the class alone
+        return {"class_path": _path(kind), **options}
     raise TypeError(
         f"{where} is {value!r}, which a checkpoint can't hold as plain data: "
         "give a class, functools.partial(Class, option=…), or an object of a class derived from lit_effattn's"

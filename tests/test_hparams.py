@@ -7,7 +7,7 @@ from jsonargparse import ArgumentParser
 
 from lit_effattn import Transformer
 from lit_effattn.attention import LinearAttention, ReluFeatureMap, SoftmaxAttention
-from lit_effattn.attention.positions import GridPositions, LearnedPositions, RotaryPositions
+from lit_effattn.attention.positions import GridPositions, LearnedPositions, RotaryPositions, SinusoidalPositions
 from lit_effattn.hparams import HasInitArgs, defaults, init_args, parameters, spec
 from lit_effattn.nn.transformer import Block, FeedForward
 from lit_effattn.sequence import SequenceModule
@@ -118,6 +118,13 @@ def test_a_lambda_is_refused_with_its_place(attention):
     model = Transformer(8, 2, 1, attention=attention)  # builds and trains; but a checkpoint can't hold it
     with pytest.raises(TypeError, match=r"Transformer\(attention=…\).*functools\.partial"):
         spec(model)
+
+
+def test_a_partial_without_options_is_recorded_as_its_class():
+    """Resuming builds a partial of a class that was given by its name, and saves the same arguments."""
+    assert spec(Transformer(8, 2, 1, positions=partial(SinusoidalPositions))) == spec(
+        Transformer(8, 2, 1, positions=SinusoidalPositions)
+    )
 
 
 def test_a_module_that_is_not_recorded_is_refused():

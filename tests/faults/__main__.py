@@ -369,9 +369,17 @@ def parse(args: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="seed of the kills (default: 0)")
     parser.add_argument("--only", choices=DIMENSIONS["task"], help="one task")
     parser.add_argument("--moment", choices=MOMENTS, help="kill each run first at this moment (default: at any)")
+    parser.add_argument("--processes", type=int, choices=DIMENSIONS["processes"], help="of each run (default: both)")
+    parser.add_argument("--sharded", action="store_true", help="divide all models between two processes")
     parser.add_argument("--asynchronous", action="store_true", help="all runs train while a checkpoint is written")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep all runs in this new folder")
-    return parser.parse_args(args)
+    options = parser.parse_args(args)
+    options.processes = options.processes or (1 if options.quick else 2 if options.sharded else None)
+    if options.quick and options.processes == 2:
+        parser.error("--quick has runs of one process; give --kills N instead")
+    if options.sharded and options.processes == 1:
+        parser.error("--sharded divides a model between two processes; leave --quick and --processes 1 out")
+    return options
 
 
 def trials(options: argparse.Namespace, done: list[Outcome]) -> Iterator[tuple[Settings, list[Interruption]]]:
@@ -381,12 +389,12 @@ def trials(options: argparse.Namespace, done: list[Outcome]) -> Iterator[tuple[S
     n_kills = options.kills
     if n_kills is None:
         n_kills = 8 if options.quick else 0 if options.cells else 100
-    stops = [trial for trial in stops if trial[0].task in tasks]
+    allowed = (options.processes,) if options.processes else DIMENSIONS["processes"]
+    stops = [trial for trial in stops if trial[0].task in tasks and trial[0].processes in allowed]
     killed = kills(random.Random(options.seed), tasks, options.moment)
+    killed = (trial for trial in killed if trial[0].processes in allowed)
     if options.quick:  # three or four stops
-        stops = [trial for trial in stops if trial[0].processes == 1]
         stops = stops[:: -(-len(stops) // 4) or 1]
-        killed = (trial for trial in killed if trial[0].processes == 1)
     yield from stops
     while sum(i.act == "kill" for outcome in done for i, _ in outcome.interruptions) < n_kills:
         yield next(killed)
@@ -403,7 +411,8 @@ def main(args: list[str]) -> int:
     write_data()
     harness = Harness()
     for settings, interruptions in trials(options, outcomes):
-        outcome = harness.trial(replace(settings, asynchronous=options.asynchronous), interruptions)
+        settings = replace(settings, asynchronous=options.asynchronous, sharded=options.sharded)
+        outcome = harness.trial(settings, interruptions)
         outcomes.append(outcome)
         for line in outcome.lines():
             print(line, flush=True)

@@ -45,6 +45,7 @@ class Settings:
         schedule: "warm-up" or "plateau" (`ReduceLROnPlateau`).
         every_n_train_steps: As in `LastCheckpoint`.
         asynchronous: As in `LastCheckpoint`.
+        sharded: Each process has a part of every parameter, else all of them.
     """
 
     task: str = "pixels"
@@ -55,12 +56,13 @@ class Settings:
     schedule: str = "warm-up"
     every_n_train_steps: int | None = None
     asynchronous: bool = False
+    sharded: bool = False
 
     def __str__(self) -> str:
         parts = [self.task, f"{self.processes} process{'es' * (self.processes > 1)}", self.limits]
         parts += [f"accumulate {self.accumulate}", f"validation {self.validation}", self.schedule]
         parts += [f"saved every {self.every_n_train_steps}"] if self.every_n_train_steps else []
-        return ", ".join([*parts, *(["asynchronous"] if self.asynchronous else [])])
+        return ", ".join([*parts, *(name for name in ("asynchronous", "sharded") if getattr(self, name))])
 
     @property
     def batches(self) -> int:
@@ -84,7 +86,7 @@ class Settings:
         trainer: dict[str, Any] = {
             "accelerator": "cpu",
             "devices": self.processes,
-            "strategy": "ddp" if self.processes > 1 else "auto",
+            "strategy": "ModelParallelStrategy" if self.sharded else "ddp" if self.processes > 1 else "auto",
             "log_every_n_steps": 1,
             "enable_progress_bar": False,
             "enable_model_summary": False,

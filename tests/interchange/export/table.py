@@ -7,7 +7,12 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
+from pathlib import Path
 
+from filelock import FileLock
+
+from lit_effattn.checkpoints.files import whole
 from tests.interchange.export.cases import CASES
 from tests.support.commands import REPOSITORY
 
@@ -39,12 +44,13 @@ def check(name: str, format: str, difference: float) -> None:
 
 
 def _write(name: str, format: str, difference: float) -> None:
-    """Write a figure, and bring the rows into the order of the cases."""
-    table = {case: rows().get(case, [case, "", ""]) for case in CASES}
-    table[name][COLUMNS[format]] = _cell(difference)
-    lines = "".join(f"| {' | '.join(row)} |\n" for row in table.values())
-    text = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(_TABLE.sub(lambda _: HEAD + lines, text), encoding="utf-8")
+    """Write a figure, and bring the rows into the order of the cases. Several processes of pytest may do so at once."""
+    with FileLock(Path(tempfile.gettempdir(), "export-table.lock")), whole(PAGE) as part:
+        table = {case: rows().get(case, [case, "", ""]) for case in CASES}
+        table[name][COLUMNS[format]] = _cell(difference)
+        lines = "".join(f"| {' | '.join(row)} |\n" for row in table.values())
+        text = PAGE.read_text(encoding="utf-8")
+        part.write_text(_TABLE.sub(lambda _: HEAD + lines, text), encoding="utf-8")
 
 
 def _cell(x: float) -> str:

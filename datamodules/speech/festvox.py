@@ -17,8 +17,8 @@ _PAUSES = {PAUSE, "h#", "#", "sil", "ssil", "brth"}
 _HELD_OUT = 10  # a tenth of the sentences for validation, a tenth for test
 _SENTENCE = re.compile(r'\s*\(\s*(\S+)\s+"(.*)"\s*\)\s*')
 _GET = (
-    "apt-get download festvox-ru && dpkg-deb --extract festvox-ru_*.deb {root}; without these programs, download "
-    "festvox-ru_0.5+dfsg-6_all.deb from https://deb.debian.org/debian/pool/main/f/festvox-ru/, unpack it by "
+    "mkdir -p {root} && apt-get download festvox-ru && dpkg-deb --extract festvox-ru_*.deb {root}; without these "
+    "programs, download festvox-ru_0.5+dfsg-6_all.deb from https://deb.debian.org/debian/pool/main/f/festvox-ru/, unpack it by "
     "`ar x` (or tar on Windows), and the data.tar.xz in it by tar"
 )
 
@@ -43,7 +43,7 @@ class FestvoxCorpus(SpeechCorpus):
     Intended for Debian's festvox-ru: 620 Russian sentences, 99.5 minutes at 16 kHz, one human voice, 50 phones (Shmyrev
     2005, BSD-like licence, 179 MB). It is not downloaded unasked. This gets it:
 
-        apt-get download festvox-ru && dpkg-deb --extract festvox-ru_*.deb data/festvox-ru
+        mkdir -p data && apt-get download festvox-ru && dpkg-deb --extract festvox-ru_*.deb data/festvox-ru
 
     The splits share no sentence: the distinct sentences are sorted by the SHA-256 of "SEED SENTENCE"; the first tenth
     is for test, the second for validation, the rest for training. The same seed gives the same splits everywhere.

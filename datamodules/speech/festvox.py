@@ -18,8 +18,8 @@ _HELD_OUT = 10  # a tenth of the sentences for validation, a tenth for test
 _SENTENCE = re.compile(r'\s*\(\s*(\S+)\s+"(.*)"\s*\)\s*')
 _GET = (
     "mkdir -p {root} && apt-get download festvox-ru && dpkg-deb --extract festvox-ru_*.deb {root}; without these "
-    "programs, download festvox-ru_0.5+dfsg-6_all.deb from https://deb.debian.org/debian/pool/main/f/festvox-ru/, unpack it by "
-    "`ar x` (or tar on Windows), and the data.tar.xz in it by tar"
+    "programs, download festvox-ru_0.5+dfsg-6_all.deb from https://deb.debian.org/debian/pool/main/f/festvox-ru/, "
+    "unpack it by `ar x` (or tar on Windows), and the data.tar.xz in it by tar"
 )
 
 

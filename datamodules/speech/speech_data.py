@@ -61,7 +61,8 @@ class SpeechData(DataModule):
         eval_batch_frames: The same in validation, test and prediction. Default: `batch_frames`.
         batch_utterances: Maximum of B, in training and evaluation.
         subsampling: Subsampling factor of the model, in frames. Training utterances that it makes too short are left
-            out. Default: that of the trainer's model; without one, 1.
+            out. Default: that of the trainer's model; without one, 1. 1, which older versions recorded, is
+            the same.
         spec_augment: Masks parts of the training utterances, different ones each epoch, as a pure function of (seed,
             epoch, utterance). Default: none.
         wave_augment: Changes the recordings of the training utterances by speed, pitch, reverberation, noise and a
@@ -233,7 +234,7 @@ class SpeechData(DataModule):
 
     def _factor(self) -> int:
         """Return the subsampling factor of the model."""
-        given = self.subsampling
+        given = None if self.subsampling == 1 else self.subsampling
         factor = getattr(getattr(self.trainer, "lightning_module", None), "subsampling", None)
         if None not in (given, factor) and given != factor:
             raise ValueError(f"subsampling={given}, but the model's front end has the factor {factor}; leave it out")

@@ -4,6 +4,7 @@ import json
 import platform
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,12 +84,20 @@ def test_a_report_and_a_comparison_show_the_figures_of_the_card():
     ]
 
 
+def without_empty(spec: Any) -> Any:
+    """Return a configuration without empty `init_args`, which the shipped files have and new ones do not."""
+    if isinstance(spec, dict):
+        return {name: without_empty(part) for name, part in spec.items() if (name, part) != ("init_args", {})}
+    return spec
+
+
 def test_an_export_is_the_shipped_file_without_its_card():
     ends("export", "--ckpt_path", "model:digits", "--format", "safetensors", "--dtype", "float16")
     (path,) = Path("runs/model_digits/exported").iterdir()
     assert same(load_file(path), load_file(models()["digits"]))
     about = metadata(models()["digits"])
-    assert metadata(path) == {name: part for name, part in about.items() if name != "card"}
+    del about["card"]
+    assert without_empty(metadata(path)) == without_empty(about)
     assert "picture: runs" in ends("generate", "--ckpt_path", str(path), "--n", "1", *QUIET)
 
 

@@ -91,11 +91,14 @@ def main() -> int:
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
     os.chdir(os.environ["XDG_CACHE_HOME"])
     new = {name: drawn(config, *flags) for name, (config, flags) in sorted(RUNS.items())}
+    stored = json.loads(STORED.read_text(encoding="utf-8"))
     if "--write" in sys.argv:
-        lines = [f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in {"machine": machine(), **new}.items()]
+        # Other tests compare bits on the stored machine. It stays if this one draws the same.
+        is_same = all(new.get(name, entry) == entry for name, entry in stored.items() if name != "machine")
+        entries = {"machine": stored["machine"] if is_same else machine(), **new}
+        lines = [f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries.items()]
         STORED.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
         return 0
-    stored = json.loads(STORED.read_text(encoding="utf-8"))
     wrong = [name for name in new.keys() | stored.keys() - {"machine"} if new.get(name) != stored.get(name)]
     for name in sorted(wrong):
         print(name, stored.get(name), new.get(name), sep="\n  ")

@@ -4,6 +4,7 @@ import math
 import os
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -68,21 +69,13 @@ def read_audio(
             too low or has no simple ratio to `sample_rate`, or ends before the part does. The message names the file,
             the fault and the remedy.
     """
-    try:
-        _check_file(path)
-        # soundfile encodes a str as UTF-8, but a file name need not be UTF-8; bytes are passed on as they are.
-        with soundfile.SoundFile(os.fsencode(path) if os.name == "posix" else path) as file:
-            first, n = _part(path, file, start, duration)
-            if fault := _header_fault(file, n, sample_rate, max_seconds, upsample):
-                raise AudioError.of(path, *fault)
-            file.seek(first)
-            samples = torch.from_numpy(file.read(n, dtype="float32"))  # (n,)
-            rate = file.samplerate
-    except soundfile.SoundFileError as error:
-        raise AudioError.of(path, "unreadable", _unreadable(path, error)) from error
-    except OSError as error:
-        message = f"it cannot be opened ({error.strerror}); correct that, or leave it out"
-        raise AudioError.of(path, "unreadable", message) from error
+    with _opened(path) as file:
+        first, n = _part(path, file, start, duration)
+        if fault := _header_fault(file, n, sample_rate, max_seconds, upsample):
+            raise AudioError.of(path, *fault)
+        file.seek(first)
+        samples = torch.from_numpy(file.read(n, dtype="float32"))  # (n,)
+        rate = file.samplerate
     if len(samples) < n:
         message = f"it ends after {len(samples)} of {n} samples; it was cut off: get it again"
         raise AudioError.of(path, "unreadable", message)
@@ -91,6 +84,21 @@ def read_audio(
     from torchaudio.functional import resample  # imported here to keep `--help` fast
 
     return samples if rate == sample_rate else resample(samples, rate, sample_rate)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[soundfile.SoundFile]:
+    """Open a recording. Errors of the file, here and within the context, become `AudioError`."""
+    try:
+        _check_file(path)
+        # soundfile encodes a str as UTF-8, but a file name need not be UTF-8; bytes are passed on as they are.
+        with soundfile.SoundFile(os.fsencode(path) if os.name == "posix" else path) as file:
+            yield file
+    except soundfile.SoundFileError as error:
+        raise AudioError.of(path, "unreadable", _unreadable(path, error)) from error
+    except OSError as error:
+        message = f"it cannot be opened ({error.strerror}); correct that, or leave it out"
+        raise AudioError.of(path, "unreadable", message) from error
 
 
 def _check_file(path: Path) -> None:
@@ -154,18 +162,12 @@ def stream_audio(path: Path, sample_rate: int, block: int) -> Iterator[Tensor]:
         AudioError: If the file is missing, empty or unreadable, has several channels, or another rate than
             `sample_rate`: a stream is not resampled.
     """
-    try:
-        _check_file(path)
-        with soundfile.SoundFile(os.fsencode(path) if os.name == "posix" else path) as file:
-            if file.channels != 1 or file.samplerate != sample_rate:
-                message = (
-                    f"it has {file.samplerate} Hz and {file.channels} channels, but the stream needs {sample_rate} Hz"
-                )
-                raise AudioError.of(path, "other rate", f"{message} and one channel; convert it")
-            for samples in file.blocks(block, dtype="float32"):
-                yield torch.from_numpy(samples)
-    except soundfile.SoundFileError as error:
-        raise AudioError.of(path, "unreadable", _unreadable(path, error)) from error
+    with _opened(path) as file:
+        if file.channels != 1 or file.samplerate != sample_rate:
+            message = f"it has {file.samplerate} Hz and {file.channels} channels, but the stream needs {sample_rate} Hz"
+            raise AudioError.of(path, "other rate", f"{message} and one channel; convert it")
+        for samples in file.blocks(block, dtype="float32"):
+            yield torch.from_numpy(samples)
 
 
 def stream_pcm(file: BinaryIO, sample_rate: int, block: int) -> Iterator[Tensor]:

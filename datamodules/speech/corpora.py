@@ -278,15 +278,10 @@ class LibriSpeechCorpus(SpeechCorpus):
         g2p: Pronouncer | None = None,
     ) -> None:
         self.g2p = g2p
-        self.root = Path(root)
+        self.root: Path = Path(root)
         self.lexicon = Lexicon(lexicon, stress=stress)
         self.subsets = {"train": tuple(train), "val": tuple(val), "test": tuple(test)}
         self._read: dict[str, list[Utterance]] = {}
-
-    @property
-    def places(self) -> list[Path]:
-        """The folder of the corpus."""
-        return [self.root]
 
     def prepare(self) -> None:
         """Check that the subsets and the lexicon exist.
@@ -362,13 +357,8 @@ class EspeakCorpus(SpeechCorpus):
     def __init__(self, root: str = "data/espeak", *, minutes: float = ESPEAK_MINUTES) -> None:
         if not minutes > 0:
             raise ValueError(f"minutes={minutes:g} must be more than 0")
-        self.root = Path(root)
+        self.root: Path = Path(root)
         self.minutes = minutes
-
-    @property
-    def places(self) -> list[Path]:
-        """The folder of the corpus."""
-        return [self.root]
 
     def prepare(self) -> None:
         """Synthesise the corpus if it does not exist. An hour of audio takes about a minute.

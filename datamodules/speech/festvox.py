@@ -68,14 +68,9 @@ class FestvoxCorpus(SpeechCorpus):
         if pauses not in ("delete", "unscored", "scored"):
             raise ValueError(f"pauses={pauses!r} is unknown; choose delete, unscored or scored")
         at_least(0, seed=seed)
-        self.root = Path(root)
+        self.root: Path = Path(root)
         self.pauses = pauses
         self.seed = seed
-
-    @property
-    def places(self) -> list[Path]:
-        """The folder of the corpus."""
-        return [self.root]
 
     def prepare(self) -> None:
         """Check that the voice exists, and read its sentences and labels.

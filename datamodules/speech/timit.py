@@ -40,12 +40,7 @@ class TimitCorpus(SpeechCorpus):
     """
 
     def __init__(self, root: str) -> None:
-        self.root = Path(root)
-
-    @property
-    def places(self) -> list[Path]:
-        """The folder of the corpus."""
-        return [self.root]
+        self.root: Path = Path(root)
 
     def prepare(self) -> None:
         """Check that the corpus exists, and warn if utterances are missing.

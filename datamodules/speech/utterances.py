@@ -31,7 +31,13 @@ class Utterance(NamedTuple):
 
 
 class SpeechCorpus(ABC):
-    """Utterances in splits, with an inventory of phones."""
+    """Utterances in splits, with an inventory of phones.
+
+    Attributes:
+        root: The folder of the corpus; None: it is not in one.
+    """
+
+    root: Path | None = None
 
     @abstractmethod
     def prepare(self) -> None:
@@ -48,8 +54,8 @@ class SpeechCorpus(ABC):
 
     @property
     def places(self) -> list[Path]:
-        """Files and folders that the corpus is read from. They may be missing."""
-        return []
+        """Files and folders that the corpus is read from, `root` by default. They may be missing."""
+        return [] if self.root is None else [self.root]
 
     @property
     def folded(self) -> tuple[str, ...]:

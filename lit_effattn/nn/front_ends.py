@@ -21,16 +21,12 @@ class FrontEnd(HasInitArgs, nn.Module, ABC):
 
     Attributes:
         factor: Number of feature vectors for each frame.
-        context: Frame t depends on the feature vectors from factor · t − context[0] to factor · t + context[1].
+        context: Frame t depends on the feature vectors from factor · t − context[0] to factor · t + context[1]. None:
+            it may depend on all, so the front end can't be applied to a stream.
     """
 
     factor: int
-    context: tuple[int, int]
-
-    @property
-    def d_model(self) -> int:
-        """Width E of a frame."""
-        return self.proj.out_features  # type: ignore[union-attr,return-value]
+    context: tuple[int, int] | None = None
 
     @abstractmethod
     def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,29 +137,35 @@ class FrontEndStream:
 
     Args:
         front_end: The front end.
+
+    Raises:
+        ValueError: If it has no `context`.
     """
 
     def __init__(self, front_end: FrontEnd) -> None:
+        if front_end.context is None:
+            raise ValueError(f"{type(front_end).__name__} defines no `context`, which a stream needs; see FrontEnd")
         self.front_end = front_end
-        self._kept = -(-front_end.context[0] // front_end.factor)  # frames before the next one that are computed again
+        before, self._after = front_end.context
+        self._kept = -(-before // front_end.factor)  # frames before the next one that are computed again
         self._first = 0  # the frame at which `_x` begins
         self._n_frames = 0  # returned so far
         self._x: Tensor | None = None
 
-    def __call__(self, x: Tensor, *, last: bool = False) -> Tensor:
-        """Return the next frames (B, n, E).
+    def __call__(self, x: Tensor, *, last: bool = False) -> Tensor | None:
+        """Return the next frames (B, n, E), or None if there is none yet.
 
         Args:
             x: (B, K, F), the next feature vectors; K may be 0.
             last: Whether the stream ends with them.
         """
-        factor, (_, after) = self.front_end.factor, self.front_end.context
+        factor = self.front_end.factor
         x = x if self._x is None else torch.cat([self._x, x], 1)
         total = self._first * factor + x.size(1)
-        n_frames = -(-total // factor) if last else max(self._n_frames, (total - 1 - after) // factor + 1)
+        n_frames = -(-total // factor) if last else max(self._n_frames, (total - 1 - self._after) // factor + 1)
         if n_frames == self._n_frames:
             self._x = x
-            return x.new_empty(x.size(0), 0, self.front_end.d_model)
+            return None
         y, _ = self.front_end(x, x.new_full(x.shape[:1], x.size(1), dtype=torch.long))
         y = y[:, self._n_frames - self._first : n_frames - self._first]
         first = max(0, n_frames - self._kept)

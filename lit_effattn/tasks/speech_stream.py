@@ -42,7 +42,8 @@ class SpeechStream:
         normalize: Normalises the next frames (T, F), such as `RunningNormalization`. None: as they are.
 
     Raises:
-        ValueError: If the backbone is not causal, or the filterbanks have another number of filters than the model.
+        ValueError: If the backbone is not causal, the front end can't be applied to a stream, or the filterbanks have
+            another number of filters than the model.
     """
 
     def __init__(
@@ -74,8 +75,8 @@ class SpeechStream:
         features = self._filterbanks(samples)
         features = features if self.normalize is None else self.normalize(features)
         frames = self._front_end(features[None].to(self.model.device), last=last)
-        if not frames.size(1):
-            return frames.new_empty(0, len(self.model.phones) + 1)
+        if frames is None:
+            return features.new_empty(0, len(self.model.phones) + 1)
         hidden, self._state = self.model.backbone(frames, self._state)
         return self.model.log_probs(hidden)[0].cpu()
 

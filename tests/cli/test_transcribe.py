@@ -70,15 +70,23 @@ def test_features_that_look_ahead_need_a_choice(capsys: pytest.CaptureFixture[st
     message = fails(capsys, "transcribe", *TRUST, "--ckpt_path", "other.ckpt", RECORDING)
     assert "trained with normalize='utterance', whose statistics look ahead" in message
     main(["transcribe", *TRUST, "--ckpt_path", "other.ckpt", "--normalize", "running", RECORDING])
-    for key, value in (
-        (("SpeechData", "statistics"), torch.zeros(2)),
-        (("datamodule_hyper_parameters", "n_mels"), "x"),
-    ):
-        broken = torch.load(path, weights_only=True)
-        broken[key[0]][key[1]] = value
-        torch.save(broken, "broken.ckpt")
-        message = fails(capsys, "transcribe", *TRUST, "--ckpt_path", "broken.ckpt", RECORDING)
-        assert "lacks the statistics" in message or "has no sample_rate and n_mels" in message
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value", "message"),
+    [
+        ("SpeechData", "statistics", torch.zeros(2), "it lacks the statistics of its training data"),
+        ("datamodule_hyper_parameters", "n_mels", "x", "it has no sample_rate and n_mels of SpeechData"),
+    ],
+    ids=["statistics", "n_mels"],
+)
+def test_a_damaged_checkpoint(
+    part: str, key: str, value: object, message: str, capsys: pytest.CaptureFixture[str], folder: Path
+):
+    broken = torch.load(next(folder.rglob("last.ckpt")), weights_only=True)
+    broken[part][key] = value
+    torch.save(broken, "broken.ckpt")
+    assert message in fails(capsys, "transcribe", *TRUST, "--ckpt_path", "broken.ckpt", RECORDING)
 
 
 def test_errors_in_a_line(capsys: pytest.CaptureFixture[str]):

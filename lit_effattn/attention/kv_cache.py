@@ -97,7 +97,9 @@ def newest(t: Tensor, end: Tensor, count: int, *, dim: int) -> Tensor:
 
 def gather(t: Tensor, index: Tensor, *, dim: int = 2) -> Tensor:
     """Take entries `index` (B, K) of `t` (B, …, M, D) along `dim`: (B, …, K, D). A negative index takes the first."""
-    return t.take_along_dim(_along(index, t, dim).clamp(min=0), dim)
+    shape = [*t.shape[:dim], index.size(1), *t.shape[dim + 1 :]]
+    # Not `take_along_dim`, which also computes the remainder of every index.
+    return t.gather(dim, _along(index.clamp(min=0), t, dim).expand(shape))
 
 
 def _along(index: Tensor, t: Tensor, dim: int) -> Tensor:

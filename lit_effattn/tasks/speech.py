@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+import torch.nn.functional as F
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -61,6 +62,9 @@ class SpeechRecognizer(Task):
         frame_seconds: Time from one feature vector to the next. From the command: that of the data.
         front_end: Maps feature vectors to the model's input. Default: Projection.
         decoder: Chooses the phones. Default: GreedyDecoder.
+        look_ahead: n, the number of frames of the model after frame t that its label may depend on, with a causal
+            backbone: the output at frame t + n is that of frame t. n frames of zeros follow the last frame. A stream
+            returns each output n frames later.
         label_smoothing: ε of the training loss: (1 − ε) times the loss above, and ε times that of uniformly drawn
             alignments, −Σ_t Σ_v ln p_t(v) / V.
         auxiliary_weight: Weight of auxiliary losses of the attention.
@@ -68,7 +72,8 @@ class SpeechRecognizer(Task):
         lr_scheduler: Makes the schedule from the optimiser: see `Task`.
 
     Raises:
-        ValueError: If an option is out of range, or `phones` and `folded` do not match.
+        ValueError: If an option is out of range, `phones` and `folded` do not match, or a backbone that is not causal is
+            to look ahead.
     """
 
     monitor = "val/per"
@@ -83,6 +88,7 @@ class SpeechRecognizer(Task):
         frame_seconds: float = 0.01,
         front_end: FrontEndFactory | None = None,
         decoder: Decoder | None = None,
+        look_ahead: int = 0,
         label_smoothing: float = 0.0,
         auxiliary_weight: float = 1.0,
         optimizer: OptimizerCallable | None = None,
@@ -94,11 +100,18 @@ class SpeechRecognizer(Task):
         self.folded = self.phones if folded is None else tuple(folded)
         _check_phones(self.phones, self.folded)
         at_least(1, n_mels=n_mels)
+        at_least(0, look_ahead=look_ahead)
+        if look_ahead and not backbone.causal:
+            raise ValueError(
+                f"look_ahead={look_ahead} does not apply to a backbone with causal=False, which sees the whole "
+                "recording; leave it out, or set causal=True"
+            )
         if not frame_seconds > 0:
             raise ValueError(f"frame_seconds={frame_seconds} must be positive; 0.01 is usual")
         probabilities(label_smoothing=label_smoothing)
         self.n_mels = n_mels
         self.frame_seconds = frame_seconds
+        self.look_ahead = look_ahead
         self.label_smoothing = label_smoothing
         self.auxiliary_weight = auxiliary_weight
         # Not as the arguments' defaults: see `Task`.
@@ -122,9 +135,13 @@ class SpeechRecognizer(Task):
         return self.log_probs(self.hidden(batch)[0]), self._frames(batch)
 
     def hidden(self, batch: SpeechBatch, memory: State | None = None) -> tuple[Tensor, State]:
-        """Return the backbone's output (B, T', d_model), continuing from `memory`, and its state after the batch."""
-        x, lengths = self.front_end(batch.features, batch.lengths)
-        return self.backbone(x, memory, lengths)
+        """Return the backbone's output (B, T', d_model), continuing from `memory`, and its state at the end.
+
+        With `look_ahead` the state is that after the frames of zeros.
+        """
+        x, lengths = self.front_end(batch.features, batch.lengths)  # (B, T', d_input), 0 in the padding
+        hidden, state = self.backbone(F.pad(x, (0, 0, 0, self.look_ahead)), memory, lengths + self.look_ahead)
+        return hidden[:, self.look_ahead :], state
 
     def log_probs(self, hidden: Tensor) -> Tensor:
         """Return ln p_t of the blank and every phone, (B, T, 1 + phones), from the output of the backbone."""

@@ -34,7 +34,7 @@ class SpeechStream:
 
     The phones are those that `GreedyDecoder` finds in the whole recording, for any division into pieces: an output
     never changes later. The delay is that of a frame of the filterbanks (25 ms), the front end's `context` and
-    `factor`. The memory is that of the backbone's state, constant for kinds whose state is bounded.
+    `factor`, and the model's `look_ahead`. The memory is that of the backbone's state, constant for kinds whose state is bounded.
 
     Args:
         model: A recogniser with a causal backbone. It is put in evaluation mode.
@@ -61,6 +61,7 @@ class SpeechStream:
         self._filterbanks = StreamingFilterbanks(filterbanks)
         self._front_end = FrontEndStream(model.front_end)
         self._state: State | None = None
+        self._ahead = model.look_ahead  # number of outputs that are still to be dropped
         self._label = BLANK  # of the last frame
         self._n_frames = 0
 
@@ -75,10 +76,16 @@ class SpeechStream:
         features = self._filterbanks(samples)
         features = features if self.normalize is None else self.normalize(features)
         frames = self._front_end(features[None].to(self.model.device), last=last)
+        if last and self.model.look_ahead:
+            after = torch.zeros(1, self.model.look_ahead, self.model.backbone.d_input, device=self.model.device)
+            frames = after if frames is None else torch.cat([frames, after], 1)
         if frames is None:
             return features.new_empty(0, len(self.model.phones) + 1)
         hidden, self._state = self.model.backbone(frames, self._state)
-        return self.model.log_probs(hidden)[0].cpu()
+        log_probs = self.model.log_probs(hidden)[0].cpu()
+        dropped = min(self._ahead, len(log_probs))
+        self._ahead -= dropped
+        return log_probs[dropped:]
 
     def __call__(self, samples: Tensor, *, last: bool = False) -> list[RecognizedPhone]:
         """Return the phones that begin in the next frames: see `log_probs`."""

@@ -47,9 +47,10 @@ BACKBONES = {
     "causal linear": lambda: transformer(partial(LinearAttention, chunk_size=4), causal=True),
     "lstm": lambda: LSTM(8, 2),
 }
+STACKING = partial(FrameStacking, factor=3)
 FRONT_ENDS = {
     "none": None,
-    "stacking": partial(FrameStacking, factor=3),
+    "stacking": STACKING,
     "convolutions": partial(ConvSubsampling, factor=4, channels=2),
 }
 
@@ -114,6 +115,44 @@ def test_padded_equals_alone(backbone: str, front_end: str):
             alone, (n,) = made(row(batch, i))
             assert n == lengths[i] == alone.size(1) == math.ceil(batch.lengths[i] / made.front_end.factor)
             torch.testing.assert_close(together[i, :n], alone[0])
+
+
+# ------------------------------------------------------------------------------------------------ look-ahead
+
+
+@pytest.mark.parametrize("backbone", ["causal linear", "lstm"])
+def test_a_label_depends_on_as_many_later_frames_as_it_may(backbone: str):
+    """Of 17 frames, one feature vector each: the output of frame 5 sees frame 8, not frame 9; the last sees the end."""
+    batch = row(speech((17, 1, 1)), 0)
+    made = model(backbone, look_ahead=3)
+    with torch.no_grad():
+        before = made(batch)[0][0]
+        for changed in (8, 9, 16):
+            features = batch.features.clone()
+            features[:, changed] += 1
+            moved = (made(batch._replace(features=features))[0][0] - before).abs().amax(-1)  # (17,)
+            assert (moved[: changed - 3] == 0).all()
+            assert (moved[changed - 3 :] > 1e-4).all()
+
+
+@pytest.mark.parametrize("backbone", ["causal linear", "lstm"])
+def test_look_ahead_is_a_delay_of_the_outputs(backbone: str):
+    """The outputs 3, 4, … of the backbone, on the frames and three of zeros; each row as if it were alone."""
+    batch, made = speech((23, 5, 12, 1, 17), (3, 1, 2, 0, 2)), model(backbone, look_ahead=3, front_end=STACKING)
+    with torch.no_grad():
+        log_probs, lengths = made(batch)
+        for i, n in enumerate([8, 2, 4, 1, 6]):
+            x, _ = made.front_end(row(batch, i).features, batch.lengths[i : i + 1])
+            expected = made.log_probs(made.backbone(torch.cat([x, x.new_zeros(1, 3, 8)], 1))[0][:, 3:])
+            assert lengths[i] == n == expected.size(1)
+            torch.testing.assert_close(log_probs[i, :n], expected[0])
+
+
+def test_look_ahead_needs_a_causal_backbone():
+    with pytest.raises(ValueError, match="look_ahead=2 does not apply to a backbone with causal=False"):
+        model("linear", look_ahead=2)
+    with pytest.raises(ValueError, match="look_ahead=-1 must be at least 0"):
+        model("lstm", look_ahead=-1)
 
 
 # ------------------------------------------------------------------------------------------------ training

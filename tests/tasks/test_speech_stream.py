@@ -19,6 +19,7 @@ from lit_effattn.attention import (
 )
 from lit_effattn.datamodules import Filterbanks
 from lit_effattn.datamodules.speech.filterbanks import RunningNormalization
+from lit_effattn.datamodules.speech.utterances import SpeechBatch
 from lit_effattn.nn.front_ends import ConvSubsampling, FrameStacking, Projection
 from lit_effattn.sequence import tensors
 from lit_effattn.tasks import SpeechRecognizer
@@ -45,10 +46,18 @@ FRONT_ENDS = {
 SIZES = {"odd": [1, 0, 3001, 159, 161, 2678], "blocks": [400] * 15}  # samples of pieces
 
 
-def model(kind: str, front_end: str = "conv") -> SpeechRecognizer:
+def model(kind: str, front_end: str = "conv", look_ahead: int = 0) -> SpeechRecognizer:
     torch.manual_seed(0)
     backbone = LSTM(16, 2) if kind == "lstm" else Transformer(16, 2, 2, attention=KINDS[kind])
-    return SpeechRecognizer(backbone, 10, PHONES, front_end=FRONT_ENDS[front_end]).eval()
+    return SpeechRecognizer(backbone, 10, PHONES, front_end=FRONT_ENDS[front_end], look_ahead=look_ahead).eval()
+
+
+def whole(recognizer: SpeechRecognizer, features: torch.Tensor) -> torch.Tensor:
+    n = features.size(0)
+    nothing = torch.zeros(1, 0, dtype=torch.long)
+    batch = SpeechBatch(features[None], torch.tensor([n]), nothing, torch.tensor([0]), ["a"])
+    with torch.inference_mode():
+        return recognizer(batch)[0][0]
 
 
 def sound(n: int) -> torch.Tensor:
@@ -57,23 +66,38 @@ def sound(n: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(
-    ("kind", "front_end"), [*((k, "conv") for k in KINDS), ("linear", "projection"), ("linear", "stacking")]
+    ("kind", "front_end", "look_ahead"),
+    [
+        *((k, "conv", 0) for k in KINDS),
+        *((k, "conv", 3) for k in ("linear", "xl", "lstm")),
+        ("linear", "projection", 0),
+        ("linear", "stacking", 0),
+        ("linear", "stacking", 200),  # more than the whole
+    ],
 )
-def test_a_stream_is_the_whole(kind: str, front_end: str, sizes: str):
-    recognizer, samples = model(kind, front_end), sound(sum(SIZES[sizes]))
+def test_a_stream_is_the_whole(kind: str, front_end: str, look_ahead: int, sizes: str):
+    recognizer, samples = model(kind, front_end, look_ahead), sound(sum(SIZES[sizes]))
     banks = Filterbanks(8000, n_mels=10)
-    features = RunningNormalization()(banks(samples))[None]
-    with torch.inference_mode():
-        x, lengths = recognizer.front_end(features, torch.tensor([features.size(1)]))
-        whole = recognizer.log_probs(recognizer.backbone(x)[0])
+    expected = whole(recognizer, RunningNormalization()(banks(samples)))
     streams = [SpeechStream(recognizer, banks, RunningNormalization()) for _ in range(2)]
     pieces = [*samples.split(SIZES[sizes]), samples[:0]]
     streamed = torch.cat([streams[0].log_probs(p, last=i == len(pieces) - 1) for i, p in enumerate(pieces)])
-    torch.testing.assert_close(streamed, whole[0], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(streamed, expected, rtol=1e-3, atol=1e-3)
     phones = [phone for i, p in enumerate(pieces) for phone in streams[1](p, last=i == len(pieces) - 1)]
-    (labels,) = GreedyDecoder()(streamed[None], lengths, PHONES)
+    (labels,) = GreedyDecoder()(streamed[None], torch.tensor([len(streamed)]), PHONES)
     assert [phone.phone for phone in phones] == [PHONES[label - 1] for label in labels]
     assert labels  # the outputs of a new model are not all blank
+
+
+def test_a_stream_that_looks_ahead_is_as_much_later():
+    """Without look-ahead 8 frames follow from 34 feature vectors and the 3 after the last; 3 fewer with it."""
+    samples = sound(34 * 80 + 120)  # hop 80 samples, frame 200
+    n = [len(SpeechStream(model("lstm", "conv", a), Filterbanks(8000, n_mels=10)).log_probs(samples)) for a in (0, 3)]
+    assert n == [8, 5]
+
+
+def test_a_stream_without_sound_has_no_output():
+    assert SpeechStream(model("lstm", "conv", 3), Filterbanks(8000, n_mels=10))(torch.zeros(0), last=True) == []
 
 
 def test_times_and_confidence_are_those_of_the_first_frame(monkeypatch: pytest.MonkeyPatch):

@@ -19,6 +19,7 @@ from lit_effattn.datamodules.speech.audio import stream_audio, stream_pcm
 from lit_effattn.datamodules.speech.filterbanks import Filterbanks, RunningNormalization, normalized
 from lit_effattn.settings.own_classes import add_trust
 from lit_effattn.settings.run_names import add_root
+from lit_effattn.tasks.ctc import BeamDecoder
 from lit_effattn.tasks.speech import SpeechRecognizer
 from lit_effattn.tasks.speech_stream import SpeechStream
 
@@ -35,11 +36,12 @@ def transcribe(args: list[str]) -> None:
     """
     given = parser().parse_args(args)
     at_least(1, block_ms=given.block_ms)
+    decoder = None if given.beam_size is None else BeamDecoder(given.beam_size)
     path = find_checkpoint(given.ckpt_path, Path(given.root))
     model = SpeechRecognizer.load_from_checkpoint(path, map_location="cpu", trust=given.trust)
     saved = read_checkpoint(path, "cpu")
     banks, normalize = _features(saved, given.normalize, short(path))
-    stream = SpeechStream(model, banks, normalize)
+    stream = SpeechStream(model, banks, normalize, decoder)
     for samples, last in _with_last(_sound(given.input, banks.sample_rate, given.block_ms)):
         for phone in stream(samples, last=last):
             if given.times:
@@ -117,6 +119,12 @@ def parser() -> argparse.ArgumentParser:
         choices=["running"],
         help="running: by mean and variance of the sound so far, for a model trained with normalize: utterance or "
         "speaker. Default: as in training.",
+    )
+    made.add_argument(
+        "--beam_size",
+        type=int,
+        help="Beam search with so many hypotheses; a phone is printed when all of them agree on it. Default: the "
+        "model's decoder.",
     )
     made.add_argument("--block_ms", type=int, default=100, help="Milliseconds that are read at once. Default: 100.")
     add_root(made)

@@ -8,8 +8,9 @@ from abc import ABC, abstractmethod
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,6 +22,10 @@ from lit_effattn.sequence import valid_positions
 
 if TYPE_CHECKING:
     from torchaudio.functional import TokenSpan
+
+
+UNDECIDED = 1000
+"""Number of frames after which a beam search on a stream decides for its likeliest hypothesis."""
 
 
 @torch.compiler.disable(reason="torch.compile can't infer the shape of the result of ctc_loss")
@@ -84,6 +89,33 @@ def align(log_probs: Tensor, labels: list[int]) -> list[TokenSpan]:
     return merge_tokens(path[0], scores[0].exp(), blank=BLANK)
 
 
+class StreamedLabel(NamedTuple):
+    """A label of a stream.
+
+    Attributes:
+        label: 1 … V − 1.
+        frame: Its first frame, counted from the beginning of the stream.
+        score: p_t(label) at that frame.
+    """
+
+    label: int
+    frame: int
+    score: float
+
+
+class LabelStream(ABC):
+    """Chooses the labels of a stream, given the probabilities of some frames at a time. A returned label is final."""
+
+    @abstractmethod
+    def __call__(self, log_probs: Tensor, *, last: bool = False) -> list[StreamedLabel]:
+        """Return the labels that are now known.
+
+        Args:
+            log_probs: (n, V), log-probabilities of the next frames, on the CPU; n may be 0.
+            last: Whether the stream ends with them.
+        """
+
+
 class Decoder(HasInitArgs, ABC):
     """Chooses labels, given each frame's probabilities."""
 
@@ -97,6 +129,14 @@ class Decoder(HasInitArgs, ABC):
             phones: Names of the labels 1 … V − 1.
         """
 
+    def stream(self, phones: tuple[str, ...]) -> LabelStream:
+        """Return a `LabelStream` that chooses the labels that this decoder chooses for the whole.
+
+        Raises:
+            ValueError: If the decoder supports no streams, as by default.
+        """
+        raise ValueError(f"{type(self).__name__} can't decode a stream; choose GreedyDecoder or BeamDecoder")
+
 
 class GreedyDecoder(Decoder):
     """Takes each frame's likeliest label: best path decoding (Graves et al. 2006, section 3.2).
@@ -108,6 +148,26 @@ class GreedyDecoder(Decoder):
         """See `Decoder.__call__`."""
         paths = log_probs.argmax(-1).tolist()  # (B, T)
         return [_collapsed(path[:n]) for path, n in zip(paths, lengths.tolist(), strict=True)]
+
+    def stream(self, phones: tuple[str, ...]) -> LabelStream:
+        """Return a stream that gives each label at its first frame."""
+        return _GreedyStream()
+
+
+class _GreedyStream(LabelStream):
+    def __init__(self) -> None:
+        self._label = BLANK  # of the last frame
+        self._n_frames = 0
+
+    def __call__(self, log_probs: Tensor, *, last: bool = False) -> list[StreamedLabel]:
+        labels = []
+        for frame in log_probs:
+            label = int(frame.argmax())
+            if label not in (BLANK, self._label):
+                labels.append(StreamedLabel(label, self._n_frames, float(frame[label].exp())))
+            self._label = label
+            self._n_frames += 1
+        return labels
 
 
 class BeamDecoder(Decoder):
@@ -143,6 +203,14 @@ class BeamDecoder(Decoder):
         rows = self._decoder[1](log_probs.float().cpu().contiguous(), lengths.cpu())
         return [hypotheses[0].tokens.tolist() for hypotheses in rows]
 
+    def stream(self, phones: tuple[str, ...]) -> LabelStream:
+        """Return a stream that gives each label as soon as all hypotheses of the search agree on it.
+
+        Its labels are those of the whole. An exception limits its memory: when the hypotheses still disagree on a label
+        of `UNDECIDED` frames before, the stream returns the likeliest hypothesis, and the search begins anew.
+        """
+        return _BeamStream(self._make(phones).decoder)
+
     def _make(self, phones: tuple[str, ...]) -> Any:
         from torchaudio.models.decoder import ctc_decoder
 
@@ -163,6 +231,70 @@ class BeamDecoder(Decoder):
                 blank_token=labels[BLANK],
                 sil_token=labels[BLANK],  # has no effect; another label could not begin a sequence
             )
+
+
+class _BeamStream(LabelStream):
+    """Runs flashlight's search on a stream.
+
+    The search keeps the hypotheses of the frames since the last one on which all hypotheses agree: the same labels so
+    far, and the same output at that frame.
+
+    Args:
+        search: flashlight's decoder.
+    """
+
+    def __init__(self, search: Any) -> None:
+        self._search = search
+        self._search.decode_begin()
+        self._first = 0  # the first of the kept frames
+        self._label = BLANK  # of the frame before it
+        self._returned = 0  # labels of the kept frames
+        self._log_probs: Tensor | None = None  # (n, V), of the kept frames
+
+    def __call__(self, log_probs: Tensor, *, last: bool = False) -> list[StreamedLabel]:
+        log_probs = log_probs.float().contiguous()
+        self._log_probs = log_probs if self._log_probs is None else torch.cat([self._log_probs, log_probs])
+        if len(log_probs):
+            self._search.decode_step(log_probs.data_ptr(), *log_probs.shape)
+        ends = last or len(self._log_probs) > UNDECIDED
+        if ends:
+            self._search.decode_end()
+        hypotheses = self._search.get_all_final_hypothesis()
+        best = max(range(len(hypotheses)), key=lambda i: hypotheses[i].score)
+        paths = np.array([h.tokens for h in ([hypotheses[best]] if ends else hypotheses)])  # (K, 1 + n), or one more
+        paths, best = paths[:, : len(self._log_probs) + 1], 0 if ends else best
+        paths[:, 0] = self._label
+        begins = (paths[:, 1:] != paths[:, :-1]) & (paths[:, 1:] != BLANK)  # (K, n)
+        labels = [path[1:][begin] for path, begin in zip(paths, begins, strict=True)]
+        agreed = _common(labels)
+        frames = np.flatnonzero(begins[best])[self._returned : agreed].tolist()
+        result = [
+            StreamedLabel(label, self._first + frame, float(self._log_probs[frame, label].exp()))
+            for frame, label in zip(frames, labels[best][self._returned : agreed].tolist(), strict=True)
+        ]
+        self._returned = agreed
+        self._forget(paths, begins)
+        if ends:
+            self._search.decode_begin()
+        return result
+
+    def _forget(self, paths: np.ndarray, begins: np.ndarray) -> None:
+        """Drop the frames up to the last one on which all hypotheses agree."""
+        counts = begins.cumsum(1)  # (K, n)
+        same = (paths[:, 1:] == paths[0, 1:]).all(0) & (counts == counts[0]).all(0) & (counts[0] <= self._returned)
+        if same.any():
+            n = int(np.flatnonzero(same)[-1]) + 1
+            self._search.prune(same.size - n)
+            self._first, self._label, self._returned = self._first + n, paths[0, n], self._returned - counts[0, n - 1]
+            self._log_probs = self._log_probs[n:].clone()
+
+
+def _common(sequences: list[np.ndarray]) -> int:
+    """Return the number of first elements that all sequences share."""
+    n = min(map(len, sequences))
+    rows = np.stack([sequence[:n] for sequence in sequences])
+    differ = np.flatnonzero((rows != rows[0]).any(0))
+    return int(differ[0]) if differ.size else n
 
 
 def _collapsed(path: list[int]) -> list[int]:

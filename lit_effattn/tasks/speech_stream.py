@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lit_effattn.datamodules.speech.filterbanks import Filterbanks, StreamingFilterbanks
-from lit_effattn.datamodules.speech.utterances import BLANK
 from lit_effattn.nn.front_ends import FrontEndStream
 from lit_effattn.sequence import State
+from lit_effattn.tasks.ctc import Decoder
 from lit_effattn.tasks.speech import SpeechRecognizer
 
 
@@ -30,24 +30,30 @@ class RecognizedPhone(NamedTuple):
 
 
 class SpeechStream:
-    """Recognises phones in a stream of samples, each as soon as its first frame is known.
+    """Recognises phones in a stream of samples.
 
-    The phones are those that `GreedyDecoder` finds in the whole recording, for any division into pieces: an output
-    never changes later. The delay is that of a frame of the filterbanks (25 ms), the front end's `context` and
+    The phones are those that the decoder finds in the whole recording, for any division into pieces: an output never
+    changes later. `GreedyDecoder` returns a phone as soon as its first frame is known, `BeamDecoder` when all
+    hypotheses of its search agree on it. The delay is that of a frame of the filterbanks (25 ms), the front end's `context` and
     `factor`, and the model's `look_ahead`. The memory is that of the backbone's state, constant for kinds whose state is bounded.
 
     Args:
         model: A recogniser with a causal backbone. It is put in evaluation mode.
         filterbanks: As in training.
         normalize: Normalises the next frames (T, F), such as `RunningNormalization`. None: as they are.
+        decoder: Chooses the phones. Default: the model's.
 
     Raises:
-        ValueError: If the backbone is not causal, the front end can't be applied to a stream, or the filterbanks have
-            another number of filters than the model.
+        ValueError: If the backbone is not causal, the front end or the decoder can't be applied to a stream, or the
+            filterbanks have another number of filters than the model.
     """
 
     def __init__(
-        self, model: SpeechRecognizer, filterbanks: Filterbanks, normalize: Callable[[Tensor], Tensor] | None = None
+        self,
+        model: SpeechRecognizer,
+        filterbanks: Filterbanks,
+        normalize: Callable[[Tensor], Tensor] | None = None,
+        decoder: Decoder | None = None,
     ) -> None:
         if not model.backbone.causal:
             raise ValueError(
@@ -62,8 +68,7 @@ class SpeechStream:
         self._front_end = FrontEndStream(model.front_end)
         self._state: State | None = None
         self._ahead = model.look_ahead  # number of outputs that are still to be dropped
-        self._label = BLANK  # of the last frame
-        self._n_frames = 0
+        self._labels = (decoder or model.decoder).stream(model.phones)
 
     @torch.inference_mode()
     def log_probs(self, samples: Tensor, *, last: bool = False) -> Tensor:
@@ -88,14 +93,9 @@ class SpeechStream:
         return log_probs[dropped:]
 
     def __call__(self, samples: Tensor, *, last: bool = False) -> list[RecognizedPhone]:
-        """Return the phones that begin in the next frames: see `log_probs`."""
-        phones = []
+        """Return the phones that are now known: see `log_probs`."""
         seconds = self.model.subsampling * self.model.frame_seconds
-        for frame in self.log_probs(samples, last=last):
-            label = int(frame.argmax())
-            if label not in (BLANK, self._label):
-                start = round(self._n_frames * seconds, 3)
-                phones.append(RecognizedPhone(self.model.phones[label - 1], start, round(float(frame[label].exp()), 4)))
-            self._label = label
-            self._n_frames += 1
-        return phones
+        return [
+            RecognizedPhone(self.model.phones[label - 1], round(frame * seconds, 3), round(score, 4))
+            for label, frame, score in self._labels(self.log_probs(samples, last=last), last=last)
+        ]

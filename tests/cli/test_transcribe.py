@@ -62,6 +62,18 @@ def test_a_file_a_pipe_and_predict_agree(
     np.testing.assert_allclose([float(start) for start, *_ in times], starts, atol=0.006)
 
 
+def test_a_beam_is_that_of_predict(capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("flashlight")
+    args = ["--ckpt_path", "last", "--data.audio", RECORDING, "--model.decoder", "BeamDecoder"]
+    main(["predict", *TRUST, *args, "--model.decoder.beam_size", "5"])
+    paths = sorted(Path("runs").rglob("transcripts.jsonl"), key=lambda path: path.stat().st_mtime_ns)
+    phones = [phone["phone"] for phone in json.loads(paths[-1].read_text())["phones"]]
+    assert transcribed(capsys, RECORDING, "--beam_size", "5").split() == phones
+    assert "beam_size=0 must be" in fails(
+        capsys, "transcribe", *TRUST, "--ckpt_path", "last", RECORDING, "--beam_size", "0"
+    )
+
+
 def test_features_that_look_ahead_need_a_choice(capsys: pytest.CaptureFixture[str], folder: Path):
     path = next(folder.rglob("last.ckpt"))
     checkpoint = torch.load(path, weights_only=True)

@@ -1,14 +1,26 @@
 """CTC against its definition: sums and maxima over every alignment there is."""
 
 import math
+from collections.abc import Iterable
 from itertools import groupby, pairwise, product
+from os.path import commonprefix
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from lit_effattn.tasks.ctc import BeamDecoder, GreedyDecoder, align, ctc_nll, frames_needed
+from lit_effattn.tasks import ctc
+from lit_effattn.tasks.ctc import (
+    BeamDecoder,
+    Decoder,
+    GreedyDecoder,
+    LabelStream,
+    StreamedLabel,
+    align,
+    ctc_nll,
+    frames_needed,
+)
 
 PHONES = ("b", "a", "c")  # not in alphabetical order
 V = len(PHONES) + 1
@@ -196,6 +208,81 @@ def test_the_language_model_decides_by_the_phones_names(arpa: str):
             scores[y] = language_model(tuple(PHONES.index(phones[label - 1]) + 1 for label in y))
         (found,) = decoder(log_probs, torch.tensor([4]), phones)
         assert scores[tuple(found)] == pytest.approx(max(scores.values()))
+
+
+# ------------------------------------------------------------------------------------------------ streams
+
+
+def streamed(stream: LabelStream, log_probs: Tensor, sizes: Iterable[int]) -> list[list[StreamedLabel]]:
+    """What a stream returns for pieces of these sizes, which end with the frames, and for its end."""
+    pieces = [*log_probs.float().split(list(sizes)), log_probs[:0].float()]
+    return [stream(piece, last=i == len(pieces) - 1) for i, piece in enumerate(pieces)]
+
+
+def test_a_greedy_stream_gives_each_label_at_its_first_frame():
+    path = torch.tensor([0, 2, 2, 0, 2, 1, 1, 3])
+    log_probs = torch.full((8, V), 0.1).scatter(1, path[:, None], 0.7).log()
+    labels = streamed(GreedyDecoder().stream(PHONES), log_probs, [2, 0, 2, 3, 1])
+    rounded = [[(label, frame, round(score, 6)) for label, frame, score in piece] for piece in labels]
+    assert rounded == [[(2, 1, 0.7)], [], [], [(2, 4, 0.7), (1, 5, 0.7)], [(3, 7, 0.7)], []]
+
+
+@pytest.mark.parametrize("lm_weight", [None, 0.7])
+@pytest.mark.parametrize("beam_size", [1, 4, 20])
+def test_a_beam_stream_returns_what_all_hypotheses_share(
+    beam_size: int, lm_weight: float | None, request: pytest.FixtureRequest
+):
+    """After each frame, the labels that the hypotheses of a search over the frames so far begin with; and the rest."""
+    pytest.importorskip("flashlight")
+    options = {} if lm_weight is None else {"lm": request.getfixturevalue("arpa"), "lm_weight": lm_weight}
+    decoder = BeamDecoder(beam_size, **options)
+    log_probs = drawn(60, seed=3, spread=2.5).float()
+    log_probs[20:30] = torch.tensor([0.97, 0.01, 0.01, 0.01]).log()  # silence
+    pieces = streamed(decoder.stream(PHONES), log_probs, [1] * 60)
+    search = decoder._make(PHONES)
+    search.nbest = 1000
+    known: list[int] = []
+    for t, labels in enumerate(pieces[:-1], 1):
+        hypotheses = [h.tokens.tolist() for h in search(log_probs[None, :t].contiguous(), torch.tensor([t]))[0]]
+        known += [label.label for label in labels]
+        assert known == commonprefix(hypotheses)
+        assert all(label.score == log_probs[label.frame, label.label].exp() for label in labels)
+    known += [label.label for label in pieces[-1]]
+    assert [known] == decoder(log_probs[None], torch.tensor([60]), PHONES)
+    frames = [label.frame for piece in pieces for label in piece]
+    assert frames == sorted(set(frames))
+    assert beam_size == 1 or len(known) > len(pieces[-1]) > 0  # else nothing was shown
+
+
+def test_a_beam_stream_forgets_what_is_decided(monkeypatch: pytest.MonkeyPatch):
+    """Alternatives that silence leaves open are decided after so many frames, and the search goes on."""
+    pytest.importorskip("flashlight")
+    monkeypatch.setattr(ctc, "UNDECIDED", 30)
+    log_probs = torch.full((140, V), 1e-6)
+    for first in range(0, 140, 35):
+        log_probs[first : first + 2] = torch.tensor([0.02, 0.9, 0.06, 0.02])
+    log_probs[:, 0] = 1 - log_probs[:, 1:].sum(-1)
+    stream = BeamDecoder(8).stream(PHONES)
+    kept, known = [], []
+    for frame in log_probs.log():
+        known += stream(frame[None])
+        kept.append(len(stream._log_probs))
+    known += stream(log_probs[:0], last=True)
+    assert max(kept) == 30
+    assert stream._search.get_all_final_hypothesis()[0].tokens == [0]
+    assert {label.frame for label in known} == {0, 35, 70, 105}
+    monkeypatch.undo()
+    (whole,) = BeamDecoder(8)(log_probs.log()[None], torch.tensor([140]), PHONES)
+    assert [label.label for label in known] == whole
+
+
+def test_a_decoder_without_streams_says_so():
+    class Other(Decoder):
+        def __call__(self, log_probs: Tensor, lengths: Tensor, phones: tuple[str, ...]) -> list[list[int]]:
+            raise AssertionError
+
+    with pytest.raises(ValueError, match="Other can't decode a stream; choose GreedyDecoder or BeamDecoder"):
+        Other().stream(PHONES)
 
 
 def test_what_the_beam_decoder_refuses(monkeypatch: pytest.MonkeyPatch):

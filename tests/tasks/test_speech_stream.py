@@ -23,7 +23,7 @@ from lit_effattn.datamodules.speech.utterances import SpeechBatch
 from lit_effattn.nn.front_ends import ConvSubsampling, FrameStacking, Projection
 from lit_effattn.sequence import tensors
 from lit_effattn.tasks import SpeechRecognizer
-from lit_effattn.tasks.ctc import GreedyDecoder
+from lit_effattn.tasks.ctc import BeamDecoder, GreedyDecoder
 from lit_effattn.tasks.speech_stream import SpeechStream
 
 PHONES = ("a", "b", "c", "d")
@@ -110,6 +110,18 @@ def test_times_and_confidence_are_those_of_the_first_frame(monkeypatch: pytest.M
     monkeypatch.setattr(stream, "log_probs", lambda samples, last: next(pieces))
     phones = [tuple(phone) for _ in range(4) for phone in stream(torch.zeros(0))]
     assert phones == [("a", 0.04, 0.6), ("a", 0.16, 0.6), ("b", 0.2, 0.6)]  # factor 4, 10 ms
+
+
+def test_a_beam_stream_gives_the_phones_of_the_whole():
+    pytest.importorskip("flashlight")
+    recognizer, samples, banks = model("linear"), sound(6000), Filterbanks(8000, n_mels=10)
+    decoder = BeamDecoder(5)
+    stream = SpeechStream(recognizer, banks, decoder=decoder)
+    pieces = samples.split(500)
+    phones = [phone for i, p in enumerate(pieces) for phone in stream(p, last=i == len(pieces) - 1)]
+    log_probs = whole(recognizer, banks(samples))
+    (labels,) = decoder(log_probs[None], torch.tensor([len(log_probs)]), PHONES)
+    assert [phone.phone for phone in phones] == [PHONES[label - 1] for label in labels]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -209,7 +209,7 @@ class BeamDecoder(Decoder):
         Its labels are those of the whole. An exception limits its memory: when the hypotheses still disagree on a label
         of `UNDECIDED` frames before, the stream returns the likeliest hypothesis, and the search begins anew.
         """
-        return _BeamStream(self._make(phones).decoder)
+        return _BeamStream(self._make(phones).decoder, len(phones) + 1)
 
     def _make(self, phones: tuple[str, ...]) -> Any:
         from torchaudio.models.decoder import ctc_decoder
@@ -241,19 +241,26 @@ class _BeamStream(LabelStream):
 
     Args:
         search: flashlight's decoder.
+        n_labels: V.
     """
 
-    def __init__(self, search: Any) -> None:
+    def __init__(self, search: Any, n_labels: int) -> None:
         self._search = search
         self._search.decode_begin()
         self._first = 0  # the first of the kept frames
         self._label = BLANK  # of the frame before it
         self._returned = 0  # labels of the kept frames
-        self._log_probs: Tensor | None = None  # (n, V), of the kept frames
+        self._log_probs = torch.zeros(0, n_labels)  # of the kept frames
 
     def __call__(self, log_probs: Tensor, *, last: bool = False) -> list[StreamedLabel]:
-        log_probs = log_probs.float().contiguous()
-        self._log_probs = log_probs if self._log_probs is None else torch.cat([self._log_probs, log_probs])
+        pieces = log_probs.float().split(max(1, UNDECIDED // 10))
+        return [
+            label for i, piece in enumerate(pieces) for label in self._next(piece, last=last and i == len(pieces) - 1)
+        ]
+
+    def _next(self, log_probs: Tensor, *, last: bool) -> list[StreamedLabel]:
+        log_probs = log_probs.contiguous()
+        self._log_probs = torch.cat([self._log_probs, log_probs])
         if len(log_probs):
             self._search.decode_step(log_probs.data_ptr(), *log_probs.shape)
         ends = last or len(self._log_probs) > UNDECIDED

@@ -72,8 +72,8 @@ class SpeechRecognizer(Task):
         lr_scheduler: Makes the schedule from the optimiser: see `Task`.
 
     Raises:
-        ValueError: If an option is out of range, `phones` and `folded` do not match, or a backbone that is not causal is
-            to look ahead.
+        ValueError: If an option is out of range, `phones` and `folded` do not match, or `look_ahead` is given with a
+            backbone that is not causal.
     """
 
     monitor = "val/per"

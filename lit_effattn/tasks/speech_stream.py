@@ -34,8 +34,9 @@ class SpeechStream:
 
     The phones are those that the decoder finds in the whole recording, for any division into pieces: an output never
     changes later. `GreedyDecoder` returns a phone as soon as its first frame is known, `BeamDecoder` when all
-    hypotheses of its search agree on it. The delay is that of a frame of the filterbanks (25 ms), the front end's `context` and
-    `factor`, and the model's `look_ahead`. The memory is that of the backbone's state, constant for kinds whose state is bounded.
+    hypotheses of its search agree on it. The delay of a frame is that of a frame of the filterbanks (25 ms), the front
+    end's `context` and `factor`, and the model's `look_ahead`. The memory is that of the backbone's state, constant for
+    kinds whose state is bounded, and of the search.
 
     Args:
         model: A recogniser with a causal backbone. It is put in evaluation mode.

@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from itertools import groupby, pairwise, product
-from os.path import commonprefix
+from itertools import groupby, pairwise, product, takewhile
 from pathlib import Path
 
 import pytest
@@ -245,13 +244,21 @@ def test_a_beam_stream_returns_what_all_hypotheses_share(
     for t, labels in enumerate(pieces[:-1], 1):
         hypotheses = [h.tokens.tolist() for h in search(log_probs[None, :t].contiguous(), torch.tensor([t]))[0]]
         known += [label.label for label in labels]
-        assert known == commonprefix(hypotheses)
+        shared = takewhile(lambda labels: len(set(labels)) == 1, zip(*hypotheses, strict=False))
+        assert known == [labels[0] for labels in shared]
         assert all(label.score == log_probs[label.frame, label.label].exp() for label in labels)
     known += [label.label for label in pieces[-1]]
     assert [known] == decoder(log_probs[None], torch.tensor([60]), PHONES)
     frames = [label.frame for piece in pieces for label in piece]
     assert frames == sorted(set(frames))
     assert beam_size == 1 or len(known) > len(pieces[-1]) > 0  # else nothing was shown
+
+
+def test_a_beam_stream_reads_many_frames_at_once():
+    pytest.importorskip("flashlight")
+    log_probs, decoder = drawn(1500, seed=3, spread=2.5).float(), BeamDecoder(4)
+    labels = decoder.stream(PHONES)(log_probs, last=True)
+    assert [[label.label for label in labels]] == decoder(log_probs[None], torch.tensor([1500]), PHONES)
 
 
 def test_a_beam_stream_forgets_what_is_decided(monkeypatch: pytest.MonkeyPatch):

@@ -1,12 +1,19 @@
 """Kaldi's log-mel filterbanks, and their normalisation by mean and variance."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lit_effattn.checks import at_least
 
 _LOWEST = 20.0  # Hz, lower edge of the first filter
-_SCALE = 2.0**15  # Kaldi's samples are 16-bit integers
+SCALE = 2.0**15
+"""Kaldi's samples are 16-bit integers."""
+
+PREEMPHASIS = 0.97
+EPSILON = 2.0**-23
+"""Least energy of a filter."""
+
 _LEAST_STD = 1e-3  # of a channel, in nats: a channel that varies less counts as constant
 
 
@@ -52,15 +59,21 @@ class Filterbanks:
         self._check_filters()
 
     def _check_filters(self) -> None:
+        weights = self.weights()
+        if empty := int((weights.sum(0) == 0).sum()):
+            raise ValueError(
+                f"n_mels={self.n_mels}: {empty} of the filters lie between two frequencies of an FFT of "
+                f"{2 * (len(weights) - 1)} samples at {self.sample_rate} Hz; use fewer, such as 40 or 80, or a longer "
+                f"frame_ms than {self.frame_ms:g}"
+            )
+
+    def weights(self) -> Tensor:
+        """Return each filter's weights of the frequencies of the FFT, from 0 to half the sampling rate: (K, F)."""
         from torchaudio.compliance import kaldi  # imported here to keep `--help` fast
 
         size = 2 ** (self.frame_samples - 1).bit_length()
         filters, _ = kaldi.get_mel_banks(self.n_mels, size, self.sample_rate, _LOWEST, 0.0, 100.0, -500.0, 1.0)
-        if empty := int((filters.sum(1) == 0).sum()):
-            raise ValueError(
-                f"n_mels={self.n_mels}: {empty} of the filters lie between two frequencies of an FFT of {size} samples "
-                f"at {self.sample_rate} Hz; use fewer, such as 40 or 80, or a longer frame_ms than {self.frame_ms:g}"
-            )
+        return F.pad(filters, (0, 1)).T.contiguous()  # (F, K − 1) -> (K, F)
 
     @property
     def frame_seconds(self) -> float:
@@ -78,7 +91,7 @@ class Filterbanks:
         from torchaudio.compliance import kaldi
 
         return kaldi.fbank(
-            _SCALE * samples[None],
+            SCALE * samples[None],
             sample_frequency=self.sample_rate,
             num_mel_bins=self.n_mels,
             frame_length=self.frame_ms,
@@ -128,12 +141,17 @@ class RunningNormalization:
         """Return the next frames (T, F), normalised."""
         if not len(features):
             return features
-        x = features.double()
-        sums = torch.stack([torch.ones_like(x), x, x.square()], 1).cumsum(0)  # (T, 3, F)
-        if self._moments is not None:
-            sums = sums + self._moments
-        self._moments = sums[-1]
-        return normalized(features, sums.transpose(0, 1))
+        if self._moments is None:
+            self._moments = torch.zeros(3, features.size(-1), dtype=torch.double)
+        sums = running(features, self._moments)
+        self._moments = sums[:, -1]
+        return normalized(features, sums)
+
+
+def running(features: Tensor, before: Tensor) -> Tensor:
+    """Return the moments up to each frame (3, …, T, F), given features (…, T, F) and the moments before (3, …, F)."""
+    x = features.double()
+    return torch.stack([torch.ones_like(x), x, x.square()]).cumsum(-2) + before.unsqueeze(-2)
 
 
 def moments(features: Tensor) -> Tensor:
@@ -146,11 +164,11 @@ def normalized(features: Tensor, statistics: Tensor) -> Tensor:
     """Return (x − mean) / max(std, 1e-3) for each channel, with mean and standard deviation from `statistics`.
 
     Args:
-        features: (T, F).
-        statistics: (3, F), as returned by `moments`, or (3, T, F), different ones for each frame.
+        features: (…, T, F).
+        statistics: (3, F), as returned by `moments`, or (3, …, T, F), different ones for each frame.
 
     Returns:
-        (T, F) of the features' type. A constant channel becomes 0.
+        (…, T, F) of the features' type. A constant channel becomes 0.
     """
     n, total, squares = statistics
     mean = total / n

@@ -37,13 +37,14 @@ def export(args: list[str]) -> None:
         overwrite=given.overwrite,
         saved=read_outline(checkpoint),
         dtype=given.dtype,
+        normalize=given.normalize,
     )
     print(f"{given.format}: {short(done.path)}")
     if done.checked:
         program = "onnxruntime" if given.format == "onnx" else "the program"
         print(
-            f"{done.checked:,} tokens compared with PyTorch: largest difference {done.difference:.1e}; {program} takes "
-            f"{1e3 * done.seconds:.2f} ms a token, the model {1e3 * done.seconds_here:.2f} ms"
+            f"{done.checked:,} {done.unit}s compared with PyTorch: largest difference {done.difference:.1e}; {program} "
+            f"takes {1e3 * done.seconds:.2f} ms a {done.unit}, the model {1e3 * done.seconds_here:.2f} ms"
         )
 
 
@@ -79,12 +80,18 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         default=exporting.CHECKED,
         metavar="N",
-        help=f"Tokens to compare with PyTorch before the file is written. Default: {exporting.CHECKED}.",
+        help=f"Steps to compare with PyTorch before the file is written. Default: {exporting.CHECKED}.",
     )
     made.add_argument(
         "--dtype",
         choices=exporting.DTYPES,
         help="safetensors: type of the floating-point weights. Default: as they are. float16 halves the file.",
+    )
+    made.add_argument(
+        "--normalize",
+        choices=["running"],
+        help="running: the step of a recogniser normalises by mean and variance of the sound so far, for one that was "
+        "trained with normalize: utterance or speaker. Default: as in training.",
     )
     made.add_argument("--overwrite", action="store_true", help="Replace an existing file.")
     add_root(made)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +14,11 @@ from lit_effattn.checkpoints.io import read_checkpoint
 from lit_effattn.checkpoints.runs import find_checkpoint, short
 from lit_effattn.checks import at_least
 from lit_effattn.datamodules.speech.audio import stream_audio, stream_pcm
-from lit_effattn.datamodules.speech.filterbanks import Filterbanks, RunningNormalization, normalized
 from lit_effattn.settings.own_classes import add_trust
 from lit_effattn.settings.run_names import add_root
 from lit_effattn.tasks.ctc import BeamDecoder
 from lit_effattn.tasks.speech import SpeechRecognizer
-from lit_effattn.tasks.speech_stream import SpeechStream
+from lit_effattn.tasks.speech_stream import SpeechStream, stream_features
 
 
 def transcribe(args: list[str]) -> None:
@@ -39,9 +36,13 @@ def transcribe(args: list[str]) -> None:
     decoder = None if given.beam_size is None else BeamDecoder(given.beam_size)
     path = find_checkpoint(given.ckpt_path, Path(given.root))
     model = SpeechRecognizer.load_from_checkpoint(path, map_location="cpu", trust=given.trust)
-    saved = read_checkpoint(path, "cpu")
-    banks, normalize = _features(saved, given.normalize, short(path))
-    stream = SpeechStream(model, banks, normalize, decoder)
+    features = stream_features(read_checkpoint(path, "cpu"), short(path), given.normalize)
+    if features is None:
+        raise ValueError(
+            f"{short(path)}: it has no sample_rate and n_mels of SpeechData; use a checkpoint of a training run"
+        )
+    banks = features.filterbanks
+    stream = SpeechStream(model, banks, features.normalization(), decoder)
     for samples, last in _with_last(_sound(given.input, banks.sample_rate, given.block_ms)):
         for phone in stream(samples, last=last):
             if given.times:
@@ -66,32 +67,6 @@ def _with_last(blocks: Iterator[Tensor]) -> Iterator[tuple[Tensor, bool]]:
     for block in blocks:
         yield block, False
     yield torch.zeros(0), True
-
-
-def _features(saved: dict[str, Any], choice: str | None, path: str) -> tuple[Filterbanks, Any]:
-    """Return the filterbanks and the normalisation of the data that a checkpoint was trained with."""
-    options = saved.get("datamodule_hyper_parameters")
-    options = options if isinstance(options, dict) else {}
-    sample_rate, n_mels = options.get("sample_rate"), options.get("n_mels")
-    if type(sample_rate) is not int or type(n_mels) is not int:
-        raise ValueError(f"{path}: it has no sample_rate and n_mels of SpeechData; use a checkpoint of a training run")
-    banks = Filterbanks(sample_rate, n_mels=n_mels)
-    normalize = options.get("normalize")
-    if choice == "running":
-        return banks, RunningNormalization()
-    if normalize is None:
-        return banks, None
-    if normalize != "corpus":
-        raise ValueError(
-            f"{path}: it was trained with normalize={normalize!r}, whose statistics look ahead; train with "
-            "--data.normalize corpus, or give --normalize running, with statistics of the sound so far and more errors "
-            "in the first seconds"
-        )
-    data = saved.get("SpeechData")
-    statistics = data.get("statistics") if isinstance(data, dict) else None
-    if not isinstance(statistics, Tensor) or statistics.shape != (3, n_mels):
-        raise ValueError(f"{path}: it lacks the statistics of its training data; use a checkpoint of a training run")
-    return banks, partial(normalized, statistics=statistics)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,10 +1,7 @@
 """Export a trained model: a streaming step as ONNX or by `torch.export`, or the weights only.
 
-The step reads one token of each row and a state, and returns the next token's log-probabilities and the next state:
-
-    log_probs, *state = step(tokens, *state)
-
-A program that runs the step carries the state. All shapes are fixed.
+The step reads one token of each row, or the sound of one frame, and a state. It returns log-probabilities and the next
+state: see `steps`. A program that runs the step carries the state. All shapes are fixed.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import math
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,11 +32,12 @@ from lit_effattn.checkpoints.weights_files import write_weights_file
 from lit_effattn.checks import at_least
 from lit_effattn.datamodules.text.tokenizers import Tokenizer
 from lit_effattn.hparams import spec
-from lit_effattn.nn.heads import Head
+from lit_effattn.interchange.steps import SpeechStep, Step, TokenStep, with_tensors
 from lit_effattn.ops.runtime.differences import largest, largest_difference
-from lit_effattn.sequence import SequenceModule, State, donated, map_tensors, tensors
-from lit_effattn.tasks import LanguageModel, PixelModel
+from lit_effattn.sequence import State, donated, map_tensors, tensors
+from lit_effattn.tasks import LanguageModel, PixelModel, SpeechRecognizer
 from lit_effattn.tasks.base import Task
+from lit_effattn.tasks.speech_stream import StreamFeatures, check_causal, stream_features
 
 SUFFIXES = {"onnx": ".onnx", "torch": ".pt2", "safetensors": ".safetensors"}
 """The suffix of the files of each format."""
@@ -48,7 +46,7 @@ DTYPES = ("float16", "bfloat16", "float32")
 """Types of the weights in a safetensors file."""
 
 CHECKED = 32
-"""Default number of tokens for which a step is compared with PyTorch before its file is written."""
+"""Default number of steps for which a step is compared with PyTorch before its file is written."""
 
 EQUAL = 1e-3
 """Largest difference of log-probabilities that is accepted as rounding."""
@@ -59,53 +57,27 @@ _MOST_BYTES = 2_000_000_000
 _PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": (), "safetensors": ()}
 
 
+_Streamed = LanguageModel | PixelModel | SpeechRecognizer
+
+
 class Exported(NamedTuple):
     """A written file.
 
     Attributes:
         path: The file.
-        checked: Number of tokens for which the file was compared with PyTorch.
+        unit: What a step reads of each row, "token" or "frame".
+        checked: Number of steps for which the file was compared with PyTorch.
         difference: The largest difference of a log-probability.
-        seconds: Median time of the file per token: by onnxruntime, or by PyTorch from the loaded program.
-        seconds_here: Median time of the model in PyTorch per token, as `generate` runs it.
+        seconds: Median time of the file per step: by onnxruntime, or by PyTorch from the loaded program.
+        seconds_here: Median time of the model in PyTorch per step, as `generate` runs it.
     """
 
     path: Path
+    unit: str = "token"
     checked: int = 0
     difference: float = 0.0
     seconds: float = 0.0
     seconds_here: float = 0.0
-
-
-class Step(nn.Module):
-    """One token of each row: `log_probs, *state = step(tokens, *state)`.
-
-    Args:
-        task: The model.
-        empty: The state before the first token, with final shapes.
-    """
-
-    def __init__(self, task: LanguageModel | PixelModel, empty: State) -> None:
-        super().__init__()
-        self.embedding: nn.Module = task.embedding
-        self.scale: float = getattr(task, "embedding_scale", 1.0)
-        self.backbone: SequenceModule = task.backbone
-        self.head: Head = task.head
-        self._empty = empty
-
-    def forward(self, tokens: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
-        """(B, 1) -> (B, n_levels) log-probabilities of the next token, and the tensors of the next state."""
-        x = self.scale * self.embedding(tokens)  # (B, 1, d_input)
-        y, after = self.backbone(x, _with_tensors(self._empty, state))  # (B, 1, E)
-        log_probs = self.head.log_probs(y[:, -1])
-        # In ONNX an output must not be an input: tensors that the step returns unchanged are copied.
-        return log_probs, *(t.clone() if any(t is s for s in state) else t for t in tensors(after))
-
-
-def _with_tensors(state: State, values: Iterable[Tensor]) -> State:
-    """Return a state of the same structure with other tensors."""
-    values = iter(values)
-    return map_tensors(lambda _: next(values), state)
 
 
 def export(
@@ -119,6 +91,7 @@ def export(
     overwrite: bool = False,
     saved: Mapping[str, Any] | None = None,
     dtype: str | None = None,
+    normalize: str | None = None,
 ) -> Exported:
     """Export a model to a file. If that fails, no file is written.
 
@@ -129,11 +102,14 @@ def export(
         max_len: The largest number of positions of a stream, for a step of attention that keeps every position.
             Default: the number of dimensions of an image, or of positions that have a vector.
         batch_size: Rows of the step.
-        check: Number of random tokens for which the file's results are compared with PyTorch's.
+        check: Number of random inputs for which the file's results are compared with PyTorch's.
         overwrite: Whether to replace an existing file.
-        saved: safetensors: a checkpoint of the model, such as `read_outline` returns it. Its configuration, last
+        saved: A checkpoint of the model, such as `read_outline` returns it. safetensors: its configuration, last
             metrics and state of the data are written, too, so that all commands can read the file as a checkpoint.
+            The step of a recogniser that was trained with `SpeechData` reads samples; without `saved`, features.
         dtype: safetensors: type of the floating-point weights, one of `DTYPES`. Default: as they are.
+        normalize: "running": the step of a recogniser normalises by the statistics of the sound so far. Default: as in
+            training.
 
     Raises:
         FileExistsError: If `target` exists and `overwrite` is False.
@@ -148,6 +124,10 @@ def export(
     if missing:
         raise ValueError(f"format={format} needs {', '.join(missing)}: pip install 'lit-effattn[export]'")
     task.eval()
+    if normalize is not None and (format == "safetensors" or not isinstance(task, SpeechRecognizer) or saved is None):
+        raise ValueError(
+            f"normalize={normalize!r} does not apply: it is for the step of a SpeechRecognizer that reads samples"
+        )
     if dtype is not None and (dtype not in DTYPES or format != "safetensors"):
         raise ValueError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}, and format safetensors, not {format}")
     if format == "safetensors":
@@ -157,32 +137,39 @@ def export(
         return Exported(target)
     at_least(1, batch_size=batch_size)
     at_least(0, check=check)
-    if not isinstance(task, LanguageModel | PixelModel):
+    if not isinstance(task, LanguageModel | PixelModel | SpeechRecognizer):
         raise ValueError(
-            f"{type(task).__name__} has no streaming step, so format={format} is not supported: LanguageModel and "
-            "PixelModel have one; format=safetensors writes the weights of any model"
+            f"{type(task).__name__} has no streaming step, so format={format} is not supported: LanguageModel, "
+            "PixelModel and SpeechRecognizer have one; format=safetensors writes the weights of any model"
         )
     task.on_validation_start()  # sets the evaluation memory
     try:
         length = _state_length(task, max_len)
-        empty = task.backbone.initial_state(batch_size, max_len=length)
-        step = Step(task, empty).eval()
+        features: StreamFeatures | None = None
+        if isinstance(task, SpeechRecognizer):
+            check_causal(task)
+            features = None if saved is None else stream_features(saved, "the checkpoint", normalize)
+            step: Step = SpeechStep(task, batch_size, length, features)
+        else:
+            step = TokenStep(task, task.backbone.initial_state(batch_size, max_len=length))
+        step.eval()
         size = sum(t.numel() * t.element_size() for t in step.state_dict().values())
         if format == "onnx" and size > _MOST_BYTES:
             raise ValueError(f"the model has {size / 1e9:.1f} GB, but an ONNX file at most 2 GB; use format=torch")
         longest = n_positions(task.backbone) if length is None else length
-        text = json.dumps(_metadata(task, empty, batch_size, longest), ensure_ascii=False)
+        about = _metadata(task, step.empty, batch_size, longest) | _metadata_of_task(task, features)
+        text = json.dumps(about, ensure_ascii=False)
         write = _write_onnx if format == "onnx" else _write_torch
         with whole(target) as part:
             with _conversion(step, format):
-                run = write(step, empty, text, part)
-            exported = _checked(run, step, empty, check if longest is None else min(check, longest))
+                run = write(step, text, part)
+            exported = _checked(run, step, check if longest is None else min(check, longest))
         return exported._replace(path=target)
     finally:
         task.on_validation_end()
 
 
-def _state_length(model: LanguageModel | PixelModel, max_len: int | None) -> int | None:
+def _state_length(model: _Streamed, max_len: int | None) -> int | None:
     """Return the number of positions for which the state is allocated; None if the state has a fixed size.
 
     Raises:
@@ -220,18 +207,36 @@ def _kinds(backbone: nn.Module, *, growing: bool = False) -> list[str]:
 # ------------------------------------------------------------------------------------------------------- the metadata
 
 
-def _metadata(model: LanguageModel | PixelModel, empty: State, batch_size: int, max_len: int | None) -> dict[str, Any]:
-    """Return what a program needs to run the step, as plain data. `max_len`: see `export`."""
-    about: dict[str, Any] = {
+def _metadata(model: _Streamed, empty: State, batch_size: int, max_len: int | None) -> dict[str, Any]:
+    """Return what a program needs to run the step of any task, as plain data. `max_len`: see `export`."""
+    return {
         "version": lit_effattn.__version__,
         "task": type(model).__name__,
         "kinds": _kinds(model.backbone),
         "dtype": _name(next(model.parameters()).dtype),
         "batch_size": batch_size,
         "max_len": max_len,
-        "n_levels": model.head.n_levels,
         "state": [_described(name, t) for name, t in zip(state_names(empty), tensors(empty), strict=True)],
     }
+
+
+def _metadata_of_task(model: _Streamed, features: StreamFeatures | None) -> dict[str, Any]:
+    """Return what a program needs to run the step of this task. `features`: see `SpeechStep`."""
+    if isinstance(model, SpeechRecognizer):
+        factor = model.subsampling
+        about = {
+            "phones": list(model.phones),
+            "n_mels": model.n_mels,
+            "subsampling": factor,
+            "look_ahead": model.look_ahead,
+            "frame_seconds": round(factor * model.frame_seconds, 9),
+        }
+        if features is None:
+            return about
+        banks = features.filterbanks
+        sound = {"sample_rate": banks.sample_rate, "frame": banks.frame_samples, "hop": banks.hop_samples}
+        return about | {"sound": sound}
+    about = {"n_levels": model.head.n_levels}
     if isinstance(model, PixelModel):
         return about | {"start": model.n_levels, "image_shape": list(model.image_shape)}
     if model.tokenizer is None:
@@ -277,17 +282,17 @@ def _name(dtype: torch.dtype) -> str:
 
 # --------------------------------------------------------------------------------------------------------- the formats
 
-_Run = Callable[[Tensor, list[Any]], tuple[Any, list[Any]]]
-"""Maps tokens (B, 1) and the tensors of a state to log-probabilities and the tensors of the next state."""
+_Run = Callable[[tuple[Tensor, ...], list[Any]], tuple[Any, list[Any]]]
+"""Maps the inputs of a step and the tensors of a state to log-probabilities and the tensors of the next state."""
 
 
-def _write_onnx(step: Step, empty: State, metadata: str, path: Path) -> _Run:
-    names = state_names(empty)
+def _write_onnx(step: Step, metadata: str, path: Path) -> _Run:
+    names = state_names(step.empty)
     program = torch.onnx.export(
-        _program(step, empty),
+        _program(step),
         dynamo=True,
         verbose=False,
-        input_names=["tokens", *names],
+        input_names=[*step.inputs, *names],
         output_names=["log_probs", *(f"next_{name}" for name in names)],
         optimize=False,
         custom_translation_table={
@@ -300,7 +305,7 @@ def _write_onnx(step: Step, empty: State, metadata: str, path: Path) -> _Run:
     _optimise(program.model)
     program.model.metadata_props[METADATA] = metadata
     program.save(path)
-    return _onnx_run(path, names)
+    return _onnx_run(path, [*step.inputs, *names])
 
 
 def _cos(x: Any) -> Any:
@@ -372,32 +377,30 @@ def _onnx_run(path: Path, names: list[str]) -> _Run:
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(path.read_bytes(), options, providers=["CPUExecutionProvider"])
 
-    def run(tokens: Tensor, state: list[Any]) -> tuple[Any, list[Any]]:
-        arrays = [t.numpy() if isinstance(t, Tensor) else t for t in state]
-        log_probs, *after = session.run(None, {"tokens": tokens.numpy(), **dict(zip(names, arrays, strict=True))})
+    def run(inputs: tuple[Tensor, ...], state: list[Any]) -> tuple[Any, list[Any]]:
+        arrays = [t.numpy() if isinstance(t, Tensor) else t for t in (*inputs, *state)]
+        log_probs, *after = session.run(None, dict(zip(names, arrays, strict=True)))
         return torch.from_numpy(log_probs), after
 
     return run
 
 
-def _write_torch(step: Step, empty: State, metadata: str, path: Path) -> _Run:
+def _write_torch(step: Step, metadata: str, path: Path) -> _Run:
     with path.open("wb") as file:
-        torch.export.save(_program(step, empty), file, extra_files={METADATA: metadata})
+        torch.export.save(_program(step), file, extra_files={METADATA: metadata})
     with path.open("rb") as written:
         loaded = torch.export.load(written).module()
 
-    def run(tokens: Tensor, state: list[Any]) -> tuple[Any, list[Any]]:
-        log_probs, *after = loaded(tokens, *state)
+    def run(inputs: tuple[Tensor, ...], state: list[Any]) -> tuple[Any, list[Any]]:
+        log_probs, *after = loaded(*inputs, *state)
         return log_probs, after
 
     return run
 
 
-def _program(step: Step, empty: State) -> torch.export.ExportedProgram:
-    state = list(tensors(empty))
-    tokens = torch.zeros(state[0].size(0), 1, dtype=torch.long)
+def _program(step: Step) -> torch.export.ExportedProgram:
     with torch.no_grad():
-        return torch.export.export(step, (tokens, *state), strict=False)
+        return torch.export.export(step, (*step.inputs.values(), *tensors(step.empty)), strict=False)
 
 
 @contextmanager
@@ -414,7 +417,7 @@ def _conversion(step: Step, format: str) -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     except Exception as error:  # torch.export and the converters raise errors of many types
-        kinds = ", ".join(dict.fromkeys([type(step.embedding).__name__, *_kinds(step.backbone)]))
+        kinds = ", ".join(dict.fromkeys([type(step.entry).__name__, *_kinds(step.backbone)]))
         raise ValueError(f"a step of {kinds} can't be exported with format={format}: {_reason(error)}") from error
     finally:
         logging.disable(disabled)
@@ -437,35 +440,35 @@ def _reason(error: BaseException) -> str:
 # ------------------------------------------------------------------------------------------------------------- checked
 
 
-def _checked(run: _Run, step: Step, empty: State, n: int) -> Exported:
-    """Compare a file with the model on `n` random tokens in turn, each of the two with its own state.
+def _checked(run: _Run, step: Step, n: int) -> Exported:
+    """Compare a file with the model on `n` random inputs in turn, each of the two with its own state.
 
     Raises:
         ValueError: If they differ, or a log-probability is not finite.
     """
     if not n:
         return Exported(Path())
-    rows = next(tensors(empty)).size(0)
-    tokens = torch.randint(0, step.head.n_levels, (n, rows, 1), generator=torch.Generator().manual_seed(0))
-    exported_state: list[Any] = list(tensors(empty))
-    state = map_tensors(torch.clone, empty)
+    exported_state: list[Any] = list(tensors(step.empty))
+    state = map_tensors(torch.clone, step.empty)
     differences, seconds, seconds_here = [], [], []
-    for i, token in enumerate(tokens):
+    for i, inputs in enumerate(step.draw(n, torch.Generator().manual_seed(0))):
         start = time.perf_counter()
-        log_probs, exported_state = run(token, exported_state)
+        log_probs, exported_state = run(inputs, exported_state)
         middle = time.perf_counter()
         with torch.no_grad(), donated():
-            expected, *after = step(token, *tensors(state))
+            expected, *after = step(*inputs, *tensors(state))
         seconds.append(middle - start)
         seconds_here.append(time.perf_counter() - middle)
-        state = _with_tensors(state, after)
+        state = with_tensors(state, after)
         for name, values in (("model", expected), ("exported step", log_probs)):
             if not values.isfinite().all():
-                raise ValueError(f"the {name}'s log-probabilities after token {i} are not finite; nothing was written")
+                raise ValueError(
+                    f"the {name}'s log-probabilities after {step.unit} {i} are not finite; nothing was written"
+                )
         differences.append(largest_difference([log_probs], [expected]))
         if differences[-1] > EQUAL:
             raise ValueError(
-                f"the exported step differs by {differences[-1]:.1e} from PyTorch's after token {i}; nothing was "
+                f"the exported step differs by {differences[-1]:.1e} from PyTorch's after {step.unit} {i}; nothing was "
                 "written"
             )
-    return Exported(Path(), n, largest(differences), median(seconds), median(seconds_here))
+    return Exported(Path(), step.unit, n, largest(differences), median(seconds), median(seconds_here))

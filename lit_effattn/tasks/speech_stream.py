@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lit_effattn.datamodules.speech.filterbanks import Filterbanks, StreamingFilterbanks
+from lit_effattn.datamodules.speech.filterbanks import (
+    Filterbanks,
+    RunningNormalization,
+    StreamingFilterbanks,
+    normalized,
+)
 from lit_effattn.nn.front_ends import FrontEndStream
 from lit_effattn.sequence import State
 from lit_effattn.tasks.ctc import Decoder
@@ -27,6 +33,70 @@ class RecognizedPhone(NamedTuple):
     phone: str
     start: float
     confidence: float
+
+
+class StreamFeatures(NamedTuple):
+    """The features of a stream of sound.
+
+    Attributes:
+        filterbanks: Computes them.
+        statistics: (3, F), `moments` of the training data for their normalisation. None: there are none.
+        running: Whether they are normalised by the statistics of the sound so far.
+    """
+
+    filterbanks: Filterbanks
+    statistics: Tensor | None = None
+    running: bool = False
+
+    def normalization(self) -> Callable[[Tensor], Tensor] | None:
+        """Return a function that normalises the next frames (T, F) of a new stream; None: they stay as they are."""
+        if self.running:
+            return RunningNormalization()
+        return None if self.statistics is None else partial(normalized, statistics=self.statistics)
+
+
+def stream_features(saved: Mapping[str, Any], name: str, normalize: str | None = None) -> StreamFeatures | None:
+    """Return the features of the `SpeechData` that a model was trained with; None if it had other data.
+
+    Args:
+        saved: A checkpoint of the model.
+        name: Its name in messages.
+        normalize: "running": normalise by the statistics of the sound so far. None: as in training.
+
+    Raises:
+        ValueError: If the statistics look ahead, or are missing.
+    """
+    options = saved.get("datamodule_hyper_parameters")
+    options = options if isinstance(options, dict) else {}
+    sample_rate, n_mels = options.get("sample_rate"), options.get("n_mels")
+    if type(sample_rate) is not int or type(n_mels) is not int:
+        return None
+    banks = Filterbanks(sample_rate, n_mels=n_mels)
+    chosen = normalize or options.get("normalize")
+    if chosen == "running":
+        return StreamFeatures(banks, running=True)
+    if chosen is None:
+        return StreamFeatures(banks)
+    if chosen != "corpus":
+        raise ValueError(
+            f"{name}: it was trained with normalize={chosen!r}, whose statistics look ahead; train with "
+            "--data.normalize corpus, or give --normalize running, with statistics of the sound so far and more errors "
+            "in the first seconds"
+        )
+    data = saved.get("SpeechData")
+    statistics = data.get("statistics") if isinstance(data, dict) else None
+    if not isinstance(statistics, Tensor) or statistics.shape != (3, n_mels):
+        raise ValueError(f"{name}: it lacks the statistics of its training data; use a checkpoint of a training run")
+    return StreamFeatures(banks, statistics)
+
+
+def check_causal(model: SpeechRecognizer) -> None:
+    """Raise ValueError unless the backbone of `model` is causal."""
+    if not model.backbone.causal:
+        raise ValueError(
+            "the model's backbone has causal=False, so it needs the whole recording: use `predict`, or train with "
+            "--model.backbone.causal true"
+        )
 
 
 class SpeechStream:
@@ -56,11 +126,7 @@ class SpeechStream:
         normalize: Callable[[Tensor], Tensor] | None = None,
         decoder: Decoder | None = None,
     ) -> None:
-        if not model.backbone.causal:
-            raise ValueError(
-                "the model's backbone has causal=False, so it needs the whole recording: use `predict`, or train with "
-                "--model.backbone.causal true"
-            )
+        check_causal(model)
         if filterbanks.n_mels != model.n_mels:
             raise ValueError(f"the filterbanks have n_mels={filterbanks.n_mels}, but the model n_mels={model.n_mels}")
         self.model = model.eval()

@@ -82,7 +82,7 @@ def test_the_page_serves_what_the_command_writes(tmp_path, monkeypatch, capsys):
     )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["best.ckpt", "best.onnx"]
     page = (REPOSITORY / "docs/export.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"^```py\n(.*?)^```$", page, re.M | re.S)
+    code = re.findall(r"^```py\n(.*?)^```$", page, re.M | re.S)[0]
     imports = {alias.name for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Import) for alias in node.names}
     assert imports == {"json", "numpy", "onnxruntime"}
     assert "ImportFrom" not in ast.dump(ast.parse(code))

@@ -1,0 +1,1 @@
+"""Adapters: how the laws call the modules of several packages."""

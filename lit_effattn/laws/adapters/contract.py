@@ -1,0 +1,83 @@
+"""The adapter of modules with this package's contract: `y, state = module(x, state, lengths)`."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor, nn
+
+from lit_effattn import sequence
+from lit_effattn.laws.adapter import Adapter, Build
+
+
+class ContractAdapter(Adapter):
+    """A `SequenceModule`, such as every attention of this package, or a class that has the same methods.
+
+    Args:
+        module: See `Adapter`.
+        options: See `Adapter`. Default of `causal`: the module's attribute.
+    """
+
+    padding = "right"
+    least = 0
+    zeroes_padding = True
+    fullgraph = True
+
+    def __init__(self, module: nn.Module | Build, **options: Any) -> None:
+        options.setdefault("imports", ())
+        super().__init__(module, **options)
+        self.imports += ("from lit_effattn import sequence",)
+        self.causal = bool(options.get("causal", self.make().causal))
+
+    @staticmethod
+    def call(module: Any, x: Tensor, state: Any = None, lengths: Tensor | None = None) -> tuple[Tensor, Any]:
+        """Return `module(x, state, lengths)`."""
+        y, state = module(x, state, lengths)
+        return y, state
+
+    @staticmethod
+    def initial_state(module: Any, batch: int, max_len: int | None, x: Tensor) -> Any:
+        """Return `module.initial_state`."""
+        return module.initial_state(batch, max_len=max_len)
+
+    @staticmethod
+    def reset(module: Any, state: Any, rows: Tensor) -> Any:
+        """Return `module.reset`."""
+        return module.reset(state, rows)
+
+    @staticmethod
+    def select(module: Any, state: Any, rows: Tensor) -> Any:
+        """Return `sequence.select`."""
+        return sequence.select(state, rows)
+
+    @staticmethod
+    def donated() -> AbstractContextManager[Any]:
+        """Return `sequence.donated`."""
+        return sequence.donated()
+
+    @staticmethod
+    def bounded(module: Any) -> bool:
+        """Return whether no option is needed to bound the state."""
+        return module.bounded_by is None
+
+    @staticmethod
+    def pack(state: Any) -> Any:
+        """Return `sequence.pack`."""
+        return sequence.pack(state)
+
+    @staticmethod
+    def unpack(packed: Any, like: Any) -> Any:
+        """Return `sequence.unpack`."""
+        return sequence.unpack(packed, like)
+
+    @staticmethod
+    def combine(module: Any, before: Any, after: Any) -> Any:
+        """Return `module.combine_states`."""
+        return module.combine_states(before, after)
+
+    def capabilities(self, module: Any) -> set[str]:
+        """Return what is offered: see `Adapter.capabilities`. Rotated keys of two parts can't be combined."""
+        combines = getattr(module, "takes_parts", False) and hasattr(module, "combine_states")
+        offered = super().capabilities(module)
+        return offered if combines and getattr(module, "rotary", None) is None else offered - {"combine"}

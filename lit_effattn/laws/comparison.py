@@ -1,0 +1,120 @@
+"""Comparisons of what a law says must be equal, and the differences that they show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lit_effattn.laws import tree
+
+
+class Tolerance(NamedTuple):
+    """|a − b| ≤ rtol |b| + atol min(1, s), with s the largest |b| of all tensors that are compared together."""
+
+    rtol: float
+    atol: float
+    reason: str
+
+
+TOLERANCES = {
+    torch.float64: Tolerance(1e-9, 1e-11, "two orders of the same float64 sums: some thousand roundings of 1e-16"),
+    torch.float32: Tolerance(1e-3, 2e-4, "two orders of the same float32 sums: some thousand roundings of 6e-8"),
+    torch.bfloat16: Tolerance(6e-2, 6e-2, "several roundings of 4e-3"),
+    torch.float16: Tolerance(8e-3, 8e-3, "several roundings of 5e-4"),
+}
+EXACT = Tolerance(0, 0, "the same operations on the same numbers: equal to the bit")
+
+
+class Pair(NamedTuple):
+    """Two results that must be equal: tensors, or dictionaries of tensors."""
+
+    what: str
+    got: Any
+    expected: Any
+    exact: bool = False
+
+
+class Claim(NamedTuple):
+    """A condition that must hold, and the message if it does not."""
+
+    holds: bool
+    message: str
+
+
+Check = Pair | Claim
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A violation of a law.
+
+    Attributes:
+        what: The results that were compared, or the condition that does not hold.
+        largest: The largest absolute difference.
+        relative: The same, divided by the largest expected magnitude.
+        first: The indices of the first difference, such as row, position and feature; empty for a condition.
+        of: Name of the tensor in which it is, for dictionaries.
+        error: The exception that the module raised, in place of numbers.
+    """
+
+    what: str
+    largest: float | None = None
+    relative: float | None = None
+    first: tuple[int, ...] = ()
+    of: str = ""
+    error: str | None = None
+
+    def __str__(self) -> str:
+        if self.error is not None:
+            return f"{self.what}: {self.error}"
+        if self.largest is None or self.relative is None:
+            return self.what
+        place = ", ".join(f"{axis} {i}" for axis, i in zip(("row", "position", "feature"), self.first, strict=False))
+        if self.of and not self.of.startswith("input"):
+            place = f"index {list(self.first)}"
+        place = f"; first at {place}{f' of {self.of}' if self.of else ''}" if self.first else ""
+        return f"{self.what}: differ by {self.largest:.3g} ({_percent(self.relative)} of the largest value){place}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %" if share == share else "NaN"
+
+
+def difference(check: Check, tolerance: Tolerance) -> Difference | None:
+    """Return how the check fails, or None if it holds. NaN is equal to nothing."""
+    if isinstance(check, Claim):
+        return None if check.holds else Difference(check.message)
+    got, expected = _named(check.got), _named(check.expected)
+    if got.keys() != expected.keys():
+        return Difference(f"{check.what}: there are {sorted(got)} in place of {sorted(expected)}")
+    for name, b in expected.items():
+        a = got[name]
+        if a.shape != b.shape or a.dtype != b.dtype:
+            told, wanted = (f"{t.dtype} of shape {tuple(t.shape)}" for t in (a, b))
+            return Difference(f"{check.what}: {told} in place of {wanted}", of=name)
+    rtol, atol, _ = EXACT if check.exact else tolerance
+    if all(torch.equal(got[name], b) for name, b in expected.items()):
+        return None
+    sizes = [b.abs().max().item() for b in expected.values() if b.numel()]
+    scale = max((size for size in sizes if size < torch.inf), default=0.0)
+    worst: Difference | None = None
+    for name, b in expected.items():
+        gap = (got[name] - b).abs()
+        wrong = ~(gap <= rtol * b.abs() + atol * min(1.0, scale))
+        if not wrong.any():
+            continue
+        largest = gap.max().item() if not gap.isnan().any() else float("nan")
+        if worst is None or not (worst.largest is not None and largest <= worst.largest):
+            first = tuple(wrong.nonzero()[0].tolist())
+            worst = Difference(check.what, largest, largest / scale if scale else float("inf"), first, name)
+    return worst
+
+
+def _named(result: Any) -> dict[str, Tensor]:
+    if isinstance(result, Tensor):
+        return {"": result}
+    return dict(result) if isinstance(result, Mapping) else {str(i): t for i, t in enumerate(tree.tensors(result))}

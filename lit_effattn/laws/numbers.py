@@ -1,0 +1,213 @@
+"""Laws about gradients and half precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.gradcheck import GradcheckError
+
+from lit_effattn.laws import code
+from lit_effattn.laws.comparison import Check, Claim, Tolerance
+from lit_effattn.laws.law import Law, Trial, full
+from lit_effattn.laws.subject import Subject, stream
+
+# The spacing of numbers near 1 is 2⁻⁷ in bfloat16 and 2⁻¹⁰ in float16. An output is rounded to half of it, and so are
+# x, the weights, q, k and v before, whose errors add at random: four spacings. A drifting sum is off by far more.
+SPACINGS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Gradients(Law):
+    """Gradients with respect to inputs and parameters are those of finite differences, through a state too."""
+
+    name = "gradients"
+    title = "gradients equal finite differences, through a state too"
+    needs = frozenset({"features"})
+    detail = "Training follows another direction than the steepest one."
+
+    def missing(self, subject: Subject) -> str:
+        """Return why the law can't be checked."""
+        if subject.dtype != torch.float64:
+            return "finite differences need float64"
+        return super().missing(subject) if isinstance(subject.module, nn.Module) else "it is a function"
+
+    def tolerance(self, subject: Subject) -> Tolerance:
+        """Return the tolerance of `torch.autograd.gradcheck`."""
+        return Tolerance(1e-3, 1e-5, "finite differences with a step of 1e-6")
+
+    def trials(self, subject: Subject, variant: str) -> Iterator[Trial]:
+        """Yield two segments, or one call."""
+        u, state = subject.adapter.unit, "state" in subject.capabilities
+        yield full(1, 3, u - 1) if state and u > 1 else full(1, u + 2)
+
+    def checks(self, subject: Subject, trial: Trial) -> list[Check]:
+        """Call `torch.autograd.gradcheck`."""
+        module = subject.build(torch.float64, 4)
+        called = _Called(subject, module)
+        parameters = {name: p.detach().requires_grad_() for name, p in called.named_parameters() if p.requires_grad}
+
+        def outputs(x: Tensor, *values: Tensor) -> Tensor:
+            given = dict(zip(parameters, values, strict=True))
+            return stream(lambda *args: torch.func.functional_call(called, given, args), x, trial.way)[0]
+
+        x = subject.inputs(trial.batch, trial.n, module=module).requires_grad_()
+        try:
+            torch.autograd.gradcheck(outputs, (x, *parameters.values()), fast_mode=True)
+        except GradcheckError as error:
+            wrong = [name.removeprefix("module.") for i, name in enumerate(["the input", *parameters]) if f"input {i}" in str(error)]
+            return [Claim(False, f"the gradient with respect to {wrong[0] if wrong else '?'} is not that of differences")]
+        return []
+
+    def script(self, subject: Subject, trial: Trial) -> list[str]:
+        """Return the lines of a script: see `Law.script`."""
+        return [
+            f"x = ({code.inputs(subject, trial.batch, trial.n)}).requires_grad_()",
+            "def outputs(x):",
+            "    state, parts = None, []",
+            f"    for part in x.split({list(trial.way)}, 1):",
+            "        y, state = call(module, part, state)",
+            "        parts.append(y)",
+            "    return torch.cat(parts, 1)",
+            "torch.autograd.gradcheck(outputs, (x,), fast_mode=True)",
+        ]
+
+
+class _Called(nn.Module):
+    """The module as the adapter calls it."""
+
+    def __init__(self, subject: Subject, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.call = subject.adapter.call
+
+    def forward(self, *args: Any) -> Any:
+        return self.call(self.module, *args)
+
+
+class Precision(Law):
+    """Half precision stays finite and near float32, over long sequences and over many single steps."""
+
+    name = "half-precision"
+    title = "half precision stays finite, and near float32"
+    detail = "Sums that are kept in half precision drift, or overflow, after some hundred positions."
+
+    def missing(self, subject: Subject) -> str:
+        """Return why the law can't be checked."""
+        return "" if isinstance(subject.module, nn.Module) else "it is a function"
+
+    def tolerance(self, subject: Subject) -> Tolerance:
+        """Return the tolerance in spacings."""
+        spacings = subject.adapter.spacings
+        return Tolerance(spacings * 2.0**-7, 0, f"{spacings:g} spacings of the numbers near 1, of each output's length")
+
+    def variants(self, subject: Subject) -> Sequence[str]:
+        """Return the types, for one call on a long sequence, and for steps."""
+        forms = ["long", "steps"] if "state" in subject.capabilities else ["long"]
+        return [f"{form}-{dtype}" for form in forms for dtype in DTYPES]
+
+    def trials(self, subject: Subject, variant: str) -> Iterator[Trial]:
+        """Yield a long sequence, or a prompt and twice as many steps."""
+        adapter = subject.adapter
+        if variant.startswith("long"):
+            # The worst position's error is compared; the median one's, where outputs jump, which needs more.
+            yield full(1, (2 if adapter.jumps else 1) * adapter.longest, variant=variant)
+        else:
+            yield full(1, adapter.steps, *[1] * (2 * adapter.steps), variant=variant)
+
+    def applies(self, trial: Trial) -> bool:
+        """Return whether the form is that of the variant."""
+        return trial.batch == 1 and (len(trial.way) == 1) == trial.variant.startswith("long")
+
+    @torch.no_grad()
+    def checks(self, subject: Subject, trial: Trial) -> list[Check]:
+        """Compare each position with that in float32."""
+        adapter, dtype = subject.adapter, DTYPES[trial.variant.partition("-")[2]]
+        exact, narrow, context = self._narrow(subject, dtype)
+        x = self._inputs(subject, exact, trial.n)
+        y_exact, _ = adapter.call(exact, x)
+        x = x.to(dtype) if x.is_floating_point() and dtype == torch.float16 else x
+
+        def call(part: Tensor, state: Any) -> Any:
+            return adapter.call(narrow, part, state)
+
+        with context:
+            if len(trial.way) == 1:
+                y, _ = call(x, None)
+            else:
+                half = len(trial.way) // 2 + 1
+                n, donated = sum(trial.way[:half]), "donated" in subject.capabilities
+                first = adapter.initial_state(narrow, 1, trial.n, x) if "initial_state" in subject.capabilities else None
+                y, state = stream(call, x[:, :n], trial.way[:half], first)
+                with adapter.donated() if donated else nullcontext():
+                    if trial.way[half:]:
+                        y = torch.cat([y, stream(call, x[:, n:], trial.way[half:], state)[0]], 1)
+        if not y.isfinite().all():
+            at = int((~y.isfinite()).any(-1).flatten().nonzero()[0])
+            return [Claim(False, f"outputs in {trial.variant.partition('-')[2]} are not finite, first at position {at}")]
+        errors = (y.float() - y_exact).norm(dim=-1) / y_exact.norm(dim=-1)
+        error = (errors.median() if adapter.jumps else errors.max()).item()
+        bound = adapter.spacings * SPACINGS[dtype]
+        kind = "the median position's" if adapter.jumps else f"position {int(errors.argmax())}'s"
+        return [
+            Claim(
+                error < bound,
+                f"{kind} output in {trial.variant.partition('-')[2]} is off by {100 * error:.3g} % of its length; "
+                f"at most {100 * bound:.2g} % is rounding",
+            )
+        ]
+
+    @staticmethod
+    def _narrow(subject: Subject, dtype: torch.dtype) -> tuple[Any, Any, AbstractContextManager[Any]]:
+        """Return the module in float32, the module that computes in `dtype`, and the context to call it in."""
+        exact, narrow = subject.build(torch.float32, 32), subject.build(torch.float32, 32)
+        if dtype == torch.float16:
+            narrow.half()
+            exact.load_state_dict({k: v.float() if v.is_floating_point() else v for k, v in narrow.state_dict().items()})
+            return exact, narrow, nullcontext()
+        return exact, narrow, torch.autocast(subject.device.type, dtype)
+
+    @staticmethod
+    def _inputs(subject: Subject, module: Any, n: int) -> Tensor:
+        """Return inputs, of a mean that is not 0, so that sums grow."""
+        x = subject.inputs(1, n, module=module)
+        if not x.is_floating_point():
+            return x
+        mean = torch.randn(x.size(-1), generator=torch.Generator().manual_seed(1)).to(x.device)
+        return (x.float() / 2 + mean).half().float()
+
+    def script(self, subject: Subject, trial: Trial) -> list[str]:
+        """Return the lines of a script: see `Law.script`."""
+        name = trial.variant.partition("-")[2]
+        inputs = code.inputs(subject, 1, trial.n)
+        lines = [f"x = ({inputs})", "torch.set_grad_enabled(False)"]
+        if "features" in subject.capabilities:
+            width = subject.adapter.input_width(subject.module)
+            mean = f"torch.randn({width}, generator=torch.Generator().manual_seed(1))"
+            lines[0] = f"x = (({inputs}).float() / 2 + {mean}).half().float()"
+        lines += ["module = module.half().float()", "y, _ = call(module, x)"]
+        context = "torch.autocast('cpu', torch.bfloat16)"
+        if name == "float16":
+            lines += ["module = module.half()", *(["x = x.half()"] if "features" in subject.capabilities else [])]
+            context = "torch.no_grad()"
+        lines += [
+            "state, parts = None, []",
+            f"with {context}:",
+            f"    for part in x.split({_short(trial.way)}, 1):",
+            "        z, state = call(module, part, state)",
+            "        parts.append(z)",
+            "errors = (torch.cat(parts, 1).float() - y).norm(dim=-1) / y.norm(dim=-1)",
+            f"assert errors.{'median' if subject.adapter.jumps else 'max'}() < "
+            f"{subject.adapter.spacings * SPACINGS[DTYPES[name]]}, errors",
+        ]
+        return lines
+
+
+def _short(way: tuple[int, ...]) -> str:
+    """Return code for the lengths of a prompt and of single steps."""
+    if len(way) > 4 and set(way[1:]) == {1}:
+        return f"[{way[0]}] + [1] * {len(way) - 1}"
+    return str(list(way))

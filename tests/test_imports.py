@@ -13,6 +13,7 @@ ROOMS: dict[str, set[str]] = {
     "sequence": {"hparams"},
     "ops": {"sequence"},
     "attention": {"ops", "sequence", "hparams"},
+    "laws": {"sequence"},
     "nn": {"attention", "ops", "sequence", "hparams"},
     "drawing": set(),
     "datamodules": set(),
@@ -36,7 +37,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "cli": {
         *("interchange", "settings", "tasks", "distributed", "nn", "attention", "ops", "sequence", "hparams"),
-        *("callbacks", "datamodules", "checkpoints", "drawing"),
+        *("callbacks", "datamodules", "checkpoints", "drawing", "laws"),
     },
     "__init__": {"nn", "tasks", "checkpoints"},  # when they are asked for
 }

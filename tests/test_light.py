@@ -1,4 +1,4 @@
-"""Attention, its operations and the contract need torch and numpy alone."""
+"""Attention, its operations, the contract and the laws need torch and numpy alone."""
 
 import subprocess
 import sys
@@ -31,10 +31,19 @@ y.sum().backward()
 """
 
 
-@pytest.mark.parametrize("module", ["lit_effattn.attention", "lit_effattn.ops", "lit_effattn.sequence"])
+CHECK = """
+report = lit_effattn.laws.check(lambda: torch.nn.GRU(8, 8, batch_first=True), laws=["segments", "padding"])
+assert report.ok and "2 laws checked" in str(report), report
+"""
+
+
+@pytest.mark.parametrize(
+    "module", ["lit_effattn.laws", "lit_effattn.attention", "lit_effattn.ops", "lit_effattn.sequence"]
+)
 def test_only_torch_and_numpy_are_imported(module: str):
     kinds = ("LinearAttention", "PerformerAttention", "TransformerXLAttention", "LSHAttention", "SparseAttention")
     use = "".join(USE.format(kind=kind) for kind in kinds) if module == "lit_effattn.attention" else ""
+    use = CHECK if module == "lit_effattn.laws" else use
     code = BLOCKED.format(source=str(REPOSITORY / "src"), module=module, use=use)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -39,6 +39,7 @@ commands:
   sweep      train several attention kinds on the same data, each at its best learning rate
   models     list the trained models that are shipped, or show the card of one: models digits
   configs    list the shipped configurations, or show one: configs digits_linear
+  check      check the laws that modules with a state keep: check my_module.MyAttention, check hf-tiny:mamba
   kinds      list the attention kinds, or the options of one: kinds LinearAttention
   completion print a script that completes commands in a shell: completion bash, completion zsh
 
@@ -79,6 +80,7 @@ TOOLS = {
     "push": "lit_effattn.analysis.push",
 }
 """Commands with parsers of their own, and the modules that define them."""
+CHECK = "check"
 LISTS = ("configs", "kinds", "models")
 """Commands that print lists. They do not import Lightning, which is slow."""
 COMPLETION = "completion"
@@ -128,8 +130,12 @@ def _main(args: list[str] | None) -> None:
         return _convert(args[1:])
     if args[0] == COMPLETION:
         return _complete(args[1:])
+    if args[0] == CHECK:
+        from lit_effattn.laws import command
+
+        return command.main(args[1:], f"lit-effattn {CHECK}")
     if args[0] not in (*COMMANDS, *TOOLS):
-        known = ", ".join((*COMMANDS, *TOOLS, CONVERT, *LISTS, COMPLETION))
+        known = ", ".join((*COMMANDS, *TOOLS, CONVERT, CHECK, *LISTS, COMPLETION))
         fail(f"{args[0]!r} is not a command; there are {known}", code=2)
     from lit_effattn.cli.command import UsageError, run
 
@@ -216,7 +222,7 @@ def _complete(args: list[str]) -> None:
     from lit_effattn.cli.completion import script
 
     try:
-        print(script(args[0], COMMANDS, {**TOOLS, CONVERT: None}, LISTS))
+        print(script(args[0], COMMANDS, {**TOOLS, CONVERT: None, CHECK: "lit_effattn.laws.command"}, LISTS))
     except ValueError as error:
         fail(str(error), code=2)
 

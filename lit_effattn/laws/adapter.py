@@ -78,6 +78,9 @@ class Adapter:
     dtype: torch.dtype = torch.float64
     """The type to check in. One that computes in float32 whatever its parameters are says `torch.float32`."""
 
+    compiles: bool = True
+    """Whether to check `torch.compile`."""
+
     fullgraph: bool = False
     """Whether `torch.compile` must trace the module as one graph."""
 
@@ -143,7 +146,7 @@ class Adapter:
         """Return random inputs, on the CPU: features in float64 of variance 4, or token numbers."""
         generator = torch.Generator().manual_seed(seed)
         if self.vocabulary is not None:
-            return torch.randint(self.vocabulary, (batch, n), generator=generator)
+            return torch.randint(1, self.vocabulary, (batch, n), generator=generator)  # 0 is often padding
         return 2 * torch.randn(batch, n, self.input_width(module), generator=generator, dtype=torch.float64)
 
     def input_width(self, module: Any) -> int:
@@ -163,7 +166,7 @@ class Adapter:
         """Return `x` with position `at` changed: features by `factor` and a little, tokens to another one."""
         changed = x.clone()
         if self.vocabulary is not None:
-            changed[:, at] = (x[:, at] + 1) % self.vocabulary
+            changed[:, at] = x[:, at] % (self.vocabulary - 1) + 1
         else:
             changed[:, at] = factor * x[:, at] + (1e-3 if factor == 1 else 0)
         return changed
@@ -172,7 +175,7 @@ class Adapter:
 
     @staticmethod
     def initial_state(module: Any, batch: int, max_len: int | None, x: Tensor) -> Any:
-        """Return the empty state, equivalent to `state=None`; with `max_len`, of final size. `x`: for type and device."""
+        """Return the empty state, equivalent to `state=None`; with `max_len`, of final size; for inputs like `x`."""
         raise NotImplementedError
 
     @staticmethod
@@ -229,6 +232,7 @@ class Adapter:
         if not (self.causal and self.stateful):
             result -= {"initial_state", "reset", "donated", "bounded", "pack", "combine"}
         result |= {"state"} if self.causal and self.stateful else set()
+        result |= {"compiles"} if self.compiles else set()
         result |= {"causal"} if self.causal else set()
         result |= {"lengths"} if self.padding else set()
         result |= {"empty rows"} if self.padding and self.least == 0 else set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import textwrap
@@ -30,13 +31,13 @@ def script(subject: Subject, failure: Failure) -> str | None:
     if not lines:
         return None
     dtype = str(subject.dtype)
-    header = ["from __future__ import annotations", "import torch", *adapter.imports, "", "torch.manual_seed(1)"]
     build = adapter.source or f"...  # {adapter.name}, as it was given to check()"
     after = "" if not isinstance(subject.module, nn.Module) else f".to({_device(subject)}{dtype}).eval()"
-    header.append(f"module = ({build}){after}" if after else f"module = {build}")
     body = "\n".join(lines)
     functions = [_function(adapter, name) for name in _METHODS if re.search(rf"\b{name}\(", body)]
-    return "\n".join([*header, "", *functions, "", body]) + "\n"
+    rest = "\n".join([f"module = ({build}){after}" if after else f"module = {build}", "", *functions, "", body])
+    imports = [line for line in adapter.imports if re.search(rf"\b{re.escape(line.split()[-1])}\b", rest)]
+    return "\n".join(["import torch", *imports, "", "torch.manual_seed(1)", rest]) + "\n"
 
 
 def _device(subject: Subject) -> str:
@@ -50,9 +51,13 @@ def _function(adapter: Adapter, name: str) -> str:
         return _SELECT.format(dim=adapter.batch_dim)
     function = method.__func__ if isinstance(method, staticmethod) else method
     text = textwrap.dedent(inspect.getsource(function))
-    text = re.sub(r"(?m)^@staticmethod\n", "", text)
-    text = re.sub(r'(?s)\n    """.*?"""', "", text, count=1)
-    return re.sub(r"\(self, ", "(", text, count=1).rstrip()
+    body = ast.parse(text).body[0].body  # type: ignore[attr-defined]
+    if ast.get_docstring(ast.parse(text).body[0]) is not None:  # type: ignore[arg-type]
+        body = body[1:]
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+    given = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters)
+    statements = "\n".join(text.splitlines()[body[0].lineno - 1 : body[-1].end_lineno])
+    return f"def {name}({given}):\n{statements}"
 
 
 def inputs(subject: Subject, batch: int, n: int, seed: int = 0) -> str:
@@ -61,7 +66,7 @@ def inputs(subject: Subject, batch: int, n: int, seed: int = 0) -> str:
     generator = f"generator=torch.Generator().manual_seed({seed})"
     where = "" if subject.device.type == "cpu" else f".to({str(subject.device)!r})"
     if adapter.vocabulary is not None:
-        return f"torch.randint({adapter.vocabulary}, ({batch}, {n}), {generator}){where}"
+        return f"torch.randint(1, {adapter.vocabulary}, ({batch}, {n}), {generator}){where}"
     narrow = "" if subject.dtype == torch.float64 else f".to({subject.dtype})"
     width = adapter.input_width(subject.module)
     return f"2 * torch.randn({batch}, {n}, {width}, {generator}, dtype=torch.float64){narrow}{where}"

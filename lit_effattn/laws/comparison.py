@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -77,11 +78,10 @@ class Difference:
         if self.of and not self.of.startswith("input"):
             place = f"index {list(self.first)}"
         place = f"; first at {place}{f' of {self.of}' if self.of else ''}" if self.first else ""
-        return f"{self.what}: differ by {self.largest:.3g} ({_percent(self.relative)} of the largest value){place}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.3g} %" if share == share else "NaN"
+        if not math.isfinite(self.largest):
+            return f"{self.what}: differ by NaN or infinity{place}"
+        share = f" ({100 * self.relative:.3g} % of the largest value)" if math.isfinite(self.relative) else ""
+        return f"{self.what}: differ by {self.largest:.3g}{share}{place}"
 
 
 def difference(check: Check, tolerance: Tolerance) -> Difference | None:

@@ -100,7 +100,7 @@ class NoFuture(Law):
         """Return the lines of a script: see `Law.script`."""
         t = trial.at
         if subject.adapter.vocabulary is not None:
-            change = f"changed[:, {t}] = (x[:, {t}] + 1) % {subject.adapter.vocabulary}"
+            change = f"changed[:, {t}] = x[:, {t}] % {subject.adapter.vocabulary - 1} + 1"
         else:
             change = f"changed[:, {t}] = {trial.factor} * x[:, {t}]" + (" + 1e-3" if trial.factor == 1 else "")
         return [

@@ -1,4 +1,4 @@
-"""The form of a law: its cases, what it compares in each, and the script that shows a violation without this package."""
+"""The form of a law: its cases, what it compares in each, and the script that shows a violation elsewhere."""
 
 from __future__ import annotations
 
@@ -9,6 +9,18 @@ from typing import ClassVar
 
 from lit_effattn.laws.comparison import Check, Difference, Tolerance, difference
 from lit_effattn.laws.subject import Subject
+
+REASONS = {
+    "causal": "it is not causal",
+    "state": "it has no state",
+    "lengths": "its `padding` is None",
+    "empty rows": "its rows have at least one position",
+    "features": "its inputs are tokens",
+    "kept states": "its calls overwrite the state, as `donates` says",
+    "parameters": "it has no parameters",
+    "compiles": "its `compiles` is False",
+}
+"""Why a law can't be checked, for what it needs, in the order in which they are reported."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +92,9 @@ class Law(ABC):
 
     def missing(self, subject: Subject) -> str:
         """Return why the law can't be checked, "" if it can."""
-        missing = sorted(self.needs - subject.capabilities)
-        return f"the adapter offers no {' and no '.join(missing)}" if missing else ""
+        missing = [reason for need, reason in REASONS.items() if need in self.needs - subject.capabilities]
+        missing += [f"the adapter has no `{need}`" for need in sorted(self.needs - subject.capabilities - {*REASONS})]
+        return missing[0] if missing else ""
 
     def variants(self, subject: Subject) -> Sequence[str]:
         """Return the variants, each of which is one test."""

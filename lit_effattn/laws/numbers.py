@@ -58,8 +58,14 @@ class Gradients(Law):
         try:
             torch.autograd.gradcheck(outputs, (x, *parameters.values()), fast_mode=True)
         except GradcheckError as error:
-            wrong = [name.removeprefix("module.") for i, name in enumerate(["the input", *parameters]) if f"input {i}" in str(error)]
-            return [Claim(False, f"the gradient with respect to {wrong[0] if wrong else '?'} is not that of differences")]
+            wrong = [
+                name.removeprefix("module.")
+                for i, name in enumerate(["the input", *parameters])
+                if f"input {i}" in str(error)
+            ]
+            return [
+                Claim(False, f"the gradient with respect to {wrong[0] if wrong else '?'} is not that of differences")
+            ]
         return []
 
     def script(self, subject: Subject, trial: Trial) -> list[str]:
@@ -140,14 +146,18 @@ class Precision(Law):
             else:
                 half = len(trial.way) // 2 + 1
                 n, donated = sum(trial.way[:half]), "donated" in subject.capabilities
-                first = adapter.initial_state(narrow, 1, trial.n, x) if "initial_state" in subject.capabilities else None
+                first = (
+                    adapter.initial_state(narrow, 1, trial.n, x) if "initial_state" in subject.capabilities else None
+                )
                 y, state = stream(call, x[:, :n], trial.way[:half], first)
                 with adapter.donated() if donated else nullcontext():
                     if trial.way[half:]:
                         y = torch.cat([y, stream(call, x[:, n:], trial.way[half:], state)[0]], 1)
         if not y.isfinite().all():
             at = int((~y.isfinite()).any(-1).flatten().nonzero()[0])
-            return [Claim(False, f"outputs in {trial.variant.partition('-')[2]} are not finite, first at position {at}")]
+            return [
+                Claim(False, f"outputs in {trial.variant.partition('-')[2]} are not finite, first at position {at}")
+            ]
         errors = (y.float() - y_exact).norm(dim=-1) / y_exact.norm(dim=-1)
         error = (errors.median() if adapter.jumps else errors.max()).item()
         bound = adapter.spacings * SPACINGS[dtype]
@@ -163,31 +173,31 @@ class Precision(Law):
     @staticmethod
     def _narrow(subject: Subject, dtype: torch.dtype) -> tuple[Any, Any, AbstractContextManager[Any]]:
         """Return the module in float32, the module that computes in `dtype`, and the context to call it in."""
+        torch.manual_seed(1)
         exact, narrow = subject.build(torch.float32, 32), subject.build(torch.float32, 32)
         if dtype == torch.float16:
             narrow.half()
-            exact.load_state_dict({k: v.float() if v.is_floating_point() else v for k, v in narrow.state_dict().items()})
+            exact.load_state_dict(
+                {k: v.float() if v.is_floating_point() else v for k, v in narrow.state_dict().items()}
+            )
             return exact, narrow, nullcontext()
         return exact, narrow, torch.autocast(subject.device.type, dtype)
 
     @staticmethod
     def _inputs(subject: Subject, module: Any, n: int) -> Tensor:
-        """Return inputs, of a mean that is not 0, so that sums grow."""
-        x = subject.inputs(1, n, module=module)
-        if not x.is_floating_point():
-            return x
-        mean = torch.randn(x.size(-1), generator=torch.Generator().manual_seed(1)).to(x.device)
-        return (x.float() / 2 + mean).half().float()
+        """Return inputs, of a mean that is not 0, so that sums grow. They continue the random numbers of the build."""
+        if "features" not in subject.capabilities:
+            return subject.inputs(1, n, module=module)
+        width = subject.adapter.input_width(module)
+        return (torch.randn(1, n, width) + torch.randn(width)).half().float().to(subject.device)
 
     def script(self, subject: Subject, trial: Trial) -> list[str]:
         """Return the lines of a script: see `Law.script`."""
         name = trial.variant.partition("-")[2]
-        inputs = code.inputs(subject, 1, trial.n)
-        lines = [f"x = ({inputs})", "torch.set_grad_enabled(False)"]
+        lines = [f"x = {code.inputs(subject, 1, trial.n)}", "torch.set_grad_enabled(False)"]
         if "features" in subject.capabilities:
             width = subject.adapter.input_width(subject.module)
-            mean = f"torch.randn({width}, generator=torch.Generator().manual_seed(1))"
-            lines[0] = f"x = (({inputs}).float() / 2 + {mean}).half().float()"
+            lines[0] = f"x = (torch.randn(1, {trial.n}, {width}) + torch.randn({width})).half().float()"
         lines += ["module = module.half().float()", "y, _ = call(module, x)"]
         context = "torch.autocast('cpu', torch.bfloat16)"
         if name == "float16":

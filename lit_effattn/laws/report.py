@@ -97,7 +97,9 @@ class Report:
         seconds = sum(result.seconds for result in self.results)
         if not checked:
             return f"{self.name}: no law could be checked; see what the adapter offers"
-        names = f", {len(self.broken)} broken: {', '.join(r.law for r in self.broken)}" if self.broken else ", none broken"
+        names = (
+            f", {len(self.broken)} broken: {', '.join(r.law for r in self.broken)}" if self.broken else ", none broken"
+        )
         return f"{self.name}: {len(checked)} laws checked in {seconds:.1f} s ({self.dtype}, {self.device}){names}"
 
     def __str__(self) -> str:

@@ -13,7 +13,7 @@ from lit_effattn.laws import code, tree
 from lit_effattn.laws.comparison import Check, Claim, Pair
 from lit_effattn.laws.law import Law, Trial, full
 from lit_effattn.laws.segments import long
-from lit_effattn.laws.subject import Subject, stream
+from lit_effattn.laws.subject import Subject
 
 
 def saved(thing: Any) -> Any:
@@ -53,7 +53,9 @@ class Parameters(Law):
         built.load_state_dict(saved(module.state_dict()))
         return [
             Claim(not torch.equal(before, expected), "outputs do not depend on the parameters"),
-            Pair("outputs of a module that has loaded the state_dict", subject.call(x, module=built)[0], expected, True),
+            Pair(
+                "outputs of a module that has loaded the state_dict", subject.call(x, module=built)[0], expected, True
+            ),
         ]
 
     def script(self, subject: Subject, trial: Trial) -> list[str]:
@@ -114,6 +116,7 @@ class Compiled(Law):
 
     name = "compiled"
     title = "compiled equals eager"
+    needs = frozenset({"compiles"})
     detail = "A compiled model computes something else than the one that was tested."
     backend = "aot_eager"
 
@@ -163,7 +166,7 @@ class CompiledSteps(Law):
 
     name = "compiled-steps"
     title = "compiled single steps equal one eager call"
-    needs = frozenset({"state", "kept states"})
+    needs = frozenset({"state", "kept states", "compiles"})
     detail = "Compiled generation computes something else, or overwrites a state that is needed again."
 
     def missing(self, subject: Subject) -> str:
@@ -202,7 +205,7 @@ class CompiledSteps(Law):
         return [
             f"x = {code.inputs(subject, trial.batch, trial.n)}",
             "y, _ = call(module, x)",
-            f"module = torch.compile(module, backend='aot_eager', fullgraph={subject.adapter.fullgraph}, dynamic=False)",
+            f"module = torch.compile(module, backend='aot_eager', fullgraph={subject.adapter.fullgraph})",
             *code.streamed(trial.way, "kept", code.begin("kept-none", trial.batch, trial.n), trial.batch),
             code.close(subject, self.name, "torch.cat(parts, 1)", "y"),
         ]

@@ -61,7 +61,7 @@ class Alone(Law):
             "alone" if trial.variant == "alone" else f"among {'NaN' if trial.variant == 'nan' else 'others'}"
         )
         checks: list[Check] = [Pair(what, z[at], y[[row]].expand_as(z[at]).contiguous())]
-        if "state" in subject.capabilities:
+        if "state" in subject.capabilities and (lengths is None or subject.adapter.padding == "right"):
             follow = after[[row] * len(mates)]
             y, _ = subject.call(after, state)
             z, _ = subject.call(follow, other)
@@ -84,11 +84,11 @@ class Alone(Law):
         at = "" if trial.variant == "alone" else f"[{row}]"
         lines += [f"y, state = call(module, x{given})", f"z, other = call(module, {mates}{one})"]
         result = code.close(subject, self.name, f"z{at}", f"y[{row}]")
-        if "state" in subject.capabilities:
+        if "state" in subject.capabilities and (not padded or subject.adapter.padding == "right"):
             lines += [
                 f"more = {code.inputs(subject, trial.batch, trial.way[1], 2)}",
                 result,
-                f"y, _ = call(module, more, state)",
+                "y, _ = call(module, more, state)",
                 f"z, _ = call(module, more{f'[{row}]' if trial.variant == 'alone' else ''}, other)",
             ]
         return [*lines, result]
@@ -110,7 +110,8 @@ class Ragged(Law):
         """Yield one step and several at a time after the prompts."""
         u = subject.adapter.unit
         lengths = (1, 2 * u + 1, subject.adapter.least, 3 * u)
-        for way in ((1, 1, 1, u + 1, u - 1), (2 * u + 3,)):
+        steps = [(1,) * (u + 1)] if subject.adapter.padding == "left" else []
+        for way in (*steps, (1, 1, 1, u + 1, u - 1), (2 * u + 3,)):
             yield Trial((3 * u, *(n for n in way if n)), lengths, variant)
 
     def applies(self, trial: Trial) -> bool:
@@ -129,14 +130,14 @@ class Ragged(Law):
 
         expected = subject.remember(("ragged", trial.lengths, trial.way[0], trial.n), alone)
         with subject.donating(trial.variant):
-            state = subject.begin(trial.variant.rpartition("-")[2], trial.batch, 6 * max(subject.adapter.unit, trial.n))
+            state = subject.begin(trial.variant.rpartition("-")[2], trial.batch, trial.n + subject.adapter.unit)
             _, state = subject.call(subject.padded(prompt, trial.lengths), state, trial.lengths)
             y, _ = subject.stream(rest, trial.way[1:], state)
         return [Pair("outputs after padded prompts and after each prompt alone", y, expected)]
 
     def script(self, subject: Subject, trial: Trial) -> list[str]:
         """Return the lines of a script: see `Law.script`."""
-        first = code.begin(trial.variant, trial.batch, 6 * max(subject.adapter.unit, trial.n))
+        first = code.begin(trial.variant, trial.batch, trial.n + subject.adapter.unit)
         given = "torch.no_grad(), donated()" if trial.variant.startswith("donated") else "torch.no_grad()"
         return [
             f"x = {code.inputs(subject, trial.batch, trial.way[0])}",
@@ -183,7 +184,7 @@ class Reset(Law):
         if x.is_floating_point() and batch > 2:
             x[-1] = torch.nan  # what diverged is forgotten too
         rows = torch.arange(batch, device=subject.device) > 0
-        _, state = subject.call(x, subject.begin(trial.variant, batch, 2 * trial.n))
+        _, state = subject.call(x, subject.begin(trial.variant, batch, trial.n))
         before = tree.clone(state)
         reset = adapter.reset(module, subject.kept(state), rows)
         unchanged = adapter.donates or tree.same(state, before)
@@ -206,7 +207,7 @@ class Reset(Law):
             f"x = {code.inputs(subject, trial.batch, n)}",
             *(["x[-1] = torch.nan"] if trial.batch > 2 and "features" in subject.capabilities else []),
             f"after = {code.inputs(subject, trial.batch, trial.n - n, 1)}",
-            f"_, state = call(module, x, {code.begin(trial.variant, trial.batch, 2 * trial.n)})",
+            f"_, state = call(module, x, {code.begin(trial.variant, trial.batch, trial.n)})",
             f"state = reset(module, state, torch.arange({trial.batch}) > 0)",
             "y, _ = call(module, after, state)",
             code.close(subject, self.name, "y[1:]", "call(module, after)[0][1:]"),
@@ -224,7 +225,7 @@ class Select(Law):
     def trials(self, subject: Subject, variant: str) -> Iterator[Trial]:
         """Yield three rows, padded where that is possible, of which one is repeated."""
         n, u = long(subject), subject.adapter.unit
-        yield Trial((n, 1, n - 1), (n, 2, u) if "lengths" in subject.capabilities else (n, n, n))
+        yield Trial((n, 1, n - 1), (n, 2, u) if subject.adapter.padding == "right" else (n, n, n))
 
     def applies(self, trial: Trial) -> bool:
         """Return whether calls follow."""

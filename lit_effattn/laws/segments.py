@@ -220,7 +220,7 @@ class DonationEnds(Law):
 
     def script(self, subject: Subject, trial: Trial) -> list[str]:
         """Return the lines of a script: see `Law.script`."""
-        a, b = trial.way
+        a = trial.way[0]
         return [
             f"x = {code.inputs(subject, trial.batch, trial.n)}",
             "with torch.no_grad():",
@@ -310,8 +310,14 @@ class Combine(Law):
             for what, state in (
                 ("outputs after (a + b) + c and after the whole", joined(joined(a, b), c)),
                 ("outputs after a + (b + c) and after the whole", joined(a, joined(b, c))),
-                ("outputs after the empty state + a + b + c and after the whole", joined(joined(joined(empty, a), b), c)),
-                ("outputs after a + b + c + the empty state and after the whole", joined(joined(joined(a, b), c), empty)),
+                (
+                    "outputs after the empty state + a + b + c and after the whole",
+                    joined(joined(joined(empty, a), b), c),
+                ),
+                (
+                    "outputs after a + b + c + the empty state and after the whole",
+                    joined(joined(joined(a, b), c), empty),
+                ),
             )
         ]
 

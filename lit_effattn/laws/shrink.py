@@ -78,7 +78,7 @@ def _smaller(trial: Trial) -> Iterator[Trial]:
         for i, length in enumerate(lengths):
             if 0 <= by(length) < length and len(set(lengths)) > 1:
                 yield replace(trial, lengths=(*lengths[:i], by(length), *lengths[i + 1 :]))
-    if 0 < trial.at:
+    if trial.at > 0:
         yield replace(trial, at=trial.at // 2)
         yield replace(trial, at=trial.at - 1)
     if trial.variant.startswith(("kept-", "donated-")) and trial.variant != "kept-none":

@@ -116,7 +116,7 @@ class Subject:
 
         def compute() -> Tensor:
             with torch.no_grad():
-                return self.call(self.inputs(batch, n, seed))[0]  # type: ignore[no-any-return]
+                return self.call(self.inputs(batch, n, seed))[0]
 
         result: Tensor = self.remember(("whole", batch, n, seed), compute)
         return result
@@ -175,7 +175,7 @@ def gradients(module: Any, y: Tensor, *wanted: Tensor) -> dict[str, Tensor]:
 
     The weight of a position does not depend on how many follow.
     """
-    named = dict(module.named_parameters()) if isinstance(module, nn.Module) else {}
+    named: dict[str, Tensor] = dict(module.named_parameters()) if isinstance(module, nn.Module) else {}
     named |= {f"input {i}": t for i, t in enumerate(wanted)}
     n, e = y.shape[1:]
     weights = torch.arange(n * e, dtype=y.dtype, device=y.device).view(n, e).sin()

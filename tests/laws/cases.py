@@ -33,6 +33,7 @@ from lit_effattn.attention import (
     WindowedLinearAttention,
 )
 from lit_effattn.attention.positions import LearnedPositions, RotaryPositions
+from lit_effattn.laws import ContractAdapter
 from lit_effattn.nn.encoder_decoder import EncoderDecoder
 from lit_effattn.nn.lstm import LSTM
 from lit_effattn.nn.sliding import SlidingWindow
@@ -81,6 +82,24 @@ class Case:
     def long(self) -> int:
         """A length of many units, and not a multiple of one."""
         return 4 * self.unit + 3
+
+    def adapter(self) -> ContractAdapter:
+        """Return how the laws call it."""
+        return CaseAdapter(self)
+
+
+class CaseAdapter(ContractAdapter):
+    """A case as the laws call it, in the widths that they ask for."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        options = {"unit": case.unit, "spacings": case.spacings, "jumps": case.jumps}
+        steps = 120 if isinstance(subject(case.build()), Attention | CrossAttention) else 70
+        alone = "window=1-" in case.name or "mem_len=1-same" in case.name or isinstance(case.build(), FromSource)
+        super().__init__(case.build, name=case.name, steps=steps, remembers=not alone, **options)
+
+    def make(self, width: int | None = None) -> SequenceModule:
+        return self.case.build(d_model=width or D_MODEL)
 
 
 def kind(

@@ -16,9 +16,10 @@ from lit_effattn.attention import (
     SoftmaxCrossAttention,
 )
 from lit_effattn.attention.positions import LearnedPositions
+from lit_effattn.laws.subject import stream
 from lit_effattn.nn import encoder_decoder
 from tests.laws import definitions
-from tests.laws.tools import assert_close, assert_same, stream
+from tests.laws.tools import assert_close, assert_same
 
 E, H = 8, 2
 CROSS = [SoftmaxCrossAttention, LinearCrossAttention, PerformerCrossAttention]

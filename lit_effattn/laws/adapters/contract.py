@@ -78,6 +78,7 @@ class ContractAdapter(Adapter):
 
     def capabilities(self, module: Any) -> set[str]:
         """Return what is offered: see `Adapter.capabilities`. Rotated keys of two parts can't be combined."""
-        combines = getattr(module, "takes_parts", False) and hasattr(module, "combine_states")
-        offered = super().capabilities(module)
-        return offered if combines and getattr(module, "rotary", None) is None else offered - {"combine"}
+        combines = getattr(module, "takes_parts", False) and getattr(module, "rotary", None) is None
+        needed = {"combine": "combine_states", "reset": "reset", "bounded": "bounded_by"}
+        absent = {name for name, attribute in needed.items() if not hasattr(module, attribute)}
+        return super().capabilities(module) - absent - (set() if combines else {"combine"})

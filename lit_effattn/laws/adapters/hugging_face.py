@@ -1,35 +1,79 @@
-"""The adapter of the causal language models of the package transformers, and such models of a tiny size."""
+"""The adapter of the causal language models of the package transformers."""
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lit_effattn.laws.adapter import Adapter
+from lit_effattn.laws import tree
+from lit_effattn.laws.adapter import Adapter, Build
 
 
 class HuggingFaceAdapter(Adapter):
-    """A model with `logits` and a cache: `past_key_values`, `cache_params` or `state`. Padding is on the left.
+    """A causal language model of transformers, with its cache and `generate`. Padding is on the left.
 
-    The state is the cache, which calls overwrite, and the mask of all positions so far.
+    Calls without padding give no mask, those with padding the mask and the positions, as `generate` does. The state is
+    the cache, which calls overwrite, and the mask of all positions so far. A model that returns no cache, as
+    RecurrentGemma, is checked without a state; one whose `forward` takes no mask without padding. Norms and
+    recurrences compute in float32 whatever the type of the parameters is, so float32 is the type of the checks.
+
+    Args:
+        module: The model, or a function that builds it.
+        options: See `Adapter`.
     """
 
-    padding = "left"
+    padding: Literal["right", "left"] | None = "left"
     donates = True
     dtype = torch.float32
     longest = 512
+    spacings = 16  # several layers, each of which rounds
     bitwise = frozenset()
+    compiles = False
+
+    def __init__(self, module: torch.nn.Module | Build, **options: Any) -> None:
+        super().__init__(module, **options)
+        model: Any = self.make().eval()
+        self.vocabulary = options.get("vocabulary", model.config.get_text_config().vocab_size)
+        self.jumps = any("experts_per_tok" in name for name in vars(model.config.get_text_config()))
+        with torch.no_grad():
+            _, (cache, _) = self.call(model, torch.ones(1, 2, dtype=torch.long))
+        self.stateful = cache is not None
+        takes = inspect.signature(model.forward).parameters
+        if "attention_mask" not in takes or model.config.model_type == "rwkv":
+            self.padding = None  # RWKV documents that it does not use the mask
 
     @staticmethod
     def call(module: Any, x: Tensor, state: Any = None, lengths: Tensor | None = None) -> tuple[Tensor, Any]:
         """Return logits, and the cache with the attention mask."""
+        import inspect
+
         cache, mask = state or (None, None)
-        n = x.size(1)
-        new = torch.ones_like(x) if lengths is None else (torch.arange(n, 0, -1) <= lengths[:, None]).long()
-        mask = new if mask is None else torch.cat([mask, new], 1)
-        name = next(p for p in ("past_key_values", "cache_params", "state") if p in FORWARD(module))
-        options = {} if name == "state" else {"attention_mask": mask}
-        out = module(x, use_cache=True, **{name: cache}, **options)
-        return out.logits, (out[name], mask)
+        options: dict[str, Any] = {}
+        if lengths is not None or mask is not None:
+            new = torch.ones_like(x) if lengths is None else torch.arange(x.size(1), 0, -1) <= lengths[:, None]
+            mask = new.long() if mask is None else torch.cat([mask, new.long()], 1)
+            position = (mask.cumsum(1) - 1).clamp(min=0)[:, -x.size(1) :]
+            options = {"attention_mask": mask, "position_ids": position}
+        takes = inspect.signature(module.forward).parameters
+        name = next(n for n in ("cache", "past_key_values", "cache_params", "state") if n in takes)
+        options = {name: cache, **{key: value for key, value in options.items() if key in takes}}
+        out = module(x, use_cache=True, **options)
+        return out.logits, (out.get(name), mask)
+
+    def select(self, module: Any, state: Any, rows: Tensor) -> Any:
+        """Return rows by the cache's own `reorder_cache`, as beam search does."""
+        cache, mask = tree.clone(state)
+        if not hasattr(cache, "reorder_cache"):
+            return tree.select(state, rows)
+        cache.reorder_cache(rows)
+        return cache, None if mask is None else mask[rows]
+
+    @staticmethod
+    def generate(module: Any, x: Tensor, n: int, lengths: Tensor | None) -> Tensor:
+        """Return the tokens of `module.generate`."""
+        mask = torch.ones_like(x) if lengths is None else (torch.arange(x.size(1), 0, -1) <= lengths[:, None]).long()
+        options = {"max_new_tokens": n, "min_new_tokens": n, "do_sample": False, "pad_token_id": 0}
+        return module.generate(x, attention_mask=mask, **options)[:, x.size(1) :]

@@ -26,6 +26,7 @@ LAUNCHED = re.compile(r"(?:lit-effattn (?=.*--trainer\.dev)|srun lit-effattn |to
 """Commands that need several devices or a cluster are only parsed; `tests/test_clusters.py` runs such."""
 
 SHORT = {
+    "check": "--laws steps,padding,select",
     "fit": "--trainer.max_epochs 1 --trainer.val_check_interval 1 --trainer.limit_val_batches 1",
     "test": "--trainer.limit_test_batches 1",
     "sweep": "--seeds 1 --lr 1e-3 --trainer.max_steps 2",

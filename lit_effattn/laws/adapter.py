@@ -17,7 +17,7 @@ Build = Callable[[], Any]
 
 
 class Adapter:
-    """How the laws call a module. A subclass overrides `call`; each further method enables the laws that need it.
+    """Calls a module for the laws. A subclass overrides `call`; each further method enables the laws that need it.
 
     The class attributes say what the module promises. Each can be set for one adapter by a keyword of the same name.
 

@@ -51,12 +51,12 @@ class Alone(Law):
             mates[[row, batch - 1]] = x[row]
             rows = [row] if row == batch - 1 else [row, batch - 1]
         at = [0] if trial.variant == "alone" else rows
-        others = None
+        valid = None
         if lengths is not None:
-            others = [lengths[row] if i in at else max(1, subject.adapter.least) for i in range(len(mates))]
-            x, mates = subject.padded(x, lengths), subject.padded(mates, others)
+            valid = [lengths[row] if i in at else max(1, subject.adapter.least) for i in range(len(mates))]
+            x, mates = subject.padded(x, lengths), subject.padded(mates, valid)
         y, state = subject.call(x, None, lengths)
-        z, other = subject.call(mates, None, others)
+        z, other = subject.call(mates, None, valid)
         what = "outputs of a row among its mates and " + (
             "alone" if trial.variant == "alone" else f"among {'NaN' if trial.variant == 'nan' else 'others'}"
         )

@@ -84,7 +84,7 @@ class Adapter:
     fullgraph: bool = False
     """Whether `torch.compile` must trace the module as one graph."""
 
-    bitwise: frozenset[str] = frozenset({"no-future"})
+    bitwise: frozenset[str] = frozenset()
     """Names of the laws that hold to the bit, not just but for rounding."""
 
     batch_dim: int = 0

@@ -76,8 +76,9 @@ class Difference:
             return self.what
         place = ", ".join(f"{axis} {i}" for axis, i in zip(("row", "position", "feature"), self.first, strict=False))
         if self.of and not self.of.startswith("input"):
-            place = f"index {list(self.first)}"
-        place = f"; first at {place}{f' of {self.of}' if self.of else ''}" if self.first else ""
+            place = f"index {list(self.first)}" if self.first else ""
+        place = " of ".join(filter(None, (place, self.of)))
+        place = f"; first at {place}" if place else ""
         if not math.isfinite(self.largest):
             return f"{self.what}: differ by NaN or infinity{place}"
         share = f" ({100 * self.relative:.3g} % of the largest value)" if math.isfinite(self.relative) else ""

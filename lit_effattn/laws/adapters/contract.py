@@ -23,6 +23,7 @@ class ContractAdapter(Adapter):
     least = 0
     zeroes_padding = True
     fullgraph = True
+    bitwise = frozenset({"no-future"})
 
     def __init__(self, module: nn.Module | Build, **options: Any) -> None:
         options.setdefault("imports", ())

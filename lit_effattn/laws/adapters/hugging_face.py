@@ -30,7 +30,6 @@ class HuggingFaceAdapter(Adapter):
     dtype = torch.float32
     longest = 512
     spacings = 16  # several layers, each of which rounds
-    bitwise = frozenset()
     compiles = False
 
     def __init__(self, module: torch.nn.Module | Build, **options: Any) -> None:

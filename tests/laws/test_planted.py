@@ -1,0 +1,156 @@
+"""Ten bugs in a module that knows nothing of this package: each is found by a law, shrunk, and told in plain words."""
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from lit_effattn.laws import LAWS, Adapter, BrokenLawError, check
+from tests.laws.planted import MixerAdapter
+
+# The laws that find the bug, and the smallest case of the first of them.
+BUGS = {
+    "leak over a split": (["segments", "steps"], "batch 1, length 2, split 1 + 1, kept-none"),
+    "mask off by one": (["no-future"], "batch 1, length 2"),
+    "mutated cache": (["unchanged"], "batch 1, length 2, split 1 + 1, none"),
+    "mixed rows": (["alone"], "batch 2, length 2, split 1 + 1, alone"),
+    "dropped convolution": (["segments"], "batch 1, length 3, split 1 + 2, kept-none"),
+    "float16 sum": (["half-precision"], ""),  # the length at which it exceeds the bound depends on rounding
+    "padding in the denominator": (["padding", "ragged"], "batch 1, length 2, valid positions [1], large"),
+    "positions from 0": (["segments", "steps"], "batch 1, length 2, split 1 + 1, kept-none"),
+    "reset keeps the maximum": (["reset"], ""),
+    "donated state reused": (["donation-ends"], "batch 1, length 2, split 1 + 1"),
+}
+UNCOMPILED = [name for name in LAWS if not name.startswith("compiled")]
+
+
+def test_a_mixer_without_a_bug_keeps_all_laws():
+    report = check(MixerAdapter())
+    assert report.ok, report
+    assert {r.law for r in report.results if r.status == "not checked"} == {
+        *("combine", "packed", "empty-rows", "saved-state", "generation"),
+    }
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found_and_shrunk(bug: str):
+    laws, case = BUGS[bug]
+    report = check(MixerAdapter(bug), laws=laws, shrink_seconds=20)
+    assert [result.status for result in report.results] == ["broken"] * len(laws), report
+    first = report.results[0]
+    assert first.case == case or not case, first.case
+    assert int(re.search(r"length (\d+)", first.case)[1]) <= (4 if bug != "float16 sum" else 2048)
+    text = str(report)
+    assert all(word in text for word in (first.title, first.difference, first.detail, first.case))
+    script = first.script
+    assert "lit_effattn" not in script
+    assert len(script.splitlines()) <= 40
+    with pytest.raises(AssertionError):
+        run(script, bug)
+    run(script, "")
+
+
+def run(script: str, bug: str) -> None:
+    """Run a script with another bug."""
+    with torch.enable_grad():  # a script may turn gradients off
+        exec(re.sub(r"Mixer\(4, '[^']*'\)", f"Mixer(4, {bug!r})", script), {"__name__": "script"})
+
+
+class Constant(nn.Module):
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.tensor(value))
+
+    def forward(self, x: torch.Tensor, state: tuple | None = None) -> tuple:
+        return self.value.expand_as(x) * 1, (x[:, -1],)
+
+
+@pytest.mark.parametrize(
+    ("value", "told"), [(1.0, "two rows have the same"), (float("nan"), "outputs are not finite")], ids=["1", "nan"]
+)
+def test_constant_and_nan_do_not_pass(value: float, told: str):
+    report = check(Adapter(partial(Constant, value), width=4), laws=UNCOMPILED)
+    assert not report.ok
+    assert told in str(report)
+    nothing = {r.law for r in report.results if r.status == "ok"}
+    assert not nothing & {"no-future", "reset"}
+    if value != value:
+        assert not nothing & {"segments", "steps", "alone", "select"}
+    with pytest.raises(BrokenLawError, match=r"^Constant: \d+ laws checked .* broken: alive"):
+        report.raise_if_broken()
+
+
+def test_random_outputs_do_not_pass():
+    class Noise(Constant):
+        def forward(self, x, state=None):
+            return x + torch.randn_like(x), (x[:, -1],)
+
+    assert "outputs of two calls on the same inputs" in str(
+        check(Adapter(partial(Noise, 1.0), width=4), laws=["alive"])
+    )
+
+
+def test_an_exception_of_the_module_is_an_error_of_its_law():
+    class Careless(Constant):
+        def forward(self, x, state=None):
+            if state is not None:
+                raise KeyError("no such state")
+            return x, (x[:, -1],)
+
+    report = check(Adapter(partial(Careless, 1.0), width=4), laws=["alone", "steps"])
+    assert [r.status for r in report.results] == ["error", "error"]
+    assert "KeyError: 'no such state'" in str(report)
+
+
+def test_a_report_is_json_and_junit():
+    report = check(MixerAdapter("mixed rows"), laws=["alive", "alone", "packed"])
+    read = json.loads(report.json())
+    assert read["ok"] is False
+    assert [r["status"] for r in read["results"]] == ["ok", "broken", "not checked"]
+    suite = ET.fromstring(report.junit())
+    assert {k: suite.get(k) for k in ("tests", "failures", "errors", "skipped")} == {
+        "tests": "3",
+        "failures": "1",
+        "errors": "0",
+        "skipped": "1",
+    }
+    assert suite.find("testcase[@name='alone']/failure").text.count("torch.testing.assert_close") >= 1
+
+
+def test_packed_sequences_are_checked():
+    class Packing(MixerAdapter):
+        @staticmethod
+        def packed(module, x, lengths):
+            return torch.cat([module(part)[0] for part in x.split(lengths, 1)], 1)
+
+    class Leaking(MixerAdapter):
+        @staticmethod
+        def packed(module, x, lengths):
+            return module(x)[0]
+
+    assert check(Packing(), laws=["packed"]).ok
+    (result,) = check(Leaking(), laws=["packed"]).broken
+    assert result.case == "batch 1, length 2, split 1 + 1"
+
+
+def test_bitwise_is_stricter():
+    report = check(MixerAdapter(), bitwise=True)
+    assert "segments" in {r.law for r in report.broken}  # the running maximum of a segment is another one
+    assert check(MixerAdapter(), laws=["segments"]).ok
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ValueError, match="laws='order' is not a law; there are alive,"):
+        check(MixerAdapter(), laws=["order"])
+    with pytest.raises(TypeError, match=r"has no option 'units'; there are .*unit"):
+        Adapter(partial(Constant, 1.0), units=3)
+    with pytest.raises(ValueError, match=r"a Constant, for which there is no built-in adapter; write one"):
+        check(partial(Constant, 1.0))
+    with pytest.raises(ValueError, match="give the adapter width="):
+        check(Adapter(partial(Constant, 1.0)), laws=["alive"])
+    with pytest.raises(ValueError, match="batch_first=False; make the module with batch_first=True"):
+        check(nn.GRU(4, 4))

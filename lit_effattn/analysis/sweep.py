@@ -40,7 +40,8 @@ _FIXED = ("seed_everything", "ckpt_path", "name", "trainer.default_root_dir")
 """Flags of `fit` that the sweep sets."""
 _BETWEEN = r",(?![^\[]*\])"
 """Separator of kinds: a comma outside brackets, as in linear,infinite:widths=[0.03,0.1]."""
-_RATE = "model.optimizer.lr"
+_OPTIMIZER = "model.optimizer"
+_RATE = f"{_OPTIMIZER}.lr"
 _QUIET = ("--trainer.enable_progress_bar", "false")
 _INTERRUPTED = (130, 143)
 
@@ -67,6 +68,11 @@ def sweep(args: list[str]) -> None:
         if arguments.flags.given(path):
             remedy = "give --lr RATE[,RATE …]" if path == _RATE else "leave it out"
             raise ValueError(f"--{path} is set by the sweep for each run; {remedy}")
+    if not any(settings.classes(_OPTIMIZER) for settings in (*arguments.files, arguments.flags)):
+        raise ValueError(
+            f"--config {arguments.files[-1].path} names no class at {_OPTIMIZER}, whose lr the sweep sets; give "
+            f"--{_OPTIMIZER} AdamW, or another class"
+        )
     names = re.split(_BETWEEN, options.kinds)
     kinds = dict(map(parse_kind, names))
     if len(kinds) < len(names):

@@ -416,6 +416,8 @@ class CLI(LightningCLI):
         config = self.sealed.open(self.config_init[self.subcommand].trainer)
         _check_trainer(config)
         quiet = bool(config.fast_dev_run)
+        if self.subcommand == "fit" and not quiet:
+            _announce_if_never_validated(config)
         root = Path(config.default_root_dir or ROOT)
         folder = root if quiet else self._run_folder(root)
         if self.subcommand == "fit" and not quiet and not is_child() and self._is_first():
@@ -691,6 +693,16 @@ def _check_trainer(config: Any) -> None:
         raise ValueError(f"--trainer.devices {config.devices}: give a number of devices, a list of them, or auto")
     if Path(config.default_root_dir or ROOT).is_file():
         raise ValueError(f"--trainer.default_root_dir {config.default_root_dir} is a file; name a folder")
+
+
+def _announce_if_never_validated(config: Any) -> None:
+    """Print a line if training ends before its first validation, which is what saves best.ckpt."""
+    every, n_batches = config.val_check_interval, config.max_steps * config.accumulate_grad_batches
+    if isinstance(every, int) and config.limit_val_batches != 0 and 0 <= n_batches < every:
+        rank_zero_info(
+            f"There will be no validation and no best.ckpt: --trainer.val_check_interval {every} is more than the "
+            f"{n_batches} training batches that --trainer.max_steps {config.max_steps} allows"
+        )
 
 
 def integers_first(parser: LightningArgumentParser) -> None:

@@ -303,6 +303,14 @@ def test_wrong_arguments_are_named(args, message, capsys):
     assert message in fails(capsys, "sweep", "--config", "mqar_linear", "--kinds", "linear", *args)
 
 
+def test_a_configuration_without_an_optimizer_is_refused_before_the_first_run(tmp_path: Path, capsys):
+    own = tmp_path / "own.yaml"
+    own.write_text("model: {class_path: PixelModel}\n")
+    flags = ["sweep", "--config", str(own), "--kinds", "linear", "--lr", "1e-3", "--output", str(tmp_path / "sweep")]
+    assert "own.yaml names no class at model.optimizer" in fails(capsys, *flags)
+    assert not (tmp_path / "sweep").exists()
+
+
 def test_many_kinds_with_long_names_fit_into_the_plot(tmp_path: Path):
     points = [plots.Point(f"{i} {80 * 'x'}", 10.0**i, i / 12, 0.01) for i in range(12)]
     with warnings.catch_warnings():

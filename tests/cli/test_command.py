@@ -82,6 +82,13 @@ def test_an_interval_counts_across_epochs_and_a_schedule_takes_the_steps_of_the_
     assert saved["lr_schedulers"][0]["total_steps"] == saved["global_step"] == 6
 
 
+def test_training_that_ends_before_its_first_validation_is_announced(caplog: pytest.LogCaptureFixture):
+    run = fit("--trainer.val_check_interval", "3", "--trainer.max_steps", "1", "--trainer.accumulate_grad_batches", "2")
+    expected = "no validation and no best.ckpt: --trainer.val_check_interval 3 is more than the 2 training batches"
+    assert expected in caplog.text
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["last.ckpt"]
+
+
 @pytest.mark.check
 def test_testing_reports_what_the_checkpoint_scores(capsys: pytest.CaptureFixture[str]):
     run = fit()

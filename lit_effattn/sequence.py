@@ -284,6 +284,115 @@ def _as_column(rows: Tensor, t: Tensor) -> Tensor:
     return rows.view(-1, *[1] * (t.dim() - 1))
 
 
+# ----------------------------------------------------------------------------------------- several sequences in a row
+
+
+def packed(
+    module: SequenceModule, x: Tensor, starts: Tensor, state: State | None = None, lengths: Tensor | None = None
+) -> tuple[Tensor, State | None]:
+    """Call `module` on rows that hold several sequences each, of which none depends on another.
+
+    Each row is cut at its starts, and the pieces are the rows of one padded call. So every module supports it, and
+    outputs, gradients and states are those of separate calls, positions included. Time and memory are those of the
+    padded call: as many rows as pieces, each of the longest piece's length.
+
+    Args:
+        module: Any sequence module, such as an attention or a whole stack. It is called once.
+        x: (B, N, d_input).
+        starts: (B, N) booleans, True where a sequence begins. The positions before a row's first start continue from
+            `state`; a start at position 0 resets the row. Starts in padding are ignored.
+        state: See `SequenceModule.forward`. It is not changed.
+        lengths: See `SequenceModule.forward`.
+
+    Returns:
+        y: (B, N, d_model), and the state after the last piece of each row. Its auxiliary losses (`losses`) are the sums
+        over the pieces of the row.
+
+    Raises:
+        ValueError: If an argument is invalid.
+        NotImplementedError: If `state` holds a source, or the module is called inside `sequence_parallel`.
+    """
+    name = f"packed {type(module).__name__}"
+    if starts.shape != x.shape[:2] or starts.dtype != torch.bool:
+        raise ValueError(
+            f"{name}: starts is {starts.dtype} of shape {tuple(starts.shape)}; expected booleans of shape "
+            f"{tuple(x.shape[:2])}"
+        )
+    check_lengths(name, lengths, x)
+    if parts() is not None:
+        raise NotImplementedError(f"{name} can't be called inside sequence_parallel; call it outside, or pad the rows")
+    if _reads_source(state):
+        raise NotImplementedError(f"{name}: the state holds one source for each row; give each target a row of its own")
+    n = x.size(1)
+    ends = valid_lengths(lengths, x)  # (B,)
+    starts = starts & valid_positions(ends, n)
+    begins = starts.clone()
+    begins[:, 0] = True  # each row has a piece, if only an empty one
+    row, first = begins.nonzero(as_tuple=True)  # (P,), in the order of the rows
+    piece = begins.flatten().cumsum(0).view_as(begins) - 1  # (B, N), the piece of each position
+    end = torch.where(row[1:] == row[:-1], first[1:], ends[row[:-1]])
+    sizes = torch.cat([end, ends[row[-1:]]]) - first  # (P,)
+    longest = max(1, int(sizes.max()))
+    inside = (first[:, None] + torch.arange(longest, device=x.device)).clamp(max=n - 1)  # (P, L)
+    before = None if state is None else module.reset(select(state, row), starts[row, first])
+    y, after = module(x[row[:, None], inside], before, sizes)
+    offset = torch.arange(n, device=x.device) - first[piece]  # (B, N)
+    y = y[piece, offset.clamp(max=longest - 1)]
+    return without_padding(y, lengths), _of_last_pieces(after, row, piece[:, -1])
+
+
+def starts_of(cu_seqlens: Tensor) -> Tensor:
+    """Return the starts (1, N) of sequences that lie end to end in one row, as `packed` takes them.
+
+    Args:
+        cu_seqlens: (S + 1,) integers from 0 to N, the convention of flash-attention: sequence i has the positions
+            from cu_seqlens[i] to cu_seqlens[i + 1] − 1.
+
+    Raises:
+        ValueError: If `cu_seqlens` has another shape or type, does not begin with 0, or does not increase.
+    """
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or cu_seqlens.is_floating_point():
+        raise ValueError(
+            f"cu_seqlens is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}; expected (S + 1,) integers"
+        )
+    if cu_seqlens[0] != 0 or not (cu_seqlens.diff() > 0).all():
+        raise ValueError(f"cu_seqlens is {cu_seqlens.tolist()}; expected increasing numbers that begin with 0")
+    starts = torch.zeros(1, int(cu_seqlens[-1]), dtype=torch.bool, device=cu_seqlens.device)
+    starts[0, cu_seqlens[:-1].long()] = True
+    return starts
+
+
+def cu_seqlens_of(starts: Tensor) -> Tensor:
+    """Undo `starts_of`: (1, N) booleans, of which the first is True, -> (S + 1,) of type int32.
+
+    Raises:
+        ValueError: If `starts` has another shape or type, or no sequence begins at position 0.
+    """
+    if starts.dim() != 2 or starts.size(0) != 1 or starts.dtype != torch.bool:
+        raise ValueError(f"starts is {starts.dtype} of shape {tuple(starts.shape)}; expected booleans of shape (1, N)")
+    if not starts[:, :1].all():
+        raise ValueError("starts is False at position 0, but cu_seqlens have a sequence that begins there")
+    begins = starts[0].nonzero()[:, 0]
+    return torch.cat([begins, begins.new_tensor([starts.size(1)])]).int()
+
+
+def _reads_source(state: State) -> bool:
+    return hasattr(state, "given") or (isinstance(state, tuple) and any(_reads_source(part) for part in state))
+
+
+def _of_last_pieces(state: State, row: Tensor, last: Tensor) -> State:
+    """Return the state of each row's last piece (B,), with the losses of all its pieces, which are of `row` (P,)."""
+    if not isinstance(state, tuple):
+        return select(state, last)
+    values = [
+        part.new_zeros(len(last)).index_add(0, row, part)
+        if name == "loss" and part is not None
+        else _of_last_pieces(part, row, last)
+        for name, part in zip(getattr(state, "_fields", [""] * len(state)), state, strict=True)
+    ]
+    return _like(state, values)
+
+
 # ----------------------------------------------------------------------------------------------------- donated states
 
 

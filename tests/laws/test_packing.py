@@ -1,0 +1,146 @@
+"""Packed is alone: a row of several sequences gives what each of them gives by itself."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from lit_effattn import sequence
+from tests.laws.cases import CASES, ROTARY, Case
+from tests.laws.tools import assert_close, assert_same, copied, each, gradients, inputs
+
+
+def _has_source(case: Case) -> bool:
+    """Whether the state holds a source for each row."""
+
+    def given(state) -> bool:
+        return hasattr(state, "given") or (isinstance(state, tuple) and any(map(given, state)))
+
+    return case.causal and given(case.build().initial_state(1))
+
+
+SOURCES = [case for case in CASES if _has_source(case)]
+PACKED = [case for case in (*CASES, *ROTARY) if case not in SOURCES]
+
+
+def _pieces(case: Case) -> tuple[torch.Tensor, torch.Tensor, list[list[tuple[int, int]]]]:
+    """Return starts, lengths, and the pieces of each row: of one position, of borders ± 1, none, and all of a row."""
+    c = case.unit
+    n = 4 * c + 3
+    cuts = [[0, 1, c, c + 1, 2 * c + 3], [c - 1, 3 * c + 1], [], [0], [2, c + 2]]
+    lengths = torch.tensor([n, n - 2, n, 0, c + 2])  # the fourth row is empty; the last has a start in its padding
+    starts = torch.zeros(len(cuts), n, dtype=torch.bool)
+    for row, begins in zip(starts, cuts, strict=True):
+        row[begins] = True
+    borders = [sorted({0, *(i for i in row if i < end), end}) for row, end in zip(cuts, lengths.tolist(), strict=True)]
+    return starts, lengths, [list(pairwise(b)) for b in borders]
+
+
+@each(PACKED)
+@pytest.mark.parametrize("carried", [False, True])
+def test_packed_is_alone(case: Case, carried: bool):
+    """Outputs, gradients, states and auxiliary losses, without and after a state."""
+    if carried and not case.causal:
+        return
+    module = case.build()
+    starts, lengths, pieces = _pieces(case)
+    padding = ~sequence.valid_positions(lengths, starts.size(1))
+    x = inputs(module, *starts.shape)
+    x[padding] = float("nan")
+    before = None
+    if carried:
+        with torch.no_grad():
+            _, before = module(inputs(module, len(x), case.unit + 1, seed=1))
+    kept = copied(before)
+    x.requires_grad_()
+    y, after = sequence.packed(module, x, starts, before, lengths)
+    found = gradients(module, y, x)
+
+    assert_same(before, kept)
+    assert (y[padding] == 0).all()
+    assert (found["wanted[0]"][padding] == 0).all()
+    total: dict[str, torch.Tensor] = {}
+    for i, row in enumerate(pieces):
+        state = None if before is None else sequence.select(before, torch.tensor([i]))
+        losses = []
+        for begin, end in row:
+            alone = x[i : i + 1, begin:end].detach().requires_grad_()
+            z, state = module(alone, None if starts[i, begin] else state)
+            assert_close(y[i, begin:end], z[0])
+            # The weights of the sum are those of the positions in the row.
+            whole = torch.zeros_like(y[i : i + 1]).index_copy(1, torch.arange(begin, end), z)
+            for name, gradient in gradients(module, whole, alone).items():
+                if name == "wanted[0]":
+                    assert_close(found[name][i, begin:end], gradient[0])
+                else:
+                    total[name] = total.get(name, 0) + gradient
+            losses.append(sequence.losses(state))
+        if case.causal:
+            _go_on_alike(module, sequence.select(after, torch.tensor([i])), state)
+            if losses and losses[0] is not None:
+                assert_close(sequence.losses(after)[i], torch.cat(losses).sum())
+    assert_close({name: found[name] for name in total}, total)
+
+
+def _go_on_alike(module, state, expected) -> None:
+    more = inputs(module, 1, 3, seed=2)
+    with torch.no_grad():
+        assert_close(module(more, state)[0], module(more, expected)[0])
+
+
+@each(PACKED)
+def test_a_piece_does_not_change_its_neighbours(case: Case):
+    module = case.build()
+    c = case.unit
+    x = inputs(module, 1, 3 * c + 2)
+    starts = sequence.starts_of(torch.tensor([0, c + 1, 2 * c + 1, 3 * c + 2]))
+    changed = x.clone()
+    changed[:, c + 1 : 2 * c + 1] *= 12
+    with torch.no_grad():
+        y, z = sequence.packed(module, x, starts)[0], sequence.packed(module, changed, starts)[0]
+    assert_close(y[:, : c + 1], z[:, : c + 1])
+    assert_close(y[:, 2 * c + 1 :], z[:, 2 * c + 1 :])
+    assert not torch.allclose(y, z)
+
+
+def test_padding_after_the_longest_piece_is_zero():
+    module = CASES[0].build()
+    y, _ = sequence.packed(module, inputs(module, 1, 5), torch.zeros(1, 5, dtype=torch.bool), None, torch.tensor([3]))
+    assert (y[0, :3] != 0).all()
+    assert (y[0, 3:] == 0).all()
+
+
+def test_cu_seqlens_and_starts():
+    starts = sequence.starts_of(torch.tensor([0, 2, 3, 6]))
+    assert starts.tolist() == [[True, False, True, True, False, False]]
+    assert sequence.cu_seqlens_of(starts).tolist() == [0, 2, 3, 6]
+    assert sequence.cu_seqlens_of(starts).dtype == torch.int32
+
+
+@pytest.mark.parametrize("cu_seqlens", [[1, 2], [0, 2, 2], [0], [[0, 2]], [0.0, 2.0]])
+def test_wrong_cu_seqlens_are_refused(cu_seqlens):
+    with pytest.raises(ValueError, match="cu_seqlens is"):
+        sequence.starts_of(torch.tensor(cu_seqlens))
+
+
+def test_starts_without_a_sequence_at_0_have_no_cu_seqlens():
+    with pytest.raises(ValueError, match="False at position 0"):
+        sequence.cu_seqlens_of(torch.tensor([[False, True]]))
+    with pytest.raises(ValueError, match=r"shape \(1, N\)"):
+        sequence.cu_seqlens_of(torch.ones(2, 2, dtype=torch.bool))
+
+
+def test_wrong_starts_are_refused():
+    module = CASES[0].build()
+    x = inputs(module, 2, 5)
+    with pytest.raises(ValueError, match=r"packed SoftmaxAttention: starts is torch.bool of shape \(2, 4\)"):
+        sequence.packed(module, x, torch.zeros(2, 4, dtype=torch.bool))
+    with pytest.raises(ValueError, match="expected booleans"):
+        sequence.packed(module, x, torch.zeros(2, 5))
+
+
+@each(SOURCES)
+def test_a_source_for_each_row_is_refused(case: Case):
+    module = case.build()
+    with pytest.raises(NotImplementedError, match="give each target a row of its own"):
+        sequence.packed(module, inputs(module, 1, 4), torch.zeros(1, 4, dtype=torch.bool), module.initial_state(1))

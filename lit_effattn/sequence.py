@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -323,22 +323,10 @@ def packed(
         raise NotImplementedError(f"{name} can't be called inside sequence_parallel; call it outside, or pad the rows")
     if _reads_source(state):
         raise NotImplementedError(f"{name}: the state holds one source for each row; give each target a row of its own")
-    n = x.size(1)
-    ends = valid_lengths(lengths, x)  # (B,)
-    starts = starts & valid_positions(ends, n)
-    begins = starts.clone()
-    begins[:, 0] = True  # each row has a piece, if only an empty one
-    row, first = begins.nonzero(as_tuple=True)  # (P,), in the order of the rows
-    piece = begins.flatten().cumsum(0).view_as(begins) - 1  # (B, N), the piece of each position
-    end = torch.where(row[1:] == row[:-1], first[1:], ends[row[:-1]])
-    sizes = torch.cat([end, ends[row[-1:]]]) - first  # (P,)
-    longest = max(1, int(sizes.max()))
-    inside = (first[:, None] + torch.arange(longest, device=x.device)).clamp(max=n - 1)  # (P, L)
-    before = None if state is None else module.reset(select(state, row), starts[row, first])
-    y, after = module(x[row[:, None], inside], before, sizes)
-    offset = torch.arange(n, device=x.device) - first[piece]  # (B, N)
-    y = y[piece, offset.clamp(max=longest - 1)]
-    return without_padding(y, lengths), _of_last_pieces(after, row, piece[:, -1])
+    cut = _cut(starts, valid_lengths(lengths, x))
+    before = None if state is None else module.reset(select(state, cut.row), cut.is_new)
+    y, after = module(x[cut.row[:, None], cut.inside], before, cut.sizes)
+    return without_padding(y[cut.piece, cut.offset], lengths), _of_last_pieces(after, cut.row, cut.piece[:, -1])
 
 
 def starts_of(cu_seqlens: Tensor) -> Tensor:
@@ -374,6 +362,43 @@ def cu_seqlens_of(starts: Tensor) -> Tensor:
         raise ValueError("starts is False at position 0, but cu_seqlens have a sequence that begins there")
     begins = starts[0].nonzero()[:, 0]
     return torch.cat([begins, begins.new_tensor([starts.size(1)])]).int()
+
+
+class _Cut(NamedTuple):
+    """P pieces of B rows, in the order of the rows.
+
+    Attributes:
+        row: (P,), the row of each.
+        is_new: (P,), whether a sequence begins with it; otherwise it continues from the row's state.
+        sizes: (P,) numbers of positions. A row without positions has one empty piece.
+        inside: (P, L), the position in the row of each position of a piece; any in the padding.
+        piece: (B, N), the piece of each position.
+        offset: (B, N), the position there; any in the padding.
+    """
+
+    row: Tensor
+    is_new: Tensor
+    sizes: Tensor
+    inside: Tensor
+    piece: Tensor
+    offset: Tensor
+
+
+@torch.compiler.disable(reason="the number of pieces depends on values")
+def _cut(starts: Tensor, lengths: Tensor) -> _Cut:
+    """Cut rows at `starts` (B, N), of which the positions before `lengths` (B,) are valid."""
+    n = starts.size(1)
+    starts = starts & valid_positions(lengths, n)
+    begins = starts.clone()
+    begins[:, 0] = True
+    row, first = begins.nonzero(as_tuple=True)  # (P,)
+    end = torch.where(row[1:] == row[:-1], first[1:], lengths[row[:-1]])
+    sizes = torch.cat([end, lengths[row[-1:]]]) - first
+    longest = torch.arange(max(1, int(sizes.max())), device=starts.device)
+    piece = begins.flatten().cumsum(0).view_as(begins) - 1
+    offset = torch.arange(n, device=starts.device) - first[piece]
+    inside = (first[:, None] + longest).clamp(max=n - 1)
+    return _Cut(row, starts[row, first], sizes, inside, piece, offset.clamp(max=len(longest) - 1))
 
 
 def _reads_source(state: State) -> bool:

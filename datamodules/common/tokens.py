@@ -32,6 +32,8 @@ class TokenBatch(NamedTuple):
         lengths: (B,), number of valid positions in each row; None: all positions are valid.
         fresh: (B,), True where the row starts a new sequence, so that its memory must be reset; None: all rows do.
         responses: The responses that begin in each of the B rows; None: there are none.
+        starts: (B, N), True where a sequence begins that must not depend on what is before it in the row: see
+            `lit_effattn.sequence.packed`. None: nowhere.
     """
 
     inputs: Tensor
@@ -39,6 +41,7 @@ class TokenBatch(NamedTuple):
     lengths: Tensor | None = None
     fresh: Tensor | None = None
     responses: Sequence[Sequence[Response]] | None = None
+    starts: Tensor | None = None
 
 
 class PairBatch(NamedTuple):

@@ -32,6 +32,7 @@ class TokenStreams(Dataset[TokenBatch]):
         num_replicas: Number of processes.
         rank: This process, 0 to `num_replicas - 1`.
         joined: Segments cross the borders of documents, and only the last one may be short.
+        packed: With `joined`: `starts` of a batch marks the first token of each document.
         drop_last: Make all streams equally long and drop the rest. With a single document or `joined`, also drop the
             last segment if it is short. Otherwise the lengths of streams differ by at most one segment; a stream that
             has ended gives empty rows (length 0).
@@ -62,6 +63,7 @@ class TokenStreams(Dataset[TokenBatch]):
         rank: int,
         joined: bool,
         drop_last: bool,
+        packed: bool = False,
     ) -> None:
         self.start = start
         self.segment_len = segment_len
@@ -69,6 +71,7 @@ class TokenStreams(Dataset[TokenBatch]):
         self.num_replicas = num_replicas
         self.rank = rank
         self.joined = joined
+        self.packed = packed
         self.drop_last = drop_last
         self._divide(tokens, borders)
 
@@ -114,12 +117,13 @@ class TokenStreams(Dataset[TokenBatch]):
     def __getitem__(self, step: int) -> TokenBatch:
         begins, lengths, is_fresh = self._segments(step)
         rows = self.rows
-        inputs, targets = self._read(begins[rows], lengths[rows])
+        inputs, targets, starts = self._read(begins[rows], lengths[rows])
         return TokenBatch(
             inputs=torch.from_numpy(inputs),  # (B, N)
             targets=torch.from_numpy(targets),  # (B, N)
             lengths=None if (lengths == self.segment_len).all() else torch.from_numpy(lengths[rows]),
             fresh=torch.from_numpy(is_fresh[rows]),
+            starts=torch.from_numpy(starts) if self.packed else None,  # (B, N)
         )
 
     def _segments(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -134,9 +138,11 @@ class TokenStreams(Dataset[TokenBatch]):
         lengths = np.minimum(self.segment_len, self.borders[document + 1] - begins) * present
         return begins, lengths, present & ((step == 0) | (segments == self.first[document]))
 
-    def _read(self, begins: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _read(self, begins: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return inputs, targets, and where documents begin, (B, N) each."""
         inputs = np.zeros((len(begins), self.segment_len), np.int64)
         targets = np.full_like(inputs, IGNORE)
+        starts = np.zeros(inputs.shape, bool)
         for row, (begin, length) in enumerate(zip(begins.tolist(), lengths.tolist(), strict=True)):
             if length == 0:
                 continue
@@ -145,8 +151,9 @@ class TokenStreams(Dataset[TokenBatch]):
             text = self.tokens[before : begin + length]
             targets[row, :length] = text[-length:]
             inputs[row, length + 1 - len(text) : length] = text[:-1]
-            inputs[row, self.documents[first:last] - begin] = self.start
-        return inputs, targets
+            starts[row, self.documents[first:last] - begin] = True
+        inputs[starts] = self.start
+        return inputs, targets, starts
 
 
 class ShuffledStreams(TokenStreams):

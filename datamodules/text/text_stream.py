@@ -93,6 +93,9 @@ class TextStream(DataModule):
             required for bpe.
         documents: apart: a document starts a new segment, marked `fresh`, and gets no memory of the previous one, whose
             last segment may be short. joined: segments cross documents' borders without padding, and memory is kept.
+            packed: as joined, but a document depends on nothing before it, neither on the memory nor on other documents
+            of its segment (`TokenBatch.starts`). Every token then has the same context as with apart, if memory is
+            carried, without padding between short documents.
         num_workers: Worker processes that load data; 0: none.
         root: enwik8, text8, wikitext103: folder of the files; default: data, data, data/wikitext-103.
             files, prepared: the folder (or file); required.
@@ -123,7 +126,7 @@ class TextStream(DataModule):
         batch_size: int = 32,
         eval_batch_size: int | None = None,
         vocab_size: int | None = None,
-        documents: Literal["apart", "joined"] = "apart",
+        documents: Literal["apart", "joined", "packed"] = "apart",
         num_workers: int = 0,
         root: str | None = None,
         glob: str | None = None,
@@ -142,8 +145,8 @@ class TextStream(DataModule):
         at_least(1, segment_len=segment_len, eval_segment_len=eval_segment_len, max_bytes=max_bytes)
         at_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size)
         at_least(0, num_workers=num_workers, shuffle_seed=shuffle_seed)
-        if documents not in ("apart", "joined"):
-            raise ValueError(f"documents={documents!r} is not known; choose apart or joined")
+        if documents not in ("apart", "joined", "packed"):
+            raise ValueError(f"documents={documents!r} is not known; choose apart, joined or packed")
         self.source: str = source
         if tokenizer_of is not None and (tokens, vocab_size) != (None, None):
             raise ValueError(
@@ -277,7 +280,8 @@ class TextStream(DataModule):
             "segment_len": segment_len,
             "batch_size": batch_size,
             **processes(self.trainer),
-            "joined": self.documents == "joined",
+            "joined": self.documents != "apart",
+            "packed": self.documents == "packed",
             "drop_last": split == "train",
         }
         if split != "train" or self.shuffle_seed is None:

@@ -25,7 +25,7 @@ from lit_effattn.generation.sampling import AS_TRAINED, Sampling, SamplingOption
 from lit_effattn.nn.evaluating import evaluating
 from lit_effattn.nn.heads import CategoricalHead, HeadFactory
 from lit_effattn.nn.sliding import SlidingWindow
-from lit_effattn.sequence import SequenceModule, State
+from lit_effattn.sequence import SequenceModule, State, packed
 from lit_effattn.tasks.auxiliary import FurtherPredictions, mean_of_scored
 from lit_effattn.tasks.base import Objective, Task, carried, check_backbone, check_fields, check_integers
 from lit_effattn.tasks.metrics import Accuracy, BitsPerByte, BitsPerCharacter, BitsPerTextByte, Count, Perplexity
@@ -199,7 +199,9 @@ class LanguageModel(Task):
 
     def hidden(self, batch: TokenBatch, memory: State | None = None) -> tuple[Tensor, State]:
         """Return the backbone's output (B, N, d_model), continuing from `memory`, and its state after the batch."""
-        return self.active_backbone(self._embed(batch.inputs), memory, batch.lengths)
+        if (starts := getattr(batch, "starts", None)) is None:
+            return self.active_backbone(self._embed(batch.inputs), memory, batch.lengths)
+        return packed(self.active_backbone, self._embed(batch.inputs), starts, memory, batch.lengths)
 
     def forward(self, batch: TokenBatch, memory: State | None = None) -> Tensor:
         """Return −log p in nats of every target, continuing from `memory`, 0 where it is not scored: (B, N).
@@ -227,6 +229,11 @@ class LanguageModel(Task):
 
     def _outputs(self, batch: TokenBatch, memory: State | None) -> tuple[list[Tensor], State]:
         """Return the outputs (B, N, d_model) from which training predicts, the last layer's last, and the state."""
+        if self.further is not None and getattr(batch, "starts", None) is not None:
+            raise ValueError(
+                "n_targets and intermediate_losses do not support several sequences in a row (data.documents packed); "
+                "use data.documents apart"
+            )
         if self.intermediate_losses:
             return self.backbone.layer_outputs(self._embed(batch.inputs), memory, batch.lengths)  # type: ignore[operator]
         hidden, state = self.hidden(batch, memory)
@@ -259,6 +266,7 @@ class LanguageModel(Task):
             ("eval_window", self._sliding is not None),
             ("test_lengths", bool(self.accuracy_by_length)),
             ("response_metrics", bool(self._responses.metrics)),
+            ("data.documents packed", getattr(batch, "starts", None) is not None),
             ("the callback Compile", self._objective is not type(self).objective),
         ):
             if is_set:

@@ -144,6 +144,8 @@ def test_what_needs_whole_sequences_says_so(options: dict[str, Any], message: st
     tokens = torch.zeros(1, 3, dtype=torch.long)
     with pytest.raises(ValueError, match=f"SequenceParallel: {message}"):
         model(**options).part_of(TokenBatch(tokens, tokens), 0, 2)
+    with pytest.raises(ValueError, match=r"SequenceParallel: data\.documents packed needs whole sequences"):
+        model().part_of(TokenBatch(tokens, tokens, starts=tokens.bool()), 0, 2)
     with pytest.raises(ValueError, match="size=4, but sequences have 3 positions"):
         model().part_of(TokenBatch(tokens, tokens), 0, 4)
 

@@ -93,6 +93,13 @@ def test_later_targets_alone_need_no_layers():
     loss.backward()
 
 
+def test_several_sequences_in_a_row_are_refused():
+    """The second target of a sequence's last position is of the next sequence."""
+    made, tokens = LanguageModel(LSTM(8, 1), V, n_targets=2), torch.tensor([[1, 2]])
+    with pytest.raises(ValueError, match=r"n_targets and intermediate_losses do not support .*documents packed"):
+        made.objective(TokenBatch(tokens, tokens, starts=tokens > 1))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -3,6 +3,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -17,6 +18,7 @@ from lit_effattn.attention import (
 )
 from lit_effattn.datamodules import CopyTask
 from lit_effattn.datamodules.common.tokens import IGNORE, TokenBatch
+from lit_effattn.datamodules.text.streams import TokenStreams
 from lit_effattn.datamodules.text.tokenizers import BPETokenizer, ByteTokenizer
 from lit_effattn.tasks import LanguageModel
 from tests.callbacks.tiny import trainer
@@ -300,3 +302,42 @@ def test_a_token_of_another_vocabulary_is_named():
     given.inputs[1, 0] = V
     with pytest.raises(ValueError, match=f"token {V}, but the model has vocab_size={V}"):
         model()(given)
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [
+        LinearAttention,
+        partial(TransformerXLAttention, mem_len=300, same_length=True),
+        partial(SoftmaxAttention, window=3),
+    ],
+)
+def test_packed_documents_are_scored_as_apart(attention: Any):
+    """Memory is carried, so each token has all of its document before it, wherever segments end."""
+    sizes = [1, 9, 2, 4, 1, 17, 3]
+    tokens = np.random.default_rng(0).integers(0, V - 1, sum(sizes)).astype(np.uint16)
+    made = model(attention)
+    nll = {}
+    for packed in (False, True):
+        streams = TokenStreams(
+            tokens,
+            np.cumsum([0, *sizes]),
+            start=V - 1,
+            segment_len=5,
+            batch_size=1,
+            num_replicas=1,
+            rank=0,
+            joined=packed,
+            packed=packed,
+            drop_last=False,
+        )
+        memory, scored = made.backbone.initial_state(1), []
+        for t in range(len(streams)):
+            segment = streams[t]
+            memory = made.backbone.reset(memory, segment.fresh)
+            with torch.no_grad():
+                scored.append(made(segment, memory)[segment.targets != IGNORE])
+                memory = made.objective(segment, memory).state
+        nll[packed] = torch.cat(scored)
+    assert len(nll[True]) == sum(sizes)
+    torch.testing.assert_close(nll[True], nll[False], rtol=1e-10, atol=1e-12)

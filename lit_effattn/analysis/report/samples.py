@@ -128,6 +128,8 @@ def first_sequence(model: Task, data: Any, length: int, *, carried: bool) -> One
             batch = following
             if batch.fresh is not None and bool(batch.fresh[0]):
                 memory = backbone.initial_state(1)
+        if batch.starts is not None and bool(batch.starts[0, 0]):  # the cut sequence is read without `starts`
+            memory = backbone.initial_state(1)
     factor = int(getattr(getattr(model, "front_end", None), "factor", 1))  # feature vectors per position
     return OneSequence(batch, _cut(batch, length * factor), memory)
 
@@ -138,7 +140,9 @@ def _cut(batch: Any, length: int) -> Any:
         return batch[:, :length]
     if isinstance(batch, TokenBatch):
         n = min(length, batch.inputs.size(1) if batch.lengths is None else int(batch.lengths[0]))
-        return batch._replace(inputs=batch.inputs[:, :n], targets=batch.targets[:, :n], lengths=None)
+        if batch.starts is not None:  # to the next sequence of the row
+            n = min([n, *(int(i) for i in batch.starts[0].nonzero()[:, 0] if i > 0)])
+        return batch._replace(inputs=batch.inputs[:, :n], targets=batch.targets[:, :n], lengths=None, starts=None)
     if isinstance(batch, SpeechBatch):
         n = min(length, int(batch.lengths[0]))
         return batch._replace(features=batch.features[:, :n], lengths=torch.tensor([n]))

@@ -14,7 +14,7 @@ DOCUMENTS = [(1,), (2,), (5,), (1, 1), (7, 3), (4, 1, 6), (3, 3, 3), (13, 2, 8, 
 SETTINGS = list(itertools.product(DOCUMENTS, (1, 2, 3, 64), (1, 2, 7), (1, 3), (False, True)))
 
 
-def streams(sizes, segment_len, batch_size, world=1, rank=0, *, joined=False, drop_last=False):
+def streams(sizes, segment_len, batch_size, world=1, rank=0, *, joined=False, drop_last=False, packed=False):
     borders = np.concatenate([[0], np.cumsum(sizes)])
     return TokenStreams(
         np.arange(borders[-1], dtype=np.uint16),
@@ -26,6 +26,7 @@ def streams(sizes, segment_len, batch_size, world=1, rank=0, *, joined=False, dr
         rank=rank,
         joined=joined,
         drop_last=drop_last,
+        packed=packed,
     )
 
 
@@ -59,6 +60,18 @@ def row_of(batch, row):
     assert (batch.targets[row, n:] == IGNORE).all()
     assert (batch.inputs[row, n:] == 0).all()
     return (pairs, bool(batch.fresh[row])) if n else None
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_packed_segments_are_joined_ones_with_the_starts_of_documents(world):
+    for sizes, segment_len in itertools.product(DOCUMENTS, (1, 3, 64)):
+        packed = batches(sizes, segment_len, 2, world, world - 1, joined=True, packed=True)
+        joined = batches(sizes, segment_len, 2, world, world - 1, joined=True)
+        for batch, other in zip(packed, joined, strict=True):
+            assert other.starts is None
+            assert torch.equal(batch.starts, batch.inputs == START)
+            assert torch.equal(batch.inputs, other.inputs)
+            assert torch.equal(batch.targets, other.targets)
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

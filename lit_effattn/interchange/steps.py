@@ -81,7 +81,7 @@ class SpeechState(NamedTuple):
     Attributes:
         moments: (B, 3, F), float64, of the frames so far, for a running normalisation. None: there is none.
         features: (B, K, F), the feature vectors before, which the front end reads again. None: it reads none.
-        length: (B,), number of frames so far, at most as many as `features` stand for. None: as above.
+        length: (B,), number of frames so far, at most the frames of `features`. None: as above.
         backbone: The state of the backbone.
     """
 

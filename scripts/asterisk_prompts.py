@@ -59,7 +59,7 @@ FOLDING = {
 }
 """The phone that each phone of the recogniser is scored as. Other phones are scored as themselves."""
 
-_ASIDES = re.compile(r"\[[^]]*\]|\([^)]*\)|<[^>]*>")
+ASIDES = re.compile(r"\[[^]]*\]|\([^)]*\)|<[^>]*>")
 _MARKS = ",;:!?\"'"
 _DIGITS = ("ZERO", "ONE", "TWO", "THREE", "FOUR", "FIVE", "SIX", "SEVEN", "EIGHT", "NINE")
 
@@ -77,7 +77,7 @@ def words_of(text: str, lexicon: Lexicon) -> list[str]:
     Asides in brackets are left out. A text of a single letter is the letter's name, which CMUdict spells `A.`.
     Words that the lexicon lacks are returned as they are.
     """
-    tokens = _ASIDES.sub(" ", text).upper().split()
+    tokens = ASIDES.sub(" ", text).upper().split()
     if len(tokens) == 1 and f"{tokens[0]}." in lexicon:
         return [f"{tokens[0]}."]
     return [word for token in tokens for word in _words(token, lexicon)]
@@ -116,30 +116,34 @@ def prompts(root: Path, lexicon: Lexicon) -> tuple[list[dict[str, Any]], Faults]
             faults.add(Fault("with unknown words", f"{name}: {', '.join(unknown)}"))
         else:
             phones = [TO_ESPEAK[phone] for phone in lexicon.pronounce(words)]
-            lines.append(_line(name, text, phones, soundfile.info(path).duration))
+            lines.append(manifest_line(path, name, text, phones, SPEAKER))
     return lines, faults
 
 
-def _line(name: str, text: str, phones: list[str], seconds: float) -> dict[str, Any]:
+def manifest_line(path: Path, name: str, text: str, phones: list[str], speaker: str) -> dict[str, Any]:
+    """Return the line of the manifest of a prompt, whose recording `path` will be copied to wav/."""
     return {
         "audio_filepath": f"wav/{name}.wav",
-        "duration": round(seconds, 4),
+        "duration": round(soundfile.info(path).duration, 4),
         "text": text,
         "phonemes": phones,
-        "speaker": SPEAKER,
+        "speaker": speaker,
         "id": name,
     }
 
 
-def write(root: Path, out: Path, lines: list[dict[str, Any]]) -> None:
-    """Write the manifest, the folding and copies of the recordings."""
+def write(sounds: Path, out: Path, lines: list[dict[str, Any]], faults: Faults) -> None:
+    """Write the manifest and copies of the recordings, and print the size of the set and what is left out."""
     for line in lines:
         copy = out / line["audio_filepath"]
         copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(root / SOUNDS / f"{line['id']}.wav", copy)
+        shutil.copyfile(sounds / f"{line['id']}.wav", copy)
     manifest = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     (out / "test.jsonl").write_text(manifest, encoding="utf-8", newline="\n")
-    (out / "folding.json").write_text(json.dumps(FOLDING, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    minutes, phones = sum(line["duration"] for line in lines) / 60, sum(len(line["phonemes"]) for line in lines)
+    print(f"test: {len(lines)} prompts, {minutes:.1f} minutes, {phones:,} phones")
+    if len(faults):
+        print(f"{len(faults)} prompts are left out:\n  {faults}")
 
 
 def main(args: list[str] | None = None) -> None:
@@ -151,11 +155,9 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--lexicon", type=Path, help=about)
     given = parser.parse_args(args)
     lines, faults = prompts(given.root, Lexicon(given.lexicon or installed_cmudict("--lexicon"), stress=True))
-    write(given.root, given.out, lines)
-    minutes, phones = sum(line["duration"] for line in lines) / 60, sum(len(line["phonemes"]) for line in lines)
-    print(f"test: {len(lines)} prompts, {minutes:.1f} minutes, {phones:,} phones")
-    if len(faults):
-        print(f"{len(faults)} prompts are left out:\n  {faults}")
+    write(given.root / SOUNDS, given.out, lines, faults)
+    folding = json.dumps(FOLDING, ensure_ascii=False, indent=1)
+    (given.out / "folding.json").write_text(folding + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

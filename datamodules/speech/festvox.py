@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.files import regular
 from lit_effattn.datamodules.common.splits import fixed_order
+from lit_effattn.datamodules.speech.corpora import read_manifest
 from lit_effattn.datamodules.speech.utterances import SpeechCorpus, Utterance
 
 PAUSE = "pau"
@@ -53,6 +54,8 @@ class FestvoxCorpus(SpeechCorpus):
         pauses: delete: pauses have no label. unscored: a pause is a phone, `pau`, in training, but not in the error
             rate. scored: it is a phone in both. Consecutive pauses are one.
         seed: Seed of the splits.
+        test: A manifest of other recordings (see `read_manifest`), with phones of this voice's inventory, that are the
+            test split in place of this voice's. None: this voice's.
 
     Raises:
         ValueError: If `pauses` is unknown, or `seed` is negative.
@@ -64,6 +67,7 @@ class FestvoxCorpus(SpeechCorpus):
         *,
         pauses: Literal["delete", "unscored", "scored"] = "delete",
         seed: int = 0,
+        test: str | None = None,
     ) -> None:
         if pauses not in ("delete", "unscored", "scored"):
             raise ValueError(f"pauses={pauses!r} is unknown; choose delete, unscored or scored")
@@ -71,15 +75,17 @@ class FestvoxCorpus(SpeechCorpus):
         self.root: Path = Path(root)
         self.pauses = pauses
         self.seed = seed
+        self.test = None if test is None else Path(test)
 
     def prepare(self) -> None:
         """Check that the voice exists, and read its sentences and labels.
 
         Raises:
-            FileNotFoundError: If it is missing. The message says how to get it.
+            FileNotFoundError: If it is missing, or `test` is. The message says how to get the voice.
             ValueError: If `root` has several voices, or a line is invalid.
         """
         _ = self.phones
+        self.utterances("test")
 
     def utterances(self, split: str) -> list[Utterance]:
         """Return the utterances of "train", "val" or "test", sorted by id.
@@ -87,9 +93,11 @@ class FestvoxCorpus(SpeechCorpus):
         A recording without a label file has no phones.
 
         Raises:
-            FileNotFoundError: If the voice is missing.
+            FileNotFoundError: If the voice, or the manifest `test`, is missing.
             ValueError: If a line is invalid.
         """
+        if split == "test" and self.test is not None:
+            return sorted((line.utterance for line in read_manifest(self.test)), key=lambda u: u.id)
         return self._splits[split]
 
     @cached_property

@@ -1,4 +1,5 @@
 import hashlib
+import json
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,21 @@ def test_the_splits_share_no_sentence_and_are_fixed(tmp_path: Path):
         assert ids(FestvoxCorpus(root, seed=seed)) == names
         seen |= {split for split in names if "ru_0021" in names[split]}
     assert seen == {"train", "val", "test"}
+
+
+def test_another_voice_is_the_test_split(tmp_path: Path):
+    root = str(voice(tmp_path / "nsh"))
+    lines = [{"audio_filepath": f"{i}.wav", "id": i, "phonemes": "k ay"} for i in "ba"]
+    manifest = tmp_path / "test.jsonl"
+    manifest.write_text("\n".join(map(json.dumps, lines)))
+    corpus, own = FestvoxCorpus(root, test=str(manifest)), FestvoxCorpus(root)
+    assert [(u.id, u.audio, u.phones) for u in corpus.utterances("test")] == [
+        (i, tmp_path / f"{i}.wav", ("k", "ay")) for i in "ab"
+    ]
+    assert [ids(corpus)[split] == ids(own)[split] for split in ("train", "val", "test")] == [True, True, False]
+    assert corpus.phones == own.phones
+    with pytest.raises(FileNotFoundError, match=r"gone\.jsonl"):
+        FestvoxCorpus(root, test=str(tmp_path / "gone.jsonl")).prepare()
 
 
 def test_an_utterance_and_its_times(tmp_path: Path):

@@ -108,6 +108,9 @@ class SpeechStream:
     end's `context` and `factor`, and the model's `look_ahead`. The memory is that of the backbone's state, constant for
     kinds whose state is bounded, and of the search.
 
+    Attributes:
+        state: The state of the backbone. None: nothing was read.
+
     Args:
         model: A recogniser with a causal backbone. It is put in evaluation mode.
         filterbanks: As in training.
@@ -133,7 +136,7 @@ class SpeechStream:
         self.normalize = normalize
         self._filterbanks = StreamingFilterbanks(filterbanks)
         self._front_end = FrontEndStream(model.front_end)
-        self._state: State | None = None
+        self.state: State | None = None
         self._ahead = model.look_ahead  # number of outputs that are still to be dropped
         self._labels = (decoder or model.decoder).stream(model.phones)
 
@@ -153,7 +156,7 @@ class SpeechStream:
             frames = after if frames is None else torch.cat([frames, after], 1)
         if frames is None:
             return features.new_empty(0, len(self.model.phones) + 1)
-        hidden, self._state = self.model.backbone(frames, self._state)
+        hidden, self.state = self.model.backbone(frames, self.state)
         log_probs = self.model.log_probs(hidden)[0].cpu()
         dropped = min(self._ahead, len(log_probs))
         self._ahead -= dropped

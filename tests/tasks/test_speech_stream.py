@@ -129,7 +129,7 @@ def test_the_state_stays_as_large(kind: str):
     stream = SpeechStream(model(kind), Filterbanks(8000, n_mels=10))
 
     def size() -> int:
-        return sum(t.numel() for t in tensors(stream._state))
+        return sum(t.numel() for t in tensors(stream.state))
 
     stream(sound(8000))
     after_a_second = size()

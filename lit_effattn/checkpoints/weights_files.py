@@ -20,7 +20,7 @@ from lit_effattn.checkpoints.shape import check_plain, wrong
 from lit_effattn.checkpoints.shipped import METADATA, metadata
 
 _VERSION = "pytorch-lightning_version"
-_OF_RUN = ("lit_effattn", "epoch", "global_step", _VERSION, "logged")
+_OF_RUN = ("lit_effattn", "epoch", "global_step", _VERSION, "logged", "datamodule_hyper_parameters")
 """Parts of a checkpoint that are kept, beside its model and the state of its data."""
 
 
@@ -58,7 +58,7 @@ def write_weights_file(
     save_file(
         {name: _converted(name, t, dtype) for name, t in weights.items()},
         path,
-        {"format": "pt", METADATA: json.dumps(about, ensure_ascii=False)},
+        {"format": "pt", METADATA: json.dumps(about, ensure_ascii=False, default=_as_json)},
     )
     path.chmod(mode)
 
@@ -71,6 +71,34 @@ def _converted(name: str, t: Tensor, dtype: torch.dtype | None) -> Tensor:
     if bool((converted.isinf() & t.isfinite()).any()):
         raise ValueError(f"dtype={str(dtype).removeprefix('torch.')}: {name} has values that are too large for it")
     return converted
+
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64, torch.int64)}
+
+
+def _as_json(value: Any) -> dict[str, Any]:
+    """Return a tensor of the state of the data, such as statistics, as plain data."""
+    if isinstance(value, Tensor) and value.dtype in _DTYPES.values():
+        return {"tensor": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
+    raise TypeError(f"{type(value).__name__} can't be written to a safetensors file's metadata")
+
+
+def _from_json(value: Any) -> Any:
+    """Undo `_as_json` in a tree.
+
+    Raises:
+        ValueError: If the content is not that of a tensor.
+    """
+    if isinstance(value, list):
+        return [_from_json(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() != {"tensor", "dtype"}:
+        return {name: _from_json(item) for name, item in value.items()}
+    try:
+        return torch.tensor(value["tensor"], dtype=_DTYPES[value["dtype"]])
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise ValueError(f"a tensor in its metadata is invalid: {error}") from error
 
 
 def read_weights_file(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
@@ -95,6 +123,7 @@ def read_weights_file(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
         for name, part in (("model.init_args", arguments), ("checkpoint", kept)):
             if not isinstance(part, dict):
                 raise wrong(name, part, "a mapping")
+        kept = _from_json(kept)
         weights = load_file(path, device=str(device))
     except (SafetensorError, ValueError) as error:
         raise DamagedError(f"{path} can't be read as a checkpoint: {error}") from error

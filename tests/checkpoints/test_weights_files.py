@@ -59,6 +59,18 @@ def test_a_file_without_a_run_holds_the_model_alone(tmp_path: Path, model: Langu
     assert saved_config(read_checkpoint(path), path) == {"model": spec(model)}
 
 
+def test_tensors_of_the_state_of_the_data_are_kept(tmp_path: Path, model: LanguageModel):
+    """Such as the statistics of the training recordings, and what `transcribe` reads beside them."""
+    statistics = torch.tensor([[1 / 3, -torch.inf], [0.1, 7.0]], dtype=torch.double)
+    state = {"statistics": statistics, "counts": [torch.arange(3)], "phones": ["a"]}
+    options = {"sample_rate": 8000}
+    saved = SAVED | {"TextStream": state, "datamodule_hyper_parameters": options}
+    checkpoint = read_checkpoint(written(tmp_path / "x.safetensors", model, saved=saved))
+    assert same(checkpoint["TextStream"], state)
+    assert checkpoint["TextStream"]["statistics"].dtype == torch.double
+    assert checkpoint["datamodule_hyper_parameters"] == options
+
+
 def test_a_weight_that_a_type_cannot_hold_is_named(tmp_path: Path, model: LanguageModel):
     with torch.no_grad():
         model.embedding.weight[0, 0] = 70_000  # type: ignore[index, operator]
@@ -72,6 +84,8 @@ def test_a_weight_that_a_type_cannot_hold_is_named(tmp_path: Path, model: Langua
         ({"checkpoint": [1]}, "checkpoint is a list of 1, not a mapping"),
         ({"checkpoint": {"global_step": -1}}, "global_step is -1, not a count"),
         ({"checkpoint": {"callbacks": 3}}, "callbacks is 3, not a mapping"),
+        ({"checkpoint": {"x": [{"tensor": [[1], 2], "dtype": "int64"}]}}, "a tensor in its metadata is invalid"),
+        ({"checkpoint": {"x": {"tensor": [1], "dtype": "float"}}}, "a tensor in its metadata is invalid: 'float'"),
         ({"model": {"class_path": "x.Y", "init_args": "z"}}, r"model\.init_args is the text 'z', not a mapping"),
     ],
 )

@@ -66,8 +66,11 @@ def test_tensors_of_the_state_of_the_data_are_kept(tmp_path: Path, model: Langua
     options = {"sample_rate": 8000}
     saved = SAVED | {"TextStream": state, "datamodule_hyper_parameters": options}
     checkpoint = read_checkpoint(written(tmp_path / "x.safetensors", model, saved=saved))
-    assert same(checkpoint["TextStream"], state)
-    assert checkpoint["TextStream"]["statistics"].dtype == torch.double
+    read = checkpoint["TextStream"]
+    assert read["statistics"].equal(statistics)
+    assert read["statistics"].dtype == torch.double
+    assert read["counts"][0].equal(torch.arange(3))
+    assert read["phones"] == ["a"]
     assert checkpoint["datamodule_hyper_parameters"] == options
 
 

@@ -54,8 +54,8 @@ class FestvoxCorpus(SpeechCorpus):
         pauses: delete: pauses have no label. unscored: a pause is a phone, `pau`, in training, but not in the error
             rate. scored: it is a phone in both. Consecutive pauses are one.
         seed: Seed of the splits.
-        test: A manifest of other recordings (see `read_manifest`), with phones of this voice's inventory, that are the
-            test split in place of this voice's. None: this voice's.
+        test: A manifest of other recordings (see `read_manifest`), with phones of this voice's inventory: the
+            test split, in place of this voice's. None: this voice's.
 
     Raises:
         ValueError: If `pauses` is unknown, or `seed` is negative.

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from lit_effattn.checkpoints.io import read_checkpoint
 from lit_effattn.checkpoints.runs import is_checkpoint
 from tests.cli.test_command import TINY
 from tests.support.commands import REPOSITORY, assert_same_end, last
+from tests.support.processes import free_port
 
 pytestmark = [pytest.mark.processes, pytest.mark.exhaustive]
 
@@ -59,12 +59,6 @@ def together(commands: list[tuple[list[str], dict[str, str]]]) -> list[int]:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=40)
             process.kill()
-
-
-def free_port() -> str:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return str(found.getsockname()[1])
 
 
 def fit(root: str, step: int, number: signal.Signals) -> list[str]:

@@ -405,7 +405,7 @@ class CLI(LightningCLI):
 
     def settings(self) -> dict[str, Any]:
         """Return all settings as plain data, without the arguments that the data determine."""
-        text = self._parser(self.subcommand).dump(self.config[self.subcommand], skip_none=False)
+        text = self._parser(self.subcommand).dump(self.config[self.subcommand], skip_none=False, skip_validation=True)
         settings = without_folders(yaml.safe_load(text))
         for name in ("trust", "name"):  # for this command only; the folder has the name
             settings.pop(name, None)

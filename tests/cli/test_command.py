@@ -26,7 +26,20 @@ from lit_effattn.cli import main
 from lit_effattn.cli.command import CLI, _Parser, integers_first
 from lit_effattn.datamodules import PixelSequences
 from lit_effattn.settings.arguments import Arguments
-from tests.support.commands import REPOSITORY, TWO, assert_same_end, command, ends, fails, last, same, spec, weights
+from tests.support.cases import of_data_sets
+from tests.support.commands import (
+    REPOSITORY,
+    TWO,
+    assert_same_end,
+    command,
+    ends,
+    fails,
+    last,
+    launched,
+    same,
+    spec,
+    weights,
+)
 
 CONFIGS = sorted((REPOSITORY / "configs").glob("*.yaml"))
 TINY = {
@@ -40,6 +53,15 @@ TINY = {
     "data": spec("PixelSequences", dataset="digits", batch_size=128),
     "trainer": {"max_epochs": 1, "limit_train_batches": 3, "enable_progress_bar": False, "logger": False},
 }
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of tiny.yaml, for tests that resume none."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("trained"))
+        Path("tiny.yaml").write_text(yaml.safe_dump(TINY))
+        return fit().resolve()
 
 
 @pytest.fixture(autouse=True)
@@ -90,8 +112,7 @@ def test_training_that_ends_before_its_first_validation_is_announced(caplog: pyt
 
 
 @pytest.mark.check
-def test_testing_reports_what_the_checkpoint_scores(capsys: pytest.CaptureFixture[str]):
-    run = fit()
+def test_testing_reports_what_the_checkpoint_scores(run: Path, capsys: pytest.CaptureFixture[str]):
     main(["test", "--ckpt_path", "best"])
     output = re.search(r"^test bits/dim: (\d+\.\d+)$", capsys.readouterr().out, re.M)
     model = PixelModel.load_from_checkpoint(run / "checkpoints" / "best.ckpt").eval()
@@ -106,8 +127,9 @@ def test_testing_reports_what_the_checkpoint_scores(capsys: pytest.CaptureFixtur
     assert float(output[1]) == pytest.approx(nats.mean().item() / np.log(2), abs=1e-4)
 
 
-def test_predictions_average_to_the_test_result(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture):
-    run = fit()
+def test_predictions_average_to_the_test_result(
+    run: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
     main(["test", "--ckpt_path", "last"])
     output = re.search(r"test bits/dim: (\S+)", capsys.readouterr().out)
     main(["predict", "--ckpt_path", "last"])
@@ -120,9 +142,8 @@ def test_predictions_average_to_the_test_result(capsys: pytest.CaptureFixture[st
     assert table["bits_per_dim"].mean() == pytest.approx(float(output[1]), abs=1e-4)
 
 
-def test_generating_writes_a_picture_and_the_levels(monkeypatch: pytest.MonkeyPatch):
+def test_generating_writes_a_picture_and_the_levels(run: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lit_effattn.generation.sampling.BACKEND", "eager")
-    run = fit()
     main(["generate", "--ckpt_path", "last", "--n", "5", "--seed", "7"])
     main(["generate", "--ckpt_path", "last", "--n", "5", "--seed", "7", "--compile", "true"])
     main(["generate", "--ckpt_path", "last", "--n", "5", "--seed", "8", "--output", "there"])
@@ -135,8 +156,7 @@ def test_generating_writes_a_picture_and_the_levels(monkeypatch: pytest.MonkeyPa
     assert Path("there/samples.png").stat().st_size > 0
 
 
-def test_completing_keeps_what_is_not_erased():
-    run = fit()
+def test_completing_keeps_what_is_not_erased(run: Path):
     main(["generate", "--ckpt_path", "last", "--n", "3", "--complete", "0.25"])
     levels = np.load(run / "generated" / "samples" / "samples.npy")
     data = PixelSequences("digits")
@@ -147,8 +167,7 @@ def test_completing_keeps_what_is_not_erased():
     assert (run / "generated" / "samples" / "completed.png").is_file()
 
 
-def test_generating_refuses_what_it_cannot_do(capsys: pytest.CaptureFixture[str]):
-    run = fit()
+def test_generating_refuses_what_it_cannot_do(run: Path, capsys: pytest.CaptureFixture[str]):
     for args, words in (
         (["--n", "0"], "--n 0"),
         (["--temperature", "-1"], "temperature=-1.0"),
@@ -212,14 +231,8 @@ def ask_for_data(config: Path, *args: str) -> None:
     made.datamodule.prepare_data()
 
 
-def one_a_data_set(configs: list[Path]) -> list[Any]:
-    """Return parameters; all configurations of a data set but the first are exhaustive."""
-    first = {config.stem.partition("_")[0]: config for config in reversed(configs)}.values()
-    return [pytest.param(c, id=c.stem, marks=[] if c in first else pytest.mark.exhaustive) for c in configs]
-
-
 @pytest.mark.filterwarnings("ignore:LightningCLI's args")
-@pytest.mark.parametrize("config", one_a_data_set([c for c in CONFIGS if not c.stem.startswith(OTHERS)]))
+@pytest.mark.parametrize("config", of_data_sets(c for c in CONFIGS if not c.stem.startswith(OTHERS)))
 def test_every_configuration_works_as_far_as_it_needs_no_download(config: Path):
     """Offline ones take a step (of one row) of training and validation; others say what belongs where."""
     data = yaml.safe_load(config.read_text())["data"]
@@ -251,6 +264,7 @@ FAMILIES = ("digits_performer", "stdlib_infinite")
 def test_a_configuration_serves_every_command(config: Path):
     """As users of a LightningCLI write it: with the file that the model was trained with."""
     less = ["--data.batch_size", "1", "--data.eval_batch_size", "1", "--trainer.enable_progress_bar", "false"]
+    less += ["--model.backbone.n_layers", "1"]
     if yaml.safe_load(config.read_text())["data"]["class_path"] == "TextStream":
         less += ["--data.max_bytes", "200000"]
     made = built(config, *less, device="cpu")
@@ -262,8 +276,7 @@ def test_a_configuration_serves_every_command(config: Path):
         main([*given, f"--trainer.limit_{name.removesuffix('idate')}_batches", "1"])
 
 
-def test_what_training_alone_knows_is_no_flag_of_another_command(capsys: pytest.CaptureFixture[str]):
-    fit()
+def test_what_training_alone_knows_is_no_flag_of_another_command(run: Path, capsys: pytest.CaptureFixture[str]):
     config = {**TINY, "checkpoint": {"every_n_train_steps": 7}, "init_weights": "nowhere.ckpt", "modle": 1}
     Path("more.yaml").write_text(yaml.safe_dump(config))
     assert "modle" in fails(capsys, "test", "--config", "more.yaml", "--ckpt_path", "last", code=2)
@@ -351,8 +364,7 @@ def test_the_last_run_and_its_last_checkpoint_are_the_newest_after_the_clock_was
     assert steps == [6, 9]
 
 
-def test_branching_off_another_checkpoint_begins_a_run():
-    run = fit()
+def test_branching_off_another_checkpoint_begins_a_run(run: Path):
     before = (run / "checkpoints" / "last.ckpt").read_bytes()
     main(["fit", "--ckpt_path", str(run / "checkpoints" / "best.ckpt"), "--trainer.max_epochs", "2"])
     assert len(runs()) == 2
@@ -410,8 +422,7 @@ def test_the_best_k_are_kept_beside_a_checkpoint_callback_of_ones_own(capsys: py
     assert "has two equal ones, ModelCheckpoint{" in fails(capsys, "fit", "--config", "tiny.yaml", *own, *own)
 
 
-def test_a_flag_wins_over_the_checkpoint(capsys: pytest.CaptureFixture[str]):
-    fit()
+def test_a_flag_wins_over_the_checkpoint(run: Path, capsys: pytest.CaptureFixture[str]):
     results = []
     for flags in ([], ["--model.score_first", "false"]):
         capsys.readouterr()
@@ -420,8 +431,7 @@ def test_a_flag_wins_over_the_checkpoint(capsys: pytest.CaptureFixture[str]):
     assert results[0] != results[1]
 
 
-def test_a_flag_that_resuming_would_drop_is_refused(capsys: pytest.CaptureFixture[str]):
-    run = fit()
+def test_a_flag_that_resuming_would_drop_is_refused(run: Path, capsys: pytest.CaptureFixture[str]):
     before = (run / "checkpoints" / "last.ckpt").read_bytes()
     for flags, words in (
         (["--model.backbone.n_layers", "1"], "another model"),
@@ -526,8 +536,7 @@ def test_a_metric_that_is_not_there_is_told_with_those_that_are(capsys: pytest.C
     assert "val/bits_per_dim" in output
 
 
-def test_weights_of_another_shape_are_no_start(capsys: pytest.CaptureFixture[str]):
-    fit()
+def test_weights_of_another_shape_are_no_start(run: Path, capsys: pytest.CaptureFixture[str]):
     output = fails(capsys, "fit", "--config", "tiny.yaml", "--init_weights", "last", "--model.backbone.d_model", "8")
     assert "checkpoints/last.ckpt: the checkpoint holds another model than this PixelModel: " in output
     assert "they are in its config.yaml" in output
@@ -579,9 +588,8 @@ def test_a_run_in_which_another_process_trains_is_not_resumed(capsys: pytest.Cap
 
 
 def test_a_run_that_cannot_be_written_to_is_scored_and_sampled_from(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    run: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    run = fit()
     before = sorted(run.rglob("*"))
     real = tempfile.TemporaryFile
 
@@ -681,7 +689,7 @@ def test_a_requeued_slurm_job_goes_on_in_the_same_run(monkeypatch: pytest.Monkey
 
 @pytest.mark.processes
 def test_two_processes_stop_together_if_the_loss_is_not_finite():
-    stopped = command(
+    stopped = launched(
         "fit", "--config", "tiny.yaml", "--model.optimizer.lr", "1e30", "--trainer.log_every_n_steps", "2", *TWO
     )
     assert stopped.returncode == 1
@@ -713,8 +721,7 @@ def test_a_killed_run_resumes_to_the_same_weights(processes: list[str]):
 
 @pytest.mark.exhaustive
 @pytest.mark.processes
-def test_two_processes_score_as_one():
-    fit()
+def test_two_processes_score_as_one(run: Path):
     one, two = (ends("test", "--ckpt_path", "best", *processes) for processes in ([], TWO))
     assert re.search(r"test bits/dim: \S+", one)[0] == re.search(r"test bits/dim: \S+", two)[0]
 

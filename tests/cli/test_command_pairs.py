@@ -14,7 +14,7 @@ from lit_effattn.cli import main
 from lit_effattn.cli.command import CLI
 from lit_effattn.settings.arguments import Arguments
 from lit_effattn.tasks import SequenceToSequence
-from tests.cli.test_command import one_a_data_set
+from tests.support.cases import of_data_sets
 from tests.support.commands import REPOSITORY, TWO, assert_same_end, ends, fails, last, spec
 
 STACK: dict[str, Any] = {
@@ -121,7 +121,7 @@ CONFIGS = sorted(
 )
 
 
-@pytest.mark.parametrize("config", one_a_data_set(CONFIGS))
+@pytest.mark.parametrize("config", of_data_sets(CONFIGS))
 def test_every_configuration_works_as_far_as_it_needs_no_download(config: Path, capsys: pytest.CaptureFixture[str]):
     """Those of pronunciations take a step of training and validation; others say what they miss, and are built."""
     args = ["fit", "--config", str(config), "--trainer.fast_dev_run", "1", "--trainer.enable_progress_bar", "false"]

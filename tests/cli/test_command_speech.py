@@ -11,7 +11,8 @@ from PIL import Image
 
 from lit_effattn import datamodules
 from lit_effattn.cli import main
-from tests.cli.test_command import CONFIGS, SPEECH, built, one_a_data_set
+from tests.cli.test_command import CONFIGS, SPEECH, built
+from tests.support.cases import of_data_sets
 from tests.support.commands import assert_same_end, fails, last, spec
 from tests.support.tones import write
 
@@ -134,7 +135,7 @@ def test_the_extra_that_synthesis_needs_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.filterwarnings("ignore:LightningCLI's args")
-@pytest.mark.parametrize("config", one_a_data_set([c for c in CONFIGS if c.stem.startswith(SPEECH)]))
+@pytest.mark.parametrize("config", of_data_sets(c for c in CONFIGS if c.stem.startswith(SPEECH)))
 def test_every_configuration_builds_and_says_what_it_needs(config: Path):
     """Those that run offline take a step, with utterances that are here; others say what belongs where."""
     data = yaml.safe_load(config.read_text())["data"]["init_args"]

@@ -60,6 +60,16 @@ def write_texts(root: str = "texts", of: str = "birds") -> None:
             path.write_text(song(n, of) if n else "Bye\n", encoding="utf-8")
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of tiny.yaml, for tests that resume none."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("trained"))
+        Path("tiny.yaml").write_text(yaml.safe_dump(TINY))
+        write_texts()
+        return fit().resolve()
+
+
 @pytest.fixture(autouse=True)
 def _in_a_folder_with_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -111,8 +121,7 @@ def test_testing_scores_every_byte_once_with_the_memory_handed_on(capsys: pytest
     assert int(re.search(r"^test bytes: (\S+)$", output, re.M)[1]) == sum(map(len, texts))
 
 
-def test_predictions_are_a_line_a_segment_and_average_to_the_test_result(capsys: pytest.CaptureFixture[str]):
-    run = fit()
+def test_predictions_are_a_line_a_segment_and_average_to_the_test_result(run: Path, capsys: pytest.CaptureFixture[str]):
     capsys.readouterr()
     main(["test", "--ckpt_path", "last"])
     output = re.search(r"test bits/byte: (\S+)", capsys.readouterr().out)[1]
@@ -140,8 +149,7 @@ def test_generating_continues_a_prompt_without_the_data(capsys: pytest.CaptureFi
     assert text in output  # as it was drawn
 
 
-def test_generating_again_draws_the_same_and_another_seed_others():
-    run = fit()
+def test_generating_again_draws_the_same_and_another_seed_others(run: Path):
     drawn = []
     for flags in (["--seed", "5"], ["--seed", "5"], ["--seed", "6"], ["--seed", "5", "--temperature", "0.1"]):
         main(["generate", "--ckpt_path", "last", "--n", "3", "--n_tokens", "12", *flags])
@@ -152,8 +160,7 @@ def test_generating_again_draws_the_same_and_another_seed_others():
     assert len(set(drawn[0])) == 3
 
 
-def test_the_likeliest_is_the_likeliest_however_it_is_asked_for():
-    run = fit()
+def test_the_likeliest_is_the_likeliest_however_it_is_asked_for(run: Path):
     drawn = []
     for flags in (["--temperature", "0"], ["--top_k", "1"], ["--top_p", "1e-9"]):
         main(["generate", "--ckpt_path", "last", "--prompt", "1 b", "--n_tokens", "15", *flags])
@@ -161,8 +168,7 @@ def test_the_likeliest_is_the_likeliest_however_it_is_asked_for():
     assert len(set(drawn)) == 1
 
 
-def test_a_prompt_may_be_a_file():
-    run = fit()
+def test_a_prompt_may_be_a_file(run: Path):
     Path("begin.txt").write_text("2 birds sit à", encoding="utf-8")
     main(["generate", "--ckpt_path", "last", "--prompt_file", "begin.txt", "--n_tokens", "5"])
     assert samples(run)[0].startswith("2 birds sit à")

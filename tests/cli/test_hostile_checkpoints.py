@@ -22,7 +22,7 @@ from lit_effattn.settings.arguments import Arguments
 from lit_effattn.settings.saved import checked_settings
 from lit_effattn.settings.trainer import Trainer
 from lit_effattn.tasks import Task
-from tests.cli.test_command import CONFIGS, one_a_data_set
+from tests.cli.test_command import CONFIGS
 from tests.support.commands import REPOSITORY, fails, spec
 from tests.support.hostile import ROOTS, beside_evil, nothing_happened, places
 
@@ -390,7 +390,7 @@ def test_python_refuses_it_too(change: dict[str, Any]):
 # ----------------------------------------------------------------------------------------------------- what still works
 
 
-@pytest.mark.parametrize("config", one_a_data_set(CONFIGS))
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)
 def test_checkpoints_of_shipped_configurations_need_no_new_flag(config: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("os.cpu_count", lambda: 8)  # the most devices that one of them states
     settings = yaml.safe_load(config.read_text())

@@ -86,7 +86,7 @@ def resumed(name: str) -> dict[str, torch.Tensor]:
     to = ("--trainer.max_epochs", "3") if name.startswith("15b2119") else ("--trainer.max_steps", STEPS)
     args = ["fit", "--ckpt_path", checkpoint(name), *to]
     if name == OF_TWO:
-        done = command(*args, *TWO)
+        done = command(*args, *TWO, two=True)
         assert done.returncode == 0, done.stderr
     else:
         main(args)

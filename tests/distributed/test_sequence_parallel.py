@@ -1,6 +1,5 @@
 """Sequences in parts on three processes: outputs, states and gradients are those of one process."""
 
-import multiprocessing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from lit_effattn import Transformer, sequence
@@ -30,6 +28,7 @@ from lit_effattn.attention.softmax import KeyValueCache
 from lit_effattn.distributed.sequence_parallel import Parts, sequence_parallel
 from lit_effattn.nn.lstm import LSTM
 from lit_effattn.settings.kinds import attention_kinds
+from tests.support.processes import in_processes
 
 E, H, B, P = 8, 2, 3, 3
 LINEAR, PERFORMER = partial(LinearAttention, chunk_size=4), partial(PerformerAttention, n_features=16, chunk_size=4)
@@ -127,8 +126,7 @@ def work(rank: int, folder: str) -> None:
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process found."""
     folder: Path = tmp_path_factory.mktemp("parts")
-    multiprocessing.set_forkserver_preload(["tests.distributed.test_sequence_parallel"])  # one import for all
-    mp.start_processes(work, (str(folder),), nprocs=P, start_method="forkserver")
+    in_processes(work, str(folder), n=P)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(P)]
 
 

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import multiprocessing
 import os
 import re
 from collections.abc import Callable
@@ -16,7 +15,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -62,6 +60,7 @@ from lit_effattn.tasks import (
 )
 from tests.laws.cases import ATTENTIONS
 from tests.support.commands import assert_same_end, same
+from tests.support.processes import in_processes
 
 P, E, H, V, N, STEPS = 2, 8, 2, 13, 12, 3
 SHARED_UV = partial(TransformerXLAttention, mem_len=5, share_uv=True)
@@ -437,8 +436,7 @@ def work(rank: int, folder: Path, cases: str, size: int) -> None:
 
 def spawned(folder: Path, cases: str, size: int = P) -> list[dict[str, Any]]:
     """Return what each process found."""
-    multiprocessing.set_forkserver_preload(["tests.distributed.test_sharding"])  # one import for all
-    mp.start_processes(work, (folder, cases, size), nprocs=size, start_method="forkserver")
+    in_processes(work, folder, cases, size, n=size)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]
 
 

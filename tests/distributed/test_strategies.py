@@ -1,8 +1,6 @@
 """Four processes, of which two or all share a sequence, train a language model as one process does."""
 
-import multiprocessing
 import os
-import socket
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from lit_effattn import Transformer
 from lit_effattn.attention import LinearAttention, SoftmaxAttention, SparseAttention
@@ -18,6 +15,7 @@ from lit_effattn.callbacks import MemoryCarry, RandomStates
 from lit_effattn.datamodules import TextStream, TokenBatch
 from lit_effattn.distributed.strategies import SequenceParallel
 from lit_effattn.tasks import LanguageModel, PixelModel
+from tests.support.processes import free_port, in_processes
 
 P = 4
 SHARED, SAVED = [LinearAttention, partial(SoftmaxAttention, window=5)], 3
@@ -61,7 +59,7 @@ def train(folder: str, documents: str, batch_size: int, dropout: float = 0.0, pa
     return {"weights": lm.state_dict(), "figures": figures, "memory": memory and tuple(memory.layers[1])}
 
 
-def work(rank: int, folder: str, port: int) -> None:
+def work(rank: int, folder: str, port: str) -> None:
     torch.set_num_threads(1)
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": P, "LOCAL_WORLD_SIZE": P, "GROUP_RANK": 0}
     places |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "none"}  # as torchrun says them
@@ -95,11 +93,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def found(folder: str) -> list[dict[str, Any]]:
     """What each process found."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    multiprocessing.set_forkserver_preload(["tests.distributed.test_strategies"])  # one import for all
-    mp.start_processes(work, (folder, port), nprocs=P, start_method="forkserver")
+    in_processes(work, folder, free_port(), n=P)
     return [torch.load(f"{folder}/{rank}.pt", weights_only=True) for rank in range(P)]
 
 

@@ -27,7 +27,8 @@ from lit_effattn.nn.heads import CategoricalHead, Head
 from lit_effattn.nn.lstm import LSTM
 from lit_effattn.sequence import SequenceModule
 from tests.laws.cases import CAUSAL, CROSS, Case
-from tests.laws.tools import assert_same, copied, each
+from tests.laws.tools import assert_same, copied
+from tests.support.cases import of_kinds, some
 
 KINDS: dict[str, Callable[[], SequenceModule]] = {
     name: partial(Transformer, 8, 2, 2, attention=attention, init="pytorch", positions=None)
@@ -144,10 +145,18 @@ def test_without_an_end_token_all_are_as_long_as_can_be():
     assert_found(found, [exhaustive(made, row, 3, module.LENGTH_PENALTY, None) for row in prompt], 0)
 
 
-@pytest.mark.parametrize("alpha", ALPHAS)
-@pytest.mark.parametrize("n_best", [1, 2])
-@pytest.mark.parametrize("beam", [2, 3, 5])
-@pytest.mark.parametrize("name", ["softmax", "lstm"])
+@pytest.mark.parametrize(
+    ("name", "beam", "n_best", "alpha"),
+    some(
+        product(["softmax", "lstm"], [2, 3, 5], [1, 2], ALPHAS),
+        [
+            ("softmax", 2, 1, ALPHAS[0]),
+            ("lstm", 3, 2, ALPHAS[1]),
+            ("softmax", 5, 2, ALPHAS[2]),
+            ("lstm", 2, 2, ALPHAS[2]),
+        ],
+    ),
+)
 def test_a_narrow_beam_and_an_early_stop(name: str, beam: int, n_best: int, alpha: float):
     """Of models in which the end token is more or less likely; the oracle never stops early."""
     for seed in range(4):
@@ -161,7 +170,7 @@ def test_a_narrow_beam_and_an_early_stop(name: str, beam: int, n_best: int, alph
 
 
 # A cross-attention alone sees no earlier token, so hypotheses of the same pairs of tokens are equally likely.
-@each([case for case in CAUSAL if case not in CROSS])
+@pytest.mark.parametrize("case", of_kinds(case for case in CAUSAL if case not in CROSS))
 def test_states_of_all_kinds_are_reordered(case: Case):
     made, prompt = parts(case.build()), torch.tensor([[0, 1, 1], [1, 0, 0], [0, 0, 1]])
     found = beam_search(*made, prompt, 5, beam=4, n_best=4)

@@ -23,7 +23,8 @@ from lit_effattn.generation.sampling import Sampling, draw, generate
 from lit_effattn.nn.heads import CategoricalHead, Head
 from lit_effattn.sequence import SequenceModule
 from tests.laws.cases import CAUSAL, Case
-from tests.laws.tools import assert_same, copied, each
+from tests.laws.tools import assert_same, copied
+from tests.support.cases import of_kinds
 
 BACKBONES = {
     "softmax": SoftmaxAttention,
@@ -355,8 +356,8 @@ def around(backbone: SequenceModule, vocabulary: int = 7):
     return backbone, embed, head.double()
 
 
-@each(CAUSAL)
-@pytest.mark.parametrize("n_prompt", [1, 6])
+@pytest.mark.parametrize("case", of_kinds(CAUSAL))
+@pytest.mark.parametrize("n_prompt", [1, pytest.param(6, marks=pytest.mark.exhaustive)])
 def test_states_that_stay_in_place_and_grow_change_nothing(case: Case, n_prompt: int, monkeypatch: pytest.MonkeyPatch):
     uncompiled(monkeypatch, least_room=4)
     made = around(case.build())
@@ -391,6 +392,7 @@ def test_compiled_tokens_from_a_source_are_the_same(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_tokens_compiled_by_inductor_are_the_same():
     made, prompt = parts("window"), torch.zeros(2, 1, dtype=torch.long)
     assert torch.equal(generate(*made, prompt, 12, compile=True), generate(*made, prompt, 12))

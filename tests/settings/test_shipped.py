@@ -11,6 +11,7 @@ from lit_effattn.cli.command import CLI
 from lit_effattn.settings.arguments import Arguments
 from lit_effattn.settings.run_names import root_of
 from lit_effattn.settings.shipped import REMOVED, find_config, shipped
+from tests.support.cases import of_data_sets
 from tests.support.commands import fails
 
 ATTENTIONS: dict[str, Any] = {
@@ -32,7 +33,7 @@ ATTENTIONS: dict[str, Any] = {
 }
 """The attention of each removed configuration, as its file had it; the rest of the file was the sibling's."""
 
-SHORT = ("copy_lsh1", "copy_performer", "digits_sparse", "wsj_lsh")
+SHORT = ("copy_lsh1", "digits_sparse")
 
 
 def compared(monkeypatch: pytest.MonkeyPatch, *args: str) -> dict[str, Any]:
@@ -86,6 +87,6 @@ def test_the_older_runs_are_found_by_name_alone(name: str):
     assert root_of(Arguments(arguments)) != Path("runs", name)
 
 
-@pytest.mark.parametrize("name", sorted(shipped()))
-def test_every_configuration_is_parsed(name: str, monkeypatch: pytest.MonkeyPatch):
-    assert parsed(monkeypatch, "--config", name)["model"]["class_path"]
+@pytest.mark.parametrize("path", of_data_sets(path for _, path in sorted(shipped().items())))
+def test_every_configuration_is_parsed(path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert parsed(monkeypatch, "--config", path.stem)["model"]["class_path"]

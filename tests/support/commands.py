@@ -2,6 +2,7 @@
 
 import io
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -13,6 +14,7 @@ import torch
 
 from lit_effattn.checkpoints.io import read_checkpoint
 from lit_effattn.cli import main
+from tests.support.processes import run_command
 
 REPOSITORY = Path(__file__).parent.parent.parent
 TWO = ["--trainer.devices", "2", "--trainer.accelerator", "cpu", "--trainer.strategy", "ddp"]
@@ -32,15 +34,19 @@ def fails(capsys: pytest.CaptureFixture[str], *args: str, code: int = 1) -> str:
     return message
 
 
-def command(*args: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in a process of its own."""
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "tests" / "support"), "OMP_NUM_THREADS": "1"}
+def command(*args: str, two: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process of its own, or in two."""
+    return run_command(list(args), 2 if two or "ddp" in args else 1)
+
+
+def launched(*args: str) -> subprocess.CompletedProcess[str]:
+    """Run a command as a user does: Lightning starts the second process."""
     return subprocess.run(
         [sys.executable, "-m", "lit_effattn.cli", *args],
         capture_output=True,
         text=True,
         timeout=300,
-        env=environment,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
     )
 
@@ -51,9 +57,17 @@ def ends(*args: str, two: bool = False) -> str:
         with redirect_stdout(io.StringIO()) as output:
             main(list(args))
         return output.getvalue()
-    done = command(*args)
+    done = command(*args, two=two)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@pytest.fixture
+def run(trained: Path) -> Path:
+    """Copy the run that a module's fixture `trained` made into this folder, and return it."""
+    copy = Path("runs", trained.name)
+    shutil.copytree(trained, copy)
+    return copy
 
 
 def last(root: str) -> Path:

@@ -60,6 +60,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of tiny.yaml, for tests that resume none."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("trained"))
+        patch.setenv("XDG_CACHE_HOME", "cache")
         Path("tiny.yaml").write_text(yaml.safe_dump(TINY))
         return fit().resolve()
 

@@ -2,7 +2,6 @@
 
 import io
 import os
-import shutil
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -60,14 +59,6 @@ def ends(*args: str, two: bool = False) -> str:
     done = command(*args, two=two)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-@pytest.fixture
-def run(trained: Path) -> Path:
-    """Copy the run that a module's fixture `trained` made into this folder, and return it."""
-    copy = Path("runs", trained.name)
-    shutil.copytree(trained, copy)
-    return copy
 
 
 def last(root: str) -> Path:

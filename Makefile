@@ -33,8 +33,7 @@ check: lint  ## Lint, check types, run a few tests of everything, compare tests'
 	$(BIN)/python -m tests.collection
 
 test: lint  ## Lint, check types, run the tests.
-	$(BIN)/pytest -n 2 --dist loadfile -m "not processes and not exhaustive" -q
-	$(BIN)/pytest -m "processes and not exhaustive" -q
+	$(BIN)/pytest -n 2 --dist loadfile -m "not exhaustive" -q
 
 test-all: test  ## The tests, and those that go through every configuration and kind (40 minutes on 2 cores).
 	$(BIN)/pytest -n 2 --dist loadfile -m "exhaustive and not processes" -q

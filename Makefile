@@ -9,7 +9,7 @@ BEST   := --ckpt_path best --trainer.default_root_dir runs/$(basename $(notdir $
 
 .DEFAULT_GOAL := help
 .PHONY: help install locked demo check test test-all faults lint bench bench-gpu reproduce-small models docs clean
-.PHONY: lock lint-release release-check release audit sbom
+.PHONY: laws-of-others lock lint-release release-check release audit sbom
 
 help:  ## Show what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ reproduce-small: $(VENV)/.installed-dev  ## Train the papers' figures in small; 
 
 models: $(VENV)/.installed-dev  ## Train the shipped models anew (80 minutes of one core).
 	$(BIN)/python -m scripts.train_models
+
+laws-of-others: $(VENV)/.installed-laws  ## Check the laws for modules of other packages; docs/laws-of-others.md gets the figures (2 minutes of one core).
+	$(BIN)/python -m scripts.laws_of_others
 
 docs: $(VENV)/.installed-docs  ## Build the documentation site into site/.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -112,6 +115,11 @@ $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 $(VENV)/.installed-docs: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --editable '.[docs]'
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-laws: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --editable '.[laws]'
 	@touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-release: pyproject.toml | $(BIN)/python

@@ -14,16 +14,19 @@ from lit_effattn.laws import tree
 
 
 class Tolerance(NamedTuple):
-    """|a − b| ≤ rtol |b| + atol min(1, s), with s the largest |b| of all tensors that are compared together."""
+    """|a − b| ≤ rtol |b| + atol min(s, most), with s the largest |b| of all tensors that are compared together."""
 
     rtol: float
     atol: float
     reason: str
+    most: float = 1
 
 
 TOLERANCES = {
     torch.float64: Tolerance(1e-9, 1e-11, "two orders of the same float64 sums: some thousand roundings of 1e-16"),
-    torch.float32: Tolerance(1e-3, 2e-4, "two orders of the same float32 sums: some thousand roundings of 6e-8"),
+    torch.float32: Tolerance(
+        1e-3, 2e-4, "two orders of the same float32 sums: some thousand roundings of 6e-8", math.inf
+    ),
     torch.bfloat16: Tolerance(6e-2, 6e-2, "several roundings of 4e-3"),
     torch.float16: Tolerance(8e-3, 8e-3, "several roundings of 5e-4"),
 }
@@ -40,10 +43,11 @@ class Pair(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """A condition that must hold, and the message if it does not."""
+    """A condition that must hold, the message if it does not, and a relative difference if it is about numbers."""
 
     holds: bool
     message: str
+    relative: float | None = None
 
 
 Check = Pair | Claim
@@ -88,7 +92,7 @@ class Difference:
 def difference(check: Check, tolerance: Tolerance) -> Difference | None:
     """Return how the check fails, or None if it holds. NaN is equal to nothing."""
     if isinstance(check, Claim):
-        return None if check.holds else Difference(check.message)
+        return None if check.holds else Difference(check.message, relative=check.relative)
     got, expected = _named(check.got), _named(check.expected)
     if got.keys() != expected.keys():
         return Difference(f"{check.what}: there are {sorted(got)} in place of {sorted(expected)}")
@@ -97,7 +101,7 @@ def difference(check: Check, tolerance: Tolerance) -> Difference | None:
         if a.shape != b.shape or a.dtype != b.dtype:
             told, wanted = (f"{t.dtype} of shape {tuple(t.shape)}" for t in (a, b))
             return Difference(f"{check.what}: {told} in place of {wanted}", of=name)
-    rtol, atol, _ = EXACT if check.exact else tolerance
+    rtol, atol, _, most = EXACT if check.exact else tolerance
     if all(torch.equal(got[name], b) for name, b in expected.items()):
         return None
     sizes = [b.abs().max().item() for b in expected.values() if b.numel()]
@@ -105,7 +109,7 @@ def difference(check: Check, tolerance: Tolerance) -> Difference | None:
     worst: Difference | None = None
     for name, b in expected.items():
         gap = (got[name] - b).abs()
-        wrong = ~(gap <= rtol * b.abs() + atol * min(1.0, scale))
+        wrong = ~(gap <= rtol * b.abs() + atol * min(most, scale))
         if not wrong.any():
             continue
         largest = gap.max().item() if not gap.isnan().any() else float("nan")

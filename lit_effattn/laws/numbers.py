@@ -179,6 +179,7 @@ class Precision(Law):
                 error < bound,
                 f"{kind} output in {trial.variant.partition('-')[2]} is off by {100 * error:.3g} % of its length; "
                 f"at most {100 * bound:.2g} % is rounding",
+                error,
             )
         ]
 

@@ -106,7 +106,7 @@ class Padding(Law):
             f"    {code.close(subject, self.name, f'y[i, {at}]', 'alone[0]')}",
             *(
                 [
-                    f"    more = {code.inputs(subject, 1, 3, 2)}",
+                    f"    more = {code.inputs(subject, 1, 1 if subject.adapter.donates else 3, 2)}",
                     "    z, _ = call(module, more, select(module, state, torch.tensor([i])))",
                     f"    {code.close(subject, self.name, 'z', 'call(module, more, after)[0]')}",
                 ]
@@ -136,7 +136,7 @@ def _shifted(subject: Subject, y: Tensor, n: int) -> Tensor:
 
 def _next(subject: Subject, state: Any, expected: Any) -> Pair:
     """Compare the outputs that follow two states."""
-    more = subject.inputs(1, 3, 2)
+    more = subject.inputs(1, 1 if subject.adapter.donates else 3, 2)
     with torch.no_grad():
         got, wanted = (subject.call(more, subject.kept(s))[0] for s in (state, expected))
     return Pair("outputs of the next call, after the padded row and after the row alone", got, wanted)

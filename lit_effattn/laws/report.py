@@ -135,7 +135,9 @@ class Report:
         results = []
         for result in self.results:
             values = dict(vars(result))
-            values["tolerance"] = None if result.tolerance is None else result.tolerance._asdict()
+            values["tolerance"] = (
+                None if result.tolerance is None else {"rtol": result.tolerance.rtol, "atol": result.tolerance.atol}
+            )
             results.append(values)
         return {"name": self.name, "device": self.device, "dtype": self.dtype, "ok": self.ok, "results": results}
 
@@ -171,7 +173,7 @@ def described(result: Result, scripts: bool = True) -> list[str]:
     if result.module:
         lines.append(f"  module: {result.module}")
     if result.tolerance is not None:
-        rtol, atol, reason = result.tolerance
+        rtol, atol, reason, _ = result.tolerance
         allowed = f"rtol {rtol:g}, atol {atol:g}: {reason}" if rtol or atol else reason
         lines.append(f"  allowed: {allowed}")
     if result.detail:

@@ -247,7 +247,7 @@ class Generation(Law):
                 text = torch.cat([text, subject.call(text)[0][:, -1:].argmax(-1)], 1)
             wrong += int((generated != text[0, length:]).sum())
         share = 100 * wrong / (trial.batch * more)
-        return [Claim(wrong == 0, f"{share:.0f} % of {trial.batch * more} generated tokens are others")]
+        return [Claim(wrong == 0, f"{share:.0f} % of {trial.batch * more} generated tokens are others", share / 100)]
 
     def script(self, subject: Subject, trial: Trial) -> list[str]:
         """Return the lines of a script: see `Law.script`."""

@@ -60,7 +60,9 @@ class Alone(Law):
         what = "outputs of a row among its mates and " + (
             "alone" if trial.variant == "alone" else f"among {'NaN' if trial.variant == 'nan' else 'others'}"
         )
-        checks: list[Check] = [Pair(what, z[at], y[[row]].expand_as(z[at]).contiguous())]
+        n = trial.way[0]
+        shown = slice(n) if lengths is None or subject.adapter.zeroes_padding else subject.valid([lengths[row]], n)[0]
+        checks: list[Check] = [Pair(what, z[at][:, shown], y[[row]].expand_as(z[at])[:, shown])]
         if "state" in subject.capabilities and (lengths is None or subject.adapter.padding == "right"):
             follow = after[[row] * len(mates)]
             y, _ = subject.call(after, state)
@@ -225,7 +227,8 @@ class Select(Law):
     def trials(self, subject: Subject, variant: str) -> Iterator[Trial]:
         """Yield three rows, padded where that is possible, of which one is repeated."""
         n, u = long(subject), subject.adapter.unit
-        yield Trial((n, 1, n - 1), (n, 2, u) if subject.adapter.padding == "right" else (n, n, n))
+        way = (n, 1, 1, 1) if subject.adapter.donates else (n, 1, n - 1)  # a cache goes on as in beam search
+        yield Trial(way, (n, 2, u) if subject.adapter.padding == "right" else (n, n, n))
 
     def applies(self, trial: Trial) -> bool:
         """Return whether calls follow."""

@@ -48,10 +48,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _HYBRID,
     "qwen3_next": _HYBRID,
     "recurrent_gemma": {"num_hidden_layers": 3},
-    "zamba": {"num_hidden_layers": 6, "num_key_value_heads": 4, "attention_hidden_size": 64, "attention_head_dim": 16},
+    "zamba": {"num_hidden_layers": 12, "num_key_value_heads": 4, "attention_hidden_size": 64, "attention_head_dim": 16},
     "zamba2": {
         **{"attention_hidden_size": 64, "attention_head_dim": 16, "num_key_value_heads": 4, "n_mamba_heads": 8},
-        "layer_types": ["mamba", "hybrid"],
+        "layers_block_type": ["mamba", "hybrid"],
     },
 }
 """What an architecture needs besides."""

@@ -1,0 +1,126 @@
+"""`lit-effattn check` and `python -m lit_effattn.laws`: modules by their names, and files of the reports."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from lit_effattn.cli import main
+from tests.support.commands import REPOSITORY
+
+# A newcomer's kind: its state counts padding as positions that it has seen.
+MINE = """
+import torch
+from lit_effattn.attention import Attention
+from typing import NamedTuple
+
+class MeanState(NamedTuple):
+    total: torch.Tensor
+    length: torch.Tensor
+
+class MyAttention(Attention):
+    def initial_state(self, batch_size, *, max_len=None, device=None, dtype=None):
+        device, dtype = self.default(device, dtype)
+        shape = batch_size, self.n_heads, self.head_dim
+        return MeanState(torch.zeros(shape, device=device, dtype=dtype), torch.zeros(batch_size, dtype=torch.long))
+
+    def attend(self, q, k, v, state, lengths):
+        b, _, n, _ = v.shape
+        state = state or self.initial_state(b, dtype=v.dtype)
+        total = state.total[:, :, None] + v.cumsum(2)
+        count = state.length[:, None] + torch.arange(1, n + 1)
+        return total / count[:, None, :, None], MeanState(total[:, :, -1], state.length + n)
+
+class Needy(MyAttention):
+    def __init__(self, d_model, n_heads, causal=True, *, stride):
+        super().__init__(d_model, n_heads, causal)
+
+def broken():
+    raise OSError("no such file")
+
+number = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "checked_module.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("checked_module", None)
+    return tmp_path
+
+
+def test_a_state_that_absorbs_padding_is_told(folder: Path, capsys: pytest.CaptureFixture[str]):
+    files = ["--json", "laws.json", "--junit", "laws.xml", "--scripts", "scripts"]
+    with pytest.raises(SystemExit) as stopped:
+        main(["check", "checked_module.MyAttention", "--laws", "steps,segments,padding,ragged", *files])
+    assert stopped.value.code == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("MyAttention: 4 laws checked in ")
+    assert captured.err.endswith("2 broken: padding, ragged\n")
+    assert "smallest case: batch 1, length 3, split 2 + 1, valid positions [1]" in captured.out
+    assert json.loads((folder / "laws.json").read_text())["ok"] is False
+    assert ElementTree.parse(folder / "laws.xml").getroot().get("failures") == "2"
+    script = (folder / "scripts" / "checked_module_MyAttention_ragged.py").read_text()
+    assert "from checked_module import MyAttention" in script
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        exec(script, {})
+
+
+def test_kinds_options_and_modules_of_torch_are_named(capsys: pytest.CaptureFixture[str]):
+    main(["check", "SparseAttention", "--set", "stride=3", "--laws", "alive,steps"])
+    main(["check", "LinearAttention", "torch.nn.GRU", "--laws", "alive", "--dtype", "float32"])
+    out = capsys.readouterr().out
+    assert [line.split(":")[0] for line in out.splitlines() if "laws checked" in line] == [
+        *("SparseAttention", "LinearAttention", "GRU")
+    ]
+    assert "float32" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.Mine"], "nowhere.Mine: No module named 'nowhere'"),
+        (["checked_module.Other"], "checked_module.Other: checked_module has no 'Other'"),
+        (["checked_module:number"], "checked_module:number is a int; name a class"),
+        (["checked_module.broken"], "can't be built by broken(): OSError: no such file; give its options by --set"),
+        (["checked_module.Needy"], "can't be built by Needy(8, 2): TypeError"),
+        (["LinearAttention", "--laws", "order"], "laws='order' is not a law; there are alive"),
+        (["torch.nn.Linear", "--set", "in_features=3", "--set", "out_features=3"], "there is no built-in adapter"),
+        (["hf-tiny:nothing"], "hf-tiny:nothing is not an architecture of transformers"),
+        (["LinearAttention", "--set", "stride"], "'stride' is not OPTION=VALUE"),
+    ],
+)
+def test_invalid_arguments_are_told_in_a_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+):
+    if arguments[0].startswith("hf-tiny"):
+        pytest.importorskip("transformers")
+    with pytest.raises(SystemExit) as stopped:
+        main(["check", *arguments])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_tiny_model_of_transformers_is_checked(capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("transformers")
+    laws = ["--laws", "alive,no-future,segments,steps,alone,padding,ragged,generation"]
+    main(["check", "hf-tiny:llama", *laws])
+    assert "none broken" in capsys.readouterr().out
+
+
+def test_the_package_is_a_program(folder: Path):
+    done = subprocess.run(
+        [sys.executable, "-m", "lit_effattn.laws", "checked_module:MyAttention", "--laws", "ragged"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+        env={"PYTHONPATH": str(REPOSITORY / "src"), "PATH": ""},
+    )
+    assert done.returncode == 1
+    assert "1 broken: ragged" in done.stderr

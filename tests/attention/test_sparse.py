@@ -166,7 +166,7 @@ def test_a_step_costs_what_it_sees(options: dict):
     assert largest.elements <= (32 + 32 + 1) * E
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_compiled_equals_eager(causal: bool):
     """The fixed pattern: the laws take one of a kind, and it is strided."""
     torch._dynamo.reset()

@@ -175,7 +175,7 @@ def all_cases(folder: Path, name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", ["pixels", "text"])
-@pytest.mark.parametrize(("how", "n"), [("fit", 4), ("test", 1), ("generate", 1)])
+@pytest.mark.parametrize(("how", "n"), [("fit", 2), ("test", 1), ("generate", 1)])
 def test_a_sample_of_changes(
     how: str, n: int, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, record_property: Any
 ):

@@ -106,6 +106,7 @@ def test_a_page_loads_nothing_and_says_what_the_run_is(tiny: Path):
     assert "parameters" in page.text
     assert "bits_per_target" in page.text
     assert "LinearAttention, backbone.blocks.0.attention" in page.text
+    assert "Side by side" not in page.text  # there is one run
 
 
 def test_no_report_is_replaced_and_none_is_left_half_written(tiny: Path, capsys, monkeypatch):
@@ -141,6 +142,7 @@ def test_what_comes_from_files_is_text(tiny: Path):
         assert text in page.text
     assert "<svg onload=alert(1)> by step" in page.text
     assert "The run has no checkpoint." in page.text
+    assert "Side by side" in page.text
 
 
 def test_runs_are_found(tiny: Path, capsys):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lit_effattn.laws import LAWS, Adapter, BrokenLawError, check
-from tests.laws.planted import MixerAdapter
+from tests.laws.planted import Mixer, MixerAdapter
 
 # The laws that find the bug, and the smallest case of the first of them.
 BUGS = {
@@ -154,3 +154,42 @@ def test_bad_arguments_are_named():
         check(Adapter(partial(Constant, 1.0)), laws=["alive"])
     with pytest.raises(ValueError, match="batch_first=False; make the module with batch_first=True"):
         check(nn.GRU(4, 4))
+
+
+class Stack(MixerAdapter):
+    """Layers of mixers, each with its bug."""
+
+    def __init__(self, *bugs: str) -> None:
+        super().__init__()
+        self.bugs, self.name = bugs, f"Stack of {list(bugs)}"
+
+    def make(self, width=None):
+        torch.manual_seed(1)
+        return Layers(self.bugs)
+
+    def input_width(self, module):
+        return 4
+
+    def smaller(self):
+        for bug in dict.fromkeys(self.bugs):
+            yield Stack(bug)
+
+
+class Layers(nn.Module):
+    def __init__(self, bugs: tuple[str, ...]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Mixer(4, bug) for bug in bugs)
+
+    def forward(self, x, state=None, lengths=None):
+        states = []
+        for layer, before in zip(self.layers, state or [None] * len(self.layers), strict=True):
+            x, after = layer(x, before, lengths)
+            states.append(after)
+        return x, states
+
+
+def test_a_stack_shrinks_to_the_layer_with_the_bug():
+    (result,) = check(Stack("", "positions from 0", ""), laws=["steps"]).results
+    assert result.status == "broken"
+    assert result.module == "Stack of ['positions from 0']"
+    assert check(Stack("", ""), laws=["steps"]).ok

@@ -180,6 +180,9 @@ class Layers(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(Mixer(4, bug) for bug in bugs)
 
+    def empty(self, rows, like):
+        return [layer.empty(rows, like) for layer in self.layers]
+
     def forward(self, x, state=None, lengths=None):
         states = []
         for layer, before in zip(self.layers, state or [None] * len(self.layers), strict=True):

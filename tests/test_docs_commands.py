@@ -108,6 +108,8 @@ def _recordings(folder: Path) -> None:
     shutil.copy(source / "ten_of_clubs.wav", prompts / "a.wav")
     (prompts / "test.jsonl").write_text('{"audio_filepath": "a.wav", "phonemes": "t ɛ n ə v k l ʌ b z"}\n')
     (prompts / "folding.json").write_text(json.dumps(FOLDING))
+    shutil.copytree(prompts, folder / "data" / "asterisk-ru")
+    (folder / "data" / "asterisk-ru" / "test.jsonl").write_text('{"audio_filepath": "a.wav", "phonemes": "k ay"}\n')
 
 
 def _pretrained(folder: Path) -> None:
@@ -126,6 +128,8 @@ def wanted(words: list[str]) -> str | None:
         return "stdlib_xl"
     if "--source" in flags:
         return "g2p_linear"
+    if "data/asterisk-ru/test.jsonl" in words:
+        return "russian_linear"
     if any(flag.startswith(("--data.audio", "--data.corpus")) for flag in flags):
         return "espeak_linear"
     return "digits_linear" if flags & {"--complete", "--compile", "--average"} else None

@@ -65,7 +65,7 @@ def test_a_law_suite_needs_torch_and_pytest_alone(tmp_path):
     blocked = BLOCKED.replace("import torch, numpy", "import torch, numpy, pytest, _pytest.assertion.rewrite")
     blocked = blocked.replace('"numpy", ', '"numpy", "pytest", "_pytest", "pygments", "test_suite", ')
     use = f"sys.exit(pytest.main(['-q', '--rootdir={tmp_path}', '-p', 'no:cacheprovider', '{file}']))"
-    code = blocked.format(source=str(REPOSITORY / "src"), module="lit_effattn.laws", use=use)
+    code = blocked.format(source=str(REPOSITORY / "src")) + use
     environment = {"PATH": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path, env=environment

@@ -174,7 +174,10 @@ def _sizes(kind: Any) -> tuple[int, ...]:
     taken = []
     if isinstance(kind, type) and issubclass(kind, nn.RNNBase):
         return D_MODEL, D_MODEL
-    for parameter in list(inspect.signature(kind).parameters.values()):
+    # Not the signature of a class, which up to Python 3.11.2 may be that of `__new__`.
+    is_class = isinstance(kind, type)
+    given = [*inspect.signature(kind.__init__ if is_class else kind).parameters.values()]
+    for parameter in given[is_class:]:
         size = {"d_model": D_MODEL, "dim": D_MODEL, "hidden_size": D_MODEL, "embed_dim": D_MODEL, "width": D_MODEL}.get(
             parameter.name, {"n_heads": N_HEADS, "num_heads": N_HEADS, "heads": N_HEADS}.get(parameter.name)
         )

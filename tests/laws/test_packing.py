@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from lit_effattn import sequence
+from lit_effattn.laws.subject import gradients
 from tests.laws.cases import CASES, ROTARY, Case
-from tests.laws.tools import assert_close, assert_same, copied, each, gradients, inputs
+from tests.laws.tools import assert_close, assert_same, copied, each, inputs
 
 
 def _has_source(case: Case) -> bool:
@@ -58,7 +59,7 @@ def test_packed_is_alone(case: Case, carried: bool):
 
     assert_same(before, kept)
     assert (y[padding] == 0).all()
-    assert (found["wanted[0]"][padding] == 0).all()
+    assert (found["input 0"][padding] == 0).all()
     total: dict[str, torch.Tensor] = {}
     for i, row in enumerate(pieces):
         state = None if before is None else sequence.select(before, torch.tensor([i]))
@@ -70,7 +71,7 @@ def test_packed_is_alone(case: Case, carried: bool):
             # The weights of the sum are those of the positions in the row.
             whole = torch.zeros_like(y[i : i + 1]).index_copy(1, torch.arange(begin, end), z)
             for name, gradient in gradients(module, whole, alone).items():
-                if name == "wanted[0]":
+                if name == "input 0":
                     assert_close(found[name][i, begin:end], gradient[0])
                 else:
                     total[name] = total.get(name, 0) + gradient

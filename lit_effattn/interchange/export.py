@@ -6,6 +6,7 @@ state: see `steps`. A program that runs the step carries the state. All shapes a
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import math
@@ -167,6 +168,9 @@ def export(
         return exported._replace(path=target)
     finally:
         task.on_validation_end()
+        # torch.export derives classes of the same names from those of the modules, and leaves them in reference cycles.
+        # Until they are collected, a configuration can't name these classes by their short names.
+        gc.collect()
 
 
 def _state_length(model: _Streamed, max_len: int | None) -> int | None:

@@ -605,15 +605,10 @@ def test_what_is_not_supported_is_refused():
         task.configure_model()
 
 
-def test_the_command_puts_it_in_the_place_of_lightning_s(tmp_path: Path):
-    """In a process of its own: after other tests the name Transformer may be that of two classes."""
-    in_processes(_build_sharded, str(tmp_path), n=1)
-
-
-def _build_sharded(rank: int, folder: str) -> None:
+def test_the_command_puts_it_in_the_place_of_lightning_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from tests.cli.test_command import CONFIGS, built  # not at the top: each process imports this module
 
-    os.chdir(folder)
+    monkeypatch.chdir(tmp_path)
     options = {"data_parallel_size": 2, "tensor_parallel_size": 1}
     spec = json.dumps({"class_path": "ModelParallelStrategy", "init_args": options})
     flags = ["--trainer.accelerator", "cpu", "--trainer.devices", "2", "--trainer.strategy", spec]

@@ -1,5 +1,6 @@
 """The exported step of a recogniser gives what the recogniser gives for the whole recording."""
 
+import gc
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -210,6 +211,17 @@ def test_refusals(normalize: str, options: list[str], message: str, tmp_path: Pa
     path = checkpoint(model("linear"), tmp_path / "best.ckpt", normalize)
     assert re.search(message, fails(capsys, "export", "--ckpt_path", path, "--format", "torch", *options))
     assert [file.name for file in tmp_path.iterdir()] == ["best.ckpt"]
+
+
+def test_no_class_of_the_same_name_is_left(tmp_path: Path):
+    """A configuration names Transformer, which must then be one class: `lit-effattn` after `export` in a notebook."""
+    model = SpeechRecognizer(Transformer(16, 2, 1, attention=LinearAttention), 10, PHONES)
+    gc.disable()
+    try:
+        export(model, tmp_path / "x.pt2", format="torch", check=1)
+    finally:
+        gc.enable()
+    assert [kind.__name__ for kind in Transformer.__subclasses__()].count("Transformer") == 0
 
 
 def test_what_has_no_step(tmp_path: Path):

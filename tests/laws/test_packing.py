@@ -1,11 +1,14 @@
 """Packed is alone: a row of several sequences gives what each of them gives by itself."""
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 
 from lit_effattn import sequence
+from lit_effattn.attention import LinearAttention
+from lit_effattn.laws import ContractAdapter, check
 from lit_effattn.laws.subject import gradients
 from tests.laws.cases import CASES, ROTARY, Case
 from tests.laws.tools import assert_close, assert_same, copied, each, inputs
@@ -138,6 +141,29 @@ def test_wrong_starts_are_refused():
         sequence.packed(module, x, torch.zeros(2, 4, dtype=torch.bool))
     with pytest.raises(ValueError, match="expected booleans"):
         sequence.packed(module, x, torch.zeros(2, 5))
+
+
+class Forgetful(torch.nn.Module):
+    """The mean of all positions, padding included."""
+
+    causal, d_input, bounded_by = False, 4, None
+
+    def initial_state(self, batch_size):
+        return None
+
+    def forward(self, x, state=None, lengths=None):
+        return x - x.mean(1, keepdim=True), None
+
+
+def test_the_law_packs_modules_of_the_contract():
+    (kept,) = check(partial(LinearAttention, 8, 2, chunk_size=4), laws=["packed"]).results
+    assert kept.status == "ok"
+    (broken,) = check(Forgetful, laws=["packed"]).broken
+    assert broken.case == "batch 1, length 3, split 1 + 2"
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        exec(broken.script, {})
+    (unchecked,) = check(ContractAdapter(Forgetful, padding=None), laws=["packed"]).results
+    assert unchecked.reason == "the adapter has no `packed`"
 
 
 @each(SOURCES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lit_effattn import sequence
@@ -77,9 +78,16 @@ class ContractAdapter(Adapter):
         """Return `module.combine_states`."""
         return module.combine_states(before, after)
 
+    @staticmethod
+    def packed(module: Any, x: Tensor, lengths: list[int]) -> Tensor:
+        """Return the outputs of `sequence.packed`."""
+        ends = torch.tensor([0, *lengths], device=x.device).cumsum(0)
+        return sequence.packed(module, x, sequence.starts_of(ends))[0]
+
     def capabilities(self, module: Any) -> set[str]:
         """Return what is offered: see `Adapter.capabilities`. Rotated keys of two parts can't be combined."""
         combines = getattr(module, "takes_parts", False) and getattr(module, "rotary", None) is None
         needed = {"combine": "combine_states", "reset": "reset", "bounded": "bounded_by"}
         absent = {name for name, attribute in needed.items() if not hasattr(module, attribute)}
+        absent |= set() if self.padding else {"packed"}  # pieces are the rows of a padded call
         return super().capabilities(module) - absent - (set() if combines else {"combine"})

@@ -25,6 +25,7 @@ import torch
 from lit_effattn.laws import LAWS, Adapter, FunctionAdapter, check
 from lit_effattn.laws.adapters.emformer import EmformerAdapter
 from lit_effattn.laws.adapters.x_transformers import XTransformersAdapter
+from lit_effattn.laws.comparison import percent
 from lit_effattn.laws.law import attempt
 from lit_effattn.laws.subject import Subject
 from lit_effattn.laws.tiny import TinyAdapter
@@ -73,7 +74,7 @@ def result(law: str, variant: str, subject: Subject) -> str:
 
 
 def _percent(share: float) -> str:
-    return "NaN" if share == math.inf else f"{100 * share:.2g} %"
+    return "NaN" if share == math.inf else percent(share, 2)
 
 
 def row(make: Callable[[], Adapter]) -> list[str]:

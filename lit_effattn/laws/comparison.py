@@ -85,7 +85,7 @@ class Difference:
         place = f"; first at {place}" if place else ""
         if not math.isfinite(self.largest):
             return f"{self.what}: differ by NaN or infinity{place}"
-        share = f" ({100 * self.relative:.3g} % of the largest value)" if math.isfinite(self.relative) else ""
+        share = f" ({percent(self.relative)} of the largest value)" if math.isfinite(self.relative) else ""
         return f"{self.what}: differ by {self.largest:.3g}{share}{place}"
 
 
@@ -117,6 +117,16 @@ def difference(check: Check, tolerance: Tolerance) -> Difference | None:
             first = tuple(wrong.nonzero()[0].tolist())
             worst = Difference(check.what, largest, largest / scale if scale else float("inf"), first, name)
     return worst
+
+
+def percent(share: float, digits: int = 3) -> str:
+    """Return a share in percent with these significant digits, large ones without an exponent.
+
+    Examples:
+        >>> percent(1.125, 2), percent(0.045), percent(0.00049)
+        ('110 %', '4.5 %', '0.049 %')
+    """
+    return f"{float(f'{100 * share:.{digits}g}'):.12g} %"
 
 
 def _named(result: Any) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_effattn.laws import code
-from lit_effattn.laws.comparison import Check, Claim, Pair, Tolerance
+from lit_effattn.laws.comparison import Check, Claim, Pair, Tolerance, percent
 from lit_effattn.laws.law import Law, Trial, full
 from lit_effattn.laws.subject import Subject, stream
 
@@ -177,8 +177,8 @@ class Precision(Law):
         return [
             Claim(
                 error < bound,
-                f"{kind} output in {trial.variant.partition('-')[2]} is off by {100 * error:.3g} % of its length; "
-                f"at most {100 * bound:.2g} % is rounding",
+                f"{kind} output in {trial.variant.partition('-')[2]} is off by {percent(error)} of its length; "
+                f"at most {percent(bound, 2)} is rounding",
                 error,
             )
         ]

@@ -172,7 +172,7 @@ def processes(trainer: Any) -> dict[str, int]:
     return of_strategy or {"num_replicas": trainer.world_size, "rank": trainer.global_rank}
 
 
-def loader_options(num_workers: int, seed: int = 0) -> dict[str, Any]:
+def loader_options(num_workers: int) -> dict[str, Any]:
     """Return the options of a loader whose sampler returns whole batches."""
     return {
         "batch_size": None,  # the sampler forms the batches
@@ -180,5 +180,5 @@ def loader_options(num_workers: int, seed: int = 0) -> dict[str, Any]:
         "persistent_workers": num_workers > 0,
         "pin_memory": torch.cuda.is_available(),
         # A separate generator: loaders draw a number at each start, which would change torch's global random state.
-        "generator": torch.Generator().manual_seed(seed),
+        "generator": torch.Generator(),
     }

@@ -213,7 +213,7 @@ class PixelSequences(DataModule):
         data = self.splits[split]
         order |= processes(self.trainer)
         batches = ShardedBatches(len(data), batch_size, seed=self.seed, **order)
-        return {"dataset": data, "sampler": batches, **loader_options(self.num_workers, self.seed)}
+        return {"dataset": data, "sampler": batches, **loader_options(self.num_workers)}
 
 
 class PixelDataset(Dataset[Tensor], ABC):

@@ -129,4 +129,4 @@ class LengthBatched(DataModule):
             seed=self.seed,
             **processes(self.trainer),
         )
-        return {"dataset": items, "sampler": sampler, **loader_options(self.num_workers, self.seed)}
+        return {"dataset": items, "sampler": sampler, **loader_options(self.num_workers)}

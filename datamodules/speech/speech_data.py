@@ -314,7 +314,7 @@ class SpeechData(DataModule):
     def _options(self, data: "SpeechUtterances", batch_frames: int, *, shuffle: bool) -> dict[str, Any]:
         order: dict[str, Any] = {"shuffle": shuffle, "seed": self.seed, **processes(self.trainer)}
         batches = LengthBatches(data.n_frames, batch_frames, max_samples=self.batch_utterances, **order)
-        return {"sampler": batches, **loader_options(self.num_workers, self.seed)}
+        return {"sampler": batches, **loader_options(self.num_workers)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the inventory of phones and the settings of the features."""

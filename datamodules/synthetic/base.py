@@ -81,5 +81,5 @@ class SyntheticTask(DataModule):
     def _options(self, split: str, batch_size: int, **order: Any) -> dict[str, Any]:
         order |= processes(self.trainer)
         batches = ShardedBatches(self.sizes[split], batch_size, seed=self.seed, **order)
-        options = loader_options(self.num_workers, self.seed)
+        options = loader_options(self.num_workers)
         return {"dataset": self.sequences(split), "sampler": self._sampler(batches), **options}

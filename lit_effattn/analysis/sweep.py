@@ -419,7 +419,7 @@ def _rates(text: str | None, files: Sequence[File]) -> list[float]:
 def _devices(text: str | None) -> list[str | None]:
     if text is None:
         return [None]
-    devices: list[str | None] = [*text.split(",")]
-    if not all(device and device.isdecimal() for device in devices) or len(set(devices)) < len(devices):
+    devices = text.split(",")
+    if not all(map(str.isdecimal, devices)) or len(set(devices)) < len(devices):
         raise ValueError(f"--devices {text}: give different numbers with commas between, as 0,1")
-    return devices
+    return [*devices]

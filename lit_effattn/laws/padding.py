@@ -207,8 +207,14 @@ class FullLengths(Law):
 
     def script(self, subject: Subject, trial: Trial) -> list[str]:
         """Return the lines of a script: see `Law.script`."""
-        return [
+        lines = [
             f"x = {code.inputs(subject, trial.batch, trial.n)}",
-            f"y, _ = call(module, x, None, torch.tensor({list(trial.lengths)}))",
-            code.close(subject, self.name, "y", "call(module, x)[0]"),
+            f"y, state = call(module, x, None, torch.tensor({list(trial.lengths)}))",
+            "z, other = call(module, x)",
+            code.close(subject, self.name, "y", "z"),
         ]
+        if "state" in subject.capabilities and subject.adapter.padding == "right":
+            more = code.inputs(subject, trial.batch, 1 if subject.adapter.donates else 3, 2)
+            after, expected = (f"call(module, more, {name})[0]" for name in ("state", "other"))
+            lines += [f"more = {more}", code.close(subject, self.name, after, expected)]
+        return lines

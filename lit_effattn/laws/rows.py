@@ -112,8 +112,7 @@ class Ragged(Law):
         """Yield one step and several at a time after the prompts."""
         u = subject.adapter.unit
         lengths = (1, 2 * u + 1, subject.adapter.least, 3 * u)
-        steps = [(1,) * (u + 1)] if subject.adapter.padding == "left" else []
-        for way in (*steps, (1, 1, 1, u + 1, u - 1), (2 * u + 3,)):
+        for way in ((1, 1, 1, u + 1, u - 1), (2 * u + 3,)):
             yield Trial((3 * u, *(n for n in way if n)), lengths, variant)
 
     def applies(self, trial: Trial) -> bool:

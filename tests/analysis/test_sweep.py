@@ -19,6 +19,7 @@ import yaml
 from lit_effattn.analysis.sweep import (
     Sweep,
     _children,
+    _devices,
     _rates,
     _terminate_children,
     parse_kind,
@@ -288,6 +289,14 @@ def test_rates():
     for text in ("a", "0", "-1", "inf"):
         with pytest.raises(ValueError, match=f"--lr {text}"):
             _rates(text, [])
+
+
+def test_devices():
+    assert _devices(None) == [None]
+    assert _devices("0,1") == ["0", "1"]
+    for text in ("0,0", "0,", "a"):
+        with pytest.raises(ValueError, match=f"--devices {text}"):
+            _devices(text)
 
 
 @pytest.mark.parametrize(

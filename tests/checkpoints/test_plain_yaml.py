@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import yaml
 
-from lit_effattn.checkpoints.plain_yaml import MAX_BYTES, MAX_DEPTH, parse_yaml
+from lit_effattn.checkpoints.plain_yaml import MAX_BYTES, MAX_DEPTH, MAX_NODES, parse_yaml
 
 NAMES = "abcdefghi"
 LAUGHS = "a: &a [ha]\n" + "".join(
@@ -39,3 +39,11 @@ def test_out_of_bounds(text: str, words: str):
 @pytest.mark.parametrize("text", ["", "a: {b: [1, 2.5, null, x], c: &c {d: true}, e: *c}", "a: &a {x: 1}\nb: {<<: *a}"])
 def test_within_bounds(text: str):
     assert parse_yaml(text) == yaml.safe_load(text)
+
+
+def test_at_the_bounds():
+    rows = 369  # of 271 nodes each, in a node
+    assert 1 + rows * 271 == MAX_NODES
+    parse_yaml(f"[&row [{'1, ' * 270}]" + ", *row" * (rows - 1) + "]")
+    parse_yaml("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1))
+    assert parse_yaml("a" * MAX_BYTES) == "a" * MAX_BYTES

@@ -11,6 +11,7 @@ from torch import nn
 
 from lit_effattn.laws import LAWS, Adapter, BrokenLawError, check
 from tests.laws.planted import Mixer, MixerAdapter
+from tests.laws.planted_sum import SumAdapter
 
 # The laws that find the bug, and the smallest case of the first of them.
 BUGS = {
@@ -57,7 +58,38 @@ def test_a_planted_bug_is_found_and_shrunk(bug: str):
 def run(script: str, bug: str) -> None:
     """Run a script with another bug."""
     with torch.enable_grad():  # a script may turn gradients off
-        exec(re.sub(r"Mixer\(4, '[^']*'\)", f"Mixer(4, {bug!r})", script), {"__name__": "script"})
+        exec(re.sub(r"(Mixer\(4, |Sum\()'[^']*'\)", rf"\1{bug!r})", script), {"__name__": "script"})
+
+
+# The law that finds the bug, and its smallest case.
+BUGS_OF_SUM = {
+    "detached state": ("carried-gradients", "batch 1, length 2, split 1 + 1, kept-none"),
+    "growing state": ("bounded", "batch 1, length 6, split 1 + 1 + 1 + 1 + 1 + 1"),
+    "constant state declared to grow": ("bounded", "batch 1, length 6, split 1 + 1 + 1 + 1 + 1 + 1"),
+    "half of a combination": ("combine", "batch 1, length 4, split 1 + 1 + 1 + 1"),
+    "rows in order": ("select", "batch 2, length 2, split 1 + 1"),
+    "lengths double the state": ("full-lengths", "batch 1, length 1"),
+    "outputs at padding": ("empty-rows", "batch 1, length 1, valid positions [0]"),
+    "gradient of the wrong sign": ("gradients", "batch 1, length 1"),
+    "value outside the state_dict": ("state-dict", "batch 1, length 1"),
+    "state loaded twice as large": ("saved-state", "batch 1, length 2, split 1 + 1, none"),
+}
+
+
+def test_a_sum_without_a_bug_keeps_the_laws():
+    report = check(SumAdapter(), laws=dict.fromkeys(law for law, _ in BUGS_OF_SUM.values()))
+    assert {result.status for result in report.results} == {"ok"}, report
+
+
+@pytest.mark.parametrize("bug", BUGS_OF_SUM)
+def test_a_bug_of_a_sum_is_found_and_shrunk(bug: str):
+    law, case = BUGS_OF_SUM[bug]
+    (result,) = check(SumAdapter(bug), laws=[law]).results
+    assert (result.status, result.case) == ("broken", case)
+    if law not in ("bounded", "saved-state"):  # which prints sizes, or has no script
+        with pytest.raises((AssertionError, RuntimeError)):
+            run(result.script, bug)
+        run(result.script, "")
 
 
 class Constant(nn.Module):

@@ -202,7 +202,7 @@ def refuse_others(
 
 def interpreted() -> bool:
     """Return whether Triton kernels were asked for; on the CPU, Triton's interpreter runs them."""
-    return os.environ.get(KERNELS, "") == "triton"
+    return os.environ.get(KERNELS) == "triton"
 
 
 def on_device(t: Tensor) -> AbstractContextManager[Any]:

@@ -40,6 +40,7 @@ def test_the_splits_share_no_sentence_and_are_fixed(tmp_path: Path):
             for split, numbers in chosen.items()
         }
         assert ids(FestvoxCorpus(root, seed=seed)) == names
+        assert seed or ids(FestvoxCorpus(root)) == names
         seen |= {split for split in names if "ru_0021" in names[split]}
     assert seen == {"train", "val", "test"}
 

@@ -47,6 +47,17 @@ def test_epochs_and_seeds_draw_new_sequences_and_splits_share_none(make):
     groups.append(drawn(data, "test"))
     assert len(set().union(*groups)) == 5 * 16
     assert drawn(data, "val") == drawn(other, "val")
+    index = next(iter(data.val_dataloader().sampler))
+    seeds = [make(**SMALL, seed=seed).sequences("train")[index][0] for seed in range(4)]
+    same_index = [*seeds, data.sequences("val")[index][0], data.sequences("test")[index][0]]
+    assert len({tuple(t.flatten().tolist()) for t in same_index}) == 6
+
+
+def test_evaluation_reads_every_sequence_in_order():
+    data = CopyTask(8, min_len=8, batch_size=4, n_test=6)
+    sequences = data.sequences("test")[[0, 1, 2, 3, 4, 5]][0]
+    for epoch in range(2):
+        assert torch.equal(torch.cat([batch[0] for batch in batches(data, "test", epoch)]), sequences)
 
 
 @pytest.mark.parametrize(("task", "options"), [("copy", {}), ("sorting", {"segment_len": 30})])
@@ -72,6 +83,7 @@ def test_workers_can_have_the_sequences(make):
 
 def test_workers_draw_the_same():
     data, alone = (SortingTask(8, segment_len=6, batch_size=2, n_train=4, num_workers=n) for n in (2, 0))
+    assert data.train_dataloader().num_workers == 2
     for a, b in zip(batches(data, "train"), batches(alone, "train"), strict=True):
         assert torch.equal(a.inputs, b.inputs)
 

@@ -166,10 +166,7 @@ def processes(trainer: Any) -> dict[str, int]:
 
     A strategy of the trainer may let several processes share a batch. Without a trainer there is one process.
     """
-    if trainer is None:
-        return {"num_replicas": 1, "rank": 0}
-    of_strategy = getattr(trainer, "distributed_sampler_kwargs", None)  # None: one process
-    return of_strategy or {"num_replicas": trainer.world_size, "rank": trainer.global_rank}
+    return getattr(trainer, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
 
 
 def loader_options(num_workers: int) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from lit_effattn.checkpoints.spec_check import CheckpointJudge
 from lit_effattn.cli import main
 from lit_effattn.datamodules.text.tokenizers import ByteTokenizer
 from lit_effattn.interchange import export as exporting
-from lit_effattn.interchange.export import METADATA, export
+from lit_effattn.interchange.export import METADATA, _state_length, export
 from lit_effattn.nn.heads import MixtureOfLogisticsHead
 from lit_effattn.sequence import tensors
 from lit_effattn.tasks.base import Task
@@ -143,7 +143,7 @@ def test_safetensors_hold_the_model(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        (SoftmaxAttention, [], r"SoftmaxAttention keeps every position.*--max_len, .* with the option window\b"),
+        (SoftmaxAttention, [], r"(?<!, )SoftmaxAttention keeps every position.*--max_len, .* the option window\b"),
         (partial(SparseAttention, stride=4), [], r"SparseAttention keeps every position.*--max_len, the largest"),
         (SoftmaxAttention, ["--max_len", "0"], "max_len=0 must be at least 1"),
         (LinearAttention, ["--max_len", "9"], "max_len=9 does not apply"),
@@ -155,7 +155,7 @@ def test_safetensors_hold_the_model(tmp_path):
 def test_refusals(kind, options, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("there.onnx").write_text("kept")
-    path = saved(language_model(kind, kind), tmp_path / "model.ckpt")
+    path = saved(language_model(LinearAttention, kind), tmp_path / "model.ckpt")
     assert re.search(message, fails(capsys, "export", "--ckpt_path", path, *options))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model.ckpt", "there.onnx"]
     assert Path("there.onnx").read_text() == "kept"
@@ -290,6 +290,7 @@ def test_positions_end(kind, max_len, expected, tmp_path):
     if kind is SoftmaxAttention:
         with pytest.raises(ValueError, match=r"max_len=10: the model has vectors for 9 positions; give at most 9"):
             export(model, tmp_path / "y.pt2", format="torch", max_len=10)
+        assert _state_length(model, 9) == 9
 
 
 def test_positions_on_a_grid_end(tmp_path):

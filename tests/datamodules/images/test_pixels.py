@@ -228,7 +228,7 @@ def test_processes_share_the_work():
     whole = torch.cat(list(data.test_dataloader()))
     seen, counts, trained = [], set(), []
     for rank in range(7):
-        data.trainer = SimpleNamespace(world_size=7, global_rank=rank)
+        data.trainer = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 7, "rank": rank})
         seen.append(torch.cat(list(data.test_dataloader())))
         counts.add(len(data.test_dataloader()))
         trained += [index for batch in data.train_dataloader().sampler for index in batch]

@@ -29,7 +29,7 @@ def _own_cache(tmp_path, monkeypatch):
 def ready(stage="fit", *, world=1, rank=0, **options):
     data = SequencePairs(**options)
     data.prepare_data()
-    data.trainer = SimpleNamespace(world_size=world, global_rank=rank)
+    data.trainer = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": world, "rank": rank})
     data.setup(stage)
     return data
 

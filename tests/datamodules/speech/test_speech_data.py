@@ -71,7 +71,7 @@ def make(tmp_path, corpus):
     def make(stage=None, *, world=1, rank=0, corpus=corpus, **options):
         given = {"n_mels": 20, "sample_rate": RATE, "batch_frames": 120, "cache_dir": str(tmp_path / "cache")}
         data = SpeechData(corpus, **(given | options))
-        data.trainer = SimpleNamespace(world_size=world, global_rank=rank)
+        data.trainer = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": world, "rank": rank})
         if stage:
             data.setup(stage)
         return data

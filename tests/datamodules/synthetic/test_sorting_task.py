@@ -1,5 +1,6 @@
 from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import numpy as np
@@ -53,7 +54,7 @@ def test_every_test_sequence_once_on_every_number_of_processes():
             data = SortingTask(9, n_types=3, segment_len=5, batch_size=2, n_test=n_test)
             seen = []
             for rank in range(world):
-                data.trainer = type("Trainer", (), {"world_size": world, "global_rank": rank})()
+                data.trainer = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": world, "rank": rank})
                 segments = batches(data, "test")
                 assert len({len(s.inputs) for s in segments}) == 1  # memories go from row to row
                 assert len(segments) == len(data.test_dataloader())

@@ -114,7 +114,7 @@ def test_no_stream_begins_within_a_conversation(tmp_path: Path):
     assert n == sum(len((t + "|").encode()) for i in range(5) for t in [*TURNS, f"test {i}"])
     seen = 0
     for rank in range(2):
-        made.trainer = type("", (), {"world_size": 2, "global_rank": rank})()
+        made.trainer = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 2, "rank": rank})
         batches = list(made.test_dataloader())
         seen += sum(int((batch.targets != IGNORE).sum()) for batch in batches)
         for row in range(2):

@@ -539,7 +539,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path, monkeypatch, kind):
 
 
 def as_process(data, rank, world):
-    data.trainer = SimpleNamespace(world_size=world, global_rank=rank, overfit_batches=0)
+    data.trainer = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": world, "rank": rank}, overfit_batches=0)
     return data
 
 

@@ -9,7 +9,7 @@
    CHANGELOG.md has a section on the version.
 3. In an environment for each version of Python and each resolution (the oldest direct dependencies that install without
    a compiler, and the newest), the wheel trains, tests and samples in an empty folder.
-4. With torch and numpy alone, `lit_effattn.attention`, `.ops` and `.sequence` run.
+4. With torch and pytest alone, `lit_effattn.attention`, `.ops`, `.sequence` and `.laws` run.
 
 Environments are made one at a time and deleted. REPOSITORY_URL is the address that the long description links to.
 UV_TORCH_BACKEND=cpu installs PyTorch without CUDA.
@@ -50,6 +50,15 @@ from lit_effattn.attention import LinearAttention
 y, state = LinearAttention(16, 2, causal=True)(torch.randn(2, 100, 16))
 assert y.shape == (2, 100, 16) and y.isfinite().all()
 """
+LAWS = """
+from functools import partial
+from torch import nn
+from lit_effattn.laws import LawSuite
+
+class TestMine(LawSuite):
+    adapter = partial(nn.GRU, 8, 8, batch_first=True)
+    laws = ["steps", "padding"]
+"""
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -65,7 +74,7 @@ def main(args: Sequence[str] | None = None) -> None:
         for resolution in RESOLUTIONS:
             try_wheel(wheel, python, resolution)
     if options.python:
-        try_attention_alone(wheel, options.python[-1])
+        try_with_torch_alone(wheel, options.python[-1])
     print("release-check: all passed")
 
 
@@ -172,13 +181,19 @@ def try_wheel(wheel: Path, python: str, resolution: str) -> None:
         )
 
 
-def try_attention_alone(wheel: Path, python: str) -> None:
-    """Run an attention in an environment with torch and numpy alone."""
+def try_with_torch_alone(wheel: Path, python: str) -> None:
+    """Run an attention, and the laws as a command and as tests, in an environment with torch and pytest alone."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = make_environment(Path(folder), python, "numpy", "torch>=2.11,<2.15")
+        environment = make_environment(Path(folder), python, "pytest", "torch>=2.11,<2.15")
         install(environment, "--no-deps", str(wheel))
-        run([str(environment / "bin" / "python"), "-c", ATTENTION], cwd=Path(folder), env=clean(Path(folder)))
-        print(f"Python {python}, torch and numpy alone: {size(environment):,.0f} MB; an attention runs")
+        Path(folder, "test_mine.py").write_text(LAWS, encoding="utf-8")
+        for arguments in (
+            ["-c", ATTENTION],
+            ["-m", "lit_effattn.laws", "torch.nn:GRU", "LinearAttention"],
+            ["-m", "pytest", "test_mine.py"],
+        ):
+            run([str(environment / "bin" / "python"), *arguments], cwd=Path(folder), env=clean(Path(folder)))
+        print(f"Python {python}, torch and pytest alone: {size(environment):,.0f} MB; an attention and the laws run")
 
 
 def make_environment(folder: Path, python: str, *packages: str) -> Path:

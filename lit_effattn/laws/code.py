@@ -25,7 +25,7 @@ def select(module, state, rows):
 
 
 def script(subject: Subject, failure: Failure) -> str | None:
-    """Return a script that fails as the trial does, or None if the law has none or the module's source is not known."""
+    """Return a script that fails as the trial does, or None if the law or the adapter has no source."""
     adapter = subject.adapter
     lines = failure.law.script(subject, failure.trial)
     if not lines:
@@ -34,7 +34,10 @@ def script(subject: Subject, failure: Failure) -> str | None:
     build = adapter.source or f"...  # {adapter.name}, as it was given to check()"
     after = "" if not isinstance(subject.module, nn.Module) else f".to({_device(subject)}{dtype}).eval()"
     body = "\n".join(lines)
-    functions = [_function(adapter, name) for name in _METHODS if re.search(rf"\b{name}\(", body)]
+    try:
+        functions = [_function(adapter, name) for name in _METHODS if re.search(rf"\b{name}\(", body)]
+    except OSError:  # the adapter was typed at a prompt, or given by `python -c`
+        return None
     rest = "\n".join([f"module = ({build}){after}" if after else f"module = {build}", "", *functions, "", body])
     imports = [line for line in adapter.imports if re.search(rf"\b{re.escape(line.split()[-1])}\b", rest)]
     return "\n".join(["import torch", *imports, "", "torch.manual_seed(1)", rest]) + "\n"

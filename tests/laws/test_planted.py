@@ -153,6 +153,14 @@ def test_a_report_is_json_and_junit():
     assert suite.find("testcase[@name='alone']/failure").text.count("torch.testing.assert_close") >= 1
 
 
+def test_an_adapter_without_source_gives_no_script():
+    """One that was typed at a prompt."""
+    names = {"MixerAdapter": MixerAdapter}
+    exec("class Typed(MixerAdapter):\n    @staticmethod\n    def call(*args): return MixerAdapter.call(*args)", names)
+    (result,) = check(names["Typed"]("mixed rows"), laws=["alone"]).broken
+    assert result.script is None
+
+
 def test_packed_sequences_are_checked():
     class Packing(MixerAdapter):
         @staticmethod

@@ -368,7 +368,7 @@ def page() -> list[str]:
         "",
         "## flash-linear-attention",
         "",
-        "The plain PyTorch forms of `fla.ops` that take and return a state; its layers need a GPU.",
+        "The plain PyTorch forms of `fla.ops` that take and return a state; its Triton kernels are not measured.",
         "",
         *table(
             "function",

@@ -73,6 +73,7 @@ def test_neither_pays_for_the_other(pause: Callable[[float], None], monkeypatch:
     assert clock.probe().step >= 200
 
 
+@pytest.mark.exhaustive
 def test_table_of_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     configs = [str(CONFIGS / f"digits_{kind}.yaml") for kind in ("linear", "softmax")]
     words = ["--only", "saving", "--steps", "1", "--repeats", "2", "--device", "cpu"]

@@ -250,7 +250,7 @@ def test_every_configuration_works_as_far_as_it_needs_no_download(config: Path):
     assert not Path("runs").exists()
 
 
-FAMILIES = ("digits_performer", "stdlib_infinite")
+FAMILIES = ("digits_performer",)
 
 
 @pytest.mark.filterwarnings("ignore:LightningCLI's args")
@@ -706,8 +706,9 @@ def interrupted(root: str, callback: str, step: int, *args: str) -> subprocess.C
 LONG = ["--trainer.max_epochs", "3", "--trainer.limit_train_batches", "1.0"]  # 33 steps
 
 
+@pytest.mark.exhaustive  # test_command_text.py has one with a memory
 @pytest.mark.processes
-@pytest.mark.parametrize("processes", [pytest.param([], marks=pytest.mark.exhaustive), TWO], ids=["one", "two"])
+@pytest.mark.parametrize("processes", [[], TWO], ids=["one", "two"])
 def test_a_killed_run_resumes_to_the_same_weights(processes: list[str]):
     step = "17" if not processes else "8"  # in the middle of the second epoch
     ends("fit", "--config", "tiny.yaml", "--trainer.default_root_dir", "whole", *LONG, *processes)

@@ -23,7 +23,7 @@ from lit_effattn.nn.heads import CategoricalHead, MixtureOfLogisticsHead
 from lit_effattn.ops import continuous
 from lit_effattn.ops.linear.dispatch import KERNELS
 from lit_effattn.sequence import SequenceModule
-from tests.laws.cases import CASES, LINEAR, Case, stack
+from tests.laws.cases import CASES, EACH, LINEAR, Case, stack
 from tests.laws.tools import each
 
 # cuDNN's recurrence asks the driver.
@@ -58,7 +58,7 @@ def moved(case: Case, gpu: FakeTensorMode) -> SequenceModule:
     return module
 
 
-@each(HERE)
+@each(HERE, EACH)
 def test_training_stays_on_its_device_and_waits_for_nothing(case: Case, gpu: FakeTensorMode):
     module = moved(case, gpu).train()
     with gpu, Stays():
@@ -68,7 +68,7 @@ def test_training_stays_on_its_device_and_waits_for_nothing(case: Case, gpu: Fak
         assert all(t.is_cuda for t in (y, *sequence.tensors(state)))
 
 
-@each([case for case in HERE if case.causal])
+@each([case for case in HERE if case.causal], EACH)
 def test_generation_stays_on_its_device_and_waits_for_nothing(case: Case, gpu: FakeTensorMode):
     """A state that grows may wait, as `SparseAttention` says; not one made with `max_len`."""
     module = moved(case, gpu)

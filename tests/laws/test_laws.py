@@ -18,7 +18,7 @@ from lit_effattn.laws import LawSuite
 from lit_effattn.laws.law import Law, run
 from lit_effattn.laws.round_trips import Compiled
 from lit_effattn.laws.subject import Subject, gradients, stream
-from tests.laws.cases import ATTENTIONS, CASES, CAUSAL, CROSS, ROTARY, Case, CaseAdapter, subject
+from tests.laws.cases import ATTENTIONS, CASES, CAUSAL, CROSS, EACH, ROTARY, STACKS, Case, CaseAdapter, subject
 from tests.laws.tools import assert_close, assert_same, copied, each, inputs
 
 
@@ -76,13 +76,8 @@ WRITTEN = {
 # is removed in `forward`, so there is one case for each `forward`.
 FORWARDS = {type(subject(c.build())).forward: c.name for c in reversed(CASES)}
 INDUCTOR = {"SoftmaxAttention", "LinearAttention-chunk_size=4", "Transformer-rotary-post"}
-# Compiling is slow: one of each kind, causal or not, with a state that grows or not. An EncoderDecoder is compiled in
-# tests of its own, where it trains and where it generates.
-COMPILED = {
-    (type(subject(m := c.build())), m.causal, m.bounded_by): c.name
-    for c in reversed(CASES)
-    if c.name != "EncoderDecoder"
-}
+# Steps are compiled of each kind. Calls that are long are of those with kernels or rings of their own.
+LONG_COMPILED = {"PerformerAttention-chunk_size=4", "TransformerXLAttention-mem_len=700-chunk_size=4", "LSTM"}
 
 
 class TestLaws(LawSuite):
@@ -105,15 +100,21 @@ class TestLaws(LawSuite):
         if variant == "infinite":
             return [] if name in FORWARDS.values() else None
         if law.name.startswith("compiled"):
-            if name not in COMPILED.values():
+            if name not in EACH or name == "EncoderDecoder":  # where it trains and where it generates
                 return None
-            quick = law.name == "compiled-steps" or (adapter.causal and name not in INDUCTOR)
-            return [] if quick else [pytest.mark.exhaustive]
-        return []
+            quick = name in LONG_COMPILED if law.name == "compiled" else adapter.case not in STACKS
+        elif law.name == "half-precision":
+            forms = (
+                ("long-bfloat16",) if adapter.case in STACKS else ("long-bfloat16", "steps-bfloat16", "long-float16")
+            )
+            quick = name in EACH and variant in forms
+        else:  # a state begun in another way has the same slots, all options alike
+            quick = name in EACH or variant not in ("kept-initial", "kept-max_len", "donated-initial")
+        return [] if quick else [pytest.mark.exhaustive]
 
 
 @pytest.mark.slow
-@each([case for case in CASES if case.name in INDUCTOR])
+@each([case for case in CASES if case.name in INDUCTOR], quick=["LinearAttention-chunk_size=4"])
 def test_compiled_by_inductor_equals_eager(case: Case):
     law = Compiled()
     law.backend = "inductor"
@@ -153,7 +154,8 @@ def test_sizes_are_final_with_max_len(case: Case):
             assert [(t.shape, t.dtype) for t in sequence.tensors(state)] == before
 
 
-@each(CAUSAL)
+# The last has summaries before all slots of its memory are filled.
+@each(CAUSAL, [*EACH, "CompressiveAttention-mem_len=1-compressed_len=3-compression_rate=2-segment_len=5-chunk_size=4"])
 def test_a_grown_state_goes_on_as_one_that_was_made_larger(case: Case):
     """At every size: rows that have filled the room or not, memories that are full or not, by prompts or by steps."""
     module = case.build()
@@ -216,7 +218,7 @@ def test_growth_names_an_option_that_ends_it(case: Case):
         assert bounded.bounded_by is None
 
 
-@each(CAUSAL)
+@each(CAUSAL, EACH)
 @pytest.mark.parametrize("given_away", [False, True], ids=["kept", "donated"])
 def test_padding_takes_no_room(case: Case, given_away: bool):
     """Rows fill a state made with `max_len` to the last slot, in one call or in steps, beside rows that are full."""

@@ -1,6 +1,6 @@
 """What the laws do to a module."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import pytest
@@ -14,9 +14,11 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 """Two ways to compute the same float64 numbers: some thousand roundings of 10⁻¹⁶."""
 
 
-def each(cases: Sequence[Case]) -> pytest.MarkDecorator:
-    """Run a test once for each of `cases`."""
-    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
+def each(cases: Sequence[Case], quick: Container[str] | None = None) -> pytest.MarkDecorator:
+    """Run a test once for each of `cases`; those whose names are not in `quick` are exhaustive."""
+    slow = [() if quick is None or case.name in quick else pytest.mark.exhaustive for case in cases]
+    given = [pytest.param(case, id=case.name, marks=marks) for case, marks in zip(cases, slow, strict=True)]
+    return pytest.mark.parametrize("case", given)
 
 
 def inputs(module: sequence.SequenceModule, batch: int, n: int, seed: int = 0) -> Tensor:

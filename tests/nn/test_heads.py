@@ -227,7 +227,7 @@ def test_large_batches_are_computed_in_chunks(monkeypatch: pytest.MonkeyPatch):
         torch.testing.assert_close(automatic.nll(h, target), plain.nll(h, target))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_tied_language_model_trains_in_chunks(compiled: bool):
     gradients = []
     for chunked in (False, True):

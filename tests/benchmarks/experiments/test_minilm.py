@@ -64,6 +64,7 @@ def test_many_features_come_near_and_draws_differ(folder: Path):
     assert cosine(2**14, 0) > 0.99
 
 
+@pytest.mark.exhaustive
 def test_table_and_picture(folder: Path, tmp_path: Path):
     command.main([*TINY.split(), str(folder), "--output", str(tmp_path)])
     report = json.loads((tmp_path / "minilm.json").read_text(encoding="utf-8"))

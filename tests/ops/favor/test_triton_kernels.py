@@ -324,7 +324,7 @@ def test_chosen_on_cuda_and_what_is_not_is_said(monkeypatch: pytest.MonkeyPatch,
         assert not use_kernels(Tensors(), Tensors(), 256)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.exhaustive)])
 def test_a_trial_shows_what_is_wrong(dtype: torch.dtype, groups, monkeypatch: pytest.MonkeyPatch):
     device = torch.device(DEVICE)
     TRIAL.cache_clear()

@@ -287,17 +287,19 @@ def _as_column(rows: Tensor, t: Tensor) -> Tensor:
 # ----------------------------------------------------------------------------------------- several sequences in a row
 
 
+@torch.compiler.disable(recursive=False, reason="the number of calls depends on values")
 def packed(
     module: SequenceModule, x: Tensor, starts: Tensor, state: State | None = None, lengths: Tensor | None = None
 ) -> tuple[Tensor, State | None]:
     """Call `module` on rows that hold several sequences each, of which none depends on another.
 
-    Each row is cut at its starts, and the pieces are the rows of one padded call. So every module supports it, and
-    outputs, gradients and states are those of separate calls, positions included. Time and memory are those of the
-    padded call: as many rows as pieces, each of the longest piece's length.
+    Each row is cut at its starts, and the pieces are the rows of padded calls. So every module supports it, and
+    outputs, gradients and states are those of separate calls, positions included. The last piece of each row is in the
+    first call, the others are called with pieces of similar length: at most a quarter of a call is padding, or fewer
+    positions than a further call costs.
 
     Args:
-        module: Any sequence module, such as an attention or a whole stack. It is called once.
+        module: Any sequence module, such as an attention or a whole stack. It is called at least once.
         x: (B, N, d_input).
         starts: (B, N) booleans, True where a sequence begins. The positions before a row's first start continue from
             `state`; a start at position 0 resets the row. Starts in padding are ignored.
@@ -324,9 +326,14 @@ def packed(
     if _reads_source(state):
         raise NotImplementedError(f"{name}: the state holds one source for each row; give each target a row of its own")
     cut = _cut(starts, valid_lengths(lengths, x))
-    before = None if state is None else module.reset(select(state, cut.row), cut.is_new)
-    y, after = module(x[cut.row[:, None], cut.inside], before, cut.sizes)
-    return without_padding(y[cut.piece, cut.offset], lengths), _of_last_pieces(after, cut.row, cut.piece[:, -1])
+    outputs, after = [], None
+    for i, group in enumerate(cut.groups):
+        row = cut.row[group]
+        before = None if state is None else module.reset(select(state, row), cut.is_new[group])
+        y, end = module(x[row[:, None], cut.inside(i)], before, cut.sizes[group])
+        outputs.append(y.flatten(0, 1))
+        after = end if len(outputs) == 1 else _with_losses(after, end, row)
+    return without_padding(torch.cat(outputs)[cut.place], lengths), after
 
 
 def starts_of(cu_seqlens: Tensor) -> Tensor:
@@ -369,19 +376,32 @@ class _Cut(NamedTuple):
 
     Attributes:
         row: (P,), the row of each.
-        is_new: (P,), whether a sequence begins with it; otherwise it continues from the row's state.
+        first: (P,), the position in the row at which each begins.
         sizes: (P,) numbers of positions. A row without positions has one empty piece.
-        inside: (P, L), the position in the row of each position of a piece; any in the padding.
-        piece: (B, N), the piece of each position.
-        offset: (B, N), the position there; any in the padding.
+        is_new: (P,), whether a sequence begins with it; otherwise it continues from the row's state.
+        groups: The pieces that are computed together. The first group holds the last piece of each row.
+        longest: For each group the size of its longest piece, at least 1.
+        place: (B, N), where the outputs of the groups, laid end to end, hold each position; any in the padding.
+        n: N.
     """
 
     row: Tensor
-    is_new: Tensor
+    first: Tensor
     sizes: Tensor
-    inside: Tensor
-    piece: Tensor
-    offset: Tensor
+    is_new: Tensor
+    groups: list[Tensor]
+    longest: list[int]
+    place: Tensor
+    n: int
+
+    def inside(self, i: int) -> Tensor:
+        """Return the positions in the row of a group's pieces, (pieces, longest); any in the padding."""
+        first = self.first[self.groups[i]]
+        return (first[:, None] + torch.arange(self.longest[i], device=first.device)).clamp(max=self.n - 1)
+
+
+CALL_COST = 256
+"""Positions that take about as long as one more call of a module."""
 
 
 @torch.compiler.disable(reason="the number of pieces depends on values")
@@ -392,28 +412,48 @@ def _cut(starts: Tensor, lengths: Tensor) -> _Cut:
     begins = starts.clone()
     begins[:, 0] = True
     row, first = begins.nonzero(as_tuple=True)  # (P,)
-    end = torch.where(row[1:] == row[:-1], first[1:], lengths[row[:-1]])
-    sizes = torch.cat([end, lengths[row[-1:]]]) - first
-    longest = torch.arange(max(1, int(sizes.max())), device=starts.device)
+    is_last = torch.cat([row[1:] != row[:-1], row.new_ones(1, dtype=torch.bool)])
+    sizes = torch.where(is_last, lengths[row], first.roll(-1)) - first
+    groups = [is_last.nonzero()[:, 0], *_alike(sizes, (~is_last).nonzero()[:, 0])]
+    longest = [max(1, int(sizes[group].max())) for group in groups]
+    place, end = torch.empty_like(row), 0
+    for group, size in zip(groups, longest, strict=True):
+        place[group] = end + size * torch.arange(len(group), device=row.device)
+        end += size * len(group)
     piece = begins.flatten().cumsum(0).view_as(begins) - 1
-    offset = torch.arange(n, device=starts.device) - first[piece]
-    inside = (first[:, None] + longest).clamp(max=n - 1)
-    return _Cut(row, starts[row, first], sizes, inside, piece, offset.clamp(max=len(longest) - 1))
+    offset = torch.arange(n, device=row.device) - first[piece]
+    places = (place[piece] + offset).clamp(max=end - 1)
+    return _Cut(row, first, sizes, starts[row, first], groups, longest, places, n)
+
+
+def _alike(sizes: Tensor, pieces: Tensor) -> Iterator[Tensor]:
+    """Yield groups of `pieces`, the longest first.
+
+    A group ends before the first piece shorter than ¾ of its longest if the padding that this saves costs more than
+    another call.
+    """
+    pieces = pieces[sizes[pieces].argsort(descending=True, stable=True)]
+    while len(pieces):
+        of_pieces = sizes[pieces]
+        similar = int((4 * of_pieces >= 3 * of_pieces[0]).sum())
+        rest = of_pieces[similar:]
+        if len(rest) * int(of_pieces[0] - rest[:1].sum()) < CALL_COST:
+            similar = len(pieces)
+        yield pieces[:similar]
+        pieces = pieces[similar:]
 
 
 def _reads_source(state: State) -> bool:
     return hasattr(state, "given") or (isinstance(state, tuple) and any(_reads_source(part) for part in state))
 
 
-def _of_last_pieces(state: State, row: Tensor, last: Tensor) -> State:
-    """Return the state of each row's last piece (B,), with the losses of all its pieces, which are of `row` (P,)."""
+def _with_losses(state: State, other: State, row: Tensor) -> State:
+    """Return `state` of B rows, with the auxiliary losses of `other`, which are of `row` (P,), added to its own."""
     if not isinstance(state, tuple):
-        return select(state, last)
+        return state
     values = [
-        part.new_zeros(len(last)).index_add(0, row, part)
-        if name == "loss" and part is not None
-        else _of_last_pieces(part, row, last)
-        for name, part in zip(getattr(state, "_fields", [""] * len(state)), state, strict=True)
+        part.index_add(0, row, more) if name == "loss" and part is not None else _with_losses(part, more, row)
+        for name, part, more in zip(getattr(state, "_fields", [""] * len(state)), state, other, strict=True)
     ]
     return _like(state, values)
 

@@ -27,6 +27,12 @@ SOURCES = [case for case in CASES if _has_source(case)]
 PACKED = [case for case in (*CASES, *ROTARY) if case not in SOURCES]
 
 
+@pytest.fixture
+def _long_rows(monkeypatch: pytest.MonkeyPatch):
+    """Pieces of other lengths are called by themselves, as those of long rows are."""
+    monkeypatch.setattr(sequence, "CALL_COST", 0)
+
+
 def _pieces(case: Case) -> tuple[torch.Tensor, torch.Tensor, list[list[tuple[int, int]]]]:
     """Return starts, lengths, and the pieces of each row: of one position, of borders ± 1, none, and all of a row."""
     c = case.unit
@@ -42,6 +48,7 @@ def _pieces(case: Case) -> tuple[torch.Tensor, torch.Tensor, list[list[tuple[int
 
 @each(PACKED)
 @pytest.mark.parametrize("carried", [False, True])
+@pytest.mark.usefixtures("_long_rows")
 def test_packed_is_alone(case: Case, carried: bool):
     """Outputs, gradients, states and auxiliary losses, without and after a state."""
     if carried and not case.causal:
@@ -107,6 +114,40 @@ def test_a_piece_does_not_change_its_neighbours(case: Case):
     assert not torch.allclose(y, z)
 
 
+class Counting(torch.nn.Module):
+    """The positions themselves, with the shape of each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[int, ...]] = []
+
+    def forward(self, x, state=None, lengths=None):
+        self.calls.append((len(x), x.size(1), *lengths.tolist()))
+        return x, None
+
+
+@pytest.mark.parametrize(
+    ("cost", "calls"),
+    [
+        # 8 and 6 are alike, as are 5 and 4 of the others; the last piece of each row is in the first call.
+        (0, [(2, 9, 1, 9), (2, 8, 8, 6), (2, 5, 5, 4), (1, 1, 1)]),
+        (5, [(2, 9, 1, 9), (2, 8, 8, 6), (3, 5, 5, 4, 1)]),  # 4 positions of padding cost less
+        (10, [(2, 9, 1, 9), (5, 8, 8, 6, 5, 4, 1)]),  # as do 9
+    ],
+)
+def test_pieces_of_similar_length_are_called_together(cost: int, calls: list, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sequence, "CALL_COST", cost)
+    sizes = [[6, 4, 8, 1], [1, 5, 9]]
+    x = torch.arange(38.0).view(2, 19, 1)
+    starts = torch.zeros(2, 19, dtype=torch.bool)
+    for row, lengths in zip(starts, sizes, strict=True):
+        row[[sum(lengths[:i]) for i in range(len(lengths))]] = True
+    module = Counting()
+    y, _ = sequence.packed(module, x, starts, None, torch.tensor([19, 15]))
+    assert module.calls == calls
+    assert torch.equal(y, x.masked_fill(torch.arange(38).view(2, 19, 1) >= 19 + 15, 0))
+
+
 def test_padding_after_the_longest_piece_is_zero():
     module = CASES[0].build()
     y, _ = sequence.packed(module, inputs(module, 1, 5), torch.zeros(1, 5, dtype=torch.bool), None, torch.tensor([3]))
@@ -159,7 +200,7 @@ def test_the_law_packs_modules_of_the_contract():
     (kept,) = check(partial(LinearAttention, 8, 2, chunk_size=4), laws=["packed"]).results
     assert kept.status == "ok"
     (broken,) = check(Forgetful, laws=["packed"]).broken
-    assert broken.case == "batch 1, length 3, split 1 + 2"
+    assert broken.case == "batch 1, length 4, split 2 + 1 + 1"  # the last one is called by itself
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         exec(broken.script, {})
     (unchecked,) = check(ContractAdapter(Forgetful, padding=None), laws=["packed"]).results

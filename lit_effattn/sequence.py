@@ -294,9 +294,8 @@ def packed(
     """Call `module` on rows that hold several sequences each, of which none depends on another.
 
     Each row is cut at its starts, and the pieces are the rows of padded calls. So every module supports it, and
-    outputs, gradients and states are those of separate calls, positions included. The last piece of each row is in the
-    first call, the others are called with pieces of similar length: at most a quarter of a call is padding, or fewer
-    positions than a further call costs.
+    outputs, gradients and states are those of separate calls, positions included. The first call holds the last piece
+    of each row. In each of the others at most a quarter is padding, or fewer positions than a further call costs.
 
     Args:
         module: Any sequence module, such as an attention or a whole stack. It is called at least once.
@@ -394,6 +393,7 @@ class _Cut(NamedTuple):
     place: Tensor
     n: int
 
+    @torch.compiler.disable(reason="the number of pieces depends on values")
     def inside(self, i: int) -> Tensor:
         """Return the positions in the row of a group's pieces, (pieces, longest); any in the padding."""
         first = self.first[self.groups[i]]

@@ -156,6 +156,85 @@ class TokenStreams(Dataset[TokenBatch]):
         return inputs, targets, starts
 
 
+WINDOW = 1024
+"""Pieces among which `WholeDocuments` fills rows: those of one window are never in a row with those of another."""
+
+
+class WholeDocuments(TokenStreams):
+    """Rows that hold whole documents, as many as fit; item t holds this process's rows of batch t.
+
+    A row has no memory of an earlier one, so a document's tokens are all predicted with their full context, if the
+    document is not longer than a segment. A longer one is cut into pieces of `segment_len` tokens, which do not see
+    each other. The pieces of each `WINDOW` are put into rows by first fit: in their order, each into the first row that
+    has room. `starts` of a batch marks the first position of each piece.
+
+    With `drop_last`, the rest of the rows, fewer than a batch of all processes, is dropped. Arguments are those of
+    `TokenStreams`, with `joined` and `packed`.
+    """
+
+    def _divide(self, tokens: np.ndarray | Documents, borders: np.ndarray) -> None:
+        self.tokens, self.documents = tokens, borders
+        sizes = np.diff(borders)
+        n_each = -(-sizes // self.segment_len)
+        document = np.repeat(np.arange(len(sizes)), n_each)
+        within = np.arange(len(document)) - np.repeat(np.cumsum(n_each) - n_each, n_each)
+        begins = borders[document] + within * self.segment_len
+        lengths = np.minimum(self.segment_len, borders[document + 1] - begins)
+        row, offset = _first_fit(lengths, self.segment_len)
+        order = np.lexsort((offset, row))
+        self._begins, self._lengths, self._offsets = begins[order], lengths[order], offset[order]
+        self._pieces = np.searchsorted(row[order], np.arange(row.max() + 2))  # the first piece of each row
+        self._used = np.add.reduceat(self._lengths, self._pieces[:-1])  # positions of each row
+        if self.drop_last:
+            self._check(len(self._used), self.num_replicas * self.batch_size)
+
+    def __len__(self) -> int:
+        n_rows, n_streams = len(self._used), self.num_replicas * self.batch_size
+        return n_rows // n_streams if self.drop_last else -(-n_rows // n_streams)
+
+    def __getitem__(self, step: int) -> TokenBatch:
+        n_rows, n_streams = len(self._used), self.num_replicas * self.batch_size
+        rows = step * n_streams + np.arange(n_streams)
+        if self.drop_last:
+            rows %= n_rows  # an epoch in another order may have fewer rows
+        present = rows < n_rows
+        rows = np.where(present, rows, 0)
+        lengths = self._used[rows] * present
+        inputs = np.zeros((self.batch_size, self.segment_len), np.int64)
+        targets, starts = np.full_like(inputs, IGNORE), np.zeros(inputs.shape, bool)
+        for i, row in enumerate(rows[self.rows].tolist()):
+            if not present[self.rows][i]:
+                continue
+            pieces = slice(*self._pieces[row : row + 2].tolist())
+            read = self._read(self._begins[pieces], self._lengths[pieces])
+            for n, offset, *of_piece in zip(self._lengths[pieces], self._offsets[pieces], *read, strict=True):
+                for array, values in zip((inputs, targets), of_piece, strict=False):
+                    array[i, offset : offset + n] = values[:n]
+                starts[i, offset] = True
+        return TokenBatch(
+            inputs=torch.from_numpy(inputs),  # (B, N)
+            targets=torch.from_numpy(targets),  # (B, N)
+            lengths=None if (lengths == self.segment_len).all() else torch.from_numpy(lengths[self.rows]),
+            fresh=torch.from_numpy(present[self.rows]),
+            starts=torch.from_numpy(starts),  # (B, N)
+        )
+
+
+def _first_fit(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return for each piece its row, and its first position there; rows have `size` positions."""
+    row, offset = np.empty_like(lengths), np.empty_like(lengths)
+    n_rows = 0
+    for begin in range(0, len(lengths), WINDOW):
+        pieces = lengths[begin : begin + WINDOW]
+        room = np.full(len(pieces), size)
+        for i, n in enumerate(pieces.tolist()):
+            place = int(np.argmax(room >= n))
+            row[begin + i], offset[begin + i] = n_rows + place, size - room[place]
+            room[place] -= n
+        n_rows += int((room < size).sum())
+    return row, offset
+
+
 class ShuffledStreams(TokenStreams):
     """Streams of documents in another order every epoch, a pure function of (seed, epoch).
 
@@ -184,6 +263,10 @@ class ShuffledStreams(TokenStreams):
             self._divide(*self._shuffled(epoch))
             self._epoch = epoch
         return super().__getitem__(step)
+
+
+class ShuffledWholeDocuments(ShuffledStreams, WholeDocuments):  # type: ignore[misc]
+    """Rows of whole documents, in another order every epoch. All epochs have as many batches as the first."""
 
 
 class InOrder(DistributedSampler[int]):

@@ -16,7 +16,15 @@ from lit_effattn.datamodules.common.cache import default_cache
 from lit_effattn.datamodules.common.sampling import loader_options, processes
 from lit_effattn.datamodules.text import sources as text_sources
 from lit_effattn.datamodules.text.sources import TextSource
-from lit_effattn.datamodules.text.streams import EpochInOrder, InOrder, ShuffledStreams, StreamLoader, TokenStreams
+from lit_effattn.datamodules.text.streams import (
+    EpochInOrder,
+    InOrder,
+    ShuffledStreams,
+    ShuffledWholeDocuments,
+    StreamLoader,
+    TokenStreams,
+    WholeDocuments,
+)
 from lit_effattn.datamodules.text.token_store import TokenStore
 from lit_effattn.datamodules.text.tokenization import tokenized
 from lit_effattn.datamodules.text.tokenizers import KINDS, ByteTokenizer, Tokenizer, check_vocabulary
@@ -95,7 +103,8 @@ class TextStream(DataModule):
             last segment may be short. joined: segments cross documents' borders without padding, and memory is kept.
             packed: as joined, but a document depends on nothing before it, neither on the memory nor on other documents
             of its segment (`TokenBatch.starts`). Every token then has the same context as with apart, if memory is
-            carried, without padding between short documents.
+            carried, without padding between short documents. whole: rows are filled with whole documents, for models
+            that carry no memory: a document is divided only if it is longer than a segment.
         num_workers: Worker processes that load data; 0: none.
         root: enwik8, text8, wikitext103: folder of the files; default: data, data, data/wikitext-103.
             files, prepared: the folder (or file); required.
@@ -126,7 +135,7 @@ class TextStream(DataModule):
         batch_size: int = 32,
         eval_batch_size: int | None = None,
         vocab_size: int | None = None,
-        documents: Literal["apart", "joined", "packed"] = "apart",
+        documents: Literal["apart", "joined", "packed", "whole"] = "apart",
         num_workers: int = 0,
         root: str | None = None,
         glob: str | None = None,
@@ -145,8 +154,8 @@ class TextStream(DataModule):
         at_least(1, segment_len=segment_len, eval_segment_len=eval_segment_len, max_bytes=max_bytes)
         at_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size)
         at_least(0, num_workers=num_workers, shuffle_seed=shuffle_seed)
-        if documents not in ("apart", "joined", "packed"):
-            raise ValueError(f"documents={documents!r} is not known; choose apart, joined or packed")
+        if documents not in ("apart", "joined", "packed", "whole"):
+            raise ValueError(f"documents={documents!r} is not known; choose apart, joined, packed or whole")
         self.source: str = source
         if tokenizer_of is not None and (tokens, vocab_size) != (None, None):
             raise ValueError(
@@ -284,9 +293,11 @@ class TextStream(DataModule):
             "packed": self.documents == "packed",
             "drop_last": split == "train",
         }
+        whole = self.documents == "whole"
         if split != "train" or self.shuffle_seed is None:
-            return TokenStreams(documents, documents.borders, **options)
-        return ShuffledStreams(documents, shuffle_seed=self.shuffle_seed, **options)
+            return (WholeDocuments if whole else TokenStreams)(documents, documents.borders, **options)
+        shuffled = ShuffledWholeDocuments if whole else ShuffledStreams
+        return shuffled(documents, shuffle_seed=self.shuffle_seed, **options)
 
     def state_dict(self) -> dict[str, str]:
         """Return a description and a digest of the vocabulary."""

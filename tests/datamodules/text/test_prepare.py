@@ -289,6 +289,24 @@ def read(batches, rows=4):
     return actual
 
 
+def test_an_epoch_of_whole_documents_has_each_once_and_resumes(source, tmp_path):
+    prepare(source, tmp_path / "out")
+    n_tokens = TokenStore(tmp_path / "out").n_tokens("train")
+    made = loader(tmp_path / "out", documents="whole", num_workers=1)
+    epochs = []
+    for epoch in range(2):
+        made.sampler.set_epoch(epoch)
+        epochs.append([(b.inputs.tolist(), b.targets.tolist(), b.starts.tolist()) for b in made])
+        assert len(epochs[-1]) == len(made)
+        scored = sum(token != IGNORE for _, targets, _ in epochs[-1] for row in targets for token in row)
+        assert n_tokens - 4 * 8 < scored <= n_tokens  # less than a batch is dropped
+    assert epochs[0] != epochs[1]
+    second = loader(tmp_path / "out", documents="whole")
+    second.load_state_dict(made.state_dict() | {"epoch": 1, "batches": 2})
+    second.sampler.set_epoch(1)
+    assert [(b.inputs.tolist(), b.targets.tolist(), b.starts.tolist()) for b in second] == epochs[1][2:]
+
+
 def test_an_epoch_has_every_document_once_in_an_order_of_its_own(source, tmp_path):
     prepare(source, tmp_path / "out", shard_bytes=300)
     expected = sorted(line for i, line in enumerate(LINES) if i > 1)

@@ -7,16 +7,19 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from lit_effattn.datamodules.common.tokens import IGNORE
-from lit_effattn.datamodules.text.streams import InOrder, StreamLoader, TokenStreams
+from lit_effattn.datamodules.text import streams as text_streams
+from lit_effattn.datamodules.text.streams import InOrder, StreamLoader, TokenStreams, WholeDocuments
 
 START = 999
 DOCUMENTS = [(1,), (2,), (5,), (1, 1), (7, 3), (4, 1, 6), (3, 3, 3), (13, 2, 8, 1), (40,), (9, 30, 2)]
 SETTINGS = list(itertools.product(DOCUMENTS, (1, 2, 3, 64), (1, 2, 7), (1, 3), (False, True)))
 
 
-def streams(sizes, segment_len, batch_size, world=1, rank=0, *, joined=False, drop_last=False, packed=False):
+def streams(
+    sizes, segment_len, batch_size, world=1, rank=0, *, joined=False, drop_last=False, packed=False, kind=TokenStreams
+):
     borders = np.concatenate([[0], np.cumsum(sizes)])
-    return TokenStreams(
+    return kind(
         np.arange(borders[-1], dtype=np.uint16),
         borders,
         start=START,
@@ -72,6 +75,59 @@ def test_packed_segments_are_joined_ones_with_the_starts_of_documents(world):
             assert torch.equal(batch.starts, batch.inputs == START)
             assert torch.equal(batch.inputs, other.inputs)
             assert torch.equal(batch.targets, other.targets)
+
+
+def whole_documents(sizes, segment_len, window):
+    """The rows by first fit, each a list of pieces, which are lists of (input, target); tokens are 0, 1, 2, …"""
+    pieces, count, rows = [], 0, []
+    for size in sizes:
+        pairs = [(START, count)] + [(i - 1, i) for i in range(count + 1, count + size)]
+        pieces += [pairs[i : i + segment_len] for i in range(0, size, segment_len)]
+        count += size
+    for begin in range(0, len(pieces), window):
+        filled = []
+        for piece in pieces[begin : begin + window]:
+            room = [row for row in filled if sum(map(len, row)) + len(piece) <= segment_len]
+            if not room:
+                filled.append([])
+            (room or filled[-1:])[0].append(piece)
+        rows += filled
+    return rows
+
+
+@pytest.mark.parametrize("window", [3, 1024])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_rows_of_whole_documents_by_definition(drop_last, window, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(text_streams, "WINDOW", window)
+    compared = 0
+    for sizes, segment_len, batch_size, world, _ in SETTINGS:
+        expected = whole_documents(sizes, segment_len, window)
+        n_rows, n_batches = batch_size * world, len(expected) // (batch_size * world)
+        if drop_last and (n_batches == 0 or segment_len > sum(sizes)):
+            continue
+        for rank in range(world):
+            made = batches(sizes, segment_len, batch_size, world, rank, drop_last=drop_last, kind=WholeDocuments)
+            assert len(made) == (n_batches if drop_last else -(-len(expected) // n_rows))
+            for t, batch in enumerate(made):
+                for i in range(batch_size):
+                    row = expected[index] if (index := t * n_rows + rank * batch_size + i) < len(expected) else []
+                    pairs = [pair for piece in row for pair in piece]
+                    assert row_of(batch, i) == ((pairs, True) if pairs else None)
+                    begins = np.cumsum([0, *map(len, row)])[: len(row)]
+                    assert batch.starts[i].nonzero()[:, 0].tolist() == begins.tolist()
+                    compared += len(row)
+    assert compared > 1000
+
+
+def test_an_epoch_with_fewer_rows_repeats_the_first():
+    made = streams((3, 3, 3, 3), 4, 2, drop_last=True, kind=WholeDocuments)
+    made._divide(np.arange(9), np.array([0, 3, 6, 9]))
+    assert made[1].targets[:, :3].tolist() == [[6, 7, 8], [0, 1, 2]]
+
+
+def test_too_few_rows_of_whole_documents_are_refused():
+    with pytest.raises(ValueError, match=r"batch_size=3 makes 3 streams, but the text gives only 2 segments"):
+        streams((3, 2), 4, 3, drop_last=True, kind=WholeDocuments)
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

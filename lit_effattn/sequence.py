@@ -314,6 +314,12 @@ def packed(
         NotImplementedError: If `state` holds a source, or the module is called inside `sequence_parallel`.
     """
     name = f"packed {type(module).__name__}"
+    if x.dim() != 3 or 0 in x.shape[:2]:
+        raise ValueError(
+            f"{name}: x has shape {tuple(x.shape)}; expected (rows, positions, d_input), at least one each"
+        )
+    if wrong := [t.size(0) for t in tensors(state) if t.size(0) != x.size(0)]:
+        raise ValueError(f"{name}: state has {wrong[0]} rows; expected {x.size(0)}, as x has")
     if starts.shape != x.shape[:2] or starts.dtype != torch.bool:
         raise ValueError(
             f"{name}: starts is {starts.dtype} of shape {tuple(starts.shape)}; expected booleans of shape "
@@ -345,14 +351,16 @@ def starts_of(cu_seqlens: Tensor) -> Tensor:
     Raises:
         ValueError: If `cu_seqlens` has another shape or type, does not begin with 0, or does not increase.
     """
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or cu_seqlens.is_floating_point():
+    is_integer = not (cu_seqlens.is_floating_point() or cu_seqlens.is_complex() or cu_seqlens.dtype == torch.bool)
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or not is_integer:
         raise ValueError(
             f"cu_seqlens is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}; expected (S + 1,) integers"
         )
+    cu_seqlens = cu_seqlens.long()  # differences of uint8 are never negative
     if cu_seqlens[0] != 0 or not (cu_seqlens.diff() > 0).all():
         raise ValueError(f"cu_seqlens is {cu_seqlens.tolist()}; expected increasing numbers that begin with 0")
     starts = torch.zeros(1, int(cu_seqlens[-1]), dtype=torch.bool, device=cu_seqlens.device)
-    starts[0, cu_seqlens[:-1].long()] = True
+    starts[0, cu_seqlens[:-1]] = True
     return starts
 
 

@@ -242,6 +242,23 @@ class Adapter:
         return result
 
 
+def check_options(adapter: Adapter) -> None:
+    """Check the options of an adapter that are numbers or one of a few values.
+
+    Raises:
+        ValueError: If one is invalid.
+    """
+    for option in ("unit", "longest", "steps"):
+        if not getattr(adapter, option) >= 1:
+            raise ValueError(f"{adapter.name}: {option}={getattr(adapter, option)} must be at least 1")
+    if not adapter.spacings > 0:
+        raise ValueError(f"{adapter.name}: spacings={adapter.spacings} must be positive")
+    if adapter.padding not in ("right", "left", None):
+        raise ValueError(f"{adapter.name}: padding={adapter.padding!r} must be 'right', 'left' or None")
+    if adapter.least not in (0, 1):
+        raise ValueError(f"{adapter.name}: least={adapter.least} must be 0 or 1")
+
+
 def _overrides(kind: type[Adapter], name: str) -> bool:
     return getattr(kind, name) is not getattr(Adapter, name)
 
@@ -266,7 +283,7 @@ def _source(module: Any) -> str | None:
         getattr(module, "args", ()),
         getattr(module, "keywords", {}),
     )
-    if not _is_importable(target):
+    if not is_importable(target):
         return None
     given = [*map(_code, args), *(f"{key}={_code(value)}" for key, value in keywords.items())]
     return f"{target.__name__}({', '.join(given)})"
@@ -280,11 +297,12 @@ def _imports(module: Any) -> tuple[str, ...]:
     if isinstance(module, nn.Module):
         return ()
     target = getattr(module, "func", module)
-    if not _is_importable(target) or target.__module__ in ("builtins", "__main__"):
+    if not is_importable(target) or target.__module__ in ("builtins", "__main__"):
         return ()
     return (f"from {target.__module__} import {target.__name__}",)
 
 
-def _is_importable(target: Any) -> bool:
+def is_importable(target: Any) -> bool:
+    """Return whether `target` is a class or function at the top of its module."""
     name = getattr(target, "__qualname__", "<>")
     return inspect.isroutine(target) or inspect.isclass(target) if name.isidentifier() else False

@@ -37,17 +37,17 @@ def check(
         module: An adapter; or a module, or a function without arguments that builds one, with a built-in adapter: a
             module with `initial_state` and the call `y, state = module(x, state, lengths)`, or a recurrent module of
             PyTorch. A function gives reports whose scripts build the same module.
-        laws: Names of laws. Default: all.
+        laws: Names of laws. Default: all, without `bitwise`.
         device: Where to compute.
         dtype: The type of parameters and inputs. Default: the adapter's, float64.
-        bitwise: Check the laws of `BITWISE` alone, for results that are equal to the bit.
+        bitwise: Demand results that are equal to the bit. Default of `laws`: those of `BITWISE`.
         shrink_seconds: The time to make one failing case smaller, at most; 0: not at all.
 
     Returns:
         The report. `report.raise_if_broken()` raises an exception of one line.
 
     Raises:
-        ValueError: If there is no law of a name, or no built-in adapter fits.
+        ValueError: If there is no law of a name, no built-in adapter fits, or another argument is invalid.
 
     Examples:
         >>> from functools import partial
@@ -78,7 +78,7 @@ def adapter_for(module: nn.Module | Build | Adapter) -> Adapter:
     made = module if isinstance(module, nn.Module) else module()
     if isinstance(made, nn.RNNBase):
         return RecurrentAdapter(module)
-    if hasattr(made, "initial_state") and "lengths" in inspect.signature(made.forward).parameters:
+    if hasattr(made, "initial_state") and "lengths" in inspect.signature(getattr(made, "forward", made)).parameters:
         return ContractAdapter(module)
     raise ValueError(
         f"module is a {type(made).__name__}, for which there is no built-in adapter; write one: a subclass of "

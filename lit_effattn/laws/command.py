@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import inspect
 import logging
 import sys
 import warnings
@@ -19,6 +20,7 @@ from torch import nn
 from lit_effattn.laws.adapter import Adapter
 from lit_effattn.laws.checking import adapter_for, check
 from lit_effattn.laws.registry import LAWS
+from lit_effattn.laws.report import Report
 
 TINY = "hf-tiny:"
 D_MODEL, N_HEADS = 8, 2
@@ -34,13 +36,20 @@ def main(args: list[str] | None = None, program: str = "python -m lit_effattn.la
     """
     given = parser(program).parse_args(args)
     torch.set_num_threads(1)
+    try:
+        for folder in (path.parent for path in (given.json, given.junit) if path is not None):
+            folder.mkdir(parents=True, exist_ok=True)
+        if given.scripts is not None:
+            given.scripts.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        _fail(program, str(error))
     broken = []
     for name in given.names:
         try:
             adapter = named(name, dict(given.set), given.unit)
             report = check(
                 adapter,
-                laws=given.laws.split(",") if given.laws else None,
+                laws=None if given.laws is None else map(str.strip, given.laws.split(",")),
                 device=given.device,
                 dtype=getattr(torch, given.dtype) if given.dtype else None,
                 bitwise=given.bitwise,
@@ -48,19 +57,25 @@ def main(args: list[str] | None = None, program: str = "python -m lit_effattn.la
         except (ValueError, TypeError) as error:
             _fail(program, str(error))
         report.print()
-        for target, text in ((given.json, report.json), (given.junit, report.junit)):
-            if target is not None:
-                _file(target, name, several=len(given.names) > 1).write_text(text())
-        if given.scripts is not None:
-            given.scripts.mkdir(parents=True, exist_ok=True)
-            for result in report.broken:
-                if result.script:
-                    (given.scripts / f"{_plain(name)}_{result.law}.py").write_text(result.script)
+        try:
+            _write(report, name, given)
+        except OSError as error:
+            _fail(program, str(error))
         if not report.ok:
             broken.append(report.summary())
     if broken:
         print(*broken, sep="\n", file=sys.stderr)
         sys.exit(1)
+
+
+def _write(report: Report, name: str, given: argparse.Namespace) -> None:
+    """Write the files that the arguments ask for."""
+    for target, text in ((given.json, report.json), (given.junit, report.junit)):
+        if target is not None:
+            _file(target, name, several=len(given.names) > 1).write_text(text())
+    for result in report.broken if given.scripts is not None else []:
+        if result.script:
+            (given.scripts / f"{_plain(name)}_{result.law}.py").write_text(result.script)
 
 
 def parser(program: str = "lit-effattn check") -> argparse.ArgumentParser:
@@ -110,26 +125,35 @@ def named(name: str, options: Mapping[str, Any], unit: int | None = None) -> Ada
         unit: See `Adapter.unit`. Default: `chunk_size`, `window`, `stride` or `mem_len` of `options`, else 4.
 
     Raises:
-        ValueError: If there is none of that name, or it can't be built.
+        ValueError: If there is none of that name, it can't be built, or it takes no options.
     """
+    adapter = _named(name, options)
+    if unit is not None:
+        adapter.unit = unit
+    return adapter
+
+
+def _named(name: str, options: Mapping[str, Any]) -> Adapter:
     if name.startswith(TINY):
+        _check_no_options(name, options)
         logging.getLogger("transformers").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", module="transformers")
         from lit_effattn.laws.tiny import TinyAdapter
 
         return TinyAdapter(name.removeprefix(TINY))
     kind = _imported(name)
-    if isinstance(kind, Adapter):
-        return kind
+    if isinstance(kind, Adapter | nn.Module):
+        _check_no_options(name, options)
+        return adapter_for(kind)
     if isinstance(kind, type) and issubclass(kind, Adapter):
         return kind(**options)
-    if isinstance(kind, nn.Module):
-        return adapter_for(kind)
     if not callable(kind):
         raise ValueError(
             f"{name} is a {type(kind).__name__}; name a class, a function that builds a module, or an Adapter"
         )
-    build = partial(kind, *_sizes(kind), **_defaults(kind), **options)
+    sizes = {parameter: options.get(parameter, size) for parameter, size in _sizes(kind).items()}
+    others = {option: value for option, value in options.items() if option not in sizes}
+    build = partial(kind, *sizes.values(), **_defaults(kind) | others)
     try:
         build()
     except Exception as error:  # the user's class may raise any exception
@@ -138,9 +162,14 @@ def named(name: str, options: Mapping[str, Any], unit: int | None = None) -> Ada
             "name a function without arguments that builds it"
         ) from error
     adapter = adapter_for(build)
-    sizes = [options[key] for key in ("chunk_size", "window", "stride", "mem_len") if isinstance(options.get(key), int)]
-    adapter.unit = unit or max([2, *sizes] if sizes else [adapter.unit])
+    units = [options[key] for key in ("chunk_size", "window", "stride", "mem_len") if isinstance(options.get(key), int)]
+    adapter.unit = max([2, *units] if units else [adapter.unit])
     return adapter
+
+
+def _check_no_options(name: str, options: Mapping[str, Any]) -> None:
+    if options:
+        raise ValueError(f"{name} takes no options; leave out --set {next(iter(options))}=…")
 
 
 def _imported(name: str) -> Any:
@@ -167,13 +196,11 @@ def _imported(name: str) -> Any:
     return result
 
 
-def _sizes(kind: Any) -> tuple[int, ...]:
-    """Return the arguments for those parameters at the start that are sizes."""
-    import inspect
-
-    taken = []
+def _sizes(kind: Any) -> dict[str, int]:
+    """Return the parameters at the start that are sizes, and their arguments."""
     if isinstance(kind, type) and issubclass(kind, nn.RNNBase):
-        return D_MODEL, D_MODEL
+        return {"input_size": D_MODEL, "hidden_size": D_MODEL}
+    taken = {}
     # Not the signature of a class, which up to Python 3.11.2 may be that of `__new__`.
     is_class = isinstance(kind, type)
     given = [*inspect.signature(kind.__init__ if is_class else kind).parameters.values()]
@@ -183,8 +210,8 @@ def _sizes(kind: Any) -> tuple[int, ...]:
         )
         if size is None or parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             break
-        taken.append(size)
-    return tuple(taken)
+        taken[parameter.name] = size
+    return taken
 
 
 def _defaults(kind: Any) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class Difference:
 
 
 def difference(check: Check, tolerance: Tolerance) -> Difference | None:
-    """Return how the check fails, or None if it holds. NaN is equal to nothing."""
+    """Return how the check fails, or None if it holds. NaN is equal to nothing, and no number is near infinity."""
     if isinstance(check, Claim):
         return None if check.holds else Difference(check.message, relative=check.relative)
     got, expected = _named(check.got), _named(check.expected)
@@ -109,7 +109,7 @@ def difference(check: Check, tolerance: Tolerance) -> Difference | None:
     worst: Difference | None = None
     for name, b in expected.items():
         gap = (got[name] - b).abs()
-        wrong = ~(gap <= rtol * b.abs() + atol * min(most, scale))
+        wrong = ~(gap.isfinite() & (gap <= rtol * b.abs() + atol * min(most, scale)))
         if not wrong.any():
             continue
         largest = gap.max().item() if not gap.isnan().any() else float("nan")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from lit_effattn.laws import code
 from lit_effattn.laws.comparison import Check, Claim, Pair
@@ -37,22 +38,22 @@ class Alive(Law):
         x, adapter = subject.inputs(trial.batch, trial.n), subject.adapter
         y, again = subject.call(x)[0], subject.call(x)[0]
         checks: list[Check] = [
-            Claim(bool(y.isfinite().all()), f"{int((~y.isfinite()).sum())} of {y.numel()} outputs are not finite"),
+            _finite(y),
             Pair("outputs of two calls on the same inputs", again, y, exact=True),
             Claim(not torch.equal(y[0], y[1]), "outputs do not depend on the inputs: two rows have the same"),
             Claim(not torch.equal(y[:, 1:], y[:, :-1]), "outputs are the same at all positions"),
         ]
         changed = adapter.changed(x, trial.n - 1, 12)
         last = subject.call(changed)[0]
+        checks.append(_finite(last))
         if not adapter.jumps:
             checks.append(Claim(not torch.equal(last[:, -1], y[:, -1]), "the last output does not depend on its input"))
         if adapter.remembers:
             for t in range(trial.n - 1):
                 x = adapter.changed(x, t, 12)
             other = subject.call(x)[0]
-            checks.append(
-                Claim(not torch.equal(other[:, -1], y[:, -1]), "the last output does not depend on earlier positions")
-            )
+            depends = not torch.equal(other[:, -1], y[:, -1])
+            checks += [_finite(other), Claim(depends, "the last output does not depend on earlier positions")]
         return checks
 
     def script(self, subject: Subject, trial: Trial) -> list[str]:
@@ -62,6 +63,10 @@ class Alive(Law):
             f"z, _ = call(module, {code.inputs(subject, trial.batch, trial.n, 1)})",
             "assert y.isfinite().all() and not torch.equal(y[:, -1], z[:, -1])",
         ]
+
+
+def _finite(y: Tensor) -> Claim:
+    return Claim(bool(y.isfinite().all()), f"{int((~y.isfinite()).sum())} of {y.numel()} outputs are not finite")
 
 
 class NoFuture(Law):

@@ -59,11 +59,12 @@ def chosen(names: Iterable[str] | None) -> list[Law]:
     """Return the laws of these names; None: all.
 
     Raises:
-        ValueError: If there is no law of a name.
+        ValueError: If there is no law of a name, or no name.
     """
     if names is None:
         return list(LAWS.values())
-    names = list(names)
+    if isinstance(names, str) or not (names := list(names)):
+        raise ValueError(f"laws={names!r} must be a list of at least one name, such as ['segments']")
     for name in names:
         if name not in LAWS:
             raise ValueError(f"laws={name!r} is not a law; there are {', '.join(LAWS)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import sys
 from dataclasses import dataclass, field
 from typing import Any, TextIO
@@ -131,13 +132,15 @@ class Report:
         Console(file=file, highlight=False, soft_wrap=True).print(text)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as plain data."""
+        """Return the report as plain data; a relative difference that is not finite is None."""
         results = []
         for result in self.results:
             values = dict(vars(result))
             values["tolerance"] = (
                 None if result.tolerance is None else {"rtol": result.tolerance.rtol, "atol": result.tolerance.atol}
             )
+            if result.relative is not None and not math.isfinite(result.relative):
+                values["relative"] = None  # JSON has no NaN
             results.append(values)
         return {"name": self.name, "device": self.device, "dtype": self.dtype, "ok": self.ok, "results": results}
 

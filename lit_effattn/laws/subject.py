@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_effattn.laws import tree
-from lit_effattn.laws.adapter import Adapter
+from lit_effattn.laws.adapter import Adapter, check_options
 from lit_effattn.laws.comparison import EXACT, TOLERANCES, Tolerance
 
 STARTS = ("none", "initial", "max_len")
@@ -25,6 +25,10 @@ class Subject:
         device: Where it computes.
         dtype: The type of its parameters and inputs. Default: the adapter's.
         bitwise: Whether all laws that can must hold to the bit.
+
+    Raises:
+        ValueError: If `device` can't be used, or there is no tolerance for `dtype`, or an option of the adapter is
+            invalid.
     """
 
     def __init__(
@@ -34,8 +38,11 @@ class Subject:
         dtype: torch.dtype | None = None,
         bitwise: bool = False,
     ) -> None:
-        self.adapter, self.device, self.bitwise = adapter, torch.device(device), bitwise
+        check_options(adapter)
+        self.adapter, self.device, self.bitwise = adapter, _usable(device), bitwise
         self.dtype = adapter.dtype if dtype is None else dtype
+        if self.dtype not in TOLERANCES:
+            raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(map(str, TOLERANCES))}")
         self._module: Any = None
         self._memory: dict[Any, Any] = {}
         self._capabilities: set[str] | None = None
@@ -157,6 +164,14 @@ class Subject:
     def differentiable(self, x: Tensor) -> Tensor:
         """Return `x` as a leaf that requires a gradient, if it is of floating point."""
         return x.detach().requires_grad_(x.is_floating_point())
+
+
+def _usable(device: torch.device | str) -> torch.device:
+    try:
+        torch.zeros(1, device=device).item()
+        return torch.device(device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise ValueError(f"device={str(device)!r} can't be used: {error}") from error
 
 
 def stream(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from lit_effattn.laws import code
@@ -72,6 +72,3 @@ class LawSuite:
 def _plain(adapter: Any) -> Any:
     """Return the function of a static method."""
     return adapter.__func__ if isinstance(adapter, staticmethod) else adapter
-
-
-Builder = Callable[[], Any]

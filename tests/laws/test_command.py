@@ -42,6 +42,7 @@ def broken():
     raise OSError("no such file")
 
 number = 3
+built = MyAttention(8, 2, True)
 """
 
 
@@ -72,7 +73,7 @@ def test_a_state_that_absorbs_padding_is_told(folder: Path, capsys: pytest.Captu
 
 
 def test_kinds_options_and_modules_of_torch_are_named(capsys: pytest.CaptureFixture[str]):
-    main(["check", "SparseAttention", "--set", "stride=3", "--laws", "alive,steps"])
+    main(["check", "SparseAttention", "--set", "stride=3", "--set", "d_model=16", "--laws", "alive, steps"])
     main(["check", "LinearAttention", "torch.nn.GRU", "--laws", "alive", "--dtype", "float32"])
     out = capsys.readouterr().out
     assert [line.split(":")[0] for line in out.splitlines() if "laws checked" in line] == [
@@ -93,6 +94,16 @@ def test_kinds_options_and_modules_of_torch_are_named(capsys: pytest.CaptureFixt
         (["torch.nn.Linear", "--set", "in_features=3", "--set", "out_features=3"], "there is no built-in adapter"),
         (["hf-tiny:nothing"], "hf-tiny:nothing is not an architecture of transformers"),
         (["LinearAttention", "--set", "stride"], "'stride' is not OPTION=VALUE"),
+        (["LinearAttention", "--laws", ""], "laws='' is not a law"),
+        (["LinearAttention", "--device", "nowhere"], "device='nowhere' can't be used"),
+        (["LinearAttention", "--device", "meta"], "device='meta' can't be used"),
+        (["LinearAttention", "--unit", "0"], "LinearAttention: unit=0 must be at least 1"),
+        (["LinearAttention", "--json", "checked_module.py/laws.json"], "checked_module.py"),
+        (["torch.nn.GRU", "--set", "batch_first=False"], "batch_first=False; make the module with batch_first=True"),
+        (
+            ["checked_module:built", "--set", "stride=3"],
+            "built takes no options; leave out --set stride",
+        ),
     ],
 )
 def test_invalid_arguments_are_told_in_a_line(

@@ -162,10 +162,15 @@ def test_cu_seqlens_and_starts():
     assert sequence.cu_seqlens_of(starts).dtype == torch.int32
 
 
-@pytest.mark.parametrize("cu_seqlens", [[1, 2], [0, 2, 2], [0], [[0, 2]], [0.0, 2.0]])
+@pytest.mark.parametrize("cu_seqlens", [[1, 2], [0, 2, 2], [0], [[0, 2]], [0.0, 2.0], [False, True]])
 def test_wrong_cu_seqlens_are_refused(cu_seqlens):
     with pytest.raises(ValueError, match="cu_seqlens is"):
         sequence.starts_of(torch.tensor(cu_seqlens))
+
+
+def test_cu_seqlens_of_small_unsigned_integers_are_refused_where_they_decrease():
+    with pytest.raises(ValueError, match=r"cu_seqlens is \[0, 3, 1\]"):
+        sequence.starts_of(torch.tensor([0, 3, 1], dtype=torch.uint8))
 
 
 def test_starts_without_a_sequence_at_0_have_no_cu_seqlens():
@@ -178,6 +183,11 @@ def test_starts_without_a_sequence_at_0_have_no_cu_seqlens():
 def test_wrong_starts_are_refused():
     module = CASES[0].build()
     x = inputs(module, 2, 5)
+    for empty in (x[:0], x[:, :0]):
+        with pytest.raises(ValueError, match="packed SoftmaxAttention: x has shape"):
+            sequence.packed(module, empty, torch.zeros(empty.shape[:2], dtype=torch.bool))
+    with pytest.raises(ValueError, match="packed SoftmaxAttention: state has 3 rows; expected 2"):
+        sequence.packed(module, x, torch.zeros(2, 5, dtype=torch.bool), module.initial_state(3))
     with pytest.raises(ValueError, match=r"packed SoftmaxAttention: starts is torch.bool of shape \(2, 4\)"):
         sequence.packed(module, x, torch.zeros(2, 4, dtype=torch.bool))
     with pytest.raises(ValueError, match="expected booleans"):

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from lit_effattn.laws import LAWS, Adapter, BrokenLawError, check
+from lit_effattn.laws import LAWS, Adapter, BrokenLawError, FunctionAdapter, check
+from lit_effattn.laws.comparison import TOLERANCES, Pair, difference
 from tests.laws.planted import Mixer, MixerAdapter
 from tests.laws.planted_sum import SumAdapter
 
@@ -116,6 +117,22 @@ def test_constant_and_nan_do_not_pass(value: float, told: str):
         report.raise_if_broken()
 
 
+def test_nan_for_large_inputs_does_not_pass():
+    class Overflowing(Constant):
+        def forward(self, x, state=None):
+            return x.cumsum(1) * (self.value if x.abs().max() < 40 else float("nan")), None
+
+    (result,) = check(Adapter(partial(Overflowing, 1.0), width=4, stateful=False), laws=["alive"]).results
+    assert "outputs are not finite" in result.difference
+
+
+@pytest.mark.parametrize("expected", [float("inf"), float("-inf"), float("nan")])
+def test_no_number_is_near_infinity_or_nan(expected: float):
+    for got in (1.0, -expected):
+        pair = Pair("outputs", torch.tensor([got, 1.0]), torch.tensor([expected, 1.0]))
+        assert str(difference(pair, TOLERANCES[torch.float32])).startswith("outputs: differ by NaN or infinity")
+
+
 def test_random_outputs_do_not_pass():
     class Noise(Constant):
         def forward(self, x, state=None):
@@ -151,6 +168,21 @@ def test_a_report_is_json_and_junit():
         "skipped": "1",
     }
     assert suite.find("testcase[@name='alone']/failure").text.count("torch.testing.assert_close") >= 1
+
+
+def test_a_difference_of_nan_is_json():
+    report = check(Adapter(partial(Constant, float("nan")), width=4), laws=["segments"])
+
+    def reject(constant: str) -> None:
+        raise AssertionError(constant)
+
+    assert json.loads(report.json(), parse_constant=reject)["results"][0]["relative"] is None
+
+
+def test_a_function_without_a_name_is_not_named_in_a_script():
+    adapter = FunctionAdapter(lambda q, k, v, state: (v if state is None else v + 1, v), width=12)
+    (result,) = check(adapter, laws=["steps"]).broken
+    assert "module = ...  # <lambda>, as it was given to check()" in result.script
 
 
 def test_an_adapter_without_source_gives_no_script():
@@ -192,6 +224,14 @@ def test_bad_arguments_are_named():
         check(partial(Constant, 1.0))
     with pytest.raises(ValueError, match="give the adapter width="):
         check(Adapter(partial(Constant, 1.0)), laws=["alive"])
+    for laws in ("segments", []):
+        with pytest.raises(ValueError, match="must be a list of at least one name"):
+            check(MixerAdapter(), laws=laws)
+    for option, value in {"unit": 0, "spacings": float("nan"), "padding": "middle", "least": 2}.items():
+        with pytest.raises(ValueError, match=f"Constant: {option}={value!r} must be"):
+            check(Adapter(partial(Constant, 1.0), width=4, **{option: value}))
+    with pytest.raises(ValueError, match=r"dtype='float32' must be one of torch\.float64"):
+        check(MixerAdapter(), dtype="float32")
     with pytest.raises(ValueError, match="batch_first=False; make the module with batch_first=True"):
         check(nn.GRU(4, 4))
 

@@ -17,7 +17,7 @@ class ContractAdapter(Adapter):
 
     Args:
         module: See `Adapter`.
-        options: See `Adapter`. Default of `causal`: the module's attribute.
+        options: See `Adapter`. Default of `causal`: the module's attribute, True without one.
     """
 
     padding = "right"
@@ -30,7 +30,7 @@ class ContractAdapter(Adapter):
         options.setdefault("imports", ())
         super().__init__(module, **options)
         self.imports += ("from lit_effattn import sequence",)
-        self.causal = bool(options.get("causal", self.make().causal))
+        self.causal = bool(options.get("causal", getattr(self.make(), "causal", True)))
 
     @staticmethod
     def call(module: Any, x: Tensor, state: Any = None, lengths: Tensor | None = None) -> tuple[Tensor, Any]:

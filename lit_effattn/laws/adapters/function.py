@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_effattn.laws.adapter import Adapter
+from lit_effattn.laws.adapter import Adapter, is_importable
 
 
 class FunctionAdapter(Adapter):
@@ -23,8 +23,9 @@ class FunctionAdapter(Adapter):
 
     def __init__(self, function: Callable[..., Any], *, width: int = 24, **options: Any) -> None:
         options.setdefault("name", getattr(function, "__name__", "function"))
-        options.setdefault("source", options["name"])
-        options.setdefault("imports", (f"from {function.__module__} import {options['name']}",))
+        if is_importable(function):
+            options.setdefault("source", function.__name__)
+            options.setdefault("imports", (f"from {function.__module__} import {function.__name__}",))
         super().__init__(lambda: function, width=width, **options)
 
     @staticmethod

@@ -152,8 +152,8 @@ def _named(name: str, options: Mapping[str, Any]) -> Adapter:
             f"{name} is a {type(kind).__name__}; name a class, a function that builds a module, or an Adapter"
         )
     sizes = {parameter: options.get(parameter, size) for parameter, size in _sizes(kind).items()}
-    others = {option: value for option, value in options.items() if option not in sizes}
-    build = partial(kind, *sizes.values(), **_defaults(kind) | others)
+    keywords = {option: value for option, value in options.items() if option not in sizes}
+    build = partial(kind, *sizes.values(), **_defaults(kind) | keywords)
     try:
         build()
     except Exception as error:  # the user's class may raise any exception

@@ -147,7 +147,12 @@ class SpeechStream:
         Args:
             samples: (k,), the next samples in −1 … 1; k may be 0.
             last: Whether the stream ends with them.
+
+        Raises:
+            ValueError: If `samples` has another shape.
         """
+        if samples.dim() != 1:
+            raise ValueError(f"samples has shape {tuple(samples.shape)}; expected (k,): one channel, without a batch")
         features = self._filterbanks(samples)
         features = features if self.normalize is None else self.normalize(features)
         frames = self._front_end(features[None].to(self.model.device), last=last)

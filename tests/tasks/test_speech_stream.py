@@ -144,3 +144,10 @@ def test_what_can_not_stream_is_refused():
         SpeechStream(recognizer, Filterbanks(8000, n_mels=10))
     with pytest.raises(ValueError, match="the filterbanks have n_mels=20, but the model n_mels=10"):
         SpeechStream(model("linear"), Filterbanks(8000, n_mels=20))
+
+
+def test_samples_of_another_shape_are_refused():
+    """A row of samples would give no phone, without a word."""
+    stream = SpeechStream(model("linear"), Filterbanks(8000, n_mels=10))
+    with pytest.raises(ValueError, match=r"samples has shape \(1, 800\); expected \(k,\)"):
+        stream(torch.zeros(1, 800))

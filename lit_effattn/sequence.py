@@ -294,8 +294,9 @@ def packed(
     """Call `module` on rows that hold several sequences each, of which none depends on another.
 
     Each row is cut at its starts, and the pieces are the rows of padded calls. So every module supports it, and
-    outputs, gradients and states are those of separate calls, positions included. The first call holds the last piece
-    of each row. In each of the others at most a quarter is padding, or fewer positions than a further call costs.
+    outputs, gradients and states are those of separate calls, positions included. In a call at most a quarter is
+    padding, or fewer positions than a further call costs. Where states grow with the sequence, one call holds the last
+    pieces of all rows.
 
     Args:
         module: Any sequence module, such as an attention or a whole stack. It is called at least once.
@@ -330,14 +331,22 @@ def packed(
         raise NotImplementedError(f"{name} can't be called inside sequence_parallel; call it outside, or pad the rows")
     if _reads_source(state):
         raise NotImplementedError(f"{name}: the state holds one source for each row; give each target a row of its own")
-    cut = _cut(starts, valid_lengths(lengths, x))
-    outputs, after = [], None
+    # States of other sizes can't be joined, so one call then holds all the pieces whose states are returned.
+    joinable = not getattr(module, "causal", True) or getattr(module, "bounded_by", "") is None
+    cut = _cut(starts, valid_lengths(lengths, x), joinable=joinable)
+    outputs, ends, last_ends = [], [], []
     for i, group in enumerate(cut.groups):
         row = cut.row[group]
         before = None if state is None else module.reset(select(state, row), cut.is_new[group])
         y, end = module(x[row[:, None], cut.inside(i)], before, cut.sizes[group])
         outputs.append(y.flatten(0, 1))
-        after = end if len(outputs) == 1 else _with_losses(after, end, row)
+        ends.append(end)
+        if len(last := cut.is_last[group].nonzero()[:, 0]):
+            last_ends.append(select(end, last))
+    order = torch.cat([cut.row[group][cut.is_last[group]] for group in cut.groups]).argsort()
+    after = select(_joined(last_ends), order)
+    for end, group in zip(ends, cut.groups, strict=True):
+        after = _with_losses(after, end, cut.row[group], (~cut.is_last[group]).nonzero()[:, 0])
     return without_padding(torch.cat(outputs)[cut.place], lengths), after
 
 
@@ -386,7 +395,8 @@ class _Cut(NamedTuple):
         first: (P,), the position in the row at which each begins.
         sizes: (P,) numbers of positions. A row without positions has one empty piece.
         is_new: (P,), whether a sequence begins with it; otherwise it continues from the row's state.
-        groups: The pieces that are computed together. The first group holds the last piece of each row.
+        is_last: (P,), whether the piece is the last one of its row.
+        groups: The pieces that are called together.
         longest: For each group the size of its longest piece, at least 1.
         place: (B, N), where the outputs of the groups, laid end to end, hold each position; any in the padding.
         n: N.
@@ -396,6 +406,7 @@ class _Cut(NamedTuple):
     first: Tensor
     sizes: Tensor
     is_new: Tensor
+    is_last: Tensor
     groups: list[Tensor]
     longest: list[int]
     place: Tensor
@@ -413,8 +424,11 @@ CALL_COST = 256
 
 
 @torch.compiler.disable(reason="the number of pieces depends on values")
-def _cut(starts: Tensor, lengths: Tensor) -> _Cut:
-    """Cut rows at `starts` (B, N), of which the positions before `lengths` (B,) are valid."""
+def _cut(starts: Tensor, lengths: Tensor, *, joinable: bool) -> _Cut:
+    """Cut rows at `starts` (B, N), of which the positions before `lengths` (B,) are valid.
+
+    Unless states are `joinable`, the last pieces of the rows are one group.
+    """
     n = starts.size(1)
     starts = starts & valid_positions(lengths, n)
     begins = starts.clone()
@@ -422,7 +436,10 @@ def _cut(starts: Tensor, lengths: Tensor) -> _Cut:
     row, first = begins.nonzero(as_tuple=True)  # (P,)
     is_last = torch.cat([row[1:] != row[:-1], row.new_ones(1, dtype=torch.bool)])
     sizes = torch.where(is_last, lengths[row], first.roll(-1)) - first
-    groups = [is_last.nonzero()[:, 0], *_alike(sizes, (~is_last).nonzero()[:, 0])]
+    if joinable:
+        groups = [*_alike(sizes, torch.arange(len(row), device=row.device))]
+    else:
+        groups = [is_last.nonzero()[:, 0], *_alike(sizes, (~is_last).nonzero()[:, 0])]
     longest = [max(1, int(sizes[group].max())) for group in groups]
     place, end = torch.empty_like(row), 0
     for group, size in zip(groups, longest, strict=True):
@@ -431,7 +448,7 @@ def _cut(starts: Tensor, lengths: Tensor) -> _Cut:
     piece = begins.flatten().cumsum(0).view_as(begins) - 1
     offset = torch.arange(n, device=row.device) - first[piece]
     places = (place[piece] + offset).clamp(max=end - 1)
-    return _Cut(row, first, sizes, starts[row, first], groups, longest, places, n)
+    return _Cut(row, first, sizes, starts[row, first], is_last, groups, longest, places, n)
 
 
 def _alike(sizes: Tensor, pieces: Tensor) -> Iterator[Tensor]:
@@ -455,12 +472,22 @@ def _reads_source(state: State) -> bool:
     return hasattr(state, "given") or (isinstance(state, tuple) and any(_reads_source(part) for part in state))
 
 
-def _with_losses(state: State, other: State, row: Tensor) -> State:
-    """Return `state` of B rows, with the auxiliary losses of `other`, which are of `row` (P,), added to its own."""
+def _joined(states: list[State]) -> State:
+    """Return the rows of all states, whose tensors differ in the number of rows alone."""
+    first = states[0]
+    if isinstance(first, Tensor):
+        return torch.cat(states)
+    return None if first is None else _like(first, [_joined(list(parts)) for parts in zip(*states, strict=True)])
+
+
+def _with_losses(state: State, other: State, row: Tensor, pieces: Tensor) -> State:
+    """Add to the auxiliary losses of `state` (B rows) those of `pieces` (K,) of `other`, which are of `row` (P,)."""
     if not isinstance(state, tuple):
         return state
     values = [
-        part.index_add(0, row, more) if name == "loss" and part is not None else _with_losses(part, more, row)
+        part.index_add(0, row[pieces], more[pieces])
+        if name == "loss" and part is not None
+        else _with_losses(part, more, row, pieces)
         for name, part, more in zip(getattr(state, "_fields", [""] * len(state)), state, other, strict=True)
     ]
     return _like(state, values)

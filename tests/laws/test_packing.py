@@ -117,8 +117,11 @@ def test_a_piece_does_not_change_its_neighbours(case: Case):
 class Counting(torch.nn.Module):
     """The positions themselves, with the shape of each call."""
 
-    def __init__(self) -> None:
+    causal = True
+
+    def __init__(self, bounded_by: str | None) -> None:
         super().__init__()
+        self.bounded_by = bounded_by
         self.calls: list[tuple[int, ...]] = []
 
     def forward(self, x, state=None, lengths=None):
@@ -127,22 +130,25 @@ class Counting(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("cost", "calls"),
+    ("cost", "bounded_by", "calls"),
     [
         # 8 and 6 are alike, as are 5 and 4 of the others; the last piece of each row is in the first call.
-        (0, [(2, 9, 1, 9), (2, 8, 8, 6), (2, 5, 5, 4), (1, 1, 1)]),
-        (5, [(2, 9, 1, 9), (2, 8, 8, 6), (3, 5, 5, 4, 1)]),  # 4 positions of padding cost less
-        (10, [(2, 9, 1, 9), (5, 8, 8, 6, 5, 4, 1)]),  # as do 9
+        (0, "window", [(2, 9, 1, 9), (2, 8, 8, 6), (2, 5, 5, 4), (1, 1, 1)]),
+        (5, "window", [(2, 9, 1, 9), (2, 8, 8, 6), (3, 5, 5, 4, 1)]),  # 4 positions of padding cost less
+        (10, "window", [(2, 9, 1, 9), (5, 8, 8, 6, 5, 4, 1)]),  # as do 9
+        (0, None, [(2, 9, 9, 8), (2, 6, 6, 5), (1, 4, 4), (2, 1, 1, 1)]),  # the last ones are 1 and 9
     ],
 )
-def test_pieces_of_similar_length_are_called_together(cost: int, calls: list, monkeypatch: pytest.MonkeyPatch):
+def test_pieces_of_similar_length_are_called_together(
+    cost: int, bounded_by: str | None, calls: list, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(sequence, "CALL_COST", cost)
     sizes = [[6, 4, 8, 1], [1, 5, 9]]
     x = torch.arange(38.0).view(2, 19, 1)
     starts = torch.zeros(2, 19, dtype=torch.bool)
     for row, lengths in zip(starts, sizes, strict=True):
         row[[sum(lengths[:i]) for i in range(len(lengths))]] = True
-    module = Counting()
+    module = Counting(bounded_by)
     y, _ = sequence.packed(module, x, starts, None, torch.tensor([19, 15]))
     assert module.calls == calls
     assert torch.equal(y, x.masked_fill(torch.arange(38).view(2, 19, 1) >= 19 + 15, 0))
@@ -210,7 +216,7 @@ def test_the_law_packs_modules_of_the_contract():
     (kept,) = check(partial(LinearAttention, 8, 2, chunk_size=4), laws=["packed"]).results
     assert kept.status == "ok"
     (broken,) = check(Forgetful, laws=["packed"]).broken
-    assert broken.case == "batch 1, length 4, split 2 + 1 + 1"  # the last one is called by itself
+    assert broken.case == "batch 1, length 3, split 1 + 2"
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         exec(broken.script, {})
     (unchecked,) = check(ContractAdapter(Forgetful, padding=None), laws=["packed"]).results

@@ -233,9 +233,8 @@ def check_optimizer(saved: Any, optimizer: Optimizer, where: str, has_stepped: b
     _check_number(groups, new["param_groups"], f"{where}.param_groups")
     for i, (group, of_new) in enumerate(zip(groups, new["param_groups"], strict=True)):
         at = f"{where}.param_groups[{i}]"
-        optional = optimizer.defaults.keys() - {"lr"}  # torch adds those that its earlier versions lacked
-        absent = optional - group.keys() if isinstance(group, dict) else set()
-        check_like(group, {name: value for name, value in of_new.items() if name not in absent}, at)
+        added = _added(group, optimizer) if isinstance(group, dict) else set()
+        check_like(group, {name: value for name, value in of_new.items() if name not in added}, at)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [i for group in groups for i in group["params"]]
     if len(set(numbers)) != len(parameters):
@@ -253,6 +252,14 @@ def check_optimizer(saved: Any, optimizer: Optimizer, where: str, has_stepped: b
             raise ValueError(f"{where}.state has {number!r}, which is not one of the parameters")
         parameter = by_number[number]
         _check_state(state, parameter, steps[group_of[number]].get(parameter.ndim), f"{where}.state[{number}]")
+
+
+def _added(group: dict[str, Any], optimizer: Optimizer) -> set[str]:
+    """Return the options that torch adds to a group when it is loaded: earlier versions of torch lacked them."""
+    loaded, made = dict(group), object.__new__(type(optimizer))
+    with suppress(Exception):  # the group may have any content
+        made.__setstate__({"defaults": dict(optimizer.defaults), "state": {}, "param_groups": [loaded]})
+    return loaded.keys() - group.keys()
 
 
 def _check_state(saved: Any, parameter: Tensor, after_step: dict[str, Any] | None, where: str) -> None:

@@ -58,7 +58,7 @@ class FestvoxCorpus(SpeechCorpus):
             test split, in place of this voice's. None: this voice's.
 
     Raises:
-        ValueError: If `pauses` is unknown, or `seed` is negative.
+        ValueError: If `pauses` is unknown, `seed` is negative, or `test` is empty.
     """
 
     def __init__(
@@ -71,6 +71,8 @@ class FestvoxCorpus(SpeechCorpus):
     ) -> None:
         if pauses not in ("delete", "unscored", "scored"):
             raise ValueError(f"pauses={pauses!r} is unknown; choose delete, unscored or scored")
+        if test == "":
+            raise ValueError("test='' names no manifest; leave it out for this voice's test sentences")
         at_least(0, seed=seed)
         self.root: Path = Path(root)
         self.pauses = pauses

@@ -16,7 +16,7 @@ from lit_effattn.laws.adapter import Adapter, Build
 from lit_effattn.laws.adapters.contract import ContractAdapter
 from lit_effattn.laws.adapters.recurrent import RecurrentAdapter
 from lit_effattn.laws.law import Failure, Law, run
-from lit_effattn.laws.registry import BITWISE, chosen
+from lit_effattn.laws.registry import BITWISE, LAWS, chosen
 from lit_effattn.laws.report import Report, Result
 from lit_effattn.laws.shrink import SECONDS, shrink
 from lit_effattn.laws.subject import Subject
@@ -47,7 +47,8 @@ def check(
         The report. `report.raise_if_broken()` raises an exception of one line.
 
     Raises:
-        ValueError: If there is no law of a name, no built-in adapter fits, or another argument is invalid.
+        ValueError: If there is no law of a name, no built-in adapter fits, or another argument is invalid; or
+            if `Adapter.bitwise` names no law.
 
     Examples:
         >>> from functools import partial
@@ -59,6 +60,8 @@ def check(
     adapter = adapter_for(module)
     if bitwise and laws is None:
         laws = BITWISE
+    if unknown := adapter.bitwise - LAWS.keys():
+        raise ValueError(f"{adapter.name}: bitwise={sorted(unknown)} are not laws; there are {', '.join(LAWS)}")
     subject = Subject(adapter, device, dtype, bitwise)
     with _repeatable():
         results = [_result(law, subject, shrink_seconds) for law in chosen(laws)]

@@ -10,6 +10,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Mapping
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -190,7 +191,9 @@ def _imported(name: str) -> Any:
     except ModuleNotFoundError as error:
         raise ValueError(f"{name}: {error}") from error
     except AttributeError as error:
-        raise ValueError(f"{name}: {module} has no {attribute!r}") from error
+        near = get_close_matches(attribute, dir(importlib.import_module(module)), n=1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"{name}: {module} has no {attribute!r}{meant}") from error
     except Exception as error:  # the user's module may raise any exception
         raise ValueError(f"{name}: {type(error).__name__}: {error}") from error
     return result

@@ -87,6 +87,7 @@ def test_kinds_options_and_modules_of_torch_are_named(capsys: pytest.CaptureFixt
     [
         (["nowhere.Mine"], "nowhere.Mine: No module named 'nowhere'"),
         (["checked_module.Other"], "checked_module.Other: checked_module has no 'Other'"),
+        (["LinearAttentoin"], "has no 'LinearAttentoin'; did you mean LinearAttention?"),
         (["checked_module:number"], "checked_module:number is a int; name a class"),
         (["checked_module.broken"], "can't be built by broken(): OSError: no such file; give its options by --set"),
         (["checked_module.Needy"], "can't be built by Needy(8, 2): TypeError"),

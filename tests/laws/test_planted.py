@@ -218,6 +218,10 @@ def test_bitwise_is_stricter():
 def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match="laws='order' is not a law; there are alive,"):
         check(MixerAdapter(), laws=["order"])
+    adapter = MixerAdapter()
+    adapter.bitwise = frozenset({"order", "segments"})
+    with pytest.raises(ValueError, match=r"bitwise=\['order'\] are not laws; there are alive,"):
+        check(adapter, laws=["alive"])
     with pytest.raises(TypeError, match=r"has no option 'units'; there are .*unit"):
         Adapter(partial(Constant, 1.0), units=3)
     with pytest.raises(ValueError, match=r"a Constant, for which there is no built-in adapter; write one"):

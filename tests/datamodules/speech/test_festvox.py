@@ -58,6 +58,8 @@ def test_another_voice_is_the_test_split(tmp_path: Path):
     assert corpus.phones == own.phones
     with pytest.raises(FileNotFoundError, match=r"gone\.jsonl"):
         FestvoxCorpus(root, test=str(tmp_path / "gone.jsonl")).prepare()
+    with pytest.raises(ValueError, match="test='' names no manifest"):
+        FestvoxCorpus(root, test="")
 
 
 def test_an_utterance_and_its_times(tmp_path: Path):

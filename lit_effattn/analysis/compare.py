@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lit_effattn.analysis.records import RunRecord, differences, read_run
-from lit_effattn.analysis.tables import FORMATS, Table, comma_separated, from_columns, markdown, show
+from lit_effattn.analysis.tables import Table, comma_separated, from_columns, markdown, show
 from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.runs import short
 from lit_effattn.checkpoints.shipped import model_path
 from lit_effattn.drawing import plots
-from lit_effattn.settings.own_classes import add_trust
+from lit_effattn.settings import parsers
 
 
 def compare(args: list[str]) -> None:
@@ -26,7 +25,7 @@ def compare(args: list[str]) -> None:
     Raises:
         ValueError: If a folder is not that of a run, an option is out of range, or matplotlib is missing.
     """
-    options = parser().parse_args(args)
+    options = parsers.compare().parse_args(args)
     if options.length is not None and options.length < 1:
         raise ValueError(f"--length {options.length} must be at least 1")
     if options.plots:
@@ -49,27 +48,6 @@ def compare(args: list[str]) -> None:
             print(printable(f"{name}: {run.remark}"), file=sys.stderr)
     if options.plots and (panels := _panels(names, runs)):
         print(f"plots: {short(plots.curves(panels, Path(options.plots) / 'curves.png'))}")
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command."""
-    arguments = argparse.ArgumentParser(
-        "lit-effattn compare",
-        description="Compare runs: settings that differ, metrics, parameters, bytes of state, time, peak memory.",
-        allow_abbrev=False,
-    )
-    arguments.add_argument("runs", nargs="+", metavar="RUN", help="The folder of a run, or model:NAME.")
-    arguments.add_argument("--format", choices=FORMATS, default="terminal", help="Default: terminal.")
-    arguments.add_argument("--output", metavar="FILE", help="Write the table here; in Markdown unless --format csv.")
-    arguments.add_argument("--plots", metavar="FOLDER", help="Write curves.png here: metrics by step and by time.")
-    arguments.add_argument(
-        "--length",
-        type=int,
-        help="Positions for which the bytes of a growing state are counted. Default: the length in the data's "
-        "configuration, the dimensions of an image, or 1,024.",
-    )
-    add_trust(arguments)
-    return arguments
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:

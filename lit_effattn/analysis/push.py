@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +13,7 @@ from lit_effattn.analysis.model_card import model_card
 from lit_effattn.checkpoints.io import read_checkpoint, saved_config
 from lit_effattn.checkpoints.runs import find_checkpoint, short
 from lit_effattn.checkpoints.weights_files import write_weights_file
-from lit_effattn.settings.run_names import add_root
+from lit_effattn.settings import parsers
 from lit_effattn.settings.saved import homes
 
 FILE = "model.safetensors"
@@ -31,7 +30,7 @@ def push(args: list[str]) -> None:
         FileNotFoundError: If there is no such checkpoint.
         ValueError: If huggingface_hub or a token is missing, the name is invalid, or the hub rejects the upload.
     """
-    given = parser().parse_args(args)
+    given = parsers.push().parse_args(args)
     checkpoint = find_checkpoint(given.checkpoint, Path(given.root), option="push")
     if find_spec("huggingface_hub") is None:
         raise ValueError("push needs the package huggingface_hub: pip install 'lit-effattn[hub]'")
@@ -77,19 +76,3 @@ def _prepare(checkpoint: Path, folder: Path, name: str, license: str | None) -> 
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).partition("\n")[0]
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command."""
-    made = argparse.ArgumentParser(
-        "lit-effattn push",
-        description="Publish a checkpoint on the Hugging Face hub: the model without optimiser states, its "
-        "configuration, and a card with the figures of its run. The token is that of `hf auth login`, or HF_TOKEN.",
-        allow_abbrev=False,
-    )
-    made.add_argument("checkpoint", metavar="CHECKPOINT", help="The checkpoint: its path, last or best, or model:NAME.")
-    made.add_argument("name", metavar="USER/NAME", help="The model's name on the hub. It is made if it is new.")
-    made.add_argument("--private", action="store_true", help="Make a new name visible to you alone.")
-    made.add_argument("--license", help="The licence that the card states, such as apache-2.0. Default: none.")
-    add_root(made)
-    return made

@@ -27,9 +27,9 @@ from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.runs import find_checkpoint, short
 from lit_effattn.datamodules.common.json_data import parse_json
 from lit_effattn.drawing import plots
+from lit_effattn.settings import parsers
 from lit_effattn.settings.arguments import Arguments, File
 from lit_effattn.settings.kinds import attention_kinds, own_kind
-from lit_effattn.settings.own_classes import add_trust
 from lit_effattn.settings.run_names import ROOT
 
 FACTORS = (1 / 3, 1, 3)
@@ -58,7 +58,7 @@ def sweep(args: list[str]) -> None:
     Raises:
         ValueError: If an argument is invalid, or the folder has a sweep with other settings.
     """
-    options, flags = parser().parse_known_args(args)
+    options, flags = parsers.sweep().parse_known_args(args)
     options.trust += _own_kinds(options)
     if options.seeds < 1:
         raise ValueError(f"--seeds {options.seeds} must be at least 1")
@@ -320,34 +320,6 @@ def _terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command."""
-    arguments = argparse.ArgumentParser(
-        "lit-effattn sweep",
-        description="Train several kinds of attention on the same data for the same number of steps. Each is trained "
-        "with seed 0 at every learning rate; the rate with the lowest value of the task's validation metric is then "
-        "used for all seeds, whose best checkpoints are tested. An interrupted sweep continues when the command is "
-        "repeated. Other flags are those of `lit-effattn fit`.",
-        allow_abbrev=False,
-    )
-    arguments.add_argument("-c", "--config", action="append", required=True, help="A shipped configuration or a file.")
-    arguments.add_argument(
-        "--kinds",
-        required=True,
-        help="Kinds of attention with commas between: short names (linear), class names, class paths of your own "
-        "(my_module.MyAttention), which are then trusted; lstm replaces the whole backbone. Options follow colons: "
-        "transformerxl:mem_len=64:dropout=0.1.",
-    )
-    arguments.add_argument("--seeds", type=int, default=3, help="Number of seeds at the best rate. Default: 3.")
-    arguments.add_argument("--lr", help="Rates with commas between. Default: 1/3, 1 and 3 times the configuration's.")
-    arguments.add_argument(
-        "--devices", help="CUDA devices with commas between, one for each run. Default: one run at a time."
-    )
-    arguments.add_argument("--output", metavar="FOLDER", help="Default: runs/sweep_CONFIG.")
-    add_trust(arguments)
-    return arguments
 
 
 def _own_kinds(options: argparse.Namespace) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import select
 import sys
@@ -11,7 +10,8 @@ from importlib import import_module
 from typing import NoReturn
 
 from lit_effattn.checkpoints.printable import printable
-from lit_effattn.settings.own_classes import add_current_folder, add_trust
+from lit_effattn.settings import parsers
+from lit_effattn.settings.own_classes import add_current_folder
 
 # Lightning 2.6 itself uses deprecated functions of jsonargparse; users cannot change that.
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
@@ -137,6 +137,7 @@ def _main(args: list[str] | None) -> None:
     if args[0] not in (*COMMANDS, *TOOLS):
         known = ", ".join((*COMMANDS, *TOOLS, CONVERT, CHECK, *LISTS, COMPLETION))
         fail(f"{args[0]!r} is not a command; there are {known}", code=2)
+    _check_arguments(args)
     from lit_effattn.cli.command import UsageError, run
 
     def call() -> None:
@@ -172,6 +173,16 @@ def _main(args: list[str] | None) -> None:
     # Errors of our checks and of libraries: the message names the cause, a traceback would not help.
     except (ValueError, FloatingPointError, ModuleNotFoundError, MisconfigurationException) as error:
         fail(plain(in_flags(_message(error))))
+
+
+def _check_arguments(args: list[str]) -> None:
+    """End the process where help is asked for or an argument is invalid, before what is slow to import."""
+    if args[:2] == ["data", "prepare"]:
+        parsers.prepare().parse_args(args[2:])
+    elif args[0] == "sweep":  # which also takes the options of `fit`
+        parsers.sweep().parse_known_args(args[1:])
+    elif args[0] in TOOLS:
+        getattr(parsers, args[0])().parse_args(args[1:])
 
 
 def _print_version(args: list[str]) -> None:
@@ -222,24 +233,15 @@ def _complete(args: list[str]) -> None:
     from lit_effattn.cli.completion import script
 
     try:
-        print(script(args[0], COMMANDS, {**TOOLS, CONVERT: None, CHECK: "lit_effattn.laws.command"}, LISTS))
+        print(script(args[0], COMMANDS, (*TOOLS, CONVERT), LISTS))
     except ValueError as error:
         fail(str(error), code=2)
 
 
 def _convert(args: list[str]) -> None:
     """Convert a pretrained model."""
-    parser = argparse.ArgumentParser(
-        "lit-effattn convert",
-        description="Convert a folder of Hugging Face weights (GPT-2, Llama, Mistral, Qwen) to a checkpoint with a "
-        "configuration, in the new folder TO; or a checkpoint to such a folder. Nothing is downloaded.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("source", metavar="FROM", help="The folder, or the checkpoint.")
-    parser.add_argument("target", metavar="TO", help="The folder to make.")
-    add_trust(parser)
     try:
-        options = parser.parse_args(args)
+        options = parsers.convert().parse_args(args)
         from lit_effattn.interchange.convert import convert
 
         warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
-from importlib import import_module
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser
@@ -13,22 +12,24 @@ from lit_effattn.checkpoints.shipped import PREFIX, models
 from lit_effattn.cli.command import CLI
 from lit_effattn.cli.data import add_options
 from lit_effattn.cli.errors import class_names, option_paths
-from lit_effattn.cli.prepare import parser as prepare_parser
+from lit_effattn.laws import command as laws
+from lit_effattn.settings import parsers
 from lit_effattn.settings.arguments import Arguments
 from lit_effattn.settings.kinds import attention_kinds
 from lit_effattn.settings.shipped import shipped
 
+CHECK = "check"
 SHELLS = ("bash", "zsh")
 _FUNCTION = "lit_effattn"
 
 
-def script(shell: str, commands: Sequence[str], tools: Mapping[str, str | None], lists: Sequence[str]) -> str:
+def script(shell: str, commands: Sequence[str], tools: Sequence[str], lists: Sequence[str]) -> str:
     """Return the script for a shell, with the nested options in `cli.errors.option_paths`.
 
     Args:
         shell: One of `SHELLS`.
         commands: The commands that take options of the model, the data or the trainer.
-        tools: The commands with parsers of their own, and the modules that define these; None for one without options.
+        tools: The commands whose parsers `settings.parsers` has.
         lists: The commands that take names only.
 
     Raises:
@@ -42,10 +43,11 @@ def script(shell: str, commands: Sequence[str], tools: Mapping[str, str | None],
         raise ValueError("completion needs the package shtab: pip install 'lit-effattn[completion]'") from error
     parser = argparse.ArgumentParser("lit-effattn")
     subparsers = parser.add_subparsers()
-    added = {name: subparsers.add_parser(name, help=name) for name in (*commands, *tools, *lists, "completion")}
+    added = {name: subparsers.add_parser(name, help=name) for name in (*commands, *tools, CHECK, *lists, "completion")}
     flags = {command: {flag: _values(flag[2:]) for flag in sorted(_options(command))} for command in commands}
-    flags["data"] |= _options_of(prepare_parser())
-    flags |= {name: _options_of(import_module(module).parser()) for name, module in tools.items() if module is not None}
+    flags["data"] |= _options_of(parsers.prepare())
+    flags |= {name: _options_of(getattr(parsers, name)()) for name in tools}
+    flags[CHECK] = _options_of(laws.parser())
     flags["sweep"] = flags["fit"] | flags["sweep"]
     for command, values in flags.items():
         for flag, choices in values.items():

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from lit_effattn.checkpoints.io import AtomicCheckpointIO, read_checkpoint
 from lit_effattn.checkpoints.runs import find_checkpoint, short
-from lit_effattn.settings.run_names import add_root
+from lit_effattn.settings import parsers
 
 
 def consolidate(args: list[str]) -> None:
@@ -21,7 +20,7 @@ def consolidate(args: list[str]) -> None:
         FileExistsError: If the file exists.
         ValueError: If the checkpoint is a file, or damaged.
     """
-    given = parser().parse_args(args)
+    given = parsers.consolidate().parse_args(args)
     checkpoint, target = find_checkpoint(given.checkpoint, Path(given.root), option="consolidate"), Path(given.file)
     if checkpoint.is_file():
         raise ValueError(f"{short(checkpoint)} is one file: there is nothing to consolidate")
@@ -29,17 +28,3 @@ def consolidate(args: list[str]) -> None:
         raise FileExistsError(f"{target} exists; name another file")
     AtomicCheckpointIO().save_checkpoint(read_checkpoint(checkpoint), target)
     print(f"{short(checkpoint)} is in one file, {target} ({target.stat().st_size:,} bytes)")
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command."""
-    made = argparse.ArgumentParser(
-        "lit-effattn consolidate",
-        description="Put a checkpoint that several processes have written (save_distributed_checkpoint) into one file. "
-        "It needs the memory for the whole model and its optimiser states.",
-        allow_abbrev=False,
-    )
-    made.add_argument("checkpoint", metavar="FOLDER", help="The checkpoint: its path, or last or best.")
-    made.add_argument("file", metavar="FILE", help="The file to write.")
-    add_root(made)
-    return made

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from lit_effattn.checkpoints.io import read_outline
 from lit_effattn.checkpoints.runs import find_checkpoint, output_folder, short
 from lit_effattn.interchange import export as exporting
-from lit_effattn.settings.own_classes import add_trust
-from lit_effattn.settings.run_names import add_root
+from lit_effattn.settings import parsers
 from lit_effattn.tasks.base import Task
 
 
@@ -24,7 +22,7 @@ def export(args: list[str]) -> None:
         FileExistsError: If the file exists, and --overwrite is not given.
         ValueError: If the model can't be exported in this format: see `lit_effattn.interchange.export.export`.
     """
-    given = parser().parse_args(args)
+    given = parsers.export().parse_args(args)
     checkpoint = find_checkpoint(given.ckpt_path, Path(given.root))
     target = Path(given.output) if given.output else _target(checkpoint, Path(given.root), given.format)
     done = exporting.export(
@@ -53,47 +51,3 @@ def _target(checkpoint: Path, root: Path, format: str) -> Path:
     folder = output_folder(checkpoint, root)
     folder = checkpoint.parent if folder is None else folder / "exported"
     return folder / (checkpoint.stem + exporting.SUFFIXES[format])
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command."""
-    made = argparse.ArgumentParser(
-        "lit-effattn export",
-        description="Write a checkpoint's model for other programs. onnx and torch: a streaming step, whose state is "
-        "an input and an output. safetensors: the weights and the configuration, "
-        "which all commands read as a checkpoint.",
-        allow_abbrev=False,
-    )
-    made.add_argument(
-        "--ckpt_path",
-        default="best",
-        help="A checkpoint: its path, last or best of the newest run, or model:NAME. Default: best.",
-    )
-    made.add_argument("--format", choices=list(exporting.SUFFIXES), default="onnx", help="Default: onnx.")
-    made.add_argument("--output", metavar="FILE", help="Default: in the folder `exported` of the run.")
-    made.add_argument(
-        "--max_len", type=int, help="Most positions of a stream, for attention that keeps every position."
-    )
-    made.add_argument("--batch_size", type=int, default=1, help="Rows of a step. Default: 1.")
-    made.add_argument(
-        "--check",
-        type=int,
-        default=exporting.CHECKED,
-        metavar="N",
-        help=f"Steps to compare with PyTorch before the file is written. Default: {exporting.CHECKED}.",
-    )
-    made.add_argument(
-        "--dtype",
-        choices=exporting.DTYPES,
-        help="safetensors: type of the floating-point weights. Default: as they are. float16 halves the file.",
-    )
-    made.add_argument(
-        "--normalize",
-        choices=["running"],
-        help="running: the step of a recogniser normalises by mean and variance of the sound so far, for one that was "
-        "trained with normalize: utterance or speaker. Default: as in training.",
-    )
-    made.add_argument("--overwrite", action="store_true", help="Replace an existing file.")
-    add_root(made)
-    add_trust(made)
-    return made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +13,7 @@ from lit_effattn.checkpoints.io import read_checkpoint
 from lit_effattn.checkpoints.runs import find_checkpoint, short
 from lit_effattn.checks import at_least
 from lit_effattn.datamodules.speech.audio import stream_audio, stream_pcm
-from lit_effattn.settings.own_classes import add_trust
-from lit_effattn.settings.run_names import add_root
+from lit_effattn.settings import parsers
 from lit_effattn.tasks.ctc import BeamDecoder
 from lit_effattn.tasks.speech import SpeechRecognizer
 from lit_effattn.tasks.speech_stream import SpeechStream, stream_features
@@ -31,7 +29,7 @@ def transcribe(args: list[str]) -> None:
         FileNotFoundError: If there is no such checkpoint.
         ValueError: If the model is not a causal recogniser, its features look ahead, or the sound can't be read.
     """
-    given = parser().parse_args(args)
+    given = parsers.transcribe().parse_args(args)
     at_least(1, block_ms=given.block_ms)
     decoder = None if given.beam_size is None else BeamDecoder(given.beam_size)
     path = find_checkpoint(given.ckpt_path, Path(given.root))
@@ -67,41 +65,3 @@ def _with_last(blocks: Iterator[Tensor]) -> Iterator[tuple[Tensor, bool]]:
     for block in blocks:
         yield block, False
     yield torch.zeros(0), True
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command."""
-    made = argparse.ArgumentParser(
-        "lit-effattn transcribe",
-        description="Print the phones of a stream of sound as they are recognised. The model must be causal. "
-        "A microphone: arecord -t raw -f S16_LE -r 16000 | lit-effattn transcribe --ckpt_path best -",
-        allow_abbrev=False,
-    )
-    made.add_argument(
-        "input",
-        metavar="FILE",
-        help="A recording, or - for the standard input: WAV or samples alone (16 bits, little-endian), one channel, at "
-        "the sampling rate of the model.",
-    )
-    made.add_argument(
-        "--ckpt_path", default="best", help="A checkpoint: its path, or last or best of the newest run. Default: best."
-    )
-    made.add_argument(
-        "--times", action="store_true", help="A line for each phone: start in seconds, phone, confidence."
-    )
-    made.add_argument(
-        "--normalize",
-        choices=["running"],
-        help="running: by mean and variance of the sound so far, for a model trained with normalize: utterance or "
-        "speaker. Default: as in training.",
-    )
-    made.add_argument(
-        "--beam_size",
-        type=int,
-        help="Beam search with so many hypotheses; a phone is printed when all of them agree on it. Default: the "
-        "model's decoder.",
-    )
-    made.add_argument("--block_ms", type=int, default=100, help="Milliseconds that are read at once. Default: 100.")
-    add_root(made)
-    add_trust(made)
-    return made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import csv
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,8 +33,8 @@ from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.runs import LAST, PREVIOUS, find_checkpoint, is_checkpoint, output_folder, short
 from lit_effattn.checkpoints.shipped import is_model
 from lit_effattn.drawing.plots import Line
+from lit_effattn.settings import parsers
 from lit_effattn.settings.defaults import split
-from lit_effattn.settings.own_classes import add_trust
 from lit_effattn.settings.run_names import ROOT
 from lit_effattn.tasks import Task
 
@@ -65,7 +64,7 @@ def report(args: list[str]) -> None:
         FileNotFoundError: If a run does not exist.
         FileExistsError: If the page that `--output` names exists.
     """
-    options = parser().parse_args(args)
+    options = parsers.report().parse_args(args)
     for name, value, least in (("samples", options.samples, 0), ("length", options.length, 2)):
         if value < least:
             raise ValueError(f"--{name} {value} must be at least {least}")
@@ -83,31 +82,6 @@ def report(args: list[str]) -> None:
     with whole(output) as part:
         part.write_text(text, encoding="utf-8", errors="backslashreplace")
     print(f"report: {short(output)}")
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command."""
-    arguments = argparse.ArgumentParser(
-        "lit-effattn report",
-        description="Write one HTML page about runs: configuration, curves, metrics, cost, samples, attention.",
-        allow_abbrev=False,
-    )
-    arguments.add_argument(
-        "runs",
-        nargs="+",
-        metavar="RUN",
-        help="The folder of a run, a checkpoint, `best` or `last` (of the newest run), a configuration's name (its "
-        "newest run), or `model:NAME`, one of `lit-effattn models`.",
-    )
-    arguments.add_argument("--output", metavar="FILE", help="The page, a new file. Default: report.html in the run.")
-    arguments.add_argument(
-        "--samples", type=int, default=8, help="How many test items and drawn samples to show; 0: none. Default: 8."
-    )
-    arguments.add_argument(
-        "--length", type=int, default=256, help="Draw attention for at most so many positions. Default: 256."
-    )
-    add_trust(arguments)
-    return arguments
 
 
 def find_run(name: str) -> Source:

@@ -2,8 +2,9 @@
 
 from lit_effattn.datamodules.common.labelled import LabelledBatch, pad_labelled
 from lit_effattn.datamodules.common.length_batches import LengthBatches
+from lit_effattn.datamodules.common.packing import pack
 from lit_effattn.datamodules.common.sampling import ResumableLoader, ShardedBatches
-from lit_effattn.datamodules.common.tokens import IGNORE, PairBatch, Response, TokenBatch
+from lit_effattn.datamodules.common.tokens import IGNORE, PairBatch, Response, TokenBatch, pad_tokens
 from lit_effattn.datamodules.images.labelled_images import LabelledImages
 from lit_effattn.datamodules.images.pixels import PixelSequences, images_to_levels, levels_to_images
 from lit_effattn.datamodules.pairs.labelled_texts import LabelledTexts
@@ -67,6 +68,8 @@ __all__ = [
     "counting_accuracy",
     "images_to_levels",
     "levels_to_images",
+    "pack",
     "pad_labelled",
+    "pad_tokens",
     "read_audio",
 ]

@@ -321,11 +321,7 @@ def packed(
         )
     if wrong := [t.size(0) for t in tensors(state) if t.size(0) != x.size(0)]:
         raise ValueError(f"{name}: state has {wrong[0]} rows; expected {x.size(0)}, as x has")
-    if starts.shape != x.shape[:2] or starts.dtype != torch.bool:
-        raise ValueError(
-            f"{name}: starts is {starts.dtype} of shape {tuple(starts.shape)}; expected booleans of shape "
-            f"{tuple(x.shape[:2])}"
-        )
+    check_starts(name, starts, x)
     check_lengths(name, lengths, x)
     if parts() is not None:
         raise NotImplementedError(f"{name} can't be called inside sequence_parallel; call it outside, or pad the rows")
@@ -348,6 +344,27 @@ def packed(
     for end, group in zip(ends, cut.groups, strict=True):
         after = _with_losses(after, end, cut.row[group], (~cut.is_last[group]).nonzero()[:, 0])
     return without_padding(torch.cat(outputs)[cut.place], lengths), after
+
+
+def check_starts(name: str, starts: Tensor, x: Tensor) -> None:
+    """Raise ValueError unless `starts` are booleans for the positions of `x` (B, N, …)."""
+    if starts.shape != x.shape[:2] or starts.dtype != torch.bool:
+        raise ValueError(
+            f"{name}: starts is {starts.dtype} of shape {tuple(starts.shape)}; expected booleans of shape "
+            f"{tuple(x.shape[:2])}"
+        )
+
+
+def first_positions(starts: Tensor, lengths: Tensor | None = None) -> Tensor:
+    """Return where the pieces begin into which `packed` cuts rows, (B, N) booleans: position 0, and the valid starts.
+
+    Args:
+        starts: (B, N): see `packed`.
+        lengths: (B,): see `SequenceModule.forward`.
+    """
+    begins = starts & valid_positions(valid_lengths(lengths, starts), starts.size(1))
+    begins[:, 0] = True
+    return begins
 
 
 def starts_of(cu_seqlens: Tensor) -> Tensor:
@@ -430,9 +447,7 @@ def _cut(starts: Tensor, lengths: Tensor, *, joinable: bool) -> _Cut:
     Unless states are `joinable`, the last pieces of the rows are one group.
     """
     n = starts.size(1)
-    starts = starts & valid_positions(lengths, n)
-    begins = starts.clone()
-    begins[:, 0] = True
+    begins = first_positions(starts, lengths)
     row, first = begins.nonzero(as_tuple=True)  # (P,)
     is_last = torch.cat([row[1:] != row[:-1], row.new_ones(1, dtype=torch.bool)])
     sizes = torch.where(is_last, lengths[row], first.roll(-1)) - first
@@ -448,7 +463,8 @@ def _cut(starts: Tensor, lengths: Tensor, *, joinable: bool) -> _Cut:
     piece = begins.flatten().cumsum(0).view_as(begins) - 1
     offset = torch.arange(n, device=row.device) - first[piece]
     places = (place[piece] + offset).clamp(max=end - 1)
-    return _Cut(row, first, sizes, starts[row, first], is_last, groups, longest, places, n)
+    is_new = starts[row, first] & (sizes > 0)
+    return _Cut(row, first, sizes, is_new, is_last, groups, longest, places, n)
 
 
 def _alike(sizes: Tensor, pieces: Tensor) -> Iterator[Tensor]:

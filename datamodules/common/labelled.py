@@ -16,12 +16,15 @@ class LabelledBatch(NamedTuple):
         labels: (B,), the number of each row's class, 0 to C − 1; None: they are unknown.
         lengths: (B,), number of valid positions of each row; None: all positions are valid.
         indices: (B,), the position of each row in its split or file, by which the original order can be restored.
+        starts: (B, N), True where a sequence begins, if rows hold several: see `lit_effattn.sequence.packed`. `labels`
+            and `indices` are then those of the sequences, in the order of the rows. None: each row is one sequence.
     """
 
     x: Tensor
     labels: Tensor | None = None
     lengths: Tensor | None = None
     indices: Tensor | None = None
+    starts: Tensor | None = None
 
 
 def pad_labelled(items: Sequence[tuple[Any, int]]) -> LabelledBatch:
@@ -36,7 +39,7 @@ def pad_labelled(items: Sequence[tuple[Any, int]]) -> LabelledBatch:
     Examples:
         >>> pad_labelled([([7, 8, 9], 1), ([4], 0)])
         LabelledBatch(x=tensor([[7, 8, 9],
-                [4, 0, 0]]), labels=tensor([1, 0]), lengths=tensor([3, 1]), indices=None)
+                [4, 0, 0]]), labels=tensor([1, 0]), lengths=tensor([3, 1]), indices=None, starts=None)
     """
     rows = [torch.as_tensor(x) for x, _ in items]
     lengths = torch.tensor([len(row) for row in rows])

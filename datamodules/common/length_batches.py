@@ -1,4 +1,4 @@
-"""Batches of samples of similar length, which need little padding."""
+"""Batches of samples of similar length, which need little padding, or packed ones, which need none."""
 
 from collections.abc import Iterator
 
@@ -6,6 +6,7 @@ import numpy as np
 from torch.utils.data import DistributedSampler
 
 from lit_effattn.checks import at_least
+from lit_effattn.datamodules.common.packing import first_fit
 
 _RATIO = 1.1  # maximum ratio of the longest to the shortest length in a bucket
 
@@ -24,23 +25,31 @@ class LengthBatches(DistributedSampler[list[int]]):
     one. If fewer samples than processes remain at the end (the shortest ones), each is added to one of the last
     batches.
 
+    If batches are `packed`, samples of all lengths are in a batch, and `batch_size` bounds the sum of their lengths:
+    batches are filled by first fit. An epoch exchanges samples of the same bucket, so every epoch has batches of almost
+    the same lengths, of other samples. Here the samples of a step do depend on the number of processes.
+
     Args:
         lengths: (n,), lengths of the samples, at least 1.
-        batch_size: Maximum number of positions in a batch of one process, padding included.
+        batch_size: Maximum number of positions in a batch of one process, padding included unless `packed`.
         max_samples: Maximum number of samples in a batch.
         num_replicas: Number of processes.
         rank: This process, 0 to `num_replicas - 1`.
         shuffle: Draw a new order every epoch, and return sample i in epoch e as the index `i + e * n`, so that its
             augmentation can depend on the epoch. Otherwise: longest first.
         seed: Seed of the order, 0 or more.
+        packed: Whether the samples of a batch will lie end to end: see `pack`.
 
     Raises:
         ValueError: If an argument is out of its range, or there are fewer samples than processes.
 
     Examples:
         >>> lengths = np.array([9, 5, 5, 2, 4])
-        >>> list(LengthBatches(lengths, 10, max_samples=8, num_replicas=1, rank=0, shuffle=False, seed=0))
+        >>> options = {"max_samples": 8, "num_replicas": 1, "rank": 0, "shuffle": False, "seed": 0}
+        >>> list(LengthBatches(lengths, 10, **options))
         [[0], [1, 2], [4, 3]]
+        >>> list(LengthBatches(lengths, 10, **options, packed=True))
+        [[2, 3], [4, 1], [0]]
     """
 
     def __init__(
@@ -53,6 +62,7 @@ class LengthBatches(DistributedSampler[list[int]]):
         rank: int,
         shuffle: bool,
         seed: int,
+        packed: bool = False,
     ) -> None:
         at_least(1, batch_size=batch_size, max_samples=max_samples)
         at_least(0, seed=seed)
@@ -72,11 +82,16 @@ class LengthBatches(DistributedSampler[list[int]]):
         )
         self.lengths = lengths
         self._buckets, longest = _buckets(lengths)
-        self._borders = _borders(longest, batch_size, max_samples, num_replicas)
+        # For each batch of this process the places of its samples, if samples are sorted by bucket.
+        if packed:
+            self._places = _filled(longest, batch_size, max_samples, num_replicas, seed)[rank::num_replicas]
+        else:
+            borders = _borders(longest, batch_size, max_samples, num_replicas)
+            self._places = [step[rank::num_replicas] for step in np.split(np.arange(len(lengths)), borders[1:-1])]
         self.start = 0  # batches that `ResumableLoader` skips, since the interrupted run trained on them
 
     def __len__(self) -> int:
-        return len(self._borders) - 1
+        return len(self._places)
 
     def __iter__(self) -> Iterator[list[int]]:
         n = len(self.lengths)
@@ -84,11 +99,11 @@ class LengthBatches(DistributedSampler[list[int]]):
             # The seed is a pair: with a sum, epoch 1 of seed 0 would equal epoch 0 of seed 1.
             rng = np.random.default_rng((self.seed, self.epoch))
             order = np.lexsort((rng.random(n), self._buckets)) + self.epoch * n
-            groups = rng.permutation(len(self))
+            steps = rng.permutation(len(self))
         else:
-            order, groups = np.lexsort((np.arange(n), -self.lengths)), np.arange(len(self))
-        for group in groups[self.start :]:
-            yield order[self._borders[group] : self._borders[group + 1]][self.rank :: self.num_replicas].tolist()
+            order, steps = np.lexsort((np.arange(n), -self.lengths)), np.arange(len(self))
+        for step in steps[self.start :]:
+            yield order[self._places[step]].tolist()
 
 
 def _buckets(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -117,3 +132,19 @@ def _borders(longest: np.ndarray, batch_size: int, max_samples: int, num_replica
     if len(borders) > 2 and borders[-1] - borders[-2] < num_replicas:
         del borders[-2]
     return borders
+
+
+def _filled(longest: np.ndarray, batch_size: int, max_samples: int, num_replicas: int, seed: int) -> list[np.ndarray]:
+    """Fill batches by first fit, as many for each process, and return the places of the samples of each."""
+    order = np.random.default_rng(seed).permutation(len(longest))  # so that all lengths are in a window
+    row, _ = first_fit(np.minimum(longest[order], batch_size), batch_size)
+    filled = np.split(order[row.argsort(kind="stable")], np.bincount(row).cumsum()[:-1])
+    batches = [part for batch in filled for part in np.array_split(batch, -(-len(batch) // max_samples))]
+    while missing := -len(batches) % num_replicas:
+        batches.sort(key=len)
+        if len(batches[-1]) == 1:  # one sample each: more processes than samples in the last step
+            for i in range(num_replicas - missing):
+                batches[i] = np.append(batches[i], batches.pop())
+        else:
+            batches += np.array_split(batches.pop(), 2)
+    return batches

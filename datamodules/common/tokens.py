@@ -1,9 +1,11 @@
 """The batches of tokens: of text and synthetic tasks, and of pairs of sequences."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 IGNORE = -100
 """A target that is not scored: the default `ignore_index` of torch's losses."""
@@ -42,6 +44,29 @@ class TokenBatch(NamedTuple):
     fresh: Tensor | None = None
     responses: Sequence[Sequence[Response]] | None = None
     starts: Tensor | None = None
+
+
+def pad_tokens(items: Sequence[tuple[Any, Any]]) -> TokenBatch:
+    """Make a batch of sequences of any lengths: the `collate_fn` of a `DataLoader` over an (x, y) data set.
+
+    Args:
+        items: Pairs of tokens and their targets, (N,) each, as tensors, arrays or lists. A target is the next token, or
+            `IGNORE` where it is not scored.
+
+    Returns:
+        The batch: `inputs` and `targets` (B, N), and `lengths` (B,).
+
+    Examples:
+        >>> batch = pad_tokens([([7, 8, 9], [8, 9, 7]), ([4], [5])])
+        >>> batch.inputs.tolist(), batch.targets.tolist(), batch.lengths.tolist()
+        ([[7, 8, 9], [4, 0, 0]], [[8, 9, 7], [5, -100, -100]], [3, 1])
+    """
+    inputs, targets = ([torch.as_tensor(row) for row in side] for side in zip(*items, strict=True))
+    return TokenBatch(
+        pad_sequence(inputs, batch_first=True),
+        pad_sequence(targets, batch_first=True, padding_value=IGNORE),
+        torch.tensor([len(row) for row in inputs]),
+    )
 
 
 class PairBatch(NamedTuple):

@@ -45,6 +45,7 @@ class LengthBatched(DataModule):
     """
 
     takes_inputs = "sources"
+    packed = False  # whether the items of a training batch lie end to end
 
     def __init__(
         self,
@@ -127,6 +128,7 @@ class LengthBatched(DataModule):
             max_samples=self.max_items or batch_tokens,
             shuffle=shuffle,
             seed=self.seed,
+            packed=self.packed and split == "train",
             **processes(self.trainer),
         )
         return {"dataset": items, "sampler": sampler, **loader_options(self.num_workers)}

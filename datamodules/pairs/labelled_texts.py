@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lit_effattn.checks import applicable, at_least
 from lit_effattn.datamodules.common.faults import Fault, Faults
 from lit_effattn.datamodules.common.labelled import LabelledBatch, pad_labelled
+from lit_effattn.datamodules.common.packing import pack
 from lit_effattn.datamodules.common.splits import SPLITS
 from lit_effattn.datamodules.pairs import sources as pair_sources
 from lit_effattn.datamodules.pairs.base import Items, LengthBatched
@@ -56,7 +57,9 @@ class LabelledTexts(LengthBatched):
         max_len: Longer texts are cut to their first so many bytes.
         batch_tokens: Maximum number of positions of a training batch of one process, padding included.
         eval_batch_tokens: The same in validation, test and prediction. Default: `batch_tokens`.
-        batch_texts: Maximum of B, in training and evaluation. Default: no maximum.
+        packed: Texts of all lengths are in a training batch, end to end in one row without padding: see
+            `datamodules.pack`. Otherwise, and in evaluation, a batch has texts of similar length.
+        batch_texts: Maximum number of texts in a batch, in training and evaluation. Default: no maximum.
         source_file: predict: a file with one text a line, used instead of the test split. The classes are unknown.
             The corpus is then not needed if the checkpoint is given.
         sources: predict: the texts themselves, instead of a file: `lit-effattn predict TEXT ...`.
@@ -80,6 +83,7 @@ class LabelledTexts(LengthBatched):
         max_len: int = 4096,
         batch_tokens: int = 32768,
         eval_batch_tokens: int | None = None,
+        packed: bool = False,
         batch_texts: int | None = None,
         source_file: str | None = None,
         sources: list[str] | None = None,
@@ -94,6 +98,7 @@ class LabelledTexts(LengthBatched):
         self.root = Path(root)
         self.columns = (text_column or "text", label_column or "label")
         self.max_len = max_len
+        self.packed = packed
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -178,7 +183,7 @@ class LabelledTexts(LengthBatched):
     def _items(self, split: str) -> "LabelledBytes":
         if self._reads_own_texts:
             return LabelledBytes(self._split([line.encode() for line in self._lines], None))
-        return LabelledBytes(self._corpus[1][split])
+        return LabelledBytes(self._corpus[1][split], packed=self.packed and split == "train")
 
 
 class LabelledBytes(Items):
@@ -186,10 +191,12 @@ class LabelledBytes(Items):
 
     Args:
         texts: The texts of a split.
+        packed: Whether the texts of a batch lie end to end in one row.
     """
 
-    def __init__(self, texts: _Split) -> None:
+    def __init__(self, texts: _Split, packed: bool = False) -> None:
         self.texts = texts
+        self.packed = packed
 
     def __len__(self) -> int:
         return len(self.texts.borders) - 1
@@ -204,4 +211,5 @@ class LabelledBytes(Items):
         classes = np.zeros(len(self), int) if labels is None else labels
         rows = [(torch.tensor(tokens[borders[i] : borders[i + 1]]), classes[i]) for i in numbers]
         batch = pad_labelled(rows)._replace(indices=torch.from_numpy(numbers))
-        return batch._replace(labels=None) if labels is None else batch
+        batch = batch._replace(labels=None) if labels is None else batch
+        return pack(batch) if self.packed else batch

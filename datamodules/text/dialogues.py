@@ -41,6 +41,8 @@ class GroundedDialogues(TextStream):
         batch_size: B in training: streams of each process.
         eval_batch_size: B in validation, test and prediction; default: `batch_size`.
         vocab_size: As in `TextStream`.
+        packed: In training, segments cross the borders of conversations without padding, and a conversation depends on
+            nothing before it (`TokenBatch.starts`). Otherwise, and in evaluation, a conversation begins a new segment.
         num_workers: Worker processes that load data; 0: none.
         cache: As in `TextStream`.
         tokenizer_of: As in `TextStream`.
@@ -60,6 +62,7 @@ class GroundedDialogues(TextStream):
         batch_size: int = 8,
         eval_batch_size: int | None = None,
         vocab_size: int | None = None,
+        packed: bool = False,
         num_workers: int = 0,
         cache: str | None = None,
         tokenizer_of: str | None = None,
@@ -82,6 +85,7 @@ class GroundedDialogues(TextStream):
         self.source = "cmu_dog"
         self.root = Path(root)
         self.document = document
+        self.packed = packed
 
     @property
     def unit(self) -> str:
@@ -124,6 +128,7 @@ class GroundedDialogues(TextStream):
             segment_len=segment_len,
             batch_size=batch_size,
             **processes(self.trainer),
+            packed=self.packed and split == "train",
         )
 
 
@@ -138,6 +143,7 @@ class DialogueStreams(TokenStreams):
         batch_size: B, streams of this process.
         num_replicas: Number of processes.
         rank: This process, 0 to `num_replicas - 1`.
+        packed: Whether segments cross the borders of conversations; `starts` of a batch then marks their first tokens.
 
     Raises:
         ValueError: If there are fewer conversations than streams, or a passage has no tokens.
@@ -153,6 +159,7 @@ class DialogueStreams(TokenStreams):
         batch_size: int,
         num_replicas: int,
         rank: int,
+        packed: bool = False,
     ) -> None:
         all_passages = [passage for conversation in conversations for passage in conversation]
         lengths = passages.lengths() + 1  # with the end
@@ -179,10 +186,16 @@ class DialogueStreams(TokenStreams):
             num_replicas=num_replicas,
             rank=rank,
             joined=False,
+            packed=packed,
             drop_last=False,
         )
         # No stream begins within a conversation.
-        self.ends = self.first[np.searchsorted(self.first, self.ends)]
+        last = np.searchsorted(self.first, self.ends)  # the conversation after each stream
+        if packed:  # the units that are cut into segments are the streams
+            self.borders = self.documents[np.append(0, last)]
+            self.first = np.append(0, np.cumsum(-(-np.diff(self.borders) // segment_len)))
+            last = np.arange(1, len(last) + 1)
+        self.ends = self.first[last]
         self.begins = np.concatenate([[0], self.ends[:-1]])
         is_scored = np.array([passage.scored for passage in all_passages])
         self.scored = np.repeat(is_scored, lengths)

@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import Dataset, DistributedSampler
 
+from lit_effattn.datamodules.common.packing import first_fit
 from lit_effattn.datamodules.common.sampling import ResumableLoader
 from lit_effattn.datamodules.common.tokens import IGNORE, TokenBatch
 from lit_effattn.datamodules.text.documents import Documents
@@ -156,10 +157,6 @@ class TokenStreams(Dataset[TokenBatch]):
         return inputs, targets, starts
 
 
-WINDOW = 1024
-"""Pieces among which `WholeDocuments` fills rows: those of one window are never in a row with those of another."""
-
-
 class WholeDocuments(TokenStreams):
     """Rows that hold whole documents, as many as fit; item t holds this process's rows of batch t.
 
@@ -180,7 +177,7 @@ class WholeDocuments(TokenStreams):
         within = np.arange(len(document)) - np.repeat(np.cumsum(n_each) - n_each, n_each)
         begins = borders[document] + within * self.segment_len
         lengths = np.minimum(self.segment_len, borders[document + 1] - begins)
-        row, offset = _first_fit(lengths, self.segment_len)
+        row, offset = first_fit(lengths, self.segment_len)
         order = np.lexsort((offset, row))
         self._begins, self._lengths, self._offsets = begins[order], lengths[order], offset[order]
         self._pieces = np.searchsorted(row[order], np.arange(row.max() + 2))  # the first piece of each row
@@ -218,21 +215,6 @@ class WholeDocuments(TokenStreams):
             fresh=torch.from_numpy(present[self.rows]),
             starts=torch.from_numpy(starts),  # (B, N)
         )
-
-
-def _first_fit(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each piece its row, and its first position there; rows have `size` positions."""
-    row, offset = np.empty_like(lengths), np.empty_like(lengths)
-    n_rows = 0
-    for begin in range(0, len(lengths), WINDOW):
-        pieces = lengths[begin : begin + WINDOW]
-        room = np.full(len(pieces), size)
-        for i, n in enumerate(pieces.tolist()):
-            place = int(np.argmax(room >= n))
-            row[begin + i], offset[begin + i] = n_rows + place, size - room[place]
-            room[place] -= n
-        n_rows += int((room < size).sum())
-    return row, offset
 
 
 class ShuffledStreams(TokenStreams):

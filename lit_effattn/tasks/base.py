@@ -396,9 +396,15 @@ class Task(HasInitArgs, pl.LightningModule):
 
     @staticmethod
     def with_auxiliary(
-        loss: Tensor, figures: dict[str, Tensor], state: State, weight: float = 1.0, *, n_scored: Tensor | None = None
+        loss: Tensor,
+        figures: dict[str, Tensor],
+        state: State,
+        weight: float = 1.0,
+        *,
+        n_scored: Tensor | None = None,
+        n_sequences: Tensor | None = None,
     ) -> Objective:
-        """Add the mean over the rows of the auxiliary losses in `state` to `loss`.
+        """Add the mean over the sequences of the auxiliary losses in `state` to `loss`.
 
         The unweighted loss of each kind is logged as `train/auxiliary_loss/` and the name of its state's class.
 
@@ -408,11 +414,16 @@ class Task(HasInitArgs, pl.LightningModule):
             state: The backbone's state after the batch.
             weight: Weight of the auxiliary losses.
             n_scored: The number of items of which `loss` is the mean.
+            n_sequences: The number of sequences, if a row of the batch holds several. None: each row is one.
         """
+
+        def mean(of_rows: Tensor) -> Tensor:
+            return of_rows.mean() if n_sequences is None else of_rows.sum() / n_sequences
+
         by_kind = sequence.losses_by_kind(state)
-        figures = {**figures, **{f"train/auxiliary_loss/{k}": of_k.detach().mean() for k, of_k in by_kind.items()}}
+        figures = {**figures, **{f"train/auxiliary_loss/{k}": mean(of_k.detach()) for k, of_k in by_kind.items()}}
         auxiliary = sequence.losses(state)
-        loss = loss if auxiliary is None else loss + weight * auxiliary.mean()
+        loss = loss if auxiliary is None else loss + weight * mean(auxiliary)
         return Objective(loss, figures, n_scored=n_scored)
 
     def write_predictions(self, predictions: list[Any], folder: Path) -> str:

@@ -17,7 +17,17 @@ from lit_effattn.checkpoints.runs import short
 from lit_effattn.checks import at_least, probabilities
 from lit_effattn.datamodules.common.labelled import LabelledBatch
 from lit_effattn.drawing.images import confusion_matrix
-from lit_effattn.sequence import SequenceModule, State, accumulator, reads_values, valid_positions, without_padding
+from lit_effattn.sequence import (
+    SequenceModule,
+    State,
+    accumulator,
+    first_positions,
+    packed,
+    reads_values,
+    valid_lengths,
+    valid_positions,
+    without_padding,
+)
 from lit_effattn.tasks.base import Objective, Task, check_integers
 from lit_effattn.tasks.metrics import Accuracy, Count, NatsPerSequence
 from lit_effattn.tasks.pixels import ordinal_waves
@@ -33,7 +43,8 @@ class SequenceClassifier(Task):
         pool: Σ_t h_t / n (mean), or h_n (last)
 
     A batch is a `LabelledBatch`, or a tuple or list `(x, labels)` or `(x, labels, lengths)`, as from a `DataLoader`
-    over an (x, y) data set; `datamodules.pad_labelled` pads sequences of different lengths. x is (B, N) tokens, which
+    over an (x, y) data set; `datamodules.pad_labelled` pads sequences of different lengths, and `datamodules.pack` lays
+    them end to end in one row, each with its label, and pooled by itself. x is (B, N) tokens, which
     are embedded, or (B, N, F) feature vectors, on which one matrix is applied. Metrics are the `accuracy`, correct
     sequences / sequences, and the `loss`, Σ −ln p(label) / sequences. Every sequence starts from the empty state.
 
@@ -115,29 +126,36 @@ class SequenceClassifier(Task):
             }
         )
 
-    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Return ln p of every class, (B, C).
+    def forward(self, x: Tensor, lengths: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
+        """Return ln p of every class, (B, C), or with `starts` one row for each sequence.
 
         Args:
             x: (B, N) tokens, or (B, N, F) feature vectors.
             lengths: (B,), number of valid positions of each row; None: all are valid.
+            starts: (B, N), where sequences begin, if rows hold several: see `LabelledBatch`.
 
         Raises:
             ValueError: If the model can't read the sequences.
         """
         self._check_sequences(x, lengths)
-        hidden, _ = self.hidden(LabelledBatch(x, None, lengths))
-        return self._logits(hidden, lengths).log_softmax(-1)
+        return self._logits(LabelledBatch(x, None, lengths, starts=starts))[0].log_softmax(-1)
 
     def hidden(self, batch: Any, memory: State | None = None) -> tuple[Tensor, State]:
         """Return the backbone's output (B, N, d_model), continuing from `memory`, and its state after the batch."""
-        x, _, lengths, _ = as_labelled(batch)
-        return self.backbone(self._embed(x, lengths), memory, lengths)
+        x, _, lengths, _, starts = as_labelled(batch)
+        if starts is None:
+            return self.backbone(self._embed(x, lengths), memory, lengths)
+        return packed(self.backbone, self._embed(x, lengths), starts, memory, lengths)
 
-    def _logits(self, hidden: Tensor, lengths: Tensor | None) -> Tensor:
-        """(B, N, E) -> (B, C)."""
-        logits = self.output(self._pool(hidden, lengths))
-        return logits.to(accumulator(logits.dtype))
+    def _logits(self, batch: LabelledBatch, memory: State | None = None) -> tuple[Tensor, State]:
+        """Return the logits of each sequence, (B, C), and the state after the batch."""
+        hidden, state = self.hidden(batch, memory)
+        if batch.starts is None:
+            pooled = self._pool(hidden, batch.lengths)
+        else:
+            pooled = self._pool_pieces(hidden, batch.lengths, batch.starts)
+        logits = self.output(pooled)
+        return logits.to(accumulator(logits.dtype)), state
 
     def _embed(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         if self.n_features is not None:
@@ -157,23 +175,37 @@ class SequenceClassifier(Task):
         total = hidden.sum(1, dtype=accumulator(hidden.dtype))
         return (total / lengths.clamp(min=1)[:, None]).to(hidden.dtype)
 
+    def _pool_pieces(self, hidden: Tensor, lengths: Tensor | None, starts: Tensor) -> Tensor:
+        """(B, N, E) -> (S, E), a row for each sequence. The backbone's outputs are 0 in the padding."""
+        begins = first_positions(starts, lengths).flatten()
+        piece = begins.cumsum(0) - 1  # (B N,), of each position; padding belongs to the piece before it
+        valid = valid_positions(valid_lengths(lengths, hidden), hidden.size(1)).flatten()
+        first = begins.nonzero()[:, 0]  # (S,)
+        sizes = torch.zeros_like(first).index_add(0, piece, valid.long())
+        outputs = hidden.flatten(0, 1)  # (B, N, E) -> (B N, E)
+        if self.pooling == "last":
+            return outputs[first + sizes - 1]
+        total = outputs.new_zeros(len(first), outputs.size(1), dtype=accumulator(hidden.dtype))
+        return (total.index_add(0, piece, outputs.to(total.dtype)) / sizes[:, None]).to(hidden.dtype)
+
     def objective(self, batch: Any, memory: State | None = None) -> Objective:
         """Return the mean over the batch's sequences, in nats, with auxiliary losses. There is no memory."""
-        _, labels, lengths, _ = as_labelled(batch)
+        batch = as_labelled(batch)
+        labels = batch.labels
         assert labels is not None  # see `check_batch`
-        hidden, state = self.hidden(batch, memory)
-        logits = self._logits(hidden, lengths)
+        logits, state = self._logits(batch, memory)
         loss = F.cross_entropy(logits, labels.long(), label_smoothing=self.label_smoothing)
         correct = (logits.detach().argmax(-1) == labels).to(logits.dtype)
         figures = {"train/loss": loss.detach(), "train/accuracy": correct.mean()}
         n_scored = torch.full((), labels.size(0), device=loss.device)
-        return self.with_auxiliary(loss, figures, state, self.auxiliary_weight, n_scored=n_scored)
+        return self.with_auxiliary(loss, figures, state, self.auxiliary_weight, n_scored=n_scored, n_sequences=n_scored)
 
     def score(self, stage: str, batch: Any) -> dict[str, Any]:
         """Update the loss and the accuracy, and in test the number of sequences."""
-        _, labels, lengths, _ = as_labelled(batch)
+        batch = as_labelled(batch)
+        labels = batch.labels
         assert labels is not None  # see `check_batch`
-        log_probs = self._logits(self.hidden(batch)[0], lengths).log_softmax(-1)
+        log_probs = self._logits(batch)[0].log_softmax(-1)
         metrics: Any = self.scores[stage]
         metrics["loss"](F.nll_loss(log_probs, labels.long(), reduction="none"))
         metrics["accuracy"](log_probs.argmax(-1) == labels)
@@ -193,8 +225,8 @@ class SequenceClassifier(Task):
         Returns:
             `class` and `probability`, (B,); `label` and `index`, (B,), if the batch has labels and indices.
         """
-        x, labels, lengths, indices = as_labelled(batch)
-        log_p, classes = self(x, lengths).max(-1)
+        x, labels, lengths, indices, starts = as_labelled(batch)
+        log_p, classes = self(x, lengths, starts).max(-1)
         columns = {"class": classes, "probability": log_p.exp(), "label": labels, "index": indices}
         return {name: column for name, column in columns.items() if column is not None}
 
@@ -247,11 +279,14 @@ class SequenceClassifier(Task):
 
     def check_batch(self, batch: Any) -> None:
         """Raise ValueError unless the model can read sequences and labels: see `Task.check_batch`."""
-        x, labels, lengths, _ = as_labelled(batch)
+        x, labels, lengths, _, starts = as_labelled(batch)
         self._check_sequences(x, lengths)
         if labels is None:
             raise ValueError("the batch has no labels; without labels, only predict can read it")
-        _check_row_integers("labels", labels, x)
+        if starts is None:
+            _check_row_integers("labels", labels, x)
+        elif reads_values(starts) and labels.shape != (n := int(first_positions(starts, lengths).sum()),):
+            raise ValueError(f"labels has shape {tuple(labels.shape)}, but {n} sequences start; expected ({n},)")
         n = len(self.classes)
         check_integers(labels, "label", 0, n - 1, f"{n} classes")
 

@@ -25,7 +25,7 @@ from lit_effattn.generation.sampling import AS_TRAINED, Sampling, SamplingOption
 from lit_effattn.nn.evaluating import evaluating
 from lit_effattn.nn.heads import CategoricalHead, HeadFactory
 from lit_effattn.nn.sliding import SlidingWindow
-from lit_effattn.sequence import SequenceModule, State, packed
+from lit_effattn.sequence import SequenceModule, State, first_positions, packed
 from lit_effattn.tasks.auxiliary import FurtherPredictions, mean_of_scored
 from lit_effattn.tasks.base import Objective, Task, carried, check_backbone, check_fields, check_integers
 from lit_effattn.tasks.metrics import Accuracy, BitsPerByte, BitsPerCharacter, BitsPerTextByte, Count, Perplexity
@@ -224,15 +224,19 @@ class LanguageModel(Task):
         if self.further is not None:
             further = self.further(outputs, batch.targets, self.label_smoothing)
             loss, figures["train/auxiliary_loss/FurtherPredictions"] = loss + further, further.detach()
-        objective = self.with_auxiliary(loss, figures, state, self.auxiliary_weight, n_scored=n_scored)
+        starts = getattr(batch, "starts", None)
+        n_sequences = None if starts is None else first_positions(starts, batch.lengths).sum()
+        objective = self.with_auxiliary(
+            loss, figures, state, self.auxiliary_weight, n_scored=n_scored, n_sequences=n_sequences
+        )
         return objective._replace(state=carried(memory, state))
 
     def _outputs(self, batch: TokenBatch, memory: State | None) -> tuple[list[Tensor], State]:
         """Return the outputs (B, N, d_model) from which training predicts, the last layer's last, and the state."""
         if self.further is not None and getattr(batch, "starts", None) is not None:
             raise ValueError(
-                "n_targets and intermediate_losses do not support several sequences in a row (data.documents packed); "
-                "use data.documents apart"
+                "n_targets and intermediate_losses do not support several sequences in a row (data.documents packed, "
+                "data.packed); use padded rows, such as data.documents apart"
             )
         if self.intermediate_losses:
             return self.backbone.layer_outputs(self._embed(batch.inputs), memory, batch.lengths)  # type: ignore[operator]
@@ -344,6 +348,8 @@ class LanguageModel(Task):
 
     def _score_by_length(self, batch: TokenBatch, scored: Tensor, correct: Tensor) -> dict[str, Any]:
         """Update the accuracy of each length, and return all: a process may have no sequence of some length."""
+        if self.accuracy_by_length and getattr(batch, "starts", None) is not None:
+            raise ValueError("test_lengths does not support several sequences in a row; test with padded rows")
         full = torch.full_like(batch.inputs[:, 0], batch.inputs.size(1))
         lengths = full if batch.lengths is None else batch.lengths
         of_target = lengths[:, None].expand_as(scored)[scored]  # (B, N) -> (T,)

@@ -24,7 +24,7 @@ from lit_effattn.attention import (
 )
 from lit_effattn.attention.positions import GridPositions, LearnedPositions
 from lit_effattn.callbacks import MemoryCarry
-from lit_effattn.datamodules import LabelledBatch, pad_labelled
+from lit_effattn.datamodules import LabelledBatch, pack, pad_labelled
 
 CLASSES = ("a", "b, and c", "d")
 VOCAB = 7
@@ -144,6 +144,42 @@ def test_auxiliary_losses_of_a_kind_count():
     (name,) = (name for name in figures if name.startswith("train/auxiliary_loss/"))
     assert (three - one).item() == pytest.approx(2 * figures[name].item(), rel=1e-9)
     assert figures[name] > 0
+
+
+@pytest.mark.parametrize(
+    ("backbone", "pooling"), [*((name, "mean") for name in BACKBONES), ("softmax", "last"), ("lstm", "last")]
+)
+def test_a_packed_batch_has_the_loss_and_the_gradient_of_its_sequences_alone(backbone: str, pooling: str):
+    made, parts, labels = model(backbone, pooling=pooling), rows(11, 1, 6, 9), (2, 0, 1, 2)
+    parameters = list(made.parameters())
+    alone = [
+        made.objective((part[None], torch.tensor([label]))).loss for part, label in zip(parts, labels, strict=True)
+    ]
+    expected = torch.stack(alone).mean()
+    gradients = torch.autograd.grad(expected, parameters, materialize_grads=True)
+    batch = pack(pad_labelled(list(zip(parts, labels, strict=True))))
+    assert batch.x.shape == (1, 27)
+    made.check_batch(batch)
+    loss = made.objective(batch).loss
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, parameters, materialize_grads=True), gradients, rtol=1e-9, atol=1e-13
+    )
+    found = made.predict_step(batch._replace(labels=None))["probability"]
+    torch.testing.assert_close(found, torch.stack([made(part[None]).exp().max() for part in parts]))
+
+
+def test_packed_rows_may_have_padding_and_need_a_class_for_each_sequence():
+    made, parts = model(n_features=3), rows(4, 2, 3, n_features=3)
+    x = torch.full((2, 7, 3), torch.nan, dtype=torch.float64)
+    x[0, :6], x[1, :3] = torch.cat(parts[:2]), parts[2]
+    starts = torch.tensor([[1, 0, 0, 0, 1, 0, 1], [0, 0, 0, 1, 1, 0, 0]]).bool()  # those in the padding are nothing
+    batch = LabelledBatch(x, torch.tensor([0, 2, 1]), torch.tensor([6, 3]), starts=starts)
+    made.check_batch(batch)
+    expected = torch.cat([made(part[None]) for part in parts])
+    torch.testing.assert_close(made(batch.x, batch.lengths, starts), expected)
+    with pytest.raises(ValueError, match=r"labels has shape \(2,\), but 3 sequences start; expected \(3,\)"):
+        made.check_batch(batch._replace(labels=batch.labels[:2]))
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 from lit_effattn import Transformer
@@ -16,10 +17,11 @@ from lit_effattn.attention import (
     SoftmaxAttention,
     TransformerXLAttention,
 )
-from lit_effattn.datamodules import CopyTask
+from lit_effattn.datamodules import CopyTask, pack
 from lit_effattn.datamodules.common.tokens import IGNORE, TokenBatch
 from lit_effattn.datamodules.text.streams import TokenStreams
 from lit_effattn.datamodules.text.tokenizers import BPETokenizer, ByteTokenizer
+from lit_effattn.sequence import losses
 from lit_effattn.tasks import LanguageModel
 from tests.callbacks.tiny import trainer
 
@@ -302,6 +304,38 @@ def test_a_token_of_another_vocabulary_is_named():
     given.inputs[1, 0] = V
     with pytest.raises(ValueError, match=f"token {V}, but the model has vocab_size={V}"):
         model()(given)
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [
+        SoftmaxAttention,
+        LinearAttention,
+        partial(CompressiveAttention, mem_len=1, compressed_len=2, compression_rate=2),
+    ],
+)
+def test_a_packed_batch_has_the_loss_and_the_gradient_of_its_sequences_alone(attention: Any):
+    """Σ −ln p / T + the mean over the sequences of their auxiliary losses, in both layouts."""
+    made, given = model(attention), batch(n=9)
+    n_scored = (given.targets != IGNORE).sum()
+    expected = torch.zeros((), dtype=torch.float64)
+    for inputs, targets, n in zip(given.inputs, given.targets, given.lengths, strict=True):
+        h, state = made.backbone(made.embedding(inputs[None, :n]))
+        expected = expected + F.cross_entropy(made.head.proj(h)[0], targets[:n], reduction="sum") / n_scored
+        if (auxiliary := losses(state)) is not None:
+            expected = expected + auxiliary.sum() / len(given.inputs)
+    gradients = torch.autograd.grad(expected, list(made.parameters()), materialize_grads=True)
+    for layout in (given, pack(given)):
+        loss = made.objective(layout).loss
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+        actual = torch.autograd.grad(loss, list(made.parameters()), materialize_grads=True)
+        torch.testing.assert_close(actual, gradients, rtol=1e-10, atol=1e-13)
+
+
+def test_accuracies_by_length_of_packed_rows_are_refused():
+    made = model(accuracy=True, test_lengths=(2, 5))
+    with pytest.raises(ValueError, match="test_lengths does not support several sequences in a row"):
+        made.score("test", pack(batch()))
 
 
 @pytest.mark.parametrize(

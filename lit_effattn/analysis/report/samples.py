@@ -156,8 +156,10 @@ def _cut(batch: Any, length: int) -> Any:
             lengths=torch.tensor([n]),
         )
     labelled = batch if isinstance(batch, LabelledBatch) else LabelledBatch(*batch)
-    n = labelled.x.size(1) if labelled.lengths is None else int(labelled.lengths[0])
-    return labelled._replace(x=labelled.x[:, : min(length, n)], lengths=None)
+    n = min(length, labelled.x.size(1) if labelled.lengths is None else int(labelled.lengths[0]))
+    if labelled.starts is not None:
+        n = min([n, *(int(i) for i in labelled.starts[0].nonzero()[:, 0] if i > 0)])
+    return labelled._replace(x=labelled.x[:, :n], lengths=None, starts=None)
 
 
 @torch.no_grad()

@@ -13,8 +13,10 @@ def lengths(n, seed=0, most=400):
     return np.random.default_rng(seed).integers(1, most + 1, n)
 
 
-def batches_of(of, size=1000, *, most=64, world=1, rank=0, shuffle=True, seed=0, epoch=0):
-    made = LengthBatches(of, size, max_samples=most, num_replicas=world, rank=rank, shuffle=shuffle, seed=seed)
+def batches_of(of, size=1000, *, most=64, world=1, rank=0, shuffle=True, seed=0, epoch=0, packed=False):
+    made = LengthBatches(
+        of, size, max_samples=most, num_replicas=world, rank=rank, shuffle=shuffle, seed=seed, packed=packed
+    )
     made.set_epoch(epoch)
     assert len(made) == len(list(made))
     return list(made)
@@ -31,20 +33,25 @@ def flat(nested):
 CASES = list(itertools.product((1, 2, 3, 7, 50, 333), (1, 2, 3, 4), (1, 400, 1000, 100_000), (1, 5, 64)))
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_every_sample_comes_once_an_epoch_in_equally_many_batches_of_at_most_the_size(shuffle):
+def test_every_sample_comes_once_an_epoch_in_equally_many_batches_of_at_most_the_size(shuffle, packed):
     for n, world, size, most in CASES:
         if n < world:
             continue
         of = lengths(n, seed=n)
         counts = set()
         for epoch in range(2):
-            shards = ranks(of, size, most=most, world=world, shuffle=shuffle, epoch=epoch)
+            shards = ranks(of, size, most=most, world=world, shuffle=shuffle, epoch=epoch, packed=packed)
             assert sorted(i - n * epoch * shuffle for i in flat(shards)) == list(range(n))
             assert min(len(batch) for batches in shards for batch in batches) >= 1
             counts |= {len(batches) for batches in shards}
-            padded = [(len(batch), of[np.array(batch) % n].max()) for batches in shards for batch in batches]
-            larger = sum((rows > 1 and rows * longest > size) or rows > most for rows, longest in padded)
+            made = [of[np.array(batch) % n] for batches in shards for batch in batches]
+            positions = [batch.sum() if packed else len(batch) * batch.max() for batch in made]
+            larger = sum(
+                len(batch) > 1 and (size_ > size or len(batch) > most)
+                for batch, size_ in zip(made, positions, strict=True)
+            )
             assert larger == 0 if world == 1 else larger < world
         assert len(counts) == 1  # on every process, in every epoch
 
@@ -55,6 +62,18 @@ def test_batches_are_of_like_length_and_well_filled():
     padded = sum(len(batch) * of[batch].max() for batch in batches)
     assert of.sum() / padded > 0.9
     assert padded / len(batches) / 8000 > 0.85  # of what fits
+
+
+def test_packed_batches_are_filled_with_all_lengths():
+    of = np.random.default_rng(0).lognormal(4, 1, 5000).astype(int).clip(1, 2000)
+    sums, steps = [], []
+    for epoch in range(2):
+        batches = batches_of(of, 8000, most=9999, epoch=epoch, packed=True)
+        sums.append([of[np.array(batch) % 5000].sum() for batch in batches])
+        steps.append({tuple(sorted(i % 5000 for i in batch)) for batch in batches})
+        assert np.median([np.ptp(of[np.array(batch) % 5000]) for batch in batches]) > of.mean()
+    assert np.mean(sums) > 0.9 * 8000
+    assert not steps[0] & steps[1]  # who is with whom is another in each epoch
 
 
 def test_steps_do_not_depend_on_the_number_of_processes():

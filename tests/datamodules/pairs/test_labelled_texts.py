@@ -48,6 +48,33 @@ def test_lines_of_a_text_and_a_class(tmp_path):
     assert [items(data.test_dataloader(), data.classes)[i] for i in indices.argsort()] == ITEMS
 
 
+def test_packed_training_batches_hold_texts_of_all_lengths_end_to_end(tmp_path):
+    data = ready(root=write(tmp_path / "x"), batch_tokens=64, packed=True)
+    loader, actual = data.train_dataloader(), []
+    for batch in loader:
+        assert batch.x.shape[0] == 1
+        assert batch.x.numel() <= 64
+        assert batch.x.numel() == sum(len(ITEMS[i][0].encode()) for i in batch.indices)
+        texts = batch.x[0].tensor_split(batch.starts[0].nonzero()[1:, 0])
+        for text, label, i in zip(texts, batch.labels.tolist(), batch.indices.tolist(), strict=True):
+            assert (bytes(text.tolist()).decode(), data.classes[label]) == ITEMS[i]
+            actual.append(ITEMS[i])
+    assert sorted(actual) == sorted(ITEMS)
+    assert len(loader) == 2  # 40 + 12 + 8 and 7 + 5 bytes, or others
+    assert sorted(items(data.val_dataloader(), data.classes)) == sorted(ITEMS)  # evaluation is padded
+
+
+def test_a_packed_epoch_resumes_with_the_next_batch(tmp_path):
+    root = write(tmp_path / "x", items=[(f"{i:03} " * (i % 7 + 1), "ab"[i % 2]) for i in range(60)])
+    whole, first, second = (ready(root=root, batch_tokens=50, packed=True).train_dataloader() for _ in range(3))
+    expected = [batch.x.tolist() for batch in whole]
+    batches = iter(first)
+    assert [next(batches).x.tolist() for _ in range(3)] == expected[:3]
+    second.load_state_dict(first.state_dict())
+    assert [batch.x.tolist() for batch in second] == expected[3:]
+    assert len(expected) > 10
+
+
 def test_json_lines_whose_classes_may_be_numbers(tmp_path):
     lines = [
         {"review": {"body": text}, "stars": stars}

@@ -3,6 +3,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -149,6 +150,62 @@ def test_training_takes_all_conversations_whole(tmp_path: Path):
     backbone = Transformer(8, 2, 1, attention=lambda d, h, c: TransformerXLAttention(d, h, c, mem_len=4))
     fit.fit(LanguageModel(backbone, START + 1), data(tmp_path, segment_len=9, batch_size=3))
     assert fit.state.finished
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_packed_conversations_are_those_apart_without_padding(tmp_path: Path, batch_size: int):
+    """Memory is carried, so that every response has the loss that it has apart; evaluation stays apart."""
+    write(tmp_path, 5, long=conversation([(0, "a long conversation " * 9), *HISTORY]))
+    torch.manual_seed(0)
+    backbone = Transformer(8, 2, 1, attention=lambda d, h, c: TransformerXLAttention(d, h, c, mem_len=400))
+    model = LanguageModel(backbone, START + 1, embedding_std=1.0).double().eval()
+    sums, batches = [], []
+    for packed in (False, True):
+        made = data(tmp_path, document="when_shown", segment_len=20, batch_size=batch_size, packed=packed)
+        memory, total, batches = backbone.initial_state(batch_size), 0.0, list(made.train_dataloader())
+        for batch in batches:
+            memory = backbone.reset(memory, batch.fresh)
+            with torch.no_grad():
+                total += float(model(batch, memory).sum())
+                memory = model.objective(batch, memory).state
+        sums.append(total)
+        assert not packed or made.n_scored["test"] == data(tmp_path, document="when_shown").n_scored["test"]
+        assert all(batch.starts is None for batch in made.val_dataloader())
+    assert sums[1] == pytest.approx(sums[0], rel=1e-12)
+    for row in range(batch_size):  # no padding but at a stream's end, and whole conversations in each
+        lengths = [20 if batch.lengths is None else int(batch.lengths[row]) for batch in batches]
+        assert sorted(lengths, reverse=True) == lengths
+        assert sum(0 < n < 20 for n in lengths) <= 1
+        assert batches[0].starts[row, 0]
+    starts = [batch.starts & (batch.inputs == START) for batch in batches]
+    assert sum(int(s.sum()) for s in starts) == 6  # conversations
+    assert sum(int(batch.starts.sum()) for batch in batches) == 6
+
+
+def test_a_packed_run_resumes_with_the_next_segment_and_its_memory(tmp_path: Path):
+    write(tmp_path, 5)
+    losses: list[list[float]] = []
+
+    class Recorder(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            losses[-1].append(outputs["loss"].item())
+            if len(losses[-1]) == trainer.max_steps == 4:
+                trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    def fit(steps: int, **options: Any) -> None:
+        torch.manual_seed(0)
+        losses.append([])
+        backbone = Transformer(8, 2, 1, attention=lambda d, h, c: TransformerXLAttention(d, h, c, mem_len=30))
+        run = trainer(tmp_path, callbacks=[MemoryCarry(), Recorder()], max_steps=steps)
+        run.fit(
+            LanguageModel(backbone, START + 1), data(tmp_path, segment_len=20, batch_size=2, packed=True), **options
+        )
+
+    fit(9)
+    fit(4)
+    fit(9, ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+    assert losses[1] + losses[2] == losses[0]
+    assert len(losses[0]) == 9
 
 
 def test_bpe_is_learnt_from_sections_and_turns(tmp_path: Path):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler
 
+from lit_effattn.datamodules.common import packing
 from lit_effattn.datamodules.common.tokens import IGNORE
-from lit_effattn.datamodules.text import streams as text_streams
 from lit_effattn.datamodules.text.streams import InOrder, StreamLoader, TokenStreams, WholeDocuments
 
 START = 999
@@ -98,7 +98,7 @@ def whole_documents(sizes, segment_len, window):
 @pytest.mark.parametrize("window", [3, 1024])
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_rows_of_whole_documents_by_definition(drop_last, window, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(text_streams, "WINDOW", window)
+    monkeypatch.setattr(packing, "WINDOW", window)
     compared = 0
     for sizes, segment_len, batch_size, world, _ in SETTINGS:
         expected = whole_documents(sizes, segment_len, window)

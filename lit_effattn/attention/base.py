@@ -6,6 +6,7 @@ import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +18,8 @@ from lit_effattn.attention.positions import RotaryPositions
 from lit_effattn.sequence import (
     State,
     accumulator,
+    check_starts,
+    first_positions,
     parts,
     valid_lengths,
     valid_positions,
@@ -236,6 +239,51 @@ class Attention(MultiHead):
         if lengths is None:
             return weights
         return weights.masked_fill(~valid_positions(lengths, x.size(1))[:, None, :, None], 0)
+
+    @torch.no_grad()
+    def packed_weights(
+        self, x: Tensor, starts: Tensor, state: State | None = None, lengths: Tensor | None = None
+    ) -> Tensor:
+        """Return the `attention_weights` of rows that hold several sequences, (B, H, N, M): see `sequence.packed`.
+
+        A position gives weight to its own sequence alone. Columns are those of `attention_weights`; those before `x`
+        have weights in the positions before a row's first start.
+
+        Args:
+            x: As in `forward`.
+            starts: (B, N) booleans, True where a sequence begins.
+            state: As in `forward`.
+            lengths: As in `forward`.
+
+        Raises:
+            NotImplementedError: If the kind defines no weights, or the columns of a sequence are not its positions.
+            ValueError: If an argument is invalid.
+        """
+        self.check(x, state, lengths)
+        check_starts(type(self).__name__, starts, x)
+        n, ends = x.size(1), valid_lengths(lengths, x)
+        begins = [row.nonzero()[:, 0].tolist() for row in first_positions(starts, lengths)]
+        cuts = [[*row, end] for row, end in zip(begins, ends.tolist(), strict=True)]
+        first = torch.tensor([cut[1] for cut in cuts], device=x.device)  # (B,), positions of each row's first piece
+        longest = max(1, int(first.max()))
+        if state is not None:
+            state = self.reset(state, starts[:, 0] & (first > 0))
+        of_first = self.attention_weights(x[:, :longest], state, first)
+        m = of_first.size(-1) - longest
+        weights = of_first.new_zeros(*of_first.shape[:2], n, m + n)
+        weights[:, :, :longest, : m + longest] = of_first
+        are_positions = state is not None or m == 0
+        for row, cut in enumerate(cuts):
+            for begin, end in pairwise(cut[1:]):
+                piece = self.attention_weights(x[row : row + 1, begin:end])
+                if are_positions := are_positions and piece.size(-1) == end - begin:
+                    weights[row, :, begin:end, m + begin : m + end] = piece[0]
+        if not are_positions:
+            raise NotImplementedError(
+                f"{type(self).__name__}: a sequence's weights have other columns than its positions; call "
+                "attention_weights for each sequence"
+            )
+        return weights
 
     def compute_weights(self, q: Tensor, k: Tensor, state: State | None, lengths: Tensor | None) -> Tensor:
         """Return the weights of `attention_weights`, (B, H, N, M), any values in rows of padding.

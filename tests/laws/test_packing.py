@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lit_effattn import sequence
-from lit_effattn.attention import LinearAttention
+from lit_effattn.attention import Attention, CompressiveAttention, LinearAttention
 from lit_effattn.laws import ContractAdapter, check
 from lit_effattn.laws.subject import gradients
 from tests.laws.cases import CASES, ROTARY, Case
@@ -114,6 +114,43 @@ def test_a_piece_does_not_change_its_neighbours(case: Case):
     assert not torch.allclose(y, z)
 
 
+WEIGHTED = [case for case in PACKED if isinstance(case.build(), Attention)]
+
+
+@each(WEIGHTED)
+@pytest.mark.parametrize("carried", [False, True])
+def test_a_position_gives_weight_to_its_own_sequence_alone(case: Case, carried: bool):
+    """The weights of each piece are those of the piece alone, in its columns; all others are 0."""
+    if carried and not case.causal:
+        return
+    module = case.build()
+    starts, lengths, pieces = _pieces(case)
+    n = starts.size(1)
+    x = inputs(module, *starts.shape)
+    before = None
+    if carried:
+        with torch.no_grad():
+            _, before = module(inputs(module, len(x), case.unit + 1, seed=1))
+    if isinstance(module, CompressiveAttention):
+        with pytest.raises(NotImplementedError, match="CompressiveAttention: a sequence's weights have other columns"):
+            module.packed_weights(x, starts, before, lengths)
+        return
+    kept = copied(before)
+    weights = module.packed_weights(x, starts, before, lengths)
+    assert_same(before, kept)
+    earlier = weights.size(-1) - n
+    assert carried or earlier == 0
+    for i, row in enumerate(pieces):
+        expected = torch.zeros_like(weights[i])
+        for begin, end in row:
+            goes_on = before is not None and begin == 0 and not starts[i, 0]
+            state = sequence.select(before, torch.tensor([i])) if goes_on else None
+            alone = module.attention_weights(x[i : i + 1, begin:end], state)[0]
+            first = earlier + end - alone.size(-1)
+            expected[:, begin:end, first : earlier + end] = alone
+        assert_close(weights[i], expected)
+
+
 class Counting(torch.nn.Module):
     """The positions themselves, with the shape of each call."""
 
@@ -196,8 +233,9 @@ def test_wrong_starts_are_refused():
         sequence.packed(module, x, torch.zeros(2, 5, dtype=torch.bool), module.initial_state(3))
     with pytest.raises(ValueError, match=r"packed SoftmaxAttention: starts is torch.bool of shape \(2, 4\)"):
         sequence.packed(module, x, torch.zeros(2, 4, dtype=torch.bool))
-    with pytest.raises(ValueError, match="expected booleans"):
-        sequence.packed(module, x, torch.zeros(2, 5))
+    for call in (partial(sequence.packed, module), module.packed_weights):
+        with pytest.raises(ValueError, match="expected booleans"):
+            call(x, torch.zeros(2, 5))
 
 
 class Forgetful(torch.nn.Module):

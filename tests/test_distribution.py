@@ -54,7 +54,7 @@ def test_the_wheel_holds_one_package(built: Path):
         inside = "lit_effattn" if folder == "lit_effattn" else f"lit_effattn/{folder}"
         for path in (REPOSITORY / folder).rglob("*"):
             if (
-                path.suffix in (".py", ".cpp", ".hpp", ".html", ".safetensors", ".xz", ".yaml")
+                path.suffix in (".py", ".cpp", ".gz", ".hpp", ".html", ".safetensors", ".xz", ".yaml")
                 and "__pycache__" not in path.parts
             ):
                 assert f"{inside}/{path.relative_to(REPOSITORY / folder)}" in held

@@ -43,11 +43,11 @@ class PixelSequences(DataModule):
     The splits do not depend on `seed`, so different runs are scored on the same images. `predict` uses the test images.
 
     Args:
-        dataset: digits: scikit-learn's 1797 digits, 8×8×1 at 17 levels, 1437/180/180 for training, validation and test.
-            photos: 32×32×3 crops of scikit-learn's two photographs; one is for training (its left 5/6) and validation
-            (the rest, no pixel shared), the other for test. mnist, fashion_mnist: 28×28×1, 55,000/5,000/10,000.
-            cifar10: 32×32×3, 48,000/2,000/10,000. folder: any images; subfolders train, val and test are the splits,
-            otherwise a fixed 80/10/10 %. digits and photos need no network.
+        dataset: digits: UCI's 1797 handwritten digits, 8×8×1 at 17 levels, 1437/180/180 for training, validation and
+            test. photos: 32×32×3 crops of scikit-learn's two photographs (extra `photos`); one is for training (its
+            left 5/6) and validation (the rest, no pixel shared), the other for test. mnist, fashion_mnist: 28×28×1,
+            55,000/5,000/10,000. cifar10: 32×32×3, 48,000/2,000/10,000. folder: any images; subfolders train, val and
+            test are the splits, otherwise a fixed 80/10/10 %. digits and photos need no network.
         root: folder: folder of the images (png, jpg, jpeg, webp, bmp, gif, tif, tiff or ppm, in subfolders too).
             mnist, fashion_mnist, cifar10: folder of the files, unpacked or as archives, or for their download;
             default: data.

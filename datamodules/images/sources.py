@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lit_effattn.datamodules.common.archives import unpack_gzip, unpack_tar
@@ -47,12 +48,10 @@ def images(dataset: str, root: Path, test: bool, stride: int) -> dict[str, Tenso
         stride: photos: pixels from one training crop to the next.
 
     Raises:
-        ValueError: If a file of mnist or fashion_mnist is damaged.
+        ValueError: If a file of mnist or fashion_mnist is damaged, or photos needs scikit-learn.
     """
     if dataset == "digits":
-        from sklearn.datasets import load_digits
-
-        return _split_off(torch.from_numpy(load_digits().images.astype(np.uint8)).unsqueeze(-1), val=180, test=180)
+        return _split_off(torch.from_numpy(_digits()[:, :-1].reshape(-1, 8, 8, 1)), val=180, test=180)
     if dataset == "photos":
         return _photos(stride)
     if dataset != "cifar10":
@@ -64,15 +63,25 @@ def images(dataset: str, root: Path, test: bool, stride: int) -> dict[str, Tenso
 def labels(dataset: str, root: Path, test: bool) -> dict[str, Tensor]:
     """Return the labels of the images, (n,) for each split. The arguments are those of `images`."""
     if dataset == "digits":
-        from sklearn.datasets import load_digits
-
-        return _split_off(torch.from_numpy(load_digits().target), val=180, test=180)
+        return _split_off(torch.from_numpy(_digits()[:, -1].astype(np.int64)), val=180, test=180)
     return _official_splits(dataset, torch.as_tensor(_data_set(dataset)(root, train=not test).targets), test)
 
 
+def _digits() -> NDArray[np.uint8]:
+    """Return the grey levels and the digit of each image, (1797, 64 + 1)."""
+    return np.loadtxt(Path(__file__).with_name("digits.csv.gz"), dtype=np.uint8, delimiter=",")
+
+
 def _photos(stride: int) -> dict[str, Tensor]:
-    """Return crops of two photographs: the left 5/6 of one as "train", its right 1/6 as "val", the other as "test"."""
-    from sklearn.datasets import load_sample_images
+    """Return crops of two photographs: the left 5/6 of one as "train", its right 1/6 as "val", the other as "test".
+
+    Raises:
+        ValueError: If scikit-learn, which carries them, is not installed.
+    """
+    try:
+        from sklearn.datasets import load_sample_images
+    except ModuleNotFoundError as error:
+        raise ValueError("dataset='photos' needs scikit-learn: pip install 'lit-effattn[photos]'") from error
 
     china, flower = (torch.tensor(image) for image in load_sample_images().images)  # (427, 640, 3) each
     border = china.shape[1] * 5 // 6

@@ -36,7 +36,7 @@ def test_configs_are_listed_with_the_first_sentence_of_their_comment(
     lines = dict(line.split(maxsplit=1) for line in printed(capsys, "configs").splitlines())
     assert sorted(lines) == sorted(path.stem for path in (REPOSITORY / "configs").glob("*.yaml"))
     digits = "handwritten digits (8×8, 17 grey levels): no download, 3 minutes on 2 cores"
-    assert lines["digits_softmax"] == f"Softmax Transformer on scikit-learn's 1,797 {digits}"
+    assert lines["digits_softmax"] == f"Softmax Transformer on UCI's 1,797 {digits}"
     assert lines["wmt14_en_de_base"].startswith("The base Transformer of Vaswani et al. 2017 on WMT14")
     assert all(len(line) > 20 for line in lines.values())
 

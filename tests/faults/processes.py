@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 # Imported here so that the forked runs need not: most of the time of a run is imports.
-import sklearn.datasets  # noqa: F401
 import torch.utils.tensorboard
 
 import lit_effattn.cli.command  # noqa: F401

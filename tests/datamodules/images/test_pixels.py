@@ -4,6 +4,7 @@ import hashlib
 import pickle
 import socket
 import struct
+import sys
 import tarfile
 import time
 from pathlib import Path
@@ -158,6 +159,12 @@ def test_digits_are_quantised():
     for value, level in zip(full.splits["val"][[3, 5]].flatten(), coarse.splits["val"][[3, 5]].flatten(), strict=True):
         assert int(level) == int(value) * 4 // 17
     assert int(coarse.splits["train"][list(range(1437))].max()) == 3
+
+
+def test_photos_name_their_extra(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(ValueError, match=r"needs scikit-learn: pip install 'lit-effattn\[photos\]'"):
+        ready(dataset="photos")
 
 
 def test_photos_share_no_pixel_between_splits():

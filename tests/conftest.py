@@ -3,6 +3,10 @@ import os
 import pytest
 import torch
 
+from lit_effattn.ops.runtime import cpp_build
+
+cpp_build._folder()  # before tests change XDG_CACHE_HOME: kernels are compiled once
+
 if not torch.cuda.is_available():
     # Triton asks once, when it is imported: its kernels then run in Python, so that they are tested without a GPU.
     os.environ.setdefault("TRITON_INTERPRET", "1")

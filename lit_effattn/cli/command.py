@@ -335,14 +335,19 @@ class CLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse files and flags, which override the settings of the checkpoint. These are values, never text."""
-        command, saved, namespace = self.arguments.command, self.resolved.saved, None
+        command, saved, settings = self.arguments.command, self.resolved.saved, None
+        of_command: Any = self._parser(command)
         try:
             if saved is not None:
-                of_command: Any = self._parser(command)
                 of_command.sealed = self.sealed
                 judge = CheckpointJudge(short(self.resolved.checkpoint or ""), self.arguments.trust)
-                namespace = Namespace({command: parse_saved(of_command, saved, self.sealed, judge)})
-            self.config = parser.parse_args(args, namespace=namespace)
+                settings = parse_saved(of_command, saved, self.sealed, judge)
+            if self.arguments.flags.given("print_config"):  # which `parser` prints
+                parser.parse_args(args, namespace=Namespace({command: settings}) if settings else None)
+            # `parser` would parse all settings a second time.
+            self.config = Namespace(
+                {"subcommand": command, command: of_command.parse_args(args[1:], namespace=settings)}
+            )
         except UsageError as error:
             raise UsageError(self.sealed.open(str(error))) from error
 

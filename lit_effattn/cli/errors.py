@@ -64,7 +64,7 @@ _NOISE = re.compile(
 
 def plain(report: str) -> str:
     """Shorten a report of jsonargparse. Any other text is returned unchanged."""
-    if "required: fit.data, fit.model" in report:
+    if "required: data, model" in report:
         return (
             "fit needs a model and data: give --config with a shipped configuration, such as digits_linear, or a file "
             "of your own; or --model and --data"
@@ -107,9 +107,10 @@ def plain(report: str) -> str:
 
 def unknown(report: str, options: Iterable[str]) -> str:
     """Return the message for a flag, or a setting in YAML, that is not in `options`; other reports unchanged."""
-    if match := re.match(r"Subcommand '\w+' does not accept option '([^']+)'", report):
-        meant = _meant(match[1], options)
-        return f"there is no setting {match[1]}" + (f"; did you mean {meant}?" if meant else "")
+    if match := re.match(r"(?:Group '([\w.]+)' does not accept option|Option) '([^']+)'", report):
+        setting = ".".join(filter(None, match.groups()))
+        meant = _meant(setting, options)
+        return f"there is no setting {setting}" + (f"; did you mean {meant}?" if meant else "")
     match = re.match(r"unrecognized arguments: ([^\s=]+)", report)
     if match and not match[1].startswith("--"):
         meant = f"; did you mean --config {match[1]}?" if match[1] in shipped() else ""

@@ -274,7 +274,7 @@ def test_without_a_memory_length_there_is_no_window(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--data.segment_len", "9000"], "segment_len=9000"),
+        (["--data.segment_len", "900"], "segment_len=900 "),
         (["--data.batch_size", "5000"], "batch_size=5000"),
         ([*CHARACTERS, "--data.root", "latin"], "latin/train/0.txt"),
         (["--data.root", "empty"], "empty"),

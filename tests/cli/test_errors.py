@@ -19,6 +19,7 @@ from lit_effattn import callbacks, datamodules
 from lit_effattn.cli.errors import plain
 from lit_effattn.settings.trainer import Trainer
 from lit_effattn.tasks import Task
+from tests.support.commands import fails
 
 __all__ = ["callbacks", "datamodules", "lit_effattn"]
 
@@ -219,16 +220,8 @@ def test_what_says_it_plainly_already_stays():
     assert plain("the disk is full") == "the disk is full"
 
 
-def test_fit_without_anything():
-    """A report of LightningCLI's parser, in which both are required."""
-    parser = LightningArgumentParser(exit_on_error=False)
-    fit = LightningArgumentParser(exit_on_error=False)
-    fit.add_subclass_arguments(Task, "model", required=True)
-    fit.add_subclass_arguments(pl.LightningDataModule, "data", required=True)
-    parser.add_subcommands(required=True).add_subcommand("fit", fit)
-    with pytest.raises(ArgumentError) as caught:
-        parser.parse_args(["fit"])
-    message = plain(str(caught.value))
+def test_fit_without_anything(capsys: pytest.CaptureFixture[str]):
+    message = fails(capsys, "fit", code=2)
     for word in ("--config", "digits_linear", "--model", "--data"):
         assert word in message
 

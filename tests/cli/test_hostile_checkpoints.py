@@ -85,7 +85,7 @@ def takes_names(place: Place) -> bool:
 def test_no_place_takes_what_is_not_listed(root: str, record_property: Any):
     """A payload is refused, or it is text that stays text: jsonargparse then makes nothing of it."""
     judge = CheckpointJudge("it.ckpt", Trust())
-    result = {(kind, name): place for _, kind, name, place in places(ROOTS[root]) if takes_names(place)}
+    result = {(kind, name): place for kind, name, place in places(ROOTS[root]) if takes_names(place)}
     expected = {
         "model": {(PixelModel, "optimizer"), (LanguageModel, "embedding"), (SpeechRecognizer, "decoder")},
         "data": {(_listed()["SpeechData"], name) for name in ("corpus", "spec_augment", "wave_augment")},

@@ -140,7 +140,7 @@ FAMILIES = sorted({family for family, _ in PAYLOADS})
 @cache
 def everywhere() -> list[tuple[str, type, str]]:
     """All options of all listed classes, and the trainer's."""
-    result = {(root, kind, name) for root, of in ROOTS.items() for _, kind, name, _ in places(of)}
+    result = {(root, kind, name) for root, of in ROOTS.items() for kind, name, _ in places(of)}
     result |= {("trainer", Trainer, name) for name in parameters(Trainer) if not name.endswith("help")}
     return sorted(result, key=lambda place: (place[0], place[1].__name__, place[2]))
 

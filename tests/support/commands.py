@@ -13,6 +13,7 @@ import torch
 
 from lit_effattn.checkpoints.io import read_checkpoint
 from lit_effattn.cli import main
+from lit_effattn.ops.runtime import cpp_build
 from tests.support.processes import run_command
 
 REPOSITORY = Path(__file__).parent.parent.parent
@@ -45,7 +46,7 @@ def launched(*args: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cpp_build._folder().parent.parent)},
         check=False,
     )
 

@@ -42,19 +42,21 @@ def nothing_happened() -> bool:
     return "evil" not in sys.modules and not any(Path(name).exists() for name in ("pwned", "imported", "called"))
 
 
-def places(place: Place, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], type, str, Place]]:
-    """Walk all parameters of all listed classes that may stand at a place, each class once on a path."""
-    for kind in sorted({k for k in _listed().values() if issubclass(k, place.named)}, key=lambda k: k.__name__):
-        if kind.__name__ in path:
-            continue
-        for name, (annotation, _) in parameters(kind).items():
-            if name.endswith("help"):
-                continue
-            inside = Place.of(annotation)
-            yield (*path, kind.__name__), kind, name, inside
-            nested = Place.of(annotation, *inside.items, *inside.values)
-            if nested.named and not issubclass(torch.Tensor, nested.named):
-                yield from places(nested, (*path, kind.__name__))
+def places(place: Place) -> Iterator[tuple[type, str, Place]]:
+    """Yield all parameters of the listed classes that may stand at a place, or in a parameter of one of them."""
+    left, seen = [place], set()
+    while left:
+        base = left.pop().named
+        for kind in {k for k in _listed().values() if issubclass(k, base)} - seen:
+            seen.add(kind)
+            for name, (annotation, _) in parameters(kind).items():
+                if name.endswith("help"):
+                    continue
+                inside = Place.of(annotation)
+                yield kind, name, inside
+                nested = Place.of(annotation, *inside.items, *inside.values)
+                if nested.named and not issubclass(torch.Tensor, nested.named):
+                    left.append(nested)
 
 
 ROOTS = {

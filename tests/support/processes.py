@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
+from lit_effattn.ops.runtime import cpp_build
+
 SUPPORT = Path(__file__).parent
 SECONDS = 300
 """After which processes are killed."""
@@ -44,7 +46,8 @@ def run_command(args: list[str], n: int = 1) -> CompletedProcess[str]:
         outputs = [f"{folder}/stdout", f"{folder}/stderr"]
         context = multiprocessing.get_context("forkserver")
         ranks = [environment | {"LOCAL_RANK": str(rank)} for rank in range(n)] if n > 1 else [environment]
-        processes = [context.Process(target=_command, args=(args, of_rank, outputs)) for of_rank in ranks]
+        kernels = cpp_build._folder()
+        processes = [context.Process(target=_command, args=(args, of_rank, outputs, kernels)) for of_rank in ranks]
         for process in processes:
             process.start()
         end = time.monotonic() + SECONDS
@@ -56,11 +59,12 @@ def run_command(args: list[str], n: int = 1) -> CompletedProcess[str]:
         return CompletedProcess(args, processes[0].exitcode or 0, *(Path(path).read_text() for path in outputs))
 
 
-def _command(args: list[str], environment: dict[str, str], outputs: list[str]) -> None:
+def _command(args: list[str], environment: dict[str, str], outputs: list[str], kernels: Path) -> None:
     from lightning.pytorch.utilities import rank_zero_only
 
     from lit_effattn.cli import main
 
+    cpp_build._folder = lambda: kernels
     os.environ.clear()
     os.environ.update(environment)
     rank_zero_only.rank = int(environment.get("LOCAL_RANK", 0))  # as Lightning reads it when it is imported

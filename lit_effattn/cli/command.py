@@ -252,6 +252,12 @@ class _Parser(LightningArgumentParser):
         with parsed_before():
             return super().parse_args(args, *more, **options)
 
+    def _parse_common(self, *args: Any, **options: Any) -> Any:
+        """Let the outermost parser add the defaults of nested classes: each level that does so too triples the work."""
+        if not self.exit_on_error and "defaults" in options:
+            options["defaults"] = False
+        return super()._parse_common(*args, **options)
+
 
 class CLI(LightningCLI):
     """A LightningCLI with one folder for each run. Files and flags override the configuration of a checkpoint."""

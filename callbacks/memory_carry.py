@@ -18,6 +18,8 @@ MEMORY_KEY = "memory_carry"
 BOUNDED = (
     *("TransformerXLAttention", "CompressiveAttention", "InfiniteAttention", "LinearAttention", "PerformerAttention"),
     "WindowedLinearAttention",
+    *("RetentionAttention", "GatedLinearAttention", "Mamba2Attention", "DeltaNetAttention", "GatedDeltaNetAttention"),
+    "KimiDeltaAttention",
     "SoftmaxAttention or ShawAttention with a window",
 )
 """Kinds of attention whose state has a bounded size."""

@@ -179,6 +179,17 @@ def without_padding(x: Tensor, lengths: Tensor | None) -> Tensor:
     return x if lengths is None else x.masked_fill(~valid_positions(lengths, x.size(1))[..., None], 0)
 
 
+def reversed_rows(x: Tensor, lengths: Tensor | None, dim: int = 1) -> Tensor:
+    """Reverse each row's valid positions of `x` (B, …) along `dim`, and keep the padding on the right."""
+    if lengths is None:
+        return x.flip(dim)
+    t = torch.arange(x.size(dim), device=x.device)
+    index = torch.where(t < lengths[:, None], lengths[:, None] - 1 - t, t)  # (B, N)
+    shape = [1] * x.dim()
+    shape[0], shape[dim] = index.shape
+    return x.gather(dim, index.view(shape).expand_as(x))
+
+
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """Return the type to accumulate `dtype` in: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)

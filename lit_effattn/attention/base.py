@@ -223,8 +223,8 @@ class Attention(MultiHead):
         Returns:
             (B, H, N, M), in float32 or more. The last N columns are the positions of `x`. The M − N columns before
             them are the positions right before `x`, the newest last, as far back as any row can see. Positions before
-            a row's first have weight 0. Without a state M = N. A kind whose columns are others says so. The weights of
-            a valid position sum to 1; those of padding are 0.
+            a row's first have weight 0. Without a state M = N. The weights of a valid position sum to 1; those of
+            padding are 0. A kind with other columns, or whose weights do not sum to 1, says so.
 
         Raises:
             NotImplementedError: If the kind defines no weights.

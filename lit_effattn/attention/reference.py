@@ -649,3 +649,123 @@ def lsh_seen(x: Tensor, rotation: Tensor, chunk_size: int, causal: bool) -> Tens
     chunk = rank // chunk_size
     near = (chunk[:, None] - 1 <= chunk) & (chunk <= chunk[:, None])
     return same & near & (past(n) if causal else everything(n, n))
+
+
+# ------------------------------------------------------------------------------------- kinds with a recurrent state
+
+
+def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The convolution before the recurrence, Dao and Gu 2024, section 7.1.
+
+        y_t = b + Σ_{j<K} w_j ⊙ x_{t−j},  x_t = 0 for t < 0
+
+    (B, N, C) inputs and w (K, C) -> (B, N, C).
+    """
+    shifted = [torch.cat([torch.zeros_like(x[:, :j]), x[:, : max(0, x.size(1) - j)]], 1) for j in range(len(weight))]
+    return sum(w * y for w, y in zip(weight, shifted, strict=True)) + (0 if bias is None else bias)
+
+
+def silu(x: Tensor) -> Tensor:
+    """SiLU, x / (1 + e^(−x))."""
+    return x / (1 + (-x).exp())
+
+
+def unit(x: Tensor) -> Tensor:
+    """Vectors of unit length, x / √(‖x‖² + 10⁻⁶), Yang et al. 2024 (arXiv 2406.06484), section 3.3."""
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def one_by_one(q: Tensor, k: Tensor, v: Tensor, update, *factors: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+    """Read a state that each position changes.
+
+        S_t = update(S_{t−1}, k_t, v_t, …),  y_t = S_tᵀ q_t,  S_0 = 0 (D_qk × D)
+
+    (B, H, N, D_qk) queries and keys, (B, H, N, D) values, factors (B, H, N) or (B, H, N, D_qk) -> (B, H, N, D).
+    """
+    s, y = torch.zeros_like(k[:, :, 0, :, None] * v[:, :, 0, None]), []  # (B, H, D_qk, D)
+    for t in range(q.size(2)):
+        s = update(s, k[:, :, t], v[:, :, t], *(f[:, :, t] for f in factors))
+        y.append(read(s, q[:, :, t]))
+    return torch.stack(y, 2)
+
+
+def read(s: Tensor, k: Tensor) -> Tensor:
+    """Sᵀ k: (B, H, D_qk, D) and (B, H, D_qk) -> (B, H, D)."""
+    return (s * k[..., None]).sum(2)
+
+
+def outer(k: Tensor, v: Tensor) -> Tensor:
+    """The outer product k vᵀ: (B, H, D_qk) and (B, H, D) -> (B, H, D_qk, D)."""
+    return k[..., None] * v[..., None, :]
+
+
+def delta_net_attention(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
+    """Yang et al. 2024 (arXiv 2406.06484), section 2.2, transposed: (B, H, N, ·) -> (B, H, N, D).
+
+    S_t = S_{t−1} − β_t k_t (S_{t−1}ᵀ k_t − v_t)ᵀ
+    """
+    return one_by_one(q, k, v, lambda s, k, v, b: s - outer(k, b[..., None] * (read(s, k) - v)), beta)
+
+
+def gated_delta_net_attention(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
+    """Yang et al. 2024 (arXiv 2412.06464), equation 10, transposed: (B, H, N, ·) -> (B, H, N, D).
+
+    S_t = α_t (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ
+    """
+
+    def update(s: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        a, b = a[..., None, None], b[..., None, None]
+        return a * (s - b * outer(k, read(s, k))) + b * outer(k, v)
+
+    return one_by_one(q, k, v, update, alpha, beta)
+
+
+def kimi_delta_attention(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
+    """Kimi Team 2025 (arXiv 2510.26692), equation 1.
+
+        S_t = (I − β_t k_t k_tᵀ) Diag(α_t) S_{t−1} + β_t k_t v_tᵀ,  y_t = S_tᵀ q_t
+
+    `alpha` is (B, H, N, D_qk), `beta` (B, H, N).
+    """
+
+    def update(s: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        s, b = a[..., None] * s, b[..., None, None]
+        return s - b * outer(k, read(s, k)) + b * outer(k, v)
+
+    return one_by_one(q, k, v, update, alpha, beta)
+
+
+def gated_linear_attention(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor) -> Tensor:
+    """Yang et al. 2023 (arXiv 2312.06635), equation 3.
+
+        S_t = Diag(α_t) S_{t−1} + k_t v_tᵀ,  y_t = S_tᵀ q_t
+
+    `alpha` is (B, H, N, D_qk).
+    """
+    return one_by_one(q, k, v, lambda s, k, v, a: a[..., None] * s + outer(k, v), alpha)
+
+
+def mamba2_attention(q: Tensor, k: Tensor, v: Tensor, step: Tensor, a: Tensor, d: Tensor) -> Tensor:
+    """Dao and Gu 2024 (arXiv 2405.21060), equation 1 with A = −a Δ and B = Δ k; q, k, v are C, B, X.
+
+        S_t = exp(−a Δ_t) S_{t−1} + Δ_t k_t v_tᵀ,  y_t = S_tᵀ q_t + d v_t
+
+    `step` is Δ (B, H, N), `a` and `d` are (H,).
+    """
+    decay = (-a[:, None] * step).exp()
+
+    def update(s: Tensor, k: Tensor, v: Tensor, g: Tensor, step: Tensor) -> Tensor:
+        return g[..., None, None] * s + step[..., None, None] * outer(k, v)
+
+    return one_by_one(q, k, v, update, decay, step) + d[:, None, None] * v
+
+
+def retention_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Sun et al. 2023 (arXiv 2307.08621), equations 5 and 8, of queries and keys that are rotated already.
+
+    y_i = Σ_{j≤i} γ_h^{i−j} q_i · k_j v_j,  γ_h = 1 − 2^(−5−h),  h = 0 … H − 1
+    """
+    gamma = torch.tensor([1 - 2.0 ** (-5 - h) for h in range(q.size(1))], dtype=q.dtype)
+    n = q.size(2)
+    weight = gamma[:, None, None] ** distances(n).clamp(min=0) * past(n)  # (H, N, N)
+    return (q @ k.mT * weight) @ v

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_effattn.checks import at_least, probabilities
-from lit_effattn.sequence import SequenceModule, accumulator, valid_positions, without_padding
+from lit_effattn.sequence import SequenceModule, accumulator, reversed_rows, valid_positions, without_padding
 
 # cuDNN expects a layer's weights in one contiguous block. `_Layer` may cast them to float32 or add a column, so they
 # are copied at every call. The copy costs little compared with the recurrence, and users can't avoid it.
@@ -100,8 +100,8 @@ class LSTM(SequenceModule):
         for forward, backward in zip(self.layers, self.backward_layers, strict=True):
             # Padding stays on the right of the reversed rows, so neither direction sees it before the valid positions.
             left, *_ = forward(x, zero, zero)
-            right, *_ = backward(_reversed(x, lengths), zero, zero)
-            x = self._drop(torch.cat([left, _reversed(right, lengths)], -1))  # (B, N, d_model)
+            right, *_ = backward(reversed_rows(x, lengths), zero, zero)
+            x = self._drop(torch.cat([left, reversed_rows(right, lengths)], -1))  # (B, N, d_model)
         return x
 
     def _drop(self, x: Tensor) -> Tensor:
@@ -167,12 +167,3 @@ class _Layer(nn.Module):
             return y, after[0], c[0]
         last = y.gather(1, (lengths - 1).clamp(min=0)[:, None, None].expand(-1, 1, h.size(1)))[:, 0]  # (B, hidden)
         return y, torch.where(lengths[:, None] > 0, last, h), c[0]
-
-
-def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """Reverse each row's valid positions of `x` (B, N, D), and keep the padding on the right."""
-    if lengths is None:
-        return x.flip(1)
-    t = torch.arange(x.size(1), device=x.device)
-    index = torch.where(valid_positions(lengths, x.size(1)), lengths[:, None] - 1 - t, t)  # (B, N)
-    return x.gather(1, index[..., None].expand_as(x))

@@ -22,10 +22,19 @@ KINDS = (
     "Performer",
     "LSH",
     "Sparse",
+    "Retention",
+    "GatedLinear",
+    "Mamba2",
+    "DeltaNet",
+    "GatedDeltaNet",
+    "KimiDelta",
 )
 SHORT = {
-    "stdlib_xl": ("Softmax", "Shaw", "TransformerXL", "Infinite", "LSH"),
-    "timit_linear": ("Linear", "Performer", "Sparse", "Compressive", "WindowedLinear"),
+    "stdlib_xl": ("Softmax", "Shaw", "TransformerXL", "Infinite", "LSH", "DeltaNet", "GatedDeltaNet", "Mamba2"),
+    "timit_linear": (
+        *("Linear", "Performer", "Sparse", "Compressive", "WindowedLinear"),
+        *("Retention", "GatedLinear", "KimiDelta"),
+    ),
 }
 """Configurations and kinds that are tested every time: each kind once, with memory or in both directions."""
 

@@ -16,15 +16,21 @@ from lit_effattn.attention import (
     Attention,
     CompressiveAttention,
     CrossAttention,
+    DeltaNetAttention,
     EluFeatureMap,
+    GatedDeltaNetAttention,
+    GatedLinearAttention,
     HedgehogFeatureMap,
     InfiniteAttention,
+    KimiDeltaAttention,
     LinearAttention,
     LinearCrossAttention,
     LSHAttention,
+    Mamba2Attention,
     PerformerAttention,
     PerformerCrossAttention,
     ReluFeatureMap,
+    RetentionAttention,
     ShawAttention,
     SoftmaxAttention,
     SoftmaxCrossAttention,
@@ -138,6 +144,8 @@ XL = partial(kind, TransformerXLAttention, definitions.transformer_xl)
 HASHED = partial(kind, LSHAttention, definitions.lsh, jumps=True)
 COMPRESSIVE = partial(kind, CompressiveAttention, definitions.compressive, causal=[True])
 WINDOWED = partial(kind, WindowedLinearAttention, definitions.windowed_linear, causal=[True])
+# A head's norm magnifies rounding where its output is near 0, so single outputs jump.
+RECURRENT = partial(kind, jumps=True)
 INFINITE = partial(kind, InfiniteAttention, definitions.infinite, causal=[True])
 
 
@@ -204,6 +212,18 @@ ATTENTIONS = [
     *kind(PerformerAttention, definitions.performer, 3, chunk_size=1, n_kv_heads=1, out_bias=False, causal=[True]),
     *WINDOWED(3, window=3, chunk_size=2, feature_map=StirredHedgehog),
     *WINDOWED(4, window=1, n_kv_heads=1, out_bias=False, feature_map=EluFeatureMap),
+    *RECURRENT(DeltaNetAttention, definitions.delta_net, 4, chunk_size=4),
+    *RECURRENT(
+        DeltaNetAttention, definitions.delta_net, 3, beta_max=2.0, conv_size=None, gate=True, bias=True, causal=[True]
+    ),
+    *RECURRENT(GatedDeltaNetAttention, definitions.gated_delta_net, 4, chunk_size=4),
+    *RECURRENT(GatedDeltaNetAttention, definitions.gated_delta_net, 3, n_qk_heads=1, qk_dim=3, head_dim=5, conv_size=2),
+    *RECURRENT(KimiDeltaAttention, definitions.kimi_delta, 4, chunk_size=4),
+    *RECURRENT(RetentionAttention, definitions.retention, 4, chunk_size=4),
+    *RECURRENT(GatedLinearAttention, definitions.gated_linear, 4, chunk_size=4),
+    *RECURRENT(GatedLinearAttention, definitions.gated_linear, 3, conv_size=3, tau=2.0, gate_rank=3, causal=[True]),
+    *RECURRENT(Mamba2Attention, definitions.mamba2, 4, qk_dim=4, chunk_size=4),
+    *RECURRENT(Mamba2Attention, definitions.mamba2, 3, qk_dim=3, n_qk_heads=2, conv_size=None, causal=[True]),
     # What a segment sees depends on the split, unless the memory holds all the past.
     *XL(4, mem_len=700, chunk_size=4),
     *XL(3, mem_len=700, clamp_len=4, bias=True, causal=[True]),

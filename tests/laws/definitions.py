@@ -8,7 +8,13 @@ parameters and its options are read. A definition takes `(module, x)`, with `x` 
 import torch
 from torch import Tensor
 
-from lit_effattn.attention import reference
+from lit_effattn.attention import (
+    GatedLinearAttention,
+    KimiDeltaAttention,
+    Mamba2Attention,
+    RetentionAttention,
+    reference,
+)
 from lit_effattn.attention.reference import everything, past
 
 
@@ -140,6 +146,127 @@ def drawn(module, updates: int) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64)
 
 
+# ----------------------------------------------------------------------------------------- kinds with a recurrent state
+
+
+def delta_net(module, x: Tensor) -> Tensor:
+    return recurrent(module, x, lambda x: reference.delta_net_attention(*convolved(module, x), beta(module, x)))
+
+
+def gated_delta_net(module, x: Tensor) -> Tensor:
+    def heads(x: Tensor) -> Tensor:
+        alpha = (-module.a_log.exp()[:, None] * softplus(module, at_heads(module.decay_proj, x))).exp()
+        return reference.gated_delta_net_attention(*convolved(module, x), alpha, beta(module, x))
+
+    return recurrent(module, x, heads)
+
+
+def kimi_delta(module, x: Tensor) -> Tensor:
+    def heads(x: Tensor) -> Tensor:
+        raw = of_channels(module, x @ module.decay_proj[0].weight.T @ module.decay_proj[1].weight.T + module.dt_bias)
+        alpha = (-module.a_log.exp()[:, None, None] * (1 + raw.exp()).log()).exp()
+        return reference.kimi_delta_attention(*convolved(module, x), alpha, beta(module, x))
+
+    return recurrent(module, x, heads)
+
+
+def gated_linear(module, x: Tensor) -> Tensor:
+    def heads(x: Tensor) -> Tensor:
+        down, up = module.decay_proj
+        alpha = of_channels(module, x @ down.weight.T @ up.weight.T + up.bias).sigmoid() ** (1 / module.tau)
+        return reference.gated_linear_attention(*convolved(module, x), alpha)
+
+    return recurrent(module, x, heads)
+
+
+def mamba2(module, x: Tensor) -> Tensor:
+    def heads(x: Tensor) -> Tensor:
+        step = softplus(module, at_heads(module.decay_proj, x))
+        return reference.mamba2_attention(*convolved(module, x), step, module.a_log.exp(), module.skip)
+
+    return recurrent(module, x, heads)
+
+
+def retention(module, x: Tensor) -> Tensor:
+    def heads(x: Tensor) -> Tensor:
+        q, k, v = convolved(module, x)
+        q, k = (reference.rotated(t, module.rotary.base) for t in (q, k))
+        return reference.retention_attention(q, k / module.qk_dim**0.5, v)
+
+    return recurrent(module, x, heads)
+
+
+def recurrent(module, x: Tensor, heads) -> Tensor:
+    """`heads` is (B, N, E) -> (B, H, N, D), read forward; norm, gate and output projection follow."""
+    y = heads(x)
+    if not module.causal:  # heads 1, 3, 5, … read backward
+        y = torch.stack([y[:, ::2], heads(x.flip(1)).flip(2)[:, 1::2]], 2).flatten(1, 2)
+    return finished(module, x, y)
+
+
+def finished(module, x: Tensor, y: Tensor) -> Tensor:
+    """(B, H, N, D) -> (B, N, E)."""
+    norm, y = module.norm, y.transpose(1, 2).flatten(2)  # (B, N, H D)
+    if module.gate_proj is not None:
+        z = x
+        for layer in module.gate_proj if isinstance(module, KimiDeltaAttention) else [module.gate_proj]:
+            z = through(layer, z)
+        gate = z.sigmoid() if isinstance(module, KimiDeltaAttention) else reference.silu(z)
+    else:
+        gate = 1
+    if isinstance(module, Mamba2Attention):
+        groups = (y * gate).unflatten(2, (module.n_qk_heads, -1))
+        y = (norm.gain * rms(groups, norm.eps)).flatten(2)
+    else:
+        y = y.unflatten(2, (module.n_heads, -1))
+        if isinstance(module, GatedLinearAttention | RetentionAttention):
+            y = rms(y - y.mean(-1, keepdim=True), norm.eps)
+        else:
+            y = norm.gain * rms(y, norm.eps)
+        y = y.flatten(2) * gate
+    return through(module.out_proj, y)
+
+
+def rms(y: Tensor, eps: float) -> Tensor:
+    return y / (y.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
+def convolved(module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys (B, H, N, D_qk), with a delta rule of unit length, and values (B, H, N, D)."""
+    projections = module.q_proj, module.k_proj, module.v_proj
+    channels = torch.cat([through(projection, x) for projection in projections], -1)  # (B, N, C)
+    if module.convolution is not None:
+        channels = reference.short_convolution(channels, module.convolution.weight, module.convolution.bias)
+    if module.convolution is not None or not isinstance(module, GatedLinearAttention | RetentionAttention):
+        channels = reference.silu(channels)
+    q, k, v = channels.split([len(projection.weight) for projection in projections], -1)
+    q, k = (t.unflatten(2, (module.n_qk_heads, -1)).transpose(1, 2) for t in (q, k))
+    if module.beta_proj is not None:
+        q, k = reference.unit(q), reference.unit(k)
+    q, k = (reference.for_groups(t, module.n_heads) for t in (q, k))
+    return q, k, v.unflatten(2, (module.n_heads, -1)).transpose(1, 2)
+
+
+def beta(module, x: Tensor) -> Tensor:
+    """(B, N, E) -> (B, H, N)."""
+    return module.beta_max * at_heads(module.beta_proj, x).sigmoid()
+
+
+def softplus(module, raw: Tensor) -> Tensor:
+    """(B, H, N) -> (B, H, N)."""
+    return (1 + (raw + module.dt_bias[:, None]).exp()).log()
+
+
+def of_channels(module, t: Tensor) -> Tensor:
+    """(B, N, H D) -> (B, H, N, D)."""
+    return t.unflatten(2, (module.n_heads, -1)).transpose(1, 2)
+
+
+def at_heads(projection, x: Tensor) -> Tensor:
+    """(B, N, E) -> (B, H, N)."""
+    return (x @ projection.weight.T).transpose(1, 2)
+
+
 # ------------------------------------------------------------------------------------------------- what they share
 
 
@@ -170,16 +297,18 @@ def queries_and_source(module, x: Tensor, source: Tensor) -> tuple[Tensor, Tenso
 
 def in_heads(module, projection, x: Tensor, n_heads: int | None = None) -> Tensor:
     """Project: (B, N, ·) -> (B, H, N, D)."""
-    y = x @ projection.weight.T
-    if projection.bias is not None:
-        y = y + projection.bias
-    return y.unflatten(-1, (n_heads or module.n_heads, -1)).transpose(1, 2)
+    return through(projection, x).unflatten(-1, (n_heads or module.n_heads, -1)).transpose(1, 2)
 
 
 def heads_together(module, y: Tensor) -> Tensor:
     """(B, H, N, D) -> (B, N, E), through the output projection."""
-    y = y.transpose(1, 2).flatten(2) @ module.out_proj.weight.T
-    return y if module.out_proj.bias is None else y + module.out_proj.bias
+    return through(module.out_proj, y.transpose(1, 2).flatten(2))
+
+
+def through(projection, x: Tensor) -> Tensor:
+    """W x, or W x + b."""
+    y = x @ projection.weight.T
+    return y if projection.bias is None else y + projection.bias
 
 
 def sees(module, x: Tensor) -> Tensor:

@@ -23,6 +23,9 @@ KINDS = [*attention_kinds().values()]
 NEEDED: dict[str, dict[str, Any]] = {
     "SparseAttention": {"stride": 4},
     "WindowedLinearAttention": {"window": 4},
+    "RetentionAttention": {"head_dim": 4},
+    "GatedLinearAttention": {"qk_dim": 4},
+    "Mamba2Attention": {"qk_dim": 4, "head_dim": 4, "n_qk_heads": 2},
     "InfiniteAttention": {"mem_len": 4, "segment_len": 4, "n_basis": 4, "widths": (0.2,)},
     "CompressiveAttention": {"mem_len": 4},
     "TransformerXLAttention": {"mem_len": 4},

@@ -1,0 +1,412 @@
+"""The base class of the kinds whose state is a matrix with a decay or the delta rule, and the parts that they share."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lit_effattn.attention.base import Attention
+from lit_effattn.attention.kv_cache import newest
+from lit_effattn.checks import at_least
+from lit_effattn.ops.gated_linear.pytorch import gated_linear_attention, gated_linear_step, gated_linear_weights
+from lit_effattn.sequence import (
+    State,
+    accumulator,
+    may_overwrite,
+    reversed_rows,
+    valid_lengths,
+    valid_positions,
+    without_padding,
+)
+
+
+class RecurrentState(NamedTuple):
+    """The matrix S, in float32 or more, and the newest inputs of the convolution. The size is constant."""
+
+    s: Tensor  # (B, H, D_qk, D)
+    recent: Tensor  # (B, K − 1, C), the newest last; (B, 0, C) without a convolution
+    length: Tensor  # (B,)
+
+
+class Gates(NamedTuple):
+    """Factors of the recurrence, in float32 or more. None: 1, and without β no delta rule."""
+
+    log_decay: Tensor | None = None
+    """log A_t ≤ 0: (H,), (B, N, H), or (B, N, H, D_qk)."""
+    beta: Tensor | None = None
+    """(B, N, H), β of the delta rule."""
+    step: Tensor | None = None
+    """(B, N, H), multiplies the keys."""
+
+
+class _Heads(NamedTuple):
+    """The arguments of the recurrence. If not causal, B is twice the number of rows and H half of the heads."""
+
+    q: Tensor  # (B, H, N, D_qk)
+    k: Tensor  # (B, H, N, D_qk)
+    v: Tensor  # (B, H, N, D)
+    log_decay: Tensor | None  # as `gated_linear_attention` takes it
+    beta: Tensor | None  # (B, H, N)
+    skip: Tensor | None  # (B or 1, H, 1, 1)
+    lengths: Tensor | None  # (B,)
+
+
+class RecurrentAttention(Attention):
+    """Attention whose state is a matrix for each head, with a decay A_t, and with or without the delta rule.
+
+        S_t = A_t S_{t−1} + k_t u_tᵀ,  y_t = S_tᵀ q_t
+        u_t = v_t, or with the delta rule β_t (v_t − S_{t−1}ᵀ A_tᵀ k_t)
+
+    Queries, keys and values are projections, which may pass through a short causal convolution. The outputs of the
+    heads are normalised, which takes the place of softmax's division, and multiplied by a gate. The inputs of the
+    convolution that later positions read are part of the state. So splitting a stream changes nothing, and padding and
+    resets have no other rules than for the other kinds.
+
+    Not causal, the heads 0, 2, 4, … read the sequence from the first position to the last, and the heads 1, 3, 5, …
+    from the last to the first, convolutions included. Parameters and cost are those of the causal layer. A position is
+    seen by itself and, in each head, by the positions on one side.
+
+    Convolution, gates, recurrence and norm are computed in float32 at least, regardless of autocast.
+
+    A new kind implements `gates`, and may override `features`.
+
+    Args:
+        d_model: Width E.
+        n_heads: Heads H of values, each with a matrix S. Even if not causal.
+        causal: Whether a position sees only itself and earlier ones.
+        qk_dim: Dimensions of a head's queries and keys. Default: E / H.
+        head_dim: Dimensions D of a head's values. Default: E / H.
+        n_qk_heads: Heads of queries and keys, each shared by H / n_qk_heads heads of values. Default: H.
+        conv_size: Positions K that the convolution reads, its own included. None: no convolution.
+        conv_bias: Whether the convolution has a bias.
+        activated: Whether SiLU follows the projections or the convolution.
+        beta_max: With it there is the delta rule with β = beta_max · σ(W_β x), and queries and keys have unit length.
+        chunk_size: Positions computed at once; no effect on the result.
+        bias: Whether the projections of queries, keys, values and outputs have a bias.
+
+    Raises:
+        ValueError: If a size is not positive, `n_qk_heads` does not divide `n_heads`, `beta_max` is not above 0 and at
+            most 2, or `n_heads` is odd and the module is not causal.
+    """
+
+    has_positions = True
+    extra_parameters = ("convolution", "beta_proj", "decay_proj", "a_log", "dt_bias", "norm", "gate_proj", "skip")
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        causal: bool = True,
+        *,
+        qk_dim: int | None = None,
+        head_dim: int | None = None,
+        n_qk_heads: int | None = None,
+        conv_size: int | None = None,
+        conv_bias: bool = False,
+        activated: bool = False,
+        beta_max: float | None = None,
+        chunk_size: int = 64,
+        bias: bool = False,
+    ) -> None:
+        at_least(1, qk_dim=qk_dim, n_qk_heads=n_qk_heads, conv_size=conv_size, chunk_size=chunk_size)
+        qk_dim = per_head(d_model, n_heads) if qk_dim is None else qk_dim
+        super().__init__(d_model, n_heads, causal, bias=bias, head_dim=head_dim, d_qk=n_heads * qk_dim)
+        self.n_qk_heads = n_heads if n_qk_heads is None else n_qk_heads
+        if n_heads % self.n_qk_heads:
+            raise ValueError(
+                f"n_qk_heads={n_qk_heads} does not divide n_heads={n_heads}: n_heads / n_qk_heads heads of values "
+                "share queries and keys; change one of them"
+            )
+        if not causal and n_heads % 2:
+            raise ValueError(
+                f"n_heads={n_heads} must be even, because with causal=False every other one reads backwards"
+            )
+        if self.n_qk_heads < n_heads:
+            self.q_proj = nn.Linear(d_model, self.n_qk_heads * qk_dim, bias=bias)
+            self.k_proj = nn.Linear(d_model, self.n_qk_heads * qk_dim, bias=bias)
+        self.n_channels = 2 * self.n_qk_heads * qk_dim + n_heads * self.head_dim
+        self.convolution = None if conv_size is None else ShortConvolution(self.n_channels, conv_size, conv_bias)
+        self.activated = activated
+        if beta_max is not None and not 0 < beta_max <= 2:
+            raise ValueError(
+                f"beta_max={beta_max} must be above 0 and at most 2: beyond, the state grows without bound"
+            )
+        self.beta_max = beta_max
+        self.beta_proj = None if beta_max is None else nn.Linear(d_model, n_heads, bias=False)
+        self.chunk_size = chunk_size
+        self.norm: nn.Module = GatedNorm((self.head_dim,))
+        self.gate_proj: nn.Module | None = None
+        self.skip: nn.Parameter | None = None
+
+    @abstractmethod
+    def gates(self, x: Tensor) -> Gates:
+        """Compute the factors of the recurrence from `x` (B, N, E)."""
+
+    def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Transform queries and keys (B, N, H_qk, D_qk), after the convolution."""
+        return (q, k) if self.beta_proj is None else (unit_length(q), unit_length(k))
+
+    def beta(self, x: Tensor) -> Tensor | None:
+        """Return β of `x` (B, N, E), (B, N, H), or None without the delta rule."""
+        if self.beta_proj is None or self.beta_max is None:
+            return None
+        raw = self.beta_proj(x)
+        return self.beta_max * raw.to(accumulator(raw.dtype)).sigmoid()
+
+    def forward(
+        self, x: Tensor, state: RecurrentState | None = None, lengths: Tensor | None = None
+    ) -> tuple[Tensor, RecurrentState | None]:
+        """See `SequenceModule.forward`."""
+        self.check(x, state, lengths)
+        x = without_padding(x, lengths)
+        heads, state = self._heads_of(x, state, lengths)
+        gate = None if self.gate_proj is None else self.gate_proj(x)
+        with torch.autocast(x.device.type, enabled=False):
+            y, state = self.attend(heads.q, heads.k, heads.v, state, heads.lengths, heads.log_decay, heads.beta)
+            if heads.skip is not None:
+                y = y + heads.skip * heads.v
+            y = y if self.causal else _both_directions(y, lengths, 2)
+            y = self.norm(y.transpose(1, 2), gate)  # (B, H, N, D) -> (B, N, H D)
+        y = self.out_proj(y.to(self.out_proj.weight.dtype))
+        return without_padding(y, lengths), state if self.causal else None
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: RecurrentState | None,
+        lengths: Tensor | None,
+        log_decay: Tensor | None = None,
+        beta: Tensor | None = None,
+    ) -> tuple[Tensor, RecurrentState]:
+        """Compute the recurrence, with the factors of `gated_linear_attention`: see `Attention.attend`."""
+        if state is None:
+            state = self._state(q, q.dtype)
+        s, options = state.s.to(q.dtype), {"log_decay": log_decay, "beta": beta, "lengths": lengths}
+        if q.size(2) == 1:
+            y, s = gated_linear_step(q, k, v, s, in_place=may_overwrite(), **options)
+        else:
+            y, s = gated_linear_attention(q, k, v, s, chunk_size=self.chunk_size, **options)
+        return y, RecurrentState(s, state.recent, state.length + valid_lengths(lengths, q, 2))
+
+    @torch.no_grad()
+    def attention_weights(self, x: Tensor, state: State | None = None, lengths: Tensor | None = None) -> Tensor:
+        """Return the weights w of the values in y_i = Σ_j w_ij v_j + R_i S_0, before norm and gate.
+
+        They are exact for the delta rule too, where the weight of a value is what later keys have left of it. They may
+        be negative, and do not sum to 1. M = N, with a state too: S_0 holds no single values, so its term R_i S_0 has
+        no column. See `Attention.attention_weights`.
+        """
+        self.check(x, state, lengths)
+        heads, _ = self._heads_of(without_padding(x, lengths), state, lengths)
+        with torch.autocast(x.device.type, enabled=False):
+            options = {"log_decay": heads.log_decay, "beta": heads.beta, "lengths": heads.lengths}
+            weights = gated_linear_weights(heads.q, heads.k, **options)  # (B, H, N, N)
+            if heads.skip is not None:
+                weights = weights + heads.skip * torch.eye(x.size(1), device=x.device, dtype=weights.dtype)
+        if not self.causal:
+            weights = _both_directions(weights, lengths, 2, 3)
+        if lengths is None:
+            return weights
+        valid = valid_positions(lengths, x.size(1))[:, None]  # (B, 1, N)
+        return weights.masked_fill(~(valid[..., None] & valid[:, :, None]), 0)
+
+    def _heads_of(
+        self, x: Tensor, state: RecurrentState | None, lengths: Tensor | None
+    ) -> tuple[_Heads, RecurrentState]:
+        """Compute the arguments of the recurrence, and the state before it, its convolution after `x`."""
+        channels = torch.cat([p(x) for p in (self.q_proj, self.k_proj, self.v_proj)], -1)  # (B, N, C)
+        full, gates = accumulator(channels.dtype), self.gates(x)
+        skip: Tensor | None = self.skip
+        with torch.autocast(x.device.type, enabled=False):
+            if not self.causal:
+                channels = torch.cat([channels, reversed_rows(channels, lengths)])  # (2 B, N, C)
+            both = lengths if self.causal or lengths is None else torch.cat([lengths, lengths])
+            if state is None:
+                state = self._state(channels, channels.dtype)
+            channels, recent = self._convolved(channels.to(full), state.recent, both)
+            width = self.n_qk_heads * self.qk_dim
+            q, k, v = channels.split([width, width, self.n_heads * self.head_dim], -1)
+            q, k = self.features(*(t.unflatten(2, (self.n_qk_heads, -1)) for t in (q, k)))
+            v = v.unflatten(2, (self.n_heads, -1))  # (B, N, H, D)
+            q, k = self._turned(q.transpose(1, 2), k.transpose(1, 2), state.length if self.causal else None)
+            q, k = (self._for_all_heads(t).transpose(1, 2) for t in (q, k))  # (B, N, H, D_qk)
+            log_decay, beta, step = gates
+            if not self.causal:
+                q, k, v = (torch.cat([t[: len(x), :, ::2], t[len(x) :, :, 1::2]]) for t in (q, k, v))
+                log_decay, beta, step = (_one_direction_each(t, x, lengths) for t in gates)
+                skip = _one_direction_each(skip, x, lengths)
+            if step is not None:
+                k = k * step[..., None]
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, N, ·)
+            if log_decay is not None and log_decay.dim() > 1:
+                log_decay = log_decay.transpose(1, 2) if log_decay.dim() > 2 else log_decay[..., None]
+            beta = None if beta is None else beta.transpose(1, 2)
+            skip = None if skip is None else skip[..., None, None].to(full)
+        return _Heads(q, k, v, log_decay, beta, skip, both), state._replace(recent=recent)
+
+    def _convolved(self, channels: Tensor, recent: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Apply the convolution and SiLU: (B, N, C) -> (B, N, C), and the newest inputs."""
+        if self.convolution is not None:
+            channels, recent = self.convolution(channels, recent, lengths)
+        return F.silu(channels) if self.activated else channels, recent
+
+    def empty_state(
+        self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype
+    ) -> RecurrentState:
+        """Return zeros: see `MultiHead.empty_state`."""
+        recent = 0 if self.convolution is None else self.convolution.size - 1
+        return RecurrentState(
+            torch.zeros(batch_size, self.n_heads, self.qk_dim, self.head_dim, device=device, dtype=accumulator(dtype)),
+            torch.zeros(batch_size, recent, self.n_channels, device=device, dtype=dtype),
+            torch.zeros(batch_size, dtype=torch.long, device=device),
+        )
+
+    def _state(self, like: Tensor, dtype: torch.dtype) -> RecurrentState:
+        """Return the empty state of as many rows as `like` has; if not causal, that of half of the heads."""
+        state: RecurrentState = self.empty_state(like.size(0), None, like.device, dtype)
+        return state if self.causal else state._replace(s=state.s[:, ::2])
+
+
+class ShortConvolution(nn.Module):
+    """A causal convolution of each channel by itself, with a state.
+
+        y_t = b + Σ_{j<K} w_j ⊙ x_{t−j}
+
+    Args:
+        n_channels: Number of channels C.
+        size: K.
+        bias: Whether there is a b.
+    """
+
+    def __init__(self, n_channels: int, size: int, bias: bool = False) -> None:
+        super().__init__()
+        self.size = size
+        self.weight = nn.Parameter(torch.empty(size, n_channels).uniform_(-(size**-0.5), size**-0.5))
+        self.bias = nn.Parameter(torch.zeros(n_channels)) if bias else None
+
+    def forward(self, x: Tensor, recent: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Convolve `x` (B, N, C).
+
+        Args:
+            x: (B, N, C).
+            recent: (B, K − 1, C), the inputs before `x`, the newest last.
+            lengths: (B,) valid positions, or None.
+
+        Returns:
+            y (B, N, C), and the newest K − 1 inputs after the last valid position, in the type of `recent`.
+        """
+        n, k = x.size(1), self.size
+        joined = torch.cat([recent.to(x.dtype), x], 1)  # (B, K − 1 + N, C)
+        weight = self.weight.to(x.dtype)
+        y = joined[:, k - 1 :] * weight[0]
+        for j in range(1, k):
+            y = torch.addcmul(y, joined[:, k - 1 - j : k - 1 - j + n], weight[j])
+        if self.bias is not None:
+            y = y + self.bias.to(x.dtype)
+        newest_inputs = joined[:, n:].clone() if lengths is None else newest(joined, lengths + k - 1, k - 1, dim=1)
+        return y, newest_inputs.to(recent.dtype)
+
+    def extra_repr(self) -> str:
+        """Return the sizes."""
+        return f"{self.weight.size(1)}, size={self.size}, bias={self.bias is not None}"
+
+
+class GatedNorm(nn.Module):
+    """Normalises groups of dimensions, and multiplies by a gate.
+
+        norm(y) ⊙ a(z), or with `gate_first` norm(y ⊙ a(z));  norm(y) = g ⊙ y / √(mean(y²) + ε)
+
+    Args:
+        shape: Shape of the gain g, (D,) or (groups, D). The groups are consecutive, of D dimensions each.
+        eps: ε.
+        gain: Whether there is a g. A matrix that follows norm and gate can take it in.
+        centred: Whether the mean is subtracted first, as LayerNorm does.
+        gate_first: Whether the gate precedes the norm.
+        activation: a.
+
+    Raises:
+        ValueError: If `eps` is not positive.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        eps: float = 1e-5,
+        *,
+        gain: bool = True,
+        centred: bool = False,
+        gate_first: bool = False,
+        activation: Callable[[Tensor], Tensor] = F.silu,
+    ) -> None:
+        super().__init__()
+        if not 0 < eps < math.inf:
+            raise ValueError(f"norm_eps={eps} must be above 0, and finite; 1e-5 is usual")
+        self.width, self.eps, self.centred, self.gate_first = shape[-1], eps, centred, gate_first
+        self.activation = activation
+        self.gain = nn.Parameter(torch.ones(shape)) if gain else None
+
+    def forward(self, y: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Normalise y (B, N, H, D), with a gate (B, N, H · D) or without: (B, N, H · D), in the type of y."""
+        y = y.flatten(2)
+        factor = None if gate is None else self.activation(gate.to(y.dtype))
+        if factor is not None and self.gate_first:
+            y = y * factor
+        y = y.unflatten(2, (-1, self.width))
+        norm = F.layer_norm if self.centred else F.rms_norm
+        y = norm(y, (self.width,), eps=self.eps)
+        if self.gain is not None:
+            y = y * self.gain.to(y.dtype)
+        y = y.flatten(2)
+        return y if factor is None or self.gate_first else y * factor
+
+
+def per_head(d_model: int, n_heads: int, factor: float = 1.0) -> int:
+    """Return `factor` · E / H, rounded up, at least 1. `Attention` checks E and H."""
+    return max(1, math.ceil(factor * d_model / max(1, n_heads)))
+
+
+def unit_length(x: Tensor) -> Tensor:
+    """Divide vectors by their length, x / √(‖x‖² + 10⁻⁶); the gradient is finite at 0."""
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def decay_parameters(n_heads: int, width: int, least: float = 1.0) -> tuple[nn.Parameter, nn.Parameter]:
+    """Return log a, with a uniform from `least` to 16, (n_heads,), and the bias b of `log_decay`, (width,).
+
+    softplus(b) is log-uniform from 0.001 to 0.1, as in the authors' code of Mamba-2.
+    """
+    step = torch.empty(width).uniform_(math.log(1e-3), math.log(1e-1)).exp()
+    a_log = torch.empty(n_heads).uniform_(least, 16).log()
+    return nn.Parameter(a_log), nn.Parameter(step + (-torch.expm1(-step)).log())
+
+
+def log_decay(raw: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
+    """Return −a softplus(raw + b) of (B, N, H) or, for a decay per channel, (B, N, H, D_qk), in float32 or more."""
+    full = accumulator(raw.dtype)
+    a = a_log.to(full).exp()  # (H,)
+    return -(a if raw.dim() == 3 else a[:, None]) * F.softplus(raw.to(full) + dt_bias.to(full).view(raw.shape[2:]))
+
+
+def _one_direction_each(t: Tensor | None, x: Tensor, lengths: Tensor | None) -> Tensor | None:
+    """Take the even heads of (B, N, H, …), or (H,), and the odd ones reversed: (2 B, N, H / 2, …), or (2 B, H / 2)."""
+    if t is None:
+        return None
+    if t.dim() == 1:
+        return torch.cat([t[::2].expand(len(x), -1), t[1::2].expand(len(x), -1)])
+    return torch.cat([t[:, :, ::2], reversed_rows(t[:, :, 1::2], lengths)])
+
+
+def _both_directions(y: Tensor, lengths: Tensor | None, *dims: int) -> Tensor:
+    """Undo `_one_direction_each` for (2 B, H / 2, …) heads, whose positions are in the dimensions `dims`."""
+    even, odd = y.chunk(2)
+    for dim in dims:
+        odd = reversed_rows(odd, lengths, dim)
+    return torch.stack([even, odd], 2).flatten(1, 2)

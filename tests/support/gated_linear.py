@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from tests.support.kernels import assert_alike
+
 DECAYS = ("none", "fixed", "head", "channel")
 RULES = [(decay, delta) for decay in DECAYS for delta in (False, True)]
 
@@ -45,7 +47,7 @@ def decay_of(log_decay: Tensor | None, row: int, head: int, t: int, d: int) -> T
 def inputs(n: int, d: int, dv: int, decay: str, delta: bool, *, b=2, h=2, dtype=torch.float64, strongest=1.0):
     """Return q, k, v, state, and the options `log_decay` and `beta`; keys have norm 1, β is in (0, 2).
 
-    Heads are views of (B, N, H, D), as `Attention` makes them. Decays are uniform in (e^-strongest, 1) in logarithms.
+    Heads are views of (B, N, H, D), as `Attention` makes them. Logarithms of decays are uniform in (-strongest, 0).
     """
     q, k, v = (torch.randn(b, n, h, width, dtype=dtype).transpose(1, 2) for width in (d, d, dv))
     k = torch.nn.functional.normalize(k, dim=-1)
@@ -53,3 +55,16 @@ def inputs(n: int, d: int, dv: int, decay: str, delta: bool, *, b=2, h=2, dtype=
     log_decay = None if shape is None else -strongest * torch.rand(shape, dtype=dtype)
     beta = 2 * torch.rand(b, h, n, dtype=dtype) if delta else None
     return [q, k, v, torch.randn(b, h, d, dv, dtype=dtype)], {"log_decay": log_decay, "beta": beta}
+
+
+def assert_defined(function, tensors, options, *, rtol: float, lengths=None, **others):
+    """Outputs, states and all arguments' gradients are the definition's in float64, each to `rtol` of its norm."""
+    names = [name for name, t in options.items() if t is not None]
+    arguments = [t.detach().requires_grad_() for t in (*tensors, *(options[name] for name in names))]
+    found, expected = (by_position(f, names, lengths=lengths, **o) for f, o in ((function, others), (definition, {})))
+    return assert_alike(found, expected, arguments, rtol=rtol)
+
+
+def by_position(function, names, **others):
+    """Return `function` with q, k, v, the state and the options `names` as positional arguments."""
+    return lambda *a: function(*a[:4], **dict(zip(names, a[4:], strict=True)), **others)

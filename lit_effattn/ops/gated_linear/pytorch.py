@@ -7,14 +7,35 @@ A_t is 1, or diagonal: a decay per head, per head and position, or per channel a
 et al. 2023, equation 3), gated linear attention (Yang et al. 2023, equation 3), state space duality (Dao and Gu 2024,
 equation 1), DeltaNet (Yang et al. 2024, equation 6), Gated DeltaNet (Yang et al. 2024, equation 10), and Kimi Delta
 Attention (Kimi Team 2025, equation 1). Queries are not scaled, and nothing is normalised.
+
+In chunks of C positions, with S before the chunk and a_i for the decays from its start to i, r_j from j to its end, and
+l_ij from j to i, which are products over channels (DeltaNet's section 3.2 and Gated DeltaNet's section 3.3, with l in
+both triangles):
+
+    P_ij = (k_i ∘ l_ij) · k_j for j < i,  U = (1 + β P)⁻¹ β (V − (a ∘ K) S), or V without the delta rule
+    A_ij = (q_i ∘ l_ij) · k_j for j ≤ i,  Y = (a ∘ Q) S + A U,  S' = a_C ∘ S + (r ∘ K)ᵀ U
+
+Every exponent is a sum of logarithms of decays, which are at most 0: never a difference of sums, which loses digits and
+is not a number where both are −∞, and never the logarithm of 1 / a, whose exponential overflows.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from lit_effattn.ops.gated_linear import cpp_kernels
+from lit_effattn.ops.runtime import selection
+from lit_effattn.ops.runtime.operators import Operator
 from lit_effattn.sequence import valid_positions
+
+WHAT = "linear attention with decay or the delta rule"
+"""Name of the operation in messages."""
 
 
 def gated_linear_attention(
@@ -30,6 +51,10 @@ def gated_linear_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute the recurrence over N positions.
 
+    On the CPU the backward pass is written by hand. It saves only the arguments, recomputes the rest in memory
+    O(N (D + D')), and can't be differentiated. Other devices, and exported programs, use
+    `plain_gated_linear_attention`.
+
     Args:
         q: (B, H, N, D), queries.
         k: (B, H, N, D), keys.
@@ -40,23 +65,42 @@ def gated_linear_attention(
         beta: (B, H, N), the strengths of the delta rule. None: u_t = v_t.
         lengths: (B,), number of valid positions; the rest is padding, which leaves the state as it is. None: all are
             valid.
-        chunk_size: Positions that are computed at once; no effect on the result.
+        chunk_size: Positions that PyTorch computes at once, not used by the C++ kernel; no effect on the result.
 
     Returns:
         The output (B, H, N, D') in v's type, any finite values in padding, and S after the last valid position.
 
     Raises:
         ValueError: If an argument has a wrong shape or type. The message names it and what was expected.
+        NotImplementedError: On the CPU, if the gradient is differentiated; `plain_gated_linear_attention` supports
+            that.
+    """
+    if q.device.type != "cpu" or torch.compiler.is_exporting():
+        return plain_gated_linear_attention(
+            q, k, v, state, log_decay=log_decay, beta=beta, lengths=lengths, chunk_size=chunk_size
+        )
+    _check(q, k, v, state, log_decay, beta, lengths)
+    return _OPERATOR(q, k, v, state, _by_position(log_decay, q), beta, lengths, chunk_size)
+
+
+def plain_gated_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    *,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    lengths: Tensor | None = None,
+    chunk_size: int = 64,
+) -> tuple[Tensor, Tensor]:
+    """Compute `gated_linear_attention` in operations that autograd differentiates, any number of times.
+
+    Memory O(N (C + D + D' + D D' / C)): never N × N, never N × D × D'.
     """
     _check(q, k, v, state, log_decay, beta, lengths)
-    k, decay, beta = _masked(k, state.dtype, log_decay, beta, lengths)
-    outputs = []
-    for t in range(q.size(2)):
-        at = slice(t, t + 1)
-        d, b = (None if x is None else x[:, :, at] for x in (decay, beta))
-        y, state = _step(q[:, :, at], k[:, :, at], v[:, :, at], d, b, state, in_place=False)
-        outputs.append(y)
-    return torch.cat(outputs, 2), state
+    with torch.autocast(q.device.type, enabled=False):
+        return _forward_in_pytorch(q, k, v, state, _by_position(log_decay, q), beta, lengths, chunk_size)
 
 
 def gated_linear_step(
@@ -77,8 +121,16 @@ def gated_linear_step(
     _check(q, k, v, state, log_decay, beta, lengths)
     if q.size(2) != 1:
         raise ValueError(f"q has {q.size(2)} positions; a step takes one, gated_linear_attention any number")
-    k, decay, beta = _masked(k, state.dtype, log_decay, beta, lengths)
-    return _step(q, k, v, decay, beta, state, in_place=in_place)
+    with torch.autocast(q.device.type, enabled=False):
+        k, log_decay, beta = _masked(k, state.dtype, _by_position(log_decay, q), beta, lengths)
+        u = v.to(state.dtype)
+        if log_decay is not None:
+            a = log_decay.exp().mT  # (B, H, D or 1, 1)
+            state = state.mul_(a) if in_place else state * a
+        if beta is not None:
+            u = beta * (u - k @ state)
+        state = state.addcmul_(k.mT, u) if in_place else torch.addcmul(state, k.mT, u)
+        return (q.to(state.dtype) @ state).to(v.dtype), state
 
 
 def gated_linear_weights(
@@ -116,38 +168,28 @@ def gated_linear_weights(
     return gated_linear_attention(q, k, v, state, log_decay=log_decay, beta=beta, lengths=lengths)[0]
 
 
+def _by_position(log_decay: Tensor | None, q: Tensor) -> Tensor | None:
+    """Return the logarithms of decays as (B, H, N, D or 1), without a copy."""
+    if log_decay is None:
+        return None
+    if log_decay.dim() == 1:
+        log_decay = log_decay[:, None]  # (H,) -> (H, 1)
+    if log_decay.dim() < 4:
+        log_decay = log_decay[..., None]
+    return log_decay.expand(*q.shape[:3], -1)
+
+
 def _masked(
     k: Tensor, full: torch.dtype, log_decay: Tensor | None, beta: Tensor | None, lengths: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return k, the logarithms of decay (B or 1, H, N, D or 1) and β (B, H, N, 1); all 0 in padding."""
-    n = k.size(2)
-    padding = None if lengths is None else ~valid_positions(lengths, n)[:, None, :, None]  # (B, 1, N, 1)
+    """Return k, the logarithms of decays, and β as (B, H, N, 1): in type `full`, and 0 in padding."""
+    padding = None if lengths is None else ~valid_positions(lengths, k.size(2))[:, None, :, None]  # (B, 1, N, 1)
 
     def masked(t: Tensor) -> Tensor:
         return t.to(full) if padding is None else t.to(full).masked_fill(padding, 0)
 
-    if log_decay is not None:
-        if log_decay.dim() == 1:
-            log_decay = log_decay[None, :, None]  # (H,) -> (1, H, 1)
-        if log_decay.dim() == 3:
-            log_decay = log_decay[..., None].expand(-1, -1, n, 1)
-        log_decay = masked(log_decay)
+    log_decay = None if log_decay is None else masked(log_decay)
     return masked(k), log_decay, None if beta is None else masked(beta[..., None])
-
-
-def _step(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, state: Tensor, *, in_place: bool
-) -> tuple[Tensor, Tensor]:
-    """Compute one position of what `_masked` returns."""
-    with torch.autocast(q.device.type, enabled=False):
-        u = v.to(state.dtype)
-        if decay is not None:
-            a = decay.exp().mT  # (B or 1, H, D or 1, 1)
-            state = state.mul_(a) if in_place else state * a
-        if beta is not None:
-            u = beta * (u - k @ state)
-        state = state.addcmul_(k.mT, u) if in_place else torch.addcmul(state, k.mT, u)
-        return (q.to(state.dtype) @ state).to(v.dtype), state
 
 
 def _check(
@@ -177,3 +219,315 @@ def _check(
             )
     if state.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"state is {state.dtype}; sums must be torch.float32 or more: state.float()")
+
+
+# ------------------------------------------------------------------------------------------------ in chunks, in PyTorch
+
+
+class _Chunks:
+    """All chunks' parts that do not depend on the state; the letters are those at the top of this file.
+
+    Tensors are (B, H, M, C, ·), of M chunks. The last is filled up with positions that are padding.
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        full: torch.dtype,
+        log_decay: Tensor | None,
+        beta: Tensor | None,
+        lengths: Tensor | None,
+        chunk_size: int,
+    ) -> None:
+        k, log_decay, beta = _masked(k, full, log_decay, beta, lengths)
+        self.n, self.chunk = q.size(2), min(chunk_size, q.size(2))
+        self.q, self.k, self.v = self.split(q.to(full)), self.split(k), self.split(v.to(full))
+        self.log_decay = None if log_decay is None else self.split(log_decay)
+        self.beta = None if beta is None else self.split(beta)
+        self.before, self.after = None, None  # a and r, (B, H, M, C, D or 1)
+        self.q_in, self.k_in, self.k_out = self.q, self.k, self.k
+        if self.log_decay is not None:
+            self.before, self.after = _from_start(self.log_decay), _to_end(self.log_decay)
+            self.q_in, self.k_in, self.k_out = self.q * self.before, self.k * self.before, self.k * self.after
+        self.scores = _scores(self.q, self.k, self.log_decay)  # A
+        if self.beta is not None:
+            self.overlaps = _scores(self.k, self.k, self.log_decay).tril(-1)  # P
+            one = torch.eye(self.chunk, dtype=full, device=q.device).expand_as(self.overlaps)
+            self.inverse = torch.linalg.solve_triangular(
+                self.beta * self.overlaps, one, upper=False, unitriangular=True
+            )
+
+    def split(self, t: Tensor) -> Tensor:
+        """(B, H, N, F) -> (B, H, M, C, F)."""
+        return F.pad(t, (0, 0, 0, -self.n % self.chunk)).unflatten(2, (-1, self.chunk))
+
+    def join(self, t: Tensor) -> Tensor:
+        """(B, H, M, C, F) -> (B, H, N, F)."""
+        return t.flatten(2, 3)[:, :, : self.n]
+
+    def decayed(self, c: int, state: Tensor) -> Tensor:
+        """Return a_C ∘ `state`, (B, H, D, D'), for chunk c."""
+        return state if self.before is None else self.before[:, :, c, -1, :, None] * state
+
+    def states(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return S before each chunk (B, H, M, D, D'), U, and S after the last chunk (B, H, D, D')."""
+        before, values = [], []
+        for c in range(self.v.size(2)):
+            u = self.v[:, :, c]
+            if self.beta is not None:
+                u = self.inverse[:, :, c] @ (self.beta[:, :, c] * (u - self.k_in[:, :, c] @ state))
+            before.append(state)
+            values.append(u)
+            state = self.decayed(c, state) + self.k_out[:, :, c].mT @ u
+        return torch.stack(before, 2), torch.stack(values, 2), state
+
+
+def _from_start(log_decay: Tensor) -> Tensor:
+    """Return the decays from before the first position to each, (…, C, D or 1)."""
+    return log_decay.cumsum(-2).exp()
+
+
+def _to_end(log_decay: Tensor) -> Tensor:
+    """Return the decays from each position to the last, (…, C, D or 1)."""
+    return F.pad(log_decay, (0, 0, 0, 1))[..., 1:, :].flip(-2).cumsum(-2).flip(-2).exp()
+
+
+def _between(log_decay: Tensor) -> Tensor:
+    """Return the decays l_ij from position j to i, 0 for j > i: (…, C, 1) -> (…, C, C)."""
+    c = log_decay.size(-2)
+    ones = torch.ones(c, c, dtype=torch.bool, device=log_decay.device)
+    summed = log_decay.expand(*log_decay.shape[:-1], c).masked_fill(ones.triu(), 0).cumsum(-2)
+    return summed.masked_fill(ones.triu(1), -torch.inf).exp()
+
+
+def _scores(x: Tensor, k: Tensor, log_decay: Tensor | None) -> Tensor:
+    """Return (x_i ∘ l_ij) · k_j for j ≤ i, else 0: (…, C, D) -> (…, C, C)."""
+    if log_decay is None:
+        return (x @ k.mT).tril()
+    if log_decay.size(-1) == 1:
+        return x @ k.mT * _between(log_decay)
+    c, x, k, log_decay = x.size(-2), *_filled_up(x, k, log_decay)
+    scores = (x * k).sum(-1)[..., None, None]  # (…, C, 1, 1), squares on the diagonal, which are merged in pairs
+    for rows, columns, *_ in _halves(x, k, log_decay):
+        first, second = scores.unflatten(-3, (-1, 2)).unbind(-3)  # (…, C / 2 s, s, s)
+        corner = first.size(-1)
+        scores = torch.cat([F.pad(first, (0, corner)), torch.cat([rows @ columns.mT, second], -1)], -2)
+    return scores[..., 0, :c, :c]
+
+
+def _scores_backward(g: Tensor, x: Tensor, k: Tensor, log_decay: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and k from that of `_scores`, without that of the decays."""
+    if log_decay is None or log_decay.size(-1) == 1:
+        g = g.tril() if log_decay is None else g * _between(log_decay)
+        return g @ k, g.mT @ x
+    c, x, k, log_decay = x.size(-2), *_filled_up(x, k, log_decay)
+    g = F.pad(g, [0, x.size(-2) - c] * 2)
+    on_diagonal = g.diagonal(dim1=-2, dim2=-1)[..., None]
+    g_x, g_k = on_diagonal * k, on_diagonal * x
+    for rows, columns, to_rows, to_columns in _halves(x, k, log_decay):
+        size = rows.size(-2)
+        squares = g.unflatten(-2, (-1, 2 * size)).unflatten(-1, (-1, 2 * size))  # (…, C / 2 s, 2 s, C / 2 s, 2 s)
+        corners = squares.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)[..., size:, :size]  # (…, C / 2 s, s, s)
+        g_x = g_x + F.pad(corners @ columns * to_rows, (0, 0, size, 0)).flatten(-3, -2)
+        g_k = g_k + F.pad(corners.mT @ rows * to_columns, (0, 0, 0, size)).flatten(-3, -2)
+    return g_x[..., :c, :], g_k[..., :c, :]
+
+
+def _filled_up(*tensors: Tensor) -> list[Tensor]:
+    """Fill (…, C, D) up with zeros to a power of 2 of positions."""
+    c = tensors[0].size(-2)
+    return [F.pad(t, (0, 0, 0, (1 << (c - 1).bit_length()) - c)) for t in tensors]
+
+
+def _halves(x: Tensor, k: Tensor, log_decay: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Divide blocks of 2 s positions in halves, for s = 1, 2, 4, … < C, with decays per channel.
+
+    l_ij is the product of the decays from the border between the halves to i and from j to the border. Yields the
+    second halves of x and the first halves of k times these factors, (…, C / 2 s, s, D), and the factors.
+    """
+    size = 1
+    while size < x.size(-2):
+        (_, rows), (columns, _), (first, second) = (
+            t.unflatten(-2, (-1, 2, size)).unbind(-3) for t in (x, k, log_decay)
+        )
+        to_rows, to_columns = _from_start(second), _to_end(first)
+        yield rows * to_rows, columns * to_columns, to_rows, to_columns
+        size *= 2
+
+
+def _forward_in_pytorch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    lengths: Tensor | None,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor]:
+    chunks = _Chunks(q, k, v, state.dtype, log_decay, beta, lengths, chunk_size)
+    states, u, state = chunks.states(state)
+    return chunks.join(chunks.q_in @ states + chunks.scores @ u).to(v.dtype), state
+
+
+def _backward_in_pytorch(
+    g: Tensor,
+    g_state: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    lengths: Tensor | None,
+    chunk_size: int,
+) -> tuple[Any, ...]:
+    """Return the gradients of the state, q, k, v, log_decay and β, the last two None if these are.
+
+    With R for the gradient of S after a chunk, and E for that of V, from the last chunk to the first:
+
+        X = (1 + β P)⁻ᵀ (Aᵀ G + (r ∘ K) R),  E = β X,  R' = a_C ∘ R + (a ∘ Q)ᵀ G − (a ∘ K)ᵀ E
+
+    A key is read by its own position and written for those after: its gradient has a part of each. The sum of a
+    channel's logarithms up to i occurs in q_i and the key read at i as an exponential, and in the key written at i as
+    its inverse, so its gradient is q_i ∘ dq_i + k_i ∘ dk_i(read) − k_i ∘ dk_i(written). The logarithm at t is in all
+    sums from t on. Those after the chunk add up to S' ∘ R, which is computed anew, so that no error accumulates.
+    """
+    chunks = _Chunks(q, k, v, state.dtype, log_decay, beta, lengths, chunk_size)
+    states, u, last = chunks.states(state)
+    g = chunks.split(g.to(state.dtype))
+    of_u = chunks.scores.mT @ g
+    after, gradients = [], []  # R and X of each chunk
+    for c in reversed(range(chunks.v.size(2))):
+        after.append(g_state)
+        x = of_u[:, :, c] + chunks.k_out[:, :, c] @ g_state
+        g_state = chunks.decayed(c, g_state) + chunks.q_in[:, :, c].mT @ g[:, :, c]
+        if chunks.beta is not None:
+            x = chunks.inverse[:, :, c].mT @ x
+            g_state = g_state - chunks.k_in[:, :, c].mT @ (chunks.beta[:, :, c] * x)
+        gradients.append(x)
+    g_after, x = torch.stack(after[::-1], 2), torch.stack(gradients[::-1], 2)
+
+    def scaled(t: Tensor, decays: Tensor | None) -> Tensor:
+        return t if decays is None else t * decays
+
+    g_q, written = _scores_backward(g @ u.mT, chunks.q, chunks.k, chunks.log_decay)
+    g_q = g_q + scaled(g @ states.mT, chunks.before)
+    written = written + scaled(u @ g_after.mT, chunks.after)
+    read, g_v = torch.zeros_like(written), x
+    g_beta = g_decay = None
+    if chunks.beta is not None:
+        g_v = chunks.beta * x
+        g_beta = x * (chunks.v - chunks.k_in @ states - chunks.overlaps @ u)
+        g_beta = _unpadded(chunks.join(g_beta.sum(-1, keepdim=True)), lengths)[..., 0]
+        read, more = _scores_backward((-g_v @ u.mT).tril(-1), chunks.k, chunks.k, chunks.log_decay)
+        read, written = read - scaled(g_v @ states.mT, chunks.before), written + more
+    if log_decay is not None:
+        of_sums = chunks.q * g_q + chunks.k * (read - written)  # (B, H, M, C, D)
+        of_rest = (torch.cat([states[:, :, 1:], last[:, :, None]], 2) * g_after).sum(-1)[..., None, :]
+        g_decay = of_sums.flip(-2).cumsum(-2).flip(-2) + of_rest
+        if log_decay.size(-1) == 1:
+            g_decay = g_decay.sum(-1, keepdim=True)
+        g_decay = _unpadded(chunks.join(g_decay), lengths)
+    g_k = _unpadded(chunks.join(read + written), lengths)
+    return g_state, chunks.join(g_q), g_k, chunks.join(g_v), g_decay, g_beta
+
+
+def _unpadded(t: Tensor, lengths: Tensor | None) -> Tensor:
+    """Set t (B, H, N, ·) to 0 in padding."""
+    return t if lengths is None else t.masked_fill(~valid_positions(lengths, t.size(2))[:, None, :, None], 0)
+
+
+# ------------------------------------------------------------------------ the operator, which compilers see as a whole
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    lengths: Tensor | None,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor]:
+    out = _empty(v, state.dtype)
+    if _in_cpp(q, k, v, state):
+        state = cpp_kernels.forward(q, k, v, state, log_decay, beta, lengths, out)
+    else:
+        with torch.autocast("cpu", enabled=False):
+            y, state = _forward_in_pytorch(q, k, v, state, log_decay, beta, lengths, chunk_size)
+        out.copy_(y)
+    return out.to(v.dtype), state
+
+
+def _empty(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Allocate a tensor in the layout of `t` if that is contiguous in the last dimension."""
+    like = torch.empty_like(t, dtype=dtype)
+    return like if like.stride(-1) == 1 else t.new_empty(t.shape, dtype=dtype)
+
+
+def _in_cpp(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> bool:
+    """Return whether to use the kernel, whose sums are in float32."""
+    dtypes = (q.dtype, k.dtype, v.dtype, state.dtype)
+    return selection.use_cpp(WHAT, os.environ.get(selection.KERNELS, ""), q.device, dtypes, cpp_kernels.NAME)
+
+
+def _backward(g: Tensor, g_state: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    q, k, v, state, log_decay, beta, lengths, _ = arguments
+    optional = [None if t is None else t.new_empty(t.shape, dtype=state.dtype) for t in (log_decay, beta)]
+    results = [*(_empty(t, state.dtype) for t in (q, k, v)), *optional]
+    if _in_cpp(q, k, v, state):
+        g_state = cpp_kernels.backward(g, g_state, q, k, v, state, log_decay, beta, lengths, results)
+    else:
+        with torch.autocast("cpu", enabled=False):
+            g_state, *computed = _backward_in_pytorch(g, g_state, *arguments)
+        for to, t in zip(results, computed, strict=True):
+            if to is not None:
+                to.copy_(t)
+    g_q, g_k, g_v, g_decay, g_beta = (
+        q.new_empty(0) if to is None or t is None else to.to(t.dtype)
+        for to, t in zip(results, (q, k, v, log_decay, beta), strict=True)
+    )
+    return g_q, g_k, g_v, g_state, g_decay, g_beta
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    *tensors, ctx.chunk_size = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _gradients(ctx: Any, g: Tensor, g_state: Tensor) -> tuple[Tensor | None, ...]:
+    *gradients, g_decay, g_beta = _OPERATOR.backward(g, g_state, *ctx.saved_tensors, ctx.chunk_size)
+    _, _, _, _, log_decay, beta, _ = ctx.saved_tensors
+    return *gradients, None if log_decay is None else g_decay, None if beta is None else g_beta, None, None
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor, state: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _empty(v), state.new_empty(state.shape)
+
+
+def _backward_shapes(
+    g: Tensor, g_state: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    log_decay, beta, *_ = rest
+    optional = (q.new_empty(0) if t is None else t.new_empty(t.shape) for t in (log_decay, beta))
+    return *(_empty(t) for t in (q, k, v)), state.new_empty(state.shape), *optional
+
+
+_OPERATOR = Operator(
+    "gated_linear",
+    "(Tensor q, Tensor k, Tensor v, Tensor state, Tensor? log_decay, Tensor? beta, Tensor? lengths, int chunk_size) "
+    "-> (Tensor, Tensor)",
+    "(Tensor g, Tensor g_state, Tensor q, Tensor k, Tensor v, Tensor state, Tensor? log_decay, Tensor? beta, "
+    "Tensor? lengths, int chunk_size) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _forward,
+    _backward,
+    shapes=_shapes,
+    backward_shapes=_backward_shapes,
+    keep=_keep,
+    gradients=_gradients,
+    refusal="gated_linear_attention has no second derivative on the CPU; plain_gated_linear_attention has one",
+)

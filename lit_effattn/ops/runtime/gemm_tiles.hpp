@@ -194,7 +194,7 @@ INLINE void tile(Ahead* ahead, Index n, Left a, const float* b, Index b_row, flo
 INLINE void tiles(Ahead* ahead, Index width, Index n, Left a, const float* b, Index b_row, float* out, Index out_row,
                   bool add) {
   Index j = 0;
-  const auto one = [&](auto vectors) {
+  const auto one = [&](auto vectors) __attribute__((always_inline)) {
     tile<R, vectors()>(j % 64 ? nullptr : ahead, n, a, b + j, b_row, out + j, out_row, add);
     j += vectors() * W;
   };

@@ -77,12 +77,12 @@ def backward(
     The results have the shapes of their arguments, in float32, and are contiguous in the last dimension.
     """
     inputs = [None if t is None else heads(t) for t in (g, q, k, v, log_decay, _column(beta))]
-    *others, g_beta = results
+    *gradients, g_beta = results
     state, g_state = state.float().contiguous(), copied(g_state)
     lengths = None if lengths is None else lengths.long().contiguous()
     _library().backward(
         *(*q.shape[:3], *map(_described, inputs), address(state), address(lengths)),
-        *(*map(_described, [*others, _column(g_beta)]), address(g_state), torch.get_num_threads()),
+        *(*map(_described, [*gradients, _column(g_beta)]), address(g_state), torch.get_num_threads()),
     )
     return g_state
 

@@ -1,0 +1,150 @@
+"""Outputs, states and gradients of other libraries' forms in PyTorch, on the same numbers.
+
+transformers is in the development environment, the others in benchmarks/requirements-peers.txt. fla-core does not
+import without a GPU; its naive forms are loaded by their paths. Only attn-gym's gated delta rule computes in float64.
+"""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from lit_effattn.ops.gated_linear.pytorch import gated_linear_attention
+from tests.support.gated_linear import by_position, inputs
+from tests.support.kernels import gradients
+
+N, D, DV = 128, 16, 8
+
+
+def imported(module: str) -> Any:
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        pytest.skip(f"{module} is not installed: pip install -r benchmarks/requirements-peers.txt")
+    return importlib.import_module(module)
+
+
+def fla(operation: str) -> Any:
+    """Load fla-core's ops/`operation`/naive.py, which needs einops."""
+    spec = importlib.util.find_spec("fla")
+    if spec is None or importlib.util.find_spec("einops") is None:
+        pytest.skip("fla-core and einops are not installed: pip install -r benchmarks/requirements-peers.txt")
+    path = Path(spec.submodule_search_locations[0]) / "ops" / operation / "naive.py"
+    spec = importlib.util.spec_from_file_location(f"fla_{operation}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Peer(NamedTuple):
+    """A function of q, k, v, S, logarithms of decays and β with heads after positions, and what its options are."""
+
+    call: Callable[..., Any]
+    decay: str
+    delta: bool
+    exact: bool = False  # computes in float64
+    transposed: bool = False  # its state is (B, H, D', D)
+
+
+OPTIONS = {"scale": 1.0, "output_final_state": True}
+
+
+def by_head(*tensors):
+    return [t.transpose(1, 2) for t in tensors]
+
+
+def fla_gla(q, k, v, s, g, beta):
+    return fla("gla").naive_recurrent_gla(q * D**0.5, k, v, g, initial_state=s, output_final_state=True)
+
+
+def fla_delta(q, k, v, s, g, beta):
+    y, s = fla("delta_rule").delta_rule_recurrence(*by_head(q * D**0.5, k, v, beta), initial_state=s)
+    return y.transpose(1, 2), s
+
+
+def fla_of(operation: str, name: str, *order: str):
+    def call(q, k, v, s, g, beta):
+        given = {"g": g, "beta": beta}
+        function = getattr(fla(operation), name)
+        return function(q, k, v, **{x: given[x] for x in order}, initial_state=s, **OPTIONS)
+
+    return call
+
+
+def attn_gym(name: str):
+    def call(q, k, v, s, g, beta):
+        return getattr(imported("attn_gym.linear"), name)(q, k, v, g, beta, s, impl="reference", **OPTIONS)
+
+    return call
+
+
+def transformers(name: str):
+    def call(q, k, v, s, g, beta):
+        earlier = sys.modules.get("fla")
+        sys.modules["fla"] = None  # else transformers imports it, which fails without a GPU
+        try:
+            function = getattr(imported("transformers.models.qwen3_next.modeling_qwen3_next"), name)
+            return function(q * D**0.5, k, v, g=g, beta=beta, initial_state=s, output_final_state=True)
+        finally:
+            del sys.modules["fla"]
+            if earlier is not None:
+                sys.modules["fla"] = earlier
+
+    return call
+
+
+PEERS = {
+    "fla, gla": Peer(fla_gla, "channel", False),
+    "fla, simple_gla": Peer(fla_of("simple_gla", "naive_recurrent_simple_gla", "g"), "head", False),
+    "fla, simple_gla in chunks": Peer(fla_of("simple_gla", "naive_chunk_simple_gla", "g"), "head", False),
+    "fla, delta_rule": Peer(fla_delta, "none", True),
+    "fla, gated_delta_rule": Peer(
+        fla_of("gated_delta_rule", "naive_recurrent_gated_delta_rule", "g", "beta"), "head", True
+    ),
+    "fla, gated_delta_rule in chunks": Peer(
+        fla_of("gated_delta_rule", "naive_chunk_gated_delta_rule", "g", "beta"), "head", True
+    ),
+    "fla, kda": Peer(fla_of("kda", "naive_recurrent_kda", "g", "beta"), "channel", True),
+    "fla, kda in chunks": Peer(fla_of("kda", "naive_chunk_kda", "g", "beta"), "channel", True),
+    "attn-gym, gdn": Peer(attn_gym("recurrent_gdn"), "head", True, exact=True, transposed=True),
+    "attn-gym, gdn in chunks": Peer(attn_gym("chunk_gdn"), "head", True, exact=True, transposed=True),
+    "attn-gym, kda": Peer(attn_gym("recurrent_kda"), "channel", True, transposed=True),
+    "attn-gym, kda in chunks": Peer(attn_gym("chunk_kda"), "channel", True, transposed=True),
+    "transformers, gated_delta_rule": Peer(transformers("torch_recurrent_gated_delta_rule"), "head", True),
+    "transformers, gated_delta_rule in chunks": Peer(transformers("torch_chunk_gated_delta_rule"), "head", True),
+}
+
+
+def differences(peer: Peer, dtype: torch.dtype) -> dict[str, float]:
+    """Return the largest difference of outputs, states and gradients, each relative to its norm.
+
+    A peer that is not exact computes in float32, from our inputs in `dtype`.
+    """
+    tensors, options = inputs(N, D, DV, peer.decay, peer.delta, b=1, dtype=dtype, strongest=0.2)
+    names = [name for name, t in options.items() if t is not None]
+    arguments = [t.requires_grad_() for t in (*tensors, *(options[name] for name in names))]
+
+    def call(*arguments):
+        q, k, v, state, *rest = arguments if peer.exact else [t.float() for t in arguments]
+        given = dict(zip(names, by_head(*rest), strict=True))
+        state = state.mT if peer.transposed else state
+        y, state = peer.call(*by_head(q, k, v), state, given.get("log_decay"), given.get("beta"))
+        return y.transpose(1, 2), state.mT if peer.transposed else state
+
+    ours, theirs = by_position(gated_linear_attention, names)(*arguments), call(*arguments)
+    results = {name: [r[i] for r in (ours, theirs)] for i, name in enumerate(("output", "state"))}
+    pairs = zip(gradients(ours, arguments), gradients(theirs, arguments), strict=True)
+    of = {name: ((a - b).norm() / b.norm()).item() for name, (a, b) in results.items()}
+    return of | {"gradients": max(((a - b).norm() / b.norm()).item() for a, b in pairs)}
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_peers_compute_the_same(name: str):
+    peer = PEERS[name]
+    for dtype in (torch.float32, torch.float64):
+        most = 1e-12 if peer.exact and dtype == torch.float64 else 5e-6
+        found = differences(peer, dtype)
+        assert all(difference < most for difference in found.values()), (dtype, found)

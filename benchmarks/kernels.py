@@ -1,8 +1,9 @@
-"""Causal linear attention and Performer: kernels compared with PyTorch, with matrix products and with libraries."""
+"""Causal linear attention, Performer and the gated delta rule: kernels, PyTorch, matrix products and libraries."""
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,8 @@ from benchmarks.report import Report, Row
 from lit_effattn.ops.favor import cpp_kernels as favor_cpp_kernels
 from lit_effattn.ops.favor.dispatch import positive_favor
 from lit_effattn.ops.favor.pytorch import causal_favor, draw_omega, log_offset, plain_causal_favor
+from lit_effattn.ops.gated_linear import cpp_kernels as gated_cpp_kernels
+from lit_effattn.ops.gated_linear.pytorch import gated_linear_attention, plain_gated_linear_attention
 from lit_effattn.ops.linear import cpp_kernels as linear_cpp_kernels
 from lit_effattn.ops.linear.dispatch import elu_linear_attention
 from lit_effattn.ops.linear.pytorch import causal_linear_attention, plain_causal_linear_attention
@@ -33,11 +36,16 @@ TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.
 NOTES = [
     "Inputs are normal numbers, queries and keys of Performer divided by D^¼. On a CPU linear attention gets features "
     "(elu + 1); on CUDA it computes them. Performer computes its own. A round's figure is the mean of several calls.",
-    "linear, performer: kernels in C++ on a CPU with a compiler, in Triton on CUDA. in PyTorch: "
-    "LIT_EFFATTN_KERNELS=plain. plain: differentiated by autograd, in float32.",
+    "decay: linear attention without a denominator, with a decay per head and position, uniform in (-1, 0) in "
+    "logarithms; delta: the delta rule, with keys of norm 1 and strengths uniform in (0, 1); gated delta: both. Their "
+    "backward passes give the gradients of decays and strengths too. transformers: Qwen3-Next's form in PyTorch; "
+    "attn-gym: its reference in chunks.",
+    "linear, performer, decay, delta, gated delta: kernels in C++ on a CPU with a compiler, those of the first two in "
+    "Triton on CUDA. in PyTorch: LIT_EFFATTN_KERNELS=plain. plain: differentiated by autograd, in float32.",
     "products: every bmm and baddbmm that the form in PyTorch calls at the chunk size of the row's form, recorded from "
     "one call, recomputation included, and run again alone on operands of the same shapes and strides, which are in "
-    "the cache if they fit. Of the scores within a chunk, C++ computes only the causal half.",
+    "the cache if they fit. Of the scores within a chunk, C++ computes only the causal half, and solves a triangular "
+    "system by substitution, PyTorch by an inverse.",
     "peak: tensors alive at once in addition to the inputs, those saved for the backward pass included; on a CPU "
     "without the scratch memory of C++ kernels, some chunks and sums a thread.",
     "difference: the largest difference of outputs and gradients from the plain form's in float32, relative to their "
@@ -47,9 +55,9 @@ FIGURES = ("ms", "time ÷ linear's", "peak, MiB", "peak ÷ linear's", "time ÷ i
 
 
 class Form(NamedTuple):
-    """One way to compute causal attention of queries, keys and values (B, H, N, D)."""
+    """One way to compute causal attention of queries, keys and values (B, H, N, D), and its family's further inputs."""
 
-    call: Callable[[Tensor, Tensor, Tensor], Tensor]
+    call: Callable[..., Tensor]
     plain: bool = False  # whether it runs without kernels
     cpp: str | None = None  # the source of its kernels in C++
     same: bool = True  # whether it computes the same function as the plain form
@@ -95,6 +103,14 @@ def _forms(args: argparse.Namespace) -> dict[str, Form]:
         "performer, in PyTorch": Form(performer, plain=True),
         "performer, plain": Form(partial(_plain_performer, omega)),
     }
+    for family in () if cuda else GATED:
+        gated, plain = (
+            partial(_gated, function, family, args.chunk_size)
+            for function in (gated_linear_attention, plain_gated_linear_attention)
+        )
+        forms[family] = Form(gated, cpp=gated_cpp_kernels.NAME)
+        forms[f"{family}, in PyTorch"] = Form(gated, plain=True)
+        forms[f"{family}, plain"] = Form(plain)
     return forms | ({"softmax": Form(_softmax, same=False)} if cuda else {})
 
 
@@ -138,6 +154,14 @@ def _no_features(omega: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return s, s[..., 0].clone(), torch.full_like(s[..., 0], -torch.inf)
 
 
+def _gated(
+    function: Callable[..., Any], family: str, chunk_size: int, q: Tensor, k: Tensor, v: Tensor, *others: Tensor
+) -> Tensor:
+    given = dict(zip(GATED[family], others, strict=True))
+    y, _ = function(q, k, v.float(), _no_sums(k, v)[0], **given, chunk_size=chunk_size)
+    return y.to(v.dtype)
+
+
 def _softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
@@ -157,28 +181,53 @@ def _performer_pytorch(library: Any, *qkv: Tensor) -> Tensor:
     return library.causal_linear_attention_noncuda(*qkv)
 
 
+def _transformers(library: Any, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
+    """Compute Qwen3-Next's form in PyTorch, which divides queries by √D."""
+    function = inspect.unwrap(library.torch_chunk_gated_delta_rule)  # not fla's where that is installed
+    by_position = (t.transpose(1, 2) for t in (q * q.size(-1) ** 0.5, k, v, log_decay, beta))
+    return function(*by_position)[0].transpose(1, 2)
+
+
+def _attn_gym(library: Any, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
+    by_position = (t.transpose(1, 2) for t in (q, k, v, log_decay, beta))  # (B, H, N, D) -> (B, N, H, D)
+    return library.chunk_gdn(*by_position, scale=1.0, impl="reference")[0].transpose(1, 2)
+
+
 PEERS: dict[str, tuple[str, str, Callable[..., Tensor]]] = {
     "pytorch-fast-transformers": ("cpu", "fast_transformers.causal_product", _fast_transformers),
     "performer-pytorch": ("cpu", "performer_pytorch.performer_pytorch", _performer_pytorch),
     "flash-linear-attention": ("cuda", "fla.ops.linear_attn", flash_linear_attention),
+    "transformers": ("cpu", "transformers.models.qwen3_next.modeling_qwen3_next", _transformers),
+    "attn-gym": ("cpu", "attn_gym.linear", _attn_gym),
 }
-"""The libraries in requirements-peers.txt that compute linear attention: device, module and function."""
+"""Libraries that compute linear attention or the gated delta rule: device, module and function."""
+
+FAMILIES = {"transformers": "gated delta", "attn-gym": "gated delta"}
+"""The functions that libraries compute which do not compute linear attention."""
+
+
+def _family(name: str) -> str:
+    """Return which function a form computes: "linear", "performer" or one of `GATED`."""
+    first = name.partition(",")[0]
+    return first if first in ("performer", *GATED) else FAMILIES.get(name, "linear")
 
 
 def _rows(n: int, forms: Mapping[str, Form], args: argparse.Namespace) -> list[Row]:
     """Return a row for each pass and form at length `n`."""
-    inputs = {name: _inputs(n, args, performer=name in PERFORMER) for name in forms}
+    inputs = {name: _inputs(n, args, _family(name)) for name in forms}
 
     def call_of(name: str, one_pass: Callable[..., Any]) -> Callable[[], Any]:
         call = partial(one_pass, forms[name], inputs[name])
         return _in_pytorch(call) if forms[name].plain else call
 
     exact = {
-        kind: _both_ways(forms[kind], [t.detach().float().requires_grad_() for t in inputs[kind]]) for kind in PLAIN
+        _family(name): _both_ways(forms[name], [t.detach().float().requires_grad_() for t in inputs[name]])
+        for name in forms
+        if name.endswith(", plain")
     }
     differences = {
         name: largest_relative_difference(
-            call_of(name, _both_ways)(), exact[PLAIN[name in PERFORMER]], f"{name}: the difference from the plain form"
+            call_of(name, _both_ways)(), exact[_family(name)], f"{name}: the difference from the plain form"
         )
         for name, form in forms.items()
         if form.same
@@ -207,16 +256,24 @@ def _absent(n: int, names: Sequence[str]) -> list[Row]:
     return [{"N": n, "pass": title, "form": name, **dict.fromkeys(FIGURES)} for title in PASSES for name in names]
 
 
-def _inputs(n: int, args: argparse.Namespace, *, performer: bool) -> list[Tensor]:
-    """Return queries, keys and values (B, H, N, D): on CUDA as projections leave them, on a CPU linear's features."""
+def _inputs(n: int, args: argparse.Namespace, family: str) -> list[Tensor]:
+    """Return queries, keys and values (B, H, N, D), for `GATED` with logarithms of decays or strengths (B, H, N).
+
+    On CUDA they are as projections leave them, on a CPU linear's features.
+    """
     generator, d, cuda = torch.Generator().manual_seed(0), args.head_dim, args.device.type == "cuda"
     shape = (args.batch_size, n, args.n_heads, d) if cuda else (args.batch_size, args.n_heads, n, d)
     q, k, v = (torch.randn(shape, generator=generator) for _ in range(3))
-    if performer:
+    others = [torch.rand(q.shape[:3], generator=generator) for _ in GATED.get(family, ())]
+    if family in GATED:
+        k = F.normalize(k, dim=-1)
+        if "log_decay" in GATED[family]:
+            others[0] = -others[0]
+    elif family == "performer":
         q, k = q * d**-0.25, k * d**-0.25
     elif not cuda:
         q, k = F.elu(q) + 1, F.elu(k) + 1
-    numbers = [t.to(args.device, TYPES[args.dtype]) for t in (q, k, v)]
+    numbers = [t.to(args.device, TYPES[args.dtype]) for t in (q, k, v, *others)]
     return [(t.transpose(1, 2) if cuda else t).requires_grad_() for t in numbers]
 
 
@@ -275,6 +332,9 @@ class Products(TorchDispatchMode):
     ) -> Any:
         if is_written_in_python(func, args):
             return look_inside(self, func, args)
+        if func is torch.ops.aten.matmul.default:  # as it is seen inside an operator
+            with self:
+                return func.decompose(*args)
         if func in PRODUCTS:
             self.multiplications += args[-2].numel() * args[-1].size(-1)
             self.calls.append(partial(func, *(self._like(t, i) for i, t in enumerate(args)), **(kwargs or {})))
@@ -295,7 +355,15 @@ class Products(TorchDispatchMode):
 
 
 PRODUCTS = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default, torch.ops.aten.baddbmm_.default)
-PLAIN = ("linear, plain", "performer, plain")
-PERFORMER = ("performer", "performer, in PyTorch", "performer, plain")
-OURS = ("linear", "linear, in PyTorch", "linear, plain", "performer", "performer, in PyTorch")
+GATED = {"decay": ("log_decay",), "delta": ("beta",), "gated delta": ("log_decay", "beta")}
+"""The functions of `gated_linear_attention`, and the options that they have."""
+
+OURS = (
+    "linear",
+    "linear, in PyTorch",
+    "linear, plain",
+    "performer",
+    "performer, in PyTorch",
+    *(name for family in GATED for name in (family, f"{family}, in PyTorch")),
+)
 """Forms whose matrix products are known."""

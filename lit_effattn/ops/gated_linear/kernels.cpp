@@ -32,15 +32,49 @@ void write_numbers(Head to, Index first, Index n, const float* from) {
   for (Index i = 0; i < n; ++i) to.p[(first + i) * to.stride] = from[i];
 }
 
+// F += N U row by row, from the first, and U = beta F.
+__attribute__((noinline)) void substitute(Index D, const float* N, const float* beta, float* F_, float* U) {
+  for (Index i = 0; i < C; i += R) {
+    tiles(nullptr, D, i, {N + i * C, C, 1}, U, D, F_ + i * D, D, true);
+    for (Index r = i; r < i + R; ++r)
+      for (Index j = 0; j < D; j += W) {
+        Vector x = load(F_ + r * D + j);
+        for (Index p = i; p < r; ++p) x += N[r * C + p] * load(U + p * D + j);
+        store(F_ + r * D + j, x);
+        store(U + r * D + j, x * beta[r]);
+      }
+  }
+}
+
+// X += N^T E row by row, from the last, and E = beta X.
+__attribute__((noinline)) void substitute_backward(Index D, const float* N, const float* beta, float* X, float* E) {
+  for (Index i = C - R; i >= 0; i -= R) {
+    tiles(nullptr, D, C - i - R, {N + (i + R) * C + i, 1, C}, E + (i + R) * D, D, X + i * D, D, true);
+    for (Index r = i + R - 1; r >= i; --r)
+      for (Index j = 0; j < D; j += W) {
+        Vector x = load(X + r * D + j);
+        for (Index p = r + 1; p < i + R; ++p) x += N[p * C + r] * load(E + p * D + j);
+        store(X + r * D + j, x);
+        store(E + r * D + j, x * beta[r]);
+      }
+  }
+}
+
+struct Rule {
+  Decay decay;
+  bool delta;
+};
+
 // The parts of a chunk that do not depend on the state.
-template <Decay decay, bool delta>
 class Chunk {
  public:
   Rows Q, K, Q_in, K_in, K_out;  // queries and keys; a * Q, a * K, r * K
   float *A, *N, *beta;           // A; -P, 0 on and above the diagonal
   Index valid;                   // positions that are no padding
+  const Decay decay;
+  const bool delta;
 
-  Chunk(const Sizes& sizes, Room& room) : sizes_(sizes) {
+  Chunk(Rule rule, const Sizes& sizes, Room& room) : decay(rule.decay), delta(rule.delta), sizes_(sizes) {
     const Index F = sizes.F;
     for (float** p : {&q_, &k_, &q_in_, &k_in_, &k_out_, &kt_, &decays_, &before_, &after_}) *p = room.take(C * F);
     for (float** p : {&A, &N, &between_}) *p = room.take(C * C);
@@ -102,32 +136,11 @@ class Chunk {
     multiply(ahead, C, D, sizes_.F, {K_in.p, K_in.row, 1}, S, D, U, D, SET);
     for (Index i = 0; i < C; ++i)
       for (Index j = 0; j < D; j += W) store(F_ + i * D + j, load(V.p + i * V.row + j) - load(U + i * D + j));
-    for (Index i = 0; i < C; i += R) {
-      tiles(nullptr, D, i, {N + i * C, C, 1}, U, D, F_ + i * D, D, true);
-      for (Index r = i; r < i + R; ++r)
-        for (Index j = 0; j < D; j += W) {
-          Vector x = load(F_ + r * D + j);
-          for (Index p = i; p < r; ++p) x += N[r * C + p] * load(U + p * D + j);
-          store(F_ + r * D + j, x);
-          store(U + r * D + j, x * beta[r]);
-        }
-    }
+    substitute(D, N, beta, F_, U);
   }
 
-  // X, in place of Aᵀ G + (r * K) R, with X = that - P^T E, and E = beta X.
-  void values_backward(float* X, float* E) const {
-    const Index D = sizes_.D;
-    for (Index i = C - R; i >= 0; i -= R) {
-      tiles(nullptr, D, C - i - R, {N + (i + R) * C + i, 1, C}, E + (i + R) * D, D, X + i * D, D, true);
-      for (Index r = i + R - 1; r >= i; --r)
-        for (Index j = 0; j < D; j += W) {
-          Vector x = load(X + r * D + j);
-          for (Index p = r + 1; p < i + R; ++p) x += N[p * C + r] * load(E + p * D + j);
-          store(X + r * D + j, x);
-          store(E + r * D + j, x * beta[r]);
-        }
-    }
-  }
+  // X = A^T G + (r * K) R - P^T E in place of the first two terms, and E = beta X.
+  void values_backward(float* X, float* E) const { substitute_backward(sizes_.D, N, beta, X, E); }
 
   // to = a_C * from, a state; they may be the same.
   void decay_state(const float* from, float* to) const {
@@ -243,14 +256,13 @@ void prefetch(Ahead& ahead, const Inputs& t, Index i0, Index n, bool with_querie
   if (t.log_decay.width > 1) ahead.add(t.log_decay.part(i0, n));
 }
 
-Index forward_room(Index F, Index D) { return F * D + 4 * C * D + Chunk<Decay::NONE, false>::room(F) + 16 * 20; }
+Index forward_room(Index F, Index D) { return F * D + 4 * C * D + Chunk::room(F) + 16 * 20; }
 
-template <Decay decay, bool delta>
-void forward_row(const Sizes& sizes, const Inputs& t, float* state, Head out, Room& room) {
+void forward_row(Rule rule, const Sizes& sizes, const Inputs& t, float* state, Head out, Room& room) {
   const Index n = sizes.n, F = sizes.F, D = sizes.D;
   float *S = room.take(F * D), *v_room = room.take(C * D), *Y = room.take(C * D);
   float *F_ = room.take(C * D), *U_ = room.take(C * D);
-  Chunk<decay, delta> c(sizes, room);
+  Chunk c(rule, sizes, room);
   read_state(sizes, state, S);
   Ahead ahead;
   for (Index i0 = 0; i0 < n; i0 += C) {
@@ -260,7 +272,7 @@ void forward_row(const Sizes& sizes, const Inputs& t, float* state, Head out, Ro
     prefetch(ahead, t, i0 + here, next, true);
     c.find(ahead, t, i0, true);
     Rows U = view(t.v, i0, here, D, v_room);
-    if (delta) {
+    if (rule.delta) {
       c.values(ahead, U, S, F_, U_);
       U = {U_, D};
     }
@@ -281,13 +293,14 @@ Index groups_of(Index n) { return (n + GROUP * C - 1) / (GROUP * C); }
 
 Index backward_room(Index n, Index F, Index D, bool delta) {
   return (groups_of(n) + GROUP) * F * D + (delta ? n + C : 0) * D + 9 * C * D + 5 * C * F + 2 * C * C + 4 * F +
-         Chunk<Decay::NONE, false>::room(F) + 16 * 40;
+         Chunk::room(F) + 16 * 40;
 }
 
 // From the state's gradient after the last position to that before the first.
-template <Decay decay, bool delta>
-void backward_row(const Sizes& sizes, const Inputs& t, Head g, const float* state, const Gradients& to, float* g_state,
-                  Room& room) {
+void backward_row(Rule rule, const Sizes& sizes, const Inputs& t, Head g, const float* state, const Gradients& to,
+                  float* g_state, Room& room) {
+  const Decay decay = rule.decay;
+  const bool delta = rule.delta;
   const Index n = sizes.n, F = sizes.F, D = sizes.D, groups = groups_of(n);
   float *kept = room.take(groups * F * D), *again = room.take((GROUP - 1) * F * D), *R_ = room.take(F * D);
   float* all_F = room.take(delta ? (n + C) * D : 0);
@@ -296,7 +309,7 @@ void backward_row(const Sizes& sizes, const Inputs& t, Head g, const float* stat
   float *dQ = room.take(C * F), *dK = room.take(C * F), *dRead = room.take(C * F), *T = room.take(C * F);
   float *of_A = room.take(C * C), *of_P = room.take(C * C);
   float *rest = room.take(F), *numbers = room.take(C), *more = room.take(C);
-  Chunk<decay, delta> c(sizes, room);
+  Chunk c(rule, sizes, room);
   Ahead ahead;
 
   // U of the chunk at i0, whose F is known.
@@ -432,21 +445,9 @@ void backward_row(const Sizes& sizes, const Inputs& t, Head g, const float* stat
   copy_matrix(sizes.f, sizes.d, R_, D, g_state, sizes.d);
 }
 
-// Call function(decay, delta), constants, for the tensors that are given.
-template <typename Function>
-void for_rule(const Heads& log_decay, const Heads& beta, Function function) {
-  const auto with = [&](auto decay) {
-    if (beta.p)
-      function(decay, std::true_type());
-    else
-      function(decay, std::false_type());
-  };
-  if (!log_decay.p)
-    with(std::integral_constant<Decay, Decay::NONE>());
-  else if (log_decay.width == 1)
-    with(std::integral_constant<Decay, Decay::HEAD>());
-  else
-    with(std::integral_constant<Decay, Decay::CHANNEL>());
+Rule rule_of(const Heads& log_decay, const Heads& beta) {
+  const Decay decay = !log_decay.p ? Decay::NONE : log_decay.width == 1 ? Decay::HEAD : Decay::CHANNEL;
+  return {decay, beta.p != nullptr};
 }
 
 }  // namespace
@@ -460,20 +461,19 @@ void forward(Index batch, Index heads, Index n, Heads q, Heads k, Heads v, Heads
              const Index* lengths, Heads out, int threads) {
   const Index f = k.width, d = v.width, F = padded(f), D = padded(d);
   in_large_pages(out, batch * heads * n * d);
-  for_rule(log_decay, beta, [&](auto decay, auto delta) {
+  const Rule rule = rule_of(log_decay, beta);
 #pragma omp parallel num_threads(threads)
-    {
-      Room room(forward_room(F, D));
+  {
+    Room room(forward_room(F, D));
 #pragma omp for schedule(dynamic)
-      for (Index row = 0; row < batch * heads; ++row) {
-        room.rewind();
-        const Index b = row / heads, h = row % heads;
-        const Sizes sizes = {n, lengths ? lengths[b] : n, f, d, F, D};
-        const Inputs inputs = {q.row(b, h), k.row(b, h), v.row(b, h), log_decay.row(b, h), beta.row(b, h)};
-        forward_row<decay(), delta()>(sizes, inputs, state + row * f * d, out.row(b, h), room);
-      }
+    for (Index row = 0; row < batch * heads; ++row) {
+      room.rewind();
+      const Index b = row / heads, h = row % heads;
+      const Sizes sizes = {n, lengths ? lengths[b] : n, f, d, F, D};
+      const Inputs inputs = {q.row(b, h), k.row(b, h), v.row(b, h), log_decay.row(b, h), beta.row(b, h)};
+      forward_row(rule, sizes, inputs, state + row * f * d, out.row(b, h), room);
     }
-  });
+  }
 }
 
 // g_state: after the last position, overwritten with that before the first.
@@ -482,21 +482,19 @@ void backward(Index batch, Index heads, Index n, Heads g, Heads q, Heads k, Head
               Heads g_beta, float* g_state, int threads) {
   const Index f = k.width, d = v.width, F = padded(f), D = padded(d);
   for (const Heads& t : {g_q, g_k, g_v}) in_large_pages(t, batch * heads * n * t.width);
-  for_rule(log_decay, beta, [&](auto decay, auto delta) {
+  const Rule rule = rule_of(log_decay, beta);
 #pragma omp parallel num_threads(threads)
-    {
-      Room room(backward_room(n, F, D, delta()));
+  {
+    Room room(backward_room(n, F, D, rule.delta));
 #pragma omp for schedule(dynamic)
-      for (Index row = 0; row < batch * heads; ++row) {
-        room.rewind();
-        const Index b = row / heads, h = row % heads;
-        const Sizes sizes = {n, lengths ? lengths[b] : n, f, d, F, D};
-        const Inputs inputs = {q.row(b, h), k.row(b, h), v.row(b, h), log_decay.row(b, h), beta.row(b, h)};
-        const Gradients to = {g_q.row(b, h), g_k.row(b, h), g_v.row(b, h), g_log_decay.row(b, h), g_beta.row(b, h)};
-        backward_row<decay(), delta()>(sizes, inputs, g.row(b, h), state + row * f * d, to, g_state + row * f * d,
-                                       room);
-      }
+    for (Index row = 0; row < batch * heads; ++row) {
+      room.rewind();
+      const Index b = row / heads, h = row % heads;
+      const Sizes sizes = {n, lengths ? lengths[b] : n, f, d, F, D};
+      const Inputs inputs = {q.row(b, h), k.row(b, h), v.row(b, h), log_decay.row(b, h), beta.row(b, h)};
+      const Gradients to = {g_q.row(b, h), g_k.row(b, h), g_v.row(b, h), g_log_decay.row(b, h), g_beta.row(b, h)};
+      backward_row(rule, sizes, inputs, g.row(b, h), state + row * f * d, to, g_state + row * f * d, room);
     }
-  });
+  }
 }
 }

@@ -6,7 +6,7 @@ import without a GPU; its naive forms are loaded by their paths. Only attn-gym's
 
 import importlib
 import importlib.util
-import sys
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,15 +83,9 @@ def attn_gym(name: str):
 
 def transformers(name: str):
     def call(q, k, v, s, g, beta):
-        earlier = sys.modules.get("fla")
-        sys.modules["fla"] = None  # else transformers imports it, which fails without a GPU
-        try:
-            function = getattr(imported("transformers.models.qwen3_next.modeling_qwen3_next"), name)
-            return function(q * D**0.5, k, v, g=g, beta=beta, initial_state=s, output_final_state=True)
-        finally:
-            del sys.modules["fla"]
-            if earlier is not None:
-                sys.modules["fla"] = earlier
+        function = getattr(imported("transformers.models.qwen3_next.modeling_qwen3_next"), name)
+        function = inspect.unwrap(function)  # else fla's where that is installed, which needs a GPU
+        return function(q * D**0.5, k, v, g=g, beta=beta, initial_state=s, output_final_state=True)
 
     return call
 

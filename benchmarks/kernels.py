@@ -155,9 +155,9 @@ def _no_features(omega: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _gated(
-    function: Callable[..., Any], family: str, chunk_size: int, q: Tensor, k: Tensor, v: Tensor, *others: Tensor
+    function: Callable[..., Any], family: str, chunk_size: int, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor
 ) -> Tensor:
-    given = dict(zip(GATED[family], others, strict=True))
+    given = dict(zip(GATED[family], gates, strict=True))
     y, _ = function(q, k, v.float(), _no_sums(k, v)[0], **given, chunk_size=chunk_size)
     return y.to(v.dtype)
 
@@ -264,16 +264,16 @@ def _inputs(n: int, args: argparse.Namespace, family: str) -> list[Tensor]:
     generator, d, cuda = torch.Generator().manual_seed(0), args.head_dim, args.device.type == "cuda"
     shape = (args.batch_size, n, args.n_heads, d) if cuda else (args.batch_size, args.n_heads, n, d)
     q, k, v = (torch.randn(shape, generator=generator) for _ in range(3))
-    others = [torch.rand(q.shape[:3], generator=generator) for _ in GATED.get(family, ())]
+    gates = [torch.rand(q.shape[:3], generator=generator) for _ in GATED.get(family, ())]
     if family in GATED:
         k = F.normalize(k, dim=-1)
         if "log_decay" in GATED[family]:
-            others[0] = -others[0]
+            gates[0] = -gates[0]
     elif family == "performer":
         q, k = q * d**-0.25, k * d**-0.25
     elif not cuda:
         q, k = F.elu(q) + 1, F.elu(k) + 1
-    numbers = [t.to(args.device, TYPES[args.dtype]) for t in (q, k, v, *others)]
+    numbers = [t.to(args.device, TYPES[args.dtype]) for t in (q, k, v, *gates)]
     return [(t.transpose(1, 2) if cuda else t).requires_grad_() for t in numbers]
 
 

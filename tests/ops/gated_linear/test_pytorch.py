@@ -106,16 +106,11 @@ def test_weights_are_those_of_the_values(decay: str, delta: bool):
 
 
 @each_rule
-def test_gradients(decay: str, delta: bool):
-    """By hand against differences; and the gradients of the plain form's gradients."""
+def test_the_plain_form_has_second_derivatives(decay: str, delta: bool):
     tensors, options = inputs(4, 2, 2, decay, delta, h=1)
     options = {x: t for x, t in options.items() if t is not None}
     arguments = [t.requires_grad_() for t in (*tensors, *options.values())]
-    lengths = torch.tensor([4, 2])
-    assert torch.autograd.gradcheck(
-        by_position(gated_linear_attention, options, lengths=lengths, chunk_size=3), arguments
-    )
-    plain = by_position(plain_gated_linear_attention, options, lengths=lengths, chunk_size=3)
+    plain = by_position(plain_gated_linear_attention, options, lengths=torch.tensor([4, 2]), chunk_size=3)
     assert torch.autograd.gradgradcheck(plain, arguments, fast_mode=True)
 
 
@@ -169,7 +164,7 @@ def test_computed_in_the_states_type_whatever_the_autocast(dtype: torch.dtype):
 
 
 @pytest.mark.usefixtures("in_float32")
-@each_rule
+@pytest.mark.parametrize(("decay", "delta"), [("none", False), ("fixed", False), ("channel", True)])
 def test_the_operators_are_what_torch_expects(decay: str, delta: bool):
     (q, k, v, state), options = inputs(5, 4, 3, decay, delta, dtype=torch.float32)
     log_decay = options["log_decay"]

@@ -39,7 +39,8 @@ def test_equal_to_the_definition(n: int, d: int, dv: int, decay: str, delta: boo
 @pytest.mark.parametrize(("d", "dv"), [(64, 64), (24, 160), (128, 40)])
 def test_equal_to_the_definition_of_any_size(n: int, d: int, dv: int, decay: str, delta: bool):
     lengths = torch.tensor([n, n // 2])
-    assert_defined(gated_linear_attention, *single(n, d, dv, decay, delta), rtol=1e-5, lengths=lengths)
+    rtol = 1e-4 if decay == "fixed" else 1e-5  # its gradient is a sum over all positions, which may nearly cancel
+    assert_defined(gated_linear_attention, *single(n, d, dv, decay, delta), rtol=rtol, lengths=lengths)
 
 
 @pytest.mark.usefixtures("vectors")

@@ -8,12 +8,15 @@ import random
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
+import yaml
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -50,8 +53,9 @@ START = N_BYTES  # the token that is read before a document
 N_TOKENS = N_BYTES + 1
 
 SPEED_NOTES = [
-    "Forward and backward of a Transformer. Documents: the functions of Python's standard library, in bytes, in random "
-    "order; longer ones are cut. All methods read the same documents.",
+    "Forward and backward of a Transformer. Documents: the functions of Python's standard library, or the English "
+    "dialogues of the package chatterbot-corpus, in bytes, in random order; longer ones are cut. All methods read the "
+    "same documents.",
     "padded: a document in each row, batches of no more positions than a packed one has. packed: `sequence.packed`, "
     "rows filled by first-fit, no document divided. joined: the same rows without borders, so that a document depends "
     "on those before it: a limit, which computes something else.",
@@ -72,12 +76,15 @@ PEER_NOTES = [
     "Mean loss over the tokens of 16 functions of up to 160 bytes; random weights; float32, on the CPU. difference: "
     "from the loss of separate documents in transformers, relative.",
     "flattened: DataCollatorWithFlattening, which gives `position_ids` and no mask.",
+    "mamba2: a model of transformers alone. tree-recurrence makes its layers follow the borders (absent: not "
+    "installed); `sequence.packed` calls its backbone, which carries no state.",
 ]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, rows=(8, "of a batch"), length=(1024, "positions of a row"), batches=(1, "of packed rows"))
     add_options(parser, longest=(1024, "bytes of a document; longer ones are cut"))
+    parser.add_argument("--documents", choices=DOCUMENTS, default="functions", help="default: functions")
     add_options(parser, d_model=128, n_heads=4, n_layers=2, repeats=(3, "rounds"))
     parser.add_argument("--kinds", choices=KINDS, nargs="+", default=list(KINDS), help="default: all")
     instead = parser.add_mutually_exclusive_group()
@@ -96,8 +103,9 @@ def run(args: argparse.Namespace) -> Report:
         rows = [_training(name, args.training) for name in ("linear", "Transformer-XL")]
         return Report("packing", rows, TRAINING_NOTES)
     if args.transformers:
-        return Report("packing", [row for family in PEERS for row in _peers(family)], PEER_NOTES)
-    documents = functions(min(args.longest, args.length))
+        losses_of = {**{family: peer_losses(family) for family in PEERS}, "mamba2": recurrent_losses()}
+        return Report("packing", [row for family in losses_of for row in _peers(family, losses_of[family])], PEER_NOTES)
+    documents = DOCUMENTS[args.documents](min(args.longest, args.length))
     batches = packed_rows(documents, args.rows, args.length, args.batches)
     return Report("packing", [row for kind in args.kinds for row in _speeds(kind, batches, args)], SPEED_NOTES)
 
@@ -112,6 +120,24 @@ def functions(longest: int) -> Iterator[bytes]:
         some = [text[:longest] for path in files[i : i + 10] for text in _functions_of(path)]
         shuffle(some)
         yield from some
+
+
+def dialogues(longest: int) -> Iterator[bytes]:
+    """Yield the English dialogues of the package chatterbot-corpus, of up to `longest` bytes, in random order.
+
+    Raises:
+        ModuleNotFoundError: If the package is not installed.
+    """
+    if (package := find_spec("chatterbot_corpus")) is None or package.origin is None:
+        raise ModuleNotFoundError("the dialogues are those of chatterbot-corpus; pip install chatterbot-corpus")
+    files = sorted(Path(package.origin).with_name("data").glob("english/*.yml"))
+    texts = [turns for path in files for turns in yaml.safe_load(path.read_text("utf-8"))["conversations"]]
+    random.Random(0).shuffle(texts)
+    for turns in texts:
+        yield "".join(f"{turn}\n" for turn in turns).encode()[:longest]
+
+
+DOCUMENTS = {"functions": functions, "dialogues": dialogues}
 
 
 def whole_functions(longest: int, count: int) -> list[bytes]:
@@ -349,8 +375,7 @@ PEERS: dict[str, dict[str, Any]] = {
 }
 
 
-def _peers(family: str) -> list[Row]:
-    values = peer_losses(family)
+def _peers(family: str, values: dict[str, float]) -> list[Row]:
     first = next(iter(values.values()))
     return [
         {"model": family, "computed by": name, "loss": f"{loss:.7f}", "difference": abs(loss - first) / first}
@@ -361,34 +386,94 @@ def _peers(family: str) -> list[Row]:
 @torch.no_grad()
 def peer_losses(family: str) -> dict[str, float]:
     """Return the mean loss of the same documents and weights, first of separate documents in transformers."""
-    import transformers
-
     from lit_effattn.interchange.convert import convert
 
-    options = {"vocab_size": N_TOKENS, "bos_token_id": START, "eos_token_id": START}
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(family, **options, **PEERS[family])
-    ).eval()
-    for p in model.parameters():
-        p.copy_(0.4 * torch.randn_like(p) + (p.ndim == 1))
+    model = _random_model(family, **PEERS[family])
     with TemporaryDirectory() as folder:
         model.save_pretrained(Path(folder, "hf"))
         convert(Path(folder, "hf"), Path(folder, "ours"))
         ours = LanguageModel.load_from_checkpoint(Path(folder, "ours", "model.ckpt")).eval()
 
-    documents = [[START, *text] for text in whole_functions(160, 16)]
-    scored = sum(len(d) - 1 for d in documents)
-    alone = [torch.tensor([d]) for d in documents]
-    flattened = transformers.DataCollatorWithFlattening()([{"input_ids": d} for d in documents])
-    values = {"transformers, separate": sum(model(d, labels=d).loss.item() * (d.size(1) - 1) for d in alone) / scored}
+    documents, flattened = _flattened()
+    values = {SEPARATE: _separate_loss(model, documents)}
     for implementation in ("eager", "sdpa"):
         model.set_attn_implementation(implementation)
         for cache in (True, False):
             how = f"transformers, flattened, {implementation}, use_cache={cache}"
             values[how] = model(**flattened, use_cache=cache).loss.item()
     values |= {
-        f"lit-effattn, {how}": ours(_batch([bytes(d[1:]) for d in documents], how == PACKED)).sum().item() / scored
+        f"lit-effattn, {how}": ours(_batch([bytes(d[1:]) for d in documents], how == PACKED)).sum().item()
+        / sum(len(d) - 1 for d in documents)
         for how in ("padded", PACKED)
     }
     return values
+
+
+@torch.no_grad()
+def recurrent_losses() -> dict[str, float]:
+    """Return the mean loss of a Mamba2 on the same documents, first of separate documents."""
+    options = {"expand": 2, "num_heads": 4, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 64}
+    model = _random_model("mamba2", hidden_size=16, num_hidden_layers=2, **options)
+    documents, flattened = _flattened()
+    flattened["use_cache"] = False
+    borders = torch.tensor([0, *map(len, documents)]).cumsum(0)
+    values = {SEPARATE: _separate_loss(model, documents), "transformers, flattened": model(**flattened).loss.item()}
+    if find_spec("tree_recurrence") is not None:
+        import tree_recurrence
+
+        tree = {"tree_kv_index": torch.arange(int(borders[-1])), "tree_cu_seqlens_q": borders}
+        tree_recurrence.install(model)
+        values["transformers, flattened, tree-recurrence"] = model(
+            **flattened, **tree, tree_cu_seqlens_k=borders
+        ).loss.item()
+        tree_recurrence.uninstall(model)
+    x = model.get_input_embeddings()(flattened["input_ids"])
+    hidden, _ = sequence.packed(_Backbone(model.backbone), x, sequence.starts_of(borders))
+    logits, labels = model.lm_head(hidden)[0, :-1], flattened["labels"][0, 1:]
+    values["transformers, lit-effattn's `sequence.packed`"] = F.cross_entropy(logits, labels).item()
+    return values
+
+
+class _Backbone(torch.nn.Module):
+    """The backbone of a model of transformers, as `sequence.packed` calls it; it returns no state."""
+
+    causal = True
+
+    def __init__(self, backbone: torch.nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
+
+    def forward(self, x: Tensor, state: None, lengths: Tensor) -> tuple[Tensor, None]:
+        mask = sequence.valid_positions(lengths, x.size(1)).long()
+        return self.backbone(inputs_embeds=x, attention_mask=mask, use_cache=False)[0], state
+
+
+SEPARATE = "transformers, separate"
+
+
+def _random_model(family: str, **options: Any) -> Any:
+    """Return a tiny model of transformers with random weights."""
+    import transformers
+
+    tokens = {"vocab_size": N_TOKENS, "bos_token_id": START, "eos_token_id": START, "pad_token_id": 0}
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(family, **tokens, **options)
+    ).eval()
+    for p in model.parameters():
+        p.copy_(0.4 * torch.randn_like(p) + (p.ndim == 1))
+    return model
+
+
+def _flattened() -> tuple[list[list[int]], dict[str, Any]]:
+    """Return documents, and the row that DataCollatorWithFlattening makes of them."""
+    import transformers
+
+    documents = [[START, *text] for text in whole_functions(160, 16)]
+    return documents, transformers.DataCollatorWithFlattening()([{"input_ids": d} for d in documents])
+
+
+def _separate_loss(model: Any, documents: list[list[int]]) -> float:
+    """Return the mean loss over all tokens of documents that are called one by one."""
+    total = sum(model(d, labels=d).loss.item() * (d.size(1) - 1) for d in map(torch.tensor, ([d] for d in documents)))
+    return float(total) / sum(len(d) - 1 for d in documents)

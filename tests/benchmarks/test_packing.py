@@ -1,6 +1,7 @@
 import argparse
 import ast
 import textwrap
+from importlib.util import find_spec
 from itertools import islice
 
 import pytest
@@ -105,6 +106,24 @@ def test_a_converted_model_has_the_loss_of_separate_documents_in_transformers(mo
     pytest.importorskip("safetensors")
     args = argparse.Namespace(differences=False, training=None, transformers=True)
     monkeypatch.setattr(packing, "PEERS", {"llama": packing.PEERS["llama"]})
-    values = {row["computed by"]: row["difference"] for row in packing.run(args).rows}
-    assert values["lit-effattn, packed"] < 1e-6
-    assert values["lit-effattn, padded"] < 1e-6
+    values = {(row["model"], row["computed by"]): row["difference"] for row in packing.run(args).rows}
+    assert values["llama", "lit-effattn, packed"] < 1e-6
+    assert values["llama", "lit-effattn, padded"] < 1e-6
+    assert values["mamba2", "transformers, flattened"] > 1e-4  # the state crosses the borders
+    assert values["mamba2", "transformers, lit-effattn's `sequence.packed`"] < 1e-6
+    if find_spec("tree_recurrence"):
+        assert values["mamba2", "transformers, flattened, tree-recurrence"] < 1e-6
+
+
+def test_dialogues_are_those_of_the_package(tmp_path, monkeypatch):
+    with monkeypatch.context() as absent:
+        absent.setattr(packing, "find_spec", lambda _: None)
+        with pytest.raises(ModuleNotFoundError, match="pip install chatterbot-corpus"):
+            list(packing.dialogues(9))
+    english = tmp_path / "chatterbot_corpus" / "data" / "english"
+    english.mkdir(parents=True)
+    (tmp_path / "chatterbot_corpus" / "__init__.py").touch()
+    (english / "a.yml").write_text("categories:\n- a\nconversations:\n- - Hi\n  - 'Yes'\n- - How?\n  - 12\n")
+    (english.parent / "b.yml").write_text("conversations:\n- - no\n  - no\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert sorted(packing.dialogues(6)) == [b"Hi\nYes", b"How?\n1"]

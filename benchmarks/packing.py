@@ -251,7 +251,7 @@ class Reader:
 
 
 def _by_borders(model: SequenceModule, x: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
-    return sequence.packed(model, x, starts, None, lengths)[0]
+    return sequence.packed(model, x, starts, None, lengths, keep_state=False)[0]
 
 
 def _without_borders(model: SequenceModule, x: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:

@@ -300,14 +300,20 @@ def _as_column(rows: Tensor, t: Tensor) -> Tensor:
 
 @torch.compiler.disable(recursive=False, reason="the number of calls depends on values")
 def packed(
-    module: SequenceModule, x: Tensor, starts: Tensor, state: State | None = None, lengths: Tensor | None = None
+    module: SequenceModule,
+    x: Tensor,
+    starts: Tensor,
+    state: State | None = None,
+    lengths: Tensor | None = None,
+    *,
+    keep_state: bool = True,
 ) -> tuple[Tensor, State | None]:
     """Call `module` on rows that hold several sequences each, of which none depends on another.
 
     Each row is cut at its starts, and the pieces are the rows of padded calls. So every module supports it, and
     outputs, gradients and states are those of separate calls, positions included. In a call at most a quarter is
-    padding, or fewer positions than a further call costs. Where states grow with the sequence, one call holds the last
-    pieces of all rows.
+    padding, or fewer positions than a further call costs. Where states grow with the sequence and are kept, one call
+    holds the last pieces of all rows.
 
     Args:
         module: Any sequence module, such as an attention or a whole stack. It is called at least once.
@@ -316,6 +322,7 @@ def packed(
             `state`; a start at position 0 resets the row. Starts in padding are ignored.
         state: See `SequenceModule.forward`. It is not changed.
         lengths: See `SequenceModule.forward`.
+        keep_state: Whether the state is returned. If not, the returned tree has the auxiliary losses alone.
 
     Returns:
         y: (B, N, d_model), and the state after the last piece of each row. Its auxiliary losses (`losses`) are the sums
@@ -339,13 +346,14 @@ def packed(
     if _reads_source(state):
         raise NotImplementedError(f"{name}: the state holds one source for each row; give each target a row of its own")
     # States of other sizes can't be joined, so one call then holds all the pieces whose states are returned.
-    joinable = not getattr(module, "causal", True) or getattr(module, "bounded_by", "") is None
-    cut = _cut(starts, valid_lengths(lengths, x), joinable=joinable)
+    is_bounded = not getattr(module, "causal", True) or getattr(module, "bounded_by", "") is None
+    cut = _cut(starts, valid_lengths(lengths, x), joinable=is_bounded or not keep_state)
     outputs, ends, last_ends = [], [], []
     for i, group in enumerate(cut.groups):
         row = cut.row[group]
         before = None if state is None else module.reset(select(state, row), cut.is_new[group])
         y, end = module(x[row[:, None], cut.inside(i)], before, cut.sizes[group])
+        end = end if keep_state else _losses_alone(end)
         outputs.append(y.flatten(0, 1))
         ends.append(end)
         if len(last := cut.is_last[group].nonzero()[:, 0]):
@@ -505,6 +513,16 @@ def _joined(states: list[State]) -> State:
     if isinstance(first, Tensor):
         return torch.cat(states)
     return None if first is None else _like(first, [_joined(list(parts)) for parts in zip(*states, strict=True)])
+
+
+def _losses_alone(state: State) -> State:
+    """Return `state` with None in place of all tensors but the auxiliary losses."""
+    if not isinstance(state, tuple):
+        return None
+    names = getattr(state, "_fields", [""] * len(state))
+    return _like(
+        state, [part if name == "loss" else _losses_alone(part) for name, part in zip(names, state, strict=True)]
+    )
 
 
 def _with_losses(state: State, other: State, row: Tensor, pieces: Tensor) -> State:

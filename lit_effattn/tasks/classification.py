@@ -145,7 +145,7 @@ class SequenceClassifier(Task):
         x, _, lengths, _, starts = as_labelled(batch)
         if starts is None:
             return self.backbone(self._embed(x, lengths), memory, lengths)
-        return packed(self.backbone, self._embed(x, lengths), starts, memory, lengths)
+        return packed(self.backbone, self._embed(x, lengths), starts, memory, lengths, keep_state=memory is not None)
 
     def _logits(self, batch: LabelledBatch, memory: State | None = None) -> tuple[Tensor, State]:
         """Return the logits of each sequence, (B, C), and the state after the batch."""

@@ -198,10 +198,14 @@ class LanguageModel(Task):
         return self.embedding_scale * self.embedding(tokens)
 
     def hidden(self, batch: TokenBatch, memory: State | None = None) -> tuple[Tensor, State]:
-        """Return the backbone's output (B, N, d_model), continuing from `memory`, and its state after the batch."""
+        """Return the backbone's output (B, N, d_model), continuing from `memory`, and its state after the batch.
+
+        If rows hold several sequences and `memory` is None, the state has the auxiliary losses alone.
+        """
+        x = self._embed(batch.inputs)
         if (starts := getattr(batch, "starts", None)) is None:
-            return self.active_backbone(self._embed(batch.inputs), memory, batch.lengths)
-        return packed(self.active_backbone, self._embed(batch.inputs), starts, memory, batch.lengths)
+            return self.active_backbone(x, memory, batch.lengths)
+        return packed(self.active_backbone, x, starts, memory, batch.lengths, keep_state=memory is not None)
 
     def forward(self, batch: TokenBatch, memory: State | None = None) -> Tensor:
         """Return −log p in nats of every target, continuing from `memory`, 0 where it is not scored: (B, N).

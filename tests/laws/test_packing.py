@@ -100,6 +100,22 @@ def _go_on_alike(module, state, expected) -> None:
 
 
 @each(PACKED)
+@pytest.mark.usefixtures("_long_rows")
+def test_without_the_state_outputs_gradients_and_losses_are_the_same(case: Case):
+    """Pieces are then called in other groups where states grow."""
+    module = case.build()
+    starts, lengths, _ = _pieces(case)
+    x = inputs(module, *starts.shape).requires_grad_()
+    (y, state), (z, losses) = (sequence.packed(module, x, starts, None, lengths, keep_state=k) for k in (True, False))
+    assert_close(z, y)
+    assert_close(gradients(module, z, x), gradients(module, y, x))
+    assert (sequence.losses(state) is None) == (sequence.losses(losses) is None)
+    if sequence.losses(state) is not None:
+        assert_close(sequence.losses(losses), sequence.losses(state))
+    assert sum(t.numel() for t in sequence.tensors(losses)) <= len(x) * len(sequence.losses_by_kind(state))
+
+
+@each(PACKED)
 def test_a_piece_does_not_change_its_neighbours(case: Case):
     module = case.build()
     c = case.unit
@@ -167,17 +183,18 @@ class Counting(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("cost", "bounded_by", "calls"),
+    ("cost", "bounded_by", "keep_state", "calls"),
     [
         # 8 and 6 are alike, as are 5 and 4 of the others; the last piece of each row is in the first call.
-        (0, "window", [(2, 9, 1, 9), (2, 8, 8, 6), (2, 5, 5, 4), (1, 1, 1)]),
-        (5, "window", [(2, 9, 1, 9), (2, 8, 8, 6), (3, 5, 5, 4, 1)]),  # 4 positions of padding cost less
-        (10, "window", [(2, 9, 1, 9), (5, 8, 8, 6, 5, 4, 1)]),  # as do 9
-        (0, None, [(2, 9, 9, 8), (2, 6, 6, 5), (1, 4, 4), (2, 1, 1, 1)]),  # the last ones are 1 and 9
+        (0, "window", True, [(2, 9, 1, 9), (2, 8, 8, 6), (2, 5, 5, 4), (1, 1, 1)]),
+        (5, "window", True, [(2, 9, 1, 9), (2, 8, 8, 6), (3, 5, 5, 4, 1)]),  # 4 positions of padding cost less
+        (10, "window", True, [(2, 9, 1, 9), (5, 8, 8, 6, 5, 4, 1)]),  # as do 9
+        (0, None, True, [(2, 9, 9, 8), (2, 6, 6, 5), (1, 4, 4), (2, 1, 1, 1)]),  # the last ones are 1 and 9
+        (0, "window", False, [(2, 9, 9, 8), (2, 6, 6, 5), (1, 4, 4), (2, 1, 1, 1)]),
     ],
 )
 def test_pieces_of_similar_length_are_called_together(
-    cost: int, bounded_by: str | None, calls: list, monkeypatch: pytest.MonkeyPatch
+    cost: int, bounded_by: str | None, keep_state: bool, calls: list, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(sequence, "CALL_COST", cost)
     sizes = [[6, 4, 8, 1], [1, 5, 9]]
@@ -186,7 +203,7 @@ def test_pieces_of_similar_length_are_called_together(
     for row, lengths in zip(starts, sizes, strict=True):
         row[[sum(lengths[:i]) for i in range(len(lengths))]] = True
     module = Counting(bounded_by)
-    y, _ = sequence.packed(module, x, starts, None, torch.tensor([19, 15]))
+    y, _ = sequence.packed(module, x, starts, None, torch.tensor([19, 15]), keep_state=keep_state)
     assert module.calls == calls
     assert torch.equal(y, x.masked_fill(torch.arange(38).view(2, 19, 1) >= 19 + 15, 0))
 

@@ -137,7 +137,10 @@ def _main(args: list[str] | None) -> None:
     if args[0] not in (*COMMANDS, *TOOLS):
         known = ", ".join((*COMMANDS, *TOOLS, CONVERT, CHECK, *LISTS, COMPLETION))
         fail(f"{args[0]!r} is not a command; there are {known}", code=2)
-    _check_arguments(args)
+    try:
+        _check_arguments(args)
+    except ValueError as error:  # of a name that --trust gives
+        fail(str(error))
     from lit_effattn.cli.command import UsageError, run
 
     def call() -> None:

@@ -46,6 +46,7 @@ def test_equal_settings_are_parsed_once(
     for remembers in (True, False):
         if not remembers:
             monkeypatch.setattr(command, "parsed_before", nothing_remembered)
+            monkeypatch.delattr(command._Parser, "_parse_common")
         printed.append((settings(flags, capsys), parsed["EluFeatureMap"]))
         parsed.clear()
     (remembered, few), (definition, many) = printed

@@ -64,7 +64,6 @@ from lit_effattn.cli.about import NO_FLOAT64
 from lit_effattn.cli.data import show_data
 from lit_effattn.cli.errors import unknown
 from lit_effattn.cli.help import arranged, class_help
-from lit_effattn.cli.parse_once import context, copied, frozen, parsed_before
 from lit_effattn.cli.prepare import prepare
 from lit_effattn.distributed.sharding import ShardedStrategy
 from lit_effattn.hparams import flat
@@ -225,16 +224,6 @@ class _Parser(LightningArgumentParser):
             super().error(message, ex)
         raise UsageError(unknown(message, self._options())) from ex
 
-    def parse_object(
-        self, obj: Any, namespace: Any = None, env: Any = None, defaults: bool = True, **options: Any
-    ) -> Any:
-        """Parse `obj`. Within one call, nested parsers parse equal settings once: see `cli.parse_once`."""
-        with parsed_before() as results:
-            key = (self, context(), frozen([obj, namespace, env, defaults, options]))  # the parser may change `obj`
-            if key not in results:
-                results[key] = super().parse_object(obj, namespace, env, defaults, **options)
-            return copied(results[key])
-
     def dump(self, *args: Any, **options: Any) -> str:
         """Return settings as YAML, with the strings of the checkpoint in place of their tokens."""
         text = super().dump(*args, **options)
@@ -249,8 +238,7 @@ class _Parser(LightningArgumentParser):
         """Parse `args`. jsonargparse passes `--a.b.c null` to a nested parser as `--c=None`, which is read as null."""
         if not self.exit_on_error and args:
             args = [re.sub(r"(?s)^(--[^=]+)=None$", r"\1=null", arg) for arg in args]
-        with parsed_before():
-            return super().parse_args(args, *more, **options)
+        return super().parse_args(args, *more, **options)
 
     def _parse_common(self, *args: Any, **options: Any) -> Any:
         """Let the outermost parser add the defaults of nested classes: each level that does so too triples the work."""

@@ -2,14 +2,17 @@
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import jsonargparse._typehints
 import pytest
 import torch
 import yaml
 
 from lit_effattn.analysis.sweep import sweep
-from lit_effattn.cli import main
+from lit_effattn.cli import command, main
 from tests.cli.test_command import TINY
 from tests.cli.test_command_text import write_texts
 from tests.support.commands import REPOSITORY, fails, last, spec
@@ -160,3 +163,31 @@ def test_what_a_sweep_sets_is_refused_in_a_mapping(flags: list[str], message: st
     with pytest.raises(ValueError, match=message):
         sweep(["--config", "tiny.yaml", "--kinds", "linear", "--output", "nowhere", *flags])
     assert not Path("nowhere").exists()
+
+
+# ----------------------------------------------------------------------------------------------------------- defaults
+
+
+def test_nested_settings_get_their_defaults_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """Each level of nested classes that adds them triples the work. The settings are those of jsonargparse alone."""
+    parsed: Counter[str] = Counter()
+    parse = jsonargparse._typehints.adapt_class_type
+
+    def counted(value: Any, *args: Any, **options: Any) -> Any:
+        parsed[value["class_path"].rsplit(".")[-1]] += 1
+        return parse(value, *args, **options)
+
+    monkeypatch.setattr(jsonargparse._typehints, "adapt_class_type", counted)
+    printed = []
+    for ours in (True, False):
+        if not ours:
+            monkeypatch.delattr(command._Parser, "_parse_common")
+        feature_map = "--model.backbone.encoder.attention.feature_map=EluFeatureMap"
+        with pytest.raises(SystemExit, match=r"^0$"):
+            main(["fit", "--config", "g2p_linear", feature_map, "--trainer.max_steps", "3", "--print_config"])
+        printed.append((capsys.readouterr().out, parsed["EluFeatureMap"]))
+        parsed.clear()
+    (once, few), (definition, many) = printed
+    assert once == definition
+    assert "EluFeatureMap" in definition
+    assert 0 < 2 * few < many

@@ -14,7 +14,13 @@ import torch
 
 import lit_effattn.attention
 from lit_effattn import sequence
-from lit_effattn.attention import Attention, CrossAttention
+from lit_effattn.attention import (
+    Attention,
+    CrossAttention,
+    GatedDeltaNetAttention,
+    KimiDeltaAttention,
+    RecurrentAttention,
+)
 from lit_effattn.laws import LawSuite
 from lit_effattn.laws.law import Law, run
 from lit_effattn.laws.round_trips import Compiled
@@ -79,6 +85,13 @@ FORWARDS = {type(subject(c.build())).forward: c.name for c in reversed(CASES)}
 INDUCTOR = {"SoftmaxAttention", "LinearAttention-chunk_size=4", "Transformer-rotary-post"}
 # Steps are compiled of each kind. Calls that are long are of those with kernels or rings of their own.
 LONG_COMPILED = {"PerformerAttention-chunk_size=4", "TransformerXLAttention-mem_len=700-chunk_size=4", "LSTM"}
+# The kinds with a recurrent state share all but their gates. Slow laws are those of one with a decay for each head, and
+# of one with a decay for each channel.
+SHARING = {
+    c.name
+    for c in ATTENTIONS
+    if isinstance(m := c.build(), RecurrentAttention) and not isinstance(m, GatedDeltaNetAttention | KimiDeltaAttention)
+}
 
 
 class TestLaws(LawSuite):
@@ -104,10 +117,16 @@ class TestLaws(LawSuite):
             if name not in EACH or name == "EncoderDecoder":  # where it trains and where it generates
                 return None
             quick = name in LONG_COMPILED if law.name == "compiled" else adapter.case not in STACKS
+            quick = quick and name not in SHARING
         elif law.name == "half-precision":
-            forms = ["long-bfloat16"] if adapter.case in STACKS else ["long-bfloat16", "steps-bfloat16", "long-float16"]
+            once = adapter.case in STACKS or isinstance(adapter.case.build(), RecurrentAttention)
+            forms = ["long-bfloat16"] if once else ["long-bfloat16", "steps-bfloat16", "long-float16"]
             # Where bins are drawn, rounding is seen most.
-            quick = variant in forms if name in EACH else "=bins" in name and variant == "steps-float16"
+            quick = (
+                variant in forms and name not in SHARING
+                if name in EACH
+                else "=bins" in name and variant == "steps-float16"
+            )
         else:  # a state begun in another way has the same slots, all options alike
             quick = name in EACH or variant not in ("kept-initial", "kept-max_len", "donated-initial")
         return [] if quick else [pytest.mark.exhaustive]
@@ -155,7 +174,13 @@ def test_sizes_are_final_with_max_len(case: Case):
 
 
 # The last has summaries before all slots of its memory are filled.
-@each(CAUSAL, [*EACH, "CompressiveAttention-mem_len=1-compressed_len=3-compression_rate=2-segment_len=5-chunk_size=4"])
+@each(
+    CAUSAL,
+    [
+        *(set(EACH) - SHARING),
+        "CompressiveAttention-mem_len=1-compressed_len=3-compression_rate=2-segment_len=5-chunk_size=4",
+    ],
+)
 def test_a_grown_state_goes_on_as_one_that_was_made_larger(case: Case):
     """At every size: rows that have filled the room or not, memories that are full or not, by prompts or by steps."""
     module = case.build()

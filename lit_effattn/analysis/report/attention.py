@@ -161,8 +161,11 @@ def _heads(values: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _weights(weights: Tensor) -> Iterator[Picture]:
-    """Draw weights (H, N, M): each row from 0 to its largest, by the square root, which makes small ones visible."""
-    for head, of_head in _heads(weights):
+    """Draw weights (H, N, M): each row from 0 to its largest, by the square root, which makes small ones visible.
+
+    Negative weights, which some kinds have, are drawn by their size.
+    """
+    for head, of_head in _heads(weights.abs()):
         largest = of_head.amax(-1, keepdim=True)  # (N, 1)
         yield Picture(f"{head}: weights", png((of_head / largest.clamp(min=1e-30)).clamp(0, 1).sqrt()))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -52,8 +54,8 @@ class GatedLinearAttention(RecurrentAttention):
         bias: bool = False,
     ) -> None:
         at_least(1, gate_rank=gate_rank)
-        if not tau > 0:
-            raise ValueError(f"tau={tau} must be above 0; 16 is usual")
+        if not 0 < tau < math.inf:
+            raise ValueError(f"tau={tau} must be above 0, and finite; 16 is usual")
         super().__init__(
             d_model,
             n_heads,

@@ -53,6 +53,7 @@ _BASES: dict[str, type] = {
 }
 _GROUPS = ("data", "model", "model.optimizer", "model.backbone", "model.lr_scheduler", "model.backbone.attention")
 """Groups of options that depend on a class, the likeliest first."""
+_MOST = 16  # names of classes that a message lists
 _GIVEN = {"self", "params", "optimizer", "args", "kwargs"}
 """Parameters that are not options, except `optimizer` of a task."""
 _BY_THE_MODEL = {"d_model", "n_heads", "causal"}
@@ -264,17 +265,23 @@ def _classless_option(path: str, name: str) -> str:
 def _unknown_class(path: str, name: str) -> str:
     base, known = _base(path), _known(path)
     if base and any(kind.__name__ == name for other in _BASES.values() for kind in _concrete(other)):
-        return f"{path}: {name} is not a {base.__name__}; there are {', '.join(known)}"
+        return f"{path}: {name} is not a {base.__name__}; {_listed(known)}"
     instead = _instead(name, known)
     # There are hundreds of modules, too many to list.
-    return f"{path}: there is no class {name!r}" + (f"; {instead}" if known and len(instead) < 1000 else "")
+    hint = known and (len(known) < 100 or not instead.startswith("there are"))
+    return f"{path}: there is no class {name!r}" + (f"; {instead}" if hint else "")
 
 
 def _instead(name: str, known: list[str]) -> str:
     prefixed = [k for k in known if name.startswith(k) or k.startswith(name)]
     if close := max(prefixed, key=len, default="") or "".join(get_close_matches(name, known, n=1)):
         return f"did you mean {close}?"
-    return f"there are {', '.join(known)}"
+    return _listed(known)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+    return f"there are {', '.join(names[:_MOST])}{more}"
 
 
 def _concrete(base: type) -> list[type]:

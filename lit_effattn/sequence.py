@@ -39,6 +39,9 @@ class SequenceModule(HasInitArgs, nn.Module, ABC):
     takes_parts = False
     """Whether the module can be called inside `sequence_parallel`."""
 
+    takes_pieces = False
+    """Whether `forward` has a further argument, `pieces`: see `Pieces`."""
+
     if TYPE_CHECKING:  # nn.Module's returns Any
 
         def __call__(
@@ -313,7 +316,8 @@ def packed(
     Each row is cut at its starts, and the pieces are the rows of padded calls. So every module supports it, and
     outputs, gradients and states are those of separate calls, positions included. In a call at most a quarter is
     padding, or fewer positions than a further call costs. Where states grow with the sequence and are kept, one call
-    holds the last pieces of all rows.
+    holds the last pieces of all rows. A module with `takes_pieces`, such as `Transformer`, makes these calls for its
+    attention alone; the rest of it reads the pieces end to end, without padding.
 
     Args:
         module: Any sequence module, such as an attention or a whole stack. It is called at least once.
@@ -345,24 +349,26 @@ def packed(
         raise NotImplementedError(f"{name} can't be called inside sequence_parallel; call it outside, or pad the rows")
     if _reads_source(state):
         raise NotImplementedError(f"{name}: the state holds one source for each row; give each target a row of its own")
+    if state is not None and not module.causal:
+        raise ValueError(f"{name}: state was given, but causal=False; only a causal module has a state")
     # States of other sizes can't be joined, so one call then holds all the pieces whose states are returned.
     is_bounded = not getattr(module, "causal", True) or getattr(module, "bounded_by", "") is None
-    cut = _cut(starts, valid_lengths(lengths, x), joinable=is_bounded or not keep_state)
-    outputs, ends, last_ends = [], [], []
-    for i, group in enumerate(cut.groups):
-        row = cut.row[group]
-        before = None if state is None else module.reset(select(state, row), cut.is_new[group])
-        y, end = module(x[row[:, None], cut.inside(i)], before, cut.sizes[group])
-        end = end if keep_state else _losses_alone(end)
-        outputs.append(y.flatten(0, 1))
-        ends.append(end)
-        if len(last := cut.is_last[group].nonzero()[:, 0]):
+    pieces = _cut(starts, valid_lengths(lengths, x), joinable=is_bounded or not keep_state, keep_states=keep_state)
+    before = None
+    if state is not None:
+        before = [module.reset(select(state, pieces.row[g]), pieces.is_new[g]) for g in pieces.groups]
+    x = without_padding(x, lengths)  # a row without positions still has one
+    y, ends = pieces.call(module, x.flatten(0, 1)[None].index_select(1, pieces.source), before)
+    last_ends, last_rows = [], []
+    for end, group in zip(ends, pieces.groups, strict=True):
+        if len(last := pieces.is_last[group].nonzero()[:, 0]):
             last_ends.append(select(end, last))
-    order = torch.cat([cut.row[group][cut.is_last[group]] for group in cut.groups]).argsort()
-    after = select(_joined(last_ends), order)
-    for end, group in zip(ends, cut.groups, strict=True):
-        after = _with_losses(after, end, cut.row[group], (~cut.is_last[group]).nonzero()[:, 0])
-    return without_padding(torch.cat(outputs)[cut.place], lengths), after
+            last_rows.append(pieces.row[group[last]])
+    after = select(_joined(last_ends), torch.cat(last_rows).argsort())
+    for end, group in zip(ends, pieces.groups, strict=True):
+        after = _with_losses(after, end, pieces.row[group], (~pieces.is_last[group]).nonzero()[:, 0])
+    y = y.index_select(1, pieces.target.flatten()).unflatten(1, starts.shape)[0]
+    return without_padding(y, lengths), after
 
 
 def check_starts(name: str, starts: Tensor, x: Tensor) -> None:
@@ -423,36 +429,80 @@ def cu_seqlens_of(starts: Tensor) -> Tensor:
     return torch.cat([begins, begins.new_tensor([starts.size(1)])]).int()
 
 
-class _Cut(NamedTuple):
-    """P pieces of B rows, in the order of the rows.
+class Pieces(NamedTuple):
+    """P sequences, or pieces of them, into which `packed` cuts B rows of N positions; T positions in all.
+
+    A module with `takes_pieces` is called with x (1, T, d_input), in which the pieces lie end to end without padding,
+    and with a list of states, one for each group, or None. It returns such a list too. It applies position-wise layers
+    to x, and `call`s the modules that mix positions.
 
     Attributes:
         row: (P,), the row of each.
-        first: (P,), the position in the row at which each begins.
         sizes: (P,) numbers of positions. A row without positions has one empty piece.
         is_new: (P,), whether a sequence begins with it; otherwise it continues from the row's state.
         is_last: (P,), whether the piece is the last one of its row.
-        groups: The pieces that are called together.
+        groups: The pieces that are called together, in modules that mix positions.
         longest: For each group the size of its longest piece, at least 1.
-        place: (B, N), where the outputs of the groups, laid end to end, hold each position; any in the padding.
-        n: N.
+        first: (P,), the position among the T at which each begins.
+        place: (T,), where the outputs of the groups, laid end to end, hold each position.
+        piece: (T,), the piece of each position.
+        source: (T,), the place of each in the B · N positions of the rows.
+        target: (B, N), the place of a row's position among the T; any in the padding.
+        keep_states: Whether states are returned. Otherwise their auxiliary losses alone are.
     """
 
     row: Tensor
-    first: Tensor
     sizes: Tensor
     is_new: Tensor
     is_last: Tensor
     groups: list[Tensor]
     longest: list[int]
+    first: Tensor
     place: Tensor
-    n: int
+    piece: Tensor
+    source: Tensor
+    target: Tensor
+    keep_states: bool
 
-    @torch.compiler.disable(reason="the number of pieces depends on values")
-    def inside(self, i: int) -> Tensor:
-        """Return the positions in the row of a group's pieces, (pieces, longest); any in the padding."""
-        first = self.first[self.groups[i]]
-        return (first[:, None] + torch.arange(self.longest[i], device=first.device)).clamp(max=self.n - 1)
+    @torch.compiler.disable(recursive=False, reason="the number of calls depends on values")
+    def call(
+        self, module: SequenceModule, x: Tensor, states: list[State] | None = None
+    ) -> tuple[Tensor, list[State | None]]:
+        """Call `module` on the pieces, those of a group as the rows of a padded batch unless it has `takes_pieces`.
+
+        Args:
+            module: Any sequence module.
+            x: (1, T, d_input).
+            states: For each group the state before its pieces; None: no earlier positions.
+
+        Returns:
+            y: (1, T, d_model), and for each group the state after its pieces.
+        """
+        if getattr(module, "takes_pieces", False):
+            takes_pieces: Any = module
+            y, ends = takes_pieces(x, states, pieces=self)
+        else:
+            outputs, ends = [], []
+            for i, (group, longest) in enumerate(zip(self.groups, self.longest, strict=True)):
+                inside = (self.first[group, None] + torch.arange(longest, device=x.device)).clamp(max=x.size(1) - 1)
+                rows = x.index_select(1, inside.flatten()).unflatten(1, inside.shape)[0]  # (pieces, longest, d_input)
+                output, end = module(rows, None if states is None else states[i], self.sizes[group])
+                outputs.append(output.flatten(0, 1))
+                ends.append(end)
+            y = torch.cat(outputs).index_select(0, self.place)[None]
+        return y, ends if self.keep_states else [_losses_alone(end) for end in ends]
+
+    @torch.compiler.disable(reason="the number of groups depends on values")
+    def lengths(self, earlier: list[Tensor] | None = None) -> tuple[list[Tensor], Tensor]:
+        """Return the numbers of positions after each group's pieces, and the position (1, T) of each in its sequence.
+
+        Args:
+            earlier: For each group the numbers of positions before its pieces; None: 0.
+        """
+        earlier = earlier or [torch.zeros_like(group) for group in self.groups]
+        before = torch.cat(earlier)[torch.cat(self.groups).argsort()]  # (P,)
+        position = torch.arange(len(self.piece), device=before.device) - (self.first - before)[self.piece]
+        return [n + self.sizes[group] for n, group in zip(earlier, self.groups, strict=True)], position[None]
 
 
 CALL_COST = 256
@@ -460,30 +510,34 @@ CALL_COST = 256
 
 
 @torch.compiler.disable(reason="the number of pieces depends on values")
-def _cut(starts: Tensor, lengths: Tensor, *, joinable: bool) -> _Cut:
+def _cut(starts: Tensor, lengths: Tensor, *, joinable: bool, keep_states: bool) -> Pieces:
     """Cut rows at `starts` (B, N), of which the positions before `lengths` (B,) are valid.
 
     Unless states are `joinable`, the last pieces of the rows are one group.
     """
     n = starts.size(1)
     begins = first_positions(starts, lengths)
-    row, first = begins.nonzero(as_tuple=True)  # (P,)
+    row, column = begins.nonzero(as_tuple=True)  # (P,)
     is_last = torch.cat([row[1:] != row[:-1], row.new_ones(1, dtype=torch.bool)])
-    sizes = torch.where(is_last, lengths[row], first.roll(-1)) - first
+    sizes = torch.where(is_last, lengths[row], column.roll(-1)) - column
     if joinable:
         groups = [*_alike(sizes, torch.arange(len(row), device=row.device))]
     else:
         groups = [is_last.nonzero()[:, 0], *_alike(sizes, (~is_last).nonzero()[:, 0])]
     longest = [max(1, int(sizes[group].max())) for group in groups]
-    place, end = torch.empty_like(row), 0
+    begin, end = torch.empty_like(row), 0  # of each piece in the outputs of the groups
     for group, size in zip(groups, longest, strict=True):
-        place[group] = end + size * torch.arange(len(group), device=row.device)
+        begin[group] = end + size * torch.arange(len(group), device=row.device)
         end += size * len(group)
-    piece = begins.flatten().cumsum(0).view_as(begins) - 1
-    offset = torch.arange(n, device=row.device) - first[piece]
-    places = (place[piece] + offset).clamp(max=end - 1)
-    is_new = starts[row, first] & (sizes > 0)
-    return _Cut(row, first, sizes, is_new, is_last, groups, longest, places, n)
+    first = sizes.cumsum(0) - sizes
+    piece = torch.arange(len(row), device=row.device).repeat_interleave(sizes)
+    source = valid_positions(lengths, n).flatten().nonzero()[:, 0]
+    if len(source) == 0:  # one position of padding, because modules need one
+        piece, source = piece.new_zeros(1), source.new_zeros(1)
+    place = begin[piece] + torch.arange(len(piece), device=row.device) - first[piece]
+    target = (valid_positions(lengths, n).flatten().cumsum(0) - 1).clamp(min=0).view_as(starts)
+    is_new = starts[row, column] & (sizes > 0)
+    return Pieces(row, sizes, is_new, is_last, groups, longest, first, place, piece, source, target, keep_states)
 
 
 def _alike(sizes: Tensor, pieces: Tensor) -> Iterator[Tensor]:

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lit_effattn import sequence
+from lit_effattn import Transformer, sequence
 from lit_effattn.attention import Attention, CompressiveAttention, LinearAttention
 from lit_effattn.laws import ContractAdapter, check
 from lit_effattn.laws.subject import gradients
@@ -208,6 +208,16 @@ def test_pieces_of_similar_length_are_called_together(
     assert torch.equal(y, x.masked_fill(torch.arange(38).view(2, 19, 1) >= 19 + 15, 0))
 
 
+def test_position_wise_layers_of_a_transformer_read_no_padding():
+    model = Transformer(8, 2, 1, attention=LinearAttention).double()
+    shapes: list[torch.Size] = []
+    model.blocks[0].feed_forward.register_forward_pre_hook(lambda _, args: shapes.append(args[0].shape))
+    starts = torch.zeros(2, 19, dtype=torch.bool)
+    starts[0, 3] = starts[1, 7] = True
+    sequence.packed(model, inputs(model, 2, 19), starts, None, torch.tensor([19, 8]))
+    assert shapes == [(1, 27, 8)]
+
+
 def test_padding_after_the_longest_piece_is_zero():
     module = CASES[0].build()
     y, _ = sequence.packed(module, inputs(module, 1, 5), torch.zeros(1, 5, dtype=torch.bool), None, torch.tensor([3]))
@@ -250,6 +260,9 @@ def test_wrong_starts_are_refused():
         sequence.packed(module, x, torch.zeros(2, 5, dtype=torch.bool), module.initial_state(3))
     with pytest.raises(ValueError, match=r"packed SoftmaxAttention: starts is torch.bool of shape \(2, 4\)"):
         sequence.packed(module, x, torch.zeros(2, 4, dtype=torch.bool))
+    both_ways = Transformer(x.size(-1), 1, 1, causal=False).double()
+    with pytest.raises(ValueError, match="packed Transformer: state was given, but causal=False"):
+        sequence.packed(both_ways, x, torch.zeros(2, 5, dtype=torch.bool), module.initial_state(2))
     for call in (partial(sequence.packed, module), module.packed_weights):
         with pytest.raises(ValueError, match="expected booleans"):
             call(x, torch.zeros(2, 5))

@@ -61,10 +61,16 @@ def assert_defined(function, tensors, options, *, rtol: float, lengths=None, **o
     """Outputs, states and all arguments' gradients are the definition's in float64, each to `rtol` of its norm."""
     names = [name for name, t in options.items() if t is not None]
     arguments = [t.detach().requires_grad_() for t in (*tensors, *(options[name] for name in names))]
-    found, expected = (by_position(f, names, lengths=lengths, **o) for f, o in ((function, others), (definition, {})))
-    return assert_alike(found, expected, arguments, rtol=rtol)
+    found, expected = (by_position(f, names, **o) for f, o in ((function, others), (definition, {})))
+    return assert_alike(found, expected, arguments, lengths, rtol=rtol)
 
 
 def by_position(function, names, **others):
     """Return `function` with q, k, v, the state and the options `names` as positional arguments."""
-    return lambda *a: function(*a[:4], **dict(zip(names, a[4:], strict=True)), **others)
+    last = 4 + len(names)
+
+    def called(*a):  # after the options there may be lengths
+        given = {"lengths": a[last]} if len(a) > last else {}
+        return function(*a[:4], **dict(zip(names, a[4:last], strict=True)), **given, **others)
+
+    return called

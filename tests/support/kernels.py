@@ -85,11 +85,26 @@ def gradients(results: Sequence[Tensor], tensors: Sequence[Tensor], which: Seque
 
 
 def assert_alike(
-    function: Callable[..., Any], reference: Callable[..., Any], tensors, *others, rtol: float, which=None, **options
+    function: Callable[..., Any],
+    reference: Callable[..., Any],
+    tensors,
+    lengths=None,
+    *,
+    rtol: float,
+    which=None,
+    **options,
 ):
-    """Outputs, last sums and gradients are the reference's in float64, each to `rtol` of its norm."""
+    """Outputs, last sums and gradients are the reference's in float64, each to `rtol` of its norm.
+
+    Outputs of padding, after `lengths`, are finite, and nothing reads them.
+    """
     exact = [t.detach().double().requires_grad_(t.requires_grad) for t in tensors]
+    others = () if lengths is None else (lengths,)
     results, expected = function(*tensors, *others, **options), reference(*exact, *others, **options)
+    if lengths is not None:
+        padding = ~_valid(exact[1], lengths)[..., None]
+        assert results[0].isfinite().all()
+        results, expected = ((out.masked_fill(padding, 0), *rest) for out, *rest in (results, expected))
     assert [t.requires_grad for t in results] == [t.requires_grad for t in expected]
     pairs = [*zip(results, expected, strict=True)]
     pairs += zip(gradients(results, tensors, which), gradients(expected, exact, which), strict=True)

@@ -66,7 +66,7 @@ def forward(
         omega: (H, F, E), the directions.
         offset: (B, H, N), the common term of the logarithms of a key's features, −∞ where it is padding; None: that of
             positive features, −‖scale · k‖²/2 − (log F)/2.
-        lengths: (B,), number of valid keys; None: all are valid.
+        lengths: (B,), number of valid positions; None: all are valid. Outputs of padding are 0.
         scale: Factor of queries and keys.
         s: (B, H, F, D), the sum of e^{log φ(k) − m} vᵀ before the first position.
         z: (B, H, F), the sum of e^{log φ(k) − m}.

@@ -111,11 +111,12 @@ def positive_favor(
         z: (B, H, F) in float32, the sum of e^{log φ(k) − m}.
         m: (B, H, F) in float32, the greatest log φ(k); −∞: no key yet, and the sums are 0. It has no gradient, since it
             cancels.
-        lengths: (B,), number of valid keys; the rest is padding. None: all are valid.
+        lengths: (B,), number of valid positions; the rest is padding. None: all are valid.
         scale: Factor of queries and keys; D^(−¼) gives softmax's 1/√D.
 
     Returns:
-        The output (B, H, N, D) in v's type, 0 where no key is seen, and `s`, `z` and `m` after the last position.
+        The output (B, H, N, D) in v's type, 0 where no key is seen, any finite values in padding, and `s`, `z` and
+        `m` after the last position.
 
     Raises:
         ValueError: If an argument has a wrong shape or type, or `omega` requires a gradient. The message names the

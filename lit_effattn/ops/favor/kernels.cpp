@@ -38,7 +38,7 @@ void scores(Ahead& ahead, Index n, const float* a, const float* b, const float* 
 INLINE Vector greater(Vector a, Vector b) { return a > b ? a : b; }
 
 struct Row {
-  Index n, seen;           // positions, and valid keys
+  Index n;                 // positions
   Index e, f, d, E, F, D;  // columns of queries and keys, features, columns of values; padded to whole vectors
   Head q, k, v;
   const float* omega;   // (F, E)
@@ -122,16 +122,15 @@ class Features {
 
  private:
   void logarithms(Ahead& ahead, Index first, Index n) {
-    const Index valid = at_most(n, at_least_0(row_.seen - first));
     read(row_.q, first, n, E, q);
-    read(row_.k, first, valid, E, k);
+    read(row_.k, first, n, E, k);
     if (row_.offset)
-      std::memcpy(offset_, row_.offset + first, sizeof(float) * valid);
+      std::memcpy(offset_, row_.offset + first, sizeof(float) * n);
     else
       dot_rows(E, {k, E}, {k, E}, offset_);
     const float factor = row_.offset ? 1 : -row_.scale * row_.scale / 2;
     const float constant = row_.offset ? 0 : -std::log(float(row_.f)) / 2;
-    for (Index i = 0; i < C; ++i) offset_[i] = i < valid ? factor * offset_[i] + constant : NEVER;
+    for (Index i = 0; i < C; ++i) offset_[i] = i < n ? factor * offset_[i] + constant : NEVER;
     multiply(ahead, 2 * C, F, E, {q, E, 1}, omega_, F, Q, F, SET);
     for (Index j = 0; j < F; j += W) {  // the offset last: it may be large beside the rest
       const Bits inside = places() < (Bits{} + std::int32_t(row_.f - j));
@@ -224,7 +223,7 @@ Index forward_room(const Row& row) {
 }
 
 void forward_row(const Row& row, float* s, float* z, float* m, Head out, float* denominator, Room& room) {
-  const auto [n, seen, e, f, d, E, F, D, q, k, v, omega, offset, scale] = row;
+  const auto [n, e, f, d, E, F, D, q, k, v, omega, offset, scale] = row;
   Features x(row, m, room);
   float *S = room.take(F * D), *Z = room.take(F), *Kt = room.take(C * F), *sums = room.take(C * F);
   float *v_room = room.take(C * D), *Y = room.take(C * D), *A = room.take(C * C);
@@ -277,13 +276,14 @@ Index backward_room(const Row& row) {
 // references, since they are seldom raised.
 void backward_row(const Row& row, Head g, const float* s, const float* z, const float* m, Head g_q, Head g_k, Head g_v,
                   float* g_offset, float* g_s, float* g_z, Room& room) {
-  const auto [n, seen, e, f, d, E, F, D, q, k, v, omega, offset, scale] = row;
+  const auto [n, e, f, d, E, F, D, q, k, v, omega, offset, scale] = row;
   Features x(row, m, room);
   float *S = room.take(F * D), *Z = room.take(F), *scaled = room.take(E * F), *Kt = room.take(C * F);
   float *sums = room.take(C * F), *T = room.take(C * F);
   float *v_room = room.take(C * D), *Vt = room.take(C * D), *X = room.take(C * D), *O = room.take(C * D);
   float *U = room.take(C * E), *A = room.take(C * C), *G = room.take(C * C), *below = room.take(C);
-  float *above = room.take(n + C), *y = room.take(n + C), *g_log = room.take(C);
+  float* g_log = room.take(C);
+  float *above = room.take(n + C), *y = room.take(n + C);  // last: n differs by row, and the others keep their zeros
   for (Index i = 0; i < f; ++i)
     for (Index j = 0; j < e; ++j) scaled[i * E + j] = scale * omega[i * e + j];
   std::vector<Chunk> chunks;
@@ -402,26 +402,34 @@ struct Inputs {
   Index batch, heads, n, features;
   Heads q, k, v;
   const float *omega, *offset;  // offset may be null: features are positive ones, of the keys that `lengths` counts
-  const Index* lengths;         // may be null
+  const Index* lengths;         // valid positions; may be null
   float scale;
 
   Row row(Index index) const {
     const Index b = index / heads, h = index % heads, e = k.width, f = features, d = v.width;
-    return {n, lengths ? lengths[b] : n, e, f, d, padded(e), padded(f), padded(d), q.row(b, h), k.row(b, h),
-            v.row(b, h), omega + h * f * e, offset ? offset + index * n : nullptr, scale};
+    return {lengths ? lengths[b] : n, e, f, d, padded(e), padded(f), padded(d), q.row(b, h), k.row(b, h), v.row(b, h),
+            omega + h * f * e, offset ? offset + index * n : nullptr, scale};
+  }
+
+  Row longest() const {
+    Row row = this->row(0);
+    row.n = n;
+    return row;
   }
 };
 
-// s, z and m: before the first position, overwritten with those after the last. denominator may be null.
+// s, z and m: before the first position, overwritten with those after the last. denominator may be null. Outputs and
+// gradients of padding are 0.
 void forward(Inputs x, float* s, float* z, float* m, Heads out, float* denominator, int threads) {
   const Index f = x.features, d = x.v.width;
   in_large_pages(out, x.batch * x.heads * x.n * d);
 #pragma omp parallel num_threads(threads)
   {
-    Room room(forward_room(x.row(0)));
+    Room room(forward_room(x.longest()));
 #pragma omp for schedule(dynamic)
     for (Index row = 0; row < x.batch * x.heads; ++row) {
       room.rewind();
+      clear(out.row(row / x.heads, row % x.heads), x.row(row).n, x.n);
       forward_row(x.row(row), s + row * f * d, z + row * f, m + row * f, out.row(row / x.heads, row % x.heads),
                   denominator ? denominator + row * x.n : nullptr, room);
     }
@@ -435,11 +443,12 @@ void backward(Inputs x, Heads g, const float* s, const float* z, const float* m,
   for (const Heads& t : {g_q, g_k, g_v}) in_large_pages(t, x.batch * x.heads * x.n * t.width);
 #pragma omp parallel num_threads(threads)
   {
-    Room room(backward_room(x.row(0)));
+    Room room(backward_room(x.longest()));
 #pragma omp for schedule(dynamic)
     for (Index row = 0; row < x.batch * x.heads; ++row) {
       room.rewind();
       const Index b = row / x.heads, h = row % x.heads;
+      for (const Heads& t : {g_q, g_k, g_v}) clear(t.row(b, h), x.row(row).n, x.n);
       backward_row(x.row(row), g.row(b, h), s + row * f * d, z + row * f, m + row * f, g_q.row(b, h), g_k.row(b, h),
                    g_v.row(b, h), g_offset ? g_offset + row * x.n : nullptr, g_s + row * f * d, g_z + row * f, room);
     }

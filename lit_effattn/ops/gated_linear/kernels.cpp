@@ -70,7 +70,6 @@ class Chunk {
  public:
   Rows Q, K, Q_in, K_in, K_out;  // queries and keys; a * Q, a * K, r * K
   float *A, *N, *beta;           // A; -P, 0 on and above the diagonal
-  Index valid;                   // positions that are no padding
   const Decay decay;
   const bool delta;
 
@@ -88,12 +87,11 @@ class Chunk {
 
   void find(Ahead& ahead, const Inputs& t, Index i0, bool with_queries) {
     const Index F = sizes_.F, here = at_most(C, sizes_.n - i0);
-    valid = at_most(here, at_least_0(sizes_.seen - i0));
     if (with_queries) Q = Q_in = view(t.q, i0, here, F, q_);
-    K = K_in = K_out = view(t.k, i0, valid, F, k_);
-    if (delta) read_numbers(t.beta, i0, valid, beta);
+    K = K_in = K_out = view(t.k, i0, here, F, k_);
+    if (delta) read_numbers(t.beta, i0, here, beta);
     if (decay != Decay::NONE) {
-      find_decays(t.log_decay, i0);
+      find_decays(t.log_decay, i0, here);
       if (with_queries) Q_in = {from_start(Q, q_in_), F};
       if (with_queries || delta) K_in = {from_start(K, k_in_), F};
       K_out = {to_end(K, k_out_), F};
@@ -188,12 +186,12 @@ class Chunk {
   float *decays_, *before_, *after_;  // e^log_decay, a and r, for each position, or each position and channel
   float* between_;                    // l_ij, 0 above the diagonal
 
-  void find_decays(Head log_decay, Index i0) {
+  void find_decays(Head log_decay, Index i0, Index here) {
     const Index width = decay == Decay::HEAD ? 1 : sizes_.F;
     if (decay == Decay::HEAD)
-      read_numbers(log_decay, i0, valid, decays_);
+      read_numbers(log_decay, i0, here, decays_);
     else
-      read(log_decay, i0, valid, width, decays_);
+      read(log_decay, i0, here, width, decays_);
     for (Index p = 0; p < C * width; p += W) store(decays_ + p, exponential(load(decays_ + p)));
     for (Index p = 0; p < width; ++p) {
       float a = 1, r = 1;
@@ -302,14 +300,15 @@ void backward_row(Rule rule, const Sizes& sizes, const Inputs& t, Head g, const 
   const Decay decay = rule.decay;
   const bool delta = rule.delta;
   const Index n = sizes.n, F = sizes.F, D = sizes.D, groups = groups_of(n);
-  float *kept = room.take(groups * F * D), *again = room.take((GROUP - 1) * F * D), *R_ = room.take(F * D);
-  float* all_F = room.take(delta ? (n + C) * D : 0);
+  float *again = room.take((GROUP - 1) * F * D), *R_ = room.take(F * D);
   float *v_room = room.take(C * D), *g_room = room.take(C * D), *U_ = room.take(C * D), *X = room.take(C * D);
   float *E_ = room.take(C * D), *Gt = room.take(C * D), *Ut = room.take(C * D), *Et = room.take(C * D);
   float *dQ = room.take(C * F), *dK = room.take(C * F), *dRead = room.take(C * F), *T = room.take(C * F);
   float *of_A = room.take(C * C), *of_P = room.take(C * C);
   float *rest = room.take(F), *numbers = room.take(C), *more = room.take(C);
   Chunk c(rule, sizes, room);
+  // Last, since n differs by row, and the others keep their zeros.
+  float *kept = room.take(groups * F * D), *all_F = room.take(delta ? (n + C) * D : 0);
   Ahead ahead;
 
   // U of the chunk at i0, whose F is known.
@@ -378,7 +377,6 @@ void backward_row(Rule rule, const Sizes& sizes, const Inputs& t, Head g, const 
         c.values_backward(X, E_);
         E = E_;
         dot_rows(D, {X, D}, {all_F + i0 * D, D}, numbers);
-        for (Index r = c.valid; r < here; ++r) numbers[r] = 0;
         write_numbers(to.beta, i0, here, numbers);
       }
       write(to.v, i0, here, D, E);
@@ -414,7 +412,6 @@ void backward_row(Rule rule, const Sizes& sizes, const Inputs& t, Head g, const 
           for (Index r = 0; r < C; ++r) numbers[r] += more[r];
         }
         for (Index r = C - 1; r >= 0; --r) numbers[r] = sum += numbers[r];
-        for (Index r = c.valid; r < here; ++r) numbers[r] = 0;
         write_numbers(to.log_decay, i0, here, numbers);
       }
       if (decay == Decay::CHANNEL)
@@ -424,14 +421,14 @@ void backward_row(Rule rule, const Sizes& sizes, const Inputs& t, Head g, const 
             Vector of_key = load(dK + r * F + f);
             if (delta) of_key -= load(dRead + r * F + f);
             sum += load(c.Q.p + r * c.Q.row + f) * load(dQ + r * F + f) - load(c.K.p + r * c.K.row + f) * of_key;
-            if (r < here && f < sizes.f) put(to.log_decay, i0 + r, f, r < c.valid ? sum : Vector{});
+            if (r < here && f < sizes.f) put(to.log_decay, i0 + r, f, sum);
           }
         }
       for (Index r = 0; r < C; ++r)
         for (Index p = r * F; p < (r + 1) * F; p += W) {
           Vector x = load(dK + p);
           if (delta) x += load(dRead + p);
-          store(dK + p, r < c.valid ? x : Vector{});
+          store(dK + p, x);
         }
       write(to.q, i0, here, F, dQ);
       write(to.k, i0, here, F, dK);
@@ -455,8 +452,8 @@ Rule rule_of(const Heads& log_decay, const Heads& beta) {
 // Called by cpp_kernels.py.
 extern "C" {
 
-// log_decay.p and beta.p may be null. state: before the first position, overwritten with that after the last. lengths
-// may be null.
+// log_decay.p and beta.p may be null. state: before the first position, overwritten with that after the last. lengths:
+// valid positions, or null; the outputs and gradients of padding are 0.
 void forward(Index batch, Index heads, Index n, Heads q, Heads k, Heads v, Heads log_decay, Heads beta, float* state,
              const Index* lengths, Heads out, int threads) {
   const Index f = k.width, d = v.width, F = padded(f), D = padded(d);
@@ -469,8 +466,10 @@ void forward(Index batch, Index heads, Index n, Heads q, Heads k, Heads v, Heads
     for (Index row = 0; row < batch * heads; ++row) {
       room.rewind();
       const Index b = row / heads, h = row % heads;
-      const Sizes sizes = {n, lengths ? lengths[b] : n, f, d, F, D};
+      const Index valid = lengths ? lengths[b] : n;
+      const Sizes sizes = {valid, f, d, F, D};
       const Inputs inputs = {q.row(b, h), k.row(b, h), v.row(b, h), log_decay.row(b, h), beta.row(b, h)};
+      clear(out.row(b, h), valid, n);
       forward_row(rule, sizes, inputs, state + row * f * d, out.row(b, h), room);
     }
   }
@@ -490,9 +489,11 @@ void backward(Index batch, Index heads, Index n, Heads g, Heads q, Heads k, Head
     for (Index row = 0; row < batch * heads; ++row) {
       room.rewind();
       const Index b = row / heads, h = row % heads;
-      const Sizes sizes = {n, lengths ? lengths[b] : n, f, d, F, D};
+      const Index valid = lengths ? lengths[b] : n;
+      const Sizes sizes = {valid, f, d, F, D};
       const Inputs inputs = {q.row(b, h), k.row(b, h), v.row(b, h), log_decay.row(b, h), beta.row(b, h)};
       const Gradients to = {g_q.row(b, h), g_k.row(b, h), g_v.row(b, h), g_log_decay.row(b, h), g_beta.row(b, h)};
+      for (const Heads& t : {g_q, g_k, g_v, g_log_decay, g_beta}) clear(t.row(b, h), valid, n);
       backward_row(rule, sizes, inputs, g.row(b, h), state + row * f * d, to, g_state + row * f * d, room);
     }
   }

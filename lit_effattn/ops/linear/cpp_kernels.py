@@ -49,7 +49,7 @@ def forward(
         v: (B, H, N, D).
         s: (B, H, F, D), the sum of φ(k) vᵀ before the first position.
         z: (B, H, F), the sum of φ(k).
-        lengths: (B,), number of valid keys; None: all are valid.
+        lengths: (B,), number of valid positions; None: all are valid. Outputs of padding are 0.
         eps: Keeps the division finite where no key is seen.
         out: (B, H, N, D) in float32, contiguous in its last dimension.
         denominator: (B, H, N) in float32, contiguous; None: not computed.

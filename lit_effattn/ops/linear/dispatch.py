@@ -81,11 +81,11 @@ def elu_linear_attention(
         v: (B, H, N, D'), D' at most 128 on CUDA.
         s: (B, H, D, D') in float32, the sum of φ(k) vᵀ before the first position.
         z: (B, H, D) in float32, the sum of φ(k).
-        lengths: (B,), number of valid keys; the rest is padding. None: all are valid.
+        lengths: (B,), number of valid positions; the rest is padding. None: all are valid.
         eps: Keeps the division finite where no key is seen.
 
     Returns:
-        The output (B, H, N, D') in v's type, and `s` and `z` after the last position.
+        The output (B, H, N, D') in v's type, any finite values in padding, and `s` and `z` after the last position.
 
     Raises:
         ValueError: If an argument has a wrong shape or type. The message names it and what was expected.

@@ -12,7 +12,7 @@ Index forward_room(Index F, Index D) { return F * D + F + 2 * C * F + C * (F + D
 template <Map map>
 void forward_row(const Sizes& sizes, Head q, Head k, Head v, float* s, float* z, Head out, float* denominator,
                  float eps, Room& room) {
-  const auto [n, seen, f, d, F, D] = sizes;
+  const auto [n, f, d, F, D] = sizes;
   float *S = room.take(F * D), *Z = room.take(F), *below = room.take(C), *above = room.take(C), *A = room.take(C * C);
   float *q_room = room.take(C * F), *k_room = room.take(C * F), *v_room = room.take(C * D);
   float *const Qt = room.take(C * (F + D)), *const Y = Qt;  // Y after the last use of Qt
@@ -27,7 +27,7 @@ void forward_row(const Sizes& sizes, Head q, Head k, Head v, float* s, float* z,
     ahead.add(out.part(i0, here, WRITE));
     for (const Head* t : {&q, &k, &v}) ahead.add(t->part(i0 + here, next));
     const Rows Q = view<map>(q, i0, here, F, q_room), V = view(v, i0, here, D, v_room);
-    const Rows K = view<map>(k, i0, at_most(here, at_least_0(seen - i0)), F, k_room);
+    const Rows K = view<map>(k, i0, here, F, k_room);
 
     transpose(C, F, Q, Qt, C);  // (F, C)
     for (Index j = 0; j < C; j += W) {  // A[j, i] = k_j . q_i where j <= i
@@ -68,12 +68,12 @@ Index backward_room(Index n, Index F, Index D) {
 template <Map map>
 void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const float* s, const float* z, Head g_q,
                   Head g_k, Head g_v, float* g_s, float* g_z, float eps, Room& room) {
-  const auto [n, seen, f, d, F, D] = sizes;
+  const auto [n, f, d, F, D] = sizes;
   float *S = room.take(F * D), *Z = room.take(F), *A = room.take(C * C), *G = room.take(C * C);
   float *q_room = room.take(C * F), *k_room = room.take(C * F), *v_room = room.take(C * D), *x_room = room.take(C * D);
-  float *above = room.take(n + C), *y = room.take(n + C);
   // Few buffers, so that the sums stay in the first-level cache: each is used for several things in turn.
   float *one = room.take(C * (F + D)), *two = room.take(C * (F + D)), *three = room.take(C * F);
+  float *above = room.take(n + C), *y = room.take(n + C);  // last: n differs by row, and the others keep their zeros
   Ahead ahead;
 
   // Forward, for dq: S is stored as (D, F).
@@ -91,7 +91,7 @@ void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const floa
     for (const Head* t : {&q, &k, &v, &g}) ahead.add(t->part(i0 + here, next));
     const Rows Q = view<map>(q, i0, here, F, q_room), V = view(v, i0, here, D, v_room);
     const Rows G_ = view(g, i0, here, D, x_room);  // not divided yet: the products are divided
-    const Rows K = view<map>(k, i0, at_most(here, at_least_0(seen - i0)), F, k_room);
+    const Rows K = view<map>(k, i0, here, F, k_room);
 
     for (Index j = 0; j < F; j += W) {  // z_i
       Vector x = load(Z + j);
@@ -137,7 +137,7 @@ void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const floa
     if (i0 > 0)
       for (const Head* t : {&q, &k, &v, &g}) ahead.add(t->part(i0 - C, C));
     const Rows Q = view<map>(q, i0, here, F, q_room), V = view(v, i0, here, D, v_room);
-    const Rows K = view<map>(k, i0, at_most(here, at_least_0(seen - i0)), F, k_room);
+    const Rows K = view<map>(k, i0, here, F, k_room);
     read(g, i0, here, D, x_room, above + i0);
     const Rows X = {x_room, D};
 
@@ -177,7 +177,8 @@ void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const floa
 // Called by cpp_kernels.py.
 extern "C" {
 
-// s and z: before the first position, overwritten with those after the last. lengths and denominator may be null.
+// s and z: before the first position, overwritten with those after the last. lengths: valid positions; the outputs and
+// gradients of padding are 0. lengths and denominator may be null.
 void forward(Index batch, Index heads, Index n, Heads q, Heads k, Heads v, float* s, float* z, const Index* lengths,
              float eps, Heads out, float* denominator, int elu, int threads) {
   const Index f = k.width, d = v.width, F = padded(f), D = padded(d);
@@ -189,7 +190,9 @@ void forward(Index batch, Index heads, Index n, Heads q, Heads k, Heads v, float
     for (Index row = 0; row < batch * heads; ++row) {
       room.rewind();
       const Index b = row / heads, h = row % heads;
-      const Sizes sizes = {n, lengths ? lengths[b] : n, f, d, F, D};
+      const Index valid = lengths ? lengths[b] : n;
+      const Sizes sizes = {valid, f, d, F, D};
+      clear(out.row(b, h), valid, n);
       (elu ? forward_row<ELU> : forward_row<NONE>)(
           sizes, q.row(b, h), k.row(b, h), v.row(b, h), s + row * f * d, z + row * f, out.row(b, h),
           denominator ? denominator + row * n : nullptr, eps, room);
@@ -210,7 +213,9 @@ void backward(Index batch, Index heads, Index n, Heads g, Heads q, Heads k, Head
     for (Index row = 0; row < batch * heads; ++row) {
       room.rewind();
       const Index b = row / heads, h = row % heads;
-      const Sizes sizes = {n, lengths ? lengths[b] : n, f, d, F, D};
+      const Index valid = lengths ? lengths[b] : n;
+      const Sizes sizes = {valid, f, d, F, D};
+      for (const Heads& t : {g_q, g_k, g_v}) clear(t.row(b, h), valid, n);
       (elu ? backward_row<ELU> : backward_row<NONE>)(
           sizes, g.row(b, h), q.row(b, h), k.row(b, h), v.row(b, h), s + row * f * d, z + row * f, g_q.row(b, h),
           g_k.row(b, h), g_v.row(b, h), g_s + row * f * d, g_z + row * f, eps, room);

@@ -400,12 +400,10 @@ void add_rows(Index width, Rows rows, const float* weights, float* sum) {
 }
 
 struct Sizes {
-  Index n, seen;  // positions, and valid keys
-  Index f, d;     // columns of queries and keys, of values
-  Index F, D;     // padded to whole vectors
+  Index n;     // positions
+  Index f, d;  // columns of queries and keys, of values
+  Index F, D;  // padded to whole vectors
 };
-
-Index at_least_0(Index n) { return n < 0 ? 0 : n; }
 
 Index at_most(Index n, Index most) { return n < most ? n : most; }
 
@@ -420,6 +418,12 @@ struct Heads {
 };
 
 namespace {
+
+// Set the padding of a result to 0: the positions from `first` to n. t.p may be null.
+void clear(const Head& t, Index first, Index n) {
+  if (!t.p) return;
+  for (Index i = first; i < n; ++i) std::memset(t.p + i * t.stride, 0, sizeof(float) * t.width);
+}
 
 // Request large pages for results, for systems that give them only on request: newly allocated memory then costs a page
 // fault for 2 MiB, not for 4 KiB. For results of 4 MiB the faults of small pages take half as long as the kernel.

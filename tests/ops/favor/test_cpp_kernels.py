@@ -123,10 +123,12 @@ def test_padding_is_nothing(length: int, seen: bool):
         exact = [t.detach().nan_to_num(neginf=-torch.inf).requires_grad_(t.requires_grad) for t in tensors]
     found = kernel(*tensors, lengths)
     assert_alike(kernel, positive_definition, exact, lengths)
+    assert (found[0][1, :, length:] == 0).all()
     assert all(torch.equal(a, b) for a, b in zip(found, kernel(*exact, lengths), strict=True))
     _, g_k, g_v = torch.autograd.grad(found[0].sum() + found[1].sum() + found[2].sum(), tensors[:3])
     assert (g_k[1, :, length:] == 0).all()
     assert (g_v[1, :, length:] == 0).all()
+    assert_alike(kernel, positive_definition, inputs(n, seen=seen), lengths.flip(0))
     if length == 0 and not seen:
         assert (found[0][1] == 0).all()
         assert (found[3][1] == -torch.inf).all()

@@ -62,8 +62,10 @@ def test_padding_is_nothing(length: int):
     n = 2 * C + 3
     lengths = torch.tensor([n, length])
     tensors = inputs(n, 8, 8)
-    assert_alike(elu_linear_attention, elu_definition, tensors, lengths)
+    for rows in (lengths, lengths.flip(0)):
+        assert_alike(elu_linear_attention, elu_definition, tensors, rows)
     out, s, z = elu_linear_attention(*tensors, lengths)
+    assert (out[1, :, length:] == 0).all()
     _, g_k, *_ = torch.autograd.grad(out.sum() + s.sum() + z.sum(), tensors)
     assert (g_k[1, :, length:] == 0).all()
 

@@ -9,6 +9,7 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
+from inspect import isabstract
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -59,8 +60,9 @@ SPEED_NOTES = [
     "padded: a document in each row, batches of no more positions than a packed one has. packed: `sequence.packed`, "
     "rows filled by first-fit, no document divided. joined: the same rows without borders, so that a document depends "
     "on those before it: a limit, which computes something else.",
-    "tokens/s: tokens of documents, without padding. positions ÷ tokens: all positions that the model computes, with "
-    "the padding of rows and of the calls inside `packed`. peak: memory in addition to the input and the weights.",
+    "tokens/s: tokens of documents, without padding. positions ÷ tokens: all positions that an attention reads, with "
+    "the padding of rows and of the calls inside `packed`, where the other layers read tokens alone. peak: memory in "
+    "addition to the input and the weights.",
 ]
 DIFFERENCE_NOTES = [
     "Largest difference of `sequence.packed` from separate calls, relative to the norm: outputs, gradient of the "
@@ -241,9 +243,10 @@ class Reader:
 
     @torch.no_grad()
     def positions(self) -> int:
-        """Count the positions that the model computes."""
+        """Count the positions that the first attention reads."""
         computed: list[int] = []
-        hook = self.model.register_forward_pre_hook(lambda _, given: computed.append(given[0][..., 0].numel()))
+        attention = next(module for module in self.model.modules() if isinstance(module, attentions.Attention))
+        hook = attention.register_forward_pre_hook(lambda _, given: computed.append(given[0][..., 0].numel()))
         for batch in self.inputs:
             self.call(self.model, *batch)
         hook.remove()
@@ -299,8 +302,8 @@ def _speeds(kind: str, batches: list[Rows], args: argparse.Namespace) -> list[Ro
 def every_kind() -> dict[str, Callable[[], SequenceModule]]:
     """Return every attention kind and the LSTM, with their default options."""
     exported = [getattr(attentions, name) for name in attentions.__all__]
-    kinds = [k for k in exported if isinstance(k, type) and issubclass(k, attentions.Attention)]
-    made = {k.__name__: partial(k, 64, 4) for k in kinds if k is not attentions.Attention}
+    kinds = [k for k in exported if isinstance(k, type) and issubclass(k, attentions.Attention) and not isabstract(k)]
+    made = {k.__name__: partial(k, 64, 4) for k in kinds}
     return {**made, "LSTM": partial(LSTM, 64, 1)}
 
 

@@ -80,6 +80,10 @@ EVERY = [
 ]
 
 
+def test_every_kind_can_be_built():
+    assert {type(build()).__name__ for build in every_kind().values()} == {*every_kind()}
+
+
 @pytest.mark.parametrize(("kind", "cut"), EVERY)
 def test_a_packed_row_differs_by_rounding_alone(kind, cut):
     assert difference(every_kind()[kind], CUTS[cut], torch.float64) <= 1e-12
